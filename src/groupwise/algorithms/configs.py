@@ -1,0 +1,184 @@
+"""Settings of the algorithms. Imports no torch, so that the command line answers at once."""
+
+from typing import Annotated, Literal, Self
+
+from annotated_types import Ge, Gt, Le
+from pydantic import model_validator
+
+from groupwise.cfg import Cfg
+
+PositiveInt = Annotated[int, Ge(1)]
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+
+
+class OptimizerCfg(Cfg):
+    """Which optimiser, and its settings other than the learning rate."""
+
+    name: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
+    """Optimiser from ``torch.optim``."""
+    eps: Positive = 1e-5
+    """Added to the denominator (adam, adamw, rmsprop). 1e-5 is the reference PPO's, not torch's 1e-8."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay of the moments (adam, adamw)."""
+    momentum: Fraction = 0.0
+    """Momentum (sgd, rmsprop)."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled for adamw, L2 for the others."""
+
+
+class ScheduleCfg(Cfg):
+    """How the learning rate changes over training."""
+
+    name: Literal["none", "linear", "cosine", "step", "exponential", "adaptive_kl"] = "none"
+    """``linear`` and ``cosine`` fall to ``final``; ``step`` and ``exponential`` multiply by ``decay``; ``adaptive_kl`` follows the measured KL (PPO and GRPO)."""
+    final: Fraction = 0.0
+    """Share of the learning rate left at the end (linear, cosine)."""
+    decay: Annotated[float, Gt(0), Le(1)] = 0.5
+    """``step``: factor at each interval; ``exponential``: factor over one interval, applied continuously."""
+    interval: Annotated[float, Gt(0), Le(1)] = 0.25
+    """Share of training between two decays (step, exponential)."""
+    desired_kl: Positive = 0.01
+    """``adaptive_kl``: above twice this the rate is divided by 1.5, below half of it multiplied. Default: rsl_rl's."""
+    min_factor: Positive = 0.01
+    """``adaptive_kl``: least rate, as a share of ``learning_rate``."""
+    max_factor: Positive = 10.0
+    """``adaptive_kl``: greatest rate, as a multiple of ``learning_rate``."""
+
+
+class ObjectiveCfg(Cfg):
+    """Ratio, trust region, aggregation and KL: what one element's loss is, and how elements are added up."""
+
+    ratio: Literal["token", "sequence", "sequence_token", "sequence_product"] = "token"
+    """Level of the probability ratio: per step (token), geometric mean over the episode (GSPO), the same with per-step gradient (GSPO-token), or the product over the episode (explodes with length)."""
+    trust_region: Literal["clip", "dual_clip", "none"] = "clip"
+    """``clip``: PPO's minimum of raw and clipped; ``dual_clip``: also bounds the loss at negative advantage; ``none``: ratio times advantage."""
+    clip_low: Positive = 0.2
+    """The ratio is clipped at 1 - clip_low."""
+    clip_high: Positive = 0.2
+    """The ratio is clipped at 1 + clip_high."""
+    dual_clip: Annotated[float, Gt(1)] = 3.0
+    """Bound c of ``dual_clip`` (verl's default)."""
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
+    """How elements become one loss: over all steps of the optimiser batch; mean of episode means; mean of episode sums; sum over (episodes x ``max_length``)."""
+    max_length: PositiveInt | None = None
+    """Steps that ``constant`` divides by; None takes the environment's step limit."""
+    kl_estimator: Literal["k1", "k2", "k3", "exact"] = "k3"
+    """KL to the reference policy, used when ``kl_coef > 0``; ``exact`` needs a closed form (control policies have it)."""
+    old_log_prob: Literal["sampled", "recomputed"] = "sampled"
+    """Denominator of the ratio: what the sampler reported, or a forward pass at the update's start."""
+
+
+class CreditCfg(Cfg):
+    """How rewards of a group become advantages: a composition of independent choices."""
+
+    rule: str = "composed"
+    """``composed`` of the choices below, or the name of a registered credit rule."""
+    group_key: Literal["group", "group_step"] = "group"
+    """What is compared: all of the group, or only the same time step of its members."""
+    returns: Literal["outcome", "process", "return_to_go"] = "outcome"
+    """Score: sum of the episode's rewards; DeepSeekMath's normalised step rewards summed from here on; discounted reward from here on."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """Subtracted from the score: the mean of what it is compared with, with or without itself."""
+    scale: Literal["std", "population_std", "batch_std", "none"] = "std"
+    """Divided by: unbiased or population deviation of what it is compared with, unbiased deviation of all scores in the batch, or nothing."""
+    early_finisher: Literal["absorb", "mask", "trajectory"] = "mask"
+    """With ``group_step``, at steps after a sibling ended: a *terminated* sibling counts with return 0 and a truncated one is absent; every ended sibling is absent; the step takes the trajectory's advantage instead."""
+    lone_member: Literal["zero", "trajectory"] = "zero"
+    """Where nothing is left to compare with: advantage 0, or the trajectory's advantage (0 in a group of one)."""
+    eps: NonNegative = 1e-4
+    """Added to the deviation, in units of the score. 1e-8 turns float noise into full-size advantages."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.group_key == "group_step" and self.returns != "return_to_go":
+            raise ValueError(f"group_key='group_step' compares returns from a step on; got returns={self.returns!r}, mend: returns='return_to_go'")
+        return self
+
+
+class ReferenceCfg(Cfg):
+    """When the reference policy (``kl_coef > 0``) is renewed from the trained one."""
+
+    refresh: Literal["never", "interval", "ema"] = "never"
+    """``never``: frozen at the start; ``interval``: replaced; ``ema``: mixed towards the trained policy."""
+    interval: PositiveInt = 1
+    """Iterations between refreshes (interval, ema)."""
+    mix: Fraction = 0.6
+    """``ema``: share of the trained policy in the new reference (TRL's default)."""
+
+
+class AlgorithmCfg(Cfg):
+    """Settings every algorithm has. Subclass it for your own algorithm and give ``name`` a default."""
+
+    name: str
+    """Name in the registry."""
+    learning_rate: Positive = 3e-4
+    """Step size of the optimiser before its schedule."""
+    num_steps: PositiveInt = 256
+    """Steps per environment in one iteration. GRPO opens new groups until about ``num_envs * num_steps`` steps are taken, and always finishes whole episodes."""
+    num_epochs: PositiveInt = 10
+    """Passes over each rollout."""
+    minibatch_size: PositiveInt = 256
+    """Steps (transitions) in one optimiser step, over all ranks; a rollout is split evenly into the nearest whole number of minibatches."""
+    micro_batch_size: PositiveInt | None = None
+    """Most steps in one forward and backward pass; bounds memory, never changes the gradient. None: the whole minibatch."""
+    gamma: Fraction = 0.99
+    """Discount."""
+    ent_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    max_grad_norm: Positive | None = 0.5
+    """Greatest global norm of the gradient; None does not clip."""
+    target_kl: Positive | None = None
+    """Ends the iteration's update when the mean approximate KL of a minibatch exceeds 1.5 times this (SB3's rule)."""
+    clip_coef: Positive | None = None
+    """Sets ``objective.clip_low`` and ``objective.clip_high`` together."""
+    objective: ObjectiveCfg = ObjectiveCfg()
+    """Ratio, trust region, aggregation, KL."""
+    optimizer: OptimizerCfg = OptimizerCfg()
+    """Optimiser."""
+    schedule: ScheduleCfg = ScheduleCfg()
+    """Learning rate over training."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_clip_coef(cls, data: object) -> object:
+        """Fold ``clip_coef`` into the objective, so that a resolved config says it once."""
+        if not isinstance(data, dict) or not isinstance(data.get("clip_coef"), int | float):
+            return data
+        objective = data.get("objective", {})
+        values = objective.model_dump(exclude_unset=True) if isinstance(objective, ObjectiveCfg) else dict(objective)
+        both = {"clip_low": data["clip_coef"], "clip_high": data["clip_coef"]}
+        return {**data, "clip_coef": None, "objective": values | both}
+
+
+class PPOCfg(AlgorithmCfg):
+    """Proximal policy optimisation with a critic."""
+
+    name: Literal["ppo"] = "ppo"
+    """Name in the registry."""
+    gae_lambda: Fraction = 0.95
+    """Lambda of the generalised advantage estimate."""
+    vf_coef: NonNegative = 0.5
+    """Weight of the value loss."""
+    clip_value: Positive | None = None
+    """Clips the value's change like the ratio, in units of the return; None does not (it rarely helps)."""
+    normalize_advantage: Literal["none", "batch", "minibatch"] = "minibatch"
+    """Advantages to mean 0 and deviation 1: never, over the whole rollout, or over each minibatch (SB3's choice)."""
+
+
+class GRPOCfg(AlgorithmCfg):
+    """Group relative policy optimisation: no critic, siblings of the same start are compared."""
+
+    name: Literal["grpo"] = "grpo"
+    """Name in the registry."""
+    group_size: Annotated[int, Ge(2)] = 8
+    """Attempts at the same start."""
+    credit: CreditCfg = CreditCfg()
+    """From rewards to advantages."""
+    attempt_steps: PositiveInt | None = None
+    """Window: attempts are cut (truncated) after so many steps. None: whole episodes."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL to a reference policy; 0 makes no reference."""
+    reference: ReferenceCfg = ReferenceCfg()
+    """When the reference is renewed."""

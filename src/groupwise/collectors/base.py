@@ -1,0 +1,64 @@
+"""What a collector is to the rest of the library: it fills rollouts with a policy's experience."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import NamedTuple
+
+from tensordict import TensorDict
+
+from groupwise.policies.base import Policy
+
+
+class Episode(NamedTuple):
+    """A finished attempt."""
+
+    episode_return: float
+    length: int
+    terminated: bool
+
+
+class Collector(ABC):
+    """Collects rollouts; counts steps and episodes.
+
+    All its randomness follows from ``seed`` and ``iteration``, so setting ``iteration`` on a fresh collector is all
+    that a resumed run needs.
+    """
+
+    iteration: int = 0
+    """How many rollouts were collected; streams of the next one are derived from it."""
+    last_steps: int = 0
+    """Environment steps that the last ``collect`` took, wasted ones included."""
+
+    def __init__(self) -> None:
+        self.finished: list[Episode] = []
+        """Episodes that ended in the last ``collect``, also those begun in an earlier one."""
+        self.recent: deque[Episode] = deque(maxlen=100)
+        """The latest 100 finished episodes."""
+
+    def sync(self, policy: Policy) -> None:
+        """Give the collector the policy to act with. In process it is the same object, and nothing happens."""
+
+    @abstractmethod
+    def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
+        """Experience of about ``num_steps`` steps per row, written into ``rollout``; may return a longer or shorter one."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Drop running episodes: the next ``collect`` begins with fresh ones, as after a resume."""
+
+    def metrics(self) -> dict[str, float]:
+        """``rollout/*`` numbers of the last ``collect``.
+
+        Means are over the latest 100 finished episodes (or all that finished in this rollout, if more), whenever
+        they began: a window that no episode ends in must not freeze or bias the number.
+        """
+        episodes = self.finished if len(self.finished) >= 100 else list(self.recent)
+        out = {"rollout/env_steps": float(self.last_steps), "rollout/episodes": float(len(self.finished))}
+        if episodes:
+            out["rollout/return_mean"] = sum(e.episode_return for e in episodes) / len(episodes)
+            out["rollout/length_mean"] = sum(e.length for e in episodes) / len(episodes)
+        return out
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the environments."""

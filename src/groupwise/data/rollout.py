@@ -1,0 +1,177 @@
+"""The rollout: one iteration's experience as a TensorDict of batch ``[N, T+1]``, and the buffer that hands it out.
+
+N rows are environments (or prompts x group size), T steps or tokens. The last slot holds what follows the last
+transition (an observation, its value); keys of transitions are padding there. ``docs/concepts.md`` has the schema.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from groupwise.errors import DataError
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of one slot's tensor, without the leading ``[N, T+1]``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Spec = TensorSpec | Mapping[str, "Spec"]
+"""One tensor, or a (nested) dictionary of them: Dict and Tuple observation spaces."""
+
+Nested = Tensor | TensorDict
+"""What a ``Spec`` describes."""
+
+_TRANSITION_KEYS: dict[str, torch.dtype] = {
+    "reward": torch.float32,
+    "terminated": torch.bool,
+    "truncated": torch.bool,
+    "valid": torch.bool,
+    "loss_mask": torch.bool,
+    "sample_log_prob": torch.float32,
+    "group_id": torch.int64,
+    "episode_id": torch.int64,
+    "step": torch.int64,
+}
+_VALUE_KEYS: dict[str, torch.dtype] = {"value": torch.float32, "next_value": torch.float32}
+_ID_KEYS = ("group_id", "episode_id")
+
+
+def allocate(spec: Spec, *batch: int, device: torch.device | str = "cpu") -> Nested:
+    """Zeros of shape ``[*batch, *spec.shape]``, a TensorDict of them for a nested spec."""
+    if isinstance(spec, TensorSpec):
+        return torch.zeros(*batch, *spec.shape, dtype=spec.dtype, device=device)
+    leaves = {name: allocate(leaf, *batch, device=device) for name, leaf in spec.items()}
+    return TensorDict(leaves, batch_size=list(batch), device=torch.device(device))  # type: ignore[arg-type]
+
+
+def transition_view(rollout: TensorDict) -> TensorDict:
+    """The ``[N, T]`` transitions of a rollout: a view without the padded last slot."""
+    return rollout[:, :-1]
+
+
+def lengthen(rollout: TensorDict, num_slots: int) -> TensorDict:
+    """A copy of the rollout with room for ``num_slots`` slots; the new ones are empty (see ``start_rollout``)."""
+    longer = torch.cat([rollout, torch.zeros_like(rollout[:, :1]).expand(-1, num_slots - rollout.shape[1])], dim=1)
+    for key in _ID_KEYS:
+        longer[key][:, rollout.shape[1] :] = -1
+    return longer
+
+
+class RolloutBuffer:
+    """Preallocated storage for rollouts: ``start_rollout`` hands it out, ``add`` checks what came back.
+
+    Two storages take turns: a rollout stays good until the second next ``start_rollout``.
+
+    Args:
+        num_rows: N, the environments.
+        num_steps: T, transitions per row; a collector that needs more hands back a longer rollout, and the
+            buffer allocates that much from then on.
+        value: whether the policy has a critic (adds ``value`` and ``next_value``).
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_steps: int,
+        *,
+        obs_spec: Spec,
+        action_spec: Spec,
+        value: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        scalars = _TRANSITION_KEYS | (_VALUE_KEYS if value else {})
+        self.spec: dict[str, Spec] = {"obs": obs_spec, "action": action_spec}
+        self.spec |= {key: TensorSpec((), dtype) for key, dtype in scalars.items()}
+        self.num_rows = num_rows
+        self.num_steps = num_steps
+        self.device = torch.device(device)
+        self._storages: list[TensorDict | None] = [None, None]
+        self._turn = 0
+        self._rollout: TensorDict | None = None
+
+    def start_rollout(self) -> TensorDict:
+        """Storage ``[N, T+1]`` in which every slot is empty: masks False, ids -1, numbers 0."""
+        self._turn = 1 - self._turn
+        storage = self._storages[self._turn]
+        if storage is None or storage.shape[1] != self.num_steps + 1:
+            storage = allocate(self.spec, self.num_rows, self.num_steps + 1, device=self.device)
+            self._storages[self._turn] = storage
+        else:
+            storage.zero_()
+        for key in _ID_KEYS:
+            storage[key].fill_(-1)
+        return storage
+
+    def add(self, rollout: TensorDict) -> None:
+        """Take a collected rollout after checking it.
+
+        Raises:
+            DataError: a missing key, a wrong shape or dtype, or a non-finite number in a valid slot (names row and step).
+        """
+        self._check_layout(rollout)
+        check_finite(rollout)
+        self.num_steps = max(self.num_steps, rollout.shape[1] - 1)
+        self._rollout = rollout
+
+    def get(self, flatten: bool = False) -> TensorDict:
+        """The rollout last added: ``[N, T+1]`` as it is, or flattened to its ``[N * T]`` transitions.
+
+        Raises:
+            DataError: nothing was added yet.
+        """
+        if self._rollout is None:
+            raise DataError("the buffer is empty; mend: buffer.add(rollout) before buffer.get()")
+        return transition_view(self._rollout).reshape(-1) if flatten else self._rollout
+
+    def _check_layout(self, rollout: TensorDict) -> None:
+        if rollout.batch_dims != 2 or rollout.shape[0] != self.num_rows or rollout.shape[1] < 2:
+            raise DataError(f"rollout has batch {list(rollout.shape)}, expected [{self.num_rows}, steps + 1]")
+        for key, spec in _flat(self.spec):
+            tensor = rollout.get(key, None)
+            if tensor is None:
+                raise DataError(f"rollout has no key {key!r}; it needs {[k for k, _ in _flat(self.spec)]}")
+            if tensor.shape[2:] != spec.shape or tensor.dtype != spec.dtype:
+                raise DataError(
+                    f"rollout[{key!r}] is {tensor.dtype} of shape {list(tensor.shape)}, "
+                    f"expected {spec.dtype} of shape [N, T+1, {', '.join(map(str, spec.shape))}]"
+                )
+
+
+def _flat(spec: Spec, prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...] | str, TensorSpec]]:
+    if isinstance(spec, TensorSpec):
+        return [(prefix if len(prefix) > 1 else prefix[0], spec)]
+    return [pair for name, leaf in spec.items() for pair in _flat(leaf, (*prefix, name))]
+
+
+def check_finite(rollout: TensorDict) -> None:
+    """Raise if any number in a valid slot is NaN or infinite.
+
+    Raises:
+        DataError: names the key, the row (environment) and the step of the first one.
+    """
+    valid = rollout["valid"]
+    for key in ("reward", "obs", "action", "sample_log_prob", "value", "next_value"):
+        for name, tensor in _leaves(rollout.get(key, None), key):
+            if not tensor.is_floating_point():
+                continue
+            bad = ~torch.isfinite(tensor).reshape(*valid.shape, -1).all(dim=-1) & valid
+            if bad.any():
+                row, step = (int(i) for i in bad.nonzero()[0])
+                raise DataError(
+                    f"{name} of environment {row} at step {step} of the rollout is not finite: "
+                    f"{tensor[row, step].tolist()}; mend the environment or the policy that produced it"
+                )
+
+
+def _leaves(tensor: Nested | None, name: str) -> list[tuple[str, Tensor]]:
+    if tensor is None:
+        return []
+    if isinstance(tensor, Tensor):
+        return [(name, tensor)]
+    return [pair for key, leaf in tensor.items() for pair in _leaves(leaf, f"{name}.{key}")]

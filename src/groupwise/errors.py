@@ -1,0 +1,83 @@
+"""Every error that groupwise raises for a user's mistake.
+
+GroupwiseError
+├── ConfigError            a setting that is unknown, mistyped or impossible (ValueError)
+│   └── UnknownNameError   a name nobody registered; says which is nearest
+├── EnvError               an environment that cannot be used as asked (ValueError)
+│   ├── UnsupportedSpaceError
+│   └── GroupStartError    siblings cannot be made to share a start
+├── DataError              a rollout with wrong shapes, types or non-finite numbers (ValueError)
+├── DivergedError          training produced non-finite numbers (RuntimeError)
+├── CheckpointError        a checkpoint that is damaged or belongs to something else (ValueError)
+├── RunFolderError         a run folder that does not exist, is damaged or is taken (ValueError)
+└── MissingExtraError      an optional dependency is not installed (ImportError)
+"""
+
+import difflib
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+
+class GroupwiseError(Exception):
+    """Base of all errors below; catch it to catch them all."""
+
+
+class ConfigError(GroupwiseError, ValueError):
+    """A setting that is unknown, mistyped or impossible."""
+
+
+class UnknownNameError(ConfigError):
+    """A name that nobody registered.
+
+    Args:
+        kind: what the name should name ("environment", "algorithm", ...).
+        known: the names that exist.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        options = sorted(known)
+        near = difflib.get_close_matches(name, options, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(options[:20]) or 'none'}"
+        super().__init__(f"unknown {kind} {name!r}: {hint}")
+
+
+class EnvError(GroupwiseError, ValueError):
+    """An environment that cannot be used as asked."""
+
+
+class UnsupportedSpaceError(EnvError):
+    """An observation or action space that no policy here can handle."""
+
+
+class GroupStartError(EnvError):
+    """Siblings of a group cannot be made to begin in the same state."""
+
+
+class DataError(GroupwiseError, ValueError):
+    """A rollout with wrong shapes, types or non-finite numbers."""
+
+
+class DivergedError(GroupwiseError, RuntimeError):
+    """Training produced non-finite numbers."""
+
+
+class CheckpointError(GroupwiseError, ValueError):
+    """A checkpoint that is damaged or belongs to something else."""
+
+
+class RunFolderError(GroupwiseError, ValueError):
+    """A run folder that does not exist, is damaged or is taken."""
+
+
+class MissingExtraError(GroupwiseError, ImportError):
+    """An optional dependency that is not installed."""
+
+
+def require_extra(module: str, extra: str) -> None:
+    """Raise with the install command unless ``module`` can be imported.
+
+    Raises:
+        MissingExtraError: ``module`` is absent; names the extra that brings it.
+    """
+    if find_spec(module) is None:
+        raise MissingExtraError(f"{module!r} is not installed; mend: pip install 'groupwise[{extra}]'")

@@ -1,0 +1,104 @@
+"""What a policy is to the rest of the library: it acts, and it scores what was done.
+
+Algorithms and collectors know this module only; no class here knows an environment.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from groupwise.data.rollout import Nested, Spec
+
+if TYPE_CHECKING:
+    from groupwise.engines.base import Engine
+
+Batch = Mapping[str, Nested]
+"""Keys of a rollout, all of one batch shape: [B] transitions, or [B, T] rows."""
+
+
+class Action(NamedTuple):
+    """What a policy did in B environments."""
+
+    action: Tensor
+    """[B, ...] the policy's own action, before ``env_action`` maps it into the space."""
+    log_prob: Tensor
+    """[B] log-probability under the distribution that was sampled."""
+    value: Tensor | None = None
+    """[B] V(obs), None without a critic."""
+
+
+class Evaluation(NamedTuple):
+    """Scores of a batch under the policy as it is now, shaped like the batch, with gradient."""
+
+    log_prob: Tensor
+    entropy: Tensor
+    value: Tensor | None = None
+    dist: Tensor | None = None
+    """[..., P] flat parameters of the action distribution; ``Policy.kl`` understands them."""
+
+
+class Policy(nn.Module, ABC):
+    """Maps observations to actions, and scores (observation, action) pairs.
+
+    It owns its observation and reward normalisers: their statistics stay constant from collection to the end of the
+    update, then ``absorb`` the rollout, so that the ratio is exactly 1 on the first minibatch and no checkpoint can
+    miss them.
+    """
+
+    actor_only: bool
+    """True without a critic: no ``value`` anywhere."""
+    scored_by: Literal["transition", "row"] = "transition"
+    """``row`` for sequence models, which score ``[B, T]`` at once."""
+    action_spec: Spec
+    """The policy's own action, as the rollout stores it."""
+
+    @abstractmethod
+    def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
+        """Actions for B observations, without gradient; ``generator`` makes them repeatable."""
+
+    @abstractmethod
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Scores of ``batch["action"]`` given ``batch["obs"]`` (and what else the policy stored), with gradient."""
+
+    @abstractmethod
+    def predict(self, obs: Any, deterministic: bool = True) -> Any:
+        """Environment actions for one observation or a batch of them: numpy in, numpy out."""
+
+    def value(self, obs: Nested) -> Tensor:
+        """V(obs) of shape [B], without gradient. Only policies with a critic have it."""
+        raise TypeError(f"{type(self).__name__} has no critic: an actor_only policy has no value")
+
+    def env_action(self, action: Tensor) -> Tensor:
+        """The environment's action for the policy's own: clipped or squashed into the space where it is bounded."""
+        return action
+
+    def kl(self, dist: Tensor, other: Tensor) -> Tensor:
+        """Exact KL(dist || other) per element, from the flat parameters in ``Evaluation.dist``."""
+        raise TypeError(f"{type(self).__name__} has no closed-form KL; mend: use kl_estimator k1, k2 or k3")
+
+    def normalize_reward(self, reward: Tensor) -> Tensor:
+        """Rewards in the scale that credit is computed in; the identity unless the policy normalises them."""
+        return reward
+
+    def absorb(self, rollout: TensorDict, engine: "Engine") -> None:
+        """Take the rollout's valid steps into the normalisers' statistics. Called once, after the update."""
+
+    def make_reference(self) -> "Policy":
+        """A frozen policy that scores like this one does now."""
+        reference = self.clone()
+        reference.requires_grad_(False)
+        return reference.eval()
+
+    def clone(self) -> Self:
+        """A deep copy that shares nothing."""
+        return copy.deepcopy(self)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return next(self.parameters()).device

@@ -1,0 +1,186 @@
+"""Observation spaces in tensors: how a Gymnasium space is stored in a rollout, and how its observations get there.
+
+Spaces come in as ``Any``: this module never imports Gymnasium, and recognises its classes by name.
+
+| space | stored as |
+|---|---|
+| Box of floats | float32 |
+| Box of uint8 (images), of bool | as it is |
+| Box of other integers | int64 |
+| Discrete, MultiDiscrete | int64, the raw number (``start`` is not subtracted) |
+| MultiBinary | int8 |
+| Dict, Tuple | TensorDict; a Tuple's keys are "0", "1", ... |
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from groupwise.data.rollout import Nested, Spec, TensorSpec
+from groupwise.errors import DataError, UnsupportedSpaceError
+
+SpaceKind = Literal["box", "discrete", "multi_discrete", "multi_binary", "dict", "tuple", "unsupported"]
+
+_KINDS: dict[str, SpaceKind] = {
+    "Box": "box",
+    "Discrete": "discrete",
+    "MultiDiscrete": "multi_discrete",
+    "MultiBinary": "multi_binary",
+    "Dict": "dict",
+    "Tuple": "tuple",
+}
+_DTYPES: dict[SpaceKind, torch.dtype] = {
+    "discrete": torch.int64,
+    "multi_discrete": torch.int64,
+    "multi_binary": torch.int8,
+}
+_NUMPY_DTYPES: dict[torch.dtype, type] = {
+    torch.float32: np.float32,
+    torch.int64: np.int64,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.bool: np.bool_,
+}
+
+
+def space_kind(space: Any) -> SpaceKind:
+    """Which of Gymnasium's spaces this is, subclasses included, found by the names of its class and bases."""
+    return _class_kind(type(space))
+
+
+@cache
+def _class_kind(cls: type) -> SpaceKind:
+    ours = (base for base in cls.__mro__ if base.__module__.partition(".")[0] == "gymnasium")
+    return next((_KINDS[base.__name__] for base in ours if base.__name__ in _KINDS), "unsupported")
+
+
+def obs_spec(space: Any) -> Spec:
+    """Shape and dtype of the space's observations in a rollout; nested for Dict and Tuple spaces.
+
+    Raises:
+        UnsupportedSpaceError: Text, Graph, Sequence, OneOf and whatever else has no fixed shape.
+    """
+    children = subspaces(space)
+    if children is not None:
+        return {name: obs_spec(child) for name, child in children.items()}
+    dtype = _leaf_dtype(space)
+    return TensorSpec(tuple(space.shape), dtype)
+
+
+def subspaces(space: Any) -> dict[str, Any] | None:
+    """The named children of a Dict or Tuple space, None for every other space."""
+    kind = space_kind(space)
+    if kind == "dict":
+        return dict(space.spaces)
+    return {str(i): child for i, child in enumerate(space.spaces)} if kind == "tuple" else None
+
+
+def obs_to_tensor(space: Any, obs: Any, device: torch.device | str = "cpu", *, batched: bool) -> Nested:
+    """The observation, or a batch of them, as ``obs_spec(space)`` describes it.
+
+    Shares memory with ``obs`` where dtype and device allow, so whoever keeps the result must own ``obs``.
+
+    Args:
+        obs: numpy arrays (or numbers, lists, tensors) in the space's structure.
+        batched: whether every leaf has a leading batch dimension.
+
+    Raises:
+        DataError: a leaf that is missing, no array of numbers, or of another shape; names it.
+        UnsupportedSpaceError: as ``obs_spec``.
+    """
+    return _to_tensor(space, obs, torch.device(device), batched, "obs")
+
+
+def is_batched(space: Any, obs: Any) -> bool:
+    """Whether ``obs`` is a batch of observations rather than one, told by the dimensions of its first leaf.
+
+    Raises:
+        DataError: it has the dimensions of neither.
+    """
+    name = "obs"
+    while (children := subspaces(space)) is not None:
+        key = next(iter(children))
+        space, obs, name = children[key], _child(obs, key, name), f"{name}.{key}"
+    leaf = _leaf_array(obs, name)
+    extra = leaf.ndim - len(space.shape)
+    if extra not in (0, 1):
+        raise DataError(_shape_message(name, tuple(leaf.shape), tuple(space.shape)))
+    return extra == 1
+
+
+def _to_tensor(space: Any, obs: Any, device: torch.device, batched: bool, name: str) -> Nested:
+    children = subspaces(space)
+    if children is None:
+        return _leaf_tensor(space, obs, device, batched, name)
+    leaves = {
+        key: _to_tensor(child, _child(obs, key, name), device, batched, f"{name}.{key}")
+        for key, child in children.items()
+    }
+    batch = [len(_first(leaves))] if batched else []
+    return TensorDict(leaves, batch_size=batch, device=device)  # type: ignore[arg-type]
+
+
+def _leaf_tensor(space: Any, obs: Any, device: torch.device, batched: bool, name: str) -> Tensor:
+    dtype = _leaf_dtype(space)
+    leaf = _leaf_array(obs, name)
+    shape: tuple[int, ...] = tuple(space.shape)
+    if tuple(leaf.shape[batched:]) != shape or leaf.ndim != len(shape) + batched:
+        raise DataError(_shape_message(name, tuple(leaf.shape), shape))
+    if isinstance(leaf, Tensor):
+        return leaf.to(device, dtype)
+    owned = np.require(
+        leaf, _NUMPY_DTYPES[dtype], ["C", "W"]
+    )  # from_numpy takes neither strides < 0 nor read-only memory
+    return torch.from_numpy(owned).to(device)
+
+
+def _leaf_array(obs: Any, name: str) -> np.ndarray | Tensor:
+    if isinstance(obs, Tensor | np.ndarray):
+        leaf = obs
+    else:
+        try:
+            leaf = np.asarray(obs)
+        except ValueError as error:
+            raise DataError(f"{name} is no array: {error}") from error
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biuf":
+        raise DataError(f"{name} has dtype {leaf.dtype}, expected numbers: {obs!r}")
+    return leaf
+
+
+def _leaf_dtype(space: Any) -> torch.dtype:
+    kind = space_kind(space)
+    if kind == "unsupported":
+        raise UnsupportedSpaceError(
+            f"observation space {space} is not supported; supported: Box, Discrete, MultiDiscrete, MultiBinary, and "
+            "Dict or Tuple of them; mend: wrap the environment with gymnasium.wrappers.TransformObservation"
+        )
+    if kind != "box":
+        return _DTYPES[kind]
+    if space.dtype.kind == "f":
+        return torch.float32
+    return {"uint8": torch.uint8, "bool": torch.bool}.get(space.dtype.name, torch.int64)
+
+
+def _child(obs: Any, key: str, name: str) -> Any:
+    try:
+        if isinstance(obs, Mapping | TensorDict):
+            return obs[key]
+        if isinstance(obs, Sequence):
+            return obs[int(key)]
+    except (KeyError, IndexError, ValueError) as error:
+        raise DataError(f"{name} has no entry {key!r}, which its space has") from error
+    raise DataError(f"{name} is a {type(obs).__name__}, expected a dictionary or tuple with an entry {key!r}")
+
+
+def _first(leaves: Mapping[str, Nested]) -> Nested:
+    return next(iter(leaves.values()))
+
+
+def _shape_message(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    batch = f"[B, {', '.join(map(str, expected))}]" if expected else "[B]"
+    return f"{name} has shape {list(shape)}, expected {list(expected)} for one observation or {batch} for a batch"

@@ -54,6 +54,8 @@ class Policy(nn.Module, ABC):
     """True without a critic: no ``value`` anywhere."""
     scored_by: Literal["transition", "row"] = "transition"
     """``row`` for sequence models, which score ``[B, T]`` at once."""
+    batch_keys: tuple[str, ...] = ("obs", "action")
+    """Keys of the rollout that ``evaluate`` reads."""
     action_spec: Spec
     """The policy's own action, as the rollout stores it."""
 

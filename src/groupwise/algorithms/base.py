@@ -1,0 +1,213 @@
+"""The optimisation that PPO and GRPO share: epochs, minibatches, micro-batches, one weighted loss.
+
+An algorithm turns a rollout into a flat batch of elements with advantages; ``optimise`` then runs
+``loss = sum(weight * term)``, with weights computed once for each whole optimiser step over all ranks. The gradient
+therefore depends neither on the micro-batch size nor on the number of processes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import partial
+from typing import ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Float
+from tensordict import TensorDict
+from torch import Tensor
+
+from groupwise.algorithms.configs import AlgorithmCfg
+from groupwise.algorithms.optim import Schedule, build_optimizer
+from groupwise.algorithms.surrogate import finest_unit
+from groupwise.data.minibatch import Epoch, coarsest, shuffle_items, shuffle_transitions, take
+from groupwise.data.rollout import Nested
+from groupwise.engines.base import Engine
+from groupwise.errors import ConfigError, DataError
+from groupwise.functional.reduce import loss_weights
+from groupwise.policies.base import Batch, Evaluation, Policy
+from groupwise.seeding import derive_seed
+
+
+class Terms(NamedTuple):
+    """What an algorithm says of each element of a micro-batch."""
+
+    loss: Tensor
+    """Minimised; everything that has a gradient."""
+    metrics: tuple[Tensor, ...]
+    """Per element, in the order of ``metric_names``; logged as means over the steps of the update."""
+
+
+class BaseAlgorithm(ABC):
+    """Subclass it with ``update`` (and ``terms``, if you use ``optimise``) and register it with its own config.
+
+    Args:
+        engine: the processes that train together.
+        seed: of the order of minibatches.
+    """
+
+    grouped: ClassVar[bool] = False
+    """Whether rollouts must hold groups of siblings that share a start."""
+    actor_only: ClassVar[bool] = False
+    """Whether the policy needs no critic."""
+    metric_names: ClassVar[tuple[str, ...]] = ()
+    """What ``terms`` reports; ``approx_kl`` among them serves ``target_kl`` and the adaptive schedule."""
+
+    def __init__(self, cfg: AlgorithmCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
+        if cfg.objective.aggregation == "constant" and cfg.objective.max_length is None:
+            raise ConfigError("aggregation='constant' divides by objective.max_length, which is None; mend: set it to the longest episode")
+        self.cfg = cfg
+        self.policy = policy
+        self.engine = engine or Engine()
+        self.seed = seed
+        self.iteration = 0
+        self.engine.broadcast(policy)
+        self.optimizer = build_optimizer(cfg, policy.parameters())
+        self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
+        self._trained = [p for p in policy.parameters() if p.requires_grad]
+
+    @abstractmethod
+    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """Improve the policy by one rollout ``[N, T+1]``, which is not written to; returns 0-dim metrics."""
+
+    def terms(self, batch: Batch, evaluation: Evaluation) -> Terms:
+        """Loss and metrics of each element, for ``optimise``."""
+        raise TypeError(f"{type(self).__name__} uses optimise() and must define terms()")
+
+    def prepare(self, batch: dict[str, Nested]) -> dict[str, Nested]:
+        """A minibatch before it is cut into micro-batches: the place for statistics of the whole minibatch."""
+        return batch
+
+    def set_progress(self, progress: float) -> None:
+        """Tell the schedule which share of training is done, in [0, 1]."""
+        self.schedule.set_progress(progress)
+
+    def optimise(self, data: dict[str, Nested], num_episodes: int) -> dict[str, Tensor]:
+        """Minimise ``terms`` over all epochs; returns the mean of each metric.
+
+        Args:
+            data: keys ``[N, T]``: what ``policy.evaluate`` and ``terms`` read, with ``loss_mask`` and ``episode_id``.
+            num_episodes: ids in ``episode_id`` are below it.
+
+        Raises:
+            DataError: no step of the rollout counts.
+        """
+        self.num_episodes = num_episodes
+        elements, mask = self._elements(data)
+        total = int(self.engine.sum(mask.sum()))
+        if total == 0:
+            raise DataError("loss_mask is False on every step of the rollout: there is nothing to learn from")
+        sums = torch.zeros(len(self.metric_names) + 1, device=mask.device)
+        steps = 0
+        for minibatch in self._minibatches(elements, total):
+            means = self._gradient(minibatch)
+            if self._kl_ends_update(means):
+                break
+            sums += torch.cat([means, self._apply_gradient().reshape(1)])
+            steps += 1
+        names = (*self.metric_names, "grad_norm")
+        out = {f"train/{name}": value for name, value in zip(names, (sums / max(steps, 1)).unbind(), strict=True)}
+        out["train/optimizer_steps"] = torch.tensor(float(steps))
+        out["train/learning_rate"] = torch.tensor(self.schedule.rate)
+        return out
+
+    @torch.no_grad()
+    def score(self, policy: Policy, data: dict[str, Nested]) -> Evaluation:
+        """What ``policy`` says of every step ``[N, T]``, in micro-batches and without gradient."""
+        elements, _ = self._elements(data, compact=False)
+        count = elements["loss_mask"].shape[0]
+        width = count if self.cfg.micro_batch_size is None else self.cfg.micro_batch_size
+        if policy.scored_by == "row":
+            width = max(1, width // elements["loss_mask"].shape[1])
+        parts = [policy.evaluate(take(elements, slice(i, i + width))) for i in range(0, count, width)]
+        shape = data["loss_mask"].shape
+        fields = [
+            None if values[0] is None else torch.cat(values).reshape(*shape, *values[0].shape[len(elements["loss_mask"].shape) :])
+            for values in zip(*parts, strict=True)
+        ]
+        return Evaluation(*fields)
+
+    def state_dict(self) -> dict[str, object]:
+        """Everything but the policy that the next update depends on."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "iteration": self.iteration,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on from a saved ``state_dict``."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.iteration = state["iteration"]
+
+    def _elements(self, data: dict[str, Nested], compact: bool = True) -> tuple[dict[str, Nested], Tensor]:
+        """Rows as they are for sequence models, else flat transitions (``compact``: only those that count)."""
+        if self.policy.scored_by == "row":
+            return data, data["loss_mask"]
+        flat = {key: tensor.reshape(-1, *tensor.shape[2:]) if isinstance(tensor, Tensor) else tensor.reshape(-1) for key, tensor in data.items()}
+        if compact:
+            flat = take(flat, flat["loss_mask"].nonzero()[:, 0])
+        return flat, flat["loss_mask"]
+
+    def _minibatches(self, elements: dict[str, Nested], total: int) -> Iterator[list[dict[str, Nested]]]:
+        """Micro-batches of each optimiser step, weights included, epoch after epoch."""
+        num_minibatches = max(1, round(total / self.cfg.minibatch_size))
+        generator = torch.Generator().manual_seed(
+            derive_seed(self.seed, "minibatch", self.engine.rank, self.iteration)
+        )
+        for _ in range(self.cfg.num_epochs):
+            epoch = self._epoch(elements, num_minibatches, generator)
+            shuffled = take(elements, epoch.order)
+            for slices in epoch.minibatches:
+                yield self._weigh(shuffled, slices)
+
+    def _epoch(self, elements: dict[str, Nested], num_minibatches: int, generator: torch.Generator) -> Epoch:
+        mask, size = elements["loss_mask"], self.cfg.micro_batch_size
+        unit = coarsest(self.policy.scored_by, finest_unit(self.cfg.objective))
+        if unit == "transition":
+            return shuffle_transitions(len(mask), num_minibatches=num_minibatches, micro_batch_size=size, generator=generator)
+        if unit == "episode":
+            item, steps = elements["episode_id"], mask.long()
+        else:
+            item, steps = torch.arange(len(mask), device=mask.device), mask.sum(dim=1)
+        return shuffle_items(item, steps, num_minibatches=num_minibatches, micro_batch_size=size, generator=generator)
+
+    def _weigh(self, shuffled: dict[str, Nested], slices: list[slice]) -> list[dict[str, Nested]]:
+        """One optimiser step's micro-batches, with weights that are global over them and over all ranks."""
+        whole = slice(slices[0].start, slices[-1].stop) if slices else slice(0, 0)
+        batch = self.prepare(take(shuffled, whole))
+        objective, mask, episode = self.cfg.objective, batch["loss_mask"], batch["episode_id"]
+        weigh = partial(loss_weights, max_length=objective.max_length, all_sum=self.engine.sum)
+        batch["share"] = weigh(mask, episode, self.num_episodes, "token_mean")
+        batch["weight"] = batch["share"]
+        if objective.aggregation != "token_mean":
+            batch["weight"] = weigh(mask, episode, self.num_episodes, objective.aggregation)
+        return [take(batch, slice(s.start - whole.start, s.stop - whole.start)) for s in slices]
+
+    def _gradient(self, minibatch: list[dict[str, Nested]]) -> Float[Tensor, " metric"]:
+        """Leave the gradient of one optimiser step in the parameters; returns the metrics' global means."""
+        self.optimizer.zero_grad(set_to_none=True)
+        means = torch.zeros(len(self.metric_names), device=self.policy.device)
+        for batch in minibatch:
+            terms = self.terms(batch, self.policy.evaluate(batch))
+            (batch["weight"] * terms.loss).sum().backward()
+            if terms.metrics:
+                means += torch.stack(terms.metrics).detach().flatten(1) @ batch["share"].flatten()
+        self.engine.sum_gradients(self._trained)
+        return self.engine.sum(means)
+
+    def _kl_ends_update(self, means: Float[Tensor, " metric"]) -> bool:
+        """Feed the measured KL to what asks for it; True when it exceeds the limit (SB3's 1.5 times the target)."""
+        adaptive = self.cfg.schedule.name == "adaptive_kl"
+        if self.cfg.target_kl is None and not adaptive:
+            return False
+        approx_kl = float(means[self.metric_names.index("approx_kl")])
+        if adaptive:
+            self.schedule.adapt(approx_kl)
+        return self.cfg.target_kl is not None and approx_kl > 1.5 * self.cfg.target_kl
+
+    def _apply_gradient(self) -> Tensor:
+        """Clip the gradient, step the optimiser; returns the norm before clipping."""
+        limit = float("inf") if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, limit)
+        self.optimizer.step()
+        return norm

@@ -1,0 +1,116 @@
+"""Group relative policy optimisation (Shao et al. 2024, https://arxiv.org/abs/2402.03300): PPO's ratio, no critic.
+
+Siblings of a group begin in the same state; a member's advantage is how it did against the others. Which comparison,
+ratio, trust region, aggregation and KL are used is data (``CreditCfg``, ``ObjectiveCfg``), so this one update is GRPO,
+Dr. GRPO, RLOO, GSPO and others. It differs from the paper in nothing under the preset ``grpo``; the presets for
+control compare per time step. It does not know whether the rollout came from an environment or a language model.
+"""
+
+from typing import ClassVar
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from groupwise.algorithms.base import BaseAlgorithm, Terms
+from groupwise.algorithms.configs import GRPOCfg
+from groupwise.algorithms.credit import CreditInput, advantages, episode_groups
+from groupwise.algorithms.surrogate import clipped_share, policy_loss, policy_ratio, reference_kl
+from groupwise.data.rollout import Nested, transition_view
+from groupwise.engines.base import Engine
+from groupwise.functional.diagnostics import zero_variance_groups
+from groupwise.functional.returns import episode_return
+from groupwise.policies.base import Batch, Evaluation, Policy
+
+
+class GRPO(BaseAlgorithm):
+    """Several epochs of minibatches on the ratio times the group-relative advantage."""
+
+    grouped: ClassVar = True
+    actor_only: ClassVar = True
+    metric_names: ClassVar = ("loss", "policy_loss", "entropy", "approx_kl", "clip_fraction", "reference_kl")
+    cfg: GRPOCfg
+
+    def __init__(self, cfg: GRPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
+        super().__init__(cfg, policy, engine, seed=seed)
+        self.reference = policy.make_reference() if cfg.kl_coef > 0 else None
+
+    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns 0-dim metrics."""
+        batch = transition_view(rollout)
+        credit = CreditInput(
+            batch=batch,
+            reward=self.policy.normalize_reward(batch["reward"]),
+            cfg=self.cfg.credit,
+            gamma=self.cfg.gamma,
+            num_groups=int(batch["group_id"].max()) + 1,
+            num_episodes=int(batch["episode_id"].max()) + 1,
+            all_sum=self.engine.sum,
+        )
+        metrics = self.optimise(self._data(credit), credit.num_episodes)
+        self.policy.absorb(rollout, self.engine)
+        self.iteration += 1
+        self._renew_reference()
+        return metrics | {"rollout/zero_variance_groups": self._zero_variance(credit)}
+
+    def terms(self, batch: Batch, evaluation: Evaluation) -> Terms:
+        """``policy_loss + kl_coef * KL(policy || reference) - ent_coef * entropy`` of each element."""
+        cfg, objective = self.cfg, self.cfg.objective
+        ratio = policy_ratio(objective, evaluation.log_prob, batch, self.num_episodes)
+        policy = policy_loss(objective, ratio, batch["advantage"])
+        loss, distance = policy, torch.zeros_like(policy)
+        if cfg.kl_coef > 0:
+            distance = reference_kl(objective, self.policy, evaluation, batch)
+            loss = loss + cfg.kl_coef * distance
+        if cfg.ent_coef:
+            loss = loss - cfg.ent_coef * evaluation.entropy
+        with torch.no_grad():
+            log_ratio = evaluation.log_prob - batch["old_log_prob"]
+            approx_kl = log_ratio.exp() - 1 - log_ratio
+            clipped = clipped_share(objective, ratio)
+        return Terms(loss, (loss, policy, evaluation.entropy, approx_kl, clipped, distance))
+
+    def state_dict(self) -> dict[str, object]:
+        """Everything but the policy that the next update depends on."""
+        state = super().state_dict()
+        return state if self.reference is None else state | {"reference": self.reference.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on from a saved ``state_dict``."""
+        super().load_state_dict(state)
+        if self.reference is not None:
+            self.reference.load_state_dict(state["reference"])
+
+    def _data(self, credit: CreditInput) -> dict[str, Nested]:
+        """What the optimisation reads, ``[N, T]``."""
+        batch = credit.batch
+        data: dict[str, Nested] = {key: batch[key] for key in (*self.policy.batch_keys, "loss_mask", "episode_id")}
+        data["advantage"] = advantages(credit)
+        data["old_log_prob"] = batch["sample_log_prob"]
+        if self.cfg.objective.old_log_prob == "recomputed":
+            data["old_log_prob"] = self.score(self.policy, data).log_prob
+        if self.reference is not None:
+            scores = self.score(self.reference, data)
+            data["ref_log_prob"] = scores.log_prob
+            if self.cfg.objective.kl_estimator == "exact":
+                assert scores.dist is not None
+                data["ref_dist"] = scores.dist
+        return data
+
+    @torch.no_grad()
+    def _renew_reference(self) -> None:
+        """Replace the reference by the policy, or mix it in, when its interval has passed."""
+        cfg = self.cfg.reference
+        if self.reference is None or cfg.refresh == "never" or self.iteration % cfg.interval:
+            return
+        mix = 1.0 if cfg.refresh == "interval" else cfg.mix
+        for old, new in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
+            old.lerp_(new, mix)
+        for old, new in zip(self.reference.buffers(), self.policy.buffers(), strict=True):
+            old.copy_(new)
+
+    def _zero_variance(self, credit: CreditInput) -> Tensor:
+        """Share of groups whose members all did equally well: they teach nothing about the outcome."""
+        group, scored = episode_groups(credit.batch, credit.num_episodes)
+        score = episode_return(credit.batch["reward"], credit.batch["episode_id"], credit.num_episodes)
+        return zero_variance_groups(score, group, credit.num_groups, scored, all_sum=self.engine.sum)

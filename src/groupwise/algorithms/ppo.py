@@ -1,0 +1,101 @@
+"""Proximal policy optimisation with a critic (Schulman et al. 2017, https://arxiv.org/abs/1707.06347).
+
+The clipped variant, as practised (https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/). It
+differs from the paper in: advantages are normalised (``normalize_advantage``), the gradient is clipped, the squared
+value error has no factor one half (Stable-Baselines3's convention, to read ``vf_coef`` alike), truncated episodes
+bootstrap from their final observation, and the update can end at a KL limit.
+"""
+
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from tensordict import TensorDict
+from torch import Tensor
+
+from groupwise.algorithms.base import BaseAlgorithm, Terms
+from groupwise.algorithms.configs import PPOCfg
+from groupwise.algorithms.surrogate import clipped_share, policy_loss, policy_ratio
+from groupwise.data.rollout import Nested, transition_view
+from groupwise.engines.base import Engine
+from groupwise.errors import ConfigError, DataError
+from groupwise.functional import advantages
+from groupwise.functional.diagnostics import explained_variance
+from groupwise.functional.objective import clipped_value_loss, value_loss
+from groupwise.functional.reduce import whiten
+from groupwise.policies.base import Batch, Evaluation, Policy
+
+
+class PPO(BaseAlgorithm):
+    """Several epochs of minibatches on the clipped ratio, a value loss and an entropy bonus."""
+
+    metric_names: ClassVar = ("loss", "policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+    cfg: PPOCfg
+
+    def __init__(self, cfg: PPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
+        if policy.actor_only:
+            raise ConfigError("PPO needs a critic, and the policy is actor_only; mend: build it with actor_only=False")
+        super().__init__(cfg, policy, engine, seed=seed)
+
+    def compute_gae(
+        self, rollout: TensorDict, gamma: float, gae_lambda: float
+    ) -> tuple[Float[Tensor, "row step"], Float[Tensor, "row step"]]:
+        """Advantages and value targets ``advantage + value`` of the ``[N, T]`` transitions.
+
+        Raises:
+            DataError: the rollout has no values: it was collected with an ``actor_only`` policy.
+        """
+        if "value" not in rollout.keys():
+            raise DataError("the rollout has no 'value'; mend: collect it with a policy that has a critic")
+        batch = transition_view(rollout)
+        advantage = advantages.gae(
+            self.policy.normalize_reward(batch["reward"]),
+            batch["value"],
+            batch["next_value"],
+            batch["terminated"],
+            batch["truncated"],
+            gamma=gamma,
+            gae_lambda=gae_lambda,
+        )
+        return advantage, advantage + batch["value"]
+
+    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """Improve policy and critic by one rollout ``[N, T+1]``; returns 0-dim metrics."""
+        batch = transition_view(rollout)
+        mask = batch["loss_mask"]
+        advantage, target = self.compute_gae(rollout, self.cfg.gamma, self.cfg.gae_lambda)
+        data: dict[str, Nested] = {key: batch[key] for key in (*self.policy.batch_keys, "loss_mask", "episode_id")}
+        data |= {"old_log_prob": batch["sample_log_prob"], "old_value": batch["value"], "target": target}
+        data["advantage"] = advantage
+        if self.cfg.normalize_advantage == "batch":
+            data["advantage"] = whiten(advantage, mask, all_sum=self.engine.sum)
+        explained = explained_variance(batch["value"], target, mask, all_sum=self.engine.sum)
+        metrics = self.optimise(data, num_episodes=int(batch["episode_id"].max()) + 1)
+        self.policy.absorb(rollout, self.engine)
+        self.iteration += 1
+        return metrics | {"train/explained_variance": explained}
+
+    def prepare(self, batch: dict[str, Nested]) -> dict[str, Nested]:
+        """Normalise the advantages over the whole minibatch, if asked."""
+        if self.cfg.normalize_advantage == "minibatch":
+            batch["advantage"] = whiten(batch["advantage"], batch["loss_mask"], all_sum=self.engine.sum)
+        return batch
+
+    def terms(self, batch: Batch, evaluation: Evaluation) -> Terms:
+        """``policy_loss + vf_coef * value_loss - ent_coef * entropy`` of each transition."""
+        cfg, objective = self.cfg, self.cfg.objective
+        assert evaluation.value is not None
+        ratio = policy_ratio(objective, evaluation.log_prob, batch, self.num_episodes)
+        policy = policy_loss(objective, ratio, batch["advantage"])
+        if cfg.clip_value is None:
+            value = value_loss(evaluation.value, batch["target"])
+        else:
+            value = clipped_value_loss(evaluation.value, batch["old_value"], batch["target"], cfg.clip_value)
+        loss = policy + cfg.vf_coef * value
+        if cfg.ent_coef:
+            loss = loss - cfg.ent_coef * evaluation.entropy
+        with torch.no_grad():
+            log_ratio = evaluation.log_prob - batch["old_log_prob"]
+            approx_kl = log_ratio.exp() - 1 - log_ratio
+            clipped = clipped_share(objective, ratio)
+        return Terms(loss, (loss, policy, value, evaluation.entropy, approx_kl, clipped))

@@ -53,7 +53,9 @@ class BaseAlgorithm(ABC):
 
     def __init__(self, cfg: AlgorithmCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
         if cfg.objective.aggregation == "constant" and cfg.objective.max_length is None:
-            raise ConfigError("aggregation='constant' divides by objective.max_length, which is None; mend: set it to the longest episode")
+            raise ConfigError(
+                "aggregation='constant' divides by objective.max_length, which is None; mend: set it to the longest episode"
+            )
         self.cfg = cfg
         self.policy = policy
         self.engine = engine or Engine()
@@ -120,7 +122,9 @@ class BaseAlgorithm(ABC):
         parts = [policy.evaluate(take(elements, slice(i, i + width))) for i in range(0, count, width)]
         shape = data["loss_mask"].shape
         fields = [
-            None if values[0] is None else torch.cat(values).reshape(*shape, *values[0].shape[len(elements["loss_mask"].shape) :])
+            None
+            if values[0] is None
+            else torch.cat(values).reshape(*shape, *values[0].shape[len(elements["loss_mask"].shape) :])
             for values in zip(*parts, strict=True)
         ]
         return Evaluation(*fields)
@@ -143,7 +147,10 @@ class BaseAlgorithm(ABC):
         """Rows as they are for sequence models, else flat transitions (``compact``: only those that count)."""
         if self.policy.scored_by == "row":
             return data, data["loss_mask"]
-        flat = {key: tensor.reshape(-1, *tensor.shape[2:]) if isinstance(tensor, Tensor) else tensor.reshape(-1) for key, tensor in data.items()}
+        flat = {
+            key: tensor.reshape(-1, *tensor.shape[2:]) if isinstance(tensor, Tensor) else tensor.reshape(-1)
+            for key, tensor in data.items()
+        }
         if compact:
             flat = take(flat, flat["loss_mask"].nonzero()[:, 0])
         return flat, flat["loss_mask"]
@@ -151,9 +158,7 @@ class BaseAlgorithm(ABC):
     def _minibatches(self, elements: dict[str, Nested], total: int) -> Iterator[list[dict[str, Nested]]]:
         """Micro-batches of each optimiser step, weights included, epoch after epoch."""
         num_minibatches = max(1, round(total / self.cfg.minibatch_size))
-        generator = torch.Generator().manual_seed(
-            derive_seed(self.seed, "minibatch", self.engine.rank, self.iteration)
-        )
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "minibatch", self.engine.rank, self.iteration))
         for _ in range(self.cfg.num_epochs):
             epoch = self._epoch(elements, num_minibatches, generator)
             shuffled = take(elements, epoch.order)
@@ -164,7 +169,9 @@ class BaseAlgorithm(ABC):
         mask, size = elements["loss_mask"], self.cfg.micro_batch_size
         unit = coarsest(self.policy.scored_by, finest_unit(self.cfg.objective))
         if unit == "transition":
-            return shuffle_transitions(len(mask), num_minibatches=num_minibatches, micro_batch_size=size, generator=generator)
+            return shuffle_transitions(
+                len(mask), num_minibatches=num_minibatches, micro_batch_size=size, generator=generator
+            )
         if unit == "episode":
             item, steps = elements["episode_id"], mask.long()
         else:

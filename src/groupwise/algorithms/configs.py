@@ -93,7 +93,9 @@ class CreditCfg(Cfg):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.group_key == "group_step" and self.returns != "return_to_go":
-            raise ValueError(f"group_key='group_step' compares returns from a step on; got returns={self.returns!r}, mend: returns='return_to_go'")
+            raise ValueError(
+                f"group_key='group_step' compares returns from a step on; got returns={self.returns!r}, mend: returns='return_to_go'"
+            )
         return self
 
 

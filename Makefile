@@ -1,0 +1,57 @@
+# Two commands are all a fresh machine needs: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format learn bench docs clean
+
+help:            ## Show this list
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | sort
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing groupwise into $(VENV) (the first time takes a minute or two)"
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing groupwise and its development tools into $(VENV) (the first time takes a minute or two)"
+	$(PIP) -e '.[dev,docs,box2d,track]'
+	@touch $@ $(VENV)/.core
+
+$(VENV)/.bench: benchmarks/requirements.txt $(VENV)/.dev
+	$(PIP) -r benchmarks/requirements.txt
+	@touch $@
+
+demo: $(VENV)/.core  ## Train CartPole with GRPO, show what it reached
+	$(BIN)/groupwise train CartPole-v1
+
+test: check  ## Every check and every test
+	$(BIN)/python -m pytest -n 2
+
+check: $(VENV)/.dev  ## Format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev  ## Apply the formatter and the safe lint fixes
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+learn: $(VENV)/.dev  ## Learning claims over several seeds (about an hour on 2 cores)
+	$(BIN)/python benchmarks/learn.py
+
+bench: $(VENV)/.bench  ## Speed against Stable-Baselines3 on this machine
+	$(BIN)/python benchmarks/speed_sb3.py
+
+docs: $(VENV)/.dev  ## Build the documentation into docs/_build/html, warnings are errors
+	$(BIN)/python -m sphinx -W -b html docs docs/_build/html
+
+clean:           ## Remove what the commands above made
+	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

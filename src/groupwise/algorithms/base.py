@@ -120,14 +120,16 @@ class BaseAlgorithm(ABC):
         if policy.scored_by == "row":
             width = max(1, width // elements["loss_mask"].shape[1])
         parts = [policy.evaluate(take(elements, slice(i, i + width))) for i in range(0, count, width)]
-        shape = data["loss_mask"].shape
-        fields = [
-            None
-            if values[0] is None
-            else torch.cat(values).reshape(*shape, *values[0].shape[len(elements["loss_mask"].shape) :])
-            for values in zip(*parts, strict=True)
-        ]
-        return Evaluation(*fields)
+        shape, dims = data["loss_mask"].shape, elements["loss_mask"].dim()
+
+        def join(values: tuple[Tensor | None, ...]) -> Tensor | None:
+            known = [value for value in values if value is not None]
+            return torch.cat(known).reshape(*shape, *known[0].shape[dims:]) if known else None
+
+        log_prob, entropy, value, dist = (join(values) for values in zip(*parts, strict=True))
+        assert log_prob is not None
+        assert entropy is not None
+        return Evaluation(log_prob, entropy, value, dist)
 
     def state_dict(self) -> dict[str, object]:
         """Everything but the policy that the next update depends on."""

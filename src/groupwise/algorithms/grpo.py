@@ -104,10 +104,10 @@ class GRPO(BaseAlgorithm):
         if self.reference is None or cfg.refresh == "never" or self.iteration % cfg.interval:
             return
         mix = 1.0 if cfg.refresh == "interval" else cfg.mix
-        for old, new in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
-            old.lerp_(new, mix)
-        for old, new in zip(self.reference.buffers(), self.policy.buffers(), strict=True):
-            old.copy_(new)
+        for parameter, target in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
+            parameter.lerp_(target, mix)
+        for buffer, source in zip(self.reference.buffers(), self.policy.buffers(), strict=True):
+            buffer.copy_(source)
 
     def _zero_variance(self, credit: CreditInput) -> Tensor:
         """Share of groups whose members all did equally well: they teach nothing about the outcome."""

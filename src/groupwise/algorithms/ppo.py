@@ -45,7 +45,7 @@ class PPO(BaseAlgorithm):
         Raises:
             DataError: the rollout has no values: it was collected with an ``actor_only`` policy.
         """
-        if "value" not in rollout.keys():
+        if rollout.get("value", None) is None:
             raise DataError("the rollout has no 'value'; mend: collect it with a policy that has a critic")
         batch = transition_view(rollout)
         advantage = advantages.gae(

@@ -7,6 +7,7 @@ it, so data is gathered once an epoch.
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ def shuffle_transitions(
     order = torch.randperm(count, generator=generator, device=generator.device)
     edges = [round(k * count / num_minibatches) for k in range(num_minibatches + 1)]
     minibatches = []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         width = micro_batch_size or max(stop - start, 1)
         minibatches.append([slice(i, min(i + width, stop)) for i in range(start, stop, width)])
     return Epoch(order, minibatches)
@@ -75,9 +76,7 @@ def shuffle_items(
     ends = [0, *(last.nonzero()[:, 0] + 1).tolist()]
     totals = [0, *size[order].cumsum(0)[last].tolist()]
     cuts = [0, *_even_cuts(totals, num_minibatches), len(ends) - 1]
-    minibatches = [
-        _slices(ends, totals, first, final, micro_batch_size) for first, final in zip(cuts, cuts[1:], strict=False)
-    ]
+    minibatches = [_slices(ends, totals, first, final, micro_batch_size) for first, final in pairwise(cuts)]
     return Epoch(order, minibatches)
 
 
@@ -100,4 +99,4 @@ def _slices(ends: list[int], totals: list[int], first: int, final: int, most: in
             borders.append(i)
     if final > first:
         borders.append(final)
-    return [slice(ends[a], ends[b]) for a, b in zip(borders, borders[1:], strict=False)]
+    return [slice(ends[a], ends[b]) for a, b in pairwise(borders)]

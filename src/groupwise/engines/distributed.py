@@ -33,7 +33,7 @@ class DistributedEngine(Engine):
         trained = [p for p in parameters if p.requires_grad]
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained])
         dist.all_reduce(flat)
-        for parameter, part in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
+        for parameter, part in zip(trained, torch.split(flat, [p.numel() for p in trained]), strict=True):
             parameter.grad = part.view_as(parameter)
 
     def broadcast(self, module: nn.Module) -> None:

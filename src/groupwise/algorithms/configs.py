@@ -1,6 +1,6 @@
 """Settings of the algorithms. Imports no torch, so that the command line answers at once."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 from pydantic import model_validator
@@ -91,7 +91,7 @@ class CreditCfg(Cfg):
     """Added to the deviation, in units of the score. 1e-8 turns float noise into full-size advantages."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> "CreditCfg":
         if self.group_key == "group_step" and self.returns != "return_to_go":
             raise ValueError(
                 f"group_key='group_step' compares returns from a step on; got returns={self.returns!r}, mend: returns='return_to_go'"

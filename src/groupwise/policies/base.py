@@ -6,7 +6,7 @@ Algorithms and collectors know this module only; no class here knows an environm
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -96,7 +96,7 @@ class Policy(nn.Module, ABC):
         reference.requires_grad_(False)
         return reference.eval()
 
-    def clone(self) -> Self:
+    def clone(self) -> "Policy":
         """A deep copy that shares nothing."""
         return copy.deepcopy(self)
 

@@ -1,0 +1,159 @@
+"""Sums over segments and masks: means, variances and the weights that turn terms into one loss.
+
+Axes: batch = any shape, [B] or [B, T]; segment = dense ids 0..n-1, such as episodes or groups. An id of -1 marks an
+absent element. What is masked out may hold anything, NaN included. Nothing here waits for the device.
+"""
+
+from collections.abc import Callable
+from typing import Literal, assert_never
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+AllSum = Callable[[Tensor], Tensor]
+"""Sum of a tensor over all ranks; carries no gradient where there are several."""
+
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The tensor itself: its sum over the ranks of a single process."""
+    return tensor
+
+
+def segment_sum(
+    x: Float[Tensor, "*batch"],
+    segment: Int[Tensor, "*batch"],
+    num_segments: int,
+    mask: Bool[Tensor, "*batch"] | None = None,
+) -> Float[Tensor, " segment"]:
+    """Sum of each segment's elements; those with id -1 or outside the mask do not count."""
+    total = x.new_zeros(num_segments + 1)
+    return total.index_add(0, _bins(segment, num_segments, mask), x.flatten())[:num_segments]
+
+
+def segment_min_max(
+    x: Float[Tensor, "*batch"],
+    segment: Int[Tensor, "*batch"],
+    num_segments: int,
+    mask: Bool[Tensor, "*batch"] | None = None,
+) -> tuple[Float[Tensor, " segment"], Float[Tensor, " segment"]]:
+    """Least and greatest element of each segment; infinity and minus infinity where it has none."""
+    bins, flat = _bins(segment, num_segments, mask), x.flatten()
+    lowest = x.new_full((num_segments + 1,), torch.inf).scatter_reduce(0, bins, flat, "amin")
+    highest = x.new_full((num_segments + 1,), -torch.inf).scatter_reduce(0, bins, flat, "amax")
+    return lowest[:num_segments], highest[:num_segments]
+
+
+def gather_segments(per_segment: Float[Tensor, " segment"], segment: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """Each element's entry of ``per_segment``, 0 where its id is -1."""
+    return pad(per_segment, (0, 1))[segment]  # index -1 is the appended 0
+
+
+def masked_mean(x: Float[Tensor, "*batch"], mask: Bool[Tensor, "*batch"], all_sum: AllSum = local) -> Float[Tensor, ""]:
+    """Mean over the mask and all ranks; 0 for an empty mask."""
+    mean, _ = _mean_and_count(x, mask, all_sum)
+    return mean
+
+
+def masked_var(
+    x: Float[Tensor, "*batch"], mask: Bool[Tensor, "*batch"], *, unbiased: bool, all_sum: AllSum = local
+) -> Float[Tensor, ""]:
+    """Variance over the mask and all ranks; exactly 0 when all elements are equal, or none or one is left.
+
+    Args:
+        unbiased: divide by the count less one.
+    """
+    centred, count = _centre(x, mask, all_sum)
+    return all_sum(centred.square().sum()) / (count - int(unbiased)).clamp(min=1)
+
+
+def whiten(
+    x: Float[Tensor, "*batch"], mask: Bool[Tensor, "*batch"], *, eps: float = 1e-8, all_sum: AllSum = local
+) -> Float[Tensor, "*batch"]:
+    """Elements less their mean, over their unbiased deviation: mean 0, deviation 1 over the mask and all ranks.
+
+    0 outside the mask, and everywhere when all elements are equal.
+    """
+    centred, count = _centre(x, mask, all_sum)
+    variance = all_sum(centred.square().sum()) / (count - 1).clamp(min=1)
+    return centred / (variance.sqrt() + eps)
+
+
+def loss_weights(
+    mask: Bool[Tensor, "*batch"],
+    episode_id: Int[Tensor, "*batch"],
+    num_episodes: int,
+    aggregation: Aggregation,
+    *,
+    max_length: int | None = None,
+    all_sum: AllSum = local,
+) -> Float[Tensor, "*batch"]:
+    """Weight of each element, such that ``(weight * term).sum()`` over micro-batches and ranks is the aggregated loss.
+
+    With m the mask, T_i the unmasked elements of episode i and N the episodes that have any, a weight is
+
+    - ``token_mean``: ``m / sum_i T_i`` (DAPO, https://arxiv.org/abs/2503.14476);
+    - ``seq_mean_token_mean``: ``m / (N T_i)`` (GRPO, https://arxiv.org/abs/2402.03300);
+    - ``seq_mean_token_sum``: ``m / N``;
+    - ``constant``: ``m / (N * max_length)`` (Dr. GRPO, https://arxiv.org/abs/2503.20783).
+
+    Compute it once for the whole optimiser batch, before it is split: then no split changes the gradient.
+
+    Args:
+        mask: elements that count; those with ``episode_id`` -1 never do.
+        num_episodes: of this rank; every count is then summed over ranks.
+
+    Raises:
+        ValueError: ``constant`` without ``max_length``.
+    """
+    counted = mask & (episode_id >= 0)
+    weight = counted.float()
+    length = segment_sum(weight, episode_id, num_episodes)
+    totals = torch.stack([counted.sum().to(weight), (length > 0).sum().to(weight)])
+    num_elements, num_counted = all_sum(totals).clamp(min=1).unbind()
+    match aggregation:
+        case "token_mean":
+            return weight / num_elements
+        case "seq_mean_token_mean":
+            return weight / (gather_segments(length, episode_id).clamp(min=1) * num_counted)
+        case "seq_mean_token_sum":
+            return weight / num_counted
+        case "constant":
+            if max_length is None:
+                raise ValueError("aggregation 'constant' got max_length None; mend: give the most steps of an episode")
+            return weight / (num_counted * max_length)
+        case _:
+            assert_never(aggregation)
+
+
+def _bins(
+    segment: Int[Tensor, "*batch"], num_segments: int, mask: Bool[Tensor, "*batch"] | None
+) -> Int[Tensor, " element"]:
+    """Flat ids in which every element that does not count goes to one more segment behind the last."""
+    absent = segment < 0 if mask is None else (segment < 0) | ~mask
+    return segment.masked_fill(absent, num_segments).flatten()
+
+
+def _mean_and_count(
+    x: Float[Tensor, "*batch"], mask: Bool[Tensor, "*batch"], all_sum: AllSum
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    sums = torch.stack([x.masked_fill(~mask, 0).sum(), mask.sum().to(x)])
+    total, count = all_sum(sums).unbind()
+    return total / count.clamp(min=1), count
+
+
+def _centre(
+    x: Float[Tensor, "*batch"], mask: Bool[Tensor, "*batch"], all_sum: AllSum
+) -> tuple[Float[Tensor, "*batch"], Float[Tensor, ""]]:
+    """Elements less their mean, 0 outside the mask, and their count.
+
+    The mean of what is left after the first subtraction is subtracted too: it is the rounding error of the first
+    mean, which a division by a tiny deviation would blow up when all elements are equal.
+    """
+    mean, count = _mean_and_count(x, mask, all_sum)
+    rough = x - mean
+    rest, _ = _mean_and_count(rough, mask, all_sum)
+    return (rough - rest).masked_fill(~mask, 0), count

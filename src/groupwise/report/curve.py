@@ -1,0 +1,59 @@
+"""The learning curve as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+TRAINING, EVALUATION = "#4c72b0", "#c44e52"
+
+
+def plot_curve(metrics: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Writes a PNG of episode return against environment steps: training, and evaluations with 95 % intervals.
+
+    Args:
+        metrics: entries of ``metrics.jsonl``; nothing is drawn for keys that none of them has.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(7, 4.2), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    steps, returns = _column(metrics, "rollout/return_mean")
+    if steps:
+        axes.plot(steps, returns, color=TRAINING, linewidth=1.6, label="training, mean of the last 100 episodes")
+    steps, returns = _column(metrics, "eval/return_mean")
+    if steps:
+        label = f"evaluation, {_episodes(metrics)}"
+        axes.errorbar(
+            steps, returns, yerr=_half_widths(metrics), color=EVALUATION, fmt="o-", markersize=4, linewidth=1,
+            capsize=2.5, label=label,
+        )  # fmt: skip
+    axes.set(xlabel="environment steps", ylabel="episode return", title=title)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, loc="best")
+    figure.savefig(path)
+
+
+def _column(metrics: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    points = [(entry["env_steps"], entry[key]) for entry in metrics if key in entry]
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _episodes(metrics: Sequence[dict[str, Any]]) -> str:
+    count = int(max(entry.get("eval/episodes", 0) for entry in metrics))
+    return "1 episode" if count == 1 else f"{count} episodes (mean, 95 % interval)"
+
+
+def _half_widths(metrics: Sequence[dict[str, Any]]) -> list[float]:
+    """Half of Student's 95 % interval of each evaluation; 0 for one episode."""
+    from scipy.special import stdtrit
+
+    entries = [entry for entry in metrics if "eval/return_mean" in entry]
+    sizes = [(entry["eval/episodes"], entry["eval/return_std"]) for entry in entries]
+    return [float(stdtrit(n - 1, 0.975)) * std / n**0.5 if n > 1 else 0.0 for n, std in sizes]

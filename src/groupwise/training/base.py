@@ -1,0 +1,42 @@
+"""What the training loop tells others: the events of a run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDict
+
+if TYPE_CHECKING:
+    from groupwise.training.evaluation import EvaluationResult
+    from groupwise.training.trainer import Trainer
+
+
+class Callback:
+    """Hears the events of a training run; override what you need. It may add to ``metrics``, which are logged after it."""
+
+    def on_training_start(self, trainer: "Trainer") -> None:
+        """Before the first iteration, also of a resumed run."""
+
+    def on_rollout_end(self, trainer: "Trainer", rollout: TensorDict) -> None:
+        """After collection, before the update. The rollout must not be changed."""
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """After the update."""
+
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: "EvaluationResult") -> None:
+        """After an evaluation, before its iteration ends."""
+
+    def on_checkpoint(self, trainer: "Trainer", path: Path) -> None:
+        """After a checkpoint was written."""
+
+    def on_training_end(self, trainer: "Trainer") -> None:
+        """After the last iteration, unless an error or the user's interrupt ended the run."""
+
+    def close(self) -> None:
+        """Free files and displays: the last call, also after an error."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data that a resumed run needs; saved in every checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved ``state_dict``."""

@@ -1,0 +1,239 @@
+"""Built-in callbacks: evaluate, log, show, save, stop.
+
+``run`` puts them in this order: Evaluate, the user's, stops, logs, Progress, SaveCheckpoints. What an earlier one adds
+to the metrics, a later one writes; the checkpoint comes last and so covers all that the logs hold.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from tensordict import TensorDict
+
+from groupwise.training.base import Callback
+from groupwise.training.checkpoint import Checkpoint, Identity, save_checkpoint
+from groupwise.training.evaluation import EvaluationResult
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from groupwise.training.trainer import Trainer
+
+
+class Every:
+    """Whether a multiple of ``interval`` environment steps was passed; it follows from the counts alone, so it resumes."""
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+        self.passed = 0
+
+    def start(self, env_steps: int) -> None:
+        """Count from here."""
+        self.passed = env_steps // self.interval
+
+    def due(self, env_steps: int) -> bool:
+        """Whether a multiple was passed since the last call."""
+        before, self.passed = self.passed, env_steps // self.interval
+        return self.passed > before
+
+
+class Evaluate(Callback):
+    """Evaluates every ``interval`` environment steps and after the last one; keeps the weights of the best evaluation.
+
+    Args:
+        evaluate: plays the episodes.
+        best: folder for the policy with the highest mean return so far; None saves none. Rank 0 alone gives one.
+    """
+
+    def __init__(
+        self, evaluate: Callable[[], EvaluationResult], interval: int, best: Path | None, identity: Identity
+    ) -> None:
+        self.evaluate = evaluate
+        self.every = Every(interval)
+        self.best = best
+        self.identity = identity
+        self.best_return: float | None = None
+
+    def on_training_start(self, trainer: "Trainer") -> None:
+        self.every.start(trainer.env_steps)
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        if not self.every.due(trainer.env_steps) and trainer.env_steps < trainer.total_steps:
+            return
+        result = self.evaluate()
+        metrics |= result.metrics()
+        if self.best_return is None or result.return_mean > self.best_return:
+            self.best_return = result.return_mean
+            self._save(trainer)
+        for callback in trainer.callbacks:
+            callback.on_evaluation_end(trainer, result)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_return": self.best_return}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best_return = state["best_return"]
+
+    def _save(self, trainer: "Trainer") -> None:
+        if self.best is not None:
+            counters = {"iteration": trainer.iteration, "env_steps": trainer.env_steps, "return_mean": self.best_return}
+            save_checkpoint(self.best, Checkpoint(trainer.algorithm.policy.state_dict(), counters), self.identity)
+
+
+class SaveCheckpoints(Callback):
+    """Saves every ``interval`` environment steps and at the end.
+
+    Every rank has one, because episodes restart at each checkpoint, as they do when a run resumes from it: a resumed
+    run then equals the uninterrupted one.
+
+    Args:
+        folder: where to write; None on all ranks but 0.
+    """
+
+    def __init__(self, folder: Path | None, interval: int, identity: Identity) -> None:
+        self.folder = folder
+        self.every = Every(interval)
+        self.identity = identity
+        self.saved_at = 0
+
+    def on_training_start(self, trainer: "Trainer") -> None:
+        self.every.start(trainer.env_steps)
+        self.saved_at = trainer.iteration
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        if self.every.due(trainer.env_steps):
+            self._save(trainer)
+
+    def on_training_end(self, trainer: "Trainer") -> None:
+        if trainer.iteration != self.saved_at:
+            self._save(trainer)
+
+    def _save(self, trainer: "Trainer") -> None:
+        self.saved_at = trainer.iteration
+        if self.folder is not None:
+            checkpoint = Checkpoint(trainer.algorithm.policy.state_dict(), trainer.state_dict())
+            save_checkpoint(self.folder, checkpoint, self.identity)
+            for callback in trainer.callbacks:
+                callback.on_checkpoint(trainer, self.folder)
+        trainer.collector.restart()
+
+
+class MetricsLog(Callback):
+    """Appends one JSON object per iteration to a file, whole lines at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[str] | None = None
+
+    def on_training_start(self, trainer: "Trainer") -> None:
+        self._file = self.path.open("a", buffering=1, encoding="utf-8")
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps({"iteration": trainer.iteration, "env_steps": trainer.env_steps, **metrics}) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class StopAtScore(Callback):
+    """Stops when an evaluation's mean return reaches ``threshold``."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
+        if evaluation.return_mean >= self.threshold:
+            trainer.stop(f"score: {evaluation.return_mean:.1f} reached the threshold {self.threshold:g}")
+
+
+class TimeLimit(Callback):
+    """Stops after ``seconds`` of this process's training, evaluations included."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._start = 0.0
+
+    def on_training_start(self, trainer: "Trainer") -> None:
+        self._start = time.perf_counter()
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        if time.perf_counter() - self._start >= self.seconds:
+            trainer.stop(f"time: the limit of {self.seconds:g} s is over")
+
+
+class Progress(Callback):
+    """Shows how far training is: a live bar, or a plain line every ``interval`` seconds (and for the last iteration).
+
+    Args:
+        mode: ``auto`` is the bar on a terminal and lines elsewhere.
+    """
+
+    def __init__(
+        self, mode: Literal["auto", "bar", "lines"], interval: float, console: "Console | None" = None
+    ) -> None:
+        from rich.console import Console
+
+        self.console = console or Console(stderr=True)
+        self.interval = interval
+        self.bar = _Bar(self.console) if mode == "bar" or (mode == "auto" and self.console.is_terminal) else None
+        self._shown = 0.0
+        self._evaluated: float | None = None
+
+    def on_training_start(self, trainer: "Trainer") -> None:
+        self._shown = time.perf_counter()
+        if self.bar is not None:
+            self.bar.start(trainer)
+
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
+        self._evaluated = evaluation.return_mean
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        text = self._text(metrics)
+        last = trainer.env_steps >= trainer.total_steps or trainer.stop_reason is not None
+        if self.bar is not None:
+            self.bar.show(trainer, text)
+        elif last or time.perf_counter() - self._shown >= self.interval:
+            self._shown = time.perf_counter()
+            share = trainer.env_steps / trainer.total_steps
+            self._print(f"{trainer.env_steps:>11,} / {trainer.total_steps:,} steps ({share:4.0%})  {text}")
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def _text(self, metrics: Mapping[str, float]) -> str:
+        parts = []
+        if "rollout/return_mean" in metrics:
+            parts.append(f"return {metrics['rollout/return_mean']:8.1f}")
+        if self._evaluated is not None:
+            parts.append(f"evaluation {self._evaluated:8.1f}")
+        return "  ".join([*parts, f"{metrics['time/steps_per_second']:8,.0f} steps/s"])
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True)
+        self.console.file.flush()
+
+
+class _Bar:
+    """The live bar of a terminal."""
+
+    def __init__(self, console: "Console") -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        self.progress = RichProgress(*columns, console=console, refresh_per_second=5)
+
+    def start(self, trainer: "Trainer") -> None:
+        self.task = self.progress.add_task("", total=trainer.total_steps, completed=trainer.env_steps)
+        self.progress.start()
+
+    def show(self, trainer: "Trainer", text: str) -> None:
+        self.progress.update(self.task, completed=min(trainer.env_steps, trainer.total_steps), description=text)
+
+    def stop(self) -> None:
+        self.progress.stop()

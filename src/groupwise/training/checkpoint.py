@@ -1,0 +1,240 @@
+"""Checkpoints: a folder of tensors (safetensors) and plain data (JSON), nothing that can run code when it is read.
+
+    latest/
+      policy.safetensors      weights and normaliser statistics
+      algorithm.safetensors   tensors of the optimiser, the reference policy, ...
+      state.json              what holds those tensors, and the counters
+      manifest.json           format, environment, SHA-256 of the files above
+
+A folder is written beside the old one and takes its place when it is complete, so that a kill at any moment leaves a
+usable one. ``best/`` holds the policy only.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from groupwise.envs.base import VectorEnv
+from groupwise.errors import CheckpointError
+
+FORMAT = 1
+POLICY, ALGORITHM, STATE, MANIFEST = "policy.safetensors", "algorithm.safetensors", "state.json", "manifest.json"
+_MEND = "mend: take another checkpoint of the run, or train again"
+
+
+class Identity(NamedTuple):
+    """What a policy's environment must have in common with the one it is used in."""
+
+    env_id: str
+    observation_space: str
+    action_space: str
+
+    @classmethod
+    def of(cls, env: VectorEnv) -> "Identity":
+        """Identity of an environment."""
+        return cls(env.env_id, str(env.observation_space), str(env.action_space))
+
+
+class Checkpoint(NamedTuple):
+    """What a checkpoint folder holds."""
+
+    policy: dict[str, Tensor]
+    """State dict of the policy."""
+    state: dict[str, Any]
+    """Plain data and tensors: counters, callbacks and, unless it is a policy only, the algorithm."""
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, identity: Identity) -> None:
+    """Write ``folder`` so that it is complete or, if this is cut short, as it was before.
+
+    Raises:
+        CheckpointError: the state holds something that is neither plain data nor a tensor.
+    """
+    partial, previous = _beside(folder, "partial"), _beside(folder, "previous")
+    tensors: dict[str, Tensor] = {}
+    state = _encode(checkpoint.state, tensors, "")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    files = {
+        POLICY: safetensors.torch.save(_own(checkpoint.policy)),
+        ALGORITHM: safetensors.torch.save(_own(tensors)),
+        STATE: json.dumps(state, indent=1).encode(),
+    }
+    manifest = {"format": FORMAT, **identity._asdict(), "sha256": {name: _digest(data) for name, data in files.items()}}
+    for name, data in (files | {MANIFEST: json.dumps(manifest, indent=1).encode()}).items():
+        _write_through(partial / name, data)
+    _sync_folder(partial)
+    _swap(partial, folder, previous)
+
+
+def load_checkpoint(folder: Path, identity: Identity | None = None) -> Checkpoint:
+    """Content of a checkpoint, verified.
+
+    Args:
+        identity: of the environment it is to be used in; None does not compare.
+
+    Raises:
+        CheckpointError: it is missing, damaged, of a newer format or of another environment.
+    """
+    folder = find_checkpoint(folder)
+    manifest = _read_manifest(folder)
+    if identity is not None:
+        _check_identity(folder, manifest, identity)
+    files = {name: _read_verified(folder / name, digest) for name, digest in manifest["sha256"].items()}
+    try:
+        policy, tensors = (safetensors.torch.load(files[name]) for name in (POLICY, ALGORITHM))
+        state = _decode(json.loads(files[STATE]), tensors)
+    except (KeyError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {error!r}; {_MEND}") from error
+    return Checkpoint(policy, state)
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a complete checkpoint was ever written there."""
+    return folder.is_dir() or _beside(folder, "previous").is_dir()
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """Where the complete checkpoint lies: ``folder``, or the one before if a kill came between two renames.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not has_checkpoint(folder):
+        raise CheckpointError(f"no checkpoint at {folder}; mend: give a run folder that has checkpoints/{folder.name}")
+    return folder if folder.is_dir() else _beside(folder, "previous")
+
+
+def load_policy(policy: nn.Module, weights: Mapping[str, Tensor], where: Path) -> None:
+    """Put weights into a policy of the same architecture.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected or of another shape (names it).
+    """
+    own = policy.state_dict()
+    for name in sorted({*own, *weights}):
+        have, want = (tuple(d[name].shape) if name in d else None for d in (weights, own))
+        if have != want:
+            raise CheckpointError(
+                f"{where}: tensor {name!r} has shape {have}, but the policy needs {want} (None: absent); "
+                "mend: build the policy with the settings that it was trained with"
+            )
+    policy.load_state_dict(dict(weights))
+
+
+def _check_identity(folder: Path, manifest: Mapping[str, Any], identity: Identity) -> None:
+    for field, want in identity._asdict().items():
+        if manifest[field] != want:
+            raise CheckpointError(
+                f"{folder} belongs to another environment: its {field} is {manifest[field]!r}, "
+                f"here it is {want!r}; mend: use the environment it was trained in"
+            )
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+        version, _ = manifest["format"], [manifest[key] for key in (*Identity._fields, "sha256")]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is missing or damaged ({error!r}); {_MEND}") from error
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {version}, this version reads {FORMAT}; mend: use a matching groupwise"
+        )
+    return manifest  # type: ignore[no-any-return]
+
+
+def _read_verified(path: Path, digest: str) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} is missing ({error}); {_MEND}") from error
+    if _digest(data) != digest:
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; {_MEND}")
+    return data
+
+
+def _encode(value: object, tensors: dict[str, Tensor], path: str) -> Any:
+    """JSON of nested plain data; tensors go to ``tensors`` under their path. ``{"$": kind, ...}`` marks what JSON lacks."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return {"$": "tensor", "path": path}
+    if isinstance(value, list | tuple):
+        items = [_encode(item, tensors, f"{path}/{i}") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$": "tuple", "items": items}
+    if isinstance(value, Mapping):
+        pairs = [(key, _encode(item, tensors, f"{path}/{key}")) for key, item in value.items()]
+        if all(isinstance(key, str) for key in value) and "$" not in value:
+            return dict(pairs)
+        return {"$": "dict", "items": [[_encode(key, {}, path), item] for key, item in pairs]}
+    raise CheckpointError(
+        f"a checkpoint holds plain data and tensors only, but {path!r} is a {type(value).__name__}; "
+        "mend: return such data from state_dict()"
+    )
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value.get("$"):
+        case "tensor":
+            return tensors[value["path"]]
+        case "tuple":
+            return tuple(_decode(value["items"], tensors))
+        case "dict":
+            return {_decode(key, tensors): _decode(item, tensors) for key, item in value["items"]}
+        case _:
+            return {key: _decode(item, tensors) for key, item in value.items()}
+
+
+def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that share no memory: safetensors refuses tied weights."""
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _beside(folder: Path, suffix: str) -> Path:
+    return folder.with_name(f"{folder.name}.{suffix}")
+
+
+def _swap(partial: Path, folder: Path, previous: Path) -> None:
+    """Let ``partial`` take the place of ``folder``; at every moment one of ``folder`` and ``previous`` is complete."""
+    if folder.is_dir():
+        shutil.rmtree(previous, ignore_errors=True)
+        os.replace(folder, previous)
+    os.replace(partial, folder)
+    _sync_folder(folder.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _write_through(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make renames and new files of a folder survive a power cut; Windows has no such call and needs none."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

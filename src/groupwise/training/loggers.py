@@ -1,0 +1,74 @@
+"""Adaptors to experiment trackers. ``metrics.jsonl`` stays the source of truth."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tensordict import TensorDict
+
+from groupwise.errors import require_extra
+from groupwise.training.base import Callback
+
+if TYPE_CHECKING:
+    from groupwise.training.trainer import Trainer
+
+
+class TensorBoard(Callback):
+    """Writes the metrics as TensorBoard events against environment steps.
+
+    Raises:
+        MissingExtraError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        require_extra("tensorboard", "track")
+        self.folder = folder
+        self._writer: Any = None
+
+    def on_training_start(self, trainer: "Trainer") -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What a killed run wrote after its last checkpoint is hidden by purge_step.
+        self._writer = SummaryWriter(str(self.folder), purge_step=trainer.env_steps + 1)
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, trainer.env_steps)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandB(Callback):
+    """Sends the metrics to Weights & Biases, or keeps them in the run folder when offline.
+
+    A resumed run goes on under the same id, which is the run folder's name.
+
+    Raises:
+        MissingExtraError: wandb is not installed.
+    """
+
+    def __init__(
+        self, folder: Path, config: dict[str, Any], mode: Literal["online", "offline"], project: str = "groupwise"
+    ) -> None:
+        require_extra("wandb", "track")
+        self.folder = folder
+        self.config = config
+        self.mode = mode
+        self.project = project
+        self._run: Any = None
+
+    def on_training_start(self, trainer: "Trainer") -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=self.project, id=self.folder.name, name=self.folder.name, dir=str(self.folder),
+            config=self.config, mode=self.mode, resume="allow",
+        )  # fmt: skip
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=trainer.env_steps)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()

@@ -1,0 +1,181 @@
+"""The training loop.
+
+Evaluation, logging, saving and display are callbacks: this file knows the base protocols only.
+"""
+
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.algorithms.base import BaseAlgorithm
+from groupwise.collectors.base import Collector, Episode
+from groupwise.data.rollout import RolloutBuffer
+from groupwise.engines.base import Engine
+from groupwise.errors import DivergedError
+from groupwise.seeding import derive_seed
+from groupwise.training.base import Callback
+
+
+class Trainer:
+    """Collects, updates and tells the callbacks, until ``total_steps`` or ``stop``.
+
+    Args:
+        num_steps: steps per row that the collector aims for in one iteration.
+        total_steps: environment steps over all ranks; the iteration that reaches them is finished.
+        seed: of the global random streams, renewed each iteration so that third-party code resumes exactly too.
+        callbacks: called in this order at each event.
+    """
+
+    def __init__(
+        self,
+        algorithm: BaseAlgorithm,
+        collector: Collector,
+        buffer: RolloutBuffer,
+        *,
+        num_steps: int,
+        total_steps: int,
+        seed: int = 0,
+        callbacks: Sequence[Callback] = (),
+        engine: Engine | None = None,
+    ) -> None:
+        self.algorithm = algorithm
+        self.collector = collector
+        self.buffer = buffer
+        self.num_steps = num_steps
+        self.total_steps = total_steps
+        self.seed = seed
+        self.callbacks = tuple(callbacks)
+        self.engine = engine or Engine()
+        self.iteration = 0
+        """Finished iterations."""
+        self.env_steps = 0
+        """Environment steps taken, over all ranks."""
+        self.seconds = 0.0
+        """Time spent in finished iterations, earlier parts of a resumed run included."""
+        self.stop_reason: str | None = None
+
+    def train(self) -> None:
+        """Run the loop.
+
+        Raises:
+            DivergedError: a metric of the update is NaN or infinite.
+        """
+        try:
+            for callback in self.callbacks:
+                callback.on_training_start(self)
+            while self.env_steps < self.total_steps and self._sum(self.stop_reason is not None) == 0:
+                self._iterate()
+            for callback in self.callbacks:
+                callback.on_training_end(self)
+        finally:
+            for callback in self.callbacks:
+                callback.close()
+
+    def stop(self, reason: str) -> None:
+        """End training after this iteration."""
+        self.stop_reason = self.stop_reason or reason
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the policy that the next iteration depends on: plain data and tensors."""
+        return {
+            "iteration": self.iteration,
+            "env_steps": self.env_steps,
+            "seconds": self.seconds,
+            "num_slots": self.buffer.num_steps,
+            "recent": [list(episode) for episode in self.collector.recent],
+            "callbacks": {name: callback.state_dict() for name, callback in self._named_callbacks()},
+            "algorithm": self.algorithm.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved ``state_dict``; the collector must be fresh. Callbacks that were not there then start anew."""
+        self.iteration = self.collector.iteration = state["iteration"]
+        self.env_steps = state["env_steps"]
+        self.seconds = state["seconds"]
+        self.buffer.num_steps = state["num_slots"]
+        self.collector.recent.extend(Episode(*episode) for episode in state["recent"])
+        self.algorithm.load_state_dict(state["algorithm"])
+        for name, callback in self._named_callbacks():
+            callback.load_state_dict(state["callbacks"].get(name, callback.state_dict()))
+
+    def _named_callbacks(self) -> list[tuple[str, Callback]]:
+        """Callbacks by class name, numbered where a class comes twice."""
+        seen: Counter[str] = Counter()
+        named = []
+        for callback in self.callbacks:
+            name = type(callback).__name__
+            seen[name] += 1
+            named.append((f"{name}-{seen[name]}" if seen[name] > 1 else name, callback))
+        return named
+
+    def _iterate(self) -> None:
+        start = time.perf_counter()
+        _seed_everything(derive_seed(self.seed, "global", self.engine.rank, self.iteration))
+        self.algorithm.set_progress(self.env_steps / self.total_steps)
+        self.collector.sync(self.algorithm.policy)
+        rollout = self.collector.collect(self.num_steps, rollout=self.buffer.start_rollout())
+        self.buffer.add(rollout)
+        collected = time.perf_counter()
+        for callback in self.callbacks:
+            callback.on_rollout_end(self, rollout)
+        update_start = time.perf_counter()
+        metrics = _to_floats(self.algorithm.update(self.buffer.get(flatten=False)))
+        updated = time.perf_counter()
+        self.iteration += 1
+        _check_finite(metrics, self.iteration)
+        steps = self._sum(self.collector.last_steps)
+        self.env_steps += steps
+        self.seconds += updated - start
+        metrics |= self._pool(self.collector.metrics()) | {
+            "time/total_seconds": self.seconds,
+            "time/collect_seconds": collected - start,
+            "time/update_seconds": updated - update_start,
+            "time/steps_per_second": steps / (updated - start),
+        }
+        for callback in self.callbacks:
+            callback.on_iteration_end(self, rollout, metrics)
+
+    def _sum(self, number: int) -> int:
+        if self.engine.world_size == 1:
+            return number
+        return int(self.engine.sum(torch.tensor(number, device=self.algorithm.policy.device)))
+
+    def _pool(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The collectors' metrics over all ranks: counts add up, other numbers are means over the ranks that have them."""
+        if self.engine.world_size == 1:
+            return metrics
+        names = sorted({*metrics, "rollout/return_mean", "rollout/length_mean"})
+        pairs = [(metrics.get(name, 0.0), float(name in metrics)) for name in names]
+        totals = self.engine.sum(torch.tensor(pairs, dtype=torch.float64, device=self.algorithm.policy.device)).tolist()
+        counts = {"rollout/env_steps", "rollout/episodes"}
+        return {
+            n: total if n in counts else total / ranks for n, (total, ranks) in zip(names, totals, strict=True) if ranks
+        }
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _to_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """Python numbers by one transfer from the device."""
+    values = torch.stack([value.detach().double() for value in metrics.values()]).tolist() if metrics else []
+    return dict(zip(metrics, values, strict=True))
+
+
+def _check_finite(metrics: dict[str, float], iteration: int) -> None:
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise DivergedError(
+                f"training diverged: {name} is {value} in iteration {iteration}; the last checkpoint is kept; "
+                "mend: lower learning_rate or max_grad_norm, or look at the rewards"
+            )

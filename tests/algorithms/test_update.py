@@ -1,0 +1,358 @@
+"""What one update does, for PPO and GRPO on the same made-up rollout."""
+
+import copy
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from groupwise.algorithms.configs import (
+    CreditCfg,
+    GRPOCfg,
+    ObjectiveCfg,
+    OptimizerCfg,
+    PPOCfg,
+    ReferenceCfg,
+    ScheduleCfg,
+)
+from groupwise.algorithms.grpo import GRPO
+from groupwise.algorithms.ppo import PPO
+from groupwise.data.rollout import RolloutBuffer, transition_view
+from groupwise.data.spaces import obs_spec
+from groupwise.errors import ConfigError, DataError
+from groupwise.policies.actor_critic import ActorCritic
+from groupwise.policies.configs import PolicyCfg
+
+SGD = OptimizerCfg(name="sgd")
+OBS = gym.spaces.Box(-1, 1, (3,), np.float32)
+ACT = gym.spaces.Discrete(3)
+
+
+def make_policy(actor_only, **cfg):
+    torch.manual_seed(0)
+    return ActorCritic(OBS, ACT, PolicyCfg(hidden_sizes=(8,), **cfg), actor_only=actor_only)
+
+
+def make_rollout(policy, seed=0, rows=8, steps=12):
+    """Groups of 4 rows, episodes of 3 to 12 steps one after another, random rewards; ends are of both kinds."""
+    g = torch.Generator().manual_seed(seed)
+    buffer = RolloutBuffer(
+        rows, steps, obs_spec=obs_spec(OBS), action_spec=policy.action_spec, value=not policy.actor_only
+    )
+    rollout = buffer.start_rollout()
+    rollout["obs"].copy_(torch.rand(rows, steps + 1, 3, generator=g) * 2 - 1)
+    flat = policy.act(rollout["obs"].reshape(-1, 3), generator=g)
+    rollout["action"].copy_(flat.action.reshape(rows, steps + 1))
+    rollout["sample_log_prob"].copy_(flat.log_prob.reshape(rows, steps + 1))
+    if not policy.actor_only:
+        rollout["value"].copy_(flat.value.reshape(rows, steps + 1))
+        rollout["next_value"][:, :-1] = rollout["value"][:, 1:]
+    episode = 0
+    for row in range(rows):
+        t = 0
+        for attempt in range(2):
+            length = int(torch.randint(3, steps // 2 + 1, (1,), generator=g))
+            span = slice(t, t + length)
+            rollout["reward"][row, span] = torch.rand(length, generator=g)
+            rollout["valid"][row, span] = rollout["loss_mask"][row, span] = True
+            rollout["group_id"][row, span] = 2 * (row // 4) + attempt
+            rollout["episode_id"][row, span] = episode
+            rollout["step"][row, span] = torch.arange(length)
+            rollout["terminated" if episode % 3 else "truncated"][row, span.stop - 1] = True
+            t, episode = span.stop, episode + 1
+    buffer.add(rollout)
+    return buffer.get(flatten=False)
+
+
+def build(kind, seed=0, policy=None, **cfg):
+    cls, cfg_cls = {"ppo": (PPO, PPOCfg), "grpo": (GRPO, GRPOCfg)}[kind]
+    policy = policy or make_policy(cls.actor_only)
+    settings = {
+        "num_epochs": 1,
+        "minibatch_size": 10_000,
+        "optimizer": SGD,
+        "learning_rate": 0.5,
+        "max_grad_norm": None,
+    }
+    return cls(cfg_cls(**settings | cfg), policy, seed=seed)
+
+
+def parameters(algorithm):
+    return torch.cat([p.detach().flatten() for p in algorithm.policy.parameters()])
+
+
+def updated(kind, rollout=None, **cfg):
+    algorithm = build(kind, **cfg)
+    metrics = algorithm.update(make_rollout(algorithm.policy) if rollout is None else rollout)
+    return parameters(algorithm), metrics
+
+
+GRPO_SHAPES = [
+    {},
+    {"aggregation": "seq_mean_token_mean"},
+    {"aggregation": "seq_mean_token_sum"},
+    {"aggregation": "constant", "max_length": 12},
+    {"ratio": "sequence", "aggregation": "seq_mean_token_mean"},
+    {"ratio": "sequence_token"},
+    {"ratio": "sequence_product", "trust_region": "dual_clip"},
+    {"trust_region": "none"},
+]
+
+
+@pytest.mark.parametrize("objective", GRPO_SHAPES)
+@pytest.mark.parametrize("micro", [1, 7, 30])
+def test_micro_batches_never_change_the_gradient(objective, micro):
+    cfg = {
+        "minibatch_size": 25,
+        "num_epochs": 2,
+        "objective": ObjectiveCfg(**objective),
+        "kl_coef": 0.1,
+        "ent_coef": 0.01,
+    }
+    whole, metrics = updated("grpo", **cfg)
+    cut, cut_metrics = updated("grpo", micro_batch_size=micro, **cfg)
+    torch.testing.assert_close(cut, whole, atol=1e-6, rtol=1e-5)
+    for name, value in metrics.items():
+        torch.testing.assert_close(cut_metrics[name], value, atol=1e-5, rtol=1e-4)
+    assert not torch.equal(whole, parameters(build("grpo")))
+
+
+@pytest.mark.parametrize("normalize", ["none", "batch", "minibatch"])
+def test_micro_batches_never_change_ppos_gradient(normalize):
+    cfg = {"minibatch_size": 25, "num_epochs": 2, "ent_coef": 0.01, "normalize_advantage": normalize, "clip_value": 0.2}
+    whole, _ = updated("ppo", **cfg)
+    cut, _ = updated("ppo", micro_batch_size=7, **cfg)
+    torch.testing.assert_close(cut, whole, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+def test_row_order_and_padding_never_change_the_gradient(kind):
+    algorithm = build(kind)
+    rollout = make_rollout(algorithm.policy)
+    whole, _ = updated(kind, rollout)
+    order = torch.randperm(rollout.shape[0], generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(updated(kind, rollout[order])[0], whole, atol=1e-6, rtol=1e-5)
+    empty = torch.zeros_like(rollout[:, :5])
+    empty["group_id"].fill_(-1), empty["episode_id"].fill_(-1)
+    torch.testing.assert_close(updated(kind, torch.cat([rollout, empty], dim=1))[0], whole, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+def test_the_first_minibatch_has_ratio_one(kind):
+    _, metrics = updated(kind, objective=ObjectiveCfg(old_log_prob="sampled"))
+    assert metrics["train/clip_fraction"] == 0
+    assert abs(metrics["train/approx_kl"]) < 1e-7
+    _, later = updated(kind, num_epochs=3)
+    assert later["train/approx_kl"] > 1e-6
+
+
+def test_normalisation_keeps_the_ratio_at_one_and_learns_afterwards():
+    policy = make_policy(True, normalize_obs=True, normalize_reward=True)
+    algorithm = build("grpo", policy=policy)
+    for seed in range(2):
+        rollout = make_rollout(policy, seed=seed)
+        before = policy.act(rollout["obs"][:, 0], deterministic=True).log_prob
+        assert abs(algorithm.update(rollout)["train/approx_kl"]) < 1e-7
+        assert not torch.equal(policy.act(rollout["obs"][:, 0], deterministic=True).log_prob, before)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+def test_update_does_not_write_into_the_rollout(kind):
+    algorithm = build(kind, num_epochs=2, minibatch_size=20)
+    rollout = make_rollout(algorithm.policy)
+    before = {key: (tensor._version, tensor.clone()) for key, tensor in rollout.items()}
+    algorithm.update(rollout)
+    for key, (version, copied) in before.items():
+        assert rollout[key]._version == version, key
+        torch.testing.assert_close(rollout[key], copied, equal_nan=True)
+
+
+def test_ppo_gradient_is_that_of_the_loss_written_out():
+    algorithm = build("ppo", ent_coef=0.02, vf_coef=0.7, gamma=0.9, gae_lambda=0.8, normalize_advantage="none")
+    policy, rollout = copy.deepcopy(algorithm.policy), make_rollout(algorithm.policy)
+    algorithm.update(rollout)
+    # generalised advantage of every episode, backwards, in plain Python
+    loss, count = torch.zeros(()), 0
+    for row in rollout:
+        for episode in row["episode_id"].unique().tolist():
+            steps = (row["episode_id"] == episode).nonzero()[:, 0].tolist()
+            running = 0.0
+            for t in reversed(steps if episode >= 0 else []):
+                bootstrap = 0.0 if row["terminated"][t] else 0.9 * float(row["next_value"][t])
+                delta = float(row["reward"][t]) + bootstrap - float(row["value"][t])
+                running = delta + 0.72 * running * (t != steps[-1])
+                scores = policy.evaluate({"obs": row["obs"][t : t + 1], "action": row["action"][t : t + 1]})
+                target = running + float(row["value"][t])
+                loss = loss - (scores.log_prob[0] - row["sample_log_prob"][t]).exp() * running
+                loss = loss + 0.7 * (scores.value[0] - target) ** 2 - 0.02 * scores.entropy[0]
+                count += 1
+    (loss / count).backward()
+    expected = torch.cat([(p - 0.5 * p.grad).detach().flatten() for p in policy.parameters()])
+    torch.testing.assert_close(parameters(algorithm), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_grpo_gradient_is_that_of_the_paper_written_out():
+    # one row an episode here: outcomes, group mean and deviation, mean over episodes of the mean over steps, k3
+    objective = ObjectiveCfg(aggregation="seq_mean_token_mean")
+    algorithm = build("grpo", kl_coef=0.3, objective=objective)
+    with torch.no_grad():
+        for p in algorithm.policy.parameters():
+            p.add_(0.1)
+    policy, rollout = copy.deepcopy(algorithm.policy), make_rollout(algorithm.policy)
+    reference = make_policy(True)
+    algorithm.update(rollout)
+    episodes = {}
+    for row in rollout:
+        for episode in row["episode_id"].unique().tolist():
+            if episode >= 0:
+                episodes[episode] = row[row["episode_id"] == episode]
+    outcomes = {i: float(e["reward"].sum()) for i, e in episodes.items()}
+    loss = torch.zeros(())
+    for i, e in episodes.items():
+        group = [outcomes[j] for j, other in episodes.items() if other["group_id"][0] == e["group_id"][0]]
+        advantage = (outcomes[i] - np.mean(group)) / (np.std(group, ddof=1) + 1e-4)
+        new, ref = (p.evaluate({"obs": e["obs"], "action": e["action"]}).log_prob for p in (policy, reference))
+        ratio = (new - e["sample_log_prob"]).exp()
+        gap = ref.detach() - new
+        loss = loss + (-ratio * float(advantage) + 0.3 * (gap.exp() - gap - 1)).mean() / len(episodes)
+    loss.backward()
+    expected = torch.cat([(p - 0.5 * p.grad).detach().flatten() for p in policy.parameters()])
+    torch.testing.assert_close(parameters(algorithm), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_no_reference_without_kl_and_an_exact_one_with_it():
+    assert build("grpo").reference is None
+    for estimator in ("k1", "k2", "k3", "exact"):
+        algorithm = build("grpo", kl_coef=0.1, num_epochs=3, objective=ObjectiveCfg(kl_estimator=estimator))
+        rollout = make_rollout(algorithm.policy)
+        first = algorithm.update(rollout)["train/reference_kl"]
+        # the first pass is at distance 0, later ones are not
+        assert first.abs() > 1e-9
+        assert all(not p.requires_grad for p in algorithm.reference.parameters())
+
+
+@pytest.mark.parametrize(
+    ("reference", "expected"),
+    [
+        (ReferenceCfg(), [0.0, 0.0]),
+        (ReferenceCfg(refresh="interval", interval=2), [0.0, 1.0]),
+        (ReferenceCfg(refresh="ema", mix=0.25), [0.25, None]),
+    ],
+)
+def test_reference_renewal(reference, expected):
+    algorithm = build("grpo", kl_coef=1e-9, reference=reference)
+    start = parameters(algorithm)
+    for share in expected:
+        algorithm.update(make_rollout(algorithm.policy))
+        now = torch.cat([p.flatten() for p in algorithm.reference.parameters()])
+        if share is not None:
+            torch.testing.assert_close(now, torch.lerp(start, parameters(algorithm), share))
+
+
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+def test_target_kl_ends_the_update(kind):
+    _, free = updated(kind, num_epochs=20, learning_rate=2.0)
+    _, limited = updated(kind, num_epochs=20, learning_rate=2.0, target_kl=1e-4)
+    assert limited["train/optimizer_steps"] < free["train/optimizer_steps"] == 20
+
+
+def test_adaptive_kl_lowers_the_rate_of_a_policy_that_moves_too_fast():
+    schedule = ScheduleCfg(name="adaptive_kl", desired_kl=1e-4)
+    _, metrics = updated("ppo", num_epochs=20, learning_rate=2.0, schedule=schedule)
+    assert metrics["train/learning_rate"] < 2.0
+
+
+def test_gradient_clipping_bounds_the_step():
+    rollout = make_rollout(make_policy(False))
+    start = parameters(build("ppo"))
+    after, metrics = updated("ppo", rollout, max_grad_norm=0.01, learning_rate=1.0)
+    assert metrics["train/grad_norm"] > 0.01
+    torch.testing.assert_close((after - start).norm(), torch.tensor(0.01), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+def test_state_goes_on_where_it_was(kind):
+    cfg = {"optimizer": OptimizerCfg(), "minibatch_size": 20, "num_epochs": 2, "learning_rate": 1e-2}
+    cfg |= {"kl_coef": 0.1, "reference": ReferenceCfg(refresh="ema")} if kind == "grpo" else {}
+    one = build(kind, **cfg)
+    rollouts = [make_rollout(one.policy, seed=s) for s in range(3)]
+    one.update(rollouts[0])
+    two = build(kind, policy=copy.deepcopy(one.policy), **cfg)
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
+    for algorithm in (one, two):
+        algorithm.update(rollouts[1])
+        algorithm.update(rollouts[2])
+    assert torch.equal(parameters(one), parameters(two))
+
+
+def test_compute_gae_takes_its_own_discount():
+    algorithm = build("ppo", gamma=0.5)
+    rollout = make_rollout(algorithm.policy)
+    advantage, target = algorithm.compute_gae(rollout, 1.0, 1.0)
+    batch = transition_view(rollout)
+    # gamma = lambda = 1: the target at an episode's start is its whole return, plus the last value where truncated
+    row = batch[1]
+    first = row["episode_id"] == row["episode_id"][0]
+    end = int(first.sum()) - 1
+    whole = row["reward"][first].sum() + (0 if row["terminated"][end] else row["next_value"][end])
+    torch.testing.assert_close(target[1, 0], whole)
+    torch.testing.assert_close(advantage, target - batch["value"])
+
+
+def test_errors():
+    with pytest.raises(ConfigError, match="actor_only=False"):
+        build("ppo", policy=make_policy(True))
+    with pytest.raises(ConfigError, match="max_length"):
+        build("grpo", objective=ObjectiveCfg(aggregation="constant"))
+    algorithm = build("ppo")
+    with pytest.raises(DataError, match="no 'value'"):
+        algorithm.update(make_rollout(make_policy(True)))
+    rollout = make_rollout(algorithm.policy)
+    with pytest.raises(DataError, match="nothing to learn from"):
+        algorithm.update(rollout.clone().update({"loss_mask": torch.zeros_like(rollout["loss_mask"])}))
+
+
+def test_credit_reaches_the_loss():
+    rollout = make_rollout(make_policy(True))
+    base, _ = updated("grpo", rollout)
+    other, _ = updated("grpo", rollout, credit=CreditCfg(baseline="leave_one_out", scale="none"))
+    assert not torch.allclose(base, other)
+
+
+def test_zero_variance_groups_are_counted():
+    rollout = make_rollout(make_policy(True)).clone()
+    reward = torch.zeros_like(rollout["reward"])
+    reward[rollout["step"] == 0] = 1.0
+    rollout["reward"] = torch.where(rollout["valid"], reward, 0.0)
+    assert updated("grpo", rollout)[1]["rollout/zero_variance_groups"] == 1.0
+    # one member of one of the four groups does better
+    rollout["reward"][0, 0] = 2.0
+    assert updated("grpo", rollout)[1]["rollout/zero_variance_groups"] == 0.75
+
+
+class RowPolicy(ActorCritic):
+    """Scores whole rows at once, as sequence models do."""
+
+    scored_by = "row"
+
+    def evaluate(self, batch):
+        flat = super().evaluate({k: batch[k].flatten(0, 1) for k in ("obs", "action")})
+        shape = batch["action"].shape
+        return flat._replace(
+            log_prob=flat.log_prob.view(shape), entropy=flat.entropy.view(shape), dist=flat.dist.view(*shape, -1)
+        )
+
+
+@pytest.mark.parametrize("micro", [None, 14])
+@pytest.mark.parametrize("objective", GRPO_SHAPES)
+def test_scoring_by_row_or_by_step_is_the_same_update(objective, micro):
+    torch.manual_seed(0)
+    rows = RowPolicy(OBS, ACT, PolicyCfg(hidden_sizes=(8,)), actor_only=True)
+    steps = make_policy(True)
+    rows.load_state_dict(steps.state_dict())
+    cfg = {"kl_coef": 0.1, "objective": ObjectiveCfg(**objective)}
+    rollout = make_rollout(steps)
+    by_row, _ = updated("grpo", rollout, policy=rows, micro_batch_size=micro, **cfg)
+    by_step, _ = updated("grpo", rollout, policy=steps, **cfg)
+    torch.testing.assert_close(by_row, by_step, atol=1e-6, rtol=1e-5)

@@ -1,0 +1,111 @@
+"""Two processes under torchrun give the parameters and metrics of one process on the union of their data."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from groupwise.engines.base import Engine
+from groupwise.engines.distributed import from_environment
+
+WORKER = """
+import json, sys
+import gymnasium as gym, numpy as np, torch
+from groupwise.algorithms.configs import CreditCfg, GRPOCfg, ObjectiveCfg, PPOCfg
+from groupwise.algorithms.grpo import GRPO
+from groupwise.algorithms.ppo import PPO
+from groupwise.data.rollout import RolloutBuffer
+from groupwise.data.spaces import obs_spec
+from groupwise.engines.distributed import from_environment
+from groupwise.policies.actor_critic import ActorCritic
+from groupwise.policies.configs import PolicyCfg
+
+torch.set_num_threads(1)
+OBS, ACT, ROWS, STEPS = gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Discrete(3), 8, 12
+CASES = {
+    "ppo": (PPO, PPOCfg, dict(normalize_advantage="batch", ent_coef=0.01)),
+    "ppo_minibatch": (PPO, PPOCfg, dict(target_kl=1.0)),
+    "grpo": (GRPO, GRPOCfg, dict(kl_coef=0.1, objective=ObjectiveCfg(aggregation="seq_mean_token_mean"))),
+    "grpo_batch_std": (GRPO, GRPOCfg, dict(credit=CreditCfg(scale="batch_std"), objective=ObjectiveCfg(ratio="sequence"))),
+}
+
+def union(policy):
+    g = torch.Generator().manual_seed(0)
+    buffer = RolloutBuffer(ROWS, STEPS, obs_spec=obs_spec(OBS), action_spec=policy.action_spec, value=not policy.actor_only)
+    rollout = buffer.start_rollout()
+    rollout["obs"].copy_(torch.rand(ROWS, STEPS + 1, 3, generator=g) * 2 - 1)
+    done = policy.act(rollout["obs"].reshape(-1, 3), generator=g)
+    rollout["action"].copy_(done.action.reshape(ROWS, -1))
+    rollout["sample_log_prob"].copy_(done.log_prob.reshape(ROWS, -1))
+    if not policy.actor_only:
+        rollout["value"].copy_(done.value.reshape(ROWS, -1))
+        rollout["next_value"][:, :-1] = rollout["value"][:, 1:]
+    for row in range(ROWS):
+        length = 5 + row % 3  # ranks hold different numbers of steps
+        rollout["reward"][row, :length] = torch.rand(length, generator=g)
+        for key in ("valid", "loss_mask"):
+            rollout[key][row, :length] = True
+        rollout["group_id"][row, :length] = row // 2
+        rollout["episode_id"][row, :length] = row
+        rollout["step"][row, :length] = torch.arange(length)
+        rollout["terminated"][row, length - 1] = True
+    return rollout
+
+def share(rollout, rank, size):
+    rows = ROWS // size
+    part = rollout[rank * rows : (rank + 1) * rows].clone()
+    for key in ("group_id", "episode_id"):
+        ids = part[key]
+        ids[ids >= 0] -= ids[ids >= 0].min()
+    return part
+
+engine = from_environment()
+out = {}
+for name, (cls, cfg_cls, settings) in CASES.items():
+    torch.manual_seed(engine.rank)  # rank 0's parameters must reach the others
+    policy = ActorCritic(OBS, ACT, PolicyCfg(hidden_sizes=(8,), normalize_obs=True, normalize_reward=True), actor_only=cls.actor_only)
+    algorithm = cls(cfg_cls(num_epochs=3, minibatch_size=10_000, learning_rate=0.05, **settings), policy, engine)
+    for _ in range(2):
+        metrics = algorithm.update(share(union(policy), engine.rank, engine.world_size))
+    flat = torch.cat([t.double().flatten() for t in policy.state_dict().values()])
+    out[name] = {"state": flat.tolist(), "metrics": {k: float(v) for k, v in metrics.items()}}
+with open(f"{sys.argv[1]}.{engine.rank}", "w") as file:
+    json.dump(out, file)
+engine.close()
+"""
+
+
+def launch(command, script, out):
+    done = subprocess.run([*command, str(script), str(out)], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    script = folder / "worker.py"
+    script.write_text(WORKER)
+    launch([sys.executable], script, folder / "one")
+    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launch(two, script, folder / "two")
+    return {name: json.loads((folder / name).read_text()) for name in ("one.0", "two.0", "two.1")}
+
+
+@pytest.mark.parametrize("case", ["ppo", "ppo_minibatch", "grpo", "grpo_batch_std"])
+def test_two_processes_are_one_on_the_union(results, case):
+    one, first, second = (results[name][case] for name in ("one.0", "two.0", "two.1"))
+    assert first == second
+    torch.testing.assert_close(torch.tensor(first["state"]), torch.tensor(one["state"]), atol=2e-5, rtol=1e-4)
+    assert first["metrics"].keys() == one["metrics"].keys()
+    for name, value in one["metrics"].items():
+        assert first["metrics"][name] == pytest.approx(value, abs=2e-5, rel=1e-3), name
+
+
+def test_a_single_process_needs_no_process_group(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    engine = from_environment()
+    assert type(engine) is Engine
+    tensor = torch.ones(3)
+    assert engine.sum(tensor) is tensor

@@ -5,7 +5,7 @@ transition (an observation, its value); keys of transitions are padding there. `
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from tensordict import TensorDict
@@ -24,7 +24,7 @@ class TensorSpec(NamedTuple):
 Spec = TensorSpec | Mapping[str, "Spec"]
 """One tensor, or a (nested) dictionary of them: Dict and Tuple observation spaces."""
 
-Nested = Tensor | TensorDict
+Nested: TypeAlias = Tensor | TensorDict
 """What a ``Spec`` describes."""
 
 _TRANSITION_KEYS: dict[str, torch.dtype] = {
@@ -47,7 +47,7 @@ def allocate(spec: Spec, *batch: int, device: torch.device | str = "cpu") -> Nes
     if isinstance(spec, TensorSpec):
         return torch.zeros(*batch, *spec.shape, dtype=spec.dtype, device=device)
     leaves = {name: allocate(leaf, *batch, device=device) for name, leaf in spec.items()}
-    return TensorDict(leaves, batch_size=list(batch), device=torch.device(device))  # type: ignore[arg-type]
+    return TensorDict(leaves, batch_size=list(batch), device=torch.device(device))
 
 
 def transition_view(rollout: TensorDict) -> TensorDict:
@@ -57,7 +57,9 @@ def transition_view(rollout: TensorDict) -> TensorDict:
 
 def lengthen(rollout: TensorDict, num_slots: int) -> TensorDict:
     """A copy of the rollout with room for ``num_slots`` slots; the new ones are empty (see ``start_rollout``)."""
-    longer = torch.cat([rollout, torch.zeros_like(rollout[:, :1]).expand(-1, num_slots - rollout.shape[1])], dim=1)
+    longer: TensorDict = torch.cat(
+        [rollout, torch.zeros_like(rollout[:, :1]).expand(-1, num_slots - rollout.shape[1])], dim=1
+    )
     for key in _ID_KEYS:
         longer[key][:, rollout.shape[1] :] = -1
     return longer
@@ -100,7 +102,7 @@ class RolloutBuffer:
         self._turn = 1 - self._turn
         storage = self._storages[self._turn]
         if storage is None or storage.shape[1] != self.num_steps + 1:
-            storage = allocate(self.spec, self.num_rows, self.num_steps + 1, device=self.device)
+            storage = cast(TensorDict, allocate(self.spec, self.num_rows, self.num_steps + 1, device=self.device))
             self._storages[self._turn] = storage
         else:
             storage.zero_()

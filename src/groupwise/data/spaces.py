@@ -50,7 +50,7 @@ _NUMPY_DTYPES: dict[torch.dtype, type] = {
 
 def space_kind(space: Any) -> SpaceKind:
     """Which of Gymnasium's spaces this is, subclasses included, found by the names of its class and bases."""
-    return _class_kind(type(space))
+    return _class_kind(type(space))  # type: ignore[arg-type]  # mypy: no type is Hashable
 
 
 @cache
@@ -78,6 +78,14 @@ def subspaces(space: Any) -> dict[str, Any] | None:
     if kind == "dict":
         return dict(space.spaces)
     return {str(i): child for i, child in enumerate(space.spaces)} if kind == "tuple" else None
+
+
+def leaf_spaces(space: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """The spaces inside a (nested) Dict or Tuple space by their paths; any other space is its own leaf at ``()``."""
+    children = subspaces(space)
+    if children is None:
+        return {path: space}
+    return {p: leaf for name, child in children.items() for p, leaf in leaf_spaces(child, (*path, name)).items()}
 
 
 def obs_to_tensor(space: Any, obs: Any, device: torch.device | str = "cpu", *, batched: bool) -> Nested:
@@ -122,7 +130,7 @@ def _to_tensor(space: Any, obs: Any, device: torch.device, batched: bool, name: 
         for key, child in children.items()
     }
     batch = [len(_first(leaves))] if batched else []
-    return TensorDict(leaves, batch_size=batch, device=device)  # type: ignore[arg-type]
+    return TensorDict(leaves, batch_size=batch, device=device)
 
 
 def _leaf_tensor(space: Any, obs: Any, device: torch.device, batched: bool, name: str) -> Tensor:

@@ -1,0 +1,206 @@
+"""The control policy: an actor, and for PPO a critic, on any fixed-shape observation and action space."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from groupwise.data.rollout import Nested
+from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind
+from groupwise.errors import ConfigError, DataError
+from groupwise.policies.base import Action, Batch, Evaluation, Policy
+from groupwise.policies.configs import PolicyCfg
+from groupwise.policies.distributions import make_head
+from groupwise.policies.networks import ACTOR_GAIN, CRITIC_GAIN, MLP, ObsEncoder, orthogonal
+from groupwise.policies.normalization import ObsNormalizer, RewardNormalizer
+
+if TYPE_CHECKING:
+    from groupwise.engines.base import Engine
+
+_DEFAULT = PolicyCfg()
+
+
+class ActorCritic(Policy):
+    """Normalises and encodes the observation, then acts and values.
+
+    Args:
+        observation_space: the single environment's Gymnasium space.
+        action_space: likewise.
+        actor_only: builds no critic at all.
+        gamma: discount of the return that scales rewards (``cfg.normalize_reward``).
+        actor: replaces the actor's network. It maps the encoder's features ``[B, F]`` (normalised, flat, one-hot, or
+            from the CNN) to the action head's outputs: logits, or the means of a Gaussian, whose log deviation the policy
+            then holds; a Gaussian actor with twice the outputs gives the log deviations, too.
+        critic: replaces the critic's network, ``[B, F]`` to ``[B, 1]``. A custom network shares no trunk but the encoder.
+
+    Raises:
+        UnsupportedSpaceError: an observation or action space without a fixed shape.
+        ConfigError: a custom network with wrong outputs, or settings that do not fit the spaces.
+    """
+
+    def __init__(
+        self,
+        observation_space: Any,
+        action_space: Any,
+        cfg: PolicyCfg = _DEFAULT,
+        *,
+        actor_only: bool = False,
+        gamma: float = 0.99,
+        actor: nn.Module | None = None,
+        critic: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        if actor_only and critic is not None:
+            raise ConfigError("a critic was given with actor_only=True, which has none; mend: drop one of them")
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.cfg = cfg
+        self.actor_only = actor_only
+        self.head = make_head(action_space, cfg)
+        self.action_spec = self.head.action_spec
+        self.obs_normalizer = ObsNormalizer(observation_space) if cfg.normalize_obs else None
+        self.reward_normalizer = RewardNormalizer(gamma) if cfg.normalize_reward else None
+        self.encoder = ObsEncoder(observation_space, cfg)
+        self.critic_encoder = self._make_critic_encoder()
+        self._build_networks(actor, critic)
+        # Act and evaluate must be the same function: dropout in a custom network would move the ratio off 1.
+        self.eval()
+
+    def _make_critic_encoder(self) -> ObsEncoder | None:
+        """The critic's own encoder, None where features can be shared: no critic, a shared trunk, nothing to learn."""
+        learns = any(True for _ in self.encoder.parameters())
+        own = learns and self.cfg.trunk == "separate" and not self.actor_only
+        return ObsEncoder(self.observation_space, self.cfg) if own else None
+
+    def _build_networks(self, actor: nn.Module | None, critic: nn.Module | None) -> None:
+        num_features, num_outputs = self.encoder.num_features, self.head.num_outputs
+        self.trunk: MLP | None = None
+        self.actor: nn.Module
+        self.critic: nn.Module | None
+        if self.cfg.trunk == "shared" and actor is None and critic is None:
+            self.trunk = MLP(num_features, self.cfg)
+            width = self.trunk.num_outputs
+            self.actor = orthogonal(nn.Linear(width, num_outputs), ACTOR_GAIN)
+            self.critic = None if self.actor_only else orthogonal(nn.Linear(width, 1), CRITIC_GAIN)
+        else:
+            self.actor = actor or MLP(num_features, self.cfg, num_outputs, ACTOR_GAIN)
+            self.critic = None if self.actor_only else critic or MLP(num_features, self.cfg, 1, CRITIC_GAIN)
+        if critic is not None:
+            _count_outputs(critic, "critic", num_features, (1,))
+        if actor is not None:
+            num_outputs = _count_outputs(actor, "actor", num_features, (num_outputs, self.head.num_params))
+        held = self.head.num_params - num_outputs
+        self.log_std = nn.Parameter(torch.full((held,), self.cfg.log_std_init)) if held else None
+
+    @torch.no_grad()
+    def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
+        """Actions for B observations, without gradient; ``deterministic`` takes the mode."""
+        params, value = self._forward(obs)
+        action = self.head.mode(params) if deterministic else self.head.sample(params, generator)
+        return Action(action, self.head.log_prob(params, action), value)
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Scores of ``batch["action"]`` given ``batch["obs"]``, with gradient."""
+        params, value = self._forward(batch["obs"])
+        log_prob, entropy = self.head.score(params, batch["action"])
+        return Evaluation(log_prob, entropy, value, params)
+
+    @torch.no_grad()
+    def value(self, obs: Nested) -> Tensor:
+        """V(obs) of shape [B], without gradient."""
+        if self.critic is None:
+            return super().value(obs)
+        obs = self._normalized(obs)
+        features = self._features(obs) if self.critic_encoder is None else self.critic_encoder(obs)
+        value: Tensor = self.critic(features)
+        return value.squeeze(-1)
+
+    @torch.no_grad()
+    def predict(self, obs: Any, deterministic: bool = True) -> Any:
+        """Environment actions for one observation or a batch of them: numpy in, numpy out.
+
+        One observation in a Discrete action space gives an int.
+
+        Raises:
+            DataError: an observation of the wrong shape or structure, or one that is not finite.
+        """
+        batched = is_batched(self.observation_space, obs)
+        tensor = obs_to_tensor(self.observation_space, obs, self.device, batched=batched)
+        _check_finite(tensor, "obs")
+        params = self._params(self._features(self._normalized(tensor if batched else tensor.unsqueeze(0))))
+        action = self.head.env_action(self.head.mode(params) if deterministic else self.head.sample(params))
+        array = action.cpu().numpy().astype(self.action_space.dtype, copy=False)
+        if batched:
+            return array
+        return int(array[0]) if space_kind(self.action_space) == "discrete" else array[0]
+
+    def env_action(self, action: Tensor) -> Tensor:
+        """The environment's action: numbered from ``start``, clipped or squashed into the box."""
+        return self.head.env_action(action)
+
+    def kl(self, dist: Tensor, other: Tensor) -> Tensor:
+        """Exact KL(dist || other) per element."""
+        return self.head.kl(dist, other)
+
+    def normalize_reward(self, reward: Tensor) -> Tensor:
+        """Rewards over the running deviation of the return, if ``cfg.normalize_reward``."""
+        return reward if self.reward_normalizer is None else self.reward_normalizer(reward)
+
+    @torch.no_grad()
+    def absorb(self, rollout: TensorDict, engine: "Engine") -> None:
+        """Take the rollout's valid steps of all ranks into the normalisers' statistics."""
+        if self.obs_normalizer is not None:
+            self.obs_normalizer.absorb(rollout["obs"], rollout["valid"], engine.sum)
+        if self.reward_normalizer is not None:
+            self.reward_normalizer.absorb(rollout, engine.sum)
+
+    def _forward(self, obs: Nested) -> tuple[Tensor, Tensor | None]:
+        """Flat parameters of the action distribution, and the value if there is a critic."""
+        obs = self._normalized(obs)
+        features = self._features(obs)
+        params = self._params(features)
+        if self.critic is None:
+            return params, None
+        if self.critic_encoder is not None:
+            features = self.critic_encoder(obs)
+        return params, self.critic(features).squeeze(-1)
+
+    def _normalized(self, obs: Nested) -> Nested:
+        return obs if self.obs_normalizer is None else self.obs_normalizer(obs)
+
+    def _features(self, normalized: Nested) -> Tensor:
+        """Features for the actor, and for a critic without its own encoder."""
+        features: Tensor = self.encoder(normalized)
+        return features if self.trunk is None else self.trunk(features)
+
+    def _params(self, features: Tensor) -> Tensor:
+        outputs: Tensor = self.actor(features)
+        if self.log_std is None:
+            return outputs
+        return torch.cat([outputs, self.log_std.expand_as(outputs)], dim=-1)
+
+
+@torch.no_grad()
+def _count_outputs(network: nn.Module, name: str, num_inputs: int, allowed: tuple[int, ...]) -> int:
+    """How many outputs a custom network gives, found by running it once.
+
+    Raises:
+        ConfigError: it gives another number than ``allowed``.
+    """
+    parameter = next(network.parameters(), torch.empty(0))
+    shape = network.eval()(torch.zeros(2, num_inputs, device=parameter.device)).shape
+    if shape not in [(2, width) for width in allowed]:
+        wanted = " or ".join(f"[B, {width}]" for width in allowed)
+        raise ConfigError(f"the {name} maps features [2, {num_inputs}] to {list(shape)}, expected {wanted}")
+    return int(shape[1])
+
+
+def _check_finite(obs: Nested, name: str) -> None:
+    if not isinstance(obs, Tensor):
+        for key, leaf in obs.items():
+            _check_finite(leaf, f"{name}.{key}")
+    elif obs.is_floating_point() and not obs.isfinite().all():
+        raise DataError(
+            f"{name} is not finite: {obs.tolist()}; mend: the environment or what prepares its observations"
+        )

@@ -1,0 +1,138 @@
+"""groupwise: trains a policy by comparing a group of attempts at the same start.
+
+The names below are the public interface. They are imported when first used, so that ``import groupwise`` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from groupwise.algorithms.base import BaseAlgorithm
+    from groupwise.algorithms.configs import (
+        AlgorithmCfg,
+        CreditCfg,
+        GRPOCfg,
+        ObjectiveCfg,
+        OptimizerCfg,
+        PPOCfg,
+        ReferenceCfg,
+        ScheduleCfg,
+    )
+    from groupwise.algorithms.credit import register_credit
+    from groupwise.algorithms.grpo import GRPO
+    from groupwise.algorithms.ppo import PPO
+    from groupwise.api import Run, evaluate, resume, train
+    from groupwise.collectors.groups import GroupCollector
+    from groupwise.collectors.vector import VectorCollector
+    from groupwise.config import EvaluationCfg, LoggingCfg, RunCfg, StopCfg, load_config, register_algorithm
+    from groupwise.data.rollout import RolloutBuffer, transition_view
+    from groupwise.envs.configs import EnvCfg
+    from groupwise.envs.make import make_env
+    from groupwise.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        DivergedError,
+        EnvError,
+        GroupStartError,
+        GroupwiseError,
+        MissingExtraError,
+        RunFolderError,
+        UnknownNameError,
+        UnsupportedSpaceError,
+    )
+    from groupwise.policies.actor_critic import ActorCritic
+    from groupwise.policies.base import Evaluation, Policy
+    from groupwise.policies.configs import PolicyCfg
+    from groupwise.training.base import Callback
+    from groupwise.training.trainer import Trainer
+
+    __version__: str
+
+__all__ = [
+    "GRPO",
+    "PPO",
+    "ActorCritic",
+    "AlgorithmCfg",
+    "BaseAlgorithm",
+    "Callback",
+    "CheckpointError",
+    "ConfigError",
+    "CreditCfg",
+    "DataError",
+    "DivergedError",
+    "EnvCfg",
+    "EnvError",
+    "Evaluation",
+    "EvaluationCfg",
+    "GRPOCfg",
+    "GroupCollector",
+    "GroupStartError",
+    "GroupwiseError",
+    "LoggingCfg",
+    "MissingExtraError",
+    "ObjectiveCfg",
+    "OptimizerCfg",
+    "PPOCfg",
+    "Policy",
+    "PolicyCfg",
+    "ReferenceCfg",
+    "RolloutBuffer",
+    "Run",
+    "RunCfg",
+    "RunFolderError",
+    "ScheduleCfg",
+    "StopCfg",
+    "Trainer",
+    "UnknownNameError",
+    "UnsupportedSpaceError",
+    "VectorCollector",
+    "__version__",
+    "evaluate",
+    "load_config",
+    "make_env",
+    "register_algorithm",
+    "register_credit",
+    "resume",
+    "train",
+    "transition_view",
+]
+
+_MODULES = {
+    "groupwise.algorithms.base": "BaseAlgorithm",
+    "groupwise.algorithms.configs": "AlgorithmCfg CreditCfg GRPOCfg ObjectiveCfg OptimizerCfg PPOCfg ReferenceCfg ScheduleCfg",
+    "groupwise.algorithms.credit": "register_credit",
+    "groupwise.algorithms.grpo": "GRPO",
+    "groupwise.algorithms.ppo": "PPO",
+    "groupwise.api": "Run evaluate resume train",
+    "groupwise.collectors.groups": "GroupCollector",
+    "groupwise.collectors.vector": "VectorCollector",
+    "groupwise.config": "EvaluationCfg LoggingCfg RunCfg StopCfg load_config register_algorithm",
+    "groupwise.data.rollout": "RolloutBuffer transition_view",
+    "groupwise.envs.configs": "EnvCfg",
+    "groupwise.envs.make": "make_env",
+    "groupwise.errors": "CheckpointError ConfigError DataError DivergedError EnvError GroupStartError GroupwiseError MissingExtraError RunFolderError UnknownNameError UnsupportedSpaceError",
+    "groupwise.policies.actor_critic": "ActorCritic",
+    "groupwise.policies.base": "Evaluation Policy",
+    "groupwise.policies.configs": "PolicyCfg",
+    "groupwise.training.base": "Callback",
+    "groupwise.training.trainer": "Trainer",
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used (PEP 562)."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("groupwise")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'groupwise' has no attribute {name!r}")
+    value = vars(import_module(_MODULE_OF[name]))[name]
+    globals()[name] = value  # the next use finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

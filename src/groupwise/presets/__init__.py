@@ -1,0 +1,76 @@
+"""Presets, read from the JSON files beside this module.
+
+``<environment id>.json`` and ``default.json`` hold a partial ``RunCfg`` per algorithm; ``objectives.json`` the credit and
+objective of papers and libraries; ``choices.json`` what each single choice is and where it comes from.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from groupwise.errors import UnknownNameError
+
+Tree = dict[str, Any]
+"""A partial config as plain data: nested dicts keyed by field."""
+
+
+class ObjectivePreset(NamedTuple):
+    """Credit and objective of a paper or a library."""
+
+    title: str
+    source: str
+    """URL."""
+    note: str
+    settings: Tree
+    """Fields of ``GRPOCfg``."""
+
+
+class Choice(NamedTuple):
+    """One value of one setting of credit or objective."""
+
+    note: str
+    source: str
+    """URL, or ``groupwise`` where it began here."""
+
+
+@functools.cache
+def objective_presets() -> dict[str, ObjectivePreset]:
+    """The presets that ``preset`` may name."""
+    return {
+        name: ObjectivePreset(data.pop("title"), data.pop("source"), data.pop("note"), data)
+        for name, data in _read("objectives").items()
+    }
+
+
+def objective_preset(name: str) -> ObjectivePreset:
+    """The preset of that name.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    if name not in objective_presets():
+        raise UnknownNameError("preset", name, objective_presets())
+    return objective_presets()[name]
+
+
+@functools.cache
+def choices() -> dict[str, Choice]:
+    """What is known of each choice, keyed like ``credit.scale.std``."""
+    return {name: Choice(**data) for name, data in _read("choices").items()}
+
+
+@functools.cache
+def env_ids() -> tuple[str, ...]:
+    """Environments with settings of their own; every other takes those of ``default.json``."""
+    return tuple(sorted(path.stem for path in Path(__file__).parent.glob("*-v*.json")))
+
+
+def env_preset(env_id: str) -> dict[str, Tree]:
+    """Partial ``RunCfg`` of the environment, by algorithm."""
+    return _read(env_id if env_id in env_ids() else "default")
+
+
+def _read(name: str) -> Tree:
+    tree: Tree = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
+    return tree

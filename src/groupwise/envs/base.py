@@ -68,7 +68,7 @@ class GroupEnv(VectorEnv):
     """N environments whose rows start independently, where they are told.
 
     A finished row that was not started again is held: ``step`` takes no environment step there, and returns its
-    last observation with reward 0 and not done.
+    last observation with reward 0 and not done. Rows must be started (or all reset) before the first ``step``.
     """
 
     autoreset = "disabled"
@@ -83,3 +83,7 @@ class GroupEnv(VectorEnv):
             start_seed: [N] rows with equal numbers begin in the same state, bit for bit.
             noise_seed: [N] stream of everything random after the start; siblings get different ones.
         """
+
+    @abstractmethod
+    def hold(self, mask: Mask) -> None:
+        """Hold the rows of ``mask`` until they are started again: their attempts were cut from outside."""

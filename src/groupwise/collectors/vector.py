@@ -1,0 +1,145 @@
+"""Fixed windows of experience from environments that never stop: what PPO learns from."""
+
+import torch
+from jaxtyping import Bool, Int
+from tensordict import TensorDict
+from torch import Tensor
+
+from groupwise.collectors.base import Collector, Episode
+from groupwise.collectors.writer import FinalValues, RolloutWriter
+from groupwise.data.rollout import Nested, lengthen
+from groupwise.envs.base import EnvStep, VectorEnv
+from groupwise.policies.base import Policy
+from groupwise.seeding import derive_seed
+
+
+class VectorCollector(Collector):
+    """Steps every row ``num_steps`` times; episodes go on across windows. Works in every autoreset mode.
+
+    Args:
+        env: gives observations on the policy's device.
+        rank: of this process; each draws its own streams.
+    """
+
+    def __init__(self, env: VectorEnv, policy: Policy, *, seed: int = 0, rank: int = 0) -> None:
+        super().__init__()
+        self.env = env
+        self.policy = policy
+        self.seed = seed
+        self.rank = rank
+        self._obs: Nested | None = None
+        self._idle_fraction = 0.0
+
+    def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
+        """Exactly ``num_steps`` steps of every row."""
+        obs = self._begin() if self._obs is None else self._obs
+        if rollout.shape[1] <= num_steps:
+            rollout = lengthen(rollout, num_steps + 1)
+        rollout = rollout[:, : num_steps + 1]
+        generator = torch.Generator(self.policy.device)
+        generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
+        writer = RolloutWriter(rollout, value=not self.policy.actor_only)
+        finals = FinalValues()
+        for t in range(num_steps):
+            writer.observe(t, obs)
+            action = self.policy.act(obs, generator=generator)
+            writer.act(t, action)
+            step = self.env.step(self.policy.env_action(action.action))
+            writer.outcome(t, step.reward, step.terminated, step.truncated)
+            obs = step.obs if self.env.autoreset == "next_step" else self._after_ends(t, step, finals)
+        writer.observe(num_steps, obs)
+        if not self.policy.actor_only:
+            finals.fill(rollout, self.policy, obs)
+        self._label(rollout)
+        self._obs = obs
+        self.last_steps = self.env.num_envs * num_steps
+        self.iteration += 1
+        return rollout
+
+    def restart(self) -> None:
+        """Drop running episodes: the next ``collect`` resets all rows with the seed of its iteration."""
+        self._obs = None
+
+    def metrics(self) -> dict[str, float]:
+        """``rollout/*`` numbers; ``rollout/idle_fraction`` is the share of steps lost to ``next_step`` resets."""
+        return super().metrics() | {"rollout/idle_fraction": self._idle_fraction}
+
+    def close(self) -> None:
+        """Free the environments."""
+        self.env.close()
+
+    def _begin(self) -> Nested:
+        rows = self.env.num_envs
+        self._dead = torch.zeros(rows, dtype=torch.bool)
+        self._age = torch.zeros(rows, dtype=torch.int64)
+        self._return = torch.zeros(rows, dtype=torch.float64)
+        return self.env.reset(seed=derive_seed(self.seed, "env", self.rank, self.iteration))
+
+    def _after_ends(self, t: int, step: EnvStep, finals: FinalValues) -> Nested:
+        """The observations to act on next, after finished rows were reset and what cut ones saw last was kept."""
+        terminated, truncated = step.terminated.cpu().numpy(), step.truncated.cpu().numpy()
+        done = terminated | truncated
+        if not done.any():
+            return step.obs
+        final_obs = step.obs if self.env.autoreset == "disabled" else step.final_obs
+        if not self.policy.actor_only:
+            assert final_obs is not None
+            finals.remember(t, truncated & ~terminated, final_obs)
+        return self.env.reset(mask=done) if self.env.autoreset == "disabled" else step.obs
+
+    def _label(self, rollout: TensorDict) -> None:
+        """Fill masks, ids and steps, which all follow from where episodes ended; count the finished ones."""
+        reward, terminated = rollout["reward"][:, :-1].cpu(), rollout["terminated"][:, :-1].cpu()
+        done = terminated | rollout["truncated"][:, :-1].cpu()
+        dead = torch.zeros_like(done)
+        if self.env.autoreset == "next_step":
+            dead[:, 0] = self._dead
+            dead[:, 1:] = done[:, :-1]
+            self._dead = done[:, -1]
+        episode_id, step = label_episodes(done, dead, self._age)
+        for key, labels in (("valid", ~dead), ("loss_mask", ~dead), ("step", step)):
+            rollout[key][:, :-1] = labels
+        for key in ("group_id", "episode_id"):
+            rollout[key][:, :-1] = episode_id
+
+        returns = torch.zeros(done.numel(), dtype=torch.float64)
+        returns.index_add_(0, episode_id[~dead], reward[~dead].double())
+        goes_on = ~dead[:, 0]
+        returns[episode_id[goes_on, 0]] += self._return[goes_on]
+        self._count(done, terminated, episode_id, step, returns)
+        over = done[:, -1] | dead[:, -1]
+        self._return = returns[episode_id[:, -1]].masked_fill(over, 0.0)
+        self._age = (step[:, -1] + 1).masked_fill(over, 0)
+        self._idle_fraction = float(dead.double().mean())
+
+    def _count(self, done: Tensor, terminated: Tensor, episode_id: Tensor, step: Tensor, returns: Tensor) -> None:
+        time, row = done.T.nonzero(as_tuple=True)
+        ends = zip(
+            returns[episode_id[row, time]].tolist(),
+            (step[row, time] + 1).tolist(),
+            terminated[row, time].tolist(),
+            strict=True,
+        )
+        self.finished = [Episode(*end) for end in ends]
+        self.recent.extend(self.finished)
+
+
+def label_episodes(
+    done: Bool[Tensor, "row step"], dead: Bool[Tensor, "row step"], age: Int[Tensor, " row"]
+) -> tuple[Int[Tensor, "row step"], Int[Tensor, "row step"]]:
+    """The episode that each slot belongs to, numbered densely (-1 on dead slots), and its step there (0 on dead slots).
+
+    Args:
+        dead: the environment was resetting: no transition happened.
+        age: steps that the episode running at slot 0 had taken before.
+    """
+    begins = torch.ones_like(done)
+    begins[:, 1:] = (done | dead)[:, :-1]
+    begins &= ~dead
+    count = begins.cumsum(dim=1)
+    before = count[:, -1:].cumsum(dim=0) - count[:, -1:]
+    slot = torch.arange(done.shape[1])
+    began = torch.where(begins, slot, 0).cummax(dim=1).values
+    goes_on = (count == 1) & ~dead[:, :1]
+    step = slot - began + torch.where(goes_on, age[:, None], 0)
+    return torch.where(dead, -1, before + count - 1), torch.where(dead, 0, step)

@@ -1,0 +1,112 @@
+"""Gymnasium's vector environments as tensors, in any of its three autoreset modes."""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array
+from torch import Tensor
+
+from groupwise.data.rollout import Nested
+from groupwise.data.spaces import obs_spec, obs_to_tensor
+from groupwise.envs.base import EnvStep, Mask, VectorEnv
+from groupwise.errors import EnvError
+from groupwise.seeding import derive_seed
+
+
+class GymnasiumVectorEnv(VectorEnv):
+    """Any ``gymnasium.vector.VectorEnv``, with tensors in and out.
+
+    Observations share memory with Gymnasium's arrays where their dtype allows. Reward and flags stay on the CPU,
+    where they are made. Environments that vectorise themselves take one seed for all rows, so there the rows share a
+    stream; sync and async ones get a seed a row.
+
+    Args:
+        device: where observations go.
+
+    Raises:
+        EnvError: the environment does not say who resets finished rows.
+        UnsupportedSpaceError: its observations cannot be stored.
+    """
+
+    def __init__(
+        self,
+        env: gymnasium.vector.VectorEnv,
+        *,
+        env_id: str,
+        max_episode_steps: int | None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.env_id = env_id
+        self.num_envs = env.num_envs
+        self.observation_space = env.single_observation_space
+        self.action_space = env.single_action_space
+        self.obs_spec = obs_spec(self.observation_space)
+        self.max_episode_steps = max_episode_steps
+        self.autoreset = _autoreset_of(env, env_id)
+        self.device = torch.device(device)
+        self._env = env
+        self._seeds_rows = isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
+
+    def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
+        """First observations [N, ...]; see ``VectorEnv.reset``."""
+        if mask is not None and self.autoreset != "disabled":
+            raise EnvError(
+                f"{self.env_id} resets itself ({self.autoreset}), so single rows cannot be reset; mend: autoreset='disabled'"
+            )
+        seeds = seed if seed is None or not self._seeds_rows else self._row_seeds(seed)
+        # Gymnasium pops reset_mask from the dictionary: a reused one would mean a full reset.
+        options = None if mask is None else {"reset_mask": mask}
+        obs, _ = self._env.reset(seed=seeds, options=options)  # type: ignore[arg-type]
+        return self._tensor(obs)
+
+    def step(self, action: Tensor) -> EnvStep:
+        """One step of every row with environment actions [N, ...]."""
+        obs, reward, terminated, truncated, info = self._env.step(action.cpu().numpy())
+        final_obs = None
+        if self.autoreset == "same_step" and (terminated | truncated).any():
+            final_obs = self._final_obs(info)
+        return EnvStep(
+            self._tensor(obs),
+            torch.from_numpy(np.asarray(reward, dtype=np.float32)),
+            torch.from_numpy(terminated),
+            torch.from_numpy(truncated),
+            final_obs,
+        )
+
+    def close(self) -> None:
+        """Free simulators and processes."""
+        self._env.close()
+
+    def _row_seeds(self, seed: int) -> list[int]:
+        """One seed a row. Gymnasium's own seed + i overlaps between runs with neighbouring seeds."""
+        return [derive_seed(seed, row) for row in range(self.num_envs)]
+
+    def _tensor(self, obs: Any) -> Nested:
+        return obs_to_tensor(self.observation_space, obs, self.device, batched=True)
+
+    def _final_obs(self, info: dict[str, Any]) -> Nested:
+        if "final_obs" not in info:
+            raise EnvError(
+                f"{self.env_id} resets in the same step but gives no info['final_obs'], so truncated episodes have no "
+                "value; mend: autoreset='next_step' or 'disabled'"
+            )
+        final = info["final_obs"]
+        if isinstance(final, np.ndarray) and final.dtype == object:
+            filler = next(obs for obs in final if obs is not None)
+            rows = [filler if obs is None else obs for obs in final]
+            space = self.observation_space
+            final = concatenate(space, rows, create_empty_array(space, self.num_envs))  # type: ignore[arg-type]
+        return self._tensor(final)
+
+
+def _autoreset_of(env: gymnasium.vector.VectorEnv, env_id: str) -> Any:
+    mode = env.metadata.get("autoreset_mode")
+    if not isinstance(mode, AutoresetMode):
+        raise EnvError(
+            f"{env_id} does not say who resets its finished rows: metadata['autoreset_mode'] is {mode!r}; "
+            "mend: set it to a gymnasium.vector.AutoresetMode"
+        )
+    return mode.name.lower()

@@ -1,0 +1,35 @@
+import pytest
+
+
+@pytest.fixture(scope="session")
+def two_ranks():
+    return run_on_two_ranks
+
+
+def run_on_two_ranks(function, here, there):
+    """What ``function`` returns on rank ``here`` when each of its sums is met by the one of rank ``there``.
+
+    The sums that the other rank sends are replayed from its own runs, each with one answer more from this rank.
+    """
+    sent: tuple[list, list] = ([], [])
+    while True:
+        lengths = [len(s) for s in sent]
+        result = None
+        for rank, args in enumerate((here, there)):
+            calls = iter(range(10))
+
+            def all_sum(tensor, rank=rank, calls=calls):
+                call = next(calls)
+                if call == len(sent[rank]):
+                    sent[rank].append(tensor.clone())
+                if call == len(sent[1 - rank]):
+                    raise BlockingIOError
+                return sent[rank][call] + sent[1 - rank][call]
+
+            try:
+                out = function(*args, all_sum)
+                result = out if rank == 0 else result
+            except BlockingIOError:
+                pass
+        if lengths == [len(s) for s in sent]:
+            return result

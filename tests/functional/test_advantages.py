@@ -1,0 +1,443 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupwise.functional.advantages import absorbed_count, comparable, gae, group_relative
+from groupwise.functional.returns import episode_return, return_to_go
+
+NAN = float("nan")
+SEEDS = st.integers(0, 2**31 - 1)
+REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])  # mean .25, deviation .46291005, population .43301270
+ONE_GROUP = torch.zeros(8, dtype=torch.long)
+
+
+def bools(*rows):
+    return torch.tensor(rows, dtype=torch.bool)
+
+
+# ----------------------------------------------------------------------------------------------------------- gae
+
+
+def test_gae_truncation_bootstraps_from_the_true_successor():
+    # one row, two steps, gamma 0.5, lambda 0.5:
+    # t=1 truncated: delta = 1 + 0.5 * 4 - 2 = 1.0 -> A_1 = 1.0
+    # t=0: delta = 1 + 0.5 * 2 - 1 = 1.0 -> A_0 = 1.0 + 0.25 * 1.0 = 1.25
+    reward, value, next_value = torch.tensor([[1.0, 1.0]]), torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 4.0]])
+    out = gae(reward, value, next_value, bools([0, 0]), bools([0, 1]), gamma=0.5, gae_lambda=0.5)
+    torch.testing.assert_close(out, torch.tensor([[1.25, 1.0]]))
+
+
+@pytest.mark.parametrize("after", [9e9, NAN])
+def test_gae_terminal_value_never_counts(after):
+    # t=1 terminated: A_1 = 1 - 2 = -1; t=0: 1 + 0.5 * 2 - 1 + 0.25 * -1 = 0.75
+    reward, value, next_value = torch.tensor([[1.0, 1.0]]), torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, after]])
+    out = gae(reward, value, next_value, bools([0, 1]), bools([0, 0]), gamma=0.5, gae_lambda=0.5)
+    torch.testing.assert_close(out, torch.tensor([[0.75, -1.0]]))
+
+
+def test_gae_unfinished_row_bootstraps_from_what_follows_it():
+    # gamma 0.5: 1 + 0.5 * 4 - 2
+    one = torch.ones(1, 1)
+    out = gae(one, 2 * one, 4 * one, bools([0]), bools([0]), gamma=0.5, gae_lambda=0.9)
+    assert out.item() == 1.0
+
+
+def test_gae_of_an_episode_both_terminated_and_truncated_does_not_bootstrap():
+    one = torch.ones(1, 1)
+    assert gae(one, 2 * one, 4 * one, bools([1]), bools([1]), gamma=0.5, gae_lambda=0.9).item() == -1.0
+
+
+class Episodes:
+    """Two attempts of 3 and 2 steps in one row, the first ended by ``end``, and the values that a critic gave."""
+
+    def __init__(self, end):
+        self.end = end
+        self.reward = [[1.0, 2.0, -1.0], [0.5, 3.0]]
+        self.value = [[0.3, -0.7, 1.1, 2.0], [0.9, -0.4, 0.6]]  # with that of the observation after the last step
+
+    def row(self, dead_slot):
+        """Reward, value, next_value, terminated, truncated, and where the real steps stand."""
+        first, second = self.value
+        filler = [dead_slot] if dead_slot is not None else []
+        reward = [*self.reward[0], *filler, *self.reward[1]]
+        value = [*first[:3], *([first[3]] if filler else []), *second[:2]]
+        next_value = [*first[1:], *filler, *second[1:]]
+        ended = [[step == 2 for step in range(len(reward))]]
+        no = [[False] * len(reward)]
+        terminated, truncated = (ended, no) if self.end == "terminated" else (no, ended)
+        steps = [0, 1, 2, *range(len(reward) - 2, len(reward))]
+        row = [torch.tensor([x]) for x in (reward, value, next_value)]
+        return row, [torch.tensor(terminated), torch.tensor(truncated)], steps
+
+
+# SAME_STEP and DISABLED put the next start right after the end, and the final observation's value in next_value alone;
+# NEXT_STEP puts the final observation in a dead slot, whose reward and successor mean nothing.
+@pytest.mark.parametrize("dead_slot", [None, 0.0, 1e9, NAN])
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+class TestGaeLayouts:
+    def test_lambda_one_is_discounted_return_less_value(self, end, dead_slot):
+        row, ends, steps = Episodes(end).row(dead_slot)
+        out = gae(*row, *ends, gamma=0.5, gae_lambda=1.0)[0, steps]
+        # first: 1 + 2/2 - 1/4 = 1.75, 2 - 1/2 = 1.5, -1, and V = 2 over 8, 4, 2 if truncated; second: V = .6 follows it
+        bootstrap = [0.25, 0.5, 1.0] if end == "truncated" else [0.0, 0.0, 0.0]
+        first = [1.75 + bootstrap[0] - 0.3, 1.5 + bootstrap[1] + 0.7, -1 + bootstrap[2] - 1.1]
+        second = [0.5 + 3 / 2 + 0.6 / 4 - 0.9, 3 + 0.6 / 2 + 0.4]
+        torch.testing.assert_close(out, torch.tensor(first + second))
+
+    def test_lambda_zero_is_the_td_error(self, end, dead_slot):
+        row, ends, steps = Episodes(end).row(dead_slot)
+        out = gae(*row, *ends, gamma=0.5, gae_lambda=0.0)[0, steps]
+        last = -1 + (1.0 if end == "truncated" else 0.0) - 1.1
+        expected = [1 - 0.35 - 0.3, 2 + 0.55 + 0.7, last, 0.5 - 0.2 - 0.9, 3 + 0.3 + 0.4]
+        torch.testing.assert_close(out, torch.tensor(expected))
+
+    def test_between_it_is_the_weighted_sum_of_td_errors(self, end, dead_slot):
+        row, ends, steps = Episodes(end).row(dead_slot)
+        out = gae(*row, *ends, gamma=0.5, gae_lambda=0.5)[0, steps]
+        error = gae(*row, *ends, gamma=0.5, gae_lambda=0.0)[0, steps].tolist()
+        first = [error[0] + error[1] / 4 + error[2] / 16, error[1] + error[2] / 4, error[2]]
+        second = [error[3] + error[4] / 4, error[4]]
+        torch.testing.assert_close(out, torch.tensor(first + second))
+
+
+@settings(deadline=None)
+@given(seed=SEEDS, gamma=st.floats(0, 1))
+def test_gae_of_lambda_one_telescopes(seed, gamma):
+    """With the values of a whole row's own returns nothing is left over."""
+    torch.manual_seed(seed)
+    reward = torch.randn(3, 20, dtype=torch.float64)
+    terminated, no = torch.rand(3, 20) < 0.2, torch.zeros(3, 20).bool()
+    value = return_to_go(reward, terminated, gamma)
+    successor = torch.cat([value[:, 1:], torch.zeros(3, 1)], dim=1)
+    out = gae(reward, value, successor, terminated, no, gamma=gamma, gae_lambda=1.0)
+    torch.testing.assert_close(out, torch.zeros_like(out))
+
+
+# ------------------------------------------------------------------------------------------- group_relative, golden
+
+
+@pytest.mark.parametrize(
+    ("baseline", "scale", "eps", "of_one", "of_zero"),
+    [
+        ("mean", "std", 1e-4, 1.619835, -0.539945),
+        ("mean", "population_std", 1e-8, 1.732051, -0.577350),
+        ("mean", "none", 1e-4, 0.75, -0.25),
+        ("leave_one_out", "none", 1e-4, 0.857143, -0.285714),
+        ("leave_one_out", "std", 1e-4, 1.851240, -0.617080),  # 8/7 of the first line
+        ("mean", "batch_std", 1e-4, 1.619835, -0.539945),  # one group is the batch
+    ],
+)
+def test_group_relative_golden(baseline, scale, eps, of_one, of_zero):
+    out = group_relative(REWARDS, ONE_GROUP, 1, baseline=baseline, scale=scale, eps=eps)
+    torch.testing.assert_close(out, torch.where(REWARDS > 0, of_one, of_zero), rtol=0, atol=1e-6)
+
+
+def test_population_std_of_nearly_equal_rewards_golden():
+    rewards = torch.tensor([0.0, 0.0, 0.0, 1e-6])
+    kw = {"baseline": "mean", "scale": "population_std"}
+    loud = group_relative(rewards, ONE_GROUP[:4], 1, eps=1e-8, **kw)
+    torch.testing.assert_close(loud, torch.tensor([-0.564, -0.564, -0.564, 1.693]), rtol=0, atol=1e-3)
+    calm = group_relative(rewards, ONE_GROUP[:4], 1, **kw)
+    torch.testing.assert_close(calm, torch.tensor([-0.0025, -0.0025, -0.0025, 0.0075]), rtol=0, atol=1e-4)
+
+
+# two attempts of one group, r = [1, 0, 2] and [0, 1]
+TWO_REWARDS = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, NAN]])
+TWO_DONE = bools([0, 0, 1], [0, 1, 1])
+TWO_GROUPS = torch.tensor([[0, 0, 0], [0, 0, -1]])
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        ("std", [0.717137, 0.478091, 1.434274, -0.717137, 0.239046]),
+        ("none", [0.6, 0.4, 1.2, -0.6, 0.2]),
+    ],
+)
+def test_process_supervision_golden(scale, expected):
+    normalised = group_relative(TWO_REWARDS, TWO_GROUPS, 1, baseline="mean", scale=scale, eps=0.0)
+    out = return_to_go(normalised, TWO_DONE, 1.0)
+    torch.testing.assert_close(out[TWO_GROUPS >= 0], torch.tensor(expected), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        ("none", [1.2, 0.2, 0.2, -0.8, -0.8]),
+        ("std", [1.434274, 0.239046, 0.239046, -0.956183, -0.956183]),
+    ],
+)
+def test_return_to_go_over_the_group_golden(scale, expected):
+    score = return_to_go(TWO_REWARDS, TWO_DONE, 1.0)
+    out = group_relative(score, TWO_GROUPS, 1, baseline="mean", scale=scale, eps=0.0)
+    torch.testing.assert_close(out[TWO_GROUPS >= 0], torch.tensor(expected), rtol=0, atol=1e-6)
+
+
+def test_per_step_over_live_members_golden():
+    key = torch.tensor([[0, 1, 2], [0, 1, -1]])
+    score = return_to_go(TWO_REWARDS, TWO_DONE, 1.0)
+    out = group_relative(score, key, 3, baseline="mean", scale="population_std", eps=1e-8)
+    torch.testing.assert_close(out, torch.tensor([[1.0, 1.0, 0.0], [-1.0, -1.0, 0.0]]))
+
+
+# -------------------------------------------------------------------------------------------- group_relative, traps
+
+SCALES = ["std", "population_std", "batch_std", "none"]
+BASELINES = ["mean", "leave_one_out"]
+every_rule = pytest.mark.parametrize(("baseline", "scale"), [(b, s) for b in BASELINES for s in SCALES])
+
+
+@every_rule
+def test_a_member_alone_gets_zero_never_its_score(baseline, scale):
+    score, key = torch.tensor([7.0, 1.0, 3.0]), torch.tensor([0, 1, 1])
+    assert group_relative(score, key, 2, baseline=baseline, scale=scale)[0] == 0.0
+
+
+@every_rule
+@settings(deadline=None)
+@given(value=st.floats(-1e6, 1e6, width=32), size=st.integers(1, 300))
+def test_equal_scores_give_exactly_zero(baseline, scale, value, size):
+    # a group whose mean rounds, beside one that has something to say and so makes a deviation of the batch
+    score = torch.cat([torch.full((size,), value), torch.tensor([0.0, 1.0])])
+    key = torch.cat([torch.zeros(size, dtype=torch.long), torch.tensor([1, 1])])
+    out = group_relative(score, key, 2, baseline=baseline, scale=scale, eps=0.0)
+    assert not out[:size].any()
+    assert out[size:].all()
+
+
+@every_rule
+def test_non_members_get_zero_and_leak_nothing(baseline, scale):
+    clean = group_relative(REWARDS, ONE_GROUP, 1, baseline=baseline, scale=scale)
+    score = torch.cat([REWARDS, torch.tensor([NAN, 1e9])])
+    key = torch.cat([ONE_GROUP, torch.tensor([0, -1])])
+    member = torch.tensor([True] * 8 + [False, True])
+    out = group_relative(score, key, 1, baseline=baseline, scale=scale, member=member)
+    torch.testing.assert_close(out, torch.cat([clean, torch.zeros(2)]))
+
+
+def test_nan_of_a_member_is_not_hidden():
+    score, key = torch.tensor([NAN, 1.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1])
+    out = group_relative(score, key, 2, baseline="mean", scale="none")
+    assert out[:2].isnan().all()
+    assert out[2:].tolist() == [-0.5, 0.5]
+
+
+def test_a_perfect_group_has_no_time_index_bias():
+    # four attempts at gamma 1 that all last 500 steps: returns to go 500..1
+    reward, done = torch.ones(4, 500), torch.zeros(4, 500).bool()
+    done[:, -1] = True
+    score = return_to_go(reward, done, 1.0)
+    over_all = group_relative(score, torch.zeros(4, 500).long(), 1, baseline="mean", scale="none")
+    torch.testing.assert_close(over_all[:, [0, -1]], torch.tensor([249.5, -249.5]).expand(4, 2))
+    per_step = torch.arange(500).expand(4, 500)
+    for scale in ("std", "none"):
+        assert not group_relative(score, per_step, 500, baseline="mean", scale=scale).any()
+
+
+def test_constant_step_rewards_teach_process_supervision_nothing():
+    reward, key = torch.ones(2, 5), torch.zeros(2, 5).long()
+    key[1, 3:] = -1  # lengths 5 and 3: they differ, and still
+    assert not group_relative(reward, key, 1, baseline="mean", scale="std").any()
+
+
+def lengths_10_10_10_50():
+    """Reward 1 a step, one group: step, group id, and where each attempt ended."""
+    length = torch.tensor([10, 10, 10, 50])[:, None]
+    step = torch.arange(50).expand(4, 50)
+    group_id = torch.where(step < length, 0, -1)
+    return step, group_id, step == length - 1
+
+
+def test_lone_survivor_has_no_signal_among_live_members_but_has_it_among_absorbed_ones():
+    step, group_id, ended = lengths_10_10_10_50()
+    score = return_to_go((group_id == 0).float(), ended, 1.0)
+    key = torch.where(group_id == 0, step, -1)
+    kw = {"baseline": "mean", "scale": "none"}
+    live = group_relative(score, key, 50, **kw)
+    assert live[3, :10].all()
+    assert not live[3, 10:].any()
+    zeros = absorbed_count(group_id, step, ended, 1, 50)
+    absorbed = group_relative(score, key, 50, **kw, zeros=zeros)
+    # the survivor has 40..1 to go, three siblings have 0: it is 3/4 of its return above their mean
+    torch.testing.assert_close(absorbed[3, 10:], torch.arange(40.0, 0.0, -1.0) * 0.75)
+    torch.testing.assert_close(absorbed[:, :10], live[:, :10])
+
+
+@pytest.mark.parametrize(
+    ("baseline", "scale", "expected"),
+    [
+        # 6 beside 3 and one absorbed 0: mean 3, squares 9 + 0 + 9 = 18
+        ("mean", "none", [3.0, 0.0]),
+        ("mean", "std", [3 / (3 + 1e-4), 0.0]),
+        ("mean", "population_std", [3 / (6**0.5 + 1e-4), 0.0]),
+        ("mean", "batch_std", [3 / (3 + 1e-4), 0.0]),
+        ("leave_one_out", "none", [6 - 1.5, 3 - 3.0]),
+    ],
+)
+def test_absorbed_members_count_as_zeros(baseline, scale, expected):
+    score, key, zeros = torch.tensor([6.0, 3.0]), torch.tensor([1, 1]), torch.tensor([5.0, 1.0])
+    out = group_relative(score, key, 2, baseline=baseline, scale=scale, zeros=zeros)
+    torch.testing.assert_close(out, torch.tensor(expected))
+
+
+@every_rule
+@pytest.mark.parametrize(("score", "differs"), [(0.0, False), (2.0, True), (-2.0, True)])
+def test_one_live_member_beside_absorbed_ones(baseline, scale, score, differs):
+    key, zeros = torch.tensor([0]), torch.tensor([3.0])
+    out = group_relative(torch.tensor([score]), key, 1, baseline=baseline, scale=scale, eps=0.0, zeros=zeros)
+    assert bool(out.item() != 0) == differs
+    assert out.item() * score >= 0
+
+
+def test_batch_std_is_of_raw_scores_over_all_groups():
+    # 0, 2, 10, 12: mean 6, squares 36 + 16 + 16 + 36 = 104, deviation sqrt(104 / 3) = 5.8878405
+    score, key = torch.tensor([0.0, 2.0, 10.0, 12.0]), torch.tensor([0, 0, 1, 1])
+    out = group_relative(score, key, 2, baseline="mean", scale="batch_std", eps=0.0)
+    torch.testing.assert_close(out, torch.tensor([-1.0, 1.0, -1.0, 1.0]) / 5.8878405)
+
+
+def test_batch_std_counts_absorbed_members_where_somebody_lives():
+    # key 0: 4 and one absorbed 0; key 1 only has absorbed ones: scores 4, 0 -> deviation sqrt(8) = 2.8284271
+    score, key, zeros = torch.tensor([4.0]), torch.tensor([0]), torch.tensor([1.0, 9.0])
+    out = group_relative(score, key, 2, baseline="mean", scale="batch_std", eps=0.0, zeros=zeros)
+    torch.testing.assert_close(out, torch.tensor([2 / 2.8284271]))
+
+
+@settings(deadline=None)
+@given(seed=SEEDS)
+def test_batch_std_over_two_ranks_is_that_of_the_union(two_ranks, seed):
+    torch.manual_seed(seed)
+    score, key, member = torch.randn(30) * 5 + 3, torch.randint(-1, 4, (30,)), torch.rand(30) < 0.9
+    zeros = torch.randint(0, 3, (4,)).float()
+    # groups 0 and 1 live on one rank, 2 and 3 on the other
+    on_first = key < 2
+
+    def advantage(score, key, member, zeros, all_sum):
+        return group_relative(
+            score, key, 2, baseline="mean", scale="batch_std", member=member, zeros=zeros, all_sum=all_sum
+        )
+
+    whole = group_relative(score, key, 4, baseline="mean", scale="batch_std", member=member, zeros=zeros)
+    here = (score[on_first], key[on_first], member[on_first], zeros[:2])
+    there = (score[~on_first], key[~on_first] - 2, member[~on_first], zeros[2:])
+    torch.testing.assert_close(two_ranks(advantage, here, there), whole[on_first], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(two_ranks(advantage, there, here), whole[~on_first], rtol=1e-4, atol=1e-5)
+
+
+# --------------------------------------------------------------------------------------- group_relative, properties
+
+
+def random_batch(seed):
+    torch.manual_seed(seed)
+    key = torch.randint(-1, 5, (4, 16))
+    return torch.randn(4, 16, dtype=torch.float64), key, torch.rand(4, 16) < 0.8, key.ge(0)
+
+
+def sums_by_key(x, key, num_keys):
+    return torch.stack([x[key == k].sum() for k in range(num_keys)])
+
+
+def over_seeds(test):
+    return settings(deadline=None, max_examples=30)(given(seed=SEEDS)(test))
+
+
+@every_rule
+class TestGroupRelativeProperties:
+    @over_seeds
+    def test_sums_to_zero_in_every_group(self, baseline, scale, seed):
+        score, key, member, _ = random_batch(seed)
+        out = group_relative(score, key, 5, baseline=baseline, scale=scale, member=member)
+        torch.testing.assert_close(sums_by_key(out, key, 5), torch.zeros(5).double(), rtol=0, atol=1e-9)
+
+    @over_seeds
+    def test_sums_to_zero_with_what_absorbed_members_would_get(self, baseline, scale, seed):
+        """An absorbed member gets what a live one with score 0 gets, and stands for it in everything else."""
+        score, key, _, present = random_batch(seed)
+        zeros = torch.randint(0, 3, (5,)).double()
+        zeros[sums_by_key(present.double(), key, 5) == 0] = 0
+        out = group_relative(score, key, 5, baseline=baseline, scale=scale, zeros=zeros)
+        spelled_key = torch.cat([key.flatten(), torch.repeat_interleave(torch.arange(5), zeros.long())])
+        spelled = torch.cat([score.flatten(), torch.zeros(len(spelled_key) - score.numel()).double()])
+        expected = group_relative(spelled, spelled_key, 5, baseline=baseline, scale=scale)
+        torch.testing.assert_close(out.flatten(), expected[: score.numel()])
+
+    @over_seeds
+    def test_a_constant_added_to_all_rewards_changes_nothing(self, baseline, scale, seed):
+        score, key, member, _ = random_batch(seed)
+        kw = {"baseline": baseline, "scale": scale, "member": member}
+        torch.testing.assert_close(group_relative(score + 3, key, 5, **kw), group_relative(score, key, 5, **kw))
+
+    @over_seeds
+    def test_order_of_elements_and_names_of_groups_mean_nothing(self, baseline, scale, seed):
+        score, key, member, present = random_batch(seed)
+        out = group_relative(score, key, 5, baseline=baseline, scale=scale, member=member).flatten()
+        order, names = torch.randperm(64), torch.randperm(5)
+        renamed = torch.where(present, names[key], -1).flatten()[order]
+        moved = group_relative(
+            score.flatten()[order], renamed, 5, baseline=baseline, scale=scale, member=member.flatten()[order]
+        )
+        torch.testing.assert_close(moved, out[order])
+
+    @over_seeds
+    def test_is_above_zero_exactly_for_the_better_than_average(self, baseline, scale, seed):
+        score, key, member, present = random_batch(seed)
+        out = group_relative(score, key, 5, baseline=baseline, scale=scale, member=member)
+        for k in range(5):
+            mine = (key == k) & member & present
+            if mine.sum() > 1:
+                assert torch.equal(out[mine] > 0, score[mine] > score[mine].mean())
+
+
+@settings(deadline=None)
+@given(seed=SEEDS)
+def test_scaling_all_rewards_changes_nothing_once_divided_by_a_deviation(seed):
+    score, key, member, _ = random_batch(seed)
+    for scale in ("std", "population_std", "batch_std"):
+        kw = {"baseline": "mean", "scale": scale, "member": member, "eps": 0.0}
+        torch.testing.assert_close(group_relative(100 * score, key, 5, **kw), group_relative(score, key, 5, **kw))
+
+
+def test_outcome_credit_of_episodes_gathers_rewards_wherever_their_rows_are():
+    # two episodes share a row; returns 3 and 5 of one group, 4 of a lost sibling's
+    reward = torch.tensor([[1.0, 2.0, 9.0, 4.0], [5.0, 0.0, 0.0, 0.0]])
+    episode_id = torch.tensor([[0, 0, -1, 1], [2, 2, -1, -1]])
+    score = episode_return(reward, episode_id, 3)
+    out = group_relative(score, torch.tensor([0, 1, 0]), 2, baseline="mean", scale="none")
+    assert out.tolist() == [-1.0, 0.0, 1.0]
+
+
+# ----------------------------------------------------------------------------------- comparable and absorbed_count
+
+
+def test_comparable_by_hand():
+    # key 0: two, key 1: one alone, key 2: one and a non-member, key 3: one and an absorbed one
+    key = torch.tensor([0, 0, 1, 2, 2, 3, -1])
+    member = torch.tensor([True, True, True, True, False, True, True])
+    zeros = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    assert comparable(key, 4).tolist() == [True, True, False, True, True, False, False]
+    assert comparable(key, 4, member).tolist() == [True, True, False, False, False, False, False]
+    assert comparable(key, 4, member, zeros).tolist() == [True, True, False, False, False, True, False]
+
+
+def test_absorbed_count_by_hand():
+    # group 0 ends at step 1 (one member) and 2 (the other); group 1 at step 0, while its sibling was truncated
+    step = torch.tensor([[0, 1, 0, 0], [0, 1, 2, -1]])
+    group_id = torch.tensor([[0, 0, 1, 1], [0, 0, 0, -1]])
+    ended = bools([0, 1, 1, 0], [0, 0, 1, 1])
+    out = absorbed_count(group_id, step, ended, 2, 4)
+    assert out.tolist() == [0.0, 0.0, 1.0, 2.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def test_absorbed_count_ignores_what_is_outside():
+    # steps 3 and 7 of 4 leave no step behind them, -1 is no step, -1 no group; none may reach the next group's counts
+    step = torch.tensor([[3, 7, -1, 2]])
+    group_id = torch.tensor([[0, 0, 0, -1]])
+    assert not absorbed_count(group_id, step, torch.ones(1, 4).bool(), 2, 4).any()
+    last = absorbed_count(torch.zeros(1, 1).long(), torch.tensor([[2]]), bools([1]), 2, 4)
+    assert last.tolist() == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_absorbed_count_adds_up_members_that_end_together():
+    step, group_id, ended = lengths_10_10_10_50()
+    assert absorbed_count(group_id, step, ended, 1, 60).tolist() == [0.0] * 10 + [3.0] * 40 + [4.0] * 10

@@ -1,0 +1,130 @@
+"""What every function of the package promises: no waiting for the device, nothing written into inputs, few imports."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import groupwise.functional
+from groupwise.functional import advantages, diagnostics, kl, objective, reduce, returns
+
+torch.manual_seed(0)
+X, Y, Z = torch.randn(3, 4, 6)
+IDS = torch.arange(4)[:, None].expand(4, 6).contiguous()
+STEP = torch.arange(6).expand(4, 6).contiguous()
+MASK = torch.rand(4, 6) < 0.7
+OFF = ~MASK
+PER_KEY = torch.ones(4)
+LINE, LINE_IDS, LINE_MASK = X[0].clone(), STEP[0].clone(), MASK[0].clone()
+
+CALLS = {
+    reduce.local: ((X,), {}),
+    reduce.segment_sum: ((X, IDS, 4, MASK), {}),
+    reduce.segment_min_max: ((X, IDS, 4, MASK), {}),
+    reduce.gather_segments: ((PER_KEY, IDS), {}),
+    reduce.masked_mean: ((X, MASK), {}),
+    reduce.masked_var: ((X, MASK), {"unbiased": True}),
+    reduce.whiten: ((X, MASK), {}),
+    reduce.loss_weights: ((MASK, IDS, 4, "seq_mean_token_mean"), {}),
+    returns.discounted_sum: ((X, Y), {}),
+    returns.return_to_go: ((X, MASK, 0.9), {}),
+    returns.episode_return: ((X, IDS, 4), {}),
+    advantages.gae: ((X, Y, Z, MASK, OFF), {"gamma": 0.9, "gae_lambda": 0.9}),
+    advantages.group_relative: (
+        (X, IDS, 4),
+        {"baseline": "leave_one_out", "scale": "std", "member": MASK, "zeros": PER_KEY},
+    ),
+    advantages.comparable: ((IDS, 4, MASK, PER_KEY), {}),
+    advantages.absorbed_count: ((IDS, STEP, MASK, 4, 6), {}),
+    objective.token_ratio: ((X, Y), {}),
+    objective.sequence_ratio: ((X, Y, MASK, IDS, 4), {}),
+    objective.sequence_token_ratio: ((X, Y, MASK, IDS, 4), {}),
+    objective.sequence_product_ratio: ((X, Y, MASK, IDS, 4), {}),
+    objective.clip_loss: ((X, Y, 0.2, 0.2), {}),
+    objective.dual_clip_loss: ((X, Y, 0.2, 0.2, 3.0), {}),
+    objective.unclipped_loss: ((X, Y), {}),
+    objective.value_loss: ((X, Y), {}),
+    objective.clipped_value_loss: ((X, Y, Z, 0.2), {}),
+    kl.k1: ((X, Y), {}),
+    kl.k2: ((X, Y), {}),
+    kl.k3: ((X, Y), {}),
+    kl.categorical_kl: ((X, Y), {}),
+    kl.bernoulli_kl: ((X, Y), {}),
+    kl.gaussian_kl: ((X, Y, Z, X), {}),
+    diagnostics.clip_fraction: ((X, 0.2, 0.2, MASK), {}),
+    diagnostics.approx_kl: ((X, Y, MASK), {}),
+    diagnostics.explained_variance: ((X, Y, MASK), {}),
+    diagnostics.effective_sample_size: ((X, MASK), {}),
+    diagnostics.zero_variance_groups: ((LINE, LINE_IDS, 6, LINE_MASK), {}),
+}
+SCALES = ["std", "population_std", "batch_std", "none"]
+EVERY = [pytest.param(f, args, kw, id=f.__name__) for f, (args, kw) in CALLS.items()]
+EVERY += [
+    pytest.param(f, args, {**kw, "scale": scale}, id=f"{f.__name__}-{scale}")
+    for f, (args, kw) in CALLS.items()
+    if f is advantages.group_relative
+    for scale in SCALES
+]
+MODULES = [reduce, returns, advantages, objective, kl, diagnostics]
+
+
+def on_meta(x):
+    return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+
+def tensors(args, kw):
+    return [x for x in (*args, *kw.values()) if isinstance(x, torch.Tensor)]
+
+
+def test_every_function_is_listed():
+    public = {
+        value
+        for module in MODULES
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+    }
+    assert public == set(CALLS)
+
+
+@pytest.mark.parametrize(("function", "args", "kw"), EVERY)
+def test_needs_no_number_from_the_device(function, args, kw):
+    """Meta tensors have shapes but no numbers: ``.item()``, ``nonzero`` and boolean indexing would raise."""
+    function(*map(on_meta, args), **{name: on_meta(x) for name, x in kw.items()})
+
+
+@pytest.mark.parametrize(("function", "args", "kw"), EVERY)
+def test_writes_nothing_into_its_inputs(function, args, kw):
+    before = [(x._version, x.clone()) for x in tensors(args, kw)]
+    function(*args, **kw)
+    for x, (version, copy) in zip(tensors(args, kw), before, strict=True):
+        assert x._version == version
+        assert torch.equal(x, copy)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("function", "args", "kw"), EVERY)
+def test_can_be_captured_in_a_cuda_graph(function, args, kw):
+    args = [x.cuda() if isinstance(x, torch.Tensor) else x for x in args]
+    kw = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in kw.items()}
+    expected = function(*args, **kw)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = function(*args, **kw)
+    graph.replay()
+    torch.testing.assert_close(out, expected)
+
+
+def test_imports_torch_jaxtyping_and_the_standard_library_only():
+    allowed = {"torch", "jaxtyping"} | sys.stdlib_module_names
+    for path in Path(groupwise.functional.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            else:
+                continue
+            for name in names:
+                assert name.split(".")[0] in allowed or name.startswith("groupwise.functional.")

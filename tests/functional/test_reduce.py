@@ -1,0 +1,235 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupwise.functional.reduce import (
+    gather_segments,
+    local,
+    loss_weights,
+    masked_mean,
+    masked_var,
+    segment_min_max,
+    segment_sum,
+    whiten,
+)
+
+NAN = float("nan")
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
+SEEDS = st.integers(0, 2**31 - 1)
+
+
+def test_local_is_the_identity():
+    x = torch.tensor([1.0, 2.0])
+    assert local(x) is x
+
+
+def test_segment_sum_by_hand():
+    # segment 0: 1 + 3, segment 1: nothing, segment 2: 2; the NaN has id -1, the 7 is masked out
+    x = torch.tensor([[1.0, 2.0, NAN], [3.0, 7.0, 5.0]])
+    segment = torch.tensor([[0, 2, -1], [0, 2, 3]])
+    mask = torch.tensor([[True, True, True], [True, False, True]])
+    assert segment_sum(x, segment, 4, mask).tolist() == [4.0, 0.0, 2.0, 5.0]
+
+
+def test_segment_sum_without_mask_counts_all_but_absent_elements():
+    assert segment_sum(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, -1, 1]), 2).tolist() == [0.0, 5.0]
+
+
+def test_segment_sum_of_no_segments_is_empty():
+    assert segment_sum(torch.tensor([1.0]), torch.tensor([-1]), 0).shape == (0,)
+
+
+def test_segment_sum_passes_gradient_to_counted_elements_only():
+    x = torch.tensor([1.0, NAN, 4.0], requires_grad=True)
+    segment_sum(x, torch.tensor([0, -1, 0]), 1).sum().backward()
+    assert x.grad.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_segment_min_max_by_hand():
+    x = torch.tensor([3.0, -1.0, 9.0, NAN, 2.0])
+    segment = torch.tensor([0, 0, 0, -1, 2])
+    mask = torch.tensor([True, True, False, True, True])
+    lowest, highest = segment_min_max(x, segment, 3, mask)
+    assert lowest.tolist() == [-1.0, float("inf"), 2.0]
+    assert highest.tolist() == [3.0, float("-inf"), 2.0]
+
+
+def test_gather_segments_gives_zero_to_absent_elements():
+    out = gather_segments(torch.tensor([5.0, 7.0]), torch.tensor([[1, -1], [0, 1]]))
+    assert out.tolist() == [[7.0, 0.0], [5.0, 7.0]]
+    assert gather_segments(torch.zeros(0), torch.tensor([-1])).tolist() == [0.0]
+
+
+def test_masked_mean_by_hand():
+    # (1 + 4) / 2
+    x, mask = torch.tensor([1.0, NAN, 4.0]), torch.tensor([True, False, True])
+    assert masked_mean(x, mask).item() == 2.5
+
+
+def test_masked_var_by_hand():
+    # 1, 2, 6: mean 3, squares 4 + 1 + 9 = 14
+    x, mask = torch.tensor([1.0, 2.0, NAN, 6.0]), torch.tensor([True, True, False, True])
+    torch.testing.assert_close(masked_var(x, mask, unbiased=True), torch.tensor(14 / 2))
+    torch.testing.assert_close(masked_var(x, mask, unbiased=False), torch.tensor(14 / 3))
+
+
+def test_masked_var_survives_a_large_mean():
+    # 9999, 10000, 10001: squares 1 + 0 + 1; a sum of squares less the squared mean would lose them in float32
+    x = torch.tensor([9999.0, 10000.0, 10001.0])
+    torch.testing.assert_close(masked_var(x, torch.ones(3).bool(), unbiased=True), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_statistics_of_nothing_to_spread_are_zero(count):
+    x, mask = torch.tensor([3.0, NAN]), torch.tensor([count == 1, False])
+    assert masked_mean(x, mask).item() == 3.0 * count
+    assert masked_var(x, mask, unbiased=True).item() == 0.0
+    assert masked_var(x, mask, unbiased=False).item() == 0.0
+    assert whiten(x, mask).tolist() == [0.0, 0.0]
+
+
+def test_statistics_pass_no_nan_gradient():
+    x = torch.tensor([1.0, NAN, 4.0], requires_grad=True)
+    mask = torch.tensor([True, False, True])
+    (masked_mean(x, mask) + masked_var(x, mask, unbiased=True)).backward()
+    # mean: 1/2 each; variance of two = (b - a)^2 / 2 = 4.5: -+3
+    torch.testing.assert_close(x.grad, torch.tensor([-2.5, 0.0, 3.5]))
+
+
+def test_whiten_by_hand():
+    # 1, 2, 6: less 3, over sqrt(7) = 2.6457513; the mean is not added back
+    x, mask = torch.tensor([1.0, 2.0, NAN, 6.0]), torch.tensor([True, True, False, True])
+    torch.testing.assert_close(whiten(x, mask), torch.tensor([-0.755929, -0.377964, 0.0, 1.133893]))
+    # eps joins the deviation: 2.6457513 + 0.3542487 = 3
+    torch.testing.assert_close(whiten(x, mask, eps=0.3542487), torch.tensor([-2 / 3, -1 / 3, 0.0, 1.0]))
+
+
+def test_whiten_leaves_tiny_deviations_their_size():
+    # 1e-6 and 3e-6: deviation 1.4142136e-6 dwarfs eps 1e-8 by 141; 0.7071068 / (1 + 1e-8 / 1.4142136e-6) = 0.7021416
+    out = whiten(torch.tensor([1e-6, 3e-6]), torch.ones(2).bool())
+    torch.testing.assert_close(out, torch.tensor([-0.7021416, 0.7021416]), rtol=1e-4, atol=0)
+
+
+@settings(deadline=None)
+@given(value=st.floats(-1e6, 1e6, width=32), count=st.integers(1, 3000))
+def test_equal_elements_have_no_deviation_however_the_mean_rounds(value, count):
+    x, mask = torch.full((count,), value), torch.ones(count, dtype=torch.bool)
+    assert masked_var(x, mask, unbiased=True).item() == 0.0
+    assert not whiten(x, mask, eps=1e-30).any()
+
+
+@settings(deadline=None)
+@given(seed=SEEDS)
+def test_statistics_over_two_ranks_are_those_of_the_union(two_ranks, seed):
+    torch.manual_seed(seed)
+    x, mask = torch.randn(40) * 3 + 5, torch.rand(40) < 0.8
+    here, there = (x[:13], mask[:13]), (x[13:], mask[13:])
+    for of_union, of_rank in [
+        (masked_mean(x, mask), masked_mean),
+        (masked_var(x, mask, unbiased=True), lambda x, m, s: masked_var(x, m, unbiased=True, all_sum=s)),
+        (masked_var(x, mask, unbiased=False), lambda x, m, s: masked_var(x, m, unbiased=False, all_sum=s)),
+        (whiten(x, mask)[:13], lambda x, m, s: whiten(x, m, all_sum=s)),
+    ]:
+        torch.testing.assert_close(two_ranks(of_rank, here, there), of_union, rtol=1e-4, atol=1e-5)
+
+
+# Episode 0: three elements, one masked out; episode 1: one; episode 2: fully masked; the last element belongs to none.
+MASK = torch.tensor([[True, False, True], [True, False, True]])
+EPISODE = torch.tensor([[0, 0, 0], [1, 2, -1]])
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token_mean", [1 / 3, 0, 1 / 3, 1 / 3, 0, 0]),  # three elements count
+        ("seq_mean_token_mean", [1 / 4, 0, 1 / 4, 1 / 2, 0, 0]),  # two episodes, of two elements and one
+        ("seq_mean_token_sum", [1 / 2, 0, 1 / 2, 1 / 2, 0, 0]),
+        ("constant", [1 / 20, 0, 1 / 20, 1 / 20, 0, 0]),  # two episodes of at most 10
+    ],
+)
+def test_loss_weights_by_hand(aggregation, expected):
+    out = loss_weights(MASK, EPISODE, 3, aggregation, max_length=10)
+    torch.testing.assert_close(out.flatten(), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_loss_weights_of_an_empty_mask_are_zero(aggregation):
+    out = loss_weights(torch.zeros_like(MASK), EPISODE, 3, aggregation, max_length=10)
+    assert torch.equal(out, torch.zeros(2, 3))
+
+
+def test_loss_weights_constant_needs_a_length():
+    with pytest.raises(ValueError, match=r"'constant' got max_length None; mend: give the most steps"):
+        loss_weights(MASK, EPISODE, 3, "constant")
+
+
+@settings(deadline=None)
+@given(seed=SEEDS, lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6))
+def test_loss_weights_sum_to_what_the_aggregation_means(seed, lengths):
+    torch.manual_seed(seed)
+    episode_id = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    mask = torch.rand(episode_id.shape) < 0.7
+    counted = {int(e) for e, m in zip(episode_id, mask, strict=True) if m}
+    total = {a: loss_weights(mask, episode_id, len(lengths), a, max_length=6).sum().item() for a in AGGREGATIONS}
+    if not counted:
+        assert set(total.values()) == {0.0}
+        return
+    mean_length = int(mask.sum()) / len(counted)
+    assert total["token_mean"] == pytest.approx(1)
+    assert total["seq_mean_token_mean"] == pytest.approx(1)
+    assert total["seq_mean_token_sum"] == pytest.approx(mean_length)
+    assert total["constant"] == pytest.approx(mean_length / 6)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@settings(deadline=None)
+@given(seed=SEEDS, cut=st.integers(1, 3))
+def test_loss_does_not_depend_on_ranks(two_ranks, aggregation, seed, cut):
+    """Four episodes of 5 elements on one rank, or some on each of two, with ids dense on every rank."""
+    torch.manual_seed(seed)
+    term, mask = torch.randn(4, 5), torch.rand(4, 5) < 0.6
+    ids = torch.arange(4)[:, None].expand(4, 5)
+
+    def loss(mask, ids, count, all_sum=local):
+        return loss_weights(mask, ids, count, aggregation, max_length=5, all_sum=all_sum)
+
+    whole = (loss(mask, ids, 4) * term).sum()
+    here, there = (mask[:cut], ids[:cut], cut), (mask[cut:], ids[cut:] - cut, 4 - cut)
+    parts = (two_ranks(loss, here, there) * term[:cut]).sum() + (two_ranks(loss, there, here) * term[cut:]).sum()
+    torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@settings(deadline=None)
+@given(seed=SEEDS)
+def test_gradient_does_not_depend_on_micro_batches_or_order(aggregation, seed):
+    torch.manual_seed(seed)
+    episode_id, mask, term = torch.randint(-1, 4, (24,)), torch.rand(24) < 0.7, torch.randn(24)
+
+    def gradient(pieces):
+        scale = torch.tensor(1.0, requires_grad=True)
+        weight = loss_weights(mask, episode_id, 4, aggregation, max_length=9)
+        for piece in pieces:
+            (weight[piece] * (scale * term[piece]).tanh()).sum().backward()
+        return scale.grad
+
+    order = torch.randperm(24)
+    whole = gradient([torch.arange(24)])
+    for size in (1, 5, 12):
+        torch.testing.assert_close(gradient(order.split(size)), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_loss_weights_do_not_depend_on_padding_or_packing(aggregation):
+    # two episodes of 2 and 3 elements: padded left, padded right, or both in one row
+    layouts = {
+        "left": [[-1, 0, 0], [1, 1, 1]],
+        "right": [[0, 0, -1], [1, 1, 1]],
+        "packed": [[0, 0, 1, 1, 1]],
+    }
+    weights = []
+    for ids in map(torch.tensor, layouts.values()):
+        weights.append(loss_weights(ids >= 0, ids, 2, aggregation, max_length=3)[ids >= 0])
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])

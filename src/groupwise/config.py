@@ -172,7 +172,7 @@ class RunCfg(Cfg):
     logging: LoggingCfg = LoggingCfg()
     """Metrics and progress."""
     run_dir: Path | None = None
-    """Folder of the run, which must not exist yet. None: a fresh one under ``runs/``."""
+    """Folder of the run, new or empty. None: a fresh one under ``runs/``."""
 
     @field_validator("algorithm", mode="before")
     @classmethod
@@ -262,11 +262,10 @@ def _resolve(layers: list[Tree], preset: str | None) -> RunCfg:
         base = _with_objective(base, str(preset), cfg_type)
     base = _merge(base, {"algorithm": {"name": name}}, RunCfg, cfg_type)
     try:
-        cfg = RunCfg.model_validate(_merge(base, given, RunCfg, cfg_type))
+        return RunCfg.model_validate(_merge(base, given, RunCfg, cfg_type))
     except ValidationError as error:
         lines = [_explain({**item}, cfg_type, base, given) for item in error.errors(include_url=False)]
         raise ConfigError("\n".join(lines)) from error
-    return _fit_num_envs(cfg, given)
 
 
 def _given(algorithm: str | AlgorithmCfg | Tree | None, fields: Tree) -> Tree:
@@ -301,21 +300,6 @@ def _with_objective(tree: Tree, preset: str, cfg_type: type[AlgorithmCfg]) -> Tr
             f"preset {preset!r} sets the credit of grpo, which algorithm {_default_name(cfg_type)!r} lacks; mend: choose one of the two"
         )
     return {**tree, "algorithm": {**tree.get("algorithm", {}), **settings}}
-
-
-def _fit_num_envs(cfg: RunCfg, given: Tree) -> RunCfg:
-    """The config with as many environments as groups need, unless the user said how many."""
-    if not isinstance(cfg.algorithm, GRPOCfg):
-        return cfg
-    size, num_envs = cfg.algorithm.group_size, cfg.env.num_envs
-    fitting = -(-num_envs // size) * size
-    if num_envs == fitting:
-        return cfg
-    if "num_envs" in given["env"]:
-        raise ConfigError(
-            f"env.num_envs = {num_envs}: expected a multiple of algorithm.group_size = {size}; mend: {fitting}"
-        )
-    return cfg.model_copy(update={"env": cfg.env.model_copy(update={"num_envs": fitting})})
 
 
 def _read_json(path: Path) -> Tree:

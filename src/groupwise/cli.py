@@ -1,0 +1,357 @@
+"""The command line: parses, calls ``groupwise.api``, prints.
+
+Only the commands that train or play import torch, and only once their arguments are known to be right.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from groupwise.errors import ConfigError, GroupwiseError, RunFolderError, UnknownNameError
+
+USAGE = """usage: groupwise COMMAND ...
+
+Trains a policy by comparing a group of attempts at the same start.
+
+  train ENV|FILE     train on a Gymnasium environment, or as a JSON file says
+  eval RUN           play episodes with a trained policy
+  resume RUN         go on with a run, bit for bit
+  config ENV|FILE    print the full settings as JSON; --schema: their JSON Schema
+  list               presets, algorithms, choices of credit and objective
+
+With every command:
+  --help             more about it
+  --plugin FILE.py   import a file of yours first: it may register algorithms, credit rules, environments
+  --debug            show the traceback of an error
+  --version
+
+Start with:
+  groupwise train CartPole-v1
+"""
+
+TRAIN_HELP = """Train a policy.
+
+Examples:
+  groupwise train CartPole-v1                      GRPO, settings tuned for it
+  groupwise train CartPole-v1 --algorithm ppo --seed 3
+  groupwise train my_run.json --algorithm.learning-rate 3e-4
+  groupwise train CartPole-v1 --preset dr_grpo     a paper's credit and objective
+  groupwise train CartPole-v1 --seeds 0-9          a run per seed, in parallel
+
+Besides the options below, whose defaults are those of this environment:
+  --algorithm NAME   grpo, ppo, or one that a plugin registers (default: grpo)
+  --preset NAME      credit and objective of a paper; see: groupwise list
+  --seeds 0-9        or 0,3,5: a folder per seed under --run-dir
+  --plugin FILE.py, --debug
+"""
+
+CONFIG_HELP = """Print the full settings of a run as JSON: a file that train takes.
+
+Examples:
+  groupwise config CartPole-v1 --algorithm ppo > my_run.json
+  groupwise config my_run.json --algorithm.gamma 0.98
+  groupwise config --schema                        JSON Schema, for your editor
+
+It takes the options of train:
+  --algorithm NAME   grpo, ppo, or one that a plugin registers (default: grpo)
+  --preset NAME      credit and objective of a paper; see: groupwise list
+  --plugin FILE.py, --debug
+"""
+
+
+EVAL_HELP = """Play episodes with the policy of a run; print the mean return and its 95 % interval on one line.
+
+Examples:
+  groupwise eval runs/<run>
+  groupwise eval runs/<run> --episodes 1000 --sampled
+  groupwise eval runs/<run> --json | jq .return_mean
+"""
+
+RESUME_HELP = """Go on with a run from its last checkpoint, as if it had never stopped.
+
+Examples:
+  groupwise resume runs/<run>
+  groupwise resume runs/<run> --total-steps 200000
+"""
+
+LIST_HELP = "Print algorithms, presets, and the choices of credit and objective with their sources."
+
+
+class Shared(NamedTuple):
+    """Options of every command."""
+
+    plugins: list[Path]
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises instead of exiting, and takes no abbreviations, which would swallow fields of ``RunCfg``."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse has to say."""
+        raise ConfigError(f"{message}; see: {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code (0 done, 1 a seed failed, 2 a mistake of the user's)."""
+    shared = Parser(prog="groupwise", add_help=False)
+    shared.add_argument("--plugin", type=Path, action="append", default=[])
+    shared.add_argument("--debug", action="store_true")
+    debug = "--debug" in (sys.argv if argv is None else argv)
+    try:
+        options, rest = shared.parse_known_args(argv)
+        for plugin in options.plugin:
+            _import_plugin(plugin)
+        return _dispatch(rest, Shared(options.plugin))
+    except GroupwiseError as error:
+        if debug:
+            raise
+        print(f"groupwise: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("groupwise: interrupted; `groupwise resume RUN` goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    except SystemExit as stop:  # argparse and tyro leave this way after --help and after a usage error
+        return stop.code if isinstance(stop.code, int) else 0
+
+
+def _dispatch(argv: Sequence[str], shared: Shared) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"groupwise {version('groupwise')}")
+        return 0
+    commands: dict[str, Callable[[Sequence[str], Shared], int]] = {
+        "train": _train,
+        "eval": _eval,
+        "resume": _resume,
+        "config": _config,
+        "list": _list,
+    }
+    if argv[0] not in commands:
+        raise UnknownNameError("command", argv[0], commands)
+    return commands[argv[0]](argv[1:], shared)
+
+
+def _import_plugin(path: Path) -> None:
+    """Run a user's file as a module, for what it registers."""
+    spec = importlib.util.spec_from_file_location(f"groupwise_plugin_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigError(f"--plugin {path}: expected an existing Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+
+
+def _train(argv: Sequence[str], shared: Shared) -> int:
+    parser = Parser(prog="groupwise train", add_help=False)
+    parser.add_argument("--seeds")
+    options, rest = parser.parse_known_args(argv)
+    seeds = _parse_seeds(options.seeds) if options.seeds is not None else []
+    cfg = _parse_config(rest, "groupwise train", TRAIN_HELP)
+    if seeds:
+        return _train_seeds(cfg, seeds, shared)
+
+    from groupwise import api
+
+    _print_run(api.train_from_config(cfg))
+    return 0
+
+
+def _config(argv: Sequence[str], shared: Shared) -> int:
+    from groupwise.config import json_schema, to_json
+
+    if "--schema" in argv:
+        print(json.dumps(json_schema(), indent=2))
+    else:
+        print(to_json(_parse_config(argv, "groupwise config", CONFIG_HELP)))
+    return 0
+
+
+def _parse_config(argv: Sequence[str], prog: str, description: str) -> Any:
+    """The ``RunCfg`` of ``TARGET [--algorithm NAME] [--preset NAME] [--any.field VALUE ...]``."""
+    if not argv or argv[0].startswith("-"):
+        if {"-h", "--help"}.isdisjoint(argv):
+            raise ConfigError(f"expected an environment id or a JSON file first, as in: {prog} CartPole-v1")
+        argv = ["CartPole-v1", *argv]
+    parser = Parser(prog=prog, add_help=False)
+    parser.add_argument("--algorithm", "--algorithm.name")
+    parser.add_argument("--preset")
+    chosen, options = parser.parse_known_args(argv[1:])
+
+    from groupwise.options import parse_options
+
+    return parse_options(argv[0], chosen.algorithm, chosen.preset, options, prog=prog, description=description)
+
+
+def _parse_seeds(text: str) -> list[int]:
+    """Seeds of ``0-9`` or ``0,3,5`` or a mixture."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            raise ConfigError(f"--seeds {text}: expected a range like 0-9 or a list like 0,3,5")
+        seeds.extend(range(int(first), int(last or first) + 1))
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--seeds {text}: expected each seed once, ranges upwards")
+    return seeds
+
+
+def _train_seeds(cfg: Any, seeds: list[int], shared: Shared) -> int:
+    """A process per seed, as many at once as there are cores; prints a table at the end."""
+    from groupwise.config import to_json
+
+    name = f"{cfg.env.id}-{cfg.algorithm.name}-seeds-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
+    folder = cfg.run_dir or Path("runs", name)
+    if folder.exists():
+        raise RunFolderError(f"run folder {str(folder)!r} is taken; mend: give another --run-dir")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(to_json(cfg.model_copy(update={"run_dir": None})) + "\n", encoding="utf-8")
+    failed = []
+    print(f"{len(seeds)} seeds under {folder}", flush=True)
+    with ThreadPoolExecutor(_num_cores()) as pool:
+        jobs = {pool.submit(_train_one, folder, seed, shared): seed for seed in seeds}
+        try:
+            for job in as_completed(jobs):
+                print(f"seed {jobs[job]}: {'done' if job.result() == 0 else 'failed'}", flush=True)
+                failed += [jobs[job]] if job.result() else []
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    _print_seeds(folder, seeds, failed)
+    return 1 if failed else 0
+
+
+def _train_one(folder: Path, seed: int, shared: Shared) -> int:
+    """Exit code of one seed's training; what it printed is in ``seed_<n>.log``."""
+    command = [sys.executable, "-m", "groupwise", "train", str(folder / "config.json"), "--seed", str(seed)]
+    command += ["--run-dir", str(folder / f"seed_{seed}"), "--logging.progress", "lines"]
+    command += [part for plugin in shared.plugins for part in ("--plugin", str(plugin))]
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    with (folder / f"seed_{seed}.log").open("w", encoding="utf-8") as log:
+        return subprocess.run(command, stdout=log, stderr=log, env=os.environ | threads, check=False).returncode
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _print_seeds(folder: Path, seeds: list[int], failed: list[int]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("seed", "return_mean", "total_steps", "folder", box=None)
+    for seed in seeds:
+        summary_file = folder / f"seed_{seed}" / "summary.json"
+        summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
+        where = folder / (f"seed_{seed}.log" if seed in failed else f"seed_{seed}")
+        table.add_row(
+            str(seed),
+            "failed" if seed in failed else _number(summary.get("return_mean")),
+            _number(summary.get("total_steps")),
+            str(where),
+        )
+    Console().print(table)
+
+
+def _number(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, int | float) else "-"
+
+
+def _eval(argv: Sequence[str], shared: Shared) -> int:
+    parser = Parser(prog="groupwise eval", description=EVAL_HELP)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--episodes", type=int, default=100, help="how many (default: 100)")
+    parser.add_argument("--sampled", action="store_true", help="sample actions instead of taking the most likely ones")
+    parser.add_argument("--seed", type=int, help="of the episodes (default: one that training never used)")
+    parser.add_argument("--video", action="store_true", help="also record an episode, where the environment renders")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON, each return too")
+    options = parser.parse_args(argv)
+    if options.episodes < 1:
+        raise ConfigError(f"--episodes {options.episodes}: expected at least 1")
+
+    from groupwise import api
+
+    found = api.evaluate(
+        options.run, options.episodes, deterministic=not options.sampled, seed=options.seed, video=options.video
+    )
+    low, high = found.ci95
+    if options.json:
+        numbers = {"return_mean": found.return_mean, "ci95": [low, high], "episodes": found.episodes}
+        print(json.dumps(numbers | {"length_mean": found.length_mean, "returns": list(found.returns)}))
+    else:
+        print(f"return_mean={found.return_mean:.6g} ci95=[{low:.6g}, {high:.6g}] episodes={found.episodes}")
+    return 0
+
+
+def _resume(argv: Sequence[str], shared: Shared) -> int:
+    parser = Parser(prog="groupwise resume", description=RESUME_HELP)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--total-steps", type=int, help="train until then (default: what the run was started with)")
+    options = parser.parse_args(argv)
+
+    from groupwise import api
+
+    _print_run(api.resume(options.run, options.total_steps))
+    return 0
+
+
+def _print_run(run: Any) -> None:
+    for key, value in run.summary.items():
+        if isinstance(value, str | int | float):
+            print(f"{key}: {_number(value) if isinstance(value, float) else value}")
+    print(f"run folder: {run.path}\nnext: groupwise eval {run.path}")
+
+
+def _list(argv: Sequence[str], shared: Shared) -> int:
+    Parser(prog="groupwise list", description=LIST_HELP).parse_args(argv)
+    from rich.console import Console
+    from rich.table import Table
+
+    from groupwise import presets
+    from groupwise.config import algorithm_entry, algorithm_names
+
+    console = Console(highlight=False)
+
+    def show(title: str, *rows: tuple[str, ...]) -> None:
+        table = Table(title=title, title_justify="left", show_header=False, box=None)
+        for _ in rows[0]:
+            table.add_column(overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        console.print("", table)
+
+    names = algorithm_names()
+    show(
+        "Algorithms: --algorithm NAME",
+        *((n, (algorithm_entry(n).cfg_type.__doc__ or "").split("\n")[0]) for n in names),
+    )
+    show(
+        "Environments with tuned settings: train ID",
+        *((i, ", ".join(presets.env_preset(i))) for i in presets.env_ids()),
+    )
+    objectives = presets.objective_presets().items()
+    show(
+        "Presets of credit and objective: --preset NAME",
+        *((n, f"{p.title}. {p.note}\n{p.source}") for n, p in objectives),
+    )
+    choices = ((*name.rsplit(".", 1), f"{c.note}\n{c.source}") for name, c in presets.choices().items())
+    show("Choices, as in --algorithm.credit.scale none", *choices)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""From the options of ``train`` and ``config``, which are the fields of ``RunCfg``, to a ``RunCfg``.
+
+tyro parses and documents them; ``groupwise.config`` judges the values, so that a wrong one reads the same from a file,
+from Python and from the command line. Imports no torch.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal, get_args, get_origin
+
+import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
+
+from groupwise import presets
+from groupwise.algorithms.configs import AlgorithmCfg
+from groupwise.cfg import Cfg
+from groupwise.config import RunCfg, load_config, resolve
+from groupwise.envs.configs import EnvCfg
+from groupwise.errors import ConfigError, UnknownNameError
+
+
+def parse_options(
+    target: str, algorithm: str | None, preset: str | None, options: Sequence[str], *, prog: str, description: str
+) -> RunCfg:
+    """The config of a target (environment id or JSON file) with ``--any.field VALUE`` options over it.
+
+    Resolves twice: without the options, for the defaults that the help shows, then with those that differ from them.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        SystemExit: help was asked for, or tyro met an option that does not exist.
+    """
+    default = _resolve(target, algorithm, preset, {})
+    changed: Any = tyro.cli(
+        RunCfg,
+        prog=f"{prog} {target}",
+        description=description,
+        args=options,
+        default=default,
+        config=(tyro.conf.AvoidSubcommands,),
+        registry=_RULES,
+    )
+    return _resolve(target, algorithm, preset, changed) if changed else default
+
+
+def _resolve(target: str, algorithm: str | None, preset: str | None, changed: dict[str, Any]) -> RunCfg:
+    fields = {key: value for key, value in changed.items() if key != "algorithm"}
+    settings = changed.get("algorithm", {}) | ({"name": algorithm} if algorithm else {})
+    if target.endswith(".json"):
+        return load_config(target, settings or None, preset, **fields)
+    _check_env_id(target)
+    return resolve(target, settings or None, preset, **fields)
+
+
+def _check_env_id(env_id: str) -> None:
+    """Catch a typo before anything slow is imported; ``module:id`` is left to Gymnasium."""
+    if env_id in presets.env_ids() or ":" in env_id:
+        return
+    from gymnasium.envs.registration import registry
+
+    if env_id not in registry:
+        raise UnknownNameError("environment", env_id, registry)
+
+
+_RULES = ConstructorRegistry()
+"""How tyro turns options into a nested dict of the fields that differ from their defaults."""
+
+
+@_RULES.struct_rule
+def _fields_of_config(info: StructTypeInfo) -> StructConstructorSpec | None:
+    if not (isinstance(info.type, type) and issubclass(info.type, Cfg)):
+        return None
+    defaults = dict(info.default)
+    types: dict[str, Any] = {name: field.annotation for name, field in info.type.model_fields.items()}
+    hidden = "id" if info.type is EnvCfg else "name" if issubclass(info.type, AlgorithmCfg) else None
+    fields = [
+        StructFieldSpec(name, types[name], defaults[name], field.description)
+        for name, field in info.type.model_fields.items()
+        if name != hidden  # the target and --algorithm say it
+    ]
+
+    def changed(**options: Any) -> dict[str, Any]:
+        return {
+            name: v for name, v in options.items() if v != ({} if isinstance(defaults[name], Cfg) else defaults[name])
+        }
+
+    return StructConstructorSpec(changed, tuple(fields))
+
+
+@_RULES.primitive_rule
+def _text_of_choice(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str] | None:
+    if get_origin(info.type) is not Literal:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{" + ",".join(get_args(info.type)) + "}",
+        instance_from_str=lambda args: args[0],
+        is_instance=lambda value: isinstance(value, str),
+        str_from_instance=lambda value: [value],
+    )
+
+
+@_RULES.primitive_rule
+def _dict_from_json(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[dict[str, Any]] | None:
+    if get_origin(info.type) is not dict:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda args: _read_object(args[0]),
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    )
+
+
+def _read_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{text!r} is broken JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{text!r}: expected a JSON object like '{{\"continuous\": true}}'")
+    return value

@@ -1,0 +1,219 @@
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import gymnasium
+import pytest
+import torch
+
+FILE = Path(__file__).parents[2] / "examples" / "grpo_from_scratch.py"
+TINY = ["--total-steps", "300", "--steps", "150"]
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("grpo_from_scratch", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+scratch = load()
+
+
+def run(*arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", FILE, *TINY, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def pair() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two attempts, with rewards 1, 0, 2 and 0, 1; their returns to go are 3, 2, 2 and 1, 1."""
+    return torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 0.0]]), torch.tensor([[True, True, True], [True, True, False]])
+
+
+def attempts(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attempts with a reward of 1 on each step."""
+    alive = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return alive.float(), alive
+
+
+# ------------------------------------------------------------------------------------------------ the program
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--variant", name] for name in scratch.VARIANTS] + [["--algorithm", "ppo"]],
+    ids=lambda arguments: arguments[1],
+)
+def test_runs_and_ends_with_the_greedy_test(arguments):
+    lines = run(*arguments).splitlines()
+    assert lines[0].startswith("step ")
+    assert lines[-1].startswith("greedy mean ")
+    assert lines[-1].endswith("over 100 fresh episodes")
+
+
+def test_reinforce_runs_draws_the_curve_and_shows_an_episode(tmp_path):
+    options = ("--algorithm", "reinforce", "--plot", str(tmp_path / "curve.png"), "--render")
+    assert "greedy mean " in run(*options, SDL_VIDEODRIVER="dummy", PYGAME_HIDE_SUPPORT_PROMPT="1")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_keeps_its_promises_of_size_and_independence():
+    source = FILE.read_text()
+    assert len(source.splitlines()) <= 250
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    others = {name.split(".")[0] for name in names} - sys.stdlib_module_names
+    assert others == {"torch", "numpy", "gymnasium", "matplotlib"}
+
+
+def test_same_seed_same_numbers():
+    first, second, other = (
+        scratch.train(scratch.settings([*TINY, "--seed", seed, "--kl-coef", "0.1"]))[1] for seed in ("3", "3", "4")
+    )
+    assert first == second
+    assert first != other
+
+
+def test_learns_within_a_few_thousand_steps():
+    _, history = scratch.train(scratch.settings(["--total-steps", "6000"]))
+    # a random policy stays up for about 22 steps
+    assert history[-1]["return_mean"] > 60
+
+
+def test_reference_renewed_each_iteration_is_the_behaviour_policy():
+    _, history = scratch.train(scratch.settings([*TINY, "--epochs", "1", "--minibatch", "9999"]))
+    # the first gradient step of an iteration is taken where the policy still equals the one that played
+    assert [row["approx_kl"] for row in history] == pytest.approx([0.0] * len(history), abs=1e-6)
+    assert history[-1]["ref_kl"] > 1e-7
+    _, renewed = scratch.train(
+        scratch.settings([*TINY, "--epochs", "1", "--minibatch", "9999", "--reference-every", "1"])
+    )
+    assert [row["ref_kl"] for row in renewed] == pytest.approx([0.0] * len(renewed), abs=1e-7)
+
+
+def test_loss_is_zero_where_the_gradient_is_not():
+    # one full-batch step: the mean of ratio * A at ratio 1 is the mean of A, which is 0
+    _, history = scratch.train(scratch.settings([*TINY, "--epochs", "1", "--minibatch", "9999"]))
+    assert all(abs(row["policy_loss"]) < 1e-6 < 1e-2 < row["grad_norm"] for row in history)
+
+
+# ----------------------------------------------------------------------------------------------- the attempts
+
+
+def test_siblings_share_the_start_and_nothing_else():
+    torch.manual_seed(0)
+    envs = [gymnasium.make("CartPole-v1") for _ in range(4)]
+    group = scratch.play(envs, [7, 7, 7, 8], scratch.network(4, 2, last_gain=0.01))
+    assert torch.equal(group.obs[0, 0], group.obs[1, 0])
+    assert torch.equal(group.obs[0, 0], group.obs[2, 0])
+    assert not torch.equal(group.obs[0, 0], group.obs[3, 0])
+    assert not torch.equal(group.action[0, :8], group.action[1, :8])
+
+
+def test_play_pads_what_follows_the_end_of_an_episode():
+    torch.manual_seed(0)
+    envs = [gymnasium.make("CartPole-v1", max_episode_steps=12) for _ in range(4)]
+    group = scratch.play(envs, [7] * 4, scratch.network(4, 2, last_gain=0.01))
+    assert group.obs.shape == (4, 13, 4)
+    assert torch.equal(group.reward, group.alive.float())
+    for obs, alive, terminated in zip(group.obs, group.alive, group.terminated, strict=True):
+        length = int(alive.sum())
+        assert alive[:length].all()
+        # a fall: more than 12 degrees off upright, or 2.4 off the middle; it may happen on the last step allowed
+        assert terminated == (obs[length, 2].abs() > 0.20944) | (obs[length, 0].abs() > 2.4)
+        assert torch.equal(obs[length:], obs[length].expand_as(obs[length:]))
+
+
+# ------------------------------------------------------------------------------------------------- the credit
+
+
+def test_returns_by_hand():
+    # gamma 0.5: R_2 = 2, R_1 = 0 + 0.5 * 2 = 1, R_0 = 1 + 0.5 * 1 = 1.5; R_1 = 1, R_0 = 0 + 0.5 * 1 = 0.5
+    expected = torch.tensor([[1.5, 1.0, 2.0], [0.5, 1.0, 0.0]])
+    torch.testing.assert_close(scratch.returns(pair()[0], 0.5), expected)
+
+
+def test_outcome_by_hand():
+    # scores 1, 0, 0, 1, 0, 0, 0, 0: mean 0.25, population deviation sqrt(0.25 * 0.75) = 0.4330127
+    reward = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])[:, None] * torch.tensor([0.0, 1.0])
+    alive = torch.ones(8, 2, dtype=torch.bool)
+    alive[7, 1] = False
+    expected = torch.tensor([1.732051, -0.577350, -0.577350, 1.732051, -0.577350, -0.577350, -0.577350, -0.577350])
+    expected = expected[:, None].repeat(1, 2)
+    expected[7, 1] = 0.0
+    torch.testing.assert_close(scratch.outcome(reward, alive, 1.0), expected, atol=1e-3, rtol=0)
+
+
+def test_return_to_go_by_hand():
+    # 3, 2, 2, 1, 1: mean 1.8, population deviation sqrt((1.44 + 0.04 + 0.04 + 0.64 + 0.64) / 5) = 0.748331
+    expected = torch.tensor([[1.603567, 0.267261, 0.267261], [-1.069045, -1.069045, 0.0]])
+    torch.testing.assert_close(scratch.return_to_go(*pair(), 1.0), expected, atol=1e-3, rtol=0)
+
+
+def test_per_step_by_hand():
+    # step 0: 3 and 1; step 1: 2 and 1; both one deviation off their mean. Step 2: nobody to be compared with
+    expected = torch.tensor([[1.0, 1.0, 0.0], [-1.0, -1.0, 0.0]])
+    torch.testing.assert_close(scratch.per_step(*pair(), 1.0), expected, atol=1e-3, rtol=0)
+
+
+def test_leave_one_out_by_hand():
+    # 3 - 1, 2 - 1, 2 - 0 (the sibling is over); 1 - 3, 1 - 2
+    expected = torch.tensor([[2.0, 1.0, 2.0], [-2.0, -1.0, 0.0]])
+    torch.testing.assert_close(scratch.leave_one_out(*pair(), 1.0), expected)
+
+
+def test_gae_by_hand():
+    # gamma 0.5, lambda 0.5. First member, cut by the time limit after two steps, so that V(final) = 4 counts:
+    #   A_1 = 1 + 0.5 * 4 - 2 = 1, A_0 = 1 + 0.5 * 2 - 1 + 0.25 * A_1 = 1.25
+    # second member, fallen after one step, so that no value counts after it: A_0 = 1 - 3 = -2
+    group = scratch.Group(
+        obs=torch.zeros(2, 3, 4),
+        action=torch.zeros(2, 2),
+        log_probs=torch.zeros(2, 2, 2),
+        reward=torch.tensor([[1.0, 1.0], [1.0, 0.0]]),
+        alive=torch.tensor([[True, True], [True, False]]),
+        terminated=torch.tensor([False, True]),
+    )
+    value = torch.tensor([[1.0, 2.0, 4.0], [3.0, 9.0, 9.0]])
+    expected = torch.tensor([[1.25, 1.0], [-2.0, 0.0]])
+    torch.testing.assert_close(scratch.gae(group, value, 0.5, gae_lambda=0.5), expected)
+
+
+@pytest.mark.parametrize("name", ["outcome", "per_step", "leave_one_out"])
+def test_equal_attempts_teach_nothing(name):
+    reward, alive = attempts(30, 30, 30, 30)
+    assert torch.equal(scratch.VARIANTS[name](reward, alive, 1.0), torch.zeros(4, 30))
+
+
+def test_return_to_go_blames_the_clock():
+    # four perfect attempts: returns 500 ... 1, mean 250.5, deviation sqrt((500^2 - 1) / 12) = 144.3373
+    advantage = scratch.return_to_go(*attempts(500, 500, 500, 500), 1.0)
+    torch.testing.assert_close(advantage[:, 0], torch.full((4,), 249.5 / 144.3373), atol=1e-4, rtol=0)
+    torch.testing.assert_close(advantage[:, -1], torch.full((4,), -249.5 / 144.3373), atol=1e-4, rtol=0)
+
+
+def test_the_last_survivor_is_credited_by_leave_one_out_only():
+    reward, alive = attempts(10, 10, 10, 50)
+    assert torch.equal(scratch.per_step(reward, alive, 1.0)[3, 10:], torch.zeros(40))
+    assert torch.equal(scratch.leave_one_out(reward, alive, 1.0)[3, 10:], torch.arange(40.0, 0.0, -1.0))
+
+
+@pytest.mark.parametrize("name", list(scratch.VARIANTS))
+def test_credit_follows_the_member_not_its_place(name):
+    reward, alive = attempts(3, 9, 5, 7)
+    order = torch.tensor([2, 0, 3, 1])
+    credit = scratch.VARIANTS[name]
+    torch.testing.assert_close(credit(reward[order], alive[order], 0.9), credit(reward, alive, 0.9)[order])
+    assert (credit(reward, alive, 0.9)[~alive] == 0).all()

@@ -33,6 +33,7 @@ from groupwise.policies.configs import PolicyCfg
 
 _LOG_2PI = math.log(2 * math.pi)
 _LOWEST = torch.finfo(torch.float32).min
+_TINY = torch.finfo(torch.float32).tiny
 _QUADRATURE_NODES = 32
 
 
@@ -279,8 +280,9 @@ class DiagGaussian(ActionHead):
     def log_prob(self, params: Float[Tensor, "*batch P"], action: Tensor) -> Float[Tensor, "*batch"]:
         """Log-density of the unclipped action."""
         mean, log_std = params.chunk(2, dim=-1)
-        deviations = (action.reshape(mean.shape) - mean) * (-log_std).exp()
-        return -(0.5 * deviations.square() + log_std).sum(dim=-1) - 0.5 * self.num_outputs * _LOG_2PI
+        deviations = (action.reshape(mean.shape) - mean) / log_std.exp()
+        density = torch.add(log_std, deviations * deviations, alpha=0.5).sum(dim=-1)
+        return -0.5 * self.num_outputs * _LOG_2PI - density
 
     def entropy(self, params: Float[Tensor, "*batch P"]) -> Float[Tensor, "*batch"]:
         """``sum log_std + (1 + log 2 pi) / 2``."""
@@ -332,7 +334,8 @@ class SquashedGaussian(DiagGaussian):
     def entropy(self, params: Float[Tensor, "*batch P"]) -> Float[Tensor, "*batch"]:
         """Entropy of the squashed action, ``H[u] + E[log |da/du|]``.
 
-        The expectation is by Gauss-Hermite quadrature with fixed nodes: deterministic, and differentiable.
+        The expectation is by Gauss-Hermite quadrature with fixed nodes: deterministic, and differentiable. Its error
+        is below 1e-6 for a latent deviation up to 1, and about 2e-3 at 2.7.
         """
         mean, log_std = params.chunk(2, dim=-1)
         latent = mean.unsqueeze(-1) + log_std.exp().unsqueeze(-1) * self.nodes
@@ -346,10 +349,10 @@ class SquashedGaussian(DiagGaussian):
 
 
 def _sample_index(logits: Tensor, generator: torch.Generator | None) -> Tensor:
-    # u = 0 would make the noise -inf, as if the choice were forbidden
+    # argmax of logit - log(-log u); u = 0 would be noise of -inf, as if the choice were forbidden
     uniform = torch.rand(logits.shape, generator=generator, dtype=logits.dtype, device=logits.device)
-    gumbel = uniform.clamp_(min=torch.finfo(logits.dtype).tiny).log_().neg_().log_().neg_()
-    return (logits.detach() + gumbel).argmax(dim=-1)
+    noise = uniform.clamp_(min=_TINY).log_().neg_().log_()
+    return (logits.detach() - noise).argmax(dim=-1)
 
 
 def _pick(log_probs: Tensor, index: Tensor) -> Tensor:

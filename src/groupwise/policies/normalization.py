@@ -17,16 +17,24 @@ _CLIP = 10.0
 
 
 class RunningMeanStd(nn.Module):
-    """Mean and population variance of everything seen so far, per dimension; 0 and 1 before anything was."""
+    """Mean and population variance of everything seen so far, per dimension; 0 and 1 before anything was.
+
+    ``shift`` and ``scale`` are the mean and one over the deviation in float32, kept at hand because acting needs them
+    at every step.
+    """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("shift", torch.zeros(shape))
+        self.register_buffer("scale", torch.ones(shape))
         self.mean: Tensor
         self.var: Tensor
         self.count: Tensor
+        self.shift: Tensor
+        self.scale: Tensor
 
     def update(self, x: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch"], all_sum: AllSum = local) -> None:
         """Take in the elements of ``x`` ``[*batch, *shape]`` where the mask is True, those of all ranks together.
@@ -55,14 +63,12 @@ class RunningMeanStd(nn.Module):
         self.mean += share * delta
         self.var.copy_(torch.where(total > 0, merged, self.var))
         self.count.copy_(total)
-
-    def scale(self) -> Float[Tensor, "*shape"]:
-        """One over the deviation, in float32."""
-        return (self.var + _EPS).rsqrt().float()
+        self.shift.copy_(self.mean)
+        self.scale.copy_((self.var + _EPS).rsqrt())
 
     def normalize(self, x: Float[Tensor, "*any"], clip: float = _CLIP) -> Float[Tensor, "*any"]:
         """``(x - mean) / deviation``, clipped to ``[-clip, clip]``."""
-        return ((x - self.mean.float()) * self.scale()).clamp(-clip, clip)
+        return ((x - self.shift) * self.scale).clamp(-clip, clip)
 
 
 class ObsNormalizer(nn.Module):
@@ -108,7 +114,7 @@ class RewardNormalizer(nn.Module):
 
     def forward(self, reward: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """The scaled rewards."""
-        return (reward * self.statistics.scale()).clamp(-_CLIP, _CLIP)
+        return (reward * self.statistics.scale).clamp(-_CLIP, _CLIP)
 
     def absorb(self, rollout: TensorDict, all_sum: AllSum = local) -> None:
         """Take the discounted returns of the rollout's valid steps into the statistics."""

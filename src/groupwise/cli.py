@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from groupwise.errors import ConfigError, GroupwiseError, RunFolderError, UnknownNameError
 
@@ -85,12 +85,6 @@ Examples:
 LIST_HELP = "Print algorithms, presets, and the choices of credit and objective with their sources."
 
 
-class Shared(NamedTuple):
-    """Options of every command."""
-
-    plugins: list[Path]
-
-
 class Parser(argparse.ArgumentParser):
     """Raises instead of exiting, and takes no abbreviations, which would swallow fields of ``RunCfg``."""
 
@@ -112,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, rest = shared.parse_known_args(argv)
         for plugin in options.plugin:
             _import_plugin(plugin)
-        return _dispatch(rest, Shared(options.plugin))
+        return _dispatch(rest, options.plugin)
     except GroupwiseError as error:
         if debug:
             raise
@@ -125,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 0
 
 
-def _dispatch(argv: Sequence[str], shared: Shared) -> int:
+def _dispatch(argv: Sequence[str], plugins: list[Path]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if argv else 2
@@ -134,7 +128,7 @@ def _dispatch(argv: Sequence[str], shared: Shared) -> int:
 
         print(f"groupwise {version('groupwise')}")
         return 0
-    commands: dict[str, Callable[[Sequence[str], Shared], int]] = {
+    commands: dict[str, Callable[[Sequence[str], list[Path]], int]] = {
         "train": _train,
         "eval": _eval,
         "resume": _resume,
@@ -143,7 +137,7 @@ def _dispatch(argv: Sequence[str], shared: Shared) -> int:
     }
     if argv[0] not in commands:
         raise UnknownNameError("command", argv[0], commands)
-    return commands[argv[0]](argv[1:], shared)
+    return commands[argv[0]](argv[1:], plugins)
 
 
 def _import_plugin(path: Path) -> None:
@@ -156,14 +150,14 @@ def _import_plugin(path: Path) -> None:
     spec.loader.exec_module(module)
 
 
-def _train(argv: Sequence[str], shared: Shared) -> int:
+def _train(argv: Sequence[str], plugins: list[Path]) -> int:
     parser = Parser(prog="groupwise train", add_help=False)
     parser.add_argument("--seeds")
     options, rest = parser.parse_known_args(argv)
     seeds = _parse_seeds(options.seeds) if options.seeds is not None else []
     cfg = _parse_config(rest, "groupwise train", TRAIN_HELP)
     if seeds:
-        return _train_seeds(cfg, seeds, shared)
+        return _train_seeds(cfg, seeds, plugins)
 
     from groupwise import api
 
@@ -171,7 +165,7 @@ def _train(argv: Sequence[str], shared: Shared) -> int:
     return 0
 
 
-def _config(argv: Sequence[str], shared: Shared) -> int:
+def _config(argv: Sequence[str], plugins: list[Path]) -> int:
     from groupwise.config import json_schema, to_json
 
     if "--schema" in argv:
@@ -210,36 +204,38 @@ def _parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def _train_seeds(cfg: Any, seeds: list[int], shared: Shared) -> int:
+def _train_seeds(cfg: Any, seeds: list[int], plugins: list[Path]) -> int:
     """A process per seed, as many at once as there are cores; prints a table at the end."""
     from groupwise.config import to_json
 
     name = f"{cfg.env.id}-{cfg.algorithm.name}-seeds-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
     folder = cfg.run_dir or Path("runs", name)
-    if folder.exists():
-        raise RunFolderError(f"run folder {str(folder)!r} is taken; mend: give another --run-dir")
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(to_json(cfg.model_copy(update={"run_dir": None})) + "\n", encoding="utf-8")
-    failed = []
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError as error:
+        raise RunFolderError(f"run folder {str(folder)!r} is taken; mend: give another --run-dir") from error
+    settings = to_json(cfg.model_copy(update={"run_dir": None}))
+    (folder / "settings.json").write_text(settings + "\n", encoding="utf-8")
     print(f"{len(seeds)} seeds under {folder}", flush=True)
+    exit_codes: dict[int, int] = {}
     with ThreadPoolExecutor(_num_cores()) as pool:
-        jobs = {pool.submit(_train_one, folder, seed, shared): seed for seed in seeds}
+        jobs = {pool.submit(_train_one, folder, seed, plugins): seed for seed in seeds}
         try:
             for job in as_completed(jobs):
-                print(f"seed {jobs[job]}: {'done' if job.result() == 0 else 'failed'}", flush=True)
-                failed += [jobs[job]] if job.result() else []
-        except BaseException:
+                exit_codes[jobs[job]] = job.result()
+                print(f"seed {jobs[job]}: {'failed' if job.result() else 'done'}", flush=True)
+        except KeyboardInterrupt:  # running seeds got it too; the others must not start
             pool.shutdown(cancel_futures=True)
             raise
-    _print_seeds(folder, seeds, failed)
-    return 1 if failed else 0
+    _print_seeds(folder, {seed: exit_codes[seed] == 0 for seed in seeds})
+    return int(any(exit_codes.values()))
 
 
-def _train_one(folder: Path, seed: int, shared: Shared) -> int:
+def _train_one(folder: Path, seed: int, plugins: list[Path]) -> int:
     """Exit code of one seed's training; what it printed is in ``seed_<n>.log``."""
-    command = [sys.executable, "-m", "groupwise", "train", str(folder / "config.json"), "--seed", str(seed)]
+    command = [sys.executable, "-m", "groupwise", "train", str(folder / "settings.json"), "--seed", str(seed)]
     command += ["--run-dir", str(folder / f"seed_{seed}"), "--logging.progress", "lines"]
-    command += [part for plugin in shared.plugins for part in ("--plugin", str(plugin))]
+    command += [part for plugin in plugins for part in ("--plugin", str(plugin))]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     with (folder / f"seed_{seed}.log").open("w", encoding="utf-8") as log:
         return subprocess.run(command, stdout=log, stderr=log, env=os.environ | threads, check=False).returncode
@@ -249,29 +245,26 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _print_seeds(folder: Path, seeds: list[int], failed: list[int]) -> None:
+def _print_seeds(folder: Path, succeeded: dict[int, bool]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("seed", "return_mean", "total_steps", "folder", box=None)
-    for seed in seeds:
-        summary_file = folder / f"seed_{seed}" / "summary.json"
-        summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
-        where = folder / (f"seed_{seed}.log" if seed in failed else f"seed_{seed}")
-        table.add_row(
-            str(seed),
-            "failed" if seed in failed else _number(summary.get("return_mean")),
-            _number(summary.get("total_steps")),
-            str(where),
-        )
-    Console().print(table)
+    from groupwise.report.folder import RunFolder
+
+    table = Table("seed", "return_mean", "total_steps", "see", box=None)
+    for seed, good in succeeded.items():
+        path = folder / f"seed_{seed}"
+        summary = RunFolder(path).read_summary()
+        numbers = [_number(summary.get(key)) for key in ("return_mean", "total_steps")]
+        table.add_row(str(seed), *(numbers if good else ("failed", "")), str(path if good else f"{path}.log"))
+    Console(highlight=False).print(table)
 
 
 def _number(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, int | float) else "-"
 
 
-def _eval(argv: Sequence[str], shared: Shared) -> int:
+def _eval(argv: Sequence[str], plugins: list[Path]) -> int:
     parser = Parser(prog="groupwise eval", description=EVAL_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--episodes", type=int, default=100, help="how many (default: 100)")
@@ -297,7 +290,7 @@ def _eval(argv: Sequence[str], shared: Shared) -> int:
     return 0
 
 
-def _resume(argv: Sequence[str], shared: Shared) -> int:
+def _resume(argv: Sequence[str], plugins: list[Path]) -> int:
     parser = Parser(prog="groupwise resume", description=RESUME_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--total-steps", type=int, help="train until then (default: what the run was started with)")
@@ -316,7 +309,7 @@ def _print_run(run: Any) -> None:
     print(f"run folder: {run.path}\nnext: groupwise eval {run.path}")
 
 
-def _list(argv: Sequence[str], shared: Shared) -> int:
+def _list(argv: Sequence[str], plugins: list[Path]) -> int:
     Parser(prog="groupwise list", description=LIST_HELP).parse_args(argv)
     from rich.console import Console
     from rich.table import Table
@@ -327,29 +320,26 @@ def _list(argv: Sequence[str], shared: Shared) -> int:
     console = Console(highlight=False)
 
     def show(title: str, *rows: tuple[str, ...]) -> None:
-        table = Table(title=title, title_justify="left", show_header=False, box=None)
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         for _ in rows[0]:
             table.add_column(overflow="fold")
         for row in rows:
             table.add_row(*row)
-        console.print("", table)
+        console.print(f"\n[bold]{title}[/bold]", table, sep="\n")
 
-    names = algorithm_names()
-    show(
-        "Algorithms: --algorithm NAME",
-        *((n, (algorithm_entry(n).cfg_type.__doc__ or "").split("\n")[0]) for n in names),
-    )
-    show(
-        "Environments with tuned settings: train ID",
-        *((i, ", ".join(presets.env_preset(i))) for i in presets.env_ids()),
-    )
+    algorithms = {name: (algorithm_entry(name).cfg_type.__doc__ or "").split("\n")[0] for name in algorithm_names()}
+    show("Algorithms: --algorithm NAME", *algorithms.items())
+    tuned = {env_id: ", ".join(presets.env_preset(env_id)) for env_id in presets.env_ids()}
+    show("Environments with tuned settings: groupwise train ID", *tuned.items())
     objectives = presets.objective_presets().items()
     show(
-        "Presets of credit and objective: --preset NAME",
+        "Credit and objective of a paper: --preset NAME",
         *((n, f"{p.title}. {p.note}\n{p.source}") for n, p in objectives),
     )
-    choices = ((*name.rsplit(".", 1), f"{c.note}\n{c.source}") for name, c in presets.choices().items())
-    show("Choices, as in --algorithm.credit.scale none", *choices)
+    choices = (
+        ("--algorithm." + " ".join(n.rsplit(".", 1)), f"{c.note}\n{c.source}") for n, c in presets.choices().items()
+    )
+    show("Each choice of credit and objective: --algorithm.credit.scale none", *choices)
     return 0
 
 

@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from annotated_types import Ge, Gt
 from pydantic import (
@@ -182,7 +182,7 @@ class RunCfg(Cfg):
         return algorithm_entry(str(value.get("name", DEFAULT_ALGORITHM))).cfg_type.model_validate(value)
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> "RunCfg":
         expected = algorithm_entry(self.algorithm.name).cfg_type
         if type(self.algorithm) is not expected:
             got = type(self.algorithm).__name__

@@ -1,0 +1,378 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+
+import groupwise
+from groupwise import cli, config
+from groupwise.errors import RunFolderError
+
+
+class Score(NamedTuple):
+    return_mean: float = 12.5
+    ci95: tuple[float, float] = (11.0, 14.0)
+    episodes: int = 3
+    returns: tuple[float, ...] = (11.0, 12.5, 14.0)
+    length_mean: float = 12.5
+
+
+@pytest.fixture
+def api(monkeypatch):
+    """Stands in for ``groupwise.api`` and keeps what it was called with."""
+    calls: list[tuple] = []
+    run = SimpleNamespace(path=Path("runs/x"), summary={"return_mean": 500.0, "stopped": "total_steps", "note": None})
+
+    def record(name, result):
+        def call(*args, **kwargs):
+            calls.append((name, args, kwargs))
+            return result
+
+        return call
+
+    fake = ModuleType("groupwise.api")
+    fake.train_from_config = record("train", run)
+    fake.resume = record("resume", run)
+    fake.evaluate = record("evaluate", Score())
+    monkeypatch.setitem(sys.modules, "groupwise.api", fake)
+    monkeypatch.setattr(groupwise, "api", fake, raising=False)
+    return calls
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr(config, "_ALGORITHMS", dict(config._ALGORITHMS))
+
+
+def trained(api):
+    [(name, (cfg,), _)] = api
+    assert name == "train"
+    return cfg
+
+
+# --- train ---
+
+
+def test_train_takes_the_environment_s_preset(api, capsys):
+    assert cli.main(["train", "CartPole-v1"]) == 0
+    assert trained(api) == config.resolve("CartPole-v1")
+    out = capsys.readouterr().out
+    assert "return_mean: 500" in out
+    assert "run folder: runs/x\nnext: groupwise eval runs/x" in out
+
+
+def test_train_options_reach_the_config(api):
+    argv = "train CartPole-v1 --algorithm ppo --seed 3 --algorithm.learning-rate 3e-4 --total-steps 77 --device cpu"
+    argv += " --run-dir some/where --policy.hidden-sizes 32 16 --algorithm.target-kl 0.02 --algorithm.optimizer.betas 0.8 0.9"
+    assert cli.main(argv.split()) == 0
+    expected = config.resolve(
+        "CartPole-v1",
+        {"name": "ppo", "learning_rate": 3e-4, "target_kl": 0.02, "optimizer": {"betas": [0.8, 0.9]}},
+        seed=3,
+        total_steps=77,
+        run_dir="some/where",
+        policy={"hidden_sizes": [32, 16]},
+    )
+    assert trained(api) == expected
+
+
+def test_options_with_underscores_equals_sign_flags_and_json(api):
+    argv = ["train", "Pendulum-v1", "--algorithm=ppo", "--algorithm.clip_coef=0.3", "--policy.normalize-obs"]
+    argv += ["--policy.no-normalize-reward", "--env.kwargs", '{"g": 9.0}', "--algorithm.max-grad-norm", "None"]
+    assert cli.main(argv) == 0
+    cfg = trained(api)
+    assert (cfg.algorithm.objective.clip_low, cfg.algorithm.objective.clip_high) == (0.3, 0.3)
+    assert (cfg.policy.normalize_obs, cfg.policy.normalize_reward) == (True, False)
+    assert (cfg.env.kwargs, cfg.algorithm.max_grad_norm) == ({"g": 9.0}, None)
+
+
+def test_preset_and_an_option_over_it(api):
+    assert cli.main(["train", "CartPole-v1", "--preset", "dr_grpo", "--algorithm.credit.scale", "std"]) == 0
+    credit = trained(api).algorithm.credit
+    assert (credit.scale, credit.returns) == ("std", "outcome")
+
+
+def test_algorithm_name_is_another_word_for_algorithm(api):
+    assert cli.main(["train", "CartPole-v1", "--algorithm.name", "ppo", "--algorithm.gae-lambda", "0.5"]) == 0
+    assert trained(api).algorithm.gae_lambda == 0.5
+
+
+def test_train_from_a_file_with_options_over_it(api, tmp_path):
+    path = tmp_path / "my.json"
+    path.write_text('{"env": {"id": "Acrobot-v1"}, "algorithm": {"name": "ppo", "gamma": 0.5}, "seed": 4}')
+    assert cli.main(["train", str(path), "--algorithm.learning-rate", "0.25"]) == 0
+    cfg = trained(api)
+    assert (cfg.env.id, cfg.seed, cfg.algorithm.gamma, cfg.algorithm.learning_rate) == ("Acrobot-v1", 4, 0.5, 0.25)
+
+
+def test_environment_of_a_module_is_left_to_gymnasium(api):
+    assert cli.main(["train", "my_module:Mine-v0"]) == 0
+    assert trained(api).env.id == "my_module:Mine-v0"
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("trian CartPole-v1", "unknown command 'trian': did you mean 'train'"),
+        ("train CartPole-v9", "unknown environment 'CartPole-v9': did you mean 'CartPole-v1'"),
+        ("train", "expected an environment id or a JSON file first, as in: groupwise train CartPole-v1"),
+        ("train --seed 3 CartPole-v1", "expected an environment id or a JSON file first"),
+        ("train CartPole-v1 --algorithm pppo", "unknown algorithm 'pppo': did you mean 'ppo'"),
+        ("train CartPole-v1 --algorithm", "expected one argument; see: groupwise train --help"),
+        ("train CartPole-v1 --preset dr_grp", "unknown preset 'dr_grp': did you mean 'dr_grpo'"),
+        ("train CartPole-v1 --algorithm.credit.scale stdd", "algorithm.credit.scale = 'stdd'"),
+        ("train CartPole-v1 --algorithm.credit.scale stdd", "did you mean 'std'"),
+        ("train CartPole-v1 --algorithm.group-size 1", "algorithm.group_size = 1: input should be greater"),
+        ("train CartPole-v1 --seeds 3-x", "--seeds 3-x: expected a range like 0-9 or a list like 0,3,5"),
+        ("train CartPole-v1 --seeds 1,1", "--seeds 1,1: expected each seed once"),
+        ("train absent.json", "absent.json: No such file"),
+        ("train CartPole-v1 --plugin absent.py", "--plugin absent.py: expected an existing Python file"),
+        ("eval", "arguments are required: run; see: groupwise eval --help"),
+        ("eval x --episodes 0", "--episodes 0: expected at least 1"),
+        ("resume x --total-step 3", "unrecognized arguments: --total-step 3"),
+    ],
+)
+def test_mistakes_end_in_one_clear_line(api, capsys, argv, message):
+    assert cli.main(argv.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("groupwise: error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert api == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "nearest"),
+    [
+        ("train CartPole-v1 --algorithm.learning-rat 1", "--algorithm.learning-rate"),
+        ("train CartPole-v1 --total-step 1", "--total-steps"),
+        ("config CartPole-v1 --env.id Acrobot-v1", "Unrecognized options: --env.id"),
+        ("config CartPole-v1 --algorithm.gamma x", "--algorithm.gamma"),
+        ("config CartPole-v1 --env.kwargs {a", "is broken JSON"),
+        ("config CartPole-v1 --env.kwargs 3", "expected a JSON object"),
+    ],
+)
+def test_unknown_options_name_the_nearest(api, capsys, argv, nearest):
+    assert cli.main(argv.split()) == 2
+    assert nearest in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(groupwise.UnknownNameError):
+        cli.main(["--debug", "train", "CartPole-v9"])
+
+
+def test_errors_of_training_are_one_line_too(api, capsys, monkeypatch):
+    def fail(cfg):
+        raise RunFolderError("run folder 'x' is taken")
+
+    monkeypatch.setattr(sys.modules["groupwise.api"], "train_from_config", fail)
+    assert cli.main(["train", "CartPole-v1"]) == 2
+    assert capsys.readouterr().err == "groupwise: error: run folder 'x' is taken\n"
+
+
+def test_interrupt_says_how_to_go_on(api, capsys, monkeypatch):
+    def interrupt(cfg):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["groupwise.api"], "train_from_config", interrupt)
+    assert cli.main(["train", "CartPole-v1"]) == 130
+    assert "groupwise resume RUN" in capsys.readouterr().err
+
+
+# --- eval, resume ---
+
+
+def test_eval_prints_one_line_that_a_script_can_read(api, capsys):
+    assert cli.main(["eval", "runs/x", "--episodes", "3"]) == 0
+    assert capsys.readouterr().out == "return_mean=12.5 ci95=[11, 14] episodes=3\n"
+    assert api == [("evaluate", (Path("runs/x"), 3), {"deterministic": True, "seed": None, "video": False})]
+
+
+def test_eval_as_json_and_its_options(api, capsys):
+    assert cli.main(["eval", "runs/x", "--json", "--sampled", "--seed", "4", "--video"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "return_mean": 12.5,
+        "ci95": [11.0, 14.0],
+        "episodes": 3,
+        "length_mean": 12.5,
+        "returns": [11.0, 12.5, 14.0],
+    }
+    assert api == [("evaluate", (Path("runs/x"), 100), {"deterministic": False, "seed": 4, "video": True})]
+
+
+def test_resume(api, capsys):
+    assert cli.main(["resume", "runs/x", "--total-steps", "5"]) == 0
+    assert cli.main(["resume", "runs/x"]) == 0
+    assert [args for _, args, _ in api] == [(Path("runs/x"), 5), (Path("runs/x"), None)]
+
+
+# --- config, list, help ---
+
+
+def test_config_prints_a_file_that_train_takes(api, capsys, tmp_path):
+    argv = ["CartPole-v1", "--algorithm", "ppo", "--algorithm.gamma", "0.5"]
+    assert cli.main(["config", *argv]) == 0
+    path = tmp_path / "printed.json"
+    path.write_text(capsys.readouterr().out)
+    assert cli.main(["train", str(path)]) == 0
+    assert trained(api) == config.resolve("CartPole-v1", {"name": "ppo", "gamma": 0.5})
+
+
+def test_config_schema(capsys):
+    assert cli.main(["config", "--schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "RunCfg"
+
+
+def test_list_shows_presets_algorithms_and_choices_with_sources(capsys):
+    assert cli.main(["list"]) == 0
+    out = capsys.readouterr().out
+    for expected in (
+        "grpo",
+        "ppo",
+        "LunarLander-v3",
+        "dr_grpo",
+        "embodichain",
+        "credit.scale batch_std",
+        "arxiv.org/abs/2503.20783",
+    ):
+        assert expected in out
+
+
+@pytest.mark.parametrize("command", ["", "train", "eval", "resume", "config", "list"])
+def test_every_command_has_help_with_an_example(capsys, command):
+    assert cli.main([*command.split(), "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"groupwise {command}".strip() in out
+    assert "usage:" in out
+
+
+def test_help_of_train_shows_the_defaults_of_that_environment(capsys):
+    assert cli.main(["train", "CartPole-v1", "--algorithm", "ppo", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--algorithm.gae-lambda FLOAT" in out
+    assert "(default: 0.8)" in out
+
+
+def test_no_command_prints_the_usage(capsys):
+    assert cli.main([]) == 2
+    assert "groupwise train CartPole-v1" in capsys.readouterr().out
+
+
+def test_plugin_registers_an_algorithm(api, registry, tmp_path):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from groupwise.algorithms.configs import PPOCfg\n"
+        "from groupwise.config import register_algorithm\n"
+        "class MineCfg(PPOCfg):\n"
+        "    '''Mine.'''\n"
+        "    name: str = 'mine'\n"
+        "    heat: float = 1.0\n"
+        "    '''How hot.'''\n"
+        "@register_algorithm(MineCfg)\n"
+        "class Mine: ...\n"
+    )
+    argv = ["train", "CartPole-v1", "--plugin", str(plugin), "--algorithm", "mine", "--algorithm.heat", "2"]
+    assert cli.main(argv) == 0
+    cfg = trained(api).algorithm
+    assert (cfg.name, cfg.heat, cfg.num_steps) == ("mine", 2.0, 32)  # 32: from the preset of its base
+
+
+# --- several seeds ---
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Stands in for the processes of the seeds: each writes its summary, and an unlucky one fails."""
+    started: list[list[str]] = []
+
+    def run(command, *, stdout, env, **options):
+        assert env["OMP_NUM_THREADS"] == "1"
+        started.append(command)
+        seed = int(command[command.index("--seed") + 1])
+        folder = Path(command[command.index("--run-dir") + 1])
+        if seed == 13:
+            stdout.write("out of luck")
+            return SimpleNamespace(returncode=2)
+        folder.mkdir()
+        (folder / "summary.json").write_text(json.dumps({"return_mean": 100.0 + seed, "total_steps": 77}))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return started
+
+
+def test_seeds_train_in_a_process_and_a_folder_each(api, capsys, processes, tmp_path):
+    folder = tmp_path / "many"
+    argv = ["train", "CartPole-v1", "--seeds", "0-1,5", "--algorithm.gamma", "0.5", "--run-dir", str(folder)]
+    assert cli.main(argv) == 0
+    assert sorted(command[command.index("--seed") + 1] for command in processes) == ["0", "1", "5"]
+    assert sorted(path.name for path in folder.glob("seed_?")) == ["seed_0", "seed_1", "seed_5"]
+    [settings] = {command[command.index("train") + 1] for command in processes}
+    assert config.load_config(settings) == config.resolve("CartPole-v1", {"gamma": 0.5})
+    out = capsys.readouterr().out
+    assert "105" in out
+    assert api == []
+
+
+def test_seed_command_lines_are_valid(api, processes, tmp_path):
+    folder = tmp_path / "many"
+    assert cli.main(["train", "CartPole-v1", "--seeds", "2", "--run-dir", str(folder)]) == 0
+    [command] = processes
+    assert command[:3] == [sys.executable, "-m", "groupwise"]
+    assert cli.main(command[3:]) == 0
+    assert (trained(api).seed, trained(api).run_dir) == (2, folder / "seed_2")
+
+
+def test_a_failed_seed_shows_in_the_exit_code_and_points_to_its_log(capsys, processes, tmp_path):
+    assert cli.main(["train", "CartPole-v1", "--seeds", "12-13", "--run-dir", str(tmp_path / "many")]) == 1
+    out = capsys.readouterr().out
+    assert "seed 13: failed" in out
+    assert "seed 12: done" in out
+    assert (tmp_path / "many" / "seed_13.log").read_text() == "out of luck"
+
+
+def test_seeds_never_share_a_folder_with_others(capsys, processes, tmp_path):
+    assert cli.main(["train", "CartPole-v1", "--seeds", "0-1", "--run-dir", str(tmp_path)]) == 2
+    assert "is taken" in capsys.readouterr().err
+    assert processes == []
+
+
+# --- speed ---
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--help",
+        "--version",
+        "list",
+        "train --help",
+        "train CartPole-v1 --help",
+        "config CartPole-v1",
+        "trian",
+        "train CartPole-v9",
+        "train CartPole-v1 --algorithm.learning-rat 1",
+        "train CartPole-v1 --algorithm.credit.scale stdd",
+    ],
+)
+def test_quick_commands_never_import_torch(argv):
+    code = f"import sys; from groupwise import cli; cli.main({argv.split()}); print('torch' in sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "False"
+
+
+def test_module_runs_as_the_console_script_does():
+    done = subprocess.run([sys.executable, "-m", "groupwise", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"groupwise {groupwise.__version__}\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "groupwise.cli", "nonsense"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2

@@ -1,0 +1,330 @@
+import json
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from groupwise import config, presets
+from groupwise.algorithms.configs import AlgorithmCfg, CreditCfg, GRPOCfg, ObjectiveCfg, PPOCfg
+from groupwise.cfg import Cfg
+from groupwise.config import RunCfg, algorithm_entry, json_schema, load_config, register_algorithm, resolve, to_json
+from groupwise.envs.configs import EnvCfg
+from groupwise.errors import ConfigError, UnknownNameError
+from groupwise.policies.configs import PolicyCfg
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Registrations of a test do not outlive it."""
+    monkeypatch.setattr(config, "_ALGORITHMS", dict(config._ALGORITHMS))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(content) -> Path:
+        path = tmp_path / "run.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    return write_file
+
+
+def all_configs(cfg_type: type[Cfg]) -> list[type[Cfg]]:
+    nested = [field.annotation for field in cfg_type.model_fields.values()]
+    return [cfg_type, *(c for n in nested if isinstance(n, type) and issubclass(n, Cfg) for c in all_configs(n))]
+
+
+EVERY_CONFIG = {c for top in (RunCfg, PPOCfg, GRPOCfg) for c in all_configs(top)}
+
+
+# --- precedence ---
+
+
+def test_environment_preset_beats_class_defaults():
+    assert GRPOCfg().group_size == 8
+    assert resolve("CartPole-v1").algorithm.group_size == 4
+
+
+def test_user_beats_environment_preset_field_by_field():
+    cfg = resolve("CartPole-v1", GRPOCfg(gamma=0.5, credit=CreditCfg(eps=1.0)))
+    assert (cfg.algorithm.gamma, cfg.algorithm.credit.eps) == (0.5, 1.0)
+    assert (cfg.algorithm.group_size, cfg.algorithm.credit.group_key) == (4, "group_step")
+
+
+def test_a_value_that_equals_the_class_default_counts_as_set():
+    assert GRPOCfg().gamma == 0.99
+    assert resolve("CartPole-v1").algorithm.gamma == 1.0
+    assert resolve("CartPole-v1", GRPOCfg(gamma=0.99)).algorithm.gamma == 0.99
+
+
+def test_objective_preset_replaces_credit_and_objective_as_a_whole():
+    cfg = resolve("CartPole-v1", preset="dr_grpo")
+    expected_credit = CreditCfg(group_key="group", returns="outcome", scale="none")
+    assert cfg.algorithm.credit == expected_credit
+    assert cfg.algorithm.objective == ObjectiveCfg(aggregation="constant")
+    assert cfg.algorithm.group_size == 4  # the rest of the environment's preset stays
+
+
+def test_user_beats_objective_preset():
+    cfg = resolve("CartPole-v1", {"credit": {"scale": "std"}}, preset="dr_grpo")
+    assert (cfg.algorithm.credit.scale, cfg.algorithm.objective.aggregation) == ("std", "constant")
+
+
+def test_clip_coef_of_the_user_sets_both_sides_over_a_preset():
+    objective = resolve("CartPole-v1", GRPOCfg(clip_coef=0.3), preset="sb3_outcome").algorithm.objective
+    assert (objective.clip_low, objective.clip_high, objective.ratio) == (0.3, 0.3, "sequence_product")
+
+
+def test_unknown_environment_takes_the_default_preset():
+    cfg = resolve("MyEnv-v0", "ppo")
+    assert (cfg.env.id, cfg.policy.normalize_obs) == ("MyEnv-v0", True)
+
+
+def test_run_fields_as_configs_dicts_and_values():
+    cfg = resolve(
+        "CartPole-v1", "ppo", env=EnvCfg(num_envs=3), policy={"hidden_sizes": [32]}, seed=7, run_dir=None, device=None
+    )
+    assert (cfg.env.id, cfg.env.num_envs, cfg.policy.hidden_sizes, cfg.seed) == ("CartPole-v1", 3, (32,), 7)
+    assert cfg.device == "cpu"
+
+
+def test_keyword_arguments_of_the_environment_are_replaced_not_merged(write):
+    path = write({"env": {"id": "CartPole-v1", "kwargs": {"a": 1}}})
+    assert load_config(path, env={"kwargs": {"b": 2}}).env.kwargs == {"b": 2}
+
+
+# --- presets ---
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("env_id", [*presets.env_ids(), "Other-v0"])
+def test_every_environment_preset_is_valid(env_id, algorithm):
+    assert resolve(env_id, algorithm).algorithm.name == algorithm
+    assert "clip_coef" not in presets.env_preset(env_id)[algorithm].get(
+        "algorithm", {}
+    )  # it would beat the user's objective
+
+
+def test_presets_exist_for_the_promised_environments():
+    promised = {"CartPole-v1", "Acrobot-v1", "MountainCarContinuous-v0", "Pendulum-v1", "LunarLander-v3"}
+    assert promised <= set(presets.env_ids())
+
+
+@pytest.mark.parametrize("name", presets.objective_presets())
+def test_every_objective_preset_is_valid_and_names_its_source(name):
+    assert resolve("CartPole-v1", preset=name).algorithm.name == "grpo"
+    preset = presets.objective_presets()[name]
+    assert preset.source.startswith("https://")
+    assert preset.settings.keys() >= {"credit", "objective"}
+
+
+def test_every_choice_of_credit_and_objective_is_described():
+    literals = {
+        f"{part}.{name}.{choice}"
+        for part, cfg_type in (("credit", CreditCfg), ("objective", ObjectiveCfg))
+        for name, field in cfg_type.model_fields.items()
+        if get_origin(field.annotation) is Literal
+        for choice in get_args(field.annotation)
+    }
+    assert presets.choices().keys() == literals
+
+
+def test_every_field_is_documented_and_no_config_is_long():
+    for cfg_type in EVERY_CONFIG:
+        assert len(cfg_type.model_fields) <= 20, cfg_type
+        assert cfg_type.__doc__ != BaseModel.__doc__, cfg_type
+        assert [n for n, field in cfg_type.model_fields.items() if not field.description] == [], cfg_type
+
+
+def test_objective_preset_needs_an_algorithm_with_credit():
+    with pytest.raises(ConfigError, match="algorithm 'ppo' lacks"):
+        resolve("CartPole-v1", "ppo", preset="grpo")
+
+
+# --- files ---
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_json_round_trip(write, algorithm):
+    cfg = resolve("Acrobot-v1", algorithm, seed=3, stop={"time_limit": 2.5}, run_dir="runs/x")
+    assert load_config(write(to_json(cfg))) == cfg
+
+
+def test_partial_file_is_resolved_and_overridden(write):
+    path = write({"env": {"id": "CartPole-v1"}, "algorithm": {"name": "ppo", "gamma": 0.7}, "seed": 1})
+    cfg = load_config(path, {"learning_rate": 0.5}, seed=2)
+    assert isinstance(cfg.algorithm, PPOCfg)
+    assert (cfg.algorithm.gamma, cfg.algorithm.learning_rate, cfg.seed) == (0.7, 0.5, 2)
+    assert cfg.algorithm.num_steps == 32  # preset
+
+
+def test_file_may_name_a_preset_and_the_argument_beats_it(write):
+    path = write({"env": {"id": "CartPole-v1"}, "preset": "rloo"})
+    assert load_config(path).algorithm.credit.baseline == "leave_one_out"
+    assert load_config(path, preset="grpo").algorithm.credit.baseline == "mean"
+
+
+def test_config_of_a_run_folder_is_a_config_file(write):
+    cfg = resolve("CartPole-v1")
+    tree = json.loads(to_json(cfg)) | {"provenance": {"git": None}}
+    assert load_config(write(tree)) == cfg
+
+
+def test_settings_of_another_algorithm_are_refused(write):
+    path = write({"env": {"id": "CartPole-v1"}, "algorithm": {"name": "ppo", "gae_lambda": 0.9}})
+    with pytest.raises(ConfigError, match="settings of algorithm 'ppo' do not fit algorithm 'grpo'"):
+        load_config(path, "grpo")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{\n  "env": {,\n', r"run\.json, line 2, column 11: broken JSON"),
+        ("[1]", r"run\.json: expected an object with settings by name, found list"),
+        ({"seed": 1}, r"run\.json: no environment; mend"),
+        ({"env": "CartPole-v1"}, r"run\.json: env = 'CartPole-v1': expected an object"),
+        ({"env": {"id": "CartPole-v1"}, "seeed": 1}, r"run\.json: unknown key 'seeed'; did you mean 'seed'\?"),
+    ],
+)
+def test_broken_files_say_what_and_where(write, content, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(content))
+
+
+def test_missing_file_is_named():
+    with pytest.raises(ConfigError, match=r"absent\.json: No such file"):
+        load_config("absent.json")
+
+
+def test_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "run.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
+        load_config(tmp_path / "run.json")
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "fields", "message"),
+    [
+        ({"learning_rat": 1}, {}, r"unknown key 'learning_rat' in algorithm; did you mean 'learning_rate'\?"),
+        ({"name": "ppo", "group_size": 4}, {}, r"unknown key 'group_size' in algorithm"),
+        ({"credit": {"scail": "std"}}, {}, r"unknown key 'scail' in algorithm\.credit; did you mean 'scale'\?"),
+        (None, {"xyz": 1}, r"unknown key 'xyz'; known: .*total_steps"),
+        ({"credit": {"scale": "stdd"}}, {}, r"algorithm\.credit\.scale = 'stdd': .*did you mean 'std'\?"),
+        ({"group_size": 1}, {}, r"algorithm\.group_size = 1: .*greater than or equal to 2"),
+        (None, {"total_steps": "many"}, r"total_steps = 'many': .*integer"),
+        (None, {"device": "gpu"}, r"device: expected 'cpu', 'cuda', .*'gpu'"),
+        (None, {"env": {"autoreset": "same_step"}}, r"grpo resets .*env\.autoreset='same_step', mend: 'disabled'"),
+        ({"credit": {"returns": "outcome"}}, {}, r"algorithm\.credit: .*mend.*\(from the preset: .*group_key"),
+        (None, {"env": 3}, r"env = 3: expected an object"),
+        ("grpoo", {}, r"unknown algorithm 'grpoo': did you mean 'grpo'"),
+    ],
+)
+def test_wrong_settings_name_key_value_and_mend(algorithm, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve("CartPole-v1", algorithm, **fields)
+
+
+def test_every_mistake_is_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        resolve("CartPole-v1", {"gama": 1}, sed=1)
+    assert [line.split(";")[0] for line in str(caught.value).splitlines()] == [
+        "unknown key 'gama' in algorithm",
+        "unknown key 'sed'",
+    ]
+
+
+def test_unknown_preset_names_the_nearest():
+    with pytest.raises(UnknownNameError, match="did you mean 'dr_grpo'"):
+        resolve("CartPole-v1", preset="dr_grp")
+
+
+# --- registry ---
+
+
+class MineCfg(GRPOCfg):
+    """A user's algorithm on top of GRPO."""
+
+    name: Literal["mine"] = "mine"
+    temperature: float = 1.0
+    """Of something."""
+
+
+class Mine:
+    pass
+
+
+def test_registered_subclass_survives_the_round_trip(registry, write):
+    assert register_algorithm(MineCfg)(Mine) is Mine
+    assert algorithm_entry("mine").load() is Mine
+    cfg = resolve("CartPole-v1", MineCfg(temperature=2.0))
+    again = load_config(write(to_json(cfg)))
+    assert again == cfg
+    assert isinstance(again.algorithm, MineCfg)
+    assert again.algorithm.temperature == 2.0
+
+
+def test_subclass_inherits_the_presets_of_its_base(registry):
+    register_algorithm(MineCfg)(Mine)
+    assert resolve("CartPole-v1", "mine").algorithm.group_size == 4
+    assert resolve("CartPole-v1", "mine", preset="rloo").algorithm.credit.baseline == "leave_one_out"
+
+
+def test_algorithm_without_presets_takes_class_defaults(registry):
+    class OwnCfg(AlgorithmCfg):
+        """On its own."""
+
+        name: str = "own"
+
+    register_algorithm(OwnCfg)(Mine)
+    assert resolve("CartPole-v1", "own").algorithm == OwnCfg()
+
+
+def test_registering_again_is_allowed_but_not_by_another_config(registry):
+    register_algorithm(MineCfg)(Mine)
+    register_algorithm(MineCfg)(Mine)
+
+    class ThiefCfg(AlgorithmCfg):
+        """Takes a name that is taken."""
+
+        name: str = "ppo"
+
+    with pytest.raises(ConfigError, match="'ppo' is registered for PPOCfg"):
+        register_algorithm(ThiefCfg)
+
+
+def test_config_without_a_name_cannot_be_registered():
+    with pytest.raises(ConfigError, match="AlgorithmCfg has no name"):
+        register_algorithm(AlgorithmCfg)
+
+
+def test_unregistered_config_is_refused():
+    class StrangerCfg(PPOCfg):
+        """Not registered, but with a known name."""
+
+    with pytest.raises(ValidationError, match=r"mend: register_algorithm\(StrangerCfg\)"):
+        RunCfg(algorithm=StrangerCfg())
+
+
+def test_built_in_algorithms_load():
+    assert [algorithm_entry(name).load().__name__ for name in ("grpo", "ppo")] == ["GRPO", "PPO"]
+
+
+# --- schema ---
+
+
+def test_schema_knows_the_algorithms_and_the_file_s_own_key():
+    schema = json_schema()
+    variants = {ref["$ref"].rsplit("/")[-1] for ref in schema["properties"]["algorithm"]["anyOf"]}
+    assert variants == {"GRPOCfg", "PPOCfg"}
+    assert "dr_grpo" in schema["properties"]["preset"]["anyOf"][0]["enum"]
+    assert schema["$defs"]["GRPOCfg"]["properties"]["group_size"]["description"]
+    assert schema["additionalProperties"] is False
+
+
+def test_run_config_stands_on_its_own():
+    assert RunCfg(policy=PolicyCfg(hidden_sizes=(8,)), env={"id": "X-v0"}).total_steps == 100_000
+    assert RunCfg(algorithm={"name": "ppo"}).algorithm == PPOCfg()

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from groupwise.report.statistics import half_width_95
+
 TRAINING, EVALUATION = "#4c72b0", "#c44e52"
 
 
@@ -51,9 +53,5 @@ def _episodes(metrics: Sequence[dict[str, Any]]) -> str:
 
 
 def _half_widths(metrics: Sequence[dict[str, Any]]) -> list[float]:
-    """Half of Student's 95 % interval of each evaluation; 0 for one episode."""
-    from scipy.special import stdtrit
-
     entries = [entry for entry in metrics if "eval/return_mean" in entry]
-    sizes = [(entry["eval/episodes"], entry["eval/return_std"]) for entry in entries]
-    return [float(stdtrit(n - 1, 0.975)) * std / n**0.5 if n > 1 else 0.0 for n, std in sizes]
+    return [half_width_95(entry["eval/return_std"], entry["eval/episodes"]) for entry in entries]

@@ -15,7 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
@@ -43,11 +43,14 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
 
     @classmethod
-    def create(cls, config: Mapping[str, Any], path: Path | None = None, *, name: str = "run") -> "RunFolder":
+    def create(
+        cls, config: Mapping[str, Any], path: Path | None = None, *, name: str = "run", given: Sequence[str] = ()
+    ) -> "RunFolder":
         """A folder that no other run has or will get, with ``config`` in its ``config.json``.
 
         Args:
             path: None makes ``runs/<name>-<time>``, numbered where it is taken.
+            given: what came as Python objects, and must come again to go on.
 
         Raises:
             RunFolderError: ``path`` is a file or a folder with something in it.
@@ -55,7 +58,7 @@ class RunFolder:
         folder = cls(_fresh_path(name) if path is None else _claimable(path))
         try:
             with folder.config.open("x", encoding="utf-8") as file:  # two runs may have found the same empty folder
-                file.write(_to_json({**config, "provenance": provenance()}))
+                file.write(_to_json({**config, "provenance": {**provenance(), "given_in_python": list(given)}}))
         except FileExistsError as error:
             raise _taken(folder.path) from error
         return folder
@@ -84,6 +87,10 @@ class RunFolder:
         """
         config = _read_object(self.config)
         return {key: value for key, value in config.items() if key != "provenance"}
+
+    def read_given(self) -> list[str]:
+        """What the run was given as Python objects: any of "env", "policy"."""
+        return list((_read_object(self.config).get("provenance") or {}).get("given_in_python", []))
 
     def rewrite_config(self, config: Mapping[str, Any]) -> None:
         """Replace the settings, as a resume with more steps does; where the run came from stays."""

@@ -1,9 +1,11 @@
 """A policy at work as an animated picture."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from groupwise.envs.configs import EnvCfg
 from groupwise.policies.base import Policy
 
 if TYPE_CHECKING:
@@ -18,19 +20,38 @@ MIN_DELAY = 20
 """Milliseconds; browsers show faster GIFs slowly."""
 
 
+def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any] | None":
+    """One environment that renders to arrays, if it can; None, with a log line, if it cannot.
+
+    Args:
+        env: a callable that returns the environment, used instead of ``cfg.id``; it sets its render mode itself.
+    """
+    import gymnasium
+
+    make = partial(gymnasium.make, cfg.id) if env is None else env
+    assert callable(make)
+    kwargs = {key: value for key, value in cfg.kwargs.items() if key != "render_mode"}
+    made: gymnasium.Env[Any, Any] = make(**(kwargs if env is None else cfg.kwargs))
+    if env is None and "rgb_array" in made.metadata.get("render_modes", ()):
+        made.close()
+        made = make(**kwargs, render_mode="rgb_array")
+    if made.render_mode == "rgb_array":
+        return made
+    log.info("no video: %s does not render to arrays", made)
+    made.close()
+    return None
+
+
 def record_video(
     policy: Policy, env: "Env[Any, Any]", path: Path, *, seed: int, max_frames: int = 150, max_steps: int = 1000
 ) -> Path | None:
     """Writes an episode of the greedy policy as GIF or WebP (by suffix); None, with a log line, if it cannot render.
 
     Args:
-        env: made with ``render_mode="rgb_array"``.
+        env: renders to arrays.
         max_frames: of an episode that is longer, evenly spaced steps are shown at the same speed.
         max_steps: cuts the episode.
     """
-    if env.render_mode != "rgb_array":
-        log.info("no video: %s cannot render to arrays (render_mode is %r)", env, env.render_mode)
-        return None
     fps = float(env.metadata.get("render_fps") or 30)
     try:
         frames, stride = _play(policy, env, seed, max_frames, max_steps)

@@ -1,7 +1,8 @@
 """Built-in callbacks: evaluate, log, show, save, stop.
 
-``run`` puts them in this order: Evaluate, the user's, stops, logs, Progress, SaveCheckpoints. What an earlier one adds
-to the metrics, a later one writes; the checkpoint comes last and so covers all that the logs hold.
+A run has them in this order: the user's, TimeLimit, Evaluate, StopAtScore, logs, Progress, SaveCheckpoints. What one
+adds to the metrics, later ones write; an evaluation knows that a stop made this iteration the last; and the checkpoint
+covers all that the logs hold.
 """
 
 import json
@@ -44,23 +45,28 @@ class Evaluate(Callback):
 
     Args:
         evaluate: plays the episodes.
+        interval: None evaluates after the last step only.
         best: folder for the policy with the highest mean return so far; None saves none. Rank 0 alone gives one.
     """
 
     def __init__(
-        self, evaluate: Callable[[], EvaluationResult], interval: int, best: Path | None, identity: Identity
+        self, evaluate: Callable[[], EvaluationResult], interval: int | None, best: Path | None, identity: Identity
     ) -> None:
         self.evaluate = evaluate
-        self.every = Every(interval)
+        self.every = None if interval is None else Every(interval)
         self.best = best
         self.identity = identity
         self.best_return: float | None = None
 
     def on_training_start(self, trainer: "Trainer") -> None:
-        self.every.start(trainer.env_steps)
+        """Count from the steps of a resumed run."""
+        if self.every is not None:
+            self.every.start(trainer.env_steps)
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        if not self.every.due(trainer.env_steps) and trainer.env_steps < trainer.total_steps:
+        """Add ``eval/*`` to the metrics when it is time."""
+        due = self.every is not None and self.every.due(trainer.env_steps)
+        if not due and not trainer.is_done():
             return
         result = self.evaluate()
         metrics |= result.metrics()
@@ -71,9 +77,11 @@ class Evaluate(Callback):
             callback.on_evaluation_end(trainer, result)
 
     def state_dict(self) -> dict[str, Any]:
+        """The best return so far."""
         return {"best_return": self.best_return}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the best return of a saved run."""
         self.best_return = state["best_return"]
 
     def _save(self, trainer: "Trainer") -> None:
@@ -99,14 +107,17 @@ class SaveCheckpoints(Callback):
         self.saved_at = 0
 
     def on_training_start(self, trainer: "Trainer") -> None:
+        """Count from the steps of a resumed run."""
         self.every.start(trainer.env_steps)
         self.saved_at = trainer.iteration
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Save when it is time."""
         if self.every.due(trainer.env_steps):
             self._save(trainer)
 
     def on_training_end(self, trainer: "Trainer") -> None:
+        """Save, unless the last iteration was."""
         if trainer.iteration != self.saved_at:
             self._save(trainer)
 
@@ -128,13 +139,16 @@ class MetricsLog(Callback):
         self._file: IO[str] | None = None
 
     def on_training_start(self, trainer: "Trainer") -> None:
+        """Open the file behind what a resumed run kept."""
         self._file = self.path.open("a", buffering=1, encoding="utf-8")
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Write a line."""
         assert self._file is not None
         self._file.write(json.dumps({"iteration": trainer.iteration, "env_steps": trainer.env_steps, **metrics}) + "\n")
 
     def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -146,6 +160,7 @@ class StopAtScore(Callback):
         self.threshold = threshold
 
     def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
+        """Stop if the score is reached."""
         if evaluation.return_mean >= self.threshold:
             trainer.stop(f"score: {evaluation.return_mean:.1f} reached the threshold {self.threshold:g}")
 
@@ -158,9 +173,11 @@ class TimeLimit(Callback):
         self._start = 0.0
 
     def on_training_start(self, trainer: "Trainer") -> None:
+        """Start the clock."""
         self._start = time.perf_counter()
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Stop if time is over."""
         if time.perf_counter() - self._start >= self.seconds:
             trainer.stop(f"time: the limit of {self.seconds:g} s is over")
 
@@ -170,38 +187,45 @@ class Progress(Callback):
 
     Args:
         mode: ``auto`` is the bar on a terminal and lines elsewhere.
+        title: printed first; what is trained, and where it goes.
     """
 
     def __init__(
-        self, mode: Literal["auto", "bar", "lines"], interval: float, console: "Console | None" = None
+        self, mode: Literal["auto", "bar", "lines"], interval: float, title: str = "", console: "Console | None" = None
     ) -> None:
         from rich.console import Console
 
         self.console = console or Console(stderr=True)
         self.interval = interval
+        self.title = title
         self.bar = _Bar(self.console) if mode == "bar" or (mode == "auto" and self.console.is_terminal) else None
         self._shown = 0.0
         self._evaluated: float | None = None
 
     def on_training_start(self, trainer: "Trainer") -> None:
+        """Say what is trained, and show the empty bar."""
         self._shown = time.perf_counter()
+        if self.title:
+            self._print(self.title)
         if self.bar is not None:
             self.bar.start(trainer)
 
     def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
+        """Keep the score for the next line."""
         self._evaluated = evaluation.return_mean
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Move the bar, or print a line when it is time."""
         text = self._text(metrics)
-        last = trainer.env_steps >= trainer.total_steps or trainer.stop_reason is not None
         if self.bar is not None:
             self.bar.show(trainer, text)
-        elif last or time.perf_counter() - self._shown >= self.interval:
+        elif trainer.is_done() or time.perf_counter() - self._shown >= self.interval:
             self._shown = time.perf_counter()
             share = trainer.env_steps / trainer.total_steps
             self._print(f"{trainer.env_steps:>11,} / {trainer.total_steps:,} steps ({share:4.0%})  {text}")
 
     def close(self) -> None:
+        """Leave the terminal as it was."""
         if self.bar is not None:
             self.bar.stop()
 

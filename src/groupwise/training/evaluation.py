@@ -1,6 +1,5 @@
 """Evaluation of a policy over exactly n episodes, each fixed by its own seed."""
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +10,7 @@ from groupwise.data.rollout import Nested, allocate
 from groupwise.envs.base import GroupEnv
 from groupwise.errors import DataError
 from groupwise.policies.base import Policy
+from groupwise.report.statistics import half_width_95
 from groupwise.seeding import derive_seed
 
 
@@ -45,11 +45,7 @@ class EvaluationResult(NamedTuple):
     @property
     def ci95(self) -> tuple[float, float]:
         """95 % confidence interval of the mean by Student's t; the mean twice for one episode, which gives no interval."""
-        if self.episodes == 1:
-            return self.return_mean, self.return_mean
-        from scipy.special import stdtrit  # 0.3 s, and training never asks
-
-        half = float(stdtrit(self.episodes - 1, 0.975)) * self.return_std / math.sqrt(self.episodes)
+        half = half_width_95(self.return_std, self.episodes)
         return self.return_mean - half, self.return_mean + half
 
     def metrics(self) -> dict[str, float]:
@@ -101,13 +97,13 @@ def _play_round(
     """Returns and lengths of episodes ``first, first + 1, ...``, one in each row of ``env`` that has one left."""
     count = min(env.num_envs, len(batch) - first)
     rows, episodes = slice(0, count), slice(first, first + count)
-    mask = np.arange(env.num_envs) < count
     numbers = range(first, first + env.num_envs)
     obs = env.start(
-        mask,
+        np.ones(env.num_envs, dtype=np.bool_),
         np.array([derive_seed(seed, "eval", i) for i in numbers], dtype=np.int64),
         np.array([derive_seed(seed, "eval", i, "noise") for i in numbers], dtype=np.int64),
     )
+    env.hold(np.arange(env.num_envs) >= count)
     returns, lengths = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
     running = torch.ones(count, dtype=torch.bool)
     for step in range(max_steps):

@@ -25,16 +25,19 @@ class TensorBoard(Callback):
         self._writer: Any = None
 
     def on_training_start(self, trainer: "Trainer") -> None:
+        """Open the event file."""
         from torch.utils.tensorboard import SummaryWriter
 
         # What a killed run wrote after its last checkpoint is hidden by purge_step.
         self._writer = SummaryWriter(str(self.folder), purge_step=trainer.env_steps + 1)
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Write every number."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, trainer.env_steps)
 
     def close(self) -> None:
+        """Close the event file."""
         if self._writer is not None:
             self._writer.close()
 
@@ -59,6 +62,7 @@ class WandB(Callback):
         self._run: Any = None
 
     def on_training_start(self, trainer: "Trainer") -> None:
+        """Open the run, or go on with it."""
         import wandb
 
         self._run = wandb.init(
@@ -67,8 +71,10 @@ class WandB(Callback):
         )  # fmt: skip
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Send every number."""
         self._run.log(metrics, step=trainer.env_steps)
 
     def close(self) -> None:
+        """Finish the run."""
         if self._run is not None:
             self._run.finish()

@@ -70,7 +70,7 @@ class Trainer:
         try:
             for callback in self.callbacks:
                 callback.on_training_start(self)
-            while self.env_steps < self.total_steps and self._sum(self.stop_reason is not None) == 0:
+            while self._sum(self.is_done()) == 0:
                 self._iterate()
             for callback in self.callbacks:
                 callback.on_training_end(self)
@@ -81,6 +81,10 @@ class Trainer:
     def stop(self, reason: str) -> None:
         """End training after this iteration."""
         self.stop_reason = self.stop_reason or reason
+
+    def is_done(self) -> bool:
+        """Whether the current iteration is the last one."""
+        return self.env_steps >= self.total_steps or self.stop_reason is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the policy that the next iteration depends on: plain data and tensors."""

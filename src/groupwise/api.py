@@ -1,0 +1,356 @@
+"""Train, evaluate and resume: the parts of a run put together, and what it leaves in its folder."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pydantic import ValidationError
+
+from groupwise import config
+from groupwise.algorithms.base import BaseAlgorithm
+from groupwise.algorithms.configs import AlgorithmCfg
+from groupwise.config import RunCfg
+from groupwise.engines.base import Engine
+from groupwise.engines.distributed import from_environment
+from groupwise.errors import ConfigError, RunFolderError
+from groupwise.policies.base import Policy
+from groupwise.policies.configs import PolicyCfg
+from groupwise.report.curve import plot_curve
+from groupwise.report.folder import RunFolder
+from groupwise.report.statistics import half_width_95
+from groupwise.report.video import record_video, rendering_env
+from groupwise.seeding import derive_seed
+from groupwise.training.base import Callback
+from groupwise.training.build import (
+    GIVEN,
+    Evaluator,
+    Given,
+    Parts,
+    build_callbacks,
+    build_parts,
+    build_trainer,
+    separate_env,
+)
+from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy
+from groupwise.training.evaluation import EvaluationResult
+from groupwise.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    import gymnasium
+
+    EnvSource = str | RunCfg | Callable[..., gymnasium.Env] | gymnasium.vector.VectorEnv
+
+SMALL_TENSOR = 2**17
+"""Elements; networks whose largest matrix is no larger run fastest on one thread."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on disk, and its policy in memory."""
+
+    path: Path
+    """The run folder."""
+    cfg: RunCfg
+    """Every setting, as ``config.json`` has it."""
+    algorithm: BaseAlgorithm
+    """What trained the policy, as it was left."""
+    summary: dict[str, Any]
+    """What the run reached and why it ended."""
+    given: Given = field(default=Given(), repr=False)
+    """Python objects that the run was given."""
+
+    @property
+    def policy(self) -> Policy:
+        """The trained policy."""
+        return self.algorithm.policy
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dictionary per iteration."""
+        return RunFolder(self.path).read_metrics()
+
+    @classmethod
+    def load(
+        cls,
+        path: Path | str,
+        *,
+        checkpoint: Literal["latest", "best"] = "latest",
+        env: object | None = None,
+        policy: Policy | None = None,
+    ) -> "Run":
+        """An earlier run with the policy of one of its checkpoints.
+
+        Args:
+            env: the environment again, if the run was given it as a Python object.
+            policy: the policy again, likewise; it gets the checkpoint's weights.
+
+        Raises:
+            RunFolderError: ``path`` is no run folder, or a damaged one.
+            CheckpointError: the checkpoint is missing, damaged or of another environment or architecture.
+        """
+        folder = RunFolder.open(Path(path))
+        given = Given(env, policy)
+        parts = build_parts(_read_cfg(folder, given), given, Engine())
+        with _closing_own(parts, given):
+            where = folder.checkpoints / checkpoint
+            load_policy(parts.algorithm.policy, load_checkpoint(where, parts.identity).policy, where)
+        return cls(folder.path, parts.cfg, parts.algorithm, folder.read_summary(), given)
+
+
+def train(
+    env: "EnvSource" = "CartPole-v1",
+    algorithm: str | AlgorithmCfg | None = None,
+    *,
+    policy: Policy | PolicyCfg | None = None,
+    preset: str | None = None,
+    seed: int | None = None,
+    total_steps: int | None = None,
+    run_dir: Path | str | None = None,
+    callbacks: Sequence[Callback] = (),
+    **fields: Any,
+) -> Run:
+    """A policy trained on ``env``, with its run folder.
+
+    Args:
+        env: a Gymnasium id, a callable that returns a ``gymnasium.Env``, a ``gymnasium.vector.VectorEnv``, or a
+            ``RunCfg`` with all the settings (then only ``policy`` and ``callbacks`` may be given besides).
+        algorithm: a name, or a config whose set fields go over the environment's preset; None is "grpo".
+        preset: credit and objective of a paper or library, by name.
+        run_dir: must not exist yet, or be empty; None makes a fresh folder under ``runs/``.
+        fields: other fields of ``RunCfg``, such as ``device="auto"`` or ``evaluation={"interval": 10_000}``.
+
+    Raises:
+        ConfigError: a setting is unknown or impossible.
+        EnvError: the environment cannot be used as asked.
+        RunFolderError: ``run_dir`` is taken.
+        DivergedError: training produced non-finite numbers.
+    """
+    named = {"seed": seed, "total_steps": total_steps, "run_dir": None if run_dir is None else Path(run_dir)}
+    settings = {key: value for key, value in named.items() if value is not None} | fields
+    network = policy if isinstance(policy, Policy) else None
+    if isinstance(policy, PolicyCfg):
+        settings["policy"] = policy
+    if isinstance(env, RunCfg):
+        extra = [*settings, *(["algorithm"] if algorithm else []), *(["preset"] if preset else [])]
+        if extra:
+            raise ConfigError(
+                f"a RunCfg holds all settings, but {extra} came besides; mend: env.model_copy(update=...)"
+            )
+        return train_from_config(env, policy=network, callbacks=callbacks)
+    if isinstance(env, str):
+        return train_from_config(
+            config.resolve(env, algorithm, preset, **settings), policy=network, callbacks=callbacks
+        )
+    cfg = config.resolve(GIVEN, algorithm, preset, **_fit_to_env(env, settings))
+    return train_from_config(cfg, env=env, policy=network, callbacks=callbacks)
+
+
+def train_from_config(
+    cfg: RunCfg, env: object | None = None, policy: Policy | None = None, callbacks: Sequence[Callback] = ()
+) -> Run:
+    """A policy trained as ``cfg`` says; see ``train``.
+
+    Args:
+        env: used instead of ``cfg.env.id``.
+        policy: trained instead of a new one.
+    """
+    given, engine = Given(env, policy), from_environment()
+    if engine.world_size > 1 and cfg.run_dir is None:
+        raise ConfigError("several processes train together, and all must know the run folder; mend: set run_dir")
+    parts = build_parts(cfg, given, engine)
+    name = f"{parts.identity.env_id}-{cfg.algorithm.name}-seed{cfg.seed}"
+    if engine.rank == 0:
+        folder = RunFolder.create(_plain(parts.cfg), cfg.run_dir, name=name, given=given.names())
+    else:
+        folder = RunFolder(Path(cfg.run_dir or ""))
+    return _run(parts, given, folder, callbacks, engine, resume=False)
+
+
+def resume(
+    path: Path | str,
+    total_steps: int | None = None,
+    *,
+    env: object | None = None,
+    policy: Policy | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """A run taken up at its latest checkpoint and trained to its end, as if it had never stopped.
+
+    Args:
+        total_steps: goes on to here instead; schedules stretch accordingly.
+        env: the environment again, if the run was given it as a Python object; ``policy`` and ``callbacks`` likewise.
+
+    Raises:
+        RunFolderError: ``path`` is no run folder, or a damaged one.
+        CheckpointError: the checkpoint is damaged or of another environment or architecture.
+    """
+    folder, given, engine = RunFolder.open(Path(path)), Given(env, policy), from_environment()
+    cfg = _read_cfg(folder, given)
+    if total_steps is not None:
+        cfg = cfg.model_copy(update={"total_steps": total_steps})
+        if engine.rank == 0:
+            folder.rewrite_config(_plain(cfg))
+    return _run(build_parts(cfg, given, engine), given, folder, callbacks, engine, resume=True)
+
+
+def evaluate(
+    run: Run | Path | str,
+    episodes: int = 100,
+    *,
+    deterministic: bool = True,
+    seed: int | None = None,
+    video: bool = False,
+    checkpoint: Literal["latest", "best"] = "latest",
+    env: object | None = None,
+    policy: Policy | None = None,
+) -> EvaluationResult:
+    """Scores of exactly ``episodes`` episodes in environments that training never used.
+
+    Args:
+        run: as ``train`` returned it, or its folder.
+        seed: of the episodes; None derives one from the run's seed that evaluations during training do not use.
+        video: also writes ``policy.gif`` into the run folder, where the environment renders.
+        checkpoint: whose policy to play, if ``run`` is a folder.
+    """
+    if not isinstance(run, Run):
+        run = Run.load(run, checkpoint=checkpoint, env=env, policy=policy)
+    seed = derive_seed(run.cfg.seed, "final evaluation") if seed is None else seed
+    evaluator = Evaluator(run.cfg, run.given, run.policy, episodes=episodes, deterministic=deterministic, seed=seed)
+    with _threads_for(run.policy), closing(evaluator):
+        result = evaluator()
+        if video:
+            _record(run.cfg, run.given, run.policy, RunFolder(run.path), seed)
+    return result
+
+
+def _run(
+    parts: Parts, given: Given, folder: RunFolder, users: Sequence[Callback], engine: Engine, *, resume: bool
+) -> Run:
+    cfg, policy = parts.cfg, parts.algorithm.policy
+    evaluator = Evaluator(
+        cfg,
+        given,
+        policy,
+        episodes=cfg.evaluation.episodes,
+        deterministic=cfg.evaluation.deterministic,
+        seed=derive_seed(cfg.seed, "evaluation"),
+    )
+    trainer = build_trainer(parts, build_callbacks(parts, folder, users, evaluator, engine.rank), engine)
+    with _threads_for(policy), closing(engine), closing(evaluator), _closing_own(parts, given):
+        if resume:
+            _take_up(trainer, parts, folder, engine)
+        summary = _train_and_report(trainer, cfg, folder, engine)
+        if engine.rank == 0:
+            _record(cfg, given, policy, folder, evaluator.seed)
+    return Run(folder.path, cfg, parts.algorithm, summary, given)
+
+
+def _take_up(trainer: Trainer, parts: Parts, folder: RunFolder, engine: Engine) -> None:
+    """Put the latest checkpoint into the trainer; a run killed before its first one begins again."""
+    if has_checkpoint(folder.latest):
+        checkpoint = load_checkpoint(folder.latest, parts.identity)
+        load_policy(parts.algorithm.policy, checkpoint.policy, folder.latest)
+        trainer.load_state_dict(checkpoint.state)
+    if engine.rank == 0:
+        folder.truncate_metrics(trainer.iteration)
+
+
+def _train_and_report(trainer: Trainer, cfg: RunCfg, folder: RunFolder, engine: Engine) -> dict[str, Any]:
+    """Train; whatever happens, leave a summary and a curve of what there is."""
+    stopped = "failed"
+    try:
+        trainer.train()
+        stopped = trainer.stop_reason or "total_steps"
+    except KeyboardInterrupt as error:
+        stopped = "interrupted"
+        raise KeyboardInterrupt(f"interrupted; go on with: groupwise resume {folder.path}") from error
+    finally:
+        summary = {"env": cfg.env.id, "algorithm": cfg.algorithm.name, "seed": cfg.seed, "stopped": stopped}
+        if engine.rank == 0:
+            metrics = folder.read_metrics()
+            summary |= _scores(metrics)
+            folder.write_summary(summary)
+            plot_curve(metrics, folder.curve, f"{cfg.env.id}, {cfg.algorithm.name}, seed {cfg.seed}")
+    return summary
+
+
+def _scores(metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the metrics say was reached: by the last evaluation, the best one, and in training."""
+    if not metrics:
+        return {"env_steps": 0, "iterations": 0, "seconds": 0.0}
+    last = metrics[-1]
+    scores = {"env_steps": last["env_steps"], "iterations": last["iteration"], "seconds": last["time/total_seconds"]}
+    evaluations = [entry for entry in metrics if "eval/return_mean" in entry]
+    if evaluations:
+        final, best = evaluations[-1], max(evaluations, key=lambda entry: float(entry["eval/return_mean"]))
+        mean, half = final["eval/return_mean"], half_width_95(final["eval/return_std"], final["eval/episodes"])
+        scores |= {"return_mean": mean, "ci95": [mean - half, mean + half], "episodes": int(final["eval/episodes"])}
+        scores |= {"best_return_mean": best["eval/return_mean"], "best_env_steps": best["env_steps"]}
+    return scores | {"training_return_mean": last.get("rollout/return_mean")}
+
+
+def _record(cfg: RunCfg, given: Given, policy: Policy, folder: RunFolder, seed: int) -> None:
+    separate = separate_env(cfg.env, given.env)
+    env = None if separate is None else rendering_env(*separate)
+    if env is not None:
+        with closing(env):
+            record_video(policy, env, folder.video, seed=derive_seed(seed, "video"))
+
+
+def _fit_to_env(env: object, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings that follow a ready vector environment: its number of rows and its way to reset them."""
+    import gymnasium
+
+    if not isinstance(env, gymnasium.vector.VectorEnv):
+        return settings
+    mode = env.metadata.get("autoreset_mode", gymnasium.vector.AutoresetMode.NEXT_STEP)
+    own = {"num_envs": env.num_envs, "autoreset": mode.name.lower()}
+    return {**settings, "env": {**own, **dict(settings.get("env", {}))}}
+
+
+def _read_cfg(folder: RunFolder, given: Given) -> RunCfg:
+    missing = sorted(set(folder.read_given()) - set(given.names()))
+    if missing:
+        raise ConfigError(
+            f"{folder.path} was given {' and '.join(missing)} in Python; mend: give the same again, as {missing[0]}=..."
+        )
+    try:
+        return RunCfg.model_validate(folder.read_config())
+    except ValidationError as error:
+        reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise RunFolderError(
+            f"{folder.config} does not fit: {reasons}; mend: correct it, or register the algorithm first"
+        ) from error
+
+
+def _plain(cfg: RunCfg) -> dict[str, Any]:
+    """The config as JSON data, without the folder: that is where it lies."""
+    tree: dict[str, Any] = json.loads(config.to_json(cfg.model_copy(update={"run_dir": None})))
+    return tree
+
+
+@contextmanager
+def _closing_own(parts: Parts, given: Given) -> Iterator[None]:
+    """Close the environments at the end, unless they are the user's own."""
+    import gymnasium
+
+    try:
+        yield
+    finally:
+        if not isinstance(given.env, gymnasium.vector.VectorEnv):
+            parts.collector.close()
+
+
+@contextmanager
+def _threads_for(policy: Policy) -> Iterator[None]:
+    """One thread for small networks on the CPU, where more only wait for each other; the old number afterwards."""
+    before = torch.get_num_threads()
+    small = all(p.dim() <= 2 and p.numel() <= SMALL_TENSOR for p in policy.parameters())
+    torch.set_num_threads(1 if small else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,160 @@
+"""A policy, an environment, a collector and an algorithm that are just large enough to train."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from groupwise.algorithms.base import BaseAlgorithm
+from groupwise.algorithms.configs import AlgorithmCfg
+from groupwise.collectors.base import Collector, Episode
+from groupwise.data.rollout import RolloutBuffer, TensorSpec
+from groupwise.envs.base import EnvStep, GroupEnv
+from groupwise.policies.base import Action, Evaluation, Policy
+from groupwise.training.trainer import Trainer
+
+
+class LinearPolicy(Policy):
+    actor_only = True
+    action_spec = TensorSpec((), torch.int64)
+
+    def __init__(self, num_inputs: int = 1, num_actions: int = 2) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(num_inputs, num_actions)
+        self.register_buffer("count", torch.zeros(()))
+
+    @torch.no_grad()
+    def act(self, obs: Any, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
+        probability = self.net(obs).softmax(-1)
+        action = (
+            probability.argmax(-1) if deterministic else torch.multinomial(probability, 1, generator=generator)[:, 0]
+        )
+        return Action(action, probability.gather(-1, action[:, None])[:, 0].log())
+
+    def evaluate(self, batch: Any) -> Evaluation:
+        log_prob = self.net(batch["obs"]).log_softmax(-1)
+        return Evaluation(log_prob.gather(-1, batch["action"][..., None])[..., 0], -(log_prob.exp() * log_prob).sum(-1))
+
+    def predict(self, obs: Any, deterministic: bool = True) -> Any:
+        return self.act(torch.as_tensor(np.asarray(obs))[None], deterministic).action[0].numpy()
+
+
+class CountdownEnv(GroupEnv):
+    """Row with start seed s lasts ``s % 7 + 1`` steps; action 1 earns the noise stream's next number, action 0 nothing."""
+
+    env_id = "Countdown"
+    observation_space = "Countdown observations"
+    action_space = "Countdown actions"
+    obs_spec = TensorSpec((1,), torch.float32)
+    max_episode_steps = None
+    start_tier = "seed"
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs = num_envs
+        self.left = np.zeros(num_envs, dtype=np.int64)
+        self.noise = [np.random.default_rng(0)] * num_envs
+
+    def start(self, mask: Any, start_seed: Any, noise_seed: Any) -> torch.Tensor:
+        self.left = np.where(mask, start_seed % 7 + 1, self.left)
+        self.noise = [
+            np.random.default_rng(s) if m else n for m, s, n in zip(mask, noise_seed, self.noise, strict=True)
+        ]
+        return self._obs()
+
+    def hold(self, mask: Any) -> None:
+        self.left = np.where(mask, 0, self.left)
+
+    def reset(self, *, seed: int | None = None, mask: Any = None) -> torch.Tensor:
+        raise AssertionError("evaluation starts rows, it does not reset")
+
+    def step(self, action: torch.Tensor) -> EnvStep:
+        live = self.left > 0
+        reward = [n.random() * a if on else 0.0 for on, n, a in zip(live, self.noise, action.tolist(), strict=True)]
+        self.left = np.maximum(self.left - 1, 0)
+        ended = torch.from_numpy(live & (self.left == 0))
+        return EnvStep(self._obs(), torch.tensor(reward, dtype=torch.float32), ended, torch.zeros_like(ended))
+
+    def close(self) -> None:
+        pass
+
+    def _obs(self) -> torch.Tensor:
+        return torch.from_numpy(self.left[:, None].astype(np.float32))
+
+
+class OneEpisodeCollector(Collector):
+    """Each rollout is one episode a row; its return is the number of the rollout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def sync(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
+        self.last_steps = rollout.shape[0] * num_steps
+        rollout["obs"].copy_(torch.rand(rollout["obs"].shape))
+        rollout["valid"][:, :num_steps] = True
+        rollout["loss_mask"][:, :num_steps] = True
+        self.iteration += 1
+        self.finished = [Episode(float(self.iteration), num_steps, True)]
+        self.recent.extend(self.finished)
+        return rollout
+
+    def restart(self) -> None:
+        self.events.append(f"restart after {self.iteration}")
+
+    def close(self) -> None:
+        pass
+
+
+class Likelihood(BaseAlgorithm):
+    """Makes what was done more likely: enough to move the parameters and the optimiser's state."""
+
+    metric_names = ("loss",)
+
+    def update(self, rollout: TensorDict) -> dict[str, torch.Tensor]:
+        loss = -self.policy.evaluate({"obs": rollout["obs"], "action": rollout["action"]}).log_prob.mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.policy.get_buffer("count").add_(1)
+        self.iteration += 1
+        return {"train/loss": loss.detach()}
+
+
+@dataclass
+class Parts:
+    """What tests build trainers of."""
+
+    def policy(self) -> LinearPolicy:
+        torch.manual_seed(0)
+        return LinearPolicy()
+
+    def env(self, num_envs: int) -> CountdownEnv:
+        return CountdownEnv(num_envs)
+
+    def trainer(self, *callbacks: Any, total_steps: int = 40, algorithm: type[BaseAlgorithm] = Likelihood) -> Trainer:
+        """10 environment steps an iteration (2 rows of 5)."""
+        policy = self.policy()
+        buffer = RolloutBuffer(2, 5, obs_spec=TensorSpec((1,), torch.float32), action_spec=policy.action_spec)
+        return Trainer(
+            algorithm(AlgorithmCfg(name="likelihood"), policy),
+            OneEpisodeCollector(),
+            buffer,
+            num_steps=5,
+            total_steps=total_steps,
+            callbacks=callbacks,
+        )
+
+    @property
+    def likelihood(self) -> type[BaseAlgorithm]:
+        return Likelihood
+
+
+@pytest.fixture(scope="session")
+def parts() -> Parts:
+    return Parts()

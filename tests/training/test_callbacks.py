@@ -1,0 +1,143 @@
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tensordict import TensorDict
+
+from groupwise.training.base import Callback
+from groupwise.training.callbacks import Evaluate, MetricsLog, Progress, SaveCheckpoints, StopAtScore, TimeLimit
+from groupwise.training.checkpoint import Identity, load_checkpoint
+from groupwise.training.evaluation import EvaluationResult
+from groupwise.training.trainer import Trainer
+
+HERE = Identity("Countdown", "observations", "actions")
+
+
+def scores(*returns: float) -> Any:
+    queue = iter(returns)
+    return lambda: EvaluationResult((next(queue),), (1,))
+
+
+class AtEvaluation(Callback):
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, float]] = []
+        self.checkpoints: list[int] = []
+
+    def on_evaluation_end(self, trainer: Trainer, evaluation: EvaluationResult) -> None:
+        self.seen.append((trainer.env_steps, evaluation.return_mean))
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        self.checkpoints.append(trainer.env_steps)
+
+
+def test_evaluation_comes_every_interval_and_at_the_end_and_the_best_is_kept(parts: Any, tmp_path: Path):
+    hears = AtEvaluation()
+    evaluate = Evaluate(scores(1.0, 5.0, 3.0), 20, tmp_path / "best", HERE)
+    trainer = parts.trainer(evaluate, hears, total_steps=50)
+    trainer.train()
+    assert hears.seen == [(20, 1.0), (40, 5.0), (50, 3.0)]
+    best = load_checkpoint(tmp_path / "best", HERE)
+    assert best.state == {"iteration": 4, "env_steps": 40, "return_mean": 5.0}
+    assert best.policy["count"] == 4  # the weights of then, not those of the end
+    assert "algorithm" not in best.state
+
+
+def test_interval_shorter_than_an_iteration_evaluates_each_iteration(parts: Any):
+    hears = AtEvaluation()
+    parts.trainer(Evaluate(scores(*range(9)), 3, None, HERE), hears, total_steps=40).train()
+    assert [steps for steps, _ in hears.seen] == [10, 20, 30, 40]
+
+
+def test_best_return_survives_a_resume(parts: Any, tmp_path: Path):
+    first = parts.trainer(Evaluate(scores(5.0), 20, tmp_path / "best", HERE), total_steps=20)
+    first.train()
+    second = parts.trainer(Evaluate(scores(4.0), 20, tmp_path / "best", HERE), total_steps=40)
+    second.load_state_dict(first.state_dict())
+    second.train()
+    assert load_checkpoint(tmp_path / "best").state["return_mean"] == 5.0
+
+
+def test_checkpoints_come_every_interval_and_at_the_end_and_restart_episodes(parts: Any, tmp_path: Path):
+    hears = AtEvaluation()
+    trainer = parts.trainer(hears, SaveCheckpoints(tmp_path / "latest", 20, HERE), total_steps=50)
+    trainer.train()
+    assert hears.checkpoints == [20, 40, 50]
+    assert trainer.collector.events == ["restart after 2", "restart after 4", "restart after 5"]
+    assert load_checkpoint(tmp_path / "latest", HERE).state["env_steps"] == 50
+
+
+def test_a_checkpoint_at_the_last_iteration_is_not_written_twice(parts: Any, tmp_path: Path):
+    hears = AtEvaluation()
+    parts.trainer(hears, SaveCheckpoints(tmp_path / "latest", 20, HERE), total_steps=40).train()
+    assert hears.checkpoints == [20, 40]
+
+
+def test_ranks_that_do_not_write_restart_their_episodes_too(parts: Any, tmp_path: Path):
+    trainer = parts.trainer(SaveCheckpoints(None, 20, HERE), total_steps=40)
+    trainer.train()
+    assert trainer.collector.events == ["restart after 2", "restart after 4"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_iteration_is_in_the_file_when_it_ends(parts: Any, tmp_path: Path):
+    path, lines_seen = tmp_path / "metrics.jsonl", []
+
+    class Reader(Callback):
+        def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+            lines_seen.append([json.loads(line) for line in path.read_text().splitlines()])
+
+    class Adder(Callback):
+        def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+            metrics["mine/number"] = 3.0
+
+    parts.trainer(Adder(), MetricsLog(path), Reader(), total_steps=30).train()
+    assert [len(lines) for lines in lines_seen] == [1, 2, 3]
+    last = lines_seen[-1][-1]
+    assert (last["iteration"], last["env_steps"], last["mine/number"]) == (3, 30, 3.0)
+
+
+def test_stops_at_the_score(parts: Any):
+    trainer = parts.trainer(Evaluate(scores(1.0, 9.0, 9.0), 10, None, HERE), StopAtScore(9.0))
+    trainer.train()
+    assert trainer.env_steps == 20
+    assert trainer.stop_reason == "score: 9.0 reached the threshold 9"
+
+
+def test_stops_when_time_is_over(parts: Any):
+    trainer = parts.trainer(TimeLimit(0.0))
+    trainer.train()
+    assert (trainer.env_steps, trainer.stop_reason) == (10, "time: the limit of 0 s is over")
+
+
+@pytest.mark.parametrize(("interval", "count"), [(0.0, 4), (3600.0, 1)])
+def test_plain_lines_come_at_the_interval_and_at_the_end(interval: float, count: int, parts: Any):
+    out = io.StringIO()
+    progress = Progress("auto", interval, console=Console(file=out, width=40))
+    parts.trainer(Evaluate(scores(2.5, 2.5), 20, None, HERE), progress, total_steps=40).train()
+    lines = out.getvalue().splitlines()
+    assert len(lines) == count  # a file is no terminal, and a narrow one wraps no line
+    assert "40 / 40 steps (100%)" in lines[-1]
+    assert "return" in lines[-1]
+    assert "evaluation      2.5" in lines[-1]
+
+
+def test_bar_is_drawn_on_a_terminal(parts: Any):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    parts.trainer(Progress("auto", 1.0, console=console), total_steps=20).train()
+    assert "20/20" in out.getvalue()
+    assert "steps/s" in out.getvalue()
+
+
+def test_bar_is_closed_after_an_error(parts: Any):
+    class Failing(Callback):
+        def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
+            raise RuntimeError("broken callback")
+
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with pytest.raises(RuntimeError, match="broken callback"):
+        parts.trainer(Progress("bar", 1.0, console=console), Failing()).train()
+    assert console.file.getvalue().endswith("\x1b[?25h")  # the cursor is shown again

@@ -1,0 +1,78 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.errors import DataError
+from groupwise.seeding import derive_seed
+from groupwise.training.evaluation import EvaluationResult, evaluate_policy
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("num_envs", [1, 3, 7, 10, 16])
+def test_result_does_not_depend_on_the_number_of_environments(num_envs: int, deterministic: bool, parts: Any):
+    policy = parts.policy()
+    want = evaluate_policy(policy, parts.env(10), episodes=10, seed=5, deterministic=deterministic)
+    have = evaluate_policy(policy, parts.env(num_envs), episodes=10, seed=5, deterministic=deterministic)
+    assert have == want
+
+
+@given(episodes=st.integers(1, 12), num_envs=st.integers(1, 5), seed=st.integers(0, 3))
+def test_exactly_the_episodes_of_the_seeds_are_played(episodes: int, num_envs: int, seed: int, parts: Any):
+    result = evaluate_policy(parts.policy(), parts.env(num_envs), episodes=episodes, seed=seed)
+    starts = [derive_seed(seed, "eval", i) for i in range(episodes)]
+    # long episodes are counted as often as short ones: an episode lasts start % 7 + 1 steps
+    assert result.lengths == tuple(start % 7 + 1 for start in starts)
+    assert result.episodes == episodes
+
+
+def test_greedy_and_sampled_differ(parts: Any):
+    policy = parts.policy()
+    sampled = evaluate_policy(policy, parts.env(8), episodes=8, seed=0, deterministic=False)
+    greedy = evaluate_policy(policy, parts.env(8), episodes=8, seed=0)
+    again = evaluate_policy(policy, parts.env(8), episodes=8, seed=1, deterministic=False)
+    assert len({sampled.returns, greedy.returns, again.returns}) == 3
+
+
+def test_global_random_streams_and_the_policy_mode_are_left_alone(parts: Any):
+    policy = parts.policy().train()
+    before = torch.get_rng_state()
+    evaluate_policy(policy, parts.env(2), episodes=3, seed=0, deterministic=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert policy.training
+
+
+def test_endless_episodes_are_cut(parts: Any):
+    assert max(evaluate_policy(parts.policy(), parts.env(9), episodes=9, seed=0, max_steps=2).lengths) == 2
+
+
+def test_return_that_is_not_finite_names_its_episode(parts: Any, monkeypatch: pytest.MonkeyPatch):
+    env = parts.env(2)
+    step = env.step
+    monkeypatch.setattr(env, "step", lambda action: step(action)._replace(reward=torch.tensor([0.0, math.nan])))
+    with pytest.raises(DataError, match="episode 1 is not finite"):
+        evaluate_policy(parts.policy(), env, episodes=2, seed=0)
+
+
+def test_statistics_by_hand():
+    # returns 1, 2, 3, 6: mean 3, squares 4 + 1 + 0 + 9 = 14, deviation sqrt(14 / 3) = 2.160247
+    # Student's t with 3 degrees of freedom at 97.5 %: 3.182446; half width 3.182446 * 2.160247 / 2 = 3.437434
+    result = EvaluationResult((1.0, 2.0, 3.0, 6.0), (4, 4, 5, 7))
+    assert result.return_mean == 3.0
+    assert result.length_mean == 5.0
+    assert result.return_std == pytest.approx(2.160247, abs=1e-6)
+    assert result.ci95 == pytest.approx((-0.437434, 6.437434), abs=1e-5)
+
+
+def test_one_episode_gives_numbers_all_the_same():
+    result = EvaluationResult((7.0,), (3,))
+    assert result.ci95 == (7.0, 7.0)
+    assert result.metrics() == {
+        "eval/return_mean": 7.0,
+        "eval/return_std": 0.0,
+        "eval/length_mean": 3.0,
+        "eval/episodes": 1.0,
+    }

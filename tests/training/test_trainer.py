@@ -1,0 +1,143 @@
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from groupwise.errors import DivergedError
+from groupwise.training.base import Callback
+from groupwise.training.trainer import Trainer
+
+
+class Recorder(Callback):
+    """Writes down every event, and the metrics."""
+
+    def __init__(self, name: str = "", journal: list[str] | None = None) -> None:
+        self.name = name
+        self.journal = [] if journal is None else journal
+        self.metrics: list[dict[str, float]] = []
+        self.draws: list[tuple[float, float, float]] = []
+
+    def on_training_start(self, trainer: Trainer) -> None:
+        self.journal.append(f"{self.name}start")
+
+    def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
+        self.journal.append(f"{self.name}rollout {trainer.iteration}")
+
+    def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+        self.journal.append(f"{self.name}iteration {trainer.iteration}")
+        self.metrics.append(metrics)
+        self.draws.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+
+    def on_training_end(self, trainer: Trainer) -> None:
+        self.journal.append(f"{self.name}end")
+
+    def close(self) -> None:
+        self.journal.append(f"{self.name}close")
+
+
+def test_events_come_in_order_and_callbacks_too(parts: Any):
+    journal: list[str] = []
+    parts.trainer(Recorder("a ", journal), Recorder("b ", journal), total_steps=15).train()
+    events = ["start", "rollout 0", "iteration 1", "rollout 1", "iteration 2", "end", "close"]
+    assert journal == [f"{name} {event}" for event in events for name in "ab"]
+
+
+def test_training_ends_with_the_iteration_that_reaches_total_steps(parts: Any):
+    recorder = Recorder()
+    trainer = parts.trainer(recorder, total_steps=25)
+    trainer.train()
+    assert (trainer.iteration, trainer.env_steps) == (3, 30)  # 10 steps an iteration: 20 is too few
+    assert all(type(value) is float for metrics in recorder.metrics for value in metrics.values())
+    assert {"train/loss", "rollout/return_mean", "time/steps_per_second", "time/total_seconds"} <= set(
+        recorder.metrics[0]
+    )
+
+
+def test_stop_ends_after_the_iteration_and_keeps_the_first_reason(parts: Any):
+    class Stop(Callback):
+        def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
+            trainer.stop("first")
+            trainer.stop("second")
+
+    recorder = Recorder()
+    trainer = parts.trainer(Stop(), recorder)
+    trainer.train()
+    assert (trainer.iteration, trainer.stop_reason) == (1, "first")
+    assert recorder.journal[-2:] == ["end", "close"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_training_that_diverged_is_stopped(bad: float, parts: Any):
+    class Diverging(parts.likelihood):
+        def update(self, rollout: TensorDict) -> dict[str, torch.Tensor]:
+            loss = super().update(rollout)["train/loss"]
+            return {"train/loss": loss, "train/entropy": torch.tensor(bad if self.iteration == 2 else 1.0)}
+
+    recorder = Recorder()
+    with pytest.raises(DivergedError, match=rf"train/entropy is {bad} in iteration 2; the last checkpoint is kept"):
+        parts.trainer(recorder, algorithm=Diverging).train()
+    assert recorder.journal[-2:] == ["rollout 1", "close"]
+
+
+def test_global_random_streams_follow_from_the_iteration(parts: Any):
+    whole, second = Recorder(), Recorder()
+    parts.trainer(whole, total_steps=20).train()
+    later = parts.trainer(second, total_steps=20)
+    later.iteration, later.env_steps = 1, 10
+    random.seed(99)
+    later.train()
+    assert second.draws == whole.draws[1:]
+    assert len({draw for draws in whole.draws for draw in draws}) == 6
+
+
+def test_state_goes_on_where_it_was_saved(parts: Any):
+    whole = parts.trainer(total_steps=40)
+    whole.train()
+    first = parts.trainer(total_steps=20)
+    first.train()
+    second = parts.trainer(total_steps=40)
+    second.load_state_dict(first.state_dict())
+    second.algorithm.policy.load_state_dict(first.algorithm.policy.state_dict())
+    assert (second.iteration, second.collector.iteration, second.env_steps) == (2, 2, 20)
+    second.train()
+    assert list(second.collector.recent) == list(whole.collector.recent)
+    for name, tensor in whole.algorithm.policy.state_dict().items():
+        assert torch.equal(second.algorithm.policy.state_dict()[name], tensor)
+
+
+def test_state_of_callbacks_returns_to_them_even_to_two_of_a_class(parts: Any):
+    class Counter(Callback):
+        def __init__(self, count: int) -> None:
+            self.count = count
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.count = state["count"]
+
+    saved = parts.trainer(Counter(1), Counter(2)).state_dict()
+    fresh = [Counter(0), Counter(0), Counter(7)]
+    parts.trainer(*fresh).load_state_dict(saved)
+    assert [callback.count for callback in fresh] == [1, 2, 7]
+
+
+def test_numbers_are_pooled_over_ranks(parts: Any):
+    class TwoRanks:
+        """The other rank took 6 steps, and has finished no episode yet."""
+
+        rank, world_size = 0, 2
+
+        def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor + (6 if tensor.dim() == 0 and tensor > 1 else 0)
+
+    recorder = Recorder()
+    trainer = parts.trainer(recorder, total_steps=16)
+    trainer.engine = TwoRanks()
+    trainer.train()
+    assert trainer.env_steps == 16
+    assert recorder.metrics[0]["rollout/return_mean"] == 1.0

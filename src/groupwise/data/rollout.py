@@ -5,7 +5,7 @@ transition (an observation, its value); keys of transitions are padding there. `
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from tensordict import TensorDict
@@ -21,8 +21,8 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
 
 
-Spec = TensorSpec | Mapping[str, "Spec"]
-"""One tensor, or a (nested) dictionary of them: Dict and Tuple observation spaces."""
+Spec: TypeAlias = TensorSpec | Mapping[str, Any]
+"""One tensor, or a (nested) dictionary of them: Dict and Tuple observation spaces. ``Any`` is a ``Spec`` again, which run-time type checkers cannot follow."""
 
 Nested: TypeAlias = Tensor | TensorDict
 """What a ``Spec`` describes."""
@@ -45,7 +45,7 @@ _ID_KEYS = ("group_id", "episode_id")
 def allocate(spec: Spec, *batch: int, device: torch.device | str = "cpu") -> Nested:
     """Zeros of shape ``[*batch, *spec.shape]``, a TensorDict of them for a nested spec."""
     if isinstance(spec, TensorSpec):
-        return torch.zeros(*batch, *spec.shape, dtype=spec.dtype, device=device)
+        return torch.zeros((*batch, *spec.shape), dtype=spec.dtype, device=device)
     leaves = {name: allocate(leaf, *batch, device=device) for name, leaf in spec.items()}
     return TensorDict(leaves, batch_size=list(batch), device=torch.device(device))
 

@@ -201,6 +201,5 @@ def _check_finite(obs: Nested, name: str) -> None:
         for key, leaf in obs.items():
             _check_finite(leaf, f"{name}.{key}")
     elif obs.is_floating_point() and not obs.isfinite().all():
-        raise DataError(
-            f"{name} is not finite: {obs.tolist()}; mend: the environment or what prepares its observations"
-        )
+        index = (~obs.isfinite()).nonzero()[0].tolist()
+        raise DataError(f"{name}{index} is {obs[tuple(index)].item()}, expected a finite number; mend its source")

@@ -174,7 +174,7 @@ class MultiCategorical(ActionHead):
         return action.reshape(*action.shape[: action.dim() - len(self.action_spec.shape)], len(self.table))
 
     def _shaped(self, index: Tensor) -> Tensor:
-        return index.reshape(*index.shape[:-1], *self.action_spec.shape)
+        return index.reshape(index.shape[:-1] + self.action_spec.shape)
 
     def sample(self, params: Float[Tensor, "*batch P"], generator: torch.Generator | None = None) -> Tensor:
         """Random indices, each choice by the Gumbel-max trick."""
@@ -226,7 +226,7 @@ class Bernoulli(ActionHead):
         return self._shaped(params > 0)
 
     def _shaped(self, bits: Tensor) -> Tensor:
-        return bits.to(torch.int8).reshape(*bits.shape[:-1], *self.action_spec.shape)
+        return bits.to(torch.int8).reshape(bits.shape[:-1] + self.action_spec.shape)
 
     def log_prob(self, params: Float[Tensor, "*batch P"], action: Tensor) -> Float[Tensor, "*batch"]:
         """``sum log sigmoid(+-logit)``."""
@@ -275,7 +275,7 @@ class DiagGaussian(ActionHead):
         return self._shaped(params.chunk(2, dim=-1)[0])
 
     def _shaped(self, flat: Tensor) -> Tensor:
-        return flat.reshape(*flat.shape[:-1], *self.action_spec.shape)
+        return flat.reshape(flat.shape[:-1] + self.action_spec.shape)
 
     def log_prob(self, params: Float[Tensor, "*batch P"], action: Tensor) -> Float[Tensor, "*batch"]:
         """Log-density of the unclipped action."""

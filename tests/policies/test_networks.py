@@ -1,0 +1,149 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from groupwise.data.rollout import allocate
+from groupwise.data.spaces import obs_spec, obs_to_tensor
+from groupwise.errors import ConfigError, UnsupportedSpaceError
+from groupwise.policies.configs import PolicyCfg
+from groupwise.policies.networks import MLP, ImageLayout, NatureCNN, ObsEncoder, SmallCNN, image_layout, orthogonal
+
+CFG = PolicyCfg()
+
+
+def encode(space, obs):
+    return ObsEncoder(space, CFG)(obs_to_tensor(space, obs, batched=False))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 5), (5, 3), (4, 4)])
+def test_orthogonal(rows, columns):
+    layer = orthogonal(nn.Linear(columns, rows), gain=2.0)
+    weight = layer.weight if rows <= columns else layer.weight.T
+    # rows (or columns) of length 2, at right angles
+    torch.testing.assert_close(weight @ weight.T, 4 * torch.eye(min(rows, columns)), atol=1e-5, rtol=0)
+    assert not layer.bias.any()
+    assert orthogonal(nn.Linear(2, 2, bias=False)).bias is None
+
+
+def test_mlp_layers_and_gains():
+    mlp = MLP(4, PolicyCfg(hidden_sizes=(8, 6)), 3, gain=0.01)
+    assert [tuple(p.shape) for p in mlp.parameters()] == [(8, 4), (8,), (6, 8), (6,), (3, 6), (3,)]
+    # an orthogonal 3x6 matrix times 0.01 has singular values 0.01, hidden ones sqrt(2)
+    torch.testing.assert_close(torch.linalg.svdvals(mlp.head.weight), torch.full((3,), 0.01))
+    torch.testing.assert_close(torch.linalg.svdvals(mlp.hidden[0].weight), torch.full((4,), math.sqrt(2)))
+    assert mlp(torch.zeros(2, 5, 4)).shape == (2, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("activation", "module"), [("tanh", nn.Tanh), ("relu", nn.ReLU), ("elu", nn.ELU), ("silu", nn.SiLU)]
+)
+def test_mlp_is_the_usual_sequence(activation, module):
+    mlp = MLP(4, PolicyCfg(activation=activation), 3)
+    x = torch.randn(5, 4)
+    expected = nn.Sequential(mlp.hidden[0], module(), mlp.hidden[1], module(), mlp.head)(x)
+    torch.testing.assert_close(mlp(x), expected)
+
+
+def test_mlp_without_head_or_hidden_layers():
+    assert MLP(4, CFG).num_outputs == 64
+    assert MLP(4, PolicyCfg(hidden_sizes=()))(torch.ones(4)).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ((84, 84, 3), ImageLayout(3, 84, 84, False)),
+        ((4, 84, 84), ImageLayout(4, 84, 84, True)),
+        ((210, 160, 3), ImageLayout(3, 210, 160, False)),
+        ((1, 40, 36), ImageLayout(1, 40, 36, True)),
+        ((7, 7, 7), ImageLayout(7, 7, 7, False)),
+    ],
+)
+def test_image_layout(shape, layout):
+    assert image_layout(spaces.Box(0, 255, shape, np.uint8)) == layout
+
+
+@pytest.mark.parametrize(
+    "space", [spaces.Box(0, 255, (84, 84), np.uint8), spaces.Box(0, 1, (3, 84, 84)), spaces.Discrete(2)]
+)
+def test_what_is_no_image(space):
+    assert image_layout(space) is None
+
+
+@pytest.mark.parametrize("size", [(36, 36), (84, 84), (96, 37)])
+def test_nature_cnn_takes_any_size_from_36(size):
+    assert NatureCNN(3, *size)(torch.zeros(2, 3, *size)).shape == (2, 512)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 7), (10, 5)])
+def test_small_cnn_takes_any_size(size):
+    assert SmallCNN(3, *size)(torch.zeros(2, 3, *size)).shape == (2, 128)
+
+
+def test_image_too_small_for_nature():
+    with pytest.raises(ConfigError, match=r"36x36 or more, the observation is 7x7; mend: cnn='small'"):
+        ObsEncoder(spaces.Box(0, 255, (7, 7, 3), np.uint8), CFG)
+
+
+def test_channel_axis_does_not_matter():
+    last = spaces.Box(0, 255, (40, 36, 3), np.uint8)
+    first = spaces.Box(0, 255, (3, 40, 36), np.uint8)
+    a, b = ObsEncoder(last, CFG), ObsEncoder(first, CFG)
+    b.load_state_dict(a.state_dict())
+    image = torch.randint(0, 256, (2, 5, 40, 36, 3), dtype=torch.uint8)
+    assert a(image).shape == (2, 5, 512)
+    torch.testing.assert_close(b(image.movedim(-1, -3)), a(image), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(a(image[0, 0]), a(image)[0, 0], atol=1e-5, rtol=1e-4)
+
+
+def test_image_is_scaled_to_one():
+    encoder = ObsEncoder(spaces.Box(0, 255, (8, 8, 3), np.uint8), PolicyCfg(cnn="small"))
+    white = torch.full((1, 8, 8, 3), 255, dtype=torch.uint8)
+    torch.testing.assert_close(encoder(white), encoder.encoders[0].network(torch.ones(1, 3, 8, 8)))
+
+
+def test_leaves_by_hand():
+    assert encode(spaces.Box(-9, 9, (2, 2)), [[1, 2], [3, 4]]).tolist() == [1, 2, 3, 4]
+    assert encode(spaces.Box(-9, 9, ()), 5.0).tolist() == [5]
+    assert encode(spaces.Box(-9, 9, (2,), np.int32), [5, -6]).tolist() == [5, -6]
+    assert encode(spaces.Box(0, 255, (2,), np.uint8), [0, 255]).tolist() == [0, 1]
+    assert encode(spaces.Discrete(3), 2).tolist() == [0, 0, 1]
+    assert encode(spaces.Discrete(3, start=-1), -1).tolist() == [1, 0, 0]
+    assert encode(spaces.MultiDiscrete([2, 3], start=[0, 5]), [1, 5]).tolist() == [0, 1, 1, 0, 0]
+    assert encode(spaces.MultiDiscrete([[2], [2]]), [[1], [0]]).tolist() == [0, 1, 1, 0]
+    assert encode(spaces.MultiBinary(3), [1, 0, 1]).tolist() == [1, 0, 1]
+
+
+def test_number_out_of_range_encodes_as_zeros():
+    assert encode(spaces.Discrete(3), 7).tolist() == [0, 0, 0]
+
+
+def test_nested_features_follow_the_space():
+    # Gymnasium sorts the names of a Dict
+    space = spaces.Dict({"b": spaces.Tuple((spaces.Discrete(2), spaces.MultiBinary(1))), "a": spaces.Box(-1, 1, (2,))})
+    obs = {"a": np.array([0.5, -0.5], np.float32), "b": (1, np.array([1], np.int8))}
+    assert encode(space, obs).tolist() == [0.5, -0.5, 0, 1, 1]
+    assert ObsEncoder(space, CFG).num_features == 5
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Box(-1, 1, (3,)),
+        spaces.Discrete(3),
+        spaces.Dict({"a": spaces.Discrete(3), "i": spaces.Box(0, 255, (40, 40, 3), np.uint8)}),
+    ],
+)
+def test_any_leading_dimensions(space):
+    encoder = ObsEncoder(space, CFG)
+    assert encoder(allocate(obs_spec(space), 2, 5)).shape == (2, 5, encoder.num_features)
+    assert encoder(allocate(obs_spec(space))).shape == (encoder.num_features,)
+
+
+def test_unsupported_observation():
+    with pytest.raises(UnsupportedSpaceError, match="supported: Box"):
+        ObsEncoder(spaces.Dict({"a": spaces.Text(3)}), CFG)

@@ -1,0 +1,153 @@
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from tensordict import TensorDict
+
+from groupwise.policies.normalization import ObsNormalizer, RewardNormalizer, RunningMeanStd
+
+NUMBERS = st.floats(-1e4, 1e4, width=32)
+
+
+def moments(statistics):
+    return statistics.mean.numpy(), statistics.var.numpy(), statistics.count.item()
+
+
+def full(*shape):
+    return torch.ones(*shape, dtype=torch.bool)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.integers(1, 7).flatmap(lambda n: arrays(np.float32, (n, 2), elements=NUMBERS)), min_size=1, max_size=4)
+)
+def test_running_moments_are_those_of_all_data(chunks):
+    statistics = RunningMeanStd((2,))
+    for chunk in chunks:
+        statistics.update(torch.from_numpy(chunk), full(len(chunk)))
+    data = np.concatenate(chunks).astype(np.float64)
+    mean, var, count = moments(statistics)
+    np.testing.assert_allclose(mean, data.mean(0), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(var, data.var(0), rtol=1e-7, atol=1e-7)
+    assert count == len(data)
+
+
+def test_statistics_before_any_data_are_the_identity():
+    x = torch.tensor([[3.0, -4.0]])
+    statistics = RunningMeanStd((2,))
+    assert torch.equal(statistics.normalize(x), x)
+    statistics.update(x, torch.tensor([False]))
+    assert torch.equal(statistics.normalize(x), x)
+
+
+def test_what_is_masked_out_may_be_anything():
+    x = torch.tensor([[1.0], [float("nan")], [3.0], [float("inf")]])
+    statistics = RunningMeanStd((1,))
+    statistics.update(x, torch.tensor([True, False, True, False]))
+    # mean of 1 and 3 is 2, population variance 1
+    assert (statistics.mean.item(), statistics.var.item(), statistics.count.item()) == (2.0, 1.0, 2.0)
+
+
+def test_statistics_are_those_of_both_ranks():
+    halves = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0)) * 3 + 7
+    masks = torch.rand(2, 5, generator=torch.Generator().manual_seed(1)) < 0.6
+    single = RunningMeanStd((3,))
+    single.update(halves, masks)
+    # both ranks make the same calls, so rank 0's first sum meets rank 1's first, and so on
+    sent = [[], []]
+    for rank in range(2):
+        RunningMeanStd((3,)).update(halves[rank], masks[rank], lambda x, rank=rank: sent[rank].append(x) or x)
+    first = sent[0][0] + sent[1][0]
+
+    def run(rank, answers):
+        statistics, calls = RunningMeanStd((3,)), []
+        statistics.update(halves[rank], masks[rank], lambda x: calls.append(x) or answers[len(calls) - 1](x))
+        return statistics, calls
+
+    second = sum(run(rank, [lambda _: first, lambda x: x])[1][1] for rank in range(2))
+    for rank in range(2):
+        statistics, _ = run(rank, [lambda _: first, lambda _: second])
+        for ours, expected in zip(moments(statistics), moments(single), strict=True):
+            np.testing.assert_allclose(ours, expected, rtol=1e-12)
+
+
+def test_normalize_by_hand_and_clip():
+    statistics = RunningMeanStd((1,))
+    statistics.update_from_moments(
+        torch.tensor([2.0]).double(), torch.tensor([4.0]).double(), torch.tensor(10.0).double()
+    )
+    # (6 - 2) / sqrt(4) = 2; (100 - 2) / 2 = 49, clipped
+    torch.testing.assert_close(
+        statistics.normalize(torch.tensor([[6.0], [100.0], [-100.0]])), torch.tensor([[2.0], [10.0], [-10.0]])
+    )
+    assert statistics.normalize(torch.tensor([100.0]), clip=3.0).item() == 3.0
+
+
+def test_constant_data_normalises_to_zero():
+    statistics = RunningMeanStd(())
+    statistics.update(torch.full((4,), 5.0), full(4))
+    assert statistics.normalize(torch.tensor(5.0)).item() == 0.0
+
+
+def test_obs_normalizer_leaves_the_rest_alone():
+    space = spaces.Dict(
+        {
+            "x": spaces.Box(-9, 9, (2,)),
+            "n": spaces.Discrete(3),
+            "t": spaces.Tuple((spaces.Box(0, 255, (4,), np.uint8), spaces.Box(0, 9, ()))),
+        }
+    )
+    normalizer = ObsNormalizer(space)
+    assert normalizer.paths == [("t", "1"), ("x",)]
+    tree = TensorDict({"0": torch.arange(12, dtype=torch.uint8).reshape(3, 4), "1": torch.tensor([1.0, 2.0, 3.0])}, [3])
+    obs = TensorDict(
+        {"x": torch.tensor([[0.0, 1.0], [2.0, 1.0], [4.0, 1.0]]), "n": torch.tensor([0, 1, 2]), "t": tree}, [3]
+    )
+    before = obs.clone()
+    normalizer.absorb(obs, full(3))
+    out = normalizer(obs)
+    # 1, 2, 3 has mean 2 and population variance 2/3: (1 - 2) / sqrt(2/3) = -1.2247449
+    torch.testing.assert_close(out["t", "1"], torch.tensor([-1.2247449, 0.0, 1.2247449]))
+    torch.testing.assert_close(out["x"], torch.tensor([[-1.2247449, 0.0], [0.0, 0.0], [1.2247449, 0.0]]))
+    assert torch.equal(out["n"], before["n"])
+    assert torch.equal(out["t", "0"], before["t", "0"])
+    assert (obs == before).all(), "the given observation was changed"
+
+
+def test_obs_normalizer_of_integers_does_nothing():
+    obs = torch.tensor([1, 2])
+    normalizer = ObsNormalizer(spaces.Discrete(3))
+    normalizer.absorb(obs, full(2))
+    assert normalizer(obs) is obs
+
+
+def rollout_of(reward, terminated, truncated, valid):
+    keys = {"terminated": terminated, "truncated": truncated, "valid": valid}
+    leaves = {name: torch.tensor([mask], dtype=torch.bool) for name, mask in keys.items()}
+    return TensorDict({"reward": torch.tensor([reward]), **leaves}, [1, len(reward)])
+
+
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+def test_reward_normalizer_by_hand(end):
+    # gamma 0.5; first episode rewards 1, 2: returns 1 + 0.5 * 2 = 2 and 2; dead slot; second episode, cut: 6
+    # returns 2, 2, 6: mean 10/3, population variance (16/9 + 16/9 + 64/9) / 3 = 32/9, deviation 1.8856181
+    flags = {"terminated": [0, 0, 0, 0, 0], "truncated": [0, 0, 0, 0, 0]} | {end: [0, 1, 0, 0, 0]}
+    rollout = rollout_of([1.0, 2.0, float("nan"), 6.0, 9.0], **flags, valid=[1, 1, 0, 1, 0])
+    normalizer = RewardNormalizer(0.5)
+    normalizer.absorb(rollout)
+    # 6 / 1.8856181 = 3.1819805; the sign and zero of a reward never change
+    torch.testing.assert_close(normalizer(torch.tensor([6.0, 0.0, -6.0])), torch.tensor([3.1819805, 0.0, -3.1819805]))
+
+
+def test_state_dict_holds_the_statistics():
+    a, b = RunningMeanStd((2,)), RunningMeanStd((2,))
+    a.update(torch.randn(9, 2), full(9))
+    b.load_state_dict(a.state_dict())
+    x = torch.randn(3, 2)
+    assert torch.equal(a.normalize(x), b.normalize(x))
+    a.update(x, full(3))
+    b.update(x, full(3))
+    assert all(np.array_equal(p, q) for p, q in zip(moments(a), moments(b), strict=True))

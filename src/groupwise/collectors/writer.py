@@ -1,5 +1,7 @@
 """Writes a rollout one step of all rows at a time."""
 
+from typing import Any, TypeAlias
+
 import numpy as np
 import torch
 from jaxtyping import Bool
@@ -9,7 +11,7 @@ from torch import Tensor
 from groupwise.data.rollout import Nested
 from groupwise.policies.base import Action, Policy
 
-_Views = tuple[Tensor, ...] | dict[str, "_Views"]
+_Views: TypeAlias = tuple[Tensor, ...] | dict[str, Any]  # Any: _Views again
 
 
 class RolloutWriter:

@@ -1,0 +1,257 @@
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.collectors.base import Episode
+from groupwise.collectors.groups import GroupCollector
+from groupwise.data.rollout import TensorSpec
+from groupwise.envs.base import EnvStep, GroupEnv
+from groupwise.envs.configs import EnvCfg
+from groupwise.envs.make import make_env
+from groupwise.errors import EnvError
+
+T, F = True, False
+
+
+class ScriptedGroupEnv(GroupEnv):
+    """Attempt ``k`` (in order of starting) lasts ``lengths[k]`` steps; observes 10 * k + steps taken; reward 1."""
+
+    start_tier = "state"
+    env_id = "Scripted"
+    obs_spec = TensorSpec((1,), torch.float32)
+    observation_space = gymnasium.spaces.Box(0, 1e6, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, num_envs, lengths, end="terminated", limit=99):
+        self.num_envs, self.lengths, self.end, self.max_episode_steps = num_envs, lengths, end, limit
+        self.started, self.start_calls, self.held = 0, [], []
+        self.attempt, self.count, self.running = (np.zeros(num_envs, np.int64) for _ in range(3))
+
+    def start(self, mask, start_seed, noise_seed):
+        rows = np.flatnonzero(mask)
+        self.start_calls.append((rows.tolist(), start_seed[mask].tolist(), noise_seed[mask].tolist()))
+        self.attempt[rows] = np.arange(self.started, self.started + len(rows))
+        self.count[rows], self.running[rows] = 0, 1
+        self.started += len(rows)
+        return self.obs()
+
+    def hold(self, mask):
+        self.held.append(np.flatnonzero(mask).tolist())
+        self.running[mask] = 0
+
+    def step(self, action):
+        running = self.running == 1
+        self.count[running] += 1
+        over = running & (self.count == np.array(self.lengths)[self.attempt % len(self.lengths)])
+        self.running[over] = 0
+        ends = [torch.from_numpy(over), torch.zeros(self.num_envs, dtype=torch.bool)]
+        terminated, truncated = ends if self.end == "terminated" else ends[::-1]
+        return EnvStep(self.obs(), torch.from_numpy(running.astype(np.float32)), terminated, truncated)
+
+    def obs(self):
+        return torch.from_numpy((10 * self.attempt + self.count).astype(np.float32)[:, None])
+
+    def reset(self, *, seed=None, mask=None):
+        raise AssertionError("groups are started, never reset")
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="session")
+def collect(buffer_for, fake_policy):
+    def run(env, num_steps, *, slots=8, actor_only=False, iteration=0, **kwargs):
+        policy = fake_policy(actor_only)
+        collector = GroupCollector(env, policy, **kwargs)
+        collector.iteration = iteration
+        buffer = buffer_for(env, policy, slots)
+        rollout = collector.collect(num_steps, buffer.start_rollout())
+        buffer.add(rollout)
+        return collector, rollout
+
+    return run
+
+
+def check(rollout, **expected):
+    for key, numbers in expected.items():
+        dtype = rollout[key].dtype
+        assert rollout[key].squeeze(-1).tolist() == torch.tensor(numbers, dtype=dtype).tolist(), key
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5, 64])
+def test_two_rows_and_a_group_of_three_by_hand(collect, slots):
+    # attempts last 2, 4 and 3 steps. Row 0 takes attempt 0 then 2; row 1 takes attempt 1 and is idle for one slot.
+    # Budget 2 rows * 3 steps = 6; when row 1 is free 8 steps are taken, so no second group opens.
+    collector, rollout = collect(ScriptedGroupEnv(2, [2, 4, 3]), 3, slots=slots, group_size=3)
+    check(
+        rollout,
+        obs=[[0, 1, 20, 21, 22, 23], [10, 11, 12, 13, 14, 14]],
+        reward=[[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]],
+        terminated=[[F, T, F, F, T, F], [F, F, F, T, F, F]],
+        truncated=[[F] * 6, [F] * 6],
+        valid=[[T, T, T, T, T, F], [T, T, T, T, F, F]],
+        loss_mask=[[T, T, T, T, T, F], [T, T, T, T, F, F]],
+        episode_id=[[0, 0, 2, 2, 2, -1], [1, 1, 1, 1, -1, -1]],
+        group_id=[[0, 0, 0, 0, 0, -1], [0, 0, 0, 0, -1, -1]],
+        step=[[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 0, 0]],
+        value=[[0, 1, 20, 21, 22, 23], [10, 11, 12, 13, 14, 14]],
+        next_value=[[1, 0, 21, 22, 0, 0], [11, 12, 13, 0, 14, 0]],
+    )
+    assert collector.finished == [Episode(2.0, 2, True), Episode(4.0, 4, True), Episode(3.0, 3, True)]
+    assert collector.last_steps == 9
+    assert collector.metrics() == {
+        "rollout/env_steps": 9.0,
+        "rollout/episodes": 3.0,
+        "rollout/return_mean": 3.0,
+        "rollout/length_mean": 3.0,
+        "rollout/groups": 1.0,
+        "rollout/idle_fraction": pytest.approx(0.1),  # 1 of 2 * 5 slots
+    }
+
+
+def test_a_truncated_attempt_is_worth_its_final_observation(collect):
+    collector, rollout = collect(ScriptedGroupEnv(2, [2, 4, 3], end="truncated"), 3, group_size=3)
+    check(rollout, next_value=[[1, 2, 21, 22, 23, 0], [11, 12, 13, 14, 14, 0]])
+    assert [episode.terminated for episode in collector.finished] == [False, False, False]
+
+
+def test_the_next_group_opens_while_the_budget_lasts(collect):
+    # budget 2 * 2 = 4. Attempts last 1, 3, 2, 2. At slot 1 row 0 is free with 2 steps taken: group 1 opens.
+    # At slot 3 both rows are free and one attempt is left.
+    collector, rollout = collect(ScriptedGroupEnv(2, [1, 3, 2, 2]), 2, group_size=2)
+    check(
+        rollout,
+        episode_id=[[0, 2, 2, 3, 3, -1], [1, 1, 1, -1, -1, -1]],
+        group_id=[[0, 1, 1, 1, 1, -1], [0, 0, 0, -1, -1, -1]],
+        step=[[0, 0, 1, 0, 1, 0], [0, 1, 2, 0, 0, 0]],
+    )
+    assert collector.last_steps == 8
+    assert collector.metrics()["rollout/groups"] == 2.0
+
+
+def test_a_window_cuts_attempts_and_holds_rows_without_another(collect):
+    env = ScriptedGroupEnv(2, [5, 1])
+    collector, rollout = collect(env, 1, group_size=2, attempt_steps=2)
+    check(
+        rollout,
+        truncated=[[F, T, F], [F, F, F]],
+        terminated=[[F, F, F], [T, F, F]],
+        valid=[[T, T, F], [T, F, F]],
+        next_value=[[1, 2, 0], [0, 11, 0]],
+    )
+    assert env.held == [[0]]
+    assert collector.finished == [Episode(1.0, 1, True), Episode(2.0, 2, False)]
+
+
+def test_an_end_at_the_window_is_no_cut(collect):
+    _, rollout = collect(ScriptedGroupEnv(2, [2]), 1, group_size=2, attempt_steps=2)
+    check(rollout, truncated=[[F, F, F], [F, F, F]], terminated=[[F, T, F], [F, T, F]])
+
+
+def test_starts_due_together_are_made_in_one_call_and_siblings_share_the_start_only(collect):
+    env = ScriptedGroupEnv(4, [2])
+    collect(env, 3, group_size=2)
+    assert [rows for rows, _, _ in env.start_calls] == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    starts = [seed for _, seeds, _ in env.start_calls for seed in seeds]
+    noises = [seed for _, _, seeds in env.start_calls for seed in seeds]
+    assert starts[::2] == starts[1::2]
+    assert len(set(starts)) == 4
+    assert len(set(noises)) == 8
+    other = ScriptedGroupEnv(4, [2])
+    collect(other, 3, group_size=2, iteration=1)
+    assert not {seed for _, seeds, _ in other.start_calls for seed in seeds} & set(starts)
+
+
+def test_an_attempt_that_might_never_end_is_refused(fake_policy):
+    with pytest.raises(EnvError, match=r"Scripted has no step limit.*mend: set attempt_steps"):
+        GroupCollector(ScriptedGroupEnv(2, [2], limit=None), fake_policy(), group_size=2)
+
+
+@given(
+    num_envs=st.integers(1, 5),
+    group_size=st.integers(1, 6),
+    num_steps=st.integers(1, 6),
+    lengths=st.lists(st.integers(1, 7), min_size=1, max_size=9),
+)
+def test_whole_groups_without_gaps_within_the_budget(collect, num_envs, group_size, num_steps, lengths):
+    env = ScriptedGroupEnv(num_envs, lengths)
+    collector, rollout = collect(env, num_steps, slots=2, actor_only=True, group_size=group_size)
+    episode, group, valid = (rollout[key][:, :-1] for key in ("episode_id", "group_id", "valid"))
+    count = torch.bincount(episode[valid])
+    assert count.tolist() == [lengths[k % len(lengths)] for k in range(len(count))]
+    assert len(count) % group_size == 0
+    assert torch.equal(group[valid], episode[valid] // group_size)
+    assert (valid[:, 1:] <= valid[:, :-1]).all(), "a row that is idle once stays idle"
+    assert collector.last_steps == valid.sum() == count.sum()
+    # the last group opened while steps were left, and none were left when rows ran out of attempts
+    begins = (rollout["step"][:, :-1] == 0) & valid
+    opened_at = (begins & (episode == len(count) - group_size)).any(dim=0).nonzero().item()
+    assert valid[:, :opened_at].sum() < num_envs * num_steps <= collector.last_steps
+
+
+@pytest.mark.parametrize("num_envs", [1, 2, 5])
+def test_siblings_share_the_start_bit_for_bit_and_not_the_noise(collect, walk_env, num_envs):
+    env = make_env(EnvCfg(num_envs=num_envs), grouped=True, env=walk_env)
+    _, rollout = collect(env, 20, slots=64, group_size=3, attempt_steps=12)
+    first = (rollout["step"] == 0) & rollout["valid"]
+    obs, group = rollout["obs"][first], rollout["group_id"][first]
+    second = rollout["obs"].roll(-1, dims=1)[first]
+    # what the walk moved by apart from the action's 0.1
+    drift = second[:, 1] - obs[:, 1] - 0.1 * rollout["action"][first]
+    for g in range(int(group.max()) + 1):
+        starts = obs[group == g]
+        assert starts.shape == (3, 2)
+        assert torch.equal(starts, starts[:1].expand(3, 2))
+        assert drift[group == g].sort().values.diff().min() > 1e-4
+    assert len(obs[:, 0].unique()) == int(group.max()) + 1
+
+
+def test_held_rows_take_no_inner_step(collect, walk_env):
+    inner = []
+
+    def make():
+        inner.append(walk_env())
+        return inner[-1]
+
+    env = make_env(EnvCfg(num_envs=4), grouped=True, env=make)
+    collector, rollout = collect(env, 5, slots=64, group_size=3, attempt_steps=7)
+    assert collector.metrics()["rollout/idle_fraction"] > 0
+    assert sum(env.steps_taken for env in inner) == collector.last_steps == rollout["valid"].sum()
+
+
+def test_both_ways_to_start_cartpole_give_the_same_rollout(collect):
+    by_state, by_seed = (
+        collect(make_env(EnvCfg(num_envs=3, vectorization=v), grouped=True), 60, slots=64, group_size=4)[1]
+        for v in ("entry_point", "sync")
+    )
+    valid = by_state["valid"]
+    assert torch.equal(valid, by_seed["valid"])
+    for key in ("obs", "reward", "next_value", "action", "terminated"):
+        assert torch.equal(by_state[key][valid], by_seed[key][valid]), key
+
+
+@pytest.mark.parametrize("make_from", ["walk", "cartpole"])
+def test_a_fresh_collector_goes_on_bit_for_bit(buffer_for, fake_policy, walk_env, make_from):
+    def last_rollout(first, iterations):
+        source = {"env": walk_env} if make_from == "walk" else {}
+        env = make_env(EnvCfg(num_envs=3), grouped=True, **source)
+        policy = fake_policy()
+        collector = GroupCollector(env, policy, group_size=2, attempt_steps=9, seed=5)
+        collector.iteration = first
+        buffer = buffer_for(env, policy, 64)
+        for _ in range(iterations):
+            rollout = collector.collect(10, buffer.start_rollout())
+        assert collector.iteration == first + iterations
+        return rollout
+
+    assert (last_rollout(0, 3) == last_rollout(2, 1)).all()
+    assert (last_rollout(0, 1) == last_rollout(0, 1)).all()
+    assert not torch.equal(last_rollout(0, 1)["obs"][:, 0], last_rollout(1, 1)["obs"][:, 0])
+
+
+def test_an_actor_only_policy_leaves_no_values(collect):
+    _, rollout = collect(ScriptedGroupEnv(2, [3]), 3, actor_only=True, group_size=2)
+    assert "value" not in rollout.keys()

@@ -1,0 +1,201 @@
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from groupwise.collectors.base import Episode
+from groupwise.collectors.vector import VectorCollector, label_episodes
+from groupwise.envs.configs import EnvCfg
+from groupwise.envs.make import make_env
+
+T, F = True, False
+# row 0 is cut after 2 steps, then dies after 3; row 1 dies after 4; then both go on for long
+SCRIPTS = ([(2, "truncated"), (3, "terminated"), (9, "terminated")], [(4, "terminated"), (9, "terminated")])
+
+
+def windows(scripted, buffer_for, policy, autoreset, *lengths, scripts=SCRIPTS):
+    env = scripted(autoreset, *scripts)
+    collector = VectorCollector(env, policy)
+    rollouts = []
+    for length in lengths:
+        buffer = buffer_for(env, policy, length)
+        rollouts.append(collector.collect(length, buffer.start_rollout()))
+        buffer.add(rollouts[-1])
+    return collector, rollouts
+
+
+def check(rollout, **expected):
+    for key, numbers in expected.items():
+        dtype = rollout[key].dtype
+        assert rollout[key].squeeze(-1).tolist() == torch.tensor(numbers, dtype=dtype).tolist(), key
+
+
+@pytest.mark.parametrize("autoreset", ["disabled", "same_step"])
+def test_window_by_hand_when_the_next_slot_is_the_next_start(scripted, buffer_for, fake_policy, autoreset):
+    _, (first, second) = windows(scripted, buffer_for, fake_policy(), autoreset, 5, 2)
+    check(
+        first,
+        obs=[[0, 1, 10, 11, 12, 20], [100, 101, 102, 103, 110, 111]],
+        reward=[[1, 2, 1, 2, 3, 0], [1, 2, 3, 4, 1, 0]],
+        terminated=[[F, F, F, F, T, F], [F, F, F, T, F, F]],
+        truncated=[[F, T, F, F, F, F], [F, F, F, F, F, F]],
+        valid=[[T, T, T, T, T, F], [T, T, T, T, T, F]],
+        loss_mask=[[T, T, T, T, T, F], [T, T, T, T, T, F]],
+        episode_id=[[0, 0, 1, 1, 1, -1], [2, 2, 2, 2, 3, -1]],
+        group_id=[[0, 0, 1, 1, 1, -1], [2, 2, 2, 2, 3, -1]],
+        step=[[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 0, 0]],
+        value=[[0, 1, 10, 11, 12, 20], [100, 101, 102, 103, 110, 111]],
+        # the cut after slot 1 is worth V(2), the observation that nobody acted on; an end by death is worth 0
+        next_value=[[1, 2, 11, 12, 0, 0], [101, 102, 103, 0, 111, 0]],
+    )
+    check(
+        second,
+        obs=[[20, 21, 22], [111, 112, 113]],
+        episode_id=[[0, 0, -1], [1, 1, -1]],
+        step=[[0, 1, 0], [1, 2, 0]],
+        next_value=[[21, 22, 0], [112, 113, 0]],
+    )
+
+
+def test_window_by_hand_when_the_next_slot_is_dead(scripted, buffer_for, fake_policy):
+    _, (first, second) = windows(scripted, buffer_for, fake_policy(), "next_step", 6, 2)
+    check(
+        first,
+        obs=[[0, 1, 2, 10, 11, 12, 13], [100, 101, 102, 103, 104, 110, 111]],
+        reward=[[1, 2, 0, 1, 2, 3, 0], [1, 2, 3, 4, 0, 1, 0]],
+        terminated=[[F, F, F, F, F, T, F], [F, F, F, T, F, F, F]],
+        truncated=[[F, T, F, F, F, F, F], [F, F, F, F, F, F, F]],
+        valid=[[T, T, F, T, T, T, F], [T, T, T, T, F, T, F]],
+        loss_mask=[[T, T, F, T, T, T, F], [T, T, T, T, F, T, F]],
+        episode_id=[[0, 0, -1, 1, 1, 1, -1], [2, 2, 2, 2, -1, 3, -1]],
+        group_id=[[0, 0, -1, 1, 1, 1, -1], [2, 2, 2, 2, -1, 3, -1]],
+        step=[[0, 1, 0, 0, 1, 2, 0], [0, 1, 2, 3, 0, 0, 0]],
+        value=[[0, 1, 2, 10, 11, 12, 13], [100, 101, 102, 103, 104, 110, 111]],
+        next_value=[[1, 2, 10, 11, 12, 0, 0], [101, 102, 103, 0, 110, 111, 0]],
+    )
+    check(  # row 0 ended on the first window's last step, so this one begins with a dead slot
+        second,
+        obs=[[13, 20, 21], [111, 112, 113]],
+        valid=[[F, T, F], [T, T, F]],
+        episode_id=[[-1, 0, -1], [1, 1, -1]],
+        step=[[0, 0, 0], [1, 2, 0]],
+    )
+
+
+@pytest.mark.parametrize("autoreset", ["disabled", "same_step", "next_step"])
+def test_episodes_are_counted_in_the_order_in_which_they_end(scripted, buffer_for, fake_policy, autoreset):
+    collector, _ = windows(scripted, buffer_for, fake_policy(), autoreset, 6)
+    # returns: 1+2; 1+2+3+4; 1+2+3
+    assert collector.finished == [Episode(3.0, 2, False), Episode(10.0, 4, True), Episode(6.0, 3, True)]
+    assert collector.last_steps == 12
+    dead = {"disabled": 0, "same_step": 0, "next_step": 2}[autoreset]
+    assert collector.metrics() == {
+        "rollout/env_steps": 12.0,
+        "rollout/episodes": 3.0,
+        "rollout/return_mean": pytest.approx(19 / 3),
+        "rollout/length_mean": 3.0,
+        "rollout/idle_fraction": pytest.approx(dead / 12),
+    }
+
+
+@pytest.mark.parametrize("autoreset", ["disabled", "same_step", "next_step"])
+def test_an_episode_that_spans_windows_counts_whole(scripted, buffer_for, fake_policy, autoreset):
+    env, policy = scripted(autoreset, [(7, "terminated")]), fake_policy()
+    collector = VectorCollector(env, policy)
+    buffer = buffer_for(env, policy, 3)
+    for _ in range(3):
+        collector.collect(3, buffer.start_rollout())
+        counted = list(collector.finished)
+    # 1 + 2 + ... + 7 over three windows
+    assert counted == [Episode(28.0, 7, True)]
+
+
+def test_an_actor_only_policy_leaves_no_values(scripted, buffer_for, fake_policy):
+    _, (rollout,) = windows(scripted, buffer_for, fake_policy(actor_only=True), "disabled", 5)
+    assert "value" not in rollout.keys()
+    assert "next_value" not in rollout.keys()
+
+
+def test_all_final_observations_are_valued_in_one_call(scripted, buffer_for, fake_policy):
+    policy = fake_policy()
+    windows(scripted, buffer_for, policy, "same_step", 8, scripts=([(1, "truncated")], [(2, "truncated")]))
+    assert policy.value_calls == 1
+
+
+def test_the_env_gets_its_own_action_and_the_rollout_the_policys(scripted_env, buffer_for, fake_policy):
+    inner = scripted_env(0, [(100, "terminated")])
+    env = make_env(EnvCfg(num_envs=1, vectorization="sync"), env=lambda: inner)
+    policy = fake_policy(shift=5)
+    rollout = VectorCollector(env, policy).collect(20, buffer_for(env, policy, 20).start_rollout())
+    chosen = rollout["action"][0, :-1].tolist()
+    assert set(chosen) == {0, 1}
+    assert inner.actions == [action + 5 for action in chosen]
+    assert rollout["sample_log_prob"][0, :-1].eq(-0.75).all()
+
+
+def collect(env, policy, buffer, *, iterations, first=0, restart=False):
+    collector = VectorCollector(env, policy, seed=7)
+    collector.iteration = first
+    for _ in range(iterations):
+        if restart:
+            collector.restart()
+        rollout = collector.collect(6, buffer.start_rollout())
+    return rollout.clone()
+
+
+@pytest.mark.parametrize("autoreset", ["disabled", "same_step", "next_step"])
+def test_same_seed_same_bits_and_a_fresh_collector_goes_on_where_a_restarted_one_would(
+    walk_env, buffer_for, fake_policy, autoreset
+):
+    policy = fake_policy()
+    cfg = EnvCfg(num_envs=3, autoreset=autoreset)
+
+    def run(**kwargs):
+        env = make_env(cfg, env=walk_env)
+        return collect(env, policy, buffer_for(env, policy, 6), **kwargs)
+
+    assert (run(iterations=2) == run(iterations=2)).all()
+    assert (run(iterations=3, restart=True) == run(iterations=1, first=2)).all()
+    assert not (run(iterations=1) == run(iterations=1, first=1)).all()
+
+
+def test_a_window_shorter_or_longer_than_the_storage(scripted, buffer_for, fake_policy):
+    env, policy = scripted("disabled", *SCRIPTS), fake_policy()
+    collector = VectorCollector(env, policy)
+    assert collector.collect(2, buffer_for(env, policy, 5).start_rollout()).shape == (2, 3)
+    assert collector.collect(8, buffer_for(env, policy, 5).start_rollout()).shape == (2, 9)
+
+
+def test_dictionary_observations_keep_their_structure(walk_env, buffer_for, fake_policy):
+    class DictWalk(gymnasium.ObservationWrapper):
+        def __init__(self, env):
+            super().__init__(env)
+            box = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+            inner = gymnasium.spaces.Dict({"start": box, "parity": gymnasium.spaces.Discrete(2)})
+            self.observation_space = gymnasium.spaces.Dict({"position": box, "inner": inner})
+
+        def observation(self, observation):
+            inner = {"start": observation[:1], "parity": self.unwrapped.count % 2}
+            return {"position": observation[1:], "inner": inner}
+
+    policy = fake_policy()
+    plain, nested = (
+        collect(env, policy, buffer_for(env, policy, 6), iterations=2)
+        for env in (
+            make_env(EnvCfg(num_envs=2, autoreset="same_step"), env=walk_env),
+            make_env(EnvCfg(num_envs=2, autoreset="same_step"), env=lambda: DictWalk(walk_env())),
+        )
+    )
+    assert torch.equal(nested["obs", "position"], plain["obs"][..., 1:])
+    assert torch.equal(nested["obs", "inner", "start"], plain["obs"][..., :1])
+    assert torch.equal(nested["obs", "inner", "parity"][:, :-1], nested["step"][:, :-1] % 2)
+    ends = nested["truncated"] | nested["terminated"]
+    assert torch.equal(nested["next_value"][:, :-1][~ends[:, :-1]], nested["value"][:, 1:][~ends[:, :-1]])
+
+
+def test_labels_of_a_row_that_begins_dead_and_one_that_goes_on():
+    done = torch.tensor([[F, F, T], [T, F, F]])
+    dead = torch.tensor([[T, F, F], [F, T, F]])
+    episode_id, step = label_episodes(done, dead, torch.tensor([0, 6]))
+    assert episode_id.tolist() == [[-1, 0, 0], [1, -1, 2]]
+    assert step.tolist() == [[0, 0, 1], [6, 0, 0]]

@@ -254,4 +254,4 @@ def test_a_fresh_collector_goes_on_bit_for_bit(buffer_for, fake_policy, walk_env
 
 def test_an_actor_only_policy_leaves_no_values(collect):
     _, rollout = collect(ScriptedGroupEnv(2, [3]), 3, actor_only=True, group_size=2)
-    assert "value" not in rollout.keys()
+    assert "value" not in rollout

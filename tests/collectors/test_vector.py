@@ -112,8 +112,8 @@ def test_an_episode_that_spans_windows_counts_whole(scripted, buffer_for, fake_p
 
 def test_an_actor_only_policy_leaves_no_values(scripted, buffer_for, fake_policy):
     _, (rollout,) = windows(scripted, buffer_for, fake_policy(actor_only=True), "disabled", 5)
-    assert "value" not in rollout.keys()
-    assert "next_value" not in rollout.keys()
+    assert "value" not in rollout
+    assert "next_value" not in rollout
 
 
 def test_all_final_observations_are_valued_in_one_call(scripted, buffer_for, fake_policy):

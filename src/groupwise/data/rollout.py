@@ -139,9 +139,10 @@ class RolloutBuffer:
             if tensor is None:
                 raise DataError(f"rollout has no key {key!r}; it needs {[k for k, _ in _flat(self.spec)]}")
             if tensor.shape[2:] != spec.shape or tensor.dtype != spec.dtype:
+                expected = ", ".join(("N", "T+1", *map(str, spec.shape)))
                 raise DataError(
                     f"rollout[{key!r}] is {tensor.dtype} of shape {list(tensor.shape)}, "
-                    f"expected {spec.dtype} of shape [N, T+1, {', '.join(map(str, spec.shape))}]"
+                    f"expected {spec.dtype} of shape [{expected}]"
                 )
 
 

@@ -1,0 +1,144 @@
+import pytest
+import torch
+from tensordict import TensorDict
+
+from groupwise.data.rollout import RolloutBuffer, TensorSpec, allocate, check_finite, lengthen, transition_view
+from groupwise.errors import DataError
+
+OBS = {"image": TensorSpec((2, 2), torch.uint8), "inner": {"speed": TensorSpec((3,), torch.float32)}}
+
+
+def make_buffer(num_steps=3, *, value=True, obs_spec=None):
+    action_spec = TensorSpec((), torch.int64)
+    return RolloutBuffer(2, num_steps, obs_spec=obs_spec or OBS, action_spec=action_spec, value=value)
+
+
+def test_allocate_follows_a_nested_spec():
+    out = allocate(OBS, 4, 5)
+    assert isinstance(out, TensorDict)
+    assert out["image"].shape == (4, 5, 2, 2)
+    assert out["image"].dtype == torch.uint8
+    assert out["inner", "speed"].shape == (4, 5, 3)
+    assert out.batch_size == (4, 5)
+
+
+def test_a_fresh_rollout_is_empty_and_has_one_slot_more_than_steps():
+    rollout = make_buffer().start_rollout()
+    assert rollout.shape == (2, 4)
+    assert not rollout["valid"].any()
+    assert not rollout["loss_mask"].any()
+    assert rollout["episode_id"].eq(-1).all()
+    assert rollout["group_id"].eq(-1).all()
+    assert rollout["reward"].eq(0).all()
+    assert {"value", "next_value"} <= set(rollout.keys())
+    assert "value" not in make_buffer(value=False).start_rollout()
+
+
+def test_two_storages_take_turns_and_come_back_empty():
+    buffer = make_buffer()
+    first = buffer.start_rollout()
+    first["reward"].fill_(7.0)
+    first["valid"].fill_(True)
+    first["group_id"].fill_(5)
+    first["obs", "inner", "speed"].fill_(1.0)
+    second = buffer.start_rollout()
+    second["reward"].fill_(8.0)
+    assert first["reward"].eq(7.0).all(), "a rollout stays good until the second next start"
+    third = buffer.start_rollout()
+    assert third["reward"].data_ptr() == first["reward"].data_ptr()
+    assert second["reward"].eq(8.0).all()
+    for key, empty in (("reward", 0), ("valid", False), ("group_id", -1), (("obs", "inner", "speed"), 0)):
+        assert third[key].eq(empty).all(), key
+
+
+def test_get_returns_the_rollout_itself_or_its_flat_transitions():
+    buffer = make_buffer()
+    rollout = buffer.start_rollout()
+    rollout["reward"].copy_(torch.arange(8.0).reshape(2, 4))
+    buffer.add(rollout)
+    assert buffer.get(flatten=False) is rollout
+    # slots 3 and 7 are the padded last ones
+    assert buffer.get(flatten=True)["reward"].tolist() == [0, 1, 2, 4, 5, 6]
+    assert buffer.get(flatten=True)["obs", "image"].shape == (6, 2, 2)
+    assert transition_view(rollout)["reward"].data_ptr() == rollout["reward"].data_ptr()
+
+
+def test_get_before_add_says_what_to_do():
+    with pytest.raises(DataError, match=r"empty; mend: buffer\.add"):
+        make_buffer().get()
+
+
+def test_lengthen_keeps_what_is_there_and_adds_empty_slots():
+    rollout = make_buffer().start_rollout()
+    rollout["reward"].fill_(3.0)
+    rollout["valid"].fill_(True)
+    rollout["episode_id"].fill_(0)
+    longer = lengthen(rollout, 7)
+    assert longer.shape == (2, 7)
+    assert longer["reward"].tolist() == [[3, 3, 3, 3, 0, 0, 0]] * 2
+    assert longer["valid"].tolist() == [[True] * 4 + [False] * 3] * 2
+    assert longer["episode_id"].tolist() == [[0, 0, 0, 0, -1, -1, -1]] * 2
+    assert longer["obs", "image"].dtype == torch.uint8
+    longer["obs", "inner", "speed"][:, 5].fill_(1.0)
+    assert longer["obs", "inner", "speed"][:, 6].eq(0).all(), "new slots share no memory"
+    assert rollout.shape == (2, 4)
+
+
+def test_a_longer_rollout_makes_the_next_ones_longer_and_a_shorter_one_does_not():
+    buffer = make_buffer()
+    buffer.add(lengthen(buffer.start_rollout(), 9))
+    assert buffer.start_rollout().shape == (2, 9)
+    buffer.add(buffer.start_rollout()[:, :3])
+    assert buffer.get().shape == (2, 3)
+    assert buffer.start_rollout().shape == (2, 9)
+
+
+@pytest.mark.parametrize("key", ["reward", "value", "next_value", "sample_log_prob", "obs.inner.speed"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_named_by_environment_and_step(key, number):
+    buffer = make_buffer()
+    rollout = buffer.start_rollout()
+    rollout["valid"][:, :3] = True
+    path = tuple(key.split("."))
+    rollout[path][1, 2] = number
+    with pytest.raises(DataError, match=rf"{key} of environment 1 at step 2 of the rollout is not finite"):
+        buffer.add(rollout)
+
+
+def test_numbers_in_slots_that_are_not_valid_do_not_matter():
+    rollout = make_buffer().start_rollout()
+    rollout["reward"].fill_(float("nan"))
+    check_finite(rollout)
+
+
+def without(rollout, key):
+    return rollout.exclude(key)
+
+
+def with_dtype(rollout, key, dtype):
+    return rollout.clone(recurse=False).set(key, rollout[key].to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda r: without(r, "reward"), r"no key 'reward'; it needs \[.*'action'"),
+        (lambda r: without(r, ("obs", "inner", "speed")), r"no key \('obs', 'inner', 'speed'\)"),
+        (lambda r: with_dtype(r, "reward", torch.float64), r"rollout\['reward'\] is torch\.float64 .*expected torch\.float32 of shape \[N, T\+1\]"),
+        (lambda r: with_dtype(r, "action", torch.int32), r"rollout\['action'\] is torch\.int32"),
+        (lambda r: r[:1], r"rollout has batch \[1, 4\], expected \[2, steps \+ 1\]"),
+        (lambda r: r[:, :1], r"rollout has batch \[2, 1\]"),
+        (lambda r: r.reshape(-1), r"rollout has batch \[8\]"),
+    ],
+)  # fmt: skip
+def test_a_wrong_layout_is_refused(spoil, message):
+    buffer = make_buffer()
+    with pytest.raises(DataError, match=message):
+        buffer.add(spoil(buffer.start_rollout()))
+
+
+def test_a_wrong_shape_is_refused():
+    buffer = make_buffer(obs_spec=TensorSpec((3,), torch.float32))
+    other = make_buffer(obs_spec=TensorSpec((4,), torch.float32))
+    with pytest.raises(DataError, match=r"of shape \[2, 4, 4\], expected torch\.float32 of shape \[N, T\+1, 3\]"):
+        buffer.add(other.start_rollout())

@@ -24,7 +24,9 @@ class Score(NamedTuple):
 def api(monkeypatch):
     """Stands in for ``groupwise.api`` and keeps what it was called with."""
     calls: list[tuple] = []
-    run = SimpleNamespace(path=Path("runs/x"), summary={"return_mean": 500.0, "stopped": "total_steps", "note": None})
+    run = SimpleNamespace(
+        path=Path("runs/x"), summary={"return_mean": 500.0, "ci95": [490.0, 510.0], "stopped": "total_steps", "x": None}
+    )
 
     def record(name, result):
         def call(*args, **kwargs):
@@ -60,7 +62,7 @@ def test_train_takes_the_environment_s_preset(api, capsys):
     assert cli.main(["train", "CartPole-v1"]) == 0
     assert trained(api) == config.resolve("CartPole-v1")
     out = capsys.readouterr().out
-    assert "return_mean: 500" in out
+    assert "return_mean: 500\nci95: [490, 510]\nstopped: total_steps\n" in out
     assert "run folder: runs/x\nnext: groupwise eval runs/x" in out
 
 
@@ -180,11 +182,11 @@ def test_errors_of_training_are_one_line_too(api, capsys, monkeypatch):
 
 def test_interrupt_says_how_to_go_on(api, capsys, monkeypatch):
     def interrupt(cfg):
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("interrupted; go on with: groupwise resume runs/x")
 
     monkeypatch.setattr(sys.modules["groupwise.api"], "train_from_config", interrupt)
     assert cli.main(["train", "CartPole-v1"]) == 130
-    assert "groupwise resume RUN" in capsys.readouterr().err
+    assert capsys.readouterr().err == "groupwise: interrupted; go on with: groupwise resume runs/x\n"
 
 
 # --- eval, resume ---
@@ -302,7 +304,7 @@ def processes(monkeypatch):
             stdout.write("out of luck")
             return SimpleNamespace(returncode=2)
         folder.mkdir()
-        (folder / "summary.json").write_text(json.dumps({"return_mean": 100.0 + seed, "total_steps": 77}))
+        (folder / "summary.json").write_text(json.dumps({"return_mean": 100.0 + seed, "env_steps": 77}))
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)

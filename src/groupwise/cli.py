@@ -112,8 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"groupwise: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("groupwise: interrupted; `groupwise resume RUN` goes on from the last checkpoint", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"groupwise: {str(error) or 'interrupted'}", file=sys.stderr)  # the API says how to go on
         return 130
     except SystemExit as stop:  # argparse and tyro leave this way after --help and after a usage error
         return stop.code if isinstance(stop.code, int) else 0
@@ -251,11 +251,11 @@ def _print_seeds(folder: Path, succeeded: dict[int, bool]) -> None:
 
     from groupwise.report.folder import RunFolder
 
-    table = Table("seed", "return_mean", "total_steps", "see", box=None)
+    table = Table("seed", "return_mean", "env_steps", "see", box=None)
     for seed, good in succeeded.items():
         path = folder / f"seed_{seed}"
         summary = RunFolder(path).read_summary()
-        numbers = [_number(summary.get(key)) for key in ("return_mean", "total_steps")]
+        numbers = [_number(summary.get(key)) for key in ("return_mean", "env_steps")]
         table.add_row(str(seed), *(numbers if good else ("failed", "")), str(path if good else f"{path}.log"))
     Console(highlight=False).print(table)
 
@@ -304,8 +304,9 @@ def _resume(argv: Sequence[str], plugins: list[Path]) -> int:
 
 def _print_run(run: Any) -> None:
     for key, value in run.summary.items():
-        if isinstance(value, str | int | float):
-            print(f"{key}: {_number(value) if isinstance(value, float) else value}")
+        if value is not None:
+            numbers = ", ".join(map(_number, value)) if isinstance(value, list) else ""
+            print(f"{key}: {f'[{numbers}]' if numbers else _number(value) if isinstance(value, float) else value}")
     print(f"run folder: {run.path}\nnext: groupwise eval {run.path}")
 
 

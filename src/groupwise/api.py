@@ -286,8 +286,9 @@ def _scores(metrics: list[dict[str, Any]]) -> dict[str, Any]:
     evaluations = [entry for entry in metrics if "eval/return_mean" in entry]
     if evaluations:
         final, best = evaluations[-1], max(evaluations, key=lambda entry: float(entry["eval/return_mean"]))
-        mean, half = final["eval/return_mean"], half_width_95(final["eval/return_std"], final["eval/episodes"])
-        scores |= {"return_mean": mean, "ci95": [mean - half, mean + half], "episodes": int(final["eval/episodes"])}
+        mean, episodes = final["eval/return_mean"], int(final["eval/episodes"])
+        half = half_width_95(final["eval/return_std"], episodes)
+        scores |= {"return_mean": mean, "ci95": [mean - half, mean + half], "episodes": episodes}
         scores |= {"best_return_mean": best["eval/return_mean"], "best_env_steps": best["env_steps"]}
     return scores | {"training_return_mean": last.get("rollout/return_mean")}
 

@@ -24,7 +24,9 @@ def plot_curve(metrics: Sequence[dict[str, Any]], path: Path, title: str) -> Non
     axes = figure.add_subplot()
     steps, returns = _column(metrics, "rollout/return_mean")
     if steps:
-        axes.plot(steps, returns, color=TRAINING, linewidth=1.6, label="training, mean of the last 100 episodes")
+        marker = "o" if len(steps) == 1 else None  # a line of one point would be invisible
+        label = "training, mean of the last 100 episodes"
+        axes.plot(steps, returns, color=TRAINING, linewidth=1.6, marker=marker, label=label)
     steps, returns = _column(metrics, "eval/return_mean")
     if steps:
         label = f"evaluation, {_episodes(metrics)}"
@@ -54,4 +56,4 @@ def _episodes(metrics: Sequence[dict[str, Any]]) -> str:
 
 def _half_widths(metrics: Sequence[dict[str, Any]]) -> list[float]:
     entries = [entry for entry in metrics if "eval/return_mean" in entry]
-    return [half_width_95(entry["eval/return_std"], entry["eval/episodes"]) for entry in entries]
+    return [half_width_95(entry["eval/return_std"], int(entry["eval/episodes"])) for entry in entries]

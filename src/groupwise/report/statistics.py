@@ -3,7 +3,7 @@
 import math
 
 
-def half_width_95(std: float, count: float) -> float:
+def half_width_95(std: float, count: int) -> float:
     """Half of Student's 95 % confidence interval of a mean; 0 for a single score, which gives no interval.
 
     Args:

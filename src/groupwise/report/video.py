@@ -1,6 +1,9 @@
 """A policy at work as an animated picture."""
 
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +57,8 @@ def record_video(
     """
     fps = float(env.metadata.get("render_fps") or 30)
     try:
-        frames, stride = _play(policy, env, seed, max_frames, max_steps)
+        with _no_display():
+            frames, stride = _play(policy, env, seed, max_frames, max_steps)
     except _rendering_errors() as error:
         log.info("no video: rendering failed: %s", error)
         return None
@@ -82,6 +86,18 @@ def _play(
         if terminated or truncated:
             break
     return frames, stride
+
+
+@contextmanager
+def _no_display() -> Iterator[None]:
+    """Let SDL (pygame) draw into memory without looking for a display, unless the user chose a driver."""
+    chosen = "SDL_VIDEODRIVER" in os.environ
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    try:
+        yield
+    finally:
+        if not chosen:
+            del os.environ["SDL_VIDEODRIVER"]
 
 
 def _shrink(image: "Image") -> "Image":

@@ -221,7 +221,7 @@ class Progress(Callback):
             self.bar.show(trainer, text)
         elif trainer.is_done() or time.perf_counter() - self._shown >= self.interval:
             self._shown = time.perf_counter()
-            share = trainer.env_steps / trainer.total_steps
+            share = min(1.0, trainer.env_steps / trainer.total_steps)
             self._print(f"{trainer.env_steps:>11,} / {trainer.total_steps:,} steps ({share:4.0%})  {text}")
 
     def close(self) -> None:

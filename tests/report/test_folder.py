@@ -1,0 +1,131 @@
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.errors import RunFolderError
+from groupwise.report.folder import RunFolder
+
+CONFIG = {"seed": 3, "env": {"id": "CartPole-v1"}}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_fresh_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def line(iteration: int, **numbers: Any) -> str:
+    return json.dumps({"iteration": iteration, **numbers}) + "\n"
+
+
+def test_runs_of_one_moment_get_folders_of_their_own():
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: RunFolder.create(CONFIG, name="ALE/Pong-v5-ppo-seed0"), range(24)))
+    assert len({folder.path for folder in folders}) == 24
+    assert all(folder.path.parent == Path("runs") for folder in folders)
+    assert all(folder.path.name.startswith("ALE-Pong-v5-ppo-seed0-") for folder in folders)
+
+
+def test_two_runs_never_share_a_folder_that_was_asked_for():
+    def claim(_: int) -> bool:
+        try:
+            RunFolder.create(CONFIG, Path("mine"))
+        except RunFolderError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(claim, range(24))) == 1
+
+
+@pytest.mark.parametrize("kind", ["file", "full"])
+def test_folder_with_something_in_it_is_refused(kind: str):
+    if kind == "file":
+        Path("mine").touch()
+    else:
+        Path("mine").mkdir()
+        Path("mine", "notes.txt").touch()
+    with pytest.raises(RunFolderError, match=r"'mine' is taken; mend: .*groupwise resume mine"):
+        RunFolder.create(CONFIG, Path("mine"))
+
+
+def test_config_tells_what_repeats_the_run():
+    folder = RunFolder.create(CONFIG, Path("a", "b"), given=["policy"])
+    provenance = json.loads(folder.config.read_text())["provenance"]
+    assert folder.read_config() == CONFIG
+    assert folder.read_given() == ["policy"]
+    assert set(provenance["versions"]) >= {"python", "torch", "gymnasium", "numpy", "groupwise"}
+    assert "pytest" in provenance["command"]
+    assert provenance["git"] is None  # this directory is in no repository
+
+
+def test_git_state_is_recorded_inside_a_repository():
+    for command in ("git init -q", "git -c user.name=a -c user.email=b commit -q --allow-empty -m c"):
+        assert os.system(command) == 0
+    git = json.loads(RunFolder.create(CONFIG).config.read_text())["provenance"]["git"]
+    assert len(git["commit"]) == 40
+    assert git["dirty"] is False
+
+
+def test_rewritten_config_keeps_where_the_run_came_from():
+    folder = RunFolder.create(CONFIG, Path("mine"))
+    before = json.loads(folder.config.read_text())["provenance"]
+    folder.rewrite_config(CONFIG | {"seed": 4})
+    assert folder.read_config()["seed"] == 4
+    assert json.loads(folder.config.read_text())["provenance"] == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ("absent", "there is no run folder 'mine'"),
+        ("empty", r"config\.json is missing"),
+        ("cut", r"config\.json is damaged"),
+        ("list", r"config\.json is damaged: it holds no JSON object"),
+    ],
+)
+def test_what_is_no_run_folder_is_named(damage: str, says: str):
+    if damage != "absent":
+        Path("mine").mkdir()
+    if damage in ("cut", "list"):
+        Path("mine", "config.json").write_text({"cut": '{"seed": ', "list": "[1]"}[damage])
+    with pytest.raises(RunFolderError, match=says) as caught:
+        RunFolder.open(Path("mine")).read_config()
+    assert "mend" in str(caught.value)
+
+
+def test_a_last_line_cut_short_by_a_kill_is_left_out():
+    folder = RunFolder.create(CONFIG, Path("mine"))
+    for end in ('{"iterat', '{"iteration": 3}'):  # not a whole object; not a whole line
+        folder.metrics.write_text(line(1) + line(2) + end)
+        assert [entry["iteration"] for entry in folder.read_metrics()] == [1, 2]
+
+
+def test_another_damaged_line_is_named():
+    folder = RunFolder.create(CONFIG, Path("mine"))
+    folder.metrics.write_text(line(1) + "broken\n" + line(3))
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl, line 2 is damaged"):
+        folder.read_metrics()
+
+
+def test_metrics_after_an_iteration_are_dropped_and_the_others_stay_byte_for_byte():
+    folder = RunFolder.create(CONFIG, Path("mine"))
+    kept = line(1, x=0.1) + line(2, x=1e-9)
+    folder.metrics.write_text(kept + line(3) + '{"iter')
+    folder.truncate_metrics(2)
+    assert folder.metrics.read_text() == kept
+    folder.truncate_metrics(0)
+    assert folder.read_metrics() == []
+
+
+def test_summary_is_there_or_not():
+    folder = RunFolder.create(CONFIG, Path("mine"))
+    assert folder.read_summary() == {}
+    folder.write_summary({"return_mean": 1.5})
+    assert folder.read_summary() == {"return_mean": 1.5}
+    folder.summary.write_text("{")
+    with pytest.raises(RunFolderError, match=r"summary\.json is damaged"):
+        folder.read_summary()

@@ -1,0 +1,124 @@
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from PIL import Image
+
+from groupwise.envs.configs import EnvCfg
+from groupwise.policies.actor_critic import ActorCritic
+from groupwise.report.curve import plot_curve
+from groupwise.report.statistics import half_width_95
+from groupwise.report.video import record_video, rendering_env
+
+TRAINING = {"env_steps": 10, "rollout/return_mean": 3.0}
+EVALUATION = {"env_steps": 20, "eval/return_mean": 4.0, "eval/return_std": 1.0, "eval/episodes": 5.0}
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [[], [TRAINING], [EVALUATION], [TRAINING, EVALUATION, TRAINING | EVALUATION | {"env_steps": 2_000_000}]],
+    ids=["nothing", "training", "evaluation", "both"],
+)
+def test_curve_is_a_picture(metrics: list[dict[str, Any]], tmp_path: Path):
+    plot_curve(metrics, tmp_path / "curve.png", "CartPole-v1, grpo, seed 0")
+    with Image.open(tmp_path / "curve.png") as image:
+        image.verify()
+        assert image.format == "PNG"
+        assert image.width > 800
+
+
+def test_curve_shows_its_points(tmp_path: Path):
+    plot_curve([TRAINING], tmp_path / "a.png", "same title")
+    plot_curve([TRAINING, EVALUATION], tmp_path / "b.png", "same title")
+    a, b = (np.asarray(Image.open(tmp_path / name).convert("RGB")).astype(int) for name in ("a.png", "b.png"))
+    red = lambda picture: ((picture[..., 0] - picture[..., 2]) > 80).sum()  # noqa: E731
+    assert red(a) == 0
+    assert red(b) > 50
+
+
+def test_half_width_by_the_table():
+    # Student's t at 97.5 %: 12.7062 (1 degree of freedom), 2.0930 (19)
+    assert half_width_95(2.0, 2) == pytest.approx(12.7062 * 2.0 / 2**0.5, rel=1e-4)
+    assert half_width_95(10.0, 20) == pytest.approx(2.0930 * 10.0 / 20**0.5, rel=1e-4)
+    assert half_width_95(0.0, 1) == 0.0
+
+
+class Corridor(gymnasium.Env):
+    """Lasts 40 steps and draws the number of the step as a grey level."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
+
+    def __init__(self, render_mode: str | None = "rgb_array", width: int = 800) -> None:
+        self.render_mode = render_mode
+        self.width = width
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return np.zeros(2, np.float32), 1.0, self.steps == 40, False, {}
+
+    def render(self) -> Any:
+        return np.full((100, self.width, 3), 5 * self.steps, np.uint8)
+
+
+class BrokenRenderer(Corridor):
+    def render(self) -> Any:
+        raise gymnasium.error.DependencyNotInstalled("pygame is not installed")
+
+
+def policy_for(env: gymnasium.Env) -> ActorCritic:
+    return ActorCritic(env.observation_space, env.action_space, actor_only=True)
+
+
+@pytest.mark.parametrize("name", ["policy.gif", "policy.webp"])
+def test_video_plays_the_whole_episode_at_its_speed(name: str, tmp_path: Path):
+    env = Corridor()
+    path = record_video(policy_for(env), env, tmp_path / name, seed=0)
+    with Image.open(tmp_path / name) as image:
+        assert path == tmp_path / name
+        assert image.n_frames == 40
+        assert image.size == (400, 50)  # halved from 800 x 100
+        image.load()
+        assert image.info["duration"] == 100  # 10 frames a second
+
+
+def test_long_episodes_are_thinned_out_evenly(tmp_path: Path):
+    env = Corridor()
+    record_video(policy_for(env), env, tmp_path / "policy.gif", seed=0, max_frames=12)
+    with Image.open(tmp_path / "policy.gif") as image:
+        levels = []
+        for index in range(image.n_frames):
+            image.seek(index)
+            levels.append(image.convert("L").getpixel((0, 0)))
+        assert levels == [20 * i for i in range(10)]  # every fourth of the 40 steps
+        assert image.info["duration"] == 400
+
+
+def test_cartpole_is_drawn_without_a_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("SDL_VIDEODRIVER", raising=False)
+    env = rendering_env(EnvCfg(id="CartPole-v1"), None)
+    assert env is not None
+    record_video(policy_for(env), env, tmp_path / "policy.gif", seed=0)
+    env.close()
+    with Image.open(tmp_path / "policy.gif") as image:
+        assert image.n_frames > 5
+    assert "SDL_VIDEODRIVER" not in os.environ
+
+
+def test_environments_that_cannot_render_are_skipped_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    assert rendering_env(EnvCfg(kwargs={"render_mode": None}), Corridor) is None
+    assert "does not render to arrays" in caplog.text
+    env = BrokenRenderer()
+    assert record_video(policy_for(env), env, tmp_path / "policy.gif", seed=0) is None
+    assert "pygame is not installed" in caplog.text
+    assert list(tmp_path.iterdir()) == []

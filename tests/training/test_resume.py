@@ -1,0 +1,125 @@
+"""A run that was killed and resumed equals one that never stopped, bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import groupwise as gw
+from groupwise.report.folder import RunFolder
+from groupwise.training.checkpoint import load_checkpoint
+
+COMMON = {"evaluation": {"interval": 900, "episodes": 3}, "logging": {"progress": "none"}, "checkpoint_interval": 700}
+RUNS: dict[str, dict[str, Any]] = {
+    "ppo": {
+        "algorithm": gw.PPOCfg(num_steps=32, num_epochs=2, minibatch_size=64, schedule={"name": "linear"}),
+        "policy": gw.PolicyCfg(normalize_obs=True, normalize_reward=True),
+        "env": {"num_envs": 4},
+    },
+    "grpo": {
+        "algorithm": gw.GRPOCfg(
+            num_steps=50, num_epochs=2, group_size=4, kl_coef=0.1, reference={"refresh": "ema", "interval": 2}
+        ),
+        "env": {"num_envs": 4},
+    },
+}
+SLOW = """
+import json, sys, time
+import groupwise as gw
+
+class Slow(gw.Callback):
+    def on_iteration_end(self, trainer, rollout, metrics):
+        time.sleep(0.1)
+
+fields = json.loads(sys.argv[2])
+cfg = gw.RunCfg.model_validate(fields)
+gw.train(cfg, callbacks=[Slow()])
+"""
+
+
+def settings(name: str, run_dir: Path) -> gw.RunCfg:
+    cfg = gw.RunCfg.model_validate(COMMON | RUNS[name] | {"seed": 7, "total_steps": 3000})
+    return cfg.model_copy(update={"run_dir": run_dir})
+
+
+def logged(path: Path) -> list[dict[str, Any]]:
+    entries = RunFolder(path).read_metrics()
+    return [{key: value for key, value in entry.items() if not key.startswith("time/")} for entry in entries]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert logged(a) == logged(b)
+    for folder in ("latest", "best"):
+        first, second = (load_checkpoint(path / "checkpoints" / folder) for path in (a, b))
+        assert_same(first.policy, second.policy)
+        assert_same(first.state, second.state)
+
+
+def assert_same(a: Any, b: Any, name: str = "") -> None:
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), name
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a.keys() - {"seconds"}:
+            assert_same(a[key], b[key], f"{name}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{name}/{index}")
+    else:
+        assert a == b, name
+
+
+@pytest.fixture(scope="module", params=list(RUNS))
+def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
+    return gw.train(settings(request.param, tmp_path_factory.mktemp(request.param) / "whole"))
+
+
+def test_the_same_seed_gives_the_same_run(uninterrupted: gw.Run, tmp_path: Path):
+    gw.train(uninterrupted.cfg.model_copy(update={"run_dir": tmp_path / "again"}))
+    assert_same_run(uninterrupted.path, tmp_path / "again")
+
+
+def test_killed_and_resumed_equals_uninterrupted(uninterrupted: gw.Run, tmp_path: Path):
+    path = tmp_path / "killed"
+    cfg = uninterrupted.cfg.model_copy(update={"run_dir": path})
+    child = subprocess.Popen([sys.executable, "-c", SLOW, "", cfg.model_dump_json()])
+    deadline = time.monotonic() + 60
+    wanted = 1 + next(e["iteration"] for e in logged(uninterrupted.path) if e["env_steps"] >= 1400)
+    while len(RunFolder(path).read_metrics()) < wanted and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert 0 < len(logged(path)) < len(logged(uninterrupted.path))
+    assert RunFolder(path).read_summary() == {}
+
+    run = gw.resume(path)
+    assert_same_run(uninterrupted.path, path)
+    assert run.summary["env_steps"] == uninterrupted.summary["env_steps"]
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(uninterrupted: gw.Run, tmp_path: Path):
+    folder = RunFolder.create(json.loads(uninterrupted.cfg.model_dump_json()), tmp_path / "early")
+    folder.metrics.write_text('{"iteration": 1, "env_steps": 128, "time/total_seconds": 1.0}\n{"iterat')
+    gw.resume(folder.path)
+    assert_same_run(uninterrupted.path, folder.path)
+
+
+def test_a_finished_run_can_go_on(uninterrupted: gw.Run, tmp_path: Path):
+    before = gw.train(uninterrupted.cfg.model_copy(update={"run_dir": tmp_path / "run"}))
+    idle = gw.resume(before.path)
+    assert idle.summary == before.summary
+    assert_same(idle.policy.state_dict(), before.policy.state_dict())
+
+    longer = gw.resume(before.path, total_steps=3600)
+    assert longer.summary["env_steps"] >= 3600
+    assert longer.cfg.total_steps == RunFolder(before.path).read_config()["total_steps"] == 3600
+    iterations = [entry["iteration"] for entry in longer.metrics()]
+    assert iterations == list(range(1, len(iterations) + 1))

@@ -1,0 +1,126 @@
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+
+from groupwise.envs.cartpole import CartPoleGroupEnv
+
+ALL = np.ones(4, np.bool_)
+SEEDS = np.array([3, 11, 3, 2**31 - 1], np.int64)
+
+
+def make(num_envs=4, **kwargs):
+    return CartPoleGroupEnv(CartPoleVectorEnv(num_envs, **kwargs), env_id="CartPole-v1")
+
+
+def actions(num_steps, num_envs=4, seed=0):
+    return torch.randint(0, 2, (num_steps, num_envs), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"sutton_barto_reward": True}, {"max_episode_steps": 9}])
+def test_every_row_is_the_single_environment_bit_for_bit(kwargs):
+    env = make(**kwargs)
+    singles = [gymnasium.make("CartPole-v1", **kwargs) for _ in range(4)]
+    obs = env.start(ALL, SEEDS, SEEDS)
+    for row, single in enumerate(singles):
+        assert np.array_equal(obs[row].numpy(), single.reset(seed=int(SEEDS[row]))[0])
+    running = set(range(4))
+    for action in actions(500):
+        step = env.step(action)
+        for row in list(running):
+            obs, reward, terminated, truncated, _ = singles[row].step(int(action[row]))
+            assert np.array_equal(step.obs[row].numpy(), obs)
+            assert (float(step.reward[row]), bool(step.terminated[row]), bool(step.truncated[row])) == (
+                reward,
+                terminated,
+                truncated,
+            )
+            if terminated or truncated:
+                running.discard(row)
+        if not running:
+            break
+    assert not running
+
+
+def test_balanced_rows_agree_to_the_step_limit():
+    env, single = make(1), gymnasium.make("CartPole-v1")
+    seed = np.array([5], np.int64)
+    obs = env.start(ALL[:1], seed, seed)
+    single.reset(seed=5)
+    for count in range(1, 501):
+        x, x_dot, theta, theta_dot = obs[0].tolist()
+        action = int(theta + 0.5 * theta_dot + 0.02 * x + 0.05 * x_dot > 0)
+        step = env.step(torch.tensor([action]))
+        expected, _, terminated, truncated, _ = single.step(action)
+        obs = step.obs
+        assert np.array_equal(obs[0].numpy(), expected), count
+        assert (bool(step.terminated), bool(step.truncated)) == (terminated, truncated)
+        if terminated or truncated:
+            break
+    assert (count, truncated) == (500, True)
+
+
+def test_finished_rows_are_held_until_started_again():
+    env = make(max_episode_steps=3)
+    env.start(ALL, SEEDS, SEEDS)
+    for action in actions(3):
+        last = env.step(action)
+    assert last.truncated.all()
+    held = env.step(actions(1)[0])
+    assert torch.equal(held.obs, last.obs)
+    assert not (held.truncated | held.terminated).any()
+    assert held.reward.eq(0).all()
+    mask = np.array([False, True, False, False])
+    obs = env.start(mask, SEEDS, SEEDS)
+    assert torch.equal(obs[[0, 2, 3]], last.obs[[0, 2, 3]])
+    assert np.array_equal(obs[1].numpy(), gymnasium.make("CartPole-v1").reset(seed=11)[0])
+    for count, action in enumerate(actions(3), start=1):
+        step = env.step(action)
+        assert step.reward.tolist() == [0.0, 1.0, 0.0, 0.0]
+        assert step.truncated.tolist() == [False, count == 3, False, False]
+
+
+def test_rows_can_be_held_from_outside():
+    env = make()
+    before = env.start(ALL, SEEDS, SEEDS)
+    env.hold(np.array([True, False, False, True]))
+    step = env.step(actions(1)[0])
+    assert torch.equal(step.obs[[0, 3]], before[[0, 3]])
+    assert not torch.equal(step.obs[1], before[1])
+
+
+def test_masked_reset_leaves_the_others_running_and_the_stream_repeats():
+    def run():
+        env = make()
+        first = env.reset(seed=7)
+        moved = env.step(actions(1)[0]).obs
+        return first, moved, env.reset(mask=np.array([False, True, False, True]))
+
+    first, moved, again = run()
+    assert torch.equal(again[[0, 2]], moved[[0, 2]])
+    assert not torch.equal(again[[1, 3]], moved[[1, 3]])
+    assert again[[1, 3]].abs().max() <= 0.05
+    assert len({tuple(row) for row in first.tolist()}) == 4
+    for one, other in zip((first, moved, again), run(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_reset_row_counts_its_steps_anew():
+    env = make(max_episode_steps=4)
+    env.reset(seed=0)
+    for action in actions(2):
+        env.step(action)
+    env.reset(mask=np.array([True, False, False, False]))
+    ends = [env.step(action).truncated.tolist() for action in actions(4)]
+    assert [row[0] for row in ends] == [False, False, False, True]
+    assert [row[1] for row in ends] == [False, True, False, False]
+
+
+def test_observations_kept_by_the_caller_do_not_change():
+    env = make()
+    first = env.start(ALL, SEEDS, SEEDS)
+    copy = first.clone()
+    env.step(actions(1)[0])
+    env.start(ALL, SEEDS[::-1].copy(), SEEDS)
+    assert torch.equal(first, copy)

@@ -1,0 +1,162 @@
+import json
+from importlib.resources import files
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from groupwise.envs.cartpole import CartPoleGroupEnv
+from groupwise.envs.configs import EnvCfg
+from groupwise.envs.groups import SeededGroupEnv
+from groupwise.envs.gymnasium import GymnasiumVectorEnv
+from groupwise.envs.make import make_env
+from groupwise.errors import EnvError, GroupStartError, MissingExtraError, UnknownNameError
+
+
+class Plain(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.full(2, self.scale, np.float32), {}
+
+    def step(self, action):
+        return np.full(2, self.scale, np.float32), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("autoreset", ["disabled", "next_step", "same_step"])
+@pytest.mark.parametrize("vectorization", ["auto", "sync", "async"])
+def test_cartpole_in_every_mode(autoreset, vectorization):
+    env = make_env(EnvCfg(num_envs=2, autoreset=autoreset, vectorization=vectorization))
+    assert (env.num_envs, env.autoreset, env.env_id, env.max_episode_steps) == (2, autoreset, "CartPole-v1", 500)
+    assert env.reset(seed=0).shape == (2, 4)
+    assert env.step(torch.tensor([0, 1])).reward.tolist() == [1.0, 1.0]
+    env.close()
+
+
+def test_the_table_names_real_environments_and_modes():
+    table = json.loads(files("groupwise.envs").joinpath("vectorization.json").read_text())
+    assert set(table) <= set(gymnasium.registry)
+    assert set(table.values()) <= {"entry_point", "sync", "async"}
+
+
+def test_cartpole_takes_its_own_vectorised_version_by_default():
+    assert type(make_env(EnvCfg())) is CartPoleGroupEnv
+    assert type(make_env(EnvCfg(), grouped=True)) is CartPoleGroupEnv
+    assert type(make_env(EnvCfg(id="Acrobot-v1", num_envs=2), grouped=True)) is SeededGroupEnv
+    assert type(make_env(EnvCfg(id="Acrobot-v1", num_envs=2))) is GymnasiumVectorEnv
+
+
+@pytest.mark.parametrize("vectorization", ["entry_point", "sync"])
+def test_kwargs_reach_the_environment(vectorization):
+    kwargs = {"sutton_barto_reward": True, "max_episode_steps": 3}
+    env = make_env(EnvCfg(num_envs=2, kwargs=kwargs, vectorization=vectorization))
+    assert env.max_episode_steps == 3
+    env.reset(seed=0)
+    assert env.step(torch.tensor([0, 1])).reward.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_callable_with_wrappers_and_kwargs(grouped):
+    def make(scale):
+        return gymnasium.wrappers.TransformReward(Plain(scale), lambda reward: reward + 0.25)
+
+    env = make_env(EnvCfg(num_envs=8, kwargs={"scale": 0.5}), env=make, grouped=grouped, num_envs=2)
+    assert (env.num_envs, env.env_id, env.max_episode_steps) == (2, "Plain", None)
+    assert env.reset(seed=0).tolist() == [[0.5, 0.5]] * 2
+    assert env.step(torch.tensor([0, 1])).reward.tolist() == [0.25, 0.25]
+
+
+def test_a_ready_vector_environment_brings_its_rows_and_mode():
+    ready = SyncVectorEnv([Plain] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
+    env = make_env(EnvCfg(), env=ready)
+    assert (env.num_envs, env.autoreset, env.env_id) == (3, "same_step", "SyncVectorEnv")
+    assert env.max_episode_steps is None
+    cartpole = make_env(EnvCfg(), env=CartPoleVectorEnv(2, max_episode_steps=7))
+    assert (cartpole.autoreset, cartpole.max_episode_steps) == ("next_step", 7)
+    with pytest.raises(EnvError, match="SyncVectorEnv has 3 rows, but num_envs is 4"):
+        make_env(EnvCfg(), env=ready, num_envs=4)
+
+
+def test_of_ready_vector_environments_only_cartpole_can_be_grouped():
+    assert isinstance(make_env(EnvCfg(), env=CartPoleVectorEnv(2), grouped=True), CartPoleGroupEnv)
+    with pytest.raises(GroupStartError, match=r"rows of SyncVectorEnv .*mend: pass the id, or a callable"):
+        make_env(EnvCfg(), env=SyncVectorEnv([Plain] * 2), grouped=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("CartPol-v1", "did you mean 'CartPole-v"), ("CartPole-v7", "'CartPole-v1'"), ("nowhere/CartPole-v1", "CartPole")],
+)
+def test_an_unknown_id_says_what_is_nearest(name, message):
+    with pytest.raises(UnknownNameError, match=message):
+        make_env(EnvCfg(id=name))
+
+
+def test_a_malformed_id_is_an_env_error():
+    with pytest.raises(EnvError, match="cannot be made"):
+        make_env(EnvCfg(id="no such thing!"))
+
+
+def fails(error):
+    def make():
+        raise error
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (gymnasium.error.DependencyNotInstalled("run `pip install gymnasium[box2d]`"), r"pip install 'groupwise\[box2d\]'"),
+        (gymnasium.error.DependencyNotInstalled("run `pip install gymnasium[mujoco]`"), r"gymnasium\[mujoco\]`$"),
+        (ModuleNotFoundError("No module named 'ale_py'", name="ale_py"), "needs 'ale_py'.*mend: install it"),
+    ],
+)  # fmt: skip
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(error, message):
+    with pytest.raises(MissingExtraError, match=message):
+        make_env(EnvCfg(id="Made-v0", vectorization="sync"), env=fails(error))
+
+
+def test_one_environment_object_is_refused():
+    with pytest.raises(EnvError, match="env is a Plain, expected .*mend: pass the class or a lambda"):
+        make_env(EnvCfg(), env=Plain())
+
+
+def test_a_callable_that_returns_something_else_is_refused():
+    with pytest.raises(EnvError, match=r"the callable returned a int, expected a gymnasium\.Env"):
+        make_env(EnvCfg(), env=lambda: 3)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "grouped", "message"),
+    [
+        (EnvCfg(autoreset="next_step"), True, "autoreset is 'next_step'; mend: autoreset='disabled'"),
+        (EnvCfg(vectorization="entry_point", autoreset="same_step"), False, "'next_step', but autoreset is 'same_step'"),
+        (EnvCfg(id="Acrobot-v1", vectorization="entry_point"), False, "Acrobot-v1 cannot be made"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_fit_are_refused(cfg, grouped, message):
+    with pytest.raises(EnvError, match=message):
+        make_env(cfg, grouped=grouped)
+
+
+def test_a_callable_has_no_entry_point():
+    with pytest.raises(EnvError, match="mend: vectorization='sync'"):
+        make_env(EnvCfg(vectorization="entry_point"), env=Plain)
+
+
+def test_another_entry_point_cannot_be_grouped(monkeypatch):
+    spec = gymnasium.envs.registration.EnvSpec(
+        "Theirs-v0", entry_point=Plain, vector_entry_point=lambda num_envs: SyncVectorEnv([Plain] * num_envs)
+    )
+    monkeypatch.setitem(gymnasium.registry, "Theirs-v0", spec)
+    with pytest.raises(GroupStartError, match=r"rows of Theirs-v0 .*mend: vectorization='sync'"):
+        make_env(EnvCfg(id="Theirs-v0", vectorization="entry_point"), grouped=True)

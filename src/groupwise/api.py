@@ -16,6 +16,7 @@ from groupwise.algorithms.configs import AlgorithmCfg
 from groupwise.config import RunCfg
 from groupwise.engines.base import Engine
 from groupwise.engines.distributed import from_environment
+from groupwise.envs.configs import EnvCfg
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.policies.base import Policy
 from groupwise.policies.configs import PolicyCfg
@@ -42,7 +43,7 @@ from groupwise.training.trainer import Trainer
 if TYPE_CHECKING:
     import gymnasium
 
-    EnvSource = str | RunCfg | Callable[..., gymnasium.Env] | gymnasium.vector.VectorEnv
+    EnvFactory = Callable[..., gymnasium.Env] | gymnasium.vector.VectorEnv
 
 SMALL_TENSOR = 2**17
 """Elements; networks whose largest matrix is no larger run fastest on one thread."""
@@ -55,7 +56,7 @@ class Run:
     path: Path
     """The run folder."""
     cfg: RunCfg
-    """Every setting, as ``config.json`` has it."""
+    """Every setting, as ``config.json`` has it: without the folder, so that it can be trained again."""
     algorithm: BaseAlgorithm
     """What trained the policy, as it was left."""
     summary: dict[str, Any]
@@ -101,11 +102,12 @@ class Run:
 
 
 def train(
-    env: "EnvSource" = "CartPole-v1",
+    env: "str | EnvCfg | RunCfg | EnvFactory" = "CartPole-v1",
     algorithm: str | AlgorithmCfg | None = None,
     *,
     policy: Policy | PolicyCfg | None = None,
     preset: str | None = None,
+    num_envs: int | None = None,
     seed: int | None = None,
     total_steps: int | None = None,
     run_dir: Path | str | None = None,
@@ -115,8 +117,9 @@ def train(
     """A policy trained on ``env``, with its run folder.
 
     Args:
-        env: a Gymnasium id, a callable that returns a ``gymnasium.Env``, a ``gymnasium.vector.VectorEnv``, or a
-            ``RunCfg`` with all the settings (then only ``policy`` and ``callbacks`` may be given besides).
+        env: a Gymnasium id, an ``EnvCfg``, a callable that returns a ``gymnasium.Env``, a
+            ``gymnasium.vector.VectorEnv``, or a ``RunCfg`` with all the settings (then only a ``Policy`` and ``callbacks``
+            may come besides).
         algorithm: a name, or a config whose set fields go over the environment's preset; None is "grpo".
         preset: credit and objective of a paper or library, by name.
         run_dir: must not exist yet, or be empty; None makes a fresh folder under ``runs/``.
@@ -128,24 +131,26 @@ def train(
         RunFolderError: ``run_dir`` is taken.
         DivergedError: training produced non-finite numbers.
     """
-    named = {"seed": seed, "total_steps": total_steps, "run_dir": None if run_dir is None else Path(run_dir)}
-    settings = {key: value for key, value in named.items() if value is not None} | fields
-    network = policy if isinstance(policy, Policy) else None
-    if isinstance(policy, PolicyCfg):
-        settings["policy"] = policy
+    given = policy if isinstance(policy, Policy) else None
+    settings = {
+        **fields,
+        "seed": seed,
+        "total_steps": total_steps,
+        "run_dir": None if run_dir is None else Path(run_dir),
+        "policy": policy if isinstance(policy, PolicyCfg) else None,
+    }
     if isinstance(env, RunCfg):
-        extra = [*settings, *(["algorithm"] if algorithm else []), *(["preset"] if preset else [])]
-        if extra:
+        named = settings | {"algorithm": algorithm, "preset": preset, "num_envs": num_envs}
+        if extra := [key for key, value in named.items() if value is not None]:
             raise ConfigError(
-                f"a RunCfg holds all settings, but {extra} came besides; mend: env.model_copy(update=...)"
+                f"a RunCfg holds all settings, but {', '.join(extra)} came besides; mend: put them into it"
             )
-        return train_from_config(env, policy=network, callbacks=callbacks)
-    if isinstance(env, str):
-        return train_from_config(
-            config.resolve(env, algorithm, preset, **settings), policy=network, callbacks=callbacks
-        )
-    cfg = config.resolve(GIVEN, algorithm, preset, **_fit_to_env(env, settings))
-    return train_from_config(cfg, env=env, policy=network, callbacks=callbacks)
+        return train_from_config(env, policy=given, callbacks=callbacks)
+    env_id, env_fields = _describe_env(env)
+    if num_envs is not None:
+        env_fields["num_envs"] = num_envs
+    cfg = config.resolve(env_id, algorithm, preset, env=env_fields, **settings)
+    return train_from_config(cfg, None if isinstance(env, str | EnvCfg) else env, given, callbacks)
 
 
 def train_from_config(
@@ -160,7 +165,7 @@ def train_from_config(
     given, engine = Given(env, policy), from_environment()
     if engine.world_size > 1 and cfg.run_dir is None:
         raise ConfigError("several processes train together, and all must know the run folder; mend: set run_dir")
-    parts = build_parts(cfg, given, engine)
+    parts = build_parts(cfg.model_copy(update={"run_dir": None}), given, engine)
     name = f"{parts.identity.env_id}-{cfg.algorithm.name}-seed{cfg.seed}"
     if engine.rank == 0:
         folder = RunFolder.create(_plain(parts.cfg), cfg.run_dir, name=name, given=given.names())
@@ -301,15 +306,18 @@ def _record(cfg: RunCfg, given: Given, policy: Policy, folder: RunFolder, seed: 
             record_video(policy, env, folder.video, seed=derive_seed(seed, "video"))
 
 
-def _fit_to_env(env: object, settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings that follow a ready vector environment: its number of rows and its way to reset them."""
+def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]]:
+    """Id for the config, and the settings that come with the environment: a ready vector has its rows and resets."""
     import gymnasium
 
+    if isinstance(env, str):
+        return env, {}
+    if isinstance(env, EnvCfg):
+        return env.id, env.model_dump(exclude_unset=True)
     if not isinstance(env, gymnasium.vector.VectorEnv):
-        return settings
+        return GIVEN, {}
     mode = env.metadata.get("autoreset_mode", gymnasium.vector.AutoresetMode.NEXT_STEP)
-    own = {"num_envs": env.num_envs, "autoreset": mode.name.lower()}
-    return {**settings, "env": {**own, **dict(settings.get("env", {}))}}
+    return GIVEN, {"num_envs": env.num_envs, "autoreset": mode.name.lower()}
 
 
 def _read_cfg(folder: RunFolder, given: Given) -> RunCfg:
@@ -328,8 +336,7 @@ def _read_cfg(folder: RunFolder, given: Given) -> RunCfg:
 
 
 def _plain(cfg: RunCfg) -> dict[str, Any]:
-    """The config as JSON data, without the folder: that is where it lies."""
-    tree: dict[str, Any] = json.loads(config.to_json(cfg.model_copy(update={"run_dir": None})))
+    tree: dict[str, Any] = json.loads(config.to_json(cfg))
     return tree
 
 

@@ -1,12 +1,15 @@
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from groupwise.envs.configs import EnvCfg
+from groupwise.envs.make import make_env
 from groupwise.errors import DataError
+from groupwise.policies.actor_critic import ActorCritic
 from groupwise.seeding import derive_seed
 from groupwise.training.evaluation import EvaluationResult, evaluate_policy
 
@@ -18,6 +21,18 @@ def test_result_does_not_depend_on_the_number_of_environments(num_envs: int, det
     want = evaluate_policy(policy, parts.env(10), episodes=10, seed=5, deterministic=deterministic)
     have = evaluate_policy(policy, parts.env(num_envs), episodes=10, seed=5, deterministic=deterministic)
     assert have == want
+
+
+@pytest.mark.parametrize("vectorization", ["entry_point", "sync"])
+def test_result_does_not_depend_on_the_number_of_cartpoles(vectorization: Literal["entry_point", "sync"]):
+    torch.manual_seed(0)
+    envs = [make_env(EnvCfg(num_envs=n, vectorization=vectorization), grouped=True) for n in (9, 4, 12)]
+    policy = ActorCritic(envs[0].observation_space, envs[0].action_space, actor_only=True)
+    results = [evaluate_policy(policy, env, episodes=9, seed=2, deterministic=False) for env in envs]
+    for env in envs:
+        env.close()
+    assert results[0] == results[1] == results[2]
+    assert len(set(results[0].returns)) > 3
 
 
 @given(episodes=st.integers(1, 12), num_envs=st.integers(1, 5), seed=st.integers(0, 3))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import groupwise as gw
 from groupwise.report.folder import RunFolder
 from groupwise.training.checkpoint import load_checkpoint
 
-COMMON = {"evaluation": {"interval": 900, "episodes": 3}, "logging": {"progress": "none"}, "checkpoint_interval": 700}
+COMMON = {"evaluation": {"interval": 500, "episodes": 2}, "logging": {"progress": "none"}, "checkpoint_interval": 400}
 RUNS: dict[str, dict[str, Any]] = {
     "ppo": {
         "algorithm": gw.PPOCfg(num_steps=32, num_epochs=2, minibatch_size=64, schedule={"name": "linear"}),
@@ -31,21 +32,19 @@ RUNS: dict[str, dict[str, Any]] = {
     },
 }
 SLOW = """
-import json, sys, time
+import sys, time
 import groupwise as gw
 
 class Slow(gw.Callback):
     def on_iteration_end(self, trainer, rollout, metrics):
         time.sleep(0.1)
 
-fields = json.loads(sys.argv[2])
-cfg = gw.RunCfg.model_validate(fields)
-gw.train(cfg, callbacks=[Slow()])
+gw.train(gw.RunCfg.model_validate_json(sys.argv[1]), callbacks=[Slow()])
 """
 
 
 def settings(name: str, run_dir: Path) -> gw.RunCfg:
-    cfg = gw.RunCfg.model_validate(COMMON | RUNS[name] | {"seed": 7, "total_steps": 3000})
+    cfg = gw.RunCfg.model_validate(COMMON | RUNS[name] | {"seed": 7, "total_steps": 1600})
     return cfg.model_copy(update={"run_dir": run_dir})
 
 
@@ -90,9 +89,9 @@ def test_the_same_seed_gives_the_same_run(uninterrupted: gw.Run, tmp_path: Path)
 def test_killed_and_resumed_equals_uninterrupted(uninterrupted: gw.Run, tmp_path: Path):
     path = tmp_path / "killed"
     cfg = uninterrupted.cfg.model_copy(update={"run_dir": path})
-    child = subprocess.Popen([sys.executable, "-c", SLOW, "", cfg.model_dump_json()])
+    child = subprocess.Popen([sys.executable, "-c", SLOW, cfg.model_dump_json()])
     deadline = time.monotonic() + 60
-    wanted = 1 + next(e["iteration"] for e in logged(uninterrupted.path) if e["env_steps"] >= 1400)
+    wanted = 1 + next(e["iteration"] for e in logged(uninterrupted.path) if e["env_steps"] >= 800)
     while len(RunFolder(path).read_metrics()) < wanted and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(child.pid, signal.SIGKILL)
@@ -113,13 +112,13 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(uninterrupted: gw
 
 
 def test_a_finished_run_can_go_on(uninterrupted: gw.Run, tmp_path: Path):
-    before = gw.train(uninterrupted.cfg.model_copy(update={"run_dir": tmp_path / "run"}))
-    idle = gw.resume(before.path)
-    assert idle.summary == before.summary
-    assert_same(idle.policy.state_dict(), before.policy.state_dict())
+    path = Path(shutil.copytree(uninterrupted.path, tmp_path / "copy"))
+    idle = gw.resume(path)
+    assert idle.summary == uninterrupted.summary
+    assert_same(idle.policy.state_dict(), uninterrupted.policy.state_dict())
 
-    longer = gw.resume(before.path, total_steps=3600)
-    assert longer.summary["env_steps"] >= 3600
-    assert longer.cfg.total_steps == RunFolder(before.path).read_config()["total_steps"] == 3600
+    longer = gw.resume(path, total_steps=2200)
+    assert longer.summary["env_steps"] >= 2200
+    assert longer.cfg.total_steps == RunFolder(path).read_config()["total_steps"] == 2200
     iterations = [entry["iteration"] for entry in longer.metrics()]
     assert iterations == list(range(1, len(iterations) + 1))

@@ -19,7 +19,7 @@ from groupwise.engines.base import Engine
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.configs import EnvCfg
 from groupwise.envs.make import make_env
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, require_extra
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 GIVEN = "<given in Python>"
 """Stands in a config for an object that was passed in."""
 MAX_EVALUATION_ENVS = 128
+_MAKE_VEC_KWARGS = {"num_envs", "vectorization_mode", "vector_kwargs"}
+"""What ``gymnasium.make_vec`` records among an environment's own arguments."""
 
 
 class Given(NamedTuple):
@@ -207,9 +209,11 @@ def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None
     cfg = cfg.model_copy(update={"autoreset": "disabled", "vectorization": vectorization})
     if not isinstance(env, gymnasium.vector.VectorEnv):
         return cfg, env
-    if env.spec is None:
+    wrapped = env is not env.unwrapped or "wrappers" in (env.spec.kwargs if env.spec else {})
+    if env.spec is None or wrapped:
         return None
-    return cfg.model_copy(update={"id": env.spec.id, "kwargs": dict(env.spec.kwargs)}), None
+    kwargs = {key: value for key, value in env.spec.kwargs.items() if key not in _MAKE_VEC_KWARGS}
+    return cfg.model_copy(update={"id": env.spec.id, "kwargs": kwargs}), None
 
 
 def pick_device(name: str) -> torch.device:
@@ -230,6 +234,9 @@ def _check(cfg: RunCfg, given: Given, algorithm_type: type[BaseAlgorithm]) -> No
         raise ConfigError("the environment was given in Python; mend: give it again as env=...")
     if cfg.stop.return_threshold is not None and cfg.evaluation.interval is None:
         raise ConfigError("stop.return_threshold needs evaluations to compare with; mend: set evaluation.interval")
+    for package, wanted in {"tensorboard": cfg.logging.tensorboard, "wandb": cfg.logging.wandb != "off"}.items():
+        if wanted:
+            require_extra(package, "track")
     if given.policy is not None and given.policy.actor_only and not algorithm_type.actor_only:
         raise ConfigError(
             f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; mend: actor_only=False"

@@ -103,7 +103,9 @@ def _play_round(
         np.array([derive_seed(seed, "eval", i) for i in numbers], dtype=np.int64),
         np.array([derive_seed(seed, "eval", i, "noise") for i in numbers], dtype=np.int64),
     )
-    env.hold(np.arange(env.num_envs) >= count)
+    idle = np.arange(env.num_envs) >= count
+    if idle.any():
+        env.hold(idle)
     returns, lengths = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
     running = torch.ones(count, dtype=torch.bool)
     for step in range(max_steps):

@@ -1,0 +1,359 @@
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensordict import TensorDict
+
+import groupwise as gw
+from groupwise import config
+from groupwise.algorithms.ppo import PPO
+
+TINY: dict[str, Any] = {
+    "algorithm": gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64),
+    "num_envs": 4,
+    "total_steps": 128,
+    "evaluation": {"episodes": 2},
+    "logging": {"progress": "none"},
+}
+TINY_GRPO = TINY | {"algorithm": gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2)}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_fresh_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+
+class Corridor(gymnasium.Env):
+    """Ends after ten steps; action 1 earns 1. Options make it misbehave."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, reward: float = 1.0, size: int = 3) -> None:
+        self.observation_space = gymnasium.spaces.Box(-1, 1, (size,), np.float32)
+        self.reward = reward
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._obs(), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return self._obs(), self.reward * float(action), self.steps == 10, False, {}
+
+    def _obs(self) -> Any:
+        return np.full(self.observation_space.shape, self.steps / 10, np.float32)
+
+
+@pytest.fixture(scope="module")
+def cartpole(tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
+    return gw.train("CartPole-v1", seed=1, run_dir=tmp_path_factory.mktemp("runs") / "cartpole", **TINY)
+
+
+def test_everything_a_run_leaves_behind(cartpole: gw.Run):
+    names = {path.name for path in cartpole.path.iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "summary.json", "checkpoints", "curve.png", "policy.gif"}
+    assert {path.name for path in (cartpole.path / "checkpoints").iterdir()} == {"latest", "best"}
+    for picture in ("curve.png", "policy.gif"):
+        with Image.open(cartpole.path / picture) as image:
+            image.load()
+    assert [entry["env_steps"] for entry in cartpole.metrics()] == [64, 128]
+    assert json.loads((cartpole.path / "summary.json").read_text()) == cartpole.summary
+    assert cartpole.summary["stopped"] == "total_steps"
+    assert cartpole.summary["episodes"] == 2
+    assert config.load_config(cartpole.path / "config.json") == cartpole.cfg
+    assert cartpole.policy.predict(np.zeros(4, np.float32)) in (0, 1)
+
+
+@pytest.mark.parametrize("fields", [TINY, TINY_GRPO], ids=["ppo", "grpo"])
+def test_default_folder_is_fresh_each_time_and_names_the_run(fields: dict[str, Any]):
+    paths = [gw.train("CartPole-v1", seed=5, **fields).path for _ in range(2)]
+    assert paths[0] != paths[1]
+    assert all(path.parent.name == "runs" for path in paths)
+    assert all(path.name.startswith(f"CartPole-v1-{fields['algorithm'].name}-seed5-") for path in paths)
+
+
+def test_run_can_be_loaded_and_plays_the_same(cartpole: gw.Run):
+    loaded = gw.Run.load(cartpole.path)
+    obs = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    assert np.array_equal(loaded.policy.predict(obs), cartpole.policy.predict(obs))
+    assert gw.evaluate(loaded, 4) == gw.evaluate(cartpole.path, 4) == gw.evaluate(cartpole, 4)
+    assert gw.evaluate(cartpole, 4, seed=1) != gw.evaluate(cartpole, 4, seed=2)
+    assert gw.evaluate(str(cartpole.path), 2, checkpoint="best").episodes == 2
+
+
+def test_settings_come_as_a_config_alone(cartpole: gw.Run):
+    run = gw.train(cartpole.cfg)
+    assert run.cfg == cartpole.cfg
+    with pytest.raises(gw.ConfigError, match="but seed came besides"):
+        gw.train(cartpole.cfg, seed=3)
+
+
+def test_environment_given_as_a_callable_must_be_given_again():
+    run = gw.train(Corridor, **TINY)
+    assert run.cfg.env.id == "<given in Python>"
+    assert gw.evaluate(run, 3).lengths == (10, 10, 10)
+    with pytest.raises(gw.ConfigError, match=r"was given env in Python; mend: .* env=\.\.\."):
+        gw.resume(run.path)
+    assert gw.resume(run.path, total_steps=192, env=Corridor).summary["env_steps"] == 192
+
+
+def test_environment_given_as_a_vector():
+    env = gymnasium.make_vec("CartPole-v1", 6, vectorization_mode="sync")
+    run = gw.train(env, **TINY | {"num_envs": None, "total_steps": 192})
+    assert run.cfg.env.num_envs == 6
+    assert run.cfg.env.autoreset == "next_step"
+    assert run.summary["env_steps"] == 192
+    assert run.summary["episodes"] == 2  # evaluated apart from it
+    env.reset()  # it is the user's, and still open
+    env.close()
+
+
+@pytest.mark.parametrize("kind", ["built by hand", "wrapped"])
+def test_a_vector_that_cannot_be_made_again_is_not_evaluated(kind: str, caplog: pytest.LogCaptureFixture):
+    env: Any = gymnasium.vector.SyncVectorEnv([Corridor] * 4)
+    if kind == "wrapped":
+        env = gymnasium.wrappers.vector.ClipReward(gymnasium.make_vec("MountainCar-v0", 4), 0.0, 1.0)
+    run = gw.train(env, **TINY | {"num_envs": None})
+    assert "return_mean" not in run.summary
+    assert "no evaluation" in caplog.text
+    with pytest.raises(gw.ConfigError, match="cannot be made a second time"):
+        gw.evaluate(run)
+
+
+def test_policy_given_in_python_is_trained_and_taken_again():
+    def fresh() -> gw.ActorCritic:
+        return gw.ActorCritic(Corridor().observation_space, Corridor().action_space, gw.PolicyCfg(hidden_sizes=(8,)))
+
+    policy = fresh()
+    before = policy.clone().state_dict()
+    run = gw.train(Corridor, policy=policy, **TINY)
+    assert run.policy is policy
+    assert any(not torch.equal(before[name], tensor) for name, tensor in policy.state_dict().items())
+    with pytest.raises(gw.ConfigError, match="was given policy in Python"):
+        gw.Run.load(run.path, env=Corridor)
+    again = gw.Run.load(run.path, env=Corridor, policy=fresh())
+    assert all(torch.equal(policy.state_dict()[name], tensor) for name, tensor in again.policy.state_dict().items())
+
+
+def test_environment_settings():
+    run = gw.train(gw.EnvCfg(id="CartPole-v1", kwargs={"sutton_barto_reward": True}, num_envs=2), **TINY)
+    assert run.cfg.env == gw.EnvCfg(id="CartPole-v1", kwargs={"sutton_barto_reward": True}, num_envs=4)
+    assert run.summary["return_mean"] == -1.0  # this variant gives -1 at the end and 0 before
+
+
+def test_policy_settings():
+    run = gw.train(Corridor, policy=gw.PolicyCfg(hidden_sizes=(4,)), **TINY)
+    assert run.cfg.policy.hidden_sizes == (4,)
+
+
+class PatientCfg(gw.PPOCfg):
+    """PPO that waits."""
+
+    name: Literal["patient"] = "patient"
+    patience: int = 3
+    """Iterations."""
+
+
+@config.register_algorithm(PatientCfg)
+class Patient(PPO):
+    """PPO that reports its patience."""
+
+    cfg: PatientCfg
+
+    def update(self, rollout: TensorDict) -> dict[str, torch.Tensor]:
+        return super().update(rollout) | {"train/patience": torch.tensor(float(self.cfg.patience))}
+
+
+def test_an_algorithm_of_the_users_own_trains_and_resumes():
+    fields = TINY | {"algorithm": PatientCfg(patience=5, num_steps=16, num_epochs=1)}
+    run = gw.train("CartPole-v1", **fields)
+    assert run.metrics()[-1]["train/patience"] == 5.0
+    again = gw.resume(run.path, total_steps=192)
+    assert isinstance(again.algorithm, Patient)
+    assert again.metrics()[-1]["train/patience"] == 5.0
+
+
+def test_callbacks_hear_the_run_and_stop_it():
+    heard = []
+
+    class Hears(gw.Callback):
+        def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+            metrics["mine/number"] = 1.0
+            trainer.stop("enough")
+
+        def on_evaluation_end(self, trainer: gw.Trainer, evaluation: Any) -> None:
+            heard.append(evaluation.episodes)
+
+        def on_checkpoint(self, trainer: gw.Trainer, path: Path) -> None:
+            heard.append(path.name)
+
+    run = gw.train("CartPole-v1", callbacks=[Hears()], **TINY)
+    assert heard == [2, "latest"]  # the last iteration is evaluated, whoever ended the run
+    assert run.summary["stopped"] == "enough"
+    assert [entry["mine/number"] for entry in run.metrics()] == [1.0]
+
+
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_an_interrupted_run_says_how_to_go_on(checkpointed: bool):
+    class Interrupts(gw.Callback):
+        def on_rollout_end(self, trainer: gw.Trainer, rollout: TensorDict) -> None:
+            if trainer.iteration == 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="go on with: groupwise resume mine"):
+        gw.train(
+            "CartPole-v1",
+            run_dir="mine",
+            callbacks=[Interrupts()],
+            checkpoint_interval=64 if checkpointed else 9999,
+            **TINY,
+        )
+    summary = json.loads(Path("mine/summary.json").read_text())
+    assert (summary["stopped"], summary["env_steps"]) == ("interrupted", 64)
+    run = gw.resume("mine")
+    assert run.summary["stopped"] == "total_steps"
+    assert [entry["iteration"] for entry in run.metrics()] == [1, 2]
+
+
+def test_a_run_that_failed_leaves_a_summary():
+    with pytest.raises(gw.DataError, match=r"reward of environment 0 at step \d+"):
+        gw.train(lambda: Corridor(reward=float("nan")), run_dir="mine", **TINY)
+    assert json.loads(Path("mine/summary.json").read_text())["stopped"] == "failed"
+
+
+def test_trackers_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "wandb.py").write_text(
+        "import json\n"
+        "class Run:\n"
+        "    def log(self, metrics, step): print(json.dumps([step, len(metrics) > 5]), file=open('log', 'a'))\n"
+        "    def finish(self): print('finished', file=open('log', 'a'))\n"
+        "def init(**kwargs):\n"
+        "    print(json.dumps([kwargs['mode'], kwargs['id'], kwargs['config']['seed']]), file=open('log', 'a'))\n"
+        "    return Run()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    track = {"tensorboard": True, "wandb": "offline", "progress": "none"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tensorboard's own, on import
+        run = gw.train("CartPole-v1", run_dir="mine", seed=4, **TINY | {"logging": track})
+    assert len(list((run.path / "tensorboard").iterdir())) == 1
+    assert Path("log").read_text().splitlines() == ['["offline", "mine", 4]', "[64, true]", "[128, true]", "finished"]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_missing_tracker_is_named_before_training(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("groupwise.errors.find_spec", lambda module: None)
+    track = {"tensorboard": {"tensorboard": True}, "wandb": {"wandb": "offline"}}[name]
+    with pytest.raises(gw.MissingExtraError, match=rf"'{name}' is not installed; .*groupwise\[track\]"):
+        gw.train("CartPole-v1", **TINY | {"logging": track})
+    assert not Path("runs").exists()
+
+
+def test_longest_episode_is_filled_in_where_the_loss_needs_it():
+    constant = {"objective": {"aggregation": "constant"}}
+    cfg = TINY_GRPO["algorithm"].model_copy(update={"objective": gw.ObjectiveCfg(aggregation="constant")})
+    run = gw.train("CartPole-v1", **TINY_GRPO | {"algorithm": cfg})
+    assert run.cfg.algorithm.objective.max_length == 500
+    assert json.loads((run.path / "config.json").read_text())["algorithm"]["objective"]["max_length"] == 500
+    windowed = gw.GRPOCfg(num_steps=16, num_epochs=1, group_size=2, attempt_steps=20, **constant)
+    assert gw.train("CartPole-v1", **TINY_GRPO | {"algorithm": windowed}).cfg.algorithm.objective.max_length == 20
+
+
+def test_thread_count_is_given_back():
+    seen = []
+
+    class Threads(gw.Callback):
+        def on_training_start(self, trainer: gw.Trainer) -> None:
+            seen.append(torch.get_num_threads())
+
+    torch.set_num_threads(2)
+    try:
+        for width in (8, 400):
+            policy = gw.PolicyCfg(hidden_sizes=(width, width))
+            gw.train(Corridor, policy=policy, callbacks=[Threads()], **TINY | {"total_steps": 1})
+        assert seen == [1, 2]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"num_envs": 0}, gw.ConfigError, r"env\.num_envs = 0"),
+        ({"stop": {"return_threshold": 9.0}}, gw.ConfigError, r"needs evaluations .* mend: set evaluation\.interval"),
+        ({"total_steps": 0}, gw.ConfigError, "total_steps = 0"),
+        ({"sead": 1}, gw.ConfigError, "did you mean 'seed'"),
+    ],
+)
+def test_settings_that_cannot_be_leave_no_folder(change: dict[str, Any], error: type[Exception], says: str):
+    with pytest.raises(error, match=says):
+        gw.train("CartPole-v1", **TINY_GRPO | change)
+    assert not Path("runs").exists()
+
+
+def test_unknown_names_leave_no_folder():
+    with pytest.raises(gw.UnknownNameError, match="did you mean 'CartPole-v1'"):
+        gw.train("CartPol-v1", **TINY)
+    with pytest.raises(gw.UnknownNameError, match="did you mean 'grpo'"):
+        gw.train("CartPole-v1", **TINY | {"algorithm": "grppo"})
+    assert not Path("runs").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_missing_gpu_is_named():
+    with pytest.raises(gw.ConfigError, match="torch finds no GPU; mend: device='cpu'"):
+        gw.train("CartPole-v1", device="cuda", **TINY)
+
+
+def test_actor_without_a_critic_is_refused_where_one_is_needed():
+    space = gymnasium.make("CartPole-v1")
+    policy = gw.ActorCritic(space.observation_space, space.action_space, actor_only=True)
+    with pytest.raises(gw.ConfigError, match="ppo needs a critic"):
+        gw.train("CartPole-v1", policy=policy, **TINY)
+
+
+def test_checkpoint_of_another_environment_or_architecture_is_refused():
+    run = gw.train(Corridor, **TINY)
+    with pytest.raises(gw.CheckpointError, match="its observation_space is"):
+        gw.resume(run.path, env=lambda: Corridor(size=5))
+    settings = json.loads((run.path / "config.json").read_text())
+    settings["policy"]["hidden_sizes"] = [8]
+    (run.path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(gw.CheckpointError, match="has shape"):
+        gw.resume(run.path, env=Corridor)
+
+
+def test_what_is_no_run_is_refused(cartpole: gw.Run):
+    for call in (gw.resume, gw.evaluate, gw.Run.load):
+        with pytest.raises(gw.RunFolderError, match="there is no run folder 'nowhere'"):
+            call("nowhere")
+    with pytest.raises(gw.RunFolderError, match="is taken"):
+        gw.train("CartPole-v1", run_dir=cartpole.path, **TINY)
+    Path("broken").mkdir()
+    Path("broken", "config.json").write_text('{"total_steps": "many"}')
+    with pytest.raises(gw.RunFolderError, match=r"does not fit: total_steps: "):
+        gw.resume("broken")
+
+
+def test_video_is_recorded_on_demand(cartpole: gw.Run):
+    (cartpole.path / "policy.gif").unlink()
+    gw.evaluate(cartpole.path, 1, video=True)
+    with Image.open(cartpole.path / "policy.gif") as image:
+        assert image.n_frames > 1
+
+
+def test_environments_that_do_not_render_are_no_obstacle(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    run = gw.train(Corridor, **TINY)
+    assert not (run.path / "policy.gif").exists()
+    assert "no video" in caplog.text

@@ -16,7 +16,8 @@ from groupwise.policies.base import Action, Policy
 
 
 class ScriptedEnv(gymnasium.Env):
-    """Observes 100 * row + 10 * episode + steps taken; the reward is the steps taken; episodes end as scripted."""
+    """Observes 100 * row + 10 * episode + steps taken; the reward is the steps taken; episodes end as scripted
+    ("terminated", "truncated" or "both")."""
 
     observation_space = gymnasium.spaces.Box(0, 1000, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -34,7 +35,7 @@ class ScriptedEnv(gymnasium.Env):
         self.actions.append(int(action))
         self.count += 1
         over = self.count == self.length
-        return self.obs(), float(self.count), over and self.end == "terminated", over and self.end == "truncated", {}
+        return self.obs(), float(self.count), over and self.end != "truncated", over and self.end != "terminated", {}
 
     def obs(self):
         return np.array([100 * self.row + 10 * self.episode + self.count], np.float32)

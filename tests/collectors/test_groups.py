@@ -249,7 +249,8 @@ def test_a_fresh_collector_goes_on_bit_for_bit(buffer_for, fake_policy, walk_env
 
     assert (last_rollout(0, 3) == last_rollout(2, 1)).all()
     assert (last_rollout(0, 1) == last_rollout(0, 1)).all()
-    assert not torch.equal(last_rollout(0, 1)["obs"][:, 0], last_rollout(1, 1)["obs"][:, 0])
+    for key in ("obs", "action"):
+        assert not torch.equal(last_rollout(0, 1)[key][:, 0], last_rollout(1, 1)[key][:, 0]), key
 
 
 def test_an_actor_only_policy_leaves_no_values(collect):

@@ -198,6 +198,15 @@ def test_the_cheating_key_is_named():
         verify_group_start(make(GlobalReward))
 
 
+def test_a_start_that_depends_on_the_noise_seed_is_caught():
+    class Mixed(SeededGroupEnv):
+        def start(self, mask, start_seed, noise_seed):
+            return super().start(mask, start_seed ^ noise_seed, noise_seed)
+
+    with pytest.raises(GroupStartError, match="at the start"):
+        verify_group_start(Mixed(Noisy, 3, env_id="Noisy", max_episode_steps=5))
+
+
 def test_verification_leaves_the_action_space_alone():
     env = make()
     env.action_space.seed(0)

@@ -111,9 +111,11 @@ def test_single_rows_cannot_be_reset_where_the_environment_resets_itself():
 class VectorOnly(gymnasium.vector.VectorEnv):
     """A vector environment of somebody else's."""
 
-    def __init__(self, space=gymnasium.spaces.Discrete(3), **metadata):
+    single_observation_space = gymnasium.spaces.Discrete(3)
+    single_action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, **metadata):
         self.num_envs, self.metadata, self.seeds = 2, metadata, []
-        self.single_observation_space, self.single_action_space = space, gymnasium.spaces.Discrete(2)
 
     def reset(self, *, seed=None, options=None):
         self.seeds.append(seed)
@@ -158,6 +160,8 @@ def test_a_batched_final_observation_is_taken_as_it_is():
 
 
 def test_observations_that_cannot_be_stored_are_refused():
-    space = gymnasium.spaces.Text(5)
+    class Speaks(VectorOnly):
+        single_observation_space = gymnasium.spaces.Text(5)
+
     with pytest.raises(UnsupportedSpaceError, match="Text"):
-        wrap(VectorOnly(space, autoreset_mode=AutoresetMode.NEXT_STEP))
+        wrap(Speaks(autoreset_mode=AutoresetMode.NEXT_STEP))

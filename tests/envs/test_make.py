@@ -126,7 +126,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(error, message
 
 
 def test_one_environment_object_is_refused():
-    with pytest.raises(EnvError, match="env is a Plain, expected .*mend: pass the class or a lambda"):
+    with pytest.raises(EnvError, match=r"env is a Plain, expected .*mend: pass the class or a lambda"):
         make_env(EnvCfg(), env=Plain())
 
 

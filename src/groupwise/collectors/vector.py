@@ -131,7 +131,7 @@ def label_episodes(
 
     Args:
         dead: the environment was resetting: no transition happened.
-        age: steps that the episode running at slot 0 had taken before.
+        age: steps that the episode running at slot 0 had taken before; 0 where none runs there.
     """
     begins = torch.ones_like(done)
     begins[:, 1:] = (done | dead)[:, :-1]
@@ -140,6 +140,5 @@ def label_episodes(
     before = count[:, -1:].cumsum(dim=0) - count[:, -1:]
     slot = torch.arange(done.shape[1])
     began = torch.where(begins, slot, 0).cummax(dim=1).values
-    goes_on = (count == 1) & ~dead[:, :1]
-    step = slot - began + torch.where(goes_on, age[:, None], 0)
+    step = slot - began + torch.where(count == 1, age[:, None], 0)
     return torch.where(dead, -1, before + count - 1), torch.where(dead, 0, step)

@@ -237,7 +237,7 @@ def test_trackers_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "    def log(self, metrics, step): print(json.dumps([step, len(metrics) > 5]), file=open('log', 'a'))\n"
         "    def finish(self): print('finished', file=open('log', 'a'))\n"
         "def init(**kwargs):\n"
-        "    print(json.dumps([kwargs['mode'], kwargs['id'], kwargs['config']['seed']]), file=open('log', 'a'))\n"
+        "    print(json.dumps([kwargs['mode'], len(kwargs['id']), kwargs['config']['seed']]), file=open('log', 'a'))\n"
         "    return Run()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -246,7 +246,7 @@ def test_trackers_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         warnings.simplefilter("ignore")  # tensorboard's own, on import
         run = gw.train("CartPole-v1", run_dir="mine", seed=4, **TINY | {"logging": track})
     assert len(list((run.path / "tensorboard").iterdir())) == 1
-    assert Path("log").read_text().splitlines() == ['["offline", "mine", 4]', "[64, true]", "[128, true]", "finished"]
+    assert Path("log").read_text().splitlines() == ['["offline", 32, 4]', "[64, true]", "[128, true]", "finished"]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])

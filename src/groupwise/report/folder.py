@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from groupwise.errors import RunFolderError
 
@@ -88,6 +89,10 @@ class RunFolder:
         config = _read_object(self.config)
         return {key: value for key, value in config.items() if key != "provenance"}
 
+    def read_id(self) -> str:
+        """A name for trackers that no other run has, wherever the folder lies."""
+        return str((_read_object(self.config).get("provenance") or {}).get("run_id", self.path.name))
+
     def read_given(self) -> list[str]:
         """What the run was given as Python objects: any of "env", "policy"."""
         return list((_read_object(self.config).get("provenance") or {}).get("given_in_python", []))
@@ -145,6 +150,7 @@ def provenance() -> dict[str, Any]:
     return {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "git": _git_state(),
+        "run_id": uuid4().hex,
         "command": shlex.join(sys.argv),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
     }

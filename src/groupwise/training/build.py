@@ -143,7 +143,7 @@ def build_callbacks(
     if logging.tensorboard:
         built.append(TensorBoard(folder.tensorboard))
     if logging.wandb != "off":
-        built.append(WandB(folder.path, json.loads(config.to_json(cfg)), logging.wandb))
+        built.append(WandB(folder.path, folder.read_id(), json.loads(config.to_json(cfg)), logging.wandb))
     if logging.progress != "none":
         title = f"{parts.identity.env_id}: {cfg.algorithm.name}, seed {cfg.seed}, in {folder.path}"
         built.append(Progress(logging.progress, logging.interval, title))

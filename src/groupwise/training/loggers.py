@@ -45,17 +45,24 @@ class TensorBoard(Callback):
 class WandB(Callback):
     """Sends the metrics to Weights & Biases, or keeps them in the run folder when offline.
 
-    A resumed run goes on under the same id, which is the run folder's name.
+    Args:
+        run_id: unique; a resumed run goes on under the same one.
 
     Raises:
         MissingExtraError: wandb is not installed.
     """
 
     def __init__(
-        self, folder: Path, config: dict[str, Any], mode: Literal["online", "offline"], project: str = "groupwise"
+        self,
+        folder: Path,
+        run_id: str,
+        config: dict[str, Any],
+        mode: Literal["online", "offline"],
+        project: str = "groupwise",
     ) -> None:
         require_extra("wandb", "track")
         self.folder = folder
+        self.run_id = run_id
         self.config = config
         self.mode = mode
         self.project = project
@@ -66,7 +73,7 @@ class WandB(Callback):
         import wandb
 
         self._run = wandb.init(
-            project=self.project, id=self.folder.name, name=self.folder.name, dir=str(self.folder),
+            project=self.project, id=self.run_id, name=self.folder.name, dir=str(self.folder),
             config=self.config, mode=self.mode, resume="allow",
         )  # fmt: skip
 

@@ -130,7 +130,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_rollout_end(self, rollout)
         update_start = time.perf_counter()
-        metrics = _to_floats(self.algorithm.update(self.buffer.get(flatten=False)))
+        metrics = _to_floats(self.algorithm.update(self.buffer.get(flatten=False)), self.algorithm.policy.device)
         updated = time.perf_counter()
         self.iteration += 1
         _check_finite(metrics, self.iteration)
@@ -170,10 +170,10 @@ def _seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _to_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
+def _to_floats(metrics: dict[str, Tensor], device: torch.device) -> dict[str, float]:
     """Python numbers by one transfer from the device."""
-    values = torch.stack([value.detach().double() for value in metrics.values()]).tolist() if metrics else []
-    return dict(zip(metrics, values, strict=True))
+    values = [value.detach().to(device, torch.float64) for value in metrics.values()]
+    return dict(zip(metrics, torch.stack(values).tolist() if values else [], strict=True))
 
 
 def _check_finite(metrics: dict[str, float], iteration: int) -> None:

@@ -47,8 +47,8 @@ class ScriptedGroupEnv(GroupEnv):
         self.count[running] += 1
         over = running & (self.count == np.array(self.lengths)[self.attempt % len(self.lengths)])
         self.running[over] = 0
-        ends = [torch.from_numpy(over), torch.zeros(self.num_envs, dtype=torch.bool)]
-        terminated, truncated = ends if self.end == "terminated" else ends[::-1]
+        terminated = torch.from_numpy(over & (self.end != "truncated"))
+        truncated = torch.from_numpy(over & (self.end != "terminated"))
         return EnvStep(self.obs(), torch.from_numpy(running.astype(np.float32)), terminated, truncated)
 
     def obs(self):
@@ -116,6 +116,12 @@ def test_a_truncated_attempt_is_worth_its_final_observation(collect):
     collector, rollout = collect(ScriptedGroupEnv(2, [2, 4, 3], end="truncated"), 3, group_size=3)
     check(rollout, next_value=[[1, 2, 21, 22, 23, 0], [11, 12, 13, 14, 14, 0]])
     assert [episode.terminated for episode in collector.finished] == [False, False, False]
+
+
+def test_an_end_by_death_and_limit_at_once_is_a_death(collect):
+    collector, rollout = collect(ScriptedGroupEnv(2, [2, 4, 3], end="both"), 3, group_size=3)
+    check(rollout, next_value=[[1, 0, 21, 22, 0, 0], [11, 12, 13, 0, 14, 0]])
+    assert [episode.terminated for episode in collector.finished] == [True, True, True]
 
 
 def test_the_next_group_opens_while_the_budget_lasts(collect):

@@ -110,10 +110,15 @@ def test_environment_given_as_a_vector():
     env = gymnasium.make_vec("CartPole-v1", 6, vectorization_mode="sync")
     run = gw.train(env, **TINY | {"num_envs": None, "total_steps": 192})
     assert run.cfg.env.num_envs == 6
-    assert run.cfg.env.autoreset == "next_step"
     assert run.summary["env_steps"] == 192
     assert run.summary["episodes"] == 2  # evaluated apart from it
     env.reset()  # it is the user's, and still open
+    env.close()
+
+
+def test_groups_from_a_vector_whose_start_can_be_set():
+    env = gymnasium.make_vec("CartPole-v1", 4, vectorization_mode="vector_entry_point")
+    assert gw.train(env, **TINY_GRPO | {"num_envs": None}).summary["episodes"] == 2
     env.close()
 
 
@@ -337,6 +342,8 @@ def test_what_is_no_run_is_refused(cartpole: gw.Run):
     for call in (gw.resume, gw.evaluate, gw.Run.load):
         with pytest.raises(gw.RunFolderError, match="there is no run folder 'nowhere'"):
             call("nowhere")
+    with pytest.raises(gw.ConfigError, match="total_steps = 0"):
+        gw.resume(cartpole.path, 0)
     with pytest.raises(gw.RunFolderError, match="is taken"):
         gw.train("CartPole-v1", run_dir=cartpole.path, **TINY)
     Path("broken").mkdir()

@@ -192,6 +192,8 @@ def resume(
         RunFolderError: ``path`` is no run folder, or a damaged one.
         CheckpointError: the checkpoint is damaged or of another environment or architecture.
     """
+    if total_steps is not None and total_steps < 1:
+        raise ConfigError(f"total_steps = {total_steps}: expected at least 1")
     folder, given, engine = RunFolder.open(Path(path)), Given(env, policy), from_environment()
     cfg = _read_cfg(folder, given)
     if total_steps is not None:
@@ -307,7 +309,7 @@ def _record(cfg: RunCfg, given: Given, policy: Policy, folder: RunFolder, seed: 
 
 
 def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]]:
-    """Id for the config, and the settings that come with the environment: a ready vector has its rows and resets."""
+    """Id for the config, and the settings that come with the environment: a ready vector has its rows."""
     import gymnasium
 
     if isinstance(env, str):
@@ -316,8 +318,7 @@ def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]
         return env.id, env.model_dump(exclude_unset=True)
     if not isinstance(env, gymnasium.vector.VectorEnv):
         return GIVEN, {}
-    mode = env.metadata.get("autoreset_mode", gymnasium.vector.AutoresetMode.NEXT_STEP)
-    return GIVEN, {"num_envs": env.num_envs, "autoreset": mode.name.lower()}
+    return GIVEN, {"num_envs": env.num_envs}
 
 
 def _read_cfg(folder: RunFolder, given: Given) -> RunCfg:

@@ -218,7 +218,7 @@ class Progress(Callback):
         """Move the bar, or print a line when it is time."""
         text = self._text(metrics)
         if self.bar is not None:
-            self.bar.show(trainer, text)
+            self.bar.show(trainer, " ".join(text.split()))
         elif trainer.is_done() or time.perf_counter() - self._shown >= self.interval:
             self._shown = time.perf_counter()
             share = min(1.0, trainer.env_steps / trainer.total_steps)
@@ -234,7 +234,7 @@ class Progress(Callback):
         if "rollout/return_mean" in metrics:
             parts.append(f"return {metrics['rollout/return_mean']:8.1f}")
         if self._evaluated is not None:
-            parts.append(f"evaluation {self._evaluated:8.1f}")
+            parts.append(f"eval {self._evaluated:8.1f}")
         return "  ".join([*parts, f"{metrics['time/steps_per_second']:8,.0f} steps/s"])
 
     def _print(self, line: str) -> None:
@@ -249,7 +249,7 @@ class _Bar:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
 
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        columns = (BarColumn(15), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
         self.progress = RichProgress(*columns, console=console, refresh_per_second=5)
 
     def start(self, trainer: "Trainer") -> None:

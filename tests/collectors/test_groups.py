@@ -11,7 +11,7 @@ from groupwise.data.rollout import TensorSpec
 from groupwise.envs.base import EnvStep, GroupEnv
 from groupwise.envs.configs import EnvCfg
 from groupwise.envs.make import make_env
-from groupwise.errors import EnvError
+from groupwise.errors import EnvError, GroupStartError
 
 T, F = True, False
 
@@ -65,7 +65,7 @@ class ScriptedGroupEnv(GroupEnv):
 def collect(buffer_for, fake_policy):
     def run(env, num_steps, *, slots=8, actor_only=False, iteration=0, **kwargs):
         policy = fake_policy(actor_only)
-        collector = GroupCollector(env, policy, **kwargs)
+        collector = GroupCollector(env, policy, verify_start=False, **kwargs)
         collector.iteration = iteration
         buffer = buffer_for(env, policy, slots)
         rollout = collector.collect(num_steps, buffer.start_rollout())
@@ -262,3 +262,23 @@ def test_a_fresh_collector_goes_on_bit_for_bit(buffer_for, fake_policy, walk_env
 def test_an_actor_only_policy_leaves_no_values(collect):
     _, rollout = collect(ScriptedGroupEnv(2, [3]), 3, actor_only=True, group_size=2)
     assert "value" not in rollout
+
+
+class GlobalNoise(gymnasium.Env):
+    """Cheats: its start comes from NumPy's global generator, whatever the seed."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.random.random(1), {}
+
+    def step(self, action):
+        return np.zeros(1), 0.0, True, False, {}
+
+
+def test_a_cheating_environment_is_refused_before_anything_is_learned(fake_policy):
+    env = make_env(EnvCfg(num_envs=2), grouped=True, env=GlobalNoise)
+    with pytest.raises(GroupStartError, match=r"GlobalNoise.*at the start.*self\.np_random"):
+        GroupCollector(env, fake_policy(), group_size=2, attempt_steps=5)

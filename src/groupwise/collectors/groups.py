@@ -1,5 +1,7 @@
 """Whole groups of attempts at shared starts: what GRPO learns from."""
 
+import logging
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -9,9 +11,12 @@ from groupwise.collectors.base import Collector, Episode
 from groupwise.collectors.writer import FinalValues, RolloutWriter
 from groupwise.data.rollout import Nested, lengthen
 from groupwise.envs.base import GroupEnv, Mask, Seeds
+from groupwise.envs.groups import verify_group_start
 from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
+
+log = logging.getLogger(__name__)
 
 
 class GroupCollector(Collector):
@@ -25,9 +30,12 @@ class GroupCollector(Collector):
         env: gives observations on the policy's device.
         attempt_steps: attempts are cut (truncated) after so many steps.
         rank: of this process; each draws its own streams.
+        verify_start: try out, before anything is learned, that siblings share their start bit for bit; False where
+            that was done already.
 
     Raises:
         EnvError: nothing would ever end an attempt.
+        GroupStartError: siblings do not share a start.
     """
 
     def __init__(
@@ -39,6 +47,7 @@ class GroupCollector(Collector):
         attempt_steps: int | None = None,
         seed: int = 0,
         rank: int = 0,
+        verify_start: bool = True,
     ) -> None:
         super().__init__()
         if env.max_episode_steps is None and attempt_steps is None:
@@ -54,6 +63,8 @@ class GroupCollector(Collector):
         self.rank = rank
         self._num_groups = 0
         self._idle_fraction = 0.0
+        if verify_start:
+            log.info("siblings share their start: %s", verify_group_start(env, seed=derive_seed(seed, "verify", rank)))
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Whole groups, about ``num_steps`` steps a row; as long as the row that was busy longest."""

@@ -37,7 +37,9 @@ class UnknownNameError(ConfigError):
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         options = sorted(known)
         near = difflib.get_close_matches(name, options, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(options[:20]) or 'none'}"
+        hint = (
+            f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(options[:20]) or 'none'}"
+        )
         super().__init__(f"unknown {kind} {name!r}: {hint}")
 
 

@@ -185,13 +185,15 @@ def test_value_loss_has_no_half():
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
+    ("value", "target", "expected"),
     [
-        (3.0, 2.5**2),  # held at 1.5, target 4: error 2.5, more than 1
-        (-1.0, 5.0**2),  # held at .5: error 3.5, less than the raw 5
-        (1.2, 2.8**2),  # within the clip: raw
+        (3.0, 4.0, 2.5**2),  # held at 1.5: error 2.5, more than 1
+        (-1.0, 4.0, 5.0**2),  # held at .5: error 3.5, less than the raw 5
+        (-1.0, -2.0, 2.5**2),  # held at .5: error 2.5, more than 1
+        (1.2, 4.0, 2.8**2),  # within the clip: raw
+        (0.8, 0.0, 0.8**2),
     ],
 )
-def test_clipped_value_loss_takes_the_greater_error(value, expected):
-    out = clipped_value_loss(torch.tensor([value]), torch.tensor([1.0]), torch.tensor([4.0]), 0.5)
+def test_clipped_value_loss_takes_the_greater_error(value, target, expected):
+    out = clipped_value_loss(torch.tensor([value]), torch.tensor([1.0]), torch.tensor([target]), 0.5)
     close(out, [expected])

@@ -30,7 +30,7 @@ def sequence_ratio(
 ) -> Float[Tensor, "*batch"]:
     """Geometric mean of the episode's ratios over the mask, at each of its elements; 1 outside the mask.
 
-    Source: GSPO, https://arxiv.org/abs/2507.18071, sec. 4.1.
+    Source: GSPO, https://arxiv.org/abs/2507.18071.
     """
     mean = _episode_log_ratio(log_prob, old_log_prob, mask, episode_id, num_episodes, mean=True)
     return _bounded_exp(mean)
@@ -47,7 +47,7 @@ def sequence_token_ratio(
 
     ``sg(s_i) * exp(log_prob - sg(log_prob))``, so that advantages may differ within an episode.
 
-    Source: GSPO-token, https://arxiv.org/abs/2507.18071, sec. 4.3.
+    Source: GSPO-token, https://arxiv.org/abs/2507.18071.
     """
     mean = _episode_log_ratio(log_prob.detach(), old_log_prob, mask, episode_id, num_episodes, mean=True)
     return _bounded_exp(mean + (log_prob - log_prob.detach()).masked_fill(~mask, 0))

@@ -109,14 +109,12 @@ def loss_weights(
     Raises:
         ValueError: ``constant`` without ``max_length``.
     """
-    counted = mask & (episode_id >= 0)
-    weight = counted.float()
+    weight = (mask & (episode_id >= 0)).float()
+    if aggregation == "token_mean":
+        return weight / all_sum(weight.sum()).clamp(min=1)
     length = segment_sum(weight, episode_id, num_episodes)
-    totals = torch.stack([counted.sum().to(weight), (length > 0).sum().to(weight)])
-    num_elements, num_counted = all_sum(totals).clamp(min=1).unbind()
+    num_counted = all_sum((length > 0).sum().to(weight)).clamp(min=1)
     match aggregation:
-        case "token_mean":
-            return weight / num_elements
         case "seq_mean_token_mean":
             return weight / (gather_segments(length, episode_id).clamp(min=1) * num_counted)
         case "seq_mean_token_sum":
@@ -140,7 +138,7 @@ def _bins(
 def _mean_and_count(
     x: Float[Tensor, "*batch"], mask: Bool[Tensor, "*batch"], all_sum: AllSum
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    sums = torch.stack([x.masked_fill(~mask, 0).sum(), mask.sum().to(x)])
+    sums = torch.stack([x.masked_fill(~mask, 0).sum(), mask.sum()])
     total, count = all_sum(sums).unbind()
     return total / count.clamp(min=1), count
 

@@ -1,0 +1,21 @@
+"""Sphinx settings; `make docs` builds with warnings as errors."""
+
+from importlib import metadata
+
+project = "groupwise"
+release = metadata.version("groupwise")
+author = "the groupwise authors"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Source"]
+
+html_theme = "furo"
+html_title = f"groupwise {release}"
+html_theme_options = {"navigation_with_keys": True}
+html_show_copyright = False

@@ -1,0 +1,110 @@
+"""Every fenced block of the README and the docs: Python runs, commands parse."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import gymnasium
+import pytest
+
+import groupwise as gw
+from groupwise import api, cli, config
+from groupwise.algorithms import credit
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/algorithms/*.md"))]
+
+
+class Block(NamedTuple):
+    page: Path
+    line: int
+    """Of the block's first line of content, from 1."""
+    text: str
+
+
+def _blocks(language: str) -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            found.append(Block(page, text.count("\n", 0, match.start(1)) + 1, match[1]))
+    return found
+
+
+PYTHON = _blocks("python")
+FILES = {name[1]: block.text for block in PYTHON if (name := re.match(r"# (\w+\.py)\n", block.text))}
+"""Blocks whose first line names a file are that file in the commands."""
+COMMANDS = [
+    (block.page.relative_to(ROOT), line.removeprefix("$ "))
+    for block in _blocks("console")
+    for line in block.text.splitlines()
+    if line.startswith("$ ")
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_directory_and_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api, "record_video", lambda *args, **options: None)  # half of the time of so short a run
+    monkeypatch.setattr(config, "_ALGORITHMS", dict(config._ALGORITHMS))
+    monkeypatch.setattr(credit, "CREDIT_RULES", dict(credit.CREDIT_RULES))
+    known = dict(gymnasium.registry)
+    yield
+    gymnasium.registry.clear()
+    gymnasium.registry.update(known)
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON}), ids=lambda page: page.stem)
+def test_python_blocks_of_a_page_run_in_order(page: Path):
+    namespace = {"__name__": f"page_{page.stem}"}
+    for block in PYTHON:
+        if block.page == page:
+            code = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
+            exec(compile(code, str(page), "exec"), namespace)
+
+
+def test_there_are_blocks_to_test():
+    assert {"README", "quickstart", "grpo", "ppo"} <= {block.page.stem for block in PYTHON}
+    assert len(COMMANDS) > 20
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
+    return gw.train(
+        "CartPole-v1", gw.PPOCfg(num_steps=16, num_epochs=1), total_steps=64, evaluation={"episodes": 2},
+        run_dir=tmp_path_factory.mktemp("docs") / "run",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda value: str(value)[:60])
+def test_command_is_right(page: Path, command: str, run: gw.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "my_run.json").write_text(config.to_json(run.cfg), encoding="utf-8")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "my_run").symlink_to(run.path)
+    monkeypatch.setattr(api, "resume", lambda path, total_steps: api.Run.load(path))
+
+    words = shlex.split(re.split(r" [|>] ", command)[0], comments=True)
+    for word in words:
+        assert not re.match(r"(examples|benchmarks)/", word) or (ROOT / word).is_file()
+    match words[0]:
+        case "groupwise":
+            assert cli.main(_without_training(words[1:])) == 0
+        case "torchrun":
+            assert cli.main(_without_training(words[words.index("groupwise") + 1 :])) == 0
+        case "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        case other:
+            assert other in ("python", "pip", "git", "cd", "for")
+
+
+def _without_training(words: list[str]) -> list[str]:
+    """``config`` in place of ``train``: it takes the same options, and prints what would be trained."""
+    if words[0] != "train" or "--help" in words:
+        return words
+    if "--seeds" in words:
+        at = words.index("--seeds")
+        words = words[:at] + words[at + 2 :]
+    return ["config", *words[1:]]

@@ -1,0 +1,65 @@
+"""Pages that are made from the code are up to date, and the documentation builds without warnings."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import groupwise as gw
+from groupwise.config import RunCfg
+
+ROOT = Path(__file__).parents[2]
+
+
+def _generate():
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["settings.md", "presets.md"])
+def test_generated_page_is_current(name: str):
+    pages = {path.name: text for path, text in _generate().pages().items()}
+    found = (ROOT / "docs" / "generated" / name).read_text(encoding="utf-8")
+    assert found == pages[name], "run: python docs/generate.py"
+
+
+def test_every_config_class_and_field_is_described():
+    page = (ROOT / "docs" / "generated" / "settings.md").read_text(encoding="utf-8")
+    for name in gw.__all__:
+        if name.endswith("Cfg"):
+            section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+            fields = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
+            assert fields, name
+    for name in RunCfg.model_fields:
+        assert f"| `{name}` |" in page
+
+
+def test_no_setting_lacks_a_description():
+    page = (ROOT / "docs" / "generated" / "settings.md").read_text(encoding="utf-8")
+    assert not re.search(r"\|\s*\|$", page, re.MULTILINE)
+
+
+def test_api_page_names_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    missing = [name for name in gw.__all__ if name != "__version__" and not re.search(rf"\b{name}\b", page)]
+    assert not missing
+
+
+def test_links_of_the_readme_lead_somewhere():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = [target for target in re.findall(r"\]\(([^)#]+)", readme) if "://" not in target]
+    assert targets
+    assert not [target for target in targets if not (ROOT / target).exists()]
+
+
+def test_documentation_builds_without_warnings(tmp_path: Path):
+    command = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "dummy", "-d", tmp_path / "doctrees"]
+    done = subprocess.run([*command, ROOT / "docs", tmp_path / "out"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

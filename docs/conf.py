@@ -15,6 +15,8 @@ autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Source"]
 
+smartquotes = False  # they turn the dashes of options into one
+
 html_theme = "furo"
 html_title = f"groupwise {release}"
 html_theme_options = {"navigation_with_keys": True}

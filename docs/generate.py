@@ -127,9 +127,7 @@ def presets_page() -> str:
         _objectives(),
         "<!-- end -->",
         "## Every choice of credit and objective",
-        "<!-- choices -->",
         _choices(),
-        "<!-- end -->",
         "## Settings per environment",
         "What differs from the defaults of the classes. Environments without a table of their own take that of "
         "`default`.",

@@ -295,7 +295,6 @@ def test_thread_count_is_given_back():
     ("change", "error", "says"),
     [
         ({"num_envs": 0}, gw.ConfigError, r"env\.num_envs = 0"),
-        ({"stop": {"return_threshold": 9.0}}, gw.ConfigError, r"needs evaluations .* mend: set evaluation\.interval"),
         ({"total_steps": 0}, gw.ConfigError, "total_steps = 0"),
         ({"sead": 1}, gw.ConfigError, "did you mean 'seed'"),
     ],

@@ -113,7 +113,7 @@ class EvaluationCfg(Cfg):
     """When and how the policy is evaluated, in environments of its own."""
 
     interval: PositiveInt | None = None
-    """Environment steps between two evaluations, rounded up to whole iterations. None: only at the end."""
+    """Environment steps between two evaluations, rounded up to whole iterations; None: a tenth of ``total_steps``. The last iteration is always evaluated."""
     episodes: PositiveInt = 20
     """Episodes per evaluation."""
     deterministic: bool = True
@@ -124,7 +124,7 @@ class StopCfg(Cfg):
     """When training ends before ``total_steps``."""
 
     return_threshold: float | None = None
-    """Stops when the mean return of an evaluation reaches it (needs ``evaluation.interval``). None: never."""
+    """Stops when the mean return of an evaluation reaches it. None: never."""
     time_limit: Annotated[float, Gt(0)] | None = None
     """Seconds of training after which the current iteration is the last. None: no limit."""
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tensordict import TensorDict
@@ -46,13 +47,17 @@ class Collector(ABC):
     def restart(self) -> None:
         """Drop running episodes: the next ``collect`` begins with fresh ones, as after a resume."""
 
-    def metrics(self) -> dict[str, float]:
-        """``rollout/*`` numbers of the last ``collect``.
+    def representative(self) -> Sequence[Episode]:
+        """The episodes that ``rollout/*_mean`` are over.
 
-        Means are over the latest 100 finished episodes (or all that finished in this rollout, if more), whenever
-        they began: a window that no episode ends in must not freeze or bias the number.
+        The latest 100 finished ones (or all that finished in this rollout, if more), whenever they began: a window
+        favours short episodes, and one in which none ends must not freeze the number.
         """
-        episodes = self.finished if len(self.finished) >= 100 else list(self.recent)
+        return self.finished if len(self.finished) >= 100 else self.recent
+
+    def metrics(self) -> dict[str, float]:
+        """``rollout/*`` numbers of the last ``collect``."""
+        episodes = self.representative()
         out = {"rollout/env_steps": float(self.last_steps), "rollout/episodes": float(len(self.finished))}
         if episodes:
             out["rollout/return_mean"] = sum(e.episode_return for e in episodes) / len(episodes)

@@ -105,6 +105,10 @@ class GroupCollector(Collector):
     def restart(self) -> None:
         """Nothing to drop: every ``collect`` begins with fresh groups."""
 
+    def representative(self) -> list[Episode]:
+        """All episodes of the rollout: they are whole, and of the policy as it is now."""
+        return self.finished
+
     def metrics(self) -> dict[str, float]:
         """``rollout/*`` numbers; ``rollout/idle_fraction`` is the share of row steps in which a row had nothing to do."""
         extra = {"rollout/groups": float(self._num_groups), "rollout/idle_fraction": self._idle_fraction}

@@ -126,15 +126,17 @@ def build_callbacks(
     Ranks other than 0 write and decide nothing: they have the user's, and restart their episodes at checkpoints.
     """
     cfg = parts.cfg
-    interval = cfg.checkpoint_interval or max(1, cfg.total_steps // 10)
+    tenth = max(1, cfg.total_steps // 10)
+    interval = cfg.checkpoint_interval or tenth
     if rank != 0:
         return [*users, SaveCheckpoints(None, interval, parts.identity)]
     stop, logging = cfg.stop, cfg.logging
     built: list[Callback] = [*users]
     if stop.time_limit is not None:
         built.append(TimeLimit(stop.time_limit))
-    if cfg.evaluation.interval is not None or evaluator.is_possible():
-        built.append(Evaluate(evaluator, cfg.evaluation.interval, folder.best, parts.identity))
+    if evaluator.is_possible() or cfg.evaluation.interval is not None:
+        evaluator.prepare()
+        built.append(Evaluate(evaluator, cfg.evaluation.interval or tenth, folder.best, parts.identity))
     else:
         log.warning("no evaluation: %s was given ready-made and cannot be made a second time", parts.identity.env_id)
     if stop.return_threshold is not None:
@@ -170,11 +172,19 @@ class Evaluator:
 
     def __call__(self) -> EvaluationResult:
         """Play the episodes."""
+        return evaluate_policy(
+            self.policy, self.prepare(), episodes=self.episodes, seed=self.seed, deterministic=self.deterministic
+        )
+
+    def prepare(self) -> GroupEnv:
+        """The environments, made now if they were not yet.
+
+        Raises:
+            ConfigError: they cannot be made.
+        """
         if self._env is None:
             self._env = self._make_env()
-        return evaluate_policy(
-            self.policy, self._env, episodes=self.episodes, seed=self.seed, deterministic=self.deterministic
-        )
+        return self._env
 
     def is_possible(self) -> bool:
         """Whether separate environments can be made."""
@@ -232,8 +242,6 @@ def pick_device(name: str) -> torch.device:
 def _check(cfg: RunCfg, given: Given, algorithm_type: type[BaseAlgorithm]) -> None:
     if cfg.env.id == GIVEN and given.env is None:
         raise ConfigError("the environment was given in Python; mend: give it again as env=...")
-    if cfg.stop.return_threshold is not None and cfg.evaluation.interval is None:
-        raise ConfigError("stop.return_threshold needs evaluations to compare with; mend: set evaluation.interval")
     for package, wanted in {"tensorboard": cfg.logging.tensorboard, "wandb": cfg.logging.wandb != "off"}.items():
         if wanted:
             require_extra(package, "track")

@@ -45,27 +45,25 @@ class Evaluate(Callback):
 
     Args:
         evaluate: plays the episodes.
-        interval: None evaluates after the last step only.
         best: folder for the policy with the highest mean return so far; None saves none. Rank 0 alone gives one.
     """
 
     def __init__(
-        self, evaluate: Callable[[], EvaluationResult], interval: int | None, best: Path | None, identity: Identity
+        self, evaluate: Callable[[], EvaluationResult], interval: int, best: Path | None, identity: Identity
     ) -> None:
         self.evaluate = evaluate
-        self.every = None if interval is None else Every(interval)
+        self.every = Every(interval)
         self.best = best
         self.identity = identity
         self.best_return: float | None = None
 
     def on_training_start(self, trainer: "Trainer") -> None:
         """Count from the steps of a resumed run."""
-        if self.every is not None:
-            self.every.start(trainer.env_steps)
+        self.every.start(trainer.env_steps)
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Add ``eval/*`` to the metrics when it is time."""
-        due = self.every is not None and self.every.due(trainer.env_steps)
+        due = self.every.due(trainer.env_steps)
         if not due and not trainer.is_done():
             return
         result = self.evaluate()

@@ -328,3 +328,24 @@ def test_schema_knows_the_algorithms_and_the_file_s_own_key():
 def test_run_config_stands_on_its_own():
     assert RunCfg(policy=PolicyCfg(hidden_sizes=(8,)), env={"id": "X-v0"}).total_steps == 100_000
     assert RunCfg(algorithm={"name": "ppo"}).algorithm == PPOCfg()
+
+
+def test_a_derived_configs_own_default_holds_against_its_bases_preset(registry):
+    class Quick(GRPOCfg):
+        name: Literal["quick"] = "quick"
+        num_epochs: int = 1
+
+    register_algorithm(Quick)(object)
+    cfg = resolve("CartPole-v1", Quick())
+    assert cfg.algorithm.num_epochs == 1
+    assert cfg.algorithm.group_size == resolve("CartPole-v1", "grpo").algorithm.group_size
+
+
+def test_an_error_names_choices_that_are_numbers(registry):
+    class One(GRPOCfg):
+        name: Literal["one"] = "one"
+        num_epochs: Literal[1] = 1
+
+    register_algorithm(One)(object)
+    with pytest.raises(ConfigError, match=r"num_epochs = 3: expected one of 1"):
+        resolve("CartPole-v1", {"name": "one", "num_epochs": 3})

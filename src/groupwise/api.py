@@ -34,6 +34,7 @@ from groupwise.training.build import (
     build_callbacks,
     build_parts,
     build_trainer,
+    pick_device,
     separate_env,
 )
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy
@@ -56,7 +57,7 @@ class Run:
     path: Path
     """The run folder."""
     cfg: RunCfg
-    """Every setting, as ``config.json`` has it: without the folder, so that it can be trained again."""
+    """Every setting, as ``config.json`` has it, without the folder, so that it can be trained again."""
     algorithm: BaseAlgorithm
     """What trained the policy, as it was left."""
     summary: dict[str, Any]
@@ -162,7 +163,7 @@ def train_from_config(
         env: used instead of ``cfg.env.id``.
         policy: trained instead of a new one.
     """
-    given, engine = Given(env, policy), from_environment()
+    given, engine = Given(env, policy), from_environment(pick_device(cfg.device).type)
     if engine.world_size > 1 and cfg.run_dir is None:
         raise ConfigError("several processes train together, and all must know the run folder; mend: set run_dir")
     parts = build_parts(cfg.model_copy(update={"run_dir": None}), given, engine)
@@ -194,8 +195,9 @@ def resume(
     """
     if total_steps is not None and total_steps < 1:
         raise ConfigError(f"total_steps = {total_steps}: expected at least 1")
-    folder, given, engine = RunFolder.open(Path(path)), Given(env, policy), from_environment()
+    folder, given = RunFolder.open(Path(path)), Given(env, policy)
     cfg = _read_cfg(folder, given)
+    engine = from_environment(pick_device(cfg.device).type)
     if total_steps is not None:
         cfg = cfg.model_copy(update={"total_steps": total_steps})
         if engine.rank == 0:
@@ -309,7 +311,7 @@ def _record(cfg: RunCfg, given: Given, policy: Policy, folder: RunFolder, seed: 
 
 
 def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]]:
-    """Id for the config, and the settings that come with the environment: a ready vector has its rows."""
+    """Id for the config, and the settings that come with the environment, as a ready vector brings its rows."""
     import gymnasium
 
     if isinstance(env, str):

@@ -286,10 +286,23 @@ def _algorithm_name(layers: list[Tree]) -> str:
 
 
 def _env_preset(env_id: str, cfg_type: type[AlgorithmCfg]) -> Tree:
-    """Settings for the environment under the algorithm, or under the nearest one whose config it extends."""
+    """Settings for the environment under the algorithm, or under the nearest one whose config it extends.
+
+    Where the extending config has a default of its own, that one holds.
+    """
     by_algorithm = presets.env_preset(env_id)
-    bases = [base for base in cfg_type.__mro__ if issubclass(base, AlgorithmCfg)]
-    return next((by_algorithm[name] for base in bases if (name := _default_name(base)) in by_algorithm), {})
+    for base in (base for base in cfg_type.__mro__ if issubclass(base, AlgorithmCfg)):
+        if (name := _default_name(base)) in by_algorithm:
+            tree = by_algorithm[name]
+            kept = {k: v for k, v in _table(tree, "algorithm").items() if _same_default(k, base, cfg_type)}
+            return {**tree, "algorithm": kept}
+    return {}
+
+
+def _same_default(field: str, base: type[AlgorithmCfg], derived: type[AlgorithmCfg]) -> bool:
+    if field not in base.model_fields:
+        return True
+    return bool(base.model_fields[field].default == derived.model_fields[field].default)
 
 
 def _with_objective(tree: Tree, preset: str, cfg_type: type[AlgorithmCfg]) -> Tree:
@@ -360,7 +373,7 @@ def _explain(item: Tree, algorithm_type: type[AlgorithmCfg], base: Tree, given: 
         case "extra_forbidden":
             return _explain_unknown_key(loc, algorithm_type)
         case "literal_error":
-            choices = re.findall(r"'([^']*)'", item["ctx"]["expected"])
+            choices = re.findall(r"[^\s',]+(?=')|\b\d+\b", item["ctx"]["expected"])
             return f"{path} = {item['input']!r}: expected one of {', '.join(choices)}{_nearest(str(item['input']), choices)}"
         case "value_error":
             said = f"{path}: {item['ctx']['error']}" if path else str(item["ctx"]["error"])

@@ -60,7 +60,7 @@ def _resolve(target: str, algorithm: str | None, preset: str | None, changed: di
 
 
 def _check_env_id(env_id: str) -> None:
-    """Catch a typo before anything slow is imported; ``module:id`` is left to Gymnasium."""
+    """Catch a typo before anything slow is imported; ``module:id`` is refused with its own reason later."""
     if env_id in presets.env_ids() or ":" in env_id:
         return
     from gymnasium.envs.registration import registry

@@ -160,3 +160,8 @@ def test_another_entry_point_cannot_be_grouped(monkeypatch):
     monkeypatch.setitem(gymnasium.registry, "Theirs-v0", spec)
     with pytest.raises(GroupStartError, match=r"rows of Theirs-v0 .*mend: vectorization='sync'"):
         make_env(EnvCfg(id="Theirs-v0", vectorization="entry_point"), grouped=True)
+
+
+def test_an_id_never_imports_a_module():
+    with pytest.raises(EnvError, match=r"would import 'evil'.*--plugin"):
+        make_env(EnvCfg(id="evil:CartPole-v1"))

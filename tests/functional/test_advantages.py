@@ -198,12 +198,13 @@ def test_a_member_alone_gets_zero_never_its_score(baseline, scale):
 @settings(deadline=None)
 @given(value=st.floats(-1e6, 1e6, width=32), size=st.integers(1, 300))
 def test_equal_scores_give_exactly_zero(baseline, scale, value, size):
-    # a group whose mean rounds, beside one that has something to say and so makes a deviation of the batch
-    score = torch.cat([torch.full((size,), value), torch.tensor([0.0, 1.0])])
-    key = torch.cat([torch.zeros(size, dtype=torch.long), torch.tensor([1, 1])])
-    out = group_relative(score, key, 2, baseline=baseline, scale=scale, eps=0.0)
+    # a group whose mean rounds and which has a stranger, beside one that makes a deviation of the batch
+    score = torch.cat([torch.full((size,), value), torch.tensor([0.0, 1.0, 2e6])])
+    key = torch.cat([torch.zeros(size, dtype=torch.long), torch.tensor([1, 1, 0])])
+    member = torch.arange(size + 3) < size + 2
+    out = group_relative(score, key, 2, baseline=baseline, scale=scale, eps=0.0, member=member)
     assert not out[:size].any()
-    assert out[size:].all()
+    assert out[size : size + 2].all()
 
 
 @every_rule

@@ -125,6 +125,11 @@ def test_losses_of_bad_actions_golden(ratio, plain, dual):
     close(dual_clip_loss(ratio, bad, 0.2, 0.2, 3.0), [-dual])
 
 
+def test_dual_clip_bound_is_in_units_of_the_advantage():
+    # A = -2: ratio 6 costs 12, held at 3 * 2
+    close(dual_clip_loss(torch.tensor([6.0]), torch.tensor([-2.0]), 0.2, 0.2, 3.0), [6.0])
+
+
 def test_each_side_has_its_own_clip():
     # at ratio .5 and a bad action the objective stops at 1 - clip_low, whatever clip_high is
     bad = torch.tensor([-1.0])

@@ -107,8 +107,8 @@ class BaseAlgorithm(ABC):
             steps += 1
         names = (*self.metric_names, "grad_norm")
         out = {f"train/{name}": value for name, value in zip(names, (sums / max(steps, 1)).unbind(), strict=True)}
-        out["train/optimizer_steps"] = torch.tensor(float(steps))
-        out["train/learning_rate"] = torch.tensor(self.schedule.rate)
+        out["train/optimizer_steps"] = sums.new_tensor(steps)
+        out["train/learning_rate"] = sums.new_tensor(self.schedule.rate, dtype=torch.float64)
         return out
 
     @torch.no_grad()

@@ -15,10 +15,14 @@ from groupwise.engines.base import Engine
 
 
 class DistributedEngine(Engine):
-    """Sums over the ranks of the default process group, which it joins and leaves."""
+    """Sums over the ranks of the default process group, which it joins and leaves.
 
-    def __init__(self, backend: str | None = None) -> None:
-        dist.init_process_group(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+    Args:
+        device: type of the tensors to be summed, "cpu" or "cuda".
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
@@ -50,6 +54,15 @@ class DistributedEngine(Engine):
         dist.destroy_process_group()
 
 
-def from_environment() -> Engine:
-    """The engine that the launcher asks for: distributed under ``torchrun``, else a single process."""
-    return DistributedEngine() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else Engine()
+def from_environment(device: str = "cpu") -> Engine:
+    """The engine that the launcher asks for: distributed under ``torchrun``, else a single process.
+
+    Args:
+        device: type of the tensors to be summed, "cpu" or "cuda". Each process takes the GPU of its local rank as its
+            current one.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Engine()
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return DistributedEngine(device)

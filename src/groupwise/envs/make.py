@@ -64,7 +64,7 @@ def make_env(
         UnknownNameError: nobody registered ``cfg.id``.
         MissingExtraError: the environment needs a package that is not installed.
         GroupStartError: siblings could not share a start in this kind of environment.
-        EnvError: the settings do not fit together or the environment.
+        EnvError: the settings do not fit together or the environment, or ``cfg.id`` names a module to import.
     """
     if isinstance(env, gymnasium.vector.VectorEnv):
         return _adopt(env, grouped, num_envs, device)
@@ -76,6 +76,11 @@ def make_env(
     if grouped and cfg.autoreset != "disabled":
         raise EnvError(
             f"a grouped environment is reset by its collector, but autoreset is {cfg.autoreset!r}; mend: autoreset='disabled'"
+        )
+    if env is None and ":" in cfg.id:
+        raise EnvError(
+            f"environment {cfg.id!r} would import {cfg.id.partition(':')[0]!r}, and a config imports nothing; mend: import "
+            "it yourself (on the command line: --plugin file.py) and name the id alone"
         )
     num_envs = num_envs or cfg.num_envs
     vectorization = _vectorization(cfg, env)

@@ -1,7 +1,7 @@
 """Networks of control policies: encoders that turn any observation into features, and MLPs on top of them.
 
 All weights start orthogonal and all biases 0, as in the reference PPO (Huang et al. 2022, "The 37 implementation
-details of PPO", details 2 and 9).
+details of PPO", on orthogonal initialisation).
 """
 
 import math

@@ -233,7 +233,7 @@ def pick_device(name: str) -> torch.device:
         ConfigError: a GPU is asked for and there is none.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device = {name!r}, but torch finds no GPU; mend: device='cpu' or 'auto'")
     return torch.device(name)

@@ -57,7 +57,7 @@ def effective_sample_size(
 ) -> Float[Tensor, ""]:
     """``(sum w)^2 / (n sum w^2)``, the share of samples left after weighting: 1 for equal ratios, 1/n if one has all."""
     weight = ratio.masked_fill(~mask, 0)
-    sums = torch.stack([weight.sum(), weight.square().sum(), mask.sum().to(weight)])
+    sums = torch.stack([weight.sum(), weight.square().sum(), mask.sum()])
     total, square, count = all_sum(sums).unbind()
     return (total.square() / (count * square)).masked_fill(square == 0, 0)
 

@@ -133,6 +133,20 @@ def test_group_relative_golden(baseline, scale, eps, of_one, of_zero):
     torch.testing.assert_close(out, torch.where(REWARDS > 0, of_one, of_zero), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("baseline", "scale", "expected"),
+    [
+        ("mean", "std", 0.70710678),  # 1 / sqrt(2)
+        ("mean", "population_std", 1.0),
+        ("mean", "batch_std", 0.70710678),
+        ("leave_one_out", "none", 2.0),
+    ],
+)
+def test_group_relative_of_a_pair(baseline, scale, expected):
+    out = group_relative(torch.tensor([0.0, 2.0]), ONE_GROUP[:2], 1, baseline=baseline, scale=scale, eps=0.0)
+    torch.testing.assert_close(out, torch.tensor([-expected, expected]))
+
+
 def test_population_std_of_nearly_equal_rewards_golden():
     rewards = torch.tensor([0.0, 0.0, 0.0, 1e-6])
     kw = {"baseline": "mean", "scale": "population_std"}
@@ -284,8 +298,9 @@ def test_absorbed_members_count_as_zeros(baseline, scale, expected):
 
 @every_rule
 @pytest.mark.parametrize(("score", "differs"), [(0.0, False), (2.0, True), (-2.0, True)])
-def test_one_live_member_beside_absorbed_ones(baseline, scale, score, differs):
-    key, zeros = torch.tensor([0]), torch.tensor([3.0])
+@pytest.mark.parametrize("absorbed", [1.0, 3.0])
+def test_one_live_member_beside_absorbed_ones(baseline, scale, score, differs, absorbed):
+    key, zeros = torch.tensor([0]), torch.tensor([absorbed])
     out = group_relative(torch.tensor([score]), key, 1, baseline=baseline, scale=scale, eps=0.0, zeros=zeros)
     assert bool(out.item() != 0) == differs
     assert out.item() * score >= 0

@@ -20,6 +20,10 @@ from typing import NamedTuple
 RESULT = Path(__file__).parent / "results" / "learn.json"
 
 
+OVERSHOOT = 0.03
+"""GRPO finishes the groups it opened, so it is told to stop this share of the budget early and stays within it."""
+
+
 class Row(NamedTuple):
     """A claim: so many of the seeds reach the score within the steps. Without a score it is a record."""
 
@@ -41,11 +45,11 @@ ROWS = (
     Row("Pendulum-v1", "ppo", 100_000, 3, -250, 3),
     Row("Acrobot-v1", "ppo", 200_000, 3, -100, 3),
     Row("LunarLander-v3", "ppo", 1_000_000, 3, 200, 3),
-    Row("MountainCarContinuous-v0", "ppo", 300_000, 3),
+    Row("MountainCarContinuous-v0", "ppo", 100_000, 3),
     Row("Pendulum-v1", "grpo", 100_000, 3),
     Row("Acrobot-v1", "grpo", 200_000, 3),
     Row("LunarLander-v3", "grpo", 1_000_000, 3),
-    Row("MountainCarContinuous-v0", "grpo", 300_000, 3),
+    Row("MountainCarContinuous-v0", "grpo", 100_000, 3),
 )
 
 
@@ -59,11 +63,12 @@ def groupwise(*arguments: str) -> str:
 
 def run(row: Row, seed: int) -> dict:
     """Train one seed and evaluate the policy it ends with on episodes that training never saw."""
+    steps = round(row.total_steps * (1 - OVERSHOOT)) if row.algorithm == "grpo" else row.total_steps
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/run"
         groupwise(
             *("train", row.env, "--algorithm", row.algorithm, "--seed", str(seed), "--run-dir", path),
-            *("--total-steps", str(row.total_steps), "--logging.progress", "none"),
+            *("--total-steps", str(steps), "--logging.progress", "none"),
         )
         summary = json.loads(Path(path, "summary.json").read_text())
         result = json.loads(groupwise("eval", path, "--episodes", "100", "--seed", str(10_000 + seed), "--json"))
@@ -78,6 +83,9 @@ def run(row: Row, seed: int) -> dict:
 def report(row: Row, runs: list[dict]) -> bool:
     """Print one row; True unless its claim failed."""
     scores = [r["return_mean"] for r in runs]
+    most = max(r["env_steps"] for r in runs)
+    if most > row.total_steps and row.algorithm == "grpo":
+        raise RuntimeError(f"{row.name} took {most} steps, beyond its budget; mend: raise OVERSHOOT")
     middle, spread = statistics.mean(scores), statistics.stdev(scores) if len(scores) > 1 else 0.0
     reached = "" if row.score is None else f"{sum(s >= row.score for s in scores)}/{len(scores)} >= {row.score:g}"
     seconds = statistics.median(r["seconds"] for r in runs)

@@ -8,6 +8,7 @@ therefore depends neither on the micro-batch size nor on the number of processes
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
+from itertools import repeat
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -160,7 +161,13 @@ class BaseAlgorithm(ABC):
     def _minibatches(self, elements: dict[str, Nested], total: int) -> Iterator[list[dict[str, Nested]]]:
         """Micro-batches of each optimiser step, weights included, epoch after epoch."""
         num_minibatches = max(1, round(total / self.cfg.minibatch_size))
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "minibatch", self.engine.rank, self.iteration))
+        if num_minibatches == 1 and self.cfg.micro_batch_size is None:
+            # a single minibatch has no order: it is prepared once, and nothing is gathered
+            whole = self._weigh(elements, [slice(0, len(elements["loss_mask"]))])
+            yield from repeat(whole, self.cfg.num_epochs)
+            return
+        seed = derive_seed(self.seed, "minibatch", self.engine.rank, self.iteration)
+        generator = torch.Generator().manual_seed(seed)
         for _ in range(self.cfg.num_epochs):
             epoch = self._epoch(elements, num_minibatches, generator)
             shuffled = take(elements, epoch.order)

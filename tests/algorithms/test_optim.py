@@ -1,8 +1,10 @@
 import pytest
 import torch
 
+from groupwise.algorithms import optim
 from groupwise.algorithms.configs import OptimizerCfg, PPOCfg, ScheduleCfg
-from groupwise.algorithms.optim import Schedule, build_optimizer, schedule_factor
+from groupwise.algorithms.optim import Schedule, Trained, build_optimizer, schedule_factor
+from groupwise.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -85,8 +87,65 @@ def test_optimisers(name, expected):
     parameter = torch.nn.Parameter(torch.ones(1))
     frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)
     cfg = PPOCfg(learning_rate=0.1, optimizer=OptimizerCfg(name=name, eps=1e-9, weight_decay=0.5))
-    built = build_optimizer(cfg, [parameter, frozen])
-    parameter.grad = torch.full((1,), 2.0)
+    trained = Trained([parameter, frozen])
+    built = build_optimizer(cfg, trained.tensors)
+    trained.zero_grad()
+    (2.0 * parameter * frozen).sum().backward()
     built.step()
     assert parameter.item() == pytest.approx(expected, abs=1e-5)
     assert frozen.item() == 1.0
+
+
+def small_network():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "rmsprop"])
+def test_parameters_end_to_end_train_like_single_ones(name, monkeypatch):
+    ends = []
+    for limit in (optim.FLAT_LIMIT, 0):
+        monkeypatch.setattr(optim, "FLAT_LIMIT", limit)
+        network, x = small_network(), torch.linspace(-1, 1, 15).reshape(5, 3)
+        trained = Trained(network.parameters())
+        assert len(trained.tensors) == (1 if limit else 4)
+        built = build_optimizer(PPOCfg(learning_rate=0.01, optimizer=OptimizerCfg(name=name)), trained.tensors)
+        for _ in range(20):
+            trained.zero_grad()
+            (network(x) - 1).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(trained.tensors, 0.5)
+            built.step()
+        ends.append(torch.cat([p.detach().flatten() for p in network.parameters()]))
+    torch.testing.assert_close(*ends, atol=1e-6, rtol=1e-5)
+
+
+def test_gradients_thrown_away_from_outside_are_found_again():
+    network = small_network()
+    trained = Trained(network.parameters())
+    network.zero_grad(set_to_none=True)
+    trained.zero_grad()
+    network(torch.ones(2, 3)).sum().backward()
+    expected = torch.cat([p.grad.flatten() for p in network.parameters()])
+    assert torch.equal(trained.tensors[0].grad, expected)
+    assert expected.abs().max() > 0
+
+
+def test_a_policy_converted_behind_the_optimisers_back_is_an_error():
+    network = small_network()
+    trained = Trained(network.parameters())
+    network.double()
+    with pytest.raises(ConfigError, match="moved or converted after"):
+        trained.zero_grad()
+
+
+def test_parameters_of_several_types_stay_single():
+    network = small_network()
+    network[2].double()
+    assert len(Trained(network.parameters()).tensors) == 4
+
+
+def test_loading_weights_reaches_the_optimiser():
+    network, other = small_network(), torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    trained = Trained(network.parameters())
+    network.load_state_dict(other.state_dict())
+    assert torch.equal(trained.tensors[0].detach(), torch.cat([p.detach().flatten() for p in other.parameters()]))

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.configs import AlgorithmCfg
-from groupwise.algorithms.optim import Schedule, build_optimizer
+from groupwise.algorithms.optim import Schedule, Trained, build_optimizer
 from groupwise.algorithms.surrogate import finest_unit
 from groupwise.data.minibatch import Epoch, coarsest, shuffle_items, shuffle_transitions, take
 from groupwise.data.rollout import Nested
@@ -63,9 +63,9 @@ class BaseAlgorithm(ABC):
         self.seed = seed
         self.iteration = 0
         self.engine.broadcast(policy)
-        self.optimizer = build_optimizer(cfg, policy.parameters())
+        self.trained = Trained(policy.parameters())
+        self.optimizer = build_optimizer(cfg, self.trained.tensors)
         self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
-        self._trained = [p for p in policy.parameters() if p.requires_grad]
 
     @abstractmethod
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
@@ -201,14 +201,14 @@ class BaseAlgorithm(ABC):
 
     def _gradient(self, minibatch: list[dict[str, Nested]]) -> Float[Tensor, " metric"]:
         """Leave the gradient of one optimiser step in the parameters; returns the metrics' global means."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.trained.zero_grad()
         means = torch.zeros(len(self.metric_names), device=self.policy.device)
         for batch in minibatch:
             terms = self.terms(batch, self.policy.evaluate(batch))
             (batch["weight"] * terms.loss).sum().backward()
             if terms.metrics:
                 means += torch.stack(terms.metrics).detach().flatten(1) @ batch["share"].flatten()
-        self.engine.sum_gradients(self._trained)
+        self.engine.sum_gradients(self.trained.tensors)
         return self.engine.sum(means)
 
     def _kl_ends_update(self, means: Float[Tensor, " metric"]) -> bool:
@@ -224,6 +224,6 @@ class BaseAlgorithm(ABC):
     def _apply_gradient(self) -> Tensor:
         """Clip the gradient, step the optimiser; returns the norm before clipping."""
         limit = float("inf") if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(self._trained, limit)
+        norm = torch.nn.utils.clip_grad_norm_(self.trained.tensors, limit)
         self.optimizer.step()
         return norm

@@ -33,12 +33,16 @@ class DistributedEngine(Engine):
         return total
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace each gradient by its sum over all ranks, in one exchange; a missing gradient counts as 0."""
+        """Replace each gradient, in place, by its sum over all ranks, in one exchange; a missing one counts as 0."""
         trained = [p for p in parameters if p.requires_grad]
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained])
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in trained if p.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
-        for parameter, part in zip(trained, torch.split(flat, [p.numel() for p in trained]), strict=True):
-            parameter.grad = part.view_as(parameter)
+        for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
     def broadcast(self, module: nn.Module) -> None:
         """Make every rank's parameters and buffers those of rank 0."""

@@ -1,0 +1,65 @@
+"""A credit rule of your own: an attempt is worth the share of its siblings that it beat.
+
+GRPO standardises returns, so one freak attempt shrinks the differences between all the others. Counting wins asks only
+who was better, and by how much does not matter. A rule maps a whole rollout to advantages; the rest stays GRPO's.
+
+    python examples/custom_credit.py
+    groupwise train CartPole-v1 --plugin examples/custom_credit.py --algorithm.credit.rule wins
+"""
+
+import argparse
+
+import torch
+from torch import Tensor
+
+import groupwise as gw
+from groupwise.algorithms.credit import CreditInput, episode_groups
+from groupwise.functional.reduce import gather_segments
+from groupwise.functional.returns import episode_return
+
+
+@gw.register_credit("wins")
+def wins(credit: CreditInput) -> Tensor:
+    """Share of siblings beaten less share of siblings lost to, in [-1, 1], at every step of the attempt."""
+    batch = credit.batch
+    # Ids say who belongs together. Rows do not: siblings may have run one after another in the same row.
+    group, scored = episode_groups(batch, credit.num_episodes)
+    score = episode_return(credit.reward, batch["episode_id"], credit.num_episodes)
+    siblings = (group[:, None] == group) & scored & scored[:, None]
+    balance = (score[:, None] - score).sign() * siblings
+    advantage = balance.sum(1) / (siblings.sum(1) - 1).clamp(min=1)
+    return gather_segments(advantage, batch["episode_id"])
+
+
+def show() -> None:
+    """The rule by itself: it is a function, so it can be tried on four attempts of one step each."""
+    rollout = {
+        "reward": torch.tensor([[1.0], [2.0], [3.0], [1000.0]]),
+        "episode_id": torch.arange(4)[:, None],
+        "group_id": torch.zeros(4, 1, dtype=torch.int64),
+        "loss_mask": torch.ones(4, 1, dtype=torch.bool),
+    }
+    credit = CreditInput(rollout, rollout["reward"], gw.CreditCfg(rule="wins"), 1.0, num_groups=1, num_episodes=4)
+    print("returns 1, 2, 3, 1000 are worth", wins(credit)[:, 0].numpy().round(2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--total-steps", type=int, default=60_000)
+    parser.add_argument("--run-dir")
+    args = parser.parse_args()
+
+    show()
+    cfg = gw.GRPOCfg(
+        group_size=16,  # one number for a whole attempt is a coarse signal: more siblings refine it
+        num_steps=500,
+        credit=gw.CreditCfg(rule="wins"),
+        # Attempts weigh alike. Over all steps together, a long win would outweigh the short losses it is compared with.
+        objective=gw.ObjectiveCfg(aggregation="seq_mean_token_mean"),
+    )
+    run = gw.train("CartPole-v1", cfg, seed=0, total_steps=args.total_steps, run_dir=args.run_dir)
+    print(f"trained with the credit rule {run.cfg.algorithm.credit.rule!r}: {run.summary['return_mean']:.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Every example runs as a user would run it, with a small budget, and says what it promises."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ELSEWHERE = {"grpo_from_scratch"}
+"""Tested in a file of its own."""
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+NUMBER = r"(-?\d+(?:\.\d+)?)"
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_python_api(out: str, run_dir: Path) -> None:
+    low, high = map(float, re.search(rf"over 20 fresh episodes: .* \[{NUMBER}, {NUMBER}\]", out).groups())
+    assert 0 < low <= high <= 500
+    # 300 steps of 8 environments x 32 steps are two iterations; one of GRPO takes about 1,000
+    assert re.search(rf"PPO from parts: 2 iterations, return {NUMBER}, entropy 0\.\d+", out)
+    assert re.search(rf"GRPO from parts: 1 iterations, return {NUMBER}, entropy 0\.\d+", out)
+
+
+def check_custom_environment(out: str, run_dir: Path) -> None:
+    start, later = (line.split("[")[1].rstrip("]").split() for line in out.splitlines() if line.startswith("offsets"))
+    assert len(set(start)) == 1
+    assert len(set(later)) == 4
+    assert 0 < float(re.search(rf"trained: {NUMBER} of at most 100", out)[1]) <= 100
+    assert re.search(rf"loaded again: {NUMBER} over 10 fresh episodes", out)
+
+
+def check_custom_algorithm(out: str, run_dir: Path) -> None:
+    assert re.search(rf"half way: {NUMBER}", out)
+    assert re.search(rf"imitate_best with elite 0\.5: {NUMBER} in the end", out)
+    metrics = metrics_of(run_dir)
+    assert [entry["iteration"] for entry in metrics] == [1, 2]  # the second after the resume
+    assert all(0 < entry["train/elite_share"] < 1 for entry in metrics)
+
+
+def check_custom_credit(out: str, run_dir: Path) -> None:
+    # of its three siblings, the worst beats none and the next one: (0 - 3) / 3 and (1 - 2) / 3
+    assert "returns 1, 2, 3, 1000 are worth [-1.   -0.33  0.33  1.  ]" in out
+    assert re.search(rf"trained with the credit rule 'wins': {NUMBER}", out)
+
+
+def check_callbacks(out: str, run_dir: Path) -> None:
+    assert "stopped by solved: 1 or more, 2 times in a row, after 512 steps" in out
+    assert [entry["rollout/cart_distance"] > 0 for entry in metrics_of(run_dir)] == [True, True]
+
+
+def check_continuous_control(out: str, run_dir: Path) -> None:
+    for algorithm in ("ppo", "grpo"):
+        score, low, high = map(float, re.search(rf"{algorithm}: {NUMBER} \[{NUMBER}, {NUMBER}\]", out).groups())
+        assert -2000 < low < score < high < 0
+        assert abs(float(re.search(rf"{algorithm}: first torque {NUMBER}, of Box\(-2\.0, 2\.0", out)[1])) <= 2
+        assert metrics_of(run_dir / algorithm)
+
+
+def check_pixels(out: str, run_dir: Path) -> None:
+    assert 0 <= int(re.search(r"catches (\d+)% of 20 balls", out)[1]) <= 100
+
+
+def check_distributed(out: str, run_dir: Path) -> None:
+    # one iteration: 2 processes x 8 environments x 32 steps; only one of them speaks
+    assert re.search(rf"^2 process\(es\), 512 steps in all: {NUMBER}\n$", out)
+
+
+CASES = {
+    "python_api": (["--total-steps", "300"], check_python_api),
+    "custom_environment": (["--total-steps", "200"], check_custom_environment),
+    "custom_algorithm": (["--total-steps", "4000"], check_custom_algorithm),
+    "custom_credit": (["--total-steps", "200"], check_custom_credit),
+    "callbacks": (["--total-steps", "2000", "--score", "1"], check_callbacks),
+    "continuous_control": (["--total-steps", "200"], check_continuous_control),
+    "pixels": (["--total-steps", "200"], check_pixels),
+    "distributed": (["--total-steps", "200"], check_distributed),
+}
+
+
+def test_every_example_is_tested():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CASES, *ELSEWHERE}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_example(name: str, tmp_path: Path):
+    arguments, check = CASES[name]
+    run_dir = tmp_path / "run"
+    launcher = TORCHRUN if name == "distributed" else ["-W", "error"]  # torchrun itself warns
+    command = [sys.executable, *launcher, EXAMPLES / f"{name}.py", *arguments, "--run-dir", run_dir]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SDL_VIDEODRIVER": "dummy"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    check(done.stdout, run_dir)

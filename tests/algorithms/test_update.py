@@ -332,20 +332,20 @@ def test_zero_variance_groups_are_counted():
 
 
 class RowPolicy(ActorCritic):
-    """Scores whole rows at once, as sequence models do."""
+    """Scores whole rows at once, as sequence models do, and makes no sense of padding."""
 
     scored_by = "row"
 
     def evaluate(self, batch):
         flat = super().evaluate({k: batch[k].flatten(0, 1) for k in ("obs", "action")})
-        shape = batch["action"].shape
-        return flat._replace(
-            log_prob=flat.log_prob.view(shape), entropy=flat.entropy.view(shape), dist=flat.dist.view(*shape, -1)
-        )
+        padding = ~batch["loss_mask"]
+        log_prob, entropy = (x.view(padding.shape).masked_fill(padding, torch.nan) for x in flat[:2])
+        dist = flat.dist.view(*padding.shape, -1).masked_fill(padding[..., None], torch.nan)
+        return flat._replace(log_prob=log_prob, entropy=entropy, dist=dist)
 
 
 @pytest.mark.parametrize("micro", [None, 14])
-@pytest.mark.parametrize("objective", GRPO_SHAPES)
+@pytest.mark.parametrize("objective", [*GRPO_SHAPES, {"kl_estimator": "exact"}, {"old_log_prob": "recomputed"}])
 def test_scoring_by_row_or_by_step_is_the_same_update(objective, micro):
     torch.manual_seed(0)
     rows = RowPolicy(OBS, ACT, PolicyCfg(hidden_sizes=(8,)), actor_only=True)

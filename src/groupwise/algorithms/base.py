@@ -120,7 +120,7 @@ class BaseAlgorithm(ABC):
         width = count if self.cfg.micro_batch_size is None else self.cfg.micro_batch_size
         if policy.scored_by == "row":
             width = max(1, width // elements["loss_mask"].shape[1])
-        parts = [policy.evaluate(take(elements, slice(i, i + width))) for i in range(0, count, width)]
+        parts = [self._evaluate(policy, take(elements, slice(i, i + width))) for i in range(0, count, width)]
         shape, dims = data["loss_mask"].shape, elements["loss_mask"].dim()
 
         def join(values: tuple[Tensor | None, ...]) -> Tensor | None:
@@ -204,12 +204,30 @@ class BaseAlgorithm(ABC):
         self.trained.zero_grad()
         means = torch.zeros(len(self.metric_names), device=self.policy.device)
         for batch in minibatch:
-            terms = self.terms(batch, self.policy.evaluate(batch))
+            terms = self.terms(batch, self._evaluate(self.policy, batch))
             (batch["weight"] * terms.loss).sum().backward()
             if terms.metrics:
                 means += torch.stack(terms.metrics).detach().flatten(1) @ batch["share"].flatten()
         self.engine.sum_gradients(self.trained.tensors)
         return self.engine.sum(means)
+
+    def _evaluate(self, policy: Policy, batch: Batch) -> Evaluation:
+        """Scores of a batch; in rows, what the policy says of padding (it may be NaN) is replaced by 0."""
+        evaluation = policy.evaluate(batch)
+        if policy.scored_by == "transition":
+            return evaluation
+        padding = ~batch["loss_mask"]
+
+        def blank(scores: Tensor) -> Tensor:
+            return scores.masked_fill(padding if scores.dim() == padding.dim() else padding.unsqueeze(-1), 0.0)
+
+        log_prob, entropy, value, dist = evaluation
+        return Evaluation(
+            blank(log_prob),
+            blank(entropy),
+            value if value is None else blank(value),
+            dist if dist is None else blank(dist),
+        )
 
     def _kl_ends_update(self, means: Float[Tensor, " metric"]) -> bool:
         """Feed the measured KL to what asks for it; True when it exceeds the limit (SB3's 1.5 times the target)."""

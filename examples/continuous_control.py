@@ -1,7 +1,7 @@
 """Continuous actions: Pendulum-v1 with PPO and with GRPO.
 
-Observations and rewards are normalised, actions squashed into their bounds. PPO is the better choice here: about -200
-is what can be had, and GRPO gets there on some seeds only.
+Observations and rewards are normalised, actions squashed into their bounds. A good policy scores about -200. Of the
+seeds 0 to 3, PPO came within about 50 of that on three and GRPO on two: one seed proves little.
 
     python examples/continuous_control.py
     python examples/continuous_control.py --algorithm ppo
@@ -32,6 +32,7 @@ def policy_for(algorithm: str) -> gw.PolicyCfg:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", choices=("ppo", "grpo"), help="both unless given")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--total-steps", type=int, default=100_000)
     parser.add_argument("--run-dir", type=Path, help="folder for the run folders")
     args = parser.parse_args()
@@ -40,7 +41,9 @@ def main() -> None:
         run_dir = args.run_dir and args.run_dir / algorithm
         policy = policy_for(algorithm)
         # Horizon, discount and group size come from Pendulum's preset for the algorithm; the policy is ours.
-        run = gw.train("Pendulum-v1", algorithm, policy=policy, total_steps=args.total_steps, run_dir=run_dir)
+        run = gw.train(
+            "Pendulum-v1", algorithm, policy=policy, seed=args.seed, total_steps=args.total_steps, run_dir=run_dir
+        )
         low, high = run.summary["ci95"]
         print(f"{algorithm}: {run.summary['return_mean']:.0f} [{low:.0f}, {high:.0f}]")
 

@@ -14,8 +14,6 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 
 import groupwise as gw
-from groupwise.algorithms.base import Terms
-from groupwise.algorithms.credit import episode_groups
 from groupwise.functional.reduce import gather_segments, segment_min_max
 from groupwise.functional.returns import episode_return
 
@@ -43,14 +41,14 @@ class ImitateBest(gw.BaseAlgorithm):
         """Improve the policy by one rollout; returns 0-dim metrics."""
         batch = gw.transition_view(rollout)
         num_episodes = int(batch["episode_id"].max()) + 1
-        group, _ = episode_groups(batch, num_episodes)
+        group, _ = gw.episode_groups(batch, num_episodes)
         score = episode_return(batch["reward"], batch["episode_id"], num_episodes)
         low, high = segment_min_max(score, group, int(group.max()) + 1)
         # Where all did equally well all are imitated. That moves nothing on average, and never leaves an empty batch.
         elite = score >= (high - self.cfg.elite * (high - low))[group]
         imitated = gather_segments(elite.float(), batch["episode_id"]) > 0
 
-        data = {key: batch[key] for key in (*self.policy.batch_keys, "episode_id")}
+        data = self.training_data(batch)
         data["loss_mask"] = batch["loss_mask"] & imitated  # not in place: others read the rollout after us
         metrics = self.optimise(data, num_episodes)
         self.policy.absorb(rollout, self.engine)  # the observation statistics move between updates, never within
@@ -60,7 +58,7 @@ class ImitateBest(gw.BaseAlgorithm):
     def terms(self, batch, evaluation):
         """``-log_prob - ent_coef * entropy`` of each step; ``optimise`` takes the mean."""
         loss = -evaluation.log_prob - self.cfg.ent_coef * evaluation.entropy
-        return Terms(loss, (loss, evaluation.entropy))
+        return gw.Terms(loss, (loss, evaluation.entropy))
 
 
 def main() -> None:

@@ -60,17 +60,14 @@ def main() -> None:
 
     show_siblings()
 
-    # The boat may sail on for ever, so the attempts need a limit. It cuts them, it does not end them.
-    def make_sailing() -> gymnasium.Env:
-        return gymnasium.wrappers.TimeLimit(Sailing(), MAX_STEPS)
-
-    cfg = gw.GRPOCfg(group_size=8, num_steps=128, attempt_steps=MAX_STEPS)
+    cfg = gw.GRPOCfg(group_size=8, num_steps=128)
     # Before anything is learned, siblings are tried out; an environment that cheats is refused with a hint.
-    run = gw.train(make_sailing, cfg, total_steps=args.total_steps, run_dir=args.run_dir)
+    # The boat may sail on for ever, so episodes need a limit. It cuts them, it does not end them.
+    run = gw.train(Sailing, cfg, max_episode_steps=MAX_STEPS, total_steps=args.total_steps, run_dir=args.run_dir)
     print(f"trained: {run.summary['return_mean']:.1f} of at most {MAX_STEPS}")
 
     # The run folder cannot hold Python code, so whoever loads the run gives the environment again.
-    result = gw.evaluate(run.path, episodes=10, env=make_sailing)
+    result = gw.evaluate(run.path, episodes=10, env=Sailing)
     print(f"loaded again: {result.return_mean:.1f} over {result.episodes} fresh episodes")
 
 

@@ -363,3 +363,28 @@ def test_environments_that_do_not_render_are_no_obstacle(caplog: pytest.LogCaptu
     run = gw.train(Corridor, **TINY)
     assert not (run.path / "policy.gif").exists()
     assert "no video" in caplog.text
+
+
+class Endless(gymnasium.Env[Any, Any]):
+    """Never ends by itself."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(1, np.float32), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize(
+    ("cfg", "limit"), [(gw.GRPOCfg(group_size=2, attempt_steps=6), None), (gw.GRPOCfg(group_size=2), 6)]
+)
+def test_evaluation_keeps_to_the_window_or_the_limit_of_training(cfg: gw.GRPOCfg, limit: int | None, tmp_path: Path):
+    run = gw.train(
+        Endless, cfg, max_episode_steps=limit, num_envs=2, total_steps=20, run_dir=tmp_path / "run",
+        evaluation={"episodes": 3}, logging={"progress": "none"},
+    )  # fmt: skip
+    assert run.summary["return_mean"] == 6

@@ -319,7 +319,7 @@ def test_built_in_algorithms_load():
 def test_schema_knows_the_algorithms_and_the_file_s_own_key():
     schema = json_schema()
     variants = {ref["$ref"].rsplit("/")[-1] for ref in schema["properties"]["algorithm"]["anyOf"]}
-    assert variants == {"GRPOCfg", "PPOCfg"}
+    assert variants >= {"GRPOCfg", "PPOCfg"}  # other tests may have registered more
     assert "dr_grpo" in schema["properties"]["preset"]["anyOf"][0]["enum"]
     assert schema["$defs"]["GRPOCfg"]["properties"]["group_size"]["description"]
     assert schema["additionalProperties"] is False
@@ -334,11 +334,12 @@ def test_a_derived_configs_own_default_holds_against_its_bases_preset(registry):
     class Quick(GRPOCfg):
         name: Literal["quick"] = "quick"
         num_epochs: int = 1
+        group_size: int = 8  # as in the base, but said anew
 
     register_algorithm(Quick)(object)
     cfg = resolve("CartPole-v1", Quick())
-    assert cfg.algorithm.num_epochs == 1
-    assert cfg.algorithm.group_size == resolve("CartPole-v1", "grpo").algorithm.group_size
+    assert (cfg.algorithm.num_epochs, cfg.algorithm.group_size) == (1, 8)
+    assert cfg.algorithm.learning_rate == resolve("CartPole-v1", "grpo").algorithm.learning_rate
 
 
 def test_an_error_names_choices_that_are_numbers(registry):

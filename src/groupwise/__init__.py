@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from groupwise.algorithms.base import BaseAlgorithm
+    from groupwise.algorithms.base import BaseAlgorithm, Terms
     from groupwise.algorithms.configs import (
         AlgorithmCfg,
         CreditCfg,
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         ReferenceCfg,
         ScheduleCfg,
     )
-    from groupwise.algorithms.credit import register_credit
+    from groupwise.algorithms.credit import CreditInput, episode_groups, register_credit
     from groupwise.algorithms.grpo import GRPO
     from groupwise.algorithms.ppo import PPO
     from groupwise.api import Run, evaluate, resume, train
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from groupwise.config import EvaluationCfg, LoggingCfg, RunCfg, StopCfg, load_config, register_algorithm
     from groupwise.data.rollout import RolloutBuffer, transition_view
     from groupwise.envs.configs import EnvCfg
+    from groupwise.envs.groups import verify_group_start
     from groupwise.envs.make import make_env
     from groupwise.errors import (
         CheckpointError,
@@ -59,6 +60,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "CreditCfg",
+    "CreditInput",
     "DataError",
     "DivergedError",
     "EnvCfg",
@@ -83,11 +85,13 @@ __all__ = [
     "RunFolderError",
     "ScheduleCfg",
     "StopCfg",
+    "Terms",
     "Trainer",
     "UnknownNameError",
     "UnsupportedSpaceError",
     "VectorCollector",
     "__version__",
+    "episode_groups",
     "evaluate",
     "load_config",
     "make_env",
@@ -96,12 +100,13 @@ __all__ = [
     "resume",
     "train",
     "transition_view",
+    "verify_group_start",
 ]
 
 _MODULES = {
-    "groupwise.algorithms.base": "BaseAlgorithm",
+    "groupwise.algorithms.base": "BaseAlgorithm Terms",
     "groupwise.algorithms.configs": "AlgorithmCfg CreditCfg GRPOCfg ObjectiveCfg OptimizerCfg PPOCfg ReferenceCfg ScheduleCfg",
-    "groupwise.algorithms.credit": "register_credit",
+    "groupwise.algorithms.credit": "CreditInput episode_groups register_credit",
     "groupwise.algorithms.grpo": "GRPO",
     "groupwise.algorithms.ppo": "PPO",
     "groupwise.api": "Run evaluate resume train",
@@ -110,6 +115,7 @@ _MODULES = {
     "groupwise.config": "EvaluationCfg LoggingCfg RunCfg StopCfg load_config register_algorithm",
     "groupwise.data.rollout": "RolloutBuffer transition_view",
     "groupwise.envs.configs": "EnvCfg",
+    "groupwise.envs.groups": "verify_group_start",
     "groupwise.envs.make": "make_env",
     "groupwise.errors": "CheckpointError ConfigError DataError DivergedError EnvError GroupStartError GroupwiseError MissingExtraError RunFolderError UnknownNameError UnsupportedSpaceError",
     "groupwise.policies.actor_critic": "ActorCritic",

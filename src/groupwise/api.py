@@ -109,6 +109,7 @@ def train(
     policy: Policy | PolicyCfg | None = None,
     preset: str | None = None,
     num_envs: int | None = None,
+    max_episode_steps: int | None = None,
     seed: int | None = None,
     total_steps: int | None = None,
     run_dir: Path | str | None = None,
@@ -123,6 +124,7 @@ def train(
             may come besides).
         algorithm: a name, or a config whose set fields go over the environment's preset; None is "grpo".
         preset: credit and objective of a paper or library, by name.
+        num_envs, max_episode_steps: go over those of ``env``.
         run_dir: must not exist yet, or be empty; None makes a fresh folder under ``runs/``.
         fields: other fields of ``RunCfg``, such as ``device="auto"`` or ``evaluation={"interval": 10_000}``.
 
@@ -140,16 +142,16 @@ def train(
         "run_dir": None if run_dir is None else Path(run_dir),
         "policy": policy if isinstance(policy, PolicyCfg) else None,
     }
+    of_env = {"num_envs": num_envs, "max_episode_steps": max_episode_steps}
     if isinstance(env, RunCfg):
-        named = settings | {"algorithm": algorithm, "preset": preset, "num_envs": num_envs}
+        named = settings | of_env | {"algorithm": algorithm, "preset": preset}
         if extra := [key for key, value in named.items() if value is not None]:
             raise ConfigError(
                 f"a RunCfg holds all settings, but {', '.join(extra)} came besides; mend: put them into it"
             )
         return train_from_config(env, policy=given, callbacks=callbacks)
     env_id, env_fields = _describe_env(env)
-    if num_envs is not None:
-        env_fields["num_envs"] = num_envs
+    env_fields |= {key: value for key, value in of_env.items() if value is not None}
     cfg = config.resolve(env_id, algorithm, preset, env=env_fields, **settings)
     return train_from_config(cfg, None if isinstance(env, str | EnvCfg) else env, given, callbacks)
 

@@ -294,15 +294,14 @@ def _env_preset(env_id: str, cfg_type: type[AlgorithmCfg]) -> Tree:
     for base in (base for base in cfg_type.__mro__ if issubclass(base, AlgorithmCfg)):
         if (name := _default_name(base)) in by_algorithm:
             tree = by_algorithm[name]
-            kept = {k: v for k, v in _table(tree, "algorithm").items() if _same_default(k, base, cfg_type)}
+            kept = {k: v for k, v in _table(tree, "algorithm").items() if not _redefines(k, base, cfg_type)}
             return {**tree, "algorithm": kept}
     return {}
 
 
-def _same_default(field: str, base: type[AlgorithmCfg], derived: type[AlgorithmCfg]) -> bool:
-    if field not in base.model_fields:
-        return True
-    return bool(base.model_fields[field].default == derived.model_fields[field].default)
+def _redefines(field: str, base: type[AlgorithmCfg], derived: type[AlgorithmCfg]) -> bool:
+    between = derived.__mro__[: derived.__mro__.index(base)]
+    return any(field in vars(cls).get("__annotations__", {}) for cls in between)
 
 
 def _with_objective(tree: Tree, preset: str, cfg_type: type[AlgorithmCfg]) -> Tree:

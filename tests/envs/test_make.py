@@ -165,3 +165,42 @@ def test_another_entry_point_cannot_be_grouped(monkeypatch):
 def test_an_id_never_imports_a_module():
     with pytest.raises(EnvError, match=r"would import 'evil'.*--plugin"):
         make_env(EnvCfg(id="evil:CartPole-v1"))
+
+
+class Endless(gymnasium.Env):
+    """Never ends by itself."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize(
+    ("cfg", "env"),
+    [
+        (EnvCfg(num_envs=2, max_episode_steps=7), Endless),
+        (EnvCfg(id="CartPole-v1", num_envs=2, max_episode_steps=7), None),
+        (EnvCfg(id="CartPole-v1", num_envs=2, max_episode_steps=7, vectorization="sync"), None),
+    ],
+)
+def test_a_step_limit_of_the_config_cuts_episodes(cfg, env, grouped):
+    made = make_env(cfg, grouped=grouped, env=env)
+    assert made.max_episode_steps == 7
+    made.reset(seed=0)
+    for step in range(1, 8):
+        out = made.step(torch.tensor([step % 2, step % 2]))
+        assert out.truncated.all() == (step == 7)
+    made.close()
+
+
+def test_a_ready_vector_environment_takes_no_step_limit():
+    env = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync")
+    with pytest.raises(EnvError, match="max_episode_steps is 7"):
+        make_env(EnvCfg(max_episode_steps=7), env=env)

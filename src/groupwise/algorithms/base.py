@@ -79,6 +79,10 @@ class BaseAlgorithm(ABC):
         """A minibatch before it is cut into micro-batches: the place for statistics of the whole minibatch."""
         return batch
 
+    def training_data(self, batch: TensorDict) -> dict[str, Nested]:
+        """What every optimisation reads of the transitions ``[N, T]``; add advantages and what ``terms`` needs."""
+        return {key: batch[key] for key in (*self.policy.batch_keys, "loss_mask", "episode_id")}
+
     def set_progress(self, progress: float) -> None:
         """Tell the schedule which share of training is done, in [0, 1]."""
         self.schedule.set_progress(progress)

@@ -85,7 +85,7 @@ class GRPO(BaseAlgorithm):
     def _data(self, credit: CreditInput) -> dict[str, Nested]:
         """What the optimisation reads, ``[N, T]``."""
         batch = credit.batch
-        data: dict[str, Nested] = {key: batch[key] for key in (*self.policy.batch_keys, "loss_mask", "episode_id")}
+        data = self.training_data(batch)
         data["advantage"] = advantages(credit)
         data["old_log_prob"] = batch["sample_log_prob"]
         if self.cfg.objective.old_log_prob == "recomputed":

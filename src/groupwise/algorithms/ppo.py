@@ -64,7 +64,7 @@ class PPO(BaseAlgorithm):
         batch = transition_view(rollout)
         mask = batch["loss_mask"]
         advantage, target = self.compute_gae(rollout, self.cfg.gamma, self.cfg.gae_lambda)
-        data: dict[str, Nested] = {key: batch[key] for key in (*self.policy.batch_keys, "loss_mask", "episode_id")}
+        data = self.training_data(batch)
         data |= {"old_log_prob": batch["sample_log_prob"], "old_value": batch["value"], "target": target}
         data["advantage"] = advantage
         if self.cfg.normalize_advantage == "batch":

@@ -16,6 +16,8 @@ class EnvCfg(Cfg):
     """Arguments of ``gymnasium.make``."""
     num_envs: Annotated[int, Ge(1)] = 8
     """Environments stepped together."""
+    max_episode_steps: Annotated[int, Ge(1)] | None = None
+    """Episodes are cut (truncated) after so many steps. None: the limit that the environment was registered with."""
     vectorization: Literal["auto", "entry_point", "sync", "async"] = "auto"
     """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: a process each. ``auto`` looks it up in the committed table ``envs/vectorization.json``."""
     autoreset: Literal["next_step", "same_step", "disabled"] = "disabled"

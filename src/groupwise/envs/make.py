@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import metadata
 from importlib.resources import files
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import gymnasium
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import TimeLimit
 
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.cartpole import CartPoleGroupEnv
@@ -67,7 +68,7 @@ def make_env(
         EnvError: the settings do not fit together or the environment, or ``cfg.id`` names a module to import.
     """
     if isinstance(env, gymnasium.vector.VectorEnv):
-        return _adopt(env, grouped, num_envs, device)
+        return _adopt(env, cfg, grouped, num_envs, device)
     if env is not None and not callable(env):
         raise EnvError(
             f"env is a {type(env).__name__}, expected a Gymnasium id, a callable that returns a gymnasium.Env, or a "
@@ -87,8 +88,9 @@ def make_env(
     if vectorization == "entry_point":
         return _from_entry_point(cfg, grouped, num_envs, device)
     with _explained(cfg.id):
-        make = partial(gymnasium.make, cfg.id, **cfg.kwargs) if env is None else partial(env, **cfg.kwargs)
+        make = _single(cfg, env)
         env_id, max_episode_steps = _describe(make)
+        max_episode_steps = cfg.max_episode_steps or max_episode_steps
         if grouped:
             return SeededGroupEnv(
                 make,
@@ -104,6 +106,19 @@ def make_env(
         return GymnasiumVectorEnv(vector, env_id=env_id, max_episode_steps=max_episode_steps, device=device)
 
 
+def _single(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None) -> Callable[[], gymnasium.Env]:
+    """What makes one environment, with its step limit."""
+    if env is None:
+        return partial(gymnasium.make, cfg.id, **_with_limit(cfg))
+    make, limit = partial(env, **cfg.kwargs), cfg.max_episode_steps
+    return make if limit is None else lambda: TimeLimit(make(), limit)
+
+
+def _with_limit(cfg: EnvCfg) -> dict[str, Any]:
+    """Arguments of Gymnasium's makers, which take the step limit as one of them."""
+    return cfg.kwargs if cfg.max_episode_steps is None else {**cfg.kwargs, "max_episode_steps": cfg.max_episode_steps}
+
+
 def _vectorization(cfg: EnvCfg, env: object | None) -> str:
     if env is not None and cfg.vectorization == "entry_point":
         raise EnvError("a callable has no vectorised entry point; mend: vectorization='sync' or 'async'")
@@ -117,7 +132,7 @@ def _vectorization(cfg: EnvCfg, env: object | None) -> str:
 
 def _from_entry_point(cfg: EnvCfg, grouped: bool, num_envs: int, device: torch.device | str) -> VectorEnv:
     with _explained(cfg.id):
-        env = gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **cfg.kwargs)
+        env = gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **_with_limit(cfg))
     if cfg.autoreset == "disabled" and isinstance(env, CartPoleVectorEnv):
         return CartPoleGroupEnv(env, env_id=cfg.id, device=device)
     if grouped:
@@ -132,11 +147,15 @@ def _from_entry_point(cfg: EnvCfg, grouped: bool, num_envs: int, device: torch.d
 
 
 def _adopt(
-    env: gymnasium.vector.VectorEnv, grouped: bool, num_envs: int | None, device: torch.device | str
+    env: gymnasium.vector.VectorEnv, cfg: EnvCfg, grouped: bool, num_envs: int | None, device: torch.device | str
 ) -> VectorEnv:
     env_id = type(env.unwrapped).__name__ if env.spec is None else env.spec.id
     if num_envs not in (None, env.num_envs):
         raise EnvError(f"{env_id} has {env.num_envs} rows, but num_envs is {num_envs}; mend: leave num_envs out")
+    if cfg.max_episode_steps is not None:
+        raise EnvError(
+            f"max_episode_steps is {cfg.max_episode_steps}, but {env_id} was given ready-made; mend: limit it when you make it"
+        )
     if not grouped:
         return GymnasiumVectorEnv(env, env_id=env_id, max_episode_steps=_step_limit(env), device=device)
     if isinstance(env, CartPoleVectorEnv):

@@ -27,7 +27,7 @@ from groupwise.seeding import derive_seed
 from groupwise.training.base import Callback
 from groupwise.training.callbacks import Evaluate, MetricsLog, Progress, SaveCheckpoints, StopAtScore, TimeLimit
 from groupwise.training.checkpoint import Identity
-from groupwise.training.evaluation import EvaluationResult, evaluate_policy
+from groupwise.training.evaluation import MAX_STEPS, EvaluationResult, evaluate_policy
 from groupwise.training.loggers import TensorBoard, WandB
 from groupwise.training.trainer import Trainer
 
@@ -172,8 +172,16 @@ class Evaluator:
 
     def __call__(self) -> EvaluationResult:
         """Play the episodes."""
+        env, algorithm = self.prepare(), self.cfg.algorithm
+        window = algorithm.attempt_steps if isinstance(algorithm, GRPOCfg) else None
+        limit = MAX_STEPS if env.max_episode_steps is not None or window is None else window
         return evaluate_policy(
-            self.policy, self.prepare(), episodes=self.episodes, seed=self.seed, deterministic=self.deterministic
+            self.policy,
+            env,
+            episodes=self.episodes,
+            seed=self.seed,
+            deterministic=self.deterministic,
+            max_steps=limit,
         )
 
     def prepare(self) -> GroupEnv:

@@ -13,6 +13,9 @@ from groupwise.policies.base import Policy
 from groupwise.report.statistics import half_width_95
 from groupwise.seeding import derive_seed
 
+MAX_STEPS = 100_000
+"""Cuts the episodes of environments that have no step limit."""
+
 
 class EvaluationResult(NamedTuple):
     """Scores of n episodes."""
@@ -60,7 +63,7 @@ class EvaluationResult(NamedTuple):
 
 @torch.no_grad()
 def evaluate_policy(
-    policy: Policy, env: GroupEnv, *, episodes: int, seed: int, deterministic: bool = True, max_steps: int = 100_000
+    policy: Policy, env: GroupEnv, *, episodes: int, seed: int, deterministic: bool = True, max_steps: int = MAX_STEPS
 ) -> EvaluationResult:
     """Result of ``episodes`` whole episodes; episode i starts from ``derive_seed(seed, "eval", i)``.
 

@@ -18,6 +18,7 @@ from groupwise.algorithms.configs import (
 )
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
+from groupwise.algorithms.surrogate import finest_unit
 from groupwise.data.rollout import RolloutBuffer, transition_view
 from groupwise.data.spaces import obs_spec
 from groupwise.errors import ConfigError, DataError
@@ -136,6 +137,28 @@ def test_row_order_and_padding_never_change_the_gradient(kind):
     empty = torch.zeros_like(rollout[:, :5])
     empty["group_id"].fill_(-1), empty["episode_id"].fill_(-1)
     torch.testing.assert_close(updated(kind, torch.cat([rollout, empty], dim=1))[0], whole, atol=1e-6, rtol=1e-5)
+
+
+def test_no_step_is_taken_on_nothing():
+    # 16 whole episodes fill 16 minibatches, however many were asked for; momentum would move on in empty ones
+    objective = ObjectiveCfg(aggregation="seq_mean_token_mean")
+    _, metrics = updated("grpo", objective=objective, minibatch_size=1, optimizer=OptimizerCfg())
+    assert metrics["train/optimizer_steps"] == 16
+
+
+@pytest.mark.parametrize(
+    ("objective", "unit"),
+    [
+        ({}, "transition"),
+        ({"ratio": "sequence_token"}, "episode"),
+        ({"aggregation": "seq_mean_token_mean"}, "episode"),
+        ({"aggregation": "seq_mean_token_sum"}, "episode"),
+        # it divides by the number of episodes, and pieces of one would count as many
+        ({"aggregation": "constant", "max_length": 12}, "episode"),
+    ],
+)
+def test_what_counts_episodes_keeps_them_whole(objective, unit):
+    assert finest_unit(ObjectiveCfg(**objective)) == unit
 
 
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])

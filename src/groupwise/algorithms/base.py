@@ -175,8 +175,10 @@ class BaseAlgorithm(ABC):
         for _ in range(self.cfg.num_epochs):
             epoch = self._epoch(elements, num_minibatches, generator)
             shuffled = take(elements, epoch.order)
-            for slices in epoch.minibatches:
-                yield self._weigh(shuffled, slices)
+            counts = torch.tensor([len(slices) for slices in epoch.minibatches], device=self.policy.device)
+            for slices, count in zip(epoch.minibatches, self.engine.sum(counts).tolist(), strict=True):
+                if count:  # fewer whole items than minibatches: a step on nothing would move on by momentum alone
+                    yield self._weigh(shuffled, slices)
 
     def _epoch(self, elements: dict[str, Nested], num_minibatches: int, generator: torch.Generator) -> Epoch:
         mask, size = elements["loss_mask"], self.cfg.micro_batch_size

@@ -9,8 +9,8 @@ from groupwise.policies.base import Batch, Evaluation, Policy
 
 
 def finest_unit(cfg: ObjectiveCfg) -> Unit:
-    """What a minibatch must keep whole: an episode, where the ratio or the aggregation is one number per episode."""
-    by_step = cfg.ratio == "token" and cfg.aggregation in ("token_mean", "constant")
+    """What a minibatch must keep whole: an episode, where the ratio or the aggregation counts episodes."""
+    by_step = cfg.ratio == "token" and cfg.aggregation == "token_mean"
     return "transition" if by_step else "episode"
 
 

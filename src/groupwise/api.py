@@ -225,7 +225,12 @@ def evaluate(
         seed: of the episodes; None derives one from the run's seed that evaluations during training do not use.
         video: also writes ``policy.gif`` into the run folder, where the environment renders.
         checkpoint: whose policy to play, if ``run`` is a folder.
+
+    Raises:
+        ConfigError: ``episodes`` is less than 1.
     """
+    if episodes < 1:
+        raise ConfigError(f"episodes = {episodes}: expected at least 1")
     if not isinstance(run, Run):
         run = Run.load(run, checkpoint=checkpoint, env=env, policy=policy)
     seed = derive_seed(run.cfg.seed, "final evaluation") if seed is None else seed

@@ -146,11 +146,15 @@ class AlgorithmCfg(Cfg):
     @classmethod
     def _apply_clip_coef(cls, data: object) -> object:
         """Fold ``clip_coef`` into the objective, so that a resolved config says it once."""
-        if not isinstance(data, dict) or not isinstance(data.get("clip_coef"), int | float):
+        if not isinstance(data, dict) or data.get("clip_coef") is None:
             return data
+        try:
+            coef = float(data["clip_coef"])
+        except (TypeError, ValueError):
+            return data  # the field's own check says what is wrong
         objective = data.get("objective", {})
         values = objective.model_dump(exclude_unset=True) if isinstance(objective, ObjectiveCfg) else dict(objective)
-        both = {"clip_low": data["clip_coef"], "clip_high": data["clip_coef"]}
+        both = {"clip_low": coef, "clip_high": coef}
         return {**data, "clip_coef": None, "objective": values | both}
 
 

@@ -70,9 +70,18 @@ def advantages(credit: CreditInput) -> Float[Tensor, "row step"]:
     Raises:
         UnknownNameError: nobody registered that rule.
     """
-    if credit.cfg.rule not in CREDIT_RULES:
-        raise UnknownNameError("credit rule", credit.cfg.rule, CREDIT_RULES)
-    return torch.where(credit.batch["loss_mask"], CREDIT_RULES[credit.cfg.rule](credit), 0.0)
+    return torch.where(credit.batch["loss_mask"], credit_rule(credit.cfg.rule)(credit), 0.0)
+
+
+def credit_rule(name: str) -> CreditRule:
+    """The rule of that name.
+
+    Raises:
+        UnknownNameError: nobody registered it.
+    """
+    if name not in CREDIT_RULES:
+        raise UnknownNameError("credit rule", name, CREDIT_RULES)
+    return CREDIT_RULES[name]
 
 
 @register_credit("composed")

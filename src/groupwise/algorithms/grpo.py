@@ -15,7 +15,7 @@ from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm, Terms
 from groupwise.algorithms.configs import GRPOCfg
-from groupwise.algorithms.credit import CreditInput, advantages, episode_groups
+from groupwise.algorithms.credit import CreditInput, advantages, credit_rule, episode_groups
 from groupwise.algorithms.surrogate import clipped_share, policy_loss, policy_ratio, reference_kl
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
@@ -33,6 +33,7 @@ class GRPO(BaseAlgorithm):
     cfg: GRPOCfg
 
     def __init__(self, cfg: GRPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
+        credit_rule(cfg.credit.rule)  # a rule that does not exist is better known before the first rollout
         super().__init__(cfg, policy, engine, seed=seed)
         self.reference = policy.make_reference() if cfg.kl_coef > 0 else None
 

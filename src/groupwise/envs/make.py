@@ -197,7 +197,7 @@ def _explained(env_id: str) -> Iterator[None]:
         raise MissingExtraError(f"{env_id} needs a package that is not installed: {_mend(str(error))}") from error
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"{env_id} needs {error.name!r}, which is not installed; mend: install it") from error
-    except gymnasium.error.Error as error:
+    except (gymnasium.error.Error, TypeError) as error:  # TypeError: arguments that it does not take
         raise EnvError(f"{env_id} cannot be made: {error}") from error
 
 

@@ -1,6 +1,8 @@
 """Settings of the control policies. Imports no torch."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 from groupwise.cfg import Cfg
 
@@ -8,7 +10,7 @@ from groupwise.cfg import Cfg
 class PolicyCfg(Cfg):
     """Networks, action distribution and normalisers of a control policy."""
 
-    hidden_sizes: tuple[int, ...] = (64, 64)
+    hidden_sizes: tuple[Annotated[int, Ge(1)], ...] = (64, 64)
     """Width of each hidden layer."""
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"
     """Between layers."""

@@ -25,7 +25,7 @@ def plot_curve(metrics: Sequence[dict[str, Any]], path: Path, title: str) -> Non
     steps, returns = _column(metrics, "rollout/return_mean")
     if steps:
         marker = "o" if len(steps) == 1 else None  # a line of one point would be invisible
-        label = "training, mean of the last 100 episodes"
+        label = "training, sampled actions"
         axes.plot(steps, returns, color=TRAINING, linewidth=1.6, marker=marker, label=label)
     steps, returns = _column(metrics, "eval/return_mean")
     if steps:

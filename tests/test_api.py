@@ -337,6 +337,11 @@ def test_checkpoint_of_another_environment_or_architecture_is_refused():
         gw.resume(run.path, env=Corridor)
 
 
+def test_no_episodes_are_no_evaluation(cartpole: gw.Run):
+    with pytest.raises(gw.ConfigError, match="episodes = 0: expected at least 1"):
+        gw.evaluate(cartpole, 0)
+
+
 def test_what_is_no_run_is_refused(cartpole: gw.Run):
     for call in (gw.resume, gw.evaluate, gw.Run.load):
         with pytest.raises(gw.RunFolderError, match="there is no run folder 'nowhere'"):

@@ -74,6 +74,7 @@ def test_user_beats_objective_preset():
 def test_clip_coef_of_the_user_sets_both_sides_over_a_preset():
     objective = resolve("CartPole-v1", GRPOCfg(clip_coef=0.3), preset="sb3_outcome").algorithm.objective
     assert (objective.clip_low, objective.clip_high, objective.ratio) == (0.3, 0.3, "sequence_product")
+    assert resolve("X-v0", {"clip_coef": "0.3"}).algorithm.objective.clip_high == 0.3  # text as in a hand-written file
 
 
 def test_unknown_environment_takes_the_default_preset():
@@ -215,6 +216,8 @@ def test_file_that_is_no_text_is_named(tmp_path):
         (None, {"xyz": 1}, r"unknown key 'xyz'; known: .*total_steps"),
         ({"credit": {"scale": "stdd"}}, {}, r"algorithm\.credit\.scale = 'stdd': .*did you mean 'std'\?"),
         ({"group_size": 1}, {}, r"algorithm\.group_size = 1: .*greater than or equal to 2"),
+        ({"clip_coef": "wide"}, {}, r"algorithm\.clip_coef = 'wide': .*number"),
+        (None, {"policy": {"hidden_sizes": [64, 0]}}, r"policy\.hidden_sizes\.1 = 0: .*greater than or equal to 1"),
         (None, {"total_steps": "many"}, r"total_steps = 'many': .*integer"),
         (None, {"device": "gpu"}, r"device: expected 'cpu', 'cuda', .*'gpu'"),
         (None, {"env": {"autoreset": "same_step"}}, r"grpo resets .*env\.autoreset='same_step', mend: 'disabled'"),

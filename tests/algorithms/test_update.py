@@ -21,7 +21,7 @@ from groupwise.algorithms.ppo import PPO
 from groupwise.algorithms.surrogate import finest_unit
 from groupwise.data.rollout import RolloutBuffer, transition_view
 from groupwise.data.spaces import obs_spec
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError, DataError, UnknownNameError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.configs import PolicyCfg
 
@@ -328,6 +328,8 @@ def test_errors():
         build("ppo", policy=make_policy(True))
     with pytest.raises(ConfigError, match="max_length"):
         build("grpo", objective=ObjectiveCfg(aggregation="constant"))
+    with pytest.raises(UnknownNameError, match="did you mean 'composed'"):
+        build("grpo", credit=CreditCfg(rule="composd"))
     algorithm = build("ppo")
     with pytest.raises(DataError, match="no 'value'"):
         algorithm.update(make_rollout(make_policy(True)))

@@ -63,6 +63,12 @@ def test_kwargs_reach_the_environment(vectorization):
     assert env.step(torch.tensor([0, 1])).reward.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("vectorization", ["sync", "entry_point"])
+def test_an_argument_that_it_does_not_take_is_named(vectorization):
+    with pytest.raises(EnvError, match=r"CartPole-v1 cannot be made: .*'gravty'"):
+        make_env(EnvCfg(kwargs={"gravty": 1.0}, vectorization=vectorization))
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_callable_with_wrappers_and_kwargs(grouped):
     def make(scale):

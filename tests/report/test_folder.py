@@ -104,11 +104,19 @@ def test_a_last_line_cut_short_by_a_kill_is_left_out():
         assert [entry["iteration"] for entry in folder.read_metrics()] == [1, 2]
 
 
-def test_another_damaged_line_is_named():
+@pytest.mark.parametrize("broken", [b"broken\n", b"\xff\n", b"{}\n", b"[1]\n"])
+def test_another_damaged_line_is_named(broken: bytes):
     folder = RunFolder.create(CONFIG, Path("mine"))
-    folder.metrics.write_text(line(1) + "broken\n" + line(3))
+    folder.metrics.write_bytes(line(1).encode() + broken + line(3).encode())
     with pytest.raises(RunFolderError, match=r"metrics\.jsonl, line 2 is damaged"):
         folder.read_metrics()
+
+
+def test_damaged_provenance_is_named():
+    folder = RunFolder.create(CONFIG, Path("mine"))
+    folder.config.write_text('{"provenance": [1]}')
+    with pytest.raises(RunFolderError, match=r"config\.json is damaged: provenance"):
+        folder.read_given()
 
 
 def test_metrics_after_an_iteration_are_dropped_and_the_others_stay_byte_for_byte():

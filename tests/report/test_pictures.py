@@ -75,6 +75,11 @@ class BrokenRenderer(Corridor):
         raise gymnasium.error.DependencyNotInstalled("pygame is not installed")
 
 
+class NoImages(Corridor):
+    def render(self) -> Any:
+        return np.zeros((8, 8, 1), np.uint8)
+
+
 def policy_for(env: gymnasium.Env) -> ActorCritic:
     return ActorCritic(env.observation_space, env.action_space, actor_only=True)
 
@@ -121,4 +126,7 @@ def test_environments_that_cannot_render_are_skipped_with_a_line(tmp_path: Path,
     env = BrokenRenderer()
     assert record_video(policy_for(env), env, tmp_path / "policy.gif", seed=0) is None
     assert "pygame is not installed" in caplog.text
+    frames = NoImages()
+    assert record_video(policy_for(frames), frames, tmp_path / "policy.gif", seed=0) is None
+    assert "Cannot handle this data type" in caplog.text
     assert list(tmp_path.iterdir()) == []

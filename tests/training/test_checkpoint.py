@@ -89,6 +89,14 @@ def test_damage_is_found_and_named(name: str, damage: str, tmp_path: Path):
     assert "mend" in str(caught.value)
 
 
+@pytest.mark.parametrize("manifest", ["[]", '{"format": 1}', None])
+def test_a_manifest_of_another_shape_is_damage(manifest: str | None, tmp_path: Path):
+    path = saved(tmp_path / "latest") / "manifest.json"
+    path.write_text(manifest or json.dumps({**json.loads(path.read_text()), "sha256": "x"}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing or damaged"):
+        load_checkpoint(tmp_path / "latest")
+
+
 def test_missing_checkpoint_is_named(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"no checkpoint at .*latest"):
         load_checkpoint(tmp_path / "latest")

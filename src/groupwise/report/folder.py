@@ -91,11 +91,11 @@ class RunFolder:
 
     def read_id(self) -> str:
         """A name for trackers that no other run has, wherever the folder lies."""
-        return str((_read_object(self.config).get("provenance") or {}).get("run_id", self.path.name))
+        return str(self._read_provenance().get("run_id", self.path.name))
 
     def read_given(self) -> list[str]:
         """What the run was given as Python objects: any of "env", "policy"."""
-        return list((_read_object(self.config).get("provenance") or {}).get("given_in_python", []))
+        return list(self._read_provenance().get("given_in_python", []))
 
     def rewrite_config(self, config: Mapping[str, Any]) -> None:
         """Replace the settings, as a resume with more steps does; where the run came from stays."""
@@ -127,22 +127,29 @@ class RunFolder:
         kept = "".join(line for entry, line in self._metrics_lines() if entry["iteration"] <= iteration)
         _replace(self.metrics, kept)
 
+    def _read_provenance(self) -> dict[str, Any]:
+        found = _read_object(self.config).get("provenance") or {}
+        if not isinstance(found, dict):
+            raise RunFolderError(f"{self.config} is damaged: provenance is no object; mend: delete it")
+        return found
+
     def _metrics_lines(self) -> Iterator[tuple[dict[str, Any], str]]:
         if not self.metrics.is_file():
             return
-        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = self.metrics.read_bytes().splitlines(keepends=True)
         for number, line in enumerate(lines, start=1):
             try:
                 entry = json.loads(line)
-            except json.JSONDecodeError as error:
+                _ = entry["iteration"]
+            except (ValueError, KeyError, TypeError) as error:
                 if number == len(lines):
                     return
                 raise RunFolderError(
-                    f"{self.metrics}, line {number} is damaged: {error}; mend: delete that line"
+                    f"{self.metrics}, line {number} is damaged: {error!r}; mend: delete that line"
                 ) from error
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
-            yield entry, line
+            yield entry, line.decode()
 
 
 def provenance() -> dict[str, Any]:

@@ -107,7 +107,7 @@ def _shrink(image: "Image") -> "Image":
 
 
 def _rendering_errors() -> tuple[type[Exception], ...]:
-    """What simulators raise where there is no display, no GL or no renderer installed."""
+    """What simulators raise where there is no display, no GL or no renderer installed, and Pillow for what is no image."""
     from gymnasium.error import Error
 
-    return Error, ImportError, OSError, RuntimeError, AttributeError, NotImplementedError
+    return Error, ImportError, OSError, RuntimeError, AttributeError, TypeError

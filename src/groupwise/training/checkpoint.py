@@ -143,8 +143,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
-        version, _ = manifest["format"], [manifest[key] for key in (*Identity._fields, "sha256")]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version, _ = manifest["format"], [manifest[key] for key in Identity._fields]
+        _ = manifest["sha256"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is missing or damaged ({error!r}); {_MEND}") from error
     if version != FORMAT:
         raise CheckpointError(

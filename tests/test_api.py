@@ -132,6 +132,10 @@ def test_a_vector_that_cannot_be_made_again_is_not_evaluated(kind: str, caplog: 
     assert "no evaluation" in caplog.text
     with pytest.raises(gw.ConfigError, match="cannot be made a second time"):
         gw.evaluate(run)
+    folders = list(run.path.parent.iterdir())
+    with pytest.raises(gw.ConfigError, match=r"mend: leave evaluation\.interval out"):
+        gw.train(env, **TINY | {"num_envs": None, "evaluation": {"interval": 10}})
+    assert list(run.path.parent.iterdir()) == folders
 
 
 def test_policy_given_in_python_is_trained_and_taken_again():

@@ -170,6 +170,13 @@ def test_the_first_minibatch_has_ratio_one(kind):
     assert later["train/approx_kl"] > 1e-6
 
 
+def test_dropout_leaves_the_ratio_at_one():
+    torch.manual_seed(0)
+    actor = torch.nn.Sequential(torch.nn.Linear(3, 32), torch.nn.Dropout(0.5), torch.nn.Linear(32, 3))
+    policy = ActorCritic(OBS, ACT, actor_only=True, actor=actor)
+    assert abs(updated("grpo", make_rollout(policy), policy=policy)[1]["train/approx_kl"]) < 1e-7
+
+
 def test_normalisation_keeps_the_ratio_at_one_and_learns_afterwards():
     policy = make_policy(True, normalize_obs=True, normalize_reward=True)
     algorithm = build("grpo", policy=policy)

@@ -134,7 +134,7 @@ def build_callbacks(
     built: list[Callback] = [*users]
     if stop.time_limit is not None:
         built.append(TimeLimit(stop.time_limit))
-    if evaluator.is_possible() or cfg.evaluation.interval is not None:
+    if evaluator.is_possible():
         evaluator.prepare()
         built.append(Evaluate(evaluator, cfg.evaluation.interval or tenth, folder.best, parts.identity))
     else:
@@ -206,10 +206,7 @@ class Evaluator:
     def _make_env(self) -> GroupEnv:
         separate = separate_env(self.cfg.env, self.given.env)
         if separate is None:
-            raise ConfigError(
-                f"{type(self.given.env).__name__} cannot be made a second time for evaluation; mend: give an id or a "
-                "callable that returns one gymnasium.Env"
-            )
+            raise _no_second_env(self.given.env)
         cfg, source = separate
         processes = cfg.num_envs if cfg.vectorization == "async" else MAX_EVALUATION_ENVS
         num_envs = min(self.episodes, processes)
@@ -253,6 +250,8 @@ def _check(cfg: RunCfg, given: Given, algorithm_type: type[BaseAlgorithm]) -> No
     for package, wanted in {"tensorboard": cfg.logging.tensorboard, "wandb": cfg.logging.wandb != "off"}.items():
         if wanted:
             require_extra(package, "track")
+    if cfg.evaluation.interval is not None and separate_env(cfg.env, given.env) is None:
+        raise _no_second_env(given.env)
     if given.policy is not None and given.policy.actor_only and not algorithm_type.actor_only:
         raise ConfigError(
             f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; mend: actor_only=False"
@@ -262,6 +261,13 @@ def _check(cfg: RunCfg, given: Given, algorithm_type: type[BaseAlgorithm]) -> No
             f"{algorithm_type.__name__} is grouped, but {type(cfg.algorithm).__name__} has no group_size; "
             "mend: derive the config from GRPOCfg"
         )
+
+
+def _no_second_env(env: object) -> ConfigError:
+    return ConfigError(
+        f"{type(env).__name__} cannot be made a second time for evaluation; mend: leave evaluation.interval out, or give "
+        "an id or a callable that returns one gymnasium.Env"
+    )
 
 
 def _with_max_length(cfg: RunCfg, env: VectorEnv) -> RunCfg:

@@ -63,6 +63,34 @@ def test_kwargs_reach_the_environment(vectorization):
     assert env.step(torch.tensor([0, 1])).reward.tolist() == [0.0, 0.0]
 
 
+class Reuser(gymnasium.Env):
+    """Counts its steps in an array that it returns each time, and is cut after two."""
+
+    observation_space = gymnasium.spaces.Box(0, 9, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self):
+        self.shown = np.zeros(1, np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        self.shown[:] = 0
+        return self.shown, {}
+
+    def step(self, action):
+        self.shown += 1
+        return self.shown, 0.0, False, bool(self.shown[0] == 2), {}
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_the_final_observation_survives_the_reset_in_the_same_step(vectorization):
+    env = make_env(EnvCfg(num_envs=1, autoreset="same_step", vectorization=vectorization), env=Reuser)
+    env.reset(seed=0)
+    env.step(torch.zeros(1))
+    last = env.step(torch.zeros(1))
+    assert (last.obs.tolist(), last.final_obs.tolist()) == ([[0.0]], [[2.0]])
+    env.close()
+
+
 @pytest.mark.parametrize("vectorization", ["sync", "entry_point"])
 def test_an_argument_that_it_does_not_take_is_named(vectorization):
     with pytest.raises(EnvError, match=r"CartPole-v1 cannot be made: .*'gravty'"):

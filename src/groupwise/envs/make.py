@@ -1,5 +1,6 @@
 """From a config, and perhaps an object of the user's, to environments in tensors."""
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import gymnasium
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from gymnasium.wrappers import TimeLimit
+from gymnasium.wrappers import TimeLimit, TransformObservation
 
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.cartpole import CartPoleGroupEnv
@@ -101,7 +102,7 @@ def make_env(
                 device=device,
             )
         vector = _VECTORIZERS[vectorization](
-            [make] * num_envs, copy=False, autoreset_mode=AutoresetMode[cfg.autoreset.upper()]
+            [_copying(make, cfg)] * num_envs, copy=False, autoreset_mode=AutoresetMode[cfg.autoreset.upper()]
         )
         return GymnasiumVectorEnv(vector, env_id=env_id, max_episode_steps=max_episode_steps, device=device)
 
@@ -112,6 +113,11 @@ def _single(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None) -> Callable[[
         return partial(gymnasium.make, cfg.id, **_with_limit(cfg))
     make, limit = partial(env, **cfg.kwargs), cfg.max_episode_steps
     return make if limit is None else lambda: TimeLimit(make(), limit)
+
+
+def _copying(make: EnvMaker, cfg: EnvCfg) -> EnvMaker:
+    """``make``, with fresh observations under ``same_step``: the reset would overwrite the final one where it is reused."""
+    return (lambda: TransformObservation(make(), copy.deepcopy, None)) if cfg.autoreset == "same_step" else make
 
 
 def _with_limit(cfg: EnvCfg) -> dict[str, Any]:

@@ -223,3 +223,9 @@ def test_a_rule_of_the_users_own():
 def test_impossible_composition_is_refused():
     with pytest.raises(ValueError, match="returns='return_to_go'"):
         CreditCfg(group_key="group_step", returns="outcome")
+
+
+def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
+    batch = rollout([(0, [1.0, 2.0], "terminated"), (1, [7.0, 7.0], "terminated")])
+    batch["step"] = torch.tensor([[2, 3], [0, 1]])
+    assert credit(batch, group_key="group_step", returns="return_to_go", scale="none").tolist() == [[0.0, 0.0]] * 2

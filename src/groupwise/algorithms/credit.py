@@ -120,7 +120,8 @@ def trajectory(credit: CreditInput, score: Float[Tensor, " episode"]) -> Float[T
 def per_step(credit: CreditInput, score: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
     """Advantage of each step among the group's members at the same step, with the rules for who ended early."""
     batch, cfg = credit.batch, credit.cfg
-    steps, num_keys = score.shape[1], credit.num_groups * score.shape[1]
+    steps = int(batch["step"].max()) + 1  # more than the rollout has, where it holds the end of an attempt only
+    num_keys = credit.num_groups * steps
     live = batch["loss_mask"] & (batch["group_id"] >= 0)
     key = torch.where(live, batch["group_id"] * steps + batch["step"], -1)
     zeros = None

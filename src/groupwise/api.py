@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,6 +36,7 @@ from groupwise.training.build import (
     build_trainer,
     pick_device,
     separate_env,
+    threads,
 )
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy
 from groupwise.training.evaluation import EvaluationResult
@@ -258,7 +259,7 @@ def _run(
     with _threads_for(policy), closing(engine), closing(evaluator), _closing_own(parts, given):
         if resume:
             _take_up(trainer, parts, folder, engine)
-        summary = _train_and_report(trainer, cfg, folder, engine)
+        summary = _train_and_report(trainer, parts, folder, engine)
         if engine.rank == 0:
             _record(cfg, given, policy, folder, evaluator.seed)
     return Run(folder.path, cfg, parts.algorithm, summary, given)
@@ -274,9 +275,9 @@ def _take_up(trainer: Trainer, parts: Parts, folder: RunFolder, engine: Engine) 
         folder.truncate_metrics(trainer.iteration)
 
 
-def _train_and_report(trainer: Trainer, cfg: RunCfg, folder: RunFolder, engine: Engine) -> dict[str, Any]:
+def _train_and_report(trainer: Trainer, parts: Parts, folder: RunFolder, engine: Engine) -> dict[str, Any]:
     """Train; whatever happens, leave a summary and a curve of what there is."""
-    stopped = "failed"
+    cfg, stopped = parts.cfg, "failed"
     try:
         trainer.train()
         stopped = trainer.stop_reason or "total_steps"
@@ -288,6 +289,8 @@ def _train_and_report(trainer: Trainer, cfg: RunCfg, folder: RunFolder, engine: 
         if engine.rank == 0:
             metrics = folder.read_metrics()
             summary |= _scores(metrics)
+            if report := parts.start_report():
+                summary["group_start"] = f"by {report.tier}, verified"
             folder.write_summary(summary)
             plot_curve(metrics, folder.curve, f"{cfg.env.id}, {cfg.algorithm.name}, seed {cfg.seed}")
     return summary
@@ -362,13 +365,7 @@ def _closing_own(parts: Parts, given: Given) -> Iterator[None]:
             parts.collector.close()
 
 
-@contextmanager
-def _threads_for(policy: Policy) -> Iterator[None]:
-    """One thread for small networks on the CPU, where more only wait for each other; the old number afterwards."""
-    before = torch.get_num_threads()
+def _threads_for(policy: Policy) -> AbstractContextManager[None]:
+    """One thread for small networks on the CPU, where more only wait for each other."""
     small = all(p.dim() <= 2 and p.numel() <= SMALL_TENSOR for p in policy.parameters())
-    torch.set_num_threads(1 if small else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return threads(1 if small else torch.get_num_threads())

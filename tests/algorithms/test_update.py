@@ -388,3 +388,22 @@ def test_scoring_by_row_or_by_step_is_the_same_update(objective, micro):
     by_row, _ = updated("grpo", rollout, policy=rows, micro_batch_size=micro, **cfg)
     by_step, _ = updated("grpo", rollout, policy=steps, **cfg)
     torch.testing.assert_close(by_row, by_step, atol=1e-6, rtol=1e-5)
+
+
+def test_a_policy_in_training_mode_is_scored_without_dropout():
+    torch.manual_seed(0)
+    actor = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))
+    policy = ActorCritic(OBS, ACT, actor=actor, actor_only=True).train()
+    algorithm = build("grpo", policy=policy)
+    assert abs(algorithm.update(make_rollout(policy))["train/approx_kl"]) < 1e-7
+
+
+def test_a_mixed_reference_has_mixed_statistics_too():
+    policy = make_policy(True, normalize_obs=True)
+    algorithm = build("grpo", policy=policy, kl_coef=1e-9, reference=ReferenceCfg(refresh="ema", mix=0.25))
+    before = {name: buffer.clone() for name, buffer in algorithm.reference.named_buffers()}
+    algorithm.update(make_rollout(policy))
+    for name, buffer in algorithm.reference.named_buffers():
+        target = dict(policy.named_buffers())[name]
+        if buffer.is_floating_point():
+            torch.testing.assert_close(buffer, torch.lerp(before[name], target, 0.25))

@@ -5,8 +5,11 @@ import torch
 
 from groupwise.collectors.base import Episode
 from groupwise.collectors.vector import VectorCollector, label_episodes
+from groupwise.data.rollout import RolloutBuffer
 from groupwise.envs.configs import EnvCfg
 from groupwise.envs.make import make_env
+from groupwise.errors import DataError, EnvError
+from groupwise.policies.actor_critic import ActorCritic
 
 T, F = True, False
 # row 0 is cut after 2 steps, then dies after 3; row 1 dies after 4; then both go on for long
@@ -214,3 +217,36 @@ def test_labels_of_a_row_that_begins_dead_and_one_that_goes_on():
     episode_id, step = label_episodes(done, dead, torch.tensor([0, 6]))
     assert episode_id.tolist() == [[-1, 0, 0], [1, -1, 2]]
     assert step.tolist() == [[0, 0, 1], [6, 0, 0]]
+
+
+class Broken(gymnasium.Env):
+    """Shows NaN after two steps, and asserts that actions are in its space."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.count += 1
+        return np.full(2, np.nan if self.count == 2 else 0, np.float32), 0.0, False, False, {}
+
+
+def test_a_nan_observation_is_named_before_its_action_reaches_the_environment():
+    env = make_env(EnvCfg(num_envs=3), env=Broken)
+    policy = ActorCritic(env.observation_space, env.action_space)
+    buffer = RolloutBuffer(3, 4, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=True)
+    with pytest.raises(DataError, match=r"action of environment 0 at step 2 .* observations"):
+        VectorCollector(env, policy).collect(4, rollout=buffer.start_rollout())
+
+
+def test_a_window_must_hold_more_than_a_reset():
+    env = make_env(EnvCfg(num_envs=1, autoreset="next_step", vectorization="sync"))
+    policy = ActorCritic(env.observation_space, env.action_space)
+    buffer = RolloutBuffer(1, 1, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=True)
+    with pytest.raises(EnvError, match="at least 2"):
+        VectorCollector(env, policy).collect(1, rollout=buffer.start_rollout())

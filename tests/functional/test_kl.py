@@ -120,3 +120,9 @@ def test_exact_kl_agrees_with_sampling():
         sample = p.sample((200_000,))
         estimate = (p.log_prob(sample) - q.log_prob(sample)).reshape(200_000, -1).sum(dim=1)
         assert abs(estimate.mean() - exact) < 5 * estimate.std() / math.sqrt(200_000)
+
+
+def test_k3_of_one_improbable_step_does_not_overflow():
+    out = k3(torch.tensor([-100.0]), torch.tensor([0.0]))
+    # e^20 - 20 - 1
+    torch.testing.assert_close(out, torch.tensor([485165174.4]), rtol=1e-5, atol=0)

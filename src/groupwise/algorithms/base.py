@@ -62,6 +62,7 @@ class BaseAlgorithm(ABC):
         self.engine = engine or Engine()
         self.seed = seed
         self.iteration = 0
+        policy.eval()  # dropout would move the ratio off 1 where nothing has changed yet
         self.engine.broadcast(policy)
         self.trained = Trained(policy.parameters())
         self.optimizer = build_optimizer(cfg, self.trained.tensors)

@@ -16,7 +16,7 @@ from torch import Tensor
 from groupwise.algorithms.base import BaseAlgorithm, Terms
 from groupwise.algorithms.configs import GRPOCfg
 from groupwise.algorithms.credit import CreditInput, advantages, credit_rule, episode_groups
-from groupwise.algorithms.surrogate import clipped_share, policy_loss, policy_ratio, reference_kl
+from groupwise.algorithms.surrogate import diagnostics, policy_loss, policy_ratio, reference_kl
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
 from groupwise.functional.diagnostics import zero_variance_groups
@@ -66,10 +66,7 @@ class GRPO(BaseAlgorithm):
             loss = loss + cfg.kl_coef * distance
         if cfg.ent_coef:
             loss = loss - cfg.ent_coef * evaluation.entropy
-        with torch.no_grad():
-            log_ratio = evaluation.log_prob - batch["old_log_prob"]
-            approx_kl = log_ratio.exp() - 1 - log_ratio
-            clipped = clipped_share(objective, ratio)
+        approx_kl, clipped = diagnostics(objective, ratio, evaluation.log_prob, batch)
         return Terms(loss, (loss, policy, evaluation.entropy, approx_kl, clipped, distance))
 
     def state_dict(self) -> dict[str, object]:
@@ -109,7 +106,10 @@ class GRPO(BaseAlgorithm):
         for parameter, target in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
             parameter.lerp_(target, mix)
         for buffer, source in zip(self.reference.buffers(), self.policy.buffers(), strict=True):
-            buffer.copy_(source)
+            if buffer.is_floating_point():
+                buffer.lerp_(source, mix)
+            else:
+                buffer.copy_(source)
 
     def _zero_variance(self, credit: CreditInput) -> Tensor:
         """Share of groups whose members all did equally well: they teach nothing about the outcome."""

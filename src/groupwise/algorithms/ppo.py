@@ -8,14 +8,13 @@ bootstrap from their final observation, and the update can end at a KL limit.
 
 from typing import ClassVar
 
-import torch
 from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm, Terms
 from groupwise.algorithms.configs import PPOCfg
-from groupwise.algorithms.surrogate import clipped_share, policy_loss, policy_ratio
+from groupwise.algorithms.surrogate import diagnostics, policy_loss, policy_ratio
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError
@@ -94,8 +93,5 @@ class PPO(BaseAlgorithm):
         loss = policy + cfg.vf_coef * value
         if cfg.ent_coef:
             loss = loss - cfg.ent_coef * evaluation.entropy
-        with torch.no_grad():
-            log_ratio = evaluation.log_prob - batch["old_log_prob"]
-            approx_kl = log_ratio.exp() - 1 - log_ratio
-            clipped = clipped_share(objective, ratio)
+        approx_kl, clipped = diagnostics(objective, ratio, evaluation.log_prob, batch)
         return Terms(loss, (loss, policy, value, evaluation.entropy, approx_kl, clipped))

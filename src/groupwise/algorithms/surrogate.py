@@ -1,5 +1,6 @@
 """The policy objective that ``ObjectiveCfg`` describes, per element: ratio, trust region, KL to the reference."""
 
+import torch
 from torch import Tensor
 
 from groupwise.algorithms.configs import ObjectiveCfg
@@ -47,6 +48,8 @@ def reference_kl(cfg: ObjectiveCfg, policy: Policy, evaluation: Evaluation, batc
     return estimators[cfg.kl_estimator](evaluation.log_prob, batch["ref_log_prob"])
 
 
-def clipped_share(cfg: ObjectiveCfg, ratio: Tensor) -> Tensor:
-    """1.0 where the ratio stands outside [1 - clip_low, 1 + clip_high], else 0.0."""
-    return ((ratio < 1 - cfg.clip_low) | (ratio > 1 + cfg.clip_high)).to(ratio.dtype)
+@torch.no_grad()
+def diagnostics(cfg: ObjectiveCfg, ratio: Tensor, log_prob: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Approximate KL from the old policy, and 1.0 where the ratio stands outside the clip range, of each element."""
+    outside = (ratio < 1 - cfg.clip_low) | (ratio > 1 + cfg.clip_high)
+    return kl.k3(batch["old_log_prob"], log_prob), outside.to(ratio.dtype)

@@ -63,8 +63,9 @@ class GroupCollector(Collector):
         self.rank = rank
         self._num_groups = 0
         self._idle_fraction = 0.0
-        if verify_start:
-            log.info("siblings share their start: %s", verify_group_start(env, seed=derive_seed(seed, "verify", rank)))
+        self.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank)) if verify_start else None
+        """What the check of the shared start found."""
+        log.info("siblings share their start: %s", self.start_report)
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Whole groups, about ``num_steps`` steps a row; as long as the row that was busy longest."""

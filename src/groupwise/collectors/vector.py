@@ -9,6 +9,7 @@ from groupwise.collectors.base import Collector, Episode
 from groupwise.collectors.writer import FinalValues, RolloutWriter
 from groupwise.data.rollout import Nested, lengthen
 from groupwise.envs.base import EnvStep, VectorEnv
+from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
 
@@ -31,7 +32,15 @@ class VectorCollector(Collector):
         self._idle_fraction = 0.0
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
-        """Exactly ``num_steps`` steps of every row."""
+        """Exactly ``num_steps`` steps of every row.
+
+        Raises:
+            EnvError: ``next_step`` resets take a step each, so a window of one step could hold nothing else.
+        """
+        if self.env.autoreset == "next_step" and num_steps < 2:
+            raise EnvError(
+                f"num_steps is {num_steps}, but {self.env.env_id} resets in a step of its own; mend: at least 2"
+            )
         obs = self._begin() if self._obs is None else self._obs
         if rollout.shape[1] <= num_steps:
             rollout = lengthen(rollout, num_steps + 1)

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.data.rollout import Nested
+from groupwise.errors import DataError
 from groupwise.policies.base import Action, Policy
 
 _Views: TypeAlias = tuple[Tensor, ...] | dict[str, Any]  # Any: _Views again
@@ -32,7 +33,17 @@ class RolloutWriter:
         _write(self._obs, step, obs)
 
     def act(self, step: int, action: Action) -> None:
-        """Write what the policy did there."""
+        """Write what the policy did there.
+
+        Raises:
+            DataError: an action is not finite; environments answer that in ways that hide the cause.
+        """
+        if action.action.is_floating_point() and not bool(action.action.isfinite().all()):
+            bad = ~action.action.isfinite().flatten(1).all(dim=1)
+            raise DataError(
+                f"the action of environment {int(bad.nonzero()[0])} at step {step} of the rollout is not finite; mend: the "
+                "environment's observations, or a learning rate that let the policy diverge"
+            )
         self._action[step].copy_(action.action)
         self._log_prob[step].copy_(action.log_prob)
         if self._value is not None:

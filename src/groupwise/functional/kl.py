@@ -28,10 +28,12 @@ def k2(log_prob: Float[Tensor, "*batch"], ref_log_prob: Float[Tensor, "*batch"])
 def k3(log_prob: Float[Tensor, "*batch"], ref_log_prob: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     """``exp(d) - d - 1`` with ``d = ref_log_prob - log_prob``: unbiased for samples of the policy, never negative.
 
+    ``d`` counts as at most 20, as in verl, so that one improbable step cannot overflow the mean.
+
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; GRPO, https://arxiv.org/abs/2402.03300, eq. 4.
     """
     difference = ref_log_prob - log_prob
-    return difference.expm1() - difference
+    return difference.clamp(max=20).expm1() - difference.clamp(max=20)
 
 
 def categorical_kl(

@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.configs import EnvCfg
+from groupwise.envs.groups import GroupStartReport
 from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError, require_extra
 from groupwise.policies.actor_critic import ActorCritic
@@ -63,6 +65,10 @@ class Parts(NamedTuple):
     buffer: RolloutBuffer
     identity: Identity
 
+    def start_report(self) -> GroupStartReport | None:
+        """What the check of the groups' shared start found; None for algorithms without groups."""
+        return self.collector.start_report if isinstance(self.collector, GroupCollector) else None
+
 
 def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> Parts:
     """Environments, policy and what trains it, from a run's settings.
@@ -93,7 +99,8 @@ def build_policy(cfg: RunCfg, env: VectorEnv, given: Given, algorithm_type: type
     """The policy that was given, or a new one whose weights follow from the run's seed."""
     if given.policy is not None:
         return given.policy
-    with torch.random.fork_rng(devices=[]):
+    # orthogonal weights come out differently on another number of threads
+    with threads(1), torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(cfg.seed, "policy"))
         return ActorCritic(
             env.observation_space,
@@ -102,6 +109,17 @@ def build_policy(cfg: RunCfg, env: VectorEnv, given: Given, algorithm_type: type
             actor_only=algorithm_type.actor_only,
             gamma=cfg.algorithm.gamma,
         )
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Torch on so many threads; on as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def build_trainer(parts: Parts, callbacks: Sequence[Callback], engine: Engine) -> Trainer:
@@ -148,6 +166,8 @@ def build_callbacks(
         built.append(WandB(folder.path, folder.read_id(), json.loads(config.to_json(cfg)), logging.wandb))
     if logging.progress != "none":
         title = f"{parts.identity.env_id}: {cfg.algorithm.name}, seed {cfg.seed}, in {folder.path}"
+        if report := parts.start_report():
+            title += f"\nsiblings share their start, by {report.tier}: verified"
         built.append(Progress(logging.progress, logging.interval, title))
     return [*built, SaveCheckpoints(folder.latest, interval, parts.identity)]
 

@@ -18,7 +18,7 @@ from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.base import Collector, Episode
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
-from groupwise.errors import DivergedError
+from groupwise.errors import ConfigError, DivergedError
 from groupwise.seeding import derive_seed
 from groupwise.training.base import Callback
 
@@ -52,6 +52,9 @@ class Trainer:
         self.total_steps = total_steps
         self.seed = seed
         self.callbacks = tuple(callbacks)
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(f"{callback!r} is no Callback; mend: give instances of subclasses of gw.Callback")
         self.engine = engine or Engine()
         self.iteration = 0
         """Finished iterations."""

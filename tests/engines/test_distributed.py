@@ -28,6 +28,7 @@ CASES = {
     "ppo": (PPO, PPOCfg, dict(normalize_advantage="batch", ent_coef=0.01)),
     "ppo_minibatch": (PPO, PPOCfg, dict(target_kl=1.0)),
     "grpo": (GRPO, GRPOCfg, dict(kl_coef=0.1, objective=ObjectiveCfg(aggregation="seq_mean_token_mean"))),
+    "grpo_minibatches": (GRPO, GRPOCfg, dict(minibatch_size=9, objective=ObjectiveCfg(aggregation="seq_mean_token_mean"))),
     "grpo_batch_std": (GRPO, GRPOCfg, dict(credit=CreditCfg(scale="batch_std"), objective=ObjectiveCfg(ratio="sequence"))),
 }
 
@@ -66,7 +67,7 @@ out = {}
 for name, (cls, cfg_cls, settings) in CASES.items():
     torch.manual_seed(engine.rank)  # rank 0's parameters must reach the others
     policy = ActorCritic(OBS, ACT, PolicyCfg(hidden_sizes=(8,), normalize_obs=True, normalize_reward=True), actor_only=cls.actor_only)
-    algorithm = cls(cfg_cls(num_epochs=3, minibatch_size=10_000, learning_rate=0.05, **settings), policy, engine)
+    algorithm = cls(cfg_cls(**dict(num_epochs=3, minibatch_size=10_000, learning_rate=0.05) | settings), policy, engine)
     for _ in range(2):
         metrics = algorithm.update(share(union(policy), engine.rank, engine.world_size))
     flat = torch.cat([t.double().flatten() for t in policy.state_dict().values()])
@@ -101,6 +102,13 @@ def test_two_processes_are_one_on_the_union(results, case):
     assert first["metrics"].keys() == one["metrics"].keys()
     for name, value in one["metrics"].items():
         assert first["metrics"][name] == pytest.approx(value, abs=2e-5, rel=1e-3), name
+
+
+def test_ranks_with_unequal_shares_stay_together(results):
+    # more minibatches than a rank has episodes: some of its shares are empty, and it must not wait or fall behind
+    first, second = (results[name]["grpo_minibatches"] for name in ("two.0", "two.1"))
+    assert first == second
+    assert first["metrics"]["train/optimizer_steps"] > 4
 
 
 def test_a_single_process_needs_no_process_group(monkeypatch):

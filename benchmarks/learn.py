@@ -21,7 +21,7 @@ RESULT = Path(__file__).parent / "results" / "learn.json"
 
 
 OVERSHOOT = 0.03
-"""GRPO finishes the groups it opened, so it is told to stop this share of the budget early and stays within it."""
+"""Iterations are finished, and GRPO finishes the groups it opened, so runs are told to stop this share of the budget early."""
 
 
 class Row(NamedTuple):
@@ -63,7 +63,7 @@ def groupwise(*arguments: str) -> str:
 
 def run(row: Row, seed: int) -> dict:
     """Train one seed and evaluate the policy it ends with on episodes that training never saw."""
-    steps = round(row.total_steps * (1 - OVERSHOOT)) if row.algorithm == "grpo" else row.total_steps
+    steps = round(row.total_steps * (1 - OVERSHOOT))
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/run"
         groupwise(
@@ -84,7 +84,7 @@ def report(row: Row, runs: list[dict]) -> bool:
     """Print one row; True unless its claim failed."""
     scores = [r["return_mean"] for r in runs]
     most = max(r["env_steps"] for r in runs)
-    if most > row.total_steps and row.algorithm == "grpo":
+    if most > row.total_steps:
         raise RuntimeError(f"{row.name} took {most} steps, beyond its budget; mend: raise OVERSHOOT")
     middle, spread = statistics.mean(scores), statistics.stdev(scores) if len(scores) > 1 else 0.0
     reached = "" if row.score is None else f"{sum(s >= row.score for s in scores)}/{len(scores)} >= {row.score:g}"

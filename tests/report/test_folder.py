@@ -52,13 +52,14 @@ def test_folder_with_something_in_it_is_refused(kind: str):
         RunFolder.create(CONFIG, Path("mine"))
 
 
-def test_config_tells_what_repeats_the_run():
+def test_config_tells_what_repeats_the_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["groupwise", "train", "CartPole-v1"])
     folder = RunFolder.create(CONFIG, Path("a", "b"), given=["policy"])
     provenance = json.loads(folder.config.read_text())["provenance"]
     assert folder.read_config() == CONFIG
     assert folder.read_given() == ["policy"]
     assert set(provenance["versions"]) >= {"python", "torch", "gymnasium", "numpy", "groupwise"}
-    assert "pytest" in provenance["command"]
+    assert "train CartPole-v1" in provenance["command"]
     assert provenance["git"] is None  # this directory is in no repository
 
 

@@ -378,3 +378,11 @@ def test_module_runs_as_the_console_script_does():
         [sys.executable, "-m", "groupwise.cli", "nonsense"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m groupwise config --schema | head -1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

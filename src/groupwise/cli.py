@@ -115,6 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"groupwise: {str(error) or 'interrupted'}", file=sys.stderr)  # the API says how to go on
         return 130
+    except BrokenPipeError:  # whoever read the output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except SystemExit as stop:  # argparse and tyro leave this way after --help and after a usage error
         return stop.code if isinstance(stop.code, int) else 0
 

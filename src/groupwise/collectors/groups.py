@@ -52,8 +52,8 @@ class GroupCollector(Collector):
         super().__init__()
         if env.max_episode_steps is None and attempt_steps is None:
             raise EnvError(
-                f"{env.env_id} has no step limit, so an attempt might never end; mend: set attempt_steps, or register "
-                "the environment with max_episode_steps"
+                f"{env.env_id} has no step limit, so an attempt might never end; mend: set max_episode_steps of the "
+                "environment, or attempt_steps"
             )
         self.env = env
         self.policy = policy

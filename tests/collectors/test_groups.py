@@ -19,7 +19,7 @@ T, F = True, False
 class ScriptedGroupEnv(GroupEnv):
     """Attempt ``k`` (in order of starting) lasts ``lengths[k]`` steps; observes 10 * k + steps taken; reward 1."""
 
-    start_tier = "state"
+    start_tier = "native"
     env_id = "Scripted"
     obs_spec = TensorSpec((1,), torch.float32)
     observation_space = gymnasium.spaces.Box(0, 1e6, (1,), np.float32)

@@ -218,7 +218,7 @@ def test_verification_leaves_the_action_space_alone():
 @pytest.mark.parametrize("vectorization", ["entry_point", "sync"])
 def test_cartpole_passes_in_both_tiers(vectorization):
     env = make_env(EnvCfg(num_envs=2, vectorization=vectorization), grouped=True)
-    tier = {"entry_point": "state", "sync": "seed"}[vectorization]
+    tier = {"entry_point": "native", "sync": "seed"}[vectorization]
     assert verify_group_start(env) == ("CartPole-v1", tier, True, False)
 
 

@@ -110,6 +110,46 @@ class ReferenceCfg(Cfg):
     """``ema``: share of the trained policy in the new reference (TRL's default)."""
 
 
+class CollectionCfg(Cfg):
+    """How groups are collected: noise, what becomes of unfinished groups, lost members and groups without variance."""
+
+    noise: Literal["independent", "shared"] = "independent"
+    """Randomness after the start: each member draws its own, or siblings draw the same (they then differ by their actions only)."""
+    unfinished: Literal["finish", "carry"] = "finish"
+    """When an iteration's steps are taken: finish the groups that are under way, or carry them over to the next iteration, where the new policy goes on with them."""
+    max_staleness: PositiveInt = 1
+    """``carry``: a group is finished at the latest so many iterations after the one it began in."""
+    lost_member: Literal["raise", "complete", "drop"] = "raise"
+    """When a member's environment raises an error: pass it on; start the member anew; or drop its group."""
+    zero_variance: Literal["keep", "skip", "resample", "harder"] = "keep"
+    """Groups whose members all did equally well: train on them like on any other; leave them out; leave them out and collect others instead; leave them out and start the next groups from states where siblings' returns differed."""
+    resample_budget: NonNegative = 1.0
+    """``resample``: at most so many times the iteration's steps are taken on top of them."""
+
+
+class BranchCfg(Cfg):
+    """Groups that start mid-episode, from states that the policy visited."""
+
+    points: Annotated[int, Ge(0)] = 0
+    """Branch points per stem, the episode that is branched from. 0: no branching."""
+    at: Literal["uniform", "entropy", "return_spread"] = "uniform"
+    """Where: anywhere along the stem alike, or with a probability that grows with the policy's entropy, or with the spread of the siblings' returns from there on."""
+    horizon: PositiveInt | None = None
+    """Branches are cut (truncated) after so many steps. None: they run to the episode's end."""
+    trained_steps: PositiveInt | None = None
+    """Only the first so many steps of a branch are trained on; the rest just shows where they led. None: all."""
+    stem: Literal["group", "single"] = "group"
+    """Stems are the members of ordinary groups and are trained on as such, or single episodes that are only branched from."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "BranchCfg":
+        if self.at == "return_spread" and self.stem == "single":
+            raise ValueError(
+                "branching.at='return_spread' compares siblings; got branching.stem='single', mend: 'group'"
+            )
+        return self
+
+
 class AlgorithmCfg(Cfg):
     """Settings every algorithm has. Subclass it for your own algorithm and give ``name`` a default."""
 
@@ -184,6 +224,10 @@ class GRPOCfg(AlgorithmCfg):
     """From rewards to advantages."""
     attempt_steps: PositiveInt | None = None
     """Window: attempts are cut (truncated) after so many steps. None: whole episodes."""
+    collection: CollectionCfg = CollectionCfg()
+    """How groups are collected."""
+    branching: BranchCfg = BranchCfg()
+    """Groups that start mid-episode."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL to a reference policy; 0 makes no reference."""
     reference: ReferenceCfg = ReferenceCfg()

@@ -5,16 +5,21 @@ rows that start where they are told, alone, and are held once they have finished
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from groupwise.data.rollout import Nested, Spec
+from groupwise.envs.configs import StartTier
+from groupwise.errors import EnvError
 
 Mask = npt.NDArray[np.bool_]
 Seeds = npt.NDArray[np.int64]
+Snapshot: TypeAlias = Any
+"""A captured state: opaque to all but the environment that made it, and picklable."""
 
 
 class EnvStep(NamedTuple):
@@ -29,6 +34,10 @@ class EnvStep(NamedTuple):
     """[N] bool."""
     final_obs: Nested | None = None
     """[N, ...] only under ``same_step`` and only where an episode ended: the observation before the reset, other rows are padding. None when no episode ended."""
+    failed: Tensor | None = None
+    """[N] bool: rows whose environment raised an error, and was replaced and held. None when none did, or errors are raised."""
+    reward_parts: Tensor | None = None
+    """[N, R] float32: the parts that the reward is made of, where they were asked for."""
 
 
 class VectorEnv(ABC):
@@ -72,8 +81,14 @@ class GroupEnv(VectorEnv):
     """
 
     autoreset = "disabled"
-    start_tier: ClassVar[str]
-    """How siblings share a start: "state" (the start state is set) or "seed" (per-row seeded reset)."""
+    start_tier: StartTier
+    """How siblings share a start."""
+    block_size: int = 1
+    """Rows come in blocks of so many neighbours, which can only start together; 1: each row on its own."""
+    can_branch: bool = False
+    """Whether ``snapshot`` and ``restore`` work."""
+    extra_steps: int = 0
+    """Environment steps taken outside ``step`` since the environment was made: prefixes and replays."""
 
     @abstractmethod
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
@@ -87,3 +102,25 @@ class GroupEnv(VectorEnv):
     @abstractmethod
     def hold(self, mask: Mask) -> None:
         """Hold the rows of ``mask`` until they are started again: their attempts were cut from outside."""
+
+    def snapshot(self, rows: Sequence[int]) -> list[Snapshot]:
+        """The states that these rows are in now, each good for any number of ``restore`` calls in any row.
+
+        Raises:
+            EnvError: this kind of environment cannot (``can_branch`` is False).
+        """
+        raise EnvError(f"states of {self.env_id} cannot be captured (tier {self.start_tier!r}); mend: no branching")
+
+    def restore(self, mask: Mask, snapshots: Sequence[Snapshot | None], noise_seed: Seeds) -> Nested:
+        """Observations [N, ...] after putting the rows of ``mask`` into captured states; other rows keep theirs.
+
+        The step limit goes on counting from where the snapshot was taken.
+
+        Args:
+            snapshots: [N] one for each row of ``mask``, None elsewhere.
+            noise_seed: as in ``start``.
+
+        Raises:
+            EnvError: this kind of environment cannot (``can_branch`` is False).
+        """
+        raise EnvError(f"states of {self.env_id} cannot be restored (tier {self.start_tier!r}); mend: no branching")

@@ -28,7 +28,7 @@ class CartPoleGroupEnv(GroupEnv):
     so the noise seed has no effect.
     """
 
-    start_tier = "state"
+    start_tier = "native"
     _state: npt.NDArray[np.float64]
 
     def __init__(self, env: CartPoleVectorEnv, *, env_id: str, device: torch.device | str = "cpu") -> None:

@@ -6,6 +6,9 @@ from annotated_types import Ge
 
 from groupwise.cfg import Cfg
 
+StartTier = Literal["native", "snapshot", "seed", "replay"]
+"""How siblings share a start, best first: state copied for all rows at once; state captured and restored by an adapter; a seeded reset; a fresh environment, seeded, with the actions so far replayed."""
+
 
 class EnvCfg(Cfg):
     """Which environment, and how many of it at once."""
@@ -20,5 +23,11 @@ class EnvCfg(Cfg):
     """Episodes are cut (truncated) after so many steps. None: the limit that the environment was registered with."""
     vectorization: Literal["auto", "entry_point", "sync", "async"] = "auto"
     """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: a process each. ``auto`` looks it up in the committed table ``envs/vectorization.json``."""
+    group_start: Literal["auto", "native", "snapshot", "seed", "replay"] = "auto"
+    """How siblings of a group share their start. ``auto`` takes the best tier that passes its check; a named one must pass."""
+    random_prefix: Annotated[int, Ge(0)] = 0
+    """Up to so many random actions (0 to this, drawn from the start's seed) before a group starts, for environments whose resets are all alike. 0: none."""
+    reward_parts: tuple[str, ...] = ()
+    """Entries of ``info`` that the reward is made of, such as ``reward_forward``; stored beside the reward for credit that needs them."""
     autoreset: Literal["next_step", "same_step", "disabled"] = "disabled"
     """Who resets a finished environment. PPO takes any; GRPO resets itself and needs ``disabled``."""

@@ -17,6 +17,8 @@ from pydantic.fields import FieldInfo
 from groupwise import presets
 from groupwise.algorithms.configs import (
     AlgorithmCfg,
+    BranchCfg,
+    CollectionCfg,
     CreditCfg,
     GRPOCfg,
     ObjectiveCfg,
@@ -33,7 +35,7 @@ from groupwise.policies.configs import PolicyCfg
 FOLDER = Path(__file__).parent / "generated"
 
 CLASSES: tuple[type[Cfg], ...] = (
-    RunCfg, EnvCfg, AlgorithmCfg, GRPOCfg, PPOCfg, CreditCfg, ObjectiveCfg, ReferenceCfg, OptimizerCfg, ScheduleCfg,
+    RunCfg, EnvCfg, AlgorithmCfg, GRPOCfg, PPOCfg, CollectionCfg, BranchCfg, CreditCfg, ObjectiveCfg, ReferenceCfg, OptimizerCfg, ScheduleCfg,
     PolicyCfg, EvaluationCfg, StopCfg, LoggingCfg,
 )  # fmt: skip
 

@@ -1,0 +1,364 @@
+"""GRPO as a Stable-Baselines3 algorithm: its interface outside, this library's ``GRPO.update`` inside.
+
+    model = GRPO("MlpPolicy", "CartPole-v1").learn(100_000)
+
+It differs from SB3's PPO in three ways. Attempts come in groups that share a start, and only whole groups are trained
+on. There is no critic: the policies hold no value network. A rollout ends when the groups that were begun within
+``n_steps`` are whole; what was begun meanwhile goes on in the next rollout, under the new policy, and its ratio is
+against the probability under which each action was really drawn. So nothing is wasted, and nothing is older than one
+update.
+"""
+
+import warnings
+from typing import Any, ClassVar, Literal, TypeVar
+
+from groupwise.errors import require_extra
+
+require_extra("stable_baselines3", "sb3")
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
+from stable_baselines3.common.utils import obs_as_tensor
+from stable_baselines3.common.vec_env import VecEnv
+
+from groupwise.algorithms import grpo
+from groupwise.algorithms.configs import CreditCfg, GRPOCfg, ObjectiveCfg, ReferenceCfg
+from groupwise.errors import ConfigError, EnvError
+from groupwise.integrations.sb3_attempts import Attempts, Obs, Tick
+from groupwise.integrations.sb3_policy import (
+    ActorPolicy,
+    CnnActorPolicy,
+    MultiInputActorPolicy,
+    ScoredActor,
+)
+from groupwise.integrations.sb3_start import SharedStart, insert_shared_start, verify_shared_start
+from groupwise.presets import objective_preset
+from groupwise.seeding import derive_seed
+
+__all__ = ["GRPO", "ActorPolicy", "CnnActorPolicy", "MultiInputActorPolicy", "SharedStart"]
+
+SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
+
+PER_STEP = CreditCfg(group_key="group_step", returns="return_to_go", scale="population_std")
+"""Return-to-go at each time step among the siblings still running: what works best on control tasks."""
+CLIPPED = ObjectiveCfg()
+"""PPO's clipped ratio, all steps alike."""
+
+
+class GRPO(OnPolicyAlgorithm):
+    """Group relative policy optimisation, for every place where a Stable-Baselines3 algorithm fits.
+
+    Args:
+        n_steps: steps of each environment after which a rollout waits for the groups under way, and ends.
+        batch_size: steps in one minibatch; a rollout is split evenly into the nearest whole number of them.
+        group_size: attempts at the same start.
+        credit: from rewards to advantages, or the name of a preset that says it.
+        objective: ratio, trust region (the clip range is here), aggregation and KL estimator, or the name of a preset.
+        kl_coef: weight of the KL to a reference policy; 0 makes no reference.
+        kl_ref_iterations: rollouts between two renewals of the reference; None keeps the first policy.
+        shared_starts: ``verify``: siblings share their start, which is tried out before training; ``trust``: without
+            the trial; ``off``: every attempt has a start of its own.
+
+    Raises:
+        ConfigError: a setting that is unknown, mistyped or impossible.
+    """
+
+    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {
+        "MlpPolicy": ActorPolicy,
+        "CnnPolicy": CnnActorPolicy,
+        "MultiInputPolicy": MultiInputActorPolicy,
+    }
+    policy: ActorPolicy  # type: ignore[assignment]
+    rollout_buffer: Attempts | None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        policy: str | type[ActorPolicy],
+        env: GymEnv | str | None,
+        learning_rate: float | Schedule = 1e-3,
+        n_steps: int = 256,
+        batch_size: int = 128,
+        n_epochs: int = 10,
+        gamma: float = 0.99,
+        group_size: int = 4,
+        credit: CreditCfg | str = PER_STEP,
+        objective: ObjectiveCfg | str = CLIPPED,
+        kl_coef: float = 0.0,
+        kl_ref_iterations: int | None = None,
+        shared_starts: Literal["verify", "trust", "off"] = "verify",
+        ent_coef: float = 0.0,
+        max_grad_norm: float = 0.5,
+        target_kl: float | None = None,
+        stats_window_size: int = 100,
+        tensorboard_log: str | None = None,
+        policy_kwargs: dict[str, Any] | None = None,
+        verbose: int = 0,
+        seed: int | None = None,
+        device: torch.device | str = "auto",
+        _init_setup_model: bool = True,
+    ) -> None:
+        super().__init__(
+            policy,  # type: ignore[arg-type]
+            env,  # type: ignore[arg-type]
+            learning_rate=learning_rate,
+            n_steps=n_steps,
+            gamma=gamma,
+            gae_lambda=1.0,
+            ent_coef=ent_coef,
+            vf_coef=0.0,
+            max_grad_norm=max_grad_norm,
+            use_sde=False,
+            sde_sample_freq=-1,
+            stats_window_size=stats_window_size,
+            tensorboard_log=tensorboard_log,
+            policy_kwargs=policy_kwargs,
+            verbose=verbose,
+            seed=seed,
+            device=device,
+            _init_setup_model=False,
+            supported_action_spaces=(spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary),
+        )
+        self.batch_size = batch_size
+        self.n_epochs = n_epochs
+        self.group_size = group_size
+        self.credit = credit
+        self.objective = objective
+        self.kl_coef = kl_coef
+        self.kl_ref_iterations = kl_ref_iterations
+        self.shared_starts = shared_starts
+        self.target_kl = target_kl
+        self.rollout_buffer = None
+        self._start_seed: int | None = None
+        self._next_group = 0
+        self._num_updates = 0
+        self._verified: VecEnv | None = None
+        if _init_setup_model:
+            self._setup_model()
+
+    @property
+    def reference_policy(self) -> ActorPolicy:
+        """The frozen policy that ``kl_coef`` draws towards."""
+        reference = self._core.reference
+        if not isinstance(reference, ScoredActor):
+            raise ConfigError("kl_coef is 0, so there is no reference policy; mend: GRPO(..., kl_coef=0.02)")
+        return reference.actor
+
+    def learn(
+        self: SelfGRPO,
+        total_timesteps: int,
+        callback: MaybeCallback = None,
+        log_interval: int = 1,
+        tb_log_name: str = "GRPO",
+        reset_num_timesteps: bool = True,
+        progress_bar: bool = False,
+    ) -> SelfGRPO:
+        """The model itself, trained for at least so many environment steps.
+
+        Raises:
+            EnvError: the environments cannot be told where to start.
+            GroupStartError: siblings do not share their start.
+        """
+        updates = self._num_updates
+        super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
+        assert self.env is not None
+        self.env.env_method("queue_start", None)  # whoever uses the environments next resets them as ever
+        if self._num_updates == updates:
+            warnings.warn(
+                f"nothing was learned: no group of {self.group_size} attempts was finished in "
+                f"{self.num_timesteps - self._num_timesteps_at_start} steps; mend: more total_timesteps, a smaller "
+                "group_size, or an environment with a step limit",
+                stacklevel=2,
+            )
+        return self
+
+    def collect_rollouts(
+        self,
+        env: VecEnv,
+        callback: BaseCallback,
+        rollout_buffer: Attempts,  # type: ignore[override]
+        n_rollout_steps: int,
+    ) -> bool:
+        """Step until the groups that were begun within ``n_rollout_steps`` are whole; False if a callback stopped it.
+
+        The training's last rollout waits for nothing once all its steps are taken.
+        """
+        self.policy.set_training_mode(False)
+        callback.on_rollout_start()
+        n_steps, begun = 0, 0
+        while n_steps < n_rollout_steps or (
+            self.num_timesteps < self._total_timesteps and not rollout_buffer.all_finished(begun)
+        ):
+            assert self._last_obs is not None
+            with torch.no_grad():
+                obs_tensor = obs_as_tensor(self._last_obs, self.device)
+                actions, log_probs = self.policy(obs_tensor)
+            actions = actions.cpu().numpy()
+            clipped_actions = actions
+            if isinstance(self.action_space, spaces.Box):
+                clipped_actions = np.clip(actions, self.action_space.low, self.action_space.high)
+            new_obs, rewards, dones, infos = env.step(clipped_actions)
+            n_steps += 1
+            self.num_timesteps += env.num_envs
+            # all of it is recorded before a callback may stop the training, so that it can go on later
+            truncated = np.array([info.get("TimeLimit.truncated", False) for info in infos]) & dones
+            seen, self._last_obs = _copy(self._last_obs), new_obs  # type: ignore[assignment]
+            tick = Tick(seen, actions, log_probs.cpu().numpy(), rewards, dones & ~truncated, truncated)
+            for index in rollout_buffer.record(tick):
+                running = env.env_method("queue_start", rollout_buffer.queued(index), indices=index)[0]
+                rollout_buffer.check(index, running)
+            if n_steps == n_rollout_steps:
+                begun = rollout_buffer.num_opened
+            self._update_info_buffer(infos, dones)
+            callback.update_locals(locals())
+            if not callback.on_step():
+                return False
+        callback.update_locals(locals())
+        callback.on_rollout_end()
+        return True
+
+    def train(self) -> None:
+        """Improve the policy by the whole groups at hand; without any, leave it as it is."""
+        assert self.rollout_buffer is not None
+        self._next_group = self.rollout_buffer.next_group
+        rollout = self.rollout_buffer.take_whole_groups(self.device)
+        if rollout is None:
+            return
+        self._update_learning_rate(self.policy.optimizer)
+        metrics = {name: value.item() for name, value in self._core.update(rollout).items()}
+        self._num_updates = self._core.iteration
+        self._n_updates += int(metrics["train/optimizer_steps"])
+        self._record(metrics, num_groups=int(rollout["group_id"].max()) + 1)
+
+    def _setup_model(self) -> None:
+        """Create policy and optimiser, and the update that trains them."""
+        if not issubclass(self.policy_class, ActorPolicy):
+            raise ConfigError(
+                f"{self.policy_class.__name__} is not a policy without a critic; mend: 'MlpPolicy', 'CnnPolicy', "
+                "'MultiInputPolicy' or a subclass of groupwise.integrations.sb3.ActorPolicy"
+            )
+        self._setup_lr_schedule()
+        self.set_random_seed(self.seed)
+        if self.seed is not None:
+            self._start_seed = self.seed
+        elif self._start_seed is None:
+            self._start_seed = int(np.random.randint(2**31))
+        policy = self.policy_class(self.observation_space, self.action_space, self.lr_schedule, **self.policy_kwargs)
+        self.policy = policy.to(self.device)
+        self._maybe_recommend_cpu(ActorPolicy.__name__)
+        # trains the policy in evaluation mode: what acted and what is scored are the same function
+        self._core = grpo.GRPO(self._cfg(), ScoredActor(self.policy), seed=self._start_seed)
+        self._core.optimizer = self.policy.optimizer
+        self._core.iteration = self._num_updates
+
+    def _cfg(self) -> GRPOCfg:
+        if isinstance(self.credit, str):
+            self.credit = CreditCfg(**objective_preset(self.credit).settings["credit"])
+        if isinstance(self.objective, str):
+            self.objective = ObjectiveCfg(**objective_preset(self.objective).settings["objective"])
+        reference = ReferenceCfg()
+        if self.kl_ref_iterations is not None:
+            reference = ReferenceCfg(refresh="interval", interval=self.kl_ref_iterations)
+        return GRPOCfg(
+            num_steps=self.n_steps,
+            num_epochs=self.n_epochs,
+            minibatch_size=self.batch_size,
+            gamma=self.gamma,
+            ent_coef=self.ent_coef,
+            max_grad_norm=self.max_grad_norm,
+            target_kl=self.target_kl,
+            group_size=self.group_size,
+            credit=self.credit,
+            objective=self.objective,
+            kl_coef=self.kl_coef,
+            reference=reference,
+        )
+
+    def _setup_learn(
+        self,
+        total_timesteps: int,
+        callback: MaybeCallback = None,
+        reset_num_timesteps: bool = True,
+        tb_log_name: str = "run",
+        progress_bar: bool = False,
+    ) -> tuple[int, BaseCallback]:
+        """Go on with the attempts under way, or start the first ones by the reset that SB3 does here."""
+        if self.env is None:
+            raise EnvError("there is no environment to learn from; mend: model.set_env(env), or load(path, env=env)")
+        insert_shared_start(self.env)
+        begins = reset_num_timesteps or not self._goes_on(self.env)
+        if begins:
+            self._open_attempts(self.env)
+            self._last_obs = None
+        total_timesteps, callback = super()._setup_learn(
+            total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
+        )
+        if begins:
+            assert self.rollout_buffer is not None
+            self.rollout_buffer.begin()
+            self._queue(self.env, self.rollout_buffer)
+        return total_timesteps, callback
+
+    def _goes_on(self, env: VecEnv) -> bool:
+        """Whether every environment is where training left it; then the next starts are queued again."""
+        attempts = self.rollout_buffer
+        if attempts is None or self._last_obs is None:
+            return False
+        found = self._queue(env, attempts)
+        return all(running == attempts.running(index) for index, running in enumerate(found))
+
+    def _open_attempts(self, env: VecEnv) -> None:
+        """New attempts, the first of which begin at the next reset."""
+        assert self._start_seed is not None
+        if self.shared_starts == "verify" and self._verified is not env:
+            verify_shared_start(env, derive_seed(self._start_seed, "verify"))
+            self._verified = env
+        if self.rollout_buffer is not None:
+            self._next_group = self.rollout_buffer.next_group
+        self.rollout_buffer = Attempts(
+            env.num_envs,
+            self.group_size,
+            seed=self._start_seed,
+            first_group=self._next_group,
+            starts="own" if self.shared_starts == "off" else "shared",
+        )
+        self._queue(env, self.rollout_buffer)
+
+    def _queue(self, env: VecEnv, attempts: Attempts) -> list[Any]:
+        """Tell each environment what it starts next; returns what each is doing now."""
+        return [env.env_method("queue_start", attempts.queued(i), indices=i)[0] for i in range(env.num_envs)]
+
+    def _record(self, metrics: dict[str, float], num_groups: int) -> None:
+        """Log under SB3's names where it has one."""
+        assert isinstance(self.objective, ObjectiveCfg)
+        record = self.logger.record
+        record("train/policy_gradient_loss", metrics["train/policy_loss"])
+        record("train/entropy_loss", -metrics["train/entropy"])
+        for name in ("loss", "approx_kl", "clip_fraction", "grad_norm"):
+            record(f"train/{name}", metrics[f"train/{name}"])
+        if self.kl_coef > 0:
+            record("train/reference_kl", metrics["train/reference_kl"])
+        if self.policy.log_std is not None:
+            record("train/std", self.policy.log_std.exp().mean().item())
+        record("train/n_updates", self._n_updates, exclude="tensorboard")
+        record("train/clip_range", self.objective.clip_high)
+        record("rollout/groups", num_groups)
+        record("rollout/zero_variance_groups", metrics["rollout/zero_variance_groups"])
+
+    def _excluded_save_params(self) -> list[str]:
+        """Besides what SB3 leaves out: what follows from the rest, and the environments."""
+        return [*super()._excluded_save_params(), "_core", "_verified"]
+
+    def _get_torch_save_params(self) -> tuple[list[str], list[str]]:
+        """What is saved as state dicts: policy, optimiser, and the reference if there is one."""
+        names, tensors = super()._get_torch_save_params()
+        return names + ["reference_policy"] * (self.kl_coef > 0), tensors
+
+
+def _copy(obs: Obs) -> Obs:
+    """A copy, for an environment may go on to write into its arrays."""
+    return {key: value.copy() for key, value in obs.items()} if isinstance(obs, dict) else obs.copy()

@@ -1,0 +1,200 @@
+"""Which attempt each environment works on, and the steps that are not trained on yet."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDict
+
+from groupwise.errors import DataError, EnvError
+from groupwise.integrations.sb3_start import Running, Start
+from groupwise.seeding import derive_seed
+
+Obs = npt.NDArray[Any] | dict[str, npt.NDArray[Any]]
+Array = npt.NDArray[Any]
+
+
+class Tick(NamedTuple):
+    """One step of all E environments; every array is [E, ...]."""
+
+    obs: Obs
+    """What the policy saw, normalised as it was then."""
+    action: Array
+    """The policy's own action, before it was clipped."""
+    log_prob: Array
+    """Of the action, under the policy that drew it."""
+    reward: Array
+    terminated: Array
+    truncated: Array
+
+
+@dataclass
+class Attempt:
+    """Steps ``begin..end-1`` (ticks) of one environment."""
+
+    number: int
+    env: int
+    begin: int
+    end: int | None = None
+
+
+class Attempts:
+    """Hands out attempts in order, records their steps, and gives out whole groups.
+
+    Attempt ``a`` is member ``a % group_size`` of group ``a // group_size``; siblings may run one after another or side by
+    side. Each environment holds one attempt and knows the next one, for it resets itself.
+
+    Args:
+        seed: of all starts and of all noise.
+        first_group: number of the first group that is handed out.
+        starts: whether siblings share theirs.
+    """
+
+    def __init__(
+        self, num_envs: int, group_size: int, *, seed: int, first_group: int, starts: Literal["shared", "own"]
+    ) -> None:
+        self.group_size = group_size
+        self.seed = seed
+        self.starts = starts
+        self._next = first_group * group_size
+        self._queued = [self._hand_out() for _ in range(num_envs)]
+        self._current: list[Attempt] = []
+        self._groups: dict[int, list[Attempt]] = {}
+        """Begun attempts of each group that was not given out."""
+        self._ticks: list[Tick] = []
+        self._trimmed = 0
+        """Ticks that were recorded and are no longer held."""
+
+    @property
+    def num_opened(self) -> int:
+        """Every group below this number was begun."""
+        return max(self._groups, default=-1) + 1
+
+    @property
+    def next_group(self) -> int:
+        """Number of the first group of which nothing was handed out."""
+        return -(-self._next // self.group_size)
+
+    def begin(self) -> None:
+        """All environments have just been reset to what they had queued."""
+        self._current = [self._begin(env) for env in range(len(self._queued))]
+
+    def queued(self, env: int) -> Start:
+        """What an environment starts next."""
+        number = self._queued[env]
+        group, member = divmod(number, self.group_size)
+        of_start = (group,) if self.starts == "shared" else (group, member)
+        start_seed = derive_seed(self.seed, "start", *of_start)
+        return Start(number, start_seed, derive_seed(self.seed, "noise", group, member))
+
+    def running(self, env: int) -> Running:
+        """What an environment should be doing."""
+        attempt = self._current[env]
+        return Running(attempt.number, self._now - attempt.begin)
+
+    def check(self, env: int, found: Running) -> None:
+        """Refuse to go on when somebody else used the environment.
+
+        Raises:
+            EnvError: it is not where it should be.
+        """
+        if found != self.running(env):
+            raise EnvError(
+                f"environment {env} should be at {self.running(env)} and is at {found}: something else reset or stepped "
+                "it during learn(); mend: evaluate on an environment of its own"
+            )
+
+    def record(self, tick: Tick) -> list[int]:
+        """Take one step of all environments; returns the environments that went on to their next attempt.
+
+        Raises:
+            DataError: a reward or a log-probability is not finite.
+        """
+        for name, values in (("reward", tick.reward), ("log-probability", tick.log_prob)):
+            if not np.isfinite(values).all():
+                env = int(np.flatnonzero(~np.isfinite(values))[0])
+                raise DataError(
+                    f"the {name} of environment {env} is {values[env]}, expected a finite number; mend the environment "
+                    "or the policy that produced it (stable_baselines3's VecCheckNan finds which)"
+                )
+        self._ticks.append(tick)
+        ended = np.flatnonzero(tick.terminated | tick.truncated).tolist()
+        for env in ended:
+            self._current[env].end = self._now
+            self._current[env] = self._begin(env)
+        return ended
+
+    def all_finished(self, below: int) -> bool:
+        """Whether no group with a number under ``below`` is waited for."""
+        return all(self._is_whole(group) for group in self._groups if group < below)
+
+    def take_whole_groups(self, device: torch.device) -> TensorDict | None:
+        """The steps of all whole groups as a rollout of one row ``[1, T+1]``; they are then forgotten. None without any."""
+        whole = [group for group in sorted(self._groups) if self._is_whole(group)]
+        attempts = [(index, attempt) for index, group in enumerate(whole) for attempt in self._groups.pop(group)]
+        rollout = self._rollout(attempts, device) if attempts else None
+        needed = min((a.begin for members in self._groups.values() for a in members), default=self._now)
+        del self._ticks[: needed - self._trimmed]
+        self._trimmed = needed
+        return rollout
+
+    @property
+    def _now(self) -> int:
+        return self._trimmed + len(self._ticks)
+
+    def _hand_out(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def _begin(self, env: int) -> Attempt:
+        attempt = Attempt(self._queued[env], env, self._now)
+        self._groups.setdefault(attempt.number // self.group_size, []).append(attempt)
+        self._queued[env] = self._hand_out()
+        return attempt
+
+    def _is_whole(self, group: int) -> bool:
+        members = self._groups[group]
+        return len(members) == self.group_size and all(member.end is not None for member in members)
+
+    def _rollout(self, attempts: list[tuple[int, Attempt]], device: torch.device) -> TensorDict:
+        lengths = [(a.end or 0) - a.begin for _, a in attempts]
+        total = sum(lengths)
+        group = np.repeat([index for index, _ in attempts], lengths)
+        env = np.repeat([a.env for _, a in attempts], lengths)
+        step = np.concatenate([np.arange(length) for length in lengths])
+        tick = np.repeat([a.begin - self._trimmed for _, a in attempts], lengths) + step
+        # the rollout's last slot is padding; what stands in it does not matter
+        slot = np.append(np.arange(total), total - 1)
+
+        def gather(parts: list[Array]) -> torch.Tensor:
+            return torch.as_tensor(np.stack(parts)[tick[slot], env[slot]][None], device=device)
+
+        def label(values: Array, padding: int) -> torch.Tensor:
+            return torch.as_tensor(np.append(values, padding)[None], device=device)
+
+        counts = label(np.ones(total, dtype=np.bool_), 0).bool()
+        ticks = self._ticks
+        data = {
+            "obs": self._obs(gather),
+            "action": gather([t.action for t in ticks]),
+            "reward": gather([t.reward for t in ticks]).float(),
+            "sample_log_prob": gather([t.log_prob for t in ticks]),
+            "terminated": gather([t.terminated for t in ticks]),
+            "truncated": gather([t.truncated for t in ticks]),
+            "valid": counts,
+            "loss_mask": counts.clone(),
+            "group_id": label(group, -1),
+            "episode_id": label(np.repeat(np.arange(len(attempts)), lengths), -1),
+            "step": label(step, 0),
+        }
+        return TensorDict(data, batch_size=[1, total + 1], device=device)
+
+    def _obs(self, gather: Any) -> torch.Tensor | TensorDict:
+        first = self._ticks[0].obs
+        if not isinstance(first, dict):
+            return gather([t.obs for t in self._ticks])
+        leaves = {key: gather([t.obs[key] for t in self._ticks]) for key in first}
+        some = next(iter(leaves.values()))
+        return TensorDict(leaves, batch_size=list(some.shape[:2]), device=some.device)

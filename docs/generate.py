@@ -27,6 +27,15 @@ from groupwise.algorithms.configs import (
     ReferenceCfg,
     ScheduleCfg,
 )
+from groupwise.algorithms.objective_configs import (
+    CispoCfg,
+    CorrectionCfg,
+    CovarianceCfg,
+    DppoCfg,
+    EntropyCfg,
+    SapoCfg,
+    VespoCfg,
+)
 from groupwise.cfg import Cfg
 from groupwise.config import EvaluationCfg, LoggingCfg, RunCfg, StopCfg
 from groupwise.envs.configs import EnvCfg
@@ -35,7 +44,8 @@ from groupwise.policies.configs import PolicyCfg
 FOLDER = Path(__file__).parent / "generated"
 
 CLASSES: tuple[type[Cfg], ...] = (
-    RunCfg, EnvCfg, AlgorithmCfg, GRPOCfg, PPOCfg, CollectionCfg, BranchCfg, CreditCfg, ObjectiveCfg, ReferenceCfg, OptimizerCfg, ScheduleCfg,
+    RunCfg, EnvCfg, AlgorithmCfg, GRPOCfg, PPOCfg, CollectionCfg, BranchCfg, CreditCfg, ObjectiveCfg, CorrectionCfg, CispoCfg, SapoCfg, VespoCfg, DppoCfg,
+    CovarianceCfg, EntropyCfg, ReferenceCfg, OptimizerCfg, ScheduleCfg,
     PolicyCfg, EvaluationCfg, StopCfg, LoggingCfg,
 )  # fmt: skip
 
@@ -184,7 +194,7 @@ def _flat(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _settings(tree: dict[str, Any]) -> str:
-    return ", ".join(f"{key} `{value}`" for key, value in tree.items())
+    return ", ".join(f"{key} `{json.dumps(value) if value is None else value}`" for key, value in _flat(tree).items())
 
 
 def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -121,9 +121,15 @@ def test_every_objective_preset_is_valid_and_names_its_source(name):
 
 
 def test_every_choice_of_credit_and_objective_is_described():
+    parts = {"credit": CreditCfg, "objective": ObjectiveCfg}
+    parts |= {
+        f"objective.{name}": type(field.default)
+        for name, field in ObjectiveCfg.model_fields.items()
+        if isinstance(field.default, Cfg)
+    }
     literals = {
         f"{part}.{name}.{choice}"
-        for part, cfg_type in (("credit", CreditCfg), ("objective", ObjectiveCfg))
+        for part, cfg_type in parts.items()
         for name, field in cfg_type.model_fields.items()
         if get_origin(field.annotation) is Literal
         for choice in get_args(field.annotation)

@@ -27,8 +27,8 @@ from pydantic import (
 )
 
 from groupwise import presets
-from groupwise.algorithms.configs import AlgorithmCfg, GRPOCfg, PositiveInt, PPOCfg
-from groupwise.cfg import Cfg
+from groupwise.algorithms.configs import AlgorithmCfg, GRPOCfg, PPOCfg
+from groupwise.cfg import Cfg, PositiveInt
 from groupwise.envs.configs import EnvCfg
 from groupwise.errors import ConfigError, UnknownNameError
 from groupwise.policies.configs import PolicyCfg

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 import groupwise.functional
-from groupwise.functional import advantages, diagnostics, kl, objective, reduce, returns
+from groupwise.functional import (
+    advantages,
+    correction,
+    diagnostics,
+    kl,
+    objective,
+    reduce,
+    returns,
+    selection,
+    trust_regions,
+)
 
 torch.manual_seed(0)
 X, Y, Z = torch.randn(3, 4, 6)
@@ -17,11 +27,13 @@ STEP = torch.arange(6).expand(4, 6).contiguous()
 MASK = torch.rand(4, 6) < 0.7
 OFF = ~MASK
 PER_KEY = torch.ones(4)
+COUNT = torch.tensor(3.0)
 LINE, LINE_IDS, LINE_MASK = X[0].clone(), STEP[0].clone(), MASK[0].clone()
 
 CALLS = {
     reduce.local: ((X,), {}),
     reduce.segment_sum: ((X, IDS, 4, MASK), {}),
+    reduce.segment_mean: ((X, IDS, 4, MASK), {}),
     reduce.segment_min_max: ((X, IDS, 4, MASK), {}),
     reduce.gather_segments: ((PER_KEY, IDS), {}),
     reduce.masked_mean: ((X, MASK), {}),
@@ -38,6 +50,7 @@ CALLS = {
     ),
     advantages.comparable: ((IDS, 4, MASK, PER_KEY), {}),
     advantages.absorbed_count: ((IDS, STEP, MASK, 4, 6), {}),
+    objective.bounded_exp: ((X,), {}),
     objective.token_ratio: ((X, Y), {}),
     objective.sequence_ratio: ((X, Y, MASK, IDS, 4), {}),
     objective.sequence_token_ratio: ((X, Y, MASK, IDS, 4), {}),
@@ -47,9 +60,31 @@ CALLS = {
     objective.unclipped_loss: ((X, Y), {}),
     objective.value_loss: ((X, Y), {}),
     objective.clipped_value_loss: ((X, Y, Z, 0.2), {}),
+    trust_regions.two_sided_loss: ((X, Y, 0.2, 0.2, 4.0), {}),
+    trust_regions.reinforce_loss: ((X, Y), {}),
+    trust_regions.cispo_loss: ((X, Y, Z, 0.8, 1.2), {}),
+    trust_regions.sapo_loss: ((X, Y, 1.0, 1.05), {}),
+    trust_regions.gmpo_loss: ((X, Y, Z, MASK, IDS, 4, 0.4, 0.4), {}),
+    trust_regions.vespo_loss: ((X, Y, Z), {"positive": (2.0, 3.0), "negative": (3.0, 2.0)}),
+    trust_regions.kl_cov_loss: ((X, Y, X, Z, MASK, 1.0), {}),
+    trust_regions.dppo_keeps: ((X, Y, Z, "kl", 0.2, 0.2), {}),
+    trust_regions.dppo_loss: ((X, Y, Z, MASK, 20.0), {}),
+    selection.kth_largest: ((X, COUNT, MASK), {}),
+    selection.highest: ((X, 0.2, MASK), {}),
+    selection.covariance: ((X, Y, MASK), {}),
+    selection.top_fraction: ((X, 0.2, MASK), {}),
+    selection.random_fraction: ((X, 0.2, OFF, MASK), {}),
+    selection.element_noise: ((7, X, STEP), {}),
+    correction.token_weight: ((X, Y), {}),
+    correction.sequence_weight: ((X, Y, MASK, IDS, 4), {}),
+    correction.truncated: ((X, 2.0), {}),
+    correction.masked: ((X, 0.5, 5.0), {}),
+    correction.off_policy_keeps: ((X, Y, Z, MASK, IDS, 4, 0.5), {}),
     kl.k1: ((X, Y), {}),
     kl.k2: ((X, Y), {}),
     kl.k3: ((X, Y), {}),
+    kl.k3_plus: ((X, Y), {}),
+    kl.absolute: ((X, Y), {}),
     kl.categorical_kl: ((X, Y), {}),
     kl.bernoulli_kl: ((X, Y), {}),
     kl.gaussian_kl: ((X, Y, Z, X), {}),
@@ -67,7 +102,7 @@ EVERY += [
     if f is advantages.group_relative
     for scale in SCALES
 ]
-MODULES = [reduce, returns, advantages, objective, kl, diagnostics]
+MODULES = [reduce, returns, advantages, objective, trust_regions, selection, correction, kl, diagnostics]
 
 
 def on_meta(x):

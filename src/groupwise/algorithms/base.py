@@ -17,8 +17,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.configs import AlgorithmCfg
+from groupwise.algorithms.entropy import EntropyControl
 from groupwise.algorithms.optim import Schedule, Trained, build_optimizer
-from groupwise.algorithms.surrogate import finest_unit
+from groupwise.algorithms.surrogate import Counts, check_objective, finest_unit, objective_data
 from groupwise.data.minibatch import Epoch, coarsest, shuffle_items, shuffle_transitions, take
 from groupwise.data.rollout import Nested
 from groupwise.engines.base import Engine
@@ -53,10 +54,7 @@ class BaseAlgorithm(ABC):
     """What ``terms`` reports; ``approx_kl`` among them serves ``target_kl`` and the adaptive schedule."""
 
     def __init__(self, cfg: AlgorithmCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
-        if cfg.objective.aggregation == "constant" and cfg.objective.max_length is None:
-            raise ConfigError(
-                "aggregation='constant' divides by objective.max_length, which is None; mend: set it to the longest episode"
-            )
+        check_objective(cfg.objective, policy)
         self.cfg = cfg
         self.policy = policy
         self.engine = engine or Engine()
@@ -67,6 +65,12 @@ class BaseAlgorithm(ABC):
         self.trained = Trained(policy.parameters())
         self.optimizer = build_optimizer(cfg, self.trained.tensors)
         self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
+        self.entropy = EntropyControl(cfg, policy.device)
+        if self.entropy.adaptive and EntropyControl.metric not in self.metric_names:
+            raise ConfigError(
+                f"objective.entropy.control='adaptive' needs the entropy, which {type(self).__name__} does not measure; "
+                "mend: 'constant', or 'entropy' among its metric_names"
+            )
 
     @abstractmethod
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
@@ -84,6 +88,21 @@ class BaseAlgorithm(ABC):
         """What every optimisation reads of the transitions ``[N, T]``; add advantages and what ``terms`` needs."""
         return {key: batch[key] for key in (*self.policy.batch_keys, "loss_mask", "episode_id")}
 
+    def objective_data(
+        self, batch: TensorDict, data: dict[str, Nested], advantage: Tensor, num_episodes: int
+    ) -> dict[str, Nested]:
+        """``data`` with the advantages, and with what the configured objective reads besides them."""
+        more = objective_data(
+            self.cfg.objective,
+            batch,
+            advantage,
+            num_episodes,
+            lambda: self.score(self.policy, data),
+            seed=derive_seed(self.seed, "objective", self.iteration),
+            all_sum=self.engine.sum,
+        )
+        return data | {"advantage": advantage} | more
+
     def set_progress(self, progress: float) -> None:
         """Tell the schedule which share of training is done, in [0, 1]."""
         self.schedule.set_progress(progress)
@@ -98,7 +117,8 @@ class BaseAlgorithm(ABC):
         Raises:
             DataError: no step of the rollout counts.
         """
-        self.num_episodes = num_episodes
+        turns = int(data["turn"].max()) + 1 if "turn" in data else 0
+        self.counts = Counts(num_episodes, turns)
         elements, mask = self._elements(data)
         total = int(self.engine.sum(mask.sum()))
         if total == 0:
@@ -110,11 +130,15 @@ class BaseAlgorithm(ABC):
             if self._kl_ends_update(means):
                 break
             sums += torch.cat([means, self._apply_gradient().reshape(1)])
+            if self.entropy.adaptive:
+                self.entropy.adapt(means[self.metric_names.index(EntropyControl.metric)])
             steps += 1
         names = (*self.metric_names, "grad_norm")
         out = {f"train/{name}": value for name, value in zip(names, (sums / max(steps, 1)).unbind(), strict=True)}
         out["train/optimizer_steps"] = sums.new_tensor(steps)
         out["train/learning_rate"] = sums.new_tensor(self.schedule.rate, dtype=torch.float64)
+        if self.entropy.adaptive:
+            out["train/ent_coef"] = self.entropy.coef.clone()
         return out
 
     @torch.no_grad()
@@ -142,6 +166,7 @@ class BaseAlgorithm(ABC):
         return {
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
+            "entropy": self.entropy.state_dict(),
             "iteration": self.iteration,
         }
 
@@ -149,6 +174,7 @@ class BaseAlgorithm(ABC):
         """Go on from a saved ``state_dict``."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
+        self.entropy.load_state_dict(state["entropy"])
         self.iteration = state["iteration"]
 
     def _elements(self, data: dict[str, Nested], compact: bool = True) -> tuple[dict[str, Nested], Tensor]:
@@ -200,10 +226,10 @@ class BaseAlgorithm(ABC):
         batch = self.prepare(take(shuffled, whole))
         objective, mask, episode = self.cfg.objective, batch["loss_mask"], batch["episode_id"]
         weigh = partial(loss_weights, max_length=objective.max_length, all_sum=self.engine.sum)
-        batch["share"] = weigh(mask, episode, self.num_episodes, "token_mean")
+        batch["share"] = weigh(mask, episode, self.counts.episodes, "token_mean")
         batch["weight"] = batch["share"]
         if objective.aggregation != "token_mean":
-            batch["weight"] = weigh(mask, episode, self.num_episodes, objective.aggregation)
+            batch["weight"] = weigh(mask, episode, self.counts.episodes, objective.aggregation)
         return [take(batch, slice(s.start - whole.start, s.stop - whole.start)) for s in slices]
 
     def _gradient(self, minibatch: list[dict[str, Nested]]) -> Float[Tensor, " metric"]:

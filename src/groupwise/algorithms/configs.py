@@ -5,12 +5,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 from pydantic import model_validator
 
-from groupwise.cfg import Cfg
-
-PositiveInt = Annotated[int, Ge(1)]
-Positive = Annotated[float, Gt(0)]
-NonNegative = Annotated[float, Ge(0)]
-Fraction = Annotated[float, Ge(0), Le(1)]
+from groupwise.algorithms.objective_configs import ObjectiveCfg as ObjectiveCfg
+from groupwise.cfg import Cfg, Fraction, NonNegative, Positive, PositiveInt
 
 
 class OptimizerCfg(Cfg):
@@ -45,29 +41,6 @@ class ScheduleCfg(Cfg):
     """``adaptive_kl``: least rate, as a share of ``learning_rate``."""
     max_factor: Positive = 10.0
     """``adaptive_kl``: greatest rate, as a multiple of ``learning_rate``."""
-
-
-class ObjectiveCfg(Cfg):
-    """Ratio, trust region, aggregation and KL: what one element's loss is, and how elements are added up."""
-
-    ratio: Literal["token", "sequence", "sequence_token", "sequence_product"] = "token"
-    """Level of the probability ratio: per step (token), geometric mean over the episode (GSPO), the same with per-step gradient (GSPO-token), or the product over the episode (explodes with length)."""
-    trust_region: Literal["clip", "dual_clip", "none"] = "clip"
-    """``clip``: PPO's minimum of raw and clipped; ``dual_clip``: also bounds the loss at negative advantage; ``none``: ratio times advantage."""
-    clip_low: Positive = 0.2
-    """The ratio is clipped at 1 - clip_low."""
-    clip_high: Positive = 0.2
-    """The ratio is clipped at 1 + clip_high."""
-    dual_clip: Annotated[float, Gt(1)] = 3.0
-    """Bound c of ``dual_clip`` (verl's default)."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
-    """How elements become one loss: over all steps of the optimiser batch; mean of episode means; mean of episode sums; sum over (episodes x ``max_length``)."""
-    max_length: PositiveInt | None = None
-    """Steps that ``constant`` divides by; None takes the environment's step limit."""
-    kl_estimator: Literal["k1", "k2", "k3", "exact"] = "k3"
-    """KL to the reference policy, used when ``kl_coef > 0``; ``exact`` needs a closed form (control policies have it)."""
-    old_log_prob: Literal["sampled", "recomputed"] = "sampled"
-    """Denominator of the ratio: what the sampler reported, or a forward pass at the update's start."""
 
 
 class CreditCfg(Cfg):
@@ -168,7 +141,7 @@ class AlgorithmCfg(Cfg):
     gamma: Fraction = 0.99
     """Discount."""
     ent_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; where ``objective.entropy`` adapts it, its first value."""
     max_grad_norm: Positive | None = 0.5
     """Greatest global norm of the gradient; None does not clip."""
     target_kl: Positive | None = None

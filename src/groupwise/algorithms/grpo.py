@@ -58,14 +58,14 @@ class GRPO(BaseAlgorithm):
     def terms(self, batch: Batch, evaluation: Evaluation) -> Terms:
         """``policy_loss + kl_coef * KL(policy || reference) - ent_coef * entropy`` of each element."""
         cfg, objective = self.cfg, self.cfg.objective
-        ratio = policy_ratio(objective, evaluation.log_prob, batch, self.num_episodes)
-        policy = policy_loss(objective, ratio, batch["advantage"])
+        ratio = policy_ratio(objective, evaluation.log_prob, batch, self.counts)
+        policy = policy_loss(objective, ratio, evaluation.log_prob, batch, self.counts)
         loss, distance = policy, torch.zeros_like(policy)
         if cfg.kl_coef > 0:
             distance = reference_kl(objective, self.policy, evaluation, batch)
             loss = loss + cfg.kl_coef * distance
-        if cfg.ent_coef:
-            loss = loss - cfg.ent_coef * evaluation.entropy
+        if self.entropy.enabled:
+            loss = loss + self.entropy.loss(evaluation.entropy)
         approx_kl, clipped = diagnostics(objective, ratio, evaluation.log_prob, batch)
         return Terms(loss, (loss, policy, evaluation.entropy, approx_kl, clipped, distance))
 
@@ -83,11 +83,7 @@ class GRPO(BaseAlgorithm):
     def _data(self, credit: CreditInput) -> dict[str, Nested]:
         """What the optimisation reads, ``[N, T]``."""
         batch = credit.batch
-        data = self.training_data(batch)
-        data["advantage"] = advantages(credit)
-        data["old_log_prob"] = batch["sample_log_prob"]
-        if self.cfg.objective.old_log_prob == "recomputed":
-            data["old_log_prob"] = self.score(self.policy, data).log_prob
+        data = self.objective_data(batch, self.training_data(batch), advantages(credit), credit.num_episodes)
         if self.reference is not None:
             scores = self.score(self.reference, data)
             data["ref_log_prob"] = scores.log_prob

@@ -63,13 +63,13 @@ class PPO(BaseAlgorithm):
         batch = transition_view(rollout)
         mask = batch["loss_mask"]
         advantage, target = self.compute_gae(rollout, self.cfg.gamma, self.cfg.gae_lambda)
-        data = self.training_data(batch)
-        data |= {"old_log_prob": batch["sample_log_prob"], "old_value": batch["value"], "target": target}
-        data["advantage"] = advantage
         if self.cfg.normalize_advantage == "batch":
-            data["advantage"] = whiten(advantage, mask, all_sum=self.engine.sum)
+            advantage = whiten(advantage, mask, all_sum=self.engine.sum)
+        num_episodes = int(batch["episode_id"].max()) + 1
+        data = self.objective_data(batch, self.training_data(batch), advantage, num_episodes)
+        data |= {"old_value": batch["value"], "target": target}
         explained = explained_variance(batch["value"], target, mask, all_sum=self.engine.sum)
-        metrics = self.optimise(data, num_episodes=int(batch["episode_id"].max()) + 1)
+        metrics = self.optimise(data, num_episodes)
         self.policy.absorb(rollout, self.engine)
         self.iteration += 1
         return metrics | {"train/explained_variance": explained}
@@ -84,14 +84,14 @@ class PPO(BaseAlgorithm):
         """``policy_loss + vf_coef * value_loss - ent_coef * entropy`` of each transition."""
         cfg, objective = self.cfg, self.cfg.objective
         assert evaluation.value is not None
-        ratio = policy_ratio(objective, evaluation.log_prob, batch, self.num_episodes)
-        policy = policy_loss(objective, ratio, batch["advantage"])
+        ratio = policy_ratio(objective, evaluation.log_prob, batch, self.counts)
+        policy = policy_loss(objective, ratio, evaluation.log_prob, batch, self.counts)
         if cfg.clip_value is None:
             value = value_loss(evaluation.value, batch["target"])
         else:
             value = clipped_value_loss(evaluation.value, batch["old_value"], batch["target"], cfg.clip_value)
         loss = policy + cfg.vf_coef * value
-        if cfg.ent_coef:
-            loss = loss - cfg.ent_coef * evaluation.entropy
+        if self.entropy.enabled:
+            loss = loss + self.entropy.loss(evaluation.entropy)
         approx_kl, clipped = diagnostics(objective, ratio, evaluation.log_prob, batch)
         return Terms(loss, (loss, policy, value, evaluation.entropy, approx_kl, clipped))

@@ -36,6 +36,23 @@ def k3(log_prob: Float[Tensor, "*batch"], ref_log_prob: Float[Tensor, "*batch"])
     return difference.clamp(max=20).expm1() - difference.clamp(max=20)
 
 
+def k3_plus(log_prob: Float[Tensor, "*batch"], ref_log_prob: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """The value of ``k3`` with the gradient of ``k2``: unbiased in value and, for samples of the policy, in gradient.
+
+    Source: verl's ``k3+``, https://github.com/volcengine/verl.
+    """
+    gradient = k2(log_prob, ref_log_prob)
+    return k3(log_prob, ref_log_prob).detach() + (gradient - gradient.detach())
+
+
+def absolute(log_prob: Float[Tensor, "*batch"], ref_log_prob: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """``|log_prob - ref_log_prob|``: no estimate of the KL, but a distance with a gradient of constant size.
+
+    Source: verl's ``abs``, https://github.com/volcengine/verl.
+    """
+    return (log_prob - ref_log_prob).abs()
+
+
 def categorical_kl(
     logits: Float[Tensor, "*batch action"], other_logits: Float[Tensor, "*batch action"]
 ) -> Float[Tensor, "*batch"]:

@@ -1,4 +1,6 @@
-"""Ratios and trust regions: losses per element, to be minimised, never averaged here.
+"""Ratios, clipped objectives and value losses: per element, to be minimised, never averaged here.
+
+Trust regions other than the clip are in ``trust_regions``.
 
 Axes: batch = any shape, [B] or [B, T]. Log-probabilities carry gradient, old ones and advantages are constants.
 """
@@ -7,10 +9,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from groupwise.functional.reduce import gather_segments, segment_sum
+from groupwise.functional.reduce import gather_segments, segment_mean, segment_sum
 
 _MAX_LOG_RATIO = 20.0
 """Ratios stop growing at e^20 (verl's bound): the gradient of an infinite one is NaN even where it is clipped away."""
+
+
+def bounded_exp(log_ratio: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """``exp(min(log_ratio, 20))``: finite, and so is its gradient."""
+    return log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
 
 
 def token_ratio(log_prob: Float[Tensor, "*batch"], old_log_prob: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
@@ -18,7 +25,7 @@ def token_ratio(log_prob: Float[Tensor, "*batch"], old_log_prob: Float[Tensor, "
 
     Source: PPO, https://arxiv.org/abs/1707.06347, sec. 3.
     """
-    return _bounded_exp(log_prob - old_log_prob)
+    return bounded_exp(log_prob - old_log_prob)
 
 
 def sequence_ratio(
@@ -30,10 +37,12 @@ def sequence_ratio(
 ) -> Float[Tensor, "*batch"]:
     """Geometric mean of the episode's ratios over the mask, at each of its elements; 1 outside the mask.
 
+    With the ids of turns in place of episodes it is the ratio of turns.
+
     Source: GSPO, https://arxiv.org/abs/2507.18071.
     """
     mean = _episode_log_ratio(log_prob, old_log_prob, mask, episode_id, num_episodes, mean=True)
-    return _bounded_exp(mean)
+    return bounded_exp(mean)
 
 
 def sequence_token_ratio(
@@ -50,7 +59,7 @@ def sequence_token_ratio(
     Source: GSPO-token, https://arxiv.org/abs/2507.18071.
     """
     mean = _episode_log_ratio(log_prob.detach(), old_log_prob, mask, episode_id, num_episodes, mean=True)
-    return _bounded_exp(mean + (log_prob - log_prob.detach()).masked_fill(~mask, 0))
+    return bounded_exp(mean + (log_prob - log_prob.detach()).masked_fill(~mask, 0))
 
 
 def sequence_product_ratio(
@@ -64,7 +73,7 @@ def sequence_product_ratio(
 
     The true ratio of whole episodes; its spread grows exponentially with their length.
     """
-    return _bounded_exp(_episode_log_ratio(log_prob, old_log_prob, mask, episode_id, num_episodes, mean=False))
+    return bounded_exp(_episode_log_ratio(log_prob, old_log_prob, mask, episode_id, num_episodes, mean=False))
 
 
 def clip_loss(
@@ -115,10 +124,6 @@ def clipped_value_loss(
     return torch.maximum(value_loss(value, target), value_loss(held, target))
 
 
-def _bounded_exp(log_ratio: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    return log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
-
-
 def _episode_log_ratio(
     log_prob: Float[Tensor, "*batch"],
     old_log_prob: Float[Tensor, "*batch"],
@@ -129,7 +134,6 @@ def _episode_log_ratio(
     mean: bool,
 ) -> Float[Tensor, "*batch"]:
     """Sum or mean of the episode's log-ratios over the mask, at each of its elements; 0 outside the mask."""
-    total = segment_sum(log_prob - old_log_prob, episode_id, num_episodes, mask)
-    if mean:
-        total = total / segment_sum(mask.to(total), episode_id, num_episodes).clamp(min=1)
-    return gather_segments(total, episode_id).masked_fill(~mask, 0)
+    reduce = segment_mean if mean else segment_sum
+    per_episode = reduce(log_prob - old_log_prob, episode_id, num_episodes, mask)
+    return gather_segments(per_episode, episode_id).masked_fill(~mask, 0)

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 AllSum = Callable[[Tensor], Tensor]
 """Sum of a tensor over all ranks; carries no gradient where there are several."""
 
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant", "seq_mean_token_sum_norm"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -32,6 +32,17 @@ def segment_sum(
     """Sum of each segment's elements; those with id -1 or outside the mask do not count."""
     total = x.new_zeros(num_segments + 1)
     return total.index_add(0, _bins(segment, num_segments, mask), x.flatten())[:num_segments]
+
+
+def segment_mean(
+    x: Float[Tensor, "*batch"],
+    segment: Int[Tensor, "*batch"],
+    num_segments: int,
+    mask: Bool[Tensor, "*batch"],
+) -> Float[Tensor, " segment"]:
+    """Mean of each segment's elements over the mask; 0 where it has none."""
+    count = segment_sum(mask.to(x.dtype), segment, num_segments)
+    return segment_sum(x, segment, num_segments, mask) / count.clamp(min=1)
 
 
 def segment_min_max(
@@ -98,7 +109,8 @@ def loss_weights(
     - ``token_mean``: ``m / sum_i T_i`` (DAPO, https://arxiv.org/abs/2503.14476);
     - ``seq_mean_token_mean``: ``m / (N T_i)`` (GRPO, https://arxiv.org/abs/2402.03300);
     - ``seq_mean_token_sum``: ``m / N``;
-    - ``constant``: ``m / (N * max_length)`` (Dr. GRPO, https://arxiv.org/abs/2503.20783).
+    - ``constant``: ``m / (N * max_length)`` (Dr. GRPO, https://arxiv.org/abs/2503.20783);
+    - ``seq_mean_token_sum_norm``: ``m / max_length``: verl's name; it is a sum, and grows with the batch.
 
     Compute it once for the whole optimiser batch, before it is split: then no split changes the gradient.
 
@@ -107,11 +119,13 @@ def loss_weights(
         num_episodes: of this rank; every count is then summed over ranks.
 
     Raises:
-        ValueError: ``constant`` without ``max_length``.
+        ValueError: ``constant`` or ``seq_mean_token_sum_norm`` without ``max_length``.
     """
     weight = (mask & (episode_id >= 0)).float()
     if aggregation == "token_mean":
         return weight / all_sum(weight.sum()).clamp(min=1)
+    if aggregation == "seq_mean_token_sum_norm":
+        return weight / _given(max_length, aggregation)
     length = segment_sum(weight, episode_id, num_episodes)
     num_counted = all_sum((length > 0).sum().to(weight)).clamp(min=1)
     match aggregation:
@@ -120,11 +134,15 @@ def loss_weights(
         case "seq_mean_token_sum":
             return weight / num_counted
         case "constant":
-            if max_length is None:
-                raise ValueError("aggregation 'constant' got max_length None; mend: give the most steps of an episode")
-            return weight / (num_counted * max_length)
+            return weight / (num_counted * _given(max_length, aggregation))
         case _:
             assert_never(aggregation)
+
+
+def _given(max_length: int | None, aggregation: Aggregation) -> int:
+    if max_length is None:
+        raise ValueError(f"aggregation {aggregation!r} got max_length None; mend: give the most steps of an episode")
+    return max_length
 
 
 def _bins(

@@ -293,7 +293,7 @@ def _no_second_env(env: object) -> ConfigError:
 def _with_max_length(cfg: RunCfg, env: VectorEnv) -> RunCfg:
     """The config with the longest episode filled in, where the loss divides by it and nobody said how long."""
     objective = cfg.algorithm.objective
-    if objective.aggregation != "constant" or objective.max_length is not None:
+    if objective.aggregation not in ("constant", "seq_mean_token_sum_norm") or objective.max_length is not None:
         return cfg
     window = cfg.algorithm.attempt_steps if isinstance(cfg.algorithm, GRPOCfg) else None
     objective = objective.model_copy(update={"max_length": window or env.max_episode_steps})

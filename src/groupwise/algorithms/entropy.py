@@ -1,0 +1,49 @@
+"""The weight of the entropy bonus, constant or led by the measured entropy."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from groupwise.algorithms.configs import AlgorithmCfg
+
+
+class EntropyControl:
+    """``coef`` and whether it is in force; ``adapt`` moves both after an optimiser step.
+
+    The step itself uses what the entropy of the step before led to: its own is known only when all of its micro-batches
+    and ranks have been seen. The first step of a run has the bonus.
+
+    Source: Skywork-OR1, https://arxiv.org/abs/2505.22312, sec. 4.
+    """
+
+    metric: ClassVar = "entropy"
+    """Name of the metric that ``adapt`` reads."""
+
+    def __init__(self, cfg: AlgorithmCfg, device: torch.device) -> None:
+        self.cfg = cfg.objective.entropy
+        self.adaptive = self.cfg.control == "adaptive"
+        self.enabled = self.adaptive or cfg.ent_coef != 0
+        self.coef = torch.tensor(cfg.ent_coef, dtype=torch.float32, device=device)
+        self.in_force = torch.ones((), device=device)
+
+    def loss(self, entropy: Tensor) -> Tensor:
+        """``-coef * entropy`` of each element while the bonus is in force, else 0."""
+        return -self.coef * self.in_force * entropy
+
+    def adapt(self, entropy: Tensor) -> None:
+        """Take in the mean entropy (0-dim, over all ranks) of an optimiser step."""
+        if not self.adaptive:
+            return
+        self.in_force = (entropy <= self.cfg.target).to(self.coef)
+        change = self.cfg.step * (2 * self.in_force - 1)
+        self.coef = (self.coef + change).clamp(self.cfg.min_coef, self.cfg.max_coef)
+
+    def state_dict(self) -> dict[str, float]:
+        """Weight and whether it is in force (1 or 0)."""
+        return {"coef": float(self.coef), "in_force": float(self.in_force)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a saved ``state_dict``."""
+        self.coef = torch.full_like(self.coef, state["coef"])
+        self.in_force = torch.full_like(self.in_force, state["in_force"])

@@ -1,0 +1,224 @@
+"""Simulators written in torch: three pure functions on a batch of states make a whole environment."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from groupwise.data.rollout import Nested
+from groupwise.data.spaces import obs_spec
+from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, Snapshot
+from groupwise.envs.row_random import RowRandom, hash_pair, mix
+from groupwise.errors import EnvError
+from groupwise.seeding import derive_seed
+
+State: TypeAlias = Tensor | Mapping[str, Tensor]
+"""A batch of states: one tensor [N, ...], or named ones."""
+
+
+class Transition(NamedTuple):
+    """What one step made of N states."""
+
+    state: State
+    reward: Float[Tensor, " row"]
+    terminated: Bool[Tensor, " row"]
+
+
+class TorchSnapshot(NamedTuple):
+    """One row's state, on the CPU."""
+
+    state: dict[str, np.ndarray]
+    elapsed: int
+    """Steps since the start of the attempt."""
+
+
+class TorchGroupEnv(GroupEnv):
+    """A simulator in torch, on any device. Write three functions; starts, noise, limits and branching are done here.
+
+    - ``initial(random)``: the states [N, ...] in which attempts begin;
+    - ``transition(state, action, random)``: the next states, rewards [N] and terminations [N];
+    - ``observe(state)``: what the policy sees of them.
+
+    They must be pure: draw all randomness from ``random``, return new tensors instead of writing into old ones, and
+    keep nothing. They are called with all N rows, whatever becomes of the results. ``step`` never waits for the device.
+
+    Args:
+        observation_space, action_space: Gymnasium's spaces of a single row.
+        max_episode_steps: attempts are cut (truncated) after so many steps; None: never.
+        device: where states live.
+    """
+
+    start_tier = "native"
+    can_branch = True
+
+    def __init__(
+        self,
+        num_envs: int,
+        *,
+        env_id: str,
+        observation_space: Any,
+        action_space: Any,
+        max_episode_steps: int | None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.env_id = env_id
+        self.num_envs = num_envs
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.obs_spec = obs_spec(observation_space)
+        self.max_episode_steps = max_episode_steps
+        self.device = torch.device(device)
+        self._state: dict[str, Tensor] | None = None
+        self._is_single = False  # whether the user's state is one tensor, which is kept as {"": tensor}
+        self._elapsed = torch.zeros(num_envs, dtype=torch.int64, device=device)
+        self._noise_seed = torch.zeros(num_envs, dtype=torch.int64, device=device)
+        self._held = torch.ones(num_envs, dtype=torch.bool, device=device)
+        self._reset_seed = mix(torch.arange(num_envs, device=device))
+        self._num_resets = torch.zeros(num_envs, dtype=torch.int64, device=device)
+
+    @abstractmethod
+    def initial(self, random: RowRandom) -> State:
+        """States [N, ...] in which attempts begin."""
+
+    @abstractmethod
+    def transition(self, state: Any, action: Tensor, random: RowRandom) -> Transition:
+        """What the actions [N, ...] make of the states [N, ...]."""
+
+    def observe(self, state: Any) -> Nested:
+        """Observations [N, ...] of the states; here the state itself, which must then be one tensor."""
+        assert isinstance(state, Tensor)
+        return state
+
+    @torch.no_grad()
+    def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
+        """First observations [N, ...]; see ``VectorEnv.reset``."""
+        if seed is not None:
+            rows = torch.arange(self.num_envs, device=self.device)
+            self._reset_seed = mix(derive_seed(seed, "reset") + (rows << 32))
+            self._num_resets = torch.zeros_like(self._num_resets)
+        chosen = torch.ones_like(self._held) if mask is None else self._to_device(mask)
+        start_seed = hash_pair(self._reset_seed, 2 * self._num_resets)
+        noise_seed = hash_pair(self._reset_seed, 2 * self._num_resets + 1)
+        self._num_resets = self._num_resets + chosen
+        return self._start(chosen, start_seed, noise_seed)
+
+    @torch.no_grad()
+    def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
+        """Observations [N, ...] after starting the rows of ``mask``; see ``GroupEnv.start``."""
+        return self._start(self._to_device(mask), self._to_device(start_seed), self._to_device(noise_seed))
+
+    def hold(self, mask: Mask) -> None:
+        """Hold the rows of ``mask`` until they are started again."""
+        self._held = self._held | self._to_device(mask)
+
+    @torch.no_grad()
+    def step(self, action: Tensor) -> EnvStep:
+        """One step of every row that is not held with actions [N, ...]."""
+        before = self._running()
+        versions = _versions(before)
+        random = RowRandom(self._noise_seed, self._elapsed + 1)  # step 0 of the stream is for starts
+        result = self.transition(self._user(before), action.to(self.device), random)
+        self._check(result, before, versions)
+        live = ~self._held
+        self._state = _select(live, self._named(result.state), before)
+        self._elapsed = self._elapsed + live
+        terminated = result.terminated & live
+        truncated = self._cut() & live
+        self._held = self._held | terminated | truncated
+        reward = torch.where(live, result.reward.to(torch.float32), 0.0)
+        return EnvStep(self.observe(self._user(self._state)), reward, terminated, truncated)
+
+    def snapshot(self, rows: Sequence[int]) -> list[Snapshot]:
+        """The states of these rows, on the CPU; see ``GroupEnv.snapshot``."""
+        index = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        leaves = {name: leaf[index].cpu().numpy() for name, leaf in self._running().items()}
+        elapsed = self._elapsed[index].tolist()
+        return [
+            TorchSnapshot({name: leaf[i].copy() for name, leaf in leaves.items()}, steps)
+            for i, steps in enumerate(elapsed)
+        ]
+
+    @torch.no_grad()
+    def restore(self, mask: Mask, snapshots: Sequence[Snapshot | None], noise_seed: Seeds) -> Nested:
+        """Observations [N, ...] after putting the rows of ``mask`` into captured states; see ``GroupEnv.restore``."""
+        chosen: dict[int, Any] = {row: snapshots[row] for row in np.flatnonzero(mask).tolist()}
+        if self._state is None:
+            self._state = self._named(self.initial(self._random(self._noise_seed)))
+        if not chosen:
+            return self.observe(self._user(self._state))
+        index = self._to_device(np.array(list(chosen)))
+        for name, leaf in self._state.items():
+            captured = np.stack([snapshot.state[name] for snapshot in chosen.values()])
+            self._state[name] = leaf.index_copy(0, index, self._to_device(captured))
+        elapsed = np.array([chosen[row].elapsed if row in chosen else 0 for row in range(self.num_envs)])
+        self._begin(self._to_device(mask), self._to_device(elapsed), self._to_device(noise_seed))
+        return self.observe(self._user(self._state))
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def _start(self, chosen: Bool[Tensor, " row"], start_seed: Tensor, noise_seed: Tensor) -> Nested:
+        fresh = self._named(self.initial(self._random(start_seed)))
+        self._state = fresh if self._state is None else _select(chosen, fresh, self._state)
+        self._begin(chosen, torch.zeros_like(self._elapsed), noise_seed)
+        return self.observe(self._user(self._state))
+
+    def _begin(self, chosen: Bool[Tensor, " row"], elapsed: Int[Tensor, " row"], noise_seed: Tensor) -> None:
+        self._elapsed = torch.where(chosen, elapsed, self._elapsed)
+        self._noise_seed = torch.where(chosen, noise_seed, self._noise_seed)
+        self._held = self._held & ~chosen
+
+    def _random(self, start_seed: Tensor) -> RowRandom:
+        return RowRandom(start_seed, torch.zeros_like(start_seed))
+
+    def _cut(self) -> Bool[Tensor, " row"]:
+        if self.max_episode_steps is None:
+            return torch.zeros_like(self._held)
+        return self._elapsed >= self.max_episode_steps
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _running(self) -> dict[str, Tensor]:
+        if self._state is None:
+            raise EnvError(f"{self.env_id} was stepped before anything started; mend: call start or reset first")
+        return self._state
+
+    def _named(self, state: State) -> dict[str, Tensor]:
+        self._is_single = isinstance(state, Tensor)
+        return {"": state} if isinstance(state, Tensor) else dict(state)
+
+    def _user(self, state: dict[str, Tensor]) -> State:
+        return state[""] if self._is_single else state
+
+    def _check(self, result: Transition, before: dict[str, Tensor], versions: list[int]) -> None:
+        """Refuse what would go wrong later, far from its cause."""
+        if _versions(before) != versions:
+            raise EnvError(f"transition of {self.env_id} wrote into the state it was given; mend: return new tensors")
+        wanted = {name: (leaf.shape, leaf.dtype) for name, leaf in before.items()}
+        got = {name: (leaf.shape, leaf.dtype) for name, leaf in self._named(result.state).items()}
+        if got != wanted:
+            raise EnvError(
+                f"transition of {self.env_id} returned states {got}, expected {wanted} as from initial; mend: keep shapes and dtypes"
+            )
+        shape = torch.Size([self.num_envs])
+        if result.reward.shape != shape or result.terminated.shape != shape or result.terminated.dtype != torch.bool:
+            raise EnvError(
+                f"transition of {self.env_id} returned rewards {list(result.reward.shape)} and terminations "
+                f"{list(result.terminated.shape)} of {result.terminated.dtype}, expected [{self.num_envs}] and "
+                f"[{self.num_envs}] of torch.bool; mend: one number a row"
+            )
+
+
+def _versions(state: Mapping[str, Tensor]) -> list[int]:
+    """How often each tensor was written into; nobody counts under ``torch.inference_mode``."""
+    return [leaf._version for leaf in state.values() if not leaf.is_inference()]
+
+
+def _select(mask: Bool[Tensor, " row"], yes: Mapping[str, Tensor], no: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of ``yes`` where ``mask``, else those of ``no``."""
+    return {name: torch.where(mask.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, no[name]) for name, leaf in yes.items()}

@@ -1,0 +1,285 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from groupwise.envs.groups import verify_group_start
+from groupwise.envs.native import TorchGroupEnv, Transition
+from groupwise.errors import EnvError, GroupStartError
+
+N = 4
+ALL = np.ones(N, np.bool_)
+STARTS = np.array([3, 8, 3, 8], np.int64)
+NOISE = np.array([1, 2, 3, 4], np.int64)
+BOX = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+
+class Drift(TorchGroupEnv):
+    """A walker that drifts with the wind and ends beyond 3; its state is a dictionary."""
+
+    def __init__(self, num_envs=N, limit=50, **options):
+        self.options = options
+        super().__init__(
+            num_envs,
+            env_id="Drift",
+            observation_space=BOX,
+            action_space=spaces.Box(-1, 1, (1,), np.float32),
+            max_episode_steps=limit,
+        )
+
+    def initial(self, random):
+        return {"x": random.uniform(low=-1.0, high=1.0), "wind": random.normal(2)}
+
+    def transition(self, state, action, random):
+        if "cheat" in self.options:
+            gust = torch.randn(self.num_envs)
+        elif "calm" in self.options:
+            gust = torch.zeros(self.num_envs)
+        else:
+            gust = random.normal(std=0.1)
+        if "in_place" in self.options:
+            state["x"] += action[:, 0]
+            x = state["x"]
+        else:
+            x = state["x"] + action[:, 0] + gust
+        if "drop" in self.options:
+            return Transition({"x": x}, -x.abs(), x.abs() > 3)
+        reward = -x.abs()[:, None] if "column" in self.options else -x.abs()
+        return Transition({"x": x, "wind": state["wind"] * 0.9}, reward, x.abs() > 3)
+
+    def observe(self, state):
+        return torch.stack([state["x"], state["wind"][:, 0]], dim=1)
+
+
+def push(*amounts):
+    return torch.tensor([[amount] for amount in amounts])
+
+
+def still(num_envs=N):
+    return torch.zeros(num_envs, 1)
+
+
+def mask(*rows):
+    return np.isin(np.arange(N), rows)
+
+
+def test_siblings_share_the_start_and_then_draw_their_own_noise():
+    env = Drift()
+    obs = env.start(ALL, STARTS, NOISE)
+    assert torch.equal(obs[0], obs[2])
+    assert torch.equal(obs[1], obs[3])
+    assert not torch.equal(obs[0], obs[1])
+    later = env.step(still()).obs
+    assert not torch.equal(later[0], later[2])
+    env.start(ALL, STARTS, np.array([5, 6, 5, 6]))
+    shared = env.step(still()).obs
+    assert torch.equal(shared[0], shared[2])
+
+
+def test_the_noise_of_a_start_is_not_the_start_again():
+    env = Drift()
+    obs = env.start(ALL, STARTS, STARTS)  # the same numbers for both streams
+    x = env.step(still()).obs[:, 0]
+    # the start's uniform number and the gust's normal one would come from the same bits
+    first_bits = (obs[:, 0] + 1) / 2
+    gust = (x - obs[:, 0]) / 0.1
+    assert not torch.allclose(gust.abs(), torch.sqrt(-2 * torch.log(1 - first_bits)), atol=1e-3)
+    assert not torch.allclose(env.step(still()).obs[:, 0] - x, x - obs[:, 0])  # each step draws anew
+
+
+def test_check_of_the_start_passes_and_reports_noise():
+    report = verify_group_start(Drift())
+    assert (report.tier, report.start_varies, report.noise_varies) == ("native", True, True)
+    assert verify_group_start(Drift(calm=True)).noise_varies is False
+
+
+def test_global_randomness_is_refused():
+    with pytest.raises(GroupStartError, match="Drift"):
+        verify_group_start(Drift(cheat=True))
+
+
+def test_finished_rows_are_held_until_started_again():
+    env = Drift(calm=True)
+    first = env.start(ALL, STARTS, NOISE)
+    ended = env.step(push(9.0, 0.0, 0.0, 0.0))
+    assert ended.terminated.tolist() == [True, False, False, False]
+    assert float(ended.reward[0]) == -float((first[0, 0] + 9.0).abs())  # the last reward counts
+    held = env.step(push(1.0, 0.5, 0.0, 0.0))
+    assert torch.equal(held.obs[0], ended.obs[0])
+    assert float(held.reward[0]) == 0.0
+    assert not held.terminated[0]
+    torch.testing.assert_close(held.obs[1, 0], first[1, 0] + 0.5)
+    again = env.start(mask(0), np.array([8, 0, 0, 0]), NOISE)
+    assert torch.equal(again[0], first[1])  # any row may start anywhere
+    assert torch.equal(again[1:], held.obs[1:])
+    assert not env.step(still()).reward.eq(0).any()
+
+
+def test_rows_can_be_held_from_outside():
+    env = Drift()
+    before = env.start(ALL, STARTS, NOISE)
+    env.hold(mask(1, 2))
+    step = env.step(push(0.5, 0.5, 0.5, 0.5))
+    assert torch.equal(step.obs[[1, 2]], before[[1, 2]])
+    assert step.reward.eq(0).tolist() == [False, True, True, False]
+
+
+def test_rows_that_never_started_are_held():
+    env = Drift()
+    env.start(mask(2), STARTS, NOISE)
+    step = env.step(push(9.0, 9.0, 9.0, 9.0))
+    assert step.terminated.tolist() == [False, False, True, False]
+
+
+def test_limit_truncates_and_says_nothing_of_termination():
+    env = Drift(limit=3, calm=True)
+    env.start(ALL, STARTS, NOISE)
+    for count in range(1, 3):
+        assert not env.step(still()).truncated.any(), count
+    env.start(mask(1), STARTS, NOISE)
+    end = env.step(push(9.0, 0.0, 0.0, 0.0))
+    assert end.truncated.tolist() == [True, False, True, True]
+    assert end.terminated.tolist() == [True, False, False, False]  # both, as in Gymnasium
+    assert not env.step(still()).truncated.any()
+    assert env.step(still()).truncated.tolist() == [False, True, False, False]
+
+
+def test_without_a_limit_nothing_is_cut():
+    env = Drift(limit=None, calm=True)
+    env.start(ALL, STARTS, NOISE)
+    assert not any(env.step(still()).truncated.any() for _ in range(200))
+
+
+def test_reset_repeats_with_its_seed_and_gives_each_row_its_own_start():
+    one, other = Drift(), Drift()
+    first = one.reset(seed=5)
+    assert torch.equal(first, other.reset(seed=5))
+    assert len({tuple(row) for row in first.tolist()}) == N
+    assert not torch.equal(first, other.reset(seed=6))
+    other.reset(seed=5)
+    for _ in range(3):
+        assert torch.equal(one.step(still()).obs, other.step(still()).obs)
+    going_on = one.reset()
+    assert not torch.equal(going_on, first)
+    assert torch.equal(going_on, other.reset())
+
+
+def test_masked_reset_draws_a_new_start_for_its_rows_only():
+    env = Drift()
+    first = env.reset(seed=5)
+    moved = env.step(still()).obs
+    again = env.reset(mask=mask(0, 3))
+    assert torch.equal(again[[1, 2]], moved[[1, 2]])
+    assert not torch.equal(again[[0, 3]], first[[0, 3]])
+    # other rows' resets do not disturb a row's stream
+    calm, busy = Drift(), Drift()
+    calm.reset(seed=5)
+    busy.reset(seed=5)
+    busy.reset(mask=mask(1))
+    assert torch.equal(calm.reset(mask=mask(0))[0], busy.reset(mask=mask(0))[0])
+
+
+def test_a_reset_row_counts_its_steps_anew():
+    env = Drift(limit=3, calm=True)
+    env.reset(seed=0)
+    env.step(still())
+    env.reset(mask=mask(0))
+    ends = [env.step(still()).truncated.tolist() for _ in range(3)]
+    assert [row[0] for row in ends] == [False, False, True]
+    assert [row[1] for row in ends] == [False, True, False]
+
+
+def test_snapshots_go_on_in_any_row_with_noise_of_their_own():
+    env = Drift(limit=6)
+    env.start(ALL, STARTS, NOISE)
+    for _ in range(2):
+        there = env.step(push(0.1, -0.1, 0.1, -0.1)).obs
+    captured = pickle.loads(pickle.dumps(env.snapshot([0, 1])))
+    env.step(push(9.0, 9.0, 9.0, 9.0))
+    obs = env.restore(mask(0, 2, 3), [captured[0], None, captured[0], captured[1]], np.array([7, 0, 7, 9]))
+    assert torch.equal(obs[[0, 2, 3]], there[[0, 0, 1]])
+    step = env.step(still())
+    assert torch.equal(step.obs[0], step.obs[2])
+    assert float(step.reward[1]) == 0.0  # still held
+    env.restore(mask(0, 2), [captured[0], None, captured[0], None], np.array([7, 0, 8, 0]))
+    step = env.step(still())
+    assert not torch.equal(step.obs[0], step.obs[2])
+    # two steps before the snapshot, one after: the limit of six comes after three more
+    ends = [env.step(still()).truncated.tolist() for _ in range(3)]
+    assert [row[0] for row in ends] == [False, False, True]
+    assert [row[3] for row in ends] == [False, True, False]
+
+
+def test_snapshots_serve_an_environment_that_has_not_started():
+    env = Drift()
+    there = env.start(ALL, STARTS, NOISE)
+    fresh = Drift()
+    obs = fresh.restore(mask(1), [None, env.snapshot([3])[0], None, None], NOISE)
+    assert torch.equal(obs[1], there[3])
+    assert fresh.step(push(9.0, 9.0, 9.0, 9.0)).terminated.tolist() == [False, True, False, False]
+
+
+def test_restoring_nothing_changes_nothing():
+    env = Drift()
+    there = env.start(ALL, STARTS, NOISE)
+    assert torch.equal(env.restore(mask(), [None] * N, NOISE), there)
+
+
+def test_observations_and_snapshots_kept_by_the_caller_do_not_change():
+    env = Drift()
+    first = env.start(ALL, STARTS, NOISE)
+    kept, [captured] = first.clone(), env.snapshot([0])
+    x = captured.state["x"].copy()
+    env.step(push(1.0, 1.0, 1.0, 1.0))
+    env.start(mask(0), NOISE, NOISE)
+    assert torch.equal(first, kept)
+    assert captured.state["x"] == x
+
+
+def test_the_number_of_rows_changes_no_row():
+    few, many = Drift(2), Drift(9)
+    rows = np.ones(2, np.bool_), np.ones(9, np.bool_)
+    numbers = np.arange(9, dtype=np.int64)
+    assert torch.equal(few.start(rows[0], numbers[:2], numbers[:2]), many.start(rows[1], numbers, numbers)[:2])
+    assert torch.equal(few.step(still(2)).obs, many.step(still(9)).obs[:2])
+
+
+def test_step_reads_nothing_back_from_the_device(monkeypatch):
+    env = Drift()
+    env.start(ALL, STARTS, NOISE)
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("waits for the device")
+
+    for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, forbidden)
+    env.step(still())
+
+
+def test_works_under_inference_mode():
+    with torch.inference_mode():
+        env = Drift()
+        env.start(ALL, STARTS, NOISE)
+        assert env.step(still()).obs.shape == (N, 2)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("in_place", "wrote into the state"),
+        ("drop", "returned states"),
+        ("column", r"rewards \[4, 1\]"),
+    ],
+)
+def test_impure_or_misshapen_transitions_are_refused(option, message):
+    env = Drift(**{option: True})
+    env.start(ALL, STARTS, NOISE)
+    with pytest.raises(EnvError, match=message):
+        env.step(still())
+
+
+def test_stepping_before_a_start_is_refused():
+    with pytest.raises(EnvError, match="before anything started"):
+        Drift().step(still())

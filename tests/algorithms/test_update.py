@@ -340,9 +340,25 @@ def test_errors():
     algorithm = build("ppo")
     with pytest.raises(DataError, match="no 'value'"):
         algorithm.update(make_rollout(make_policy(True)))
-    rollout = make_rollout(algorithm.policy)
-    with pytest.raises(DataError, match="nothing to learn from"):
-        algorithm.update(rollout.clone().update({"loss_mask": torch.zeros_like(rollout["loss_mask"])}))
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+@pytest.mark.parametrize("empty", ["skipped", "dead"])
+def test_a_rollout_in_which_no_step_counts_changes_nothing(name, empty):
+    policy = make_policy(name == "grpo")
+    algorithm = build(name, policy=policy)
+    rollout = make_rollout(policy).clone()
+    rollout["loss_mask"].fill_(False)
+    if empty == "dead":
+        rollout["valid"].fill_(False)
+        rollout["group_id"].fill_(-1)
+        rollout["episode_id"].fill_(-1)
+    before = parameters(algorithm)
+    metrics = algorithm.update(rollout)
+    assert torch.equal(parameters(algorithm), before)
+    assert metrics["train/optimizer_steps"] == 0
+    assert all(bool(number.isfinite()) for number in metrics.values())
+    assert algorithm.iteration == 1
 
 
 def test_credit_reaches_the_loss():

@@ -9,8 +9,9 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from groupwise.collectors.groups import GroupCollector
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
-from groupwise.envs.base import VectorEnv
+from groupwise.envs.base import EnvStep, GroupEnv, VectorEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.policies.base import Action, Policy
 
@@ -39,6 +40,79 @@ class ScriptedEnv(gymnasium.Env):
 
     def obs(self):
         return np.array([100 * self.row + 10 * self.episode + self.count], np.float32)
+
+
+class ScriptedGroupEnv(GroupEnv):
+    """Attempt ``k`` (in order of starting) lasts ``lengths[k]`` steps; observes 10 * k + steps taken; reward 1.
+
+    A restored attempt is a new one that goes on with the steps, the length and the rewards of the captured one.
+
+    Args:
+        rewards: of every step of attempt ``k``.
+        fails: attempt ``k`` raises an error at its step ``fails[k]`` (the first is 1).
+    """
+
+    start_tier = "native"
+    env_id = "Scripted"
+    obs_spec = TensorSpec((1,), torch.float32)
+    observation_space = gymnasium.spaces.Box(0, 1e6, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    can_branch = True
+
+    def __init__(self, num_envs, lengths, end="terminated", limit=99, *, rewards=(1.0,), fails=None, block_size=1):
+        self.num_envs, self.end, self.max_episode_steps, self.block_size = num_envs, end, limit, block_size
+        self.lengths, self.rewards, self.fails = lengths, rewards, fails or {}
+        self.started, self.taken, self.start_calls, self.restore_calls, self.held, self.actions = 0, 0, [], [], [], []
+        self.attempt, self.count, self.script, self.running = (np.zeros(num_envs, np.int64) for _ in range(4))
+
+    def start(self, mask, start_seed, noise_seed):
+        rows = np.flatnonzero(mask)
+        self.start_calls.append((rows.tolist(), start_seed[mask].tolist(), noise_seed[mask].tolist()))
+        self._begin(rows, 0, np.arange(self.started, self.started + len(rows)))
+        return self.obs()
+
+    def _begin(self, rows, count, script):
+        self.attempt[rows] = np.arange(self.started, self.started + len(rows))
+        self.count[rows], self.script[rows], self.running[rows] = count, script, 1
+        self.started += len(rows)
+
+    def snapshot(self, rows):
+        assert (self.running[rows] == 1).all()
+        return [(int(self.count[row]), int(self.script[row])) for row in rows]
+
+    def restore(self, mask, snapshots, noise_seed):
+        rows = np.flatnonzero(mask)
+        self.restore_calls.append((rows.tolist(), [snapshots[row] for row in rows], noise_seed[mask].tolist()))
+        count, script = zip(*(snapshots[row] for row in rows), strict=True)
+        self._begin(rows, count, script)
+        return self.obs()
+
+    def hold(self, mask):
+        self.held.append(np.flatnonzero(mask).tolist())
+        self.running[mask] = 0
+
+    def step(self, action):
+        running = self.running == 1
+        self.taken += int(running.sum())
+        self.actions.append(action.tolist())
+        self.count[running] += 1
+        failed = running & (self.count == np.array([self.fails.get(k, 0) for k in self.attempt.tolist()]))
+        over = running & ~failed & (self.count == np.array(self.lengths)[self.script % len(self.lengths)])
+        self.running[over | failed] = 0
+        terminated = torch.from_numpy(over & (self.end != "truncated"))
+        truncated = torch.from_numpy(over & (self.end != "terminated"))
+        reward = np.where(running & ~failed, np.array(self.rewards)[self.script % len(self.rewards)], 0)
+        lost = torch.from_numpy(failed) if failed.any() else None
+        return EnvStep(self.obs(), torch.from_numpy(reward.astype(np.float32)), terminated, truncated, failed=lost)
+
+    def obs(self):
+        return torch.from_numpy((10 * self.attempt + self.count).astype(np.float32)[:, None])
+
+    def reset(self, *, seed=None, mask=None):
+        raise AssertionError("groups are started, never reset")
+
+    def close(self):
+        pass
 
 
 class WalkEnv(gymnasium.Env):
@@ -132,3 +206,22 @@ def scripted_env() -> type[ScriptedEnv]:
 @pytest.fixture(scope="session")
 def walk_env() -> type[WalkEnv]:
     return WalkEnv
+
+
+@pytest.fixture(scope="session")
+def scripted_group() -> type[ScriptedGroupEnv]:
+    return ScriptedGroupEnv
+
+
+@pytest.fixture(scope="session")
+def collect(buffer_for, fake_policy):
+    def run(env, num_steps, *, slots=8, actor_only=False, iteration=0, **kwargs):
+        policy = fake_policy(actor_only)
+        collector = GroupCollector(env, policy, verify_start=False, **kwargs)
+        collector.iteration = iteration
+        buffer = buffer_for(env, policy, slots)
+        rollout = collector.collect(num_steps, buffer.start_rollout())
+        buffer.add(rollout)
+        return collector, rollout
+
+    return run

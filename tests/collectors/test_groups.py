@@ -7,72 +7,11 @@ from hypothesis import strategies as st
 
 from groupwise.collectors.base import Episode
 from groupwise.collectors.groups import GroupCollector
-from groupwise.data.rollout import TensorSpec
-from groupwise.envs.base import EnvStep, GroupEnv
 from groupwise.envs.configs import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError, GroupStartError
 
 T, F = True, False
-
-
-class ScriptedGroupEnv(GroupEnv):
-    """Attempt ``k`` (in order of starting) lasts ``lengths[k]`` steps; observes 10 * k + steps taken; reward 1."""
-
-    start_tier = "native"
-    env_id = "Scripted"
-    obs_spec = TensorSpec((1,), torch.float32)
-    observation_space = gymnasium.spaces.Box(0, 1e6, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self, num_envs, lengths, end="terminated", limit=99):
-        self.num_envs, self.lengths, self.end, self.max_episode_steps = num_envs, lengths, end, limit
-        self.started, self.start_calls, self.held = 0, [], []
-        self.attempt, self.count, self.running = (np.zeros(num_envs, np.int64) for _ in range(3))
-
-    def start(self, mask, start_seed, noise_seed):
-        rows = np.flatnonzero(mask)
-        self.start_calls.append((rows.tolist(), start_seed[mask].tolist(), noise_seed[mask].tolist()))
-        self.attempt[rows] = np.arange(self.started, self.started + len(rows))
-        self.count[rows], self.running[rows] = 0, 1
-        self.started += len(rows)
-        return self.obs()
-
-    def hold(self, mask):
-        self.held.append(np.flatnonzero(mask).tolist())
-        self.running[mask] = 0
-
-    def step(self, action):
-        running = self.running == 1
-        self.count[running] += 1
-        over = running & (self.count == np.array(self.lengths)[self.attempt % len(self.lengths)])
-        self.running[over] = 0
-        terminated = torch.from_numpy(over & (self.end != "truncated"))
-        truncated = torch.from_numpy(over & (self.end != "terminated"))
-        return EnvStep(self.obs(), torch.from_numpy(running.astype(np.float32)), terminated, truncated)
-
-    def obs(self):
-        return torch.from_numpy((10 * self.attempt + self.count).astype(np.float32)[:, None])
-
-    def reset(self, *, seed=None, mask=None):
-        raise AssertionError("groups are started, never reset")
-
-    def close(self):
-        pass
-
-
-@pytest.fixture(scope="session")
-def collect(buffer_for, fake_policy):
-    def run(env, num_steps, *, slots=8, actor_only=False, iteration=0, **kwargs):
-        policy = fake_policy(actor_only)
-        collector = GroupCollector(env, policy, verify_start=False, **kwargs)
-        collector.iteration = iteration
-        buffer = buffer_for(env, policy, slots)
-        rollout = collector.collect(num_steps, buffer.start_rollout())
-        buffer.add(rollout)
-        return collector, rollout
-
-    return run
 
 
 def check(rollout, **expected):
@@ -82,10 +21,10 @@ def check(rollout, **expected):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5, 64])
-def test_two_rows_and_a_group_of_three_by_hand(collect, slots):
+def test_two_rows_and_a_group_of_three_by_hand(collect, slots, scripted_group):
     # attempts last 2, 4 and 3 steps. Row 0 takes attempt 0 then 2; row 1 takes attempt 1 and is idle for one slot.
     # Budget 2 rows * 3 steps = 6; when row 1 is free 8 steps are taken, so no second group opens.
-    collector, rollout = collect(ScriptedGroupEnv(2, [2, 4, 3]), 3, slots=slots, group_size=3)
+    collector, rollout = collect(scripted_group(2, [2, 4, 3]), 3, slots=slots, group_size=3)
     check(
         rollout,
         obs=[[0, 1, 20, 21, 22, 23], [10, 11, 12, 13, 14, 14]],
@@ -109,25 +48,26 @@ def test_two_rows_and_a_group_of_three_by_hand(collect, slots):
         "rollout/length_mean": 3.0,
         "rollout/groups": 1.0,
         "rollout/idle_fraction": pytest.approx(0.1),  # 1 of 2 * 5 slots
+        "rollout/wasted_steps": 0.0,
     }
 
 
-def test_a_truncated_attempt_is_worth_its_final_observation(collect):
-    collector, rollout = collect(ScriptedGroupEnv(2, [2, 4, 3], end="truncated"), 3, group_size=3)
+def test_a_truncated_attempt_is_worth_its_final_observation(collect, scripted_group):
+    collector, rollout = collect(scripted_group(2, [2, 4, 3], end="truncated"), 3, group_size=3)
     check(rollout, next_value=[[1, 2, 21, 22, 23, 0], [11, 12, 13, 14, 14, 0]])
     assert [episode.terminated for episode in collector.finished] == [False, False, False]
 
 
-def test_an_end_by_death_and_limit_at_once_is_a_death(collect):
-    collector, rollout = collect(ScriptedGroupEnv(2, [2, 4, 3], end="both"), 3, group_size=3)
+def test_an_end_by_death_and_limit_at_once_is_a_death(collect, scripted_group):
+    collector, rollout = collect(scripted_group(2, [2, 4, 3], end="both"), 3, group_size=3)
     check(rollout, next_value=[[1, 0, 21, 22, 0, 0], [11, 12, 13, 0, 14, 0]])
     assert [episode.terminated for episode in collector.finished] == [True, True, True]
 
 
-def test_the_next_group_opens_while_the_budget_lasts(collect):
+def test_the_next_group_opens_while_the_budget_lasts(collect, scripted_group):
     # budget 2 * 2 = 4. Attempts last 1, 3, 2, 2. At slot 1 row 0 is free with 2 steps taken: group 1 opens.
     # At slot 3 both rows are free and one attempt is left.
-    collector, rollout = collect(ScriptedGroupEnv(2, [1, 3, 2, 2]), 2, group_size=2)
+    collector, rollout = collect(scripted_group(2, [1, 3, 2, 2]), 2, group_size=2)
     check(
         rollout,
         episode_id=[[0, 2, 2, 3, 3, -1], [1, 1, 1, -1, -1, -1]],
@@ -138,8 +78,8 @@ def test_the_next_group_opens_while_the_budget_lasts(collect):
     assert collector.metrics()["rollout/groups"] == 2.0
 
 
-def test_a_window_cuts_attempts_and_holds_rows_without_another(collect):
-    env = ScriptedGroupEnv(2, [5, 1])
+def test_a_window_cuts_attempts_and_holds_rows_without_another(collect, scripted_group):
+    env = scripted_group(2, [5, 1])
     collector, rollout = collect(env, 1, group_size=2, attempt_steps=2)
     check(
         rollout,
@@ -152,13 +92,13 @@ def test_a_window_cuts_attempts_and_holds_rows_without_another(collect):
     assert collector.finished == [Episode(1.0, 1, True), Episode(2.0, 2, False)]
 
 
-def test_an_end_at_the_window_is_no_cut(collect):
-    _, rollout = collect(ScriptedGroupEnv(2, [2]), 1, group_size=2, attempt_steps=2)
+def test_an_end_at_the_window_is_no_cut(collect, scripted_group):
+    _, rollout = collect(scripted_group(2, [2]), 1, group_size=2, attempt_steps=2)
     check(rollout, truncated=[[F, F, F], [F, F, F]], terminated=[[F, T, F], [F, T, F]])
 
 
-def test_starts_due_together_are_made_in_one_call_and_siblings_share_the_start_only(collect):
-    env = ScriptedGroupEnv(4, [2])
+def test_starts_due_together_are_made_in_one_call_and_siblings_share_the_start_only(collect, scripted_group):
+    env = scripted_group(4, [2])
     collect(env, 3, group_size=2)
     assert [rows for rows, _, _ in env.start_calls] == [[0, 1, 2, 3], [0, 1, 2, 3]]
     starts = [seed for _, seeds, _ in env.start_calls for seed in seeds]
@@ -166,14 +106,14 @@ def test_starts_due_together_are_made_in_one_call_and_siblings_share_the_start_o
     assert starts[::2] == starts[1::2]
     assert len(set(starts)) == 4
     assert len(set(noises)) == 8
-    other = ScriptedGroupEnv(4, [2])
+    other = scripted_group(4, [2])
     collect(other, 3, group_size=2, iteration=1)
     assert not {seed for _, seeds, _ in other.start_calls for seed in seeds} & set(starts)
 
 
-def test_an_attempt_that_might_never_end_is_refused(fake_policy):
+def test_an_attempt_that_might_never_end_is_refused(fake_policy, scripted_group):
     with pytest.raises(EnvError, match=r"Scripted has no step limit.*mend: set max_episode_steps.*attempt_steps"):
-        GroupCollector(ScriptedGroupEnv(2, [2], limit=None), fake_policy(), group_size=2)
+        GroupCollector(scripted_group(2, [2], limit=None), fake_policy(), group_size=2)
 
 
 @given(
@@ -182,8 +122,8 @@ def test_an_attempt_that_might_never_end_is_refused(fake_policy):
     num_steps=st.integers(1, 6),
     lengths=st.lists(st.integers(1, 7), min_size=1, max_size=9),
 )
-def test_whole_groups_without_gaps_within_the_budget(collect, num_envs, group_size, num_steps, lengths):
-    env = ScriptedGroupEnv(num_envs, lengths)
+def test_whole_groups_without_gaps_within_the_budget(collect, num_envs, group_size, num_steps, lengths, scripted_group):
+    env = scripted_group(num_envs, lengths)
     collector, rollout = collect(env, num_steps, slots=2, actor_only=True, group_size=group_size)
     episode, group, valid = (rollout[key][:, :-1] for key in ("episode_id", "group_id", "valid"))
     count = torch.bincount(episode[valid])
@@ -259,8 +199,8 @@ def test_a_fresh_collector_goes_on_bit_for_bit(buffer_for, fake_policy, walk_env
         assert not torch.equal(last_rollout(0, 1)[key][:, 0], last_rollout(1, 1)[key][:, 0]), key
 
 
-def test_an_actor_only_policy_leaves_no_values(collect):
-    _, rollout = collect(ScriptedGroupEnv(2, [3]), 3, actor_only=True, group_size=2)
+def test_an_actor_only_policy_leaves_no_values(collect, scripted_group):
+    _, rollout = collect(scripted_group(2, [3]), 3, actor_only=True, group_size=2)
     assert "value" not in rollout
 
 

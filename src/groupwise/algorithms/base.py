@@ -23,7 +23,7 @@ from groupwise.algorithms.surrogate import Counts, check_objective, finest_unit,
 from groupwise.data.minibatch import Epoch, coarsest, shuffle_items, shuffle_transitions, take
 from groupwise.data.rollout import Nested
 from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError
 from groupwise.functional.reduce import loss_weights
 from groupwise.policies.base import Batch, Evaluation, Policy
 from groupwise.seeding import derive_seed
@@ -110,22 +110,19 @@ class BaseAlgorithm(ABC):
     def optimise(self, data: dict[str, Nested], num_episodes: int) -> dict[str, Tensor]:
         """Minimise ``terms`` over all epochs; returns the mean of each metric.
 
+        Where no step of the rollout counts on any rank, nothing changes: ``train/optimizer_steps`` is 0.
+
         Args:
             data: keys ``[N, T]``: what ``policy.evaluate`` and ``terms`` read, with ``loss_mask`` and ``episode_id``.
             num_episodes: ids in ``episode_id`` are below it.
-
-        Raises:
-            DataError: no step of the rollout counts.
         """
         turns = int(data["turn"].max()) + 1 if "turn" in data else 0
         self.counts = Counts(num_episodes, turns)
         elements, mask = self._elements(data)
         total = int(self.engine.sum(mask.sum()))
-        if total == 0:
-            raise DataError("loss_mask is False on every step of the rollout: there is nothing to learn from")
         sums = torch.zeros(len(self.metric_names) + 1, device=mask.device)
         steps = 0
-        for minibatch in self._minibatches(elements, total):
+        for minibatch in self._minibatches(elements, total) if total else ():
             means = self._gradient(minibatch)
             if self._kl_ends_update(means):
                 break

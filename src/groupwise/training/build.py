@@ -308,6 +308,7 @@ def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, rank: int) -> 
             policy,
             group_size=algorithm.group_size,
             attempt_steps=algorithm.attempt_steps,
+            collection=algorithm.collection,
             seed=cfg.seed,
             rank=rank,
         )

@@ -1,0 +1,162 @@
+"""Which row works on which attempt, step by step: rows take attempts as they come free, groups are opened on demand."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from groupwise.envs.base import Mask, Seeds, Snapshot
+
+NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Attempts that begin in the same state."""
+
+    born: int
+    """Iteration in which it was opened."""
+    number: int
+    """Among the groups opened in that iteration."""
+    size: int
+    """Attempts, the greedy one included."""
+    role: Literal["whole", "stem", "branch"] = "whole"
+    """Whole episodes, a single one that is only branched from, or attempts that begin mid-episode."""
+    start_seed: int = 0
+    snapshot: Snapshot = None
+    """Where a branch begins."""
+    limit: int | None = None
+    """Attempts are cut after so many steps."""
+    trained_steps: int | None = None
+    """Only so many steps of each attempt count."""
+    members: list["Attempt"] = field(default_factory=list)
+    """Attempts that reached their end."""
+    fate: Literal["open", "complete", "skipped", "dropped"] = "open"
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One member's try."""
+
+    group: Group
+    member: int
+    tries: int = 0
+    """How often this member was lost before."""
+    row: int = -1
+    began: int = -1
+    """Column of the rollout that holds its first step."""
+    end: int = -1
+    """Column behind its last step."""
+    state: Literal["waiting", "running", "ended", "stopped"] = "waiting"
+    """``stopped``: it will never reach its end."""
+    terminated: bool = False
+
+    @property
+    def length(self) -> int:
+        """Steps it took."""
+        return self.end - self.began
+
+
+class Schedule:
+    """Attempts in the order in which they were handed out, and the rows that they run in.
+
+    Args:
+        block_size: rows come in blocks of so many, each for a whole group; 1: each row on its own.
+        head: columns at the rollout's beginning that are taken already.
+    """
+
+    def __init__(self, num_rows: int, *, block_size: int = 1, head: int = 0) -> None:
+        self.tick = head
+        """Column of the step that comes next."""
+        self.head = head
+        self.steps = 0
+        """Environment steps taken."""
+        self.running: Mask = np.zeros(num_rows, dtype=np.bool_)
+        self.attempts: list[Attempt] = []
+        self.waiting: deque[Attempt] = deque()
+        """Members of open groups that no row has taken yet."""
+        self._block_size = block_size
+        self._current: Seeds = np.full(num_rows, -1, dtype=np.int64)
+        """Number of the attempt that each row works on."""
+        self._deadline: Seeds = np.full(num_rows, NEVER, dtype=np.int64)
+        self._next_deadline: int = NEVER
+        self._nobody: Mask = np.zeros(num_rows, dtype=np.bool_)
+        self._head: Seeds = np.full((num_rows, head), -1, dtype=np.int64)
+        self._log: list[Seeds] = []
+
+    def assign(self, supply: Callable[[], Group | None]) -> list[Attempt]:
+        """Attempts that free rows take now, of groups that wait or that ``supply`` opens until it has no more."""
+        rows = np.flatnonzero(self._free_rows()).tolist()
+        while len(self.waiting) < len(rows) and (group := supply()) is not None:
+            self.waiting.extend(Attempt(group, member) for member in range(group.size))
+        begun = [self._begin(self.waiting.popleft(), row) for row in rows[: len(self.waiting)]]
+        self._next_deadline = int(self._deadline.min())
+        return begun
+
+    def place(self, attempt: Attempt, row: int, began: int, end: int) -> None:
+        """Write an attempt of an earlier iteration into columns ``began`` to ``end`` of the head."""
+        self._head[row, began:end] = len(self.attempts)
+        attempt.row, attempt.began, attempt.end = row, began, end
+        if attempt.state == "running":
+            self._run(attempt)
+        self.attempts.append(attempt)
+
+    def at_limit(self) -> Mask:
+        """Rows whose attempt reaches its limit with the step that is being taken."""
+        if self.tick + 1 < self._next_deadline:
+            return self._nobody
+        return self.running & (self.tick + 1 >= self._deadline)
+
+    def advance(self) -> None:
+        """Count the step that every running row just took."""
+        self._log.append(self._current.copy())
+        self.steps += int(np.count_nonzero(self.running))
+        self.tick += 1
+
+    def finish(self, rows: Mask) -> list[Attempt]:
+        """The attempts of these rows, which are free from now on."""
+        attempts = [self.attempts[number] for number in self._current[rows].tolist()]
+        for attempt in attempts:
+            attempt.end, attempt.state = self.tick, "ended"
+        self.running = self.running & ~rows
+        self._current[rows] = -1
+        self._deadline[rows] = NEVER
+        return attempts
+
+    def drop(self, group: Group) -> Mask:
+        """Rows whose attempts of this group were stopped; those that wait never begin."""
+        self.waiting = deque(attempt for attempt in self.waiting if attempt.group is not group)
+        rows = np.zeros_like(self.running)
+        rows[[a.row for a in self.attempts if a.group is group and a.state == "running"]] = True
+        for attempt in self.finish(rows):
+            attempt.state = "stopped"
+        return rows
+
+    def unfinished(self) -> list[Attempt]:
+        """Attempts that are running."""
+        return [self.attempts[number] for number in self._current[self.running].tolist()]
+
+    def history(self) -> npt.NDArray[np.int64]:
+        """Number of the attempt of each row and step [N, T], -1 where there was none."""
+        return np.concatenate([self._head, np.stack(self._log, axis=1)], axis=1)
+
+    def _free_rows(self) -> Mask:
+        if self._block_size == 1:
+            return ~self.running
+        blocks = self.running.reshape(-1, self._block_size).any(axis=1)
+        return ~blocks.repeat(self._block_size)
+
+    def _begin(self, attempt: Attempt, row: int) -> Attempt:
+        attempt.state, attempt.row, attempt.began = "running", row, self.tick
+        self._run(attempt)
+        self.attempts.append(attempt)
+        return attempt
+
+    def _run(self, attempt: Attempt) -> None:
+        limit = attempt.group.limit
+        self._current[attempt.row] = len(self.attempts)
+        self._deadline[attempt.row] = NEVER if limit is None else attempt.began + limit
+        self.running[attempt.row] = True

@@ -1,0 +1,197 @@
+"""What becomes of steps: shared noise, lost members, groups without variance, and what is called wasted."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.algorithms.configs import CollectionCfg
+from groupwise.collectors.base import Episode
+from groupwise.errors import EnvError
+
+T, F = True, False
+
+
+def numbers(rollout, key):
+    return rollout[key][:, :-1].tolist()
+
+
+def noise_seeds(env):
+    return [seed for _, _, seeds in env.start_calls for seed in seeds]
+
+
+def start_seeds(env):
+    return [seed for _, seeds, _ in env.start_calls for seed in seeds]
+
+
+def test_shared_noise_is_one_stream_a_group(collect, scripted_group):
+    env = scripted_group(4, [2])
+    collect(env, 3, group_size=2, collection=CollectionCfg(noise="shared"))
+    noise = noise_seeds(env)
+    assert noise[::2] == noise[1::2]
+    assert len(set(noise)) == 4
+    assert not set(noise) & set(start_seeds(env))
+
+
+def test_a_lost_member_is_started_anew_at_the_same_start(collect, scripted_group):
+    # attempts 0 and 1 are group 0. Attempt 1 fails at its second step; attempt 2 takes its place in the same row.
+    # Budget 2 * 2 = 4 is taken when row 0 is done, so that no second group opens: 3 + 2 + 3 steps.
+    env = scripted_group(2, [3], fails={1: 2})
+    collector, rollout = collect(env, 2, group_size=2, collection=CollectionCfg(lost_member="complete"))
+    assert numbers(rollout, "valid") == [[T, T, T, F, F], [F, F, T, T, T]]
+    assert numbers(rollout, "loss_mask") == numbers(rollout, "valid")
+    assert numbers(rollout, "episode_id") == [[0, 0, 0, -1, -1], [-1, -1, 1, 1, 1]]
+    assert numbers(rollout, "group_id") == [[0, 0, 0, -1, -1], [-1, -1, 0, 0, 0]]
+    assert numbers(rollout, "step") == [[0, 1, 2, 0, 0], [0, 0, 0, 1, 2]]
+    assert collector.finished == [Episode(3.0, 3, True)] * 2
+    assert collector.last_steps == env.taken == 8
+    metrics = collector.metrics()
+    assert metrics["rollout/wasted_steps"] == 2 / 8
+    assert metrics["rollout/lost_members"] == 1.0
+    assert len(set(start_seeds(env))) == 1
+    assert len(set(noise_seeds(env))) == 3
+
+
+def test_a_member_that_is_lost_under_shared_noise_tries_other_noise(collect, scripted_group):
+    env = scripted_group(2, [3], fails={1: 2})
+    collect(env, 2, group_size=2, collection=CollectionCfg(lost_member="complete", noise="shared"))
+    first, second, again = noise_seeds(env)
+    assert first == second != again
+
+
+def test_a_member_that_is_always_lost_is_an_error(collect, scripted_group):
+    env = scripted_group(2, [3], fails=dict.fromkeys(range(1, 99), 1))
+    with pytest.raises(EnvError, match=r"lost 6 times in a row in Scripted; mend: .*'drop'"):
+        collect(env, 2, group_size=2, collection=CollectionCfg(lost_member="complete"))
+
+
+def test_a_group_that_loses_a_member_is_dropped(collect, scripted_group):
+    # Three rows, groups of two, budget 9. Attempt 1 fails at its second step, and attempt 0 in row 0 is stopped. 6 steps
+    # are taken: the rows take attempt 3 (group 1) and 4 (group 2); at slot 3, with 9 steps, row 2 takes attempt 5.
+    env = scripted_group(3, [3], fails={1: 2})
+    collector, rollout = collect(env, 3, group_size=2, collection=CollectionCfg(lost_member="drop"))
+    assert numbers(rollout, "valid") == [[F, F, T, T, T, F], [F, F, T, T, T, F], [T] * 6]
+    assert numbers(rollout, "episode_id") == [[-1, -1, 1, 1, 1, -1], [-1, -1, 2, 2, 2, -1], [0, 0, 0, 3, 3, 3]]
+    assert numbers(rollout, "group_id") == [[-1, -1, 0, 0, 0, -1], [-1, -1, 1, 1, 1, -1], [0, 0, 0, 1, 1, 1]]
+    assert numbers(rollout, "step") == [[0, 0, 0, 1, 2, 0], [0, 0, 0, 1, 2, 0], [0, 1, 2, 0, 1, 2]]
+    assert collector.last_steps == env.taken == 16
+    assert collector.metrics()["rollout/wasted_steps"] == 4 / 16
+    assert collector.metrics()["rollout/groups"] == 2.0
+    assert len(collector.finished) == 4
+
+
+def test_members_of_a_dropped_group_that_wait_never_begin_and_its_rows_are_held(collect, scripted_group):
+    # group of three in two rows, budget 2: attempt 1 fails at once, attempt 0 is stopped, attempt 2 never begins
+    env = scripted_group(2, [3], fails={1: 1})
+    collector, rollout = collect(env, 1, group_size=3, collection=CollectionCfg(lost_member="drop"))
+    assert numbers(rollout, "valid") == [[F], [F]]
+    assert env.held == [[0]]
+    assert (collector.last_steps, env.taken, env.started) == (2, 2, 2)
+    assert collector.metrics()["rollout/wasted_steps"] == 1.0
+    assert collector.metrics()["rollout/episodes"] == 0.0
+
+
+def test_a_failure_is_an_error_unless_it_is_asked_for(collect, scripted_group):
+    with pytest.raises(EnvError, match=r"environment 1 of Scripted failed; mend: .*lost_member='complete' or 'drop'"):
+        collect(scripted_group(2, [3], fails={1: 2}), 2, group_size=2)
+
+
+@pytest.mark.parametrize("zero_variance", ["keep", "skip"])
+def test_groups_that_did_equally_well_are_masked_and_stay_valid(collect, scripted_group, zero_variance):
+    # Groups of two in two rows, budget 4. Rewards 1 a step: group 0 lasts 2 and 2 steps, so that no other opens.
+    env = scripted_group(2, [2])
+    collector, rollout = collect(env, 2, group_size=2, collection=CollectionCfg(zero_variance=zero_variance))
+    counts = zero_variance == "keep"
+    assert numbers(rollout, "valid") == [[T, T], [T, T]]
+    assert numbers(rollout, "loss_mask") == [[counts] * 2] * 2
+    assert numbers(rollout, "group_id") == [[0, 0], [0, 0]]
+    assert collector.metrics()["rollout/wasted_steps"] == 0.0
+    assert collector.metrics().get("rollout/skipped_groups") == (None if counts else 1.0)
+    assert collector.metrics().get("rollout/skipped_steps") == (None if counts else 1.0)
+    assert len(collector.finished) == 2
+
+
+def test_equal_returns_count_not_equal_lengths(collect, scripted_group):
+    # returns 4 * 1 and 2 * 2 in group 0, 2 * 1 and 2 * 3 in group 1
+    env = scripted_group(4, [4, 2, 2, 2], rewards=[1.0, 2.0, 1.0, 3.0])
+    _, rollout = collect(env, 2, group_size=2, collection=CollectionCfg(zero_variance="skip"))
+    assert numbers(rollout, "loss_mask") == [[F] * 4, [F] * 4, [T, T, F, F], [T, T, F, F]]
+
+
+@pytest.mark.parametrize(
+    ("budget", "groups", "skipped"),
+    [(0.0, 2, 1), (0.3, 2, 1), (0.5, 3, 2), (2.0, 4, 2)],
+)
+def test_resampling_goes_on_until_informative_groups_fill_the_budget(collect, scripted_group, budget, groups, skipped):
+    # Two rows, groups of two, budget 2 * 3 = 6, all attempts last 2 steps: 4 steps a group. Groups 0 and 2 earn the same,
+    # groups 1, 3, 4, ... do not. Without more steps: group 0 (4 steps, skipped), group 1 (8 >= 6). With half as many
+    # again (9): after group 1 8 < 9 steps are taken, only 4 of them informative: group 2 opens. With 18: after group 2
+    # 12 are taken, still 4 informative: group 3 opens, and 8 >= 6 are informative.
+    env = scripted_group(2, [2], rewards=[1, 1, 1, 2, 1, 1, 1, 2, 1, 2, 1, 2])
+    cfg = CollectionCfg(zero_variance="resample", resample_budget=budget)
+    collector, _ = collect(env, 3, slots=16, group_size=2, collection=cfg)
+    assert (collector.metrics()["rollout/groups"], collector.metrics()["rollout/skipped_groups"]) == (groups, skipped)
+    assert collector.last_steps == env.taken == 4 * groups
+    assert collector.metrics()["rollout/skipped_steps"] == skipped / groups
+
+
+def test_a_group_takes_a_block_when_all_its_rows_are_free(collect, scripted_group):
+    # two blocks of two rows; attempts last 1, 3, 2, 2: rows 2 and 3 are free first, row 0 waits for row 1
+    env = scripted_group(4, [1, 3, 2, 2, 1, 1, 1, 1, 1, 1], block_size=2)
+    _, rollout = collect(env, 3, group_size=2)
+    assert numbers(rollout, "group_id") == [[0, -1, -1, 3], [0, 0, 0, 3], [1, 1, 2, 4], [1, 1, 2, 4]]
+    assert [rows for rows, _, _ in env.start_calls] == [[0, 1, 2, 3], [2, 3], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("group_size", "settings", "message"),
+    [
+        (3, {}, r"blocks of 2 rows together, but a group has 3 attempts; mend: group_size=2"),
+        (2, {"lost_member": "complete"}, r"blocks of 2 rows together, so that a lost member.*mend: lost_member='drop'"),
+    ],
+)
+def test_blocks_refuse_what_they_cannot_do(collect, scripted_group, group_size, settings, message):
+    with pytest.raises(EnvError, match=message):
+        collect(scripted_group(4, [2], block_size=2), 3, group_size=group_size, collection=CollectionCfg(**settings))
+
+
+@given(
+    num_envs=st.integers(1, 5),
+    group_size=st.integers(2, 5),
+    num_steps=st.integers(1, 6),
+    lengths=st.lists(st.integers(1, 7), min_size=1, max_size=9),
+    fails=st.dictionaries(st.integers(0, 20), st.integers(1, 4), max_size=6),
+    lost_member=st.sampled_from(["complete", "drop"]),
+    zero_variance=st.sampled_from(["keep", "skip", "resample"]),
+)
+def test_every_step_is_trained_on_skipped_or_wasted(
+    collect, scripted_group, num_envs, group_size, num_steps, lengths, fails, lost_member, zero_variance
+):
+    env = scripted_group(num_envs, lengths, fails=fails)
+    cfg = CollectionCfg(lost_member=lost_member, zero_variance=zero_variance)
+    collector, rollout = collect(env, num_steps, slots=2, actor_only=True, group_size=group_size, collection=cfg)
+    metrics, steps = collector.metrics(), collector.last_steps
+    assert steps == env.taken
+    wasted, skipped = (metrics.get(f"rollout/{name}_steps", 0.0) * steps for name in ("wasted", "skipped"))
+    assert rollout["loss_mask"].sum() + skipped + wasted == pytest.approx(steps)
+    assert rollout["valid"].sum() == pytest.approx(steps - wasted)
+    assert_whole_groups(rollout, group_size)
+
+
+def assert_whole_groups(rollout, group_size):
+    """Every valid slot belongs to an episode without gaps, in one row, of a group with all its members."""
+    valid = rollout["valid"][:, :-1]
+    for key in ("episode_id", "group_id"):
+        assert ((rollout[key][:, :-1] >= 0) == valid).all()
+    count = int(rollout["episode_id"].max()) + 1
+    groups = []
+    for episode in range(count):
+        row, column = (rollout["episode_id"][:, :-1] == episode).nonzero(as_tuple=True)
+        assert len(set(row.tolist())) == 1
+        assert column.tolist() == list(range(column[0], column[0] + len(column)))
+        assert rollout["step"][row, column].tolist() == list(range(len(column)))
+        done = (rollout["terminated"] | rollout["truncated"])[row, column]
+        assert done.tolist() == [False] * (len(column) - 1) + [True]
+        (group,) = set(rollout["group_id"][row, column].tolist())
+        groups.append(group)
+    assert torch.bincount(torch.tensor(groups, dtype=torch.int64)).tolist() == [group_size] * (count // group_size)

@@ -9,7 +9,7 @@ from groupwise.algorithms.configs import AlgorithmCfg
 
 
 class EntropyControl:
-    """``coef`` and whether it is in force; ``adapt`` moves both after an optimiser step.
+    """``coef`` and whether it is in force (1 or 0); ``adapt`` moves both after an optimiser step.
 
     The step itself uses what the entropy of the step before led to: its own is known only when all of its micro-batches
     and ranks have been seen. The first step of a run has the bonus.
@@ -26,10 +26,11 @@ class EntropyControl:
         self.enabled = self.adaptive or cfg.ent_coef != 0
         self.coef = torch.tensor(cfg.ent_coef, dtype=torch.float32, device=device)
         self.in_force = torch.ones((), device=device)
+        self._bonus: Tensor | float = cfg.ent_coef
 
     def loss(self, entropy: Tensor) -> Tensor:
         """``-coef * entropy`` of each element while the bonus is in force, else 0."""
-        return -self.coef * self.in_force * entropy
+        return -self._bonus * entropy
 
     def adapt(self, entropy: Tensor) -> None:
         """Take in the mean entropy (0-dim, over all ranks) of an optimiser step."""
@@ -38,6 +39,7 @@ class EntropyControl:
         self.in_force = (entropy <= self.cfg.target).to(self.coef)
         change = self.cfg.step * (2 * self.in_force - 1)
         self.coef = (self.coef + change).clamp(self.cfg.min_coef, self.cfg.max_coef)
+        self._bonus = self.coef * self.in_force
 
     def state_dict(self) -> dict[str, float]:
         """Weight and whether it is in force (1 or 0)."""
@@ -47,3 +49,5 @@ class EntropyControl:
         """Go on from a saved ``state_dict``."""
         self.coef = torch.full_like(self.coef, state["coef"])
         self.in_force = torch.full_like(self.in_force, state["in_force"])
+        if self.adaptive:
+            self._bonus = self.coef * self.in_force

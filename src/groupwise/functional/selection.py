@@ -20,7 +20,7 @@ def kth_largest(
     mask: Bool[Tensor, "*batch"],
     all_sum: AllSum = local,
 ) -> Float[Tensor, ""]:
-    """The k-th largest element over the mask and all ranks; minus infinity where there are fewer.
+    """The k-th largest element over the mask and all ranks, k >= 1; minus infinity where there are fewer.
 
     A radix selection: four counts of 256 digits find the element's 32 bits, from the highest on.
     """
@@ -51,7 +51,7 @@ def highest(
     """
     count = all_sum(mask.sum()).double()
     # the tolerance keeps 0.2 * 10 at 2 whatever the rounding
-    k = count - ((1 - share) * (count - 1) - 1e-9).ceil().clamp(min=0)
+    k = (count - ((1 - share) * (count - 1) - 1e-9).ceil()).clamp(min=1)
     return (x >= kth_largest(x, k, mask, all_sum)) & mask
 
 

@@ -1,0 +1,57 @@
+import math
+
+import pytest
+import torch
+
+from groupwise.functional.correction import masked, off_policy_keeps, sequence_weight, token_weight, truncated
+
+NAN = float("nan")
+OLD = torch.tensor([-1.0, -2.0, -0.5, -1.0])
+# ratios 2, 1/2, 4 in the first episode, 1/4 in the second
+SAMPLED = OLD - torch.tensor([2.0, 0.5, 4.0, 0.25]).log()
+ON = torch.ones(4, dtype=torch.bool)
+IDS = torch.tensor([0, 0, 0, 1])
+
+
+def close(out, expected):
+    torch.testing.assert_close(out, torch.as_tensor(expected), rtol=1e-5, atol=0)
+
+
+def test_weights_by_hand():
+    close(token_weight(OLD, SAMPLED), [2.0, 0.5, 4.0, 0.25])
+    close(sequence_weight(OLD, SAMPLED, ON, IDS, 2), [4.0, 4.0, 4.0, 0.25])  # 2 * 1/2 * 4
+    mask = torch.tensor([True, False, True, True])
+    close(sequence_weight(OLD, SAMPLED.masked_fill(~mask, NAN), mask, IDS, 2), [8.0, 1.0, 8.0, 0.25])
+
+
+def test_truncating_and_masking_by_hand():
+    weight = torch.tensor([2.0, 0.5, 4.0, 0.25, 3.0])
+    assert truncated(weight, 3.0).tolist() == [2.0, 0.5, 3.0, 0.25, 3.0]
+    assert masked(weight, 0.5, 3.0).tolist() == [2.0, 0.5, 0.0, 0.0, 3.0]
+    assert masked(weight, None, 3.0).tolist() == [2.0, 0.5, 0.0, 0.25, 3.0]
+
+
+def test_weights_have_no_gradient_and_no_overflow():
+    old = (OLD + 500).requires_grad_()
+    for weight in (token_weight(old, SAMPLED), sequence_weight(old, SAMPLED, ON, IDS, 2)):
+        assert not weight.requires_grad
+        assert weight.isfinite().all()
+        assert masked(weight, 0.5, 5.0).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(0.4, False), (0.41, False), (0.43, True)])
+def test_bad_episodes_that_the_policy_has_left_behind_are_dropped(limit, kept):
+    # sampled - now: 1.2, .04, .01 in the first episode, mean .41667; -3 in the second
+    now = torch.zeros(4)
+    sampled = torch.tensor([1.2, 0.04, 0.01, -3.0])
+    advantage = torch.tensor([-1.0, -2.0, 0.5, -1.0])
+    out = off_policy_keeps(now, sampled, advantage, ON, IDS, 2, limit)
+    assert out.tolist() == [kept, kept, True, True]
+
+
+def test_the_masked_out_do_not_count_as_left_behind():
+    mask = torch.tensor([True, False, True, True])
+    sampled = torch.tensor([0.2, 900.0, 0.2, NAN])
+    out = off_policy_keeps(torch.zeros(4), sampled, -torch.ones(4), mask, torch.tensor([0, 0, 0, -1]), 1, 0.3)
+    assert out[mask & (IDS == 0)].all()
+    assert math.isnan(sampled[3])

@@ -6,7 +6,7 @@ import torch
 from gymnasium import spaces
 
 from groupwise.envs.groups import verify_group_start
-from groupwise.envs.native import TorchGroupEnv, Transition
+from groupwise.envs.native import TorchGroupEnv
 from groupwise.errors import EnvError, GroupStartError
 
 N = 4
@@ -45,9 +45,9 @@ class Drift(TorchGroupEnv):
         else:
             x = state["x"] + action[:, 0] + gust
         if "drop" in self.options:
-            return Transition({"x": x}, -x.abs(), x.abs() > 3)
+            return {"x": x}, -x.abs(), x.abs() > 3
         reward = -x.abs()[:, None] if "column" in self.options else -x.abs()
-        return Transition({"x": x, "wind": state["wind"] * 0.9}, reward, x.abs() > 3)
+        return {"x": x, "wind": state["wind"] * 0.9}, reward, x.abs() > 3
 
     def observe(self, state):
         return torch.stack([state["x"], state["wind"][:, 0]], dim=1)
@@ -283,3 +283,11 @@ def test_impure_or_misshapen_transitions_are_refused(option, message):
 def test_stepping_before_a_start_is_refused():
     with pytest.raises(EnvError, match="before anything started"):
         Drift().step(still())
+
+
+def test_named_states_need_an_observe():
+    class Blind(Drift):
+        observe = TorchGroupEnv.observe
+
+    with pytest.raises(EnvError, match="write observe"):
+        Blind().start(ALL, STARTS, NOISE)

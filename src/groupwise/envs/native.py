@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from groupwise.data.rollout import Nested
@@ -18,14 +18,6 @@ from groupwise.seeding import derive_seed
 
 State: TypeAlias = Tensor | Mapping[str, Tensor]
 """A batch of states: one tensor [N, ...], or named ones."""
-
-
-class Transition(NamedTuple):
-    """What one step made of N states."""
-
-    state: State
-    reward: Float[Tensor, " row"]
-    terminated: Bool[Tensor, " row"]
 
 
 class TorchSnapshot(NamedTuple):
@@ -40,7 +32,7 @@ class TorchGroupEnv(GroupEnv):
     """A simulator in torch, on any device. Write three functions; starts, noise, limits and branching are done here.
 
     - ``initial(random)``: the states [N, ...] in which attempts begin;
-    - ``transition(state, action, random)``: the next states, rewards [N] and terminations [N];
+    - ``transition(state, action, random)``: the next states, rewards [N] and whether each terminated [N];
     - ``observe(state)``: what the policy sees of them.
 
     They must be pure: draw all randomness from ``random``, return new tensors instead of writing into old ones, and
@@ -85,12 +77,13 @@ class TorchGroupEnv(GroupEnv):
         """States [N, ...] in which attempts begin."""
 
     @abstractmethod
-    def transition(self, state: Any, action: Tensor, random: RowRandom) -> Transition:
-        """What the actions [N, ...] make of the states [N, ...]."""
+    def transition(self, state: Any, action: Tensor, random: RowRandom) -> tuple[State, Tensor, Tensor]:
+        """What the actions [N, ...] make of the states [N, ...]: the next ones, rewards [N], terminations [N] (bool)."""
 
     def observe(self, state: Any) -> Nested:
-        """Observations [N, ...] of the states; here the state itself, which must then be one tensor."""
-        assert isinstance(state, Tensor)
+        """Observations [N, ...] of the states; unless you write it, the state itself, which must then be one tensor."""
+        if not isinstance(state, Tensor):
+            raise EnvError(f"the state of {self.env_id} has names, so it is no observation; mend: write observe")
         return state
 
     @torch.no_grad()
@@ -121,15 +114,17 @@ class TorchGroupEnv(GroupEnv):
         before = self._running()
         versions = _versions(before)
         random = RowRandom(self._noise_seed, self._elapsed + 1)  # step 0 of the stream is for starts
-        result = self.transition(self._user(before), action.to(self.device), random)
-        self._check(result, before, versions)
+        state, reward, terminated = self.transition(self._user(before), action.to(self.device), random)
+        after = self._named(state)
+        self._check_state(after, before, versions)
+        self._check_outcome(reward, terminated)
         live = ~self._held
-        self._state = _select(live, self._named(result.state), before)
+        self._state = _select(live, after, before)
         self._elapsed = self._elapsed + live
-        terminated = result.terminated & live
+        terminated = terminated & live
         truncated = self._cut() & live
         self._held = self._held | terminated | truncated
-        reward = torch.where(live, result.reward.to(torch.float32), 0.0)
+        reward = torch.where(live, reward.to(torch.float32), 0.0)
         return EnvStep(self.observe(self._user(self._state)), reward, terminated, truncated)
 
     def snapshot(self, rows: Sequence[int]) -> list[Snapshot]:
@@ -195,22 +190,24 @@ class TorchGroupEnv(GroupEnv):
     def _user(self, state: dict[str, Tensor]) -> State:
         return state[""] if self._is_single else state
 
-    def _check(self, result: Transition, before: dict[str, Tensor], versions: list[int]) -> None:
+    def _check_state(self, after: dict[str, Tensor], before: dict[str, Tensor], versions: list[int]) -> None:
         """Refuse what would go wrong later, far from its cause."""
         if _versions(before) != versions:
             raise EnvError(f"transition of {self.env_id} wrote into the state it was given; mend: return new tensors")
         wanted = {name: (leaf.shape, leaf.dtype) for name, leaf in before.items()}
-        got = {name: (leaf.shape, leaf.dtype) for name, leaf in self._named(result.state).items()}
+        got = {name: (leaf.shape, leaf.dtype) for name, leaf in after.items()}
         if got != wanted:
             raise EnvError(
                 f"transition of {self.env_id} returned states {got}, expected {wanted} as from initial; mend: keep shapes and dtypes"
             )
+
+    def _check_outcome(self, reward: Tensor, terminated: Tensor) -> None:
         shape = torch.Size([self.num_envs])
-        if result.reward.shape != shape or result.terminated.shape != shape or result.terminated.dtype != torch.bool:
+        if reward.shape != shape or terminated.shape != shape or terminated.dtype != torch.bool:
             raise EnvError(
-                f"transition of {self.env_id} returned rewards {list(result.reward.shape)} and terminations "
-                f"{list(result.terminated.shape)} of {result.terminated.dtype}, expected [{self.num_envs}] and "
-                f"[{self.num_envs}] of torch.bool; mend: one number a row"
+                f"transition of {self.env_id} returned rewards {list(reward.shape)} and terminations "
+                f"{list(terminated.shape)} of {terminated.dtype}, expected [{self.num_envs}] and [{self.num_envs}] of "
+                "torch.bool; mend: one number a row"
             )
 
 

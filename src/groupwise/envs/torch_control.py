@@ -8,7 +8,7 @@ from gymnasium import spaces
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from groupwise.envs.native import TorchGroupEnv, Transition
+from groupwise.envs.native import TorchGroupEnv
 from groupwise.envs.row_random import RowRandom
 
 
@@ -43,7 +43,9 @@ class TorchCartPole(TorchGroupEnv):
         """Position, velocity, angle and angular velocity [N, 4], each within 0.05 of rest."""
         return random.uniform(4, low=-0.05, high=0.05)
 
-    def transition(self, state: Float[Tensor, "row 4"], action: Int[Tensor, " row"], random: RowRandom) -> Transition:
+    def transition(
+        self, state: Float[Tensor, "row 4"], action: Int[Tensor, " row"], random: RowRandom
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """One step of 0.02 s with a push to the left (0) or right (1); 1 is earned, and the pole may fall."""
         x, x_dot, theta, theta_dot = state.unbind(1)
         force = (2 * action - 1) * self.FORCE
@@ -56,7 +58,7 @@ class TorchCartPole(TorchGroupEnv):
         rates = torch.stack([x_dot, x_acc, theta_dot, theta_acc], dim=1)
         state = state + self.SECONDS * rates
         fell = (state[:, 0].abs() > self.MAX_POSITION) | (state[:, 2].abs() > self.MAX_ANGLE)
-        return Transition(state, torch.ones_like(x), fell)
+        return state, torch.ones_like(x), fell
 
 
 class TorchPendulum(TorchGroupEnv):
@@ -84,7 +86,7 @@ class TorchPendulum(TorchGroupEnv):
 
     def transition(
         self, state: Float[Tensor, "row 2"], action: Float[Tensor, "row 1"], random: RowRandom
-    ) -> Transition:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """One step of 0.05 s with a torque; costs distance from the top, speed and torque, and never terminates."""
         angle, speed = state.unbind(1)
         torque = action[:, 0].clamp(-self.MAX_TORQUE, self.MAX_TORQUE)
@@ -93,7 +95,7 @@ class TorchPendulum(TorchGroupEnv):
         speed = speed + (1.5 * self.GRAVITY * angle.sin() + 3.0 * torque) * self.SECONDS
         speed = speed.clamp(-self.MAX_SPEED, self.MAX_SPEED)
         angle = angle + speed * self.SECONDS
-        return Transition(torch.stack([angle, speed], dim=1), -cost, torch.zeros_like(cost, dtype=torch.bool))
+        return torch.stack([angle, speed], dim=1), -cost, torch.zeros_like(cost, dtype=torch.bool)
 
     def observe(self, state: Float[Tensor, "row 2"]) -> Float[Tensor, "row 3"]:
         """Cosine and sine of the angle, and the angular velocity [N, 3]."""

@@ -78,7 +78,7 @@ class GRPO(OnPolicyAlgorithm):
 
     def __init__(
         self,
-        policy: str | type[ActorPolicy],
+        policy: str | type[BasePolicy],
         env: GymEnv | str | None,
         learning_rate: float | Schedule = 1e-3,
         n_steps: int = 256,
@@ -167,7 +167,8 @@ class GRPO(OnPolicyAlgorithm):
         super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
         assert self.env is not None
         self.env.env_method("queue_start", None)  # whoever uses the environments next resets them as ever
-        if self._num_updates == updates:
+        stopped = self.num_timesteps < self._total_timesteps
+        if self._num_updates == updates and not stopped:
             warnings.warn(
                 f"nothing was learned: no group of {self.group_size} attempts was finished in "
                 f"{self.num_timesteps - self._num_timesteps_at_start} steps; mend: more total_timesteps, a smaller "

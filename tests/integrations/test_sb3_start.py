@@ -1,0 +1,240 @@
+"""Attempts that begin where they are told to, in vector environments that reset themselves."""
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from stable_baselines3.common.env_checker import check_env
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.envs import BitFlippingEnv, FakeImageEnv, IdentityEnvBox, SimpleMultiObsEnv
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
+
+from groupwise.errors import EnvError, GroupStartError
+from groupwise.integrations.sb3 import SharedStart
+from groupwise.integrations.sb3_start import Running, Start, insert_shared_start, verify_shared_start
+from groupwise.seeding import derive_seed
+
+
+class Walk(gymnasium.Env):
+    """Starts anywhere, then takes steps of noise; ends after four."""
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Box(-100, 100, (1,), np.float32)
+        self.action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.position, self.steps = self.np_random.uniform(-1, 1), 0
+        return self.look(), {}
+
+    def look(self) -> np.ndarray:
+        return np.array([self.position], np.float32)
+
+    def noise(self) -> float:
+        return float(self.np_random.normal())
+
+    def step(self, action):
+        self.position += self.noise() + action
+        self.steps += 1
+        return self.look(), 1.0, False, self.steps == 4, {}
+
+
+class GlobalStart(Walk):
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.position = np.random.default_rng().uniform()
+        return self.look(), {}
+
+
+class GlobalNoise(Walk):
+    def noise(self) -> float:
+        return float(np.random.default_rng().normal())
+
+
+class Hoarder(Walk):
+    """Keeps something from one episode to the next that shows only later."""
+
+    kept = 0.0
+
+    def noise(self) -> float:
+        self.kept += 1
+        return self.kept
+
+
+def rest(env: gymnasium.Env) -> list[float]:
+    return [float(env.step(0)[0][0]) for _ in range(4)]
+
+
+def test_siblings_share_the_start_and_not_the_noise():
+    env = SharedStart(Walk())
+    starts, paths = [], []
+    for member in range(3):
+        env.queue_start(Start(member, start_seed=7, noise_seed=100 + member))
+        starts.append(float(env.reset()[0][0]))
+        paths.append(rest(env))
+    assert starts[0] == starts[1] == starts[2]
+    assert paths[0] != paths[1] != paths[2]
+
+
+def test_equal_noise_seed_gives_equal_noise_and_another_start_seed_another_start():
+    env = SharedStart(Walk())
+    env.queue_start(Start(0, 7, 100))
+    first, path = env.reset()[0][0], rest(env)
+    env.queue_start(Start(1, 7, 100))
+    assert env.reset()[0][0] == first
+    assert rest(env) == path
+    env.queue_start(Start(2, 8, 100))
+    assert env.reset()[0][0] != first
+
+
+def test_a_queued_start_is_used_once_and_goes_before_the_seed_of_reset():
+    env = SharedStart(Walk())
+    plain = Walk()
+    env.queue_start(Start(0, 7, 100))
+    assert env.reset(seed=3)[0] == plain.reset(seed=7)[0]
+    assert env.reset(seed=3)[0] == plain.reset(seed=3)[0]
+
+
+def test_it_knows_what_is_running():
+    env = SharedStart(Walk())
+    env.reset()
+    assert env.queue_start(Start(5, 7, 100)) == Running(-1, 0)
+    env.step(0)
+    assert env.queue_start(Start(5, 7, 100)) == Running(-1, 1)
+    env.reset()
+    env.step(0)
+    env.step(1)
+    assert env.queue_start(None) == Running(5, 2)
+    env.reset()
+    assert env.queue_start(None) == Running(-1, 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_environment_that_draws_from_its_spaces_shares_its_start(seed):
+    env = SharedStart(IdentityEnvBox())
+    env.queue_start(Start(0, seed, 1))
+    first, path = env.reset()[0], rest(env)
+    env.queue_start(Start(1, seed, 2))
+    assert env.reset()[0] == first
+    assert rest(env) != path
+
+
+def test_options_reach_the_environment():
+    seen = []
+
+    class Picky(Walk):
+        def reset(self, *, seed=None, options=None):
+            seen.append(options)
+            return super().reset(seed=seed)
+
+    env = DummyVecEnv([lambda: SharedStart(Picky())])
+    env.set_options({"level": 3})
+    env.env_method("queue_start", Start(0, 1, 2))
+    env.reset()
+    env.reset()
+    assert seen == [{"level": 3}, None]
+
+
+def test_the_wrapped_environment_passes_the_checker_of_stable_baselines():
+    check_env(SharedStart(gymnasium.make("CartPole-v1").unwrapped), warn=True)
+
+
+def wrapped(env: DummyVecEnv) -> list[bool]:
+    return env.env_is_wrapped(SharedStart)
+
+
+@pytest.mark.parametrize("around", [lambda env: env, VecNormalize, VecMonitor, lambda env: VecFrameStack(env, 2)])
+def test_it_is_inserted_below_whatever_wraps_the_vector_environment(around):
+    env = around(DummyVecEnv([Walk, Walk]))
+    assert wrapped(env) == [False, False]
+    insert_shared_start(env)
+    assert wrapped(env) == [True, True]
+    before = list(env.unwrapped.envs)
+    insert_shared_start(env)
+    assert env.unwrapped.envs == before
+
+
+def test_it_is_inserted_only_where_it_is_missing():
+    env = DummyVecEnv([lambda: SharedStart(Walk()), Walk])
+    insert_shared_start(env)
+    assert [isinstance(sub.env, SharedStart) for sub in env.envs] == [False, False]
+    assert wrapped(env) == [True, True]
+
+
+def test_sub_processes_must_be_wrapped_by_the_user():
+    bare = make_vec_env("CartPole-v1", n_envs=2, vec_env_cls=SubprocVecEnv)
+    try:
+        with pytest.raises(EnvError, match=r"2 of the 2 .* SubprocVecEnv .*; mend: make_vec_env.*SharedStart"):
+            insert_shared_start(bare)
+    finally:
+        bare.close()
+
+
+def test_sub_processes_share_starts():
+    env = make_vec_env("CartPole-v1", n_envs=2, vec_env_cls=SubprocVecEnv, wrapper_class=SharedStart)
+    try:
+        insert_shared_start(env)
+        verify_shared_start(env, seed=0)
+        assert env.env_method("queue_start", Start(4, 7, 8)) == [Running(-1, 0)] * 2
+        obs = env.reset()
+        np.testing.assert_array_equal(obs[0], obs[1])
+        env.step(np.array([0, 0]))
+        assert env.env_method("queue_start", None) == [Running(4, 1)] * 2
+    finally:
+        env.close()
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("make", [Walk, IdentityEnvBox, FakeImageEnv, BitFlippingEnv])
+def test_honest_environments_pass(make, num_envs):
+    env = make_vec_env(make, n_envs=num_envs)
+    insert_shared_start(env)
+    verify_shared_start(env, seed=1)
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "Acrobot-v1", "MountainCar-v0"])
+def test_classic_control_passes(env_id):
+    env = make_vec_env(env_id, n_envs=2)
+    insert_shared_start(env)
+    verify_shared_start(env, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_envs", "where"),
+    [
+        (GlobalStart, 1, "at the start, in environment 0"),
+        (GlobalStart, 2, "at the start, in environment [01]"),
+        (SimpleMultiObsEnv, 1, "at the start, in environment 0"),  # draws its images anew
+        (GlobalNoise, 1, "at step 1 of equal actions with equal noise, in environment 0"),
+        (Hoarder, 1, "at step 1 of equal actions with equal noise, in environment 0"),
+    ],
+)
+def test_cheats_are_refused(make, num_envs, where):
+    env = make_vec_env(make, n_envs=num_envs)
+    insert_shared_start(env)
+    with pytest.raises(GroupStartError, match=rf"differs {where}; mend: .*self\.np_random"):
+        verify_shared_start(env, seed=0)
+
+
+def test_a_start_that_depends_on_the_noise_seed_is_refused():
+    class NoisySensor(SharedStart):
+        def try_start(self, start, actions):
+            moments = super().try_start(start, actions)
+            return [moments[0]._replace(obs=moments[0].obs + start.noise_seed % 2), *moments[1:]]
+
+    env = DummyVecEnv([lambda: NoisySensor(Walk())])
+    seeds = [derive_seed(0, name) for name in ("noise", "other")]
+    assert seeds[0] % 2 != seeds[1] % 2  # else this could not be found out
+    with pytest.raises(GroupStartError, match="at the start, in environment 0"):
+        verify_shared_start(env, seed=0)
+
+
+def test_the_trial_is_nobodys_episode():
+    env = make_vec_env(Walk, n_envs=1)
+    insert_shared_start(env)
+    verify_shared_start(env, seed=0)
+    monitor = env.unwrapped.envs[0].env
+    assert isinstance(monitor, Monitor)
+    assert monitor.get_total_steps() == 0
+    assert monitor.get_episode_rewards() == []

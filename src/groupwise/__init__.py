@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from groupwise.envs.configs import EnvCfg
     from groupwise.envs.groups import verify_group_start
     from groupwise.envs.make import make_env
+    from groupwise.envs.native import TorchGroupEnv
+    from groupwise.envs.torch_control import TorchCartPole, TorchPendulum
     from groupwise.errors import (
         CheckpointError,
         ConfigError,
@@ -86,6 +88,9 @@ __all__ = [
     "ScheduleCfg",
     "StopCfg",
     "Terms",
+    "TorchCartPole",
+    "TorchGroupEnv",
+    "TorchPendulum",
     "Trainer",
     "UnknownNameError",
     "UnsupportedSpaceError",
@@ -117,6 +122,8 @@ _MODULES = {
     "groupwise.envs.configs": "EnvCfg",
     "groupwise.envs.groups": "verify_group_start",
     "groupwise.envs.make": "make_env",
+    "groupwise.envs.native": "TorchGroupEnv",
+    "groupwise.envs.torch_control": "TorchCartPole TorchPendulum",
     "groupwise.errors": "CheckpointError ConfigError DataError DivergedError EnvError GroupStartError GroupwiseError MissingExtraError RunFolderError UnknownNameError UnsupportedSpaceError",
     "groupwise.policies.actor_critic": "ActorCritic",
     "groupwise.policies.base": "Evaluation Policy",

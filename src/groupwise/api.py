@@ -16,6 +16,7 @@ from groupwise.algorithms.configs import AlgorithmCfg
 from groupwise.config import RunCfg
 from groupwise.engines.base import Engine
 from groupwise.engines.distributed import from_environment
+from groupwise.envs.base import GroupEnv
 from groupwise.envs.configs import EnvCfg
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.policies.base import Policy
@@ -45,7 +46,7 @@ from groupwise.training.trainer import Trainer
 if TYPE_CHECKING:
     import gymnasium
 
-    EnvFactory = Callable[..., gymnasium.Env] | gymnasium.vector.VectorEnv
+    EnvFactory = Callable[..., gymnasium.Env] | Callable[..., GroupEnv] | GroupEnv | gymnasium.vector.VectorEnv
 
 SMALL_TENSOR = 2**17
 """Elements; networks whose largest matrix is no larger run fastest on one thread."""
@@ -328,7 +329,7 @@ def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]
         return env, {}
     if isinstance(env, EnvCfg):
         return env.id, env.model_dump(exclude_unset=True)
-    if not isinstance(env, gymnasium.vector.VectorEnv):
+    if not isinstance(env, gymnasium.vector.VectorEnv | GroupEnv):
         return GIVEN, {}
     return GIVEN, {"num_envs": env.num_envs}
 
@@ -361,7 +362,7 @@ def _closing_own(parts: Parts, given: Given) -> Iterator[None]:
     try:
         yield
     finally:
-        if not isinstance(given.env, gymnasium.vector.VectorEnv):
+        if not isinstance(given.env, gymnasium.vector.VectorEnv | GroupEnv):
             parts.collector.close()
 
 

@@ -78,15 +78,25 @@ def test_siblings_share_the_start_and_then_draw_their_own_noise():
     assert torch.equal(shared[0], shared[2])
 
 
-def test_the_noise_of_a_start_is_not_the_start_again():
-    env = Drift()
-    obs = env.start(ALL, STARTS, STARTS)  # the same numbers for both streams
-    x = env.step(still()).obs[:, 0]
-    # the start's uniform number and the gust's normal one would come from the same bits
-    first_bits = (obs[:, 0] + 1) / 2
-    gust = (x - obs[:, 0]) / 0.1
-    assert not torch.allclose(gust.abs(), torch.sqrt(-2 * torch.log(1 - first_bits)), atol=1e-3)
-    assert not torch.allclose(env.step(still()).obs[:, 0] - x, x - obs[:, 0])  # each step draws anew
+class Dice(TorchGroupEnv):
+    """Shows the last uniform number of its row."""
+
+    def __init__(self):
+        box = spaces.Box(0, 1, (1,), np.float32)
+        super().__init__(N, env_id="Dice", observation_space=box, action_space=box, max_episode_steps=9)
+
+    def initial(self, random):
+        return random.uniform(1)
+
+    def transition(self, state, action, random):
+        return random.uniform(1), torch.zeros(N), torch.zeros(N, dtype=torch.bool)
+
+
+def test_start_and_steps_never_share_numbers():
+    env = Dice()
+    numbers = [env.start(ALL, NOISE, NOISE)]  # one seed for both streams
+    numbers += [env.step(still()).obs for _ in range(5)]
+    assert len(torch.cat(numbers).unique()) == 6 * N
 
 
 def test_check_of_the_start_passes_and_reports_noise():
@@ -291,3 +301,12 @@ def test_named_states_need_an_observe():
 
     with pytest.raises(EnvError, match="write observe"):
         Blind().start(ALL, STARTS, NOISE)
+
+
+def test_held_rows_do_not_age():
+    env = Drift()
+    env.start(ALL, STARTS, NOISE)
+    env.step(still())
+    env.hold(mask(2))
+    env.step(still())
+    assert [captured.elapsed for captured in env.snapshot([0, 2])] == [2, 1]

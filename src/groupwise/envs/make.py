@@ -16,11 +16,13 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit, TransformObservation
 
+from groupwise.envs import self_vectorised
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.cartpole import CartPoleGroupEnv
 from groupwise.envs.configs import EnvCfg
 from groupwise.envs.groups import SeededGroupEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
+from groupwise.envs.state_vector import HasStates, StateVectorGroupEnv
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError, UnknownNameError
 
 EnvMaker = Callable[..., gymnasium.Env]
@@ -34,6 +36,7 @@ def make_env(
     grouped: Literal[True],
     num_envs: int | None = None,
     env: object | None = None,
+    block_size: int = 1,
     device: torch.device | str = "cpu",
 ) -> GroupEnv: ...
 @overload
@@ -43,6 +46,7 @@ def make_env(
     grouped: bool = False,
     num_envs: int | None = None,
     env: object | None = None,
+    block_size: int = 1,
     device: torch.device | str = "cpu",
 ) -> VectorEnv: ...
 def make_env(
@@ -51,6 +55,7 @@ def make_env(
     grouped: bool = False,
     num_envs: int | None = None,
     env: object | None = None,
+    block_size: int = 1,
     device: torch.device | str = "cpu",
 ) -> VectorEnv:
     """The environments that ``cfg`` describes.
@@ -58,8 +63,10 @@ def make_env(
     Args:
         grouped: whether rows must start where they are told (GRPO); then a ``GroupEnv`` comes back.
         num_envs: instead of ``cfg.num_envs``.
-        env: used instead of ``cfg.id``: a callable that returns a ``gymnasium.Env`` (called with ``cfg.kwargs``), or
-            a ready ``gymnasium.vector.VectorEnv``, which brings its own number of rows and autoreset mode.
+        env: used instead of ``cfg.id``: a callable that returns a ``gymnasium.Env`` (called with ``cfg.kwargs``), one
+            with a parameter ``num_envs`` that returns a whole ``GroupEnv`` (``TorchGroupEnv``, say), or a ready
+            ``GroupEnv`` or ``gymnasium.vector.VectorEnv``, which brings its own number of rows and autoreset mode.
+        block_size: rows that will only be started together, for environments that are faster then (EnvPool).
         device: where observations go.
 
     Raises:
@@ -68,12 +75,14 @@ def make_env(
         GroupStartError: siblings could not share a start in this kind of environment.
         EnvError: the settings do not fit together or the environment, or ``cfg.id`` names a module to import.
     """
+    if isinstance(env, GroupEnv):
+        return self_vectorised.adopt(env, cfg, num_envs)
     if isinstance(env, gymnasium.vector.VectorEnv):
         return _adopt(env, cfg, grouped, num_envs, device)
     if env is not None and not callable(env):
         raise EnvError(
-            f"env is a {type(env).__name__}, expected a Gymnasium id, a callable that returns a gymnasium.Env, or a "
-            "gymnasium.vector.VectorEnv; mend: pass the class or a lambda instead of one environment"
+            f"env is a {type(env).__name__}, expected a Gymnasium id, a callable that returns a gymnasium.Env, a "
+            "GroupEnv or a gymnasium.vector.VectorEnv; mend: pass the class or a lambda instead of one environment"
         )
     if grouped and cfg.autoreset != "disabled":
         raise EnvError(
@@ -85,7 +94,11 @@ def make_env(
             "it yourself (on the command line: --plugin file.py) and name the id alone"
         )
     num_envs = num_envs or cfg.num_envs
+    if env is not None and self_vectorised.makes_rows(env):
+        return self_vectorised.from_maker(env, cfg, num_envs, device)
     vectorization = _vectorization(cfg, env)
+    if vectorization == "envpool":
+        return self_vectorised.from_envpool(cfg, grouped, num_envs, block_size, device)
     if vectorization == "entry_point":
         return _from_entry_point(cfg, grouped, num_envs, device)
     with _explained(cfg.id):
@@ -126,8 +139,10 @@ def _with_limit(cfg: EnvCfg) -> dict[str, Any]:
 
 
 def _vectorization(cfg: EnvCfg, env: object | None) -> str:
-    if env is not None and cfg.vectorization == "entry_point":
-        raise EnvError("a callable has no vectorised entry point; mend: vectorization='sync' or 'async'")
+    if env is not None and cfg.vectorization in ("entry_point", "envpool"):
+        raise EnvError(
+            f"a callable cannot be vectorised by {cfg.vectorization!r}; mend: vectorization='sync' or 'async'"
+        )
     if cfg.vectorization != "auto":
         return cfg.vectorization
     if env is not None or cfg.autoreset == "same_step":  # which no entry point offers
@@ -166,7 +181,11 @@ def _adopt(
         return GymnasiumVectorEnv(env, env_id=env_id, max_episode_steps=_step_limit(env), device=device)
     if isinstance(env, CartPoleVectorEnv):
         return CartPoleGroupEnv(env, env_id=env_id, device=device)
-    raise _no_shared_start(env, env_id, "pass the id, or a callable that returns one gymnasium.Env")
+    if isinstance(env, HasStates):
+        return StateVectorGroupEnv(env, env_id=env_id, max_episode_steps=_step_limit(env), device=device)
+    raise _no_shared_start(
+        env, env_id, "pass the id or a callable that returns one gymnasium.Env, or add clone_state and restore_state"
+    )
 
 
 def _no_shared_start(env: gymnasium.vector.VectorEnv, env_id: str, mend: str) -> GroupStartError:

@@ -46,7 +46,7 @@ class Given(NamedTuple):
     """Python objects that a run was given instead of settings."""
 
     env: object | None = None
-    """A callable that returns a ``gymnasium.Env``, or a ``gymnasium.vector.VectorEnv``."""
+    """What ``make_env`` takes as ``env``: a callable, a ``GroupEnv`` or a ``gymnasium.vector.VectorEnv``."""
     policy: Policy | None = None
 
     def names(self) -> list[str]:
@@ -79,7 +79,7 @@ def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> Parts:
     algorithm_type = config.algorithm_entry(cfg.algorithm.name).load()
     _check(cfg, given, algorithm_type)
     device = pick_device(cfg.device)
-    env = make_env(cfg.env, grouped=algorithm_type.grouped, env=given.env, device=device)
+    env = make_env(cfg.env, grouped=algorithm_type.grouped, env=given.env, block_size=_block_size(cfg), device=device)
     cfg = _with_max_length(cfg, env)
     policy = build_policy(cfg, env, given, algorithm_type).to(device)
     seed = derive_seed(cfg.seed, "algorithm")
@@ -236,9 +236,12 @@ class Evaluator:
 def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None] | None:
     """What ``make_env`` needs for environments apart from the training ones, whose rows start one by one.
 
-    None if a vector environment was given that Gymnasium cannot make again.
+    None if a ``GroupEnv`` was given, or a vector environment that Gymnasium cannot make again.
     """
     import gymnasium
+
+    if isinstance(env, GroupEnv):
+        return None
 
     vectorization = "auto" if cfg.vectorization == "entry_point" else cfg.vectorization
     cfg = cfg.model_copy(update={"autoreset": "disabled", "vectorization": vectorization})
@@ -286,7 +289,7 @@ def _check(cfg: RunCfg, given: Given, algorithm_type: type[BaseAlgorithm]) -> No
 def _no_second_env(env: object) -> ConfigError:
     return ConfigError(
         f"{type(env).__name__} cannot be made a second time for evaluation; mend: leave evaluation.interval out, or give "
-        "an id or a callable that returns one gymnasium.Env"
+        "an id, a callable that returns one gymnasium.Env, or one with a parameter num_envs that returns a GroupEnv"
     )
 
 
@@ -298,6 +301,13 @@ def _with_max_length(cfg: RunCfg, env: VectorEnv) -> RunCfg:
     window = cfg.algorithm.attempt_steps if isinstance(cfg.algorithm, GRPOCfg) else None
     objective = objective.model_copy(update={"max_length": window or env.max_episode_steps})
     return cfg.model_copy(update={"algorithm": cfg.algorithm.model_copy(update={"objective": objective})})
+
+
+def _block_size(cfg: RunCfg) -> int:
+    """Rows that the collector can start together: whole groups, unless rows are left over or members started anew."""
+    if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.collection.lost_member == "complete":
+        return 1
+    return cfg.algorithm.group_size if cfg.env.num_envs % cfg.algorithm.group_size == 0 else 1
 
 
 def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, rank: int) -> Collector:

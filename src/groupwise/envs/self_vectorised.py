@@ -1,0 +1,92 @@
+"""Environments that make all their rows at once: what ``make_env`` does when it is given such a one."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from groupwise.envs.base import GroupEnv, VectorEnv
+from groupwise.envs.configs import EnvCfg
+from groupwise.errors import EnvError
+
+
+def makes_rows(env: object) -> bool:
+    """Whether ``env`` is a callable that returns a whole ``GroupEnv``: one that asks for ``num_envs``."""
+    return callable(env) and "num_envs" in _parameters(env)
+
+
+def from_maker(make: Callable[..., Any], cfg: EnvCfg, num_envs: int, device: torch.device | str = "cpu") -> GroupEnv:
+    """The ``GroupEnv`` that ``make`` returns for so many rows.
+
+    Args:
+        make: called with ``num_envs``, with ``device`` if it asks for that, and with ``cfg.kwargs``.
+
+    Raises:
+        EnvError: it returned something else, or a setting cannot be met.
+    """
+    settings = {"num_envs": num_envs, **cfg.kwargs}
+    parameters = _parameters(make)
+    if "device" in parameters:
+        settings["device"] = device
+    if cfg.max_episode_steps is not None and "max_episode_steps" in parameters:
+        settings["max_episode_steps"] = cfg.max_episode_steps
+    env = make(**settings)
+    if not isinstance(env, GroupEnv):
+        raise EnvError(
+            f"the callable with num_envs returned a {type(env).__name__}, expected a GroupEnv; mend: a callable that "
+            "returns one gymnasium.Env has no parameter num_envs"
+        )
+    return adopt(env, cfg, num_envs)
+
+
+def adopt(env: GroupEnv, cfg: EnvCfg, num_envs: int | None) -> GroupEnv:
+    """``env`` itself, if it is what the settings say.
+
+    Raises:
+        EnvError: it has other rows, another step limit or another autoreset mode.
+    """
+    if num_envs not in (None, env.num_envs):
+        raise EnvError(f"{env.env_id} has {env.num_envs} rows, but num_envs is {num_envs}; mend: leave num_envs out")
+    if cfg.max_episode_steps not in (None, env.max_episode_steps):
+        raise EnvError(
+            f"max_episode_steps is {cfg.max_episode_steps}, but {env.env_id} ends its episodes after "
+            f"{env.max_episode_steps}; mend: set it there, or take max_episode_steps in its constructor"
+        )
+    if cfg.autoreset != "disabled":
+        raise EnvError(
+            f"{env.env_id} never resets itself, but autoreset is {cfg.autoreset!r}; mend: autoreset='disabled'"
+        )
+    return env
+
+
+def from_envpool(
+    cfg: EnvCfg, grouped: bool, num_envs: int, block_size: int = 1, device: torch.device | str = "cpu"
+) -> VectorEnv:
+    """EnvPool's version of ``cfg.id``.
+
+    Args:
+        block_size: neighbours that start together, see ``EnvPoolGroupEnv``.
+
+    Raises:
+        MissingExtraError: EnvPool is not installed.
+        UnknownNameError: EnvPool has no such environment.
+        EnvError: the settings do not fit.
+    """
+    from groupwise.envs.envpool import EnvPoolGroupEnv, EnvPoolSource, EnvPoolVectorEnv
+
+    if cfg.autoreset == "same_step":
+        raise EnvError(
+            f"EnvPool shows no final observation of {cfg.id} under same_step; mend: autoreset='disabled' or 'next_step'"
+        )
+    source = EnvPoolSource(cfg.id, cfg.kwargs, cfg.max_episode_steps)
+    if cfg.autoreset == "disabled":
+        return EnvPoolGroupEnv(source, num_envs, block_size=block_size if grouped else 1, device=device)
+    return EnvPoolVectorEnv(source, num_envs, device=device)
+
+
+def _parameters(env: Callable[..., Any]) -> set[str]:
+    try:
+        return set(inspect.signature(env).parameters)
+    except (TypeError, ValueError):  # some built-in callables do not say
+        return set()

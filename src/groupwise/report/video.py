@@ -27,10 +27,16 @@ def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any] | None":
     """One environment that renders to arrays, if it can; None, with a log line, if it cannot.
 
     Args:
-        env: a callable that returns the environment, used instead of ``cfg.id``; it sets its render mode itself.
+        env: a callable that returns the environment, used instead of ``cfg.id``; it sets its render mode itself. One
+            that returns a ``GroupEnv`` has no picture.
     """
     import gymnasium
 
+    from groupwise.envs.self_vectorised import makes_rows
+
+    if cfg.vectorization == "envpool" or makes_rows(env):
+        log.info("no video: %s makes all its rows at once", cfg.id)
+        return None
     make = partial(gymnasium.make, cfg.id) if env is None else env
     assert callable(make)
     kwargs = {key: value for key, value in cfg.kwargs.items() if key != "render_mode"}

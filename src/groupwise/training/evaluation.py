@@ -117,9 +117,9 @@ def _play_round(
         action = policy.env_action(policy.act(batch, deterministic, generator).action)
         stepped = env.step(_place(action[episodes], env.num_envs))
         obs = stepped.obs
-        returns += stepped.reward[rows]
+        returns += stepped.reward[rows].cpu()
         lengths += running
-        running &= ~(stepped.terminated | stepped.truncated)[rows]
+        running &= ~(stepped.terminated | stepped.truncated)[rows].cpu()
         if not running.any():
             break
     return returns, lengths

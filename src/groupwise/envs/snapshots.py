@@ -1,0 +1,293 @@
+"""States of Gymnasium environments, captured and restored: the simulator's and that of every wrapper around it.
+
+A snapshot is bytes, plus the simulator's own copy where there is one. So no later step can change it, and nothing
+that is restored is shared with it or with another environment.
+"""
+
+import pickle
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from io import BytesIO
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.utils import EzPickle
+
+from groupwise.envs.ale_state import capture_ale, reseed_ale, restore_ale
+from groupwise.envs.base import Snapshot
+from groupwise.errors import EnvError
+
+_NO_STATE = (
+    gymnasium.Space,
+    EnvSpec,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+)
+_MUJOCO_DATA = "mujoco._structs.MjData"
+_MUJOCO_MODEL = "mujoco._structs.MjModel"
+_ALE = "ale_py._ale_py.ALEInterface"
+_STAYING_KINDS = {
+    _MUJOCO_DATA,
+    _MUJOCO_MODEL,
+    _ALE,
+    "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer",
+    "pygame.surface.Surface",
+    "pygame.time.Clock",
+    "pygame.font.Font",
+    "pygame.window.Window",
+    "_thread.lock",
+    "_thread.RLock",
+}
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """An environment, or a wrapper, that captures and restores itself and all that it wraps."""
+
+    def clone_state(self) -> Any:
+        """Its complete state, picklable; ``np_random`` need not be in it."""
+
+    def restore_state(self, state: Any) -> None:
+        """Go back to what ``clone_state`` returned, here or in another environment made alike."""
+
+
+class SnapshotAdapter(ABC):
+    """How one kind of environment is captured and restored."""
+
+    name: str
+
+    @abstractmethod
+    def capture(self, env: gymnasium.Env) -> Snapshot:
+        """The state of the whole wrapper stack and the simulator: picklable, and good for any number of restores.
+
+        Raises:
+            EnvError: some of it cannot be copied; names it.
+        """
+
+    @abstractmethod
+    def restore(self, env: gymnasium.Env, snapshot: Snapshot) -> None:
+        """Put an environment into a captured state: the one that was captured, or another one made alike.
+
+        Raises:
+            EnvError: the environment is wrapped otherwise than the captured one was.
+        """
+
+
+def adapter_for(env: gymnasium.Env) -> SnapshotAdapter | None:
+    """The adapter that knows this environment's simulator, or the environment's own way; None if there is neither."""
+    kinds = {_kind(value) for value in vars(env.unwrapped).values()}
+    own = next((layer for layer in _layers(env) if isinstance(layer, HasState)), None)
+    if _ALE in kinds and own in (None, env.unwrapped):  # Atari's own pair leaves the sticky actions out
+        return _Ale()
+    if own is not None:
+        return _Own()
+    return _Mujoco() if {_MUJOCO_DATA, _MUJOCO_MODEL} <= kinds else None
+
+
+def field_copy() -> SnapshotAdapter:
+    """Copies every attribute of every layer. Blind to state that is kept elsewhere, so verify what it restores."""
+    return _Fields()
+
+
+def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
+    """Let everything random after the start follow from ``noise_seed``: ``np_random``, and ALE's own generator."""
+    env.unwrapped.np_random = np.random.default_rng(noise_seed)
+    ale = _attribute(env.unwrapped, _ALE)
+    if ale is not None:
+        reseed_ale(ale, noise_seed)
+
+
+class _Captured(NamedTuple):
+    stack: tuple[str, ...]
+    """Classes of the layers, outermost first."""
+    attributes: bytes
+    simulator: Any = None
+
+
+class _Fields(SnapshotAdapter):
+    name = "fields"
+
+    def capture(self, env: gymnasium.Env) -> Snapshot:
+        return _capture(env)
+
+    def restore(self, env: gymnasium.Env, snapshot: Snapshot) -> None:
+        _restore(env, snapshot)
+
+
+class _Own(SnapshotAdapter):
+    """The outermost layer with ``clone_state`` and ``restore_state`` covers what is inside it."""
+
+    name = "own"
+
+    def capture(self, env: gymnasium.Env) -> Snapshot:
+        outer, own = self._split(env)
+        captured = _capture(env, outer)
+        try:
+            state = pickle.dumps((own.clone_state(), env.np_random), protocol=pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise EnvError(
+                f"the state that {type(own).__name__}.clone_state() returned cannot be pickled: {error}; mend: return "
+                "plain data (numbers, arrays, dictionaries)"
+            ) from error
+        return captured._replace(simulator=state)
+
+    def restore(self, env: gymnasium.Env, snapshot: Snapshot) -> None:
+        outer, own = self._split(env)
+        _restore(env, snapshot, outer)
+        state, np_random = pickle.loads(snapshot.simulator)
+        own.restore_state(state)
+        env.unwrapped.np_random = np_random
+
+    @staticmethod
+    def _split(env: gymnasium.Env) -> tuple[int, HasState]:
+        for outer, layer in enumerate(_layers(env)):
+            if isinstance(layer, HasState):
+                return outer, layer
+        raise EnvError(f"{env} has no clone_state and restore_state; mend: add them, or do not ask for its states")
+
+
+class _Mujoco(SnapshotAdapter):
+    """A copy of ``MjData``, which unlike MuJoCo's state vectors restores bit for bit, in the environment's own model."""
+
+    name = "mujoco"
+
+    def capture(self, env: gymnasium.Env) -> Snapshot:
+        import mujoco
+
+        model, data = self._parts(env)
+        copy = mujoco.MjData(model)
+        mujoco.mj_copyData(copy, model, data)
+        return _capture(env)._replace(simulator=copy)
+
+    def restore(self, env: gymnasium.Env, snapshot: Snapshot) -> None:
+        import mujoco
+
+        model, data = self._parts(env)
+        _restore(env, snapshot)
+        mujoco.mj_copyData(data, model, snapshot.simulator)
+
+    @staticmethod
+    def _parts(env: gymnasium.Env) -> tuple[Any, Any]:
+        return _attribute(env.unwrapped, _MUJOCO_MODEL), _attribute(env.unwrapped, _MUJOCO_DATA)
+
+
+class _Ale(SnapshotAdapter):
+    name = "ale"
+
+    def capture(self, env: gymnasium.Env) -> Snapshot:
+        return _capture(env)._replace(simulator=capture_ale(_attribute(env.unwrapped, _ALE)))
+
+    def restore(self, env: gymnasium.Env, snapshot: Snapshot) -> None:
+        _restore(env, snapshot)
+        restore_ale(_attribute(env.unwrapped, _ALE), snapshot.simulator)
+
+
+def _layers(env: gymnasium.Env) -> Iterator[gymnasium.Env]:
+    """The wrappers, outermost first, and the environment itself."""
+    while isinstance(env, gymnasium.Wrapper):
+        yield env
+        env = env.env
+    yield env
+
+
+def _attribute(env: gymnasium.Env, kind: str) -> Any:
+    return next((value for value in vars(env).values() if _kind(value) == kind), None)
+
+
+def _capture(env: gymnasium.Env, outer: int | None = None) -> _Captured:
+    """The attributes of the (outer) layers, as bytes: everything but simulators, spaces, viewers and code."""
+    layers = list(_layers(env))
+    state = [{name: value for name, value in vars(layer).items() if not _stays(value)} for layer in layers[:outer]]
+    buffer, names = BytesIO(), {id(value): key for value, key in _named(layers)}
+    try:
+        _Pickler(buffer, names).dump(state)
+    except _NOT_PICKLED as error:
+        raise EnvError(f"{_culprit(layers, state, names)} cannot be copied: {error}; mend: {_MEND}") from error
+    return _Captured(_stack(layers), buffer.getvalue())
+
+
+_NOT_PICKLED = (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError)
+_MEND = "give the environment clone_state() and restore_state(state), or start groups by seed"
+
+
+def _restore(env: gymnasium.Env, snapshot: _Captured, outer: int | None = None) -> None:
+    layers = list(_layers(env))
+    if _stack(layers) != snapshot.stack:
+        raise EnvError(
+            f"a state captured from {' in '.join(reversed(snapshot.stack))} cannot be restored in "
+            f"{' in '.join(reversed(_stack(layers)))}; mend: make both environments by the same callable"
+        )
+    objects = {key: value for value, key in _named(layers)}
+    states = _Unpickler(BytesIO(snapshot.attributes), objects).load()
+    for layer, state in zip(layers[:outer], states, strict=True):
+        here = vars(layer)
+        for name in [name for name, value in here.items() if name not in state and not _stays(value)]:
+            del here[name]
+        here.update({name: value for name, value in state.items() if name not in here or not _stays(here[name])})
+
+
+def _stack(layers: list[gymnasium.Env]) -> tuple[str, ...]:
+    return tuple(type(layer).__qualname__ for layer in layers)
+
+
+def _stays(value: Any) -> bool:
+    """Whether an attribute keeps its place: it is no state, or its adapter sees to it."""
+    return isinstance(value, _NO_STATE) or _kind(value) in _STAYING_KINDS
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+_Key = tuple[int, str]
+
+
+def _named(layers: list[gymnasium.Env]) -> Iterator[tuple[Any, _Key]]:
+    """What the copied attributes may refer to without copying it, and how each environment finds its own."""
+    for index, layer in enumerate(layers):
+        yield layer, (index, "")
+        for name, value in vars(layer).items():
+            if _stays(value):
+                yield value, (index, name)
+
+
+class _Pickler(pickle.Pickler):
+    """Refers to layers, simulators and spaces by name instead of copying them."""
+
+    def __init__(self, file: BytesIO, names: Mapping[int, _Key]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._names = names
+
+    def persistent_id(self, obj: Any) -> _Key | None:
+        if isinstance(obj, gymnasium.Env | EzPickle) and id(obj) not in self._names:
+            # Pickled, it would come back as it was made, without a word.
+            raise pickle.PicklingError(f"it holds {type(obj).__name__}, which pickles without its state")
+        return self._names.get(id(obj))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BytesIO, objects: Mapping[_Key, Any]) -> None:
+        super().__init__(file)
+        self._objects = objects
+
+    def persistent_load(self, pid: _Key) -> Any:
+        if pid not in self._objects:
+            raise EnvError(f"the captured state refers to attribute {pid[1]!r}, which this environment does not have")
+        return self._objects[pid]
+
+
+def _culprit(layers: list[gymnasium.Env], state: list[dict[str, Any]], names: Mapping[int, _Key]) -> str:
+    """Which attribute cannot be pickled, for the error."""
+    for layer, attributes in zip(layers, state, strict=True):
+        for name, value in attributes.items():
+            try:
+                _Pickler(BytesIO(), names).dump(value)
+            except _NOT_PICKLED:
+                return f"{type(layer).__name__}.{name} ({type(value).__name__})"
+    return "the environment"

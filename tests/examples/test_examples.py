@@ -72,6 +72,13 @@ def check_distributed(out: str, run_dir: Path) -> None:
     assert re.search(rf"^2 process\(es\), 512 steps in all: {NUMBER}\n$", out)
 
 
+def check_sb3_grpo(out: str, run_dir: Path) -> None:
+    steps, mean = re.search(rf"after (\d+) steps: {NUMBER} \+- {NUMBER} over 20 fresh episodes", out).groups()[:2]
+    assert 1000 <= int(steps) < 1600  # the last rollout may take 2 x 256 steps more
+    assert 0 < float(mean) <= 500
+    assert (run_dir / "model.zip").exists()
+
+
 CASES = {
     "python_api": (["--total-steps", "300"], check_python_api),
     "custom_environment": (["--total-steps", "200"], check_custom_environment),
@@ -81,6 +88,7 @@ CASES = {
     "continuous_control": (["--total-steps", "200"], check_continuous_control),
     "pixels": (["--total-steps", "200"], check_pixels),
     "distributed": (["--total-steps", "200"], check_distributed),
+    "sb3_grpo": (["--total-steps", "1000"], check_sb3_grpo),
 }
 
 

@@ -23,7 +23,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
-from stable_baselines3.common.utils import obs_as_tensor
+from stable_baselines3.common.utils import LinearSchedule, obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
 from groupwise.algorithms import grpo
@@ -48,6 +48,10 @@ PER_STEP = CreditCfg(group_key="group_step", returns="return_to_go", scale="popu
 """Return-to-go at each time step among the siblings still running: what works best on control tasks."""
 CLIPPED = ObjectiveCfg()
 """PPO's clipped ratio, all steps alike."""
+DECAYING = LinearSchedule(1e-3, 0.0, 1.0)
+"""From 1e-3 to 0 over the training."""
+_SAVED_BY_SB3 = ("optimizer", "reference")
+"""Parts of the update's state that SB3 saves as state dicts; the rest goes with the settings."""
 
 
 class GRPO(OnPolicyAlgorithm):
@@ -80,10 +84,10 @@ class GRPO(OnPolicyAlgorithm):
         self,
         policy: str | type[BasePolicy],
         env: GymEnv | str | None,
-        learning_rate: float | Schedule = 1e-3,
+        learning_rate: float | Schedule = DECAYING,
         n_steps: int = 256,
         batch_size: int = 128,
-        n_epochs: int = 10,
+        n_epochs: int = 20,
         gamma: float = 0.99,
         group_size: int = 4,
         credit: CreditCfg | str = PER_STEP,
@@ -135,7 +139,7 @@ class GRPO(OnPolicyAlgorithm):
         self.rollout_buffer = None
         self._start_seed: int | None = None
         self._next_group = 0
-        self._num_updates = 0
+        self._core_state: dict[str, Any] = {}
         self._verified: VecEnv | None = None
         if _init_setup_model:
             self._setup_model()
@@ -163,12 +167,12 @@ class GRPO(OnPolicyAlgorithm):
             EnvError: the environments cannot be told where to start.
             GroupStartError: siblings do not share their start.
         """
-        updates = self._num_updates
+        before = self._core_state
         super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
         assert self.env is not None
         self.env.env_method("queue_start", None)  # whoever uses the environments next resets them as ever
         stopped = self.num_timesteps < self._total_timesteps
-        if self._num_updates == updates and not stopped:
+        if self._core_state is before and not stopped:
             warnings.warn(
                 f"nothing was learned: no group of {self.group_size} attempts was finished in "
                 f"{self.num_timesteps - self._num_timesteps_at_start} steps; mend: more total_timesteps, a smaller "
@@ -206,9 +210,11 @@ class GRPO(OnPolicyAlgorithm):
             n_steps += 1
             self.num_timesteps += env.num_envs
             # all of it is recorded before a callback may stop the training, so that it can go on later
-            truncated = np.array([info.get("TimeLimit.truncated", False) for info in infos]) & dones
+            cut = [info.get("TimeLimit.truncated", False) for info in infos]
+            truncated = np.array(cut, dtype=np.bool_) & dones
             seen, self._last_obs = _copy(self._last_obs), new_obs  # type: ignore[assignment]
-            tick = Tick(seen, actions, log_probs.cpu().numpy(), rewards, dones & ~truncated, truncated)
+            reward = np.array(rewards, dtype=np.float32)
+            tick = Tick(seen, actions, log_probs.cpu().numpy(), reward, dones & ~truncated, truncated)
             for index in rollout_buffer.record(tick):
                 running = env.env_method("queue_start", rollout_buffer.queued(index), indices=index)[0]
                 rollout_buffer.check(index, running)
@@ -231,7 +237,8 @@ class GRPO(OnPolicyAlgorithm):
             return
         self._update_learning_rate(self.policy.optimizer)
         metrics = {name: value.item() for name, value in self._core.update(rollout).items()}
-        self._num_updates = self._core.iteration
+        state = self._core.state_dict()
+        self._core_state = {key: value for key, value in state.items() if key not in _SAVED_BY_SB3}
         self._n_updates += int(metrics["train/optimizer_steps"])
         self._record(metrics, num_groups=int(rollout["group_id"].max()) + 1)
 
@@ -254,7 +261,7 @@ class GRPO(OnPolicyAlgorithm):
         # trains the policy in evaluation mode: what acted and what is scored are the same function
         self._core = grpo.GRPO(self._cfg(), ScoredActor(self.policy), seed=self._start_seed)
         self._core.optimizer = self.policy.optimizer
-        self._core.iteration = self._num_updates
+        self._core.load_state_dict(self._core.state_dict() | self._core_state)
 
     def _cfg(self) -> GRPOCfg:
         if isinstance(self.credit, str):

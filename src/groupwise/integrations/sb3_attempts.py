@@ -1,13 +1,15 @@
 """Which attempt each environment works on, and the steps that are not trained on yet."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
+from groupwise.data.rollout import Nested
 from groupwise.errors import DataError, EnvError
 from groupwise.integrations.sb3_start import Running, Start
 from groupwise.seeding import derive_seed
@@ -38,6 +40,13 @@ class Attempt:
     env: int
     begin: int
     end: int | None = None
+    """None while it runs."""
+
+    @property
+    def length(self) -> int:
+        """Steps of a finished attempt."""
+        assert self.end is not None
+        return self.end - self.begin
 
 
 class Attempts:
@@ -159,7 +168,7 @@ class Attempts:
         return len(members) == self.group_size and all(member.end is not None for member in members)
 
     def _rollout(self, attempts: list[tuple[int, Attempt]], device: torch.device) -> TensorDict:
-        lengths = [(a.end or 0) - a.begin for _, a in attempts]
+        lengths = [attempt.length for _, attempt in attempts]
         total = sum(lengths)
         group = np.repeat([index for index, _ in attempts], lengths)
         env = np.repeat([a.env for _, a in attempts], lengths)
@@ -179,7 +188,7 @@ class Attempts:
         data = {
             "obs": self._obs(gather),
             "action": gather([t.action for t in ticks]),
-            "reward": gather([t.reward for t in ticks]).float(),
+            "reward": gather([t.reward for t in ticks]),
             "sample_log_prob": gather([t.log_prob for t in ticks]),
             "terminated": gather([t.terminated for t in ticks]),
             "truncated": gather([t.truncated for t in ticks]),
@@ -191,10 +200,10 @@ class Attempts:
         }
         return TensorDict(data, batch_size=[1, total + 1], device=device)
 
-    def _obs(self, gather: Any) -> torch.Tensor | TensorDict:
-        first = self._ticks[0].obs
-        if not isinstance(first, dict):
-            return gather([t.obs for t in self._ticks])
-        leaves = {key: gather([t.obs[key] for t in self._ticks]) for key in first}
+    def _obs(self, gather: Callable[[list[Array]], torch.Tensor]) -> Nested:
+        if not isinstance(self._ticks[0].obs, dict):
+            return gather([cast(Array, tick.obs) for tick in self._ticks])
+        seen = [cast(dict[str, Array], tick.obs) for tick in self._ticks]
+        leaves = {key: gather([obs[key] for obs in seen]) for key in seen[0]}
         some = next(iter(leaves.values()))
         return TensorDict(leaves, batch_size=list(some.shape[:2]), device=some.device)

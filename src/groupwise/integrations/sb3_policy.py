@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from jaxtyping import Float
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.torch_layers import (
     BaseFeaturesExtractor,
@@ -78,21 +79,23 @@ class ActorPolicy(BasePolicy):
         self.head = make_head(action_space, PolicyCfg())
         self._build(lr_schedule)
 
-    def forward(self, obs: PyTorchObs, deterministic: bool = False) -> tuple[Tensor, Tensor]:
-        """Actions [B, ...] before they are clipped, and their log-probabilities [B]."""
+    def forward(self, obs: PyTorchObs, deterministic: bool = False) -> tuple[Tensor, Float[Tensor, " batch"]]:
+        """Actions [B, ...] before they are clipped, and their log-probabilities."""
         params = self.action_params(obs)
         action = self.head.mode(params) if deterministic else self.head.sample(params)
         return action, self.head.log_prob(params, action)
 
-    def action_params(self, obs: PyTorchObs) -> Tensor:
-        """Flat parameters [B, P] of the action distribution: logits, or means and log deviations."""
+    def action_params(self, obs: PyTorchObs) -> Float[Tensor, "batch P"]:
+        """Flat parameters of the action distribution: logits, or means and log deviations."""
         outputs: Tensor = self.action_net(self.policy_net(self.extract_features(obs, self.features_extractor)))
         if self.log_std is None:
             return outputs
         return torch.cat([outputs, self.log_std.expand_as(outputs)], dim=-1)
 
-    def evaluate_actions(self, obs: PyTorchObs, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy [B] of actions as ``forward`` returns them, with gradient."""
+    def evaluate_actions(
+        self, obs: PyTorchObs, actions: Tensor
+    ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
+        """Log-probability and entropy of actions as ``forward`` returns them, with gradient."""
         return self.head.score(self.action_params(obs), actions)
 
     def load_from_vector(self, vector: np.ndarray) -> None:
@@ -196,7 +199,7 @@ class ScoredActor(Policy):
         """Environment actions for one observation or a batch of them: numpy in, numpy out."""
         return self.actor.predict(obs, deterministic=deterministic)[0]
 
-    def kl(self, dist: Tensor, other: Tensor) -> Tensor:
+    def kl(self, dist: Float[Tensor, "*batch P"], other: Float[Tensor, "*batch P"]) -> Float[Tensor, "*batch"]:
         """Exact KL(dist || other) per element."""
         return self.actor.head.kl(dist, other)
 

@@ -4,12 +4,20 @@ import numpy as np
 import pytest
 import torch
 
+from groupwise.algorithms.configs import GRPOCfg
+from groupwise.api import resume, train
+from groupwise.collectors.groups import GroupCollector
+from groupwise.collectors.vector import VectorCollector
+from groupwise.data.rollout import RolloutBuffer
+from groupwise.envs.configs import EnvCfg
+from groupwise.envs.envpool import EnvPoolGroupEnv, EnvPoolSource, EnvPoolVectorEnv
 from groupwise.envs.groups import verify_group_start
+from groupwise.envs.make import make_env
+from groupwise.errors import EnvError, MissingExtraError, UnknownNameError
+from groupwise.policies.actor_critic import ActorCritic
+from groupwise.policies.configs import PolicyCfg
 
 pytest.importorskip("envpool")
-
-from groupwise.envs.envpool import EnvPoolGroupEnv, EnvPoolSource, EnvPoolVectorEnv
-from groupwise.errors import EnvError, MissingExtraError, UnknownNameError
 
 N = 8
 ALL = np.ones(N, np.bool_)
@@ -238,3 +246,87 @@ def test_atari_starts_are_shared():
     other = env.start(np.ones(2, np.bool_), np.array([5, 6]), np.array([5, 6]))
     assert torch.equal(other[0], one[0])
     env.close()
+
+
+# --------------------------------------------------------------------------------------------- in training
+
+
+def collector_of(env, group_size=4):
+    torch.manual_seed(0)
+    policy = ActorCritic(env.observation_space, env.action_space, PolicyCfg(), actor_only=True, gamma=1.0)
+    return GroupCollector(env, policy, group_size=group_size, seed=0)
+
+
+def collect(collector, num_steps=32):
+    env, policy = collector.env, collector.policy
+    buffer = RolloutBuffer(env.num_envs, num_steps, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=False)
+    rollout = collector.collect(num_steps, rollout=buffer.start_rollout())
+    buffer.add(rollout)
+    return rollout
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_whole_groups_at_shared_starts_iteration_after_iteration(block_size):
+    collector = collector_of(make(block_size=block_size))
+    for _ in range(2):
+        rollout = collect(collector)
+        first = rollout["valid"] & (rollout["step"] == 0)
+        starts = {}
+        for group, obs in zip(rollout["group_id"][first].tolist(), rollout["obs"][first], strict=True):
+            starts.setdefault(group, []).append(tuple(obs.tolist()))
+        assert len(starts) >= 3
+        assert all(len(members) == 4 and len(set(members)) == 1 for members in starts.values())
+        assert len({members[0] for members in starts.values()}) == len(starts)
+        ends = (rollout["terminated"] | rollout["truncated"])[rollout["valid"]]
+        assert int(ends.sum()) == 4 * len(starts)
+
+
+def test_a_resumed_collector_goes_on_bit_for_bit():
+    first = collector_of(make(block_size=4))
+    collect(first)
+    resumed = collector_of(make(block_size=4))
+    resumed.iteration = 1
+    one, other = collect(first), collect(resumed)
+    assert one.shape == other.shape
+    for key in ("obs", "action", "reward", "terminated", "group_id"):
+        assert torch.equal(one[key], other[key]), key
+
+
+@pytest.mark.parametrize("autoreset", ["disabled", "next_step"])
+def test_windows_for_ppo_mark_the_dead_steps(autoreset):
+    env = make_env(EnvCfg(vectorization="envpool", num_envs=4, autoreset=autoreset))
+    torch.manual_seed(0)
+    policy = ActorCritic(env.observation_space, env.action_space, PolicyCfg(), actor_only=False, gamma=0.99)
+    buffer = RolloutBuffer(4, 60, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=True)
+    rollout = VectorCollector(env, policy, seed=0).collect(60, rollout=buffer.start_rollout())[:, :-1]
+    over = rollout["terminated"] | rollout["truncated"]
+    assert over.any()
+    dead = ~rollout["valid"]
+    if autoreset == "next_step":
+        assert torch.equal(dead[:, 1:], over[:, :-1])
+        assert rollout["reward"][dead].eq(0).all()
+    else:
+        assert not dead.any()
+    assert rollout["reward"][~dead].eq(1).all()
+    env.close()
+
+
+def test_settings_reach_envpool():
+    cfg = EnvCfg(vectorization="envpool", num_envs=8, max_episode_steps=12)
+    env = make_env(cfg, grouped=True, block_size=4)
+    assert (type(env), env.block_size, env.max_episode_steps) == (EnvPoolGroupEnv, 4, 12)
+    assert make_env(cfg).block_size == 1
+    with pytest.raises(EnvError, match="same_step"):
+        make_env(cfg.model_copy(update={"autoreset": "same_step"}))
+    with pytest.raises(EnvError, match="cannot be vectorised by 'envpool'"):
+        make_env(cfg, env=lambda: None)
+
+
+def test_trains_evaluates_and_resumes(tmp_path):
+    env = EnvCfg(id="CartPole-v1", vectorization="envpool", num_envs=8)
+    cfg = GRPOCfg(group_size=4, num_steps=32)
+    settings = {"evaluation": {"episodes": 4}, "logging": {"progress": "none"}}
+    run = train(env, cfg, total_steps=300, run_dir=tmp_path / "run", **settings)
+    assert run.summary["group_start"] == "by seed, verified"
+    assert run.summary["return_mean"] > 0
+    assert resume(run.path, total_steps=600).summary["env_steps"] >= 600

@@ -143,6 +143,16 @@ def test_rows_that_never_started_are_held():
     assert step.terminated.tolist() == [False, False, True, False]
 
 
+def test_starting_one_row_disturbs_no_other():
+    calm, busy = Drift(), Drift()
+    for env in (calm, busy):
+        env.start(ALL, STARTS, NOISE)
+    busy.start(mask(1), NOISE, NOISE[::-1].copy())
+    busy.restore(mask(2), busy.snapshot([0]) * N, NOISE[::-1].copy())
+    for _ in range(3):
+        assert torch.equal(calm.step(still()).obs[[0, 3]], busy.step(still()).obs[[0, 3]])
+
+
 def test_limit_truncates_and_says_nothing_of_termination():
     env = Drift(limit=3, calm=True)
     env.start(ALL, STARTS, NOISE)
@@ -246,6 +256,7 @@ def test_observations_and_snapshots_kept_by_the_caller_do_not_change():
     env.start(mask(0), NOISE, NOISE)
     assert torch.equal(first, kept)
     assert captured.state["x"] == x
+    assert captured.state["wind"].base is None  # else one kept snapshot would hold the memory of all
 
 
 def test_the_number_of_rows_changes_no_row():

@@ -94,10 +94,9 @@ class TorchGroupEnv(GroupEnv):
             self._reset_seed = mix(derive_seed(seed, "reset") + (rows << 32))
             self._num_resets = torch.zeros_like(self._num_resets)
         chosen = torch.ones_like(self._held) if mask is None else self._to_device(mask)
-        start_seed = hash_pair(self._reset_seed, 2 * self._num_resets)
-        noise_seed = hash_pair(self._reset_seed, 2 * self._num_resets + 1)
+        seeds = hash_pair(self._reset_seed, self._num_resets)
         self._num_resets = self._num_resets + chosen
-        return self._start(chosen, start_seed, noise_seed)
+        return self._start(chosen, seeds, seeds)
 
     @torch.no_grad()
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:

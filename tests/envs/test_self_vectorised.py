@@ -1,0 +1,113 @@
+import functools
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+
+from groupwise.envs.configs import EnvCfg
+from groupwise.envs.make import make_env
+from groupwise.envs.self_vectorised import makes_rows
+from groupwise.envs.state_vector import StateVectorGroupEnv
+from groupwise.envs.torch_control import TorchCartPole
+from groupwise.errors import EnvError, GroupStartError
+from groupwise.report.video import rendering_env
+from groupwise.training.build import separate_env
+
+
+@pytest.mark.parametrize(
+    "maker",
+    [
+        TorchCartPole,
+        functools.partial(TorchCartPole, max_episode_steps=9),
+        lambda num_envs: TorchCartPole(num_envs),
+        lambda num_envs, device: TorchCartPole(num_envs, device=device),
+    ],
+)
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_callable_that_asks_for_rows_makes_them(maker, grouped):
+    env = make_env(EnvCfg(num_envs=5), env=maker, grouped=grouped)
+    assert (type(env), env.num_envs) == (TorchCartPole, 5)
+    assert make_env(EnvCfg(num_envs=5), env=maker, grouped=grouped, num_envs=3).num_envs == 3
+
+
+def test_settings_reach_the_callable():
+    env = make_env(EnvCfg(num_envs=5, max_episode_steps=7), env=TorchCartPole)
+    assert env.max_episode_steps == 7
+    env = make_env(EnvCfg(num_envs=5, kwargs={"max_episode_steps": 8}), env=TorchCartPole)
+    assert env.max_episode_steps == 8
+    assert make_env(EnvCfg(), env=TorchCartPole, device="cpu").device == torch.device("cpu")
+
+
+def test_other_callables_make_one_environment():
+    assert makes_rows(TorchCartPole)
+    assert not makes_rows(lambda render_mode=None: gymnasium.make("CartPole-v1"))
+    assert not makes_rows(gymnasium.Env)
+    assert not makes_rows(None)
+    assert not makes_rows(dict)  # says nothing of its parameters
+
+
+def test_a_ready_one_is_taken_as_it_is():
+    env = TorchCartPole(5)
+    assert make_env(EnvCfg(num_envs=8), env=env) is env
+    assert make_env(EnvCfg(num_envs=8), env=env, grouped=True, num_envs=5) is env
+    with pytest.raises(EnvError, match="TorchCartPole has 5 rows, but num_envs is 4"):
+        make_env(EnvCfg(), env=env, num_envs=4)
+    with pytest.raises(EnvError, match="max_episode_steps is 9, but TorchCartPole ends its episodes after 500"):
+        make_env(EnvCfg(max_episode_steps=9), env=env)
+    with pytest.raises(EnvError, match="never resets itself"):
+        make_env(EnvCfg(autoreset="next_step"), env=env)
+
+
+def test_what_cannot_be_met_is_refused():
+    with pytest.raises(EnvError, match="max_episode_steps is 9"):
+        make_env(EnvCfg(max_episode_steps=9), env=lambda num_envs: TorchCartPole(num_envs))
+    with pytest.raises(EnvError, match="returned a OrderEnforcing, expected a GroupEnv"):
+        make_env(EnvCfg(), env=lambda num_envs: gymnasium.make("Pendulum-v1").env)
+
+
+def test_evaluation_makes_rows_of_its_own_from_a_callable_only():
+    cfg, source = separate_env(EnvCfg(num_envs=3), TorchCartPole)
+    assert make_env(cfg, env=source, grouped=True, num_envs=7).num_envs == 7
+    assert separate_env(EnvCfg(), TorchCartPole(3)) is None
+
+
+def test_whole_batches_have_no_picture():
+    assert rendering_env(EnvCfg(), TorchCartPole) is None
+    assert rendering_env(EnvCfg(vectorization="envpool"), None) is None
+
+
+class Counters(gymnasium.vector.VectorEnv):
+    """Count the steps."""
+
+    metadata = {"autoreset_mode": AutoresetMode.DISABLED}
+    single_observation_space = spaces.Box(0, np.inf, (1,), np.float32)
+    single_action_space = spaces.Discrete(2)
+    num_envs = 3
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = self.np_random.uniform(size=3).astype(np.float32)
+        return self.count[:, None], {}
+
+    def step(self, actions):
+        self.count = self.count + 1
+        return self.count[:, None], self.count, self.count > 9, np.zeros(3, np.bool_), {}
+
+
+class StatefulCounters(Counters):
+    def clone_state(self, rows):
+        return [self.count[row] for row in rows]
+
+    def restore_state(self, states, rows):
+        self.count = self.count.copy()
+        self.count[rows] = states
+
+
+def test_a_ready_vector_environment_needs_states_for_groups():
+    assert type(make_env(EnvCfg(), env=StatefulCounters(), grouped=True)) is StateVectorGroupEnv
+    assert not isinstance(make_env(EnvCfg(), env=StatefulCounters()), StateVectorGroupEnv)
+    with pytest.raises(GroupStartError, match="add clone_state and restore_state"):
+        make_env(EnvCfg(), env=Counters(), grouped=True)

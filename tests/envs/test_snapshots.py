@@ -1,4 +1,6 @@
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -124,3 +126,189 @@ def test_what_follows_a_restore_is_what_followed_the_capture(make: Make, name: s
         adapter.restore(target, state)
         assert play(target, actions) == expected
     assert expected[-1][2] or expected[-1][3] or len(expected) == 30
+
+
+def test_the_step_limit_counts_on_from_the_capture() -> None:
+    env = under_way(lambda: gymnasium.make("Ant-v5", max_episode_steps=10), seed=0, steps=7)
+    adapter = adapter_for(env)
+    assert adapter is not None
+    snapshot = adapter.capture(env)
+    for _ in range(2):
+        adapter.restore(env, snapshot)
+        cut = [step[3] for step in play(env, [np.zeros(8, np.float32)] * 5)]
+        assert cut == [False, False, True]
+
+
+def breakout(stickiness: float) -> gymnasium.Env:
+    env = gymnasium.make("ALE/Breakout-v5", frameskip=1, repeat_action_probability=stickiness)
+    env.reset(seed=0)
+    return env
+
+
+LEFT, RIGHT = 3, 2
+
+
+def test_the_action_that_sticks_is_restored() -> None:
+    """At 0.9 an action goes on for ten frames, so what was held before the restore would show."""
+    to_the_left, to_the_right = breakout(0.9), breakout(0.9)
+    play(to_the_left, [1, *[LEFT] * 12])
+    play(to_the_right, [1, *[RIGHT] * 12])
+    adapter = adapter_for(to_the_left)
+    assert adapter is not None
+    snapshot = adapter.capture(to_the_left)
+    expected = play(to_the_left, [RIGHT] * 20)
+    adapter.restore(to_the_right, snapshot)
+    assert play(to_the_right, [RIGHT] * 20) == expected
+
+
+def test_the_held_action_is_the_same_for_siblings_with_noise_of_their_own() -> None:
+    siblings = breakout(0.9), breakout(0.9)
+    play(siblings[0], [1, *[LEFT] * 12])
+    play(siblings[1], [1, *[RIGHT] * 12])
+    adapter = adapter_for(siblings[0])
+    assert adapter is not None
+    snapshot = adapter.capture(siblings[0])
+    for noise_seed in range(5):
+        traces = []
+        for env in siblings:
+            adapter.restore(env, snapshot)
+            reseed_noise(env, noise_seed)
+            traces.append(play(env, [RIGHT] * 10))
+        assert traces[0] == traces[1]
+
+
+@pytest.mark.parametrize("make", [ALE[0], ALE[2], made("CliffWalkingSlippery-v1"), OWN[0]])
+def test_noise_follows_from_its_seed_alone(make: Make) -> None:
+    env, other = under_way(make, seed=3, steps=7), under_way(make, seed=4, steps=11)
+    adapter = adapter_for(env) or field_copy()
+    snapshot, actions = adapter.capture(env), random_actions(env, 25, seed=5)
+
+    def attempt(target: gymnasium.Env, noise_seed: int) -> Trace:
+        adapter.restore(target, snapshot)
+        reseed_noise(target, noise_seed)
+        return play(target, actions)
+
+    here = [attempt(env, noise_seed) for noise_seed in (1, 2, 3, 2**31 - 1)]
+    there = [attempt(other, noise_seed) for noise_seed in (1, 2, 3, 2**31 - 1)]
+    assert here == there
+    assert len(set(map(tuple, here))) == 4
+
+
+def test_sticky_actions_are_those_of_a_game_loaded_with_the_seed() -> None:
+    reseeded, loaded = breakout(0.25).unwrapped, breakout(0.25).unwrapped
+    reseed_noise(reseeded, 12345)
+    loaded.ale.setInt("random_seed", 12345)
+    loaded.load_game()
+    generators = [env.ale.cloneState(include_rng=True).serialize()[-6000:] for env in (reseeded, loaded)]
+    assert generators[0] == generators[1]
+
+
+def test_capturing_changes_nothing_that_follows() -> None:
+    watched, alone = breakout(0.5), breakout(0.5)
+    adapter = adapter_for(watched)
+    assert adapter is not None
+    for action in [1, LEFT, LEFT, RIGHT, LEFT, RIGHT, RIGHT, LEFT] * 3:
+        adapter.capture(watched)
+        assert play(watched, [action]) == play(alone, [action])
+
+
+@pytest.mark.parametrize("id", ["LunarLander-v3", "BipedalWalker-v3"])
+def test_box2d_is_refused_with_the_attribute_that_cannot_be_copied(id: str) -> None:
+    pytest.importorskip("Box2D")  # which also lets its warnings pass
+    env = under_way(lambda: gymnasium.make(id), seed=0, steps=3)
+    assert adapter_for(env) is None
+    with pytest.raises(EnvError, match=r"world \(b2World\) cannot be copied: .*; mend: .*clone_state"):
+        field_copy().capture(env)
+
+
+class Holds(Walk):
+    """Not the owner of all its state: another environment has some."""
+
+    clone_state = restore_state = None
+
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+
+@pytest.mark.parametrize("inner", [Walk(), [gymnasium.make("CartPole-v1")]], ids=["environment", "nested"])
+def test_an_environment_inside_an_attribute_is_refused(inner: object) -> None:
+    """It would pickle as its constructor's arguments, so its state would be lost in silence."""
+    with pytest.raises(EnvError, match=r"Holds\.inner .* pickles without its state; mend"):
+        field_copy().capture(Holds(inner))
+
+
+class Unpicklable(Walk):
+    def clone_state(self):
+        return {"draw": lambda: self.state}
+
+
+def test_a_state_that_cannot_be_pickled_is_refused() -> None:
+    env = under_way(Unpicklable, seed=0, steps=2)
+    adapter = adapter_for(env)
+    assert adapter is not None
+    with pytest.raises(
+        EnvError, match=r"Unpicklable\.clone_state\(\) returned cannot be pickled: .*; mend: return plain"
+    ):
+        adapter.capture(env)
+
+
+def test_a_state_needs_the_same_wrappers() -> None:
+    env = under_way(lambda: gymnasium.make("CartPole-v1"), seed=0, steps=2)
+    snapshot = field_copy().capture(env)
+    with pytest.raises(
+        EnvError, match=r"captured from CartPoleEnv in .* cannot be restored in CartPoleEnv; mend: .* same"
+    ):
+        field_copy().restore(env.unwrapped, snapshot)
+
+
+class Notes(gymnasium.Wrapper):
+    """Keeps what it sees in attributes that come and go, and knows the environment under all layers."""
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        self.base = env.unwrapped
+        self.known = {"envs": [env.unwrapped, self]}
+        self.seen: list[Any] = []
+        self.also_seen = self.seen
+
+
+def test_attributes_come_back_as_they_were_and_refer_to_their_own_environment() -> None:
+    env, other = Notes(gymnasium.make("CartPole-v1")), Notes(gymnasium.make("CartPole-v1"))
+    for target in (env, other):
+        target.reset(seed=0)
+    env.seen.append("start")
+    snapshot = field_copy().capture(env)
+    env.seen.append("later")
+    other.later = 3
+    field_copy().restore(other, snapshot)
+    assert other.seen == ["start"]
+    assert other.also_seen is other.seen
+    assert "later" not in vars(other)
+    assert other.base is other.unwrapped
+    assert other.known["envs"][0] is other.unwrapped
+    assert other.known["envs"][1] is other
+    other.seen.append("elsewhere")
+    field_copy().restore(env, snapshot)
+    assert env.seen == ["start"]
+
+
+def test_a_viewer_stays_where_it_is() -> None:
+    drawn, plain = (gymnasium.make("CartPole-v1", render_mode="rgb_array") for _ in range(2))
+    for env in (drawn, plain):
+        env.reset(seed=0)
+    before = field_copy().capture(plain)
+    drawn.render()
+    screen = drawn.unwrapped.screen
+    field_copy().restore(plain, field_copy().capture(drawn))
+    assert plain.unwrapped.screen is None
+    field_copy().restore(drawn, before)
+    assert drawn.unwrapped.screen is screen
+
+
+def test_simulators_are_imported_only_for_their_own_environments() -> None:
+    code = (
+        "import sys, gymnasium, groupwise.envs.snapshots as snapshots; env = gymnasium.make('CartPole-v1');"
+        "env.reset(); assert snapshots.adapter_for(env) is None; snapshots.reseed_noise(env, 1);"
+        "assert not {'mujoco', 'ale_py', 'pygame'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -201,14 +201,14 @@ def _attribute(env: gymnasium.Env, kind: str) -> Any:
 
 
 def _capture(env: gymnasium.Env, outer: int | None = None) -> _Captured:
-    """The attributes of the (outer) layers, as bytes: everything but simulators, spaces, viewers and code."""
+    """The attributes of the (outer) layers, as bytes: of simulators, spaces, viewers and code the names only."""
     layers = list(_layers(env))
-    state = [{name: value for name, value in vars(layer).items() if not _stays(value)} for layer in layers[:outer]]
+    state = [_attributes(layer) for layer in layers[:outer]]
     buffer, names = BytesIO(), {id(value): key for value, key in _named(layers)}
     try:
         _Pickler(buffer, names).dump(state)
     except _NOT_PICKLED as error:
-        raise EnvError(f"{_culprit(layers, state, names)} cannot be copied: {error}; mend: {_MEND}") from error
+        raise EnvError(f"{_culprit(layers, names)} cannot be copied: {error}; mend: {_MEND}") from error
     return _Captured(_stack(layers), buffer.getvalue())
 
 
@@ -225,11 +225,19 @@ def _restore(env: gymnasium.Env, snapshot: _Captured, outer: int | None = None) 
         )
     objects = {key: value for value, key in _named(layers)}
     states = _Unpickler(BytesIO(snapshot.attributes), objects).load()
-    for layer, state in zip(layers[:outer], states, strict=True):
+    for layer, (staying, state) in zip(layers[:outer], states, strict=True):
         here = vars(layer)
-        for name in [name for name, value in here.items() if name not in state and not _stays(value)]:
-            del here[name]
+        for name in [name for name in here if name not in state and name not in staying]:
+            if not _stays(here[name]):
+                del here[name]
         here.update({name: value for name, value in state.items() if name not in here or not _stays(here[name])})
+
+
+def _attributes(layer: gymnasium.Env) -> tuple[list[str], dict[str, Any]]:
+    """Names of the attributes that stay, and the other attributes."""
+    attributes = vars(layer)
+    staying = [name for name, value in attributes.items() if _stays(value)]
+    return staying, {name: value for name, value in attributes.items() if name not in staying}
 
 
 def _stack(layers: list[gymnasium.Env]) -> tuple[str, ...]:
@@ -282,10 +290,10 @@ class _Unpickler(pickle.Unpickler):
         return self._objects[pid]
 
 
-def _culprit(layers: list[gymnasium.Env], state: list[dict[str, Any]], names: Mapping[int, _Key]) -> str:
+def _culprit(layers: list[gymnasium.Env], names: Mapping[int, _Key]) -> str:
     """Which attribute cannot be pickled, for the error."""
-    for layer, attributes in zip(layers, state, strict=True):
-        for name, value in attributes.items():
+    for layer in layers:
+        for name, value in _attributes(layer)[1].items():
             try:
                 _Pickler(BytesIO(), names).dump(value)
             except _NOT_PICKLED:

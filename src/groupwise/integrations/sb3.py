@@ -263,6 +263,10 @@ class GRPO(OnPolicyAlgorithm):
         self._core.optimizer = self.policy.optimizer
         self._core.load_state_dict(self._core.state_dict() | self._core_state)
 
+    def _update_current_progress_remaining(self, num_timesteps: int, total_timesteps: int) -> None:
+        """Never below 0, where a schedule would give a negative learning rate: a rollout may go beyond the end."""
+        super()._update_current_progress_remaining(min(num_timesteps, total_timesteps), total_timesteps)
+
     def _cfg(self) -> GRPOCfg:
         if isinstance(self.credit, str):
             self.credit = CreditCfg(**objective_preset(self.credit).settings["credit"])

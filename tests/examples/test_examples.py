@@ -36,6 +36,15 @@ def check_custom_environment(out: str, run_dir: Path) -> None:
     assert re.search(rf"loaded again: {NUMBER} over 10 fresh episodes", out)
 
 
+def check_torch_native(out: str, run_dir: Path) -> None:
+    start, later = (line.split("[")[1].rstrip("]").split() for line in out.splitlines() if line.startswith("offsets"))
+    assert len(set(start)) == 1
+    assert len(set(later)) == 4
+    assert float(re.search(rf"{NUMBER} million steps a second", out)[1]) > 0
+    assert 0 < float(re.search(rf"trained: {NUMBER} of at most 100", out)[1]) <= 100
+    assert re.search(rf"loaded again: {NUMBER} over 10 fresh episodes", out)
+
+
 def check_custom_algorithm(out: str, run_dir: Path) -> None:
     assert re.search(rf"half way: {NUMBER}", out)
     assert re.search(rf"imitate_best with elite 0\.5: {NUMBER} in the end", out)
@@ -82,6 +91,7 @@ def check_sb3_grpo(out: str, run_dir: Path) -> None:
 CASES = {
     "python_api": (["--total-steps", "300"], check_python_api),
     "custom_environment": (["--total-steps", "200"], check_custom_environment),
+    "torch_native": (["--total-steps", "200"], check_torch_native),
     "custom_algorithm": (["--total-steps", "4000"], check_custom_algorithm),
     "custom_credit": (["--total-steps", "200"], check_custom_credit),
     "callbacks": (["--total-steps", "2000", "--score", "1"], check_callbacks),

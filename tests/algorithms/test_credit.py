@@ -7,45 +7,55 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from groupwise.algorithms.anchors import anchors
 from groupwise.algorithms.configs import CreditCfg
-from groupwise.algorithms.credit import CREDIT_RULES, CreditInput, advantages, register_credit
-from groupwise.errors import ConfigError, UnknownNameError
+from groupwise.algorithms.credit import CREDIT_RULES, CreditInput, advantages, next_score_average, register_credit
+from groupwise.errors import ConfigError, DataError, UnknownNameError
+from groupwise.functional.reduce import local
 
 PRESETS = json.loads(files("groupwise").joinpath("presets/objectives.json").read_text())
 
 
-def rollout(episodes, *, steps=None, per_row=1):
-    """Transitions [N, T]; each episode is (group, rewards, end) with end "terminated", "truncated" or "unscorable"."""
-    rows = [episodes[i : i + per_row] for i in range(0, len(episodes), per_row)]
-    steps = steps or max(sum(len(rewards) for _, rewards, _ in row) for row in rows)
+def rollout(episodes, *, steps=None, per_row=1, **more):
+    """Transitions [N, T]; each episode is (group, rewards, end), its end terminated, truncated, unscorable or greedy.
+
+    ``more`` are further keys: for each episode what each of its steps has there.
+    """
+    rows = [list(range(i, min(i + per_row, len(episodes)))) for i in range(0, len(episodes), per_row)]
+    steps = steps or max(sum(len(episodes[i][1]) for i in row) for row in rows)
     shape = (len(rows), steps)
-    batch = {
-        "reward": torch.zeros(shape),
-        "terminated": torch.zeros(shape, dtype=torch.bool),
-        "truncated": torch.zeros(shape, dtype=torch.bool),
-        "valid": torch.zeros(shape, dtype=torch.bool),
-        "loss_mask": torch.zeros(shape, dtype=torch.bool),
-        "group_id": torch.full(shape, -1),
-        "episode_id": torch.full(shape, -1),
-        "step": torch.zeros(shape, dtype=torch.int64),
-    }
-    episode_id = 0
+    off = {name: torch.zeros(shape, dtype=torch.bool) for name in ("terminated", "truncated", "valid", "loss_mask")}
+    ids = {name: torch.full(shape, -1) for name in ("group_id", "episode_id")}
+    batch = off | ids | {"reward": torch.zeros(shape), "step": torch.zeros(shape, dtype=torch.int64)}
+    batch |= {name: zeros_like_steps(values, shape) for name, values in more.items()}
+    if any(end == "greedy" for _, _, end in episodes):
+        batch["greedy"] = torch.zeros(shape, dtype=torch.bool)
     for n, row in enumerate(rows):
         t = 0
-        for group, rewards, end in row:
+        for episode_id in row:
+            group, rewards, end = episodes[episode_id]
             span = slice(t, t + len(rewards))
             batch["reward"][n, span] = torch.tensor(rewards)
             batch["valid"][n, span] = True
-            batch["loss_mask"][n, span] = end != "unscorable"
+            batch["loss_mask"][n, span] = end not in ("unscorable", "greedy")
             batch["group_id"][n, span] = group
             batch["episode_id"][n, span] = episode_id
             batch["step"][n, span] = torch.arange(len(rewards))
             batch["truncated" if end == "truncated" else "terminated"][n, span.stop - 1] = True
-            episode_id, t = episode_id + 1, span.stop
+            if end == "greedy":
+                batch["greedy"][n, span] = True
+            for name, values in more.items():
+                batch[name][n, span] = torch.tensor(values[episode_id])
+            t = span.stop
     return TensorDict(batch, batch_size=list(shape))
 
 
-def credit(batch, gamma=1.0, **choices):
+def zeros_like_steps(values, shape):
+    one = torch.tensor(values[0][0])
+    return torch.zeros((*shape, *one.shape), dtype=one.dtype)
+
+
+def credit(batch, gamma=1.0, average=None, all_sum=local, **choices):
     return advantages(
         CreditInput(
             batch=batch,
@@ -54,6 +64,9 @@ def credit(batch, gamma=1.0, **choices):
             gamma=gamma,
             num_groups=int(batch["group_id"].max()) + 1,
             num_episodes=int(batch["episode_id"].max()) + 1,
+            all_sum=all_sum,
+            average=average,
+            choice_variance=batch.get("variance", None),
         )
     )
 
@@ -171,12 +184,6 @@ def test_constant_step_rewards_say_nothing_to_process_supervision():
     assert credit(batch, **preset("sb3_process_deepseek")).abs().max() == 0
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_a_group_of_one_has_nothing_to_be_compared_with(name):
-    batch = rollout([(0, [5.0], "terminated")])
-    assert credit(batch, **PRESETS[name]["credit"]).abs().max() == 0
-
-
 @pytest.mark.parametrize(
     "choices",
     [preset("grpo"), preset("rloo"), preset("sb3_process"), preset("embodichain"), STEP | {"early_finisher": "absorb"}],
@@ -188,20 +195,6 @@ def test_an_unscorable_member_is_no_member(choices):
     out = credit(joined, **choices)
     torch.testing.assert_close(out[:2], credit(alone, **choices))
     assert out[2].abs().max() == 0
-
-
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_groups_do_not_see_each_other_and_row_order_does_not_matter(name):
-    choices = PRESETS[name]["credit"]
-    torch.manual_seed(0)
-    episodes = [(g, torch.randn(int(n)).tolist(), "terminated") for g in range(3) for n in torch.randint(1, 6, (4,))]
-    together = rollout(episodes, steps=6)
-    out = credit(together, **choices)
-    order = torch.randperm(12)
-    torch.testing.assert_close(credit(together[order], **choices), out[order], atol=1e-5, rtol=1e-4)
-    for g in range(3):
-        own = rollout([(0, rewards, end) for group, rewards, end in episodes if group == g], steps=6)
-        torch.testing.assert_close(out[4 * g : 4 * g + 4], credit(own, **choices), atol=1e-5, rtol=1e-4)
 
 
 def test_a_rule_of_the_users_own():
@@ -229,3 +222,341 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
     batch = rollout([(0, [1.0, 2.0], "terminated"), (1, [7.0, 7.0], "terminated")])
     batch["step"] = torch.tensor([[2, 3], [0, 1]])
     assert credit(batch, group_key="group_step", returns="return_to_go", scale="none").tolist() == [[0.0, 0.0]] * 2
+
+
+# ------------------------------------------------------------------------------ papers and libraries, by their presets
+
+
+def expect(batch, expected, *, name, average=None, **changes):
+    got = per_episode(credit(batch, average=average, **preset(name, **changes)), batch)
+    for have, want in zip(got, expected, strict=True):
+        torch.testing.assert_close(have, want, atol=2e-6, rtol=0)
+
+
+GOLDEN = [(0, [r], "terminated") for r in [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]]
+# returns to go 3 2 2 | 1 1: mean 1.8, unbiased deviation .83666
+WHITE = [[1.434274, 0.239046, 0.239046], [-0.956183, -0.956183]]
+
+
+@pytest.mark.parametrize("name", ["max_rl", "gpg"])
+def test_scaled_outcomes_on_the_golden_group(name):
+    expect(rollout(GOLDEN), [[3.0], [-1.0], [-1.0], [3.0], *[[-1.0]] * 4], name=name)
+
+
+def test_pass_at_k():
+    expect(rollout(GOLDEN), [[0.0]] * 8, name="grpo_passk")  # two are best
+    # 3 beside 1: 2 over the deviation 1.414214 + 1e-6
+    expect(rollout(TWO), [[1.414213] * 3, [0.0, 0.0]], name="grpo_passk")
+
+
+@pytest.mark.parametrize("groups", [(0, 0), (0, 1), (1, 0)])
+def test_reinforce_plus_plus_compares_the_batch_whatever_the_groups(groups):
+    episodes = [(group, *rest) for group, (_, *rest) in zip(groups, TWO, strict=True)]
+    expect(rollout(episodes), WHITE, name="reinforce_plus_plus")
+
+
+def test_reinforce_plus_plus_baseline():
+    # outcomes 3 and 1 less 2: 1 1 1 -1 -1, mean .2, squares 3 * .64 + 2 * 1.44 = 4.8, deviation sqrt(4.8 / 4)
+    expected = [[0.730297] * 3, [-1.095445] * 2]
+    expect(rollout(TWO), expected, name="reinforce_plus_plus_baseline")
+    # a group that teaches nothing changes nothing, and gets nothing
+    more = rollout([*TWO, (1, [1.0], "terminated"), (1, [1.0], "terminated")])
+    expect(more, [*expected, [0.0], [0.0]], name="reinforce_plus_plus_baseline")
+    # verl counts its two zeros: mean 1 / 7, squares 204 / 42, deviation sqrt(204 / 42 / 6) = .899735
+    verl = [[0.952661] * 3, [-1.270215] * 2, [-0.158777], [-0.158777]]
+    expect(more, verl, name="reinforce_plus_plus_baseline", normalize="batch")
+
+
+def test_opo_weighs_by_length():
+    # (3 * 3 + 2 * 1) / 5 = 2.2
+    expect(rollout(TWO), [[0.8] * 3, [-1.2] * 2], name="opo")
+
+
+def test_remax_compares_with_the_greedy_attempt():
+    episodes = [*TWO, (0, [1.0, 1.0], "greedy"), (1, [7.0], "terminated"), (1, [4.0], "greedy")]
+    batch = rollout(episodes)
+    # 3 and 1 against 2; a member alone has the greedy attempt for company; the latter is not trained on
+    expect(batch, [[1.0] * 3, [-1.0] * 2, [0.0, 0.0], [3.0], [0.0]], name="remax")
+    # a group that lost it has nothing to be compared with
+    expect(rollout(episodes[:-1]), [[1.0] * 3, [-1.0] * 2, [0.0, 0.0], [0.0]], name="remax")
+    # members' scores 3, 1, 7: deviation sqrt(28 / 3)
+    expect(
+        batch, [[0.327327] * 3, [-0.327327] * 2, [0.0] * 2, [0.981981], [0.0]], name="remax", scale="batch_std", eps=0
+    )
+    with pytest.raises(DataError, match="no 'greedy'; mend"):
+        credit(rollout(TWO), **preset("remax"))
+
+
+def test_rae_compares_with_the_past():
+    expect(rollout(TWO), [[1.0] * 3, [-1.0] * 2], name="rae")  # no past yet: the mean of what there is, 2
+    expect(rollout(TWO), [[2.5] * 3, [0.5] * 2], name="rae", average=torch.tensor(0.5))
+    lone = rollout([(0, [3.0], "terminated"), (1, [1.0], "unscorable")])
+    expect(lone, [[2.5], [0.0]], name="rae", average=torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9])
+def test_the_average_takes_in_scorable_attempts(decay):
+    batch = rollout([*TWO, (0, [9.0], "unscorable")])
+    given = CreditInput(batch, batch["reward"], CreditCfg(baseline="ema", scale="none", ema_decay=decay), 1.0, 1, 3)
+    assert next_score_average(given) == 2.0
+    # two attempts of mean 2
+    after = next_score_average(given._replace(average=torch.tensor(6.0)))
+    torch.testing.assert_close(after, torch.tensor(2 + 4 * decay**2))
+
+
+PARTS = [[[1.0, 0.0]], [[0.0, 0.0]], [[0.0, 3.0]]]
+
+
+def test_gdpo_normalises_each_part():
+    batch = rollout([(0, [1.0], "terminated"), (0, [0.0], "terminated"), (0, [3.0], "terminated")], reward_parts=PARTS)
+    # one of three in each part: 1.154701 for it, -.577350 for the others; their sum has deviation 1 already
+    expect(batch, [[0.577350], [-1.154701], [0.577350]], name="gdpo", eps=0)
+    weighted = {"part_weights": (1.0, 0.0), "normalize": "none", "eps": 0.0}
+    expect(batch, [[1.154701], [-0.577350], [-0.577350]], name="gdpo", **weighted)
+    both = {"part_weights": (1.0, 0.5), "normalize": "none", "eps": 0.0}
+    expect(batch, [[0.866026], [-0.866026], [0.0]], name="gdpo", **both)
+    with pytest.raises(DataError, match="3 weights for 2 parts"):
+        credit(batch, **preset("gdpo", part_weights=(1.0, 1.0, 1.0)))
+    with pytest.raises(DataError, match=r"no 'reward_parts'; mend: .*env\.reward_parts"):
+        credit(rollout(TWO), **preset("gdpo"))
+
+
+CHANCE = [[0.5, 0.5, 1.0], [1.5, 0.5]]
+
+
+@pytest.mark.parametrize("per_row", [1, 2])
+def test_optimal_token_baseline(per_row):
+    # weights .5 1 2 | 1.5 2; t0: (3 * .5 + 1 * 1.5) / 2 = 1.5; t1: (2 * 1 + 1 * 2) / 3 = 4/3; t2: nobody else
+    expected = [[1.5, 0.666667, 0.0], [-0.5, -0.333333]]
+    expect(rollout(TWO, per_row=per_row, variance=CHANCE), expected, name="optimal_token_baseline")
+    # where everything was certain, the mean
+    certain = rollout(TWO, variance=[[0.0] * 3, [0.0] * 2])
+    expect(certain, [[1.0, 0.5, 0.0], [-1.0, -0.5]], name="optimal_token_baseline")
+    # the longest takes its episode's advantage, 3 - 2, at t2
+    fallback = [[1.5, 0.666667, 1.0], [-0.5, -0.333333]]
+    batch = rollout(TWO, variance=CHANCE)
+    expect(batch, fallback, name="optimal_token_baseline", lone_member="trajectory")
+    with pytest.raises(DataError, match="choice_variance"):
+        credit(rollout(TWO), **preset("optimal_token_baseline"))
+
+
+def test_chance_of_steps_that_do_not_count_is_not_seen():
+    batch = rollout(TWO, variance=CHANCE)
+    batch["loss_mask"][0, 0] = False
+    # t0: one member left; t1: weights .5 and 2: (2 * .5 + 1 * 2) / 2.5 = 1.2
+    expect(batch, [[0.0, 0.8, 0.0], [0.0, -0.2]], name="optimal_token_baseline")
+
+
+OBS = [[[7.0], [8.0], [9.0]], [[8.0], [5.0]]]
+
+
+@pytest.mark.parametrize("obs", [OBS, [[[-0.0], [-0.0]][:1] * 3, [[0.0], [1.0]]]])
+@pytest.mark.parametrize("per_row", [1, 2])
+def test_gigpo(obs, per_row):
+    batch = rollout(TWO, per_row=per_row, obs=obs)
+    if obs is not OBS:
+        # all of the first attempt and the start of the second: returns to go 1.5 1 2 | .5, mean 1.25
+        expect_discounted(batch, [[1.25, 0.75, 1.75], [-1.75, -1.0]], "gigpo_no_std")
+        return
+    # episodes +-1; t1 of the first met the start of the second: discounted 1 and .5, mean .75
+    expect_discounted(batch, [[1.0, 1.25, 1.0], [-1.25, -1.0]], "gigpo_no_std")
+    expect_discounted(batch, [[1.0, 1.5, 1.0], [-1.5, -1.0]], "gigpo_no_std", anchor_weight=2.0)
+    # over their deviations: 1 / 1.414214 and .25 / .353553, both .707107
+    one = 0.707107
+    expect_discounted(batch, [[one, 2 * one, one], [-2 * one, -one]], "gigpo", eps=0.0)
+    # leave one out: 3 - 1, and 1 - .5
+    expect_discounted(batch, [[2.0, 2.5, 2.0], [-2.5, -2.0]], "gigpo_no_std", baseline="leave_one_out")
+
+
+def expect_discounted(batch, expected, name, **changes):
+    got = per_episode(credit(batch, gamma=0.5, **preset(name, **changes)), batch)
+    for have, want in zip(got, expected, strict=True):
+        torch.testing.assert_close(have, want, atol=2e-6, rtol=0)
+
+
+def test_anchors_are_of_one_group_and_of_members_only():
+    group_id = torch.tensor([[0, 0, 1, 1], [0, 0, 1, -1]])
+    obs = torch.tensor([[1, 2, 1, 2], [2, 2, 1, 1]])[..., None]
+    member = torch.ones(2, 4).bool()
+    member[1, 1], member[1, 3] = False, False
+    ids, number = anchors(obs, group_id, member)
+    assert number == 4
+    assert ids.tolist() == [[0, 1, 2, 3], [1, -1, 2, -1]]
+    nested = TensorDict({"b": obs, "a": {"image": torch.zeros(2, 4, 3, 3)}}, batch_size=[2, 4])
+    assert torch.equal(anchors(nested, group_id, member)[0], ids)
+    nested["a", "image"][1, 0, 2, 2] = 1.0
+    assert anchors(nested, group_id, member)[0].tolist() == [[0, 1, 2, 3], [4, -1, 2, -1]]
+    nobody, number = anchors(nested, group_id, member & False)
+    assert (number, nobody.tolist()) == (0, [[-1] * 4] * 2)
+
+
+def test_turns_are_compared_once_each():
+    # turn 0: 1 + 0 against 0 + 1 against 4 in one step: mean 2, however many steps; turn 1: 2 against 1; turn 2: alone
+    episodes = [(0, [1.0, 0.0, 2.0, 5.0], "terminated"), (0, [0.0, 1.0, 1.0], "terminated"), (0, [4.0], "terminated")]
+    turns = [[0, 0, 1, 2], [0, 0, 1], [0]]
+    batch = rollout(episodes, turn_id=turns)
+    # the lone turn takes its episode's: 8, 2, 4, mean 14 / 3
+    expect(batch, [[-1.0, -1.0, 0.5, 3.333333], [-1.0, -1.0, -0.5], [2.0]], name="agilerl_turn")
+    zero = [[-1.0, -1.0, 0.5, 0.0], [-1.0, -1.0, -0.5], [2.0]]
+    expect(batch, zero, name="agilerl_turn", lone_member="zero")
+    # deviations: -1 -1 2, squares 6 over 2; .5 and .5 over 1
+    root = 3**0.5
+    scaled = [[-1 / root, -1 / root, 0.707107, 0.0], [-1 / root, -1 / root, -0.707107], [2 / root]]
+    expect(batch, scaled, name="agilerl_turn", lone_member="zero", scale="std")
+    # absorbed: 2, 1 and a 0 in turn 1; 5 and two 0 in turn 2
+    absorbed = [[-1.0, -1.0, 1.0, 3.333333], [-1.0, -1.0, 0.0], [2.0]]
+    expect(batch, absorbed, name="agilerl_turn", early_finisher="absorb")
+    # the trajectory's, from the first turn that somebody missed
+    whole = [[-1.0, -1.0, 3.333333, 3.333333], [-1.0, -1.0, -2.666667], [2.0]]
+    expect(batch, whole, name="agilerl_turn", early_finisher="trajectory")
+
+
+def test_each_step_is_a_turn_where_there_are_none():
+    # t0: 1 against 0; t1: 0 against 1; t2 alone: 3 - 2
+    expect(rollout(TWO), [[0.5, -0.5, 1.0], [-0.5, 0.5]], name="agilerl_turn")
+
+
+def test_a_turns_first_steps_need_not_count():
+    # a tool's output opens the first turn: its place is taken by the next step, and its reward is not the policy's
+    batch = rollout(TWO, turn_id=[[0, 0, 0], [0, 0]])
+    batch["loss_mask"][0, 0] = False
+    # 0 + 2 against 0 + 1
+    expect(batch, [[0.0, 0.5, 0.5], [-0.5, -0.5]], name="agilerl_turn")
+
+
+def test_kl_shaping_is_grpos_credit_without_a_reference():
+    expect(rollout(TWO), [[0.707057] * 3, [-0.707057] * 2], name="kl_shaping")
+
+
+# --------------------------------------------------------------------------------------------------- every preset
+
+# one preset for each credit: many differ in their objective only
+RULES = sorted({str(p["credit"]): name for name, p in PRESETS.items()}.values())
+OF_THE_BATCH = ["gdpo", "gpg", "rae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+
+
+def every_key(episodes, **kw):
+    """A rollout with all that any rule asks for; the same for an episode wherever it stands."""
+    lengths = [len(rewards) for _, rewards, _ in episodes]
+    return rollout(
+        episodes,
+        reward_parts=[[[r, -float(t)] for t, r in enumerate(rewards)] for _, rewards, _ in episodes],
+        variance=[[0.1 + 0.2 * t for t in range(n)] for n in lengths],
+        obs=[[[float(t // 2)] for t in range(n)] for n in lengths],
+        turn_id=[[t // 2 for t in range(n)] for n in lengths],
+        **kw,
+    )
+
+
+def random_episodes(seed, groups=3):
+    torch.manual_seed(seed)
+    lengths = torch.randint(1, 6, (groups, 5)).tolist()
+    ends = ["terminated", "truncated", "terminated", "unscorable", "greedy"]
+    return [(g, torch.rand(n).tolist(), end) for g in range(groups) for n, end in zip(lengths[g], ends, strict=True)]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_member_alone_never_gets_its_score(name):
+    batch = every_key([(0, [5.0], "terminated"), (0, [2.0], "greedy"), (0, [3.0], "unscorable")])
+    compared = 3.0 if name == "remax" else 0.0  # with the greedy attempt
+    assert per_episode(credit(batch, **preset(name)), batch) == [[compared], [0.0], [0.0]]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_equal_attempts_get_exactly_zero(name):
+    batch = every_key(
+        [(0, [0.3], "terminated"), (0, [0.3], "terminated"), (0, [0.3], "greedy"), (0, [0.3], "terminated")]
+    )
+    assert not credit(batch, **preset(name)).any()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_order_of_rows_and_members_and_padding_mean_nothing(name):
+    episodes = random_episodes(1)
+    batch = every_key(episodes, steps=6)
+    out = credit(batch, **preset(name))
+    assert out.any()
+    order = torch.randperm(15)
+    torch.testing.assert_close(credit(batch[order], **preset(name)), out[order], atol=1e-5, rtol=1e-4)
+    wide = every_key(episodes, steps=17, per_row=3)
+    wide = per_episode(credit(wide, **preset(name)), wide)
+    for have, want in zip(wide, per_episode(out, batch), strict=True):
+        torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(set(RULES) - set(OF_THE_BATCH)))
+def test_groups_do_not_see_each_other(name):
+    episodes = random_episodes(2)
+    out = credit(every_key(episodes, steps=6), **preset(name))
+    for g in range(3):
+        own = every_key([(0, rewards, end) for group, rewards, end in episodes if group == g], steps=6)
+        torch.testing.assert_close(out[5 * g : 5 * g + 5], credit(own, **preset(name)), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", OF_THE_BATCH)
+def test_two_ranks_are_one_batch(name, two_ranks):
+    episodes = random_episodes(3, groups=4)
+    whole = credit(every_key(episodes, steps=6), **preset(name))
+    ranks = []
+    for half in (0, 1):
+        own = [(g - 2 * half, rewards, end) for g, rewards, end in episodes if g // 2 == half]
+        ranks.append((every_key(own, steps=6),))
+
+    def on_rank(batch, all_sum):
+        return credit(batch, all_sum=all_sum, **preset(name))
+
+    torch.testing.assert_close(two_ranks(on_rank, *ranks), whole[:10], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(two_ranks(on_rank, *reversed(ranks)), whole[10:], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(set(RULES) - {"max_rl", "gpg"}))
+def test_a_bonus_that_all_attempts_get_changes_nothing(name):
+    episodes = random_episodes(4)
+    batch = every_key(episodes, steps=6)
+    out = credit(batch, **preset(name))
+    last = batch["terminated"] | batch["truncated"]
+    batch["reward"] = batch["reward"] + last
+    batch["reward_parts"] = batch["reward_parts"] + last[..., None]
+    # a bonus at the end is the same for all in outcomes and returns to go, but not for single steps
+    unlike = preset(name)["returns"] in ("process", "turn")
+    assert torch.allclose(credit(batch, **preset(name)), out, atol=1e-4, rtol=1e-3) != unlike
+
+
+@pytest.mark.parametrize("normalize", ["batch", "informative"])
+def test_normalised_advantages_have_mean_0_and_deviation_1(normalize):
+    batch = every_key([*random_episodes(5), (3, [2.0] * 4, "terminated"), (3, [8.0], "terminated")])
+    out = credit(batch, scale="none", normalize=normalize)
+    counted = out[batch["loss_mask"]] if normalize == "batch" else out[batch["loss_mask"] & (batch["group_id"] < 3)]
+    torch.testing.assert_close(counted.mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
+    torch.testing.assert_close(counted.std(), torch.tensor(1.0), atol=1e-3, rtol=0)
+    assert out[batch["group_id"] == 3].any() == (normalize == "batch")
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"returns": "turn"}, "got group_key='group', mend: group_key='group_step'"),
+        ({"group_key": "group_step", "returns": "process"}, "got returns='process', mend: returns='return_to_go'"),
+        ({"part_weights": (1.0,)}, "got reward='total', mend: reward='parts'"),
+        ({"baseline": "greedy", "returns": "process"}, "baseline='greedy' .* got returns='process', mend"),
+        ({"baseline": "length_weighted", "returns": "return_to_go"}, "got returns='return_to_go', mend"),
+        ({"baseline": "second_best", "returns": "return_to_go"}, "got returns='return_to_go', mend"),
+        ({"baseline": "ema", "returns": "return_to_go"}, "got returns='return_to_go', mend"),
+        ({"baseline": "ema", "scale": "std"}, "scale='std' .*baseline='ema' .*mend: scale='none' or 'batch_std'"),
+        ({"baseline": "greedy", "scale": "mean"}, "scale='mean' .*baseline='greedy'"),
+        ({"baseline": "greedy", "scale": "population_std"}, "scale='population_std' .*baseline='greedy'"),
+        ({"baseline": "ema", "scale": "none", "reward": "parts"}, "got reward='parts', mend: reward='total'"),
+        ({"baseline": "optimal_token"}, "got group_key='group', returns='outcome', early_finisher='mask'"),
+        (
+            {"baseline": "optimal_token", **STEP, "early_finisher": "absorb"},
+            "early_finisher='absorb', mend: 'group_step', 'return_to_go', 'mask'",
+        ),
+        ({"baseline": "none", "scale": "none"}, "normalize='none', mend: 'group', 'none', 'batch'"),
+        ({"baseline": "none", "scale": "none", "normalize": "informative"}, "normalize='informative', mend"),
+        ({"baseline": "none", "normalize": "batch"}, "scale='std'"),
+        ({"baseline": "none", "normalize": "batch", **STEP}, "group_key='group_step'"),
+    ],
+)
+def test_compositions_that_make_no_sense_are_refused(choices, message):
+    with pytest.raises(ValueError, match=message):
+        CreditCfg(**choices)

@@ -43,11 +43,16 @@ CALLS = {
     returns.discounted_sum: ((X, Y), {}),
     returns.return_to_go: ((X, MASK, 0.9), {}),
     returns.episode_return: ((X, IDS, 4), {}),
+    returns.running_sum: ((X, IDS), {}),
     advantages.gae: ((X, Y, Z, MASK, OFF), {"gamma": 0.9, "gae_lambda": 0.9}),
     advantages.group_relative: (
         (X, IDS, 4),
         {"baseline": "leave_one_out", "scale": "std", "member": MASK, "zeros": PER_KEY},
     ),
+    advantages.baseline_relative: ((X, Y), {"scale": "batch_std", "member": MASK}),
+    advantages.next_average: ((PER_KEY[0], X, MASK, 0.9), {}),
+    advantages.choice_variance: ((X, STEP[:, 0]), {}),
+    advantages.kl_shaping: ((X, IDS, 4, MASK), {}),
     advantages.comparable: ((IDS, 4, MASK, PER_KEY), {}),
     advantages.absorbed_count: ((IDS, STEP, MASK, 4, 6), {}),
     objective.bounded_exp: ((X,), {}),
@@ -94,13 +99,17 @@ CALLS = {
     diagnostics.effective_sample_size: ((X, MASK), {}),
     diagnostics.zero_variance_groups: ((LINE, LINE_IDS, 6, LINE_MASK), {}),
 }
-SCALES = ["std", "population_std", "batch_std", "none"]
+CHOICES = [
+    *({"scale": scale} for scale in ("std", "population_std", "batch_std", "mean", "nonzero_share", "none")),
+    *({"baseline": baseline} for baseline in ("mean", "leave_one_out", "second_best")),
+    {"baseline": "mean", "weight": Y.abs()},
+]
 EVERY = [pytest.param(f, args, kw, id=f.__name__) for f, (args, kw) in CALLS.items()]
 EVERY += [
-    pytest.param(f, args, {**kw, "scale": scale}, id=f"{f.__name__}-{scale}")
+    pytest.param(f, args, {**kw, **choice}, id=f"{f.__name__}-{'-'.join(map(str, choice))}{i}")
     for f, (args, kw) in CALLS.items()
     if f is advantages.group_relative
-    for scale in SCALES
+    for i, choice in enumerate(CHOICES)
 ]
 MODULES = [reduce, returns, advantages, objective, trust_regions, selection, correction, kl, diagnostics]
 

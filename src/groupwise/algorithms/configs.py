@@ -48,26 +48,72 @@ class CreditCfg(Cfg):
 
     rule: str = "composed"
     """``composed`` of the choices below, or the name of a registered credit rule."""
+    reward: Literal["total", "parts"] = "total"
+    """The reward, or each part of it (``env.reward_parts``) on its own: their advantages are added up (GDPO)."""
+    part_weights: tuple[float, ...] = ()
+    """``parts``: weight of each part's advantage. Empty: 1 each."""
     group_key: Literal["group", "group_step"] = "group"
-    """What is compared: all of the group, or only the same time step of its members."""
-    returns: Literal["outcome", "process", "return_to_go"] = "outcome"
-    """Score: sum of the episode's rewards; DeepSeekMath's normalised step rewards summed from here on; discounted reward from here on."""
-    baseline: Literal["mean", "leave_one_out"] = "mean"
-    """Subtracted from the score: the mean of what it is compared with, with or without itself."""
-    scale: Literal["std", "population_std", "batch_std", "none"] = "std"
-    """Divided by: unbiased or population deviation of what it is compared with, unbiased deviation of all scores in the batch, or nothing."""
+    """What is compared: all of the group, or only the same time step (with ``turn``: the same turn) of its members."""
+    returns: Literal["outcome", "process", "return_to_go", "turn"] = "outcome"
+    """Score: sum of the episode's rewards; DeepSeekMath's normalised step rewards summed from here on; discounted reward from here on; sum of the turn's rewards (each step is a turn where the rollout has no ``turn_id``)."""
+    baseline: Literal[
+        "mean", "leave_one_out", "length_weighted", "optimal_token", "second_best", "greedy", "ema", "none"
+    ] = "mean"  # fmt: skip
+    """Subtracted from the score: the mean of what it is compared with; the mean without itself; the mean weighted by the episodes' lengths (OPO), or by how much chance each path has seen (optimal token baseline); the second best, for the best only (Pass@k); the score of a deterministic attempt (ReMax); a moving average over the iterations (RAE); nothing, with ``normalize``."""
+    scale: Literal["std", "population_std", "batch_std", "mean", "nonzero_share", "none"] = "std"
+    """Divided by: unbiased or population deviation of what it is compared with; unbiased deviation of all scores in the batch; mean of what it is compared with (MaxRL); share of the batch's scores that are not 0 (GPG); or nothing."""
     early_finisher: Literal["absorb", "mask", "trajectory"] = "mask"
     """With ``group_step``, at steps after a sibling ended: a *terminated* sibling counts with return 0 and a truncated one is absent; every ended sibling is absent; the step takes the trajectory's advantage instead."""
     lone_member: Literal["zero", "trajectory"] = "zero"
     """Where nothing is left to compare with: advantage 0, or the trajectory's advantage (0 in a group of one)."""
     eps: NonNegative = 1e-4
     """Added to the deviation, in units of the score. 1e-8 turns float noise into full-size advantages."""
+    anchor_weight: NonNegative = 0.0
+    """Weight of a second advantage, which compares the discounted returns of all steps of the group that saw the same observation (GiGPO's omega). 0: none."""
+    normalize: Literal["none", "batch", "informative"] = "none"
+    """Advantages in the end to mean 0 and deviation 1 over all steps of the batch and all ranks: not at all; all of them; those of groups in which anything differed, while the others stay 0."""
+    ema_decay: Fraction = 0.95
+    """``ema``: share of the moving average that one attempt leaves. Default: SPIRAL's."""
+    kl_placement: Literal["loss", "reward", "advantage"] = "loss"
+    """Where ``kl_coef`` times the KL goes: to the loss; off each step's reward, before credit; or into the advantage, as the episode's mean less each step's, at the update's start."""
 
     @model_validator(mode="after")
-    def _check(self) -> "CreditCfg":
-        if self.group_key == "group_step" and self.returns != "return_to_go":
+    def _check_key(self) -> "CreditCfg":
+        if self.group_key == "group_step" and self.returns not in ("return_to_go", "turn"):
             raise ValueError(
                 f"group_key='group_step' compares returns from a step on; got returns={self.returns!r}, mend: returns='return_to_go'"
+            )
+        if self.returns == "turn" and self.group_key != "group_step":
+            raise ValueError(
+                f"returns='turn' compares the same turn; got group_key={self.group_key!r}, mend: group_key='group_step'"
+            )
+        if self.part_weights and self.reward != "parts":
+            raise ValueError(
+                f"part_weights={self.part_weights} weigh parts; got reward={self.reward!r}, mend: reward='parts'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_baseline(self) -> "CreditCfg":
+        of_outcomes = ("length_weighted", "second_best", "greedy", "ema")
+        if self.baseline in of_outcomes and self.returns != "outcome":
+            raise ValueError(
+                f"baseline={self.baseline!r} is one of whole episodes; got returns={self.returns!r}, mend: returns='outcome'"
+            )
+        if self.baseline in ("greedy", "ema") and self.scale in ("std", "population_std", "mean"):
+            raise ValueError(
+                f"scale={self.scale!r} is the group's, which baseline={self.baseline!r} does not compare with; mend: scale='none' or 'batch_std'"
+            )
+        if self.baseline == "ema" and self.reward == "parts":
+            raise ValueError("baseline='ema' keeps one average; got reward='parts', mend: reward='total'")
+        found = (self.group_key, self.returns, self.early_finisher)
+        if self.baseline == "optimal_token" and found != ("group_step", "return_to_go", "mask"):
+            raise ValueError(
+                f"baseline='optimal_token' weighs the members that live at a step; got group_key={found[0]!r}, returns={found[1]!r}, early_finisher={found[2]!r}, mend: 'group_step', 'return_to_go', 'mask'"
+            )
+        if self.baseline == "none" and (self.group_key, self.scale, self.normalize) != ("group", "none", "batch"):
+            raise ValueError(
+                f"baseline='none' leaves raw scores; got group_key={self.group_key!r}, scale={self.scale!r}, normalize={self.normalize!r}, mend: 'group', 'none', 'batch'"
             )
         return self
 

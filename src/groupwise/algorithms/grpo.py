@@ -15,10 +15,11 @@ from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm, Terms
 from groupwise.algorithms.configs import GRPOCfg
-from groupwise.algorithms.credit import CreditInput, advantages, credit_rule, episode_groups
+from groupwise.algorithms.credit import CreditInput, advantages, check_credit, episode_groups, next_score_average
 from groupwise.algorithms.surrogate import diagnostics, policy_loss, policy_ratio, reference_kl
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
+from groupwise.functional.advantages import choice_variance, kl_shaping
 from groupwise.functional.diagnostics import zero_variance_groups
 from groupwise.functional.returns import episode_return
 from groupwise.policies.base import Batch, Evaluation, Policy
@@ -33,9 +34,10 @@ class GRPO(BaseAlgorithm):
     cfg: GRPOCfg
 
     def __init__(self, cfg: GRPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
-        credit_rule(cfg.credit.rule)  # a rule that does not exist is better known before the first rollout
+        check_credit(cfg.credit, policy)
         super().__init__(cfg, policy, engine, seed=seed)
         self.reference = policy.make_reference() if cfg.kl_coef > 0 else None
+        self.score_average: Tensor | None = None
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns 0-dim metrics."""
@@ -48,6 +50,7 @@ class GRPO(BaseAlgorithm):
             num_groups=int(batch["group_id"].max()) + 1,
             num_episodes=int(batch["episode_id"].max()) + 1,
             all_sum=self.engine.sum,
+            average=self.score_average,
         )
         metrics = self.optimise(self._data(credit), credit.num_episodes)
         self.policy.absorb(rollout, self.engine)
@@ -63,7 +66,8 @@ class GRPO(BaseAlgorithm):
         loss, distance = policy, torch.zeros_like(policy)
         if cfg.kl_coef > 0:
             distance = reference_kl(objective, self.policy, evaluation, batch)
-            loss = loss + cfg.kl_coef * distance
+            if cfg.credit.kl_placement == "loss":
+                loss = loss + cfg.kl_coef * distance
         if self.entropy.enabled:
             loss = loss + self.entropy.loss(evaluation.entropy)
         approx_kl, clipped = diagnostics(objective, ratio, evaluation.log_prob, batch)
@@ -71,26 +75,51 @@ class GRPO(BaseAlgorithm):
 
     def state_dict(self) -> dict[str, object]:
         """Everything but the policy that the next update depends on."""
-        state = super().state_dict()
+        state = super().state_dict() | {"score_average": self.score_average}
         return state if self.reference is None else state | {"reference": self.reference.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from a saved ``state_dict``."""
         super().load_state_dict(state)
+        average = state["score_average"]
+        self.score_average = None if average is None else average.to(self.policy.device)
         if self.reference is not None:
             self.reference.load_state_dict(state["reference"])
 
     def _data(self, credit: CreditInput) -> dict[str, Nested]:
         """What the optimisation reads, ``[N, T]``."""
-        batch = credit.batch
-        data = self.objective_data(batch, self.training_data(batch), advantages(credit), credit.num_episodes)
+        data = self.training_data(credit.batch)
         if self.reference is not None:
             scores = self.score(self.reference, data)
             data["ref_log_prob"] = scores.log_prob
             if self.cfg.objective.kl_estimator == "exact":
                 assert scores.dist is not None
                 data["ref_dist"] = scores.dist
-        return data
+        return self.objective_data(credit.batch, data, self._advantage(credit, data), credit.num_episodes)
+
+    def _advantage(self, credit: CreditInput, data: dict[str, Nested]) -> Tensor:
+        """Advantages ``[N, T]``, with the KL to the reference where ``kl_placement`` puts it."""
+        cfg = self.cfg.credit
+        shaped = self.reference is not None and cfg.kl_placement != "loss"
+        distance = torch.zeros_like(credit.reward)
+        if shaped or cfg.baseline == "optimal_token":
+            start = self.score(self.policy, data)
+            if shaped:
+                # at the update's start the ratio is 1
+                at_start = data | {"old_log_prob": start.log_prob}
+                distance = self.cfg.kl_coef * reference_kl(self.cfg.objective, self.policy, start, at_start)
+            if cfg.baseline == "optimal_token":
+                assert start.dist is not None
+                credit = credit._replace(choice_variance=choice_variance(start.dist, credit.batch["action"]))
+        if cfg.kl_placement == "reward":
+            credit = credit._replace(reward=credit.reward - distance.masked_fill(~credit.batch["loss_mask"], 0))
+        if cfg.baseline == "ema":
+            self.score_average = next_score_average(credit)
+        advantage = advantages(credit)
+        if cfg.kl_placement == "advantage":
+            mask = credit.batch["loss_mask"]
+            advantage = advantage + kl_shaping(distance, credit.batch["episode_id"], credit.num_episodes, mask)
+        return advantage
 
     @torch.no_grad()
     def _renew_reference(self) -> None:

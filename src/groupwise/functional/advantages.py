@@ -10,11 +10,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from groupwise.functional.reduce import AllSum, gather_segments, local, segment_min_max, segment_sum
+from groupwise.functional.reduce import AllSum, gather_segments, local, masked_mean, segment_min_max, segment_sum
 from groupwise.functional.returns import discounted_sum
 
-Baseline = Literal["mean", "leave_one_out"]
-Scale = Literal["std", "population_std", "batch_std", "none"]
+Baseline = Literal["mean", "leave_one_out", "second_best"]
+BatchScale = Literal["batch_std", "nonzero_share", "none"]
+"""Scales that are one number for the whole batch."""
+Scale = Literal["std", "population_std", "mean"] | BatchScale
 
 
 def gae(
@@ -55,46 +57,131 @@ def group_relative(
     eps: float = 1e-4,
     member: Bool[Tensor, "*batch"] | None = None,
     zeros: Float[Tensor, " key"] | None = None,
+    weight: Float[Tensor, "*batch"] | None = None,
     all_sum: AllSum = local,
 ) -> Float[Tensor, "*batch"]:
-    """Score of each element less a baseline of its key, over a deviation if asked.
+    """Score of each element less a baseline of its key, over a scale if asked.
 
     ``baseline="mean"`` subtracts the mean of the key, ``"leave_one_out"`` the mean of its other members,
-    ``(sum - score) / (n - 1)``. With equal scores there is nothing to compare, and the advantage is exactly 0: so it
-    is for a member alone in its key, and rounding errors are never divided by a tiny deviation.
+    ``(sum - score) / (n - 1)``. ``"second_best"`` gives the best of a key what it is above the second best, and all
+    others 0. With equal scores there is nothing to compare, and the advantage is exactly 0: so it is for a member
+    alone in its key, and rounding errors are never divided by a tiny deviation.
 
     Args:
         key: 0..num_keys-1 in any order; keys may differ in size.
         scale: unbiased (``std``) or biased (``population_std``) deviation of the key, unbiased deviation of all
-            members of the batch and all ranks (``batch_std``), or nothing.
-        eps: added to the deviation, in units of the score.
+            members of the batch and all ranks (``batch_std``), mean of the key (``mean``; 0 where that is not positive),
+            share of the batch's scores that are not 0 (``nonzero_share``), or nothing.
+        eps: added to a deviation, in units of the score.
         member: elements that take part; the others get 0. None: all whose key is not -1.
-        zeros: how many further members with score 0 each key has. Those of a key without elements do not count.
+        zeros: how many further members with score 0 each key has; they do not count in ``second_best`` and weigh
+            nothing in a weighted mean. Those of a key without elements do not count at all.
+        weight: of each element in the mean that ``baseline="mean"`` subtracts, ``sum(w * score) / sum(w)``; the plain
+            mean where all weights of a key are 0.
 
     Source: mean and std: GRPO, https://arxiv.org/abs/2402.03300; without scale: Dr. GRPO,
         https://arxiv.org/abs/2503.20783; leave_one_out: RLOO, https://arxiv.org/abs/2402.14740; batch_std: Lite-PPO,
-        https://arxiv.org/abs/2508.08221.
+        https://arxiv.org/abs/2508.08221; second_best: https://arxiv.org/abs/2503.19595; scale by the mean: MaxRL,
+        https://arxiv.org/abs/2602.02710; nonzero_share: GPG, as in verl, https://github.com/volcengine/verl.
     """
     mask = _members(key, member)
     live = segment_sum(torch.ones_like(score), key, num_keys, mask)
     zeros = torch.zeros_like(live) if zeros is None else zeros.masked_fill(live == 0, 0)
     size = live + zeros
     mean = segment_sum(score, key, num_keys, mask) / size.clamp(min=1)
-    advantage = score - gather_segments(mean, key)
-    match scale:
-        case "none":
-            spread = torch.ones_like(score)
-        case "batch_std":
-            spread = _batch_deviation(score, mask, zeros, all_sum) + eps
-        case "std" | "population_std":
-            square = segment_sum(advantage.square(), key, num_keys, mask) + zeros * mean.square()
-            variance = square / (size - int(scale == "std")).clamp(min=1)
-            spread = gather_segments(variance.sqrt(), key) + eps
+    centred = score - gather_segments(mean, key)
+    match baseline:
+        case "mean":
+            centre = mean if weight is None else _weighted_mean(score, weight, mean, key, mask)
+            advantage = score - gather_segments(centre, key)
+        case "leave_one_out":
+            advantage = centred * gather_segments(size / (size - 1).clamp(min=1), key)
+        case "second_best":
+            advantage = (score - gather_segments(_second_best(score, key, num_keys, mask), key)).clamp(min=0)
         case _:
-            assert_never(scale)
-    if baseline == "leave_one_out":
-        advantage = advantage * gather_segments(size / (size - 1).clamp(min=1), key)
-    return (advantage / spread).masked_fill(~mask | _all_equal(score, key, mask, zeros), 0)
+            assert_never(baseline)
+    match scale:
+        case "std" | "population_std":
+            square = segment_sum(centred.square(), key, num_keys, mask) + zeros * mean.square()
+            variance = square / (size - int(scale == "std")).clamp(min=1)
+            advantage = advantage / (gather_segments(variance.sqrt(), key) + eps)
+        case "mean":
+            per_element = gather_segments(mean, key)
+            advantage = (advantage / per_element).masked_fill(per_element <= 0, 0)
+        case _:
+            advantage = advantage / _batch_scale(scale, score, mask, zeros, eps, all_sum)
+    return advantage.masked_fill(~mask | _all_equal(score, key, mask, zeros), 0)
+
+
+def baseline_relative(
+    score: Float[Tensor, "*batch"],
+    baseline: Float[Tensor, "*#batch"],
+    *,
+    scale: BatchScale,
+    member: Bool[Tensor, "*batch"],
+    eps: float = 1e-4,
+    all_sum: AllSum = local,
+) -> Float[Tensor, "*batch"]:
+    """Score of each member less a baseline that comes from outside, over a scale of the batch; 0 for the others.
+
+    Args:
+        scale, eps: as in ``group_relative``.
+    """
+    advantage = (score - baseline) / _batch_scale(scale, score, member, score.new_zeros(1), eps, all_sum)
+    return advantage.masked_fill(~member, 0)
+
+
+def next_average(
+    average: Float[Tensor, ""] | None,
+    score: Float[Tensor, "*batch"],
+    member: Bool[Tensor, "*batch"],
+    decay: float,
+    *,
+    all_sum: AllSum = local,
+) -> Float[Tensor, ""]:
+    """Exponential moving average after the n members of all ranks: ``decay^n * average + (1 - decay^n) * mean``.
+
+    These are n steps of ``average <- decay * average + (1 - decay) * score`` with the members' mean for each score, so
+    that their order means nothing. Without members nothing changes.
+
+    Args:
+        average: None before the first batch: then it is the members' mean.
+    """
+    rough = masked_mean(score, member, all_sum)
+    mean = rough + masked_mean(score - rough, member, all_sum)  # exact where all scores are equal
+    if average is None:
+        return mean
+    count = all_sum(member.sum().to(score))
+    return torch.lerp(mean, average, decay**count)
+
+
+def choice_variance(logits: Float[Tensor, "*batch action"], action: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """``1 - 2 p_a + sum_v p_v^2``: squared norm of the gradient of ``log p_a`` in the logits, with p their softmax.
+
+    Computed as ``sum_v (1[v = a] - p_v)^2``, which cannot cancel.
+
+    Source: verl's optimal token baseline, https://github.com/volcengine/verl.
+    """
+    probability = logits.softmax(dim=-1)
+    taken = torch.zeros_like(probability).scatter(-1, action.unsqueeze(-1), 1.0)
+    return (taken - probability).square().sum(dim=-1)
+
+
+def kl_shaping(
+    distance: Float[Tensor, "*batch"],
+    episode_id: Int[Tensor, "*batch"],
+    num_episodes: int,
+    mask: Bool[Tensor, "*batch"],
+) -> Float[Tensor, "*batch"]:
+    """``mean_t(KL_it) - KL_it``: how much nearer to the reference each step is than its episode on average.
+
+    Added to advantages with a weight it moves credit between the steps of an episode; its sum over each is 0.
+
+    Source: ART, https://github.com/OpenPipe/ART; AgileRL, https://github.com/AgileRL/AgileRL.
+    """
+    length = segment_sum(torch.ones_like(distance), episode_id, num_episodes, mask)
+    mean = segment_sum(distance, episode_id, num_episodes, mask) / length.clamp(min=1)
+    return (gather_segments(mean, episode_id) - distance).masked_fill(~mask, 0)
 
 
 def comparable(
@@ -139,6 +226,29 @@ def _members(key: Int[Tensor, "*batch"], member: Bool[Tensor, "*batch"] | None) 
     return present if member is None else present & member
 
 
+def _weighted_mean(
+    score: Float[Tensor, "*batch"],
+    weight: Float[Tensor, "*batch"],
+    mean: Float[Tensor, " key"],
+    key: Int[Tensor, "*batch"],
+    mask: Bool[Tensor, "*batch"],
+) -> Float[Tensor, " key"]:
+    """Weighted mean of each key, the plain one where nothing has weight."""
+    total = segment_sum(weight, key, mean.shape[0], mask)
+    return torch.where(total > 0, segment_sum(weight * score, key, mean.shape[0], mask) / total, mean)
+
+
+def _second_best(
+    score: Float[Tensor, "*batch"], key: Int[Tensor, "*batch"], num_keys: int, mask: Bool[Tensor, "*batch"]
+) -> Float[Tensor, " key"]:
+    """Second highest score of each key: the highest again if two have it, minus infinity for a member alone."""
+    _, highest = segment_min_max(score, key, num_keys, mask)
+    best = mask & (score == gather_segments(highest, key))
+    _, below = segment_min_max(score, key, num_keys, mask & ~best)
+    tied = segment_sum(best.to(score), key, num_keys) > 1
+    return torch.where(tied, highest, below)
+
+
 def _all_equal(
     score: Float[Tensor, "*batch"],
     key: Int[Tensor, "*batch"],
@@ -150,6 +260,28 @@ def _all_equal(
     lowest = torch.where(zeros > 0, lowest.clamp(max=0), lowest)
     highest = torch.where(zeros > 0, highest.clamp(min=0), highest)
     return gather_segments((lowest == highest).to(score), key) > 0
+
+
+def _batch_scale(
+    scale: BatchScale,
+    score: Float[Tensor, "*batch"],
+    mask: Bool[Tensor, "*batch"],
+    zeros: Float[Tensor, " key"],
+    eps: float,
+    all_sum: AllSum,
+) -> Float[Tensor, ""]:
+    """What all advantages of the batch are divided by."""
+    match scale:
+        case "none":
+            return score.new_ones(())
+        case "batch_std":
+            return _batch_deviation(score, mask, zeros, all_sum) + eps
+        case "nonzero_share":
+            counts = torch.stack([((score != 0) & mask).sum().to(score), mask.sum() + zeros.sum()])
+            nonzero, count = all_sum(counts).unbind()
+            return nonzero.clamp(min=1) / count.clamp(min=1)
+        case _:
+            assert_never(scale)
 
 
 def _batch_deviation(

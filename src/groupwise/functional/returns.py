@@ -6,6 +6,7 @@ Axes: row = N environments or samples, step = T. A row may hold several episodes
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from groupwise.functional.reduce import segment_sum
 
@@ -42,3 +43,9 @@ def episode_return(
 ) -> Float[Tensor, " episode"]:
     """Undiscounted sum of each episode's rewards; elements with id -1 belong to none."""
     return segment_sum(reward, episode_id, num_episodes)
+
+
+def running_sum(x: Float[Tensor, "row step"], episode_id: Int[Tensor, "row step"]) -> Float[Tensor, "row step"]:
+    """Sum of each episode's elements up to and including each step; an episode's steps stand side by side in its row."""
+    goes_on = pad((episode_id[:, 1:] == episode_id[:, :-1]).to(x), (1, 0))
+    return discounted_sum(x.flip(1), goes_on.flip(1)).flip(1)

@@ -11,6 +11,8 @@ GroupwiseError
 ├── CheckpointError        a checkpoint that is damaged or belongs to something else (ValueError)
 ├── RunFolderError         a run folder that does not exist, is damaged or is taken (ValueError)
 └── MissingExtraError      an optional dependency is not installed (ImportError)
+
+``GroupStartWarning`` is the only warning of ours.
 """
 
 import difflib
@@ -53,6 +55,10 @@ class UnsupportedSpaceError(EnvError):
 
 class GroupStartError(EnvError):
     """Siblings of a group cannot be made to begin in the same state."""
+
+
+class GroupStartWarning(UserWarning):
+    """Siblings share their start, but not in the best way; says why, and what to do about it. No error."""
 
 
 class DataError(GroupwiseError, ValueError):

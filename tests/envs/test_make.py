@@ -10,9 +10,9 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from groupwise.envs.cartpole import CartPoleGroupEnv
 from groupwise.envs.configs import EnvCfg
-from groupwise.envs.groups import SeededGroupEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.make import make_env
+from groupwise.envs.rows import RowsGroupEnv
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError, UnknownNameError
 
 
@@ -50,7 +50,7 @@ def test_the_table_names_real_environments_and_modes():
 def test_cartpole_takes_its_own_vectorised_version_by_default():
     assert type(make_env(EnvCfg())) is CartPoleGroupEnv
     assert type(make_env(EnvCfg(), grouped=True)) is CartPoleGroupEnv
-    assert type(make_env(EnvCfg(id="Acrobot-v1", num_envs=2), grouped=True)) is SeededGroupEnv
+    assert type(make_env(EnvCfg(id="Acrobot-v1", num_envs=2), grouped=True)) is RowsGroupEnv
     assert type(make_env(EnvCfg(id="Acrobot-v1", num_envs=2))) is GymnasiumVectorEnv
 
 
@@ -121,7 +121,7 @@ def test_a_ready_vector_environment_brings_its_rows_and_mode():
 
 def test_of_ready_vector_environments_only_cartpole_can_be_grouped():
     assert isinstance(make_env(EnvCfg(), env=CartPoleVectorEnv(2), grouped=True), CartPoleGroupEnv)
-    with pytest.raises(GroupStartError, match=r"rows of SyncVectorEnv .*mend: pass the id, or a callable"):
+    with pytest.raises(GroupStartError, match=r"rows of SyncVectorEnv .*mend: pass the id,? or a callable"):
         make_env(EnvCfg(), env=SyncVectorEnv([Plain] * 2), grouped=True)
 
 

@@ -73,6 +73,26 @@ class VectorEnv(ABC):
         """Free simulators and processes."""
 
 
+class GroupStartReport(NamedTuple):
+    """What was found out about siblings that share a start, by trying."""
+
+    env_id: str
+    tier: StartTier
+    """How siblings share a start, see ``GroupEnv.start_tier``."""
+    start_varies: bool
+    """Whether another start seed gives another start."""
+    noise_varies: bool
+    """Whether siblings with their own noise seeds drifted apart under equal actions."""
+    can_branch: bool = False
+    """Whether attempts can begin in states captured in the middle of an episode."""
+    states: str | None = None
+    """What captures states: the name of an adapter, ``fields``, ``actions``; None where the environment itself does."""
+    repeatable: bool = True
+    """Whether a seed's start is the same at any time and in any process. If not, siblings share it all the same."""
+    passed_over: tuple[str, ...] = ()
+    """Why better tiers were not taken."""
+
+
 class GroupEnv(VectorEnv):
     """N environments whose rows start independently, where they are told.
 
@@ -89,6 +109,8 @@ class GroupEnv(VectorEnv):
     """Whether ``snapshot`` and ``restore`` work."""
     extra_steps: int = 0
     """Environment steps taken outside ``step`` since the environment was made: prefixes and replays."""
+    start_report: GroupStartReport | None = None
+    """What the check of the shared start found; None if nobody checked."""
 
     @abstractmethod
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:

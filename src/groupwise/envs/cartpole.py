@@ -1,7 +1,8 @@
 """Gymnasium's vectorised CartPole with rows that start where they are told."""
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,13 +12,22 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec
-from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
+from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, Snapshot
+from groupwise.errors import EnvError
 
 
 @lru_cache(maxsize=1024)
 def _start_state(seed: int) -> npt.NDArray[np.float64]:
     """The state [4] in which the single CartPole begins after ``reset(seed=seed)``. Siblings ask for the same one."""
     return np.random.default_rng(seed).uniform(-0.05, 0.05, size=4)
+
+
+class CartPoleState(NamedTuple):
+    """One row's state."""
+
+    state: npt.NDArray[np.float64]
+    steps: int
+    """Taken since the start of the episode."""
 
 
 class CartPoleGroupEnv(GroupEnv):
@@ -29,6 +39,7 @@ class CartPoleGroupEnv(GroupEnv):
     """
 
     start_tier = "native"
+    can_branch = True
     _state: npt.NDArray[np.float64]
 
     def __init__(self, env: CartPoleVectorEnv, *, env_id: str, device: torch.device | str = "cpu") -> None:
@@ -84,6 +95,24 @@ class CartPoleGroupEnv(GroupEnv):
             torch.from_numpy(terminated),
             torch.from_numpy(truncated),
         )
+
+    def snapshot(self, rows: Sequence[int]) -> list[Snapshot]:
+        """The states of these rows; see ``GroupEnv.snapshot``.
+
+        Raises:
+            EnvError: a row is held.
+        """
+        if held := [row for row in rows if self._held[row]]:
+            raise EnvError(f"rows {held} of {self.env_id} are held; mend: take snapshots of rows that are running")
+        return [CartPoleState(self._state[:, row].copy(), int(self._env.steps[row])) for row in rows]
+
+    def restore(self, mask: Mask, snapshots: Sequence[Snapshot | None], noise_seed: Seeds) -> Nested:
+        """Observations [N, 4] after putting the rows of ``mask`` into captured states; see ``GroupEnv.restore``."""
+        if mask.any():
+            chosen: list[Any] = [snapshots[row] for row in np.flatnonzero(mask).tolist()]
+            self._begin(mask, np.stack([snapshot.state for snapshot in chosen], axis=1))
+            self._env.steps[mask] = [snapshot.steps for snapshot in chosen]
+        return self._obs()
 
     def close(self) -> None:
         """Free the environment."""

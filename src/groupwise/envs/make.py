@@ -1,32 +1,23 @@
 """From a config, and perhaps an object of the user's, to environments in tensors."""
 
-import copy
 import json
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from importlib.metadata import metadata
 from importlib.resources import files
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import gymnasium
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from gymnasium.wrappers import TimeLimit, TransformObservation
 
-from groupwise.envs import self_vectorised
+from groupwise.envs import self_vectorised, single
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.cartpole import CartPoleGroupEnv
 from groupwise.envs.configs import EnvCfg
-from groupwise.envs.groups import SeededGroupEnv
+from groupwise.envs.groups import verify_group_start
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
+from groupwise.envs.local_rows import OnError
+from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.state_vector import HasStates, StateVectorGroupEnv
-from groupwise.errors import EnvError, GroupStartError, MissingExtraError, UnknownNameError
-
-EnvMaker = Callable[..., gymnasium.Env]
-_VECTORIZERS: dict[str, type[SyncVectorEnv] | type[AsyncVectorEnv]] = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}
+from groupwise.errors import EnvError, GroupStartError
 
 
 @overload
@@ -37,6 +28,8 @@ def make_env(
     num_envs: int | None = None,
     env: object | None = None,
     block_size: int = 1,
+    verify: bool = True,
+    on_error: OnError = "raise",
     device: torch.device | str = "cpu",
 ) -> GroupEnv: ...
 @overload
@@ -47,6 +40,8 @@ def make_env(
     num_envs: int | None = None,
     env: object | None = None,
     block_size: int = 1,
+    verify: bool = True,
+    on_error: OnError = "raise",
     device: torch.device | str = "cpu",
 ) -> VectorEnv: ...
 def make_env(
@@ -56,6 +51,8 @@ def make_env(
     num_envs: int | None = None,
     env: object | None = None,
     block_size: int = 1,
+    verify: bool = True,
+    on_error: OnError = "raise",
     device: torch.device | str = "cpu",
 ) -> VectorEnv:
     """The environments that ``cfg`` describes.
@@ -67,6 +64,9 @@ def make_env(
             with a parameter ``num_envs`` that returns a whole ``GroupEnv`` (``TorchGroupEnv``, say), or a ready
             ``GroupEnv`` or ``gymnasium.vector.VectorEnv``, which brings its own number of rows and autoreset mode.
         block_size: rows that will only be started together, for environments that are faster then (EnvPool).
+        verify: try out, two rows at a time, how siblings share their start, and take the best way (grouped only).
+            Without it rows start by seeded resets that nobody checked, which is enough for evaluation.
+        on_error: ``report`` turns errors in a row's ``step`` into ``EnvStep.failed`` (environments made one by one).
         device: where observations go.
 
     Raises:
@@ -75,6 +75,24 @@ def make_env(
         GroupStartError: siblings could not share a start in this kind of environment.
         EnvError: the settings do not fit together or the environment, or ``cfg.id`` names a module to import.
     """
+    made = _make(cfg, grouped, num_envs, env, block_size, verify, on_error, device)
+    if grouped and not isinstance(made, RowsGroupEnv):
+        _check_settings(made, cfg)
+    if grouped and verify and isinstance(made, GroupEnv) and made.start_report is None:
+        made.start_report = verify_group_start(made)
+    return made
+
+
+def _make(
+    cfg: EnvCfg,
+    grouped: bool,
+    num_envs: int | None,
+    env: object | None,
+    block_size: int,
+    verify: bool,
+    on_error: OnError,
+    device: torch.device | str,
+) -> VectorEnv:
     if isinstance(env, GroupEnv):
         return self_vectorised.adopt(env, cfg, num_envs)
     if isinstance(env, gymnasium.vector.VectorEnv):
@@ -101,41 +119,9 @@ def make_env(
         return self_vectorised.from_envpool(cfg, grouped, num_envs, block_size, device)
     if vectorization == "entry_point":
         return _from_entry_point(cfg, grouped, num_envs, device)
-    with _explained(cfg.id):
-        make = _single(cfg, env)
-        env_id, max_episode_steps = _describe(make)
-        max_episode_steps = cfg.max_episode_steps or max_episode_steps
-        if grouped:
-            return SeededGroupEnv(
-                make,
-                num_envs,
-                env_id=env_id,
-                max_episode_steps=max_episode_steps,
-                vectorizer=_VECTORIZERS[vectorization],
-                device=device,
-            )
-        vector = _VECTORIZERS[vectorization](
-            [_copying(make, cfg)] * num_envs, copy=False, autoreset_mode=AutoresetMode[cfg.autoreset.upper()]
-        )
-        return GymnasiumVectorEnv(vector, env_id=env_id, max_episode_steps=max_episode_steps, device=device)
-
-
-def _single(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None) -> Callable[[], gymnasium.Env]:
-    """What makes one environment, with its step limit."""
-    if env is None:
-        return partial(gymnasium.make, cfg.id, **_with_limit(cfg))
-    make, limit = partial(env, **cfg.kwargs), cfg.max_episode_steps
-    return make if limit is None else lambda: TimeLimit(make(), limit)
-
-
-def _copying(make: EnvMaker, cfg: EnvCfg) -> EnvMaker:
-    """``make``, with fresh observations under ``same_step``: the reset would overwrite the final one where it is reused."""
-    return (lambda: TransformObservation(make(), copy.deepcopy, None)) if cfg.autoreset == "same_step" else make
-
-
-def _with_limit(cfg: EnvCfg) -> dict[str, Any]:
-    """Arguments of Gymnasium's makers, which take the step limit as one of them."""
-    return cfg.kwargs if cfg.max_episode_steps is None else {**cfg.kwargs, "max_episode_steps": cfg.max_episode_steps}
+    if grouped:
+        return single.group_env(cfg, env, num_envs, vectorization, verify=verify, on_error=on_error, device=device)
+    return single.vector_env(cfg, env, num_envs, vectorization, device)
 
 
 def _vectorization(cfg: EnvCfg, env: object | None) -> str:
@@ -145,15 +131,16 @@ def _vectorization(cfg: EnvCfg, env: object | None) -> str:
         )
     if cfg.vectorization != "auto":
         return cfg.vectorization
-    if env is not None or cfg.autoreset == "same_step":  # which no entry point offers
+    offered = cfg.autoreset != "same_step" and cfg.group_start in ("auto", "native")
+    if env is not None or cfg.random_prefix or cfg.reward_parts or not offered:  # no entry point has these
         return "sync"
     table: dict[str, str] = json.loads(files("groupwise.envs").joinpath("vectorization.json").read_text())
     return table.get(cfg.id, "sync")
 
 
 def _from_entry_point(cfg: EnvCfg, grouped: bool, num_envs: int, device: torch.device | str) -> VectorEnv:
-    with _explained(cfg.id):
-        env = gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **_with_limit(cfg))
+    with single.explained(cfg.id):
+        env = gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **single.with_limit(cfg))
     if cfg.autoreset == "disabled" and isinstance(env, CartPoleVectorEnv):
         return CartPoleGroupEnv(env, env_id=cfg.id, device=device)
     if grouped:
@@ -188,6 +175,20 @@ def _adopt(
     )
 
 
+def _check_settings(env: VectorEnv, cfg: EnvCfg) -> None:
+    """Refuse what only environments made one by one can do."""
+    for name, value in {"random_prefix": cfg.random_prefix, "reward_parts": cfg.reward_parts}.items():
+        if value:
+            raise EnvError(
+                f"{env.env_id} vectorises itself, so {name} = {value!r} cannot be had; mend: vectorization='sync'"
+            )
+    if isinstance(env, GroupEnv) and cfg.group_start not in ("auto", env.start_tier):
+        raise GroupStartError(
+            f"group_start is {cfg.group_start!r}, but {env.env_id} vectorises itself and starts groups by "
+            f"{env.start_tier!r}; mend: group_start='auto', or vectorization='sync'"
+        )
+
+
 def _no_shared_start(env: gymnasium.vector.VectorEnv, env_id: str, mend: str) -> GroupStartError:
     return GroupStartError(
         f"rows of {env_id} ({type(env).__name__}) cannot be started one by one where they are told, so siblings of a "
@@ -199,37 +200,3 @@ def _step_limit(env: gymnasium.vector.VectorEnv) -> int | None:
     if isinstance(env, CartPoleVectorEnv):
         return env.max_episode_steps
     return None if env.spec is None else env.spec.max_episode_steps
-
-
-def _describe(make: EnvMaker) -> tuple[str, int | None]:
-    """Name and step limit, read from one environment made for it."""
-    probe = make()
-    if not isinstance(probe, gymnasium.Env):
-        raise EnvError(f"the callable returned a {type(probe).__name__}, expected a gymnasium.Env")
-    spec, name = probe.spec, type(probe.unwrapped).__name__
-    probe.close()
-    return (name, None) if spec is None else (spec.id, spec.max_episode_steps)
-
-
-@contextmanager
-def _explained(env_id: str) -> Iterator[None]:
-    """Turn Gymnasium's errors about names and packages into ours."""
-    try:
-        yield
-    except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
-        raise UnknownNameError("environment", env_id, gymnasium.registry) from error
-    except gymnasium.error.DependencyNotInstalled as error:
-        raise MissingExtraError(f"{env_id} needs a package that is not installed: {_mend(str(error))}") from error
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(f"{env_id} needs {error.name!r}, which is not installed; mend: install it") from error
-    except (gymnasium.error.Error, TypeError) as error:  # TypeError: arguments that it does not take
-        raise EnvError(f"{env_id} cannot be made: {error}") from error
-
-
-def _mend(message: str) -> str:
-    """Gymnasium's message, with the extra of ours that brings what is missing."""
-    named = re.search(r"gymnasium\[([\w-]+)\]", message)
-    ours = metadata("groupwise").get_all("Provides-Extra") or []
-    if named is None or named[1] not in ours:
-        return message
-    return f"{message}; mend: pip install 'groupwise[{named[1]}]'"

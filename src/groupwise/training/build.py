@@ -17,9 +17,9 @@ from groupwise.collectors.vector import VectorCollector
 from groupwise.config import RunCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
-from groupwise.envs.base import GroupEnv, VectorEnv
+from groupwise.envs.base import GroupEnv, GroupStartReport, VectorEnv
 from groupwise.envs.configs import EnvCfg
-from groupwise.envs.groups import GroupStartReport
+from groupwise.envs.local_rows import OnError
 from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError, require_extra
 from groupwise.policies.actor_critic import ActorCritic
@@ -79,7 +79,14 @@ def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> Parts:
     algorithm_type = config.algorithm_entry(cfg.algorithm.name).load()
     _check(cfg, given, algorithm_type)
     device = pick_device(cfg.device)
-    env = make_env(cfg.env, grouped=algorithm_type.grouped, env=given.env, block_size=_block_size(cfg), device=device)
+    env = make_env(
+        cfg.env,
+        grouped=algorithm_type.grouped,
+        env=given.env,
+        block_size=_block_size(cfg),
+        on_error=_on_error(cfg),
+        device=device,
+    )
     cfg = _with_max_length(cfg, env)
     policy = build_policy(cfg, env, given, algorithm_type).to(device)
     seed = derive_seed(cfg.seed, "algorithm")
@@ -230,7 +237,7 @@ class Evaluator:
         cfg, source = separate
         processes = cfg.num_envs if cfg.vectorization == "async" else MAX_EVALUATION_ENVS
         num_envs = min(self.episodes, processes)
-        return make_env(cfg, grouped=True, num_envs=num_envs, env=source, device=self.policy.device)
+        return make_env(cfg, grouped=True, num_envs=num_envs, env=source, verify=False, device=self.policy.device)
 
 
 def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None] | None:
@@ -244,7 +251,8 @@ def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None
         return None
 
     vectorization = "auto" if cfg.vectorization == "entry_point" else cfg.vectorization
-    cfg = cfg.model_copy(update={"autoreset": "disabled", "vectorization": vectorization})
+    plain = {"autoreset": "disabled", "group_start": "auto", "random_prefix": 0, "reward_parts": ()}
+    cfg = cfg.model_copy(update={**plain, "vectorization": vectorization})
     if not isinstance(env, gymnasium.vector.VectorEnv):
         return cfg, env
     wrapped = env is not env.unwrapped or "wrappers" in (env.spec.kwargs if env.spec else {})
@@ -308,6 +316,11 @@ def _block_size(cfg: RunCfg) -> int:
     if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.collection.lost_member == "complete":
         return 1
     return cfg.algorithm.group_size if cfg.env.num_envs % cfg.algorithm.group_size == 0 else 1
+
+
+def _on_error(cfg: RunCfg) -> OnError:
+    reports = isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.lost_member != "raise"
+    return "report" if reports else "raise"
 
 
 def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, rank: int) -> Collector:

@@ -1,0 +1,127 @@
+"""Copies of one Gymnasium environment as rows that start where they are told, each alone."""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.data.rollout import Nested
+from groupwise.data.spaces import obs_spec
+from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, Snapshot
+from groupwise.envs.board import OUTCOMES, allocate_arrays, layout_of, obs_tensor
+from groupwise.envs.local_rows import RowCfg, Rows
+from groupwise.envs.workers import WorkerRows
+from groupwise.errors import EnvError
+from groupwise.seeding import derive_seed
+
+log = logging.getLogger(__name__)
+
+
+class RowsGroupEnv(GroupEnv):
+    """Copies of one Gymnasium environment, stepped one after another in this process or in several.
+
+    Observations share memory from one step to the next.
+
+    Args:
+        num_workers: processes that share the rows among them; 0: this process steps them all.
+        device: where observations go.
+
+    Raises:
+        EnvError: the environment cannot be made, here or in a worker.
+    """
+
+    def __init__(self, cfg: RowCfg, num_envs: int, *, num_workers: int = 0, device: torch.device | str = "cpu") -> None:
+        self.env_id = cfg.env_id
+        self.num_envs = num_envs
+        self.observation_space = cfg.observation_space
+        self.action_space = cfg.action_space
+        self.obs_spec = obs_spec(cfg.observation_space)
+        self.max_episode_steps = cfg.max_episode_steps
+        self.start_tier = cfg.method.tier
+        self.can_branch = cfg.method.states != "none"
+        self.device = torch.device(device)
+        self._cfg = cfg
+        self._live: Mask = np.zeros(num_envs, dtype=np.bool_)
+        self._reset_seed = 0
+        self._num_resets = [0] * num_envs
+        layout = layout_of(cfg.observation_space, len(cfg.reward_parts))
+        self._rows: Rows | WorkerRows
+        if num_workers:
+            self._rows = WorkerRows(cfg, layout, num_envs, num_workers)
+            self._arrays = self._rows.arrays
+        else:
+            self._arrays = allocate_arrays(layout, num_envs)
+            self._rows = Rows(cfg, self._arrays)
+        self._obs = obs_tensor(cfg.observation_space, self._arrays)
+
+    def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
+        """First observations [N, ...]; see ``VectorEnv.reset``. A row's resets follow from the last seed and its place."""
+        if seed is not None:
+            self._reset_seed, self._num_resets = seed, [0] * self.num_envs
+        mask = np.ones_like(self._live) if mask is None else mask
+        start_seed, noise_seed = np.zeros(self.num_envs, np.int64), np.zeros(self.num_envs, np.int64)
+        for row in np.flatnonzero(mask).tolist():
+            start_seed[row] = derive_seed(self._reset_seed, "start", row, self._num_resets[row])
+            noise_seed[row] = derive_seed(self._reset_seed, "noise", row, self._num_resets[row])
+            self._num_resets[row] += 1
+        return self.start(mask, start_seed, noise_seed)
+
+    def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
+        """Observations [N, ...] after starting the rows of ``mask``; see ``GroupEnv.start``."""
+        self._rows.start(np.flatnonzero(mask).tolist(), start_seed[mask].tolist(), noise_seed[mask].tolist())
+        return self._begun(mask)
+
+    def hold(self, mask: Mask) -> None:
+        """Hold the rows of ``mask`` until they are started again."""
+        self._live &= ~mask
+
+    def step(self, action: Tensor) -> EnvStep:
+        """One step of every row that is not held with environment actions [N, ...]."""
+        rows = np.flatnonzero(self._live)
+        self._rows.step(rows.tolist(), action.cpu().numpy()[rows])
+        reward, terminated, truncated, failed = (self._arrays[key].copy() for key in OUTCOMES)
+        self._live &= ~(terminated | truncated | failed)
+        if failed.any():
+            for failure in self._rows.take_failures():
+                log.error(failure)
+        return EnvStep(
+            self._obs.to(self.device),
+            torch.from_numpy(reward),
+            torch.from_numpy(terminated),
+            torch.from_numpy(truncated),
+            failed=torch.from_numpy(failed) if failed.any() else None,
+            reward_parts=torch.from_numpy(self._arrays["reward_parts"].copy()) if self._cfg.reward_parts else None,
+        )
+
+    def snapshot(self, rows: Sequence[int]) -> list[Snapshot]:
+        """The states of these rows; see ``GroupEnv.snapshot``.
+
+        Raises:
+            EnvError: a row is held, or states come from nowhere.
+        """
+        if not self.can_branch:
+            return super().snapshot(rows)
+        if held := [row for row in rows if not self._live[row]]:
+            raise EnvError(f"rows {held} of {self.env_id} are held; mend: take snapshots of rows that are running")
+        return self._rows.snapshot(rows)
+
+    def restore(self, mask: Mask, snapshots: Sequence[Snapshot | None], noise_seed: Seeds) -> Nested:
+        """Observations [N, ...] after putting the rows of ``mask`` into captured states; see ``GroupEnv.restore``."""
+        rows = np.flatnonzero(mask).tolist()
+        self._rows.restore(rows, [snapshots[row] for row in rows], noise_seed[mask].tolist())
+        return self._begun(mask)
+
+    def forget_starts(self) -> None:
+        """Drop the captured starts, so that the next attempt at each resets anew."""
+        self._rows.forget_starts()
+
+    def close(self) -> None:
+        """Free the environments and the processes."""
+        self._rows.close()
+
+    def _begun(self, mask: Mask) -> Nested:
+        self._live |= mask
+        self.extra_steps = self._rows.extra_steps
+        return self._obs.to(self.device)

@@ -1,0 +1,141 @@
+"""Rows made of single Gymnasium environments: a registered id, or a callable of the user's."""
+
+import copy
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import metadata
+from typing import Any
+
+import gymnasium
+import torch
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import TimeLimit, TransformObservation
+
+from groupwise.envs.attempts import EnvMaker, StartMethod
+from groupwise.envs.base import VectorEnv
+from groupwise.envs.configs import EnvCfg
+from groupwise.envs.gymnasium import GymnasiumVectorEnv
+from groupwise.envs.local_rows import OnError, RowCfg
+from groupwise.envs.rows import RowsGroupEnv
+from groupwise.envs.starts import choose_start
+from groupwise.errors import EnvError, GroupStartError, MissingExtraError, UnknownNameError
+
+_VECTORIZERS: dict[str, type[SyncVectorEnv] | type[AsyncVectorEnv]] = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}
+
+
+def group_env(
+    cfg: EnvCfg,
+    env: Callable[..., gymnasium.Env] | None,
+    num_envs: int,
+    vectorization: str,
+    *,
+    verify: bool,
+    on_error: OnError,
+    device: torch.device | str,
+) -> RowsGroupEnv:
+    """Rows that start where they are told, in the best way that works; in seeded resets where nobody verifies.
+
+    Raises:
+        GroupStartError: siblings could not share a start.
+    """
+    if cfg.group_start == "native":
+        raise GroupStartError(
+            f"group_start is 'native', but {cfg.id} is made of single environments, whose states are not in arrays; mend: "
+            "group_start='auto', or vectorization='entry_point' where there is one"
+        )
+    rows = _describe(cfg, env, on_error)
+    in_one_process = vectorization == "sync"
+    report = None
+    if verify:
+        method, report = choose_start(rows, cfg.group_start, in_one_process=in_one_process)
+        rows = rows._replace(method=method)
+    made = RowsGroupEnv(rows, num_envs, num_workers=0 if in_one_process else os.cpu_count() or 1, device=device)
+    made.start_report = report
+    return made
+
+
+def vector_env(
+    cfg: EnvCfg,
+    env: Callable[..., gymnasium.Env] | None,
+    num_envs: int,
+    vectorization: str,
+    device: torch.device | str,
+) -> VectorEnv:
+    """Gymnasium's own vectorisation, in any autoreset mode."""
+    rows = _describe(cfg, env, "raise")
+    with explained(cfg.id):
+        vector = _VECTORIZERS[vectorization](
+            [_copying(rows.make, cfg)] * num_envs, copy=False, autoreset_mode=AutoresetMode[cfg.autoreset.upper()]
+        )
+    return GymnasiumVectorEnv(vector, env_id=rows.env_id, max_episode_steps=rows.max_episode_steps, device=device)
+
+
+def with_limit(cfg: EnvCfg) -> dict[str, Any]:
+    """Arguments of Gymnasium's makers, which take the step limit as one of them."""
+    return cfg.kwargs if cfg.max_episode_steps is None else {**cfg.kwargs, "max_episode_steps": cfg.max_episode_steps}
+
+
+@contextmanager
+def explained(env_id: str) -> Iterator[None]:
+    """Turn Gymnasium's errors about names and packages into ours."""
+    try:
+        yield
+    except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
+        raise UnknownNameError("environment", env_id, gymnasium.registry) from error
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise MissingExtraError(f"{env_id} needs a package that is not installed: {_mend(str(error))}") from error
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"{env_id} needs {error.name!r}, which is not installed; mend: install it") from error
+    except (gymnasium.error.Error, TypeError) as error:  # TypeError: arguments that it does not take
+        raise EnvError(f"{env_id} cannot be made: {error}") from error
+
+
+def _describe(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: OnError) -> RowCfg:
+    """What a row is, read from one environment made for it."""
+    make = _maker(cfg, env)
+    with explained(cfg.id):
+        probe = make()
+    if not isinstance(probe, gymnasium.Env):
+        raise EnvError(f"the callable returned a {type(probe).__name__}, expected a gymnasium.Env")
+    spec, name = probe.spec, type(probe.unwrapped).__name__
+    probe.close()
+    return RowCfg(
+        make,
+        env_id=name if spec is None else spec.id,
+        observation_space=probe.observation_space,
+        action_space=probe.action_space,
+        max_episode_steps=cfg.max_episode_steps or (None if spec is None else spec.max_episode_steps),
+        method=StartMethod("seed", "none"),
+        random_prefix=cfg.random_prefix,
+        reward_parts=cfg.reward_parts,
+        on_error=on_error,
+    )
+
+
+def _maker(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None) -> EnvMaker:
+    """What makes one environment, with its step limit."""
+    if env is None:
+        return partial(gymnasium.make, cfg.id, **with_limit(cfg))
+    make, limit = partial(env, **cfg.kwargs), cfg.max_episode_steps
+    return make if limit is None else partial(_limited, make, limit)
+
+
+def _limited(make: EnvMaker, limit: int) -> gymnasium.Env:
+    return TimeLimit(make(), limit)
+
+
+def _copying(make: EnvMaker, cfg: EnvCfg) -> EnvMaker:
+    """``make``, with fresh observations under ``same_step``: the reset would overwrite the final one where it is reused."""
+    return (lambda: TransformObservation(make(), copy.deepcopy, None)) if cfg.autoreset == "same_step" else make
+
+
+def _mend(message: str) -> str:
+    """Gymnasium's message, with the extra of ours that brings what is missing."""
+    named = re.search(r"gymnasium\[([\w-]+)\]", message)
+    ours = metadata("groupwise").get_all("Provides-Extra") or []
+    if named is None or named[1] not in ours:
+        return message
+    return f"{message}; mend: pip install 'groupwise[{named[1]}]'"

@@ -1,0 +1,145 @@
+"""The choice how siblings of a group share a start: the best way that is found to work."""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple, TypeVar
+
+from groupwise.envs.attempts import StartMethod
+from groupwise.envs.base import GroupStartReport
+from groupwise.envs.groups import MEND, Fault, examine_branching, examine_start, start_repeats
+from groupwise.envs.local_rows import RowCfg
+from groupwise.envs.rows import RowsGroupEnv
+from groupwise.envs.snapshots import adapter_for
+from groupwise.errors import GroupStartError, GroupStartWarning
+
+log = logging.getLogger(__name__)
+
+_Found = TypeVar("_Found")
+
+
+class StartChoice(NamedTuple):
+    """What was chosen, and why."""
+
+    method: StartMethod
+    report: GroupStartReport
+
+
+def choose_start(
+    cfg: RowCfg, wanted: Literal["auto", "native", "snapshot", "seed", "replay"], *, in_one_process: bool
+) -> StartChoice:
+    """How siblings in rows of this kind share their start: by the first method that passes every check.
+
+    Tried with two rows of this process, in this order: states captured by an adapter, seeded resets, states captured
+    field by field, fresh environments. Captured starts that would be others next time are the last resort.
+
+    Args:
+        cfg: its method is not looked at.
+        wanted: the only tier to try; ``auto`` tries all.
+        in_one_process: whether one process holds all rows; several could not share a start that is not repeatable.
+
+    Raises:
+        GroupStartError: no method works; says why of each.
+    """
+    adapter = _adapter_name(cfg)
+    faults: dict[StartMethod, Fault] = {}
+    unrepeatable: StartChoice | None = None
+    for method in _methods(wanted, adapter):
+        if any(other.tier == method.tier != "snapshot" and fault.stage == "start" for other, fault in faults.items()):
+            continue  # it would start just the same
+        found = examine_method(cfg._replace(method=method))
+        if isinstance(found, Fault):
+            faults[method] = found
+        elif found.repeatable:
+            return _settle(cfg, StartChoice(method, found), faults)
+        else:
+            faults[method] = Fault("start", "the captured start of a seed is another one when it is captured again")
+            unrepeatable = unrepeatable or StartChoice(method, found)
+    if unrepeatable is not None and wanted == "snapshot" and in_one_process:
+        return _settle(cfg, unrepeatable, faults)
+    tried = "" if wanted == "auto" else f" by group_start={wanted!r}"
+    instead = (
+        "" if unrepeatable is None else "; or group_start='snapshot' and vectorization='sync', if no run need repeat"
+    )
+    raise GroupStartError(
+        f"siblings of {cfg.env_id} cannot share a start{tried}: {_listed(faults)}; mend: {MEND}{instead}"
+    )
+
+
+def examine_method(cfg: RowCfg) -> GroupStartReport | Fault:
+    """What two rows show that start by ``cfg.method``, or where they differ."""
+    tier, states = cfg.method
+    env = RowsGroupEnv(cfg, 2)
+    try:
+        report = _guarded("start", tier == "snapshot", lambda: examine_start(env))
+        if isinstance(report, Fault):
+            return report
+        fault = _guarded(
+            "branch", states != "actions", lambda: examine_branching(env, noise_varies=report.noise_varies)
+        )
+        if fault is not None:
+            return fault
+        repeatable = tier != "snapshot" or start_repeats(env, env.forget_starts)
+    finally:
+        env.close()
+    name = _adapter_name(cfg) if states == "adapter" else states
+    return report._replace(can_branch=True, states=name, repeatable=repeatable)
+
+
+def _methods(wanted: str, adapter: str | None) -> Iterator[StartMethod]:
+    """What to try, best first."""
+    known = adapter is not None
+    if wanted in ("auto", "snapshot") and known:
+        yield StartMethod("snapshot", "adapter")
+    if wanted in ("auto", "seed"):
+        if known:
+            yield StartMethod("seed", "adapter")
+        yield StartMethod("seed", "fields")
+        yield StartMethod("seed", "actions")
+    if wanted in ("auto", "snapshot"):
+        yield StartMethod("snapshot", "fields")
+    if wanted in ("auto", "replay"):
+        yield StartMethod("replay", "actions")
+
+
+def _guarded(stage: Literal["start", "branch"], uses_adapter: bool, examine: Callable[[], _Found]) -> _Found | Fault:
+    """What ``examine`` finds; an error of an adapter is a fault, any other one the user must see."""
+    try:
+        return examine()
+    except Exception as error:
+        if not uses_adapter:
+            raise
+        return Fault(stage, f"{type(error).__name__}: {str(error).partition('; mend')[0]}")
+
+
+def _adapter_name(cfg: RowCfg) -> str | None:
+    env = cfg.make()
+    adapter = adapter_for(env)
+    env.close()
+    return None if adapter is None else adapter.name
+
+
+def _settle(cfg: RowCfg, choice: StartChoice, faults: dict[StartMethod, Fault]) -> StartChoice:
+    """The choice with the reasons for it, told where they matter."""
+    report = choice.report._replace(passed_over=tuple(f"{method}: {fault.reason}" for method, fault in faults.items()))
+    surprising = {
+        method: fault for method, fault in faults.items() if fault.stage == "start" or method.states == "adapter"
+    }
+    if surprising:
+        warnings.warn(
+            f"siblings of {cfg.env_id} share their start by {choice.method}, since better ways failed: "
+            f"{_listed(surprising)}; mend: {MEND}",
+            GroupStartWarning,
+            stacklevel=4,
+        )
+    if not report.start_varies and cfg.random_prefix == 0:
+        log.warning(
+            "%s starts in the same state whatever the seed, so all groups start alike; mend: env.random_prefix, if that "
+            "is not wanted",
+            cfg.env_id,
+        )
+    return choice._replace(report=report)
+
+
+def _listed(faults: dict[StartMethod, Fault]) -> str:
+    return "; ".join(f"{method}: {fault.reason}" for method, fault in faults.items())

@@ -1,0 +1,236 @@
+"""Rows that live in worker processes and write what they say into shared memory."""
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import pairwise
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+import torch
+from gymnasium.envs.registration import EnvSpec
+
+from groupwise.envs.base import Snapshot
+from groupwise.envs.board import OUTCOMES, Layout, SharedArrays
+from groupwise.envs.local_rows import RowCfg, Rows
+from groupwise.errors import EnvError
+
+_SECONDS_TO_CLOSE = 5.0
+
+
+class _Reply(NamedTuple):
+    """A worker's answer to one message."""
+
+    result: Any
+    extra_steps: int = 0
+    failures: tuple[str, ...] = ()
+    error: str | None = None
+    """The traceback, if the message could not be done."""
+
+
+class _Worker(NamedTuple):
+    process: Any
+    connection: Connection
+    first: int
+    """Number of its first row."""
+    end: int
+
+    def places(self, rows: Sequence[int]) -> list[int]:
+        """Where in ``rows`` those are that live here."""
+        return [place for place, row in enumerate(rows) if self.first <= row < self.end]
+
+
+class WorkerRows:
+    """``Rows`` of several processes. Each step is one message to every process that has something to do.
+
+    Processes begin afresh (forkserver) instead of as copies of this one, which may hold threads and a GPU.
+
+    Raises:
+        EnvError: the environment cannot be sent to a process or made there.
+    """
+
+    def __init__(self, cfg: RowCfg, layout: Layout, num_rows: int, num_workers: int) -> None:
+        self.extra_steps = 0
+        self._env_id = cfg.env_id
+        self._failures: list[str] = []
+        self._extra_steps: dict[int, int] = {}
+        context = get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        shared = SharedArrays.allocate(layout, num_rows, context)
+        self.arrays = shared.arrays()
+        payload = _pickled(cfg)
+        bounds = np.linspace(0, num_rows, min(num_workers, num_rows) + 1).astype(int).tolist()
+        self._workers: list[_Worker] = []
+        for first, end in pairwise(bounds):
+            ours, theirs = context.Pipe()
+            args = (theirs, payload, shared, slice(first, end))
+            process = context.Process(target=_work, args=args, daemon=True, name=f"groupwise rows {first}-{end - 1}")
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, ours, first, end))
+        try:
+            self._gather(self._workers)
+        except EnvError:
+            self.close()
+            raise
+
+    def step(self, rows: Sequence[int], actions: npt.NDArray[Any]) -> None:
+        """One step of these rows. The others get reward 0 and are not done."""
+        for name in OUTCOMES:  # workers that have nothing to do are not asked
+            self.arrays[name].fill(0)
+        self._ask("step", rows, actions)
+
+    def start(self, rows: Sequence[int], start_seeds: Sequence[int], noise_seeds: Sequence[int]) -> None:
+        """Start these rows."""
+        self._ask("start", rows, start_seeds, noise_seeds)
+
+    def snapshot(self, rows: Sequence[int]) -> list[Snapshot]:
+        """The states of these rows, pickled."""
+        return self._ask("snapshot", rows)
+
+    def restore(self, rows: Sequence[int], snapshots: Sequence[Snapshot], noise_seeds: Sequence[int]) -> None:
+        """Put these rows into captured states."""
+        self._ask("restore", rows, snapshots, noise_seeds)
+
+    def take_failures(self) -> list[str]:
+        """What is to be logged about rows that failed; each worker's first with its traceback."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def forget_starts(self) -> None:
+        """Drop the captured starts, so that the next attempt at each resets anew."""
+        for worker in self._workers:
+            self._send(worker, "forget_starts")
+        self._gather(self._workers)
+
+    def close(self) -> None:
+        """End the processes; those that do not end by themselves are killed."""
+        for worker in self._workers:
+            with suppress(OSError):
+                worker.connection.send(None)
+            worker.connection.close()
+        for worker in self._workers:
+            worker.process.join(_SECONDS_TO_CLOSE)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+        self._workers = []
+
+    def _ask(self, command: str, rows: Sequence[int], *columns: Sequence[Any] | npt.NDArray[Any]) -> list[Any]:
+        """Send each worker its rows and what the columns say about them; the answers in the order of ``rows``."""
+        asked = [(worker, places) for worker in self._workers if (places := worker.places(rows))]
+        for worker, places in asked:
+            own = [rows[place] - worker.first for place in places]
+            self._send(worker, command, own, *(_take(column, places) for column in columns))
+        replies = self._gather([worker for worker, _ in asked])
+        answers: list[Any] = [None] * len(rows)
+        for (_, places), reply in zip(asked, replies, strict=True):
+            for place, answer in zip(places, reply.result or [], strict=reply.result is not None):
+                answers[place] = answer
+        return answers
+
+    def _send(self, worker: _Worker, command: str, *args: Any) -> None:
+        try:
+            worker.connection.send((command, args))
+        except OSError:
+            raise self._died(worker) from None
+
+    def _gather(self, workers: Sequence[_Worker]) -> list[_Reply]:
+        """Everybody's answer, before the first error is raised: nothing may be left in the pipes."""
+        replies = [self._receive(worker) for worker in workers]
+        for worker, reply in zip(workers, replies, strict=True):
+            self._failures += reply.failures
+            if reply.error is not None:
+                raise EnvError(f"{self._env_id} failed in {worker.process.name}:\n{reply.error}")
+            self._extra_steps[worker.first] = reply.extra_steps
+        self.extra_steps = sum(self._extra_steps.values())
+        return replies
+
+    def _receive(self, worker: _Worker) -> _Reply:
+        try:
+            reply: _Reply = worker.connection.recv()
+        except (EOFError, OSError):
+            raise self._died(worker) from None
+        return reply
+
+    def _died(self, worker: _Worker) -> EnvError:
+        worker.process.join(_SECONDS_TO_CLOSE)
+        return EnvError(
+            f"{worker.process.name} of {self._env_id} ended with exit code {worker.process.exitcode}; its last words are "
+            "above; mend: a script needs `if __name__ == '__main__':` around what it runs, a simulator may have crashed "
+            "or run out of memory; vectorization='sync' shows where"
+        )
+
+
+def _take(column: Sequence[Any] | npt.NDArray[Any], places: list[int]) -> Any:
+    return column[places] if isinstance(column, np.ndarray) else [column[place] for place in places]
+
+
+def _work(connection: Connection, payload: bytes, shared: SharedArrays, rows: slice) -> None:
+    """What a worker does: make its rows, then answer messages until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent was interrupted, too, and says when to end
+    torch.set_num_threads(1)
+    try:
+        local = Rows(cloudpickle.loads(payload), shared.arrays(rows), rows.start)
+    except Exception:
+        connection.send(_Reply(None, error=traceback.format_exc()))
+        return
+    connection.send(_Reply(None))
+    with suppress(EOFError, BrokenPipeError):  # the parent is gone
+        while (message := connection.recv()) is not None:
+            connection.send(_answer(local, *message))
+    local.close()
+
+
+def _answer(rows: Rows, command: str, args: tuple[Any, ...]) -> _Reply:
+    commands: dict[str, Callable[..., Any]] = {
+        "step": rows.step,
+        "start": rows.start,
+        "forget_starts": rows.forget_starts,
+        "snapshot": lambda own: [cloudpickle.dumps(state) for state in rows.snapshot(own)],
+        "restore": lambda own, states, noise: rows.restore(own, [cloudpickle.loads(state) for state in states], noise),
+    }
+    try:
+        result = commands[command](*args)
+    except Exception:
+        return _Reply(None, rows.extra_steps, error=traceback.format_exc())
+    return _Reply(result, rows.extra_steps, tuple(rows.take_failures()))
+
+
+def _pickled(cfg: RowCfg) -> bytes:
+    """The config for a new process; code that could not be imported there (a plugin's) goes along."""
+    with ExitStack() as stack:
+        for module in {sys.modules[name] for name in _modules(cfg.make) if not _is_importable(name)}:
+            cloudpickle.register_pickle_by_value(module)
+            stack.callback(cloudpickle.unregister_pickle_by_value, module)
+        try:
+            payload: bytes = cloudpickle.dumps(cfg)
+            return payload
+        except Exception as error:
+            raise EnvError(
+                f"what makes {cfg.env_id} cannot be sent to another process: {error!r}; mend: make locks, files and "
+                "generators inside the callable, or vectorization='sync'"
+            ) from error
+
+
+def _modules(make: Any) -> Iterator[str]:
+    """Where the code of a callable is, through the partial applications around it."""
+    if isinstance(make, partial):
+        for inner in (make.func, *make.args):
+            yield from _modules(inner)
+    elif isinstance(make, EnvSpec):
+        yield from _modules(make.entry_point)
+    elif callable(make):
+        yield make.__module__
+
+
+def _is_importable(name: str) -> bool:
+    package = name.partition(".")[0]
+    return name == "__main__" or any(finder.find_spec(package, None) is not None for finder in sys.meta_path)

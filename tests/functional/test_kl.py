@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Bernoulli, Categorical, Normal
 
-from groupwise.functional.kl import bernoulli_kl, categorical_kl, gaussian_kl, k1, k2, k3
+from groupwise.functional.kl import absolute, bernoulli_kl, categorical_kl, gaussian_kl, k1, k2, k3, k3_plus
 
 INF = math.inf
 
@@ -18,6 +18,35 @@ def test_estimators_golden():
     torch.testing.assert_close(k2(log_prob, ref_log_prob), torch.tensor([0.005, 0.02, 0.045]))
     expected = torch.tensor([0.004837, 0.021403, 0.040818])
     torch.testing.assert_close(k3(log_prob, ref_log_prob), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "gradient"),
+    [
+        # with d = log_prob - ref_log_prob: d/d log_prob is 1, d, 1 - e^-d, (of k2:) d, sgn d
+        (k1, [0.1, -0.2, 0.0], [1.0, 1.0, 1.0]),
+        (k2, [0.005, 0.02, 0.0], [0.1, -0.2, 0.0]),
+        (k3, [0.004837, 0.021403, 0.0], [0.095163, -0.221403, 0.0]),
+        (k3_plus, [0.004837, 0.021403, 0.0], [0.1, -0.2, 0.0]),
+        (absolute, [0.1, 0.2, 0.0], [1.0, -1.0, 0.0]),
+    ],
+)
+def test_values_and_gradients_by_hand(estimator, value, gradient):
+    log_prob = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    out = estimator(log_prob, log_prob.detach() - torch.tensor([0.1, -0.2, 0.0]))
+    torch.testing.assert_close(out, torch.tensor(value), rtol=0, atol=1e-6)
+    out.sum().backward()
+    torch.testing.assert_close(log_prob.grad, torch.tensor(gradient), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("moved", [200.0, -200.0])
+@pytest.mark.parametrize("estimator", [k1, k2, k3, k3_plus, absolute])
+def test_estimators_of_distant_policies_are_finite(estimator, moved):
+    log_prob = torch.tensor([-1.0], requires_grad=True)
+    out = estimator(log_prob, log_prob.detach() + moved)
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert log_prob.grad.isfinite().all()
 
 
 def test_k3_keeps_tiny_differences():

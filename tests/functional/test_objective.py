@@ -59,6 +59,13 @@ def test_sequence_ratios_follow_episodes_not_rows(ratio):
     assert not log_prob.grad[~mask].any()
 
 
+def test_with_the_ids_of_turns_the_sequence_ratio_is_that_of_turns():
+    # an episode of two turns: x = .1, -.3 with mean -.1, and .4 alone
+    turn = torch.tensor([0, 0, 1])
+    out = sequence_ratio(OLD + torch.tensor([0.1, -0.3, 0.4]), OLD, ON, turn, 2)
+    close(out, [0.904837, 0.904837, 1.491825])
+
+
 def test_gradients_of_sequence_ratios():
     """d/d log_prob_1 of 3 equal entries s is 3 s/3 for the mean, s for one's own element alone, 3 s for the product."""
     for ratio, of_middle_entry, of_all in [

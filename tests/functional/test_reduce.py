@@ -9,13 +9,14 @@ from groupwise.functional.reduce import (
     loss_weights,
     masked_mean,
     masked_var,
+    segment_mean,
     segment_min_max,
     segment_sum,
     whiten,
 )
 
 NAN = float("nan")
-AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant", "seq_mean_token_sum_norm"]
 SEEDS = st.integers(0, 2**31 - 1)
 
 
@@ -44,6 +45,14 @@ def test_segment_sum_passes_gradient_to_counted_elements_only():
     x = torch.tensor([1.0, NAN, 4.0], requires_grad=True)
     segment_sum(x, torch.tensor([0, -1, 0]), 1).sum().backward()
     assert x.grad.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_segment_mean_by_hand():
+    x = torch.tensor([[1.0, 5.0, 2.0], [9.0, torch.nan, 6.0]])
+    segment = torch.tensor([[0, 0, 0], [1, 1, -1]])
+    mask = torch.tensor([[True, False, True], [True, False, True]])
+    out = segment_mean(x, segment, 3, mask)
+    assert out.tolist() == [1.5, 9.0, 0.0]  # (1 + 2) / 2, 9 / 1, none
 
 
 def test_segment_min_max_by_hand():
@@ -146,6 +155,7 @@ EPISODE = torch.tensor([[0, 0, 0], [1, 2, -1]])
         ("seq_mean_token_mean", [1 / 4, 0, 1 / 4, 1 / 2, 0, 0]),  # two episodes, of two elements and one
         ("seq_mean_token_sum", [1 / 2, 0, 1 / 2, 1 / 2, 0, 0]),
         ("constant", [1 / 20, 0, 1 / 20, 1 / 20, 0, 0]),  # two episodes of at most 10
+        ("seq_mean_token_sum_norm", [1 / 10, 0, 1 / 10, 1 / 10, 0, 0]),  # however many episodes
     ],
 )
 def test_loss_weights_by_hand(aggregation, expected):
@@ -159,9 +169,10 @@ def test_loss_weights_of_an_empty_mask_are_zero(aggregation):
     assert torch.equal(out, torch.zeros(2, 3))
 
 
-def test_loss_weights_constant_needs_a_length():
-    with pytest.raises(ValueError, match=r"'constant' got max_length None; mend: give the most steps"):
-        loss_weights(MASK, EPISODE, 3, "constant")
+@pytest.mark.parametrize("aggregation", ["constant", "seq_mean_token_sum_norm"])
+def test_loss_weights_by_a_constant_need_it(aggregation):
+    with pytest.raises(ValueError, match=rf"'{aggregation}' got max_length None; mend: give the most steps"):
+        loss_weights(MASK, EPISODE, 3, aggregation)
 
 
 @settings(deadline=None)
@@ -180,6 +191,7 @@ def test_loss_weights_sum_to_what_the_aggregation_means(seed, lengths):
     assert total["seq_mean_token_mean"] == pytest.approx(1)
     assert total["seq_mean_token_sum"] == pytest.approx(mean_length)
     assert total["constant"] == pytest.approx(mean_length / 6)
+    assert total["seq_mean_token_sum_norm"] == pytest.approx(int(mask.sum()) / 6)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

@@ -1,0 +1,206 @@
+"""Credit that needs more than the rollout: the policy's probabilities, the reference, what earlier rollouts scored."""
+
+import copy
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from groupwise.algorithms.configs import CreditCfg, GRPOCfg, ObjectiveCfg
+from groupwise.algorithms.grpo import GRPO
+from groupwise.data.rollout import RolloutBuffer
+from groupwise.data.spaces import obs_spec
+from groupwise.errors import ConfigError
+from groupwise.policies.actor_critic import ActorCritic
+from groupwise.policies.configs import PolicyCfg
+
+OBS = gym.spaces.Box(-1, 1, (3,), np.float32)
+LENGTHS = [[3, 2], [4, 4], [2, 3], [4, 1]]  # of the episodes in each row; two rows are a group
+
+
+class Watched(GRPO):
+    """Keeps the advantages that the objective was given."""
+
+    def objective_data(self, batch, data, advantage, num_episodes):
+        self.advantage = advantage.clone()
+        return super().objective_data(batch, data, advantage, num_episodes)
+
+
+def build(space=None, moved=0.0, **cfg):
+    torch.manual_seed(0)
+    policy = ActorCritic(OBS, space or gym.spaces.Discrete(3), PolicyCfg(hidden_sizes=(8,)), actor_only=True)
+    settings = {"num_epochs": 1, "minibatch_size": 10_000, "gamma": 1.0}
+    algorithm = Watched(GRPOCfg(**settings | cfg), policy)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(moved * torch.randn_like(parameter))
+    return algorithm
+
+
+def make_rollout(policy, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    buffer = RolloutBuffer(4, 8, obs_spec=obs_spec(OBS), action_spec=policy.action_spec)
+    rollout = buffer.start_rollout()
+    rollout["obs"].copy_(torch.rand(4, 9, 3, generator=g) * 2 - 1)
+    flat = policy.act(rollout["obs"].reshape(-1, 3), generator=g)
+    rollout["action"].copy_(flat.action.reshape(4, 9))
+    rollout["sample_log_prob"].copy_(flat.log_prob.reshape(4, 9))
+    for row, lengths in enumerate(LENGTHS):
+        t = 0
+        for attempt, length in enumerate(lengths):
+            span = slice(t, t + length)
+            rollout["reward"][row, span] = torch.rand(length, generator=g)
+            rollout["valid"][row, span] = rollout["loss_mask"][row, span] = True
+            rollout["group_id"][row, span], rollout["episode_id"][row, span] = row // 2, 2 * row + attempt
+            rollout["step"][row, span] = torch.arange(length)
+            rollout["terminated"][row, span.stop - 1] = True
+            t = span.stop
+    buffer.add(rollout)
+    return buffer.get()
+
+
+def episodes(rollout):
+    """Row and steps of each episode."""
+    for row, lengths in enumerate(LENGTHS):
+        yield row, slice(0, lengths[0])
+        yield row, slice(lengths[0], sum(lengths))
+
+
+def log_ratio(algorithm, rollout, row, span):
+    batch = {key: rollout[key][row, span] for key in ("obs", "action")}
+    with torch.no_grad():
+        return algorithm.policy.evaluate(batch).log_prob - algorithm.reference.evaluate(batch).log_prob
+
+
+def updated(algorithm, rollout):
+    """The advantages of one update and its metrics; the policy stays as it was for the test to ask."""
+    before = copy.deepcopy(algorithm.policy.state_dict())
+    metrics = algorithm.update(rollout)
+    algorithm.policy.load_state_dict(before)
+    return algorithm.advantage, metrics
+
+
+def test_kl_in_the_reward_is_taken_off_each_steps_reward():
+    credit = CreditCfg(scale="none", kl_placement="reward")
+    algorithm = build(moved=0.3, kl_coef=0.5, credit=credit, objective=ObjectiveCfg(kl_estimator="k1"))
+    rollout = make_rollout(algorithm.policy)
+    advantage, metrics = updated(algorithm, rollout)
+    outcome = [float((rollout["reward"][e] - 0.5 * log_ratio(algorithm, rollout, *e)).sum()) for e in episodes(rollout)]
+    plain = [float(rollout["reward"][e].sum()) for e in episodes(rollout)]
+    assert max(abs(a - b) for a, b in zip(outcome, plain, strict=True)) > 0.1
+    for i, e in enumerate(episodes(rollout)):
+        mean = sum(outcome[4 * (i // 4) : 4 * (i // 4) + 4]) / 4
+        torch.testing.assert_close(advantage[e], torch.full_like(advantage[e], outcome[i] - mean), atol=1e-5, rtol=1e-4)
+    assert metrics["train/loss"] == metrics["train/policy_loss"]
+    assert metrics["train/reference_kl"] != 0
+
+
+def test_kl_in_the_advantage_is_the_episodes_mean_less_each_steps():
+    credit = CreditCfg(scale="none", kl_placement="advantage")
+    algorithm = build(moved=0.3, kl_coef=0.5, credit=credit)
+    rollout = make_rollout(algorithm.policy)
+    advantage, metrics = updated(algorithm, rollout)
+    plain, _ = updated(build(moved=0.3, credit=CreditCfg(scale="none")), rollout)
+    for e in episodes(rollout):
+        gap = -log_ratio(algorithm, rollout, *e)
+        k3 = gap.exp() - gap - 1
+        torch.testing.assert_close(advantage[e] - plain[e], 0.5 * (k3.mean() - k3), atol=1e-5, rtol=1e-4)
+    assert (advantage - plain).abs().max() > 1e-3
+    assert metrics["train/loss"] == metrics["train/policy_loss"]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "exact"])
+@pytest.mark.parametrize("placement", ["reward", "advantage"])
+def test_every_estimator_has_every_place(estimator, placement):
+    objective = ObjectiveCfg(kl_estimator=estimator)
+    algorithm = build(moved=0.3, kl_coef=0.5, credit=CreditCfg(kl_placement=placement), objective=objective)
+    rollout = make_rollout(algorithm.policy)
+    advantage, _ = updated(algorithm, rollout)
+    plain, _ = updated(build(moved=0.3), rollout)
+    assert (advantage - plain).abs().max() > 1e-3
+    assert not advantage[~rollout["loss_mask"][:, :-1]].any()
+
+
+def test_in_the_loss_the_kl_is_a_term_of_it():
+    algorithm = build(moved=0.3, kl_coef=0.5)
+    rollout = make_rollout(algorithm.policy)
+    advantage, metrics = updated(algorithm, rollout)
+    expected = metrics["train/policy_loss"] + 0.5 * metrics["train/reference_kl"]
+    torch.testing.assert_close(metrics["train/loss"], expected)
+    assert torch.equal(advantage, updated(build(moved=0.3), rollout)[0])
+
+
+@pytest.mark.parametrize("placement", ["reward", "advantage"])
+def test_a_weight_ratio_is_1_where_credit_is_made(placement):
+    out = []
+    for kl_weight in ("none", "ratio"):
+        objective = ObjectiveCfg(kl_weight=kl_weight)
+        algorithm = build(moved=0.3, kl_coef=0.5, credit=CreditCfg(kl_placement=placement), objective=objective)
+        out.append(updated(algorithm, make_rollout(algorithm.policy))[0])
+    assert torch.equal(*out)
+
+
+def test_the_optimal_token_baseline_reads_the_policys_probabilities():
+    choices = {"group_key": "group_step", "returns": "return_to_go", "scale": "none"}
+    algorithm = build(moved=0.5, credit=CreditCfg(baseline="optimal_token", **choices))
+    rollout = make_rollout(algorithm.policy)
+    advantage, _ = updated(algorithm, rollout)
+    firsts = [(row, span.start) for row, span in episodes(rollout)][:4]
+    to_go = [float(rollout["reward"][e].sum()) for e in episodes(rollout)][:4]
+    weights = []
+    for at in firsts:
+        logits = algorithm.policy.evaluate({k: rollout[k][at][None] for k in ("obs", "action")}).dist[0]
+        p, action = logits.softmax(-1).tolist(), int(rollout["action"][at])
+        weights.append(1 - 2 * p[action] + sum(x * x for x in p))
+    baseline = sum(w * r for w, r in zip(weights, to_go, strict=True)) / sum(weights)
+    assert abs(baseline - sum(to_go) / 4) > 1e-3
+    for at, r in zip(firsts, to_go, strict=True):
+        assert abs(float(advantage[at]) - (r - baseline)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("space", "found"),
+    [
+        (gym.spaces.Box(-1, 1, (2,)), r"torch.float32 of shape \[2\]"),
+        (gym.spaces.MultiDiscrete([2, 3]), r"torch.int64 of shape \[2\]"),
+        (gym.spaces.MultiBinary(2), r"torch.int8 of shape \[2\]"),
+    ],
+)
+def test_the_optimal_token_baseline_needs_one_discrete_choice(space, found):
+    choices = {"group_key": "group_step", "returns": "return_to_go"}
+    with pytest.raises(ConfigError, match=f"{found}; mend: baseline='mean'"):
+        build(space, credit=CreditCfg(baseline="optimal_token", **choices))
+
+
+def test_the_moving_average_goes_on_where_it_was():
+    cfg = {"credit": CreditCfg(baseline="ema", scale="none"), "learning_rate": 1e-2}
+    one = build(**cfg)
+    rollouts = [make_rollout(one.policy, seed) for seed in range(3)]
+    totals = [torch.stack([r["reward"][e].sum() for e in episodes(r)]) for r in rollouts]
+    one.update(rollouts[0])
+    assert one.state_dict()["score_average"] == one.score_average
+    torch.testing.assert_close(one.score_average, totals[0].mean())
+    two = build(**cfg)
+    two.policy.load_state_dict(one.policy.state_dict())
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
+    before = one.score_average
+    for algorithm in (one, two):
+        algorithm.update(rollouts[1])
+    # the second rollout is measured against the first alone, and then enters: 8 attempts
+    first = next(iter(episodes(rollouts[1])))
+    torch.testing.assert_close(one.advantage[first][0], totals[1][0] - before)
+    share = 0.95**8
+    torch.testing.assert_close(one.score_average, share * before + (1 - share) * totals[1].mean())
+    for algorithm in (one, two):
+        algorithm.update(rollouts[2])
+    assert torch.equal(one.advantage, two.advantage)
+    assert torch.equal(one.score_average, two.score_average)
+
+
+def test_other_baselines_keep_no_average():
+    algorithm = build()
+    algorithm.update(make_rollout(algorithm.policy))
+    assert algorithm.state_dict()["score_average"] is None
+    algorithm.load_state_dict(copy.deepcopy(algorithm.state_dict()))
+    assert algorithm.score_average is None

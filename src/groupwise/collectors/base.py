@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tensordict import TensorDict
 
@@ -30,6 +30,9 @@ class Collector(ABC):
     last_steps: int = 0
     """Environment steps that the last ``collect`` took, wasted ones included."""
 
+    dropped_steps: int = 0
+    """Environment steps that ``restart`` threw away since the last ``collect``, which the next one counts as wasted."""
+
     def __init__(self) -> None:
         self.finished: list[Episode] = []
         """Episodes that ended in the last ``collect``, also those begun in an earlier one."""
@@ -42,6 +45,10 @@ class Collector(ABC):
     @abstractmethod
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Experience of about ``num_steps`` steps per row, written into ``rollout``; may return a longer or shorter one."""
+
+    def settle(self) -> Literal["settled", "after next"]:
+        """When ``restart`` throws nothing away that was to be trained on: now, or after the next ``collect``, which sees to it."""
+        return "settled"
 
     @abstractmethod
     def restart(self) -> None:

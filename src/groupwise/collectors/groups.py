@@ -1,33 +1,30 @@
 """Whole groups of attempts at shared starts: what GRPO learns from."""
 
 import logging
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
-from groupwise.algorithms.configs import CollectionCfg
+from groupwise.algorithms.configs import BranchCfg, CollectionCfg
 from groupwise.collectors.base import Collector, Episode
-from groupwise.collectors.labels import Tally, label
+from groupwise.collectors.branching import Brancher
+from groupwise.collectors.carry import Carry, Versions
+from groupwise.collectors.labels import Tally, label, mark_greedy, policy_version
+from groupwise.collectors.outcomes import Outcomes
 from groupwise.collectors.schedule import Attempt, Group, Schedule
 from groupwise.collectors.supply import Supply
 from groupwise.collectors.writer import FinalValues, RolloutWriter
 from groupwise.data.rollout import Nested, lengthen
-from groupwise.envs.base import EnvStep, GroupEnv, Mask
+from groupwise.envs.base import GroupEnv, Mask, Snapshot
 from groupwise.envs.groups import verify_group_start
 from groupwise.errors import EnvError
-from groupwise.functional.diagnostics import zero_variance_groups
-from groupwise.functional.returns import episode_return
-from groupwise.policies.base import Policy
+from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed
 
 log = logging.getLogger(__name__)
-
-MAX_TRIES = 5
-"""A member that is lost more often than this is lost for a reason that trying again does not mend."""
-_NOBODY: Mask = np.zeros(1, dtype=np.bool_)
 
 
 class GroupCollector(Collector):
@@ -58,6 +55,7 @@ class GroupCollector(Collector):
         group_size: int,
         attempt_steps: int | None = None,
         collection: CollectionCfg | None = None,
+        branching: BranchCfg | None = None,
         greedy_attempts: Literal[0, 1] = 0,
         seed: int = 0,
         rank: int = 0,
@@ -73,10 +71,23 @@ class GroupCollector(Collector):
         """Attempts in a group, the greedy one included."""
         self.seed = seed
         self.rank = rank
-        self._lost_members = 0
+        self._carry: Carry | None = None
+        self._unfinished = self.collection.unfinished
+        """What the next ``collect`` does with unfinished groups."""
         self._metrics: dict[str, float] = {}
+        self._brancher = Brancher(
+            branching or BranchCfg(),
+            env,
+            policy,
+            harder=self.collection.zero_variance == "harder",
+            window=attempt_steps,
+            seed=seed,
+            rank=rank,
+        )
         self._check()
-        self.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank)) if verify_start else None
+        if verify_start and env.start_report is None:
+            env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
+        self.start_report = env.start_report
         """What the check of the shared start found."""
         log.info("siblings share their start: %s", self.start_report)
         self._extra_steps = env.extra_steps
@@ -86,19 +97,26 @@ class GroupCollector(Collector):
         """Whole groups, about ``num_steps`` steps a row; as long as the row that was busy longest."""
         generator = torch.Generator(self.policy.device)
         generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
-        self._lost_members = 0
-        schedule = Schedule(self.env.num_envs, block_size=self.env.block_size)
+        carry, self._carry = self._carry, None
+        schedule = Schedule(self.env.num_envs, block_size=self.env.block_size, head=carry.head if carry else 0)
         supply = self._make_supply(schedule, num_steps)
+        rollout, carried = carry.unpack(rollout, schedule, num_steps) if carry else (rollout, None)
+        overdue = self._overdue(carry)
         writer = RolloutWriter(rollout, value=not self.policy.actor_only)
         finals = FinalValues()
-        obs = self._start(schedule.assign(supply))
-        while schedule.running.any():
+        outcomes = Outcomes(self.collection, schedule, supply, self._brancher, env_id=self.env.env_id)
+        self._brancher.begin(schedule.unfinished())
+        begun = schedule.assign(supply)
+        obs = self._start(begun) if begun or carry is None else carry.obs
+        while self._goes_on(schedule, supply, overdue):
             t = schedule.tick
             if t == writer.num_steps:
                 rollout = lengthen(rollout, 2 * t + 1)
                 writer = RolloutWriter(rollout, value=not self.policy.actor_only)
             writer.observe(t, obs)
-            action = self.policy.act(obs, generator=generator)
+            if t == self._brancher.due:
+                self._brancher.capture(schedule)
+            action = self._act(obs, schedule, generator)
             writer.act(t, action)
             step = self.env.step(self.policy.env_action(action.action))
             terminated, truncated = step.terminated.cpu().numpy(), step.truncated.cpu().numpy()
@@ -107,26 +125,50 @@ class GroupCollector(Collector):
             writer.outcome(t, step.reward, step.terminated, torch.from_numpy(truncated))
             obs = step.obs
             schedule.advance()
-            ended, failed = terminated | truncated, self._failed(step, schedule)
-            if ended.any() or failed.any():
+            ended = terminated | truncated
+            if ended.any() or step.failed is not None:
                 if not self.policy.actor_only:
                     finals.remember(t, truncated & ~terminated, obs)
-                stopped = self._end(schedule, supply, rollout["reward"], ended, terminated, failed)
-                obs = self._restart_rows(schedule.assign(supply), cut | stopped, obs)
+                outcomes.end(ended, terminated, rollout)
+                idle = cut if step.failed is None else cut | outcomes.lose(step.failed.cpu().numpy() & schedule.running)
+                obs = self._go_on(schedule.assign(supply), idle, obs)
         writer.observe(schedule.tick, obs)
         rollout = rollout[:, : schedule.tick + 1]
         if not self.policy.actor_only:
             finals.fill(rollout, self.policy, obs)
-        self._account(label(rollout, schedule, self.group_size), schedule)
+        self._account(label(rollout, schedule), schedule, outcomes.lost_members)
+        if self.collection.unfinished == "carry":
+            self._carry_over(rollout, schedule, carried)
+        if self.members > self.group_size:
+            rollout["greedy"] = mark_greedy(rollout, schedule)
+        self._unfinished = self.collection.unfinished
         self.iteration += 1
         return rollout
 
-    def restart(self) -> None:
-        """Nothing to drop: every ``collect`` begins with fresh groups."""
+    def settle(self) -> Literal["settled", "after next"]:
+        """When nothing is carried over: now, or after the next ``collect``, which finishes all groups."""
+        if self.collection.unfinished == "finish":
+            return "settled"
+        self._unfinished = "finish"
+        return "after next"
 
-    def representative(self) -> list[Episode]:
-        """All episodes of the rollout: they are whole, and of the policy as it is now."""
-        return self.finished
+    def restart(self) -> None:
+        """Drop what was kept of earlier iterations: the next ``collect`` begins with fresh groups.
+
+        It counts the steps of groups that were carried over as wasted.
+        """
+        self._brancher.pool.clear()
+        if self._carry is not None:
+            self.dropped_steps = self._carry.steps
+            self.env.hold(self._carry.running)
+            self._carry = None
+
+    def representative(self) -> Sequence[Episode]:
+        """All episodes of the rollout: they are whole, and of the policy as it is now.
+
+        The latest 100 where groups are carried over: a window favours short episodes.
+        """
+        return super().representative() if self.collection.unfinished == "carry" else self.finished
 
     def metrics(self) -> dict[str, float]:
         """``rollout/*`` numbers; ``docs/collection.md`` says what each counts."""
@@ -143,6 +185,11 @@ class GroupCollector(Collector):
                 f"{env.env_id} has no step limit, so an attempt might never end; mend: set max_episode_steps of the "
                 "environment, or attempt_steps"
             )
+        if self.collection.unfinished == "carry" and not self.policy.actor_only:
+            raise EnvError(
+                "collection.unfinished='carry' keeps no values, and the policy has a critic; mend: an actor_only policy, or "
+                "'finish'"
+            )
         if env.block_size == 1:
             return
         if env.block_size != members:
@@ -156,93 +203,82 @@ class GroupCollector(Collector):
                 "again alone; mend: lost_member='drop'"
             )
 
+    def _goes_on(self, schedule: Schedule, supply: Supply, overdue: list[Group]) -> bool:
+        """Whether another step is due."""
+        if self._unfinished == "finish":
+            return bool(schedule.running.any())
+        return supply.is_open() or any(group.fate == "open" for group in overdue)
+
+    def _overdue(self, carry: Carry | None) -> list[Group]:
+        """Groups that this iteration has to finish."""
+        oldest = self.iteration - self.collection.max_staleness
+        return [group for group in carry.groups if group.born <= oldest] if carry else []
+
+    def _act(self, obs: Nested, schedule: Schedule, generator: torch.Generator) -> Action:
+        """What every row does: its own draw, or the policy's most likely action in greedy attempts."""
+        action = self.policy.act(obs, generator=generator)
+        if self.members == self.group_size or not schedule.greedy.any():
+            return action
+        mode = self.policy.act(obs, deterministic=True)
+        greedy = torch.from_numpy(schedule.greedy).to(action.log_prob.device)
+        wide = greedy.view(-1, *[1] * (action.action.dim() - 1))
+        return Action(
+            torch.where(wide, mode.action, action.action),
+            torch.where(greedy, mode.log_prob, action.log_prob),
+            action.value,
+        )
+
+    def _carry_over(self, rollout: TensorDict, schedule: Schedule, carried: Versions | None) -> None:
+        """Keep unfinished groups for the next iteration; write down which policy sampled each step."""
+        versions = np.full((self.env.num_envs, schedule.tick), self.iteration)
+        if carried is not None:
+            versions[:, : schedule.head] = carried
+        self._carry = Carry(rollout, schedule, versions)
+        age = self.iteration - versions[rollout["loss_mask"][:, :-1].cpu().numpy()]
+        self._metrics["rollout/staleness_mean"] = float(age.mean()) if age.size else 0.0
+        rollout["policy_version"] = policy_version(rollout, versions)
+
     def _make_supply(self, schedule: Schedule, num_steps: int) -> Supply:
         return Supply(
             self.collection,
+            self._brancher,
             schedule,
             budget=self.env.num_envs * num_steps,
-            members=self.members,
+            group_size=self.group_size,
+            greedy=self.members - self.group_size,
             limit=self.attempt_steps,
             seed=self.seed,
             rank=self.rank,
             iteration=self.iteration,
         )
 
-    def _failed(self, step: EnvStep, schedule: Schedule) -> Mask:
-        """Rows whose attempt was lost to an error."""
-        if step.failed is None:
-            return _NOBODY
-        failed = step.failed.cpu().numpy() & schedule.running
-        if failed.any() and self.collection.lost_member == "raise":
-            raise EnvError(
-                f"environment {int(np.flatnonzero(failed)[0])} of {self.env.env_id} failed; mend: the environment, or "
-                "collection.lost_member='complete' or 'drop'"
-            )
-        return failed
-
-    def _end(
-        self, schedule: Schedule, supply: Supply, reward: Tensor, ended: Mask, terminated: Mask, failed: Mask
-    ) -> Mask:
-        """Take note of attempts that ended or were lost; returns the rows whose attempts were stopped with them."""
-        stopped = np.zeros_like(schedule.running)
-        for attempt in schedule.finish(ended):
-            attempt.terminated = bool(terminated[attempt.row])
-            attempt.group.members.append(attempt)
-            if len(attempt.group.members) == attempt.group.size:
-                self._close(attempt.group, supply, reward)
-        for attempt in schedule.finish(failed) if failed.any() else ():
-            attempt.state = "stopped"
-            self._lost_members += 1
-            stopped |= self._lose(attempt, schedule)
-        return stopped
-
-    def _close(self, group: Group, supply: Supply, reward: Tensor) -> None:
-        """All members of the group reached their end."""
-        group.fate = "complete"
-        if self.collection.zero_variance != "keep" and self._did_equally_well(group, reward):
-            group.fate = "skipped"
-            supply.skip(group)
-
-    def _lose(self, attempt: Attempt, schedule: Schedule) -> Mask:
-        """Complete or drop the group of a lost attempt; returns the rows whose attempts were stopped with it."""
-        group = attempt.group
-        if self.collection.lost_member == "drop":
-            group.fate = "dropped"
-            return schedule.drop(group)
-        if attempt.tries == MAX_TRIES:
-            raise EnvError(
-                f"a member of a group was lost {MAX_TRIES + 1} times in a row in {self.env.env_id}; mend: the environment, "
-                "or collection.lost_member='drop'"
-            )
-        schedule.waiting.appendleft(Attempt(group, attempt.member, attempt.tries + 1))
-        return np.zeros_like(schedule.running)
-
-    def _did_equally_well(self, group: Group, reward: Tensor) -> bool:
-        """Whether the group is one of those that ``rollout/zero_variance_groups`` counts."""
-        members = [attempt for attempt in group.members if attempt.member < self.group_size]
-        rewards = torch.cat([reward[a.row, a.began : a.end] for a in members])
-        member = torch.arange(len(members)).repeat_interleave(torch.tensor([a.length for a in members]))
-        score = episode_return(rewards, member.to(rewards.device), len(members))
-        group_id = torch.zeros(len(members), dtype=torch.int64, device=rewards.device)
-        return bool(zero_variance_groups(score, group_id, 1, torch.ones_like(group_id, dtype=torch.bool)))
-
-    def _restart_rows(self, begun: list[Attempt], idle: Mask, obs: Nested) -> Nested:
+    def _go_on(self, begun: list[Attempt], idle: Mask, obs: Nested) -> Nested:
         """Observations after starting the attempts and holding those ``idle`` rows that got none."""
-        idle = idle.copy()
-        idle[[attempt.row for attempt in begun]] = False
         if idle.any():
+            idle = idle.copy()
+            idle[[attempt.row for attempt in begun]] = False
             self.env.hold(idle)
         return self._start(begun) if begun else obs
 
     def _start(self, begun: list[Attempt]) -> Nested:
         """Observations after starting attempts in their rows."""
-        mask = np.zeros(self.env.num_envs, dtype=np.bool_)
-        start_seed, noise_seed = (np.zeros(self.env.num_envs, dtype=np.int64) for _ in range(2))
+        self._brancher.follow(begun)
+        num_rows = self.env.num_envs
+        seeded, restored = (np.zeros(num_rows, dtype=np.bool_) for _ in range(2))
+        start_seed, noise_seed = (np.zeros(num_rows, dtype=np.int64) for _ in range(2))
+        snapshots: list[Snapshot | None] = [None] * num_rows
         for attempt in begun:
-            mask[attempt.row] = True
-            start_seed[attempt.row] = attempt.group.start_seed
-            noise_seed[attempt.row] = self._noise_seed(attempt)
-        return self.env.start(mask, start_seed, noise_seed)
+            row, group = attempt.row, attempt.group
+            noise_seed[row] = self._noise_seed(attempt)
+            if group.role == "branch":
+                restored[row], snapshots[row] = True, group.snapshot
+            else:
+                seeded[row], start_seed[row] = True, group.start_seed
+        if seeded.any():
+            obs = self.env.start(seeded, start_seed, noise_seed)
+        if restored.any():
+            obs = self.env.restore(restored, snapshots, noise_seed)
+        return obs
 
     def _noise_seed(self, attempt: Attempt) -> int:
         group = attempt.group
@@ -253,7 +289,7 @@ class GroupCollector(Collector):
             path += ("again", attempt.tries)
         return derive_seed(self.seed, *path)
 
-    def _account(self, tally: Tally, schedule: Schedule) -> None:
+    def _account(self, tally: Tally, schedule: Schedule, lost_members: int) -> None:
         """Counters and metrics of the iteration."""
         extra = self.env.extra_steps - self._extra_steps
         self._extra_steps = self.env.extra_steps
@@ -263,13 +299,20 @@ class GroupCollector(Collector):
         self._metrics = {
             "rollout/groups": float(len(tally.groups)),
             "rollout/idle_fraction": tally.idle_fraction,
-            "rollout/wasted_steps": (tally.wasted + extra) / self.last_steps,
+            "rollout/wasted_steps": (tally.wasted + extra + self.dropped_steps) / self.last_steps,
         }
+        self.dropped_steps = 0
         if self.collection.lost_member != "raise":
-            self._metrics["rollout/lost_members"] = float(self._lost_members)
+            self._metrics["rollout/lost_members"] = float(lost_members)
         if self.collection.zero_variance != "keep":
             skipped = sum(group.fate == "skipped" for group in tally.groups)
             self._metrics |= {
                 "rollout/skipped_groups": float(skipped),
                 "rollout/skipped_steps": tally.skipped / self.last_steps,
+            }
+        if self._brancher.active:
+            branches = sum(group.role == "branch" for group in tally.groups)
+            self._metrics |= {
+                "rollout/branch_groups": float(branches),
+                "rollout/branch_steps": tally.branched / self.last_steps,
             }

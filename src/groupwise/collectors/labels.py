@@ -3,8 +3,11 @@
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from jaxtyping import Bool, Int
 from tensordict import TensorDict
+from torch import Tensor
 
 from groupwise.collectors.base import Episode
 from groupwise.collectors.schedule import Attempt, Group, Schedule
@@ -21,10 +24,12 @@ class Tally(NamedTuple):
     """Steps of attempts that will never be trained on."""
     skipped: int
     """Steps of groups that were left out because all members did equally well."""
+    branched: int
+    """Steps of whole groups that began mid-episode."""
     idle_fraction: float
 
 
-def label(rollout: TensorDict, schedule: Schedule, group_size: int) -> Tally:
+def label(rollout: TensorDict, schedule: Schedule) -> Tally:
     """Fill masks, ids and steps of ``rollout``; returns how the steps were used.
 
     Only attempts of whole groups are valid. The rest of the slots look as if nothing had happened there.
@@ -32,7 +37,7 @@ def label(rollout: TensorDict, schedule: Schedule, group_size: int) -> Tally:
     history, attempts = schedule.history(), schedule.attempts
     valid = [a.state == "ended" and a.group.fate in ("complete", "skipped") for a in attempts]
     counts = [
-        v and a.group.fate == "complete" and a.group.role != "stem" and a.member < group_size
+        v and a.group.fate == "complete" and a.group.role != "stem" and not a.greedy
         for v, a in zip(valid, attempts, strict=True)
     ]
     group_number: dict[Group, int] = {}
@@ -53,12 +58,29 @@ def label(rollout: TensorDict, schedule: Schedule, group_size: int) -> Tally:
     for key, array in labels.items():
         rollout[key][:, :-1] = torch.from_numpy(array)
     return Tally(
-        episodes=_episodes(rollout, schedule, history, group_size),
+        episodes=_episodes(rollout, schedule, history),
         groups=[group for group in group_number if group.role != "stem"],
         wasted=sum(a.length for a in attempts if _is_wasted(a)),
         skipped=sum(a.length for a in attempts if a.state == "ended" and a.group.fate == "skipped"),
+        branched=sum(a.length for a, v in zip(attempts, valid, strict=True) if v and a.group.role == "branch"),
         idle_fraction=1.0 - schedule.steps / history[:, schedule.head :].size,
     )
+
+
+def policy_version(rollout: TensorDict, versions: npt.NDArray[np.int64]) -> Int[Tensor, "row slot"]:
+    """Iteration in which each step was sampled, -1 outside ``valid``."""
+    out = torch.full_like(rollout["group_id"], -1)
+    valid = rollout["valid"][:, :-1]
+    out[:, :-1] = torch.where(valid, torch.from_numpy(versions).to(valid.device), -1)
+    return out
+
+
+def mark_greedy(rollout: TensorDict, schedule: Schedule) -> Bool[Tensor, "row slot"]:
+    """True on the valid steps of greedy attempts."""
+    greedy = _table([attempt.greedy for attempt in schedule.attempts], False)[schedule.history()]
+    out = torch.zeros_like(rollout["valid"])
+    out[:, :-1] = torch.from_numpy(greedy).to(out.device) & rollout["valid"][:, :-1]
+    return out
 
 
 def _table(values: list[bool] | list[int], absent: int) -> np.ndarray:
@@ -67,10 +89,12 @@ def _table(values: list[bool] | list[int], absent: int) -> np.ndarray:
 
 
 def _is_wasted(attempt: Attempt) -> bool:
-    return attempt.state == "stopped" or attempt.group.fate == "dropped" or attempt.group.role == "stem"
+    if attempt.state == "ended":
+        return attempt.group.fate == "dropped" or attempt.group.role == "stem"
+    return attempt.state == "stopped"
 
 
-def _episodes(rollout: TensorDict, schedule: Schedule, history: np.ndarray, group_size: int) -> list[Episode]:
+def _episodes(rollout: TensorDict, schedule: Schedule, history: np.ndarray) -> list[Episode]:
     reward = rollout["reward"][:, :-1].cpu().numpy()
     worked = history >= 0
     returns = np.bincount(history[worked], weights=reward[worked], minlength=len(schedule.attempts))
@@ -80,7 +104,7 @@ def _episodes(rollout: TensorDict, schedule: Schedule, history: np.ndarray, grou
         if attempt.state == "ended"
         and attempt.end > schedule.head
         and attempt.group.role != "branch"
-        and attempt.member < group_size
+        and not attempt.greedy
     ]
     whole.sort(key=lambda pair: pair[0].end)
     return [Episode(episode_return, a.length, a.terminated) for a, episode_return in whole]

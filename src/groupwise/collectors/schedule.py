@@ -3,12 +3,15 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from groupwise.envs.base import Mask, Seeds, Snapshot
+
+if TYPE_CHECKING:
+    from groupwise.collectors.branching import Reservoir
 
 NEVER = np.iinfo(np.int64).max
 
@@ -22,12 +25,16 @@ class Group:
     number: int
     """Among the groups opened in that iteration."""
     size: int
-    """Attempts, the greedy one included."""
+    """Attempts."""
+    sampled: int
+    """The first so many of them sample their actions, the others act greedily."""
     role: Literal["whole", "stem", "branch"] = "whole"
     """Whole episodes, a single one that is only branched from, or attempts that begin mid-episode."""
     start_seed: int = 0
     snapshot: Snapshot = None
     """Where a branch begins."""
+    stem: int = -1
+    """Member that is branched from, if any."""
     limit: int | None = None
     """Attempts are cut after so many steps."""
     trained_steps: int | None = None
@@ -53,6 +60,13 @@ class Attempt:
     state: Literal["waiting", "running", "ended", "stopped"] = "waiting"
     """``stopped``: it will never reach its end."""
     terminated: bool = False
+    reservoir: "Reservoir | None" = None
+    """States that were captured, if it is a stem."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether it takes the policy's most likely actions."""
+        return self.member >= self.group.sampled
 
     @property
     def length(self) -> int:
@@ -75,6 +89,8 @@ class Schedule:
         self.steps = 0
         """Environment steps taken."""
         self.running: Mask = np.zeros(num_rows, dtype=np.bool_)
+        self.greedy: Mask = np.zeros(num_rows, dtype=np.bool_)
+        """Rows that act greedily."""
         self.attempts: list[Attempt] = []
         self.waiting: deque[Attempt] = deque()
         """Members of open groups that no row has taken yet."""
@@ -96,8 +112,9 @@ class Schedule:
         self._next_deadline = int(self._deadline.min())
         return begun
 
-    def place(self, attempt: Attempt, row: int, began: int, end: int) -> None:
-        """Write an attempt of an earlier iteration into columns ``began`` to ``end`` of the head."""
+    def place(self, attempt: Attempt, row: int, began: int) -> None:
+        """Write an attempt of an earlier iteration into the head, from column ``began`` on."""
+        end = began + attempt.length
         self._head[row, began:end] = len(self.attempts)
         attempt.row, attempt.began, attempt.end = row, began, end
         if attempt.state == "running":
@@ -123,6 +140,7 @@ class Schedule:
             attempt.end, attempt.state = self.tick, "ended"
         self.running = self.running & ~rows
         self._current[rows] = -1
+        self.greedy[rows] = False
         self._deadline[rows] = NEVER
         return attempts
 
@@ -160,3 +178,4 @@ class Schedule:
         self._current[attempt.row] = len(self.attempts)
         self._deadline[attempt.row] = NEVER if limit is None else attempt.began + limit
         self.running[attempt.row] = True
+        self.greedy[attempt.row] = attempt.greedy

@@ -103,6 +103,7 @@ class SaveCheckpoints(Callback):
         self.every = Every(interval)
         self.identity = identity
         self.saved_at = 0
+        self.settled = False
 
     def on_training_start(self, trainer: "Trainer") -> None:
         """Count from the steps of a resumed run."""
@@ -110,9 +111,12 @@ class SaveCheckpoints(Callback):
         self.saved_at = trainer.iteration
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Save when it is time."""
-        if self.every.due(trainer.env_steps):
+        """Save when it is time, or an iteration later where the collector has to finish something first."""
+        due = self.every.due(trainer.env_steps)
+        if self.settled or (due and trainer.collector.settle() == "settled"):
             self._save(trainer)
+        elif due:
+            self.settled = True
 
     def on_training_end(self, trainer: "Trainer") -> None:
         """Save, unless the last iteration was."""
@@ -120,13 +124,13 @@ class SaveCheckpoints(Callback):
             self._save(trainer)
 
     def _save(self, trainer: "Trainer") -> None:
-        self.saved_at = trainer.iteration
+        self.saved_at, self.settled = trainer.iteration, False
+        trainer.collector.restart()  # before the state is taken: it counts the steps that are dropped
         if self.folder is not None:
             checkpoint = Checkpoint(trainer.algorithm.policy.state_dict(), trainer.state_dict())
             save_checkpoint(self.folder, checkpoint, self.identity)
             for callback in trainer.callbacks:
                 callback.on_checkpoint(trainer, self.folder)
-        trainer.collector.restart()
 
 
 class MetricsLog(Callback):

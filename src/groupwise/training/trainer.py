@@ -97,6 +97,7 @@ class Trainer:
             "seconds": self.seconds,
             "num_slots": self.buffer.num_steps,
             "recent": [list(episode) for episode in self.collector.recent],
+            "dropped_steps": self.collector.dropped_steps,
             "callbacks": {name: callback.state_dict() for name, callback in self._named_callbacks()},
             "algorithm": self.algorithm.state_dict(),
         }
@@ -107,6 +108,7 @@ class Trainer:
         self.env_steps = state["env_steps"]
         self.seconds = state["seconds"]
         self.buffer.num_steps = state["num_slots"]
+        self.collector.dropped_steps = state["dropped_steps"]
         self.collector.recent.extend(Episode(*episode) for episode in state["recent"])
         self.algorithm.load_state_dict(state["algorithm"])
         for name, callback in self._named_callbacks():

@@ -37,6 +37,7 @@ from stable_baselines3.common.utils import configure_logger
 from stable_baselines3.common.vec_env import (
     DummyVecEnv,
     SubprocVecEnv,
+    VecEnvWrapper,
     VecFrameStack,
     VecMonitor,
     VecNormalize,
@@ -46,6 +47,7 @@ from stable_baselines3.common.vec_env import (
 
 import groupwise as gw
 from groupwise.integrations.sb3 import GRPO, ActorPolicy, SharedStart
+from groupwise.presets import objective_presets
 
 SMALL = {"n_steps": 16, "batch_size": 32, "n_epochs": 2, "policy_kwargs": {"net_arch": [8]}, "seed": 0}
 
@@ -172,6 +174,28 @@ def test_action_spaces(make, num_envs):
     model.learn(200)
     assert (parameters(model) != before).any()
     assert evaluate_policy(model, make_vec_env(make), 2)[1] >= 0
+
+
+@pytest.mark.parametrize("space", [spaces.Discrete(2, start=5), spaces.MultiDiscrete([2, 2], start=[3, -1])])
+def test_actions_are_numbered_from_the_start_of_the_space(space):
+    model = GRPO("MlpPolicy", Corridor(space), **SMALL).learn(60)  # the corridor refuses what is not of its space
+    for deterministic in (True, False):
+        assert space.contains(model.predict(np.zeros(2, np.float32), deterministic=deterministic)[0])
+
+
+def test_an_environment_may_write_into_its_arrays():
+    class Reuses(VecEnvWrapper):
+        def reset(self):
+            self.obs = self.venv.reset()
+            return self.obs
+
+        def step_wait(self):
+            obs, *rest = self.venv.step_wait()
+            self.obs[:] = obs
+            return (self.obs, *rest)
+
+    plain = parameters(corridor(env=DummyVecEnv([Corridor] * 2)).learn(100))
+    np.testing.assert_array_equal(parameters(corridor(env=Reuses(DummyVecEnv([Corridor] * 2))).learn(100)), plain)
 
 
 def test_unsupported_action_spaces_are_refused():
@@ -771,18 +795,22 @@ def test_without_kl_there_is_no_reference():
         corridor().reference_policy  # noqa: B018
 
 
-@pytest.mark.parametrize("preset", ["grpo", "rloo", "embodichain", "sb3_process", "sb3_outcome", "sb3_timestep"])
+@pytest.mark.parametrize("preset", objective_presets())
 def test_presets_by_name(preset):
+    settings = objective_presets()[preset].settings
+    objective = gw.ObjectiveCfg(**settings["objective"])
+    if objective.aggregation == "constant":
+        objective = objective.model_copy(update={"max_length": 6})
+    model = corridor(credit=preset, objective=preset if objective.max_length is None else objective)
+    assert (model.credit, model.objective) == (gw.CreditCfg(**settings["credit"]), objective)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "rloo", "sb3_process", "sb3_outcome", "sb3_timestep"])
+def test_presets_train(preset):
     model = corridor(credit=preset, objective=preset)
-    settings = gw.GRPOCfg(**{k: v for k, v in preset_settings(preset).items() if k in ("credit", "objective")})
-    assert (model.credit, model.objective) == (settings.credit, settings.objective)
+    before = parameters(model)
     model.learn(60)
-
-
-def preset_settings(name: str) -> dict:
-    from groupwise.presets import objective_preset
-
-    return objective_preset(name).settings
+    assert (parameters(model) != before).any()
 
 
 def test_a_constant_divisor_is_given_in_the_objective():

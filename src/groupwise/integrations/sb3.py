@@ -199,20 +199,19 @@ class GRPO(OnPolicyAlgorithm):
             self.num_timesteps < self._total_timesteps and not rollout_buffer.all_finished(begun)
         ):
             assert self._last_obs is not None
+            seen = _copy(self._last_obs)
             with torch.no_grad():
-                obs_tensor = obs_as_tensor(self._last_obs, self.device)
+                obs_tensor = obs_as_tensor(seen, self.device)
                 actions, log_probs = self.policy(obs_tensor)
+                clipped_actions = self.policy.head.env_action(actions).cpu().numpy()
             actions = actions.cpu().numpy()
-            clipped_actions = actions
-            if isinstance(self.action_space, spaces.Box):
-                clipped_actions = np.clip(actions, self.action_space.low, self.action_space.high)
             new_obs, rewards, dones, infos = env.step(clipped_actions)
             n_steps += 1
             self.num_timesteps += env.num_envs
             # all of it is recorded before a callback may stop the training, so that it can go on later
             cut = [info.get("TimeLimit.truncated", False) for info in infos]
             truncated = np.array(cut, dtype=np.bool_) & dones
-            seen, self._last_obs = _copy(self._last_obs), new_obs  # type: ignore[assignment]
+            self._last_obs = new_obs  # type: ignore[assignment]
             reward = np.array(rewards, dtype=np.float32)
             tick = Tick(seen, actions, log_probs.cpu().numpy(), reward, dones & ~truncated, truncated)
             for index in rollout_buffer.record(tick):
@@ -238,7 +237,7 @@ class GRPO(OnPolicyAlgorithm):
         self._update_learning_rate(self.policy.optimizer)
         metrics = {name: value.item() for name, value in self._core.update(rollout).items()}
         state = self._core.state_dict()
-        self._core_state = {key: value for key, value in state.items() if key not in _SAVED_BY_SB3}
+        self._core_state = {key: _on_cpu(value) for key, value in state.items() if key not in _SAVED_BY_SB3}
         self._n_updates += int(metrics["train/optimizer_steps"])
         self._record(metrics, num_groups=int(rollout["group_id"].max()) + 1)
 
@@ -374,3 +373,8 @@ class GRPO(OnPolicyAlgorithm):
 def _copy(obs: Obs) -> Obs:
     """A copy, for an environment may go on to write into its arrays."""
     return {key: value.copy() for key, value in obs.items()} if isinstance(obs, dict) else obs.copy()
+
+
+def _on_cpu(value: object) -> object:
+    """A tensor where every machine can load it; anything else as it is."""
+    return value.cpu() if isinstance(value, torch.Tensor) else value

@@ -33,7 +33,7 @@ class ActorPolicy(BasePolicy):
     """``MlpPolicy``: features, hidden layers, parameters of the action distribution. No value network anywhere.
 
     Box actions are Gaussian and clipped on their way to the environment, as in Stable-Baselines3; their density is
-    that of the unclipped sample.
+    that of the unclipped sample. Discrete actions are numbered from the space's ``start``.
 
     Args:
         net_arch: width of each hidden layer, or ``dict(pi=...)`` with it. Default: 64, 64; none behind a ``NatureCNN``.
@@ -109,7 +109,7 @@ class ActorPolicy(BasePolicy):
 
     def _predict(self, observation: PyTorchObs, deterministic: bool = False) -> Tensor:
         params = self.action_params(observation)
-        return self.head.mode(params) if deterministic else self.head.sample(params)
+        return self.head.env_action(self.head.mode(params) if deterministic else self.head.sample(params))
 
     def _build(self, lr_schedule: Schedule) -> None:
         self.policy_net = nn.Sequential(*create_mlp(self.features_dim, -1, self.net_arch, self.activation_fn))

@@ -13,7 +13,7 @@ from groupwise.envs.configs import EnvCfg
 from groupwise.envs.envpool import EnvPoolGroupEnv, EnvPoolSource, EnvPoolVectorEnv
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.make import make_env
-from groupwise.errors import EnvError, MissingExtraError, UnknownNameError
+from groupwise.errors import EnvError, UnknownNameError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.configs import PolicyCfg
 
@@ -230,12 +230,6 @@ def test_impossible_requests_are_refused():
         make().step(torch.zeros(N))
     with pytest.raises(EnvError, match="cannot be captured"):
         make().snapshot([0])
-
-
-def test_missing_package_names_the_extra(monkeypatch):
-    monkeypatch.setattr("groupwise.errors.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"groupwise\[envpool\]"):
-        EnvPoolSource("CartPole-v1", {})
 
 
 def test_atari_starts_are_shared():

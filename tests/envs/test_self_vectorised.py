@@ -12,7 +12,7 @@ from groupwise.envs.make import make_env
 from groupwise.envs.self_vectorised import makes_rows
 from groupwise.envs.state_vector import StateVectorGroupEnv
 from groupwise.envs.torch_control import TorchCartPole
-from groupwise.errors import EnvError, GroupStartError
+from groupwise.errors import EnvError, GroupStartError, MissingExtraError
 from groupwise.report.video import rendering_env
 from groupwise.training.build import separate_env
 
@@ -111,3 +111,9 @@ def test_a_ready_vector_environment_needs_states_for_groups():
     assert not isinstance(make_env(EnvCfg(), env=StatefulCounters()), StateVectorGroupEnv)
     with pytest.raises(GroupStartError, match="add clone_state and restore_state"):
         make_env(EnvCfg(), env=Counters(), grouped=True)
+
+
+def test_missing_envpool_names_the_extra(monkeypatch):
+    monkeypatch.setattr("groupwise.errors.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"groupwise\[envpool\]"):
+        make_env(EnvCfg(vectorization="envpool"))

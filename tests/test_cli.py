@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 import groupwise
-from groupwise import cli, config
+from groupwise import cli, config, presets
 from groupwise.errors import RunFolderError
 
 
@@ -242,10 +242,36 @@ def test_list_shows_presets_algorithms_and_choices_with_sources(capsys):
         "LunarLander-v3",
         "dr_grpo",
         "embodichain",
-        "credit.scale batch_std",
+        "--algorithm.credit.scale",
+        "batch_std: one deviation",
         "arxiv.org/abs/2503.20783",
     ):
         assert expected in out
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_list_fits_the_terminal_and_says_what_each_preset_chooses(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert cli.main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > columns and "://" not in line] == []  # addresses stay whole
+    for name, preset in presets.objective_presets().items():
+        start = next(i for i, line in enumerate(lines) if line.startswith(f"{name}: {preset.title[:20]}"))
+        entry = " ".join(line.strip() for line in lines[start : start + 14])
+        for value in preset.settings["objective"].values():
+            assert not isinstance(value, str) or value in entry, name
+
+
+def test_list_shows_what_is_asked_for(capsys):
+    assert cli.main(["list", "cispo"]) == 0
+    out = capsys.readouterr().out
+    assert "objective: token, cispo, cispo (low 0.8, high 1.2), token_mean" in out
+    assert "--algorithm.objective.trust-region" in out
+    assert "embodichain" not in out
+    assert cli.main(["list", "Top_Entropy 0.2"]) == 0
+    assert capsys.readouterr().out.count("https://") == 1
+    assert cli.main(["list", "zzz"]) == 2
+    assert "unknown entry 'zzz'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["", "train", "eval", "resume", "config", "list"])

@@ -4,11 +4,14 @@ Only the commands that train or play import torch, and only once their arguments
 """
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import datetime
@@ -25,6 +28,7 @@ Trains a policy by comparing a group of attempts at the same start.
   eval RUN           play episodes with a trained policy
   resume RUN         go on with a run, bit for bit
   config ENV|FILE    print the full settings as JSON; --schema: their JSON Schema
+  check-env ENV      what an environment offers to training: shared starts, noise, speed
   list               presets, algorithms, choices of credit and objective
 
 With every command:
@@ -82,6 +86,17 @@ Examples:
   groupwise resume runs/<run> --total-steps 200000
 """
 
+CHECK_HELP = """Try out for some seconds what an environment offers to training: how siblings of a group can share a start and
+what that costs, what is random, which spaces are supported, how fast it steps. Exit code 1: GRPO cannot train on it.
+
+Examples:
+  groupwise check-env Ant-v5
+  groupwise check-env Ant-v5 --env.kwargs '{"healthy_reward": 0.5}' --json
+  groupwise check-env Mine-v0 --plugin my_env.py
+
+Besides --json it takes the options of train; those of env count.
+"""
+
 LIST_HELP = "Print algorithms, presets, and the choices of credit and objective with their sources."
 
 
@@ -136,6 +151,7 @@ def _dispatch(argv: Sequence[str], plugins: list[Path]) -> int:
         "eval": _eval,
         "resume": _resume,
         "config": _config,
+        "check-env": _check_env,
         "list": _list,
     }
     if argv[0] not in commands:
@@ -176,6 +192,14 @@ def _config(argv: Sequence[str], plugins: list[Path]) -> int:
     else:
         print(to_json(_parse_config(argv, "groupwise config", CONFIG_HELP)))
     return 0
+
+
+def _check_env(argv: Sequence[str], plugins: list[Path]) -> int:
+    cfg = _parse_config([word for word in argv if word != "--json"], "groupwise check-env", CHECK_HELP)
+
+    from groupwise.check_table import check_and_print
+
+    return check_and_print(cfg.env, "json" if "--json" in argv else "table")
 
 
 def _parse_config(argv: Sequence[str], prog: str, description: str) -> Any:
@@ -314,37 +338,72 @@ def _print_run(run: Any) -> None:
 
 
 def _list(argv: Sequence[str], plugins: list[Path]) -> int:
-    Parser(prog="groupwise list", description=LIST_HELP).parse_args(argv)
-    from rich.console import Console
-    from rich.table import Table
+    parser = Parser(prog="groupwise list", description=LIST_HELP)
+    parser.add_argument("text", nargs="?", default="", help="show only entries that contain this, such as dapo or kl")
+    text = parser.parse_args(argv).text
 
     from groupwise import presets
     from groupwise.config import algorithm_entry, algorithm_names
 
-    console = Console(highlight=False)
-
-    def show(title: str, *rows: tuple[str, ...]) -> None:
-        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-        for _ in rows[0]:
-            table.add_column(overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        console.print(f"\n[bold]{title}[/bold]", table, sep="\n")
-
-    algorithms = {name: (algorithm_entry(name).cfg_type.__doc__ or "").split("\n")[0] for name in algorithm_names()}
-    show("Algorithms: --algorithm NAME", *algorithms.items())
-    tuned = {env_id: ", ".join(presets.env_preset(env_id)) for env_id in presets.env_ids()}
-    show("Environments with tuned settings: groupwise train ID", *tuned.items())
-    objectives = presets.objective_presets().items()
-    show(
-        "Credit and objective of a paper: --preset NAME",
-        *((n, f"{p.title}. {p.note}\n{p.source}") for n, p in objectives),
-    )
-    choices = (
-        ("--algorithm." + " ".join(n.rsplit(".", 1)), f"{c.note}\n{c.source}") for n, c in presets.choices().items()
-    )
-    show("Each choice of credit and objective: --algorithm.credit.scale none", *choices)
+    algorithms = [f"{n}: {(algorithm_entry(n).cfg_type.__doc__ or '').splitlines()[0]}" for n in algorithm_names()]
+    tuned = [f"{env_id}: {', '.join(presets.env_preset(env_id))}" for env_id in presets.env_ids()]
+    papers = {
+        f"{name}: {p.title}": [p.note, *(f"{k}: {_choices_of(v)}" for k, v in p.settings.items()), p.source]
+        for name, p in presets.objective_presets().items()
+    }
+    choices: dict[str, list[str]] = {}
+    for key, choice in presets.choices().items():
+        setting, value = key.rsplit(".", 1)
+        heading = f"--algorithm.{setting.replace('_', '-')}"
+        choices.setdefault(heading, []).append(f"{value}: {choice.note} [{choice.source}]")
+    sections = {
+        "Algorithms: --algorithm NAME": {"": algorithms},
+        "Environments with tuned settings: groupwise train ID": {"": tuned},
+        "Credit and objective of a paper or library: --preset NAME": papers,
+        "Each choice of credit and objective: --algorithm.credit.scale none": choices,
+    }
+    found = {
+        title: {
+            heading: lines for heading, lines in entries.items() if _bare(text) in _bare(" ".join([heading, *lines]))
+        }
+        for title, entries in sections.items()
+    }
+    if not any(found.values()):
+        raise UnknownNameError("entry", text, presets.objective_presets())
+    for title, entries in found.items():
+        _show_entries(title, entries)
     return 0
+
+
+def _bare(text: str) -> str:
+    """Text in which options and fields are spelt alike."""
+    return text.lower().replace("_", "-")
+
+
+def _choices_of(tree: dict[str, Any]) -> str:
+    """Settings in a line: a choice by its value, a number or 'none' with its name."""
+    parts = []
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            parts.append(f"{key} ({_choices_of(value)})")
+        else:
+            parts.append(value if isinstance(value, str) and value != "none" else f"{key} {value}")
+    return ", ".join(parts)
+
+
+def _show_entries(title: str, entries: dict[str, list[str]]) -> None:
+    """Print a section: its headings, and below each the lines that belong to it, as wide as the terminal."""
+    if not entries:
+        return
+    width = shutil.get_terminal_size().columns
+    print(f"\n{title}\n{'-' * min(len(title), width)}")
+    wrap = functools.partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
+    for heading, lines in entries.items():
+        indent = "    " if heading else ""
+        wrapped = wrap(heading, subsequent_indent="    ")
+        for line in lines:
+            wrapped += wrap(line, initial_indent=indent, subsequent_indent=indent + "    ")
+        print("\n".join(wrapped))
 
 
 if __name__ == "__main__":

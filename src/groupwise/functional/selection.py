@@ -146,8 +146,8 @@ def _mix(state: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
 
 def _shift_right(x: Int[Tensor, "*batch"], bits: int) -> Int[Tensor, "*batch"]:
     """Shift that fills with zeros, as of unsigned numbers."""
-    shifted: Tensor = x >> bits
-    return shifted & (2 ** (64 - bits) - 1)
+    shifted: Tensor = x >> bits & (2 ** (64 - bits) - 1)
+    return shifted
 
 
 def _signed(constant: int) -> int:

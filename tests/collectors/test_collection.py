@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.algorithms.configs import CollectionCfg
+from groupwise.algorithms.configs import BranchCfg, CollectionCfg
 from groupwise.collectors.base import Episode
 from groupwise.errors import EnvError
 
@@ -144,15 +144,17 @@ def test_a_group_takes_a_block_when_all_its_rows_are_free(collect, scripted_grou
 
 
 @pytest.mark.parametrize(
-    ("group_size", "settings", "message"),
+    ("settings", "message"),
     [
-        (3, {}, r"blocks of 2 rows together, but a group has 3 attempts; mend: group_size=2"),
-        (2, {"lost_member": "complete"}, r"blocks of 2 rows together, so that a lost member.*mend: lost_member='drop'"),
+        ({"group_size": 3}, r"but a group has 3 attempts; mend: group_size=2"),
+        ({"greedy_attempts": 1}, r"but a group has 3 attempts; mend: group_size=1"),
+        ({"collection": CollectionCfg(lost_member="complete")}, r"a lost member.*mend: lost_member='drop'"),
+        ({"branching": BranchCfg(points=1, stem="single")}, r"a stem cannot.*mend: branching.stem='group'"),
     ],
 )
-def test_blocks_refuse_what_they_cannot_do(collect, scripted_group, group_size, settings, message):
-    with pytest.raises(EnvError, match=message):
-        collect(scripted_group(4, [2], block_size=2), 3, group_size=group_size, collection=CollectionCfg(**settings))
+def test_blocks_refuse_what_they_cannot_do(collect, scripted_group, settings, message):
+    with pytest.raises(EnvError, match=f"Scripted starts blocks of 2 rows together, .*{message}"):
+        collect(scripted_group(4, [2], block_size=2), 3, **{"group_size": 2} | settings)
 
 
 @given(

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from groupwise.collectors.base import Episode
 from groupwise.collectors.groups import GroupCollector
+from groupwise.data.rollout import RolloutBuffer
 from groupwise.envs.configs import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError, GroupStartError
@@ -198,6 +199,20 @@ def test_a_fresh_collector_goes_on_bit_for_bit(buffer_for, fake_policy, walk_env
     assert (last_rollout(0, 1) == last_rollout(0, 1)).all()
     for key in ("obs", "action"):
         assert not torch.equal(last_rollout(0, 1)[key][:, 0], last_rollout(1, 1)[key][:, 0]), key
+
+
+def test_parts_of_the_reward_are_kept(scripted_group, fake_policy):
+    class Env(scripted_group):
+        def step(self, action):
+            step = super().step(action)
+            return step._replace(reward_parts=torch.stack([step.reward, -2 * step.reward], dim=1))
+
+    env, policy = Env(2, [2, 4, 3]), fake_policy(True)
+    collector = GroupCollector(env, policy, verify_start=False, group_size=3)
+    buffer = RolloutBuffer(2, 2, obs_spec=env.obs_spec, action_spec=policy.action_spec, reward_parts=2)
+    rollout = collector.collect(3, buffer.start_rollout())
+    buffer.add(rollout)
+    assert rollout["reward_parts"][1].tolist() == [[1, -2], [1, -2], [1, -2], [1, -2], [0, 0], [0, 0]]
 
 
 def test_an_actor_only_policy_leaves_no_values(collect, scripted_group):

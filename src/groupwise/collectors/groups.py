@@ -75,8 +75,9 @@ class GroupCollector(Collector):
         self._unfinished = self.collection.unfinished
         """What the next ``collect`` does with unfinished groups."""
         self._metrics: dict[str, float] = {}
+        self.branching = branching or BranchCfg()
         self._brancher = Brancher(
-            branching or BranchCfg(),
+            self.branching,
             env,
             policy,
             harder=self.collection.zero_variance == "harder",
@@ -122,7 +123,7 @@ class GroupCollector(Collector):
             terminated, truncated = step.terminated.cpu().numpy(), step.truncated.cpu().numpy()
             cut = schedule.at_limit() & ~(terminated | truncated)
             truncated = truncated | cut
-            writer.outcome(t, step.reward, step.terminated, torch.from_numpy(truncated))
+            writer.outcome(t, step, torch.from_numpy(truncated))
             obs = step.obs
             schedule.advance()
             ended = terminated | truncated
@@ -179,7 +180,7 @@ class GroupCollector(Collector):
         self.env.close()
 
     def _check(self) -> None:
-        env, members = self.env, self.members
+        env = self.env
         if env.max_episode_steps is None and self.attempt_steps is None:
             raise EnvError(
                 f"{env.env_id} has no step limit, so an attempt might never end; mend: set max_episode_steps of the "
@@ -190,18 +191,31 @@ class GroupCollector(Collector):
                 "collection.unfinished='carry' keeps no values, and the policy has a critic; mend: an actor_only policy, or "
                 "'finish'"
             )
-        if env.block_size == 1:
-            return
+        self._check_branching()
+        if env.block_size > 1:
+            self._check_blocks()
+
+    def _check_branching(self) -> None:
+        env, harder = self.env, self.collection.zero_variance == "harder"
+        if (self.branching.points or harder) and not env.can_branch:
+            setting = "branching.points=0" if self.branching.points else "collection.zero_variance='skip'"
+            raise EnvError(f"states of {env.env_id} cannot be captured (tier {env.start_tier!r}); mend: {setting}")
+        if self.branching.points and self.branching.stem == "single" and harder:
+            raise EnvError(
+                "collection.zero_variance='harder' looks for states in which siblings' returns differ, and single stems "
+                "have no siblings; mend: branching.stem='group'"
+            )
+
+    def _check_blocks(self) -> None:
+        env, members = self.env, self.members
+        blocks = f"{env.env_id} starts blocks of {env.block_size} rows together"
         if env.block_size != members:
-            raise EnvError(
-                f"{env.env_id} starts blocks of {env.block_size} rows together, but a group has {members} attempts; "
-                f"mend: group_size={env.block_size - members + self.group_size}"
-            )
+            size = env.block_size - members + self.group_size
+            raise EnvError(f"{blocks}, but a group has {members} attempts; mend: group_size={size}")
         if self.collection.lost_member == "complete":
-            raise EnvError(
-                f"{env.env_id} starts blocks of {env.block_size} rows together, so that a lost member cannot be started "
-                "again alone; mend: lost_member='drop'"
-            )
+            raise EnvError(f"{blocks}, so that a lost member cannot be started again alone; mend: lost_member='drop'")
+        if self.branching.points and self.branching.stem == "single":
+            raise EnvError(f"{blocks}, so that a stem cannot run alone; mend: branching.stem='group'")
 
     def _goes_on(self, schedule: Schedule, supply: Supply, overdue: list[Group]) -> bool:
         """Whether another step is due."""

@@ -54,7 +54,7 @@ class VectorCollector(Collector):
             action = self.policy.act(obs, generator=generator)
             writer.act(t, action)
             step = self.env.step(self.policy.env_action(action.action))
-            writer.outcome(t, step.reward, step.terminated, step.truncated)
+            writer.outcome(t, step, step.truncated)
             obs = step.obs if self.env.autoreset == "next_step" else self._after_ends(t, step, finals)
         writer.observe(num_steps, obs)
         if not self.policy.actor_only:

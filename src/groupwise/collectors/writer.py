@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.data.rollout import Nested
+from groupwise.envs.base import EnvStep
 from groupwise.errors import DataError
 from groupwise.policies.base import Action, Policy
 
@@ -25,6 +26,8 @@ class RolloutWriter:
         self._log_prob = rollout["sample_log_prob"].unbind(1)
         self._value = rollout["value"].unbind(1) if value else None
         self._reward = rollout["reward"].unbind(1)
+        parts = rollout.get("reward_parts", None)
+        self._reward_parts = None if parts is None else parts.unbind(1)
         self._terminated = rollout["terminated"].unbind(1)
         self._truncated = rollout["truncated"].unbind(1)
 
@@ -50,10 +53,13 @@ class RolloutWriter:
             assert action.value is not None
             self._value[step].copy_(action.value)
 
-    def outcome(self, step: int, reward: Tensor, terminated: Tensor, truncated: Tensor) -> None:
-        """Write what the environments answered [N]."""
-        self._reward[step].copy_(reward)
-        self._terminated[step].copy_(terminated)
+    def outcome(self, step: int, outcome: EnvStep, truncated: Tensor) -> None:
+        """Write what the environments answered [N], but for ``truncated``, which the collector may have a say in."""
+        self._reward[step].copy_(outcome.reward)
+        if self._reward_parts is not None:
+            assert outcome.reward_parts is not None
+            self._reward_parts[step].copy_(outcome.reward_parts)
+        self._terminated[step].copy_(outcome.terminated)
         self._truncated[step].copy_(truncated)
 
 

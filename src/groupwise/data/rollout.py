@@ -39,6 +39,8 @@ _TRANSITION_KEYS: dict[str, torch.dtype] = {
     "step": torch.int64,
 }
 _VALUE_KEYS: dict[str, torch.dtype] = {"value": torch.float32, "next_value": torch.float32}
+_OPTIONAL_KEYS: dict[str, torch.dtype] = {"policy_version": torch.int64, "greedy": torch.bool}
+"""Of transitions; collectors add them where a setting asks for what they say."""
 _ID_KEYS = ("group_id", "episode_id")
 
 
@@ -75,6 +77,7 @@ class RolloutBuffer:
         num_steps: T, transitions per row; a collector that needs more hands back a longer rollout, and the
             buffer allocates that much from then on.
         value: whether the policy has a critic (adds ``value`` and ``next_value``).
+        reward_parts: how many parts of the reward are kept (adds ``reward_parts``).
     """
 
     def __init__(
@@ -85,11 +88,14 @@ class RolloutBuffer:
         obs_spec: Spec,
         action_spec: Spec,
         value: bool = False,
+        reward_parts: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
         scalars = _TRANSITION_KEYS | (_VALUE_KEYS if value else {})
         self.spec: dict[str, Spec] = {"obs": obs_spec, "action": action_spec}
         self.spec |= {key: TensorSpec((), dtype) for key, dtype in scalars.items()}
+        if reward_parts:
+            self.spec["reward_parts"] = TensorSpec((reward_parts,), torch.float32)
         self.num_rows = num_rows
         self.num_steps = num_steps
         self.device = torch.device(device)
@@ -134,7 +140,8 @@ class RolloutBuffer:
     def _check_layout(self, rollout: TensorDict) -> None:
         if rollout.batch_dims != 2 or rollout.shape[0] != self.num_rows or rollout.shape[1] < 2:
             raise DataError(f"rollout has batch {list(rollout.shape)}, expected [{self.num_rows}, steps + 1]")
-        for key, spec in _flat(self.spec):
+        optional = {key: TensorSpec((), dtype) for key, dtype in _OPTIONAL_KEYS.items() if key in set(rollout.keys())}
+        for key, spec in _flat(self.spec | optional):
             tensor = rollout.get(key, None)
             if tensor is None:
                 raise DataError(f"rollout has no key {key!r}; it needs {[k for k, _ in _flat(self.spec)]}")
@@ -159,7 +166,7 @@ def check_finite(rollout: TensorDict) -> None:
         DataError: names the key, the row (environment) and the step of the first one.
     """
     valid = rollout["valid"]
-    for key in ("reward", "obs", "action", "sample_log_prob", "value", "next_value"):
+    for key in ("reward", "reward_parts", "obs", "action", "sample_log_prob", "value", "next_value"):
         for name, tensor in _leaves(rollout.get(key, None), key):
             if not tensor.is_floating_point():
                 continue

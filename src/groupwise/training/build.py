@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -97,6 +97,7 @@ def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> Parts:
         obs_spec=env.obs_spec,
         action_spec=policy.action_spec,
         value=not policy.actor_only,
+        reward_parts=len(cfg.env.reward_parts) if algorithm_type.grouped else 0,
         device=device,
     )
     return Parts(cfg, env, algorithm, _build_collector(cfg, env, policy, engine.rank), buffer, Identity.of(env))
@@ -312,10 +313,17 @@ def _with_max_length(cfg: RunCfg, env: VectorEnv) -> RunCfg:
 
 
 def _block_size(cfg: RunCfg) -> int:
-    """Rows that the collector can start together: whole groups, unless rows are left over or members started anew."""
+    """Rows that the collector can start together: whole groups, unless rows are left over or attempts begin alone."""
     if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.collection.lost_member == "complete":
         return 1
-    return cfg.algorithm.group_size if cfg.env.num_envs % cfg.algorithm.group_size == 0 else 1
+    if cfg.algorithm.branching.points and cfg.algorithm.branching.stem == "single":
+        return 1
+    members = cfg.algorithm.group_size + _greedy_attempts(cfg.algorithm)
+    return members if cfg.env.num_envs % members == 0 else 1
+
+
+def _greedy_attempts(algorithm: GRPOCfg) -> Literal[0, 1]:
+    return 1 if algorithm.credit.baseline == "greedy" else 0
 
 
 def _on_error(cfg: RunCfg) -> OnError:
@@ -332,6 +340,8 @@ def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, rank: int) -> 
             group_size=algorithm.group_size,
             attempt_steps=algorithm.attempt_steps,
             collection=algorithm.collection,
+            branching=algorithm.branching,
+            greedy_attempts=_greedy_attempts(algorithm),
             seed=cfg.seed,
             rank=rank,
         )

@@ -32,6 +32,7 @@ def main() -> None:
     model = GRPO(
         "MlpPolicy",
         env,
+        n_steps=512,  # of each environment
         group_size=4,
         # how rewards become advantages, choice by choice; or the name of a preset, such as "dr_grpo"
         credit=CreditCfg(group_key="group_step", returns="return_to_go", scale="population_std"),

@@ -88,10 +88,10 @@ def test_a_start_depends_on_its_seed_and_not_on_row_company_or_time():
 
 def test_rows_started_at_different_times_are_stepped_together():
     split, whole = make(), make()
-    whole.start(ALL, STARTS, NOISE)
-    split.start(mask(0, 5, 6), STARTS, NOISE)
-    split.start(mask(1, 2, 3, 4, 7), STARTS, NOISE)
-    split.start(mask(5), STARTS, NOISE)  # a row leaves its pool
+    whole.start(ALL, NOISE, NOISE)
+    split.start(mask(0, 5, 6), NOISE, NOISE)
+    split.start(mask(1, 2, 3, 4, 7), NOISE, NOISE)
+    split.start(mask(5), NOISE, NOISE)  # a row leaves its pool
     for action in left_or_right(count=30):
         one, other = split.step(action), whole.step(action)
         for left, right in zip(one[:4], other[:4], strict=True):
@@ -156,13 +156,25 @@ def test_reset_repeats_with_its_seed_and_single_rows_go_on():
     assert not torch.equal(one.reset(), first)
 
 
+def test_reset_rows_run_again():
+    env = make()
+    env.reset(seed=4)
+    env.hold(mask(2, 7))
+    env.reset(mask=mask(2))
+    assert env.step(torch.ones(N, dtype=torch.int64)).reward.tolist() == [1.0] * 7 + [0.0]
+    env.reset()
+    assert env.step(torch.ones(N, dtype=torch.int64)).reward.tolist() == [1.0] * 8
+
+
 def test_observations_kept_by_the_caller_do_not_change():
     env = make()
     first = env.start(ALL, STARTS, NOISE)
-    kept = first.clone()
-    env.step(torch.ones(N, dtype=torch.int64))
+    second = env.step(torch.ones(N, dtype=torch.int64)).obs
+    kept = first.clone(), second.clone()
     env.start(mask(1), STARTS, NOISE)
-    assert torch.equal(first, kept)
+    env.step(torch.ones(N, dtype=torch.int64))
+    assert torch.equal(first, kept[0])
+    assert torch.equal(second, kept[1])
 
 
 def test_pools_are_closed_when_their_last_row_leaves():

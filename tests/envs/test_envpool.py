@@ -129,6 +129,9 @@ def test_limit_truncates_with_the_final_observation():
     assert step.truncated.all()
     assert not step.terminated.any()
     assert (step.obs[:, 1] > first[:, 1] + 0.5).all()  # three pushes of 0.195 each
+    held = env.step(torch.ones(N, dtype=torch.int64))
+    assert torch.equal(held.obs, step.obs)
+    assert not held.truncated.any()
 
 
 def test_rows_can_be_held_from_outside():

@@ -5,6 +5,7 @@ import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 
 from groupwise.envs.cartpole import CartPoleGroupEnv
+from groupwise.errors import EnvError
 
 ALL = np.ones(4, np.bool_)
 SEEDS = np.array([3, 11, 3, 2**31 - 1], np.int64)
@@ -124,3 +125,32 @@ def test_observations_kept_by_the_caller_do_not_change():
     env.step(actions(1)[0])
     env.start(ALL, SEEDS[::-1].copy(), SEEDS)
     assert torch.equal(first, copy)
+
+
+def test_captured_states_go_on_bit_for_bit_in_any_row():
+    env = make(max_episode_steps=6)
+    env.start(ALL, SEEDS, SEEDS)
+    for action in actions(3):
+        before = env.step(action)
+    (snapshot,) = env.snapshot([1])
+    expected = [env.step(action.expand(4)) for action in torch.tensor([[1], [0], [1]])]
+    assert expected[-1].truncated.tolist() == [True] * 4
+    env.start(ALL, SEEDS + 1, SEEDS)
+    env.step(actions(1)[0])
+    mask = np.array([True, False, False, True])
+    obs = env.restore(mask, [snapshot, None, None, snapshot], SEEDS)
+    assert torch.equal(obs[[0, 3]], before.obs[[1, 1]])
+    for action, there in zip(torch.tensor([[1], [0], [1]]), expected, strict=True):
+        step = env.step(action.expand(4))
+        assert torch.equal(step.obs[[0, 3]], there.obs[[1, 1]])
+        assert step.truncated.tolist() == [bool(there.truncated[1]), False, False, bool(there.truncated[1])]
+    again = env.restore(mask, [snapshot, None, None, snapshot], SEEDS)
+    assert torch.equal(again[[0, 3]], before.obs[[1, 1]])
+
+
+def test_held_rows_have_no_state_to_capture():
+    env = make()
+    env.start(ALL, SEEDS, SEEDS)
+    env.hold(np.array([True, False, False, False]))
+    with pytest.raises(EnvError, match=r"rows \[0\] of CartPole-v1 are held; mend"):
+        env.snapshot([1, 0])

@@ -1,9 +1,11 @@
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 
 from groupwise.envs.attempts import StartMethod
 from groupwise.envs.base import GroupStartReport
+from groupwise.envs.cartpole import CartPoleGroupEnv
 from groupwise.envs.configs import EnvCfg
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.local_rows import RowCfg
@@ -135,3 +137,32 @@ def test_lunar_lander_passes_and_its_noise_is_independent():
     env = make_env(EnvCfg(id="LunarLander-v3", num_envs=2), grouped=True)
     assert verify_group_start(env) == GroupStartReport("LunarLander-v3", "seed", True, True, can_branch=True)
     env.close()
+
+
+class Distracted(CartPoleGroupEnv):
+    """Puts rows nearly where they were."""
+
+    def restore(self, mask, snapshots, noise_seed):
+        first = next(snapshot for snapshot in snapshots if snapshot is not None)
+        moved = first._replace(state=first.state + np.array([0, 1e-9, 0, 0]))
+        return super().restore(mask, [moved] * self.num_envs, noise_seed)
+
+
+class Restless(CartPoleGroupEnv):
+    """Moves when its state is captured."""
+
+    def snapshot(self, rows):
+        captured = super().snapshot(rows)
+        self._state[:, rows] += 1e-3
+        return captured
+
+
+@pytest.mark.parametrize("env", [Distracted, Restless])
+def test_states_that_come_back_otherwise_are_caught(env):
+    made = env(CartPoleVectorEnv(2), env_id="CartPole-v1")
+    with pytest.raises(
+        GroupStartError, match=r"states of CartPole-v1 cannot be captured: .*'obs' of row 0; mend: .*clone_state"
+    ):
+        verify_group_start(made)
+    made.can_branch = False
+    assert not verify_group_start(made).can_branch

@@ -238,3 +238,39 @@ def test_a_ready_vector_environment_takes_no_step_limit():
     env = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync")
     with pytest.raises(EnvError, match="max_episode_steps is 7"):
         make_env(EnvCfg(max_episode_steps=7), env=env)
+
+
+@pytest.mark.parametrize("setting", [{"random_prefix": 3}, {"reward_parts": ("x",)}, {"group_start": "seed"}])
+def test_what_the_vectorised_version_cannot_do_is_done_in_single_environments_or_refused(setting):
+    env = make_env(EnvCfg(num_envs=2, **setting), grouped=True, verify=False)
+    assert type(env) is RowsGroupEnv
+    (name,) = setting
+    with pytest.raises(
+        EnvError, match=rf"CartPole-v1 vectorises itself|{name} is .*CartPole-v1 vectorises itself.*'sync'"
+    ):
+        make_env(EnvCfg(num_envs=2, vectorization="entry_point", **setting), grouped=True)
+
+
+def test_the_prefix_and_the_parts_reach_the_rows():
+    cfg = EnvCfg(id="Pendulum-v1", num_envs=4, random_prefix=20)
+    env = make_env(cfg, grouped=True)
+    env.reset(seed=0)
+    assert env.extra_steps > 0
+    env = make_env(cfg.model_copy(update={"reward_parts": ("speed",)}), grouped=True, verify=False)
+    env.reset(seed=0)
+    with pytest.raises(EnvError, match=r"Pendulum-v1 has no reward part 'speed'"):
+        env.step(torch.zeros(4, 1))
+
+
+def test_cartpole_of_single_environments_is_the_vectorised_one_bit_for_bit():
+    ours = make_env(EnvCfg(num_envs=3), grouped=True)
+    rows = make_env(EnvCfg(num_envs=3, vectorization="sync"), grouped=True)
+    assert (ours.start_report.tier, rows.start_report.tier) == ("native", "seed")
+    start = np.array([3, 4, 3], np.int64)
+    everybody = np.ones(3, np.bool_)
+    assert torch.equal(ours.start(everybody, start, start), rows.start(everybody, start, start))
+    for action in torch.randint(0, 2, (60, 3), generator=torch.Generator().manual_seed(0)):
+        one, other = ours.step(action), rows.step(action)
+        assert torch.equal(one.obs, other.obs)
+        assert torch.equal(one.reward, other.reward)
+        assert torch.equal(one.terminated, other.terminated)

@@ -81,17 +81,15 @@ class ObsWriter:
         Raises:
             DataError: it is not as its space says.
         """
-        for keys, array, shape in self._leaves:
-            try:
+        try:
+            for keys, array, shape in self._leaves:
                 leaf = obs
                 for key in keys:
                     leaf = leaf[key]
-                leaf = np.asarray(leaf)
-                if leaf.shape == shape:
-                    array[row] = leaf
-                    continue
-            except (KeyError, IndexError, TypeError, ValueError):
-                pass  # said better below
+                if np.shape(leaf) != shape:
+                    self._refuse(obs)
+                array[row] = leaf
+        except (KeyError, IndexError, TypeError, ValueError):
             self._refuse(obs)
 
     def _refuse(self, obs: Any) -> None:

@@ -14,11 +14,14 @@ from groupwise.errors import GroupStartError
 from groupwise.seeding import derive_seed
 
 NUM_STEPS = 32
-MEND = (
-    "let the environment draw all its randomness from self.np_random, after super().reset(seed=seed), and keep nothing "
-    "from one episode to the next (running statistics, as NormalizeObservation's, belong into the policy: "
-    "normalize_observations)"
-)
+MENDS = {
+    "start": "let the environment draw all its randomness from self.np_random, after super().reset(seed=seed), and keep "
+    "nothing from one episode to the next (running statistics, as NormalizeObservation's, belong into the policy: "
+    "normalize_observations)",
+    "branch": "let what captures and restores states (clone_state and restore_state, if they are yours) cover all that "
+    "later steps depend on",
+}
+"""What to do about a fault, by its stage."""
 
 _Trace = list[dict[str, npt.NDArray[Any]]]
 
@@ -56,7 +59,8 @@ def verify_group_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STE
         fault = examine_branching(env, noise_varies=report.noise_varies, seed=seed, num_steps=num_steps)
         report = fault or report._replace(can_branch=True)
     if isinstance(report, Fault):
-        raise GroupStartError(f"siblings of {env.env_id} cannot share a start: {report.reason}; mend: {MEND}")
+        what = "siblings of {} cannot share a start" if report.stage == "start" else "states of {} cannot be captured"
+        raise GroupStartError(f"{what.format(env.env_id)}: {report.reason}; mend: {MENDS[report.stage]}")
     return report
 
 
@@ -97,7 +101,7 @@ def examine_branching(env: GroupEnv, *, noise_varies: bool, seed: int = 0, num_s
     _started(env, start, noise, actions)
     captured = env.snapshot([0]) * env.num_envs
     if (difference := _first_difference(plain[half + 1 :], _trace(env, None, rest))) is not None:
-        return Fault("branch", f"capturing a state changes what follows: rows differ {difference.where('afterwards')}")
+        return Fault("branch", f"capturing a state changes what follows: rows differ {difference.where('at once')}")
 
     # put back at once, a row still has what the snapshot may lack; after a walk of its own it has not
     _started(env, start, noise, actions)

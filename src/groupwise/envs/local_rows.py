@@ -49,23 +49,31 @@ class Rows:
         ]
         self._writer = ObsWriter(cfg.observation_space, arrays)
         self._obs: list[Any] = [None] * num_rows
+        self._outcomes = [arrays[name] for name in OUTCOMES]
         self._failures: list[str] = []
         self._has_shown_traceback = False
 
-    def step(self, rows: Sequence[int], actions: npt.NDArray[Any]) -> None:
-        """One step of these rows. The others get reward 0 and are not done."""
-        for name in OUTCOMES:
-            self._arrays[name].fill(0)
-        reward, terminated, truncated = (self._arrays[name] for name in ("reward", "terminated", "truncated"))
+    def step(self, rows: Sequence[int], actions: npt.NDArray[Any]) -> bool:
+        """One step of these rows; whether any ended or failed. The others get reward 0 and are not done."""
+        attempts, shown, write, parts = self.attempts, self._obs, self._writer.write, self._cfg.reward_parts
+        reward, terminated, truncated, _ = outcomes = self._outcomes
+        for array in outcomes:
+            array.fill(0)
+        any_ended = False
         for row, action in zip(rows, actions, strict=True):
             try:
-                obs, reward[row], terminated[row], truncated[row], info = self.attempts[row].step(action)
+                obs, reward[row], ended, cut, info = attempts[row].step(action)
             except Exception as error:
                 self._fail(row, error)
+                any_ended = True
                 continue
-            self._show(row, obs)
-            if self._cfg.reward_parts:
+            shown[row] = obs
+            write(row, obs)
+            if ended or cut:
+                terminated[row], truncated[row], any_ended = ended, cut, True
+            if parts:
                 self._store_parts(row, info)
+        return any_ended
 
     def start(self, rows: Sequence[int], start_seeds: Sequence[int], noise_seeds: Sequence[int]) -> None:
         """Start these rows."""

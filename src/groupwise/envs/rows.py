@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class RowsGroupEnv(GroupEnv):
     """Copies of one Gymnasium environment, stepped one after another in this process or in several.
 
-    Observations share memory from one step to the next.
+    What a step returns shares memory with what the next one returns.
 
     Args:
         num_workers: processes that share the rows among them; 0: this process steps them all.
@@ -44,17 +44,22 @@ class RowsGroupEnv(GroupEnv):
         self.device = torch.device(device)
         self._cfg = cfg
         self._live: Mask = np.zeros(num_envs, dtype=np.bool_)
+        self._live_rows: list[int] = []
         self._reset_seed = 0
         self._num_resets = [0] * num_envs
         layout = layout_of(cfg.observation_space, len(cfg.reward_parts))
         self._rows: Rows | WorkerRows
         if num_workers:
             self._rows = WorkerRows(cfg, layout, num_envs, num_workers)
-            self._arrays = self._rows.arrays
+            arrays = self._rows.arrays
         else:
-            self._arrays = allocate_arrays(layout, num_envs)
-            self._rows = Rows(cfg, self._arrays)
-        self._obs = obs_tensor(cfg.observation_space, self._arrays)
+            arrays = allocate_arrays(layout, num_envs)
+            self._rows = Rows(cfg, arrays)
+        self._obs = obs_tensor(cfg.observation_space, arrays)
+        self._reward, self._terminated, self._truncated, self._failed = (
+            torch.from_numpy(arrays[name]) for name in OUTCOMES
+        )
+        self._reward_parts = torch.from_numpy(arrays["reward_parts"]) if cfg.reward_parts else None
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, ...]; see ``VectorEnv.reset``. A row's resets follow from the last seed and its place."""
@@ -76,23 +81,21 @@ class RowsGroupEnv(GroupEnv):
     def hold(self, mask: Mask) -> None:
         """Hold the rows of ``mask`` until they are started again."""
         self._live &= ~mask
+        self._live_rows = np.flatnonzero(self._live).tolist()
 
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row that is not held with environment actions [N, ...]."""
-        rows = np.flatnonzero(self._live)
-        self._rows.step(rows.tolist(), action.cpu().numpy()[rows])
-        reward, terminated, truncated, failed = (self._arrays[key].copy() for key in OUTCOMES)
-        self._live &= ~(terminated | truncated | failed)
-        if failed.any():
-            for failure in self._rows.take_failures():
-                log.error(failure)
+        actions = action.cpu().numpy()
+        if len(self._live_rows) < self.num_envs:
+            actions = actions[self._live_rows]
+        failed = self._settle() if self._rows.step(self._live_rows, actions) else None
         return EnvStep(
             self._obs.to(self.device),
-            torch.from_numpy(reward),
-            torch.from_numpy(terminated),
-            torch.from_numpy(truncated),
-            failed=torch.from_numpy(failed) if failed.any() else None,
-            reward_parts=torch.from_numpy(self._arrays["reward_parts"].copy()) if self._cfg.reward_parts else None,
+            self._reward,
+            self._terminated,
+            self._truncated,
+            failed=failed,
+            reward_parts=self._reward_parts,
         )
 
     def snapshot(self, rows: Sequence[int]) -> list[Snapshot]:
@@ -121,7 +124,15 @@ class RowsGroupEnv(GroupEnv):
         """Free the environments and the processes."""
         self._rows.close()
 
+    def _settle(self) -> Tensor | None:
+        """Hold the rows that just ended; which of them failed."""
+        self.hold((self._terminated | self._truncated | self._failed).numpy())
+        for failure in self._rows.take_failures():
+            log.error(failure)
+        return self._failed.clone() if self._failed.any() else None
+
     def _begun(self, mask: Mask) -> Nested:
         self._live |= mask
+        self._live_rows = np.flatnonzero(self._live).tolist()
         self.extra_steps = self._rows.extra_steps
         return self._obs.to(self.device)

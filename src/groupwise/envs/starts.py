@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from groupwise.envs.attempts import StartMethod
 from groupwise.envs.base import GroupStartReport
-from groupwise.envs.groups import MEND, Fault, examine_branching, examine_start, start_repeats
+from groupwise.envs.groups import MENDS, Fault, examine_branching, examine_start, start_repeats
 from groupwise.envs.local_rows import RowCfg
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.snapshots import adapter_for
@@ -62,7 +62,7 @@ def choose_start(
         "" if unrepeatable is None else "; or group_start='snapshot' and vectorization='sync', if no run need repeat"
     )
     raise GroupStartError(
-        f"siblings of {cfg.env_id} cannot share a start{tried}: {_listed(faults)}; mend: {MEND}{instead}"
+        f"siblings of {cfg.env_id} cannot share a start{tried}: {_listed(faults)}; mend: {MENDS['start']}{instead}"
     )
 
 
@@ -126,9 +126,10 @@ def _settle(cfg: RowCfg, choice: StartChoice, faults: dict[StartMethod, Fault]) 
         method: fault for method, fault in faults.items() if fault.stage == "start" or method.states == "adapter"
     }
     if surprising:
+        stage = "branch" if all(method.states == "adapter" for method in surprising) else "start"
         warnings.warn(
             f"siblings of {cfg.env_id} share their start by {choice.method}, since better ways failed: "
-            f"{_listed(surprising)}; mend: {MEND}",
+            f"{_listed(surprising)}; mend: {MENDS[stage]}",
             GroupStartWarning,
             stacklevel=4,
         )

@@ -81,11 +81,12 @@ class WorkerRows:
             self.close()
             raise
 
-    def step(self, rows: Sequence[int], actions: npt.NDArray[Any]) -> None:
-        """One step of these rows. The others get reward 0 and are not done."""
+    def step(self, rows: Sequence[int], actions: npt.NDArray[Any]) -> bool:
+        """One step of these rows; whether any ended or failed. The others get reward 0 and are not done."""
         for name in OUTCOMES:  # workers that have nothing to do are not asked
             self.arrays[name].fill(0)
         self._ask("step", rows, actions)
+        return any(self.arrays[name].any() for name in ("terminated", "truncated", "failed"))
 
     def start(self, rows: Sequence[int], start_seeds: Sequence[int], noise_seeds: Sequence[int]) -> None:
         """Start these rows."""
@@ -93,7 +94,11 @@ class WorkerRows:
 
     def snapshot(self, rows: Sequence[int]) -> list[Snapshot]:
         """The states of these rows, pickled."""
-        return self._ask("snapshot", rows)
+        snapshots: list[Snapshot] = [None] * len(rows)
+        for places, own in self._ask("snapshot", rows):
+            for place, snapshot in zip(places, own, strict=True):
+                snapshots[place] = snapshot
+        return snapshots
 
     def restore(self, rows: Sequence[int], snapshots: Sequence[Snapshot], noise_seeds: Sequence[int]) -> None:
         """Put these rows into captured states."""
@@ -123,18 +128,18 @@ class WorkerRows:
                 worker.process.join()
         self._workers = []
 
-    def _ask(self, command: str, rows: Sequence[int], *columns: Sequence[Any] | npt.NDArray[Any]) -> list[Any]:
-        """Send each worker its rows and what the columns say about them; the answers in the order of ``rows``."""
+    def _ask(
+        self, command: str, rows: Sequence[int], *columns: Sequence[Any] | npt.NDArray[Any]
+    ) -> list[tuple[list[int], Any]]:
+        """Send each worker its rows and what the columns say about them; its places in ``rows`` and what it answered."""
+        if not self._workers:
+            raise EnvError(f"the worker processes of {self._env_id} have ended; mend: make the environment again")
         asked = [(worker, places) for worker in self._workers if (places := worker.places(rows))]
         for worker, places in asked:
             own = [rows[place] - worker.first for place in places]
             self._send(worker, command, own, *(_take(column, places) for column in columns))
         replies = self._gather([worker for worker, _ in asked])
-        answers: list[Any] = [None] * len(rows)
-        for (_, places), reply in zip(asked, replies, strict=True):
-            for place, answer in zip(places, reply.result or [], strict=reply.result is not None):
-                answers[place] = answer
-        return answers
+        return [(places, reply.result) for (_, places), reply in zip(asked, replies, strict=True)]
 
     def _send(self, worker: _Worker, command: str, *args: Any) -> None:
         try:
@@ -143,7 +148,7 @@ class WorkerRows:
             raise self._died(worker) from None
 
     def _gather(self, workers: Sequence[_Worker]) -> list[_Reply]:
-        """Everybody's answer, before the first error is raised: nothing may be left in the pipes."""
+        """Everybody's answer; all are read before the first error is raised."""
         replies = [self._receive(worker) for worker in workers]
         for worker, reply in zip(workers, replies, strict=True):
             self._failures += reply.failures
@@ -161,7 +166,7 @@ class WorkerRows:
         return reply
 
     def _died(self, worker: _Worker) -> EnvError:
-        worker.process.join(_SECONDS_TO_CLOSE)
+        self.close()
         return EnvError(
             f"{worker.process.name} of {self._env_id} ended with exit code {worker.process.exitcode}; its last words are "
             "above; mend: a script needs `if __name__ == '__main__':` around what it runs, a simulator may have crashed "

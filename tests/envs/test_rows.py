@@ -1,0 +1,315 @@
+import logging
+import os
+import pickle
+import signal
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from groupwise.envs.attempts import StartMethod
+from groupwise.envs.local_rows import RowCfg
+from groupwise.envs.rows import RowsGroupEnv
+from groupwise.errors import DataError, EnvError
+
+
+class Noisy(gymnasium.Env):
+    """A random start and random steps, all from ``np_random``; ends after 5 steps. Tells how its reward is made up."""
+
+    observation_space = spaces.Dict({"at": spaces.Box(-np.inf, np.inf, (1,), np.float64), "left": spaces.Discrete(6)})
+    action_space = spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self):
+        self.steps_taken = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count, self.state = 0, self.np_random.normal()
+        return self.obs(), {}
+
+    def step(self, action):
+        self.steps_taken += 1
+        self.count += 1
+        self.state += self.np_random.normal() + float(action[0])
+        parts = {"bonus": 1.0, "cost": -float(action[0])}
+        return self.obs(), sum(parts.values()), False, self.count >= 5, parts
+
+    def obs(self):
+        return {"at": np.array([self.state]), "left": 5 - self.count}
+
+
+class Fragile(Noisy):
+    """Breaks, dies or answers nonsense when it is told to."""
+
+    def step(self, action):
+        if action[0] > 0.75:
+            raise RuntimeError("the wheel came off")
+        if action[0] < -0.75:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def make(env=Noisy, num_envs=3, workers=0, method=("seed", "fields"), **settings):
+    cfg = RowCfg(env, "Noisy", Noisy.observation_space, Noisy.action_space, 5, StartMethod(*method), **settings)
+    return RowsGroupEnv(cfg, num_envs, num_workers=workers)
+
+
+def seeds(*numbers):
+    return np.array(numbers, np.int64)
+
+
+def mask(*flags):
+    return np.array(flags, np.bool_)
+
+
+def go(*actions):
+    return torch.tensor(actions)[:, None]
+
+
+ALL = mask(1, 1, 1)
+STILL = go(0.0, 0.0, 0.0)
+
+
+def test_equal_starts_with_noise_of_their_own():
+    env = make()
+    start = env.start(ALL, seeds(7, 7, 8), seeds(1, 2, 1))["at"].clone()
+    assert start[0] == start[1] != start[2]
+    moved = env.step(STILL).obs["at"] - start
+    assert moved[0] == pytest.approx(float(moved[2]), abs=1e-6)  # the same noise from another start
+    assert abs(float(moved[0] - moved[1])) > 1e-3
+
+
+def test_a_start_is_the_plain_seeded_reset_in_the_rollouts_types():
+    env = make()
+    largest = 2**31 - 1
+    obs = env.start(ALL, seeds(0, 5, largest), seeds(largest, 0, 1))
+    expected = [Noisy().reset(seed=seed)[0]["at"] for seed in (0, 5, largest)]
+    assert obs["at"].tolist() == np.array(expected, np.float32).tolist()
+    assert (obs["at"].dtype, obs["left"].dtype, obs["left"].tolist()) == (torch.float32, torch.int64, [5, 5, 5])
+
+
+def test_finished_rows_are_held_and_started_again_alone():
+    env = make()
+    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    env.step(STILL)
+    env.start(mask(0, 1, 0), seeds(9, 9, 9), seeds(9, 9, 9))  # row 1 is one step behind
+    for _ in range(4):
+        step = env.step(STILL)
+    assert step.truncated.tolist() == [True, False, True]
+    ended = step.obs["at"].clone()
+    step = env.step(STILL)
+    assert step.truncated.tolist() == [False, True, False]
+    assert step.reward.tolist() == [0.0, 1.0, 0.0]
+    assert torch.equal(step.obs["at"][[0, 2]], ended[[0, 2]])
+    last = step.obs["at"].clone()
+    obs = env.start(mask(1, 0, 0), seeds(4, 4, 4), seeds(4, 4, 4))
+    assert torch.equal(obs["at"][1:], last[1:])
+    assert env.step(STILL).reward.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_every_row_gets_its_own_action():
+    env = make()
+    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    env.hold(mask(1, 0, 0))
+    assert env.step(go(0.5, 0.25, -0.5)).reward.tolist() == [0.0, 0.75, 1.5]
+
+
+def test_held_rows_take_no_step_inside():
+    inner = []
+
+    def count():
+        inner.append(Noisy())
+        return inner[-1]
+
+    env = make(count)
+    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    env.hold(mask(0, 0, 1))
+    for _ in range(9):
+        env.step(STILL)
+    assert [env.steps_taken for env in inner] == [5, 5, 0]
+
+
+def test_resets_as_any_vector_environment_with_streams_of_their_own():
+    env = make()
+    first = env.reset(seed=3)["at"].clone()
+    assert len(first.unique()) == 3
+    drift = (env.step(STILL).obs["at"] - first).flatten()
+    assert drift.sort().values.diff().min() > 1e-4
+    again = env.reset(mask=mask(1, 0, 0))["at"].clone()
+    assert again[0] != first[0]
+    assert torch.equal(env.reset(seed=3)["at"], first)
+    env.step(STILL)
+    assert torch.equal(env.reset(mask=mask(1, 0, 0))["at"][0], again[0])
+
+
+def test_rows_go_back_to_captured_states():
+    env = make()
+    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    before = env.step(STILL).obs["at"].clone()
+    first, last = env.snapshot([0, 2])
+    moved = env.step(STILL).obs["at"].clone()
+    obs = env.restore(mask(0, 1, 1), [None, first, last], seeds(0, 5, 5))
+    assert obs["at"].flatten().tolist() == [moved[0], before[0], before[2]]
+    env.hold(mask(1, 0, 0))
+    with pytest.raises(EnvError, match=r"rows \[0\] of Noisy are held; mend"):
+        env.snapshot([0, 1])
+
+
+def test_rows_that_capture_nothing_say_so():
+    env = make(method=("seed", "none"))
+    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    assert not env.can_branch
+    with pytest.raises(EnvError, match=r"states of Noisy cannot be captured .*mend"):
+        env.snapshot([0])
+
+
+@pytest.mark.parametrize("method", [("seed", "actions"), ("replay", "actions")])
+def test_steps_outside_step_are_counted(method):
+    env = make(method=method)
+    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    env.step(STILL)
+    env.step(STILL)
+    snapshot = env.snapshot([1])[0]
+    env.restore(mask(1, 0, 1), [snapshot, None, snapshot], seeds(1, 1, 1))
+    assert env.extra_steps == 4
+
+
+def test_parts_of_the_reward_are_read_from_info():
+    env = make(reward_parts=("cost", "bonus"))
+    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    assert env.step(go(0.5, 0.25, 0.0)).reward_parts.tolist() == [[-0.5, 1.0], [-0.25, 1.0], [0.0, 1.0]]
+    plain = make()
+    plain.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    assert plain.step(STILL).reward_parts is None
+
+
+def test_a_missing_part_is_named_with_those_there_are():
+    env = make(reward_parts=("bonus", "speed"))
+    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    with pytest.raises(EnvError, match=r"Noisy has no reward part 'speed': .*\['bonus', 'cost'\]; mend"):
+        env.step(STILL)
+
+
+def test_an_error_is_passed_on_with_its_row():
+    env = make(Fragile)
+    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    with pytest.raises(RuntimeError, match="the wheel came off") as caught:
+        env.step(go(0.0, 1.0, 0.0))
+    assert caught.value.__notes__ == ["in row 1 of Noisy"]
+
+
+def test_a_failed_row_is_reported_replaced_and_held(caplog):
+    env = make(Fragile, on_error="report")
+    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    assert env.step(STILL).failed is None
+    shown = env.step(STILL).obs["at"].clone()
+    with caplog.at_level(logging.ERROR):
+        step = env.step(go(0.0, 1.0, 0.0))
+        assert step.failed.tolist() == [False, True, False]
+        assert step.reward.tolist() == [1.0, 0.0, 1.0]
+        assert torch.equal(step.obs["at"][1], shown[1])
+        failed = step.failed
+        assert env.step(go(0.0, 1.0, 0.0)).failed is None  # held
+        assert failed.tolist() == [False, True, False]
+        env.start(mask(0, 1, 0), seeds(5, 5, 5), seeds(5, 5, 5))
+        assert env.step(go(0.0, 0.5, 0.0)).reward.tolist() == [1.0, 0.5, 1.0]
+        env.step(go(0.0, 1.0, 0.0))
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == 2
+    assert all(m.startswith("row 1 of Noisy failed, and was replaced: RuntimeError('the wheel") for m in messages)
+    assert ["Traceback" in message for message in messages] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "obs",
+    [
+        {"at": np.zeros(2), "left": 3},
+        {"at": np.zeros(1)},
+        {"at": "here", "left": 3},
+        np.zeros(1),
+    ],
+)
+def test_an_observation_unlike_its_space_is_refused(obs):
+    class Liar(Noisy):
+        def obs(self):
+            return obs
+
+    with pytest.raises(DataError):
+        make(Liar).start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+
+
+# --- rows in worker processes --------------------------------------------------------------------
+
+
+def story(env):
+    """Everything that an environment says while rows end, are held, started, captured and put back."""
+    said = [env.start(ALL, seeds(1, 1, 3), seeds(1, 2, 3)).clone()]
+    for number in range(8):
+        step = env.step(go(0.25, -0.25, 0.125 * number))
+        said += [step.obs.clone(), step.reward.clone(), step.truncated.clone(), step.reward_parts.clone()]
+        if number == 1:
+            captured = env.snapshot([2, 0])
+        if number == 3:
+            said.append(env.restore(mask(0, 1, 1), [None, *captured], seeds(0, 5, 6)).clone())
+        if number == 5:
+            env.hold(mask(0, 1, 0))
+    said.append(env.start(mask(1, 0, 0), seeds(7, 0, 0), seeds(8, 0, 0)).clone())
+    return [*said, env.step(STILL).obs.clone(), torch.tensor(env.extra_steps)]
+
+
+@pytest.fixture(scope="module")
+def workers():
+    env = make(workers=2, method=("seed", "actions"), reward_parts=("bonus", "cost"), random_prefix=2)
+    yield env
+    env.close()
+
+
+def test_workers_say_what_one_process_says(workers):
+    local = make(method=("seed", "actions"), reward_parts=("bonus", "cost"), random_prefix=2)
+    for ours, theirs in zip(story(local), story(workers), strict=True):
+        assert (ours == theirs).all()
+
+
+def test_states_captured_in_workers_are_pickled(workers):
+    workers.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    obs = workers.step(STILL).obs.clone()
+    (snapshot,) = pickle.loads(pickle.dumps(workers.snapshot([2])))
+    assert (workers.restore(mask(1, 0, 0), [snapshot, None, None], seeds(1, 1, 1))[0] == obs[2]).all()
+
+
+def test_an_error_in_a_worker_comes_back_and_a_dead_worker_is_named():
+    env = make(Fragile, workers=3)
+    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    with pytest.raises(EnvError, match=r"(?s)Noisy failed in groupwise rows 1-1.*Traceback.*the wheel came off.*row 1"):
+        env.step(go(0.0, 1.0, 0.0))
+    assert env.step(STILL).reward.tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(EnvError, match=r"groupwise rows 2-2 of Noisy ended with exit code -9.*mend"):
+        env.step(go(0.0, 0.0, -1.0))
+    with pytest.raises(EnvError, match=r"worker processes of Noisy have ended; mend"):
+        env.step(STILL)
+    env.close()
+
+
+def test_a_failed_row_of_a_worker_is_reported(caplog):
+    env = make(Fragile, workers=1, on_error="report")
+    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    with caplog.at_level(logging.ERROR):
+        assert env.step(go(0.0, 1.0, 0.0)).failed.tolist() == [False, True, False]
+    assert "row 1 of Noisy failed" in caplog.text
+    env.close()
+
+
+def test_what_cannot_be_sent_to_a_process_is_refused():
+    generator = (number for number in range(3))
+    with pytest.raises(EnvError, match=r"what makes Noisy cannot be sent to another process: .*mend: .*'sync'"):
+        make(lambda: (generator, Noisy())[1], workers=1)
+
+
+def test_what_cannot_be_made_in_a_worker_is_told():
+    def fails():
+        raise OSError("no such robot")
+
+    with pytest.raises(EnvError, match=r"(?s)Noisy failed in groupwise rows 0-2.*no such robot"):
+        make(fails, workers=1)

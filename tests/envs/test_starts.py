@@ -1,0 +1,280 @@
+import logging
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.wrappers import NormalizeObservation, TimeLimit
+
+from groupwise.envs.attempts import StartMethod
+from groupwise.envs.configs import EnvCfg
+from groupwise.envs.local_rows import RowCfg
+from groupwise.envs.make import make_env
+from groupwise.envs.starts import choose_start
+from groupwise.errors import GroupStartError, GroupStartWarning
+
+
+class Noisy(gymnasium.Env):
+    """A random start and random steps, all from ``np_random``. Subclasses cheat, or can be captured."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float64)
+
+    def __init__(self):
+        self.episodes = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episodes += 1
+        self.hidden, self.state = 0.0, self.draw_start()
+        return np.array([self.state]), {}
+
+    def step(self, action):
+        self.hidden += float(action[0])
+        self.state += self.draw_noise() + self.hidden
+        return np.array([self.state]), 1.0, False, False, {}
+
+    def draw_start(self):
+        return self.np_random.normal()
+
+    def draw_noise(self):
+        return self.np_random.normal()
+
+
+class GlobalStart(Noisy):
+    def draw_start(self):
+        return np.random.normal()
+
+
+class GlobalNoise(Noisy):
+    def draw_noise(self):
+        return np.random.normal()
+
+
+class Remembers(Noisy):
+    def draw_start(self):
+        return float(self.episodes)
+
+
+class Locked(Noisy):
+    """Cannot be copied: it holds a generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.draws = (number for number in range(9))
+
+
+class Own(Noisy):
+    """Captures itself."""
+
+    def clone_state(self):
+        return {"state": self.state, "hidden": self.hidden}
+
+    def restore_state(self, state):
+        self.state, self.hidden = state["state"], state["hidden"]
+
+
+class Forgetful(Own):
+    """Forgets what does not show in its observation."""
+
+    def restore_state(self, state):
+        self.state = state["state"]
+
+
+class Raising(Own):
+    def clone_state(self):
+        raise KeyError("no such slot")
+
+
+class Meddling(Own):
+    """Is not the same after it was captured."""
+
+    def clone_state(self):
+        self.hidden += 1.0
+        return super().clone_state()
+
+
+class SharedMemory(Own):
+    """Hands out what it goes on writing into, and takes it back."""
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        self.memory = {"state": self.state, "hidden": 0.0}
+        return obs, info
+
+    def clone_state(self):
+        return self.memory
+
+    def restore_state(self, state):
+        self.memory = state
+        self.state, self.hidden = state["state"], state["hidden"]
+
+
+class Calm(Noisy):
+    def draw_noise(self):
+        return 0.0
+
+
+class AlwaysThere(Calm):
+    def draw_start(self):
+        return 0.5
+
+
+class WrongButCalm(Calm):
+    """Restores another state than it captured, and always the same one."""
+
+    def clone_state(self):
+        return self.state
+
+    def restore_state(self, state):
+        self.state, self.hidden = state, 0.0
+
+
+def choose(env, wanted="auto", in_one_process=True, **settings):
+    made = env()
+    space = made.observation_space
+    cfg = RowCfg(env, "Env", space, made.action_space, None, StartMethod("seed", "none"), **settings)
+    return choose_start(cfg, wanted, in_one_process=in_one_process)
+
+
+@pytest.mark.parametrize(
+    ("env", "method", "states"),
+    [
+        (Noisy, StartMethod("seed", "fields"), "fields"),
+        (Calm, StartMethod("seed", "fields"), "fields"),
+        (Own, StartMethod("snapshot", "adapter"), "own"),
+        (Locked, StartMethod("seed", "actions"), "actions"),
+    ],
+)
+def test_the_best_way_that_works_is_taken_without_a_word(env, method, states):
+    choice = choose(env)
+    assert choice.method == method
+    report = choice.report
+    assert (report.tier, report.states, report.can_branch, report.repeatable) == (method.tier, states, True, True)
+    assert (report.start_varies, report.noise_varies) == (True, env is not Calm)
+
+
+def test_why_better_ways_were_not_taken_is_recorded():
+    (reason,) = choose(Locked).report.passed_over
+    assert reason.startswith("seed (states by fields): EnvError: Locked.draws (generator) cannot be copied")
+
+
+@pytest.mark.parametrize(
+    ("env", "tier", "reason"),
+    [
+        (
+            Forgetful,
+            "seed",
+            r"snapshot \(states by adapter\): rows .* captured state differ at step 1 .*mend: .*restore_state",
+        ),
+        (WrongButCalm, "seed", r"snapshot \(states by adapter\): rows .* captured state differ at step 1 "),
+        (Raising, "seed", r"snapshot \(states by adapter\): KeyError: 'no such slot'.*mend: .*clone_state"),
+        (
+            Meddling,
+            "seed",
+            r"snapshot \(states by adapter\): capturing a state changes what follows: rows differ at once",
+        ),
+        (Remembers, "replay", r"seed .*at the start, in 'obs' of row 0.*captured start of a seed.*mend: .*np_random"),
+    ],
+)
+def test_falling_to_the_next_way_warns_and_says_why(env, tier, reason):
+    with pytest.warns(GroupStartWarning, match=rf"siblings of Env share their start by {tier}.*{reason}"):
+        choice = choose(env)
+    assert choice.report.tier == choice.method.tier == tier
+    assert choice.report.passed_over
+
+
+def test_a_state_that_is_written_into_later_does_no_harm():
+    assert choose(SharedMemory).report.can_branch
+
+
+@pytest.mark.parametrize("in_one_process", [True, False])
+@pytest.mark.parametrize("env", [GlobalNoise, GlobalStart])
+def test_a_cheating_environment_is_refused_with_every_reason(env, in_one_process):
+    with pytest.raises(GroupStartError) as caught:
+        choose(env, in_one_process=in_one_process)
+    message = str(caught.value)
+    assert message.startswith("siblings of Env cannot share a start: seed (states by fields): rows that were started")
+    assert "snapshot (states by fields): " in message
+    assert "replay (states by actions): rows that were started with the same seed differ" in message
+    assert "mend: let the environment draw all its randomness from self.np_random" in message
+    assert ("or group_start='snapshot'" in message) == (env is GlobalStart)
+
+
+def test_a_captured_start_that_is_not_repeatable_must_be_asked_for():
+    with pytest.warns(GroupStartWarning, match="another one when it is captured again"):
+        choice = choose(GlobalStart, "snapshot")
+    assert choice.method == ("snapshot", "fields")
+    assert not choice.report.repeatable
+    with pytest.raises(GroupStartError, match=r"by group_start='snapshot': .*captured again"):
+        choose(GlobalStart, "snapshot", in_one_process=False)
+
+
+@pytest.mark.parametrize("wanted", ["snapshot", "seed", "replay"])
+def test_a_named_way_is_taken_alone(wanted):
+    choice = choose(Own, wanted)
+    assert (choice.method.tier, choice.report.tier) == (wanted, wanted)
+    assert choice.report.passed_over == ()
+
+
+@pytest.mark.parametrize(("env", "wanted"), [(Remembers, "seed"), (Locked, "snapshot"), (GlobalNoise, "replay")])
+def test_a_named_way_that_fails_is_an_error(env, wanted):
+    with pytest.raises(GroupStartError, match=rf"cannot share a start by group_start='{wanted}': {wanted} \("):
+        choose(env, wanted)
+
+
+def test_single_environments_have_no_native_starts():
+    with pytest.raises(GroupStartError, match=r"group_start is 'native'.*mend"):
+        make_env(EnvCfg(group_start="native"), env=Noisy, grouped=True)
+
+
+def test_an_error_of_the_environment_is_the_users_to_see():
+    class Broken(Noisy):
+        def step(self, action):
+            raise ZeroDivisionError("in the user's own step")
+
+    with pytest.raises(ZeroDivisionError, match="user's own step"):
+        choose(Broken)
+
+
+def test_rows_that_may_fail_are_examined_up_to_there():
+    class Flaky(Noisy):
+        def step(self, action):
+            if self.np_random.random() < 0.1:
+                raise RuntimeError("flaky")
+            return super().step(action)
+
+    assert choose(Flaky, on_error="report").method == ("seed", "fields")
+
+
+@pytest.mark.parametrize(("prefix", "told"), [(0, True), (5, False)])
+def test_starts_that_do_not_vary_are_told(caplog, prefix, told):
+    with caplog.at_level(logging.WARNING):
+        choice = choose(AlwaysThere, random_prefix=prefix)
+    assert choice.report.start_varies is not told
+    assert ("mend: env.random_prefix" in caplog.text) == told
+
+
+def test_running_statistics_are_found_out_and_the_mend_is_named():
+    with pytest.warns(
+        GroupStartWarning, match=r"by replay.*seed .* differ at the start.*mend: .*normalize_observations"
+    ):
+        assert choose(lambda: NormalizeObservation(TimeLimit(Noisy(), 20))).method.tier == "replay"
+
+
+def test_environments_for_evaluation_are_not_tried_out():
+    class Counted(Noisy):
+        made = 0
+
+        def __init__(self):
+            super().__init__()
+            type(self).made += 1
+
+    env = make_env(EnvCfg(num_envs=2), env=Counted, grouped=True, verify=False)
+    assert (Counted.made, env.start_report, env.start_tier, env.can_branch) == (3, None, "seed", False)
+    assert all(attempt.env.episodes == 0 for attempt in env._rows.attempts)
+
+
+def test_what_was_found_comes_with_the_environment():
+    env = make_env(EnvCfg(num_envs=2, max_episode_steps=9), env=Noisy, grouped=True)
+    assert env.start_report == ("Noisy", "seed", True, True, True, "fields", True, ())
+    assert (env.can_branch, env.start_tier, env.max_episode_steps) == (True, "seed", 9)

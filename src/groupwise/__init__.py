@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from groupwise.algorithms.grpo import GRPO
     from groupwise.algorithms.ppo import PPO
     from groupwise.api import Run, evaluate, resume, train
+    from groupwise.check import EnvReport, check_env
     from groupwise.collectors.groups import GroupCollector
     from groupwise.collectors.vector import VectorCollector
     from groupwise.config import EvaluationCfg, LoggingCfg, RunCfg, StopCfg, load_config, register_algorithm
@@ -67,6 +68,7 @@ __all__ = [
     "DivergedError",
     "EnvCfg",
     "EnvError",
+    "EnvReport",
     "Evaluation",
     "EvaluationCfg",
     "GRPOCfg",
@@ -96,6 +98,7 @@ __all__ = [
     "UnsupportedSpaceError",
     "VectorCollector",
     "__version__",
+    "check_env",
     "episode_groups",
     "evaluate",
     "load_config",
@@ -115,6 +118,7 @@ _MODULES = {
     "groupwise.algorithms.grpo": "GRPO",
     "groupwise.algorithms.ppo": "PPO",
     "groupwise.api": "Run evaluate resume train",
+    "groupwise.check": "EnvReport check_env",
     "groupwise.collectors.groups": "GroupCollector",
     "groupwise.collectors.vector": "VectorCollector",
     "groupwise.config": "EvaluationCfg LoggingCfg RunCfg StopCfg load_config register_algorithm",

@@ -64,6 +64,14 @@ def reseed_ale(ale: Any, seed: int) -> None:
     _load(ale, _with_generator(ale.cloneState(include_rng=True).serialize(), text.encode()))
 
 
+def ale_noise(ale: Any) -> bytes | None:
+    """Where the generator of sticky actions stands; None if no action sticks."""
+    if _stickiness(ale) == 0:
+        return None
+    machine = ale.cloneState(include_rng=True).serialize()
+    return bytes(machine[_generator_at(machine) : -_TAIL])
+
+
 def _stickiness(ale: Any) -> float:
     return float(ale.getFloat("repeat_action_probability"))
 

@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils import EzPickle
 
-from groupwise.envs.ale_state import capture_ale, reseed_ale, restore_ale
+from groupwise.envs.ale_state import ale_noise, capture_ale, reseed_ale, restore_ale
 from groupwise.envs.base import Snapshot
 from groupwise.errors import EnvError
 
@@ -101,6 +101,12 @@ def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
     ale = _attribute(env.unwrapped, _ALE)
     if ale is not None:
         reseed_ale(ale, noise_seed)
+
+
+def noise_state(env: gymnasium.Env) -> tuple[Any, bytes | None]:
+    """Where the generators stand that ``reseed_noise`` seeds, to be compared: moved, they were drawn from."""
+    ale = _attribute(env.unwrapped, _ALE)
+    return env.unwrapped.np_random.bit_generator.state, None if ale is None else ale_noise(ale)
 
 
 class _Captured(NamedTuple):

@@ -1,0 +1,273 @@
+"""Short trials that find out what an environment offers. Each gives a finding; what goes wrong is a finding, too."""
+
+import pickle
+import re
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+import gymnasium
+import numpy as np
+import torch
+
+from groupwise.data.spaces import leaf_spaces, space_kind, subspaces
+from groupwise.envs.base import GroupEnv, Mask, VectorEnv
+from groupwise.envs.configs import EnvCfg, StartTier
+from groupwise.envs.make import make_env
+from groupwise.envs.single import explained, with_limit
+from groupwise.envs.snapshots import noise_state
+from groupwise.errors import EnvError, GroupwiseError, UnsupportedSpaceError
+
+TIERS: tuple[StartTier, ...] = ("native", "snapshot", "seed", "replay")
+VECTORIZATIONS = ("entry_point", "sync", "async")
+_NUM_ENVS = 8
+_NUM_SEEDS = 16
+_NUM_STEPS = 200
+_BRANCH_STEPS = 16
+_BUDGET_S = 0.3
+
+T = TypeVar("T")
+Maker: TypeAlias = Callable[..., gymnasium.Env]
+
+
+@dataclass(frozen=True)
+class Finding(Generic[T]):
+    """What was found, or why nothing was."""
+
+    value: T | None
+    reason: str = ""
+    """Why ``value`` is None."""
+
+
+class Branching(NamedTuple):
+    """How states in the middle of an episode are captured."""
+
+    states: str
+    """``mujoco``, ``ale``, ``own``, ``fields``: copies. ``actions``: the way there is replayed. ``native``: arrays."""
+    capture_us: float
+    restore_us: float
+    """From a state some 16 steps into an episode."""
+
+
+def attempt(probe: Callable[[], T]) -> Finding[T]:
+    """What ``probe`` finds; whatever it raises is the reason why it found nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what matters of them is found out here
+        try:
+            return Finding(probe())
+        except Exception as error:
+            return Finding(None, reason_of(error))
+
+
+def reason_of(error: Exception) -> str:
+    """An error in a line, with its type unless it is one of ours."""
+    kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
+    return kind + _shortened(str(error))
+
+
+def _shortened(message: str) -> str:
+    """Without the mend, and without what the question said already."""
+    message = " ".join(message.partition("; mend: ")[0].split())
+    return re.sub(r"^siblings of \S+ cannot share a start( by group_start='\w+')?: ", "", message)
+
+
+def make_single(cfg: EnvCfg, env: Maker | None) -> gymnasium.Env:
+    """One environment, as training would make it.
+
+    Raises:
+        UnknownNameError: nobody registered its id.
+        MissingExtraError: it needs a package that is not installed.
+        EnvError: it is no ``gymnasium.Env``, or cannot be made.
+    """
+    with explained(cfg.id):
+        made: object = gymnasium.make(cfg.id, **with_limit(cfg)) if env is None else env(**cfg.kwargs)
+    if not isinstance(made, gymnasium.Env):
+        raise EnvError(f"the callable returned a {type(made).__name__}, expected a gymnasium.Env")
+    return made
+
+
+def observation_support(cfg: EnvCfg, env: Maker | None) -> str:
+    """The observation space, if rollouts can hold it.
+
+    Raises:
+        UnsupportedSpaceError: they cannot; names the part.
+    """
+    single = make_single(cfg, env)
+    single.close()
+    for path, leaf in leaf_spaces(single.observation_space).items():
+        if space_kind(leaf) == "unsupported":
+            name = f"{'.'.join(path)!r} is a " if path else ""
+            raise UnsupportedSpaceError(f"{name}{type(leaf).__name__}, which has no fixed shape")
+    return brief(single.observation_space)
+
+
+def brief(space: Any) -> str:
+    """A space in a few words, without its bounds."""
+    children = subspaces(space)
+    if children is not None:
+        return f"{type(space).__name__}({', '.join(f'{name}: {brief(child)}' for name, child in children.items())})"
+    if space_kind(space) == "box":
+        return f"Box{list(space.shape)} {space.dtype}"
+    return str(space)
+
+
+def start_varies(cfg: EnvCfg, env: Maker | None) -> bool:
+    """Whether some of 16 seeds show another first observation than the first one does (fewer where resets are slow)."""
+    single = make_single(cfg, env)
+    try:
+        first, begun = _bytes(single.reset(seed=0)[0]), time.perf_counter()
+        for seed in range(1, _NUM_SEEDS):
+            if _bytes(single.reset(seed=seed)[0]) != first:
+                return True
+            if seed >= 4 and time.perf_counter() - begun > 4 * _BUDGET_S:
+                break
+        return False
+    finally:
+        single.close()
+
+
+def steps_draw(cfg: EnvCfg, env: Maker | None) -> bool:
+    """Whether some hundred random steps draw from ``np_random`` or from the simulator's generator; resets do not count."""
+    single = make_single(cfg, env)
+    try:
+        single.action_space.seed(0)
+        single.reset(seed=0)
+        begun = time.perf_counter()
+        for _ in range(_NUM_STEPS):
+            before = noise_state(single)
+            _, _, terminated, truncated, _ = single.step(single.action_space.sample())
+            if noise_state(single) != before:
+                return True
+            if terminated or truncated:
+                single.reset()
+            if time.perf_counter() - begun > 4 * _BUDGET_S:
+                break
+        return False
+    finally:
+        single.close()
+
+
+def tier_cost(cfg: EnvCfg, env: Maker | None, tier: StartTier) -> float:
+    """Microseconds that a row's start takes when a sibling has started there before, by this tier, which is verified.
+
+    Raises:
+        GroupStartError: siblings cannot share a start in this way.
+    """
+    native = tier == "native"
+    if native and not offers_entry_point(cfg, env):
+        raise EnvError("none is registered")
+    asked = {"group_start": tier, "vectorization": "entry_point" if native else "sync", "autoreset": "disabled"}
+    num_envs = _NUM_ENVS if native else 2
+    made = make_env(cfg.model_copy(update=asked), grouped=True, num_envs=num_envs, env=env)
+    try:
+        rows = num_envs if native else 1
+        return start_us(made, rows) / rows
+    finally:
+        made.close()
+
+
+def start_us(env: GroupEnv, rows: int) -> float:
+    """Median microseconds of starting so many rows at once where they have started before."""
+    seeds = np.zeros(env.num_envs, np.int64)
+    env.start(_first(env, env.num_envs), seeds, seeds)
+    return median_us(lambda: env.start(_first(env, rows), seeds, seeds))
+
+
+def branching(env: GroupEnv) -> Branching:
+    """How a verified environment captures states, and what that costs.
+
+    Raises:
+        EnvError: it does not.
+    """
+    report = env.start_report
+    if report is None or not env.can_branch:
+        reasons = () if report is None else report.passed_over
+        raise EnvError("; ".join(reasons) or f"no state of {env.env_id} can be captured")
+    row, seeds = _first(env, 1), np.zeros(env.num_envs, np.int64)
+    env.start(_first(env, env.num_envs), seeds, seeds)
+    actions = sampled_actions(env, _BRANCH_STEPS)
+    captured = env.snapshot([0])
+    for action in actions:
+        step = env.step(action)
+        if step.terminated[0] or step.truncated[0]:
+            break
+        captured = env.snapshot([0])
+    states = [*captured, *[None] * (env.num_envs - 1)]
+    restore = median_us(lambda: env.restore(row, states, seeds))
+    return Branching(report.states or "native", median_us(lambda: env.snapshot([0])), restore)
+
+
+def entry_point_autoreset(cfg: EnvCfg, env: Maker | None) -> str:
+    """Who resets finished rows in the environment's own vectorised version, by its metadata.
+
+    Raises:
+        EnvError: there is none, or it does not say.
+    """
+    if not offers_entry_point(cfg, env):
+        raise EnvError("none is registered")
+    with explained(cfg.id):
+        vector = gymnasium.make_vec(cfg.id, 2, vectorization_mode="vector_entry_point", **with_limit(cfg))
+    mode = vector.metadata.get("autoreset_mode")
+    vector.close()
+    if not isinstance(mode, gymnasium.vector.AutoresetMode):
+        raise EnvError(f"its metadata does not say: autoreset_mode is {mode!r}")
+    return mode.name.lower()
+
+
+def offers_entry_point(cfg: EnvCfg, env: Maker | None) -> bool:
+    """Whether the environment is registered with a vectorised version of its own."""
+    return env is None and gymnasium.spec(cfg.id).vector_entry_point is not None
+
+
+def steps_per_second(cfg: EnvCfg, env: Maker | None, vectorization: str) -> float:
+    """Environment steps a second with 8 environments and random actions, resets included.
+
+    Raises:
+        EnvError: it cannot be vectorised in this way.
+    """
+    autoreset = "next_step"
+    if vectorization == "entry_point":
+        autoreset = entry_point_autoreset(cfg, env)
+    asked = {"vectorization": vectorization, "autoreset": autoreset, "group_start": "auto"}
+    made = make_env(cfg.model_copy(update=asked), num_envs=_NUM_ENVS, env=env)
+    try:
+        made.reset(seed=0)
+        actions = sampled_actions(made, 64)
+        for action in actions[:8]:
+            made.step(action)
+        count, begun = 0, time.perf_counter()
+        while time.perf_counter() - begun < _BUDGET_S:
+            made.step(actions[count % len(actions)])
+            count += 1
+        return count * _NUM_ENVS / (time.perf_counter() - begun)
+    finally:
+        made.close()
+
+
+def median_us(action: Callable[[], object], most: int = 50) -> float:
+    """Median duration in microseconds, of up to 50 times in 0.3 s."""
+    times: list[float] = []
+    while len(times) < most and (len(times) < 3 or sum(times) < _BUDGET_S):
+        begun = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - begun)
+    return float(np.median(times)) * 1e6
+
+
+def sampled_actions(env: VectorEnv, count: int) -> list[torch.Tensor]:
+    """Random actions of all rows."""
+    env.action_space.seed(0)
+    return [
+        torch.from_numpy(np.stack([np.asarray(env.action_space.sample()) for _ in range(env.num_envs)]))
+        for _ in range(count)
+    ]
+
+
+def _first(env: VectorEnv, rows: int) -> Mask:
+    return np.arange(env.num_envs) < rows
+
+
+def _bytes(obs: Any) -> bytes:
+    return pickle.dumps(obs)

@@ -42,11 +42,17 @@ def test_weights_have_no_gradient_and_no_overflow():
 @pytest.mark.parametrize(("limit", "kept"), [(0.4, False), (0.41, False), (0.43, True)])
 def test_bad_episodes_that_the_policy_has_left_behind_are_dropped(limit, kept):
     # sampled - now: 1.2, .04, .01 in the first episode, mean .41667; -3 in the second
-    now = torch.zeros(4)
-    sampled = torch.tensor([1.2, 0.04, 0.01, -3.0])
+    now = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    sampled = now + torch.tensor([1.2, 0.04, 0.01, -3.0])
     advantage = torch.tensor([-1.0, -2.0, 0.5, -1.0])
     out = off_policy_keeps(now, sampled, advantage, ON, IDS, 2, limit)
     assert out.tolist() == [kept, kept, True, True]
+
+
+def test_no_advantage_and_a_distance_at_the_limit_are_kept():
+    sampled, advantage = torch.tensor([2.0, 2.0, 2.0, 0.5]), torch.tensor([0.0, -1.0, 0.0, -1.0])
+    out = off_policy_keeps(torch.zeros(4), sampled, advantage, ON, IDS, 2, 0.5)
+    assert out.tolist() == [True, False, True, True]
 
 
 def test_the_masked_out_do_not_count_as_left_behind():

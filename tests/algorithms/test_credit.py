@@ -279,6 +279,12 @@ def test_remax_compares_with_the_greedy_attempt():
     expect(batch, [[1.0] * 3, [-1.0] * 2, [0.0, 0.0], [3.0], [0.0]], name="remax")
     # a group that lost it has nothing to be compared with
     expect(rollout(episodes[:-1]), [[1.0] * 3, [-1.0] * 2, [0.0, 0.0], [0.0]], name="remax")
+    # two greedy attempts of one group, of 2 and 5: against their mean
+    expect(
+        rollout([*TWO, (0, [2.0], "greedy"), (0, [5.0], "greedy")]),
+        [[-0.5] * 3, [-2.5] * 2, [0.0], [0.0]],
+        name="remax",
+    )
     # members' scores 3, 1, 7: deviation sqrt(28 / 3)
     expect(
         batch, [[0.327327] * 3, [-0.327327] * 2, [0.0] * 2, [0.981981], [0.0]], name="remax", scale="batch_std", eps=0
@@ -372,6 +378,14 @@ def expect_discounted(batch, expected, name, **changes):
     got = per_episode(credit(batch, gamma=0.5, **preset(name, **changes)), batch)
     for have, want in zip(got, expected, strict=True):
         torch.testing.assert_close(have, want, atol=2e-6, rtol=0)
+
+
+def test_parts_have_anchors_of_their_own():
+    # both parts are the whole reward, with weights 2 and .5: 2.5 times the episode's +-1 and twice the anchors' +-.25
+    parts = [[[r, r] for r in rewards] for _, rewards, _ in TWO]
+    batch = rollout(TWO, obs=OBS, reward_parts=parts)
+    changes = {"anchor_weight": 2.0, "reward": "parts", "part_weights": (2.0, 0.5)}
+    expect_discounted(batch, [[2.5, 3.75, 2.5], [-3.75, -2.5]], "gigpo_no_std", **changes)
 
 
 def test_anchors_are_of_one_group_and_of_members_only():

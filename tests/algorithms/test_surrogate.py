@@ -15,12 +15,13 @@ from groupwise.algorithms.configs import GRPOCfg, ObjectiveCfg, OptimizerCfg, PP
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.objective_configs import EntropyCfg
 from groupwise.algorithms.ppo import PPO
-from groupwise.algorithms.surrogate import Counts, finest_unit, policy_loss, policy_ratio
+from groupwise.algorithms.surrogate import Counts, finest_unit, policy_loss, policy_ratio, reference_kl
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.data.spaces import obs_spec
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError
 from groupwise.policies.actor_critic import ActorCritic
+from groupwise.policies.base import Evaluation
 from groupwise.policies.configs import PolicyCfg
 
 OBS = gym.spaces.Box(-1, 1, (3,), np.float32)
@@ -404,6 +405,26 @@ def test_turns_are_those_of_the_rollout():
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("objective", "value", "gradient"),
+    [
+        # d = log_prob - ref_log_prob = .2, -.5; log r = .1, -.3. k3: e^-d + d - 1 = .018731, .148721, its gradient 1 - e^-d
+        ({}, [0.018731, 0.148721], [0.181269, -0.648721]),
+        # times r = 1.105171, .740818; the gradient is r (k3' + k3)
+        ({"kl_weight": "ratio"}, [0.020701, 0.110175], [0.221034, -0.370409]),
+        ({"kl_clamp": 0.1}, [0.018731, 0.1], [0.181269, 0.0]),
+        ({"kl_clamp": 0.3, "kl_estimator": "k1"}, [0.2, -0.3], [1.0, 0.0]),
+    ],
+)
+def test_the_kl_is_weighed_and_clamped_by_hand(objective, value, gradient):
+    log_prob = torch.tensor([-1.0, -2.0], requires_grad=True)
+    batch = {"ref_log_prob": torch.tensor([-1.2, -1.5]), "old_log_prob": torch.tensor([-1.1, -1.7])}
+    out = reference_kl(ObjectiveCfg(**objective), make_policy(), Evaluation(log_prob, log_prob), batch)
+    torch.testing.assert_close(out, torch.tensor(value), rtol=0, atol=2e-6)
+    out.sum().backward()
+    torch.testing.assert_close(log_prob.grad, torch.tensor(gradient), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ class AlgorithmCfg(Cfg):
     learning_rate: Positive = 3e-4
     """Step size of the optimiser before its schedule."""
     num_steps: PositiveInt = 256
-    """Steps per environment in one iteration. GRPO opens new groups until about ``num_envs * num_steps`` steps are taken, and always finishes whole episodes."""
+    """Steps per environment in one iteration. GRPO opens new groups until about ``num_envs * num_steps`` steps are taken, and finishes them (or carries them over, ``collection.unfinished``)."""
     num_epochs: PositiveInt = 10
     """Passes over each rollout."""
     minibatch_size: PositiveInt = 256

@@ -121,7 +121,7 @@ class GroupCollector(Collector):
             writer.act(t, action)
             step = self.env.step(self.policy.env_action(action.action))
             terminated, truncated = step.terminated.cpu().numpy(), step.truncated.cpu().numpy()
-            cut = schedule.at_limit() & ~(terminated | truncated)
+            cut = schedule.cut(terminated | truncated)
             truncated = truncated | cut
             writer.outcome(t, step, torch.from_numpy(truncated))
             obs = step.obs

@@ -121,11 +121,11 @@ class Schedule:
             self._run(attempt)
         self.attempts.append(attempt)
 
-    def at_limit(self) -> Mask:
-        """Rows whose attempt reaches its limit with the step that is being taken."""
+    def cut(self, ended: Mask) -> Mask:
+        """Rows whose attempt reaches its limit with the step that is being taken, without having ended."""
         if self.tick + 1 < self._next_deadline:
             return self._nobody
-        return self.running & (self.tick + 1 >= self._deadline)
+        return self.running & (self.tick + 1 >= self._deadline) & ~ended
 
     def advance(self) -> None:
         """Count the step that every running row just took."""

@@ -64,6 +64,19 @@ def reseed_ale(ale: Any, seed: int) -> None:
     _load(ale, _with_generator(ale.cloneState(include_rng=True).serialize(), text.encode()))
 
 
+def repeats_ahead(machine: bytes, stickiness: float) -> int:
+    """How many of the next frames repeat the action of the one before, by the machine's own draws."""
+    numbers = np.array(machine[_generator_at(machine) : -_TAIL].split(), dtype=np.uint32)
+    generator = np.random.MT19937(0)
+    key: npt.NDArray[np.uint32] = numbers[:-1]
+    generator.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": int(numbers[-1])}}
+    repeats = 0
+    while generator.random_raw() / 2**32 < stickiness:
+        generator.random_raw()  # the second player's draw
+        repeats += 1
+    return repeats
+
+
 def ale_noise(ale: Any) -> bytes | None:
     """Where the generator of sticky actions stands; None if no action sticks."""
     if _stickiness(ale) == 0:
@@ -84,7 +97,7 @@ def _load(ale: Any, machine: bytes) -> None:
 
 def _held_action(ale: Any, machine: bytes) -> int:
     """The action that sticks, up to actions that make no difference while the machine's own draws repeat it."""
-    frames = max(1, _repeats_ahead(machine, _stickiness(ale)))
+    frames = max(1, repeats_ahead(machine, _stickiness(ale)))
     expected = _repeated(ale, machine, frames)
     for action in ale.getLegalActionSet():
         _hold(ale, machine, action.value)
@@ -115,19 +128,6 @@ def _repeated(ale: Any, machine: bytes, frames: int) -> list[bytes]:
         ale.act(Action.NOOP)
         screens.append(ale.getScreen().tobytes())
     return [*screens, ale.cloneState(include_rng=False).serialize()]
-
-
-def _repeats_ahead(machine: bytes, stickiness: float) -> int:
-    """How many of the next frames repeat the action of the one before, by the machine's own draws."""
-    numbers = np.array(machine[_generator_at(machine) : -_TAIL].split(), dtype=np.uint32)
-    generator = np.random.MT19937(0)
-    key: npt.NDArray[np.uint32] = numbers[:-1]
-    generator.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": int(numbers[-1])}}
-    repeats = 0
-    while generator.random_raw() / 2**32 < stickiness:
-        generator.random_raw()  # the second player's draw
-        repeats += 1
-    return repeats
 
 
 def _with_generator(machine: bytes, text: bytes) -> bytes:

@@ -1,0 +1,71 @@
+import ale_py
+import gymnasium
+import pytest
+
+from groupwise.envs.ale_state import ale_noise, capture_ale, repeats_ahead, reseed_ale, restore_ale
+from groupwise.errors import EnvError
+
+gymnasium.register_envs(ale_py)
+
+LEFT, RIGHT = ale_py.Action.LEFT, ale_py.Action.RIGHT
+
+
+def breakout(stickiness):
+    env = gymnasium.make("ALE/Breakout-v5", obs_type="ram", repeat_action_probability=stickiness)
+    env.reset(seed=0)
+    return env.unwrapped.ale
+
+
+def machines(ale, state, action, frames):
+    """The machine after each frame; in Breakout the paddle, a part of it, follows the action at once."""
+    restore_ale(ale, state)
+    found = []
+    for _ in range(frames):
+        ale.act(action)
+        found.append(ale.cloneState(include_rng=False).serialize())
+    return found
+
+
+@pytest.mark.parametrize("stickiness", [0.25, 0.9])
+def test_repeats_ahead_are_the_frames_in_which_no_action_is_heard(stickiness):
+    ale = breakout(stickiness)
+    seen = set()
+    for seed in range(12):
+        reseed_ale(ale, seed)
+        state = capture_ale(ale)
+        repeats = repeats_ahead(state.machine, stickiness)
+        left, right = (machines(ale, state, action, repeats + 1) for action in (LEFT, RIGHT))
+        assert left[:repeats] == right[:repeats]
+        assert left[repeats] != right[repeats]
+        seen.add(repeats)
+    assert len(seen) > 2
+
+
+@pytest.mark.parametrize("held", [LEFT, RIGHT])
+def test_the_held_action_is_found(held):
+    ale = breakout(0.5)
+    for _ in range(10):
+        ale.act(held)
+    assert capture_ale(ale).held == held.value
+
+
+def test_without_stickiness_no_action_is_held_and_nothing_is_drawn():
+    ale = breakout(0.0)
+    assert capture_ale(ale).held is None
+    assert ale_noise(ale) is None
+    assert ale_noise(breakout(0.25)) is not None
+
+
+def test_noise_moves_with_every_frame_and_comes_back_with_its_seed():
+    ale = breakout(0.25)
+    reseed_ale(ale, 3)
+    start = ale_noise(ale)
+    ale.act(LEFT)
+    assert ale_noise(ale) != start
+    reseed_ale(ale, 3)
+    assert ale_noise(ale) == start
+
+
+def test_a_state_of_another_layout_is_refused():
+    with pytest.raises(EnvError, match=r"state of 100 bytes is not laid out as in ale-py 0\.12; mend"):
+        repeats_ahead(bytes(100), 0.25)

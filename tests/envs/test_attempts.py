@@ -236,3 +236,27 @@ def test_recorded_actions_are_copies():
     obs, *_ = attempt.step(action)
     action[:] = -0.5
     assert attempt.restore(attempt.snapshot(obs), 1).tolist() == obs.tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_was_observed_at_a_captured_state_is_kept_from_an_environment_that_writes_into_it(method):
+    class Reuser(Walk):
+        def __init__(self):
+            super().__init__()
+            self.shown = np.zeros(1)
+
+        def reset(self, *, seed=None, options=None):
+            self.shown[:], info = super().reset(seed=seed)
+            return self.shown, info
+
+        def step(self, action):
+            self.shown[:], *rest = super().step(action)
+            return self.shown, *rest
+
+    one, other = attempts(method, Reuser)
+    first = one.start(3, 1).copy()
+    obs, *_ = one.step(np.array([0.5]))
+    seen, snapshot = obs.copy(), one.snapshot(obs)
+    one.step(np.array([0.25]))
+    assert other.restore(snapshot, 1).tolist() == seen.tolist()
+    assert other.start(3, 1).tolist() == first.tolist()

@@ -262,6 +262,14 @@ def test_the_prefix_and_the_parts_reach_the_rows():
         env.step(torch.zeros(4, 1))
 
 
+def test_what_is_registered_here_is_known_in_workers(monkeypatch):
+    spec = gymnasium.envs.registration.EnvSpec("Here-v0", entry_point=Plain, max_episode_steps=3)
+    monkeypatch.setitem(gymnasium.registry, "Here-v0", spec)
+    env = make_env(EnvCfg(id="Here-v0", num_envs=2, vectorization="async", kwargs={"scale": 0.5}), grouped=True)
+    assert (env.reset(seed=0).tolist(), env.max_episode_steps) == ([[0.5, 0.5]] * 2, 3)
+    env.close()
+
+
 def test_cartpole_of_single_environments_is_the_vectorised_one_bit_for_bit():
     ours = make_env(EnvCfg(num_envs=3), grouped=True)
     rows = make_env(EnvCfg(num_envs=3, vectorization="sync"), grouped=True)

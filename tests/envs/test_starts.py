@@ -256,7 +256,7 @@ def test_starts_that_do_not_vary_are_told(caplog, prefix, told):
 
 def test_running_statistics_are_found_out_and_the_mend_is_named():
     with pytest.warns(
-        GroupStartWarning, match=r"by replay.*seed .* differ at the start.*mend: .*normalize_observations"
+        GroupStartWarning, match=r"by replay.*seed .* differ at the start.*mend: .*normalize_obs"
     ):
         assert choose(lambda: NormalizeObservation(TimeLimit(Noisy(), 20))).method.tier == "replay"
 

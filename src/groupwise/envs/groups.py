@@ -17,7 +17,7 @@ NUM_STEPS = 32
 MENDS = {
     "start": "let the environment draw all its randomness from self.np_random, after super().reset(seed=seed), and keep "
     "nothing from one episode to the next (running statistics, as NormalizeObservation's, belong into the policy: "
-    "normalize_observations)",
+    "normalize_obs)",
     "branch": "let what captures and restores states (clone_state and restore_state, if they are yours) cover all that "
     "later steps depend on",
 }

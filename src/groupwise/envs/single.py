@@ -46,8 +46,8 @@ def group_env(
             f"group_start is 'native', but {cfg.id} is made of single environments, whose states are not in arrays; mend: "
             "group_start='auto', or vectorization='entry_point' where there is one"
         )
-    rows = _describe(cfg, env, on_error)
     in_one_process = vectorization == "sync"
+    rows = _describe(cfg, _maker(cfg, env, knows_ids=in_one_process), on_error)
     report = None
     if verify:
         method, report = choose_start(rows, cfg.group_start, in_one_process=in_one_process)
@@ -65,7 +65,7 @@ def vector_env(
     device: torch.device | str,
 ) -> VectorEnv:
     """Gymnasium's own vectorisation, in any autoreset mode."""
-    rows = _describe(cfg, env, "raise")
+    rows = _describe(cfg, _maker(cfg, env), "raise")
     with explained(cfg.id):
         vector = _VECTORIZERS[vectorization](
             [_copying(rows.make, cfg)] * num_envs, copy=False, autoreset_mode=AutoresetMode[cfg.autoreset.upper()]
@@ -93,9 +93,8 @@ def explained(env_id: str) -> Iterator[None]:
         raise EnvError(f"{env_id} cannot be made: {error}") from error
 
 
-def _describe(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: OnError) -> RowCfg:
+def _describe(cfg: EnvCfg, make: EnvMaker, on_error: OnError) -> RowCfg:
     """What a row is, read from one environment made for it."""
-    make = _maker(cfg, env)
     with explained(cfg.id):
         probe = make()
     if not isinstance(probe, gymnasium.Env):
@@ -115,10 +114,15 @@ def _describe(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: O
     )
 
 
-def _maker(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None) -> EnvMaker:
-    """What makes one environment, with its step limit."""
+def _maker(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, *, knows_ids: bool = True) -> EnvMaker:
+    """What makes one environment, with its step limit.
+
+    Args:
+        knows_ids: whether ids are registered where it is called; otherwise it brings what is registered here.
+    """
     if env is None:
-        return partial(gymnasium.make, cfg.id, **with_limit(cfg))
+        known = cfg.id if knows_ids else gymnasium.registry.get(cfg.id, cfg.id)
+        return partial(gymnasium.make, known, **with_limit(cfg))
     make, limit = partial(env, **cfg.kwargs), cfg.max_episode_steps
     return make if limit is None else partial(_limited, make, limit)
 

@@ -144,6 +144,13 @@ def test_members_that_ended_early(end, choices, expected):
     assert per_episode(credit(batch, **STEP, **choices), batch) == expected
 
 
+def test_an_absorbed_sibling_is_company():
+    # returns to go 4 3 and 5: t0 mean 4.5; t1: 3 beside 0, not the trajectory's -.5
+    batch = rollout([(0, [1.0, 3.0], "terminated"), (0, [5.0], "terminated")])
+    choices = STEP | {"early_finisher": "absorb", "lone_member": "trajectory"}
+    assert per_episode(credit(batch, **choices), batch) == [[-0.5, 1.5], [0.5]]
+
+
 def test_trajectory_rule_starts_where_the_first_sibling_ends():
     # lengths 3, 2, 1: returns to go [3,2,1], [2,1], [1]
     # t0 all three: mean 2; t1 one is gone: trajectory advantages 3-2 and 2-2; t2 likewise
@@ -259,12 +266,27 @@ def test_reinforce_plus_plus_baseline():
     # outcomes 3 and 1 less 2: 1 1 1 -1 -1, mean .2, squares 3 * .64 + 2 * 1.44 = 4.8, deviation sqrt(4.8 / 4)
     expected = [[0.730297] * 3, [-1.095445] * 2]
     expect(rollout(TWO), expected, name="reinforce_plus_plus_baseline")
+    # eps adds to that deviation: .8 and -1.2 over 2.095445
+    expect(rollout(TWO), [[0.381780] * 3, [-0.572671] * 2], name="reinforce_plus_plus_baseline", eps=1.0)
     # a group that teaches nothing changes nothing, and gets nothing
     more = rollout([*TWO, (1, [1.0], "terminated"), (1, [1.0], "terminated")])
     expect(more, [*expected, [0.0], [0.0]], name="reinforce_plus_plus_baseline")
     # verl counts its two zeros: mean 1 / 7, squares 204 / 42, deviation sqrt(204 / 42 / 6) = .899735
     verl = [[0.952661] * 3, [-1.270215] * 2, [-0.158777], [-0.158777]]
     expect(more, verl, name="reinforce_plus_plus_baseline", normalize="batch")
+
+
+def test_outcomes_without_a_baseline_are_whitened_over_the_batch():
+    # 3 3 3 1 1: mean 2.2, deviation sqrt(1.2)
+    raw = {"baseline": "none", "scale": "none", "normalize": "batch"}
+    expect(rollout(TWO), [[0.730297] * 3, [-1.095445] * 2], name="grpo", eps=0.0, **raw)
+
+
+def test_one_step_that_differs_makes_a_group_informative():
+    # only the best learns: 2 and 0, mean 1, deviation sqrt(2)
+    batch = rollout([(0, [3.0], "terminated"), (0, [1.0], "terminated")])
+    one = 0.707107
+    expect(batch, [[one], [-one]], name="grpo_passk", scale="none", normalize="informative", eps=0.0)
 
 
 def test_opo_weighs_by_length():
@@ -317,6 +339,7 @@ def test_gdpo_normalises_each_part():
     batch = rollout([(0, [1.0], "terminated"), (0, [0.0], "terminated"), (0, [3.0], "terminated")], reward_parts=PARTS)
     # one of three in each part: 1.154701 for it, -.577350 for the others; their sum has deviation 1 already
     expect(batch, [[0.577350], [-1.154701], [0.577350]], name="gdpo", eps=0)
+    expect(batch, [[0.577350], [-1.154701], [0.577350]], name="gdpo", eps=0.0, normalize="none")
     weighted = {"part_weights": (1.0, 0.0), "normalize": "none", "eps": 0.0}
     expect(batch, [[1.154701], [-0.577350], [-0.577350]], name="gdpo", **weighted)
     both = {"part_weights": (1.0, 0.5), "normalize": "none", "eps": 0.0}
@@ -507,17 +530,24 @@ def test_groups_do_not_see_each_other(name):
         torch.testing.assert_close(out[5 * g : 5 * g + 5], credit(own, **preset(name)), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", OF_THE_BATCH)
-def test_two_ranks_are_one_batch(name, two_ranks):
+@pytest.mark.parametrize(
+    "choices",
+    [
+        *(preset(name) for name in OF_THE_BATCH),
+        *(preset(name, scale="batch_std") for name in ("grpo", "gigpo", "remax", "rae", "embodichain", "agilerl_turn")),
+    ],
+    ids=str,
+)
+def test_two_ranks_are_one_batch(choices, two_ranks):
     episodes = random_episodes(3, groups=4)
-    whole = credit(every_key(episodes, steps=6), **preset(name))
+    whole = credit(every_key(episodes, steps=6), **choices)
     ranks = []
     for half in (0, 1):
         own = [(g - 2 * half, rewards, end) for g, rewards, end in episodes if g // 2 == half]
         ranks.append((every_key(own, steps=6),))
 
     def on_rank(batch, all_sum):
-        return credit(batch, all_sum=all_sum, **preset(name))
+        return credit(batch, all_sum=all_sum, **choices)
 
     torch.testing.assert_close(two_ranks(on_rank, *ranks), whole[:10], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(two_ranks(on_rank, *reversed(ranks)), whole[10:], atol=1e-5, rtol=1e-4)

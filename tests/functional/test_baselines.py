@@ -119,6 +119,9 @@ def test_weighted_mean_by_hand():
         score, key, 2, baseline="mean", scale="none", weight=torch.tensor([3.0, 2.0, 0.0, 0.0]), zeros=torch.zeros(2)
     )
     torch.testing.assert_close(out, torch.tensor([0.8, -1.2, -1.0, 1.0]))
+    # only the proportion counts: (.6 * 3 + .2 * 1) / .8 = 2.5
+    out = group_relative(score[:2], key[:2], 1, baseline="mean", scale="none", weight=torch.tensor([0.6, 0.2]))
+    torch.testing.assert_close(out, torch.tensor([0.5, -1.5]))
     # the deviation is about the plain mean: 2, squares 1 + 1, over 1
     out = group_relative(score[:2], key[:2], 1, baseline="mean", scale="std", eps=0.0, weight=torch.tensor([3.0, 2.0]))
     torch.testing.assert_close(out, torch.tensor([0.8, -1.2]) / 2**0.5)

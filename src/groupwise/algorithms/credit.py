@@ -170,7 +170,7 @@ def trajectory(credit: CreditInput, score: Float[Tensor, " episode"]) -> Float[T
     group, scored = episode_groups(credit.batch, credit.num_episodes)
     match cfg.baseline:
         case "none":
-            advantage = score.masked_fill(~scored, 0)
+            advantage = score
         case "greedy" | "ema":
             baseline, member = _outside_baseline(credit, score, group, scored)
             assert cfg.scale in ("batch_std", "nonzero_share", "none")
@@ -242,7 +242,7 @@ def normalized(credit: CreditInput, advantage: Float[Tensor, "row step"]) -> Flo
         return advantage
     if cfg.normalize == "informative":
         group = credit.batch["group_id"]
-        differs = segment_sum((advantage != 0).to(advantage), group, credit.num_groups, counts)
+        differs = segment_sum((advantage != 0).to(advantage), group, credit.num_groups)
         counts = counts & (gather_segments(differs, group) > 0)
     return whiten(advantage, counts, eps=cfg.eps, all_sum=credit.all_sum)
 

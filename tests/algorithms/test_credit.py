@@ -423,6 +423,7 @@ def test_anchors_are_of_one_group_and_of_members_only():
     assert torch.equal(anchors(nested, group_id, member)[0], ids)
     nested["a", "image"][1, 0, 2, 2] = 1.0
     assert anchors(nested, group_id, member)[0].tolist() == [[0, 1, 2, 3], [4, -1, 2, -1]]
+    assert anchors(torch.tensor([[1e-9, 2e-9, 1e-9]]), torch.zeros(1, 3).long(), torch.ones(1, 3).bool())[1] == 2
     nobody, number = anchors(nested, group_id, member & False)
     assert (number, nobody.tolist()) == (0, [[-1] * 4] * 2)
 

@@ -140,7 +140,7 @@ class WalkEnv(gymnasium.Env):
 
 
 class FakePolicy(Policy):
-    """Uniform actions; V(obs) is the first number of the observation, so values can be written out by hand."""
+    """Uniform actions, 0 when deterministic; V(obs) is the first number of the observation, so values can be written out by hand."""
 
     action_spec = TensorSpec((), torch.int64)
 
@@ -151,7 +151,9 @@ class FakePolicy(Policy):
 
     def act(self, obs, deterministic=False, generator=None):
         rows = obs.shape[0]
-        action = torch.randint(0, 2, (rows,), generator=generator)
+        action = (
+            torch.zeros(rows, dtype=torch.int64) if deterministic else torch.randint(0, 2, (rows,), generator=generator)
+        )
         return Action(action, torch.full((rows,), -0.75), None if self.actor_only else self.v(obs))
 
     def value(self, obs):

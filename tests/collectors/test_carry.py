@@ -117,6 +117,25 @@ def test_what_restart_drops_is_wasted_in_the_next_iteration(collecting, scripted
     assert collector.metrics()["rollout/wasted_steps"] == 0.0
 
 
+def test_after_a_restart_nothing_of_the_past_matters(buffer_for, fake_policy, walk_env):
+    def last_rollout(first):
+        env, policy = make_env(EnvCfg(num_envs=3), grouped=True, env=walk_env), fake_policy(True)
+        collector = GroupCollector(env, policy, group_size=2, seed=5, collection=CARRY, attempt_steps=9)
+        buffer = buffer_for(env, policy, 64)
+        collector.iteration = first
+        for iteration in range(first, 5):
+            if iteration == 3:
+                collector.restart()
+            rollout = collector.collect(8, buffer.start_rollout())
+        env.close()
+        return rollout
+
+    uninterrupted, resumed = last_rollout(0), last_rollout(3)
+    assert uninterrupted["valid"].any()
+    assert (uninterrupted["policy_version"][uninterrupted["valid"]] == 3).any()
+    assert (uninterrupted == resumed).all()
+
+
 def test_settling_finishes_everything_once(collecting, scripted_group):
     env = scripted_group(2, [5])
     collector, again = collecting(env, group_size=2, collection=CARRY)

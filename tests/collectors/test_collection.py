@@ -5,8 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.algorithms.configs import BranchCfg, CollectionCfg
+from groupwise.algorithms.configs import BranchCfg, CollectionCfg, CreditCfg
+from groupwise.algorithms.credit import CreditInput, advantages
 from groupwise.collectors.base import Episode
+from groupwise.data.rollout import transition_view
 from groupwise.errors import EnvError
 
 T, F = True, False
@@ -178,6 +180,20 @@ def test_every_step_is_trained_on_skipped_or_wasted(
     assert rollout["loss_mask"].sum() + skipped + wasted == pytest.approx(steps)
     assert rollout["valid"].sum() == pytest.approx(steps - wasted)
     assert_whole_groups(rollout, group_size)
+
+
+def test_advantages_do_not_depend_on_the_order_of_rows(collect, scripted_group):
+    env = scripted_group(4, [1, 3, 2, 5], rewards=[1.0, 0.5, 2.0], fails={2: 1})
+    _, rollout = collect(env, 9, slots=16, group_size=3, collection=CollectionCfg(lost_member="drop"))
+    order = torch.tensor([2, 0, 3, 1])
+
+    def credit(batch):
+        groups, episodes = (int(batch[key].max()) + 1 for key in ("group_id", "episode_id"))
+        return advantages(CreditInput(batch, batch["reward"], CreditCfg(), 0.99, groups, episodes))
+
+    batch = transition_view(rollout)
+    assert credit(batch).abs().max() > 0
+    torch.testing.assert_close(credit(batch[order]), credit(batch)[order])
 
 
 def assert_whole_groups(rollout, group_size):

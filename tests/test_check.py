@@ -33,7 +33,7 @@ class Sound(gymnasium.Env):
 
     def step(self, action):
         self.count += 1
-        self.place += float(action) + self.draw()
+        self.place += float(np.sum(action)) + self.draw()
         return self.look(), 1.0, False, self.count >= 20, {}
 
     def draw(self):
@@ -164,6 +164,8 @@ def test_spaces_that_are_not_supported():
     assert speaks.training.reason == speaks.tiers["seed"].reason == "its observations are not supported"
     assert speaks.action.value == "Discrete(2)"
     assert counts.action.value is None
+    assert counts.training == Finding(None, "its actions are not supported")
+    assert counts.tiers["seed"].value is not None
     assert counts.action.reason.startswith("action space Box(0, 5, (1,), int64) is not supported")
 
 

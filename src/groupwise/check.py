@@ -71,10 +71,8 @@ def check_env(env: str | EnvCfg | Maker) -> EnvReport:
         MissingExtraError: the environment needs a package that is not installed.
         EnvError: it is none, or does not take these arguments.
     """
-    given = (
-        env if isinstance(env, EnvCfg) else EnvCfg(id=env) if isinstance(env, str) else EnvCfg(id="<given in Python>")
-    )
-    make = env if callable(env) else None
+    make = None if isinstance(env, EnvCfg | str) else env
+    given = env if isinstance(env, EnvCfg) else EnvCfg(id=env if isinstance(env, str) else "<given in Python>")
     with _quiet():
         return _check(given, make)
 
@@ -92,12 +90,15 @@ def _check(given: EnvCfg, make: Maker | None) -> EnvReport:
     if make is None:  # the environment's preset says how training makes it
         cfg = resolve(given.id, env={name: vars(given)[name] for name in given.model_fields_set - {"id"}}).env
     observation = attempt(lambda: check.observation_support(cfg, make))
+    action = attempt(lambda: _action_support(single.action_space))
     trial = _attempt_nothing if observation.value is None else attempt
     training, branching, siblings_differ = _trained(cfg, make, trial)
+    if action.value is None:
+        training = Finding(None, "its actions are not supported")
     return EnvReport(
         env_id,
         observation,
-        attempt(lambda: _action_support(single.action_space)),
+        action,
         attempt(lambda: check.start_varies(cfg, make)),
         Finding("seen") if siblings_differ else attempt(lambda: _drawn(cfg, make)),
         {tier: trial(partial(check.tier_cost, cfg, make, tier)) for tier in check.TIERS},

@@ -214,7 +214,7 @@ def _capture(env: gymnasium.Env, outer: int | None = None) -> _Captured:
     try:
         _Pickler(buffer, names).dump(state)
     except _NOT_PICKLED as error:
-        raise EnvError(f"{_culprit(layers, names)} cannot be copied: {error}; mend: {_MEND}") from error
+        raise EnvError(f"{_culprit(layers[:outer], names)} cannot be copied: {error}; mend: {_MEND}") from error
     return _Captured(_stack(layers), buffer.getvalue())
 
 

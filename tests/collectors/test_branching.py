@@ -59,7 +59,7 @@ def test_a_branch_by_hand(collect, scripted_group):
     # Two rows, groups of two, one branch point, budget 10. The single state of episodes of one step is their start.
     # Slot 0: attempts 0 and 1 end. One branch group (2 and 3) comes before a new group (4 and 5) begins.
     env = scripted_group(2, [1])
-    collector, rollout = collect(env, 3, group_size=2, branching=BranchCfg(points=1))
+    collector, rollout = collect(env, 3, group_size=2, collection=CollectionCfg(branching=BranchCfg(points=1)))
     assert numbers(rollout, "obs") == [[0, 20, 40], [10, 30, 50]]
     assert numbers(rollout, "group_id") == [[0, 1, 2]] * 2
     assert numbers(rollout, "loss_mask") == [[T] * 3] * 2
@@ -75,7 +75,9 @@ def test_a_branch_by_hand(collect, scripted_group):
 
 def test_branches_go_on_where_the_stem_was_and_count_from_there(collect, scripted_group):
     env = scripted_group(4, [6])
-    collector, rollout = collect(env, 12, slots=64, group_size=2, branching=BranchCfg(points=2, horizon=3))
+    collector, rollout = collect(
+        env, 12, slots=64, group_size=2, collection=CollectionCfg(branching=BranchCfg(points=2, horizon=3))
+    )
     starts = branch_points(env)
     assert len(starts) > 3
     restored = {int(k) for rows, _, _ in env.restore_calls for k in rows}
@@ -98,7 +100,9 @@ def test_branches_go_on_where_the_stem_was_and_count_from_there(collect, scripte
 
 def test_a_branch_ends_where_the_window_of_its_stem_ends(collect, scripted_group):
     env = scripted_group(2, [9])
-    _, rollout = collect(env, 30, slots=64, group_size=2, attempt_steps=4, branching=BranchCfg(points=1))
+    _, rollout = collect(
+        env, 30, slots=64, group_size=2, attempt_steps=4, collection=CollectionCfg(branching=BranchCfg(points=1))
+    )
     last = rollout["obs"][:, :-1, 0][(rollout["truncated"] & rollout["valid"])[:, :-1]] % 10
     assert any(branch_points(env))
     assert (last == 3).all()
@@ -106,7 +110,9 @@ def test_a_branch_ends_where_the_window_of_its_stem_ends(collect, scripted_group
 
 def test_only_the_first_steps_of_a_branch_count(collect, scripted_group):
     env = scripted_group(2, [6])
-    _, rollout = collect(env, 20, slots=64, group_size=2, branching=BranchCfg(points=1, trained_steps=2))
+    _, rollout = collect(
+        env, 20, slots=64, group_size=2, collection=CollectionCfg(branching=BranchCfg(points=1, trained_steps=2))
+    )
     valid, counts, step = (rollout[key][:, :-1] for key in ("valid", "loss_mask", "step"))
     branch = torch.zeros_like(valid)
     for g, depth in _first_depth(rollout).items():
@@ -126,7 +132,9 @@ def _first_depth(rollout):
 def test_single_stems_are_wasted(collect, scripted_group):
     # Two stems of 2 steps (budget 10: 4 taken), then their branches until 10 are taken.
     env = scripted_group(2, [2])
-    collector, rollout = collect(env, 5, group_size=2, slots=32, branching=BranchCfg(points=1, stem="single"))
+    collector, rollout = collect(
+        env, 5, group_size=2, slots=32, collection=CollectionCfg(branching=BranchCfg(points=1, stem="single"))
+    )
     counts = rollout["loss_mask"][:, :-1]
     wasted = collector.metrics()["rollout/wasted_steps"] * collector.last_steps
     stems = len(collector.finished)
@@ -146,7 +154,14 @@ def test_branch_points_follow_the_entropy(collect, scripted_group, fake_policy, 
 
     monkeypatch.setattr(fake_policy, "evaluate", evaluate)
     env = scripted_group(2, [6])
-    collect(env, 60, slots=128, group_size=2, actor_only=True, branching=BranchCfg(points=2, at="entropy"))
+    collect(
+        env,
+        60,
+        slots=128,
+        group_size=2,
+        actor_only=True,
+        collection=CollectionCfg(branching=BranchCfg(points=2, at="entropy")),
+    )
     points = branch_points(env)
     assert 3 in points
     # eight candidates hold all six states; only one has a chance, so each stem gives one branch group
@@ -161,7 +176,14 @@ def test_negative_entropies_are_weighed_above_the_least_and_equal_ones_alike(
 
     monkeypatch.setattr(fake_policy, "evaluate", evaluate)
     env = scripted_group(2, [4])
-    collect(env, 60, slots=128, group_size=2, actor_only=True, branching=BranchCfg(points=1, at="entropy"))
+    collect(
+        env,
+        60,
+        slots=128,
+        group_size=2,
+        actor_only=True,
+        collection=CollectionCfg(branching=BranchCfg(points=1, at="entropy")),
+    )
     assert len(set(branch_points(env))) > 1
 
 
@@ -169,7 +191,9 @@ def test_branch_points_follow_the_spread_of_returns(collect, scripted_group):
     # One row. Group 0: returns to go at steps 0, 1, 2, 3 are 4, 3, 2, 1 and 2, 1, 0, 0: deviations 1, 1, 1, 0.5.
     # Equal siblings in the other groups give no branch point.
     env = scripted_group(1, [4, 2] + [3] * 60)
-    collect(env, 30, slots=64, group_size=2, branching=BranchCfg(points=1, at="return_spread"))
+    collect(
+        env, 30, slots=64, group_size=2, collection=CollectionCfg(branching=BranchCfg(points=1, at="return_spread"))
+    )
     assert len(branch_points(env)) == 1
 
 
@@ -190,19 +214,19 @@ def test_harder_starts_take_the_place_of_the_next_group(collect, scripted_group)
 
 
 @pytest.mark.parametrize(
-    "choices", [{"branching": BranchCfg(points=1)}, {"collection": CollectionCfg(zero_variance="harder")}]
+    "collection", [CollectionCfg(branching=BranchCfg(points=1)), CollectionCfg(zero_variance="harder")]
 )
-def test_states_that_cannot_be_captured_are_refused(collect, scripted_group, choices):
+def test_states_that_cannot_be_captured_are_refused(collect, scripted_group, collection):
     env = scripted_group(2, [3])
     env.can_branch = False
     with pytest.raises(EnvError, match=r"states of Scripted cannot be captured.*mend: "):
-        collect(env, 3, group_size=2, **choices)
+        collect(env, 3, group_size=2, collection=collection)
 
 
 def test_single_stems_have_no_siblings_to_fill_a_pool(collect, scripted_group):
-    choices = {"branching": BranchCfg(points=1, stem="single"), "collection": CollectionCfg(zero_variance="harder")}
-    with pytest.raises(EnvError, match=r"'harder'.*mend: branching.stem='group'"):
-        collect(scripted_group(2, [3]), 3, group_size=2, **choices)
+    collection = CollectionCfg(zero_variance="harder", branching=BranchCfg(points=1, stem="single"))
+    with pytest.raises(EnvError, match=r"'harder'.*mend: collection.branching.stem='group'"):
+        collect(scripted_group(2, [3]), 3, group_size=2, collection=collection)
 
 
 def test_a_greedy_attempt_acts_by_the_mode_and_does_not_count(collect, scripted_group, fake_policy, monkeypatch):
@@ -246,14 +270,44 @@ def test_captured_states_are_kept_no_longer_than_needed(collect, scripted_group,
         def restore(self, mask, snapshots, noise_seed):
             return super().restore(mask, [s and s.state for s in snapshots], noise_seed)
 
-    collector, _ = collect(Env(2, [6]), 20, slots=64, group_size=2, branching=BranchCfg(points=2, at="return_spread"))
+    collector, _ = collect(
+        Env(2, [6]),
+        20,
+        slots=64,
+        group_size=2,
+        collection=CollectionCfg(branching=BranchCfg(points=2, at="return_spread")),
+    )
     gc.collect()
     assert collector.metrics()["rollout/branch_groups"] == 0.0
     assert len(alive) == 0
-    collector, _ = collect(Env(2, [6]), 20, slots=64, group_size=2, branching=BranchCfg(points=2))
+    collector, _ = collect(
+        Env(2, [6]), 20, slots=64, group_size=2, collection=CollectionCfg(branching=BranchCfg(points=2))
+    )
     gc.collect()
     assert collector.metrics()["rollout/branch_groups"] > 0
+    assert len(alive) == 1  # a branch point that found no steps left begins in the next iteration
+    collector.restart()
+    gc.collect()
     assert len(alive) == 0
+
+
+def test_branches_that_find_no_steps_left_begin_in_the_next_iteration(buffer_for, fake_policy, scripted_group):
+    env, policy = scripted_group(2, [6]), fake_policy(True)
+    branching = BranchCfg(points=1, horizon=2)
+    collector = GroupCollector(
+        env, policy, group_size=2, collection=CollectionCfg(branching=branching), verify_start=False
+    )
+    buffer = buffer_for(env, policy, 16)
+    groups = []
+    for _ in range(4):
+        collector.collect(2, buffer.start_rollout())  # a stem group takes 12 steps, the budget is 4
+        groups.append((collector.metrics()["rollout/groups"], collector.metrics()["rollout/branch_groups"]))
+    # the branch group takes 2 x 2 steps or, where the stem was nearly over, fewer, and then a stem group follows
+    assert groups[0] == (1.0, 0.0)
+    assert groups[1][1] == 1.0
+    collector.restart()
+    collector.collect(2, buffer.start_rollout())
+    assert collector.metrics()["rollout/branch_groups"] == 0.0
 
 
 class Replaying:
@@ -269,25 +323,26 @@ def test_replayed_steps_count_and_are_wasted(collect, scripted_group):
         extra_steps = 7  # taken before the collector came
 
     env = Env(2, [6])
-    collector, _ = collect(env, 20, slots=64, group_size=2, branching=BranchCfg(points=1))
+    collector, _ = collect(env, 20, slots=64, group_size=2, collection=CollectionCfg(branching=BranchCfg(points=1)))
     replayed = env.extra_steps - 7
     assert replayed == 2 * sum(branch_points(env)) > 0
     assert collector.last_steps == env.taken + replayed
     assert collector.metrics()["rollout/wasted_steps"] == replayed / collector.last_steps
 
 
-COLLECTIONS = st.builds(
-    CollectionCfg,
-    unfinished=st.sampled_from(["finish", "carry"]),
-    lost_member=st.sampled_from(["complete", "drop"]),
-    zero_variance=st.sampled_from(["keep", "skip", "resample", "harder"]),
-)
 BRANCHINGS = st.builds(
     BranchCfg,
     points=st.integers(0, 2),
     at=st.sampled_from(["uniform", "return_spread"]),
     horizon=st.sampled_from([None, 2]),
     trained_steps=st.sampled_from([None, 1]),
+)
+COLLECTIONS = st.builds(
+    CollectionCfg,
+    unfinished=st.sampled_from(["finish", "carry"]),
+    lost_member=st.sampled_from(["complete", "drop"]),
+    zero_variance=st.sampled_from(["keep", "skip", "resample", "harder"]),
+    branching=BRANCHINGS,
 )
 
 
@@ -300,7 +355,6 @@ BRANCHINGS = st.builds(
     fails=st.dictionaries(st.integers(0, 30), st.integers(1, 4), max_size=3),
     rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=5),
     collection=COLLECTIONS,
-    branching=BRANCHINGS,
     greedy_attempts=st.integers(0, 1),
 )
 def test_settings_can_be_combined(

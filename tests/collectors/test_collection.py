@@ -151,7 +151,10 @@ def test_a_group_takes_a_block_when_all_its_rows_are_free(collect, scripted_grou
         ({"group_size": 3}, r"but a group has 3 attempts; mend: group_size=2"),
         ({"greedy_attempts": 1}, r"but a group has 3 attempts; mend: group_size=1"),
         ({"collection": CollectionCfg(lost_member="complete")}, r"a lost member.*mend: lost_member='drop'"),
-        ({"branching": BranchCfg(points=1, stem="single")}, r"a stem cannot.*mend: branching.stem='group'"),
+        (
+            {"collection": CollectionCfg(branching=BranchCfg(points=1, stem="single"))},
+            r"a stem cannot.*mend: collection.branching.stem='group'",
+        ),
     ],
 )
 def test_blocks_refuse_what_they_cannot_do(collect, scripted_group, settings, message):

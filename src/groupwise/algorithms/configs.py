@@ -129,23 +129,6 @@ class ReferenceCfg(Cfg):
     """``ema``: share of the trained policy in the new reference (TRL's default)."""
 
 
-class CollectionCfg(Cfg):
-    """How groups are collected: noise, what becomes of unfinished groups, lost members and groups without variance."""
-
-    noise: Literal["independent", "shared"] = "independent"
-    """Randomness after the start: each member draws its own, or siblings draw the same (they then differ by their actions only)."""
-    unfinished: Literal["finish", "carry"] = "finish"
-    """When an iteration's steps are taken: finish the groups that are under way, or carry them over to the next iteration, where the new policy goes on with them."""
-    max_staleness: PositiveInt = 1
-    """``carry``: a group is finished at the latest so many iterations after the one it began in."""
-    lost_member: Literal["raise", "complete", "drop"] = "raise"
-    """When a member's environment raises an error: pass it on; start the member anew; or drop its group."""
-    zero_variance: Literal["keep", "skip", "resample", "harder"] = "keep"
-    """Groups whose members all did equally well: train on them like on any other; leave them out; leave them out and collect others instead; leave them out and start the next groups from states where siblings' returns differed."""
-    resample_budget: NonNegative = 1.0
-    """``resample``: at most so many times the iteration's steps are taken on top of them."""
-
-
 class BranchCfg(Cfg):
     """Groups that start mid-episode, from states that the policy visited."""
 
@@ -167,6 +150,25 @@ class BranchCfg(Cfg):
                 "branching.at='return_spread' compares siblings; got branching.stem='single', mend: 'group'"
             )
         return self
+
+
+class CollectionCfg(Cfg):
+    """How groups are collected: noise, what becomes of unfinished groups, lost members and groups without variance, branching."""
+
+    noise: Literal["independent", "shared"] = "independent"
+    """Randomness after the start: each member draws its own, or siblings draw the same (they then differ by their actions only)."""
+    unfinished: Literal["finish", "carry"] = "finish"
+    """When an iteration's steps are taken: finish the groups that are under way, or carry them over to the next iteration, where the new policy goes on with them."""
+    max_staleness: PositiveInt = 1
+    """``carry``: a group is finished at the latest so many iterations after the one it began in."""
+    lost_member: Literal["raise", "complete", "drop"] = "raise"
+    """When a member's environment raises an error: pass it on; start the member anew; or drop its group."""
+    zero_variance: Literal["keep", "skip", "resample", "harder"] = "keep"
+    """Groups whose members all did equally well: train on them like on any other; leave them out; leave them out and collect others instead; leave them out and start the next groups from states where siblings' returns differed."""
+    resample_budget: NonNegative = 1.0
+    """``resample``: at most so many times the iteration's steps are taken on top of them."""
+    branching: BranchCfg = BranchCfg()
+    """Groups that start mid-episode."""
 
 
 class AlgorithmCfg(Cfg):
@@ -245,8 +247,6 @@ class GRPOCfg(AlgorithmCfg):
     """Window: attempts are cut (truncated) after so many steps. None: whole episodes."""
     collection: CollectionCfg = CollectionCfg()
     """How groups are collected."""
-    branching: BranchCfg = BranchCfg()
-    """Groups that start mid-episode."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL to a reference policy; 0 makes no reference."""
     reference: ReferenceCfg = ReferenceCfg()

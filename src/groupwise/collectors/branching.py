@@ -74,6 +74,8 @@ class Brancher:
         self.cfg = cfg
         self.due: int = NEVER
         """Column at which the next state is to be captured."""
+        self.queue: deque[Start] = deque()
+        """Where the next branch groups begin. What an iteration's steps do not suffice for, the next one takes up."""
         self.pool: deque[Start] = deque(maxlen=POOL)
         self._env = env
         self._policy = policy
@@ -114,25 +116,30 @@ class Brancher:
             reservoir.add(snapshot)
         self._note_due()
 
-    def after_episode(self, stem: Attempt, rollout: TensorDict) -> list[Start]:
-        """Branch points of a stem that just ended, where they depend on itself only."""
+    def after_episode(self, stem: Attempt, rollout: TensorDict) -> None:
+        """Queue branch points of a stem that just ended, where they depend on itself only."""
         if stem.reservoir is None or self.cfg.at == "return_spread":
-            return []
+            return
         kept = stem.reservoir.kept
         weights = np.ones(len(kept)) if self.cfg.at == "uniform" else self._entropy(stem, kept, rollout)
-        return self._draw(stem.reservoir, weights)
+        self.queue.extend(self._draw(stem.reservoir, weights))
 
-    def after_group(self, group: Group, rollout: TensorDict) -> list[Start]:
-        """Branch points of a complete group, where they depend on how its members did; fills the pool."""
+    def after_group(self, group: Group, rollout: TensorDict) -> None:
+        """Queue branch points of a complete group, where they depend on how its members did; fill the pool."""
         stem = next((a for a in group.members if a.reservoir is not None), None)
         if stem is None or stem.reservoir is None:
-            return []
+            return
         spread = return_spread(group, stem.reservoir.kept, rollout)
         if self._harder and spread.max() > 0:
             self.pool.append(stem.reservoir.kept[int(spread.argmax())])
-        points = self._draw(stem.reservoir, spread) if self.cfg.at == "return_spread" else []
+        if self.cfg.at == "return_spread":
+            self.queue.extend(self._draw(stem.reservoir, spread))
         stem.reservoir = None
-        return points
+
+    def forget(self) -> None:
+        """Drop what was kept of earlier iterations."""
+        self.queue.clear()
+        self.pool.clear()
 
     def limit(self, start: Start) -> int | None:
         """Steps after which a branch from there is cut: at its horizon, or where the stem would have been."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from groupwise.algorithms.configs import BranchCfg, CollectionCfg
+from groupwise.algorithms.configs import CollectionCfg
 from groupwise.collectors.base import Collector, Episode
 from groupwise.collectors.branching import Brancher
 from groupwise.collectors.carry import Carry, Versions
@@ -55,7 +55,6 @@ class GroupCollector(Collector):
         group_size: int,
         attempt_steps: int | None = None,
         collection: CollectionCfg | None = None,
-        branching: BranchCfg | None = None,
         greedy_attempts: Literal[0, 1] = 0,
         seed: int = 0,
         rank: int = 0,
@@ -75,7 +74,7 @@ class GroupCollector(Collector):
         self._unfinished = self.collection.unfinished
         """What the next ``collect`` does with unfinished groups."""
         self._metrics: dict[str, float] = {}
-        self.branching = branching or BranchCfg()
+        self.branching = self.collection.branching
         self._brancher = Brancher(
             self.branching,
             env,
@@ -158,7 +157,7 @@ class GroupCollector(Collector):
 
         It counts the steps of groups that were carried over as wasted.
         """
-        self._brancher.pool.clear()
+        self._brancher.forget()
         if self._carry is not None:
             self.dropped_steps = self._carry.steps
             self.env.hold(self._carry.running)
@@ -198,12 +197,12 @@ class GroupCollector(Collector):
     def _check_branching(self) -> None:
         env, harder = self.env, self.collection.zero_variance == "harder"
         if (self.branching.points or harder) and not env.can_branch:
-            setting = "branching.points=0" if self.branching.points else "collection.zero_variance='skip'"
+            setting = "collection.branching.points=0" if self.branching.points else "collection.zero_variance='skip'"
             raise EnvError(f"states of {env.env_id} cannot be captured (tier {env.start_tier!r}); mend: {setting}")
         if self.branching.points and self.branching.stem == "single" and harder:
             raise EnvError(
                 "collection.zero_variance='harder' looks for states in which siblings' returns differ, and single stems "
-                "have no siblings; mend: branching.stem='group'"
+                "have no siblings; mend: collection.branching.stem='group'"
             )
 
     def _check_blocks(self) -> None:
@@ -215,7 +214,7 @@ class GroupCollector(Collector):
         if self.collection.lost_member == "complete":
             raise EnvError(f"{blocks}, so that a lost member cannot be started again alone; mend: lost_member='drop'")
         if self.branching.points and self.branching.stem == "single":
-            raise EnvError(f"{blocks}, so that a stem cannot run alone; mend: branching.stem='group'")
+            raise EnvError(f"{blocks}, so that a stem cannot run alone; mend: collection.branching.stem='group'")
 
     def _goes_on(self, schedule: Schedule, supply: Supply, overdue: list[Group]) -> bool:
         """Whether another step is due."""

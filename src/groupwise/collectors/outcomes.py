@@ -36,7 +36,7 @@ class Outcomes:
             group = attempt.group
             attempt.terminated = bool(terminated[attempt.row])
             group.members.append(attempt)
-            self._supply.branch(self._brancher.after_episode(attempt, rollout))
+            self._brancher.after_episode(attempt, rollout)
             if len(group.members) == group.size:
                 self._close(group, rollout)
 
@@ -71,7 +71,7 @@ class Outcomes:
         if self._cfg.zero_variance != "keep" and did_equally_well(group, rollout):
             group.fate = "skipped"
             self._supply.skip(group)
-        self._supply.branch(self._brancher.after_group(group, rollout))
+        self._brancher.after_group(group, rollout)
 
     def _drop(self, group: Group) -> Mask:
         group.fate, group.snapshot = "dropped", None

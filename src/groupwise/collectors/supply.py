@@ -1,6 +1,5 @@
 """Opens groups while an iteration's steps last."""
 
-from collections import deque
 from typing import Literal
 
 from groupwise.algorithms.configs import CollectionCfg
@@ -10,7 +9,7 @@ from groupwise.seeding import derive_seed
 
 
 class Supply:
-    """The groups of one iteration: branches of stems that ended first, then harder starts that are due, then new ones.
+    """The groups of one iteration: branches of stems that ended, also in the last one, then harder starts that are due, then new ones.
 
     Args:
         budget: steps that the groups that are trained on should fill.
@@ -46,7 +45,6 @@ class Supply:
         self._opened = 0
         self._replaced = 0
         """Steps of groups in whose place others are collected."""
-        self._branches: deque[Start] = deque()
         self._harder = 0
         """Groups that are to begin in harder states."""
 
@@ -59,19 +57,15 @@ class Supply:
         """The next group, None when the steps are taken."""
         if not self.is_open():
             return None
-        branching, pool = self._brancher.cfg, self._brancher.pool
-        if self._branches:
-            start = self._branches.popleft()
+        branching, pool, queue = self._brancher.cfg, self._brancher.pool, self._brancher.queue
+        if queue:
+            start = queue.popleft()
             return self._open("branch", start, self._brancher.limit(start), branching.trained_steps)
         if self._harder and pool:
             self._harder -= 1
             return self._open("branch", start := pool.pop(), self._brancher.limit(start))
         role: Literal["stem", "whole"] = "stem" if branching.points and branching.stem == "single" else "whole"
         return self._open(role, None, self._limit)
-
-    def branch(self, starts: list[Start]) -> None:
-        """Open groups at these states next."""
-        self._branches.extend(starts)
 
     def skip(self, group: Group) -> None:
         """Take note that the members of a group did equally well."""

@@ -316,7 +316,7 @@ def _block_size(cfg: RunCfg) -> int:
     """Rows that the collector can start together: whole groups, unless rows are left over or attempts begin alone."""
     if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.collection.lost_member == "complete":
         return 1
-    if cfg.algorithm.branching.points and cfg.algorithm.branching.stem == "single":
+    if cfg.algorithm.collection.branching.points and cfg.algorithm.collection.branching.stem == "single":
         return 1
     members = cfg.algorithm.group_size + _greedy_attempts(cfg.algorithm)
     return members if cfg.env.num_envs % members == 0 else 1
@@ -340,7 +340,6 @@ def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, rank: int) -> 
             group_size=algorithm.group_size,
             attempt_steps=algorithm.attempt_steps,
             collection=algorithm.collection,
-            branching=algorithm.branching,
             greedy_attempts=_greedy_attempts(algorithm),
             seed=cfg.seed,
             rank=rank,

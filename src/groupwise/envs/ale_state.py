@@ -3,7 +3,8 @@
 ``cloneState(include_rng=True)`` holds the console, the game's score keeping and the generator of sticky actions, but
 not the action that sticks: with probability ``repeat_action_probability`` a frame repeats the action that the frame
 before had. Nothing shows that action, so it is found by trial: let it stick, and see which action leads to the same
-machine.
+machine. Nor does it hold how far the machine came within a frame, and which pixels the frame before left on the screen.
+So a machine plays some frames from the state before it is put there.
 """
 
 import struct
@@ -18,6 +19,7 @@ from groupwise.errors import EnvError
 # console's part ends with a flag, the length of the generator's part and the generator as std::mt19937 prints it.
 _CONSOLE_AT = 28
 _TAIL = 8
+_NOOP = 0
 _RNG_FLAG = bytes.fromhex("b2fab1fa")
 _WORDS = 624
 # Generators whose next draws are all 0 (every action sticks) and all just below 1 (none does): the words that
@@ -30,28 +32,30 @@ class AleState(NamedTuple):
     """What it takes to put another machine with the same game into the same state. Picklable."""
 
     machine: bytes
-    held: int | None
-    """The action that sticks; None: no action does, under the game's settings."""
+    held: int
+    """The action that sticks."""
 
 
 def capture_ale(ale: Any) -> AleState:
-    """The state of an ``ALEInterface``. Only its screen is not left as it was, until the next frame.
+    """The state of an ``ALEInterface``, which is left in it, with an old screen until the next frame.
+
+    In some games a reset stops within a frame. The clone does not hold how far it came, so there the frame that
+    follows is another one than without the capture.
 
     Raises:
         EnvError: the action that sticks cannot be told, or the state is not laid out as known.
     """
     machine = ale.cloneState(include_rng=True).serialize()
-    if _stickiness(ale) == 0:
-        return AleState(machine, None)
-    state = AleState(machine, _held_action(ale, machine))
+    _repeated(ale, machine, 1)  # half a frame from before ends here
+    state = AleState(machine, _NOOP if _stickiness(ale) == 0 else _held_action(ale, machine))
     restore_ale(ale, state)
     return state
 
 
 def restore_ale(ale: Any, state: AleState) -> None:
     """Put an ``ALEInterface`` with the same game into a captured state. Its screen follows with the next frame."""
-    if state.held is not None:
-        _hold(ale, state.machine, state.held)
+    _hold(ale, state.machine, state.held)  # half a frame from before ends here
+    _hold(ale, state.machine, state.held, frames=3)  # two screens take turns, the first of them began on an old one
     _load(ale, state.machine)
 
 
@@ -110,24 +114,25 @@ def _held_action(ale: Any, machine: bytes) -> int:
     )
 
 
-def _hold(ale: Any, machine: bytes, action: int) -> None:
-    """Make ``action`` the one that sticks; leaves the machine one frame later."""
+def _hold(ale: Any, machine: bytes, action: int, *, frames: int = 1) -> None:
+    """Make ``action`` the one that sticks; leaves the machine some frames later."""
     from ale_py import Action
 
     _load(ale, _with_generator(machine, _MOVES))
-    ale.act(Action(action))
+    for _ in range(frames):
+        ale.act(Action(action))
 
 
 def _repeated(ale: Any, machine: bytes, frames: int) -> list[bytes]:
-    """Screens, and the machine in the end, if the action that sticks goes on for some frames."""
+    """The machine after each frame in which the action that sticks goes on."""
     from ale_py import Action
 
     _load(ale, _with_generator(machine, _STICKS))
-    screens = []
+    found = []
     for _ in range(frames):
         ale.act(Action.NOOP)
-        screens.append(ale.getScreen().tobytes())
-    return [*screens, ale.cloneState(include_rng=False).serialize()]
+        found.append(ale.cloneState(include_rng=False).serialize())
+    return found
 
 
 def _with_generator(machine: bytes, text: bytes) -> bytes:

@@ -1,0 +1,217 @@
+"""Runs ``groupwise check-env`` on many environments, and writes the table in ``docs/generated/environments.md``.
+
+    python docs/check_envs.py                       all of them: some ten minutes, on an idle machine
+    python docs/check_envs.py Ant-v5 CartPole-v1    only these, the others stay as they were
+    python docs/check_envs.py --page                only the page, from the data
+
+What was found is kept in ``docs/generated/environments.json``. Needs the extras atari, box2d, minigrid and mujoco.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "generated"
+DATA = FOLDER / "environments.json"
+PAGE = FOLDER / "environments.md"
+
+FAMILIES: dict[str, list[str]] = {
+    "Classic control": ["CartPole-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Acrobot-v1", "Pendulum-v1"],
+    "Toy text": [
+        "Blackjack-v1",
+        "FrozenLake-v1",
+        "FrozenLake8x8-v1",
+        "CliffWalking-v1",
+        "CliffWalkingSlippery-v1",
+        "Taxi-v4",
+    ],
+    "Box2D": [
+        "LunarLander-v3",
+        "LunarLanderContinuous-v3",
+        "BipedalWalker-v3",
+        "BipedalWalkerHardcore-v3",
+        "CarRacing-v3",
+    ],
+    "MuJoCo": [
+        f"{name}-v5"
+        for name in (
+            *("Ant", "HalfCheetah", "Hopper", "Humanoid", "HumanoidStandup", "InvertedDoublePendulum"),
+            *("InvertedPendulum", "Pusher", "Reacher", "Swimmer", "Walker2d"),
+        )
+    ],
+    "MiniGrid": [
+        "MiniGrid-Empty-5x5-v0",
+        *(
+            f"MiniGrid-{name}-v0 (ImgObsWrapper)"
+            for name in (
+                *("Empty-5x5", "Empty-Random-6x6", "FourRooms", "DoorKey-5x5", "LavaCrossingS9N1", "KeyCorridorS3R1"),
+                *("Dynamic-Obstacles-5x5", "MultiRoom-N2-S4", "Unlock", "Fetch-5x5-N2"),
+            )
+        ),
+    ],
+    "Atari": [
+        *(
+            f"ALE/{name}-v5"
+            for name in ("Breakout", "Pong", "Seaquest", "SpaceInvaders", "Qbert", "BeamRider", "Enduro", "Freeway")
+        ),
+        "ALE/Breakout-v5 (AtariPreprocessing, FrameStackObservation)",
+    ],
+}
+
+NOTE = "<!-- Written by docs/check_envs.py from environments.json. -->"
+TIERS = ("native", "snapshot", "seed", "replay")
+WAYS = ("entry_point", "sync", "async")
+
+
+def main(arguments: list[str]) -> None:
+    """Check what was asked for, and write data and page."""
+    names = [name for family in FAMILIES.values() for name in family]
+    data: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {"found": {}}
+    if arguments != ["--page"]:
+        from groupwise.check import check_env
+        from groupwise.check_table import plain
+
+        register()
+        data["versions"] = {name: version(name) for name in ("gymnasium", "ale-py", "Box2D", "minigrid", "mujoco")}
+        for name in arguments or names:
+            data["found"][name] = plain(check_env(checked(name)))
+            print(name, "trains" if data["found"][name]["training"]["value"] else "refused", flush=True)
+            data["found"] = {name: data["found"][name] for name in names if name in data["found"]}
+            DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(data), encoding="utf-8")
+
+
+def register() -> None:
+    """Make Atari's and MiniGrid's ids known to Gymnasium."""
+    import ale_py
+    import gymnasium
+    import minigrid
+
+    gymnasium.register_envs(ale_py)
+    gymnasium.register_envs(minigrid)
+
+
+def checked(name: str) -> str | Callable[[], Any]:
+    """The environment of a row: an id, or a callable that wraps it as the name says."""
+    import gymnasium
+    from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+
+    env_id, _, wrappers = name.partition(" (")
+    if wrappers == "ImgObsWrapper)":
+        from minigrid.wrappers import ImgObsWrapper
+
+        return lambda: ImgObsWrapper(gymnasium.make(env_id))
+    if wrappers:
+        return lambda: FrameStackObservation(AtariPreprocessing(gymnasium.make(env_id, frameskip=1)), 4)
+    return env_id
+
+
+def page(data: dict[str, Any]) -> str:
+    """The page: what holds anywhere, then what was measured here, family by family."""
+    found = data["found"]
+    present = {title: [name for name in names if name in found] for title, names in FAMILIES.items()}
+    versions = ", ".join(f"{name} {number}" for name, number in data["versions"].items())
+    return (
+        "\n\n".join(
+            [
+                "# Environments",
+                NOTE,
+                f"{len(found)} environments as `groupwise check-env` finds them ({versions}). `yes` in the columns of the tiers: "
+                "siblings of a group share their start in this way, bit for bit, and the check proves it. "
+                "`drawn, no effect seen`: steps draw random numbers, but siblings with numbers of their own did not part in "
+                "the 32 random steps of the check. Some have only one outcome (CliffWalking, Taxi), some Atari games hear no action "
+                "in their first seconds. What the columns mean: [starts](../starts.md).",
+                *(text for title, names in present.items() if names for text in facts(title, names, found)),
+                "## Times",
+                "Microseconds, and environment steps a second with 8 environments and random actions. **They depend on the "
+                "machine** and on what else it does (here: 2 cores, busy with other work), so compare them within a row only. A start is "
+                "that of a sibling, where another one has started before. States are captured and restored about 16 steps into "
+                "an episode; where they are replayed, restoring takes longer the further in it is.",
+                *(text for title, names in present.items() if names for text in times(title, names, found)),
+            ]
+        )
+        + "\n"
+    )
+
+
+def facts(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
+    """What holds on any machine, and the reasons below."""
+    header = ("environment", "observation", "action", "start depends on seed", "steps random", *TIERS, "mid-episode", "own vectorised version", "training uses")  # fmt: skip
+    rows: list[tuple[str, ...]] = []
+    notes: dict[str, list[str]] = {}
+    for name in names:
+        report = found[name]
+        for what, finding in refusals(report).items():
+            reason = finding["reason"].replace(f"{report['env_id']} ", "it ")
+            if reason != "none is registered":
+                notes.setdefault(f"{what}: {reason}", []).append(f"`{name}`")
+        rows.append(
+            (
+                f"`{name}`",
+                said(report["observation"]),
+                said(report["action"]),
+                said(report["start_varies"]),
+                said(report["noise"], {"none": "no", "drawn": "drawn, no effect seen", "seen": "yes"}.get),
+                *("yes" if report["tiers"][tier]["value"] is not None else "no" for tier in TIERS),
+                said(report["branching"], lambda branching: branching["states"]),
+                said(report["entry_point_autoreset"], lambda mode: f"resets itself: {mode}"),
+                said(report["training"], lambda used: f"{used['tier']}, {used['vectorization']}"),
+            )
+        )
+    remarks = "\n".join(f"- {', '.join(concerned)}, {note}" for note, concerned in notes.items())
+    return [f"## {title}", table(header, rows), *([remarks] if remarks else [])]
+
+
+def refusals(report: dict[str, Any]) -> dict[str, Any]:
+    """Findings without a value that are worth a reason: the first one, where all others follow from it."""
+    if report["observation"]["value"] is None:
+        return {"observation": report["observation"]}
+    single = {key: report[key] for key in ("action", "start_varies", "noise", "branching", "training")}
+    findings = {**{f"tier {tier}": finding for tier, finding in report["tiers"].items()}, **single}
+    return {what: finding for what, finding in findings.items() if finding["value"] is None}
+
+
+def times(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
+    """What was measured."""
+    header = ("environment", *(f"start by {tier}" for tier in TIERS), "capture", "restore", *(f"steps/s {way}" for way in WAYS))  # fmt: skip
+    rows = []
+    for name in names:
+        report = found[name]
+        branching = report["branching"]["value"] or {}
+        numbers = [
+            *(report["tiers"][tier]["value"] for tier in TIERS),
+            branching.get("capture_us"),
+            branching.get("restore_us"),
+            *(report["steps_per_second"][way]["value"] for way in WAYS),
+        ]
+        rows.append((f"`{name}`", *map(rounded, numbers)))
+    return [f"### {title}: times", table(header, rows)]
+
+
+def said(finding: dict[str, Any], show: Callable[[Any], str | None] = str) -> str:
+    """A finding in a word or two."""
+    value = finding["value"]
+    if value is None:
+        return "no"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"{show(value)}"
+
+
+def rounded(number: float | None) -> str:
+    """Two digits, with thousands apart."""
+    if number is None:
+        return ""
+    return f"{float(f'{number:.2g}'):,.{1 if number < 10 else 0}f}"
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    header = tuple(header)
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

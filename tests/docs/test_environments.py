@@ -1,0 +1,131 @@
+"""The table of environments says what its data say, and a handful of rows say what plain Gymnasium does."""
+
+import importlib.util
+import json
+import pickle
+from pathlib import Path
+
+import ale_py
+import gymnasium
+import minigrid
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+gymnasium.register_envs(ale_py)
+gymnasium.register_envs(minigrid)
+
+
+def _script():
+    spec = importlib.util.spec_from_file_location("docs_check_envs", ROOT / "docs" / "check_envs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SCRIPT = _script()
+DATA = json.loads(SCRIPT.DATA.read_text(encoding="utf-8"))
+FOUND = DATA["found"]
+
+
+def test_page_is_current():
+    assert SCRIPT.PAGE.read_text(encoding="utf-8") == SCRIPT.page(DATA), "run: python docs/check_envs.py --page"
+
+
+def test_every_environment_of_the_list_was_checked():
+    assert list(FOUND) == [name for family in SCRIPT.FAMILIES.values() for name in family]
+    assert len(FOUND) >= 45
+
+
+def test_only_unsupported_observations_are_refused():
+    refused = {name: report["training"]["reason"] for name, report in FOUND.items() if not report["training"]["value"]}
+    assert refused == {"MiniGrid-Empty-5x5-v0": "its observations are not supported"}
+
+
+def test_every_finding_has_a_value_or_a_reason():
+    for name, report in FOUND.items():
+        findings = [
+            *report["tiers"].values(),
+            *report["steps_per_second"].values(),
+            report["training"],
+            report["noise"],
+        ]
+        assert all((finding["value"] is None) == bool(finding["reason"]) for finding in findings), name
+
+
+@pytest.mark.parametrize(
+    ("family", "tier", "states"),
+    [("MuJoCo", "snapshot", "mujoco"), ("Atari", "snapshot", "ale"), ("Classic control", "seed", "fields")],
+)
+def test_families_start_by_the_tier_that_knows_them(family, tier, states):
+    for name in SCRIPT.FAMILIES[family]:
+        report = FOUND[name]
+        if name != "CartPole-v1":
+            assert report["training"]["value"]["tier"] == tier, name
+            assert report["branching"]["value"]["states"] == states, name
+
+
+def test_box2d_cannot_be_copied():
+    for name in SCRIPT.FAMILIES["Box2D"]:
+        assert "SwigPyObject" in FOUND[name]["tiers"]["snapshot"]["reason"]
+        assert FOUND[name]["branching"]["value"]["states"] == "actions"
+
+
+def test_cartpole_alone_is_native():
+    assert [name for name, report in FOUND.items() if report["tiers"]["native"]["value"] is not None] == ["CartPole-v1"]
+
+
+KNOWN = {
+    "CartPole-v1": (True, False),
+    "Pendulum-v1": (True, False),
+    "FrozenLake-v1": (False, True),
+    "CliffWalking-v1": (False, False),
+    "CliffWalkingSlippery-v1": (False, True),
+    "Taxi-v4": (True, False),
+    "Hopper-v5": (True, False),
+    "MiniGrid-Empty-5x5-v0 (ImgObsWrapper)": (False, False),
+    "MiniGrid-Dynamic-Obstacles-5x5-v0 (ImgObsWrapper)": (True, True),
+    "MiniGrid-DoorKey-5x5-v0 (ImgObsWrapper)": (True, False),
+    "ALE/Breakout-v5": (False, True),
+    "ALE/Pong-v5": (False, True),
+}
+
+
+@pytest.mark.parametrize(("name", "known"), KNOWN.items())
+def test_randomness_is_what_plain_gymnasium_shows(name, known):
+    made = SCRIPT.checked(name)
+    env = gymnasium.make(made) if isinstance(made, str) else made()
+    starts = {pickle.dumps(env.reset(seed=seed)[0]) for seed in range(3 if "ALE" in name else 12)}
+    env.action_space.seed(0)
+    actions = [env.action_space.sample() for _ in range(40)]
+    paths = set()
+    for noise_seed in range(2):
+        if "ALE" in name:
+            env.reset(seed=noise_seed)  # loads the game with another generator for sticky actions
+        else:
+            env.reset(seed=0)
+            env.unwrapped.np_random = np.random.default_rng(noise_seed)
+        path = []
+        for action in actions:
+            obs, reward, terminated, truncated, _ = env.step(action)
+            path.append((np.asarray(obs).tobytes(), reward, terminated))
+            if terminated or truncated:
+                break
+        paths.add(tuple(path))
+    assert (len(starts) > 1, len(paths) > 1) == known
+    report = FOUND[name]
+    assert (report["start_varies"]["value"], report["noise"]["value"] == "seen") == known
+
+
+@pytest.mark.parametrize("name", [*SCRIPT.FAMILIES["Classic control"] + SCRIPT.FAMILIES["MuJoCo"]])
+def test_spaces_are_those_of_the_environment(name):
+    env = gymnasium.make(name)
+    obs, action = env.observation_space, env.action_space
+    assert FOUND[name]["observation"]["value"] == f"Box[{obs.shape[0]}] {obs.dtype}"
+    expected = (
+        f"Discrete({action.n})" if isinstance(action, gymnasium.spaces.Discrete) else f"Box[{action.shape[0]}] float32"
+    )
+    assert FOUND[name]["action"]["value"] == expected

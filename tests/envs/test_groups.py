@@ -66,6 +66,37 @@ class Calm(Noisy):
         return 0.0
 
 
+class CheatsInTheEnd(Calm):
+    """Every episode is short, and only the fourth one shows it."""
+
+    episodes = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.episodes += 1
+        return super().reset(seed=seed)
+
+    def draw_noise(self):
+        return np.random.normal() if self.episodes > 3 else 0.0
+
+
+class RarelyThere(Calm):
+    """One start in four is elsewhere."""
+
+    def draw_start(self):
+        return float(self.np_random.random() < 0.25)
+
+
+class RareNoise(Noisy):
+    """One step in a hundred is random."""
+
+    def draw_noise(self):
+        return float(self.np_random.random() < 0.01)
+
+    def step(self, action):
+        obs, reward, *_ = super().step(action)
+        return obs, reward, False, self.count >= 40, {}
+
+
 class AlwaysThere(Calm):
     def draw_start(self):
         return 0.5
@@ -96,6 +127,22 @@ def test_a_cheating_environment_is_caught(env, where, num_envs):
         GroupStartError, match=rf"siblings of {env.__name__} .*{where}.*'obs' of row .*mend: .*np_random"
     ):
         verify_group_start(make(env, num_envs))
+
+
+def test_short_episodes_are_tried_until_some_tens_of_steps_agree():
+    with pytest.raises(GroupStartError, match=r"at step 1 of equal actions"):
+        verify_group_start(make(CheatsInTheEnd, 2, states="none"))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_starts_vary_if_some_of_several_seeds_start_elsewhere(seed):
+    assert verify_group_start(make(RarelyThere, 8), seed=seed).start_varies
+
+
+def test_rare_noise_after_a_captured_state_is_no_fault():
+    env = make(RareNoise, 2)
+    for seed in range(100):  # of these, some see no noise at the start, and some afterwards
+        assert verify_group_start(env, seed=seed).can_branch
 
 
 def test_the_cheating_key_is_named():

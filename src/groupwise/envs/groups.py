@@ -14,6 +14,8 @@ from groupwise.errors import GroupStartError
 from groupwise.seeding import derive_seed
 
 NUM_STEPS = 32
+_NUM_TRIES = 8
+"""Episodes at most for that many steps; seeds at least before starts count as all alike, or steps as free of noise."""
 MENDS = {
     "start": "let the environment draw all its randomness from self.np_random, after super().reset(seed=seed), and keep "
     "nothing from one episode to the next (running statistics, as NormalizeObservation's, belong into the policy: "
@@ -46,10 +48,10 @@ class Fault(NamedTuple):
 def verify_group_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STEPS) -> GroupStartReport:
     """Proof that siblings share a start, found by trying.
 
-    Rows with equal seeds must agree bit for bit at the start and for ``num_steps`` steps of equal random actions (or
-    until the episode ends), among each other and with a second try after all have gone their own ways. Rows that
-    differ in their noise seed only must agree at the start. Where ``can_branch``, the same holds for rows that are put
-    into a state captured half-way. Leaves the environment somewhere; start or reset it afterwards.
+    Rows with equal seeds must agree bit for bit at the start and for ``num_steps`` steps of equal random actions (over
+    several episodes where they are short), among each other and with a second try after all have gone their own ways.
+    Rows that differ in their noise seed only must agree at the start. Where ``can_branch``, the same holds for rows that
+    are put into a state captured half-way. Leaves the environment somewhere; start or reset it afterwards.
 
     Raises:
         GroupStartError: names the environment, the step and the key where they differ.
@@ -66,24 +68,47 @@ def verify_group_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STE
 
 def examine_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STEPS) -> GroupStartReport | Fault:
     """What ``verify_group_start`` finds about starts, or where rows differ."""
+    compared, noise_varies = 0, False
+    for number in range(_NUM_TRIES):
+        found = _examine_episode(env, derive_seed(seed, "episode", number) if number else seed, num_steps)
+        if isinstance(found, Fault):
+            return found
+        compared, noise_varies = compared + found.steps, noise_varies or found.noise_varies
+        if compared >= num_steps:
+            break
+    return GroupStartReport(env.env_id, env.start_tier, _start_varies(env, seed), noise_varies)
+
+
+class _Episode(NamedTuple):
+    steps: int
+    noise_varies: bool
+
+
+def _examine_episode(env: GroupEnv, seed: int, num_steps: int) -> _Episode | Fault:
+    """How many steps of an episode agreed, and whether siblings with noise of their own drifted apart."""
     actions = _random_actions(env, seed, num_steps)
-    start, noise, own_noise = _equal(env, seed, "start"), _equal(env, seed, "noise"), _own(env, seed, "noise")
+    start, noise = _equal(env, seed, "start"), _equal(env, seed, "noise")
     first = _started(env, start, noise, actions)
     _scatter(env, seed, num_steps)
     again = _started(env, start, noise, actions)
-    apart = _started(env, start, own_noise, actions)
-    elsewhere = _started(env, start ^ 1, noise, actions[:0])
+    apart = _started(env, start, _own(env, seed, "noise"), actions)
     for trace in (first, again, apart[:1]):
         if (difference := _first_difference(first, trace)) is not None:
             return Fault(
                 "start", f"rows that were started with the same seed differ {difference.where('at the start')}"
             )
-    return GroupStartReport(
-        env.env_id,
-        env.start_tier,
-        start_varies=_first_difference(first, elsewhere) is not None,
-        noise_varies=_first_difference(first, apart) is not None,
-    )
+    return _Episode(len(first) - 1, _first_difference(first, apart) is not None)
+
+
+def _start_varies(env: GroupEnv, seed: int) -> bool:
+    """Whether some of the starts of at least 8 other seeds is another one than the start of the first."""
+    start, noise = _equal(env, seed, "start"), _equal(env, seed, "noise")
+    first = _started(env, start, noise, [])
+    for number in range(0, _NUM_TRIES, max(1, env.num_envs // env.block_size)):
+        others = _own(env, derive_seed(seed, "elsewhere", number), "start", env.block_size)
+        if _first_difference(first, _started(env, others, noise, [])) is not None:
+            return True
+    return False
 
 
 def examine_branching(env: GroupEnv, *, noise_varies: bool, seed: int = 0, num_steps: int = NUM_STEPS) -> Fault | None:
@@ -109,13 +134,30 @@ def examine_branching(env: GroupEnv, *, noise_varies: bool, seed: int = 0, num_s
     _scatter(env, seed, num_steps)
     again = _restored(env, captured, new_noise, rest)
     apart = _restored(env, captured, _own(env, seed, "noise"), rest[:0])
-    known = first if not noise_varies else first[:1]
-    for reference, trace in ((first, first), (first, again), (first, apart), (plain[half:], known)):
+    pairs = [(first, first), (first, again), (first, apart), (plain[half:], first[:1])]
+    if not noise_varies and not _noise_shows(env, captured, plain[half:], first, rest, seed):
+        pairs.append((plain[half:], first))
+    for reference, trace in pairs:
         if (difference := _first_difference(reference, trace)) is not None:
             return Fault(
                 "branch", f"rows that were put into the same captured state differ {difference.where('there')}"
             )
     return None
+
+
+def _noise_shows(
+    env: GroupEnv,
+    captured: Sequence[Snapshot],
+    plain: _Trace,
+    restored: _Trace,
+    actions: Sequence[torch.Tensor],
+    seed: int,
+) -> bool:
+    """Whether it is rare noise, missed by the check of the start, that parts ``restored`` from ``plain``."""
+    if _first_difference(plain, restored) is None:
+        return False
+    own = (_own(env, derive_seed(seed, "rare", number), "noise") for number in range(_NUM_TRIES))
+    return any(_first_difference(restored, _restored(env, captured, noise, actions)) is not None for noise in own)
 
 
 def start_repeats(env: GroupEnv, forget: Callable[[], None], *, seed: int = 0, num_steps: int = NUM_STEPS) -> bool:

@@ -98,6 +98,18 @@ def test_a_failure_is_an_error_unless_it_is_asked_for(collect, scripted_group):
         collect(scripted_group(2, [3], fails={1: 2}), 2, group_size=2)
 
 
+def test_a_failure_in_the_last_step_of_a_window_is_no_cut(collect, scripted_group):
+    # windows of two steps. Attempt 1 fails at its second, where it would have been cut
+    with pytest.raises(EnvError, match="environment 1 of Scripted failed"):
+        collect(scripted_group(2, [9], fails={1: 2}), 1, group_size=2, attempt_steps=2)
+    env = scripted_group(2, [9], fails={1: 2})
+    cfg = CollectionCfg(lost_member="complete")
+    collector, rollout = collect(env, 1, group_size=2, attempt_steps=2, collection=cfg)
+    assert numbers(rollout, "valid") == [[T] * 4, [F] * 4]
+    assert collector.finished == [Episode(2.0, 2, False)] * 2
+    assert collector.metrics()["rollout/lost_members"] == 1.0
+
+
 @pytest.mark.parametrize("zero_variance", ["keep", "skip"])
 def test_groups_that_did_equally_well_are_masked_and_stay_valid(collect, scripted_group, zero_variance):
     # Groups of two in two rows, budget 4. Rewards 1 a step: group 0 lasts 2 and 2 steps, so that no other opens.

@@ -120,17 +120,18 @@ class GroupCollector(Collector):
             writer.act(t, action)
             step = self.env.step(self.policy.env_action(action.action))
             terminated, truncated = step.terminated.cpu().numpy(), step.truncated.cpu().numpy()
-            cut = schedule.cut(terminated | truncated)
+            failed = None if step.failed is None else step.failed.cpu().numpy()
+            cut = schedule.cut(terminated | truncated if failed is None else terminated | truncated | failed)
             truncated = truncated | cut
             writer.outcome(t, step, torch.from_numpy(truncated))
             obs = step.obs
             schedule.advance()
             ended = terminated | truncated
-            if ended.any() or step.failed is not None:
+            if ended.any() or failed is not None:
                 if not self.policy.actor_only:
                     finals.remember(t, truncated & ~terminated, obs)
                 outcomes.end(ended, terminated, rollout)
-                idle = cut if step.failed is None else cut | outcomes.lose(step.failed.cpu().numpy() & schedule.running)
+                idle = cut if failed is None else cut | outcomes.lose(failed & schedule.running)
                 obs = self._go_on(schedule.assign(supply), idle, obs)
         writer.observe(schedule.tick, obs)
         rollout = rollout[:, : schedule.tick + 1]

@@ -122,7 +122,7 @@ class Schedule:
         self.attempts.append(attempt)
 
     def cut(self, ended: Mask) -> Mask:
-        """Rows whose attempt reaches its limit with the step that is being taken, without having ended."""
+        """Rows whose attempt reaches its limit with the step that is being taken, without having ended (or failed) in it."""
         if self.tick + 1 < self._next_deadline:
             return self._nobody
         return self.running & (self.tick + 1 >= self._deadline) & ~ended

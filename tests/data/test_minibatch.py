@@ -1,3 +1,4 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +49,16 @@ def test_items_are_never_parted(sizes, parts, micro, seed):
             assert micro is None or s.stop - s.start <= micro or whole
         # no part is further from its even share than the largest item
         assert abs(len(covered(part)) - len(item) / parts) <= max(sizes)
+
+
+@pytest.mark.parametrize("micro", [None, 3])
+def test_a_rank_without_any_steps_has_empty_minibatches(micro):
+    nothing = torch.zeros(0, dtype=torch.int64)
+    for epoch in (
+        shuffle_items(nothing, nothing, num_minibatches=3, micro_batch_size=micro, generator=generator()),
+        shuffle_transitions(0, num_minibatches=3, micro_batch_size=micro, generator=generator()),
+    ):
+        assert (len(epoch.order), epoch.minibatches) == (0, [[], [], []])
 
 
 def test_rows_are_balanced_by_what_they_hold():

@@ -69,7 +69,8 @@ def shuffle_items(
         size: steps that each element stands for: 1 for a transition, the tokens of a row.
         micro_batch_size: most steps in a slice, unless a single item has more. None: one slice a minibatch.
     """
-    chance = torch.randperm(int(item.max()) + 1, generator=generator, device=generator.device).to(item.device)
+    count = int(item.max()) + 1 if item.numel() else 0  # a rank may have no share of what the others train on
+    chance = torch.randperm(count, generator=generator, device=generator.device).to(item.device)
     rank, order = chance[item].sort(stable=True)
     last = torch.ones_like(rank, dtype=torch.bool)
     last[:-1] = rank[1:] != rank[:-1]

@@ -583,6 +583,7 @@ def test_normalised_advantages_have_mean_0_and_deviation_1(normalize):
         ({"returns": "turn"}, "got group_key='group', mend: group_key='group_step'"),
         ({"group_key": "group_step", "returns": "process"}, "got returns='process', mend: returns='return_to_go'"),
         ({"part_weights": (1.0,)}, "got reward='total', mend: reward='parts'"),
+        ({"kl_placement": "reward", "reward": "parts"}, "got reward='parts', mend: kl_placement='loss'"),
         ({"baseline": "greedy", "returns": "process"}, "baseline='greedy' .* got returns='process', mend"),
         ({"baseline": "length_weighted", "returns": "return_to_go"}, "got returns='return_to_go', mend"),
         ({"baseline": "second_best", "returns": "return_to_go"}, "got returns='return_to_go', mend"),

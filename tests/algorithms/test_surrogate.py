@@ -432,6 +432,7 @@ def test_the_kl_is_weighed_and_clamped_by_hand(objective, value, gradient):
     [
         ({"trust_region": "two_sided", "two_sided": 1.1}, "must exceed 1 \\+ clip_high = 1.2"),
         ({"trust_region": "gmpo", "ratio": "sequence"}, "gmpo averages.*mend: ratio='token'"),
+        ({"trust_region": "vespo"}, "whole episodes; got ratio='token', mend: ratio='sequence_product'"),
         ({"correction": {"weight": "token_mask"}}, "mend: old_log_prob='recomputed'"),
         ({"kl_estimator": "exact", "kl_weight": "ratio"}, "mend: kl_weight='none'"),
         ({"cispo": {"low": 2.0, "high": 1.0}}, "expected low < high"),

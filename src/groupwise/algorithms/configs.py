@@ -91,6 +91,10 @@ class CreditCfg(Cfg):
             raise ValueError(
                 f"part_weights={self.part_weights} weigh parts; got reward={self.reward!r}, mend: reward='parts'"
             )
+        if self.kl_placement == "reward" and self.reward == "parts":
+            raise ValueError(
+                "kl_placement='reward' takes the KL off the total reward; got reward='parts', mend: kl_placement='loss'"
+            )
         return self
 
     @model_validator(mode="after")

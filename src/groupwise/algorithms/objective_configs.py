@@ -177,6 +177,8 @@ class ObjectiveCfg(Cfg):
             )
         if self.trust_region == "gmpo" and self.ratio != "token":
             raise ValueError(f"gmpo averages over the episode itself; got ratio={self.ratio!r}, mend: ratio='token'")
+        if self.trust_region == "vespo" and self.ratio != "sequence_product":
+            raise ValueError(f"vespo weighs whole episodes; got ratio={self.ratio!r}, mend: ratio='sequence_product'")
         if self.correction.weight != "none" and self.old_log_prob == "sampled":
             raise ValueError(
                 f"correction.weight={self.correction.weight!r} compares old_log_prob with the sampler's, which "

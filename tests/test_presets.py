@@ -5,7 +5,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from groupwise import presets
-from groupwise.algorithms.configs import GRPOCfg, ObjectiveCfg
+from groupwise.algorithms.configs import CreditCfg, GRPOCfg, ObjectiveCfg
 from groupwise.algorithms.objective_configs import CispoCfg, CorrectionCfg, CovarianceCfg, DppoCfg
 from groupwise.config import resolve
 from groupwise.engines.base import Engine
@@ -33,6 +33,15 @@ def test_every_preset_trains(name):
     # every step of CartPole has the same reward, from which process supervision learns nothing
     assert torch.equal(parameters(parts.algorithm.policy), start) == (name == "sb3_process_deepseek")
     parts.env.close()
+
+
+@pytest.mark.parametrize("name", ["rloo", "reinforce_plus_plus"])
+def test_presets_whose_kl_is_taken_off_the_rewards(name):
+    settings = presets.objective_preset(name).settings
+    assert (CreditCfg(**settings["credit"]).kl_placement, ObjectiveCfg(**settings["objective"]).kl_estimator) == (
+        "reward",
+        "k1",
+    )
 
 
 def test_presets_of_one_name_in_several_libraries_are_those_libraries():

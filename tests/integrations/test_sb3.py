@@ -563,7 +563,7 @@ def test_save_and_load(tmp_path, kl_coef):
             torch.manual_seed(0)
             actions.append(one.predict(obs, deterministic=deterministic)[0])
         np.testing.assert_array_equal(*actions)
-    assert loaded.credit == gw.CreditCfg(baseline="leave_one_out", scale="none")
+    assert loaded.credit == gw.CreditCfg(baseline="leave_one_out", scale="none", kl_placement="reward")
     assert loaded.objective.clip_low == 0.1
     assert (loaded.num_timesteps, loaded._core.iteration) == (model.num_timesteps, model._core.iteration)
     steps, next_group = model.num_timesteps, model._next_group

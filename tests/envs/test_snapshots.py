@@ -1,4 +1,5 @@
 import pickle
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from gymnasium.wrappers import (
     TimeLimit,
 )
 
-from groupwise.envs.snapshots import adapter_for, field_copy, reseed_noise
+from groupwise.envs.snapshots import adapter_for, field_copy, noise_state, reseed_noise
 from groupwise.errors import EnvError
 
 gymnasium.register_envs(ale_py)
@@ -192,6 +193,38 @@ def test_noise_follows_from_its_seed_alone(make: Make) -> None:
     there = [attempt(other, noise_seed) for noise_seed in (1, 2, 3, 2**31 - 1)]
     assert here == there
     assert len(set(map(tuple, here))) == 4
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [
+        np.random.default_rng,
+        np.random.RandomState,
+        random.Random,
+        lambda seed: np.random.Generator(np.random.MT19937(seed)),
+    ],
+)
+def test_generators_of_the_environments_own_are_noise_too(generator) -> None:
+    class Private(gymnasium.Env):
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.rng = generator(seed)
+            self.same = self.rng
+            return 0, {}
+
+    env, twin = Private(), Private()
+    env.reset(seed=7)
+    twin.reset(seed=7)
+    before = noise_state(env)
+    assert env.rng.random() == twin.rng.random()
+    assert noise_state(env) != before
+    reseed_noise(env, 1)
+    reseed_noise(twin, 2)
+    assert env.same is env.rng
+    assert env.rng.random() != twin.rng.random()
+    reseed_noise(env, 1)
+    reseed_noise(twin, 1)
+    assert [env.rng.random() for _ in range(3)] == [twin.rng.random() for _ in range(3)]
 
 
 def test_sticky_actions_are_those_of_a_game_loaded_with_the_seed() -> None:

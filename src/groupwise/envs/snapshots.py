@@ -5,11 +5,12 @@ that is restored is shared with it or with another environment.
 """
 
 import pickle
+import random
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from io import BytesIO
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import gymnasium
 import numpy as np
@@ -19,6 +20,7 @@ from gymnasium.utils import EzPickle
 from groupwise.envs.ale_state import ale_noise, capture_ale, reseed_ale, restore_ale
 from groupwise.envs.base import Snapshot
 from groupwise.errors import EnvError
+from groupwise.seeding import derive_seed
 
 _NO_STATE = (
     gymnasium.Space,
@@ -96,17 +98,43 @@ def field_copy() -> SnapshotAdapter:
 
 
 def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
-    """Let everything random after the start follow from ``noise_seed``: ``np_random``, and ALE's own generator."""
+    """Let everything random after the start follow from ``noise_seed``.
+
+    That is ``np_random``, generators that the environment or a wrapper keeps as attributes, and ALE's own.
+    """
+    for name, generator in _kept_generators(env):
+        _seed_in_place(generator, derive_seed(noise_seed, name))
     env.unwrapped.np_random = np.random.default_rng(noise_seed)
     ale = _attribute(env.unwrapped, _ALE)
     if ale is not None:
         reseed_ale(ale, noise_seed)
 
 
-def noise_state(env: gymnasium.Env) -> tuple[Any, bytes | None]:
+def noise_state(env: gymnasium.Env) -> tuple[bytes, bytes | None]:
     """Where the generators stand that ``reseed_noise`` seeds, to be compared: moved, they were drawn from."""
     ale = _attribute(env.unwrapped, _ALE)
-    return env.unwrapped.np_random.bit_generator.state, None if ale is None else ale_noise(ale)
+    generators = [env.unwrapped.np_random, *(generator for _, generator in _kept_generators(env))]
+    return pickle.dumps(generators), None if ale is None else ale_noise(ale)
+
+
+_Generator: TypeAlias = np.random.Generator | np.random.RandomState | random.Random
+
+
+def _kept_generators(env: gymnasium.Env) -> Iterator[tuple[str, _Generator]]:
+    """Generators besides ``np_random`` that are attributes, with names that tell them apart."""
+    for index, layer in enumerate(_layers(env)):
+        for name, value in vars(layer).items():
+            if isinstance(value, _Generator) and name != "_np_random":
+                yield f"{index}.{name}", value
+
+
+def _seed_in_place(generator: _Generator, seed: int) -> None:
+    """Seed it where it is: others may hold it, too."""
+    if isinstance(generator, np.random.Generator):
+        kind: Any = type(generator.bit_generator)
+        generator.bit_generator.state = kind(seed).state
+    else:
+        generator.seed(seed)
 
 
 class _Captured(NamedTuple):

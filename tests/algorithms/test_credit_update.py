@@ -198,6 +198,20 @@ def test_the_moving_average_goes_on_where_it_was():
     assert torch.equal(one.score_average, two.score_average)
 
 
+def test_the_moving_average_starts_at_the_first_rollout_with_attempts():
+    algorithm = build(credit=CreditCfg(baseline="ema", scale="none"))
+    rollout = make_rollout(algorithm.policy)
+    empty = rollout.clone()
+    empty["loss_mask"].fill_(False)
+    algorithm.update(empty)
+    assert algorithm.score_average is None
+    algorithm.update(rollout)
+    torch.testing.assert_close(
+        algorithm.score_average, torch.stack([rollout["reward"][e].sum() for e in episodes(rollout)]).mean()
+    )
+    assert algorithm.advantage.min() < 0, "never the raw scores"
+
+
 def test_other_baselines_keep_no_average():
     algorithm = build()
     algorithm.update(make_rollout(algorithm.policy))

@@ -113,7 +113,8 @@ class GRPO(BaseAlgorithm):
                 credit = credit._replace(choice_variance=choice_variance(start.dist, credit.batch["action"]))
         if cfg.kl_placement == "reward":
             credit = credit._replace(reward=credit.reward - distance.masked_fill(~credit.batch["loss_mask"], 0))
-        if cfg.baseline == "ema":
+        # a rollout without any step that counts has no mean for the average to start at
+        if cfg.baseline == "ema" and bool(self.engine.sum(credit.batch["loss_mask"].sum())):
             self.score_average = next_score_average(credit)
         advantage = advantages(credit)
         if cfg.kl_placement == "advantage":

@@ -750,19 +750,35 @@ def test_verbose_prints_the_table(capsys):
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-def test_learning_rate_follows_its_schedule():
-    asked: list[float] = []
+def test_an_update_takes_the_learning_rate_of_its_rollouts_start():
+    model = corridor(learning_rate=lambda left: 1e-3 * left)
+    started, rates, train = [], [], model.train
 
-    def schedule(left: float) -> float:
-        asked.append(left)
-        return 1e-3 * left
+    class Look(BaseCallback):
+        def _on_step(self) -> bool:
+            return True
 
-    model = corridor(learning_rate=schedule).learn(200)
-    assert asked == sorted(asked, reverse=True)
-    assert len(set(asked)) > 3
-    assert model.num_timesteps > 200
-    assert asked[-1] == 0  # not negative, although the last rollout went beyond the end
-    assert model.policy.optimizer.param_groups[0]["lr"] == 0
+        def _on_rollout_start(self) -> None:
+            started.append(model.num_timesteps)
+
+    def spy():
+        train()
+        rates.append(model.policy.optimizer.param_groups[0]["lr"])
+
+    model.train = spy
+    model.learn(200, Look())
+    assert len(started) > 3
+    assert rates == pytest.approx([1e-3 * (1 - steps / 200) for steps in started])
+    assert (rates[0], model.num_timesteps > 200) == (1e-3, True)  # the last rollout goes beyond the end
+
+
+def test_a_training_of_one_rollout_learns_at_the_default_rate():
+    model = corridor()
+    before = parameters(model)
+    model.learn(32)
+    assert model.num_timesteps == 32
+    assert model.policy.optimizer.param_groups[0]["lr"] == 1e-3
+    assert np.abs(parameters(model) - before).max() > 1e-4
 
 
 def test_target_kl_ends_the_update():

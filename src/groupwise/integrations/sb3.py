@@ -49,7 +49,7 @@ PER_STEP = CreditCfg(group_key="group_step", returns="return_to_go", scale="popu
 CLIPPED = ObjectiveCfg()
 """PPO's clipped ratio, all steps alike."""
 DECAYING = LinearSchedule(1e-3, 0.0, 1.0)
-"""From 1e-3 to 0 over the training."""
+"""From 1e-3 towards 0 over the training; an update takes the rate of its rollout's start."""
 _SAVED_BY_SB3 = ("optimizer", "reference")
 """Parts of the update's state that SB3 saves as state dicts; the rest goes with the settings."""
 
@@ -139,6 +139,7 @@ class GRPO(OnPolicyAlgorithm):
         self.rollout_buffer = None
         self._start_seed: int | None = None
         self._next_group = 0
+        self._rollout_began_at = 0
         self._core_state: dict[str, Any] = {}
         self._verified: VecEnv | None = None
         if _init_setup_model:
@@ -193,6 +194,7 @@ class GRPO(OnPolicyAlgorithm):
         The training's last rollout waits for nothing once all its steps are taken.
         """
         self.policy.set_training_mode(False)
+        self._rollout_began_at = self.num_timesteps
         callback.on_rollout_start()
         n_steps, begun = 0, 0
         while n_steps < n_rollout_steps or (
@@ -263,8 +265,11 @@ class GRPO(OnPolicyAlgorithm):
         self._core.load_state_dict(self._core.state_dict() | self._core_state)
 
     def _update_current_progress_remaining(self, num_timesteps: int, total_timesteps: int) -> None:
-        """Never below 0, where a schedule would give a negative learning rate: a rollout may go beyond the end."""
-        super()._update_current_progress_remaining(min(num_timesteps, total_timesteps), total_timesteps)
+        """That of the rollout's start. SB3 asks at its end, where the last update of a ``learn`` would get a rate of 0.
+
+        A training of one rollout would then learn nothing; and as a rollout may go beyond the end, the rate could be negative.
+        """
+        super()._update_current_progress_remaining(self._rollout_began_at, total_timesteps)
 
     def _cfg(self) -> GRPOCfg:
         if isinstance(self.credit, str):

@@ -292,6 +292,20 @@ def test_an_error_in_a_worker_comes_back_and_a_dead_worker_is_named():
     env.close()
 
 
+def test_an_interrupt_leaves_no_answer_behind_for_the_next_step(monkeypatch):
+    def interrupted(worker):
+        raise KeyboardInterrupt
+
+    env = make(workers=2)
+    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    monkeypatch.setattr(env._rows, "_receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        env.step(STILL)
+    monkeypatch.undo()
+    with pytest.raises(EnvError, match=r"worker processes of Noisy have ended; mend"):
+        env.step(STILL)
+
+
 def test_a_failed_row_of_a_worker_is_reported(caplog):
     env = make(Fragile, workers=1, on_error="report")
     env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))

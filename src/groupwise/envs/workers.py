@@ -135,10 +135,16 @@ class WorkerRows:
         if not self._workers:
             raise EnvError(f"the worker processes of {self._env_id} have ended; mend: make the environment again")
         asked = [(worker, places) for worker in self._workers if (places := worker.places(rows))]
-        for worker, places in asked:
-            own = [rows[place] - worker.first for place in places]
-            self._send(worker, command, own, *(_take(column, places) for column in columns))
-        replies = self._gather([worker for worker, _ in asked])
+        try:
+            for worker, places in asked:
+                own = [rows[place] - worker.first for place in places]
+                self._send(worker, command, own, *(_take(column, places) for column in columns))
+            replies = self._gather([worker for worker, _ in asked])
+        except EnvError:
+            raise
+        except BaseException:  # interrupted: an answer left unread would be taken for that to the next message
+            self.close()
+            raise
         return [(places, reply.result) for (_, places), reply in zip(asked, replies, strict=True)]
 
     def _send(self, worker: _Worker, command: str, *args: Any) -> None:

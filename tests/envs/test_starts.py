@@ -10,7 +10,7 @@ from groupwise.envs.configs import EnvCfg
 from groupwise.envs.local_rows import RowCfg
 from groupwise.envs.make import make_env
 from groupwise.envs.starts import choose_start
-from groupwise.errors import GroupStartError, GroupStartWarning
+from groupwise.errors import GroupStartError, GroupStartWarning, UnsupportedSpaceError
 
 
 class Noisy(gymnasium.Env):
@@ -255,9 +255,7 @@ def test_starts_that_do_not_vary_are_told(caplog, prefix, told):
 
 
 def test_running_statistics_are_found_out_and_the_mend_is_named():
-    with pytest.warns(
-        GroupStartWarning, match=r"by replay.*seed .* differ at the start.*mend: .*normalize_obs"
-    ):
+    with pytest.warns(GroupStartWarning, match=r"by replay.*seed .* differ at the start.*mend: .*normalize_obs"):
         assert choose(lambda: NormalizeObservation(TimeLimit(Noisy(), 20))).method.tier == "replay"
 
 
@@ -278,3 +276,11 @@ def test_what_was_found_comes_with_the_environment():
     env = make_env(EnvCfg(num_envs=2, max_episode_steps=9), env=Noisy, grouped=True)
     assert env.start_report == ("Noisy", "seed", True, True, True, "fields", True, ())
     assert (env.can_branch, env.start_tier, env.max_episode_steps) == (True, "seed", 9)
+
+
+def test_actions_that_no_policy_has_are_refused_by_name():
+    class Twofold(Noisy):
+        action_space = gymnasium.spaces.Dict({"left": gymnasium.spaces.Discrete(2)})
+
+    with pytest.raises(UnsupportedSpaceError, match=r"action space Dict\(.* of Env is not supported; .*mend"):
+        choose(Twofold)

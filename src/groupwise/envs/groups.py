@@ -9,8 +9,9 @@ import numpy.typing as npt
 import torch
 
 from groupwise.data.rollout import Nested
+from groupwise.data.spaces import space_kind
 from groupwise.envs.base import GroupEnv, GroupStartReport, Mask, Seeds, Snapshot
-from groupwise.errors import GroupStartError
+from groupwise.errors import GroupStartError, UnsupportedSpaceError
 from groupwise.seeding import derive_seed
 
 NUM_STEPS = 32
@@ -183,6 +184,11 @@ def _own(env: GroupEnv, seed: int, name: str, rows_alike: int = 1) -> Seeds:
 
 
 def _random_actions(env: GroupEnv, seed: int, num_steps: int, *, equal: bool = True) -> list[torch.Tensor]:
+    if space_kind(env.action_space) in ("dict", "tuple", "unsupported"):
+        raise UnsupportedSpaceError(
+            f"action space {env.action_space} of {env.env_id} is not supported; supported: Box, Discrete, MultiDiscrete, "
+            "MultiBinary; mend: flatten it with gymnasium.wrappers.TransformAction"
+        )
     space = copy.deepcopy(env.action_space)
     space.seed(seed)
     draws = 1 if equal else env.num_envs

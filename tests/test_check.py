@@ -126,6 +126,7 @@ def test_an_environment_with_a_vectorised_version():
 
 
 def test_settings_of_the_environment_count():
+    assert check_env(EnvCfg(vectorization="async")).training.value.vectorization == "async"
     assert (
         check_env(EnvCfg(id="FrozenLake-v1", kwargs={"is_slippery": False})).noise.value == "drawn"
     )  # from one outcome

@@ -26,7 +26,7 @@ class Training(NamedTuple):
     tier: StartTier
     """How siblings share a start."""
     vectorization: str
-    """``entry_point``, or ``sync``: one after another in this process."""
+    """``entry_point``; ``sync``: one after another in this process; ``async`` or ``envpool``, if the settings say so."""
     num_envs: int
     autoreset: str
     passed_over: tuple[str, ...]
@@ -130,7 +130,8 @@ def _trained(
         return Finding(None, made.reason), Finding(None, made.reason), False
     env, report = made.value, made.value.start_report
     try:
-        vectorization = "sync" if isinstance(env, RowsGroupEnv) else "entry_point"
+        found = "sync" if isinstance(env, RowsGroupEnv) else "entry_point"
+        vectorization = found if cfg.vectorization == "auto" else cfg.vectorization
         chosen = Training(env.start_tier, vectorization, cfg.num_envs, env.autoreset, report.passed_over)
         return Finding(chosen), attempt(lambda: check.branching(env)), report.noise_varies
     finally:

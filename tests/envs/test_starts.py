@@ -1,16 +1,22 @@
 import logging
+from contextlib import closing
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium.wrappers import NormalizeObservation, TimeLimit
 
+from groupwise.config import RunCfg
 from groupwise.envs.attempts import StartMethod
+from groupwise.envs.base import GroupStartReport
 from groupwise.envs.configs import EnvCfg
 from groupwise.envs.local_rows import RowCfg
 from groupwise.envs.make import make_env
 from groupwise.envs.starts import choose_start
 from groupwise.errors import GroupStartError, GroupStartWarning, UnsupportedSpaceError
+from groupwise.policies.actor_critic import ActorCritic
+from groupwise.policies.configs import PolicyCfg
+from groupwise.training.build import Evaluator, Given
 
 
 class Noisy(gymnasium.Env):
@@ -51,6 +57,8 @@ class GlobalNoise(Noisy):
 
 
 class Remembers(Noisy):
+    """Starts elsewhere in every episode, whatever the seed."""
+
     def draw_start(self):
         return float(self.episodes)
 
@@ -270,6 +278,20 @@ def test_environments_for_evaluation_are_not_tried_out():
     env = make_env(EnvCfg(num_envs=2), env=Counted, grouped=True, verify=False)
     assert (Counted.made, env.start_report, env.start_tier, env.can_branch) == (3, None, "seed", False)
     assert all(attempt.env.episodes == 0 for attempt in env._rows.attempts)
+
+
+def test_evaluation_does_not_depend_on_earlier_ones_where_used_environments_start_elsewhere():
+    class Rewarding(Remembers):
+        def step(self, action):
+            obs, _, *rest = super().step(action)
+            return obs, self.state, *rest
+
+    cfg = RunCfg(env=EnvCfg(id="<given in Python>", max_episode_steps=9))
+    policy = ActorCritic(Noisy.observation_space, Noisy.action_space, PolicyCfg(), actor_only=True)
+    evaluator = Evaluator(cfg, Given(env=Rewarding), policy, episodes=2, deterministic=True, seed=0)
+    evaluator.start_as(GroupStartReport("Rewarding", "replay", True, True))
+    with closing(evaluator):
+        assert evaluator() == evaluator()
 
 
 def test_what_was_found_comes_with_the_environment():

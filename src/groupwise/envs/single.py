@@ -36,7 +36,9 @@ def group_env(
     on_error: OnError,
     device: torch.device | str,
 ) -> RowsGroupEnv:
-    """Rows that start where they are told, in the best way that works; in seeded resets where nobody verifies.
+    """Rows that start where they are told, in the best way that works.
+
+    Where nobody verifies: in seeded resets, or in fresh environments if ``cfg.group_start`` is ``replay``.
 
     Raises:
         GroupStartError: siblings could not share a start.
@@ -52,6 +54,8 @@ def group_env(
     if verify:
         method, report = choose_start(rows, cfg.group_start, in_one_process=in_one_process)
         rows = rows._replace(method=method)
+    elif cfg.group_start == "replay":
+        rows = rows._replace(method=StartMethod("replay", "none"))
     made = RowsGroupEnv(rows, num_envs, num_workers=0 if in_one_process else os.cpu_count() or 1, device=device)
     made.start_report = report
     return made

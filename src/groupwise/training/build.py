@@ -161,6 +161,7 @@ def build_callbacks(
     if stop.time_limit is not None:
         built.append(TimeLimit(stop.time_limit))
     if evaluator.is_possible():
+        evaluator.start_as(parts.start_report())
         evaluator.prepare()
         built.append(Evaluate(evaluator, cfg.evaluation.interval or tenth, folder.best, parts.identity))
     else:
@@ -196,7 +197,16 @@ class Evaluator:
         self.episodes = episodes
         self.deterministic = deterministic
         self.seed = seed
+        self._group_start: Literal["auto", "replay"] = "auto"
         self._env: GroupEnv | None = None
+
+    def start_as(self, report: GroupStartReport | None) -> None:
+        """Start each episode in a fresh environment where a used one was found to start elsewhere.
+
+        Else a resumed run, whose environments are fresh, would come to other scores than an uninterrupted one.
+        """
+        if report is not None and report.tier == "replay":
+            self._group_start = "replay"
 
     def __call__(self) -> EvaluationResult:
         """Play the episodes."""
@@ -238,6 +248,7 @@ class Evaluator:
         cfg, source = separate
         processes = cfg.num_envs if cfg.vectorization == "async" else MAX_EVALUATION_ENVS
         num_envs = min(self.episodes, processes)
+        cfg = cfg.model_copy(update={"group_start": self._group_start})
         return make_env(cfg, grouped=True, num_envs=num_envs, env=source, verify=False, device=self.policy.device)
 
 

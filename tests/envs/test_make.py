@@ -251,6 +251,17 @@ def test_what_the_vectorised_version_cannot_do_is_done_in_single_environments_or
         make_env(EnvCfg(num_envs=2, vectorization="entry_point", **setting), grouped=True)
 
 
+@pytest.mark.parametrize("env", [None, lambda: gymnasium.make("CartPole-v1")])
+@pytest.mark.parametrize(
+    ("setting", "default"),
+    [({"random_prefix": 3}, "0"), ({"reward_parts": ("x",)}, r"\(\)"), ({"group_start": "seed"}, "'auto'")],
+)
+def test_what_only_groups_have_is_refused_without_them(setting, default, env):
+    (name,) = setting
+    with pytest.raises(EnvError, match=rf"env\.{name} = .* is for groups.*mend: env\.{name}={default}, or"):
+        make_env(EnvCfg(num_envs=2, **setting), env=env)
+
+
 def test_the_prefix_and_the_parts_reach_the_rows():
     cfg = EnvCfg(id="Pendulum-v1", num_envs=4, random_prefix=20)
     env = make_env(cfg, grouped=True)

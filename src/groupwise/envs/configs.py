@@ -24,7 +24,7 @@ class EnvCfg(Cfg):
     vectorization: Literal["auto", "entry_point", "sync", "async", "envpool"] = "auto"
     """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in processes of their own; ``envpool``: EnvPool's C++ version of that name (extra ``envpool``). ``auto`` looks it up in the committed table ``envs/vectorization.json``."""
     group_start: Literal["auto", "native", "snapshot", "seed", "replay"] = "auto"
-    """How siblings of a group share their start. ``auto`` takes the best tier that passes its check; a named one must pass."""
+    """How siblings of a group share their start. ``auto`` takes the best tier that passes its check; a named one must pass. Only with groups, as the next two."""
     random_prefix: Annotated[int, Ge(0)] = 0
     """Up to so many random actions (0 to this, drawn from the start's seed) before a group starts, for environments whose resets are all alike. 0: none."""
     reward_parts: tuple[str, ...] = ()

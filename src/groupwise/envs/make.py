@@ -75,6 +75,8 @@ def make_env(
         GroupStartError: siblings could not share a start in this kind of environment.
         EnvError: the settings do not fit together or the environment, or ``cfg.id`` names a module to import.
     """
+    if not grouped:
+        _refuse_what_groups_have(cfg)
     made = _make(cfg, grouped, num_envs, env, block_size, verify, on_error, device)
     if grouped and not isinstance(made, RowsGroupEnv):
         _check_settings(made, cfg)
@@ -173,6 +175,17 @@ def _adopt(
     raise _no_shared_start(
         env, env_id, "pass the id or a callable that returns one gymnasium.Env, or add clone_state and restore_state"
     )
+
+
+def _refuse_what_groups_have(cfg: EnvCfg) -> None:
+    """Refuse what would be ignored where rows do not start where they are told."""
+    for name in ("random_prefix", "reward_parts", "group_start"):
+        value, default = cfg.model_dump()[name], EnvCfg.model_fields[name].default
+        if value != default:
+            raise EnvError(
+                f"env.{name} = {value!r} is for groups of attempts, and these environments have none; mend: "
+                f"env.{name}={default!r}, or an algorithm with groups (grpo)"
+            )
 
 
 def _check_settings(env: VectorEnv, cfg: EnvCfg) -> None:

@@ -52,11 +52,11 @@ class RowRandom:
         self._drawn = 0
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Float[Tensor, "row ..."]:
-        """Numbers [N, *shape] uniform in [low, high), of 24 random bits each."""
+        """Numbers ``[N, *shape]`` uniform in [low, high), of 24 random bits each."""
         return (high - low) * _unit(_shift(self._bits(shape), 40)) + low
 
     def normal(self, *shape: int, mean: float = 0.0, std: float = 1.0) -> Float[Tensor, "row ..."]:
-        """Numbers [N, *shape] from a normal distribution, cut at 5.8 deviations by the 24 bits they are made of.
+        """Numbers ``[N, *shape]`` from a normal distribution, cut at 5.8 deviations by the 24 bits they are made of.
 
         Source: Box, Muller, "A Note on the Generation of Random Normal Deviates", 1958, equation 1.
         """
@@ -66,7 +66,7 @@ class RowRandom:
         return std * radius * torch.cos(angle) + mean
 
     def integers(self, high: int, *shape: int) -> Int[Tensor, "row ..."]:
-        """Numbers [N, *shape] from 0 to ``high`` - 1, equally likely but for a relative error of ``high`` / 2**63."""
+        """Numbers ``[N, *shape]`` from 0 to ``high`` - 1, equally likely but for a relative error of ``high`` / 2**63."""
         return _shift(self._bits(shape), 1) % high
 
     def _bits(self, shape: tuple[int, ...]) -> Int[Tensor, "row ..."]:

@@ -97,7 +97,7 @@ def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> Parts:
         obs_spec=env.obs_spec,
         action_spec=policy.action_spec,
         value=not policy.actor_only,
-        reward_parts=len(cfg.env.reward_parts) if algorithm_type.grouped else 0,
+        reward_parts=len(cfg.env.reward_parts),
         device=device,
     )
     return Parts(cfg, env, algorithm, _build_collector(cfg, env, policy, engine.rank), buffer, Identity.of(env))

@@ -68,6 +68,15 @@ def trained(cfg, given):
     return start, end
 
 
+@pytest.mark.parametrize("name", ["rloo", "reinforce_plus_plus"])
+def test_presets_whose_kl_is_taken_off_the_rewards(name):
+    settings = presets.objective_preset(name).settings
+    assert (CreditCfg(**settings["credit"]).kl_placement, ObjectiveCfg(**settings["objective"]).kl_estimator) == (
+        "reward",
+        "k1",
+    )
+
+
 def test_presets_of_one_name_in_several_libraries_are_those_libraries():
     def cispo(name):
         return ObjectiveCfg(**presets.objective_preset(name).settings["objective"]).cispo

@@ -359,3 +359,9 @@ def test_an_error_names_choices_that_are_numbers(registry):
     register_algorithm(One)(object)
     with pytest.raises(ConfigError, match=r"num_epochs = 3: expected one of 1"):
         resolve("CartPole-v1", {"name": "one", "num_epochs": 3})
+
+
+@pytest.mark.parametrize("preset", ["remax", "rae", "reinforce_plus_plus", "gdpo"])
+def test_groups_that_teach_although_equal_are_not_left_out(preset):
+    with pytest.raises(ConfigError, match=r"learns from members of equal return.*mend: 'keep'"):
+        resolve("CartPole-v1", {"name": "grpo", "collection": {"zero_variance": "skip"}}, preset=preset)

@@ -213,6 +213,15 @@ def test_harder_starts_take_the_place_of_the_next_group(collect, scripted_group)
     assert collector.metrics()["rollout/skipped_steps"] == 1 - 6 / collector.last_steps
 
 
+def test_of_equally_varied_states_the_latest_is_the_harder_start(collect, scripted_group):
+    # Group 0 lasts 2 and 5 steps at reward 1: the returns to go differ by 3 up to step 2, then by less. A stem that is over
+    # after 2 steps was never at step 2.
+    env = scripted_group(2, [2, 5, 3, 3, 3, 3, 3, 3, 3, 3])
+    collect(env, 12, slots=64, group_size=2, collection=CollectionCfg(zero_variance="harder"))
+    (start,) = branch_points(env)
+    assert start in (1, 2)
+
+
 @pytest.mark.parametrize(
     "collection", [CollectionCfg(branching=BranchCfg(points=1)), CollectionCfg(zero_variance="harder")]
 )

@@ -255,3 +255,14 @@ class GRPOCfg(AlgorithmCfg):
     """Weight of the KL to a reference policy; 0 makes no reference."""
     reference: ReferenceCfg = ReferenceCfg()
     """When the reference is renewed."""
+
+    @model_validator(mode="after")
+    def _check_equals(self) -> "GRPOCfg":
+        """Groups whose members have equal returns are left out only where credit learns nothing from them."""
+        learns = self.credit.reward == "parts" or self.credit.baseline in ("greedy", "ema", "none")
+        if learns and self.collection.zero_variance != "keep":
+            raise ValueError(
+                f"credit.reward={self.credit.reward!r} with credit.baseline={self.credit.baseline!r} learns from members of "
+                f"equal return, which collection.zero_variance={self.collection.zero_variance!r} leaves out; mend: 'keep'"
+            )
+        return self

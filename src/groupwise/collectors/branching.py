@@ -131,7 +131,9 @@ class Brancher:
             return
         spread = return_spread(group, stem.reservoir.kept, rollout)
         if self._harder and spread.max() > 0:
-            self.pool.append(stem.reservoir.kept[int(spread.argmax())])
+            # of equals the latest: before the first sibling ends, the spread is the same everywhere
+            ranked = zip(spread.tolist(), stem.reservoir.kept, strict=True)
+            self.pool.append(max(ranked, key=lambda pair: (pair[0], pair[1].step))[1])
         if self.cfg.at == "return_spread":
             self.queue.extend(self._draw(stem.reservoir, spread))
         stem.reservoir = None

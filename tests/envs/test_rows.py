@@ -327,3 +327,22 @@ def test_what_cannot_be_made_in_a_worker_is_told():
 
     with pytest.raises(EnvError, match=r"(?s)Noisy failed in groupwise rows 0-2.*no such robot"):
         make(fails, workers=1)
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_parts_of_rows_that_take_no_step_are_0_as_their_rewards(workers):
+    env = make(Fragile, workers=workers, reward_parts=("bonus", "cost"), on_error="report")
+    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    assert env.step(go(0.5, 0.5, 0.5)).reward_parts.tolist() == [[1.0, -0.5]] * 3
+    env.hold(mask(1, 0, 0))
+    step = env.step(go(0.25, 1.0, 0.25))
+    assert step.failed.tolist() == [False, True, False]
+    assert step.reward_parts.tolist() == [[0.0, 0.0], [0.0, 0.0], [1.0, -0.25]]
+    env.close()
+
+
+def test_rows_in_any_order_reach_their_workers(workers):
+    workers.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    obs = workers.step(STILL).obs.clone()
+    captured = workers.snapshot([2, 0, 1])
+    assert (workers.restore(ALL, captured, seeds(1, 1, 1)) == obs[[2, 0, 1]]).all()

@@ -208,3 +208,17 @@ def test_an_environment_that_resets_itself_is_refused_with_a_mend():
 def test_stepping_before_a_start_is_refused():
     with pytest.raises(EnvError, match="before anything started"):
         adapt().step(still())
+
+
+def test_noise_that_siblings_share_is_said_once(caplog):
+    plain = adapt(Walkers())
+    plain.start(ALL, STARTS, STARTS)
+    assert not caplog.messages
+    for _ in range(2):
+        plain.start(ALL, STARTS, NOISE)
+    (message,) = caplog.messages
+    assert message.startswith("siblings of Walkers share all randomness")
+    assert "mend: add reseed_noise" in caplog.text
+    caplog.clear()
+    adapt().start(ALL, STARTS, NOISE)
+    assert not caplog.messages

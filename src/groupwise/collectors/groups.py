@@ -183,8 +183,8 @@ class GroupCollector(Collector):
         env = self.env
         if env.max_episode_steps is None and self.attempt_steps is None:
             raise EnvError(
-                f"{env.env_id} has no step limit, so an attempt might never end; mend: set max_episode_steps of the "
-                "environment, or attempt_steps"
+                f"{env.env_id} has no step limit that is known, so an attempt might never end; mend: "
+                "env.max_episode_steps (also where it truncates by itself), or attempt_steps"
             )
         if self.collection.unfinished == "carry" and not self.policy.actor_only:
             raise EnvError(

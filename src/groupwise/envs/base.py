@@ -93,6 +93,12 @@ class GroupStartReport(NamedTuple):
     """Why better tiers were not taken."""
 
 
+def wants_own_noise(start_seed: Seeds, noise_seed: Seeds) -> bool:
+    """Whether rows that share a start are told to draw noise of their own after it."""
+    pairs = np.unique(np.stack([start_seed, noise_seed]), axis=1)
+    return bool(pairs.shape[1] > len(np.unique(start_seed)))
+
+
 class GroupEnv(VectorEnv):
     """N environments whose rows start independently, where they are told.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested, allocate
 from groupwise.data.spaces import obs_spec, obs_to_tensor
-from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, VectorEnv
+from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, VectorEnv, wants_own_noise
 from groupwise.errors import EnvError, UnknownNameError, require_extra
 from groupwise.seeding import derive_seed
 
@@ -226,9 +226,7 @@ class EnvPoolGroupEnv(GroupEnv):
         self._pools = [pool for pool in left if len(pool.rows)]
 
     def _tell_of_noise(self, start_seed: Seeds, noise_seed: Seeds) -> None:
-        if self._has_told or len(np.unique(start_seed)) == len(
-            np.unique(np.stack([start_seed, noise_seed]), axis=1)[0]
-        ):
+        if self._has_told or not wants_own_noise(start_seed, noise_seed):
             return
         self._has_told = True
         log.warning(

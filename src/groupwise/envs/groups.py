@@ -175,6 +175,29 @@ def start_repeats(env: GroupEnv, forget: Callable[[], None], *, seed: int = 0, n
     return _first_difference(first, _started(env, start, noise, actions)) is None
 
 
+def verify_rows(env: GroupEnv, forget: Callable[[], None], *, seed: int = 0, num_steps: int = 8) -> None:
+    """Proof that rows share starts where they live now: workers may differ from the process that tried two rows.
+
+    All rows must agree bit for bit at a start and for some equal steps, and once more after ``forget``, see
+    ``start_repeats``. Leaves the environment somewhere.
+
+    Raises:
+        GroupStartError: names the environment, the step and the key where they differ.
+    """
+    actions = _random_actions(env, seed, num_steps)
+    start, noise = _equal(env, seed, "start"), _equal(env, seed, "noise")
+    first = _started(env, start, noise, actions)
+    forget()
+    for trace in (first, _started(env, start, noise, actions)):
+        if (difference := _first_difference(first, trace)) is not None:
+            raise GroupStartError(
+                f"siblings of {env.env_id} cannot share a start across processes: rows that were started with the same "
+                f"seed differ {difference.where('at the start')}, though two rows of one process agreed; mend: let "
+                "nothing depend on the process (its id, files, global generators), or vectorization='sync'"
+            )
+    forget()
+
+
 def _equal(env: GroupEnv, seed: int, name: str) -> Seeds:
     return np.full(env.num_envs, derive_seed(seed, name), dtype=np.int64)
 

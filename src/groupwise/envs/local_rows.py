@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from groupwise.envs.attempts import Attempt, EnvMaker, StartCache, StartMethod
 from groupwise.envs.base import Snapshot
-from groupwise.envs.board import OUTCOMES, Arrays, ObsWriter
+from groupwise.envs.board import OUTCOMES, Arrays, ObsWriter, step_arrays
 from groupwise.errors import EnvError
 
 OnError: TypeAlias = Literal["raise", "report"]
@@ -50,14 +50,15 @@ class Rows:
         self._writer = ObsWriter(cfg.observation_space, arrays)
         self._obs: list[Any] = [None] * num_rows
         self._outcomes = [arrays[name] for name in OUTCOMES]
+        self._of_step = step_arrays(arrays)
         self._failures: list[str] = []
         self._has_shown_traceback = False
 
     def step(self, rows: Sequence[int], actions: npt.NDArray[Any]) -> bool:
         """One step of these rows; whether any ended or failed. The others get reward 0 and are not done."""
         attempts, shown, write, parts = self.attempts, self._obs, self._writer.write, self._cfg.reward_parts
-        reward, terminated, truncated, _ = outcomes = self._outcomes
-        for array in outcomes:
+        reward, terminated, truncated, _ = self._outcomes
+        for array in self._of_step:
             array.fill(0)
         any_ended = False
         for row, action in zip(rows, actions, strict=True):

@@ -3,6 +3,7 @@
 import copy
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,12 +12,14 @@ from typing import Any
 
 import gymnasium
 import torch
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit, TransformObservation
 
 from groupwise.envs.attempts import EnvMaker, StartMethod
 from groupwise.envs.base import VectorEnv
 from groupwise.envs.configs import EnvCfg
+from groupwise.envs.groups import verify_rows
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.local_rows import OnError, RowCfg
 from groupwise.envs.rows import RowsGroupEnv
@@ -56,8 +59,14 @@ def group_env(
         rows = rows._replace(method=method)
     elif cfg.group_start == "replay":
         rows = rows._replace(method=StartMethod("replay", "none"))
-    made = RowsGroupEnv(rows, num_envs, num_workers=0 if in_one_process else os.cpu_count() or 1, device=device)
+    made = RowsGroupEnv(rows, num_envs, num_workers=0 if in_one_process else _num_cpus(), device=device)
     made.start_report = report
+    if verify and not in_one_process:
+        try:
+            verify_rows(made, made.forget_starts)
+        except BaseException:
+            made.close()
+            raise
     return made
 
 
@@ -104,18 +113,31 @@ def _describe(cfg: EnvCfg, make: EnvMaker, on_error: OnError) -> RowCfg:
     if not isinstance(probe, gymnasium.Env):
         raise EnvError(f"the callable returned a {type(probe).__name__}, expected a gymnasium.Env")
     spec, name = probe.spec, type(probe.unwrapped).__name__
+    limit = cfg.max_episode_steps or _step_limit(probe)
     probe.close()
     return RowCfg(
         make,
         env_id=name if spec is None else spec.id,
         observation_space=probe.observation_space,
         action_space=probe.action_space,
-        max_episode_steps=cfg.max_episode_steps or (None if spec is None else spec.max_episode_steps),
+        max_episode_steps=limit,
         method=StartMethod("seed", "none"),
         random_prefix=cfg.random_prefix,
         reward_parts=cfg.reward_parts,
         on_error=on_error,
     )
+
+
+def _step_limit(probe: gymnasium.Env) -> int | None:
+    """What the outermost ``TimeLimit`` says through the spec. An environment that nobody registered gets one to say it in."""
+    if probe.unwrapped.spec is None:
+        probe.unwrapped.spec = EnvSpec(type(probe.unwrapped).__name__)
+    return None if probe.spec is None else probe.spec.max_episode_steps
+
+
+def _num_cpus() -> int:
+    """Of those that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _maker(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, *, knows_ids: bool = True) -> EnvMaker:

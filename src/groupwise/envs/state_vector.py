@@ -1,5 +1,6 @@
 """Vector environments of the user's own whose rows can be captured and restored."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 
 from groupwise.data.rollout import Nested
-from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, Snapshot
+from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, Snapshot, wants_own_noise
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.errors import EnvError, GroupStartError
+
+log = logging.getLogger(__name__)
 
 _STARTS_KEPT = 1024
 
@@ -50,7 +53,7 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
     - ``clone_state`` and ``restore_state``, see ``HasStates``;
     - ``metadata["autoreset_mode"]`` DISABLED: it resets nobody by itself;
     - a ``step`` that bears rows which are over: what it returns for them is ignored;
-    - ``reseed_noise``, see ``HasNoise``, if its steps are random. Without it siblings share their noise.
+    - ``reseed_noise``, see ``HasNoise``, if its steps are random. Without it siblings share their noise, which is told once.
 
     Args:
         max_episode_steps: at which ``env`` truncates; None if it does not.
@@ -86,6 +89,7 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
         self._held: Mask = np.ones(self.num_envs, dtype=np.bool_)
         self._obs: Nested | None = None
         self._starts: dict[int, _Captured] = {}
+        self._has_told = False
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, ...]; see ``VectorEnv.reset``."""
@@ -97,6 +101,7 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
 
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
         """Observations [N, ...] after starting the rows of ``mask``; see ``GroupEnv.start``."""
+        self._tell_of_noise(start_seed[mask], noise_seed[mask])
         seeds = {int(row): int(start_seed[row]) for row in np.flatnonzero(mask)}
         starts = self._start_states(sorted(set(seeds.values())))
         return self._place({row: starts[seed] for row, seed in seeds.items()}, noise_seed)
@@ -180,6 +185,16 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
         self._held = self._held.copy()
         self._held[rows] = False
         return self._obs
+
+    def _tell_of_noise(self, start_seed: Seeds, noise_seed: Seeds) -> None:
+        if self._noise is not None or self._has_told or not wants_own_noise(start_seed, noise_seed):
+            return
+        self._has_told = True
+        log.warning(
+            "siblings of %s share all randomness, also after the start; mend: add reseed_noise(seeds, rows), if steps are "
+            "random",
+            self.env_id,
+        )
 
     def _shown(self) -> Nested:
         if self._obs is None:

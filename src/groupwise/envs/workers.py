@@ -18,7 +18,7 @@ import torch
 from gymnasium.envs.registration import EnvSpec
 
 from groupwise.envs.base import Snapshot
-from groupwise.envs.board import OUTCOMES, Layout, SharedArrays
+from groupwise.envs.board import Layout, SharedArrays, step_arrays
 from groupwise.envs.local_rows import RowCfg, Rows
 from groupwise.errors import EnvError
 
@@ -42,10 +42,6 @@ class _Worker(NamedTuple):
     """Number of its first row."""
     end: int
 
-    def places(self, rows: Sequence[int]) -> list[int]:
-        """Where in ``rows`` those are that live here."""
-        return [place for place, row in enumerate(rows) if self.first <= row < self.end]
-
 
 class WorkerRows:
     """``Rows`` of several processes. Each step is one message to every process that has something to do.
@@ -65,6 +61,7 @@ class WorkerRows:
         context.set_forkserver_preload([__name__])
         shared = SharedArrays.allocate(layout, num_rows, context)
         self.arrays = shared.arrays()
+        self._of_step = step_arrays(self.arrays)
         payload = _pickled(cfg)
         bounds = np.linspace(0, num_rows, min(num_workers, num_rows) + 1).astype(int).tolist()
         self._workers: list[_Worker] = []
@@ -75,6 +72,8 @@ class WorkerRows:
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours, first, end))
+        self._home = [number for number, worker in enumerate(self._workers) for _ in range(worker.first, worker.end)]
+        """Which worker each row lives in."""
         try:
             self._gather(self._workers)
         except EnvError:
@@ -83,8 +82,8 @@ class WorkerRows:
 
     def step(self, rows: Sequence[int], actions: npt.NDArray[Any]) -> bool:
         """One step of these rows; whether any ended or failed. The others get reward 0 and are not done."""
-        for name in OUTCOMES:  # workers that have nothing to do are not asked
-            self.arrays[name].fill(0)
+        for array in self._of_step:  # workers that have nothing to do are not asked
+            array.fill(0)
         self._ask("step", rows, actions)
         return any(self.arrays[name].any() for name in ("terminated", "truncated", "failed"))
 
@@ -134,7 +133,10 @@ class WorkerRows:
         """Send each worker its rows and what the columns say about them; its places in ``rows`` and what it answered."""
         if not self._workers:
             raise EnvError(f"the worker processes of {self._env_id} have ended; mend: make the environment again")
-        asked = [(worker, places) for worker in self._workers if (places := worker.places(rows))]
+        places_of: list[list[int]] = [[] for _ in self._workers]
+        for place, row in enumerate(rows):
+            places_of[self._home[row]].append(place)
+        asked = [(worker, places) for worker, places in zip(self._workers, places_of, strict=True) if places]
         try:
             for worker, places in asked:
                 own = [rows[place] - worker.first for place in places]
@@ -194,7 +196,7 @@ def _work(connection: Connection, payload: bytes, shared: SharedArrays, rows: sl
         connection.send(_Reply(None, error=traceback.format_exc()))
         return
     connection.send(_Reply(None))
-    with suppress(EOFError, BrokenPipeError):  # the parent is gone
+    with suppress(EOFError, ConnectionError):  # the parent is gone
         while (message := connection.recv()) is not None:
             connection.send(_answer(local, *message))
     local.close()

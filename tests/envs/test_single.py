@@ -1,0 +1,97 @@
+import os
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.wrappers import OrderEnforcing, TimeLimit
+
+from groupwise.envs import single
+from groupwise.envs.configs import EnvCfg
+from groupwise.envs.make import make_env
+from groupwise.errors import GroupStartError
+
+
+class Calm(gymnasium.Env):
+    """Starts where its seed says and stays there; subclasses depend on their process."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = self.np_random.normal() + self.shift()
+        return np.array([self.place]), {}
+
+    def step(self, action):
+        return np.array([self.place]), self.bonus(), False, False, {}
+
+    def shift(self):
+        return 0.0
+
+    def bonus(self):
+        return 0.0
+
+
+class StartsByProcess(Calm):
+    def shift(self):
+        return float(os.getpid())
+
+
+class PaysByProcess(Calm):
+    def bonus(self):
+        return float(os.getpid())
+
+
+def make(env, vectorization):
+    cfg = EnvCfg(id="<given in Python>", num_envs=2, max_episode_steps=9, vectorization=vectorization)
+    return make_env(cfg, grouped=True, env=env)
+
+
+@pytest.fixture
+def two_cpus(monkeypatch):
+    monkeypatch.setattr(single, "_num_cpus", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_cpus")
+@pytest.mark.parametrize(
+    ("env", "where"),
+    [(StartsByProcess, "at the start, in 'obs' of row 1"), (PaysByProcess, "at step 1 .*, in 'reward' of row 1")],
+)
+def test_rows_of_workers_are_tried_where_they_live(env, where):
+    make(env, "sync").close()
+    with pytest.raises(GroupStartError, match=f"siblings of {env.__name__} .*across processes: .*{where}.*mend"):
+        make(env, "async")
+
+
+@pytest.mark.usefixtures("two_cpus")
+def test_rows_of_workers_that_agree_are_taken():
+    env = make(Calm, "async")
+    same = np.zeros(2, np.int64)
+    obs = env.start(np.ones(2, np.bool_), same, same)
+    assert env.start_report.tier == "seed"
+    assert obs[0] == obs[1]
+    env.close()
+
+
+def test_no_more_workers_than_cpus_that_may_be_used(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert single._num_cpus() == 3
+
+
+@pytest.mark.parametrize(
+    ("env", "limit"),
+    [
+        (Calm, None),
+        (lambda: TimeLimit(Calm(), 20), 20),
+        (lambda: OrderEnforcing(TimeLimit(OrderEnforcing(Calm()), 20)), 20),
+        (lambda: TimeLimit(gymnasium.make("CartPole-v1"), 20), 20),
+        (lambda: gymnasium.make("CartPole-v1"), 500),
+    ],
+)
+@pytest.mark.parametrize("grouped", [True, False])
+def test_the_step_limit_of_a_callable_is_read_off_its_wrappers(env, limit, grouped):
+    cfg = EnvCfg(id="<given in Python>", num_envs=1)
+    made = make_env(cfg, grouped=grouped, env=env, verify=False)
+    assert made.max_episode_steps == limit
+    made.close()

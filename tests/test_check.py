@@ -11,6 +11,8 @@ from groupwise.check_table import duration, speed, table
 from groupwise.envs import check
 from groupwise.envs.check import Finding
 from groupwise.envs.configs import EnvCfg
+from groupwise.envs.rows import RowsGroupEnv
+from groupwise.envs.torch_control import TorchCartPole
 from groupwise.errors import EnvError, UnknownNameError
 
 
@@ -135,6 +137,81 @@ def test_settings_of_the_environment_count():
         check_env(EnvCfg(id="FrozenLake-v1", kwargs={"sticky": False}))
 
 
+@pytest.mark.parametrize("setting", [{"random_prefix": 5}, {"reward_parts": ("bonus",)}, {"group_start": "seed"}])
+def test_what_only_groups_have_does_not_stand_in_the_way_of_speeds(setting):
+    speeds = check_env(EnvCfg(**setting)).steps_per_second
+    assert {way: found.reason for way, found in speeds.items()} == dict.fromkeys(speeds, "")
+
+
+def test_rows_in_groups_are_timed_and_started_again_where_they_end(monkeypatch):
+    made = []
+
+    def make_env(*args, **settings):
+        made.append((settings["grouped"], args[0].vectorization, make(*args, **settings)))
+        return made[-1][-1]
+
+    make = check.make_env
+    monkeypatch.setattr(check, "make_env", make_env)
+    cfg = EnvCfg(id="CartPole-v1", max_episode_steps=3)
+    assert check.steps_per_second(cfg, None, "sync") > 100
+    assert check.steps_per_second(cfg, None, "entry_point") > 100
+    assert [grouped for grouped, _, _ in made] == [True, False]
+    rows = made[0][2]
+    assert isinstance(rows, RowsGroupEnv)
+    assert min(rows._num_resets) >= 8 // 3  # every third of at least 8 steps
+
+
+def test_a_callable_that_makes_all_rows():
+    report = check_env(TorchCartPole)
+    assert report.env_id == "TorchCartPole"
+    assert (report.observation.value, report.action.value) == ("Box[4] float32", "Discrete(2)")
+    assert report.start_varies.value is True
+    assert report.noise == Finding(None, "siblings stayed together in some tens of steps")
+    assert report.tiers["native"].value > 0
+    assert report.tiers["seed"] == Finding(None, "it makes its rows itself, and starts them by native")
+    assert report.branching.value.states == "native"
+    assert list(report.steps_per_second) == ["own"]
+    assert report.steps_per_second["own"].value > 100
+    assert report.training.value[:4] == ("native", "own", 8, "disabled")
+    assert ("training uses", "8 x own, starts by native, autoreset disabled") in table(report)
+
+
+class LeaksTime(TorchCartPole):
+    """Shifts its observations by the number of times it was asked for one."""
+
+    asked = 0
+
+    def observe(self, state):
+        self.asked += 1
+        return super().observe(state) + self.asked
+
+
+def test_rows_that_cheat_and_rows_that_cannot_be_made_are_findings():
+    report = check_env(LeaksTime)
+    reason = "rows that were started with the same seed differ at the start"
+    assert reason in report.training.reason
+    assert reason in report.start_varies.reason
+    assert report.tiers["native"].value is None
+
+    def breaks(num_envs):
+        raise OSError("no device")
+
+    assert check_env(breaks).training == Finding(None, "cannot be made: OSError: no device")
+
+
+def test_envpool_is_timed_where_it_has_the_task_and_tried_out_where_it_is_asked_for():
+    pytest.importorskip("envpool")
+    assert check_env("CartPole-v1").steps_per_second["envpool"].value > 100
+    assert not check.in_envpool("Mine-v0")
+    report = check_env(EnvCfg(id="Catch-v0", vectorization="envpool"))  # no such environment in Gymnasium
+    assert report.training.value[:2] == ("seed", "envpool")
+    assert report.steps_per_second["envpool"].value > 100
+    assert report.tiers["seed"].value > 0
+    assert report.branching.value is None
+    with pytest.raises(UnknownNameError):
+        check_env(EnvCfg(id="Catsh-v0", vectorization="envpool"))
+
+
 def test_a_cheat_is_refused_with_the_reason():
     report = check_env(Cheats)
     assert report.training.value is None
@@ -156,6 +233,8 @@ def test_what_breaks_is_a_finding(env, reason):
     findings = [report.noise, report.training, report.branching, report.tiers["seed"], report.steps_per_second["sync"]]
     assert [found.value for found in findings] == [None] * 5
     assert [found.reason for found in findings] == [reason] * 5
+    assert "Traceback" not in report.steps_per_second["async"].reason
+    assert reason.partition(": ")[2] in report.steps_per_second["async"].reason
     assert all(text for _, text in table(report)[:4])
 
 

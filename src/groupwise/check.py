@@ -8,11 +8,13 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from groupwise.config import resolve
 from groupwise.envs import check
-from groupwise.envs.base import GroupEnv
+from groupwise.envs.base import GroupEnv, GroupStartReport
 from groupwise.envs.check import Branching, Finding, Maker, attempt
 from groupwise.envs.configs import EnvCfg, StartTier
+from groupwise.envs.groups import verify_group_start
 from groupwise.envs.make import make_env
 from groupwise.envs.rows import RowsGroupEnv
+from groupwise.envs.self_vectorised import makes_rows
 from groupwise.errors import GroupwiseError
 from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.distributions import make_head
@@ -26,7 +28,7 @@ class Training(NamedTuple):
     tier: StartTier
     """How siblings share a start."""
     vectorization: str
-    """``entry_point``; ``sync``: one after another in this process; ``async`` or ``envpool``, if the settings say so."""
+    """``entry_point``; ``sync``: one after another in this process; ``async`` or ``envpool``, if the settings say so; ``own``: the callable makes all rows."""
     num_envs: int
     autoreset: str
     passed_over: tuple[str, ...]
@@ -56,7 +58,7 @@ class EnvReport(NamedTuple):
     entry_point_autoreset: Finding[str]
     """Who resets finished rows in the environment's own vectorised version."""
     steps_per_second: dict[str, Finding[float]]
-    """With 8 environments, by vectorisation, on this machine."""
+    """With 8 environments, by vectorisation, on this machine. ``sync`` and ``async``: of rows in groups. ``envpool``: where it is installed and has this task. ``own`` alone: of a callable that makes all rows."""
     training: Finding[Training]
 
 
@@ -64,7 +66,8 @@ def check_env(env: str | EnvCfg | Maker) -> EnvReport:
     """What an environment offers to training, found out by trying for some seconds.
 
     Args:
-        env: a Gymnasium id, an ``EnvCfg`` (for ``kwargs`` and the step limit), or a callable that returns one environment.
+        env: a Gymnasium id, an ``EnvCfg`` (for ``kwargs`` and the step limit), or a callable that returns one environment
+            or, given ``num_envs``, a whole ``GroupEnv``. With ``vectorization="envpool"`` EnvPool's version is tried out.
 
     Raises:
         UnknownNameError: nobody registered this id.
@@ -78,6 +81,11 @@ def check_env(env: str | EnvCfg | Maker) -> EnvReport:
 
 
 def _check(given: EnvCfg, make: Maker | None) -> EnvReport:
+    cfg = given
+    if make is None:  # the environment's preset says how training makes it
+        cfg = resolve(given.id, env={name: vars(given)[name] for name in given.model_fields_set - {"id"}}).env
+    if cfg.vectorization == "envpool" or (make is not None and makes_rows(make)):
+        return _check_rows(cfg, make)
     try:
         single = check.make_single(given, make)
     except GroupwiseError:
@@ -86,9 +94,7 @@ def _check(given: EnvCfg, make: Maker | None) -> EnvReport:
         return _broken(given.id, check.reason_of(error))
     env_id = type(single.unwrapped).__name__ if single.spec is None else single.spec.id
     single.close()
-    cfg = given
-    if make is None:  # the environment's preset says how training makes it
-        cfg = resolve(given.id, env={name: vars(given)[name] for name in given.model_fields_set - {"id"}}).env
+    ways = (*check.VECTORIZATIONS, "envpool") if make is None and check.in_envpool(cfg.id) else check.VECTORIZATIONS
     observation = attempt(lambda: check.observation_support(cfg, make))
     action = attempt(lambda: _action_support(single.action_space))
     trial = _attempt_nothing if observation.value is None else attempt
@@ -104,9 +110,47 @@ def _check(given: EnvCfg, make: Maker | None) -> EnvReport:
         {tier: trial(partial(check.tier_cost, cfg, make, tier)) for tier in check.TIERS},
         branching,
         attempt(lambda: check.entry_point_autoreset(cfg, make)),
-        {way: trial(partial(check.steps_per_second, cfg, make, way)) for way in check.VECTORIZATIONS},
+        {way: trial(partial(check.steps_per_second, cfg, make, way)) for way in ways},
         training,
     )
+
+
+def _check_rows(cfg: EnvCfg, make: Maker | None) -> EnvReport:
+    """The report on an environment that makes all its rows itself."""
+    plain = check.without_group_settings(cfg).model_copy(update={"autoreset": "disabled"})
+    try:
+        env = make_env(plain, grouped=True, num_envs=check.NUM_ENVS, env=make, verify=False)
+    except GroupwiseError:
+        raise
+    except Exception as error:
+        return _broken(cfg.id, check.reason_of(error))
+    try:
+        found = attempt(lambda: verify_group_start(env))
+        training, branching, siblings_differ = _trained(cfg, make, attempt)
+        return EnvReport(
+            env.env_id,
+            attempt(lambda: check.brief(env.observation_space)),
+            attempt(lambda: _action_support(env.action_space)),
+            Finding(None, found.reason) if found.value is None else Finding(found.value.start_varies),
+            Finding("seen") if siblings_differ else Finding(None, "siblings stayed together in some tens of steps"),
+            {tier: _cost_of_rows(env, tier, found) for tier in check.TIERS},
+            branching,
+            Finding(None, "its rows are reset by the collector"),
+            {"own": attempt(lambda: check.speed(env))}
+            if make is not None
+            else {"envpool": attempt(lambda: check.steps_per_second(cfg, make, "envpool"))},
+            training,
+        )
+    finally:
+        env.close()
+
+
+def _cost_of_rows(env: GroupEnv, tier: StartTier, found: Finding[GroupStartReport]) -> Finding[float]:
+    if tier != env.start_tier:
+        return Finding(None, f"it makes its rows itself, and starts them by {env.start_tier}")
+    if found.value is None:
+        return Finding(None, found.reason)
+    return attempt(lambda: check.start_us(env, env.num_envs) / env.num_envs)
 
 
 def _broken(env_id: str, reason: str) -> EnvReport:
@@ -130,8 +174,11 @@ def _trained(
         return Finding(None, made.reason), Finding(None, made.reason), False
     env, report = made.value, made.value.start_report
     try:
-        found = "sync" if isinstance(env, RowsGroupEnv) else "entry_point"
-        vectorization = found if cfg.vectorization == "auto" else cfg.vectorization
+        vectorization: str = cfg.vectorization
+        if make is not None and makes_rows(make):
+            vectorization = "own"
+        elif vectorization == "auto":
+            vectorization = "sync" if isinstance(env, RowsGroupEnv) else "entry_point"
         chosen = Training(env.start_tier, vectorization, cfg.num_envs, env.autoreset, report.passed_over)
         return Finding(chosen), attempt(lambda: check.branching(env)), report.noise_varies
     finally:

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import gymnasium
@@ -22,14 +23,14 @@ from groupwise.errors import EnvError, GroupwiseError, UnsupportedSpaceError
 
 TIERS: tuple[StartTier, ...] = ("native", "snapshot", "seed", "replay")
 VECTORIZATIONS = ("entry_point", "sync", "async")
-_NUM_ENVS = 8
+NUM_ENVS = 8
 _NUM_SEEDS = 16
 _NUM_STEPS = 200
 _BRANCH_STEPS = 16
 _BUDGET_S = 0.3
 
 T = TypeVar("T")
-Maker: TypeAlias = Callable[..., gymnasium.Env]
+Maker: TypeAlias = Callable[..., gymnasium.Env | GroupEnv]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def reason_of(error: Exception) -> str:
 
 
 def _shortened(message: str) -> str:
-    """Without the mend, and without what the question said already."""
+    """Without the mend and the calls that led there, and without what the question said already."""
+    message = re.sub(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+", "", message)
     message = " ".join(message.partition("; mend: ")[0].split())
     return re.sub(r"^siblings of \S+ cannot share a start( by group_start='\w+')?: ", "", message)
 
@@ -159,7 +161,7 @@ def tier_cost(cfg: EnvCfg, env: Maker | None, tier: StartTier) -> float:
     if native and not offers_entry_point(cfg, env):
         raise EnvError("none is registered")
     asked = {"group_start": tier, "vectorization": "entry_point" if native else "sync", "autoreset": "disabled"}
-    num_envs = _NUM_ENVS if native else 2
+    num_envs = NUM_ENVS if native else 2
     made = make_env(cfg.model_copy(update=asked), grouped=True, num_envs=num_envs, env=env)
     try:
         rows = num_envs if native else 1
@@ -224,26 +226,50 @@ def offers_entry_point(cfg: EnvCfg, env: Maker | None) -> bool:
 def steps_per_second(cfg: EnvCfg, env: Maker | None, vectorization: str) -> float:
     """Environment steps a second with 8 environments and random actions, resets included.
 
+    ``sync`` and ``async`` are the rows that groups are made of, started again when they end; ``entry_point`` and
+    ``envpool`` reset themselves.
+
     Raises:
         EnvError: it cannot be vectorised in this way.
     """
-    autoreset = "next_step"
-    if vectorization == "entry_point":
+    in_groups, autoreset = vectorization in ("sync", "async"), "next_step"
+    if in_groups:
+        autoreset = "disabled"
+    elif vectorization == "entry_point":
         autoreset = entry_point_autoreset(cfg, env)
-    asked = {"vectorization": vectorization, "autoreset": autoreset, "group_start": "auto"}
-    made = make_env(cfg.model_copy(update=asked), num_envs=_NUM_ENVS, env=env)
+    asked = without_group_settings(cfg).model_copy(update={"vectorization": vectorization, "autoreset": autoreset})
+    made = make_env(asked, grouped=in_groups, num_envs=NUM_ENVS, env=env, verify=False)
     try:
-        made.reset(seed=0)
-        actions = sampled_actions(made, 64)
-        for action in actions[:8]:
-            made.step(action)
-        count, begun = 0, time.perf_counter()
-        while time.perf_counter() - begun < _BUDGET_S:
-            made.step(actions[count % len(actions)])
-            count += 1
-        return count * _NUM_ENVS / (time.perf_counter() - begun)
+        return speed(made)
     finally:
         made.close()
+
+
+def speed(env: VectorEnv) -> float:
+    """Environment steps a second with random actions; rows that nobody resets are reset where they end."""
+    env.reset(seed=0)
+    actions = sampled_actions(env, 64)
+    for action in actions[:8]:
+        _step(env, action)
+    count, begun = 0, time.perf_counter()
+    while time.perf_counter() - begun < _BUDGET_S:
+        _step(env, actions[count % len(actions)])
+        count += 1
+    return count * env.num_envs / (time.perf_counter() - begun)
+
+
+def without_group_settings(cfg: EnvCfg) -> EnvCfg:
+    """``cfg`` without what only some ways to make it can do, and what says nothing about the environment."""
+    return cfg.model_copy(update={"group_start": "auto", "random_prefix": 0, "reward_parts": ()})
+
+
+def in_envpool(env_id: str) -> bool:
+    """Whether EnvPool is installed and has a task of this name."""
+    if find_spec("envpool") is None:
+        return False
+    import envpool
+
+    return env_id in envpool.list_all_envs()
 
 
 def median_us(action: Callable[[], object], most: int = 50) -> float:
@@ -263,6 +289,12 @@ def sampled_actions(env: VectorEnv, count: int) -> list[torch.Tensor]:
         torch.from_numpy(np.stack([np.asarray(env.action_space.sample()) for _ in range(env.num_envs)]))
         for _ in range(count)
     ]
+
+
+def _step(env: VectorEnv, action: torch.Tensor) -> None:
+    step = env.step(action)
+    if env.autoreset == "disabled" and (over := (step.terminated | step.truncated).cpu().numpy()).any():
+        env.reset(mask=over)
 
 
 def _first(env: VectorEnv, rows: int) -> Mask:

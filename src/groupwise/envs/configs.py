@@ -26,7 +26,7 @@ class EnvCfg(Cfg):
     group_start: Literal["auto", "native", "snapshot", "seed", "replay"] = "auto"
     """How siblings of a group share their start. ``auto`` takes the best tier that passes its check; a named one must pass. Only with groups, as the next two."""
     random_prefix: Annotated[int, Ge(0)] = 0
-    """Up to so many random actions (0 to this, drawn from the start's seed) before a group starts, for environments whose resets are all alike. 0: none."""
+    """Up to so many random actions (0 to this, drawn from the start's seed) before a group starts, for environments whose resets are all alike. They count towards the step limit, as Gymnasium counts. 0: none."""
     reward_parts: tuple[str, ...] = ()
     """Entries of ``info`` that the reward is made of, such as ``reward_forward``; stored beside the reward for credit that needs them."""
     autoreset: Literal["next_step", "same_step", "disabled"] = "disabled"

@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--run-dir")
     args = parser.parse_args()
 
-    cfg = ImitateBestCfg(group_size=8, num_steps=500)
+    cfg = ImitateBestCfg(group_size=8, num_steps=250)
     run = gw.train("CartPole-v1", cfg, seed=0, total_steps=args.total_steps // 2, run_dir=args.run_dir)
     print(f"half way: {run.summary['return_mean']:.1f}")
 

@@ -454,7 +454,7 @@ def test_what_the_policy_cannot_do_is_refused_before_the_first_rollout():
     policy = ActorCritic(OBS, box, PolicyCfg(hidden_sizes=(8,)), actor_only=True)
     with pytest.raises(ConfigError, match="densities; mend: 'clip'"):
         build({"trust_region": "dppo"}, policy)
-    build({"trust_region": "vespo"}, policy)
+    build({"trust_region": "vespo", "ratio": "sequence_product"}, policy)
     with pytest.raises(ConfigError, match=r"seq_mean_token_sum_norm.*max_length"):
         build({"aggregation": "seq_mean_token_sum_norm"})
 

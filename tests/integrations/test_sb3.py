@@ -941,3 +941,18 @@ def padded(obs, action, reward, old):
 def test_it_learns_cartpole():
     model = GRPO("MlpPolicy", "CartPole-v1", gamma=1.0, seed=0).learn(60_000)
     assert evaluate_policy(model, make_vec_env("CartPole-v1", seed=1), 20)[0] >= 400
+
+
+@pytest.mark.parametrize("wrong", ["yes", "Off", False, None])
+def test_an_unknown_way_to_share_starts_is_refused(wrong):
+    model = corridor(_init_setup_model=False)
+    model.shared_starts = wrong  # the constructor's argument is checked by the tests' type checker, which users lack
+    with pytest.raises(gw.ConfigError, match=r"shared_starts is .*expected 'verify', 'trust' or 'off'"):
+        model._setup_model()
+
+
+def test_credit_and_objective_may_be_plain_settings():
+    model = corridor(credit={"scale": "none"}, objective={"clip_low": 0.1})
+    assert model.credit == gw.CreditCfg(scale="none")
+    assert model.objective == gw.ObjectiveCfg(clip_low=0.1)
+    model.learn(32)

@@ -90,8 +90,8 @@ class GRPO(OnPolicyAlgorithm):
         n_epochs: int = 10,
         gamma: float = 0.99,
         group_size: int = 4,
-        credit: CreditCfg | str = PER_STEP,
-        objective: ObjectiveCfg | str = CLIPPED,
+        credit: CreditCfg | dict[str, Any] | str = PER_STEP,
+        objective: ObjectiveCfg | dict[str, Any] | str = CLIPPED,
         kl_coef: float = 0.0,
         kl_ref_iterations: int | None = None,
         shared_starts: Literal["verify", "trust", "off"] = "verify",
@@ -272,10 +272,16 @@ class GRPO(OnPolicyAlgorithm):
         super()._update_current_progress_remaining(self._rollout_began_at, total_timesteps)
 
     def _cfg(self) -> GRPOCfg:
-        if isinstance(self.credit, str):
-            self.credit = CreditCfg(**objective_preset(self.credit).settings["credit"])
-        if isinstance(self.objective, str):
-            self.objective = ObjectiveCfg(**objective_preset(self.objective).settings["objective"])
+        if self.shared_starts not in ("verify", "trust", "off"):
+            raise ConfigError(
+                f"shared_starts is {self.shared_starts!r}, expected 'verify', 'trust' or 'off'; mend: 'verify'"
+            )
+        credit, objective = self.credit, self.objective
+        if isinstance(credit, str):
+            credit = objective_preset(credit).settings["credit"]
+        if isinstance(objective, str):
+            objective = objective_preset(objective).settings["objective"]
+        self.credit, self.objective = CreditCfg.model_validate(credit), ObjectiveCfg.model_validate(objective)
         reference = ReferenceCfg()
         if self.kl_ref_iterations is not None:
             reference = ReferenceCfg(refresh="interval", interval=self.kl_ref_iterations)

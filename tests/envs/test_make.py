@@ -150,7 +150,7 @@ def fails(error):
     ("error", "message"),
     [
         (gymnasium.error.DependencyNotInstalled("run `pip install gymnasium[box2d]`"), r"pip install 'groupwise\[box2d\]'"),
-        (gymnasium.error.DependencyNotInstalled("run `pip install gymnasium[mujoco]`"), r"gymnasium\[mujoco\]`$"),
+        (gymnasium.error.DependencyNotInstalled("run `pip install gymnasium[jax]`"), r"gymnasium\[jax\]`$"),
         (ModuleNotFoundError("No module named 'ale_py'", name="ale_py"), "needs 'ale_py'.*mend: install it"),
     ],
 )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 import groupwise
-from groupwise import cli, config, presets
+from groupwise import cli, config
 from groupwise.errors import RunFolderError
 
 
@@ -216,7 +216,7 @@ def test_resume(api, capsys):
     assert [args for _, args, _ in api] == [(Path("runs/x"), 5), (Path("runs/x"), None)]
 
 
-# --- config, list, help ---
+# --- config, help ---
 
 
 def test_config_prints_a_file_that_train_takes(api, capsys, tmp_path):
@@ -231,47 +231,6 @@ def test_config_prints_a_file_that_train_takes(api, capsys, tmp_path):
 def test_config_schema(capsys):
     assert cli.main(["config", "--schema"]) == 0
     assert json.loads(capsys.readouterr().out)["title"] == "RunCfg"
-
-
-def test_list_shows_presets_algorithms_and_choices_with_sources(capsys):
-    assert cli.main(["list"]) == 0
-    out = capsys.readouterr().out
-    for expected in (
-        "grpo",
-        "ppo",
-        "LunarLander-v3",
-        "dr_grpo",
-        "embodichain",
-        "--algorithm.credit.scale",
-        "batch_std: one deviation",
-        "arxiv.org/abs/2503.20783",
-    ):
-        assert expected in out
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_list_fits_the_terminal_and_says_what_each_preset_chooses(capsys, monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert cli.main(["list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if len(line) > columns and "://" not in line] == []  # addresses stay whole
-    for name, preset in presets.objective_presets().items():
-        start = next(i for i, line in enumerate(lines) if line.startswith(f"{name}: {preset.title[:20]}"))
-        entry = " ".join(line.strip() for line in lines[start : start + 14])
-        for value in preset.settings["objective"].values():
-            assert not isinstance(value, str) or value in entry, name
-
-
-def test_list_shows_what_is_asked_for(capsys):
-    assert cli.main(["list", "cispo"]) == 0
-    out = capsys.readouterr().out
-    assert "objective: token, cispo, cispo (low 0.8, high 1.2), token_mean" in out
-    assert "--algorithm.objective.trust-region" in out
-    assert "embodichain" not in out
-    assert cli.main(["list", "Top_Entropy 0.2"]) == 0
-    assert capsys.readouterr().out.count("https://") == 1
-    assert cli.main(["list", "zzz"]) == 2
-    assert "unknown entry 'zzz'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["", "train", "eval", "resume", "config", "list"])
@@ -311,66 +270,6 @@ def test_plugin_registers_an_algorithm(api, registry, tmp_path):
     assert cli.main(argv) == 0
     cfg = trained(api).algorithm
     assert (cfg.name, cfg.heat, cfg.num_steps) == ("mine", 2.0, 32)  # 32: from the preset of its base
-
-
-# --- several seeds ---
-
-
-@pytest.fixture
-def processes(monkeypatch):
-    """Stands in for the processes of the seeds: each writes its summary, and an unlucky one fails."""
-    started: list[list[str]] = []
-
-    def run(command, *, stdout, env, **options):
-        assert env["OMP_NUM_THREADS"] == "1"
-        started.append(command)
-        seed = int(command[command.index("--seed") + 1])
-        folder = Path(command[command.index("--run-dir") + 1])
-        if seed == 13:
-            stdout.write("out of luck")
-            return SimpleNamespace(returncode=2)
-        folder.mkdir()
-        (folder / "summary.json").write_text(json.dumps({"return_mean": 100.0 + seed, "env_steps": 77}))
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    return started
-
-
-def test_seeds_train_in_a_process_and_a_folder_each(api, capsys, processes, tmp_path):
-    folder = tmp_path / "many"
-    argv = ["train", "CartPole-v1", "--seeds", "0-1,5", "--algorithm.gamma", "0.5", "--run-dir", str(folder)]
-    assert cli.main(argv) == 0
-    assert sorted(command[command.index("--seed") + 1] for command in processes) == ["0", "1", "5"]
-    assert sorted(path.name for path in folder.glob("seed_?")) == ["seed_0", "seed_1", "seed_5"]
-    [settings] = {command[command.index("train") + 1] for command in processes}
-    assert config.load_config(settings) == config.resolve("CartPole-v1", {"gamma": 0.5})
-    out = capsys.readouterr().out
-    assert "105" in out
-    assert api == []
-
-
-def test_seed_command_lines_are_valid(api, processes, tmp_path):
-    folder = tmp_path / "many"
-    assert cli.main(["train", "CartPole-v1", "--seeds", "2", "--run-dir", str(folder)]) == 0
-    [command] = processes
-    assert command[:3] == [sys.executable, "-m", "groupwise"]
-    assert cli.main(command[3:]) == 0
-    assert (trained(api).seed, trained(api).run_dir) == (2, folder / "seed_2")
-
-
-def test_a_failed_seed_shows_in_the_exit_code_and_points_to_its_log(capsys, processes, tmp_path):
-    assert cli.main(["train", "CartPole-v1", "--seeds", "12-13", "--run-dir", str(tmp_path / "many")]) == 1
-    out = capsys.readouterr().out
-    assert "seed 13: failed" in out
-    assert "seed 12: done" in out
-    assert (tmp_path / "many" / "seed_13.log").read_text() == "out of luck"
-
-
-def test_seeds_never_share_a_folder_with_others(capsys, processes, tmp_path):
-    assert cli.main(["train", "CartPole-v1", "--seeds", "0-1", "--run-dir", str(tmp_path)]) == 2
-    assert "is taken" in capsys.readouterr().err
-    assert processes == []
 
 
 # --- speed ---

@@ -4,21 +4,15 @@ Only the commands that train or play import torch, and only once their arguments
 """
 
 import argparse
-import functools
 import importlib.util
 import json
 import os
-import shutil
-import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from groupwise.errors import ConfigError, GroupwiseError, RunFolderError, UnknownNameError
+from groupwise.errors import ConfigError, GroupwiseError, UnknownNameError
 
 USAGE = """usage: groupwise COMMAND ...
 
@@ -173,10 +167,13 @@ def _train(argv: Sequence[str], plugins: list[Path]) -> int:
     parser = Parser(prog="groupwise train", add_help=False)
     parser.add_argument("--seeds")
     options, rest = parser.parse_known_args(argv)
-    seeds = _parse_seeds(options.seeds) if options.seeds is not None else []
+
+    from groupwise import cli_seeds
+
+    seeds = cli_seeds.parse_seeds(options.seeds) if options.seeds is not None else []
     cfg = _parse_config(rest, "groupwise train", TRAIN_HELP)
     if seeds:
-        return _train_seeds(cfg, seeds, plugins)
+        return cli_seeds.train_seeds(cfg, seeds, plugins)
 
     from groupwise import api
 
@@ -218,79 +215,6 @@ def _parse_config(argv: Sequence[str], prog: str, description: str) -> Any:
     return parse_options(argv[0], chosen.algorithm, chosen.preset, options, prog=prog, description=description)
 
 
-def _parse_seeds(text: str) -> list[int]:
-    """Seeds of ``0-9`` or ``0,3,5`` or a mixture."""
-    seeds: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
-            raise ConfigError(f"--seeds {text}: expected a range like 0-9 or a list like 0,3,5")
-        seeds.extend(range(int(first), int(last or first) + 1))
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds {text}: expected each seed once, ranges upwards")
-    return seeds
-
-
-def _train_seeds(cfg: Any, seeds: list[int], plugins: list[Path]) -> int:
-    """A process per seed, as many at once as there are cores; prints a table at the end."""
-    from groupwise.config import to_json
-
-    name = f"{cfg.env.id}-{cfg.algorithm.name}-seeds-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
-    folder = cfg.run_dir or Path("runs", name)
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError as error:
-        raise RunFolderError(f"run folder {str(folder)!r} is taken; mend: give another --run-dir") from error
-    settings = to_json(cfg.model_copy(update={"run_dir": None}))
-    (folder / "settings.json").write_text(settings + "\n", encoding="utf-8")
-    print(f"{len(seeds)} seeds under {folder}", flush=True)
-    exit_codes: dict[int, int] = {}
-    with ThreadPoolExecutor(_num_cores()) as pool:
-        jobs = {pool.submit(_train_one, folder, seed, plugins): seed for seed in seeds}
-        try:
-            for job in as_completed(jobs):
-                exit_codes[jobs[job]] = job.result()
-                print(f"seed {jobs[job]}: {'failed' if job.result() else 'done'}", flush=True)
-        except KeyboardInterrupt:  # running seeds got it too; the others must not start
-            pool.shutdown(cancel_futures=True)
-            raise
-    _print_seeds(folder, {seed: exit_codes[seed] == 0 for seed in seeds})
-    return int(any(exit_codes.values()))
-
-
-def _train_one(folder: Path, seed: int, plugins: list[Path]) -> int:
-    """Exit code of one seed's training; what it printed is in ``seed_<n>.log``."""
-    command = [sys.executable, "-m", "groupwise", "train", str(folder / "settings.json"), "--seed", str(seed)]
-    command += ["--run-dir", str(folder / f"seed_{seed}"), "--logging.progress", "lines"]
-    command += [part for plugin in plugins for part in ("--plugin", str(plugin))]
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    with (folder / f"seed_{seed}.log").open("w", encoding="utf-8") as log:
-        return subprocess.run(command, stdout=log, stderr=log, env=os.environ | threads, check=False).returncode
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def _print_seeds(folder: Path, succeeded: dict[int, bool]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from groupwise.report.folder import RunFolder
-
-    table = Table("seed", "return_mean", "env_steps", "see", box=None)
-    for seed, good in succeeded.items():
-        path = folder / f"seed_{seed}"
-        summary = RunFolder(path).read_summary()
-        numbers = [_number(summary.get(key)) for key in ("return_mean", "env_steps")]
-        table.add_row(str(seed), *(numbers if good else ("failed", "")), str(path if good else f"{path}.log"))
-    Console(highlight=False).print(table)
-
-
-def _number(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, int | float) else "-"
-
-
 def _eval(argv: Sequence[str], plugins: list[Path]) -> int:
     parser = Parser(prog="groupwise eval", description=EVAL_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
@@ -330,80 +254,23 @@ def _resume(argv: Sequence[str], plugins: list[Path]) -> int:
 
 
 def _print_run(run: Any) -> None:
+    from groupwise.cli_seeds import number
+
     for key, value in run.summary.items():
         if value is not None:
-            numbers = ", ".join(map(_number, value)) if isinstance(value, list) else ""
-            print(f"{key}: {f'[{numbers}]' if numbers else _number(value) if isinstance(value, float) else value}")
+            numbers = ", ".join(map(number, value)) if isinstance(value, list) else ""
+            print(f"{key}: {f'[{numbers}]' if numbers else number(value) if isinstance(value, float) else value}")
     print(f"run folder: {run.path}\nnext: groupwise eval {run.path}")
 
 
 def _list(argv: Sequence[str], plugins: list[Path]) -> int:
     parser = Parser(prog="groupwise list", description=LIST_HELP)
     parser.add_argument("text", nargs="?", default="", help="show only entries that contain this, such as dapo or kl")
-    text = parser.parse_args(argv).text
 
-    from groupwise import presets
-    from groupwise.config import algorithm_entry, algorithm_names
+    from groupwise import cli_list
 
-    algorithms = [f"{n}: {(algorithm_entry(n).cfg_type.__doc__ or '').splitlines()[0]}" for n in algorithm_names()]
-    tuned = [f"{env_id}: {', '.join(presets.env_preset(env_id))}" for env_id in presets.env_ids()]
-    papers = {
-        f"{name}: {p.title}": [p.note, *(f"{k}: {_choices_of(v)}" for k, v in p.settings.items()), p.source]
-        for name, p in presets.objective_presets().items()
-    }
-    choices: dict[str, list[str]] = {}
-    for key, choice in presets.choices().items():
-        setting, value = key.rsplit(".", 1)
-        heading = f"--algorithm.{setting.replace('_', '-')}"
-        choices.setdefault(heading, []).append(f"{value}: {choice.note} [{choice.source}]")
-    sections = {
-        "Algorithms: --algorithm NAME": {"": algorithms},
-        "Environments with tuned settings: groupwise train ID": {"": tuned},
-        "Credit and objective of a paper or library: --preset NAME": papers,
-        "Each choice of credit and objective: --algorithm.credit.scale none": choices,
-    }
-    found = {
-        title: {
-            heading: lines for heading, lines in entries.items() if _bare(text) in _bare(" ".join([heading, *lines]))
-        }
-        for title, entries in sections.items()
-    }
-    if not any(found.values()):
-        raise UnknownNameError("entry", text, presets.objective_presets())
-    for title, entries in found.items():
-        _show_entries(title, entries)
+    cli_list.show(parser.parse_args(argv).text)
     return 0
-
-
-def _bare(text: str) -> str:
-    """Text in which options and fields are spelt alike."""
-    return text.lower().replace("_", "-")
-
-
-def _choices_of(tree: dict[str, Any]) -> str:
-    """Settings in a line: a choice by its value, a number or 'none' with its name."""
-    parts = []
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            parts.append(f"{key} ({_choices_of(value)})")
-        else:
-            parts.append(value if isinstance(value, str) and value != "none" else f"{key} {value}")
-    return ", ".join(parts)
-
-
-def _show_entries(title: str, entries: dict[str, list[str]]) -> None:
-    """Print a section: its headings, and below each the lines that belong to it, as wide as the terminal."""
-    if not entries:
-        return
-    width = shutil.get_terminal_size().columns
-    print(f"\n{title}\n{'-' * min(len(title), width)}")
-    wrap = functools.partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
-    for heading, lines in entries.items():
-        indent = "    " if heading else ""
-        wrapped = wrap(heading, subsequent_indent="    ")
-        for line in lines:
-            wrapped += wrap(line, initial_indent=indent, subsequent_indent=indent + "    ")
-        print("\n".join(wrapped))
 
 
 if __name__ == "__main__":

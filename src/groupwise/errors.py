@@ -39,9 +39,7 @@ class UnknownNameError(ConfigError):
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         options = sorted(known)
         near = difflib.get_close_matches(name, options, n=3, cutoff=0.5)
-        hint = (
-            f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(options[:20]) or 'none'}"
-        )
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {_some(options)}"
         super().__init__(f"unknown {kind} {name!r}: {hint}")
 
 
@@ -79,6 +77,19 @@ class RunFolderError(GroupwiseError, ValueError):
 
 class MissingExtraError(GroupwiseError, ImportError):
     """An optional dependency that is not installed."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name most like ``name``, as the end of a message; empty if none is like it."""
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _some(names: list[str]) -> str:
+    """All names, or of very many the first, and how many there are besides."""
+    if len(names) <= 60:
+        return ", ".join(names) or "none"
+    return f"{', '.join(names[:20])} and {len(names) - 20} more"
 
 
 def require_extra(module: str, extra: str) -> None:

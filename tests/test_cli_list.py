@@ -1,0 +1,87 @@
+import pytest
+
+from groupwise import cli, config, presets
+from groupwise.algorithms.configs import PPOCfg
+
+
+def listed(capsys, word):
+    assert cli.main(["list", word]) == 0
+    return capsys.readouterr().out
+
+
+def test_list_shows_presets_algorithms_and_choices_with_sources(capsys):
+    assert cli.main(["list"]) == 0
+    out = capsys.readouterr().out
+    for expected in (
+        "grpo",
+        "ppo",
+        "LunarLander-v3",
+        "dr_grpo",
+        "embodichain",
+        "--algorithm.credit.scale",
+        "batch_std: one deviation",
+        "arxiv.org/abs/2503.20783",
+    ):
+        assert expected in out
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_list_fits_the_terminal_and_says_what_each_preset_chooses(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert cli.main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > columns and "://" not in line] == []  # addresses stay whole
+    for name, preset in presets.objective_presets().items():
+        start = next(i for i, line in enumerate(lines) if line.startswith(f"{name}: {preset.title[:20]}"))
+        entry = " ".join(line.strip() for line in lines[start : start + 14])
+        for value in preset.settings["objective"].values():
+            assert not isinstance(value, str) or value in entry, name
+
+
+def test_list_shows_what_is_asked_for(capsys):
+    assert cli.main(["list", "cispo"]) == 0
+    out = capsys.readouterr().out
+    assert "objective: token, cispo, cispo (low 0.8, high 1.2), token_mean" in out
+    assert "--algorithm.objective.trust-region" in out
+    assert "embodichain" not in out
+    assert cli.main(["list", "Top_Entropy 0.2"]) == 0
+    assert capsys.readouterr().out.count("https://") == 1
+
+
+def test_list_shows_nothing_but_what_contains_the_word(capsys):
+    out = listed(capsys, "gspo")
+    assert "--algorithm.objective.ratio" in out
+    assert "sequence_token: " in out
+    assert "sequence_product: " not in out  # another choice of the same setting, which has nothing to do with it
+    out = listed(capsys, "CartPole-v1")
+    assert "CartPole-v1: grpo, ppo" in out
+    assert "Acrobot" not in out
+    assert "Algorithms" not in out
+
+
+def test_list_of_a_setting_shows_all_its_choices_under_one_heading(capsys):
+    out = listed(capsys, "credit.scale")
+    values = [key.rsplit(".", 1)[1] for key in presets.choices() if key.startswith("credit.scale.")]
+    assert len(values) > 3
+    assert all(f"    {value}: " in out for value in values)
+    assert out.count("--algorithm.credit.scale\n") == 1
+
+
+def test_list_of_an_unknown_word_names_the_nearest_or_every_preset(capsys):
+    assert cli.main(["list", "gspoo"]) == 2
+    assert "no entry contains 'gspoo'; did you mean 'gspo'?" in capsys.readouterr().err
+    assert cli.main(["list", "qqq"]) == 2
+    err = capsys.readouterr().err
+    assert all(name in err for name in presets.objective_presets())
+    assert len(presets.objective_presets()) > 20
+    assert err.count("\n") == 1
+
+
+def test_list_takes_an_algorithm_that_says_nothing_of_itself(capsys, monkeypatch):
+    class SilentCfg(PPOCfg):
+        name: str = "silent"
+
+    monkeypatch.setattr(
+        config, "_ALGORITHMS", {**config._ALGORITHMS, "silent": config.AlgorithmEntry(SilentCfg, "x:y")}
+    )
+    assert "\nsilent:\n" in listed(capsys, "silent")

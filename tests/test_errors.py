@@ -1,0 +1,14 @@
+import pytest
+
+from groupwise.errors import UnknownNameError, nearest
+
+
+@pytest.mark.parametrize(("count", "end"), [(60, "w58, w59"), (61, "w18, w19 and 41 more")])
+def test_a_list_of_known_names_says_what_it_leaves_out(count, end):
+    names = [f"w{i:02d}" for i in range(count)]
+    assert str(UnknownNameError("word", "QQQ", names)).endswith(end)
+
+
+def test_nearest_is_the_end_of_a_message_or_nothing():
+    assert nearest("learning_rat", ["gamma", "learning_rate"]) == "; did you mean 'learning_rate'?"
+    assert nearest("qqq", ["gamma", "learning_rate"]) == ""

@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from groupwise import config, presets
 from groupwise.algorithms.configs import AlgorithmCfg, CreditCfg, GRPOCfg, ObjectiveCfg, PPOCfg
@@ -217,7 +217,7 @@ def test_file_that_is_no_text_is_named(tmp_path):
     ("algorithm", "fields", "message"),
     [
         ({"learning_rat": 1}, {}, r"unknown key 'learning_rat' in algorithm; did you mean 'learning_rate'\?"),
-        ({"name": "ppo", "group_size": 4}, {}, r"unknown key 'group_size' in algorithm"),
+        ({"name": "ppo", "group_size": 4}, {}, r"algorithm\.group_size: .* of grpo, not of ppo; mend: "),
         ({"credit": {"scail": "std"}}, {}, r"unknown key 'scail' in algorithm\.credit; did you mean 'scale'\?"),
         (None, {"xyz": 1}, r"unknown key 'xyz'; known: .*total_steps"),
         ({"credit": {"scale": "stdd"}}, {}, r"algorithm\.credit\.scale = 'stdd': .*did you mean 'std'\?"),
@@ -249,6 +249,28 @@ def test_every_mistake_is_reported_at_once():
 def test_unknown_preset_names_the_nearest():
     with pytest.raises(UnknownNameError, match="did you mean 'dr_grpo'"):
         resolve("CartPole-v1", preset="dr_grp")
+
+
+# --- built in Python ---
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: GRPOCfg(learning_rat=1), r"GRPOCfg: unknown key 'learning_rat'; did you mean 'learning_rate'\?$"),
+        (lambda: GRPOCfg(credit={"scal": "std"}), r"GRPOCfg: unknown key 'scal' in credit; did you mean 'scale'\?$"),
+        (lambda: PPOCfg(gamma=2, vf_coef=-1), r"PPOCfg: gamma = 2: .*equal to 1\nPPOCfg: vf_coef = -1: .*equal to 0$"),
+        (lambda: RunCfg(algorithm={"name": "ppo", "gae_lamda": 1}), r"did you mean 'gae_lambda'\?$"),
+        (
+            lambda: RunCfg(algorithm={"group_siz": 1}),
+            r"unknown key 'group_siz' in algorithm; did you mean 'group_size'",
+        ),
+    ],
+)
+def test_a_config_built_in_python_complains_as_a_file_does(build, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        build()
+    assert isinstance(caught.value, ValueError)
 
 
 # --- registry ---
@@ -314,7 +336,7 @@ def test_unregistered_config_is_refused():
     class StrangerCfg(PPOCfg):
         """Not registered, but with a known name."""
 
-    with pytest.raises(ValidationError, match=r"mend: register_algorithm\(StrangerCfg\)"):
+    with pytest.raises(ConfigError, match=r"mend: register_algorithm\(StrangerCfg\)"):
         RunCfg(algorithm=StrangerCfg())
 
 

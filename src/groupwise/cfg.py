@@ -1,9 +1,13 @@
-"""The base of every config class: frozen, no unknown keys, documented fields. Imports no torch."""
+"""The base of every config class: frozen, no unknown keys, documented fields, clear complaints. Imports no torch."""
 
-from typing import Annotated
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from groupwise.errors import ConfigError, nearest
 
 PositiveInt = Annotated[int, Ge(1)]
 Positive = Annotated[float, Gt(0)]
@@ -12,8 +16,68 @@ Fraction = Annotated[float, Ge(0), Le(1)]
 
 
 class Cfg(BaseModel):
-    """A frozen group of settings. Each field's docstring gives meaning, unit, range and where its default comes from."""
+    """A frozen group of settings. Each field's docstring gives meaning, unit, range and where its default comes from.
+
+    Raises:
+        ConfigError: a field is unknown or its value impossible.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+    def __init__(self, /, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            said = [explain(item, type(self), fields) for item in complaints(error)]
+            raise ConfigError("\n".join(f"{type(self).__name__}: {line}" for line in said)) from error
+
+    # so marked, it is run for what a user builds, and not for each config inside another
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @classmethod
+    def child_type(cls, key: str, fields: Mapping[str, Any]) -> "type[Cfg] | None":
+        """Config class of a field; None where it holds plain data or does not exist.
+
+        Args:
+            fields: what the config is made of, where the class depends on that.
+        """
+        kind = cls.model_fields[key].annotation if key in cls.model_fields else None
+        return kind if isinstance(kind, type) and issubclass(kind, Cfg) else None
+
+
+def complaints(error: ValidationError) -> list[dict[str, Any]]:
+    """Pydantic's complaints, one per wrong setting."""
+    return [{**item} for item in error.errors(include_url=False)]
+
+
+def explain(item: Mapping[str, Any], root: type[Cfg], fields: Mapping[str, Any]) -> str:
+    """One line on a complaint: key path, value, what was expected, the nearest name.
+
+    Args:
+        root: the config that was to be made, of ``fields``.
+    """
+    loc = tuple(map(str, item["loc"]))
+    path = ".".join(loc)
+    match item["type"]:
+        case "extra_forbidden":
+            return _explain_unknown_key(loc, root, fields)
+        case "literal_error":
+            choices = re.findall(r"[^\s',]+(?=')|\b\d+\b", item["ctx"]["expected"])
+            return f"{path} = {item['input']!r}: expected one of {', '.join(choices)}{nearest(str(item['input']), choices)}"
+        case "value_error":
+            return f"{path}: {item['ctx']['error']}" if path else str(item["ctx"]["error"])
+        case _:
+            return f"{path} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def _explain_unknown_key(loc: tuple[str, ...], root: type[Cfg], fields: Mapping[str, Any]) -> str:
+    parent: type[Cfg] | None = root
+    for key in loc[:-1]:
+        parent = parent.child_type(key, fields) if parent else None
+        inside = fields.get(key)
+        fields = inside if isinstance(inside, Mapping) else {}
+    known = sorted(parent.model_fields) if parent else []
+    where = f" in {'.'.join(loc[:-1])}" if len(loc) > 1 else ""
+    return f"unknown key {loc[-1]!r}{where}{nearest(loc[-1], known) or '; known: ' + ', '.join(known)}"

@@ -5,13 +5,12 @@ JSON data under ``presets/``: one file per environment, and ``objectives.json`` 
 objective that papers and libraries use. Imports no torch, so that the command line answers at once.
 """
 
-import difflib
 import functools
 import importlib
 import json
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -28,7 +27,7 @@ from pydantic import (
 
 from groupwise import presets
 from groupwise.algorithms.configs import AlgorithmCfg, GRPOCfg, PPOCfg
-from groupwise.cfg import Cfg, PositiveInt
+from groupwise.cfg import Cfg, PositiveInt, complaints, explain
 from groupwise.envs.configs import EnvCfg
 from groupwise.errors import ConfigError, UnknownNameError
 from groupwise.policies.configs import PolicyCfg
@@ -104,6 +103,20 @@ def algorithm_names() -> list[str]:
     return sorted(_ALGORITHMS)
 
 
+def algorithms_with(field: str) -> list[str]:
+    """Names of the algorithms that have a setting of this name."""
+    return [name for name in algorithm_names() if field in _ALGORITHMS[name].cfg_type.model_fields]
+
+
+def explain_other_algorithm(field: str, algorithm: str) -> str:
+    """What to say where a setting is given to an algorithm that has none of this name, while others do."""
+    owners = algorithms_with(field)
+    return (
+        f"{field!r} is a setting of {' and '.join(owners)}, not of {algorithm}; "
+        f"mend: leave it out, or choose algorithm {' or '.join(map(repr, owners))}"
+    )
+
+
 def _default_name(cfg_type: type[AlgorithmCfg]) -> str | None:
     default = cfg_type.model_fields["name"].default
     return default if isinstance(default, str) else None
@@ -173,6 +186,13 @@ class RunCfg(Cfg):
     """Metrics and progress."""
     run_dir: Path | None = None
     """Folder of the run, new or empty. None: a fresh one under ``runs/``."""
+
+    @classmethod
+    def child_type(cls, key: str, fields: Mapping[str, Any]) -> type[Cfg] | None:
+        """Config class of a field; that of the algorithm follows from its name."""
+        if key != "algorithm" or not isinstance(fields.get(key), dict):
+            return super().child_type(key, fields)
+        return algorithm_entry(str(fields[key].get("name", DEFAULT_ALGORITHM))).cfg_type
 
     @field_validator("algorithm", mode="before")
     @classmethod
@@ -261,10 +281,11 @@ def _resolve(layers: list[Tree], preset: str | None) -> RunCfg:
     if preset is not None:
         base = _with_objective(base, str(preset), cfg_type)
     base = _merge(base, {"algorithm": {"name": name}}, RunCfg, cfg_type)
+    tree = _merge(base, given, RunCfg, cfg_type)
     try:
-        return RunCfg.model_validate(_merge(base, given, RunCfg, cfg_type))
+        return RunCfg.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain({**item}, cfg_type, base, given) for item in error.errors(include_url=False)]
+        lines = [_complaint(item, tree, base, given) for item in complaints(error)]
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -346,54 +367,26 @@ def _plain(value: Any) -> Any:
     return {**tree, "name": value.name} if isinstance(value, AlgorithmCfg) else tree
 
 
-def _child(parent: type[Cfg] | None, key: str, algorithm_type: type[AlgorithmCfg]) -> type[Cfg] | None:
-    """Config class of a field, None where it holds plain data or does not exist."""
-    if parent is None or key not in parent.model_fields:
-        return None
-    kind = algorithm_type if parent is RunCfg and key == "algorithm" else parent.model_fields[key].annotation
-    return kind if isinstance(kind, type) and issubclass(kind, Cfg) else None
-
-
 def _merge(low: Tree, high: Tree, parent: type[Cfg], algorithm_type: type[AlgorithmCfg]) -> Tree:
     """``high`` over ``low``: configs field by field, everything else (numbers, lists, keyword arguments) as a whole."""
     merged = dict(low)
     for key, value in high.items():
-        child = _child(parent, key, algorithm_type)
+        child = algorithm_type if (parent, key) == (RunCfg, "algorithm") else parent.child_type(key, high)
         both = isinstance(value, dict) and isinstance(low.get(key), dict)
         merged[key] = _merge(low[key], value, child, algorithm_type) if child and both else value
     return merged
 
 
-def _explain(item: Tree, algorithm_type: type[AlgorithmCfg], base: Tree, given: Tree) -> str:
-    """One line on one of pydantic's complaints: key path, value, what was expected, the nearest name."""
+def _complaint(item: Tree, tree: Tree, base: Tree, given: Tree) -> str:
+    """One line on one of pydantic's complaints about the settings in ``tree``, which are ``given`` over ``base``."""
     loc = tuple(map(str, item["loc"]))
-    path = ".".join(loc)
-    match item["type"]:
-        case "extra_forbidden":
-            return _explain_unknown_key(loc, algorithm_type)
-        case "literal_error":
-            choices = re.findall(r"[^\s',]+(?=')|\b\d+\b", item["ctx"]["expected"])
-            return f"{path} = {item['input']!r}: expected one of {', '.join(choices)}{_nearest(str(item['input']), choices)}"
-        case "value_error":
-            said = f"{path}: {item['ctx']['error']}" if path else str(item["ctx"]["error"])
-            theirs = sorted(_at(base, loc).keys() - _at(given, loc).keys())
-            return f"{said} (from the preset: {', '.join(theirs)})" if theirs and len(loc) > 1 else said
-        case _:
-            return f"{path} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
-
-
-def _explain_unknown_key(loc: tuple[str, ...], algorithm_type: type[AlgorithmCfg]) -> str:
-    parent: type[Cfg] | None = RunCfg
-    for key in loc[:-1]:
-        parent = _child(parent, key, algorithm_type)
-    known = sorted(parent.model_fields) if parent else []
-    where = f" in {'.'.join(loc[:-1])}" if len(loc) > 1 else ""
-    return f"unknown key {loc[-1]!r}{where}{_nearest(loc[-1], known) or '; known: ' + ', '.join(known)}"
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    name = str(tree["algorithm"]["name"])
+    if item["type"] == "extra_forbidden" and len(loc) == 2 and loc[0] == "algorithm" and algorithms_with(loc[1]):
+        return f"{'.'.join(loc)}: {explain_other_algorithm(loc[1], name)}"
+    said = explain(item, RunCfg, tree)
+    theirs = sorted(_at(base, loc).keys() - _at(given, loc).keys())
+    from_preset = item["type"] == "value_error" and theirs and len(loc) > 1
+    return f"{said} (from the preset: {', '.join(theirs)})" if from_preset else said
 
 
 def _at(tree: Any, loc: tuple[str, ...]) -> Tree:

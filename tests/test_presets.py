@@ -1,5 +1,7 @@
 """The presets that name papers and libraries: each trains, and says what its source says."""
 
+from typing import get_args
+
 import gymnasium
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from groupwise.algorithms.configs import CreditCfg, GRPOCfg, ObjectiveCfg
 from groupwise.algorithms.objective_configs import CispoCfg, CorrectionCfg, CovarianceCfg, DppoCfg
 from groupwise.config import resolve
 from groupwise.engines.base import Engine
+from groupwise.errors import DataError
 from groupwise.training.build import GIVEN, Given, build_parts
 
 
@@ -38,7 +41,7 @@ class Paid(gymnasium.Env):
         return self.look(), sum(parts.values()), self.steps == 3, False, parts
 
 
-@pytest.mark.parametrize("name", sorted(presets.objective_presets().keys() - {"gdpo"}))
+@pytest.mark.parametrize("name", sorted(presets.objective_presets().keys() - {"gdpo", "agilerl_turn_ratio"}))
 def test_every_preset_trains(name):
     start, end = trained(resolve("CartPole-v1", SMALL, preset=name, env={"num_envs": 4}), Given())
     # every step of CartPole has the same reward, from which process supervision learns nothing
@@ -49,6 +52,21 @@ def test_gdpo_trains_on_the_parts_of_a_reward():
     env = {"num_envs": 4, "max_episode_steps": 3, "reward_parts": ("earned", "lost")}
     start, end = trained(resolve(GIVEN, SMALL, preset="gdpo", env=env), Given(env=Paid))
     assert not torch.equal(end, start)
+
+
+def test_a_ratio_of_turns_trains_on_turns_and_says_what_it_needs():
+    parts = build_parts(
+        resolve("CartPole-v1", SMALL, preset="agilerl_turn_ratio", env={"num_envs": 4}), Given(), Engine()
+    )
+    parts.buffer.add(parts.collector.collect(12, rollout=parts.buffer.start_rollout()))
+    rollout = parts.buffer.get()
+    with pytest.raises(DataError, match=r"needs turn_id.*mend: ratio='token'"):
+        parts.algorithm.update(rollout)
+    rollout["turn_id"] = rollout["step"] // 3
+    start = parameters(parts.algorithm.policy)
+    parts.algorithm.update(rollout)
+    assert not torch.equal(parameters(parts.algorithm.policy), start)
+    parts.env.close()
 
 
 SMALL = GRPOCfg(num_steps=12, num_epochs=2, minibatch_size=24, group_size=4, kl_coef=0.01)
@@ -75,6 +93,33 @@ def test_presets_whose_kl_is_taken_off_the_rewards(name):
         "reward",
         "k1",
     )
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        ("ratio", "turn"),
+        ("aggregation", "seq_mean_token_sum_norm"),
+        ("kl_estimator", "k2"),
+        ("kl_estimator", "k3+"),
+        ("kl_estimator", "abs"),
+    ],
+)
+def test_choices_that_libraries_have_are_in_a_preset(choice, name):
+    objectives = [ObjectiveCfg(**preset.settings["objective"]) for preset in presets.objective_presets().values()]
+    assert name in [objective.model_dump()[choice] for objective in objectives]
+
+
+def test_every_sampler_correction_is_in_a_preset():
+    objectives = [ObjectiveCfg(**preset.settings["objective"]) for preset in presets.objective_presets().values()]
+    weights = get_args(CorrectionCfg.model_fields["weight"].annotation)
+    assert {objective.correction.weight for objective in objectives} == set(weights)
+
+
+def test_gigpo_and_icepop_say_whose_numbers_they_are():
+    assert "--algorithm.gamma 0.95" in presets.objective_preset("gigpo").note
+    assert "--algorithm.gamma 0.95" in presets.objective_preset("gigpo_no_std").note
+    assert "AgileRL" in presets.objective_preset("icepop").note
 
 
 def test_presets_of_one_name_in_several_libraries_are_those_libraries():

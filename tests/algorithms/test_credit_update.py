@@ -22,9 +22,9 @@ LENGTHS = [[3, 2], [4, 4], [2, 3], [4, 1]]  # of the episodes in each row; two r
 class Watched(GRPO):
     """Keeps the advantages that the objective was given."""
 
-    def objective_data(self, batch, data, advantage, num_episodes):
+    def objective_data(self, batch, data, advantage, num_episodes, start=None):
         self.advantage = advantage.clone()
-        return super().objective_data(batch, data, advantage, num_episodes)
+        return super().objective_data(batch, data, advantage, num_episodes, start)
 
 
 def build(space=None, moved=0.0, **cfg):

@@ -1,9 +1,20 @@
+import copy
+
 import pytest
 import torch
+from objective_updates import (
+    make_policy,
+    make_rollout,
+    parameters,
+    updated,
+)
 
-from groupwise.algorithms.configs import GRPOCfg, ObjectiveCfg
+from groupwise.algorithms.configs import GRPOCfg, ObjectiveCfg, PPOCfg
 from groupwise.algorithms.entropy import EntropyControl
+from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.objective_configs import EntropyCfg
+from groupwise.algorithms.ppo import PPO
+from groupwise.errors import ConfigError
 
 ADAPTIVE = {"control": "adaptive", "target": 0.5, "step": 0.1, "max_coef": 0.25}
 
@@ -42,3 +53,43 @@ def test_a_saved_control_goes_on_where_it_was():
         control.adapt(torch.tensor(0.1))
     assert one.state_dict() == two.state_dict()
     assert two.loss(torch.ones(1)).item() == pytest.approx(-0.2)
+
+
+def test_the_entropy_of_every_optimiser_step_moves_the_weight():
+    # 68 steps in 4 minibatches, 2 epochs: 8 times up from 0, entropy ln 3 at most
+    _, metrics = updated({"entropy": ADAPTIVE | {"target": 9.0, "step": 0.01}}, minibatch_size=17, num_epochs=2)
+    assert metrics["train/ent_coef"].item() == pytest.approx(0.08)
+    _, metrics = updated({"entropy": ADAPTIVE | {"target": -9.0, "step": 0.01}}, ent_coef=0.2, num_epochs=3)
+    assert metrics["train/ent_coef"].item() == pytest.approx(0.17)
+
+
+def test_the_bonus_keeps_the_entropy_up():
+    low = updated({}, num_epochs=30)[1]["train/entropy"]
+    held = updated({"entropy": ADAPTIVE | {"target": 1.05, "max_coef": 1.0}}, num_epochs=30)[1]["train/entropy"]
+    assert held > low + 0.01
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_the_weight_goes_on_where_it_was(kind):
+    actor_only = kind == "grpo"
+    cls, cfg_cls = (GRPO, GRPOCfg) if actor_only else (PPO, PPOCfg)
+    objective = ObjectiveCfg(entropy=EntropyCfg(control="adaptive", target=1.0, step=0.013))
+    cfg = cfg_cls(num_epochs=3, minibatch_size=30, learning_rate=0.05, ent_coef=0.01, objective=objective)
+    one = cls(cfg, make_policy(actor_only))
+    rollout = make_rollout(one.policy)
+    one.update(rollout)
+    two = cls(cfg, copy.deepcopy(one.policy))
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
+    metrics = [algorithm.update(rollout) for algorithm in (one, two)]
+    assert torch.equal(parameters(one), parameters(two))
+    assert torch.equal(metrics[0]["train/ent_coef"], metrics[1]["train/ent_coef"])
+    assert one.state_dict()["entropy"] == two.state_dict()["entropy"]
+
+
+def test_adapting_needs_an_algorithm_that_measures_the_entropy():
+    class Silent(GRPO):
+        metric_names = ("loss",)
+
+    objective = ObjectiveCfg(entropy=EntropyCfg(control="adaptive"))
+    with pytest.raises(ConfigError, match="Silent does not measure; mend"):
+        Silent(GRPOCfg(objective=objective), make_policy())

@@ -815,7 +815,7 @@ def test_without_kl_there_is_no_reference():
 def test_presets_by_name(preset):
     settings = objective_presets()[preset].settings
     objective = gw.ObjectiveCfg(**settings["objective"])
-    if objective.aggregation == "constant":
+    if objective.aggregation in ("constant", "seq_mean_token_sum_norm"):
         objective = objective.model_copy(update={"max_length": 6})
     model = corridor(credit=preset, objective=preset if objective.max_length is None else objective)
     assert (model.credit, model.objective) == (gw.CreditCfg(**settings["credit"]), objective)

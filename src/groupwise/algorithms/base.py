@@ -89,15 +89,24 @@ class BaseAlgorithm(ABC):
         return {key: batch[key] for key in (*self.policy.batch_keys, "loss_mask", "episode_id")}
 
     def objective_data(
-        self, batch: TensorDict, data: dict[str, Nested], advantage: Tensor, num_episodes: int
+        self,
+        batch: TensorDict,
+        data: dict[str, Nested],
+        advantage: Tensor,
+        num_episodes: int,
+        start: Evaluation | None = None,
     ) -> dict[str, Nested]:
-        """``data`` with the advantages, and with what the configured objective reads besides them."""
+        """``data`` with the advantages, and with what the configured objective reads besides them.
+
+        Args:
+            start: what the policy says of every step at the update's start, if that is known already.
+        """
         more = objective_data(
             self.cfg.objective,
             batch,
             advantage,
             num_episodes,
-            lambda: self.score(self.policy, data),
+            lambda: self.score(self.policy, data) if start is None else start,
             seed=derive_seed(self.seed, "objective", self.iteration),
             all_sum=self.engine.sum,
         )

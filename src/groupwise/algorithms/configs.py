@@ -65,7 +65,7 @@ class CreditCfg(Cfg):
     early_finisher: Literal["absorb", "mask", "trajectory"] = "mask"
     """With ``group_step``, at steps after a sibling ended: a *terminated* sibling counts with return 0 and a truncated one is absent; every ended sibling is absent; the step takes the trajectory's advantage instead."""
     lone_member: Literal["zero", "trajectory"] = "zero"
-    """Where nothing is left to compare with: advantage 0, or the trajectory's advantage (0 in a group of one)."""
+    """With ``group_step``, where nothing is left to compare with: advantage 0, or the trajectory's advantage (0 in a group of one)."""
     eps: NonNegative = 1e-4
     """Added to the deviation, in units of the score. 1e-8 turns float noise into full-size advantages."""
     anchor_weight: NonNegative = 0.0
@@ -86,6 +86,10 @@ class CreditCfg(Cfg):
         if self.returns == "turn" and self.group_key != "group_step":
             raise ValueError(
                 f"returns='turn' compares the same turn; got group_key={self.group_key!r}, mend: group_key='group_step'"
+            )
+        if self.group_key == "group" and (self.early_finisher, self.lone_member) != ("mask", "zero"):
+            raise ValueError(
+                f"early_finisher and lone_member say what single steps are compared with; got {self.early_finisher!r} and {self.lone_member!r} with group_key='group', mend: group_key='group_step', or leave both out"
             )
         if self.part_weights and self.reward != "parts":
             raise ValueError(
@@ -141,9 +145,9 @@ class BranchCfg(Cfg):
     at: Literal["uniform", "entropy", "return_spread"] = "uniform"
     """Where: anywhere along the stem alike, or with a probability that grows with the policy's entropy, or with the spread of the siblings' returns from there on."""
     horizon: PositiveInt | None = None
-    """Branches are cut (truncated) after so many steps. None: they run to the episode's end."""
+    """Branches, and groups from ``harder`` states, are cut (truncated) after so many steps. None: they run to the episode's end."""
     trained_steps: PositiveInt | None = None
-    """Only the first so many steps of a branch are trained on; the rest just shows where they led. None: all."""
+    """Only the first so many steps of these are trained on; the rest just shows where they led. None: all."""
     stem: Literal["group", "single"] = "group"
     """Stems are the members of ordinary groups and are trained on as such, or single episodes that are only branched from."""
 

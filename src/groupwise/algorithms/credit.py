@@ -47,6 +47,8 @@ class CreditInput(NamedTuple):
     """Moving average of the attempts' scores up to this rollout (``baseline="ema"``)."""
     choice_variance: Float[Tensor, "row step"] | None = None
     """How much chance was in each choice (``baseline="optimal_token"``)."""
+    parts: Float[Tensor, "row step part"] | None = None
+    """Parts of the reward in the scale of ``reward`` (``cfg.reward="parts"``). None: as they are in the batch."""
 
     @property
     def done(self) -> Bool[Tensor, "row step"]:
@@ -134,7 +136,7 @@ def next_score_average(credit: CreditInput) -> Float[Tensor, ""]:
 def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
     """Advantages by the independent choices of ``CreditCfg``."""
     advantage = torch.zeros_like(credit.reward)
-    for weight, reward in _rewards(credit):
+    for weight, reward in compared_rewards(credit):
         part = credit._replace(reward=reward)
         advantage = advantage + weight * compared(part)
         if credit.cfg.anchor_weight:
@@ -220,6 +222,8 @@ def per_turn(credit: CreditInput) -> Float[Tensor, "row step"]:
 def anchored(credit: CreditInput) -> Float[Tensor, "row step"]:
     """Advantage of each step among all steps of its group that saw the same observation; 0 where none other did.
 
+    As in the paper, these include the attempt's own earlier and later visits.
+
     Source: GiGPO, https://arxiv.org/abs/2505.10978, eq. 5 to 7.
     """
     key, num_keys = anchors(credit.batch["obs"], credit.batch["group_id"], credit.live)
@@ -256,15 +260,20 @@ def episode_groups(batch: TensorDict, num_episodes: int) -> tuple[Int[Tensor, " 
     return (total / steps.clamp(min=1)).round().long(), scored
 
 
-def _rewards(credit: CreditInput) -> list[tuple[float, Float[Tensor, "row step"]]]:
-    """What is compared, one after another, with weights: the reward, or its parts."""
+def compared_rewards(credit: CreditInput) -> list[tuple[float, Float[Tensor, "row step"]]]:
+    """What is compared, one after another, with weights: the reward, or its parts.
+
+    Raises:
+        DataError: there are no parts, or not as many as weights.
+    """
     if credit.cfg.reward == "total":
         return [(1.0, credit.reward)]
-    if "reward_parts" not in credit.batch.keys():  # noqa: SIM118  iterating goes over rows
+    found = credit.batch.get("reward_parts", None) if credit.parts is None else credit.parts
+    if found is None:
         raise DataError(
             "credit.reward='parts', but the rollout has no 'reward_parts'; mend: name them in env.reward_parts"
         )
-    parts = credit.batch["reward_parts"].unbind(dim=-1)
+    parts = found.unbind(dim=-1)
     weights = credit.cfg.part_weights or (1.0,) * len(parts)
     if len(weights) != len(parts):
         raise DataError(

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm, Terms
 from groupwise.algorithms.configs import GRPOCfg
-from groupwise.algorithms.credit import CreditInput, advantages, check_credit, episode_groups, next_score_average
+from groupwise.algorithms.credit import (
+    CreditInput,
+    advantages,
+    check_credit,
+    compared_rewards,
+    episode_groups,
+    next_score_average,
+)
 from groupwise.algorithms.surrogate import diagnostics, policy_loss, policy_ratio, reference_kl
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
@@ -45,6 +52,7 @@ class GRPO(BaseAlgorithm):
         credit = CreditInput(
             batch=batch,
             reward=self.policy.normalize_reward(batch["reward"]),
+            parts=self._scaled_parts(batch),
             cfg=self.cfg.credit,
             gamma=self.cfg.gamma,
             num_groups=int(batch["group_id"].max()) + 1,
@@ -86,6 +94,11 @@ class GRPO(BaseAlgorithm):
         if self.reference is not None:
             self.reference.load_state_dict(state["reference"])
 
+    def _scaled_parts(self, batch: TensorDict) -> Tensor | None:
+        """The parts of the reward in the scale that credit is computed in, where it looks at them."""
+        parts = batch.get("reward_parts", None)
+        return parts if parts is None or self.cfg.credit.reward == "total" else self.policy.normalize_reward(parts)
+
     def _data(self, credit: CreditInput) -> dict[str, Nested]:
         """What the optimisation reads, ``[N, T]``."""
         data = self.training_data(credit.batch)
@@ -95,22 +108,33 @@ class GRPO(BaseAlgorithm):
             if self.cfg.objective.kl_estimator == "exact":
                 assert scores.dist is not None
                 data["ref_dist"] = scores.dist
-        return self.objective_data(credit.batch, data, self._advantage(credit, data), credit.num_episodes)
+        start = self.score(self.policy, data) if self._shapes_credit or self._weighs_chance else None
+        advantage = self._advantage(credit, data, start)
+        return self.objective_data(credit.batch, data, advantage, credit.num_episodes, start)
 
-    def _advantage(self, credit: CreditInput, data: dict[str, Nested]) -> Tensor:
+    @property
+    def _shapes_credit(self) -> bool:
+        """Whether the KL to the reference enters the advantages."""
+        return self.reference is not None and self.cfg.credit.kl_placement != "loss"
+
+    @property
+    def _weighs_chance(self) -> bool:
+        """Whether the baseline asks how much chance was in each choice."""
+        return self.cfg.credit.baseline == "optimal_token"
+
+    def _advantage(self, credit: CreditInput, data: dict[str, Nested], start: Evaluation | None) -> Tensor:
         """Advantages ``[N, T]``, with the KL to the reference where ``kl_placement`` puts it."""
         cfg = self.cfg.credit
-        shaped = self.reference is not None and cfg.kl_placement != "loss"
         distance = torch.zeros_like(credit.reward)
-        if shaped or cfg.baseline == "optimal_token":
-            start = self.score(self.policy, data)
-            if shaped:
-                # at the update's start the ratio is 1
-                at_start = data | {"old_log_prob": start.log_prob}
-                distance = self.cfg.kl_coef * reference_kl(self.cfg.objective, self.policy, start, at_start)
-            if cfg.baseline == "optimal_token":
-                assert start.dist is not None
-                credit = credit._replace(choice_variance=choice_variance(start.dist, credit.batch["action"]))
+        if self._shapes_credit:
+            assert start is not None
+            # at the update's start the ratio is 1
+            at_start = data | {"old_log_prob": start.log_prob}
+            distance = self.cfg.kl_coef * reference_kl(self.cfg.objective, self.policy, start, at_start)
+        if self._weighs_chance:
+            assert start is not None
+            assert start.dist is not None
+            credit = credit._replace(choice_variance=choice_variance(start.dist, credit.batch["action"]))
         if cfg.kl_placement == "reward":
             credit = credit._replace(reward=credit.reward - distance.masked_fill(~credit.batch["loss_mask"], 0))
         # a rollout without any step that counts has no mean for the average to start at
@@ -138,7 +162,13 @@ class GRPO(BaseAlgorithm):
                 buffer.copy_(source)
 
     def _zero_variance(self, credit: CreditInput) -> Tensor:
-        """Share of groups whose members all did equally well: they teach nothing about the outcome."""
-        group, scored = episode_groups(credit.batch, credit.num_episodes)
-        score = episode_return(credit.batch["reward"], credit.batch["episode_id"], credit.num_episodes)
-        return zero_variance_groups(score, group, credit.num_groups, scored, all_sum=self.engine.sum)
+        """Share of groups whose members all did equally well, in every part of the reward that credit compares."""
+        batch, episodes = credit.batch, credit.num_episodes
+        raw = credit._replace(reward=batch["reward"], parts=None)
+        scores = [
+            weight * episode_return(reward, batch["episode_id"], episodes) for weight, reward in compared_rewards(raw)
+        ]
+        group, scored = episode_groups(batch, episodes)
+        return zero_variance_groups(
+            torch.stack(scores, dim=-1), group, credit.num_groups, scored, all_sum=self.engine.sum
+        )

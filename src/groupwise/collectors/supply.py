@@ -59,11 +59,10 @@ class Supply:
             return None
         branching, pool, queue = self._brancher.cfg, self._brancher.pool, self._brancher.queue
         if queue:
-            start = queue.popleft()
-            return self._open("branch", start, self._brancher.limit(start), branching.trained_steps)
+            return self._open_branch(queue.popleft())
         if self._harder and pool:
             self._harder -= 1
-            return self._open("branch", start := pool.pop(), self._brancher.limit(start))
+            return self._open_branch(pool.pop())
         role: Literal["stem", "whole"] = "stem" if branching.points and branching.stem == "single" else "whole"
         return self._open(role, None, self._limit)
 
@@ -74,19 +73,18 @@ class Supply:
         if self._cfg.zero_variance == "harder":
             self._harder += 1
 
-    def _open(
-        self,
-        role: Literal["whole", "stem", "branch"],
-        start: Start | None,
-        limit: int | None,
-        trained_steps: int | None = None,
-    ) -> Group:
+    def _open_branch(self, start: Start) -> Group:
+        group = self._open("branch", start, self._brancher.limit(start))
+        group.trained_steps = self._brancher.cfg.trained_steps
+        return group
+
+    def _open(self, role: Literal["whole", "stem", "branch"], start: Start | None, limit: int | None) -> Group:
         sampled, greedy = (1, 0) if role == "stem" else (self._group_size, self._greedy)
         group = Group(self._iteration, self._opened, sampled + greedy, sampled, role, limit=limit)
         if start is None:
             group.start_seed = derive_seed(*self._stream, self._opened)
         else:
-            group.snapshot, group.trained_steps = start.snapshot, trained_steps
+            group.snapshot = start.snapshot
         self._opened += 1
         self._brancher.choose_stem(group)
         return group

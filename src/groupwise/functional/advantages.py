@@ -89,19 +89,10 @@ def group_relative(
     zeros = torch.zeros_like(live) if zeros is None else zeros.masked_fill(live == 0, 0)
     size = live + zeros
     mean = segment_sum(score, key, num_keys, mask) / size.clamp(min=1)
-    centred = score - gather_segments(mean, key)
-    match baseline:
-        case "mean":
-            centre = mean if weight is None else _weighted_mean(score, weight, mean, key, mask)
-            advantage = score - gather_segments(centre, key)
-        case "leave_one_out":
-            advantage = centred * gather_segments(size / (size - 1).clamp(min=1), key)
-        case "second_best":
-            advantage = (score - gather_segments(_second_best(score, key, num_keys, mask), key)).clamp(min=0)
-        case _:
-            assert_never(baseline)
+    advantage = _above_baseline(baseline, score, key, mask, mean, size, weight)
     match scale:
         case "std" | "population_std":
+            centred = score - gather_segments(mean, key)
             square = segment_sum(centred.square(), key, num_keys, mask) + zeros * mean.square()
             variance = square / (size - int(scale == "std")).clamp(min=1)
             advantage = advantage / (gather_segments(variance.sqrt(), key) + eps)
@@ -224,6 +215,28 @@ def absorbed_count(
 def _members(key: Int[Tensor, "*batch"], member: Bool[Tensor, "*batch"] | None) -> Bool[Tensor, "*batch"]:
     present = key >= 0
     return present if member is None else present & member
+
+
+def _above_baseline(
+    baseline: Baseline,
+    score: Float[Tensor, "*batch"],
+    key: Int[Tensor, "*batch"],
+    mask: Bool[Tensor, "*batch"],
+    mean: Float[Tensor, " key"],
+    size: Float[Tensor, " key"],
+    weight: Float[Tensor, "*batch"] | None,
+) -> Float[Tensor, "*batch"]:
+    """Score of each element less the baseline of its key, whose mean and size are known."""
+    match baseline:
+        case "mean":
+            centre = mean if weight is None else _weighted_mean(score, weight, mean, key, mask)
+            return score - gather_segments(centre, key)
+        case "leave_one_out":
+            return (score - gather_segments(mean, key)) * gather_segments(size / (size - 1).clamp(min=1), key)
+        case "second_best":
+            return (score - gather_segments(_second_best(score, key, mean.shape[0], mask), key)).clamp(min=0)
+        case _:
+            assert_never(baseline)
 
 
 def _weighted_mean(

@@ -64,13 +64,18 @@ def effective_sample_size(
 
 @torch.no_grad()
 def zero_variance_groups(
-    score: Float[Tensor, " episode"],
+    score: Float[Tensor, " episode *part"],
     group_id: Int[Tensor, " episode"],
     num_groups: int,
     member: Bool[Tensor, " episode"],
     all_sum: AllSum = local,
 ) -> Float[Tensor, ""]:
-    """Share of the groups of two or more whose members all have the same score, and so teach nothing."""
-    lowest, highest = segment_min_max(score, group_id, num_groups, member)
+    """Share of the groups of two or more whose members all have the same score, and so teach nothing.
+
+    Where the score has parts, all of them must be the same.
+    """
+    parts = score.unbind(dim=-1) if score.dim() > 1 else (score,)
+    bounds = [segment_min_max(part, group_id, num_groups, member) for part in parts]
+    equal = torch.stack([lowest == highest for lowest, highest in bounds]).all(dim=0)
     compared = segment_sum(member.to(score), group_id, num_groups) > 1
-    return masked_mean((lowest == highest).to(score), compared, all_sum)
+    return masked_mean(equal.to(score), compared, all_sum)

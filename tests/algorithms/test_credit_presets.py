@@ -1,0 +1,251 @@
+"""Golden numbers of the credit of papers and libraries, by their presets."""
+
+import pytest
+import torch
+from credit_rollouts import TWO, credit, expect, per_episode, preset, rollout
+from tensordict import TensorDict
+
+from groupwise.algorithms.anchors import anchors
+from groupwise.algorithms.configs import CreditCfg
+from groupwise.algorithms.credit import CreditInput, next_score_average
+from groupwise.errors import DataError
+
+
+def test_outcome_presets_on_the_golden_group():
+    # rewards [1,0,0,1,0,0,0,0]: mean .25, unbiased deviation .46291005, population .43301270
+    batch = rollout([(0, [r], "terminated") for r in [1.0, 0, 0, 1, 0, 0, 0, 0]])
+    for choices, one, zero in [
+        (preset("grpo"), 1.619835, -0.539945),
+        (preset("grpo", scale="population_std", eps=1e-8), 1.732051, -0.577350),
+        (preset("dr_grpo"), 0.75, -0.25),
+        (preset("rloo"), 0.857143, -0.285714),
+    ]:
+        out = credit(batch, **choices)
+        torch.testing.assert_close(out[0, 0], torch.tensor(one), atol=2e-6, rtol=0)
+        torch.testing.assert_close(out[1, 0], torch.tensor(zero), atol=2e-6, rtol=0)
+
+
+GOLDEN = [(0, [r], "terminated") for r in [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]]
+# returns to go 3 2 2 | 1 1: mean 1.8, unbiased deviation .83666
+WHITE = [[1.434274, 0.239046, 0.239046], [-0.956183, -0.956183]]
+
+
+@pytest.mark.parametrize("name", ["max_rl", "gpg"])
+def test_scaled_outcomes_on_the_golden_group(name):
+    expect(rollout(GOLDEN), [[3.0], [-1.0], [-1.0], [3.0], *[[-1.0]] * 4], name=name)
+
+
+def test_pass_at_k():
+    expect(rollout(GOLDEN), [[0.0]] * 8, name="grpo_passk")  # two are best
+    # 3 beside 1: 2 over the deviation 1.414214 + 1e-6
+    expect(rollout(TWO), [[1.414213] * 3, [0.0, 0.0]], name="grpo_passk")
+
+
+@pytest.mark.parametrize("groups", [(0, 0), (0, 1), (1, 0)])
+def test_reinforce_plus_plus_compares_the_batch_whatever_the_groups(groups):
+    episodes = [(group, *rest) for group, (_, *rest) in zip(groups, TWO, strict=True)]
+    expect(rollout(episodes), WHITE, name="reinforce_plus_plus")
+
+
+def test_reinforce_plus_plus_baseline():
+    # outcomes 3 and 1 less 2: 1 1 1 -1 -1, mean .2, squares 3 * .64 + 2 * 1.44 = 4.8, deviation sqrt(4.8 / 4)
+    expected = [[0.730297] * 3, [-1.095445] * 2]
+    expect(rollout(TWO), expected, name="reinforce_plus_plus_baseline")
+    # eps adds to that deviation: .8 and -1.2 over 2.095445
+    expect(rollout(TWO), [[0.381780] * 3, [-0.572671] * 2], name="reinforce_plus_plus_baseline", eps=1.0)
+    # a group that teaches nothing changes nothing, and gets nothing
+    more = rollout([*TWO, (1, [1.0], "terminated"), (1, [1.0], "terminated")])
+    expect(more, [*expected, [0.0], [0.0]], name="reinforce_plus_plus_baseline")
+    # verl counts its two zeros: mean 1 / 7, squares 204 / 42, deviation sqrt(204 / 42 / 6) = .899735
+    verl = [[0.952661] * 3, [-1.270215] * 2, [-0.158777], [-0.158777]]
+    expect(more, verl, name="reinforce_plus_plus_baseline", normalize="batch")
+
+
+def test_outcomes_without_a_baseline_are_whitened_over_the_batch():
+    # 3 3 3 1 1: mean 2.2, deviation sqrt(1.2)
+    raw = {"baseline": "none", "scale": "none", "normalize": "batch"}
+    expect(rollout(TWO), [[0.730297] * 3, [-1.095445] * 2], name="grpo", eps=0.0, **raw)
+
+
+def test_one_step_that_differs_makes_a_group_informative():
+    # only the best learns: 2 and 0, mean 1, deviation sqrt(2)
+    batch = rollout([(0, [3.0], "terminated"), (0, [1.0], "terminated")])
+    one = 0.707107
+    expect(batch, [[one], [-one]], name="grpo_passk", scale="none", normalize="informative", eps=0.0)
+
+
+def test_opo_weighs_by_length():
+    # (3 * 3 + 2 * 1) / 5 = 2.2
+    expect(rollout(TWO), [[0.8] * 3, [-1.2] * 2], name="opo")
+
+
+def test_remax_compares_with_the_greedy_attempt():
+    episodes = [*TWO, (0, [1.0, 1.0], "greedy"), (1, [7.0], "terminated"), (1, [4.0], "greedy")]
+    batch = rollout(episodes)
+    # 3 and 1 against 2; a member alone has the greedy attempt for company; the latter is not trained on
+    expect(batch, [[1.0] * 3, [-1.0] * 2, [0.0, 0.0], [3.0], [0.0]], name="remax")
+    # a group that lost it has nothing to be compared with
+    expect(rollout(episodes[:-1]), [[1.0] * 3, [-1.0] * 2, [0.0, 0.0], [0.0]], name="remax")
+    # two greedy attempts of one group, of 2 and 5: against their mean
+    expect(
+        rollout([*TWO, (0, [2.0], "greedy"), (0, [5.0], "greedy")]),
+        [[-0.5] * 3, [-2.5] * 2, [0.0], [0.0]],
+        name="remax",
+    )
+    # members' scores 3, 1, 7: deviation sqrt(28 / 3)
+    expect(
+        batch, [[0.327327] * 3, [-0.327327] * 2, [0.0] * 2, [0.981981], [0.0]], name="remax", scale="batch_std", eps=0
+    )
+    with pytest.raises(DataError, match="no 'greedy'; mend"):
+        credit(rollout(TWO), **preset("remax"))
+
+
+def test_rae_compares_with_the_past():
+    expect(rollout(TWO), [[1.0] * 3, [-1.0] * 2], name="rae")  # no past yet: the mean of what there is, 2
+    expect(rollout(TWO), [[2.5] * 3, [0.5] * 2], name="rae", average=torch.tensor(0.5))
+    lone = rollout([(0, [3.0], "terminated"), (1, [1.0], "unscorable")])
+    expect(lone, [[2.5], [0.0]], name="rae", average=torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9])
+def test_the_average_takes_in_scorable_attempts(decay):
+    batch = rollout([*TWO, (0, [9.0], "unscorable")])
+    given = CreditInput(batch, batch["reward"], CreditCfg(baseline="ema", scale="none", ema_decay=decay), 1.0, 1, 3)
+    assert next_score_average(given) == 2.0
+    # two attempts of mean 2
+    after = next_score_average(given._replace(average=torch.tensor(6.0)))
+    torch.testing.assert_close(after, torch.tensor(2 + 4 * decay**2))
+
+
+PARTS = [[[1.0, 0.0]], [[0.0, 0.0]], [[0.0, 3.0]]]
+
+
+def test_gdpo_normalises_each_part():
+    batch = rollout([(0, [1.0], "terminated"), (0, [0.0], "terminated"), (0, [3.0], "terminated")], reward_parts=PARTS)
+    # one of three in each part: 1.154701 for it, -.577350 for the others; their sum has deviation 1 already
+    expect(batch, [[0.577350], [-1.154701], [0.577350]], name="gdpo", eps=0)
+    expect(batch, [[0.577350], [-1.154701], [0.577350]], name="gdpo", eps=0.0, normalize="none")
+    weighted = {"part_weights": (1.0, 0.0), "normalize": "none", "eps": 0.0}
+    expect(batch, [[1.154701], [-0.577350], [-0.577350]], name="gdpo", **weighted)
+    both = {"part_weights": (1.0, 0.5), "normalize": "none", "eps": 0.0}
+    expect(batch, [[0.866026], [-0.866026], [0.0]], name="gdpo", **both)
+    with pytest.raises(DataError, match="3 weights for 2 parts"):
+        credit(batch, **preset("gdpo", part_weights=(1.0, 1.0, 1.0)))
+    with pytest.raises(DataError, match=r"no 'reward_parts'; mend: .*env\.reward_parts"):
+        credit(rollout(TWO), **preset("gdpo"))
+
+
+CHANCE = [[0.5, 0.5, 1.0], [1.5, 0.5]]
+
+
+@pytest.mark.parametrize("per_row", [1, 2])
+def test_optimal_token_baseline(per_row):
+    # weights .5 1 2 | 1.5 2; t0: (3 * .5 + 1 * 1.5) / 2 = 1.5; t1: (2 * 1 + 1 * 2) / 3 = 4/3; t2: nobody else
+    expected = [[1.5, 0.666667, 0.0], [-0.5, -0.333333]]
+    expect(rollout(TWO, per_row=per_row, variance=CHANCE), expected, name="optimal_token_baseline")
+    # where everything was certain, the mean
+    certain = rollout(TWO, variance=[[0.0] * 3, [0.0] * 2])
+    expect(certain, [[1.0, 0.5, 0.0], [-1.0, -0.5]], name="optimal_token_baseline")
+    # the longest takes its episode's advantage, 3 - 2, at t2
+    fallback = [[1.5, 0.666667, 1.0], [-0.5, -0.333333]]
+    batch = rollout(TWO, variance=CHANCE)
+    expect(batch, fallback, name="optimal_token_baseline", lone_member="trajectory")
+    with pytest.raises(DataError, match="choice_variance"):
+        credit(rollout(TWO), **preset("optimal_token_baseline"))
+
+
+def test_chance_of_steps_that_do_not_count_is_not_seen():
+    batch = rollout(TWO, variance=CHANCE)
+    batch["loss_mask"][0, 0] = False
+    # t0: one member left; t1: weights .5 and 2: (2 * .5 + 1 * 2) / 2.5 = 1.2
+    expect(batch, [[0.0, 0.8, 0.0], [0.0, -0.2]], name="optimal_token_baseline")
+
+
+OBS = [[[7.0], [8.0], [9.0]], [[8.0], [5.0]]]
+
+
+@pytest.mark.parametrize("obs", [OBS, [[[-0.0], [-0.0]][:1] * 3, [[0.0], [1.0]]]])
+@pytest.mark.parametrize("per_row", [1, 2])
+def test_gigpo(obs, per_row):
+    batch = rollout(TWO, per_row=per_row, obs=obs)
+    if obs is not OBS:
+        # all of the first attempt and the start of the second: returns to go 1.5 1 2 | .5, mean 1.25
+        expect_discounted(batch, [[1.25, 0.75, 1.75], [-1.75, -1.0]], "gigpo_no_std")
+        return
+    # episodes +-1; t1 of the first met the start of the second: discounted 1 and .5, mean .75
+    expect_discounted(batch, [[1.0, 1.25, 1.0], [-1.25, -1.0]], "gigpo_no_std")
+    expect_discounted(batch, [[1.0, 1.5, 1.0], [-1.5, -1.0]], "gigpo_no_std", anchor_weight=2.0)
+    # over their deviations: 1 / 1.414214 and .25 / .353553, both .707107
+    one = 0.707107
+    expect_discounted(batch, [[one, 2 * one, one], [-2 * one, -one]], "gigpo", eps=0.0)
+    # leave one out: 3 - 1, and 1 - .5
+    expect_discounted(batch, [[2.0, 2.5, 2.0], [-2.5, -2.0]], "gigpo_no_std", baseline="leave_one_out")
+
+
+def expect_discounted(batch, expected, name, **changes):
+    got = per_episode(credit(batch, gamma=0.5, **preset(name, **changes)), batch)
+    for have, want in zip(got, expected, strict=True):
+        torch.testing.assert_close(have, want, atol=2e-6, rtol=0)
+
+
+def test_parts_have_anchors_of_their_own():
+    # both parts are the whole reward, with weights 2 and .5: 2.5 times the episode's +-1 and twice the anchors' +-.25
+    parts = [[[r, r] for r in rewards] for _, rewards, _ in TWO]
+    batch = rollout(TWO, obs=OBS, reward_parts=parts)
+    changes = {"anchor_weight": 2.0, "reward": "parts", "part_weights": (2.0, 0.5)}
+    expect_discounted(batch, [[2.5, 3.75, 2.5], [-3.75, -2.5]], "gigpo_no_std", **changes)
+
+
+def test_anchors_are_of_one_group_and_of_members_only():
+    group_id = torch.tensor([[0, 0, 1, 1], [0, 0, 1, -1]])
+    obs = torch.tensor([[1, 2, 1, 2], [2, 2, 1, 1]])[..., None]
+    member = torch.ones(2, 4).bool()
+    member[1, 1], member[1, 3] = False, False
+    ids, number = anchors(obs, group_id, member)
+    assert number == 4
+    assert ids.tolist() == [[0, 1, 2, 3], [1, -1, 2, -1]]
+    nested = TensorDict({"b": obs, "a": {"image": torch.zeros(2, 4, 3, 3)}}, batch_size=[2, 4])
+    assert torch.equal(anchors(nested, group_id, member)[0], ids)
+    nested["a", "image"][1, 0, 2, 2] = 1.0
+    assert anchors(nested, group_id, member)[0].tolist() == [[0, 1, 2, 3], [4, -1, 2, -1]]
+    assert anchors(torch.tensor([[1e-9, 2e-9, 1e-9]]), torch.zeros(1, 3).long(), torch.ones(1, 3).bool())[1] == 2
+    nobody, number = anchors(nested, group_id, member & False)
+    assert (number, nobody.tolist()) == (0, [[-1] * 4] * 2)
+
+
+def test_turns_are_compared_once_each():
+    # turn 0: 1 + 0 against 0 + 1 against 4 in one step: mean 2, however many steps; turn 1: 2 against 1; turn 2: alone
+    episodes = [(0, [1.0, 0.0, 2.0, 5.0], "terminated"), (0, [0.0, 1.0, 1.0], "terminated"), (0, [4.0], "terminated")]
+    turns = [[0, 0, 1, 2], [0, 0, 1], [0]]
+    batch = rollout(episodes, turn_id=turns)
+    # the lone turn takes its episode's: 8, 2, 4, mean 14 / 3
+    expect(batch, [[-1.0, -1.0, 0.5, 3.333333], [-1.0, -1.0, -0.5], [2.0]], name="agilerl_turn")
+    zero = [[-1.0, -1.0, 0.5, 0.0], [-1.0, -1.0, -0.5], [2.0]]
+    expect(batch, zero, name="agilerl_turn", lone_member="zero")
+    # deviations: -1 -1 2, squares 6 over 2; .5 and .5 over 1
+    root = 3**0.5
+    scaled = [[-1 / root, -1 / root, 0.707107, 0.0], [-1 / root, -1 / root, -0.707107], [2 / root]]
+    expect(batch, scaled, name="agilerl_turn", lone_member="zero", scale="std")
+    # absorbed: 2, 1 and a 0 in turn 1; 5 and two 0 in turn 2
+    absorbed = [[-1.0, -1.0, 1.0, 3.333333], [-1.0, -1.0, 0.0], [2.0]]
+    expect(batch, absorbed, name="agilerl_turn", early_finisher="absorb")
+    # the trajectory's, from the first turn that somebody missed
+    whole = [[-1.0, -1.0, 3.333333, 3.333333], [-1.0, -1.0, -2.666667], [2.0]]
+    expect(batch, whole, name="agilerl_turn", early_finisher="trajectory")
+
+
+def test_each_step_is_a_turn_where_there_are_none():
+    # t0: 1 against 0; t1: 0 against 1; t2 alone: 3 - 2
+    expect(rollout(TWO), [[0.5, -0.5, 1.0], [-0.5, 0.5]], name="agilerl_turn")
+
+
+def test_a_turns_first_steps_need_not_count():
+    # a tool's output opens the first turn: its place is taken by the next step, and its reward is not the policy's
+    batch = rollout(TWO, turn_id=[[0, 0, 0], [0, 0]])
+    batch["loss_mask"][0, 0] = False
+    # 0 + 2 against 0 + 1
+    expect(batch, [[0.0, 0.5, 0.5], [-0.5, -0.5]], name="agilerl_turn")
+
+
+def test_kl_shaping_is_grpos_credit_without_a_reference():
+    expect(rollout(TWO), [[0.707057] * 3, [-0.707057] * 2], name="kl_shaping")

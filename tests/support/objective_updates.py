@@ -1,0 +1,120 @@
+"""One small update under any objective, and the objectives that are tried."""
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from groupwise.algorithms.configs import GRPOCfg, ObjectiveCfg, OptimizerCfg
+from groupwise.algorithms.grpo import GRPO
+from groupwise.data.rollout import RolloutBuffer
+from groupwise.data.spaces import obs_spec
+from groupwise.policies.actor_critic import ActorCritic
+from groupwise.policies.configs import PolicyCfg
+
+OBS = gym.spaces.Box(-1, 1, (3,), np.float32)
+ACT = gym.spaces.Discrete(3)
+ROWS, STEPS = 8, 12
+
+COVARIANCE = {"fraction": 0.2, "low": 0.0, "high": 9.0}
+MISMATCH = {"old_log_prob": "recomputed"}
+REGIONS = {
+    "clip": {},
+    "clip_higher": {"clip_high": 0.28},
+    "dual_clip": {"trust_region": "dual_clip", "dual_clip": 1.3},
+    "two_sided": {"trust_region": "two_sided", "two_sided": 1.3},
+    "cispo_trl": {"trust_region": "cispo"},
+    "cispo_verl": {"trust_region": "cispo", "cispo": {"low": 0.8, "high": 1.2}},
+    "cispo_open": {"trust_region": "cispo", "cispo": {"high": None}},
+    "sapo": {"trust_region": "sapo"},
+    "gmpo": {"trust_region": "gmpo", "aggregation": "seq_mean_token_mean"},
+    "vespo": {"trust_region": "vespo", "ratio": "sequence_product"},
+    "clip_cov": {"trust_region": "clip_cov", "covariance": COVARIANCE},
+    "kl_cov": {"trust_region": "kl_cov", "covariance": COVARIANCE | {"penalty": 0.5}},
+    "dppo_tv": {"trust_region": "dppo", "dppo": {"low": 0.05, "high": 0.05}},
+    "dppo_kl": {"trust_region": "dppo", "dppo": {"divergence": "kl", "low": 0.005, "high": 0.005, "pull": 0.1}},
+    "reinforce": {"trust_region": "reinforce"},
+    "none": {"trust_region": "none"},
+}
+OTHERS = {
+    "turn": {"ratio": "turn"},
+    "gspo": {"ratio": "sequence", "aggregation": "seq_mean_token_mean"},
+    "gspo_token": {"ratio": "sequence_token"},
+    "luspo": {"ratio": "sequence", "aggregation": "seq_mean_token_sum"},
+    "constant": {"aggregation": "constant", "max_length": 12},
+    "sum_norm": {"aggregation": "seq_mean_token_sum_norm", "max_length": 120},
+    "top_entropy": {"top_entropy": 0.3},
+    "token_truncate": MISMATCH | {"correction": {"weight": "token_truncate", "high": 1.5}},
+    "token_mask": MISMATCH | {"correction": {"weight": "token_mask", "low": 0.7, "high": 1.5}},
+    "sequence_truncate": MISMATCH | {"correction": {"weight": "sequence_truncate", "high": 1.5}},
+    "sequence_mask": MISMATCH | {"correction": {"weight": "sequence_mask", "high": 2.0}},
+    "off_policy": {"correction": {"off_policy_limit": 0.02}},
+    "everything": MISMATCH
+    | {"trust_region": "clip_cov", "covariance": COVARIANCE, "top_entropy": 0.5, "ratio": "sequence_token"}
+    | {"correction": {"weight": "token_mask", "off_policy_limit": 0.02}},
+    "k1": {"kl_estimator": "k1"},
+    "k2": {"kl_estimator": "k2"},
+    "k3+": {"kl_estimator": "k3+"},
+    "abs": {"kl_estimator": "abs"},
+    "exact": {"kl_estimator": "exact"},
+    "kl_ratio": {"kl_weight": "ratio"},
+    "kl_clamp": {"kl_clamp": 1e-4},
+    "adaptive_entropy": {"entropy": {"control": "adaptive", "target": 1.0, "step": 0.05}},
+}
+EVERY = REGIONS | OTHERS
+
+
+def make_policy(actor_only=True):
+    torch.manual_seed(0)
+    policy = ActorCritic(OBS, ACT, PolicyCfg(hidden_sizes=(8,)), actor_only=actor_only)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.5)  # fresh policies are nearly uniform
+    return policy
+
+
+def make_rollout(policy, mismatch=0.4):
+    """One episode of 5 to 12 steps a row in groups of 4, turns of 2 steps, and a sampler that is a little off."""
+    g = torch.Generator().manual_seed(0)
+    buffer = RolloutBuffer(
+        ROWS, STEPS, obs_spec=obs_spec(OBS), action_spec=policy.action_spec, value=not policy.actor_only
+    )
+    rollout = buffer.start_rollout()
+    rollout["obs"].copy_(torch.rand(ROWS, STEPS + 1, 3, generator=g) * 2 - 1)
+    done = policy.act(rollout["obs"].reshape(-1, 3), generator=g)
+    rollout["action"].copy_(done.action.reshape(ROWS, -1))
+    noise = mismatch * torch.randn(ROWS, STEPS + 1, generator=g)
+    rollout["sample_log_prob"].copy_(done.log_prob.reshape(ROWS, -1) - noise)
+    for row in range(ROWS):
+        length = 5 + row
+        rollout["reward"][row, :length] = torch.rand(length, generator=g)
+        rollout["valid"][row, :length] = rollout["loss_mask"][row, :length] = True
+        rollout["group_id"][row, :length] = row // 4
+        rollout["episode_id"][row, :length] = row
+        rollout["step"][row, :length] = torch.arange(length)
+        rollout["terminated"][row, length - 1] = True
+    buffer.add(rollout)
+    rollout["turn_id"] = rollout["step"] // 2
+    return rollout
+
+
+def build(objective, policy=None, engine=None, **cfg):
+    fixed = {"num_epochs": 4, "minibatch_size": 10_000, "learning_rate": 0.03, "max_grad_norm": None, "kl_coef": 0.1}
+    fixed |= {"optimizer": OptimizerCfg(eps=1e-3)}  # a larger eps, so that rounding stays rounding
+    return GRPO(GRPOCfg(objective=ObjectiveCfg(**objective), **fixed | cfg), policy or make_policy(), engine)
+
+
+def parameters(algorithm):
+    return torch.cat([p.detach().flatten() for p in algorithm.policy.parameters()])
+
+
+def updated(objective, rollout=None, policy=None, engine=None, **cfg):
+    algorithm = build(objective, policy, engine, **cfg)
+    metrics = algorithm.update(make_rollout(algorithm.policy) if rollout is None else rollout)
+    return parameters(algorithm), metrics
+
+
+def same(one, other):
+    torch.testing.assert_close(one[0], other[0], atol=2e-6, rtol=1e-5)
+    assert one[1].keys() == other[1].keys()
+    for name, value in one[1].items():
+        torch.testing.assert_close(other[1][name], value, atol=1e-5, rtol=1e-4, msg=name)

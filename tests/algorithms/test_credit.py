@@ -144,6 +144,9 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
     [
         ({"returns": "turn"}, "got group_key='group', mend: group_key='group_step'"),
         ({"group_key": "group_step", "returns": "process"}, "got returns='process', mend: returns='return_to_go'"),
+        ({"early_finisher": "absorb"}, "got 'absorb' and 'zero' with group_key='group', mend: group_key='group_step'"),
+        ({"lone_member": "trajectory"}, "got 'mask' and 'trajectory' with group_key='group', mend"),
+        ({"returns": "return_to_go", "early_finisher": "trajectory"}, "got 'trajectory' and 'zero' with .*, mend"),
         ({"part_weights": (1.0,)}, "got reward='total', mend: reward='parts'"),
         ({"kl_placement": "reward", "reward": "parts"}, "got reward='parts', mend: kl_placement='loss'"),
         ({"baseline": "greedy", "returns": "process"}, "baseline='greedy' .* got returns='process', mend"),

@@ -27,11 +27,19 @@ class Watched(GRPO):
         return super().objective_data(batch, data, advantage, num_episodes, start)
 
 
-def build(space=None, moved=0.0, **cfg):
+class TwiceScored(Watched):
+    """Lets the objective score the policy anew."""
+
+    def objective_data(self, batch, data, advantage, num_episodes, start=None):
+        return super().objective_data(batch, data, advantage, num_episodes)
+
+
+def build(space=None, moved=0.0, kind=Watched, normalize_reward=False, **cfg):
     torch.manual_seed(0)
-    policy = ActorCritic(OBS, space or gym.spaces.Discrete(3), PolicyCfg(hidden_sizes=(8,)), actor_only=True)
+    network = PolicyCfg(hidden_sizes=(8,), normalize_reward=normalize_reward)
+    policy = ActorCritic(OBS, space or gym.spaces.Discrete(3), network, actor_only=True)
     settings = {"num_epochs": 1, "minibatch_size": 10_000, "gamma": 1.0}
-    algorithm = Watched(GRPOCfg(**settings | cfg), policy)
+    algorithm = kind(GRPOCfg(**settings | cfg), policy)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(moved * torch.randn_like(parameter))
@@ -218,3 +226,78 @@ def test_other_baselines_keep_no_average():
     assert algorithm.state_dict()["score_average"] is None
     algorithm.load_state_dict(copy.deepcopy(algorithm.state_dict()))
     assert algorithm.score_average is None
+
+
+OPTIMAL = {"baseline": "optimal_token", "group_key": "group_step", "returns": "return_to_go", "scale": "none"}
+
+
+@pytest.mark.parametrize("objective", [{"old_log_prob": "recomputed"}, {"top_entropy": 0.5}])
+@pytest.mark.parametrize("credit", [{"kl_placement": "reward"}, {"kl_placement": "advantage"}, OPTIMAL])
+@pytest.mark.parametrize("micro_batch_size", [None, 5])
+def test_the_policy_is_scored_once_for_credit_and_objective(monkeypatch, credit, objective, micro_batch_size):
+    ends, scored = [], []
+    score = GRPO.score
+    monkeypatch.setattr(GRPO, "score", lambda self, policy, data: scored.append(policy) or score(self, policy, data))
+    for kind in (Watched, TwiceScored):
+        algorithm = build(
+            moved=0.3,
+            kind=kind,
+            kl_coef=0.5,
+            num_epochs=3,
+            credit=CreditCfg(**credit),
+            objective=ObjectiveCfg(**objective),
+            micro_batch_size=micro_batch_size,
+        )
+        scored.clear()
+        metrics = algorithm.update(make_rollout(algorithm.policy))
+        ends.append((scored.count(algorithm.policy), metrics, algorithm.policy.state_dict()))
+    (once, metrics, state), (twice, same_metrics, same_state) = ends
+    assert (once, twice) == (1, 2)
+    assert all(torch.equal(metrics[name], same_metrics[name]) for name in metrics)
+    assert all(torch.equal(state[name], same_state[name]) for name in state)
+
+
+def test_nothing_is_scored_that_nobody_asks_for(monkeypatch):
+    monkeypatch.setattr(GRPO, "score", None)
+    algorithm = build()
+    algorithm.update(make_rollout(algorithm.policy))
+
+
+def with_parts(rollout, *parts):
+    rollout["reward_parts"] = torch.stack(parts, dim=-1)
+    return rollout
+
+
+def test_parts_come_in_the_scale_of_the_policys_rewards():
+    whole, parted = (CreditCfg(scale="none", reward=reward) for reward in ("total", "parts"))
+    found = {}
+    for name, credit, scaled in [("total", whole, True), ("parts", parted, True), ("raw", parted, False)]:
+        algorithm = build(credit=credit, normalize_reward=scaled)
+        first, second = (make_rollout(algorithm.policy, seed) for seed in (0, 1))
+        for rollout in (first, second):
+            with_parts(rollout, rollout["reward"] * 0.25, rollout["reward"] * 0.75)
+        algorithm.update(first)
+        algorithm.update(second)
+        found[name] = algorithm.advantage
+    torch.testing.assert_close(found["parts"], found["total"], atol=1e-5, rtol=1e-4)
+    assert (found["parts"] - found["raw"]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("credit", "expected"),
+    [
+        ({}, 1.0),
+        ({"reward": "parts"}, 0.0),
+        # the second part differs in no group
+        ({"reward": "parts", "part_weights": (0.0, 1.0, 0.0)}, 1.0),
+        ({"reward": "parts", "part_weights": (0.0, 1.0, 2.0)}, 0.0),
+    ],
+)
+def test_a_group_has_variance_where_a_part_that_counts_has(credit, expected):
+    algorithm = build(credit=CreditCfg(**credit), group_size=2)
+    rollout = make_rollout(algorithm.policy)
+    over = (rollout["terminated"] & rollout["valid"]).float()
+    rollout["reward"] = over  # every attempt ends with 1 in total
+    gain = over * (rollout["episode_id"] % 3)
+    metrics = algorithm.update(with_parts(rollout, gain, over, -gain))
+    assert metrics["rollout/zero_variance_groups"] == expected

@@ -213,6 +213,26 @@ def test_harder_starts_take_the_place_of_the_next_group(collect, scripted_group)
     assert collector.metrics()["rollout/skipped_steps"] == 1 - 6 / collector.last_steps
 
 
+@pytest.mark.parametrize(
+    ("branching", "taken", "trained"),
+    [({}, 3, 3), ({"trained_steps": 2}, 3, 2), ({"horizon": 2}, 2, 2), ({"horizon": 2, "trained_steps": 1}, 2, 1)],
+)
+def test_harder_groups_are_cut_and_trained_on_like_other_branches(collect, scripted_group, branching, taken, trained):
+    class Unequal(scripted_group):
+        def restore(self, mask, snapshots, noise_seed):
+            super().restore(mask, snapshots, noise_seed)
+            self.script[mask] = [0, 1]
+            return self.obs()
+
+    # of 3 steps each, at reward 1 and 2 in group 0 and in the one that begins where it did; equal in all others
+    env = Unequal(2, [3], rewards=[1, 2] + 30 * [1])
+    cfg = CollectionCfg(zero_variance="harder", branching=BranchCfg(**branching))
+    collector, rollout = collect(env, 15, slots=64, group_size=2, collection=cfg)
+    assert len(env.restore_calls) == 1
+    assert collector.metrics()["rollout/branch_steps"] == 2 * taken / collector.last_steps
+    assert rollout["loss_mask"].sum() == 2 * 3 + 2 * trained
+
+
 def test_of_equally_varied_states_the_latest_is_the_harder_start(collect, scripted_group):
     # Group 0 lasts 2 and 5 steps at reward 1: the returns to go differ by 3 up to step 2, then by less. A stem that is over
     # after 2 steps was never at step 2.

@@ -78,6 +78,15 @@ def test_zero_variance_groups_by_hand():
     torch.testing.assert_close(zero_variance_groups(score, group_id, 5, member), torch.tensor(2 / 3))
 
 
+def test_groups_have_no_variance_if_no_part_of_their_score_has():
+    # totals are equal in all three groups, both parts in the second one only
+    score = torch.tensor([[1.0, 2.0], [2.0, 1.0], [3.0, 0.5], [3.0, 0.5], [0.0, 1.0], [1.0, 0.0]])
+    group_id, member = torch.tensor([0, 0, 1, 1, 2, 2]), torch.ones(6, dtype=torch.bool)
+    torch.testing.assert_close(zero_variance_groups(score, group_id, 3, member), torch.tensor(1 / 3))
+    torch.testing.assert_close(zero_variance_groups(score[:, :1], group_id, 3, member), torch.tensor(1 / 3))
+    assert zero_variance_groups(score.sum(dim=1), group_id, 3, member) == 1.0
+
+
 def test_nothing_to_look_at_gives_zero():
     x, none, ids = torch.full((3,), NAN), torch.zeros(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long)
     for out in (

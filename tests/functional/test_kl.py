@@ -103,6 +103,13 @@ def test_bernoulli_kl_far_out_is_finite():
     torch.testing.assert_close(bernoulli_kl(torch.tensor([-200.0]), torch.tensor([100.0])), torch.tensor(100.0))
 
 
+@pytest.mark.parametrize("certain", [INF, -INF])
+def test_bernoulli_kl_of_a_certain_coin(certain):
+    # one side adds log(1 / .5), the other, whose chance is 0, nothing
+    kl = bernoulli_kl(torch.tensor([certain]), torch.tensor([0.0]))
+    torch.testing.assert_close(kl, torch.tensor(math.log(2)))
+
+
 def test_gaussian_kl_by_hand():
     # s_p 1, s_q 2, means 1 and 3: log 2 + (1 + 4) / 8 - 1/2 = 0.818147; plus an equal dimension
     mean, other_mean = torch.tensor([[1.0, 0.5]]), torch.tensor([[3.0, 0.5]])
@@ -152,6 +159,9 @@ def test_exact_kl_agrees_with_sampling():
 
 
 def test_k3_of_one_improbable_step_does_not_overflow():
-    out = k3(torch.tensor([-100.0]), torch.tensor([0.0]))
-    # e^20 - 20 - 1
-    torch.testing.assert_close(out, torch.tensor([485165174.4]), rtol=1e-5, atol=0)
+    log_prob = torch.tensor([-100.0], dtype=torch.float64, requires_grad=True)
+    out = k3(log_prob, torch.zeros(1, dtype=torch.float64))
+    # e^20 - 20 - 1, and beyond the bound it is flat
+    torch.testing.assert_close(out, torch.tensor([485165174.4097903], dtype=torch.float64), rtol=1e-12, atol=0)
+    out.sum().backward()
+    assert log_prob.grad.item() == 0.0

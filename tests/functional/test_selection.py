@@ -61,6 +61,11 @@ def test_highest_follows_the_interpolated_quantile(share, expected):
     assert highest(x[order], share, ON)[order.argsort()].tolist() == expected
 
 
+def test_a_quantile_at_a_place_is_not_pushed_beyond_it_by_rounding():
+    # of eleven the quantile .3 stands at place 3: the fourth. In floating point (1 - .7) * 10 = 3.0000000000000004
+    assert highest(torch.arange(11.0), 0.7, torch.ones(11, dtype=torch.bool)).tolist() == [False] * 3 + [True] * 8
+
+
 @given(n=st.integers(1, 60), share=st.floats(0.01, 1.0), seed=st.integers(0, 99))
 def test_highest_are_those_at_or_above_the_quantile(n, share, seed):
     x = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).float()
@@ -92,6 +97,7 @@ def test_covariance_by_hand(two_ranks):
     advantage, log_prob = torch.tensor([3.0, 0.0, -3.0, 99.0]), torch.tensor([-1.0, -2.0, -6.0, NAN])
     mask = torch.tensor([True, True, True, False])
     assert covariance(log_prob, advantage, mask).tolist() == [6.0, 0.0, 9.0, 0.0]
+    assert not covariance(log_prob.clone().requires_grad_(), advantage, mask).requires_grad
     here, there = ((log_prob[s], advantage[s], mask[s]) for s in (slice(0, 2), slice(2, 4)))
     assert two_ranks(covariance, here, there).tolist() == [6.0, 0.0]
 
@@ -106,6 +112,17 @@ def test_top_fraction_takes_as_many_as_the_fraction_and_at_least_one(two_ranks):
     here, there = (x[:3], mask[:3]), (x[3:], mask[3:])
     assert two_ranks(_of(top_fraction, 0.4), here, there).tolist() == [False, True, False]
     assert two_ranks(_of(top_fraction, 0.4), there, here).tolist() == [True, False, False]
+
+
+def test_the_fraction_is_rounded_down_but_not_by_floating_point():
+    # .9 of 3 are two; .29 of 100 are 29, though .29 * 100 = 28.999999999999996
+    assert top_fraction(torch.arange(3.0), 0.9, ON[:3]).tolist() == [False, True, True]
+    assert top_fraction(torch.arange(100.0), 0.29, torch.ones(100, dtype=torch.bool)).sum() == 29
+
+
+def test_top_fraction_never_takes_what_is_masked_out():
+    x, mask = torch.tensor([1.0, 2.0, 99.0, 3.0]), torch.tensor([True, True, False, True])
+    assert top_fraction(x, 0.4, mask).tolist() == [False, False, False, True]
 
 
 def test_top_fraction_takes_nothing_where_nothing_stands_out():
@@ -134,7 +151,8 @@ def test_element_noise_golden():
     # splitmix64's first number from seed 0 is 0xE220A8397B1DCDAF; its upper 24 bits are 0xE220A8
     zero = torch.zeros(1, dtype=torch.int64)
     assert element_noise(0, zero).item() == 0xE220A8 / 2**24
-    assert element_noise(0, torch.tensor([-0.0])).item() == element_noise(0, torch.tensor([0.0])).item()
+    # the bits of the float zero are those of the integer, and there is one zero only
+    assert element_noise(0, torch.tensor([-0.0, 0.0])).tolist() == [0xE220A8 / 2**24] * 2
 
 
 def test_element_noise_is_uniform_and_follows_each_part_of_the_content():

@@ -151,19 +151,16 @@ def test_mistakes_end_in_one_clear_line(api, capsys, argv, message):
 
 
 @pytest.mark.parametrize(
-    ("argv", "nearest"),
+    ("argv", "message"),
     [
-        ("train CartPole-v1 --algorithm.learning-rat 1", "--algorithm.learning-rate"),
-        ("train CartPole-v1 --total-step 1", "--total-steps"),
-        ("config CartPole-v1 --env.id Acrobot-v1", "Unrecognized options: --env.id"),
         ("config CartPole-v1 --algorithm.gamma x", "--algorithm.gamma"),
         ("config CartPole-v1 --env.kwargs {a", "is broken JSON"),
         ("config CartPole-v1 --env.kwargs 3", "expected a JSON object"),
     ],
 )
-def test_unknown_options_name_the_nearest(api, capsys, argv, nearest):
+def test_values_that_cannot_be_read_are_named(api, capsys, argv, message):
     assert cli.main(argv.split()) == 2
-    assert nearest in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback():

@@ -24,6 +24,7 @@ from groupwise.cfg import Cfg
 from groupwise.config import RunCfg, load_config, resolve
 from groupwise.envs.configs import EnvCfg
 from groupwise.errors import ConfigError, UnknownNameError
+from groupwise.option_names import check_names
 
 
 def parse_options(
@@ -35,9 +36,10 @@ def parse_options(
 
     Raises:
         ConfigError: a setting is wrong.
-        SystemExit: help was asked for, or tyro met an option that does not exist.
+        SystemExit: help was asked for, or tyro met a value that it cannot read.
     """
     default = _resolve(target, algorithm, preset, {})
+    check_names(options, default, _hidden)
     changed: Any = tyro.cli(
         RunCfg,
         prog=f"{prog} {target}",
@@ -69,6 +71,11 @@ def _check_env_id(env_id: str) -> None:
         raise UnknownNameError("environment", env_id, registry)
 
 
+def _hidden(config: type[Cfg]) -> tuple[str, ...]:
+    """Fields that are no options, since the target or ``--algorithm`` says them."""
+    return ("id",) if config is EnvCfg else ("name",) if issubclass(config, AlgorithmCfg) else ()
+
+
 _RULES = ConstructorRegistry()
 """How tyro turns options into a nested dict of the fields that differ from their defaults."""
 
@@ -79,11 +86,11 @@ def _fields_of_config(info: StructTypeInfo) -> StructConstructorSpec | None:
         return None
     defaults = dict(info.default)
     types: dict[str, Any] = {name: field.annotation for name, field in info.type.model_fields.items()}
-    hidden = "id" if info.type is EnvCfg else "name" if issubclass(info.type, AlgorithmCfg) else None
+    hidden = _hidden(info.type)
     fields = [
         StructFieldSpec(name, types[name], defaults[name], field.description)
         for name, field in info.type.model_fields.items()
-        if name != hidden  # the target and --algorithm say it
+        if name not in hidden
     ]
 
     def changed(**options: Any) -> dict[str, Any]:

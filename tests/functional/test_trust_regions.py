@@ -107,6 +107,19 @@ def test_vespo_weights_by_hand(log_ratio, good, bad):
     close(grad, [-2 * good, 0.0, 3 * bad])
 
 
+def test_the_weight_of_vespo_is_a_constant():
+    # -sg(1) A logp at w = 1, A = 1: -1; through the weight, which changes by 2 - 3 with log w, it would be -2 at logp = -1
+    close(gradient(lambda x: vespo_loss(x, token_ratio(x, x.detach()), GOOD[:1], **VESPO), [-1.0]), [-1.0])
+
+
+def test_the_sign_of_the_advantage_chooses_vespos_weight_not_its_size():
+    # at w = e^.2 a good action's weight is .767814 and a bad one's 1.170223, see above
+    ratio = torch.tensor([0.2, 0.2]).exp()
+    close(
+        vespo_loss(torch.tensor([-1.0, -1.0]), ratio, torch.tensor([0.01, -0.01]), **VESPO), [0.00767814, -0.01170223]
+    )
+
+
 @pytest.mark.parametrize("log_ratio", [-100.0, 20.0])
 def test_vespo_weights_fade_to_zero_on_both_sides(log_ratio):
     ratio = torch.tensor([log_ratio]).exp()
@@ -244,6 +257,14 @@ def test_dppo_distances_by_hand():
     # to .05: .2 ln 4 + .8 ln(.8 / .95) = .139779
     for bound, kept in [(0.1397, False), (0.1399, True)]:
         assert dppo_keeps(down, start, BAD[:1], "kl", bound, 9.0).item() is kept
+
+
+def test_dppo_keeps_what_moved_just_as_far_as_the_bound():
+    # from 0 to 1 and from 1 to 0 the distance is exactly 1
+    never, always = torch.tensor([-math.inf]), torch.tensor([0.0])
+    for bound, kept in [(1.0, True), (0.999, False)]:
+        assert dppo_keeps(always, never, GOOD[:1], "tv", 9.0, bound).item() is kept
+        assert dppo_keeps(never, always, BAD[:1], "tv", bound, 9.0).item() is kept
 
 
 def test_dppo_at_certainty_is_finite():

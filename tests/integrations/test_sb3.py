@@ -840,7 +840,7 @@ def test_a_constant_divisor_is_given_in_the_objective():
     ("kwargs", "message"),
     [
         ({"group_size": 1}, "group_size"),
-        ({"n_steps": 0}, "num_steps"),
+        ({"n_steps": 0}, "n_steps"),
         ({"credit": "gpro"}, "unknown preset 'gpro': did you mean"),
         ({"gamma": 1.5}, "gamma"),
     ],

@@ -9,7 +9,10 @@ against the probability under which each action was really drawn. So nothing is 
 update.
 """
 
+import inspect
+import io
 import warnings
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from groupwise.errors import require_extra
@@ -27,7 +30,7 @@ from stable_baselines3.common.utils import LinearSchedule, obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
 from groupwise.algorithms import grpo
-from groupwise.algorithms.configs import CreditCfg, GRPOCfg, ObjectiveCfg, ReferenceCfg
+from groupwise.algorithms.configs import CreditCfg, GRPOCfg, ObjectiveCfg
 from groupwise.errors import ConfigError, EnvError
 from groupwise.integrations.sb3_attempts import Attempts, Obs, Tick
 from groupwise.integrations.sb3_policy import (
@@ -36,8 +39,8 @@ from groupwise.integrations.sb3_policy import (
     MultiInputActorPolicy,
     ScoredActor,
 )
+from groupwise.integrations.sb3_settings import ARGUMENTS, ELSEWHERE, PolicyError, refuse, update_cfg
 from groupwise.integrations.sb3_start import SharedStart, insert_shared_start, verify_shared_start
-from groupwise.presets import objective_preset
 from groupwise.seeding import derive_seed
 
 __all__ = ["GRPO", "ActorPolicy", "CnnActorPolicy", "MultiInputActorPolicy", "SharedStart"]
@@ -50,6 +53,8 @@ CLIPPED = ObjectiveCfg()
 """PPO's clipped ratio, all steps alike."""
 DECAYING = LinearSchedule(1e-3, 0.0, 1.0)
 """From 1e-3 towards 0 over the training; an update takes the rate of its rollout's start."""
+_WITHOUT_CRITIC: dict[str, Any] = {"gae_lambda": 1.0, "vf_coef": 0.0, "use_sde": False, "sde_sample_freq": -1}
+"""What SB3 asks of every on-policy algorithm, and nothing here reads."""
 _SAVED_BY_SB3 = ("optimizer", "reference")
 """Parts of the update's state that SB3 saves as state dicts; the rest goes with the settings."""
 
@@ -79,6 +84,10 @@ class GRPO(OnPolicyAlgorithm):
     }
     policy: ActorPolicy  # type: ignore[assignment]
     rollout_buffer: Attempts | None  # type: ignore[assignment]
+    _start_seed: int | None = None
+    _next_group = 0
+    _rollout_began_at = 0
+    _verified: VecEnv | None = None
 
     def __init__(
         self,
@@ -105,19 +114,17 @@ class GRPO(OnPolicyAlgorithm):
         seed: int | None = None,
         device: torch.device | str = "auto",
         _init_setup_model: bool = True,
+        **others: Any,
     ) -> None:
+        refuse(others, inspect.signature(GRPO).parameters)
         super().__init__(
             policy,  # type: ignore[arg-type]
             env,  # type: ignore[arg-type]
             learning_rate=learning_rate,
             n_steps=n_steps,
             gamma=gamma,
-            gae_lambda=1.0,
             ent_coef=ent_coef,
-            vf_coef=0.0,
             max_grad_norm=max_grad_norm,
-            use_sde=False,
-            sde_sample_freq=-1,
             stats_window_size=stats_window_size,
             tensorboard_log=tensorboard_log,
             policy_kwargs=policy_kwargs,
@@ -126,6 +133,7 @@ class GRPO(OnPolicyAlgorithm):
             device=device,
             _init_setup_model=False,
             supported_action_spaces=(spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary),
+            **_WITHOUT_CRITIC,
         )
         self.batch_size = batch_size
         self.n_epochs = n_epochs
@@ -137,13 +145,34 @@ class GRPO(OnPolicyAlgorithm):
         self.shared_starts = shared_starts
         self.target_kl = target_kl
         self.rollout_buffer = None
-        self._start_seed: int | None = None
-        self._next_group = 0
-        self._rollout_began_at = 0
         self._core_state: dict[str, Any] = {}
-        self._verified: VecEnv | None = None
         if _init_setup_model:
             self._setup_model()
+
+    @classmethod
+    def load(
+        cls: type[SelfGRPO],
+        path: str | Path | io.BufferedIOBase,
+        env: GymEnv | None = None,
+        device: torch.device | str = "auto",
+        custom_objects: dict[str, Any] | None = None,
+        print_system_info: bool = False,
+        force_reset: bool = True,
+        **kwargs: Any,
+    ) -> SelfGRPO:
+        """The model that was saved there, with other settings where ``kwargs`` has some.
+
+        Raises:
+            ConfigError: another algorithm saved it, or it is to take an argument that there is not.
+        """
+        refuse(ELSEWHERE.keys() & kwargs, ())
+        try:
+            return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
+        except PolicyError as error:
+            raise ConfigError(
+                f"{path} was not saved by GRPO: its policy is {error.name}; mend: load it with the class that saved it "
+                "(PPO.load, A2C.load, ...), or train a GRPO anew"
+            ) from error
 
     @property
     def reference_policy(self) -> ActorPolicy:
@@ -246,10 +275,7 @@ class GRPO(OnPolicyAlgorithm):
     def _setup_model(self) -> None:
         """Create policy and optimiser, and the update that trains them."""
         if not issubclass(self.policy_class, ActorPolicy):
-            raise ConfigError(
-                f"{self.policy_class.__name__} is not a policy without a critic; mend: 'MlpPolicy', 'CnnPolicy', "
-                "'MultiInputPolicy' or a subclass of groupwise.integrations.sb3.ActorPolicy"
-            )
+            raise PolicyError(self.policy_class.__name__)
         self._setup_lr_schedule()
         self.set_random_seed(self.seed)
         if self.seed is not None:
@@ -272,33 +298,10 @@ class GRPO(OnPolicyAlgorithm):
         super()._update_current_progress_remaining(self._rollout_began_at, total_timesteps)
 
     def _cfg(self) -> GRPOCfg:
-        if self.shared_starts not in ("verify", "trust", "off"):
-            raise ConfigError(
-                f"shared_starts is {self.shared_starts!r}, expected 'verify', 'trust' or 'off'; mend: 'verify'"
-            )
-        credit, objective = self.credit, self.objective
-        if isinstance(credit, str):
-            credit = objective_preset(credit).settings["credit"]
-        if isinstance(objective, str):
-            objective = objective_preset(objective).settings["objective"]
-        self.credit, self.objective = CreditCfg.model_validate(credit), ObjectiveCfg.model_validate(objective)
-        reference = ReferenceCfg()
-        if self.kl_ref_iterations is not None:
-            reference = ReferenceCfg(refresh="interval", interval=self.kl_ref_iterations)
-        return GRPOCfg(
-            num_steps=self.n_steps,
-            num_epochs=self.n_epochs,
-            minibatch_size=self.batch_size,
-            gamma=self.gamma,
-            ent_coef=self.ent_coef,
-            max_grad_norm=self.max_grad_norm,
-            target_kl=self.target_kl,
-            group_size=self.group_size,
-            credit=self.credit,
-            objective=self.objective,
-            kl_coef=self.kl_coef,
-            reference=reference,
-        )
+        """The update's settings; ``credit`` and ``objective`` are resolved."""
+        cfg = update_cfg({name: vars(self)[name] for name in ARGUMENTS})
+        self.credit, self.objective = cfg.credit, cfg.objective
+        return cfg
 
     def _setup_learn(
         self,

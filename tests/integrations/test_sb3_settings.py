@@ -1,0 +1,112 @@
+"""Arguments of the Stable-Baselines3 class: what is refused says SB3's name, and what stands for it here."""
+
+import inspect
+import io
+
+import gymnasium
+import pytest
+from stable_baselines3 import A2C, DQN, PPO
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+
+import groupwise as gw
+from groupwise.algorithms.configs import GRPOCfg
+from groupwise.integrations.sb3 import GRPO
+from groupwise.integrations.sb3_settings import ARGUMENTS, ELSEWHERE, update_cfg
+
+CARTPOLE = "CartPole-v1"
+
+
+def refused(**arguments) -> str:
+    with pytest.raises(gw.ConfigError) as found:
+        GRPO("MlpPolicy", CARTPOLE, **arguments)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"group_size": 1}, "group_size = 1: input should be greater than or equal to 2"),
+        ({"batch_size": 0}, "batch_size = 0: input should be greater than or equal to 1"),
+        ({"n_steps": 0}, "n_steps = 0: input should be greater than or equal to 1"),
+        ({"n_epochs": -3}, "n_epochs = -3: input should be greater than or equal to 1"),
+        ({"kl_ref_iterations": 0}, "kl_ref_iterations = 0: input should be greater than or equal to 1"),
+        ({"kl_coef": -1.0}, "kl_coef = -1.0: input should be greater than or equal to 0"),
+        ({"credit": {"scal": "none"}}, "unknown key 'scal' in credit; did you mean 'scale'?"),
+        ({"credit": {"scale": "stdev"}}, "credit.scale = 'stdev': expected one of std"),
+        ({"objective": {"clip_low": 0}}, "objective.clip_low = 0: input should be greater than 0"),
+        (
+            {"credit": {"group_key": "group_step"}},
+            "credit: group_key='group_step' compares returns from a step on; got",
+        ),
+        ({"credit": {"lone_member": "trajectory"}}, "credit: early_finisher and lone_member say"),
+    ],
+)
+def test_impossible_arguments_are_named_as_they_were_given(arguments, message):
+    found = refused(**arguments)
+    assert found.startswith(message)
+    assert "pydantic" not in found
+    assert "Cfg" not in found
+
+
+def test_every_wrong_argument_is_named():
+    assert [line.split(" = ")[0] for line in refused(batch_size=0, group_size=1).splitlines()] == [
+        "batch_size",
+        "group_size",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "counterpart"),
+    [
+        ("clip_range", 0.1, r"mend: objective=ObjectiveCfg\(clip_low=0.2, clip_high=0.2\)"),
+        ("clip_range_vf", 0.1, "there is no critic; mend: leave it out"),
+        ("vf_coef", 0.5, "there is no critic; mend: leave it out"),
+        ("gae_lambda", 0.95, "no critic looks ahead; mend: leave it out"),
+        ("normalize_advantage", True, r"mend: credit=CreditCfg\(scale='std'\)"),
+        ("use_sde", True, "drawn anew at every step; mend: leave it out"),
+        ("sde_sample_freq", 4, "drawn anew at every step; mend: leave it out"),
+        ("rollout_buffer_class", None, "a store of their own; mend: leave it out"),
+        ("rollout_buffer_kwargs", {}, "a store of their own; mend: leave it out"),
+    ],
+)
+def test_what_sb3_has_and_this_has_not_says_what_stands_for_it(tmp_path, argument, value, counterpart):
+    GRPO("MlpPolicy", CARTPOLE).save(tmp_path / "model")
+    for build in (
+        lambda: GRPO("MlpPolicy", CARTPOLE, **{argument: value}),
+        lambda: GRPO.load(tmp_path / "model", **{argument: value}),
+    ):
+        with pytest.raises(gw.ConfigError, match=f"GRPO takes no {argument}: .*{counterpart}"):
+            build()
+
+
+def test_every_argument_of_ppo_is_here_or_says_what_stands_for_it():
+    ppo = {*inspect.signature(PPO).parameters, *inspect.signature(OnPolicyAlgorithm).parameters}
+    ours = inspect.signature(GRPO).parameters
+    assert ppo - {*ours, *ELSEWHERE} == {"monitor_wrapper", "supported_action_spaces"}
+    assert not ELSEWHERE.keys() & ours
+
+
+def test_other_names_are_unknown():
+    assert refused(learning_rat=1e-3) == "unknown argument of GRPO 'learning_rat': did you mean 'learning_rate'?"
+
+
+def test_the_update_has_every_argument():
+    model = GRPO("MlpPolicy", CARTPOLE, n_steps=7, batch_size=8, n_epochs=9, kl_coef=0.1, kl_ref_iterations=3)
+    cfg = update_cfg({name: vars(model)[name] for name in ARGUMENTS})
+    assert (cfg.num_steps, cfg.minibatch_size, cfg.num_epochs) == (7, 8, 9)
+    assert (cfg.reference.refresh, cfg.reference.interval) == ("interval", 3)
+    assert cfg.model_fields_set <= GRPOCfg.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"), [(PPO, "ActorCriticPolicy"), (A2C, "ActorCriticPolicy"), (DQN, "DQNPolicy")]
+)
+def test_a_file_of_another_algorithm_is_refused(tmp_path, kind, policy):
+    path = tmp_path / "other.zip"
+    kind("MlpPolicy", gymnasium.make(CARTPOLE), device="cpu").save(path)
+    with pytest.raises(
+        gw.ConfigError, match=rf"other\.zip was not saved by GRPO: its policy is {policy}; mend: load it"
+    ):
+        GRPO.load(path)
+    with pytest.raises(gw.ConfigError, match=f"was not saved by GRPO: its policy is {policy}"):
+        GRPO.load(io.BytesIO(path.read_bytes()), env=gymnasium.make(CARTPOLE))

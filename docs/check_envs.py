@@ -62,6 +62,12 @@ FAMILIES: dict[str, list[str]] = {
 }
 
 NOTE = "<!-- Written by docs/check_envs.py from environments.json. -->"
+NOISE = {
+    "none": "no",
+    "drawn": "drawn, no effect seen",
+    "seen": "yes",
+    "stray": "yes, by a generator that nobody seeds",
+}
 TIERS = ("native", "snapshot", "seed", "replay")
 WAYS = ("entry_point", "sync", "async")
 
@@ -72,7 +78,7 @@ def main(arguments: list[str]) -> None:
     data: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {"found": {}}
     if arguments != ["--page"]:
         from groupwise.check import check_env
-        from groupwise.check_table import plain
+        from groupwise.envs.findings import plain
 
         register()
         data["versions"] = {name: version(name) for name in ("gymnasium", "ale-py", "Box2D", "minigrid", "mujoco")}
@@ -146,7 +152,7 @@ def facts(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
         report = found[name]
         for what, finding in refusals(report).items():
             reason = finding["reason"].replace(f"{report['env_id']} ", "it ")
-            if reason != "none is registered":
+            if reason != "it registers no vectorised version":
                 notes.setdefault(f"{what}: {reason}", []).append(f"`{name}`")
         rows.append(
             (
@@ -154,8 +160,8 @@ def facts(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
                 said(report["observation"]),
                 said(report["action"]),
                 said(report["start_varies"]),
-                said(report["noise"], {"none": "no", "drawn": "drawn, no effect seen", "seen": "yes"}.get),
-                *("yes" if report["tiers"][tier]["value"] is not None else "no" for tier in TIERS),
+                said(report["noise"], NOISE.__getitem__),
+                *(said(report["tiers"][tier], lambda _: "yes") for tier in TIERS),
                 said(report["branching"], lambda branching: branching["states"]),
                 said(report["entry_point_autoreset"], lambda mode: f"resets itself: {mode}"),
                 said(report["training"], lambda used: f"{used['tier']}, {used['vectorization']}"),
@@ -195,7 +201,7 @@ def said(finding: dict[str, Any], show: Callable[[Any], str | None] = str) -> st
     """A finding in a word or two."""
     value = finding["value"]
     if value is None:
-        return "no"
+        return "unknown" if finding["verdict"] == "unknown" else "no"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"{show(value)}"
 
 

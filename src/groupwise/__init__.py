@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from groupwise.algorithms.grpo import GRPO
     from groupwise.algorithms.ppo import PPO
     from groupwise.api import Run, evaluate, resume, train
-    from groupwise.check import EnvReport, check_env
+    from groupwise.check import check_env
     from groupwise.collectors.groups import GroupCollector
     from groupwise.collectors.vector import VectorCollector
     from groupwise.config import EvaluationCfg, LoggingCfg, RunCfg, StopCfg, load_config, register_algorithm
     from groupwise.data.rollout import RolloutBuffer, transition_view
     from groupwise.envs.configs import EnvCfg
+    from groupwise.envs.findings import EnvReport
     from groupwise.envs.groups import verify_group_start
     from groupwise.envs.make import make_env
     from groupwise.envs.native import TorchGroupEnv
@@ -120,12 +121,13 @@ _MODULES = {
     "groupwise.algorithms.grpo": "GRPO",
     "groupwise.algorithms.ppo": "PPO",
     "groupwise.api": "Run evaluate resume train",
-    "groupwise.check": "EnvReport check_env",
+    "groupwise.check": "check_env",
     "groupwise.collectors.groups": "GroupCollector",
     "groupwise.collectors.vector": "VectorCollector",
     "groupwise.config": "EvaluationCfg LoggingCfg RunCfg StopCfg load_config register_algorithm",
     "groupwise.data.rollout": "RolloutBuffer transition_view",
     "groupwise.envs.configs": "EnvCfg",
+    "groupwise.envs.findings": "EnvReport",
     "groupwise.envs.groups": "verify_group_start",
     "groupwise.envs.make": "make_env",
     "groupwise.envs.native": "TorchGroupEnv",

@@ -3,63 +3,28 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, TypeVar
+
+import gymnasium
 
 from groupwise.config import resolve
 from groupwise.envs import check
 from groupwise.envs.base import GroupEnv, GroupStartReport
-from groupwise.envs.check import Branching, Finding, Maker, attempt
+from groupwise.envs.check import Maker, attempt
 from groupwise.envs.configs import EnvCfg, StartTier
+from groupwise.envs.findings import Branching, EnvReport, Finding, Training, none, unknown
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.make import make_env
+from groupwise.envs.noise import step_noise
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.self_vectorised import makes_rows
-from groupwise.errors import GroupwiseError
+from groupwise.errors import EnvError, GroupwiseError
 from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.distributions import make_head
 
 T = TypeVar("T")
-
-
-class Training(NamedTuple):
-    """What ``groupwise train`` does with the environment by default."""
-
-    tier: StartTier
-    """How siblings share a start."""
-    vectorization: str
-    """``entry_point``; ``sync``: one after another in this process; ``async`` or ``envpool``, if the settings say so; ``own``: the callable makes all rows."""
-    num_envs: int
-    autoreset: str
-    passed_over: tuple[str, ...]
-    """Why better ways to share a start were not taken."""
-
-
-Noise = Literal["none", "drawn", "seen"]
-"""Steps draw no random numbers; they draw some; and siblings with numbers of their own drifted apart in some tens of steps."""
-
-
-class EnvReport(NamedTuple):
-    """What ``check_env`` found out about an environment. A finding without a value has a reason."""
-
-    env_id: str
-    observation: Finding[str]
-    """The observation space, if it is supported."""
-    action: Finding[str]
-    """The action space, if a policy can act in it."""
-    start_varies: Finding[bool]
-    """Whether the first observation depends on the seed of the reset."""
-    noise: Finding[Noise]
-    """Whether steps are random, see ``Noise``."""
-    tiers: dict[str, Finding[float]]
-    """Of each way to share a start: microseconds a start takes, if it works."""
-    branching: Finding[Branching]
-    """Whether groups can start in the middle of an episode."""
-    entry_point_autoreset: Finding[str]
-    """Who resets finished rows in the environment's own vectorised version."""
-    steps_per_second: dict[str, Finding[float]]
-    """With 8 environments, by vectorisation, on this machine. ``sync`` and ``async``: of rows in groups. ``envpool``: where it is installed and has this task. ``own`` alone: of a callable that makes all rows."""
-    training: Finding[Training]
 
 
 def check_env(env: str | EnvCfg | Maker) -> EnvReport:
@@ -72,12 +37,24 @@ def check_env(env: str | EnvCfg | Maker) -> EnvReport:
     Raises:
         UnknownNameError: nobody registered this id.
         MissingExtraError: the environment needs a package that is not installed.
-        EnvError: it is none, or does not take these arguments.
+        EnvError: it is none, is made already, or does not take these arguments.
     """
+    if not isinstance(env, EnvCfg | str) and not callable(env):
+        raise EnvError(
+            f"env is a {type(env).__name__} that is made already, expected a Gymnasium id, an EnvCfg or a callable that "
+            f"makes one, since several are tried; mend: check_env({_maker_of(env)})"
+        )
     make = None if isinstance(env, EnvCfg | str) else env
     given = env if isinstance(env, EnvCfg) else EnvCfg(id=env if isinstance(env, str) else "<given in Python>")
     with _quiet():
         return _check(given, make)
+
+
+def _maker_of(made: object) -> str:
+    """What to write instead of an environment that is made already."""
+    if isinstance(made, gymnasium.Env) and made.spec is not None:
+        return f"lambda: gymnasium.make({made.spec.id!r}, ...)"
+    return f"lambda: {type(made).__name__}(...)"
 
 
 def _check(given: EnvCfg, make: Maker | None) -> EnvReport:
@@ -91,22 +68,22 @@ def _check(given: EnvCfg, make: Maker | None) -> EnvReport:
     except GroupwiseError:
         raise
     except Exception as error:
-        return _broken(given.id, check.reason_of(error))
+        return _broken(given.id, error)
     env_id = type(single.unwrapped).__name__ if single.spec is None else single.spec.id
     single.close()
     ways = (*check.VECTORIZATIONS, "envpool") if make is None and check.in_envpool(cfg.id) else check.VECTORIZATIONS
     observation = attempt(lambda: check.observation_support(cfg, make))
     action = attempt(lambda: _action_support(single.action_space))
-    trial = _attempt_nothing if observation.value is None else attempt
+    trial = attempt if observation.value is not None else partial(_attempt_nothing, observation.mend)
     training, branching, siblings_differ = _trained(cfg, make, trial)
     if action.value is None:
-        training = Finding(None, "its actions are not supported")
+        training = none("its actions are not supported", action.mend)
     return EnvReport(
         env_id,
         observation,
         action,
         attempt(lambda: check.start_varies(cfg, make)),
-        Finding("seen") if siblings_differ else attempt(lambda: _drawn(cfg, make)),
+        Finding("seen") if siblings_differ else attempt(lambda: step_noise(cfg, make)),
         {tier: trial(partial(check.tier_cost, cfg, make, tier)) for tier in check.TIERS},
         branching,
         attempt(lambda: check.entry_point_autoreset(cfg, make)),
@@ -123,19 +100,20 @@ def _check_rows(cfg: EnvCfg, make: Maker | None) -> EnvReport:
     except GroupwiseError:
         raise
     except Exception as error:
-        return _broken(cfg.id, check.reason_of(error))
+        return _broken(cfg.id, error)
     try:
         found = attempt(lambda: verify_group_start(env))
         training, branching, siblings_differ = _trained(cfg, make, attempt)
+        together = found.reason or "siblings stayed together in some tens of steps"
         return EnvReport(
             env.env_id,
             attempt(lambda: check.brief(env.observation_space)),
             attempt(lambda: _action_support(env.action_space)),
-            Finding(None, found.reason) if found.value is None else Finding(found.value.start_varies),
-            Finding("seen") if siblings_differ else Finding(None, "siblings stayed together in some tens of steps"),
+            unknown(found.reason) if found.value is None else Finding(found.value.start_varies),
+            Finding("seen") if siblings_differ else unknown(together),
             {tier: _cost_of_rows(env, tier, found) for tier in check.TIERS},
             branching,
-            Finding(None, "its rows are reset by the collector"),
+            none("its rows are reset by the collector"),
             {"own": attempt(lambda: check.speed(env))}
             if make is not None
             else {"envpool": attempt(lambda: check.steps_per_second(cfg, make, "envpool"))},
@@ -147,22 +125,25 @@ def _check_rows(cfg: EnvCfg, make: Maker | None) -> EnvReport:
 
 def _cost_of_rows(env: GroupEnv, tier: StartTier, found: Finding[GroupStartReport]) -> Finding[float]:
     if tier != env.start_tier:
-        return Finding(None, f"it makes its rows itself, and starts them by {env.start_tier}")
+        return none(f"it makes its rows itself, and starts them by {env.start_tier}")
     if found.value is None:
-        return Finding(None, found.reason)
+        return Finding(None, found.verdict, found.reason, found.mend)
     return attempt(lambda: check.start_us(env, env.num_envs) / env.num_envs)
 
 
-def _broken(env_id: str, reason: str) -> EnvReport:
+def _broken(env_id: str, error: Exception) -> EnvReport:
     """The report on an environment that cannot even be made."""
-    nothing: Finding[Any] = Finding(None, f"cannot be made: {reason}")
+    reason, mend = check.reason_and_mend(error)
+    nothing = unknown(f"cannot be made: {reason}", mend)
     tiers: dict[str, Finding[float]] = dict.fromkeys(check.TIERS, nothing)
     speeds: dict[str, Finding[float]] = dict.fromkeys(check.VECTORIZATIONS, nothing)
-    return EnvReport(env_id, nothing, nothing, nothing, nothing, tiers, nothing, nothing, speeds, nothing)
+    return EnvReport(
+        env_id, nothing, nothing, nothing, nothing, tiers, nothing, nothing, speeds, replace(nothing, verdict="none")
+    )
 
 
-def _attempt_nothing(probe: Callable[[], T]) -> Finding[T]:
-    return Finding(None, "its observations are not supported")
+def _attempt_nothing(mend: str, probe: Callable[[], T]) -> Finding[T]:
+    return none("its observations are not supported", mend)
 
 
 def _trained(
@@ -171,7 +152,8 @@ def _trained(
     """What training would use, its branching, and whether siblings with noise of their own drifted apart."""
     made = trial(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
     if made.value is None or made.value.start_report is None:
-        return Finding(None, made.reason), Finding(None, made.reason), False
+        refused = none(made.reason, made.mend)  # whatever stopped it stops training, too
+        return refused, Finding(None, made.verdict, "groups cannot start at all"), False
     env, report = made.value, made.value.start_report
     try:
         vectorization: str = cfg.vectorization
@@ -183,10 +165,6 @@ def _trained(
         return Finding(chosen), attempt(lambda: check.branching(env)), report.noise_varies
     finally:
         env.close()
-
-
-def _drawn(cfg: EnvCfg, make: Maker | None) -> Noise:
-    return "drawn" if check.steps_draw(cfg, make) else "none"
 
 
 def _action_support(space: Any) -> str:

@@ -27,7 +27,8 @@ Trains a policy by comparing a group of attempts at the same start.
 
 With every command:
   --help             more about it
-  --plugin FILE.py   import a file of yours first: it may register algorithms, credit rules, environments
+  --plugin FILE.py   import a file of yours first: it may register algorithms, credit rules, environments;
+                     or a module by its name, as ale_py, which registers Atari
   --debug            show the traceback of an error
   --version
 
@@ -88,8 +89,13 @@ Examples:
   groupwise check-env Ant-v5 --env.kwargs '{"healthy_reward": 0.5}' --json
   groupwise check-env Mine-v0 --plugin my_env.py
 
-Besides --json it takes the options of train; those of env count.
+  groupwise check-env ALE/Pong-v5 --plugin ale_py --env.random-prefix 30
+
+Besides --json it takes the settings of the environment that count here:
 """
+
+CHECK_SETTINGS = ("kwargs", "max_episode_steps", "vectorization", "group_start", "random_prefix", "reward_parts")
+"""Of ``EnvCfg``, what makes a difference to the trials."""
 
 LIST_HELP = "Print algorithms, presets, and the choices of credit and objective with their sources."
 
@@ -119,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GroupwiseError as error:
         if debug:
             raise
-        print(f"groupwise: error: {error}", file=sys.stderr)
+        print("\n".join([f"groupwise: error: {error}", *vars(error).get("__notes__", [])]), file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
         print(f"groupwise: {str(error) or 'interrupted'}", file=sys.stderr)  # the API says how to go on
@@ -154,13 +160,27 @@ def _dispatch(argv: Sequence[str], plugins: list[Path]) -> int:
 
 
 def _import_plugin(path: Path) -> None:
-    """Run a user's file as a module, for what it registers."""
+    """Import a user's file, or an installed module, for what it registers."""
+    if path.suffix != ".py" and not path.exists():
+        _import_module(str(path))
+        return
     spec = importlib.util.spec_from_file_location(f"groupwise_plugin_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigError(f"--plugin {path}: expected an existing Python file")
+        raise ConfigError(f"--plugin {path}: expected an existing Python file, or a module that is installed")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+
+
+def _import_module(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # its own imports are what fails
+        raise ConfigError(
+            f"--plugin {name}: expected an existing Python file, or a module that is installed"
+        ) from error
 
 
 def _train(argv: Sequence[str], plugins: list[Path]) -> int:
@@ -192,19 +212,38 @@ def _config(argv: Sequence[str], plugins: list[Path]) -> int:
 
 
 def _check_env(argv: Sequence[str], plugins: list[Path]) -> int:
-    cfg = _parse_config([word for word in argv if word != "--json"], "groupwise check-env", CHECK_HELP)
+    prog = "groupwise check-env"
+    target, *options = _with_target([word for word in argv if word != "--json"], prog)
+    if any(option.startswith(("--algorithm", "--preset")) for option in options):
+        raise ConfigError(
+            f"{prog} takes no algorithm and no preset: it tries out what groups of attempts (GRPO) need, while PPO needs only "
+            f"that observation and action are supported, which it tells, too; mend: {prog} {target}"
+        )
 
-    from groupwise.check_table import check_and_print
+    from groupwise.options import parse_env_options
 
-    return check_and_print(cfg.env, "json" if "--json" in argv else "table")
+    env = parse_env_options(target, CHECK_SETTINGS, options, prog=prog, description=CHECK_HELP)
+
+    from groupwise.check import check_env
+    from groupwise.envs.findings import plain
+
+    report = check_env(env)
+    print(json.dumps(plain(report)) if "--json" in argv else report)
+    return int(report.training.value is None)
+
+
+def _with_target(argv: Sequence[str], prog: str) -> Sequence[str]:
+    """``argv`` if a target comes first; help without one is about CartPole."""
+    if argv and not argv[0].startswith("-"):
+        return argv
+    if {"-h", "--help"}.isdisjoint(argv):
+        raise ConfigError(f"expected an environment id or a JSON file first, as in: {prog} CartPole-v1")
+    return ["CartPole-v1", *argv]
 
 
 def _parse_config(argv: Sequence[str], prog: str, description: str) -> Any:
     """The ``RunCfg`` of ``TARGET [--algorithm NAME] [--preset NAME] [--any.field VALUE ...]``."""
-    if not argv or argv[0].startswith("-"):
-        if {"-h", "--help"}.isdisjoint(argv):
-            raise ConfigError(f"expected an environment id or a JSON file first, as in: {prog} CartPole-v1")
-        argv = ["CartPole-v1", *argv]
+    argv = _with_target(argv, prog)
     parser = Parser(prog=prog, add_help=False)
     parser.add_argument("--algorithm", "--algorithm.name")
     parser.add_argument("--preset")

@@ -34,13 +34,14 @@ class UnknownNameError(ConfigError):
     Args:
         kind: what the name should name ("environment", "algorithm", ...).
         known: the names that exist.
+        hint: what to say instead of the nearest of them.
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, hint: str | None = None) -> None:
         options = sorted(known)
         near = difflib.get_close_matches(name, options, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {_some(options)}"
-        super().__init__(f"unknown {kind} {name!r}: {hint}")
+        nearest = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {_some(options)}"
+        super().__init__(f"unknown {kind} {name!r}: {nearest if hint is None else hint}")
 
 
 class EnvError(GroupwiseError, ValueError):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
 import tyro
+from pydantic import create_model
 from tyro.constructors import (
     ConstructorRegistry,
     PrimitiveConstructorSpec,
@@ -23,7 +24,8 @@ from groupwise.algorithms.configs import AlgorithmCfg
 from groupwise.cfg import Cfg
 from groupwise.config import RunCfg, load_config, resolve
 from groupwise.envs.configs import EnvCfg
-from groupwise.errors import ConfigError, UnknownNameError
+from groupwise.envs.names import unknown_environment
+from groupwise.errors import ConfigError
 from groupwise.option_names import check_names
 
 
@@ -52,6 +54,39 @@ def parse_options(
     return _resolve(target, algorithm, preset, changed) if changed else default
 
 
+def parse_env_options(
+    target: str, names: Sequence[str], options: Sequence[str], *, prog: str, description: str
+) -> EnvCfg:
+    """The environment of a target with ``--env.field VALUE`` options over it.
+
+    Args:
+        names: the fields that are options.
+
+    Raises:
+        ConfigError: a setting is wrong, or no option here.
+        SystemExit: help was asked for, or tyro met a value that it cannot read.
+    """
+    known = [f"--env.{name.replace('_', '-')}" for name in names]
+    for option in (word.partition("=")[0] for word in options if word.startswith("--") and word != "--help"):
+        if option.replace("_", "-") not in known:
+            raise ConfigError(f"{prog} takes no {option}; it takes {', '.join(known)}")
+    default = _resolve(target, None, None, {})
+    fields: dict[str, Any] = {
+        name: (info.annotation, info) for name, info in EnvCfg.model_fields.items() if name in names
+    }
+    shown = create_model("Environment", __base__=Cfg, __doc__="Environment.", **fields)
+    around = create_model("Trial", __base__=Cfg, env=(shown, ...))
+    changed: Any = tyro.cli(
+        around,
+        prog=f"{prog} {target}",
+        description=description,
+        args=options,
+        default=around(env=shown(**{name: vars(default.env)[name] for name in names})),
+        registry=_RULES,
+    )
+    return (_resolve(target, None, None, changed) if changed else default).env
+
+
 def _resolve(target: str, algorithm: str | None, preset: str | None, changed: dict[str, Any]) -> RunCfg:
     fields = {key: value for key, value in changed.items() if key != "algorithm"}
     settings = changed.get("algorithm", {}) | ({"name": algorithm} if algorithm else {})
@@ -68,7 +103,7 @@ def _check_env_id(env_id: str) -> None:
     from gymnasium.envs.registration import registry
 
     if env_id not in registry:
-        raise UnknownNameError("environment", env_id, registry)
+        raise unknown_environment(env_id, registry)
 
 
 def _hidden(config: type[Cfg]) -> tuple[str, ...]:

@@ -87,8 +87,6 @@ class GroupStartReport(NamedTuple):
     """Whether attempts can begin in states captured in the middle of an episode."""
     states: str | None = None
     """What captures states: the name of an adapter, ``fields``, ``actions``; None where the environment itself does."""
-    repeatable: bool = True
-    """Whether a seed's start is the same at any time and in any process. If not, siblings share it all the same."""
     passed_over: tuple[str, ...] = ()
     """Why better tiers were not taken."""
 

@@ -4,10 +4,10 @@ import pickle
 import re
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import gymnasium
 import numpy as np
@@ -16,16 +16,16 @@ import torch
 from groupwise.data.spaces import leaf_spaces, space_kind, subspaces
 from groupwise.envs.base import GroupEnv, Mask, VectorEnv
 from groupwise.envs.configs import EnvCfg, StartTier
+from groupwise.envs.findings import Branching, Finding, none, unknown
 from groupwise.envs.make import make_env
 from groupwise.envs.single import explained, with_limit
-from groupwise.envs.snapshots import noise_state
 from groupwise.errors import EnvError, GroupwiseError, UnsupportedSpaceError
 
 TIERS: tuple[StartTier, ...] = ("native", "snapshot", "seed", "replay")
 VECTORIZATIONS = ("entry_point", "sync", "async")
 NUM_ENVS = 8
+NO_ENTRY_POINT = "it registers no vectorised version"
 _NUM_SEEDS = 16
-_NUM_STEPS = 200
 _BRANCH_STEPS = 16
 _BUDGET_S = 0.3
 
@@ -33,46 +33,30 @@ T = TypeVar("T")
 Maker: TypeAlias = Callable[..., gymnasium.Env | GroupEnv]
 
 
-@dataclass(frozen=True)
-class Finding(Generic[T]):
-    """What was found, or why nothing was."""
-
-    value: T | None
-    reason: str = ""
-    """Why ``value`` is None."""
-
-
-class Branching(NamedTuple):
-    """How states in the middle of an episode are captured."""
-
-    states: str
-    """``mujoco``, ``ale``, ``own``, ``fields``: copies. ``actions``: the way there is replayed. ``native``: arrays."""
-    capture_us: float
-    restore_us: float
-    """From a state some 16 steps into an episode."""
+class CannotTellError(Exception):
+    """A trial that failed to tell. Becomes a finding."""
 
 
 def attempt(probe: Callable[[], T]) -> Finding[T]:
-    """What ``probe`` finds; whatever it raises is the reason why it found nothing."""
+    """What ``probe`` finds. An error of ours means that it does not work, any other one that nobody can tell."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what matters of them is found out here
         try:
             return Finding(probe())
+        except GroupwiseError as error:
+            return none(*reason_and_mend(error))
         except Exception as error:
-            return Finding(None, reason_of(error))
+            return unknown(*reason_and_mend(error))
 
 
-def reason_of(error: Exception) -> str:
-    """An error in a line, with its type unless it is one of ours."""
-    kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
-    return kind + _shortened(str(error))
-
-
-def _shortened(message: str) -> str:
-    """Without the mend and the calls that led there, and without what the question said already."""
-    message = re.sub(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+", "", message)
-    message = " ".join(message.partition("; mend: ")[0].split())
-    return re.sub(r"^siblings of \S+ cannot share a start( by group_start='\w+')?: ", "", message)
+def reason_and_mend(error: Exception) -> tuple[str, str]:
+    """An error in a line, with its type unless it is one of ours, and what it says is to be done."""
+    kind = "" if isinstance(error, GroupwiseError | CannotTellError) else f"{type(error).__name__}: "
+    reason, _, mend = re.sub(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+", "", str(error)).partition(
+        "; mend: "
+    )
+    reason = re.sub(r"^siblings of \S+ cannot share a start( by group_start='\w+')?: ", "", " ".join(reason.split()))
+    return kind + reason, " ".join(mend.split())
 
 
 def make_single(cfg: EnvCfg, env: Maker | None) -> gymnasium.Env:
@@ -101,7 +85,10 @@ def observation_support(cfg: EnvCfg, env: Maker | None) -> str:
     for path, leaf in leaf_spaces(single.observation_space).items():
         if space_kind(leaf) == "unsupported":
             name = f"{'.'.join(path)!r} is a " if path else ""
-            raise UnsupportedSpaceError(f"{name}{type(leaf).__name__}, which has no fixed shape")
+            raise UnsupportedSpaceError(
+                f"{name}{type(leaf).__name__}, which has no fixed shape; mend: wrap it so that only arrays are left "
+                "(MiniGrid: minigrid.wrappers.ImgObsWrapper)"
+            )
     return brief(single.observation_space)
 
 
@@ -116,37 +103,39 @@ def brief(space: Any) -> str:
 
 
 def start_varies(cfg: EnvCfg, env: Maker | None) -> bool:
-    """Whether some of 16 seeds show another first observation than the first one does (fewer where resets are slow)."""
+    """Whether some of 16 seeds show another first observation than the first one does (fewer where resets are slow).
+
+    In one environment; in fresh ones if it keeps something from one episode to the next.
+
+    Raises:
+        CannotTellError: equal seeds start differently, so seeds say nothing.
+    """
     single = make_single(cfg, env)
     try:
-        first, begun = _bytes(single.reset(seed=0)[0]), time.perf_counter()
-        for seed in range(1, _NUM_SEEDS):
-            if _bytes(single.reset(seed=seed)[0]) != first:
-                return True
-            if seed >= 4 and time.perf_counter() - begun > 4 * _BUDGET_S:
-                break
-        return False
+        for first_observation in (partial(_reset, single), partial(_reset_afresh, cfg, env)):
+            first, begun = first_observation(0), time.perf_counter()
+            if first_observation(0) == first:
+                return any(first_observation(seed) != first for seed in _seeds(begun))
+        raise CannotTellError("equal seeds start with different observations")
     finally:
         single.close()
 
 
-def steps_draw(cfg: EnvCfg, env: Maker | None) -> bool:
-    """Whether some hundred random steps draw from ``np_random`` or from the simulator's generator; resets do not count."""
+def _seeds(begun: float) -> Iterator[int]:
+    for seed in range(1, _NUM_SEEDS):
+        if seed > 4 and time.perf_counter() - begun > 4 * _BUDGET_S:
+            break
+        yield seed
+
+
+def _reset(single: gymnasium.Env, seed: int) -> bytes:
+    return pickle.dumps(single.reset(seed=seed)[0])
+
+
+def _reset_afresh(cfg: EnvCfg, env: Maker | None, seed: int) -> bytes:
     single = make_single(cfg, env)
     try:
-        single.action_space.seed(0)
-        single.reset(seed=0)
-        begun = time.perf_counter()
-        for _ in range(_NUM_STEPS):
-            before = noise_state(single)
-            _, _, terminated, truncated, _ = single.step(single.action_space.sample())
-            if noise_state(single) != before:
-                return True
-            if terminated or truncated:
-                single.reset()
-            if time.perf_counter() - begun > 4 * _BUDGET_S:
-                break
-        return False
+        return _reset(single, seed)
     finally:
         single.close()
 
@@ -159,7 +148,7 @@ def tier_cost(cfg: EnvCfg, env: Maker | None, tier: StartTier) -> float:
     """
     native = tier == "native"
     if native and not offers_entry_point(cfg, env):
-        raise EnvError("none is registered")
+        raise EnvError(NO_ENTRY_POINT)
     asked = {"group_start": tier, "vectorization": "entry_point" if native else "sync", "autoreset": "disabled"}
     num_envs = NUM_ENVS if native else 2
     made = make_env(cfg.model_copy(update=asked), grouped=True, num_envs=num_envs, env=env)
@@ -208,7 +197,7 @@ def entry_point_autoreset(cfg: EnvCfg, env: Maker | None) -> str:
         EnvError: there is none, or it does not say.
     """
     if not offers_entry_point(cfg, env):
-        raise EnvError("none is registered")
+        raise EnvError(NO_ENTRY_POINT)
     with explained(cfg.id):
         vector = gymnasium.make_vec(cfg.id, 2, vectorization_mode="vector_entry_point", **with_limit(cfg))
     mode = vector.metadata.get("autoreset_mode")
@@ -299,7 +288,3 @@ def _step(env: VectorEnv, action: torch.Tensor) -> None:
 
 def _first(env: VectorEnv, rows: int) -> Mask:
     return np.arange(env.num_envs) < rows
-
-
-def _bytes(obs: Any) -> bytes:
-    return pickle.dumps(obs)

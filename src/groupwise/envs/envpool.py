@@ -22,7 +22,7 @@ from groupwise.data.rollout import Nested, allocate
 from groupwise.data.spaces import obs_spec, obs_to_tensor
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, VectorEnv, wants_own_noise
 from groupwise.errors import EnvError, UnknownNameError, require_extra
-from groupwise.seeding import derive_seed
+from groupwise.seeding import row_seeds
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class EnvPoolVectorEnv(VectorEnv):
         if self._pool is not None and seed is None:
             return self._tensor(self._pool.reset()[0])
         self.close()
-        self._pool, obs = self._source.make(_row_seeds(seed or 0, self.num_envs), os.cpu_count() or 1)
+        self._pool, obs = self._source.make(row_seeds(seed or 0, self.num_envs), os.cpu_count() or 1)
         return self._tensor(obs)
 
     def step(self, action: Tensor) -> EnvStep:
@@ -161,7 +161,7 @@ class EnvPoolGroupEnv(GroupEnv):
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, ...]; see ``VectorEnv.reset``. Without a seed, rows go on with their pool's streams."""
         if seed is not None or not self._pools:
-            seeds = np.array(_row_seeds(seed or 0, self.num_envs))
+            seeds = np.array(row_seeds(seed or 0, self.num_envs))
             return self.start(np.ones(self.num_envs, dtype=np.bool_) if mask is None else mask, seeds, seeds)
         obs = self._obs.clone()
         for pool in self._pools:
@@ -241,10 +241,6 @@ def _describe(env: VectorEnv, source: EnvPoolSource, num_envs: int) -> None:
     env.action_space = source.action_space
     env.obs_spec = obs_spec(source.observation_space)
     env.max_episode_steps = source.max_episode_steps
-
-
-def _row_seeds(seed: int, num_envs: int) -> list[int]:
-    return [derive_seed(seed, row) for row in range(num_envs)]
 
 
 def _outcome(reward: npt.NDArray[np.float32], terminated: Mask, truncated: Mask) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec, obs_to_tensor
 from groupwise.envs.base import EnvStep, Mask, VectorEnv
 from groupwise.errors import EnvError
-from groupwise.seeding import derive_seed
+from groupwise.seeding import row_seeds
 
 
 class GymnasiumVectorEnv(VectorEnv):
@@ -56,7 +56,7 @@ class GymnasiumVectorEnv(VectorEnv):
             raise EnvError(
                 f"{self.env_id} resets itself ({self.autoreset}), so single rows cannot be reset; mend: autoreset='disabled'"
             )
-        seeds = seed if seed is None or not self._seeds_rows else self._row_seeds(seed)
+        seeds = seed if seed is None or not self._seeds_rows else row_seeds(seed, self.num_envs)
         # Gymnasium pops reset_mask from the dictionary: a reused one would mean a full reset.
         options = None if mask is None else {"reset_mask": mask}
         obs, _ = self._env.reset(seed=seeds, options=options)  # type: ignore[arg-type]
@@ -79,10 +79,6 @@ class GymnasiumVectorEnv(VectorEnv):
     def close(self) -> None:
         """Free simulators and processes."""
         self._env.close()
-
-    def _row_seeds(self, seed: int) -> list[int]:
-        """One seed a row. Gymnasium's own seed + i overlaps between runs with neighbouring seeds."""
-        return [derive_seed(seed, row) for row in range(self.num_envs)]
 
     def _tensor(self, obs: Any) -> Nested:
         return obs_to_tensor(self.observation_space, obs, self.device, batched=True)

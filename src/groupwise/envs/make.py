@@ -113,6 +113,8 @@ def _make(
             f"environment {cfg.id!r} would import {cfg.id.partition(':')[0]!r}, and a config imports nothing; mend: import "
             "it yourself (on the command line: --plugin file.py) and name the id alone"
         )
+    if cfg.group_start == "native":
+        _refuse_what_arrays_lack(cfg)
     num_envs = num_envs or cfg.num_envs
     if env is not None and self_vectorised.makes_rows(env):
         return self_vectorised.from_maker(env, cfg, num_envs, device)
@@ -185,6 +187,16 @@ def _refuse_what_groups_have(cfg: EnvCfg) -> None:
             raise EnvError(
                 f"env.{name} = {value!r} is for groups of attempts, and these environments have none; mend: "
                 f"env.{name}={default!r}, or an algorithm with groups (grpo)"
+            )
+
+
+def _refuse_what_arrays_lack(cfg: EnvCfg) -> None:
+    """Refuse both settings together: each by itself would be told to give way to the other."""
+    for name, value in {"random_prefix": cfg.random_prefix, "reward_parts": cfg.reward_parts}.items():
+        if value:
+            raise GroupStartError(
+                f"env.group_start is 'native', but env.{name} = {value!r} is only for environments made one by one, whose "
+                f"states are not in arrays; mend: env.group_start='auto', or env.{name}={EnvCfg.model_fields[name].default!r}"
             )
 
 

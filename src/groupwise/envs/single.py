@@ -22,10 +22,12 @@ from groupwise.envs.configs import EnvCfg
 from groupwise.envs.groups import verify_rows
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.local_rows import OnError, RowCfg
+from groupwise.envs.names import unknown_environment
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.starts import choose_start
-from groupwise.errors import EnvError, GroupStartError, MissingExtraError, UnknownNameError
+from groupwise.errors import EnvError, GroupStartError, MissingExtraError
 
+_NATIVE_ENTRY_POINT = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
 _VECTORIZERS: dict[str, type[SyncVectorEnv] | type[AsyncVectorEnv]] = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}
 
 
@@ -48,14 +50,14 @@ def group_env(
     """
     if cfg.group_start == "native":
         raise GroupStartError(
-            f"group_start is 'native', but {cfg.id} is made of single environments, whose states are not in arrays; mend: "
-            "group_start='auto', or vectorization='entry_point' where there is one"
+            f"env.group_start is 'native', but {cfg.id} is made of single environments, whose states are not in arrays; "
+            f"mend: env.group_start='auto'{_native_way(cfg, env)}"
         )
     in_one_process = vectorization == "sync"
     rows = _describe(cfg, _maker(cfg, env, knows_ids=in_one_process), on_error)
     report = None
     if verify:
-        method, report = choose_start(rows, cfg.group_start, in_one_process=in_one_process)
+        method, report = choose_start(rows, cfg.group_start)
         rows = rows._replace(method=method)
     elif cfg.group_start == "replay":
         rows = rows._replace(method=StartMethod("replay", "none"))
@@ -68,6 +70,12 @@ def group_env(
             made.close()
             raise
     return made
+
+
+def _native_way(cfg: EnvCfg, env: object | None) -> str:
+    """Where the environment has a version with states in arrays, how to get it."""
+    native = env is None and cfg.id in gymnasium.registry and gymnasium.spec(cfg.id).vector_entry_point
+    return ", or env.vectorization='auto'" if native == _NATIVE_ENTRY_POINT else ""
 
 
 def vector_env(
@@ -97,7 +105,7 @@ def explained(env_id: str) -> Iterator[None]:
     try:
         yield
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
-        raise UnknownNameError("environment", env_id, gymnasium.registry) from error
+        raise unknown_environment(env_id, gymnasium.registry) from error
     except gymnasium.error.DependencyNotInstalled as error:
         raise MissingExtraError(f"{env_id} needs a package that is not installed: {_mend(str(error))}") from error
     except ModuleNotFoundError as error:

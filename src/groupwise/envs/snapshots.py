@@ -100,41 +100,56 @@ def field_copy() -> SnapshotAdapter:
 def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
     """Let everything random after the start follow from ``noise_seed``.
 
-    That is ``np_random``, generators that the environment or a wrapper keeps as attributes, and ALE's own.
+    That is ``np_random``, generators that the environment or a wrapper keeps as attributes or in a dictionary, list or
+    tuple that is one, and ALE's own.
     """
     for name, generator in _kept_generators(env):
-        _seed_in_place(generator, derive_seed(noise_seed, name))
+        seed_in_place(generator, derive_seed(noise_seed, name))
     env.unwrapped.np_random = np.random.default_rng(noise_seed)
     ale = _attribute(env.unwrapped, _ALE)
     if ale is not None:
         reseed_ale(ale, noise_seed)
 
 
+Generator: TypeAlias = np.random.Generator | np.random.RandomState | random.Random
+
+
+def seeded_generators(env: gymnasium.Env) -> list[Generator]:
+    """The generators that ``reseed_noise`` seeds, ALE's apart."""
+    return [env.unwrapped.np_random, *(generator for _, generator in _kept_generators(env))]
+
+
 def noise_state(env: gymnasium.Env) -> tuple[bytes, bytes | None]:
     """Where the generators stand that ``reseed_noise`` seeds, to be compared: moved, they were drawn from."""
     ale = _attribute(env.unwrapped, _ALE)
-    generators = [env.unwrapped.np_random, *(generator for _, generator in _kept_generators(env))]
-    return pickle.dumps(generators), None if ale is None else ale_noise(ale)
+    return pickle.dumps(seeded_generators(env)), None if ale is None else ale_noise(ale)
 
 
-_Generator: TypeAlias = np.random.Generator | np.random.RandomState | random.Random
-
-
-def _kept_generators(env: gymnasium.Env) -> Iterator[tuple[str, _Generator]]:
-    """Generators besides ``np_random`` that are attributes, with names that tell them apart."""
-    for index, layer in enumerate(_layers(env)):
-        for name, value in vars(layer).items():
-            if isinstance(value, _Generator) and name != "_np_random":
-                yield f"{index}.{name}", value
-
-
-def _seed_in_place(generator: _Generator, seed: int) -> None:
+def seed_in_place(generator: Generator, seed: int) -> None:
     """Seed it where it is: others may hold it, too."""
     if isinstance(generator, np.random.Generator):
         kind: Any = type(generator.bit_generator)
         generator.bit_generator.state = kind(seed).state
     else:
         generator.seed(seed)
+
+
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+_MOST_KEPT = 32
+"""Larger containers are data: to look through them at every start would cost more than the start."""
+
+
+def _kept_generators(env: gymnasium.Env) -> Iterator[tuple[str, Generator]]:
+    """Generators besides ``np_random`` that are attributes, or entries of one, with names that tell them apart."""
+    for index, layer in enumerate(_layers(env)):
+        for name, value in vars(layer).items():
+            if isinstance(value, _GENERATORS):
+                if name != "_np_random":
+                    yield f"{index}.{name}", value
+            elif isinstance(value, dict | list | tuple) and len(value) <= _MOST_KEPT:
+                for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+                    if isinstance(entry, _GENERATORS):
+                        yield f"{index}.{name}.{key}", entry
 
 
 class _Captured(NamedTuple):

@@ -11,7 +11,7 @@ from groupwise.envs.groups import MENDS, Fault, examine_branching, examine_start
 from groupwise.envs.local_rows import RowCfg
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.snapshots import adapter_for
-from groupwise.errors import GroupStartError, GroupStartWarning
+from groupwise.errors import GroupStartError, GroupStartWarning, GroupwiseError
 
 log = logging.getLogger(__name__)
 
@@ -25,44 +25,38 @@ class StartChoice(NamedTuple):
     report: GroupStartReport
 
 
-def choose_start(
-    cfg: RowCfg, wanted: Literal["auto", "native", "snapshot", "seed", "replay"], *, in_one_process: bool
-) -> StartChoice:
+def choose_start(cfg: RowCfg, wanted: Literal["auto", "native", "snapshot", "seed", "replay"]) -> StartChoice:
     """How siblings in rows of this kind share their start: by the first method that passes every check.
 
     Tried with two rows of this process, in this order: states captured by an adapter, seeded resets, states captured
-    field by field, fresh environments. Captured starts that would be others next time are the last resort.
+    field by field, fresh environments. A start must be the same when nobody remembers it: otherwise no run would repeat,
+    and rows in several processes would start apart.
 
     Args:
         cfg: its method is not looked at.
         wanted: the only tier to try; ``auto`` tries all.
-        in_one_process: whether one process holds all rows; several could not share a start that is not repeatable.
 
     Raises:
         GroupStartError: no method works; says why of each.
     """
-    adapter = _adapter_name(cfg)
     faults: dict[StartMethod, Fault] = {}
-    unrepeatable: StartChoice | None = None
-    for method in _methods(wanted, adapter):
+    for method in _methods(wanted, _adapter_name(cfg)):
         if any(other.tier == method.tier != "snapshot" and fault.stage == "start" for other, fault in faults.items()):
             continue  # it would start just the same
         found = examine_method(cfg._replace(method=method))
-        if isinstance(found, Fault):
-            faults[method] = found
-        elif found.repeatable:
+        if not isinstance(found, Fault):
             return _settle(cfg, StartChoice(method, found), faults)
-        else:
-            faults[method] = Fault("start", "the captured start of a seed is another one when it is captured again")
-            unrepeatable = unrepeatable or StartChoice(method, found)
-    if unrepeatable is not None and wanted == "snapshot" and in_one_process:
-        return _settle(cfg, unrepeatable, faults)
-    tried = "" if wanted == "auto" else f" by group_start={wanted!r}"
-    instead = (
-        "" if unrepeatable is None else "; or group_start='snapshot' and vectorization='sync', if no run need repeat"
-    )
-    raise GroupStartError(
-        f"siblings of {cfg.env_id} cannot share a start{tried}: {_listed(faults)}; mend: {MENDS['start']}{instead}"
+        faults[method] = found
+    raise _refusal(cfg.env_id, wanted, faults)
+
+
+def _refusal(env_id: str, wanted: str, faults: dict[StartMethod, Fault]) -> GroupStartError:
+    if wanted == "auto":
+        return GroupStartError(f"siblings of {env_id} cannot share a start: {_listed(faults)}; mend: {MENDS['start']}")
+    reasons = next(iter(faults.values())).reason if len(faults) == 1 else _listed(faults)
+    return GroupStartError(
+        f"siblings of {env_id} cannot share a start by group_start={wanted!r}: {reasons}; mend: {MENDS['start']}; or "
+        "group_start='auto', which tries every way"
     )
 
 
@@ -79,11 +73,12 @@ def examine_method(cfg: RowCfg) -> GroupStartReport | Fault:
         )
         if fault is not None:
             return fault
-        repeatable = tier != "snapshot" or start_repeats(env, env.forget_starts)
+        if tier == "snapshot" and not start_repeats(env, env.forget_starts):
+            return Fault("start", "the captured start of a seed is another one when it is captured again")
     finally:
         env.close()
     name = _adapter_name(cfg) if states == "adapter" else states
-    return report._replace(can_branch=True, states=name, repeatable=repeatable)
+    return report._replace(can_branch=True, states=name)
 
 
 def _methods(wanted: str, adapter: str | None) -> Iterator[StartMethod]:
@@ -109,7 +104,8 @@ def _guarded(stage: Literal["start", "branch"], uses_adapter: bool, examine: Cal
     except Exception as error:
         if not uses_adapter:
             raise
-        return Fault(stage, f"{type(error).__name__}: {str(error).partition('; mend')[0]}")
+        kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
+        return Fault(stage, kind + str(error).partition("; mend: ")[0])
 
 
 def _adapter_name(cfg: RowCfg) -> str | None:
@@ -143,4 +139,8 @@ def _settle(cfg: RowCfg, choice: StartChoice, faults: dict[StartMethod, Fault]) 
 
 
 def _listed(faults: dict[StartMethod, Fault]) -> str:
-    return "; ".join(f"{method}: {fault.reason}" for method, fault in faults.items())
+    """Each reason once, after the methods that it concerns."""
+    methods: dict[str, list[str]] = {}
+    for method, fault in faults.items():
+        methods.setdefault(fault.reason, []).append(str(method))
+    return "; ".join(f"{', '.join(concerned)}: {reason}" for reason, concerned in methods.items())

@@ -1,7 +1,7 @@
-import gymnasium
 import numpy as np
 import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from noisy_envs import AlwaysThere, Calm, GlobalNoise, GlobalReward, GlobalStart, Noisy, Remembers
 
 from groupwise.envs.attempts import StartMethod
 from groupwise.envs.base import GroupStartReport
@@ -14,66 +14,10 @@ from groupwise.envs.rows import RowsGroupEnv
 from groupwise.errors import GroupStartError
 
 
-class Noisy(gymnasium.Env):
-    """A random start and random steps, all from ``np_random``; ends after 5 steps. Subclasses cheat."""
-
-    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
-    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
-
-    def __init__(self):
-        self.steps_taken = 0
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count, self.state = 0, self.draw_start()
-        return np.array([self.state]), {}
-
-    def step(self, action):
-        self.steps_taken += 1
-        self.count += 1
-        self.state += self.draw_noise() + float(action[0])
-        return np.array([self.state]), 1.0, False, self.count >= 5, {}
-
-    def draw_start(self):
-        return self.np_random.normal()
-
-    def draw_noise(self):
-        return self.np_random.normal()
-
-
-class GlobalStart(Noisy):
-    def draw_start(self):
-        return np.random.normal()
-
-
-class GlobalNoise(Noisy):
-    def draw_noise(self):
-        return np.random.normal()
-
-
-class Remembers(Noisy):
-    """Starts further away after every episode."""
-
-    episodes = 0
-
-    def draw_start(self):
-        self.episodes += 1
-        return float(self.episodes)
-
-
-class Calm(Noisy):
-    def draw_noise(self):
-        return 0.0
-
-
 class CheatsInTheEnd(Calm):
     """Every episode is short, and only the fourth one shows it."""
 
-    episodes = 0
-
-    def reset(self, *, seed=None, options=None):
-        self.episodes += 1
-        return super().reset(seed=seed)
+    length = 5
 
     def draw_noise(self):
         return np.random.normal() if self.episodes > 3 else 0.0
@@ -92,18 +36,9 @@ class RareNoise(Noisy):
     def draw_noise(self):
         return float(self.np_random.random() < 0.01)
 
-    def step(self, action):
-        obs, reward, *_ = super().step(action)
-        return obs, reward, False, self.count >= 40, {}
-
-
-class AlwaysThere(Calm):
-    def draw_start(self):
-        return 0.5
-
 
 def make(env=Noisy, num_envs=3, tier="seed", states="fields"):
-    cfg = RowCfg(env, env.__name__, env.observation_space, env.action_space, 5, StartMethod(tier, states))
+    cfg = RowCfg(env, env.__name__, env.observation_space, env.action_space, env.length, StartMethod(tier, states))
     return RowsGroupEnv(cfg, num_envs)
 
 
@@ -120,12 +55,17 @@ def test_an_honest_environment_passes_and_is_described(env, num_envs, start_vari
 @pytest.mark.parametrize("num_envs", [1, 3])
 @pytest.mark.parametrize(
     ("env", "where"),
-    [(GlobalStart, "at the start"), (GlobalNoise, "at step 1 of equal actions"), (Remembers, "at the start")],
+    [
+        (GlobalStart, "at the start, in 'obs' of row 0"),
+        (GlobalNoise, "at step 1 of equal actions with equal noise, in 'obs' of row 0"),
+        (GlobalReward, "at step 1 of equal actions with equal noise, in 'reward' of row 0"),
+        (Remembers, "at the start, in 'obs' of row 0"),
+    ],
 )
-def test_a_cheating_environment_is_caught(env, where, num_envs):
-    with pytest.raises(
-        GroupStartError, match=rf"siblings of {env.__name__} .*{where}.*'obs' of row .*mend: .*np_random"
-    ):
+def test_a_cheating_environment_is_caught_and_the_key_is_named(env, where, num_envs):
+    row = "row 0" if num_envs == 1 or env is Remembers else "row 1"
+    where = where.replace("row 0", row)
+    with pytest.raises(GroupStartError, match=rf"siblings of {env.__name__} .*{where}.*mend: .*np_random"):
         verify_group_start(make(env, num_envs))
 
 
@@ -143,16 +83,6 @@ def test_rare_noise_after_a_captured_state_is_no_fault():
     env = make(RareNoise, 2)
     for seed in range(100):  # of these, some see no noise at the start, and some afterwards
         assert verify_group_start(env, seed=seed).can_branch
-
-
-def test_the_cheating_key_is_named():
-    class GlobalReward(Calm):
-        def step(self, action):
-            obs, _, *rest = super().step(action)
-            return obs, np.random.normal(), *rest
-
-    with pytest.raises(GroupStartError, match=r"at step 1 .*'reward' of row 1"):
-        verify_group_start(make(GlobalReward))
 
 
 def test_a_start_that_depends_on_the_noise_seed_is_caught():

@@ -1,0 +1,41 @@
+"""What to say about a name that Gymnasium does not know. Imports no torch and no simulator."""
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from groupwise.errors import MissingExtraError, UnknownNameError
+
+
+class _Package(NamedTuple):
+    module: str
+    """Registers its environments when it is imported."""
+    extra: str
+
+
+_PACKAGES = {
+    "ALE/": _Package("ale_py", "atari"),
+    "MiniGrid-": _Package("minigrid", "minigrid"),
+    "BabyAI-": _Package("minigrid", "minigrid"),
+}
+
+
+def unknown_environment(env_id: str, known: Iterable[str]) -> UnknownNameError | MissingExtraError:
+    """The error to raise: what is nearest, or which package brings environments of this kind."""
+    names = list(known)
+    for prefix, package in _PACKAGES.items():
+        if env_id.startswith(prefix) and not any(name.startswith(prefix) for name in names):
+            return _from(package, env_id)
+    return UnknownNameError("environment", env_id, names)
+
+
+def _from(package: _Package, env_id: str) -> UnknownNameError | MissingExtraError:
+    module, extra = package
+    registering = f"import {module} (command line: --plugin {module})"
+    if find_spec(module) is None:
+        return MissingExtraError(
+            f"environment {env_id!r} needs {module!r}, which is not installed; mend: pip install 'groupwise[{extra}]', "
+            f"then {registering}"
+        )
+    hint = f"{module} (extra {extra!r}) registers it when it is imported, and nobody did; mend: {registering}"
+    return UnknownNameError("environment", env_id, (), hint=hint)

@@ -20,6 +20,18 @@ def test_hash_is_splitmix64():
     assert [number % 2**64 for number in got.tolist()] == known
 
 
+def test_numbers_golden():
+    # seed 0, step 2: the key is SplitMix64's third number from 0, 0x06C45D188009454F; its stream, by plain integers, is
+    first, second, third, fourth = 0xEE2751B92135351C, 0xD059ED1CC22E1422, 0x8CF56A342389E25F, 0x76931AF34E599FCF
+    seed, step = torch.tensor([0]), torch.tensor([2])
+    random = RowRandom(seed, step)
+    assert random.uniform(2).tolist() == [[(first >> 40) / 2**24, (second >> 40) / 2**24]]
+    assert random.uniform().tolist() == [(third >> 40) / 2**24]
+    assert random.integers(1000).tolist() == [(fourth >> 1) % 1000]
+    # radius sqrt(-2 ln(1 - 0.930287)), angle 2 pi 0.207842 of the first number's upper and lower 24 bits
+    assert RowRandom(seed, step).normal().item() == pytest.approx(0.604232, abs=2e-6)
+
+
 def test_every_bit_of_the_input_moves_half_of_the_output():
     numbers = torch.arange(1000) * 7919
     for bit in range(63):

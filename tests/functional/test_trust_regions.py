@@ -267,6 +267,15 @@ def test_dppo_keeps_what_moved_just_as_far_as_the_bound():
         assert dppo_keeps(never, always, BAD[:1], "tv", bound, 9.0).item() is kept
 
 
+def test_dppo_distances_from_and_to_certainty():
+    # KL(q || p) from 1 to .5: ln 2 = .693147; from .5 to 1, whose other side counts as 2^-23: .5 ln .5 + .5 * 22 ln 2
+    certain, even = torch.tensor([0.0]), torch.tensor([0.5]).log()
+    for bound, kept in [(0.6931, False), (0.6932, True)]:
+        assert dppo_keeps(even, certain, BAD[:1], "kl", bound, 99.0).item() is kept
+    for bound, kept in [(7.277, False), (7.279, True)]:
+        assert dppo_keeps(certain, even, GOOD[:1], "kl", 99.0, bound).item() is kept
+
+
 def test_dppo_at_certainty_is_finite():
     certain, even = torch.tensor([0.0]), torch.tensor([0.5]).log()
     assert not dppo_keeps(certain, even, GOOD[:1], "kl", 0.05, 0.05).item()

@@ -13,3 +13,8 @@ def derive_seed(seed: int, *path: int | str) -> int:
     """
     text = "/".join(map(str, (seed, *path)))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") & 0x7FFF_FFFF
+
+
+def row_seeds(seed: int, num_rows: int) -> list[int]:
+    """A seed for each row of a vector environment. Gymnasium's own ``seed + row`` is the next row of the next seed's run."""
+    return [derive_seed(seed, row) for row in range(num_rows)]

@@ -2,9 +2,9 @@ import logging
 from contextlib import closing
 
 import gymnasium
-import numpy as np
 import pytest
 from gymnasium.wrappers import NormalizeObservation, TimeLimit
+from noisy_envs import AlwaysThere, Calm, GlobalNoise, GlobalStart, Noisy, Remembers
 
 from groupwise.config import RunCfg
 from groupwise.envs.attempts import StartMethod
@@ -17,50 +17,6 @@ from groupwise.errors import GroupStartError, GroupStartWarning, UnsupportedSpac
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.configs import PolicyCfg
 from groupwise.training.build import Evaluator, Given
-
-
-class Noisy(gymnasium.Env):
-    """A random start and random steps, all from ``np_random``. Subclasses cheat, or can be captured."""
-
-    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
-    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float64)
-
-    def __init__(self):
-        self.episodes = 0
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.episodes += 1
-        self.hidden, self.state = 0.0, self.draw_start()
-        return np.array([self.state]), {}
-
-    def step(self, action):
-        self.hidden += float(action[0])
-        self.state += self.draw_noise() + self.hidden
-        return np.array([self.state]), 1.0, False, False, {}
-
-    def draw_start(self):
-        return self.np_random.normal()
-
-    def draw_noise(self):
-        return self.np_random.normal()
-
-
-class GlobalStart(Noisy):
-    def draw_start(self):
-        return np.random.normal()
-
-
-class GlobalNoise(Noisy):
-    def draw_noise(self):
-        return np.random.normal()
-
-
-class Remembers(Noisy):
-    """Starts elsewhere in every episode, whatever the seed."""
-
-    def draw_start(self):
-        return float(self.episodes)
 
 
 class Locked(Noisy):
@@ -93,6 +49,10 @@ class Raising(Own):
         raise KeyError("no such slot")
 
 
+class RaisingLocked(Raising, Locked):
+    """Neither way to capture it works."""
+
+
 class Meddling(Own):
     """Is not the same after it was captured."""
 
@@ -117,16 +77,6 @@ class SharedMemory(Own):
         self.state, self.hidden = state["state"], state["hidden"]
 
 
-class Calm(Noisy):
-    def draw_noise(self):
-        return 0.0
-
-
-class AlwaysThere(Calm):
-    def draw_start(self):
-        return 0.5
-
-
 class WrongButCalm(Calm):
     """Restores another state than it captured, and always the same one."""
 
@@ -137,18 +87,17 @@ class WrongButCalm(Calm):
         self.state, self.hidden = state, 0.0
 
 
-def choose(env, wanted="auto", in_one_process=True, **settings):
+def choose(env, wanted="auto", **settings):
     made = env()
     space = made.observation_space
     cfg = RowCfg(env, "Env", space, made.action_space, None, StartMethod("seed", "none"), **settings)
-    return choose_start(cfg, wanted, in_one_process=in_one_process)
+    return choose_start(cfg, wanted)
 
 
 @pytest.mark.parametrize(
     ("env", "method", "states"),
     [
         (Noisy, StartMethod("seed", "fields"), "fields"),
-        (Calm, StartMethod("seed", "fields"), "fields"),
         (Own, StartMethod("snapshot", "adapter"), "own"),
         (Locked, StartMethod("seed", "actions"), "actions"),
     ],
@@ -157,13 +106,12 @@ def test_the_best_way_that_works_is_taken_without_a_word(env, method, states):
     choice = choose(env)
     assert choice.method == method
     report = choice.report
-    assert (report.tier, report.states, report.can_branch, report.repeatable) == (method.tier, states, True, True)
-    assert (report.start_varies, report.noise_varies) == (True, env is not Calm)
+    assert (report.tier, report.states, report.can_branch) == (method.tier, states, True)
 
 
 def test_why_better_ways_were_not_taken_is_recorded():
     (reason,) = choose(Locked).report.passed_over
-    assert reason.startswith("seed (states by fields): EnvError: Locked.draws (generator) cannot be copied")
+    assert reason.startswith("seed (states by fields): Locked.draws (generator) cannot be copied")
 
 
 @pytest.mark.parametrize(
@@ -172,14 +120,22 @@ def test_why_better_ways_were_not_taken_is_recorded():
         (
             Forgetful,
             "seed",
-            r"snapshot \(states by adapter\): rows .* captured state differ at step 1 .*mend: .*restore_state",
+            r"snapshot \(states by adapter\)(, seed \(states by adapter\))?: rows .* captured state differ at step 1 .*mend: .*restore_state",
         ),
-        (WrongButCalm, "seed", r"snapshot \(states by adapter\): rows .* captured state differ at step 1 "),
-        (Raising, "seed", r"snapshot \(states by adapter\): KeyError: 'no such slot'.*mend: .*clone_state"),
+        (
+            WrongButCalm,
+            "seed",
+            r"snapshot \(states by adapter\), seed \(states by adapter\): rows .* captured state differ at step 1 ",
+        ),
+        (
+            Raising,
+            "seed",
+            r"snapshot \(states by adapter\), seed \(states by adapter\): KeyError: 'no such slot'.*mend: .*clone_state",
+        ),
         (
             Meddling,
             "seed",
-            r"snapshot \(states by adapter\): capturing a state changes what follows: rows differ at once",
+            r"snapshot \(states by adapter\), seed \(states by adapter\): capturing a state changes what follows: rows differ at once",
         ),
         (Remembers, "replay", r"seed .*at the start, in 'obs' of row 0.*captured start of a seed.*mend: .*np_random"),
     ],
@@ -195,26 +151,29 @@ def test_a_state_that_is_written_into_later_does_no_harm():
     assert choose(SharedMemory).report.can_branch
 
 
-@pytest.mark.parametrize("in_one_process", [True, False])
-@pytest.mark.parametrize("env", [GlobalNoise, GlobalStart])
-def test_a_cheating_environment_is_refused_with_every_reason(env, in_one_process):
+@pytest.mark.parametrize(
+    ("env", "reasons"),
+    [
+        (
+            GlobalNoise,
+            "seed (states by fields), snapshot (states by fields), replay (states by actions): rows that were started with "
+            "the same seed differ at step 1 of equal actions with equal noise, in 'obs' of row 1",
+        ),
+        (
+            GlobalStart,
+            "seed (states by fields), replay (states by actions): rows that were started with the same seed differ at the "
+            "start, in 'obs' of row 1; snapshot (states by fields): the captured start of a seed is another one when it is "
+            "captured again",
+        ),
+    ],
+)
+def test_a_cheating_environment_is_refused_with_each_reason_once(env, reasons):
     with pytest.raises(GroupStartError) as caught:
-        choose(env, in_one_process=in_one_process)
-    message = str(caught.value)
-    assert message.startswith("siblings of Env cannot share a start: seed (states by fields): rows that were started")
-    assert "snapshot (states by fields): " in message
-    assert "replay (states by actions): rows that were started with the same seed differ" in message
-    assert "mend: let the environment draw all its randomness from self.np_random" in message
-    assert ("or group_start='snapshot'" in message) == (env is GlobalStart)
-
-
-def test_a_captured_start_that_is_not_repeatable_must_be_asked_for():
-    with pytest.warns(GroupStartWarning, match="another one when it is captured again"):
-        choice = choose(GlobalStart, "snapshot")
-    assert choice.method == ("snapshot", "fields")
-    assert not choice.report.repeatable
-    with pytest.raises(GroupStartError, match=r"by group_start='snapshot': .*captured again"):
-        choose(GlobalStart, "snapshot", in_one_process=False)
+        choose(env)
+    told, _, mend = str(caught.value).partition("; mend: ")
+    assert told == f"siblings of Env cannot share a start: {reasons}"
+    assert mend.startswith("let the environment draw all its randomness from self.np_random")
+    assert "group_start" not in mend  # no way would do
 
 
 @pytest.mark.parametrize("wanted", ["snapshot", "seed", "replay"])
@@ -224,14 +183,25 @@ def test_a_named_way_is_taken_alone(wanted):
     assert choice.report.passed_over == ()
 
 
-@pytest.mark.parametrize(("env", "wanted"), [(Remembers, "seed"), (Locked, "snapshot"), (GlobalNoise, "replay")])
-def test_a_named_way_that_fails_is_an_error(env, wanted):
-    with pytest.raises(GroupStartError, match=rf"cannot share a start by group_start='{wanted}': {wanted} \("):
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("env", "wanted", "reason"),
+    [
+        (Remembers, "seed", "rows that were started"),
+        (Locked, "snapshot", "Locked.draws"),
+        (GlobalNoise, "replay", "rows that were started"),
+        (GlobalStart, "snapshot", "the captured start of a seed is another one when it is captured again"),
+        (RaisingLocked, "snapshot", r"snapshot \(states by adapter\): Key.*; snapshot \(states by fields\): Rai"),
+    ],
+)
+def test_a_named_way_that_fails_is_an_error_with_the_mend(env, wanted, reason):
+    message = rf"^siblings of Env cannot share a start by group_start='{wanted}': {reason}.*; mend: .*np_random.*'auto'"
+    with pytest.raises(GroupStartError, match=message):
         choose(env, wanted)
 
 
 def test_single_environments_have_no_native_starts():
-    with pytest.raises(GroupStartError, match=r"group_start is 'native'.*mend"):
+    with pytest.raises(GroupStartError, match=r"group_start is 'native'.*mend: env.group_start='auto'$"):
         make_env(EnvCfg(group_start="native"), env=Noisy, grouped=True)
 
 
@@ -296,7 +266,7 @@ def test_evaluation_does_not_depend_on_earlier_ones_where_used_environments_star
 
 def test_what_was_found_comes_with_the_environment():
     env = make_env(EnvCfg(num_envs=2, max_episode_steps=9), env=Noisy, grouped=True)
-    assert env.start_report == ("Noisy", "seed", True, True, True, "fields", True, ())
+    assert env.start_report == ("Noisy", "seed", True, True, True, "fields", ())
     assert (env.can_branch, env.start_tier, env.max_episode_steps) == (True, "seed", 9)
 
 

@@ -117,7 +117,7 @@ def _adapter_name(cfg: RowCfg) -> str | None:
 
 def _settle(cfg: RowCfg, choice: StartChoice, faults: dict[StartMethod, Fault]) -> StartChoice:
     """The choice with the reasons for it, told where they matter."""
-    report = choice.report._replace(passed_over=tuple(f"{method}: {fault.reason}" for method, fault in faults.items()))
+    report = choice.report._replace(passed_over=tuple(_reasons(faults)))
     surprising = {
         method: fault for method, fault in faults.items() if fault.stage == "start" or method.states == "adapter"
     }
@@ -139,8 +139,12 @@ def _settle(cfg: RowCfg, choice: StartChoice, faults: dict[StartMethod, Fault]) 
 
 
 def _listed(faults: dict[StartMethod, Fault]) -> str:
+    return "; ".join(_reasons(faults))
+
+
+def _reasons(faults: dict[StartMethod, Fault]) -> list[str]:
     """Each reason once, after the methods that it concerns."""
     methods: dict[str, list[str]] = {}
     for method, fault in faults.items():
         methods.setdefault(fault.reason, []).append(str(method))
-    return "; ".join(f"{', '.join(concerned)}: {reason}" for reason, concerned in methods.items())
+    return [f"{', '.join(concerned)}: {reason}" for reason, concerned in methods.items()]

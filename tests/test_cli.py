@@ -177,6 +177,17 @@ def test_errors_of_training_are_one_line_too(api, capsys, monkeypatch):
     assert capsys.readouterr().err == "groupwise: error: run folder 'x' is taken\n"
 
 
+def test_what_is_noted_on_an_error_stands_below_it(api, capsys, monkeypatch):
+    def fail(cfg):
+        error = RunFolderError("broken")
+        error.add_note("go on with: groupwise resume x")
+        raise error
+
+    monkeypatch.setattr(sys.modules["groupwise.api"], "train_from_config", fail)
+    assert cli.main(["train", "CartPole-v1"]) == 2
+    assert capsys.readouterr().err == "groupwise: error: broken\ngo on with: groupwise resume x\n"
+
+
 def test_interrupt_says_how_to_go_on(api, capsys, monkeypatch):
     def interrupt(cfg):
         raise KeyboardInterrupt("interrupted; go on with: groupwise resume runs/x")

@@ -1,6 +1,7 @@
 """Train, evaluate and resume: the parts of a run put together, and what it leaves in its folder."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from groupwise.policies.base import Policy
 from groupwise.policies.configs import PolicyCfg
 from groupwise.report.curve import plot_curve
 from groupwise.report.folder import RunFolder
-from groupwise.report.statistics import half_width_95
+from groupwise.report.scores import scores_of
 from groupwise.report.video import record_video, rendering_env
 from groupwise.seeding import derive_seed
 from groupwise.training.base import Callback
@@ -39,7 +40,8 @@ from groupwise.training.build import (
     separate_env,
     threads,
 )
-from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy
+from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, saved_steps
+from groupwise.training.ending import failure, finishing_on_signal, interruption, preparing
 from groupwise.training.evaluation import EvaluationResult
 from groupwise.training.trainer import Trainer
 
@@ -170,7 +172,10 @@ def train_from_config(
     given, engine = Given(env, policy), from_environment(pick_device(cfg.device).type)
     if engine.world_size > 1 and cfg.run_dir is None:
         raise ConfigError("several processes train together, and all must know the run folder; mend: set run_dir")
-    parts = build_parts(cfg.model_copy(update={"run_dir": None}), given, engine)
+    if cfg.run_dir is not None and engine.rank == 0:
+        RunFolder.check_free(cfg.run_dir)  # building the parts may take long
+    with preparing():
+        parts = build_parts(cfg.model_copy(update={"run_dir": None}), given, engine)
     name = f"{parts.identity.env_id}-{cfg.algorithm.name}-seed{cfg.seed}"
     if engine.rank == 0:
         folder = RunFolder.create(_plain(parts.cfg), cfg.run_dir, name=name, given=given.names())
@@ -187,13 +192,16 @@ def resume(
     policy: Policy | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """A run taken up at its latest checkpoint and trained to its end, as if it had never stopped.
+    """A run taken up at its latest checkpoint and trained to its end, as if it had never stopped; says from which step.
+
+    Nothing is trained if the run is finished, or had stopped at its score, unless ``total_steps`` asks for more.
 
     Args:
         total_steps: goes on to here instead; schedules stretch accordingly.
         env: the environment again, if the run was given it as a Python object; ``policy`` and ``callbacks`` likewise.
 
     Raises:
+        ConfigError: ``total_steps`` is no more than was trained already.
         RunFolderError: ``path`` is no run folder, or a damaged one.
         CheckpointError: the checkpoint is damaged or of another environment or architecture.
     """
@@ -201,11 +209,13 @@ def resume(
         raise ConfigError(f"total_steps = {total_steps}: expected at least 1")
     folder, given = RunFolder.open(Path(path)), Given(env, policy)
     cfg = _read_cfg(folder, given)
-    engine = from_environment(pick_device(cfg.device).type)
     if total_steps is not None:
+        if total_steps <= (done := saved_steps(folder.latest) or 0):
+            raise ConfigError(
+                f"total_steps = {total_steps:,}, but {folder.path} has {done:,} steps behind it; mend: more than that"
+            )
         cfg = cfg.model_copy(update={"total_steps": total_steps})
-        if engine.rank == 0:
-            folder.rewrite_config(_plain(cfg))
+    engine = from_environment(pick_device(cfg.device).type)
     return _run(build_parts(cfg, given, engine), given, folder, callbacks, engine, resume=True)
 
 
@@ -260,57 +270,63 @@ def _run(
     with _threads_for(policy), closing(engine), closing(evaluator), _closing_own(parts, given):
         if resume:
             _take_up(trainer, parts, folder, engine)
-        summary = _train_and_report(trainer, parts, folder, engine)
+        begun = trainer.iteration
+        summary = _train_and_report(trainer, parts, folder, engine, given)
+        if resume and trainer.iteration == begun and engine.rank == 0:
+            _say(f"nothing was left to train ({summary['stopped']}); mend: give more total_steps")
         if engine.rank == 0:
             _record(cfg, given, policy, folder, evaluator.seed)
     return Run(folder.path, cfg, parts.algorithm, summary, given)
 
 
 def _take_up(trainer: Trainer, parts: Parts, folder: RunFolder, engine: Engine) -> None:
-    """Put the latest checkpoint into the trainer; a run killed before its first one begins again."""
+    """Put the latest checkpoint into the trainer; a run killed before its first one begins again.
+
+    Once that has worked, the folder is brought in line with it.
+    """
+    where = "; no checkpoint was saved, so that training begins again"
     if has_checkpoint(folder.latest):
         checkpoint = load_checkpoint(folder.latest, parts.identity)
         load_policy(parts.algorithm.policy, checkpoint.policy, folder.latest)
         trainer.load_state_dict(checkpoint.state)
+        where = ""
     if engine.rank == 0:
         folder.truncate_metrics(trainer.iteration)
+        if folder.read_config()["total_steps"] != parts.cfg.total_steps:
+            folder.rewrite_config(_plain(parts.cfg))
+        _say(f"resuming from step {trainer.env_steps:,} of {parts.cfg.total_steps:,}{where}")
 
 
-def _train_and_report(trainer: Trainer, parts: Parts, folder: RunFolder, engine: Engine) -> dict[str, Any]:
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _train_and_report(
+    trainer: Trainer, parts: Parts, folder: RunFolder, engine: Engine, given: Given
+) -> dict[str, Any]:
     """Train; whatever happens, leave a summary and a curve of what there is."""
     cfg, stopped = parts.cfg, "failed"
     try:
-        trainer.train()
+        with finishing_on_signal(trainer):
+            trainer.train()
         stopped = trainer.stop_reason or "total_steps"
-    except KeyboardInterrupt as error:
-        stopped = "interrupted"
-        raise KeyboardInterrupt(f"interrupted; go on with: groupwise resume {folder.path}") from error
+    except (KeyboardInterrupt, Exception) as error:
+        processes_ended = trainer.interrupted and trainer.collecting  # Ctrl-C reaches those of environments, too
+        if processes_ended or isinstance(error, KeyboardInterrupt):
+            stopped = "interrupted"
+            raise KeyboardInterrupt(interruption(folder, given.names())) from error
+        error.add_note(failure(error, trainer, cfg.algorithm, parts.identity.env_id, folder, given.names()))
+        raise
     finally:
         summary = {"env": cfg.env.id, "algorithm": cfg.algorithm.name, "seed": cfg.seed, "stopped": stopped}
         if engine.rank == 0:
             metrics = folder.read_metrics()
-            summary |= _scores(metrics)
+            summary |= scores_of(metrics)
             if report := parts.start_report():
                 summary["group_start"] = f"by {report.tier}, verified"
             folder.write_summary(summary)
             plot_curve(metrics, folder.curve, f"{cfg.env.id}, {cfg.algorithm.name}, seed {cfg.seed}")
     return summary
-
-
-def _scores(metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the metrics say was reached: by the last evaluation, the best one, and in training."""
-    if not metrics:
-        return {"env_steps": 0, "iterations": 0, "seconds": 0.0}
-    last = metrics[-1]
-    scores = {"env_steps": last["env_steps"], "iterations": last["iteration"], "seconds": last["time/total_seconds"]}
-    evaluations = [entry for entry in metrics if "eval/return_mean" in entry]
-    if evaluations:
-        final, best = evaluations[-1], max(evaluations, key=lambda entry: float(entry["eval/return_mean"]))
-        mean, episodes = final["eval/return_mean"], int(final["eval/episodes"])
-        half = half_width_95(final["eval/return_std"], episodes)
-        scores |= {"return_mean": mean, "ci95": [mean - half, mean + half], "episodes": episodes}
-        scores |= {"best_return_mean": best["eval/return_mean"], "best_env_steps": best["env_steps"]}
-    return scores | {"training_return_mean": last.get("rollout/return_mean")}
 
 
 def _record(cfg: RunCfg, given: Given, policy: Policy, folder: RunFolder, seed: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 import groupwise as gw
 from groupwise.report.folder import RunFolder
@@ -106,6 +107,23 @@ def test_killed_and_resumed_equals_uninterrupted(uninterrupted: gw.Run, tmp_path
     run = gw.resume(path)
     assert_same_run(uninterrupted.path, path)
     assert run.summary["env_steps"] == uninterrupted.summary["env_steps"]
+
+
+def test_interrupted_and_resumed_equals_uninterrupted_where_no_episode_is_under_way(
+    uninterrupted: gw.Run, tmp_path: Path
+):
+    class Interrupts(gw.Callback):
+        def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+            if trainer.iteration == 2:
+                trainer.interrupt()
+
+    if uninterrupted.path.parent.name.rstrip("0") != "grpo":
+        pytest.skip("its running episodes, or groups, are cut by the checkpoint")
+    cfg = uninterrupted.cfg.model_copy(update={"run_dir": tmp_path / "interrupted"})
+    with pytest.raises(KeyboardInterrupt):
+        gw.train(cfg, callbacks=[Interrupts()])
+    gw.resume(tmp_path / "interrupted")
+    assert_same_run(uninterrupted.path, tmp_path / "interrupted")
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(uninterrupted: gw.Run, tmp_path: Path):

@@ -35,6 +35,9 @@ class Recorder(Callback):
     def on_training_end(self, trainer: Trainer) -> None:
         self.journal.append(f"{self.name}end")
 
+    def on_interrupt(self, trainer: Trainer) -> None:
+        self.journal.append(f"{self.name}interrupt after {trainer.iteration}")
+
     def close(self) -> None:
         self.journal.append(f"{self.name}close")
 
@@ -68,6 +71,34 @@ def test_stop_ends_after_the_iteration_and_keeps_the_first_reason(parts: Any):
     trainer.train()
     assert (trainer.iteration, trainer.stop_reason) == (1, "first")
     assert recorder.journal[-2:] == ["end", "close"]
+
+
+def test_an_interrupt_ends_after_the_iteration_and_in_place_of_the_end(parts: Any):
+    class Interrupt(Callback):
+        def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
+            trainer.interrupt()
+
+    recorder = Recorder()
+    with pytest.raises(KeyboardInterrupt):
+        parts.trainer(Interrupt(), recorder).train()
+    assert recorder.journal == ["start", "rollout 0", "iteration 1", "interrupt after 1", "close"]
+
+
+def test_an_error_while_collecting_lets_callbacks_save_the_iteration_before(parts: Any):
+    recorder = Recorder()
+    trainer = parts.trainer(recorder)
+    collect = trainer.collector.collect
+
+    def break_later(*args: Any, **kwargs: Any) -> TensorDict:
+        if trainer.iteration == 1:
+            raise ZeroDivisionError
+        return collect(*args, **kwargs)
+
+    trainer.collector.collect = break_later
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert recorder.journal == ["start", "rollout 0", "iteration 1", "interrupt after 1", "close"]
+    assert trainer.collecting
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -64,6 +64,16 @@ class RunFolder:
             raise _taken(folder.path) from error
         return folder
 
+    @staticmethod
+    def check_free(path: Path) -> None:
+        """Find out early what ``create`` would find.
+
+        Raises:
+            RunFolderError: ``path`` is a file or a folder with something in it.
+        """
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise _taken(path)
+
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
         """The folder of an earlier run.
@@ -195,8 +205,7 @@ def _fresh_path(name: str) -> Path:
 
 
 def _claimable(path: Path) -> Path:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise _taken(path)
+    RunFolder.check_free(path)
     path.mkdir(parents=True, exist_ok=True)
     return path
 

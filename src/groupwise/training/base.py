@@ -31,6 +31,12 @@ class Callback:
     def on_training_end(self, trainer: "Trainer") -> None:
         """After the last iteration, unless an error or the user's interrupt ended the run."""
 
+    def on_interrupt(self, trainer: "Trainer") -> None:
+        """In place of ``on_training_end``, when the user or an error while collecting ends the run before its end.
+
+        The trainer is as its last whole iteration left it.
+        """
+
     def close(self) -> None:
         """Free files and displays: the last call, also after an error."""
 

@@ -177,8 +177,20 @@ def build_callbacks(
         title = f"{parts.identity.env_id}: {cfg.algorithm.name}, seed {cfg.seed}, in {folder.path}"
         if report := parts.start_report():
             title += f"\nsiblings share their start, by {report.tier}: verified"
+        title += _note_on_length(cfg)
         built.append(Progress(logging.progress, logging.interval, title))
     return [*built, SaveCheckpoints(folder.latest, interval, parts.identity)]
+
+
+def _note_on_length(cfg: RunCfg) -> str:
+    """A line for whoever wonders why more steps are taken than were asked for."""
+    at_once = cfg.env.num_envs * cfg.algorithm.num_steps
+    if cfg.total_steps >= at_once:
+        return ""
+    return (
+        f"\none iteration takes at least {at_once:,} steps (num_envs * num_steps), so that the first one reaches "
+        f"total_steps = {cfg.total_steps:,}"
+    )
 
 
 class Evaluator:

@@ -89,7 +89,7 @@ class Evaluate(Callback):
 
 
 class SaveCheckpoints(Callback):
-    """Saves every ``interval`` environment steps and at the end.
+    """Saves every ``interval`` environment steps and at the end, also an early one.
 
     Every rank has one, because episodes restart at each checkpoint, as they do when a run resumes from it: a resumed
     run then equals the uninterrupted one.
@@ -122,6 +122,10 @@ class SaveCheckpoints(Callback):
         """Save, unless the last iteration was."""
         if trainer.iteration != self.saved_at:
             self._save(trainer)
+
+    def on_interrupt(self, trainer: "Trainer") -> None:
+        """Save, unless the last whole iteration was."""
+        self.on_training_end(trainer)
 
     def _save(self, trainer: "Trainer") -> None:
         self.saved_at, self.settled = trainer.iteration, False
@@ -156,15 +160,37 @@ class MetricsLog(Callback):
 
 
 class StopAtScore(Callback):
-    """Stops when an evaluation's mean return reaches ``threshold``."""
+    """Stops when an evaluation's mean return reaches ``threshold``.
+
+    A resumed run that had stopped so stays stopped, unless the threshold is higher now or ``total_steps`` is another.
+    """
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
+        self.reached: float | None = None
+        self.total_steps = 0
+
+    def on_training_start(self, trainer: "Trainer") -> None:
+        """Stop before anything is trained if the score was reached before the resume."""
+        if self.reached is not None and self.total_steps == trainer.total_steps:
+            self._stop_if_reached(trainer, self.reached)
 
     def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
         """Stop if the score is reached."""
-        if evaluation.return_mean >= self.threshold:
-            trainer.stop(f"score: {evaluation.return_mean:.1f} reached the threshold {self.threshold:g}")
+        self.reached, self.total_steps = evaluation.return_mean, trainer.total_steps
+        self._stop_if_reached(trainer, evaluation.return_mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The latest score, and how far training was to go then."""
+        return {} if self.reached is None else {"reached": self.reached, "total_steps": self.total_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Know the latest score of a saved run."""
+        self.reached, self.total_steps = state.get("reached"), state.get("total_steps", 0)
+
+    def _stop_if_reached(self, trainer: "Trainer", score: float) -> None:
+        if score >= self.threshold:
+            trainer.stop(f"score: {score:.1f} reached the threshold {self.threshold:g}")
 
 
 class TimeLimit(Callback):

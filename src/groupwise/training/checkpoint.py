@@ -102,6 +102,21 @@ def has_checkpoint(folder: Path) -> bool:
     return folder.is_dir() or _beside(folder, "previous").is_dir()
 
 
+def saved_steps(folder: Path) -> int | None:
+    """Environment steps that the checkpoint's training had taken; None if there is no checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    if not has_checkpoint(folder):
+        return None
+    path = find_checkpoint(folder) / STATE
+    try:
+        return int(json.loads(path.read_bytes())["env_steps"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is missing or damaged ({error!r}); {_MEND}") from error
+
+
 def find_checkpoint(folder: Path) -> Path:
     """Where the complete checkpoint lies: ``folder``, or the one before if a kill came between two renames.
 

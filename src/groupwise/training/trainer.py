@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm
@@ -63,17 +64,25 @@ class Trainer:
         self.seconds = 0.0
         """Time spent in finished iterations, earlier parts of a resumed run included."""
         self.stop_reason: str | None = None
+        self.interrupted = False
+        """Whether somebody asked to end training early, and to go on later."""
+        self.collecting = False
+        """Whether a rollout is being collected, or was when an error came."""
 
     def train(self) -> None:
         """Run the loop.
 
         Raises:
             DivergedError: a metric of the update is NaN or infinite.
+            KeyboardInterrupt: ``interrupt`` was called.
         """
         try:
             for callback in self.callbacks:
                 callback.on_training_start(self)
             while self._sum(self.is_done()) == 0:
+                if self._sum(self.interrupted) > 0:
+                    self._tell_interrupt()
+                    raise KeyboardInterrupt
                 self._iterate()
             for callback in self.callbacks:
                 callback.on_training_end(self)
@@ -84,6 +93,10 @@ class Trainer:
     def stop(self, reason: str) -> None:
         """End training after this iteration."""
         self.stop_reason = self.stop_reason or reason
+
+    def interrupt(self) -> None:
+        """End training after this iteration without its end: a checkpoint is saved, and a resume goes on from there."""
+        self.interrupted = True
 
     def is_done(self) -> bool:
         """Whether the current iteration is the last one."""
@@ -129,7 +142,7 @@ class Trainer:
         _seed_everything(derive_seed(self.seed, "global", self.engine.rank, self.iteration))
         self.algorithm.set_progress(self.env_steps / self.total_steps)
         self.collector.sync(self.algorithm.policy)
-        rollout = self.collector.collect(self.num_steps, rollout=self.buffer.start_rollout())
+        rollout = self._collect()
         self.buffer.add(rollout)
         collected = time.perf_counter()
         for callback in self.callbacks:
@@ -150,6 +163,20 @@ class Trainer:
         }
         for callback in self.callbacks:
             callback.on_iteration_end(self, rollout, metrics)
+
+    def _collect(self) -> TensorDict:
+        self.collecting = True
+        try:
+            rollout = self.collector.collect(self.num_steps, rollout=self.buffer.start_rollout())
+        except BaseException:
+            self._tell_interrupt()  # all is as the last iteration left it, so that it can be saved
+            raise
+        self.collecting = False
+        return rollout
+
+    def _tell_interrupt(self) -> None:
+        for callback in self.callbacks:
+            callback.on_interrupt(self)
 
     def _sum(self, number: int) -> int:
         if self.engine.world_size == 1:

@@ -1,0 +1,302 @@
+"""Runs that end before their end: what is saved, what is said, and that they go on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from tensordict import TensorDict
+
+import groupwise as gw
+from groupwise.report.folder import RunFolder
+from groupwise.training.ending import finishing_on_signal
+
+PPO = gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64)
+TINY: dict[str, Any] = {
+    "num_envs": 4,
+    "total_steps": 192,
+    "evaluation": {"interval": 9999, "episodes": 2},
+    "logging": {"progress": "none"},
+    "checkpoint_interval": 9999,
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_fresh_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+
+class Signals(gw.Callback):
+    """Sends signals to this process while iteration 2 is under way."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
+
+    def on_rollout_end(self, trainer: gw.Trainer, rollout: TensorDict) -> None:
+        if trainer.iteration == 1:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+
+
+class Breaks(gymnasium.Env[Any, Any]):
+    """Ends after ten steps; raises an error when it is told to."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    broken = False
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        if Breaks.broken:
+            raise ZeroDivisionError("the physics broke")
+        self.steps += 1
+        return np.zeros(3, np.float32), float(action), self.steps == 10, False, {}
+
+
+class BreaksIt(gw.Callback):
+    """Breaks the environment for iteration 2, or for 1."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+
+    def on_training_start(self, trainer: gw.Trainer) -> None:
+        Breaks.broken = self.iteration == 1
+
+    def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+        Breaks.broken = True
+
+    def close(self) -> None:
+        Breaks.broken = False
+
+
+# --- Ctrl-C ---
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_iteration_finish_and_saves_it(number: int, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(KeyboardInterrupt) as caught:
+        gw.train("CartPole-v1", PPO, run_dir="mine", callbacks=[Signals(number)], **TINY)
+    assert str(caught.value) == "interrupted; saved after step 128; go on with: groupwise resume mine"
+    assert [entry["iteration"] for entry in RunFolder(Path("mine")).read_metrics()] == [1, 2]
+    assert "eval/return_mean" not in RunFolder(Path("mine")).read_metrics()[-1]  # who interrupts does not want to wait
+    assert RunFolder(Path("mine")).read_summary()["stopped"] == "interrupted"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    run = gw.resume("mine")
+    assert "resuming from step 128 of 192\n" in capsys.readouterr().err
+    assert [entry["iteration"] for entry in run.metrics()] == [1, 2, 3]
+
+
+def test_a_second_signal_stops_at_once(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(KeyboardInterrupt, match="nothing was saved yet, so that it will begin again; go on with"):
+        gw.train("CartPole-v1", PPO, run_dir="mine", callbacks=[Signals(signal.SIGINT, signal.SIGINT)], **TINY)
+    assert [entry["iteration"] for entry in RunFolder(Path("mine")).read_metrics()] == [1]
+    gw.resume("mine")
+    err = capsys.readouterr().err
+    assert "resuming from step 0 of 192; no checkpoint was saved, so that training begins again\n" in err
+
+
+def test_what_ctrl_c_breaks_is_part_of_the_interrupt_and_other_errors_are_not():
+    class Interrupts(gw.Callback):
+        def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+            trainer.interrupted = True
+            raise gw.DivergedError("nan")
+
+    with pytest.raises(gw.DivergedError):
+        gw.train("CartPole-v1", PPO, callbacks=[Interrupts()], **TINY)
+
+    class LosesProcesses(BreaksIt):
+        def on_rollout_end(self, trainer: gw.Trainer, rollout: TensorDict) -> None:
+            collect = trainer.collector.collect
+
+            def interrupted(*args: Any, **kwargs: Any) -> TensorDict:
+                trainer.interrupt()
+                return collect(*args, **kwargs)
+
+            trainer.collector.collect = interrupted  # type: ignore[method-assign]
+
+    with pytest.raises(KeyboardInterrupt, match="saved after step 64"):
+        gw.train(Breaks, PPO, callbacks=[LosesProcesses(2)], **TINY)
+
+
+def test_a_signal_in_the_last_iteration_changes_nothing():
+    run = gw.train("CartPole-v1", PPO, callbacks=[Signals(signal.SIGINT)], **TINY | {"total_steps": 128})
+    assert run.summary["stopped"] == "total_steps"
+
+
+def test_handlers_of_others_and_other_threads_are_left_alone(parts: Any):
+    def own(number: int, frame: object) -> None: ...
+
+    before = signal.signal(signal.SIGINT, own)
+    try:
+        with finishing_on_signal(parts.trainer()):
+            assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    entered: list[bool] = []
+
+    def in_thread() -> None:
+        with finishing_on_signal(parts.trainer()):
+            entered.append(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+
+    thread = threading.Thread(target=in_thread)
+    thread.start()
+    thread.join()
+    assert entered == [True]
+
+
+# --- an environment's own error ---
+
+
+def train_until_it_breaks(algorithm: Any, iteration: int = 2) -> list[str]:
+    with pytest.raises(ZeroDivisionError, match="the physics broke") as caught:
+        gw.train(Breaks, algorithm, run_dir="mine", callbacks=[BreaksIt(iteration)], **TINY)
+    assert RunFolder(Path("mine")).read_summary()["stopped"] == "failed"
+    return caught.value.__notes__
+
+
+def test_an_error_of_the_environment_says_what_is_kept_and_how_to_go_on():
+    assert train_until_it_breaks(PPO)[-1] == (
+        "groupwise: ZeroDivisionError ended training on Breaks in iteration 2 (step 64); "
+        "what was learned until step 64 is in mine/checkpoints/latest; "
+        "when it is mended, go on with: gw.resume('mine', env=...)"
+    )
+    run = gw.resume("mine", env=Breaks)
+    assert [entry["iteration"] for entry in run.metrics()] == [1, 2, 3]
+
+
+def test_groups_could_do_without_the_attempt():
+    algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, attempt_steps=20)
+    row, note = train_until_it_breaks(algorithm)
+    assert row == "in row 0 of Breaks"
+    assert "; collection.lost_member='complete' or 'drop' would do without the attempt" in note
+
+
+def test_an_error_before_anything_was_learned_promises_nothing():
+    assert "in iteration 1 (step 0); nothing was saved yet; when" in train_until_it_breaks(PPO, 1)[-1]
+
+
+def test_an_error_while_the_environment_is_tried_out_says_that_nothing_was_trained(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Breaks, "broken", True)
+    with pytest.raises(ZeroDivisionError) as caught:
+        gw.train(Breaks, gw.GRPOCfg(), run_dir="mine", **TINY)
+    assert "came while the environments were made and tried out; nothing was trained" in caught.value.__notes__[-1]
+    assert not Path("mine").exists()
+
+
+def test_an_error_outside_of_collecting_is_no_lost_member():
+    class Raises(gw.Callback):
+        def on_rollout_end(self, trainer: gw.Trainer, rollout: TensorDict) -> None:
+            raise ZeroDivisionError
+
+    algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2)
+    with pytest.raises(ZeroDivisionError) as caught:
+        gw.train("CartPole-v1", algorithm, run_dir="mine", callbacks=[Raises()], **TINY)
+    [note] = caught.value.__notes__
+    assert "after iteration 0 (step 0)" in note
+    assert note.endswith("go on with: groupwise resume mine")
+
+
+def test_the_command_line_ends_with_that_line_below_the_traceback():
+    Path("breaks.py").write_text(
+        "import gymnasium\n"
+        "from gymnasium.envs.classic_control.cartpole import CartPoleEnv\n"
+        "class Breaks(CartPoleEnv):\n"
+        "    def step(self, action):\n"
+        "        return 1 / 0\n"
+        "gymnasium.register('Breaks-v0', Breaks, max_episode_steps=10)\n"
+    )
+    command = f"{sys.executable} -m groupwise train Breaks-v0 --plugin breaks.py --algorithm ppo --run-dir mine"
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert "return 1 / 0" in done.stderr
+    assert lines[-1].startswith("groupwise: ZeroDivisionError ended training on Breaks-v0 in iteration 1 (step 0); ")
+
+
+# --- runs with nothing left to do ---
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
+    return gw.train("CartPole-v1", PPO, run_dir=tmp_path_factory.mktemp("runs") / "done", **TINY)
+
+
+def test_resuming_a_finished_run_says_so(finished: gw.Run, capsys: pytest.CaptureFixture[str]):
+    gw.resume(finished.path)
+    assert capsys.readouterr().err == (
+        "resuming from step 192 of 192\nnothing was left to train (total_steps); mend: give more total_steps\n"
+    )
+
+
+@pytest.mark.parametrize("total_steps", [100, 192])
+def test_fewer_steps_than_were_taken_are_refused_and_change_nothing(finished: gw.Run, total_steps: int):
+    before = {path: path.read_bytes() for path in finished.path.rglob("*") if path.is_file()}
+    with pytest.raises(
+        gw.ConfigError, match=rf"total_steps = {total_steps}, but .*done has 192 steps behind it; mend: "
+    ):
+        gw.resume(finished.path, total_steps=total_steps)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_resume_that_fails_leaves_the_config_alone(finished: gw.Run):
+    state = finished.path / "checkpoints" / "latest" / "policy.safetensors"
+    whole = state.read_bytes()
+    state.write_bytes(whole[:-1])
+    with pytest.raises(gw.CheckpointError):
+        gw.resume(finished.path, total_steps=1000)
+    state.write_bytes(whole)
+    assert RunFolder(finished.path).read_config()["total_steps"] == 192
+
+
+def test_a_run_that_stopped_at_its_score_stays_stopped(capsys: pytest.CaptureFixture[str]):
+    stops = TINY | {"stop": {"return_threshold": 1.0}, "evaluation": {"interval": 64, "episodes": 2}}
+    first = gw.train("CartPole-v1", PPO, run_dir="mine", **stops)
+    again = gw.resume("mine")
+    assert (first.summary["env_steps"], again.summary) == (64, first.summary)
+    assert first.summary["stopped"].startswith("score: ")
+    assert "nothing was left to train (score: " in capsys.readouterr().err
+    more = gw.resume("mine", total_steps=256)
+    assert more.summary["env_steps"] == 128  # asked to go on, it stops at the next evaluation
+
+    settings = json.loads(Path("mine/config.json").read_text())
+    settings["stop"]["return_threshold"] = 9999.0
+    Path("mine/config.json").write_text(json.dumps(settings))
+    assert gw.resume("mine").summary["env_steps"] == 256
+
+
+# --- before anything is built, and at the start ---
+
+
+def test_a_taken_folder_is_noticed_before_environments_are_made(finished: gw.Run):
+    made: list[int] = []
+
+    def make() -> gymnasium.Env[Any, Any]:
+        made.append(1)
+        return Breaks()
+
+    with pytest.raises(gw.RunFolderError, match="is taken"):
+        gw.train(make, PPO, run_dir=finished.path, **TINY)
+    assert made == []
+
+
+@pytest.mark.parametrize(("total_steps", "noted"), [(63, True), (64, False)])
+def test_a_rollout_longer_than_the_run_is_noted(total_steps: int, noted: bool, capsys: pytest.CaptureFixture[str]):
+    gw.train("CartPole-v1", PPO, **TINY | {"total_steps": total_steps, "logging": {"progress": "lines"}})
+    line = (
+        "one iteration takes at least 64 steps (num_envs * num_steps), so that the first one reaches total_steps = 63\n"
+    )
+    assert (line in capsys.readouterr().err) is noted

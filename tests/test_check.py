@@ -1,16 +1,18 @@
 import json
+import random
 import sys
 
 import gymnasium
 import numpy as np
 import pytest
+import torch
 
 from groupwise import cli
 from groupwise.check import check_env
-from groupwise.check_table import duration, speed, table
 from groupwise.envs import check
-from groupwise.envs.check import Finding
 from groupwise.envs.configs import EnvCfg
+from groupwise.envs.findings import EnvReport, Finding, duration, none, speed, table, unknown
+from groupwise.envs.noise import step_noise
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.torch_control import TorchCartPole
 from groupwise.errors import EnvError, UnknownNameError
@@ -104,7 +106,7 @@ def test_a_sound_environment():
     assert all(found.value is None or found.value > 0 for found in report.tiers.values())
     assert report.branching.value is not None
     assert report.branching.value.states == "fields"
-    assert report.entry_point_autoreset == Finding(None, "none is registered")
+    assert report.entry_point_autoreset == none("it registers no vectorised version")
     assert set(report.steps_per_second) == {"entry_point", "sync", "async"}
     assert report.steps_per_second["sync"].value > 100
     assert report.steps_per_second["async"].value > 10
@@ -166,14 +168,14 @@ def test_a_callable_that_makes_all_rows():
     assert report.env_id == "TorchCartPole"
     assert (report.observation.value, report.action.value) == ("Box[4] float32", "Discrete(2)")
     assert report.start_varies.value is True
-    assert report.noise == Finding(None, "siblings stayed together in some tens of steps")
+    assert report.noise == unknown("siblings stayed together in some tens of steps")
     assert report.tiers["native"].value > 0
-    assert report.tiers["seed"] == Finding(None, "it makes its rows itself, and starts them by native")
+    assert report.tiers["seed"] == none("it makes its rows itself, and starts them by native")
     assert report.branching.value.states == "native"
     assert list(report.steps_per_second) == ["own"]
     assert report.steps_per_second["own"].value > 100
     assert report.training.value[:4] == ("native", "own", 8, "disabled")
-    assert ("training uses", "8 x own, starts by native, autoreset disabled") in table(report)
+    assert ("training uses", "8 environments by own, starts by native") in table(report)
 
 
 class LeaksTime(TorchCartPole):
@@ -191,12 +193,14 @@ def test_rows_that_cheat_and_rows_that_cannot_be_made_are_findings():
     reason = "rows that were started with the same seed differ at the start"
     assert reason in report.training.reason
     assert reason in report.start_varies.reason
-    assert report.tiers["native"].value is None
+    assert report.start_varies.verdict == report.noise.verdict == "unknown"
+    assert reason in report.noise.reason
+    assert report.tiers["native"].verdict == "none"
 
     def breaks(num_envs):
         raise OSError("no device")
 
-    assert check_env(breaks).training == Finding(None, "cannot be made: OSError: no device")
+    assert check_env(breaks).training == none("cannot be made: OSError: no device")
 
 
 def test_envpool_is_timed_where_it_has_the_task_and_tried_out_where_it_is_asked_for():
@@ -212,27 +216,150 @@ def test_envpool_is_timed_where_it_has_the_task_and_tried_out_where_it_is_asked_
         check_env(EnvCfg(id="Catsh-v0", vectorization="envpool"))
 
 
-def test_a_cheat_is_refused_with_the_reason():
+def test_a_cheat_is_refused_with_the_reason_and_the_mend():
     report = check_env(Cheats)
-    assert report.training.value is None
-    assert "rows that were started with the same seed differ" in report.training.reason
-    assert "the same seed differ at the start" in report.tiers["seed"].reason
-    assert report.tiers["replay"].value is None
+    assert report.training.verdict == "none"
+    assert report.training.reason.count("rows that were started with the same seed differ") == 1
+    assert report.tiers["seed"] == report.tiers["replay"]
+    assert (
+        report.tiers["seed"].reason
+        == "rows that were started with the same seed differ at the start, in 'obs' of row 1"
+    )
+    assert report.start_varies == unknown("equal seeds start with different observations")
+    rows = dict(table(report))
+    assert rows["training uses"] == "no: GRPO refuses it, since no way above to share a start works"
+    assert rows["mend"].startswith("let the environment draw all its randomness from self.np_random")
+    assert (rows["  replay"], rows["starts in mid-episode"]) == ("no, see 'seed'", "no: groups cannot start at all")
+    assert rows["start depends on the seed"].startswith("unknown: ")
+    text = " ".join(str(report).split())
+    for reason in ("differ at the start", "captured again", "it registers no vectorised version", "self.np_random"):
+        assert text.count(reason) == 1
+
+
+class Pays(Calm):
+    """Steady observations; only the reward is random. Subclasses say from where."""
+
+    def step(self, action):
+        obs, _, *rest = super().step(action)
+        return obs, float(self.pay()), *rest
+
+
+class PaysByNumpy(Pays):
+    def pay(self):
+        return np.random.normal()
+
+
+class PaysByPython(Pays):
+    def pay(self):
+        return random.random()
+
+
+class PaysByTorch(Pays):
+    def pay(self):
+        return torch.rand(())
+
+
+class PaysBySpace(Pays):
+    def pay(self):
+        return self.action_space.sample()
+
+
+class Seeds(Pays):
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        self.keep(np.random.default_rng(seed))
+        return obs, info
+
+
+class PaysFromDictionary(Seeds):
+    def keep(self, generator):
+        self.generators = {"noise": generator}
+
+    def pay(self):
+        return self.generators["noise"].normal()
+
+
+class Wind:
+    def __init__(self, generator):
+        self.sources = [{"noise": generator}]
+
+
+class PaysFromObject(Seeds):
+    def keep(self, generator):
+        self.wind = Wind(generator)
+
+    def pay(self):
+        return self.wind.sources[0]["noise"].normal()
+
+
+class PaysFromClosure(Seeds):
+    def keep(self, generator):
+        self.pay = lambda: generator.normal()
+
+
+class PaysBySystem(Pays):
+    def pay(self):
+        return random.SystemRandom().random()
+
+
+class EndsByNumpy(Calm):
+    def step(self, action):
+        obs, reward, _, truncated, info = super().step(action)
+        return obs, reward, bool(np.random.random() < 0.5), truncated, info
+
+
+class DrawsInVain(Calm):
+    def step(self, action):
+        np.random.random()
+        return super().step(action)
 
 
 @pytest.mark.parametrize(
-    ("env", "reason"),
+    ("env", "noise"),
     [
-        (BreaksInStep, "RuntimeError: the motor is off"),
-        (BreaksInReset, "RuntimeError: no room"),
-        (CannotBeMade, "cannot be made: OSError: licence file not found"),
+        (PaysByNumpy, Finding("stray")),
+        (PaysByPython, Finding("stray")),
+        (PaysByTorch, Finding("stray")),
+        (PaysBySpace, Finding("stray")),
+        (PaysFromDictionary, Finding("seen")),
+        (PaysFromObject, Finding("stray")),
+        (PaysFromClosure, Finding("stray")),
+        (EndsByNumpy, Finding("stray")),
+        (DrawsInVain, Finding("drawn")),
+        (PaysBySystem, unknown("equal seeds and equal actions gave other observations, rewards or flags")),
     ],
 )
-def test_what_breaks_is_a_finding(env, reason):
+def test_randomness_of_steps_is_found_wherever_it_comes_from(env, noise):
+    assert check.attempt(lambda: step_noise(EnvCfg(), env)) == noise
+
+
+def test_the_trial_of_noise_is_in_the_report_and_leaves_the_global_generators_alone():
+    def states():
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    before = states()
+    assert check.attempt(lambda: step_noise(EnvCfg(), PaysByTorch)).value == "stray"
+    assert states() == before
+    assert check_env(PaysByNumpy).noise.value == "stray"
+    assert check_env(PaysFromDictionary).noise.value == "seen"  # training gives siblings numbers of their own
+
+
+@pytest.mark.parametrize(
+    ("env", "reason", "num_reasons"),
+    [
+        (BreaksInStep, "RuntimeError: the motor is off", 4),
+        (BreaksInReset, "RuntimeError: no room", 4),
+        (CannotBeMade, "cannot be made: OSError: licence file not found", 5),
+    ],
+)
+def test_what_breaks_is_a_finding(env, reason, num_reasons):
     report = check_env(env)
     findings = [report.noise, report.training, report.branching, report.tiers["seed"], report.steps_per_second["sync"]]
     assert [found.value for found in findings] == [None] * 5
-    assert [found.reason for found in findings] == [reason] * 5
+    assert [found.reason for found in findings if found.reason != "groups cannot start at all"] == [
+        reason
+    ] * num_reasons
+    assert [found.verdict for found in findings] == ["unknown", "none", "unknown", "unknown", "unknown"]
     assert "Traceback" not in report.steps_per_second["async"].reason
     assert reason.partition(": ")[2] in report.steps_per_second["async"].reason
     assert all(text for _, text in table(report)[:4])
@@ -240,13 +367,82 @@ def test_what_breaks_is_a_finding(env, reason):
 
 def test_spaces_that_are_not_supported():
     speaks, counts = check_env(Speaks), check_env(Counts)
-    assert speaks.observation == Finding(None, "'word' is a Text, which has no fixed shape")
+    assert speaks.observation.verdict == "none"
+    assert speaks.observation.reason == "'word' is a Text, which has no fixed shape"
+    assert speaks.training.mend == speaks.observation.mend
+    assert "ImgObsWrapper" in speaks.training.mend
     assert speaks.training.reason == speaks.tiers["seed"].reason == "its observations are not supported"
     assert speaks.action.value == "Discrete(2)"
     assert counts.action.value is None
-    assert counts.training == Finding(None, "its actions are not supported")
+    assert counts.training == none("its actions are not supported", counts.action.mend)
     assert counts.tiers["seed"].value is not None
     assert counts.action.reason.startswith("action space Box(0, 5, (1,), int64) is not supported")
+
+
+class KeepsCount(Alike):
+    """Starts elsewhere in every episode: only fresh ones show that seeds make no difference."""
+
+    episodes = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episodes += 1
+        self.place = float(self.episodes)
+        return self.look(), {}
+
+
+def test_starts_are_compared_in_fresh_environments_where_used_ones_remember():
+    assert check_env(KeepsCount).start_varies == Finding(False)
+
+
+@pytest.mark.parametrize(
+    ("env", "mend"),
+    [
+        (lambda: Sound(), r"mend: check_env\(lambda: Sound\(\.\.\.\)\)$"),
+        (lambda: gymnasium.make("CartPole-v1"), r"mend: check_env\(lambda: gymnasium.make\('CartPole-v1', \.\.\.\)\)$"),
+    ],
+)
+def test_an_environment_that_is_made_already_is_refused_with_the_mend(env, mend):
+    with pytest.raises(EnvError, match=rf"that is made already, expected a Gymnasium id.*; {mend}"):
+        check_env(env())
+
+
+def test_a_report_prints_as_the_table(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "70")
+    report = EnvReport(
+        "Some-v0",
+        Finding("Box[2] float32"),
+        Finding("Discrete(2)"),
+        Finding(False),
+        unknown("RuntimeError: it broke"),
+        {"native": none("nothing"), "seed": Finding(12.3)},
+        none("nothing"),
+        Finding("same_step"),
+        {"sync": Finding(12345.0), "async": unknown("RuntimeError: it broke")},
+        none("a long reason that does not fit into what is left of the line", "do it"),
+    )
+    expected = """Some-v0
+observation                Box[2] float32
+action                     Discrete(2)
+start depends on the seed  no
+steps are random           unknown: RuntimeError: it broke
+siblings share a start by
+  native                   no: nothing
+  seed                     yes, 12 us a start
+starts in mid-episode      no, see 'native'
+own vectorised version     yes, resets itself: same_step
+steps a second, 8 at once
+  sync                     12,000
+  async                    unknown, see 'steps are random'
+training uses              no: a long reason that does not fit into
+                           what is left of the line
+mend                       do it"""
+    assert str(report) == expected
+
+
+def test_the_docstring_of_the_report_says_every_field():
+    for field in EnvReport._fields:
+        assert f"``{field}``" in EnvReport.__doc__
 
 
 def test_a_name_that_nobody_registered_is_an_error():
@@ -288,7 +484,8 @@ def test_check_env_command_prints_a_table(capsys):
 def test_check_env_command_prints_json(capsys):
     assert cli.main(["check-env", "FrozenLake-v1", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["start_varies"] == {"value": False, "reason": ""}
+    assert printed["start_varies"] == {"value": False, "verdict": "found", "reason": "", "mend": ""}
+    assert printed["tiers"]["native"]["verdict"] == "none"
     assert printed["training"]["value"]["tier"] == "seed"
     assert printed["branching"]["value"]["states"] == "fields"
 
@@ -324,3 +521,26 @@ def test_check_env_command_says_by_its_exit_code_that_nothing_can_train(tmp_path
 def test_check_env_command_refuses_what_it_does_not_know(capsys):
     assert cli.main(["check-env", "CartPol-v1"]) == 2
     assert "did you mean 'CartPole-v1'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--algorithm ppo", "--algorithm=ppo", "--preset dr_grpo", "--algorithm.gamma 0.9"])
+def test_check_env_command_refuses_an_algorithm(capsys, option):
+    assert cli.main(["check-env", "CartPole-v1", *option.split()]) == 2
+    error = capsys.readouterr().err
+    assert "takes no algorithm and no preset" in error
+    assert "mend: groupwise check-env CartPole-v1" in error
+
+
+@pytest.mark.parametrize("option", ["--seed", "--env.num-envs", "--env.autoreset"])
+def test_check_env_command_refuses_what_makes_no_difference(capsys, option):
+    assert cli.main(["check-env", "CartPole-v1", option, "3"]) == 2
+    assert f"takes no {option}; it takes --env.kwargs, " in capsys.readouterr().err
+
+
+def test_check_env_command_helps_shortly(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["check-env", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) < 80
+    assert "--env.kwargs" in printed
+    assert "learning-rate" not in printed

@@ -27,7 +27,7 @@ from groupwise.policies.distributions import make_head
 T = TypeVar("T")
 
 
-def check_env(env: str | EnvCfg | Maker) -> EnvReport:
+def check_env(env: object) -> EnvReport:
     """What an environment offers to training, found out by trying for some seconds.
 
     Args:
@@ -39,13 +39,15 @@ def check_env(env: str | EnvCfg | Maker) -> EnvReport:
         MissingExtraError: the environment needs a package that is not installed.
         EnvError: it is none, is made already, or does not take these arguments.
     """
-    if not isinstance(env, EnvCfg | str) and not callable(env):
+    if isinstance(env, EnvCfg | str):
+        given, make = EnvCfg(id=env) if isinstance(env, str) else env, None
+    elif callable(env):
+        given, make = EnvCfg(id="<given in Python>"), env
+    else:
         raise EnvError(
             f"env is a {type(env).__name__} that is made already, expected a Gymnasium id, an EnvCfg or a callable that "
             f"makes one, since several are tried; mend: check_env({_maker_of(env)})"
         )
-    make = None if isinstance(env, EnvCfg | str) else env
-    given = env if isinstance(env, EnvCfg) else EnvCfg(id=env if isinstance(env, str) else "<given in Python>")
     with _quiet():
         return _check(given, make)
 

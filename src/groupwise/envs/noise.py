@@ -82,9 +82,12 @@ def _play(cfg: EnvCfg, env: Maker | None, *, reached: int = 0, stray: int = 0) -
         obs, hidden = _begin(single, 0, reached, stray)
         trace, drew, begun = [obs], False, time.perf_counter()
         for number in range(1, _NUM_STEPS + 1):
-            before = _positions(single, hidden)
-            *step, _ = single.step(actions.sample())
-            drew = drew or _positions(single, hidden) != before
+            action, own = actions.sample(), _own_positions(single, hidden)
+            common = (
+                _global_positions()
+            )  # nothing of ours between this, the step and the next: runtime type checks draw
+            *step, _ = single.step(action)
+            drew = _global_positions() != common or _own_positions(single, hidden) != own or drew
             trace.append(_recorded(*step))
             if time.perf_counter() - begun > _BUDGET_S:
                 break
@@ -115,9 +118,9 @@ def _begin(single: gymnasium.Env, episode: int, reached: int, stray: int) -> tup
     return pickle.dumps(obs), hidden
 
 
-def _positions(single: gymnasium.Env, hidden: list[Generator]) -> tuple[object, ...]:
-    """Where all generators stand, to be compared."""
-    return noise_state(single), pickle.dumps(hidden), _global_state()
+def _own_positions(single: gymnasium.Env, hidden: list[Generator]) -> bytes:
+    """Where the environment's generators stand, to be compared."""
+    return pickle.dumps((noise_state(single), hidden))
 
 
 def _hidden_generators(env: gymnasium.Env) -> Iterator[Generator]:
@@ -149,8 +152,8 @@ def _seed_globally(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def _global_state() -> tuple[object, ...]:
-    return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
+def _global_positions() -> bytes:
+    return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy().tobytes()))
 
 
 @contextmanager

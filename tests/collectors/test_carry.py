@@ -79,6 +79,18 @@ def test_two_rows_and_a_group_of_three_by_hand(collecting, scripted_group):
     assert env.taken == 18
 
 
+def test_a_head_may_be_wider_than_the_rollout_it_came_from(collecting, scripted_group):
+    # Six columns hold 3 + 3 steps in one row and 2 + 2 + 2 in the other. Longest first they become 3 + 2 + 2 and 3 + 2.
+    env = scripted_group(2, [3, 2, 2, 3, 2, 1, 9])
+    _, again = collecting(env, group_size=6, collection=CARRY)
+    assert again(6).shape == (2, 7)
+    second = again(1)
+    assert second.shape == (2, 9)
+    assert numbers(second, "valid") == [[[T] * 8, [T] * 5 + [F] * 3]]
+    assert numbers(second, "obs")[0][0] == [0, 1, 2, 10, 11, 40, 41, 50]
+    assert numbers(second, "obs")[0][1][:5] == [30, 31, 32, 20, 21]
+
+
 def test_a_group_is_finished_when_it_would_get_too_old(collecting, scripted_group):
     # One row, group of two, 2 slots an iteration. Iteration 1 has to finish the group of iteration 0: 3 + 3 steps.
     env = scripted_group(1, [3])

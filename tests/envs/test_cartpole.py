@@ -82,6 +82,46 @@ def test_finished_rows_are_held_until_started_again():
         assert step.truncated.tolist() == [False, count == 3, False, False]
 
 
+def test_a_pole_that_fell_lies_still_and_starts_again_at_once():
+    env, single = make(), gymnasium.make("CartPole-v1")
+    env.start(ALL, SEEDS, SEEDS)
+    push = torch.ones(4, dtype=torch.int64)
+    while not (fallen := env.step(push)).terminated.any():
+        pass
+    row = int(fallen.terminated.int().argmax())
+    # the row that fell starts at once, without a step in between, and goes on like the single environment
+    mask = np.arange(4) == row
+    env.start(mask, SEEDS, SEEDS)
+    single.reset(seed=int(SEEDS[row]))
+    for _ in range(3):
+        step, expected = env.step(push), single.step(1)
+        assert np.array_equal(step.obs[row].numpy(), expected[0])
+        assert not step.terminated[row]
+    # those that have fallen since then are over once: they earn nothing and do not end again
+    env.hold(mask)
+    for _ in range(20):
+        last, step = step, env.step(push)
+    assert torch.equal(step.obs, last.obs)
+    assert step.reward.eq(0).all()
+    assert not step.terminated.any()
+
+
+def test_starting_no_row_disturbs_none():
+    env = make()
+    before = env.start(ALL, SEEDS, SEEDS)
+    nobody = np.zeros(4, np.bool_)
+    assert torch.equal(env.start(nobody, SEEDS, SEEDS), before)
+    assert torch.equal(env.restore(nobody, [None] * 4, SEEDS), before)
+
+
+def test_a_captured_state_does_not_change_with_its_row():
+    env = make()
+    before = env.start(ALL, SEEDS, SEEDS)
+    (snapshot,) = env.snapshot([1])
+    env.start(ALL, SEEDS + 1, SEEDS)
+    assert torch.equal(env.restore(ALL, [snapshot] * 4, SEEDS), before[[1] * 4])
+
+
 def test_rows_can_be_held_from_outside():
     env = make()
     before = env.start(ALL, SEEDS, SEEDS)
@@ -103,8 +143,22 @@ def test_masked_reset_leaves_the_others_running_and_the_stream_repeats():
     assert not torch.equal(again[[1, 3]], moved[[1, 3]])
     assert again[[1, 3]].abs().max() <= 0.05
     assert len({tuple(row) for row in first.tolist()}) == 4
+    assert len(again[[1, 3]].unique()) == 8, "every number is a draw of its own"
     for one, other in zip((first, moved, again), run(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_fresh_environments_begin_alike():
+    mask = np.array([True, False, True, False])
+    assert torch.equal(make().reset(mask=mask), make().reset(mask=mask))
+
+
+def test_a_reset_of_all_rows_lets_the_held_ones_go_on():
+    env = make()
+    env.start(ALL, SEEDS, SEEDS)
+    env.hold(ALL)
+    env.reset(seed=1)
+    assert env.step(actions(1)[0]).reward.tolist() == [1.0] * 4
 
 
 def test_a_reset_row_counts_its_steps_anew():

@@ -124,6 +124,10 @@ def test_siblings_that_start_later_need_no_further_reset():
     later = env.start(mask(2, 3), STARTS, NOISE)
     assert walkers.resets == count
     assert torch.equal(later[[2, 3]], first[[0, 1]])
+    env.start(mask(0), np.full(N, 77), NOISE)
+    count = walkers.resets
+    env.start(mask(1), STARTS, NOISE)  # another start in between is no reason to forget this one
+    assert walkers.resets == count
 
 
 def test_finished_rows_are_held_until_started_again():
@@ -150,12 +154,22 @@ def test_truncation_is_the_environments_own():
     step = env.step(still())
     assert step.truncated.tolist() == [True, True, True, False]
     assert not step.terminated.any()
+    assert env.step(still()).reward.eq(0).tolist() == [True, True, True, False]
+
+
+def test_rows_that_nobody_started_are_held():
+    env = adapt()
+    shown = env.start(mask(0, 1), STARTS, NOISE)
+    step = env.step(still())
+    assert step.reward.eq(0).tolist() == [False, False, True, True]
+    assert torch.equal(step.obs[2:], shown[2:])
 
 
 def test_snapshots_go_on_in_any_row():
     env = adapt()
     env.start(ALL, STARTS, NOISE)
     there = env.step(still()).obs
+    assert env.can_branch
     captured = pickle.loads(pickle.dumps(env.snapshot([1])))[0]
     env.step(push(9.0, 9.0, 9.0, 9.0))
     obs = env.restore(mask(0, 3), [captured, None, None, captured], np.array([7, 0, 0, 8]))
@@ -174,7 +188,33 @@ def test_masked_reset_is_the_environments_own():
     again = env.reset(mask=mask(1))
     assert torch.equal(again[[0, 2, 3]], moved[[0, 2, 3]])
     assert float(again[1, 1]) == 0.0
+    assert env.step(still()).obs[:, 1].tolist() == [2.0, 1.0, 2.0, 2.0], "steps since the row's own reset"
     assert torch.equal(adapt().reset(seed=5), adapt().reset(seed=5))
+
+
+def test_a_reset_row_runs_again_and_leaves_the_others_held():
+    env = adapt()
+    env.start(ALL, STARTS, NOISE)
+    env.hold(ALL)
+    env.reset(mask=mask(1))
+    assert env.step(still()).reward.eq(0).tolist() == [True, False, True, True]
+    env.reset(seed=1)
+    assert not env.step(still()).reward.eq(0).any()
+
+
+def test_observations_outlive_an_environment_that_writes_into_one_array():
+    class Reusing(NoisyWalkers):
+        array = np.zeros((N, 2))
+
+        def _obs(self):
+            self.array[:] = super()._obs()
+            return self.array
+
+    env = adapt(Reusing())
+    for first in (env.reset(seed=5), env.start(ALL, STARTS, NOISE), env.step(still()).obs):
+        copy = first.clone()
+        env.step(push(0.5, 0.5, 0.5, 0.5))
+        assert torch.equal(first, copy)
 
 
 def test_old_starts_are_forgotten_and_found_again():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from noisy_envs import GlobalStart
 
 from groupwise.envs.cartpole import CartPoleGroupEnv
 from groupwise.envs.configs import EnvCfg
@@ -293,3 +294,34 @@ def test_cartpole_of_single_environments_is_the_vectorised_one_bit_for_bit():
         assert torch.equal(one.obs, other.obs)
         assert torch.equal(one.reward, other.reward)
         assert torch.equal(one.terminated, other.terminated)
+
+
+@pytest.mark.parametrize("vectorization", ["auto", "entry_point", "sync"])
+@pytest.mark.parametrize(
+    ("setting", "mend"),
+    [({"random_prefix": 3}, "env.random_prefix=0"), ({"reward_parts": ("x",)}, r"env.reward_parts=\(\)")],
+)
+def test_native_starts_and_what_they_lack_are_refused_together(vectorization, setting, mend):
+    cfg = EnvCfg(group_start="native", vectorization=vectorization, **setting)
+    with pytest.raises(
+        GroupStartError, match=rf"'native', but env.{next(iter(setting))} = .*mend: .*'auto', or {mend}$"
+    ):
+        make_env(cfg, grouped=True)
+    as_mended = EnvCfg(vectorization=vectorization.replace("entry_point", "auto"), **setting)
+    make_env(as_mended, grouped=True, verify=False)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "mend"),
+    [("CartPole-v1", "env.group_start='auto', or env.vectorization='auto'"), ("Acrobot-v1", "env.group_start='auto'")],
+)
+def test_single_environments_told_to_start_natively_say_where_that_can_be_had(env_id, mend):
+    with pytest.raises(GroupStartError, match=rf"states are not in arrays; mend: {mend}$"):
+        make_env(EnvCfg(id=env_id, group_start="native", vectorization="sync"), grouped=True)
+
+
+def test_a_cheat_with_a_tier_by_name_is_refused():
+    with pytest.raises(
+        GroupStartError, match=r"by group_start='snapshot': the captured start .*mend: let the env.*np_random"
+    ):
+        make_env(EnvCfg(num_envs=2, group_start="snapshot"), env=GlobalStart, grouped=True)

@@ -2,8 +2,8 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -41,7 +41,7 @@ from groupwise.training.build import (
     threads,
 )
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, saved_steps
-from groupwise.training.ending import failure, finishing_on_signal, interruption, preparing
+from groupwise.training.ending import closing_after, failure, finishing_on_signal, interruption, preparing
 from groupwise.training.evaluation import EvaluationResult
 from groupwise.training.trainer import Trainer
 
@@ -267,7 +267,7 @@ def _run(
         seed=derive_seed(cfg.seed, "evaluation"),
     )
     trainer = build_trainer(parts, build_callbacks(parts, folder, users, evaluator, engine.rank), engine)
-    with _threads_for(policy), closing(engine), closing(evaluator), _closing_own(parts, given):
+    with _threads_for(policy), closing(engine), closing_after(evaluator.close), _closing_own(parts, given):
         if resume:
             _take_up(trainer, parts, folder, engine)
         begun = trainer.iteration
@@ -370,16 +370,12 @@ def _plain(cfg: RunCfg) -> dict[str, Any]:
     return tree
 
 
-@contextmanager
-def _closing_own(parts: Parts, given: Given) -> Iterator[None]:
+def _closing_own(parts: Parts, given: Given) -> AbstractContextManager[None]:
     """Close the environments at the end, unless they are the user's own."""
     import gymnasium
 
-    try:
-        yield
-    finally:
-        if not isinstance(given.env, gymnasium.vector.VectorEnv | GroupEnv):
-            parts.collector.close()
+    theirs = isinstance(given.env, gymnasium.vector.VectorEnv | GroupEnv)
+    return nullcontext() if theirs else closing_after(parts.collector.close)
 
 
 def _threads_for(policy: Policy) -> AbstractContextManager[None]:

@@ -31,6 +31,7 @@ TINY: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _in_a_fresh_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Breaks, "broken", False)
 
 
 class Signals(gw.Callback):
@@ -46,7 +47,7 @@ class Signals(gw.Callback):
 
 
 class Breaks(gymnasium.Env[Any, Any]):
-    """Ends after ten steps; raises an error when it is told to."""
+    """Ends after ten steps. Once it is broken it raises errors, also when it is closed."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -63,6 +64,10 @@ class Breaks(gymnasium.Env[Any, Any]):
         self.steps += 1
         return np.zeros(3, np.float32), float(action), self.steps == 10, False, {}
 
+    def close(self) -> None:
+        if Breaks.broken:
+            raise BrokenPipeError("the process is gone")
+
 
 class BreaksIt(gw.Callback):
     """Breaks the environment for iteration 2, or for 1."""
@@ -75,9 +80,6 @@ class BreaksIt(gw.Callback):
 
     def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         Breaks.broken = True
-
-    def close(self) -> None:
-        Breaks.broken = False
 
 
 # --- Ctrl-C ---
@@ -174,6 +176,7 @@ def test_an_error_of_the_environment_says_what_is_kept_and_how_to_go_on():
         "what was learned until step 64 is in mine/checkpoints/latest; "
         "when it is mended, go on with: gw.resume('mine', env=...)"
     )
+    Breaks.broken = False
     run = gw.resume("mine", env=Breaks)
     assert [entry["iteration"] for entry in run.metrics()] == [1, 2, 3]
 
@@ -190,7 +193,7 @@ def test_an_error_before_anything_was_learned_promises_nothing():
 
 
 def test_an_error_while_the_environment_is_tried_out_says_that_nothing_was_trained(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Breaks, "broken", True)
+    monkeypatch.setattr(Breaks, "step", lambda env, action: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         gw.train(Breaks, gw.GRPOCfg(), run_dir="mine", **TINY)
     assert "came while the environments were made and tried out; nothing was trained" in caught.value.__notes__[-1]

@@ -3,8 +3,8 @@
 import logging
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from groupwise.algorithms.configs import AlgorithmCfg, GRPOCfg
@@ -40,6 +40,18 @@ def finishing_on_signal(trainer: Trainer) -> Iterator[None]:
     finally:
         for number, default in ours.items():
             signal.signal(number, default)
+
+
+@contextmanager
+def closing_after(close: Callable[[], None]) -> Iterator[None]:
+    """Close in the end. After an error, that error is raised, whatever closing what it broke may raise."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            close()
+        raise
+    close()
 
 
 @contextmanager

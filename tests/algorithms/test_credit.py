@@ -112,6 +112,14 @@ def test_an_unscorable_member_is_no_member(choices):
     assert out[2].abs().max() == 0
 
 
+@pytest.mark.parametrize("end", ["unscorable", "greedy"])
+def test_a_member_that_does_not_count_is_not_absorbed_either(end):
+    # returns to go 3 2 and 1 0, means 2 and 1; a third that ended after one step would be a 0 at the second
+    batch = rollout([(0, [1.0, 2.0], "terminated"), (0, [1.0, 0.0], "terminated"), (0, [9.0], end)])
+    out = per_episode(credit(batch, **STEP, early_finisher="absorb"), batch)
+    assert out == [[1.0, 1.0], [-1.0, -1.0], [0.0]]
+
+
 def test_a_rule_of_the_users_own():
     @register_credit("first_reward")
     def first_reward(given: CreditInput):

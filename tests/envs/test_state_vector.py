@@ -204,7 +204,8 @@ def test_a_reset_row_runs_again_and_leaves_the_others_held():
 
 def test_observations_outlive_an_environment_that_writes_into_one_array():
     class Reusing(NoisyWalkers):
-        array = np.zeros((N, 2))
+        single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)  # not converted, so not copied either
+        array = np.zeros((N, 2), np.float32)
 
         def _obs(self):
             self.array[:] = super()._obs()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from groupwise.envs.groups import verify_group_start
+from groupwise.envs.row_random import RowRandom
 from groupwise.envs.torch_control import TorchCartPole, TorchPendulum
 
 ALL = np.ones(4, np.bool_)
@@ -55,6 +56,25 @@ def test_cartpole_follows_gymnasium_step_by_step(policy):
         if terminated or truncated:
             break
     assert truncated == (policy == "balanced")
+
+
+@pytest.mark.parametrize(
+    ("state", "fell"),
+    [
+        # position and angle move by .02 times their speed; the bounds are 2.4 and 12 degrees, .20944
+        ((2.39, 1.0, 0.0, 0.0), True),
+        ((2.37, 1.0, 0.0, 0.0), False),
+        ((-2.39, -1.0, 0.0, 0.0), True),
+        ((2.39, -1.0, 0.0, 0.0), False),
+        ((0.0, 5.0, 0.2, 0.5), True),
+        ((0.0, 5.0, 0.2, 0.4), False),
+        ((0.0, 0.0, -0.2, -0.5), True),
+    ],
+)
+def test_cartpole_ends_beyond_the_track_or_when_the_pole_leans(state, fell):
+    zero = torch.zeros(1, dtype=torch.int64)
+    _, reward, ended = TorchCartPole(1).transition(torch.tensor([state]), zero, RowRandom(zero, zero))
+    assert (reward.tolist(), ended.tolist()) == ([1.0], [fell])
 
 
 def test_pendulum_follows_gymnasium_step_by_step():

@@ -44,15 +44,20 @@ def test_a_constant_bonus_never_moves():
 
 
 def test_a_saved_control_goes_on_where_it_was():
-    one, two = (entropy_control(ent_coef=0.1, **ADAPTIVE) for _ in range(2))
-    for entropy in (0.4, 0.9):
+    # coefficients .1 .2 .25 .15, then .25; the first of them in force until the entropy .9
+    one = entropy_control(ent_coef=0.1, **ADAPTIVE)
+    for entropy, coef, in_force in [(0.4, 0.2, 1.0), (0.4, 0.25, 1.0), (0.9, 0.15, 0.0), (0.1, 0.25, 1.0)]:
         one.adapt(torch.tensor(entropy))
-    two.load_state_dict(one.state_dict())
-    assert two.loss(torch.ones(1)).item() == 0.0
-    for control in (one, two):
-        control.adapt(torch.tensor(0.1))
-    assert one.state_dict() == two.state_dict()
-    assert two.loss(torch.ones(1)).item() == pytest.approx(-0.2)
+        two = entropy_control(ent_coef=0.1, **ADAPTIVE)
+        two.load_state_dict(one.state_dict())
+        assert two.state_dict() == one.state_dict() == pytest.approx({"coef": coef, "in_force": in_force})
+        assert two.loss(torch.ones(1)).item() == pytest.approx(-coef * in_force)
+
+
+def test_an_adaptive_bonus_is_in_force_from_the_first_step_even_from_0():
+    control = entropy_control(ent_coef=0.0, **ADAPTIVE)
+    assert control.enabled
+    assert control.state_dict() == {"coef": 0.0, "in_force": 1.0}
 
 
 def test_the_entropy_of_every_optimiser_step_moves_the_weight():

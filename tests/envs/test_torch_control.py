@@ -1,3 +1,5 @@
+import math
+
 import gymnasium
 import numpy as np
 import pytest
@@ -92,6 +94,15 @@ def test_pendulum_follows_gymnasium_step_by_step():
         assert bool(step.truncated[1]) == truncated == (count == 200)
         assert not step.terminated.any()
         assert not terminated
+
+
+def test_the_pendulum_is_no_faster_than_its_bound():
+    # level: 7.9 + (1.5 * 10 + 3 * 2) * .05 = 8.95, held at 8; it turns by 8 * .05
+    zero = torch.zeros(1, dtype=torch.int64)
+    for side in (1.0, -1.0):
+        state, push = side * torch.tensor([[math.pi / 2, 7.9]]), torch.tensor([[side * 2.0]])
+        state, _, _ = TorchPendulum(1).transition(state, push, RowRandom(zero, zero))
+        torch.testing.assert_close(state, side * torch.tensor([[math.pi / 2 + 0.4, 8.0]]))
 
 
 @pytest.mark.parametrize(("ours", "low", "high"), [(TorchCartPole, -0.05, 0.05), (TorchPendulum, -1.0, 1.0)])

@@ -182,6 +182,14 @@ def test_a_critic_is_refused(collecting, scripted_group, fake_policy):
         collecting(scripted_group(1, [2]), policy=fake_policy(), group_size=2, collection=CARRY)
 
 
+def test_what_ended_is_packed_from_the_first_column_on():
+    group = Group(0, 0, 1, 1)
+    attempts = [Attempt(group, 0, row=1, began=2, end=2 + length, state="ended") for length in (1, 3)]
+    places, head = pack(attempts, 2)
+    assert [(place.row, place.began) for place in places] == [(1, 0), (0, 0)]
+    assert head == 3
+
+
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=12),
     num_rows=st.integers(1, 4),

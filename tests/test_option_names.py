@@ -22,6 +22,7 @@ def hidden(config):
         ("--algorithm.collection.branching.point", "; did you mean --algorithm.collection.branching.points?"),
         ("--algorithm.colection.branching.point", "; did you mean --algorithm.collection.branching.points?"),
         ("--policy.no-normalise-obs", "; did you mean --policy.no-normalize-obs?"),
+        ("--evaluation.intervall", "; did you mean --evaluation.interval?"),  # several options end so
         ("--learning_rate", "; did you mean --algorithm.learning-rate?"),
         ("--horizon", "; did you mean --algorithm.collection.branching.horizon?"),
         ("--env.id", ": the environment is the first argument"),

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from groupwise.envs.groups import verify_group_start
-from groupwise.envs.row_random import RowRandom
 from groupwise.envs.torch_control import TorchCartPole, TorchPendulum
+from groupwise.functional.row_random import RowRandom
 
 ALL = np.ones(4, np.bool_)
 SEEDS = np.array([3, 11, 3, 2**31 - 1], np.int64)

@@ -12,8 +12,8 @@ from torch import Tensor
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, Snapshot
-from groupwise.envs.row_random import RowRandom, hash_pair, mix
 from groupwise.errors import EnvError
+from groupwise.functional.row_random import RowRandom, hash_pair, mix
 from groupwise.seeding import derive_seed
 
 State: TypeAlias = Tensor | Mapping[str, Tensor]

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from groupwise.envs.native import TorchGroupEnv
-from groupwise.envs.row_random import RowRandom
+from groupwise.functional.row_random import RowRandom
 
 
 class TorchCartPole(TorchGroupEnv):

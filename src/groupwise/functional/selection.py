@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from groupwise.functional.reduce import AllSum, local, masked_mean
+from groupwise.functional.row_random import hash_pair, unit
 
 _DIGIT_BITS = 8
 
@@ -107,15 +108,13 @@ def element_noise(seed: int, *content: Float[Tensor, "*batch"] | Int[Tensor, "*b
 
     Unlike numbers drawn in order it depends neither on the place of the element nor on how the batch is spread over
     ranks. Elements of the same content have the same number.
-
-    Source: the mixing is splitmix64's, https://doi.org/10.1145/2714064.2660195.
     """
     state = torch.full_like(content[0], seed, dtype=torch.int64)
     for tensor in content:
         # + 0.0 makes one zero of two
         bits = (tensor + 0.0).float().view(torch.int32).long() if tensor.is_floating_point() else tensor.long()
-        state = _mix(state ^ bits)
-    return (_shift_right(state, 40)).float() / 2**24
+        state = hash_pair(state ^ bits, 0)
+    return unit(state)
 
 
 def _number(fraction: float, mask: Bool[Tensor, "*batch"], all_sum: AllSum) -> Float[Tensor, ""]:
@@ -134,21 +133,3 @@ def _unsortable(key: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     ordered = (key - 2**31).int()
     bits: Tensor = torch.where(ordered < 0, ordered ^ 0x7FFF_FFFF, ordered)
     return bits.view(torch.float32)
-
-
-def _mix(state: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
-    """splitmix64's step; products wrap around."""
-    z = state + _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
-    return z ^ _shift_right(z, 31)
-
-
-def _shift_right(x: Int[Tensor, "*batch"], bits: int) -> Int[Tensor, "*batch"]:
-    """Shift that fills with zeros, as of unsigned numbers."""
-    shifted: Tensor = x >> bits & (2 ** (64 - bits) - 1)
-    return shifted
-
-
-def _signed(constant: int) -> int:
-    return constant - 2**64 if constant >= 2**63 else constant

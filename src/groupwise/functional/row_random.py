@@ -1,4 +1,4 @@
-"""Random numbers by counter, a stream a row: what batched simulators draw from.
+"""Random numbers by counter, a stream a row: what batched simulators and generators of text draw from.
 
 A number is a hash of its row's seed, the step and its place among the draws of that step. So there is no generator to
 keep, rows do not disturb each other, and the number of rows, the device's speed and the order of resets change nothing.
@@ -27,9 +27,14 @@ def mix(number: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
     return number ^ _shift(number, 31)
 
 
-def hash_pair(seed: Int[Tensor, "..."], counter: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+def hash_pair(seed: Int[Tensor, "..."], counter: Int[Tensor, "..."] | int) -> Int[Tensor, "..."]:
     """Number ``counter`` of the SplitMix64 stream that begins at ``seed``; its first one is number 0."""
     return mix(seed + (counter + 1) * _GOLDEN)
+
+
+def unit(number: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The upper 24 bits of each hash as float32 in [0, 1), which holds them exactly."""
+    return _unit(_shift(number, 40))
 
 
 def _shift(number: Tensor, bits: int) -> Tensor:
@@ -53,7 +58,7 @@ class RowRandom:
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Float[Tensor, "row ..."]:
         """Numbers ``[N, *shape]`` uniform in [low, high), of 24 random bits each."""
-        return (high - low) * _unit(_shift(self._bits(shape), 40)) + low
+        return (high - low) * unit(self._bits(shape)) + low
 
     def normal(self, *shape: int, mean: float = 0.0, std: float = 1.0) -> Float[Tensor, "row ..."]:
         """Numbers ``[N, *shape]`` from a normal distribution, cut at 5.8 deviations by the 24 bits they are made of.
@@ -61,7 +66,7 @@ class RowRandom:
         Source: Box, Muller, "A Note on the Generation of Random Normal Deviates", 1958, equation 1.
         """
         bits = self._bits(shape)
-        radius = torch.sqrt(-2.0 * torch.log(1.0 - _unit(_shift(bits, 40))))
+        radius = torch.sqrt(-2.0 * torch.log(1.0 - unit(bits)))
         angle = (2.0 * math.pi) * _unit(bits & 0xFFFFFF)
         return std * radius * torch.cos(angle) + mean
 

@@ -27,7 +27,7 @@ def mix(number: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
     return number ^ _shift(number, 31)
 
 
-def hash_pair(seed: Int[Tensor, "..."], counter: Int[Tensor, "..."] | int) -> Int[Tensor, "..."]:
+def hash_pair(seed: Int[Tensor, "..."], counter: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
     """Number ``counter`` of the SplitMix64 stream that begins at ``seed``; its first one is number 0."""
     return mix(seed + (counter + 1) * _GOLDEN)
 

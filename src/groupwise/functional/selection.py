@@ -113,7 +113,7 @@ def element_noise(seed: int, *content: Float[Tensor, "*batch"] | Int[Tensor, "*b
     for tensor in content:
         # + 0.0 makes one zero of two
         bits = (tensor + 0.0).float().view(torch.int32).long() if tensor.is_floating_point() else tensor.long()
-        state = hash_pair(state ^ bits, 0)
+        state = hash_pair(state ^ bits, torch.zeros_like(state))
     return unit(state)
 
 

@@ -1,10 +1,10 @@
-"""Settings of the control policies. Imports no torch."""
+"""Settings of policies. Imports no torch and no transformers."""
 
 from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from groupwise.cfg import Cfg
+from groupwise.cfg import Cfg, Positive, PositiveInt
 
 
 class PolicyCfg(Cfg):
@@ -26,3 +26,23 @@ class PolicyCfg(Cfg):
     """Scale observations to running mean 0 and deviation 1 (float observations only)."""
     normalize_reward: bool = False
     """Divide rewards by the running deviation of the discounted return."""
+
+
+class SamplingCfg(Cfg):
+    """How a language model writes completions in training. Training scores under exactly this distribution."""
+
+    temperature: Positive = 1.0
+    """Divides the logits."""
+    max_new_tokens: PositiveInt = 64
+    """A completion is cut (truncated) after so many tokens."""
+
+
+class LanguageModelCfg(Cfg):
+    """Which language model is trained, and which of its numbers."""
+
+    path: str = ""
+    """Folder or hub id of a transformers model. ``<given in Python>`` stands for an object that was passed in."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights."""
+    sampling: SamplingCfg = SamplingCfg()
+    """How completions are written."""

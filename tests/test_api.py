@@ -371,7 +371,32 @@ def test_environments_that_do_not_render_are_no_obstacle(caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO)
     run = gw.train(Corridor, **TINY)
     assert not (run.path / "policy.gif").exists()
-    assert "no video" in caplog.text
+    assert [r.levelname for r in caplog.records if "does not render to arrays" in r.message] == ["INFO"]
+    with pytest.raises(gw.EnvError, match="does not render to arrays"):
+        gw.evaluate(run, 1, video=True)  # asked for, it is an error
+
+
+class NoOpenGL(Corridor):
+    """Its renderer fails, and not by an error of Python's."""
+
+    metadata = {"render_modes": ["rgb_array"]}
+    render_mode = "rgb_array"
+
+    class FatalError(Exception):
+        pass
+
+    def render(self) -> Any:
+        raise self.FatalError("no OpenGL")
+
+
+def test_a_renderer_that_fails_at_the_end_of_training_is_a_warning(caplog: pytest.LogCaptureFixture):
+    run = gw.train(NoOpenGL, **TINY)
+    assert run.summary["stopped"] == "total_steps"
+    told = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert any("no video" in line and "FatalError: no OpenGL" in line and "mend: " in line for line in told)
+    gw.resume(run.path, run.cfg.total_steps + 1, env=NoOpenGL)
+    with pytest.raises(gw.EnvError, match="FatalError: no OpenGL"):
+        gw.evaluate(run, 1, video=True)
 
 
 class Endless(gymnasium.Env[Any, Any]):

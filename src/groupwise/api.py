@@ -1,6 +1,7 @@
 """Train, evaluate and resume: the parts of a run put together, and what it leaves in its folder."""
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -19,13 +20,13 @@ from groupwise.engines.base import Engine
 from groupwise.engines.distributed import from_environment
 from groupwise.envs.base import GroupEnv
 from groupwise.envs.configs import EnvCfg
-from groupwise.errors import ConfigError, RunFolderError
+from groupwise.errors import ConfigError, EnvError, RunFolderError
 from groupwise.policies.base import Policy
 from groupwise.policies.configs import PolicyCfg
 from groupwise.report.curve import plot_curve
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import scores_of
-from groupwise.report.video import record_video, rendering_env
+from groupwise.report.video import NoPictureError, film
 from groupwise.seeding import derive_seed
 from groupwise.training.base import Callback
 from groupwise.training.build import (
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     import gymnasium
 
     EnvFactory = Callable[..., gymnasium.Env] | Callable[..., GroupEnv] | GroupEnv | gymnasium.vector.VectorEnv
+
+log = logging.getLogger(__name__)
 
 SMALL_TENSOR = 2**17
 """Elements; networks whose largest matrix is no larger run fastest on one thread."""
@@ -212,7 +215,7 @@ def resume(
     if total_steps is not None:
         if total_steps <= (done := saved_steps(folder.latest) or 0):
             raise ConfigError(
-                f"total_steps = {total_steps:,}, but {folder.path} has {done:,} steps behind it; mend: more than that"
+                f"total_steps = {total_steps:,}, but {folder.path} has {done:,} steps behind it; mend: give a greater one"
             )
         cfg = cfg.model_copy(update={"total_steps": total_steps})
     engine = from_environment(pick_device(cfg.device).type)
@@ -235,11 +238,12 @@ def evaluate(
     Args:
         run: as ``train`` returned it, or its folder.
         seed: of the episodes; None derives one from the run's seed that evaluations during training do not use.
-        video: also writes ``policy.gif`` into the run folder, where the environment renders.
+        video: also writes ``policy.gif`` into the run folder.
         checkpoint: whose policy to play, if ``run`` is a folder.
 
     Raises:
         ConfigError: ``episodes`` is less than 1.
+        EnvError: ``video`` was asked for and the environment does not render, or its renderer failed.
     """
     if episodes < 1:
         raise ConfigError(f"episodes = {episodes}: expected at least 1")
@@ -248,10 +252,9 @@ def evaluate(
     seed = derive_seed(run.cfg.seed, "final evaluation") if seed is None else seed
     evaluator = Evaluator(run.cfg, run.given, run.policy, episodes=episodes, deterministic=deterministic, seed=seed)
     with _threads_for(run.policy), closing(evaluator):
-        result = evaluator()
-        if video:
+        if video:  # first, so that no episodes are played for an error
             _record(run.cfg, run.given, run.policy, RunFolder(run.path), seed)
-    return result
+        return evaluator()
 
 
 def _run(
@@ -275,7 +278,7 @@ def _run(
         if resume and trainer.iteration == begun and engine.rank == 0:
             _say(f"nothing was left to train ({summary['stopped']}); mend: give more total_steps")
         if engine.rank == 0:
-            _record(cfg, given, policy, folder, evaluator.seed)
+            _record_if_possible(cfg, given, policy, folder, evaluator.seed)
     return Run(folder.path, cfg, parts.algorithm, summary, given)
 
 
@@ -329,12 +332,22 @@ def _train_and_report(
     return summary
 
 
+def _record_if_possible(cfg: RunCfg, given: Given, policy: Policy, folder: RunFolder, seed: int) -> None:
+    """A video for whoever did not ask for one: what trained is worth more than a picture of it."""
+    try:
+        _record(cfg, given, policy, folder, seed)
+    except NoPictureError as error:
+        log.info("%s", error)
+    except EnvError as error:
+        log.warning("%s", error)
+
+
 def _record(cfg: RunCfg, given: Given, policy: Policy, folder: RunFolder, seed: int) -> None:
-    separate = separate_env(cfg.env, given.env)
-    env = None if separate is None else rendering_env(*separate)
-    if env is not None:
-        with closing(env):
-            record_video(policy, env, folder.video, seed=derive_seed(seed, "video"))
+    if (separate := separate_env(cfg.env, given.env)) is None:
+        raise NoPictureError(
+            "no video: the environment was given ready-made; mend: give an id or a callable that makes one"
+        )
+    film(policy, *separate, folder.video, seed=derive_seed(seed, "video"))
 
 
 def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]]:

@@ -46,7 +46,7 @@ COMMANDS = [
 @pytest.fixture(autouse=True)
 def _own_directory_and_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(api, "record_video", lambda *args, **options: None)  # half of the time of so short a run
+    monkeypatch.setattr(api, "film", lambda *args, **options: None)  # half of the time of so short a run
     monkeypatch.setattr(config, "_ALGORITHMS", dict(config._ALGORITHMS))
     monkeypatch.setattr(credit, "CREDIT_RULES", dict(credit.CREDIT_RULES))
     known = dict(gymnasium.registry)

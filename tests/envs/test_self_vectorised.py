@@ -13,7 +13,7 @@ from groupwise.envs.self_vectorised import makes_rows
 from groupwise.envs.state_vector import StateVectorGroupEnv
 from groupwise.envs.torch_control import TorchCartPole
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError
-from groupwise.report.video import rendering_env
+from groupwise.report.video import NoPictureError, rendering_env
 from groupwise.training.build import separate_env
 
 
@@ -75,8 +75,9 @@ def test_evaluation_makes_rows_of_its_own_from_a_callable_only():
 
 
 def test_whole_batches_have_no_picture():
-    assert rendering_env(EnvCfg(), TorchCartPole) is None
-    assert rendering_env(EnvCfg(vectorization="envpool"), None) is None
+    for cfg, env in ((EnvCfg(), TorchCartPole), (EnvCfg(vectorization="envpool"), None)):
+        with pytest.raises(NoPictureError, match="makes all its rows at once"):
+            rendering_env(cfg, env)
 
 
 class Counters(gymnasium.vector.VectorEnv):

@@ -1,4 +1,3 @@
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,11 @@ import pytest
 from PIL import Image
 
 from groupwise.envs.configs import EnvCfg
+from groupwise.errors import EnvError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.report.curve import plot_curve
 from groupwise.report.statistics import half_width_95
-from groupwise.report.video import record_video, rendering_env
+from groupwise.report.video import NoPictureError, film, record_video, rendering_env
 
 TRAINING = {"env_steps": 10, "rollout/return_mean": 3.0}
 EVALUATION = {"env_steps": 20, "eval/return_mean": 4.0, "eval/return_std": 1.0, "eval/episodes": 5.0}
@@ -111,7 +111,6 @@ def test_long_episodes_are_thinned_out_evenly(tmp_path: Path):
 def test_cartpole_is_drawn_without_a_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("SDL_VIDEODRIVER", raising=False)
     env = rendering_env(EnvCfg(id="CartPole-v1"), None)
-    assert env is not None
     record_video(policy_for(env), env, tmp_path / "policy.gif", seed=0)
     env.close()
     with Image.open(tmp_path / "policy.gif") as image:
@@ -119,14 +118,71 @@ def test_cartpole_is_drawn_without_a_display(tmp_path: Path, monkeypatch: pytest
     assert "SDL_VIDEODRIVER" not in os.environ
 
 
-def test_environments_that_cannot_render_are_skipped_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO)
-    assert rendering_env(EnvCfg(kwargs={"render_mode": None}), Corridor) is None
-    assert "does not render to arrays" in caplog.text
-    env = BrokenRenderer()
-    assert record_video(policy_for(env), env, tmp_path / "policy.gif", seed=0) is None
-    assert "pygame is not installed" in caplog.text
-    frames = NoImages()
-    assert record_video(policy_for(frames), frames, tmp_path / "policy.gif", seed=0) is None
-    assert "Cannot handle this data type" in caplog.text
+def test_an_environment_without_pictures_says_so():
+    with pytest.raises(NoPictureError, match=r"does not render to arrays; mend: .*render_mode='rgb_array'"):
+        rendering_env(EnvCfg(kwargs={"render_mode": None}), Corridor)
+
+
+class FatalError(Exception):
+    """Of a library in C, derived from no usual error."""
+
+
+class OpenGLMissing(Corridor):
+    closed = 0
+
+    def render(self) -> Any:
+        raise FatalError("an OpenGL platform library\nhas not been loaded")
+
+    def close(self) -> None:
+        OpenGLMissing.closed += 1
+        raise FatalError("nothing to free")
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (BrokenRenderer, "DependencyNotInstalled: pygame is not installed"),
+        (NoImages, "TypeError: Cannot handle this data type"),
+        (OpenGLMissing, "FatalError: an OpenGL platform library has not been loaded"),
+    ],
+)
+def test_whatever_a_renderer_raises_is_one_error_of_ours(tmp_path: Path, broken: type[Corridor], reason: str):
+    env = broken()
+    with pytest.raises(EnvError, match=r"^no video: rendering .* failed \(.*\); mend: install what") as caught:
+        record_video(policy_for(env), env, tmp_path / "policy.gif", seed=0)
+    assert reason in str(caught.value)
+    assert not isinstance(caught.value, NoPictureError)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_renderer_that_fails_again_when_it_is_closed_hides_nothing(tmp_path: Path):
+    OpenGLMissing.closed = 0
+    with pytest.raises(EnvError, match="has not been loaded"):
+        film(policy_for(Corridor()), EnvCfg(), OpenGLMissing, tmp_path / "policy.gif", seed=0)
+    assert OpenGLMissing.closed == 1
+
+
+def test_an_environment_that_cannot_be_made_to_render_is_an_error_of_ours(tmp_path: Path):
+    def make() -> Corridor:
+        raise FatalError("no device")
+
+    with pytest.raises(EnvError, match="FatalError: no device"):
+        film(policy_for(Corridor()), EnvCfg(), make, tmp_path / "policy.gif", seed=0)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "mend"), [(None, "MUJOCO_GL=egl or MUJOCO_GL=osmesa is set"), ("egl", "if MUJOCO_GL=osmesa is set")]
+)
+def test_mujoco_without_a_display_names_its_way_out(
+    chosen: str | None, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("MUJOCO_GL", chosen)
+    space: dict[str, Any] = {"__name__": "gymnasium.envs.mujoco.mujoco_rendering"}
+    exec("def render(self): raise RuntimeError('no context')", space)
+    monkeypatch.setattr(Corridor, "render", space["render"])
+    env = Corridor()
+    with pytest.raises(EnvError, match="no context") as caught:
+        record_video(policy_for(env), env, tmp_path / "policy.gif", seed=0)
+    assert mend in str(caught.value)

@@ -1,21 +1,25 @@
 """A policy at work as an animated picture."""
 
-import logging
 import os
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.envs.configs import EnvCfg
+from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
 
 if TYPE_CHECKING:
     from gymnasium import Env
     from PIL.Image import Image
 
-log = logging.getLogger(__name__)
+
+class NoPictureError(EnvError):
+    """An environment that has no way to render to arrays, as opposed to one whose renderer failed."""
+
 
 MAX_WIDTH = 400
 """Pixels; wider frames are scaled down."""
@@ -23,20 +27,45 @@ MIN_DELAY = 20
 """Milliseconds; browsers show faster GIFs slowly."""
 
 
-def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any] | None":
-    """One environment that renders to arrays, if it can; None, with a log line, if it cannot.
+def film(policy: Policy, cfg: EnvCfg, env: object | None, path: Path, *, seed: int) -> Path:
+    """Writes an episode of the greedy policy in an environment made for it, which is closed afterwards; the picture's path.
+
+    Args:
+        env: a callable that returns the environment, used instead of ``cfg.id``; it sets its render mode itself.
+
+    Raises:
+        NoPictureError: the environment does not render to arrays.
+        EnvError: its renderer failed.
+    """
+    with _no_display(), _explained(cfg.id):
+        made = rendering_env(cfg, env)
+    try:
+        return record_video(policy, made, path, seed=seed)
+    finally:
+        with suppress(
+            Exception
+        ):  # a renderer that failed may fail once more; the picture is written, or the error said
+            made.close()
+
+
+def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
+    """One environment that renders to arrays.
 
     Args:
         env: a callable that returns the environment, used instead of ``cfg.id``; it sets its render mode itself. One
             that returns a ``GroupEnv`` has no picture.
+
+    Raises:
+        NoPictureError: it cannot render so.
     """
     import gymnasium
 
     from groupwise.envs.self_vectorised import makes_rows
 
     if cfg.vectorization == "envpool" or makes_rows(env):
-        log.info("no video: %s makes all its rows at once", cfg.id)
-        return None
+        raise NoPictureError(
+            f"no video: {cfg.id} makes all its rows at once, and renders none; mend: leave the video out"
+        )
     make = partial(gymnasium.make, cfg.id) if env is None else env
     assert callable(make)
     kwargs = {key: value for key, value in cfg.kwargs.items() if key != "render_mode"}
@@ -46,28 +75,29 @@ def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any] | None":
         made = make(**kwargs, render_mode="rgb_array")
     if made.render_mode == "rgb_array":
         return made
-    log.info("no video: %s does not render to arrays", made)
     made.close()
-    return None
+    raise NoPictureError(
+        f"no video: {made} does not render to arrays; mend: leave the video out, or make it with render_mode='rgb_array'"
+    )
 
 
 def record_video(
     policy: Policy, env: "Env[Any, Any]", path: Path, *, seed: int, max_frames: int = 150, max_steps: int = 1000
-) -> Path | None:
-    """Writes an episode of the greedy policy as GIF or WebP (by suffix); None, with a log line, if it cannot render.
+) -> Path:
+    """Writes an episode of the greedy policy as GIF or WebP (by suffix); its path.
 
     Args:
         env: renders to arrays.
         max_frames: of an episode that is longer, evenly spaced steps are shown at the same speed.
         max_steps: cuts the episode.
+
+    Raises:
+        EnvError: the renderer failed.
     """
     fps = float(env.metadata.get("render_fps") or 30)
-    try:
-        with _no_display():
-            frames, stride = _play(policy, env, seed, max_frames, max_steps)
-    except _rendering_errors() as error:
-        log.info("no video: rendering failed: %s", error)
-        return None
+    name = type(env.unwrapped).__name__ if env.spec is None else env.spec.id
+    with _no_display(), _explained(name):
+        frames, stride = _play(policy, env, seed, max_frames, max_steps)
     frames[0].save(
         path, save_all=True, append_images=frames[1:], loop=0, duration=max(MIN_DELAY, round(1000 * stride / fps))
     )
@@ -112,8 +142,21 @@ def _shrink(image: "Image") -> "Image":
     return image.resize((MAX_WIDTH, round(image.height * MAX_WIDTH / image.width)))
 
 
-def _rendering_errors() -> tuple[type[Exception], ...]:
-    """What simulators raise where there is no display, no GL or no renderer installed, and Pillow for what is no image."""
-    from gymnasium.error import Error
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn whatever a renderer raises into an error of ours: each library has exceptions of its own, mujoco's from C."""
+    try:
+        yield
+    except EnvError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise EnvError(f"no video: rendering {name} failed ({reason}); mend: {_mend(error)}") from error
 
-    return Error, ImportError, OSError, RuntimeError, AttributeError, TypeError
+
+def _mend(error: Exception) -> str:
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    if not any(name.startswith(("mujoco.", "gymnasium.envs.mujoco.")) for name in modules):
+        return "install what it draws with, or give it a display (as xvfb-run does)"
+    others = [f"MUJOCO_GL={name}" for name in ("egl", "osmesa") if name != os.environ.get("MUJOCO_GL")]
+    return f"MuJoCo draws without a display if {' or '.join(others)} is set in the environment"

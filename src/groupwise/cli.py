@@ -4,7 +4,6 @@ Only the commands that train or play import torch, and only once their arguments
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from groupwise import plugins
 from groupwise.errors import ConfigError, GroupwiseError, UnknownNameError
 
 USAGE = """usage: groupwise COMMAND ...
@@ -112,15 +112,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code (0 done, 1 a seed failed, 2 a mistake of the user's)."""
+    """Run a command; returns the exit code.
+
+    0 done; 1 a seed failed, or ``check-env`` found nothing that trains; 2 a mistake of the user's; 130 interrupted.
+    """
     shared = Parser(prog="groupwise", add_help=False)
     shared.add_argument("--plugin", type=Path, action="append", default=[])
     shared.add_argument("--debug", action="store_true")
     debug = "--debug" in (sys.argv if argv is None else argv)
     try:
         options, rest = shared.parse_known_args(argv)
-        for plugin in options.plugin:
-            _import_plugin(plugin)
+        plugins.load(options.plugin)
         return _dispatch(rest, options.plugin)
     except GroupwiseError as error:
         if debug:
@@ -157,30 +159,6 @@ def _dispatch(argv: Sequence[str], plugins: list[Path]) -> int:
     if argv[0] not in commands:
         raise UnknownNameError("command", argv[0], commands)
     return commands[argv[0]](argv[1:], plugins)
-
-
-def _import_plugin(path: Path) -> None:
-    """Import a user's file, or an installed module, for what it registers."""
-    if path.suffix != ".py" and not path.exists():
-        _import_module(str(path))
-        return
-    spec = importlib.util.spec_from_file_location(f"groupwise_plugin_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigError(f"--plugin {path}: expected an existing Python file, or a module that is installed")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-
-
-def _import_module(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # its own imports are what fails
-        raise ConfigError(
-            f"--plugin {name}: expected an existing Python file, or a module that is installed"
-        ) from error
 
 
 def _train(argv: Sequence[str], plugins: list[Path]) -> int:
@@ -299,7 +277,7 @@ def _print_run(run: Any) -> None:
         if value is not None:
             numbers = ", ".join(map(number, value)) if isinstance(value, list) else ""
             print(f"{key}: {f'[{numbers}]' if numbers else number(value) if isinstance(value, float) else value}")
-    print(f"run folder: {run.path}\nnext: groupwise eval {run.path}")
+    print(f"run folder: {run.path}\nnext: groupwise eval {run.path}{plugins.options(plugins.loaded())}")
 
 
 def _list(argv: Sequence[str], plugins: list[Path]) -> int:

@@ -11,6 +11,7 @@ import pytest
 import groupwise as gw
 from groupwise import api, cli, config
 from groupwise.algorithms import credit
+from groupwise.training import filming
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/algorithms/*.md"))]
@@ -46,7 +47,7 @@ COMMANDS = [
 @pytest.fixture(autouse=True)
 def _own_directory_and_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(api, "film", lambda *args, **options: None)  # half of the time of so short a run
+    monkeypatch.setattr(filming, "film", lambda *args, **options: None)  # half of the time of so short a run
     monkeypatch.setattr(config, "_ALGORITHMS", dict(config._ALGORITHMS))
     monkeypatch.setattr(credit, "CREDIT_RULES", dict(credit.CREDIT_RULES))
     known = dict(gymnasium.registry)

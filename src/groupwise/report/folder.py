@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from groupwise import plugins
 from groupwise.errors import RunFolderError
 
 _PACKAGES = ("groupwise", "torch", "tensordict", "gymnasium", "numpy")
@@ -107,6 +108,10 @@ class RunFolder:
         """What the run was given as Python objects: any of "env", "policy"."""
         return list(self._read_provenance().get("given_in_python", []))
 
+    def read_plugins(self) -> list[str]:
+        """The plugins that the run's command named."""
+        return list(self._read_provenance().get("plugins", []))
+
     def rewrite_config(self, config: Mapping[str, Any]) -> None:
         """Replace the settings, as a resume with more steps does; where the run came from stays."""
         kept = _read_object(self.config).get("provenance")
@@ -163,11 +168,12 @@ class RunFolder:
 
 
 def provenance() -> dict[str, Any]:
-    """Versions, git state and command: what is needed to repeat a run besides its settings."""
+    """Versions, git state, plugins and command: what is needed to repeat a run besides its settings."""
     return {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "git": _git_state(),
         "run_id": uuid4().hex,
+        "plugins": plugins.loaded(),
         "command": shlex.join(sys.argv),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
     }
@@ -212,7 +218,7 @@ def _claimable(path: Path) -> Path:
 
 def _taken(path: Path) -> RunFolderError:
     return RunFolderError(
-        f"run folder {str(path)!r} is taken; mend: give another one, or go on with `groupwise resume {path}`"
+        f"run folder {str(path)!r} is taken; mend: give another one, or go on with `groupwise resume {path}{plugins.options(plugins.loaded())}`"
     )
 
 

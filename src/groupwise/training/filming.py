@@ -1,0 +1,35 @@
+"""The video of a run's policy: an error for who asked for it, a line in the log for who did not."""
+
+import logging
+from pathlib import Path
+
+from groupwise.config import RunCfg
+from groupwise.errors import EnvError
+from groupwise.policies.base import Policy
+from groupwise.report.video import NoPictureError, film
+from groupwise.seeding import derive_seed
+from groupwise.training.build import Given, separate_env
+
+log = logging.getLogger(__name__)
+
+
+def record(cfg: RunCfg, given: Given, policy: Policy, path: Path, seed: int) -> None:
+    """Write an episode of the greedy policy.
+
+    Raises:
+        NoPictureError: the environment does not render to arrays, or cannot be made a second time.
+        EnvError: its renderer failed.
+    """
+    if (separate := separate_env(cfg.env, given.env)) is None:
+        raise NoPictureError("no video: the environment was given ready-made; mend: give an id or a callable")
+    film(policy, *separate, path, seed=derive_seed(seed, "video"))
+
+
+def record_if_possible(cfg: RunCfg, given: Given, policy: Policy, path: Path, seed: int) -> None:
+    """Write it if that works: what was trained is worth more than a picture of it."""
+    try:
+        record(cfg, given, policy, path, seed)
+    except NoPictureError as error:
+        log.info("%s", error)
+    except EnvError as error:
+        log.warning("%s", error)

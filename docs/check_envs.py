@@ -128,7 +128,7 @@ def page(data: dict[str, Any]) -> str:
                 f"{len(found)} environments as `groupwise check-env` finds them ({versions}). `yes` in the columns of the tiers: "
                 "siblings of a group share their start in this way, bit for bit, and the check proves it. "
                 "`drawn, no effect seen`: steps draw random numbers, but siblings with numbers of their own did not part in "
-                "the 32 random steps of the check. Some have only one outcome (CliffWalking, Taxi), some Atari games hear no action "
+                "some tens of random steps. `needs a step limit`: GRPO trains once `env.max_episode_steps` is given. Some have only one outcome (CliffWalking, Taxi), some Atari games hear no action "
                 "in their first seconds. What the columns mean: [starts](../starts.md).",
                 *(text for title, names in present.items() if names for text in facts(title, names, found)),
                 "## Times",
@@ -145,13 +145,15 @@ def page(data: dict[str, Any]) -> str:
 
 def facts(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
     """What holds on any machine, and the reasons below."""
-    header = ("environment", "observation", "action", "start depends on seed", "steps random", *TIERS, "mid-episode", "own vectorised version", "training uses")  # fmt: skip
+    header = ("environment", "observation", "action", "step limit", "start depends on seed", "steps random", *TIERS, "mid-episode", "own vectorised version", "training uses")  # fmt: skip
     rows: list[tuple[str, ...]] = []
     notes: dict[str, list[str]] = {}
     for name in names:
         report = found[name]
         for what, finding in refusals(report).items():
             reason = finding["reason"].replace(f"{report['env_id']} ", "it ")
+            if what == "training" and finding["mend"]:
+                reason = f"{reason}; mend: {finding['mend']}"
             if reason != "it registers no vectorised version":
                 notes.setdefault(f"{what}: {reason}", []).append(f"`{name}`")
         rows.append(
@@ -159,16 +161,24 @@ def facts(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
                 f"`{name}`",
                 said(report["observation"]),
                 said(report["action"]),
+                said(report["max_episode_steps"]),
                 said(report["start_varies"]),
                 said(report["noise"], NOISE.__getitem__),
                 *(said(report["tiers"][tier], lambda _: "yes") for tier in TIERS),
                 said(report["branching"], lambda branching: branching["states"]),
                 said(report["entry_point_autoreset"], lambda mode: f"resets itself: {mode}"),
-                said(report["training"], lambda used: f"{used['tier']}, {used['vectorization']}"),
+                trained(report),
             )
         )
     remarks = "\n".join(f"- {', '.join(concerned)}, {note}" for note, concerned in notes.items())
     return [f"## {title}", table(header, rows), *([remarks] if remarks else [])]
+
+
+def trained(report: dict[str, Any]) -> str:
+    """What training uses, or that nothing but a step limit is missing."""
+    if report["training"]["reason"] and report["training"]["reason"] == report["max_episode_steps"]["reason"]:
+        return "needs a step limit"
+    return said(report["training"], lambda used: f"{used['tier']}, {used['vectorization']}")
 
 
 def refusals(report: dict[str, Any]) -> dict[str, Any]:

@@ -1,18 +1,14 @@
-import json
-import random
+import subprocess
 import sys
 
 import gymnasium
-import numpy as np
 import pytest
-import torch
+from checked_envs import Alike, BreaksInReset, BreaksInStep, Calm, CannotBeMade, Cheats, Counts, Sound, Speaks
 
-from groupwise import cli
 from groupwise.check import check_env
 from groupwise.envs import check
 from groupwise.envs.configs import EnvCfg
-from groupwise.envs.findings import EnvReport, Finding, duration, none, speed, table, unknown
-from groupwise.envs.noise import step_noise
+from groupwise.envs.findings import Finding, none, table, unknown
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.torch_control import TorchCartPole
 from groupwise.errors import EnvError, UnknownNameError
@@ -24,83 +20,12 @@ def hasty(monkeypatch):
     monkeypatch.setattr(check, "_BUDGET_S", 0.01)
 
 
-class Sound(gymnasium.Env):
-    """A random start, random steps; subclasses break something."""
-
-    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count, self.place = 0, float(self.np_random.normal())
-        return self.look(), {}
-
-    def step(self, action):
-        self.count += 1
-        self.place += float(np.sum(action)) + self.draw()
-        return self.look(), 1.0, False, self.count >= 20, {}
-
-    def draw(self):
-        return float(self.np_random.normal())
-
-    def look(self):
-        return np.array([self.place], np.float32)
-
-
-class Calm(Sound):
-    def draw(self):
-        return 0.0
-
-
-class Cheats(Sound):
-    """Draws its start from the global generator, which no seed of a reset reaches."""
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.place = float(np.random.normal())
-        return self.look(), {}
-
-
-class BreaksInStep(Sound):
-    def step(self, action):
-        raise RuntimeError("the motor is off; mend: switch it on")
-
-
-class BreaksInReset(Sound):
-    def reset(self, *, seed=None, options=None):
-        raise RuntimeError("no room")
-
-
-class CannotBeMade(Sound):
-    def __init__(self):
-        raise OSError("licence file not found")
-
-
-class Speaks(Sound):
-    observation_space = gymnasium.spaces.Dict(
-        {"place": Sound.observation_space, "word": gymnasium.spaces.Text(5)},
-    )
-
-    def look(self):
-        return {"place": super().look(), "word": "hello"}
-
-
-class Counts(Sound):
-    action_space = gymnasium.spaces.Box(0, 5, (1,), np.int64)
-
-
-class Alike(Calm):
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.place = 0.0
-        return self.look(), {}
-
-
 def test_a_sound_environment():
     report = check_env(Sound)
     assert report.env_id == "Sound"
     assert report.observation == Finding("Box[1] float32")
     assert report.action == Finding("Discrete(2)")
+    assert report.max_episode_steps == Finding(20)
     assert (report.start_varies.value, report.noise.value) == (True, "seen")
     assert {tier for tier, found in report.tiers.items() if found.value is not None} == {"snapshot", "seed", "replay"}
     assert all(found.value is None or found.value > 0 for found in report.tiers.values())
@@ -236,114 +161,6 @@ def test_a_cheat_is_refused_with_the_reason_and_the_mend():
         assert text.count(reason) == 1
 
 
-class Pays(Calm):
-    """Steady observations; only the reward is random. Subclasses say from where."""
-
-    def step(self, action):
-        obs, _, *rest = super().step(action)
-        return obs, float(self.pay()), *rest
-
-
-class PaysByNumpy(Pays):
-    def pay(self):
-        return np.random.normal()
-
-
-class PaysByPython(Pays):
-    def pay(self):
-        return random.random()
-
-
-class PaysByTorch(Pays):
-    def pay(self):
-        return torch.rand(())
-
-
-class PaysBySpace(Pays):
-    def pay(self):
-        return self.action_space.sample()
-
-
-class Seeds(Pays):
-    def reset(self, *, seed=None, options=None):
-        obs, info = super().reset(seed=seed)
-        self.keep(np.random.default_rng(seed))
-        return obs, info
-
-
-class PaysFromDictionary(Seeds):
-    def keep(self, generator):
-        self.generators = {"noise": generator}
-
-    def pay(self):
-        return self.generators["noise"].normal()
-
-
-class Wind:
-    def __init__(self, generator):
-        self.sources = [{"noise": generator}]
-
-
-class PaysFromObject(Seeds):
-    def keep(self, generator):
-        self.wind = Wind(generator)
-
-    def pay(self):
-        return self.wind.sources[0]["noise"].normal()
-
-
-class PaysFromClosure(Seeds):
-    def keep(self, generator):
-        self.pay = lambda: generator.normal()
-
-
-class PaysBySystem(Pays):
-    def pay(self):
-        return random.SystemRandom().random()
-
-
-class EndsByNumpy(Calm):
-    def step(self, action):
-        obs, reward, _, truncated, info = super().step(action)
-        return obs, reward, bool(np.random.random() < 0.5), truncated, info
-
-
-class DrawsInVain(Calm):
-    def step(self, action):
-        np.random.random()
-        return super().step(action)
-
-
-@pytest.mark.parametrize(
-    ("env", "noise"),
-    [
-        (PaysByNumpy, Finding("stray")),
-        (PaysByPython, Finding("stray")),
-        (PaysByTorch, Finding("stray")),
-        (PaysBySpace, Finding("stray")),
-        (PaysFromDictionary, Finding("seen")),
-        (PaysFromObject, Finding("stray")),
-        (PaysFromClosure, Finding("stray")),
-        (EndsByNumpy, Finding("stray")),
-        (DrawsInVain, Finding("drawn")),
-        (PaysBySystem, unknown("equal seeds and equal actions gave other observations, rewards or flags")),
-    ],
-)
-def test_randomness_of_steps_is_found_wherever_it_comes_from(env, noise):
-    assert check.attempt(lambda: step_noise(EnvCfg(), env)) == noise
-
-
-def test_the_trial_of_noise_is_in_the_report_and_leaves_the_global_generators_alone():
-    def states():
-        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-
-    before = states()
-    assert check.attempt(lambda: step_noise(EnvCfg(), PaysByTorch)).value == "stray"
-    assert states() == before
-    assert check_env(PaysByNumpy).noise.value == "stray"
-    assert check_env(PaysFromDictionary).noise.value == "seen"  # training gives siblings numbers of their own
-
-
 @pytest.mark.parametrize(
     ("env", "reason", "num_reasons"),
     [
@@ -407,44 +224,6 @@ def test_an_environment_that_is_made_already_is_refused_with_the_mend(env, mend)
         check_env(env())
 
 
-def test_a_report_prints_as_the_table(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "70")
-    report = EnvReport(
-        "Some-v0",
-        Finding("Box[2] float32"),
-        Finding("Discrete(2)"),
-        Finding(False),
-        unknown("RuntimeError: it broke"),
-        {"native": none("nothing"), "seed": Finding(12.3)},
-        none("nothing"),
-        Finding("same_step"),
-        {"sync": Finding(12345.0), "async": unknown("RuntimeError: it broke")},
-        none("a long reason that does not fit into what is left of the line", "do it"),
-    )
-    expected = """Some-v0
-observation                Box[2] float32
-action                     Discrete(2)
-start depends on the seed  no
-steps are random           unknown: RuntimeError: it broke
-siblings share a start by
-  native                   no: nothing
-  seed                     yes, 12 us a start
-starts in mid-episode      no, see 'native'
-own vectorised version     yes, resets itself: same_step
-steps a second, 8 at once
-  sync                     12,000
-  async                    unknown, see 'steps are random'
-training uses              no: a long reason that does not fit into
-                           what is left of the line
-mend                       do it"""
-    assert str(report) == expected
-
-
-def test_the_docstring_of_the_report_says_every_field():
-    for field in EnvReport._fields:
-        assert f"``{field}``" in EnvReport.__doc__
-
-
 def test_a_name_that_nobody_registered_is_an_error():
     with pytest.raises(UnknownNameError, match="did you mean 'CartPole-v1'"):
         check_env("CartPol-v1")
@@ -462,112 +241,74 @@ def test_the_first_of_many_seeds_that_starts_elsewhere_is_found():
     assert check_env(Rarely).start_varies.value is True
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(1.63, "1.6 us"), (126.4, "130 us"), (999.0, "1000 us"), (1260.0, "1.3 ms"), (0.04, "0.0 us")]
-)
-def test_durations_have_two_digits(value, text):
-    assert duration(value) == text
+class Endless(Calm):
+    """Nobody knows that it ends."""
+
+    def __init__(self):
+        pass
 
 
-def test_speeds_have_two_digits():
-    assert [speed(44608.5), speed(7.3), speed(123.0)] == ["45,000", "7", "120"]
+def test_without_a_known_step_limit_training_is_refused_with_the_mend():
+    report = check_env(Endless)
+    assert report.max_episode_steps == report.training
+    assert report.training.verdict == "none"
+    assert report.training.reason == "no step limit is known, so an attempt might never end"
+    assert report.training.mend.startswith("env.max_episode_steps")
+    assert report.tiers["seed"].value > 0
+    rows = dict(table(report))
+    assert rows["step limit"] == "no: no step limit is known, so an attempt might never end"
+    assert rows["training uses"] == "no, see 'step limit'"
+    assert rows["mend"] == report.training.mend
 
 
-def test_check_env_command_prints_a_table(capsys):
-    assert cli.main(["check-env", "Pendulum-v1", "--env.kwargs", '{"g": 9.0}']) == 0
-    printed = capsys.readouterr().out
-    assert "Pendulum-v1" in printed
-    assert "Box[3] float32" in printed
-    assert "starts by seed" in printed
+def test_the_step_limit_is_found_where_it_is_said():
+    assert check.known_step_limit(EnvCfg(), lambda: gymnasium.wrappers.TimeLimit(Endless(), 7)) == 7
+    assert check.known_step_limit(EnvCfg(id="Acrobot-v1"), None) == 500
+    assert check.known_step_limit(EnvCfg(id="Acrobot-v1", max_episode_steps=8), None) == 8
+    limited = check_env(EnvCfg(id="CliffWalking-v1", max_episode_steps=9))
+    assert (limited.max_episode_steps, limited.training.verdict) == (Finding(9), "found")
 
 
-def test_check_env_command_prints_json(capsys):
-    assert cli.main(["check-env", "FrozenLake-v1", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["start_varies"] == {"value": False, "verdict": "found", "reason": "", "mend": ""}
-    assert printed["tiers"]["native"]["verdict"] == "none"
-    assert printed["training"]["value"]["tier"] == "seed"
-    assert printed["branching"]["value"]["states"] == "fields"
+class EndlessRows(TorchCartPole):
+    def __init__(self, num_envs):
+        super().__init__(num_envs=num_envs)
+        self.max_episode_steps = None
 
 
-PLUGIN = """
-import gymnasium
-from gymnasium.envs.classic_control import CartPoleEnv
+def test_rows_without_a_known_step_limit_are_refused_too():
+    report = check_env(EndlessRows)
+    assert report.training == report.max_episode_steps
+    assert "no step limit is known" in report.training.reason
+    assert check_env(TorchCartPole).max_episode_steps == Finding(500)
 
-class Drifts(CartPoleEnv):
-    resets = 0
 
-    def reset(self, *, seed=None, options=None):
-        obs, info = super().reset(seed=seed)
-        Drifts.resets += 1
-        self.state[0] += Drifts.resets
-        return self.state.astype("float32"), info
+SCRIPT = """
+import sys
+import groupwise as gw
+from groupwise.envs import check
 
-gymnasium.register("Drifts-v0", Drifts)
+check._BUDGET_S = 0.01
+
+def tell(word):
+    with open(sys.argv[1], "a") as file:
+        print(word, __name__, file=file)
+
+def main():
+    tell("before")
+    found = gw.check_env("FrozenLake-v1")
+    tell("after")
+    print(found.steps_per_second["async"], found.training.verdict)
 """
 
 
-def test_check_env_command_says_by_its_exit_code_that_nothing_can_train(tmp_path, capsys):
-    plugin = tmp_path / "drifts.py"
-    plugin.write_text(PLUGIN)
-    try:
-        assert cli.main(["check-env", "Drifts-v0", "--plugin", str(plugin)]) == 1
-    finally:
-        gymnasium.registry.pop("Drifts-v0", None)
-        sys.modules.pop("groupwise_plugin_drifts", None)
-    assert "no: " in capsys.readouterr().out
-
-
-def test_check_env_command_refuses_what_it_does_not_know(capsys):
-    assert cli.main(["check-env", "CartPol-v1"]) == 2
-    assert "did you mean 'CartPole-v1'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--algorithm ppo", "--algorithm=ppo", "--preset dr_grpo", "--algorithm.gamma 0.9"])
-def test_check_env_command_refuses_an_algorithm(capsys, option):
-    assert cli.main(["check-env", "CartPole-v1", *option.split()]) == 2
-    error = capsys.readouterr().err
-    assert "takes no algorithm and no preset" in error
-    assert "mend: groupwise check-env CartPole-v1" in error
-
-
-@pytest.mark.parametrize("option", ["--seed", "--env.num-envs", "--env.autoreset"])
-def test_check_env_command_refuses_what_makes_no_difference(capsys, option):
-    assert cli.main(["check-env", "CartPole-v1", option, "3"]) == 2
-    assert f"takes no {option}; it takes --env.kwargs, " in capsys.readouterr().err
-
-
-def test_check_env_command_helps_shortly(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert cli.main(["check-env", "--help"]) == 0
-    printed = capsys.readouterr().out
-    assert len(printed.splitlines()) < 80
-    assert "--env.kwargs" in printed
-    assert "learning-rate" not in printed
-
-
-MODULE = """
-import gymnasium
-from gymnasium.envs.classic_control import CartPoleEnv
-
-gymnasium.register("FromModule-v0", CartPoleEnv)
-"""
-
-
-def test_a_plugin_may_be_a_module_by_its_name(tmp_path, monkeypatch, capsys):
-    (tmp_path / "registers_one.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    try:
-        assert cli.main(["config", "FromModule-v0", "--plugin", "registers_one"]) == 0
-    finally:
-        gymnasium.registry.pop("FromModule-v0", None)
-        sys.modules.pop("registers_one", None)
-    assert cli.main(["config", "CartPole-v1", "--plugin", "nobody_has_this"]) == 2
-    assert "--plugin nobody_has_this: expected an existing Python file, or a module" in capsys.readouterr().err
-
-
-def test_a_module_whose_own_imports_fail_says_so(tmp_path, monkeypatch):
-    (tmp_path / "needs_another.py").write_text("import nobody_has_this")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="nobody_has_this"):
-        cli.main(["config", "CartPole-v1", "--plugin", "needs_another"])
+def test_a_script_without_a_guard_runs_once_and_is_told_so(tmp_path):
+    (tmp_path / "script.py").write_text(f"{SCRIPT}\nmain()\n")
+    command = [sys.executable, "script.py", "told"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    told = (tmp_path / "told").read_text().splitlines()
+    assert told == ["before __main__", "before __mp_main__", "after __main__"]  # one child came as far as to the check
+    assert "verdict='unknown'" in done.stdout
+    assert "a new process, which imports this script, ended with exit code 1" in done.stdout
+    assert "if __name__ == '__main__':" in done.stdout
+    assert done.stdout.endswith("found\n")
+    assert "finished its bootstrapping phase" in " ".join(done.stderr.split())

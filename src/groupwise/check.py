@@ -1,6 +1,7 @@
 """What an environment offers to training, found out by trying."""
 
 import logging
+import multiprocessing.spawn
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from groupwise.envs.configs import EnvCfg, StartTier
 from groupwise.envs.findings import Branching, EnvReport, Finding, Training, none, unknown
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.make import make_env
-from groupwise.envs.noise import step_noise
+from groupwise.envs.noise import generators_kept, global_generators_kept, step_noise
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.self_vectorised import makes_rows
 from groupwise.errors import EnvError, GroupwiseError
@@ -38,7 +39,9 @@ def check_env(env: object) -> EnvReport:
         UnknownNameError: nobody registered this id.
         MissingExtraError: the environment needs a package that is not installed.
         EnvError: it is none, is made already, or does not take these arguments.
+        RuntimeError: called while a child process imports the script, which then has no ``__main__`` guard.
     """
+    multiprocessing.spawn.get_preparation_data("groupwise check")  # raises in such a child, before anything is tried
     if isinstance(env, EnvCfg | str):
         given, make = EnvCfg(id=env) if isinstance(env, str) else env, None
     elif callable(env):
@@ -48,13 +51,13 @@ def check_env(env: object) -> EnvReport:
             f"env is a {type(env).__name__} that is made already, expected a Gymnasium id, an EnvCfg or a callable that "
             f"makes one, since several are tried; mend: check_env({_maker_of(env)})"
         )
-    with _quiet():
+    with _quiet(), global_generators_kept():
         return _check(given, make)
 
 
 def _maker_of(made: object) -> str:
     """What to write instead of an environment that is made already."""
-    if isinstance(made, gymnasium.Env) and made.spec is not None:
+    if isinstance(made, gymnasium.Env) and made.spec is not None and made.spec.id in gymnasium.registry:
         return f"lambda: gymnasium.make({made.spec.id!r}, ...)"
     return f"lambda: {type(made).__name__}(...)"
 
@@ -73,17 +76,26 @@ def _check(given: EnvCfg, make: Maker | None) -> EnvReport:
         return _broken(given.id, error)
     env_id = type(single.unwrapped).__name__ if single.spec is None else single.spec.id
     single.close()
+    with generators_kept(single):
+        return _check_single(cfg, make, env_id, single.action_space)
+
+
+def _check_single(cfg: EnvCfg, make: Maker | None, env_id: str, action_space: Any) -> EnvReport:
+    """The report on an environment that is made one by one."""
     ways = (*check.VECTORIZATIONS, "envpool") if make is None and check.in_envpool(cfg.id) else check.VECTORIZATIONS
     observation = attempt(lambda: check.observation_support(cfg, make))
-    action = attempt(lambda: _action_support(single.action_space))
+    action = attempt(lambda: _action_support(action_space))
+    limit = attempt(lambda: check.known_step_limit(cfg, make))
     trial = attempt if observation.value is not None else partial(_attempt_nothing, observation.mend)
     training, branching, siblings_differ = _trained(cfg, make, trial)
     if action.value is None:
         training = none("its actions are not supported", action.mend)
+    training = _limited(training, limit)
     return EnvReport(
         env_id,
         observation,
         action,
+        limit,
         attempt(lambda: check.start_varies(cfg, make)),
         Finding("seen") if siblings_differ else attempt(lambda: step_noise(cfg, make)),
         {tier: trial(partial(check.tier_cost, cfg, make, tier)) for tier in check.TIERS},
@@ -105,12 +117,14 @@ def _check_rows(cfg: EnvCfg, make: Maker | None) -> EnvReport:
         return _broken(cfg.id, error)
     try:
         found = attempt(lambda: verify_group_start(env))
+        limit = attempt(lambda: check.stated(env.max_episode_steps))
         training, branching, siblings_differ = _trained(cfg, make, attempt)
         together = found.reason or "siblings stayed together in some tens of steps"
         return EnvReport(
             env.env_id,
             attempt(lambda: check.brief(env.observation_space)),
             attempt(lambda: _action_support(env.action_space)),
+            limit,
             unknown(found.reason) if found.value is None else Finding(found.value.start_varies),
             Finding("seen") if siblings_differ else unknown(together),
             {tier: _cost_of_rows(env, tier, found) for tier in check.TIERS},
@@ -119,7 +133,7 @@ def _check_rows(cfg: EnvCfg, make: Maker | None) -> EnvReport:
             {"own": attempt(lambda: check.speed(env))}
             if make is not None
             else {"envpool": attempt(lambda: check.steps_per_second(cfg, make, "envpool"))},
-            training,
+            _limited(training, limit),
         )
     finally:
         env.close()
@@ -140,7 +154,17 @@ def _broken(env_id: str, error: Exception) -> EnvReport:
     tiers: dict[str, Finding[float]] = dict.fromkeys(check.TIERS, nothing)
     speeds: dict[str, Finding[float]] = dict.fromkeys(check.VECTORIZATIONS, nothing)
     return EnvReport(
-        env_id, nothing, nothing, nothing, nothing, tiers, nothing, nothing, speeds, replace(nothing, verdict="none")
+        env_id,
+        nothing,
+        nothing,
+        nothing,
+        nothing,
+        nothing,
+        tiers,
+        nothing,
+        nothing,
+        speeds,
+        replace(nothing, verdict="none"),
     )
 
 
@@ -167,6 +191,13 @@ def _trained(
         return Finding(chosen), attempt(lambda: check.branching(env)), report.noise_varies
     finally:
         env.close()
+
+
+def _limited(training: Finding[Training], limit: Finding[int]) -> Finding[Training]:
+    """``training``, if attempts are sure to end."""
+    if training.value is None or limit.value is not None:
+        return training
+    return none(limit.reason, limit.mend)
 
 
 def _action_support(space: Any) -> str:

@@ -40,9 +40,26 @@ def test_every_environment_of_the_list_was_checked():
     assert len(FOUND) >= 45
 
 
-def test_only_unsupported_observations_are_refused():
+def test_the_number_of_environments_is_counted():
+    assert f"](docs/generated/environments.md) in {len(FOUND)} environments" in (ROOT / "README.md").read_text("utf-8")
+    starts = (ROOT / "docs" / "starts.md").read_text("utf-8")
+    assert f"was found for {len(FOUND)} environments" in " ".join(starts.split())
+
+
+def test_only_unsupported_observations_and_endless_episodes_are_refused():
     refused = {name: report["training"]["reason"] for name, report in FOUND.items() if not report["training"]["value"]}
-    assert refused == {"MiniGrid-Empty-5x5-v0": "its observations are not supported"}
+    assert refused.pop("MiniGrid-Empty-5x5-v0") == "its observations are not supported"
+    assert set(refused.values()) == {"no step limit is known, so an attempt might never end"}
+    endless = {name for name, report in FOUND.items() if report["max_episode_steps"]["value"] is None}
+    assert set(refused) == endless - {"MiniGrid-Empty-5x5-v0"}
+    assert all(any(tier["value"] for tier in FOUND[name]["tiers"].values()) for name in refused)
+
+
+def test_step_limits_are_those_of_the_environment():
+    for name, report in FOUND.items():
+        made = SCRIPT.checked(name)
+        spec = gymnasium.spec(made) if isinstance(made, str) else gymnasium.spec(name.partition(" (")[0])
+        assert report["max_episode_steps"]["value"] == spec.max_episode_steps, name
 
 
 def test_every_finding_has_a_value_or_a_reason():
@@ -51,6 +68,7 @@ def test_every_finding_has_a_value_or_a_reason():
             *report["tiers"].values(),
             *report["steps_per_second"].values(),
             report["training"],
+            report["max_episode_steps"],
             report["noise"],
         ]
         assert all((finding["value"] is None) == bool(finding["reason"]) for finding in findings), name
@@ -64,7 +82,8 @@ def test_families_start_by_the_tier_that_knows_them(family, tier, states):
     for name in SCRIPT.FAMILIES[family]:
         report = FOUND[name]
         if name != "CartPole-v1":
-            assert report["training"]["value"]["tier"] == tier, name
+            assert report["tiers"][tier]["value"] is not None, name
+            assert (report["training"]["value"] or {"tier": tier})["tier"] == tier, name
             assert report["branching"]["value"]["states"] == states, name
 
 

@@ -18,13 +18,18 @@ from groupwise.envs.base import GroupEnv, Mask, VectorEnv
 from groupwise.envs.configs import EnvCfg, StartTier
 from groupwise.envs.findings import Branching, Finding, none, unknown
 from groupwise.envs.make import make_env
-from groupwise.envs.single import explained, with_limit
+from groupwise.envs.single import explained, step_limit, with_limit
+from groupwise.envs.workers import process_exit_code
 from groupwise.errors import EnvError, GroupwiseError, UnsupportedSpaceError
 
 TIERS: tuple[StartTier, ...] = ("native", "snapshot", "seed", "replay")
 VECTORIZATIONS = ("entry_point", "sync", "async")
 NUM_ENVS = 8
 NO_ENTRY_POINT = "it registers no vectorised version"
+NO_STEP_LIMIT = (
+    "no step limit is known, so an attempt might never end; mend: env.max_episode_steps (also where it truncates by "
+    "itself), or algorithm.attempt_steps"
+)
 _NUM_SEEDS = 16
 _BRANCH_STEPS = 16
 _BUDGET_S = 0.3
@@ -90,6 +95,29 @@ def observation_support(cfg: EnvCfg, env: Maker | None) -> str:
                 "(MiniGrid: minigrid.wrappers.ImgObsWrapper)"
             )
     return brief(single.observation_space)
+
+
+def known_step_limit(cfg: EnvCfg, env: Maker | None) -> int:
+    """Steps after which an episode is truncated.
+
+    Raises:
+        EnvError: nobody says; the environment may still end its episodes by itself.
+    """
+    single = make_single(cfg, env)
+    limit = cfg.max_episode_steps or step_limit(single)
+    single.close()
+    return stated(limit)
+
+
+def stated(limit: int | None) -> int:
+    """``limit`` itself.
+
+    Raises:
+        EnvError: it is None.
+    """
+    if limit is None:
+        raise EnvError(NO_STEP_LIMIT)
+    return limit
 
 
 def brief(space: Any) -> str:
@@ -220,7 +248,10 @@ def steps_per_second(cfg: EnvCfg, env: Maker | None, vectorization: str) -> floa
 
     Raises:
         EnvError: it cannot be vectorised in this way.
+        CannotTellError: no process can begin, which is the script's fault.
     """
+    if vectorization == "async":
+        _try_process()
     in_groups, autoreset = vectorization in ("sync", "async"), "next_step"
     if in_groups:
         autoreset = "disabled"
@@ -232,6 +263,15 @@ def steps_per_second(cfg: EnvCfg, env: Maker | None, vectorization: str) -> floa
         return speed(made)
     finally:
         made.close()
+
+
+def _try_process() -> None:
+    """Find out by one process, since each imports the script that runs here, and does again what that has no guard for."""
+    if exit_code := process_exit_code():
+        raise CannotTellError(
+            f"a new process, which imports this script, ended with exit code {exit_code}; mend: put what the script runs "
+            "under `if __name__ == '__main__':`"
+        )
 
 
 def speed(env: VectorEnv) -> float:

@@ -78,6 +78,7 @@ class EnvReport(NamedTuple):
 
     - ``env_id``: its id, or the name of its class.
     - ``observation``, ``action``: the space in words, if rollouts can hold it and a policy can act in it.
+    - ``max_episode_steps``: the step limit, if one is known. GRPO needs it.
     - ``start_varies``: True or False, whether the first observation depends on the seed of the reset. Unknown where equal
       seeds start differently.
     - ``noise``: ``none``, steps draw no random numbers; ``drawn``, they do, without effect in the trial; ``seen``, siblings
@@ -98,6 +99,7 @@ class EnvReport(NamedTuple):
     env_id: str
     observation: Finding[str]
     action: Finding[str]
+    max_episode_steps: Finding[int]
     start_varies: Finding[bool]
     noise: Finding[Noise]
     tiers: dict[str, Finding[float]]
@@ -133,6 +135,7 @@ def table(report: EnvReport) -> list[tuple[str, str]]:
     return [
         row("observation", report.observation),
         row("action", report.action),
+        row("step limit", report.max_episode_steps),
         row("start depends on the seed", report.start_varies, lambda value: "yes" if value else "no"),
         row("steps are random", report.noise, NOISE.__getitem__),
         ("siblings share a start by", ""),

@@ -38,26 +38,26 @@ def step_noise(cfg: EnvCfg, env: Maker | None) -> Noise:
     """Whether steps are random, by attempts at the same start with the same actions.
 
     Each is played in a fresh environment. Between attempts only the generators that training seeds get other seeds, then
-    only the others: the global ones of NumPy, ``random`` and torch, the spaces', and those hidden in objects.
+    only the others: the global ones of NumPy, ``random`` and torch, the spaces', and those hidden in objects. They are
+    left as the last attempt left them.
 
     Raises:
         CannotTellError: attempts differ though all generators had the same seeds.
     """
-    with _global_generators_kept():
-        first, again = _play(cfg, env), _play(cfg, env)
-        if _differ(first, again):
-            raise CannotTellError("equal seeds and equal actions gave other observations, rewards or flags")
-        if not first.drew:
-            return "none"
-        begun = time.perf_counter()
-        for number in range(1, _NUM_TRIES + 1):
-            if _differ(first, _play(cfg, env, reached=number)):
-                return "seen"
-            if _differ(first, _play(cfg, env, stray=number)):
-                return "stray"
-            if time.perf_counter() - begun > _BUDGET_S:
-                break
-        return "drawn"
+    first, again = _play(cfg, env), _play(cfg, env)
+    if _differ(first, again):
+        raise CannotTellError("equal seeds and equal actions gave other observations, rewards or flags")
+    if not first.drew:
+        return "none"
+    begun = time.perf_counter()
+    for number in range(1, _NUM_TRIES + 1):
+        if _differ(first, _play(cfg, env, reached=number)):
+            return "seen"
+        if _differ(first, _play(cfg, env, stray=number)):
+            return "stray"
+        if time.perf_counter() - begun > _BUDGET_S:
+            break
+    return "drawn"
 
 
 def _differ(first: _Play, other: _Play) -> bool:
@@ -125,16 +125,25 @@ def _own_positions(single: gymnasium.Env, hidden: list[Generator]) -> bytes:
 
 def _hidden_generators(env: gymnasium.Env) -> Iterator[Generator]:
     """Generators anywhere in the environment's objects, its spaces among them, which training does not seed."""
-    seen = {id(generator) for generator in seeded_generators(env)}
+    seeded = {id(generator) for generator in seeded_generators(env)}
+    return (found for found in _generators_and_spaces(env) if isinstance(found, Generator) and id(found) not in seeded)
+
+
+def _generators_and_spaces(env: gymnasium.Env) -> Iterator[Generator | gymnasium.Space[Any]]:
+    """Those anywhere in the environment's objects."""
+    seen: set[int] = set()
     waiting: list[Any] = [env, *_spaces(env)]
     while waiting and len(seen) < _MOST_OBJECTS:
         value = waiting.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, Generator):
+        kind = type(value)  # a stand-in for another object may claim that object's class, and fail to
+        if issubclass(kind, Generator | gymnasium.Space):
             yield value
-        elif isinstance(value, types.FunctionType):  # its globals are the whole program
+        if issubclass(kind, Generator):
+            continue
+        if isinstance(value, types.FunctionType):  # its globals are the whole program
             waiting.extend(value.__closure__ or ())
         elif not isinstance(value, type | types.ModuleType | EnvSpec):
             waiting.extend(reversed(gc.get_referents(value)))
@@ -157,7 +166,39 @@ def _global_positions() -> bytes:
 
 
 @contextmanager
-def _global_generators_kept() -> Iterator[None]:
+def generators_kept(env: gymnasium.Env) -> Iterator[None]:
+    """Leave generators and spaces that other environments of the kind share with this one where they were."""
+    found = list(_generators_and_spaces(env))
+    spaces = [(space, dict(vars(space))) for space in found if isinstance(space, gymnasium.Space)]
+    generators = [(generator, _state(generator)) for generator in found if isinstance(generator, Generator)]
+    try:
+        yield
+    finally:
+        for space, attributes in spaces:  # its generator is another one when it was seeded
+            vars(space).update(attributes)
+        for generator, state in generators:
+            _put_back(generator, state)
+
+
+def _state(generator: Generator) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()
+    return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+
+
+def _put_back(generator: Generator, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    elif not isinstance(generator, random.SystemRandom):
+        generator.setstate(state)
+
+
+@contextmanager
+def global_generators_kept() -> Iterator[None]:
     """Leave the global generators where they were."""
     python, numpy, tensors = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:

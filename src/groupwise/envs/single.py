@@ -121,7 +121,7 @@ def _describe(cfg: EnvCfg, make: EnvMaker, on_error: OnError) -> RowCfg:
     if not isinstance(probe, gymnasium.Env):
         raise EnvError(f"the callable returned a {type(probe).__name__}, expected a gymnasium.Env")
     spec, name = probe.spec, type(probe.unwrapped).__name__
-    limit = cfg.max_episode_steps or _step_limit(probe)
+    limit = cfg.max_episode_steps or step_limit(probe)
     probe.close()
     return RowCfg(
         make,
@@ -136,7 +136,7 @@ def _describe(cfg: EnvCfg, make: EnvMaker, on_error: OnError) -> RowCfg:
     )
 
 
-def _step_limit(probe: gymnasium.Env) -> int | None:
+def step_limit(probe: gymnasium.Env) -> int | None:
     """What the outermost ``TimeLimit`` says through the spec. An environment that nobody registered gets one to say it in."""
     if probe.unwrapped.spec is None:
         probe.unwrapped.spec = EnvSpec(type(probe.unwrapped).__name__)

@@ -182,7 +182,6 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
         self._obs = obs.clone()
         for row, item in captured.items():
             self._obs[row] = item.obs
-        self._held = self._held.copy()
         self._held[rows] = False
         return self._obs
 

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -57,8 +58,7 @@ class WorkerRows:
         self._env_id = cfg.env_id
         self._failures: list[str] = []
         self._extra_steps: dict[int, int] = {}
-        context = get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context = _context()
         shared = SharedArrays.allocate(layout, num_rows, context)
         self.arrays = shared.arrays()
         self._of_step = step_arrays(self.arrays)
@@ -180,6 +180,20 @@ class WorkerRows:
             "above; mend: a script needs `if __name__ == '__main__':` around what it runs, a simulator may have crashed "
             "or run out of memory; vectorization='sync' shows where"
         )
+
+
+def process_exit_code() -> int | None:
+    """0 if a new process can begin; 1 if its import of the program's script failed, as it does without a guard."""
+    process = _context().Process(daemon=True)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def _context() -> ForkServerContext:
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 def _take(column: Sequence[Any] | npt.NDArray[Any], places: list[int]) -> Any:

@@ -1,0 +1,80 @@
+"""A sound environment for the trials of ``check_env``, and its kin that break something."""
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.registration import EnvSpec
+
+
+class Sound(gymnasium.Env):
+    """A random start, random steps, a known end; subclasses break something."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self):
+        self.spec = EnvSpec(type(self).__name__, max_episode_steps=20)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count, self.place = 0, float(self.np_random.normal())
+        return self.look(), {}
+
+    def step(self, action):
+        self.count += 1
+        self.place += float(np.sum(action)) + self.draw()
+        return self.look(), 1.0, False, self.count >= 20, {}
+
+    def draw(self):
+        return float(self.np_random.normal())
+
+    def look(self):
+        return np.array([self.place], np.float32)
+
+
+class Calm(Sound):
+    def draw(self):
+        return 0.0
+
+
+class Cheats(Sound):
+    """Draws its start from the global generator, which no seed of a reset reaches."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = float(np.random.normal())
+        return self.look(), {}
+
+
+class BreaksInStep(Sound):
+    def step(self, action):
+        raise RuntimeError("the motor is off; mend: switch it on")
+
+
+class BreaksInReset(Sound):
+    def reset(self, *, seed=None, options=None):
+        raise RuntimeError("no room")
+
+
+class CannotBeMade(Sound):
+    def __init__(self):
+        raise OSError("licence file not found")
+
+
+class Speaks(Sound):
+    observation_space = gymnasium.spaces.Dict(
+        {"place": Sound.observation_space, "word": gymnasium.spaces.Text(5)},
+    )
+
+    def look(self):
+        return {"place": super().look(), "word": "hello"}
+
+
+class Counts(Sound):
+    action_space = gymnasium.spaces.Box(0, 5, (1,), np.int64)
+
+
+class Alike(Calm):
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = 0.0
+        return self.look(), {}

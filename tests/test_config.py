@@ -385,5 +385,23 @@ def test_an_error_names_choices_that_are_numbers(registry):
 
 @pytest.mark.parametrize("preset", ["remax", "rae", "reinforce_plus_plus", "gdpo"])
 def test_groups_that_teach_although_equal_are_not_left_out(preset):
-    with pytest.raises(ConfigError, match=r"learns from members of equal return.*mend: 'keep'"):
+    with pytest.raises(ConfigError, match=r"learns from groups of equal whole return.*mend: 'keep'"):
         resolve("CartPole-v1", {"name": "grpo", "collection": {"zero_variance": "skip"}}, preset=preset)
+
+
+@pytest.mark.parametrize("choices", [{"early_finisher": "absorb"}, {"lone_member": "trajectory"}])
+@pytest.mark.parametrize("given", [lambda c: GRPOCfg(credit=c), lambda c: {"credit": c}], ids=["config", "dictionary"])
+def test_rules_for_single_steps_go_over_a_preset_that_compares_steps(choices, given):
+    credit = resolve("CartPole-v1", given(choices)).algorithm.credit
+    assert credit == CreditCfg(group_key="group_step", returns="return_to_go", scale="batch_std", **choices)
+    with pytest.raises(ConfigError, match=r"got credit\.group_key='group', mend: .* with returns='return_to_go'"):
+        resolve("CartPole-v1", given(choices), preset="grpo")
+    with pytest.raises(ValueError, match=r"got credit\.group_key='group', mend"):
+        RunCfg(algorithm=GRPOCfg(credit=choices))
+    mended = {"credit": {**choices, "group_key": "group_step", "returns": "return_to_go"}}
+    assert resolve("CartPole-v1", mended, preset="grpo").algorithm.credit.group_key == "group_step"
+
+
+def test_a_credit_rule_of_ones_own_reads_what_it_likes():
+    own = {"rule": "own", "early_finisher": "absorb", "lone_member": "trajectory"}
+    assert resolve("CartPole-v1", {"credit": own}, preset="grpo").algorithm.credit.early_finisher == "absorb"

@@ -213,6 +213,8 @@ class RunCfg(Cfg):
             raise ValueError(
                 f"{self.algorithm.name} resets its environments itself; got env.autoreset={self.env.autoreset!r}, mend: 'disabled'"
             )
+        if isinstance(self.algorithm, GRPOCfg):
+            self.algorithm.credit.check_steps()
         return self
 
 

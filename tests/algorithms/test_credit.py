@@ -3,9 +3,11 @@
 import pytest
 import torch
 from credit_rollouts import STEP, TWO, credit, per_episode, preset, rollout
+from objective_updates import make_policy
 
-from groupwise.algorithms.configs import CreditCfg
-from groupwise.algorithms.credit import CREDIT_RULES, CreditInput, register_credit
+from groupwise.algorithms.configs import CreditCfg, GRPOCfg
+from groupwise.algorithms.credit import CREDIT_RULES, CreditInput, check_credit, register_credit
+from groupwise.algorithms.grpo import GRPO
 from groupwise.errors import ConfigError, UnknownNameError
 
 
@@ -152,9 +154,6 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
     [
         ({"returns": "turn"}, "got group_key='group', mend: group_key='group_step'"),
         ({"group_key": "group_step", "returns": "process"}, "got returns='process', mend: returns='return_to_go'"),
-        ({"early_finisher": "absorb"}, "got 'absorb' and 'zero' with group_key='group', mend: group_key='group_step'"),
-        ({"lone_member": "trajectory"}, "got 'mask' and 'trajectory' with group_key='group', mend"),
-        ({"returns": "return_to_go", "early_finisher": "trajectory"}, "got 'trajectory' and 'zero' with .*, mend"),
         ({"part_weights": (1.0,)}, "got reward='total', mend: reward='parts'"),
         ({"kl_placement": "reward", "reward": "parts"}, "got reward='parts', mend: kl_placement='loss'"),
         ({"baseline": "greedy", "returns": "process"}, "baseline='greedy' .* got returns='process', mend"),
@@ -179,3 +178,41 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
 def test_compositions_that_make_no_sense_are_refused(choices, message):
     with pytest.raises(ValueError, match=message):
         CreditCfg(**choices)
+
+
+@pytest.mark.parametrize(
+    ("choices", "found"),
+    [
+        ({"early_finisher": "absorb"}, "credit.early_finisher='absorb' and credit.lone_member='zero' say"),
+        ({"lone_member": "trajectory"}, "credit.early_finisher='mask' and credit.lone_member='trajectory' say"),
+        ({"returns": "return_to_go", "early_finisher": "trajectory"}, "credit.early_finisher='trajectory' and"),
+    ],
+)
+def test_rules_for_single_steps_are_refused_where_whole_attempts_are_compared(choices, found):
+    with pytest.raises(ConfigError, match=f"{found}.* got credit.group_key='group', mend: group_key='group_step' with"):
+        GRPO(GRPOCfg(credit=choices), make_policy())
+    mended = {**choices, "group_key": "group_step", "returns": "return_to_go"}
+    GRPO(GRPOCfg(credit=mended), make_policy())
+
+
+def test_a_rule_of_the_users_own_may_read_the_rules_for_single_steps(monkeypatch):
+    monkeypatch.setitem(CREDIT_RULES, "own", lambda given: given.reward)
+    check_credit(CreditCfg(rule="own", early_finisher="absorb", lone_member="trajectory"), make_policy())
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        STEP | {"scale": "none"},
+        {"returns": "process", "scale": "none"},
+        {"group_key": "group_step", "returns": "turn", "scale": "none"},
+        {"scale": "none", "anchor_weight": 1.0},
+    ],
+)
+def test_credit_by_time_tells_members_of_equal_whole_return_apart(choices):
+    """Why groups of equal whole return that are left out are not always groups that teach nothing."""
+    rewards = [(0, [1.0, 0.0, 0.0], "terminated"), (0, [0.0, 0.0, 1.0], "terminated")]
+    batch = rollout(rewards, obs=[[[7.0], [8.0], [9.0]]] * 2)
+    assert credit(batch, **choices).abs().max() > 0.1
+    GRPOCfg(credit=choices, collection={"zero_variance": "skip"})  # the user may
+    assert not credit(batch, scale="none").any()

@@ -1,5 +1,7 @@
 """Numbers of objectives of papers and libraries, by their presets, worked out by hand."""
 
+import re
+
 import pytest
 import torch
 from credit_rollouts import PRESETS
@@ -78,3 +80,12 @@ def test_the_sum_over_a_length_is_no_mean_over_episodes():
         cfg = objective(name)
         weight = loss_weights(MASK, batch()["episode_id"], 2, cfg.aggregation, max_length=10)
         close(weight[MASK], [each] * 5)
+
+
+@pytest.mark.parametrize(("clip_high", "two_sided"), [(0.2, 1.1), (3.0, 4.0), (7.5, 4.0)])
+def test_the_mend_of_a_bound_within_the_clip_is_accepted(clip_high, two_sided):
+    choices = {"trust_region": "two_sided", "clip_high": clip_high}
+    with pytest.raises(ValueError, match=f"two_sided={two_sided} must exceed") as found:
+        ObjectiveCfg(**choices, two_sided=two_sided)
+    (mend,) = re.findall(r"mend: two_sided=([\d.]+)", str(found.value))
+    assert ObjectiveCfg(**choices, two_sided=float(mend)).two_sided > 1 + clip_high

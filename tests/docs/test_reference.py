@@ -10,6 +10,7 @@ import pytest
 
 import groupwise as gw
 from groupwise.config import RunCfg
+from groupwise.presets import objective_presets
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +51,11 @@ def test_api_page_names_every_public_name():
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     missing = [name for name in gw.__all__ if name != "__version__" and not re.search(rf"\b{name}\b", page)]
     assert not missing
+
+
+def test_the_number_of_presets_is_counted():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"| Presets | {len(objective_presets())} combinations" in readme
 
 
 def test_links_of_the_readme_lead_somewhere():

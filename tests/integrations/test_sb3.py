@@ -811,7 +811,9 @@ def test_without_kl_there_is_no_reference():
         corridor().reference_policy  # noqa: B018
 
 
-@pytest.mark.parametrize("preset", objective_presets())
+@pytest.mark.parametrize(
+    "preset", sorted(objective_presets().keys() - {"gdpo", "remax", "agilerl_turn_ratio"})
+)  # refused
 def test_presets_by_name(preset):
     settings = objective_presets()[preset].settings
     objective = gw.ObjectiveCfg(**settings["objective"])

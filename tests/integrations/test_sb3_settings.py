@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import re
 
 import gymnasium
 import pytest
@@ -12,6 +13,7 @@ import groupwise as gw
 from groupwise.algorithms.configs import GRPOCfg
 from groupwise.integrations.sb3 import GRPO
 from groupwise.integrations.sb3_settings import ARGUMENTS, ELSEWHERE, update_cfg
+from groupwise.presets import objective_preset
 
 CARTPOLE = "CartPole-v1"
 
@@ -38,7 +40,10 @@ def refused(**arguments) -> str:
             {"credit": {"group_key": "group_step"}},
             "credit: group_key='group_step' compares returns from a step on; got",
         ),
-        ({"credit": {"lone_member": "trajectory"}}, "credit: early_finisher and lone_member say"),
+        (
+            {"credit": {"lone_member": "trajectory"}},
+            "credit.early_finisher='mask' and credit.lone_member='trajectory' say",
+        ),
     ],
 )
 def test_impossible_arguments_are_named_as_they_were_given(arguments, message):
@@ -88,6 +93,72 @@ def test_every_argument_of_ppo_is_here_or_says_what_stands_for_it():
 
 def test_other_names_are_unknown():
     assert refused(learning_rat=1e-3) == "unknown argument of GRPO 'learning_rat': did you mean 'learning_rate'?"
+
+
+@pytest.mark.parametrize(
+    ("other", "ours"),
+    [
+        ("lr", "learning_rate"),
+        ("num_steps", "n_steps"),
+        ("num_epochs", "n_epochs"),
+        ("minibatch_size", "batch_size"),
+    ],
+)
+def test_names_of_others_say_the_name_here(other, ours):
+    assert refused(**{other: 1}) == f"GRPO takes no {other}: it has another name here; mend: {ours}=..."
+    assert ours in inspect.signature(GRPO).parameters
+
+
+def test_a_name_like_no_other_lists_arguments_only():
+    found = refused(xyzzy=1)
+    assert found.startswith("unknown argument of GRPO 'xyzzy': known: batch_size, credit, device, ")
+    assert found.endswith("; mend: one of these, or leave it out")
+    listed = found.split("known: ")[1].split(";")[0].split(", ")
+    assert {*inspect.signature(GRPO).parameters} - {*listed} == {"others", "_init_setup_model"}
+
+
+def test_load_refuses_what_is_neither_an_argument_nor_saved(tmp_path):
+    path = tmp_path / "model.zip"
+    GRPO("MlpPolicy", CARTPOLE).save(path)
+    for source in (path, tmp_path / "model", io.BytesIO(path.read_bytes())):
+        with pytest.raises(gw.UnknownNameError, match="unknown argument of GRPO 'gamm': did you mean 'gamma'"):
+            GRPO.load(source, gamm=0.9)
+    with pytest.raises(gw.ConfigError, match=r"GRPO takes no lr: .* mend: learning_rate="):
+        GRPO.load(path, lr=1e-3)
+    with pytest.raises(gw.UnknownNameError, match="unknown argument of GRPO 'others'"):
+        GRPO.load(path, others={})
+    loaded = GRPO.load(io.BytesIO(path.read_bytes()), gamma=0.9, num_timesteps=7, _n_updates=5)
+    assert (loaded.gamma, loaded.num_timesteps, loaded._n_updates) == (0.9, 7, 5)
+
+
+def test_load_takes_the_arguments_of_a_subclass(tmp_path):
+    class Named(GRPO):
+        def __init__(self, *args, title="untitled", **kwargs):
+            super().__init__(*args, **kwargs)
+            self.title = title
+
+    Named("MlpPolicy", CARTPOLE).save(tmp_path / "model", exclude=["title"])
+    assert Named.load(tmp_path / "model", title="here").title == "here"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "choice"),
+    [
+        ({"credit": "gdpo"}, "credit.reward='parts'"),
+        ({"credit": "remax"}, "credit.baseline='greedy'"),
+        ({"objective": "agilerl_turn_ratio"}, "objective.ratio='turn'"),
+    ],
+)
+def test_choices_that_read_what_no_rollout_here_holds_are_refused_at_once(tmp_path, arguments, choice):
+    found = refused(**arguments)
+    assert found.startswith(f"GRPO cannot take {choice} in Stable-Baselines3: no ")
+    (mend,) = re.findall(r"mend: (\S+)='(\w+)', or another preset$", found)
+    part, _, name = mend[0].partition(".")
+    settings = objective_preset(arguments[part]).settings[part]
+    GRPO("MlpPolicy", CARTPOLE, **{part: settings | {name: mend[1]}})
+    GRPO("MlpPolicy", CARTPOLE).save(tmp_path / "model")
+    with pytest.raises(gw.ConfigError, match="GRPO cannot take"):
+        GRPO.load(tmp_path / "model", **arguments)
 
 
 def test_the_update_has_every_argument():

@@ -7,6 +7,7 @@ from pydantic import model_validator
 
 from groupwise.algorithms.objective_configs import ObjectiveCfg as ObjectiveCfg
 from groupwise.cfg import Cfg, Fraction, NonNegative, Positive, PositiveInt
+from groupwise.errors import ConfigError
 
 
 class OptimizerCfg(Cfg):
@@ -77,6 +78,20 @@ class CreditCfg(Cfg):
     kl_placement: Literal["loss", "reward", "advantage"] = "loss"
     """Where ``kl_coef`` times the KL goes: to the loss; off each step's reward, before credit; or into the advantage, as the episode's mean less each step's, at the update's start."""
 
+    def check_steps(self) -> None:
+        """Refuse rules for single steps where whole attempts are compared.
+
+        Not a validator: what is set here may go over a preset that compares steps.
+
+        Raises:
+            ConfigError: ``composed`` would not read ``early_finisher`` or ``lone_member``.
+        """
+        given = (self.early_finisher, self.lone_member)
+        if self.rule == "composed" and self.group_key == "group" and given != ("mask", "zero"):
+            raise ConfigError(
+                f"credit.early_finisher={given[0]!r} and credit.lone_member={given[1]!r} say what single steps are compared with; got credit.group_key='group', mend: group_key='group_step' with returns='return_to_go', or leave both out"
+            )
+
     @model_validator(mode="after")
     def _check_key(self) -> "CreditCfg":
         if self.group_key == "group_step" and self.returns not in ("return_to_go", "turn"):
@@ -86,10 +101,6 @@ class CreditCfg(Cfg):
         if self.returns == "turn" and self.group_key != "group_step":
             raise ValueError(
                 f"returns='turn' compares the same turn; got group_key={self.group_key!r}, mend: group_key='group_step'"
-            )
-        if self.group_key == "group" and (self.early_finisher, self.lone_member) != ("mask", "zero"):
-            raise ValueError(
-                f"early_finisher and lone_member say what single steps are compared with; got {self.early_finisher!r} and {self.lone_member!r} with group_key='group', mend: group_key='group_step', or leave both out"
             )
         if self.part_weights and self.reward != "parts":
             raise ValueError(
@@ -172,7 +183,7 @@ class CollectionCfg(Cfg):
     lost_member: Literal["raise", "complete", "drop"] = "raise"
     """When a member's environment raises an error: pass it on; start the member anew; or drop its group."""
     zero_variance: Literal["keep", "skip", "resample", "harder"] = "keep"
-    """Groups whose members all did equally well: train on them like on any other; leave them out; leave them out and collect others instead; leave them out and start the next groups from states where siblings' returns differed."""
+    """Groups whose members have equal whole returns, though credit by time may tell them apart: train on them like on any other; leave them out; leave them out and collect others instead; leave them out and start the next groups from states where siblings' returns differed."""
     resample_budget: NonNegative = 1.0
     """``resample``: at most so many times the iteration's steps are taken on top of them."""
     branching: BranchCfg = BranchCfg()
@@ -262,11 +273,15 @@ class GRPOCfg(AlgorithmCfg):
 
     @model_validator(mode="after")
     def _check_equals(self) -> "GRPOCfg":
-        """Groups whose members have equal returns are left out only where credit learns nothing from them."""
+        """Groups of equal whole return may be left out where credit compares siblings by the whole reward.
+
+        That is more than what teaches nothing: credit by time (returns-to-go, process rewards, turns, anchors) may still
+        tell such members apart, and leaving them out is then the user's choice.
+        """
         learns = self.credit.reward == "parts" or self.credit.baseline in ("greedy", "ema", "none")
         if learns and self.collection.zero_variance != "keep":
             raise ValueError(
-                f"credit.reward={self.credit.reward!r} with credit.baseline={self.credit.baseline!r} learns from members of "
-                f"equal return, which collection.zero_variance={self.collection.zero_variance!r} leaves out; mend: 'keep'"
+                f"credit.reward={self.credit.reward!r} with credit.baseline={self.credit.baseline!r} learns from groups "
+                f"of equal whole return, which collection.zero_variance={self.collection.zero_variance!r} leaves out; mend: 'keep'"
             )
         return self

@@ -113,9 +113,11 @@ def check_credit(cfg: CreditCfg, policy: Policy) -> None:
 
     Raises:
         UnknownNameError: nobody registered the rule.
-        ConfigError: the baseline needs probabilities that the policy's distribution does not have.
+        ConfigError: the settings contradict each other, or the baseline needs probabilities that the policy's
+            distribution does not have.
     """
     credit_rule(cfg.rule)
+    cfg.check_steps()
     action = policy.action_spec
     if cfg.baseline == "optimal_token" and action != TensorSpec((), torch.int64):
         found = f"{action.dtype} of shape {list(action.shape)}" if isinstance(action, TensorSpec) else "a dictionary"

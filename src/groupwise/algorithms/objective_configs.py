@@ -172,8 +172,9 @@ class ObjectiveCfg(Cfg):
     @model_validator(mode="after")
     def _check(self) -> "ObjectiveCfg":
         if self.trust_region == "two_sided" and self.two_sided <= 1 + self.clip_high:
+            enough = max(4.0, 2 + self.clip_high)
             raise ValueError(
-                f"two_sided={self.two_sided} must exceed 1 + clip_high = {1 + self.clip_high}; mend: two_sided=4"
+                f"two_sided={self.two_sided} must exceed 1 + clip_high = {1 + self.clip_high}; mend: two_sided={enough}"
             )
         if self.trust_region == "gmpo" and self.ratio != "token":
             raise ValueError(f"gmpo averages over the episode itself; got ratio={self.ratio!r}, mend: ratio='token'")

@@ -9,7 +9,6 @@ against the probability under which each action was really drawn. So nothing is 
 update.
 """
 
-import inspect
 import io
 import warnings
 from pathlib import Path
@@ -39,7 +38,7 @@ from groupwise.integrations.sb3_policy import (
     MultiInputActorPolicy,
     ScoredActor,
 )
-from groupwise.integrations.sb3_settings import ARGUMENTS, ELSEWHERE, PolicyError, refuse, update_cfg
+from groupwise.integrations.sb3_settings import ARGUMENTS, PolicyError, refuse, refuse_loading, update_cfg
 from groupwise.integrations.sb3_start import SharedStart, insert_shared_start, verify_shared_start
 from groupwise.seeding import derive_seed
 
@@ -116,7 +115,7 @@ class GRPO(OnPolicyAlgorithm):
         _init_setup_model: bool = True,
         **others: Any,
     ) -> None:
-        refuse(others, inspect.signature(GRPO).parameters)
+        refuse(others, GRPO)
         super().__init__(
             policy,  # type: ignore[arg-type]
             env,  # type: ignore[arg-type]
@@ -163,9 +162,9 @@ class GRPO(OnPolicyAlgorithm):
         """The model that was saved there, with other settings where ``kwargs`` has some.
 
         Raises:
-            ConfigError: another algorithm saved it, or it is to take an argument that there is not.
+            ConfigError: another algorithm saved it, or ``kwargs`` names neither an argument nor anything that was saved.
         """
-        refuse(ELSEWHERE.keys() & kwargs, ())
+        refuse_loading(kwargs.keys(), cls, path, custom_objects)
         try:
             return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
         except PolicyError as error:

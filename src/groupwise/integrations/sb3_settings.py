@@ -1,13 +1,17 @@
 """From the arguments of the Stable-Baselines3 class to the settings of the update, and back again in what errors say."""
 
-from collections.abc import Iterable, Mapping
+import inspect
+import io
+from collections.abc import Iterable, Mapping, Set
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from stable_baselines3.common.save_util import load_from_zip_file
 
 from groupwise.algorithms.configs import GRPOCfg
 from groupwise.cfg import complaints, explain
-from groupwise.errors import ConfigError, UnknownNameError
+from groupwise.errors import ConfigError, UnknownNameError, nearest
 from groupwise.presets import objective_preset
 
 CFG_NAMES = {"n_steps": "num_steps", "n_epochs": "num_epochs", "batch_size": "minibatch_size"}
@@ -33,6 +37,16 @@ ELSEWHERE = {
     "rollout_buffer_kwargs": _OWN_STORE,
 }
 """Arguments of SB3's own on-policy algorithms: why they are not here, and what is instead."""
+_RENAMED = {"lr": "learning_rate"} | {cfg: sb3 for sb3, cfg in CFG_NAMES.items()}
+"""Arguments that others know by another name."""
+_ABSENT = {
+    ("credit", "reward", "parts"): "no reward here has parts; mend: credit.reward='total', or another preset",
+    ("credit", "baseline", "greedy"): (
+        "no attempt here is deterministic; mend: credit.baseline='leave_one_out', or another preset"
+    ),
+    ("objective", "ratio", "turn"): "no step here belongs to a turn; mend: objective.ratio='token', or another preset",
+}
+"""Choices that read what the rollouts of SB3's environments do not hold."""
 
 
 class PolicyError(ConfigError):
@@ -50,8 +64,8 @@ class PolicyError(ConfigError):
         )
 
 
-def refuse(names: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse arguments that there are not.
+def refuse(names: Iterable[str], algorithm: type) -> None:
+    """Refuse arguments that the algorithm has not.
 
     Raises:
         ConfigError: says what stands for SB3's argument here.
@@ -60,7 +74,32 @@ def refuse(names: Iterable[str], known: Iterable[str]) -> None:
     for name in names:
         if name in ELSEWHERE:
             raise ConfigError(f"GRPO takes no {name}: {ELSEWHERE[name]}")
-        raise UnknownNameError("argument of GRPO", name, known)
+        if name in _RENAMED:
+            raise ConfigError(f"GRPO takes no {name}: it has another name here; mend: {_RENAMED[name]}=...")
+        known = _arguments(algorithm)
+        every = f"known: {', '.join(sorted(known))}; mend: one of these, or leave it out"
+        raise UnknownNameError("argument of GRPO", name, known, hint=None if nearest(name, known) else every)
+
+
+def refuse_loading(
+    names: Set[str], algorithm: type, path: str | Path | io.BufferedIOBase, custom_objects: dict[str, Any] | None
+) -> None:
+    """Refuse what is neither an argument nor an attribute of the saved model: SB3 would set it, and nothing would read it.
+
+    Raises:
+        ConfigError: as ``refuse`` says.
+    """
+    strange = names - _arguments(algorithm)
+    refuse(ELSEWHERE.keys() & strange, algorithm)  # SB3's base class saves some of these
+    if strange:
+        data, _, _ = load_from_zip_file(path, device="cpu", custom_objects=custom_objects)
+        refuse(strange - (data or {}).keys(), algorithm)
+
+
+def _arguments(algorithm: type) -> set[str]:
+    """Names of the arguments that a user gives when making it."""
+    parameters = inspect.signature(algorithm).parameters.values()
+    return {p.name for p in parameters if p.kind is not p.VAR_KEYWORD and not p.name.startswith("_")}
 
 
 def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
@@ -79,9 +118,17 @@ def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
         if isinstance(tree[part], str):
             tree[part] = objective_preset(tree[part]).settings[part]
     try:
-        return GRPOCfg.model_validate(tree)
+        cfg = GRPOCfg.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(_complaint(item, tree) for item in complaints(error))) from error
+    _check_present(cfg)
+    return cfg
+
+
+def _check_present(cfg: GRPOCfg) -> None:
+    for (part, name, value), why in _ABSENT.items():
+        if vars(vars(cfg)[part])[name] == value:
+            raise ConfigError(f"GRPO cannot take {part}.{name}={value!r} in Stable-Baselines3: {why}")
 
 
 def _complaint(item: Mapping[str, Any], tree: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
+from groupwise.envs.snapshots import reseed_noise
 from groupwise.errors import EnvError, GroupStartError
 from groupwise.seeding import derive_seed
 
@@ -53,7 +54,8 @@ class SharedStart(gymnasium.Wrapper):
     """One sub-environment whose next reset takes the start that was queued; without one it resets as ever.
 
     The start seed also seeds the environment's spaces, since some environments draw from these; after the reset the
-    noise seed takes over. A queued start goes before the seed given to ``reset``.
+    noise seed takes over there, in ``np_random`` and in generators that the environment or a wrapper keeps. A queued
+    start goes before the seed given to ``reset``.
     """
 
     def __init__(self, env: gymnasium.Env) -> None:
@@ -100,11 +102,10 @@ class SharedStart(gymnasium.Wrapper):
 
 
 def _start(env: gymnasium.Env, start: Start, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
-    inner = env.unwrapped
-    _seed_spaces(inner, start.start_seed)
+    _seed_spaces(env.unwrapped, start.start_seed)
     first = env.reset(seed=start.start_seed, options=options)
-    _seed_spaces(inner, start.noise_seed)
-    inner.np_random = np.random.default_rng(start.noise_seed)
+    _seed_spaces(env.unwrapped, start.noise_seed)
+    reseed_noise(env, start.noise_seed)
     return first
 
 

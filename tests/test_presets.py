@@ -1,6 +1,6 @@
 """The presets that name papers and libraries: each trains, and says what its source says."""
 
-from typing import get_args
+from typing import Literal, get_args
 
 import gymnasium
 import numpy as np
@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
-from groupwise import presets
+from groupwise import config, presets
 from groupwise.algorithms.configs import CreditCfg, GRPOCfg, ObjectiveCfg
+from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.objective_configs import CispoCfg, CorrectionCfg, CovarianceCfg, DppoCfg
-from groupwise.config import resolve
+from groupwise.config import AlgorithmEntry, resolve
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError
 from groupwise.training.build import GIVEN, Given, build_parts
@@ -54,9 +55,17 @@ def test_gdpo_trains_on_the_parts_of_a_reward():
     assert not torch.equal(end, start)
 
 
-def test_a_ratio_of_turns_trains_on_turns_and_says_what_it_needs():
+class TurnsCfg(GRPOCfg):
+    """Of an algorithm that knows the turns."""
+
+    name: Literal["turns"] = "turns"
+
+
+def test_a_ratio_of_turns_trains_on_turns_and_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(config, "_ALGORITHMS", config._ALGORITHMS | {"turns": AlgorithmEntry(TurnsCfg, GRPO)})
+    settings = TurnsCfg(**SMALL.model_dump(exclude_unset=True, exclude={"name"}))
     parts = build_parts(
-        resolve("CartPole-v1", SMALL, preset="agilerl_turn_ratio", env={"num_envs": 4}), Given(), Engine()
+        resolve("CartPole-v1", settings, preset="agilerl_turn_ratio", env={"num_envs": 4}), Given(), Engine()
     )
     parts.buffer.add(parts.collector.collect(12, rollout=parts.buffer.start_rollout()))
     rollout = parts.buffer.get()

@@ -1,0 +1,47 @@
+"""Settings of a run that need each other: what would fail after the first rollout, or do nothing, is refused beforehand."""
+
+from groupwise.algorithms.configs import AlgorithmCfg, CollectionCfg, GRPOCfg, PPOCfg
+from groupwise.envs.configs import EnvCfg
+
+
+def check_together(algorithm: AlgorithmCfg, env: EnvCfg) -> None:
+    """Refuse settings that lack what they need from another part of the run.
+
+    Raises:
+        ValueError: one does; names both, and the mend.
+    """
+    if algorithm.objective.ratio == "turn" and type(algorithm) in (GRPOCfg, PPOCfg):  # one of yours may know the turns
+        raise ValueError(
+            "algorithm.objective.ratio='turn' needs turn_id in the rollout, which environments do not give; mend: "
+            "ratio='token' or 'sequence', another preset, or GRPO by hand on rollouts that have turn_id"
+        )
+    if isinstance(algorithm, GRPOCfg):
+        if algorithm.credit.rule == "composed" and algorithm.credit.reward == "parts" and not env.reward_parts:
+            raise ValueError(
+                "algorithm.credit.reward='parts' compares the parts of a reward, and env.reward_parts names none; mend: "
+                "env.reward_parts=('reward_forward', ...), as the environment's info calls them, or credit.reward='total'"
+            )
+        _refuse_idle(algorithm.collection)
+
+
+def _refuse_idle(collection: CollectionCfg) -> None:
+    """Refuse settings that were changed and that nothing would read."""
+    branching, points = collection.branching, collection.branching.points > 0
+    starts_midway = points or collection.zero_variance == "harder"
+    read = {
+        "max_staleness": (collection.unfinished == "carry", "unfinished='carry'"),
+        "resample_budget": (collection.zero_variance == "resample", "zero_variance='resample'"),
+        "branching.at": (starts_midway, "branching.points=1 or more"),
+        "branching.stem": (points, "branching.points=1 or more"),
+        "branching.horizon": (starts_midway, "branching.points=1 or more"),
+        "branching.trained_steps": (starts_midway, "branching.points=1 or more"),
+    }
+    for path, (is_read, mend) in read.items():
+        *outer, name = path.split(".")
+        cfg = branching if outer else collection
+        value, default = vars(cfg)[name], type(cfg).model_fields[name].default
+        if value != default and not is_read:
+            raise ValueError(
+                f"algorithm.collection.{path}={value!r} does nothing without collection.{mend}; mend: set that, too, or "
+                f"leave {path} out"
+            )

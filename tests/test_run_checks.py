@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import pytest
+
+import groupwise as gw
+from groupwise.config import resolve
+from groupwise.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("preset", "message"),
+    [
+        ("gdpo", r"credit\.reward='parts' .* env\.reward_parts names none; mend: env\.reward_parts="),
+        ("agilerl_turn_ratio", r"ratio='turn' needs turn_id in the rollout.*; mend: ratio='token'"),
+    ],
+)
+def test_what_would_fail_after_the_first_rollout_leaves_no_folder(preset, message, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        gw.train("CartPole-v1", preset=preset, total_steps=10)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_that_are_named_and_turns_that_are_steps_are_fine():
+    parts = resolve("CartPole-v1", preset="gdpo", env={"reward_parts": ("a", "b")})
+    assert parts.algorithm.credit.reward == "parts"
+    turns = resolve("CartPole-v1", {"credit": {"group_key": "group_step", "returns": "turn"}})
+    assert turns.algorithm.credit.returns == "turn"
+
+
+@pytest.mark.parametrize(
+    ("idle", "needs"),
+    [
+        ({"max_staleness": 2}, {"unfinished": "carry"}),
+        ({"resample_budget": 2.0}, {"zero_variance": "resample"}),
+        ({"branching": {"horizon": 5}}, {"branching": {"points": 1, "horizon": 5}}),
+        ({"branching": {"trained_steps": 5}}, {"zero_variance": "harder"}),
+        ({"branching": {"horizon": 5}}, {"zero_variance": "harder"}),
+        ({"branching": {"at": "entropy"}}, {"branching": {"points": 1, "at": "entropy"}}),
+        ({"branching": {"stem": "single"}}, {"branching": {"points": 1, "stem": "single"}}),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_refused(idle, needs):
+    [(name, value)] = idle.items()
+    path = f"{name}.{next(iter(value))}" if isinstance(value, dict) else name
+    with pytest.raises(ConfigError, match=rf"collection\.{path}=\S+ does nothing without collection\.\w.*; mend: "):
+        resolve("CartPole-v1", {"collection": idle})
+    resolve("CartPole-v1", {"collection": {**idle, **needs}})
+
+
+@pytest.mark.parametrize("collection", [{"max_staleness": 1}, {"branching": {"horizon": None, "at": "uniform"}}])
+def test_a_default_that_was_written_down_is_no_mistake(collection):
+    resolve("CartPole-v1", {"collection": collection})

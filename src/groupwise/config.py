@@ -32,6 +32,7 @@ from groupwise.envs.configs import EnvCfg
 from groupwise.errors import ConfigError, UnknownNameError
 from groupwise.policies.configs import PolicyCfg
 from groupwise.presets import Tree
+from groupwise.run_checks import check_together
 
 DEFAULT_ALGORITHM = "grpo"
 
@@ -215,6 +216,7 @@ class RunCfg(Cfg):
             )
         if isinstance(self.algorithm, GRPOCfg):
             self.algorithm.credit.check_steps()
+        check_together(self.algorithm, self.env)
         return self
 
 

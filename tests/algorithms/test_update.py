@@ -2,103 +2,23 @@
 
 import copy
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from small_updates import ACT, GRPO_SHAPES, OBS, build, make_policy, make_rollout, parameters, updated
 
 from groupwise.algorithms.configs import (
     CreditCfg,
-    GRPOCfg,
     ObjectiveCfg,
     OptimizerCfg,
-    PPOCfg,
     ReferenceCfg,
     ScheduleCfg,
 )
-from groupwise.algorithms.grpo import GRPO
-from groupwise.algorithms.ppo import PPO
 from groupwise.algorithms.surrogate import finest_unit
-from groupwise.data.rollout import RolloutBuffer, transition_view
-from groupwise.data.spaces import obs_spec
+from groupwise.data.rollout import transition_view
 from groupwise.errors import ConfigError, DataError, UnknownNameError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.configs import PolicyCfg
-
-SGD = OptimizerCfg(name="sgd")
-OBS = gym.spaces.Box(-1, 1, (3,), np.float32)
-ACT = gym.spaces.Discrete(3)
-
-
-def make_policy(actor_only, **cfg):
-    torch.manual_seed(0)
-    return ActorCritic(OBS, ACT, PolicyCfg(hidden_sizes=(8,), **cfg), actor_only=actor_only)
-
-
-def make_rollout(policy, seed=0, rows=8, steps=12):
-    """Groups of 4 rows, episodes of 3 to 12 steps one after another, random rewards; ends are of both kinds."""
-    g = torch.Generator().manual_seed(seed)
-    buffer = RolloutBuffer(
-        rows, steps, obs_spec=obs_spec(OBS), action_spec=policy.action_spec, value=not policy.actor_only
-    )
-    rollout = buffer.start_rollout()
-    rollout["obs"].copy_(torch.rand(rows, steps + 1, 3, generator=g) * 2 - 1)
-    flat = policy.act(rollout["obs"].reshape(-1, 3), generator=g)
-    rollout["action"].copy_(flat.action.reshape(rows, steps + 1))
-    rollout["sample_log_prob"].copy_(flat.log_prob.reshape(rows, steps + 1))
-    if not policy.actor_only:
-        rollout["value"].copy_(flat.value.reshape(rows, steps + 1))
-        rollout["next_value"][:, :-1] = rollout["value"][:, 1:]
-    episode = 0
-    for row in range(rows):
-        t = 0
-        for attempt in range(2):
-            length = int(torch.randint(3, steps // 2 + 1, (1,), generator=g))
-            span = slice(t, t + length)
-            rollout["reward"][row, span] = torch.rand(length, generator=g)
-            rollout["valid"][row, span] = rollout["loss_mask"][row, span] = True
-            rollout["group_id"][row, span] = 2 * (row // 4) + attempt
-            rollout["episode_id"][row, span] = episode
-            rollout["step"][row, span] = torch.arange(length)
-            rollout["terminated" if episode % 3 else "truncated"][row, span.stop - 1] = True
-            t, episode = span.stop, episode + 1
-    buffer.add(rollout)
-    return buffer.get(flatten=False)
-
-
-def build(kind, seed=0, policy=None, **cfg):
-    cls, cfg_cls = {"ppo": (PPO, PPOCfg), "grpo": (GRPO, GRPOCfg)}[kind]
-    policy = policy or make_policy(cls.actor_only)
-    settings = {
-        "num_epochs": 1,
-        "minibatch_size": 10_000,
-        "optimizer": SGD,
-        "learning_rate": 0.5,
-        "max_grad_norm": None,
-    }
-    return cls(cfg_cls(**settings | cfg), policy, seed=seed)
-
-
-def parameters(algorithm):
-    return torch.cat([p.detach().flatten() for p in algorithm.policy.parameters()])
-
-
-def updated(kind, rollout=None, **cfg):
-    algorithm = build(kind, **cfg)
-    metrics = algorithm.update(make_rollout(algorithm.policy) if rollout is None else rollout)
-    return parameters(algorithm), metrics
-
-
-GRPO_SHAPES = [
-    {},
-    {"aggregation": "seq_mean_token_mean"},
-    {"aggregation": "seq_mean_token_sum"},
-    {"aggregation": "constant", "max_length": 12},
-    {"ratio": "sequence", "aggregation": "seq_mean_token_mean"},
-    {"ratio": "sequence_token"},
-    {"ratio": "sequence_product", "trust_region": "dual_clip"},
-    {"trust_region": "none"},
-]
 
 
 @pytest.mark.parametrize("objective", GRPO_SHAPES)

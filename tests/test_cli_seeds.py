@@ -1,8 +1,13 @@
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
@@ -26,25 +31,51 @@ def api(monkeypatch):
     return configs
 
 
+class Ended(NamedTuple):
+    """Stands in for a process that ended."""
+
+    exit_code: int
+
+    def wait(self) -> int:
+        return self.exit_code
+
+
 @pytest.fixture
 def processes(monkeypatch):
     """Stands in for the processes of the seeds: each writes its summary, and an unlucky one fails."""
     started: list[list[str]] = []
 
-    def run(command, *, stdout, env, **options):
+    def start(command, *, stdout, env, **options):
         assert env["OMP_NUM_THREADS"] == "1"
         started.append(command)
         seed = int(command[command.index("--seed") + 1])
         folder = Path(command[command.index("--run-dir") + 1])
         if seed == 13:
             stdout.write("out of luck")
-            return SimpleNamespace(returncode=2)
+            return Ended(2)
         folder.mkdir()
         (folder / "summary.json").write_text(json.dumps({"return_mean": 100.0 + seed, "env_steps": 77}))
-        return SimpleNamespace(returncode=0)
+        return Ended(0)
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "Popen", start)
     return started
+
+
+LEARNER = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir()
+def finish(number, frame):
+    (folder / "signals").open("a").write("x")
+signal.signal(signal.SIGTERM, finish)
+(folder / "config.json").write_text("{}")
+while not (folder / "signals").exists():
+    time.sleep(0.01)
+time.sleep(0.2)
+(folder / "saved").touch()
+sys.exit(130)
+"""
+"""Stands in for a training: it takes a while to end after a signal."""
 
 
 def test_seeds_train_in_a_process_and_a_folder_each(api, capsys, processes, tmp_path):
@@ -82,3 +113,55 @@ def test_seeds_never_share_a_folder_with_others(capsys, processes, tmp_path):
     assert cli.main(["train", "CartPole-v1", "--seeds", "0-1", "--run-dir", str(tmp_path)]) == 2
     assert "is taken" in capsys.readouterr().err
     assert processes == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_the_running_seeds_once_and_says_how_to_go_on_with_each(number, monkeypatch, capsys, tmp_path):
+    folder, start = tmp_path / "many", subprocess.Popen
+
+    def learn(command, **options):
+        return start([sys.executable, "-S", "-c", LEARNER, command[command.index("--run-dir") + 1]], **options)
+
+    def interrupt():
+        while not (folder / "seed_3" / "config.json").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(subprocess, "Popen", learn)
+    monkeypatch.setattr("groupwise.cli_seeds._num_cores", lambda: 1)
+    plugin = tmp_path / "my plugin.py"
+    plugin.touch()
+    before = signal.getsignal(number)
+    waiting = threading.Thread(target=interrupt)
+    waiting.start()
+    argv = ["train", "CartPole-v1", "--seeds", "3-4", "--run-dir", str(folder), "--plugin", str(plugin)]
+    assert cli.main(argv) == 130
+    waiting.join()
+    assert (folder / "seed_3" / "saved").exists()
+    assert (folder / "seed_3" / "signals").read_text() == "x"
+    assert not (folder / "seed_4").exists()
+    assert capsys.readouterr().err.splitlines() == [
+        "groupwise: interrupted; go on with:",
+        f"  groupwise resume {folder}/seed_3 --plugin '{plugin}'",
+        f"  groupwise train {folder}/settings.json --seed 4 --run-dir {folder}/seed_4 --plugin '{plugin}'",
+    ]
+    assert signal.getsignal(number) == before
+
+
+def test_seeds_are_in_process_groups_of_their_own(monkeypatch, tmp_path):
+    """Else who signals the whole group would end them at once, by a second signal."""
+    seen = []
+
+    def start(command, **options):
+        seen.append(options["start_new_session"])
+        return Ended(0)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert cli.main(["train", "CartPole-v1", "--seeds", "3", "--run-dir", str(tmp_path / "many")]) == 0
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("seeds", ["3-1", "1,1", "a", ""])
+def test_wrong_seeds_say_what_to_write(seeds, capsys):
+    assert cli.main(["train", "CartPole-v1", f"--seeds={seeds}"]) == 2
+    assert "; mend: " in capsys.readouterr().err

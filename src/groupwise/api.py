@@ -42,7 +42,14 @@ from groupwise.training.build import (
     threads,
 )
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, saved_steps
-from groupwise.training.ending import closing_after, failure, finishing_on_signal, interruption, preparing
+from groupwise.training.ending import (
+    closing_after,
+    failure,
+    finishing_on_signal,
+    interruption,
+    is_interruption,
+    preparing,
+)
 from groupwise.training.evaluation import EvaluationResult
 from groupwise.training.trainer import Trainer
 
@@ -314,10 +321,9 @@ def _train_and_report(
             trainer.train()
         stopped = trainer.stop_reason or "total_steps"
     except (KeyboardInterrupt, Exception) as error:
-        processes_ended = trainer.interrupted and trainer.collecting  # Ctrl-C reaches those of environments, too
-        if processes_ended or isinstance(error, KeyboardInterrupt):
+        if is_interruption(error, trainer):
             stopped = "interrupted"
-            raise KeyboardInterrupt(interruption(folder, given.names())) from error
+            raise KeyboardInterrupt(interruption(error, folder, given.names())) from error
         error.add_note(failure(error, trainer, cfg.algorithm, parts.identity.env_id, folder, given.names()))
         raise
     finally:

@@ -33,7 +33,9 @@ class Cfg(BaseModel):
             said = [explain(item, type(self), fields) for item in complaints(error)]
             raise ConfigError("\n".join(f"{type(self).__name__}: {line}" for line in said)) from error
 
-    # so marked, it is run for what a user builds, and not for each config inside another
+    # So marked, as pydantic marks its own, it is run for what a user builds, and not for each config inside another, whose
+    # complaints then keep their place in the whole. There is no public way: what a validator raises becomes a ValidationError,
+    # which a ConfigError, being a ValueError, cannot escape, and the metaclass, whose __call__ could catch that, is private too.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod

@@ -1,14 +1,27 @@
 """``train --seeds``: a process and a folder per seed."""
 
+import logging
 import os
+import shlex
+import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from groupwise.config import RunCfg, to_json
 from groupwise.errors import ConfigError, RunFolderError
+from groupwise.report.folder import RunFolder
+from groupwise.training.signals import handling
+
+log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if sys.platform != "win32" else ()))
+"""SIGHUP, of a terminal that is closed, would leave the processes behind."""
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -21,10 +34,10 @@ def parse_seeds(text: str) -> list[int]:
     for part in text.split(","):
         first, _, last = part.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal():
-            raise ConfigError(f"--seeds {text}: expected a range like 0-9 or a list like 0,3,5")
+            raise ConfigError(f"--seeds {text}: expected numbers; mend: a range like 0-9 or a list like 0,3,5")
         seeds.extend(range(int(first), int(last or first) + 1))
     if not seeds or len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds {text}: expected each seed once, ranges upwards")
+        raise ConfigError(f"--seeds {text}: expected each seed once, ranges upwards; mend: as in 0-9 or 0,3,5")
     return seeds
 
 
@@ -33,6 +46,7 @@ def train_seeds(cfg: RunCfg, seeds: list[int], plugins: list[Path]) -> int:
 
     Raises:
         RunFolderError: the folder for them all is taken.
+        KeyboardInterrupt: a signal came; says how to go on with each seed that is not done.
     """
     name = f"{cfg.env.id}-{cfg.algorithm.name}-seeds-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
     folder = cfg.run_dir or Path("runs", name)
@@ -44,27 +58,79 @@ def train_seeds(cfg: RunCfg, seeds: list[int], plugins: list[Path]) -> int:
     (folder / "settings.json").write_text(settings + "\n", encoding="utf-8")
     print(f"{len(seeds)} seeds under {folder}", flush=True)
     exit_codes: dict[int, int] = {}
-    with ThreadPoolExecutor(_num_cores()) as pool:
-        jobs = {pool.submit(_train_one, folder, seed, plugins): seed for seed in seeds}
-        try:
-            for job in as_completed(jobs):
-                exit_codes[jobs[job]] = job.result()
-                print(f"seed {jobs[job]}: {'failed' if job.result() else 'done'}", flush=True)
-        except KeyboardInterrupt:  # running seeds got it too, and finish; the others must not start
-            pool.shutdown(cancel_futures=True)
-            raise
+    processes = Processes()
+    with handling(processes.stop, *_SIGNALS), ThreadPoolExecutor(_num_cores()) as pool:
+        jobs = {pool.submit(_train_one, processes, folder, seed, plugins): seed for seed in seeds}
+        for job in as_completed(jobs):
+            code = job.result()
+            if code is not None:
+                exit_codes[jobs[job]] = code
+                print(f"seed {jobs[job]}: {'failed' if code else 'done'}", flush=True)
+    unfinished = [seed for seed in seeds if exit_codes.get(seed) != 0]
+    if processes.stopping and unfinished:
+        raise KeyboardInterrupt(_interruption(folder, unfinished, plugins))
     _print_seeds(folder, {seed: exit_codes[seed] == 0 for seed in seeds})
     return int(any(exit_codes.values()))
 
 
-def _train_one(folder: Path, seed: int, plugins: list[Path]) -> int:
-    """Exit code of one seed's training; what it printed is in ``seed_<n>.log``."""
-    command = [sys.executable, "-m", "groupwise", "train", str(folder / "settings.json"), "--seed", str(seed)]
-    command += ["--run-dir", str(folder / f"seed_{seed}"), "--logging.progress", "lines"]
+class Processes:
+    """The running processes, which a signal to this one ends.
+
+    Each is in a group of its own, so that it hears of a signal once, from here: a second one would end it at once.
+    """
+
+    def __init__(self) -> None:
+        self.stopping = False
+        """Whether a signal came; no process begins any more."""
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.RLock()  # a signal may come while another is handled
+
+    def run(self, command: list[str], **options: Any) -> int | None:
+        """Exit code of a command; None if it was not begun."""
+        with self._lock:
+            if self.stopping:
+                return None
+            process = subprocess.Popen(command, start_new_session=True, **options)
+            self._running.add(process)
+        code = process.wait()
+        with self._lock:
+            self._running.remove(process)
+        return code
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Let the running ones end as a signal lets them, and no other begin."""
+        log.warning("interrupted: running seeds finish and save their iteration first; a second time stops at once")
+        with self._lock:
+            self.stopping = True
+            for process in self._running:
+                if sys.platform != "win32":  # where Ctrl-C has reached them, and this would kill them
+                    process.terminate()
+
+
+def _train_one(processes: Processes, folder: Path, seed: int, plugins: list[Path]) -> int | None:
+    """Exit code of one seed's training, None if it never began; what it printed is in ``seed_<n>.log``."""
+    command = [sys.executable, "-m", "groupwise", *_train_args(folder, seed), "--logging.progress", "lines"]
     command += [part for plugin in plugins for part in ("--plugin", str(plugin))]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    with (folder / f"seed_{seed}.log").open("w", encoding="utf-8") as log:
-        return subprocess.run(command, stdout=log, stderr=log, env=os.environ | threads, check=False).returncode
+    with (folder / f"seed_{seed}.log").open("w", encoding="utf-8") as log_file:
+        return processes.run(command, stdout=log_file, stderr=log_file, env=os.environ | threads)
+
+
+def _train_args(folder: Path, seed: int) -> list[str]:
+    return ["train", str(folder / "settings.json"), "--seed", str(seed), "--run-dir", str(folder / f"seed_{seed}")]
+
+
+def _interruption(folder: Path, unfinished: list[int], plugins: list[Path]) -> str:
+    """What to say to who interrupted: a command for each seed that is not done."""
+    named = [part for plugin in plugins for part in ("--plugin", str(plugin))]
+    lines = ["interrupted; go on with:"]
+    for seed in unfinished:
+        run = folder / f"seed_{seed}"
+        begun = RunFolder(run).config.exists()
+        lines.append(
+            f"  groupwise {shlex.join([*(['resume', str(run)] if begun else _train_args(folder, seed)), *named])}"
+        )
+    return "\n".join(lines)
 
 
 def _num_cores() -> int:
@@ -74,8 +140,6 @@ def _num_cores() -> int:
 def _print_seeds(folder: Path, succeeded: dict[int, bool]) -> None:
     from rich.console import Console
     from rich.table import Table
-
-    from groupwise.report.folder import RunFolder
 
     table = Table("seed", "return_mean", "env_steps", "see", box=None)
     for seed, good in succeeded.items():

@@ -129,6 +129,36 @@ def test_what_restart_drops_is_wasted_in_the_next_iteration(collecting, scripted
     assert collector.metrics()["rollout/wasted_steps"] == 0.0
 
 
+def test_what_an_error_loses_is_wasted_in_the_next_iteration(collecting, scripted_group, monkeypatch):
+    env = scripted_group(2, [9])
+    collector, again = collecting(env, group_size=2, collection=CARRY)
+    again(2)
+    step, calls = env.step, []
+
+    def step_twice(action):
+        calls.append(action)
+        if len(calls) == 3:
+            raise ZeroDivisionError
+        return step(action)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(env, "step", step_twice)
+        with pytest.raises(ZeroDivisionError):
+            again(3)
+    # 2 rows of 2 steps were carried over; the 2 + 2 of the iteration that failed count nowhere
+    assert collector.dropped_steps == 4
+    collector.restart()
+    collector.restart()
+    assert collector.dropped_steps == 4
+    again(2)
+    assert collector.metrics()["rollout/wasted_steps"] == 4 / 4
+    collector.restart()
+    assert collector.dropped_steps == 4
+    again(2)
+    assert collector.metrics()["rollout/wasted_steps"] == 4 / 4
+    assert collector.dropped_steps == 0
+
+
 def test_after_a_restart_nothing_of_the_past_matters(buffer_for, fake_policy, walk_env):
     def last_rollout(first):
         env, policy = make_env(EnvCfg(num_envs=3), grouped=True, env=walk_env), fake_policy(True)

@@ -12,10 +12,12 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from tensordict import TensorDict
 
 import groupwise as gw
 from groupwise.report.folder import RunFolder
+from groupwise.training.checkpoint import saved_steps
 from groupwise.training.ending import finishing_on_signal
 
 PPO = gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64)
@@ -129,8 +131,27 @@ def test_what_ctrl_c_breaks_is_part_of_the_interrupt_and_other_errors_are_not():
 
             trainer.collector.collect = interrupted  # type: ignore[method-assign]
 
-    with pytest.raises(KeyboardInterrupt, match="saved after step 64"):
-        gw.train(Breaks, PPO, callbacks=[LosesProcesses(2)], **TINY)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        gw.train(Breaks, PPO, run_dir="mine", callbacks=[LosesProcesses(2)], **TINY)
+    assert str(caught.value) == (
+        "interrupted, and meanwhile the rollout ended with ZeroDivisionError('the physics broke'); saved after step 64; "
+        "go on with: gw.resume('mine', env=...)"
+    )
+
+
+def test_a_policy_that_diverged_while_an_interrupt_waited_is_told_and_not_saved():
+    class Diverges(gw.Callback):
+        def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+            def interrupted(*args: Any, **kwargs: Any) -> TensorDict:
+                trainer.interrupt()
+                raise gw.DataError("the action is not finite")
+
+            trainer.collector.collect = interrupted  # type: ignore[method-assign]
+
+    with pytest.raises(gw.DataError) as caught:
+        gw.train("CartPole-v1", PPO, run_dir="mine", callbacks=[Diverges()], **TINY)
+    assert "nothing was saved yet" in caught.value.__notes__[-1]
+    assert not Path("mine/checkpoints/latest").exists()
 
 
 def test_a_signal_in_the_last_iteration_changes_nothing():
@@ -186,6 +207,100 @@ def test_groups_could_do_without_the_attempt():
     row, note = train_until_it_breaks(algorithm)
     assert row == "in row 0 of Breaks"
     assert "; collection.lost_member='complete' or 'drop' would do without the attempt" in note
+
+
+def test_groups_could_do_without_a_row_in_another_process(tmp_path: Path):
+    class BreaksThere(Breaks):
+        def __init__(self, flag: str) -> None:
+            self.flag = Path(flag)
+
+        def step(self, action: Any) -> Any:
+            if self.flag.exists():
+                raise ZeroDivisionError("the physics broke")
+            return super().step(action)
+
+    class BreaksThem(gw.Callback):
+        def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+            (tmp_path / "flag").touch()
+
+    algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, attempt_steps=20)
+    env = gw.EnvCfg(id="BreaksThere-v0", kwargs={"flag": str(tmp_path / "flag")}, vectorization="async")
+    gymnasium.register("BreaksThere-v0", BreaksThere)
+    try:
+        with pytest.raises(gw.EnvError, match="the physics broke") as caught:
+            gw.train(env, algorithm, run_dir="mine", callbacks=[BreaksThem()], **TINY)
+    finally:
+        del gymnasium.registry["BreaksThere-v0"]
+    assert "is in mine/checkpoints/latest; " in caught.value.__notes__[-1]
+    assert "; collection.lost_member='complete' or 'drop' would do without" in caught.value.__notes__[-1]
+
+
+def test_an_error_in_a_rollout_that_is_no_rows_own_is_no_lost_member():
+    class Policy(gw.ActorCritic):
+        def act(self, *args: Any, **kwargs: Any) -> Any:
+            raise ZeroDivisionError
+
+    env = gymnasium.make("CartPole-v1")
+    policy = Policy(env.observation_space, env.action_space, actor_only=True)
+    algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2)
+    with pytest.raises(ZeroDivisionError) as caught:
+        gw.train("CartPole-v1", algorithm, policy=policy, run_dir="mine", **TINY)
+    assert "in iteration 1 (step 0)" in caught.value.__notes__[-1]
+    assert "lost_member" not in caught.value.__notes__[-1]
+
+
+def test_an_error_of_the_evaluations_environment_saves_the_iteration_and_its_numbers():
+    class BreaksEvaluation(gw.Callback):
+        def on_rollout_end(self, trainer: gw.Trainer, rollout: TensorDict) -> None:
+            Breaks.broken = trainer.iteration == 1
+
+    settings = TINY | {"evaluation": {"interval": 64, "episodes": 2}}
+    with pytest.raises(ZeroDivisionError) as caught:
+        gw.train(Breaks, PPO, run_dir="mine", callbacks=[BreaksEvaluation()], **settings)
+    assert "after iteration 2 (step 128); what was learned until step 128 is in mine" in caught.value.__notes__[-1]
+    Breaks.broken = False
+    run = gw.resume("mine", env=Breaks)
+    assert [entry["iteration"] for entry in run.metrics()] == [1, 2, 3]
+    assert ["eval/return_mean" in entry for entry in run.metrics()] == [True, False, True]
+    assert sum(entry["rollout/env_steps"] for entry in run.metrics()) == run.summary["env_steps"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("how", ["due", "at the end", "on interrupt", "best"])
+def test_weights_that_are_not_finite_never_take_the_place_of_good_ones(how: str, bad: float):
+    class Poison(gw.Callback):
+        def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+            if trainer.iteration == 2:
+                with torch.no_grad():
+                    next(trainer.algorithm.policy.parameters()).view(-1)[0] = bad
+                if how == "on interrupt":
+                    trainer.interrupt()
+
+    settings = TINY | {"checkpoint_interval": {"due": 64, "best": 64}.get(how, 9999)}
+    settings |= {"total_steps": 128 if how == "at the end" else 192}
+    settings |= {"evaluation": {"interval": 128 if how == "best" else 9999, "episodes": 2}}
+    with pytest.raises(gw.DivergedError, match=r"holds numbers that are not finite after iteration 2; .*mend: lower"):
+        gw.train("CartPole-v1", PPO, run_dir="mine", callbacks=[Poison()], **settings)
+    assert saved_steps(Path("mine/checkpoints/latest")) == (64 if how in ("due", "best") else None)
+    assert not Path("mine/checkpoints/best").exists()
+
+
+def test_a_policy_that_diverged_leaves_the_last_checkpoint():
+    """Weights beyond all bounds, but finite: what they do is not."""
+
+    class Diverges(gw.Callback):
+        def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+            if trainer.iteration == 3:
+                with torch.no_grad():
+                    for parameter in trainer.algorithm.policy.parameters():
+                        parameter.fill_(3e38)
+
+    algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, attempt_steps=20)
+    settings = TINY | {"checkpoint_interval": 160, "total_steps": 999}  # an iteration takes 80 steps
+    with pytest.raises(gw.DataError, match="is not finite") as caught:
+        gw.train("Pendulum-v1", algorithm, run_dir="mine", callbacks=[Diverges()], **settings)
+    assert saved_steps(Path("mine/checkpoints/latest")) == 160
+    assert "lost_member" not in caught.value.__notes__[-1]
 
 
 def test_an_error_before_anything_was_learned_promises_nothing():

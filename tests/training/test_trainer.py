@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from groupwise.errors import DivergedError
+from groupwise.errors import DataError, DivergedError
 from groupwise.training.base import Callback
 from groupwise.training.trainer import Trainer
 
@@ -98,7 +98,56 @@ def test_an_error_while_collecting_lets_callbacks_save_the_iteration_before(part
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert recorder.journal == ["start", "rollout 0", "iteration 1", "interrupt after 1", "close"]
-    assert trainer.collecting
+    assert trainer.doing == "collecting"
+
+
+class Raises(Callback):
+    """Raises an error at an event of the second iteration."""
+
+    def __init__(self, event: str, error: BaseException) -> None:
+        self.error = error
+        setattr(self, event, self.fail)
+
+    def fail(self, trainer: Trainer, *args: Any) -> None:
+        if (trainer.doing == "updating" and trainer.iteration == 1) or trainer.iteration == 2:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()])
+@pytest.mark.parametrize("event", ["on_iteration_end", "on_training_end"])
+def test_after_an_error_of_a_callback_the_whole_iteration_can_be_saved(event: str, error: BaseException, parts: Any):
+    recorder = Recorder()
+    trainer = parts.trainer(Raises(event, error), recorder, total_steps=20)
+    with pytest.raises(type(error)):
+        trainer.train()
+    assert recorder.journal[-2:] == ["interrupt after 2", "close"]
+    assert trainer.metrics["rollout/return_mean"] == 1.5  # of the episodes 1 and 2
+
+
+def test_an_error_in_the_midst_of_an_iteration_leaves_nothing_to_save(parts: Any):
+    recorder = Recorder()
+    trainer = parts.trainer(Raises("on_rollout_end", ZeroDivisionError()), recorder)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert recorder.journal == ["start", "rollout 0", "iteration 1", "close"]
+
+
+@pytest.mark.parametrize("error", [DataError("an action is not finite"), DivergedError("so is a weight")])
+@pytest.mark.parametrize("where", ["collecting", "telling"])
+def test_what_diverged_is_not_to_be_saved(where: str, error: Exception, parts: Any):
+    recorder = Recorder()
+    trainer = parts.trainer(recorder, *([Raises("on_iteration_end", error)] if where == "telling" else []))
+    collect = trainer.collector.collect
+
+    def fail(*args: Any, **kwargs: Any) -> TensorDict:
+        if where == "collecting" and trainer.iteration == 1:
+            raise error
+        return collect(*args, **kwargs)
+
+    trainer.collector.collect = fail
+    with pytest.raises(type(error)):
+        trainer.train()
+    assert recorder.journal[-2:] == ["iteration 1" if where == "collecting" else "iteration 2", "close"]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -94,10 +94,21 @@ class GroupCollector(Collector):
         """Of the environment, when it was last looked at."""
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
-        """Whole groups, about ``num_steps`` steps a row; as long as the row that was busy longest."""
+        """Whole groups, about ``num_steps`` steps a row; as long as the row that was busy longest.
+
+        After an error what was carried over is lost, and counts as dropped.
+        """
+        carry, self._carry = self._carry, None
+        at_stake = carry.steps if carry else 0
+        try:
+            return self._collect(num_steps, rollout, carry)
+        except BaseException:
+            self.dropped_steps += at_stake
+            raise
+
+    def _collect(self, num_steps: int, rollout: TensorDict, carry: Carry | None) -> TensorDict:
         generator = torch.Generator(self.policy.device)
         generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
-        carry, self._carry = self._carry, None
         schedule = Schedule(self.env.num_envs, block_size=self.env.block_size, head=carry.head if carry else 0)
         supply = self._make_supply(schedule, num_steps)
         rollout, carried = carry.unpack(rollout, schedule, num_steps) if carry else (rollout, None)
@@ -160,7 +171,7 @@ class GroupCollector(Collector):
         """
         self._brancher.forget()
         if self._carry is not None:
-            self.dropped_steps = self._carry.steps
+            self.dropped_steps += self._carry.steps
             self.env.hold(self._carry.running)
             self._carry = None
 

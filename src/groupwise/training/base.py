@@ -32,9 +32,10 @@ class Callback:
         """After the last iteration, unless an error or the user's interrupt ended the run."""
 
     def on_interrupt(self, trainer: "Trainer") -> None:
-        """In place of ``on_training_end``, when the user or an error while collecting ends the run before its end.
+        """When the user or an error ends the run before its end, unless that was during the update on a rollout.
 
-        The trainer is as its last whole iteration left it.
+        The trainer is as its last whole iteration left it; an error may have kept ``on_iteration_end`` from being called.
+        After a ``DataError`` or a ``DivergedError`` this is not called.
         """
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDict
 
+from groupwise.errors import DivergedError
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Checkpoint, Identity, save_checkpoint
 from groupwise.training.evaluation import EvaluationResult
@@ -84,6 +85,7 @@ class Evaluate(Callback):
 
     def _save(self, trainer: "Trainer") -> None:
         if self.best is not None:
+            _check_weights(trainer)
             counters = {"iteration": trainer.iteration, "env_steps": trainer.env_steps, "return_mean": self.best_return}
             save_checkpoint(self.best, Checkpoint(trainer.algorithm.policy.state_dict(), counters), self.identity)
 
@@ -128,6 +130,7 @@ class SaveCheckpoints(Callback):
         self.on_training_end(trainer)
 
     def _save(self, trainer: "Trainer") -> None:
+        _check_weights(trainer)
         self.saved_at, self.settled = trainer.iteration, False
         trainer.collector.restart()  # before the state is taken: it counts the steps that are dropped
         if self.folder is not None:
@@ -143,20 +146,31 @@ class MetricsLog(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[str] | None = None
+        self._written = 0
 
     def on_training_start(self, trainer: "Trainer") -> None:
         """Open the file behind what a resumed run kept."""
+        self._written = trainer.iteration
         self._file = self.path.open("a", buffering=1, encoding="utf-8")
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Write a line."""
-        assert self._file is not None
-        self._file.write(json.dumps({"iteration": trainer.iteration, "env_steps": trainer.env_steps, **metrics}) + "\n")
+        self._write(trainer, metrics)
+
+    def on_interrupt(self, trainer: "Trainer") -> None:
+        """Write the last whole iteration's line, if an error of another callback kept it from being written."""
+        if trainer.iteration != self._written:
+            self._write(trainer, trainer.metrics)
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+
+    def _write(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        assert self._file is not None
+        self._written = trainer.iteration
+        self._file.write(json.dumps({"iteration": trainer.iteration, "env_steps": trainer.env_steps, **metrics}) + "\n")
 
 
 class StopAtScore(Callback):
@@ -289,3 +303,17 @@ class _Bar:
 
     def stop(self) -> None:
         self.progress.stop()
+
+
+def _check_weights(trainer: "Trainer") -> None:
+    """Keep weights that are of no use from taking the place of good ones.
+
+    Raises:
+        DivergedError: a parameter is not finite.
+    """
+    for name, parameter in trainer.algorithm.policy.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise DivergedError(
+                f"training diverged: {name} holds numbers that are not finite after iteration {trainer.iteration}; the last "
+                "checkpoint is kept; mend: lower learning_rate or max_grad_norm, or look at the rewards"
+            )

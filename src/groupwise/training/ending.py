@@ -1,21 +1,21 @@
 """Training that ends before its end: by Ctrl-C, a kill, or an error. What is finished first, what is kept, how to go on."""
 
 import logging
+import re
 import signal
-import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 from groupwise.algorithms.configs import AlgorithmCfg, GRPOCfg
-from groupwise.errors import GroupwiseError
+from groupwise.errors import DataError, DivergedError, GroupwiseError
 from groupwise.report.folder import RunFolder
 from groupwise.training.checkpoint import saved_steps
+from groupwise.training.signals import handling
 from groupwise.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-_DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 @contextmanager
@@ -31,15 +31,8 @@ def finishing_on_signal(trainer: Trainer) -> Iterator[None]:
         trainer.interrupt()
         log.warning("interrupted: the running iteration is finished and saved first; a second time stops at once")
 
-    in_main = threading.current_thread() is threading.main_thread()
-    ours = {number: default for number, default in _DEFAULTS.items() if in_main and signal.getsignal(number) == default}
-    for number in ours:
-        signal.signal(number, handle)
-    try:
+    with handling(handle, signal.SIGINT, signal.SIGTERM):
         yield
-    finally:
-        for number, default in ours.items():
-            signal.signal(number, default)
 
 
 @contextmanager
@@ -70,32 +63,52 @@ def preparing() -> Iterator[None]:
         raise
 
 
-def interruption(folder: RunFolder, given: Sequence[str]) -> str:
+def is_interruption(error: BaseException, trainer: Trainer) -> bool:
+    """Whether somebody's interrupt ended training: itself, or what it did to environments, whose processes it reaches, too."""
+    theirs = trainer.doing == "collecting" and not isinstance(error, DataError | DivergedError)
+    return isinstance(error, KeyboardInterrupt) or (trainer.interrupted and theirs)
+
+
+def interruption(error: BaseException, folder: RunFolder, given: Sequence[str]) -> str:
     """What to say to who interrupted.
 
     Args:
+        error: what ended training: the interrupt, or what came while the iteration was finished for its sake.
         given: what the run was given as Python objects.
     """
+    besides = "" if isinstance(error, KeyboardInterrupt) else f", and meanwhile the rollout ended with {error!r}"
     steps = saved_steps(folder.latest)
     kept = "nothing was saved yet, so that it will begin again" if steps is None else f"saved after step {steps:,}"
-    return f"interrupted; {kept}; go on with: {_resume(folder, given)}"
+    return f"interrupted{besides}; {kept}; go on with: {_resume(folder, given)}"
 
 
 def failure(
-    error: Exception, trainer: Trainer, algorithm: AlgorithmCfg, env_id: str, folder: RunFolder, given: Sequence[str]
+    error: BaseException,
+    trainer: Trainer,
+    algorithm: AlgorithmCfg,
+    env_id: str,
+    folder: RunFolder,
+    given: Sequence[str],
 ) -> str:
     """What to say below an error that ended training: where it was, what is kept, how to go on."""
     steps = saved_steps(folder.latest)
     kept = "nothing was saved yet" if steps is None else f"what was learned until step {steps:,} is in {folder.latest}"
-    where = f"in iteration {trainer.iteration + 1}" if trainer.collecting else f"after iteration {trainer.iteration}"
+    collecting = trainer.doing == "collecting"
+    where = f"in iteration {trainer.iteration + 1}" if collecting else f"after iteration {trainer.iteration}"
     parts = [
         f"groupwise: {type(error).__name__} ended training on {env_id} {where} (step {trainer.env_steps:,})",
         kept,
         f"when it is mended, go on with: {_resume(folder, given)}",
     ]
-    if trainer.collecting and isinstance(algorithm, GRPOCfg) and algorithm.collection.lost_member == "raise":
+    groups = isinstance(algorithm, GRPOCfg) and algorithm.collection.lost_member == "raise"
+    if collecting and groups and _is_of_a_row(error):
         parts.append("collection.lost_member='complete' or 'drop' would do without the attempt")
     return "; ".join(parts)
+
+
+def _is_of_a_row(error: BaseException) -> bool:
+    """Whether a step of one row raised it, here (which a note says) or in a worker (whose message it is)."""
+    return bool(re.search(r"^in row \d+ of ", "".join(traceback.format_exception_only(error)), re.MULTILINE))
 
 
 def _resume(folder: RunFolder, given: Sequence[str]) -> str:

@@ -8,18 +8,17 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.base import Collector, Episode
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError, DivergedError
+from groupwise.errors import ConfigError, DataError, DivergedError
 from groupwise.seeding import derive_seed
 from groupwise.training.base import Callback
 
@@ -66,8 +65,10 @@ class Trainer:
         self.stop_reason: str | None = None
         self.interrupted = False
         """Whether somebody asked to end training early, and to go on later."""
-        self.collecting = False
-        """Whether a rollout is being collected, or was when an error came."""
+        self.metrics: dict[str, float] = {}
+        """Of the last finished iteration."""
+        self.doing: Literal["collecting", "updating", "telling"] = "telling"
+        """What is under way, or was when an error came: a rollout, the update on it, or what callbacks do between iterations."""
 
     def train(self) -> None:
         """Run the loop.
@@ -79,13 +80,7 @@ class Trainer:
         try:
             for callback in self.callbacks:
                 callback.on_training_start(self)
-            while self._sum(self.is_done()) == 0:
-                if self._sum(self.interrupted) > 0:
-                    self._tell_interrupt()
-                    raise KeyboardInterrupt
-                self._iterate()
-            for callback in self.callbacks:
-                callback.on_training_end(self)
+            self._train()
         finally:
             for callback in self.callbacks:
                 callback.close()
@@ -137,12 +132,30 @@ class Trainer:
             named.append((f"{name}-{seen[name]}" if seen[name] > 1 else name, callback))
         return named
 
+    def _train(self) -> None:
+        try:
+            while self._sum(self.is_done()) == 0:
+                if self._sum(self.interrupted) > 0:
+                    raise KeyboardInterrupt
+                self._iterate()
+            for callback in self.callbacks:
+                callback.on_training_end(self)
+        except (DataError, DivergedError):  # what was learned since the last checkpoint is suspect
+            raise
+        except BaseException:
+            if self.doing != "updating":  # else the last iteration is no longer whole
+                for callback in self.callbacks:
+                    callback.on_interrupt(self)
+            raise
+
     def _iterate(self) -> None:
         start = time.perf_counter()
         _seed_everything(derive_seed(self.seed, "global", self.engine.rank, self.iteration))
         self.algorithm.set_progress(self.env_steps / self.total_steps)
         self.collector.sync(self.algorithm.policy)
-        rollout = self._collect()
+        self.doing = "collecting"
+        rollout = self.collector.collect(self.num_steps, rollout=self.buffer.start_rollout())
+        self.doing = "updating"
         self.buffer.add(rollout)
         collected = time.perf_counter()
         for callback in self.callbacks:
@@ -161,22 +174,9 @@ class Trainer:
             "time/update_seconds": updated - update_start,
             "time/steps_per_second": steps / (updated - start),
         }
+        self.metrics, self.doing = metrics, "telling"
         for callback in self.callbacks:
             callback.on_iteration_end(self, rollout, metrics)
-
-    def _collect(self) -> TensorDict:
-        self.collecting = True
-        try:
-            rollout = self.collector.collect(self.num_steps, rollout=self.buffer.start_rollout())
-        except BaseException:
-            self._tell_interrupt()  # all is as the last iteration left it, so that it can be saved
-            raise
-        self.collecting = False
-        return rollout
-
-    def _tell_interrupt(self) -> None:
-        for callback in self.callbacks:
-            callback.on_interrupt(self)
 
     def _sum(self, number: int) -> int:
         if self.engine.world_size == 1:

@@ -1,0 +1,26 @@
+"""Signals that end a process, handled for a while. Imports no torch."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+@contextmanager
+def handling(handle: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
+    """Let ``handle`` take these signals.
+
+    Where signals cannot be caught (outside of the main thread), or somebody else does, nothing changes.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in numbers if in_main}
+    ours = {n: was for n, was in before.items() if was in (signal.default_int_handler, signal.SIG_DFL)}
+    for number in ours:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, was in ours.items():
+            signal.signal(number, was)

@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -110,9 +111,13 @@ def test_train_from_a_file_with_options_over_it(api, tmp_path):
     assert (cfg.env.id, cfg.seed, cfg.algorithm.gamma, cfg.algorithm.learning_rate) == ("Acrobot-v1", 4, 0.5, 0.25)
 
 
-def test_environment_of_a_module_is_left_to_gymnasium(api):
-    assert cli.main(["train", "my_module:Mine-v0"]) == 0
-    assert trained(api).env.id == "my_module:Mine-v0"
+def test_whole_numbers_may_be_written_as_in_python(api):
+    argv = ["train", "CartPole-v1", "--total-steps", "1e5", "--env.max-episode-steps", "2e2", "--seed", "7"]
+    assert cli.main(argv) == 0
+    cfg = trained(api)
+    assert (cfg.total_steps, cfg.env.max_episode_steps, cfg.seed) == (100_000, 200, 7)
+    assert cli.main(["resume", "runs/x", "--total-steps", "1e3"]) == 0
+    assert api[-1][1] == (Path("runs/x"), 1000)
 
 
 # --- mistakes ---
@@ -153,14 +158,36 @@ def test_mistakes_end_in_one_clear_line(api, capsys, argv, message):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("config CartPole-v1 --algorithm.gamma x", "--algorithm.gamma"),
-        ("config CartPole-v1 --env.kwargs {a", "is broken JSON"),
-        ("config CartPole-v1 --env.kwargs 3", "expected a JSON object"),
+        ("config CartPole-v1 --algorithm.gamma x", "--algorithm.gamma: could not convert string to float: 'x'; mend: "),
+        ("config CartPole-v1 --env.kwargs {a", "--env.kwargs: '{a' is broken JSON: "),
+        ("config CartPole-v1 --env.kwargs 3", "--env.kwargs: '3': expected a JSON object"),
+        ("check-env CartPole-v1 --env.kwargs {a", "--env.kwargs: '{a' is broken JSON: "),
+        (
+            "train CartPole-v1 --total-steps 1.5",
+            "--total-steps: expected a whole number such as 100000 or 1e5, got '1.5'",
+        ),
+        ("train CartPole-v1 --total-steps inf", "--total-steps: expected a whole number"),
+        (
+            "train CartPole-v1 --env.max-episode-steps x",
+            "--env.max-episode-steps: expected {None}|INT, got ['x']; mend: ",
+        ),
+        ("train CartPole-v1 Acrobot-v1", "'Acrobot-v1' belongs to no option; mend: "),
+        ("train CartPole-v1 --seed 3 4", "'4' belongs to no option; mend: "),
+        ("train CartPole-v1 --total-steps", "Missing value for argument '--total-steps'"),
+        ("train evil:Mine-v0", "environment 'evil:Mine-v0' would import 'evil', and a config imports nothing; mend: "),
+        ("check-env evil:Mine-v0", "name the id alone, 'Mine-v0'"),
+        ("train Qqqqqqqq", "unknown environment 'Qqqqqqqq': no registered id is like it; mend: --plugin FILE.py"),
     ],
 )
-def test_values_that_cannot_be_read_are_named(api, capsys, argv, message):
+def test_words_that_cannot_be_read_are_named_in_one_line(api, capsys, argv, message):
     assert cli.main(argv.split()) == 2
-    assert message in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert captured.err.startswith("groupwise: error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert "mend: " in captured.err
+    assert captured.out == ""
+    assert api == []
 
 
 def test_debug_shows_the_traceback():
@@ -203,19 +230,39 @@ def test_interrupt_says_how_to_go_on(api, capsys, monkeypatch):
 def test_eval_prints_one_line_that_a_script_can_read(api, capsys):
     assert cli.main(["eval", "runs/x", "--episodes", "3"]) == 0
     assert capsys.readouterr().out == "return_mean=12.5 ci95=[11, 14] episodes=3\n"
-    assert api == [("evaluate", (Path("runs/x"), 3), {"deterministic": True, "seed": None, "video": False})]
+    assert api == [
+        ("evaluate", (Path("runs/x"), 3), {"deterministic": True, "seed": None, "video": False, "checkpoint": "latest"})
+    ]
 
 
 def test_eval_as_json_and_its_options(api, capsys):
-    assert cli.main(["eval", "runs/x", "--json", "--sampled", "--seed", "4", "--video"]) == 0
+    assert cli.main(["eval", "runs/x", "--json", "--sampled", "--seed", "4", "--video", "--checkpoint=best"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "return_mean": 12.5,
         "ci95": [11.0, 14.0],
         "episodes": 3,
         "length_mean": 12.5,
         "returns": [11.0, 12.5, 14.0],
+        "video": "runs/x/policy.gif",
     }
-    assert api == [("evaluate", (Path("runs/x"), 100), {"deterministic": False, "seed": 4, "video": True})]
+    asked = {"deterministic": False, "seed": 4, "video": True, "checkpoint": "best"}
+    assert api == [("evaluate", (Path("runs/x"), 100), asked)]
+
+
+def test_eval_says_where_the_video_is(api, capsys):
+    assert cli.main(["eval", "runs/x", "--video"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["video: runs/x/policy.gif"]
+
+
+def test_one_episode_gives_no_interval(api, capsys, monkeypatch):
+    one = Score(7.0, (math.nan, math.nan), 1, (7.0,), 3.0)
+    monkeypatch.setattr(sys.modules["groupwise.api"], "evaluate", lambda *args, **options: one)
+    assert cli.main(["eval", "runs/x", "--episodes", "1"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "return_mean=7 ci95=none episodes=1\n"
+    assert "one episode gives no interval" in captured.err
+    assert cli.main(["eval", "runs/x", "--episodes", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ci95"] is None
 
 
 def test_resume(api, capsys):

@@ -149,7 +149,9 @@ def __getattr__(name: str) -> object:
 
         return version("groupwise")
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'groupwise' has no attribute {name!r}")
+        from groupwise.errors import nearest
+
+        raise AttributeError(f"module 'groupwise' has no attribute {name!r}{nearest(name, __all__)}")
     value = vars(import_module(_MODULE_OF[name]))[name]
     globals()[name] = value  # the next use finds it without coming here
     return value

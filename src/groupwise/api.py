@@ -1,7 +1,6 @@
 """Train, evaluate and resume: the parts of a run put together, and what it leaves in its folder."""
 
 import json
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -20,13 +19,13 @@ from groupwise.engines.base import Engine
 from groupwise.engines.distributed import from_environment
 from groupwise.envs.base import GroupEnv
 from groupwise.envs.configs import EnvCfg
-from groupwise.errors import ConfigError, EnvError, RunFolderError
+from groupwise.errors import ConfigError, RunFolderError
+from groupwise.plugins import blaming_absence
 from groupwise.policies.base import Policy
 from groupwise.policies.configs import PolicyCfg
 from groupwise.report.curve import plot_curve
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import scores_of
-from groupwise.report.video import NoPictureError, film
 from groupwise.seeding import derive_seed
 from groupwise.training.base import Callback
 from groupwise.training.build import (
@@ -38,7 +37,6 @@ from groupwise.training.build import (
     build_parts,
     build_trainer,
     pick_device,
-    separate_env,
     threads,
 )
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, saved_steps
@@ -51,14 +49,13 @@ from groupwise.training.ending import (
     preparing,
 )
 from groupwise.training.evaluation import EvaluationResult
+from groupwise.training.filming import record, record_if_possible
 from groupwise.training.trainer import Trainer
 
 if TYPE_CHECKING:
     import gymnasium
 
     EnvFactory = Callable[..., gymnasium.Env] | Callable[..., GroupEnv] | GroupEnv | gymnasium.vector.VectorEnv
-
-log = logging.getLogger(__name__)
 
 SMALL_TENSOR = 2**17
 """Elements; networks whose largest matrix is no larger run fastest on one thread."""
@@ -78,6 +75,12 @@ class Run:
     """What the run reached and why it ended."""
     given: Given = field(default=Given(), repr=False)
     """Python objects that the run was given."""
+
+    def __repr__(self) -> str:
+        """Where, what and how well: the settings alone would be a page."""
+        reached = {key: self.summary.get(key) for key in ("env_steps", "return_mean")}
+        numbers = ", ".join(f"{key}={value:.6g}" for key, value in reached.items() if value is not None)
+        return f"Run({str(self.path)!r}, {self.cfg.env.id!r}, {self.cfg.algorithm.name!r}, {numbers or 'untrained'})"
 
     @property
     def policy(self) -> Policy:
@@ -109,7 +112,7 @@ class Run:
         """
         folder = RunFolder.open(Path(path))
         given = Given(env, policy)
-        parts = build_parts(_read_cfg(folder, given), given, Engine())
+        parts = _build_again(_read_cfg(folder, given), given, folder, Engine())
         with _closing_own(parts, given):
             where = folder.checkpoints / checkpoint
             load_policy(parts.algorithm.policy, load_checkpoint(where, parts.identity).policy, where)
@@ -226,7 +229,8 @@ def resume(
             )
         cfg = cfg.model_copy(update={"total_steps": total_steps})
     engine = from_environment(pick_device(cfg.device).type)
-    return _run(build_parts(cfg, given, engine), given, folder, callbacks, engine, resume=True)
+    parts = _build_again(cfg, given, folder, engine)
+    return _run(parts, given, folder, callbacks, engine, resume=True)
 
 
 def evaluate(
@@ -260,7 +264,7 @@ def evaluate(
     evaluator = Evaluator(run.cfg, run.given, run.policy, episodes=episodes, deterministic=deterministic, seed=seed)
     with _threads_for(run.policy), closing(evaluator):
         if video:  # first, so that no episodes are played for an error
-            _record(run.cfg, run.given, run.policy, RunFolder(run.path), seed)
+            record(run.cfg, run.given, run.policy, RunFolder(run.path).video, seed)
         return evaluator()
 
 
@@ -285,7 +289,7 @@ def _run(
         if resume and trainer.iteration == begun and engine.rank == 0:
             _say(f"nothing was left to train ({summary['stopped']}); mend: give more total_steps")
         if engine.rank == 0:
-            _record_if_possible(cfg, given, policy, folder, evaluator.seed)
+            record_if_possible(cfg, given, policy, folder.video, evaluator.seed)
     return Run(folder.path, cfg, parts.algorithm, summary, given)
 
 
@@ -338,24 +342,6 @@ def _train_and_report(
     return summary
 
 
-def _record_if_possible(cfg: RunCfg, given: Given, policy: Policy, folder: RunFolder, seed: int) -> None:
-    """A video for whoever did not ask for one: what trained is worth more than a picture of it."""
-    try:
-        _record(cfg, given, policy, folder, seed)
-    except NoPictureError as error:
-        log.info("%s", error)
-    except EnvError as error:
-        log.warning("%s", error)
-
-
-def _record(cfg: RunCfg, given: Given, policy: Policy, folder: RunFolder, seed: int) -> None:
-    if (separate := separate_env(cfg.env, given.env)) is None:
-        raise NoPictureError(
-            "no video: the environment was given ready-made; mend: give an id or a callable that makes one"
-        )
-    film(policy, *separate, folder.video, seed=derive_seed(seed, "video"))
-
-
 def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]]:
     """Id for the config, and the settings that come with the environment, as a ready vector brings its rows."""
     import gymnasium
@@ -375,13 +361,19 @@ def _read_cfg(folder: RunFolder, given: Given) -> RunCfg:
         raise ConfigError(
             f"{folder.path} was given {' and '.join(missing)} in Python; mend: give the same again, as {missing[0]}=..."
         )
-    try:
-        return RunCfg.model_validate(folder.read_config())
-    except ValidationError as error:
-        reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise RunFolderError(
-            f"{folder.config} does not fit: {reasons}; mend: correct it, or register the algorithm first"
-        ) from error
+    with blaming_absence(folder.path, folder.read_plugins()):
+        try:
+            return RunCfg.model_validate(folder.read_config())
+        except ValidationError as error:
+            reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise RunFolderError(
+                f"{folder.config} does not fit: {reasons}; mend: correct it, or register the algorithm first"
+            ) from error
+
+
+def _build_again(cfg: RunCfg, given: Given, folder: RunFolder, engine: Engine) -> Parts:
+    with blaming_absence(folder.path, folder.read_plugins()):
+        return build_parts(cfg, given, engine)
 
 
 def _plain(cfg: RunCfg) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from groupwise.envs.configs import EnvCfg, StartTier
 from groupwise.envs.findings import Branching, EnvReport, Finding, Training, none, unknown
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.make import make_env
+from groupwise.envs.names import refuse_module
 from groupwise.envs.noise import generators_kept, global_generators_kept, step_noise
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.self_vectorised import makes_rows
@@ -64,7 +65,9 @@ def _maker_of(made: object) -> str:
 
 def _check(given: EnvCfg, make: Maker | None) -> EnvReport:
     cfg = given
-    if make is None:  # the environment's preset says how training makes it
+    if make is None:
+        refuse_module(given.id)  # before anything could import it
+        # the environment's preset says how training makes it
         cfg = resolve(given.id, env={name: vars(given)[name] for name in given.model_fields_set - {"id"}}).env
     if cfg.vectorization == "envpool" or (make is not None and makes_rows(make)):
         return _check_rows(cfg, make)

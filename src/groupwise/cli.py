@@ -71,6 +71,7 @@ EVAL_HELP = """Play episodes with the policy of a run; print the mean return and
 Examples:
   groupwise eval runs/<run>
   groupwise eval runs/<run> --episodes 1000 --sampled
+  groupwise eval runs/<run> --checkpoint best --video
   groupwise eval runs/<run> --json | jq .return_mean
 """
 
@@ -239,6 +240,9 @@ def _eval(argv: Sequence[str], plugins: list[Path]) -> int:
     parser.add_argument("--sampled", action="store_true", help="sample actions instead of taking the most likely ones")
     parser.add_argument("--seed", type=int, help="of the episodes (default: one that training never used)")
     parser.add_argument("--video", action="store_true", help="also record an episode, where the environment renders")
+    parser.add_argument(
+        "--checkpoint", choices=("latest", "best"), default="latest", help="whose policy to play (default: latest)"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON, each return too")
     options = parser.parse_args(argv)
     if options.episodes < 1:
@@ -247,21 +251,39 @@ def _eval(argv: Sequence[str], plugins: list[Path]) -> int:
     from groupwise import api
 
     found = api.evaluate(
-        options.run, options.episodes, deterministic=not options.sampled, seed=options.seed, video=options.video
+        options.run,
+        options.episodes,
+        deterministic=not options.sampled,
+        seed=options.seed,
+        video=options.video,
+        checkpoint=options.checkpoint,
     )
-    low, high = found.ci95
+    from groupwise.report.folder import RunFolder
+
+    interval = list(found.ci95) if found.episodes > 1 else None
+    video = str(RunFolder(options.run).video) if options.video else None
     if options.json:
-        numbers = {"return_mean": found.return_mean, "ci95": [low, high], "episodes": found.episodes}
-        print(json.dumps(numbers | {"length_mean": found.length_mean, "returns": list(found.returns)}))
-    else:
-        print(f"return_mean={found.return_mean:.6g} ci95=[{low:.6g}, {high:.6g}] episodes={found.episodes}")
+        numbers = {"return_mean": found.return_mean, "ci95": interval, "episodes": found.episodes}
+        numbers |= {"length_mean": found.length_mean, "returns": list(found.returns)}
+        print(json.dumps(numbers | ({"video": video} if video else {})))
+        return 0
+    shown = "[{:.6g}, {:.6g}]".format(*interval) if interval else "none"
+    print(f"return_mean={found.return_mean:.6g} ci95={shown} episodes={found.episodes}")
+    if interval is None:
+        print("one episode gives no interval; mend: --episodes 2 or more", file=sys.stderr)
+    if video:
+        print(f"video: {video}")
     return 0
 
 
 def _resume(argv: Sequence[str], plugins: list[Path]) -> int:
+    from groupwise.options import whole_number
+
     parser = Parser(prog="groupwise resume", description=RESUME_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("--total-steps", type=int, help="train until then (default: what the run was started with)")
+    parser.add_argument(
+        "--total-steps", type=whole_number, help="train until then (default: what the run was started with)"
+    )
     options = parser.parse_args(argv)
 
     from groupwise import api

@@ -100,4 +100,9 @@ def require_extra(module: str, extra: str) -> None:
         MissingExtraError: ``module`` is absent; names the extra that brings it.
     """
     if find_spec(module) is None:
-        raise MissingExtraError(f"{module!r} is not installed; mend: pip install 'groupwise[{extra}]'")
+        raise MissingExtraError(f"{module!r} is not installed; mend: {installing(extra)}")
+
+
+def installing(extra: str) -> str:
+    """The command that installs an extra, as the documentation has it."""
+    return f"pip install -e '.[{extra}]' in the checkout"

@@ -4,8 +4,13 @@ tyro parses and documents them; ``groupwise.config`` judges the values, so that 
 from Python and from the command line. Imports no torch.
 """
 
+import io
 import json
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from itertools import dropwhile, takewhile
 from typing import Any, Literal, get_args, get_origin
 
 import tyro
@@ -24,7 +29,7 @@ from groupwise.algorithms.configs import AlgorithmCfg
 from groupwise.cfg import Cfg
 from groupwise.config import RunCfg, load_config, resolve
 from groupwise.envs.configs import EnvCfg
-from groupwise.envs.names import unknown_environment
+from groupwise.envs.names import refuse_module, unknown_environment
 from groupwise.errors import ConfigError
 from groupwise.option_names import check_names
 
@@ -37,20 +42,21 @@ def parse_options(
     Resolves twice: without the options, for the defaults that the help shows, then with those that differ from them.
 
     Raises:
-        ConfigError: a setting is wrong.
-        SystemExit: help was asked for, or tyro met a value that it cannot read.
+        ConfigError: a setting is wrong, or cannot be read.
+        SystemExit: help was asked for.
     """
     default = _resolve(target, algorithm, preset, {})
     check_names(options, default, _hidden)
-    changed: Any = tyro.cli(
-        RunCfg,
-        prog=f"{prog} {target}",
-        description=description,
-        args=options,
-        default=default,
-        config=(tyro.conf.AvoidSubcommands,),
-        registry=_RULES,
-    )
+    with _in_a_line():
+        changed: Any = tyro.cli(
+            RunCfg,
+            prog=f"{prog} {target}",
+            description=description,
+            args=options,
+            default=default,
+            config=(tyro.conf.AvoidSubcommands,),
+            registry=_RULES,
+        )
     return _resolve(target, algorithm, preset, changed) if changed else default
 
 
@@ -63,8 +69,8 @@ def parse_env_options(
         names: the fields that are options.
 
     Raises:
-        ConfigError: a setting is wrong, or no option here.
-        SystemExit: help was asked for, or tyro met a value that it cannot read.
+        ConfigError: a setting is wrong, cannot be read, or is no option here.
+        SystemExit: help was asked for.
     """
     known = [f"--env.{name.replace('_', '-')}" for name in names]
     for option in (word.partition("=")[0] for word in options if word.startswith("--") and word != "--help"):
@@ -76,15 +82,46 @@ def parse_env_options(
     }
     shown = create_model("Environment", __base__=Cfg, __doc__="Environment.", **fields)
     around = create_model("Trial", __base__=Cfg, env=(shown, ...))
-    changed: Any = tyro.cli(
-        around,
-        prog=f"{prog} {target}",
-        description=description,
-        args=options,
-        default=around(env=shown(**{name: vars(default.env)[name] for name in names})),
-        registry=_RULES,
-    )
+    with _in_a_line():
+        changed: Any = tyro.cli(
+            around,
+            prog=f"{prog} {target}",
+            description=description,
+            args=options,
+            default=around(env=shown(**{name: vars(default.env)[name] for name in names})),
+            registry=_RULES,
+        )
     return (_resolve(target, None, None, changed) if changed else default).env
+
+
+@contextmanager
+def _in_a_line() -> Iterator[None]:
+    """Turn the box that tyro draws around a complaint into an error like any other."""
+    box = io.StringIO()
+    try:
+        with redirect_stderr(box):
+            yield
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        inside = [line.strip("│| ") for line in box.getvalue().splitlines()[1:]]  # the first has the title
+        said = takewhile(_has_words, dropwhile(lambda line: not _has_words(line), inside))
+        raise ConfigError(_plainly(" ".join(said))) from stop
+
+
+def _has_words(line: str) -> bool:
+    return re.search(r"\w", line) is not None
+
+
+def _plainly(said: str) -> str:
+    """What tyro says in our words, with what is to be done."""
+    if match := re.fullmatch(r"Error parsing (\S+): (.*)", said):
+        option, why = match.groups()
+        why = re.sub(r"no type matching (.*) could be instantiated from (.*)\.", r"expected \1, got \2", why)
+        return f"{option}: {why}; mend: a value as --help shows it"
+    if match := re.fullmatch(r"Unrecognized options: (.*)", said):
+        return f"{match[1]!r} belongs to no option; mend: leave it out, or name its option (--help shows them all)"
+    return f"{said.rstrip('.')}; mend: see --help"
 
 
 def _resolve(target: str, algorithm: str | None, preset: str | None, changed: dict[str, Any]) -> RunCfg:
@@ -97,8 +134,9 @@ def _resolve(target: str, algorithm: str | None, preset: str | None, changed: di
 
 
 def _check_env_id(env_id: str) -> None:
-    """Catch a typo before anything slow is imported; ``module:id`` is refused with its own reason later."""
-    if env_id in presets.env_ids() or ":" in env_id:
+    """Catch a typo before anything slow is imported."""
+    refuse_module(env_id)
+    if env_id in presets.env_ids():
         return
     from gymnasium.envs.registration import registry
 
@@ -147,6 +185,34 @@ def _text_of_choice(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str] | 
         is_instance=lambda value: isinstance(value, str),
         str_from_instance=lambda value: [value],
     )
+
+
+@_RULES.primitive_rule
+def _whole_number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
+    if info.type is not int:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda args: whole_number(args[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def whole_number(text: str) -> int:
+    """A whole number; also as people write large ones, 1e5."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not number.is_integer():
+        raise ValueError(f"expected a whole number such as 100000 or 1e5, got {text!r}")
+    return int(number)
 
 
 @_RULES.primitive_rule

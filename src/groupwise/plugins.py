@@ -66,7 +66,7 @@ def _import(path: Path) -> None:
         return
     spec = importlib.util.spec_from_file_location(f"groupwise_plugin_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigError(f"--plugin {path}: expected an existing Python file, or a module that is installed")
+        raise _neither(path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -78,6 +78,11 @@ def _import_module(name: str) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # its own imports are what fails
-        raise ConfigError(
-            f"--plugin {name}: expected an existing Python file, or a module that is installed"
-        ) from error
+        raise _neither(name) from error
+
+
+def _neither(plugin: Path | str) -> ConfigError:
+    return ConfigError(
+        f"--plugin {plugin}: expected an existing Python file, or a module that is installed; mend: the file's path, with "
+        "its .py, or install the module"
+    )

@@ -1,3 +1,4 @@
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from groupwise.envs.configs import EnvCfg
 from groupwise.errors import EnvError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.report.curve import plot_curve
+from groupwise.report.scores import scores_of
 from groupwise.report.statistics import half_width_95
 from groupwise.report.video import NoPictureError, film, record_video, rendering_env
 
@@ -44,7 +46,20 @@ def test_half_width_by_the_table():
     # Student's t at 97.5 %: 12.7062 (1 degree of freedom), 2.0930 (19)
     assert half_width_95(2.0, 2) == pytest.approx(12.7062 * 2.0 / 2**0.5, rel=1e-4)
     assert half_width_95(10.0, 20) == pytest.approx(2.0930 * 10.0 / 20**0.5, rel=1e-4)
-    assert half_width_95(0.0, 1) == 0.0
+    assert math.isnan(half_width_95(0.0, 1))
+
+
+def test_a_single_episode_has_no_interval_in_the_summary_and_still_a_curve(tmp_path: Path):
+    single = {"env_steps": 20, "iteration": 1, "time/total_seconds": 1.0}
+    single |= {"eval/return_mean": 4.0, "eval/return_std": 0.0, "eval/episodes": 1.0}
+    assert scores_of([single])["ci95"] is None
+    assert scores_of([single | {"eval/return_std": 2.0, "eval/episodes": 2.0}])["ci95"] == pytest.approx(
+        [4 - 17.9693, 4 + 17.9693],
+        abs=1e-3,  # 12.7062 * 2 / sqrt(2)
+    )
+    plot_curve([single], tmp_path / "curve.png", "one episode")
+    with Image.open(tmp_path / "curve.png") as image:
+        image.verify()
 
 
 class Corridor(gymnasium.Env):

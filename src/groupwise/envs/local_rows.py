@@ -9,7 +9,7 @@ import numpy.typing as npt
 from groupwise.envs.attempts import Attempt, EnvMaker, StartCache, StartMethod
 from groupwise.envs.base import Snapshot
 from groupwise.envs.board import OUTCOMES, Arrays, ObsWriter, step_arrays
-from groupwise.errors import EnvError
+from groupwise.errors import DataError, EnvError
 
 OnError: TypeAlias = Literal["raise", "report"]
 """What becomes of an error in an environment's ``step``: it is passed on, or the row is reported as failed and held."""
@@ -69,7 +69,10 @@ class Rows:
                 any_ended = True
                 continue
             shown[row] = obs
-            write(row, obs)
+            try:
+                write(row, obs)
+            except DataError as error:
+                raise self._misshapen("step", error) from error
             if ended or cut:
                 terminated[row], truncated[row], any_ended = ended, cut, True
             if parts:
@@ -111,7 +114,15 @@ class Rows:
 
     def _show(self, row: int, obs: Any) -> None:
         self._obs[row] = obs
-        self._writer.write(row, obs)
+        try:
+            self._writer.write(row, obs)
+        except DataError as error:
+            raise self._misshapen("reset", error) from error
+
+    def _misshapen(self, method: Literal["reset", "step"], error: DataError) -> DataError:
+        return DataError(
+            f"{method}() of {self._cfg.env_id} returned what its observation_space does not allow: {error}"
+        )
 
     def _store_parts(self, row: int, info: dict[str, Any]) -> None:
         try:

@@ -15,6 +15,7 @@ from groupwise.envs.configs import EnvCfg
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.local_rows import OnError
+from groupwise.envs.names import refuse_module
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.state_vector import HasStates, StateVectorGroupEnv
 from groupwise.errors import EnvError, GroupStartError
@@ -108,11 +109,8 @@ def _make(
         raise EnvError(
             f"a grouped environment is reset by its collector, but autoreset is {cfg.autoreset!r}; mend: autoreset='disabled'"
         )
-    if env is None and ":" in cfg.id:
-        raise EnvError(
-            f"environment {cfg.id!r} would import {cfg.id.partition(':')[0]!r}, and a config imports nothing; mend: import "
-            "it yourself (on the command line: --plugin file.py) and name the id alone"
-        )
+    if env is None:
+        refuse_module(cfg.id)
     if cfg.group_start == "native":
         _refuse_what_arrays_lack(cfg)
     num_envs = num_envs or cfg.num_envs

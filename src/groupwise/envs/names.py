@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from groupwise.errors import MissingExtraError, UnknownNameError
+from groupwise.errors import EnvError, MissingExtraError, UnknownNameError, installing, nearest
 
 
 class _Package(NamedTuple):
@@ -26,7 +26,26 @@ def unknown_environment(env_id: str, known: Iterable[str]) -> UnknownNameError |
     for prefix, package in _PACKAGES.items():
         if env_id.startswith(prefix) and not any(name.startswith(prefix) for name in names):
             return _from(package, env_id)
-    return UnknownNameError("environment", env_id, names)
+    hint = (
+        None
+        if nearest(env_id, names)
+        else "no registered id is like it; mend: --plugin FILE.py if it is yours (in Python: register it first)"
+    )
+    return UnknownNameError("environment", env_id, names, hint=hint)
+
+
+def refuse_module(env_id: str) -> None:
+    """Refuse ids of the form ``module:Name``.
+
+    Raises:
+        EnvError: Gymnasium would import the module.
+    """
+    module, colon, name = env_id.partition(":")
+    if colon:
+        raise EnvError(
+            f"environment {env_id!r} would import {module!r}, and a config imports nothing; mend: import it yourself (on "
+            f"the command line: --plugin {module}) and name the id alone, {name!r}"
+        )
 
 
 def _from(package: _Package, env_id: str) -> UnknownNameError | MissingExtraError:
@@ -34,7 +53,7 @@ def _from(package: _Package, env_id: str) -> UnknownNameError | MissingExtraErro
     registering = f"import {module} (command line: --plugin {module})"
     if find_spec(module) is None:
         return MissingExtraError(
-            f"environment {env_id!r} needs {module!r}, which is not installed; mend: pip install 'groupwise[{extra}]', "
+            f"environment {env_id!r} needs {module!r}, which is not installed; mend: {installing(extra)}, "
             f"then {registering}"
         )
     hint = f"{module} (extra {extra!r}) registers it when it is imported, and nobody did; mend: {registering}"

@@ -25,7 +25,7 @@ from groupwise.envs.local_rows import OnError, RowCfg
 from groupwise.envs.names import unknown_environment
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.starts import choose_start
-from groupwise.errors import EnvError, GroupStartError, MissingExtraError
+from groupwise.errors import EnvError, GroupStartError, MissingExtraError, installing
 
 _NATIVE_ENTRY_POINT = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
 _VECTORIZERS: dict[str, type[SyncVectorEnv] | type[AsyncVectorEnv]] = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}
@@ -111,7 +111,7 @@ def explained(env_id: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"{env_id} needs {error.name!r}, which is not installed; mend: install it") from error
     except (gymnasium.error.Error, TypeError) as error:  # TypeError: arguments that it does not take
-        raise EnvError(f"{env_id} cannot be made: {error}") from error
+        raise EnvError(f"{env_id} cannot be made: {error}; mend: env.kwargs, or env.vectorization") from error
 
 
 def _describe(cfg: EnvCfg, make: EnvMaker, on_error: OnError) -> RowCfg:
@@ -171,9 +171,9 @@ def _copying(make: EnvMaker, cfg: EnvCfg) -> EnvMaker:
 
 
 def _mend(message: str) -> str:
-    """Gymnasium's message, with the extra of ours that brings what is missing."""
+    """Gymnasium's message; what is to be done about it by the extra of ours that brings what is missing."""
     named = re.search(r"gymnasium\[([\w-]+)\]", message)
     ours = metadata("groupwise").get_all("Provides-Extra") or []
     if named is None or named[1] not in ours:
         return message
-    return f"{message}; mend: pip install 'groupwise[{named[1]}]'"
+    return f"{message.partition(',')[0]}; mend: {installing(named[1])}"

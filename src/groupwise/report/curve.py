@@ -56,4 +56,5 @@ def _episodes(metrics: Sequence[dict[str, Any]]) -> str:
 
 def _half_widths(metrics: Sequence[dict[str, Any]]) -> list[float]:
     entries = [entry for entry in metrics if "eval/return_mean" in entry]
-    return [half_width_95(entry["eval/return_std"], int(entry["eval/episodes"])) for entry in entries]
+    counts = [int(entry["eval/episodes"]) for entry in entries]
+    return [half_width_95(e["eval/return_std"], n) if n > 1 else 0.0 for e, n in zip(entries, counts, strict=True)]

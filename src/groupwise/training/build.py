@@ -184,11 +184,15 @@ def build_callbacks(
 
 def _note_on_length(cfg: RunCfg) -> str:
     """A line for whoever wonders why more steps are taken than were asked for."""
-    at_once = cfg.env.num_envs * cfg.algorithm.num_steps
+    at_once, why = cfg.env.num_envs * cfg.algorithm.num_steps, "num_envs * num_steps"
+    if isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.unfinished == "finish":
+        members = cfg.algorithm.group_size + _greedy_attempts(cfg.algorithm)
+        if members > at_once:
+            at_once, why = members, "a group of so many attempts is finished"
     if cfg.total_steps >= at_once:
         return ""
     return (
-        f"\none iteration takes at least {at_once:,} steps (num_envs * num_steps), so that the first one reaches "
+        f"\none iteration takes at least {at_once:,} steps ({why}), so that the first one reaches "
         f"total_steps = {cfg.total_steps:,}"
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from groupwise import plugins
 from groupwise.algorithms.configs import AlgorithmCfg, GRPOCfg
 from groupwise.errors import DataError, DivergedError, GroupwiseError
 from groupwise.report.folder import RunFolder
@@ -113,5 +114,5 @@ def _is_of_a_row(error: BaseException) -> bool:
 
 def _resume(folder: RunFolder, given: Sequence[str]) -> str:
     if not given:
-        return f"groupwise resume {folder.path}"
+        return f"groupwise resume {folder.path}{plugins.options(plugins.loaded())}"
     return f"gw.resume({str(folder.path)!r}, {', '.join(f'{name}=...' for name in given)})"

@@ -47,9 +47,15 @@ class EvaluationResult(NamedTuple):
 
     @property
     def ci95(self) -> tuple[float, float]:
-        """95 % confidence interval of the mean by Student's t; the mean twice for one episode, which gives no interval."""
+        """95 % confidence interval of the mean by Student's t; NaN twice for one episode, which gives no interval."""
         half = half_width_95(self.return_std, self.episodes)
         return self.return_mean - half, self.return_mean + half
+
+    def __repr__(self) -> str:
+        """Mean, interval and number; the episodes themselves may be thousands."""
+        low, high = self.ci95
+        interval = "none" if self.episodes == 1 else f"({low:.6g}, {high:.6g})"
+        return f"EvaluationResult(return_mean={self.return_mean:.6g}, ci95={interval}, episodes={self.episodes})"
 
     def metrics(self) -> dict[str, float]:
         """``eval/*`` numbers for the log."""

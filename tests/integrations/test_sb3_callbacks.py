@@ -1,0 +1,137 @@
+"""``GRPO`` through Stable-Baselines3: callbacks and logs."""
+
+import csv
+
+import numpy as np
+import pytest
+from sb3_corridor import Corridor, ShortPendulum, Starts, Watch, corridor
+from stable_baselines3.common.callbacks import (
+    BaseCallback,
+    CallbackList,
+    CheckpointCallback,
+    EvalCallback,
+    EveryNTimesteps,
+    StopTrainingOnMaxEpisodes,
+    StopTrainingOnRewardThreshold,
+)
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.logger import configure
+from stable_baselines3.common.vec_env import VecNormalize
+
+import groupwise as gw
+from groupwise.integrations.sb3 import GRPO
+
+
+def test_a_callback_that_stops_the_training_breaks_nothing():
+    model = corridor()
+    model.learn(1000, Watch(stop_at=30))
+    assert model.num_timesteps == 30
+    model.learn(60, reset_num_timesteps=False)
+    assert model.num_timesteps >= 90
+    model.learn(50)
+    assert 50 <= model.num_timesteps < 1000
+
+
+def test_stopped_and_continued_equals_not_stopped():
+    """Besides the rollouts' borders nothing changes: attempts go on where they were."""
+    starts = Starts()
+    model = corridor()
+    model.learn(1000, CallbackList([starts, Watch(stop_at=10)]))
+    running = [model.rollout_buffer.running(env) for env in range(2)]
+    assert any(run.steps for run in running)
+    buffer = model.rollout_buffer
+    model.learn(30, starts, reset_num_timesteps=False)
+    assert model.rollout_buffer is buffer
+    assert model.rollout_buffer._now == model.num_timesteps / 2
+    assert set(range(8)) <= starts.seen.keys()
+
+
+def test_the_usual_callbacks(tmp_path):
+    env = make_vec_env(Corridor)
+    stop = StopTrainingOnRewardThreshold(reward_threshold=-1, verbose=0)
+    evaluate = EvalCallback(env, callback_on_new_best=stop, best_model_save_path=str(tmp_path), eval_freq=20, verbose=0)
+    checkpoint = CheckpointCallback(10, str(tmp_path / "kept"))
+    every = EveryNTimesteps(24, CheckpointCallback(1, str(tmp_path / "event"), name_prefix="event"))
+    model = corridor().learn(200, [checkpoint, every, evaluate])
+    assert model.num_timesteps == 40  # any return reaches the threshold at the first evaluation, in call 20 of 2 steps
+    kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    assert kept == ["rl_model_20_steps.zip", "rl_model_40_steps.zip"]
+    assert [path.name for path in (tmp_path / "event").iterdir()] == ["event_24_steps.zip"]
+    best = GRPO.load(tmp_path / "best_model", env=env)
+    assert best.num_timesteps == 40
+    best.learn(30)
+    model.learn(40, callback=lambda _locals, _globals: False)
+    assert model.num_timesteps == 2
+
+
+def test_evaluation_follows_the_normaliser():
+    env = VecNormalize(make_vec_env(Corridor, n_envs=2))
+    other = VecNormalize(make_vec_env(Corridor), training=False, norm_reward=False)
+    corridor(env=env, n_steps=32).learn(64, EvalCallback(other, eval_freq=32, verbose=0))
+    np.testing.assert_array_equal(env.obs_rms.mean, other.obs_rms.mean)
+
+
+def test_counting_episodes():
+    stop = StopTrainingOnMaxEpisodes(max_episodes=2)  # of each environment
+    assert corridor().learn(1000, stop).num_timesteps < 100
+
+
+@pytest.mark.filterwarnings("ignore:rich is experimental")
+def test_progress_bar():
+    corridor().learn(60, progress_bar=True)
+
+
+def test_someone_else_in_the_training_environment_is_found_out():
+    class Meddler(BaseCallback):
+        def _on_step(self) -> bool:
+            if self.n_calls == 3:
+                self.training_env.reset()
+            return True
+
+    with pytest.raises(gw.EnvError, match="something else reset or stepped it during learn"):
+        corridor().learn(100, Meddler())
+
+
+def test_logged_names(tmp_path):
+    model = corridor(kl_coef=0.1, env=make_vec_env(ShortPendulum, n_envs=2), group_size=2)
+    model.set_logger(configure(str(tmp_path), ["csv"]))
+    model.learn(200)
+    model.logger.close()
+    with open(tmp_path / "progress.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    train = "loss policy_gradient_loss entropy_loss approx_kl clip_fraction clip_range grad_norm learning_rate n_updates std reference_kl"
+    names = {f"train/{name}" for name in train.split()}
+    names |= {"rollout/ep_rew_mean", "rollout/ep_len_mean", "rollout/groups", "rollout/zero_variance_groups"}
+    names |= {"time/fps", "time/iterations", "time/time_elapsed", "time/total_timesteps"}
+    assert set(rows[0]) == names
+    last = {key: float(value) for key, value in rows[-1].items()}
+    assert last["train/entropy_loss"] == pytest.approx(-1.42, abs=0.1)  # a Gaussian of deviation 1 has 1.419 nats
+    assert last["train/std"] == pytest.approx(1, abs=0.1)
+    assert last["train/clip_range"] == 0.2
+    assert last["train/reference_kl"] > 0
+    assert last["rollout/ep_len_mean"] == 20
+    assert last["rollout/groups"] >= 1
+    assert last["rollout/zero_variance_groups"] == 0
+
+
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model = corridor(tensorboard_log=str(tmp_path))
+    model.learn(40)
+    model.learn(40, tb_log_name="named")
+    model.learn(40, reset_num_timesteps=False, tb_log_name="named")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["GRPO_1", "named_1"]
+    events = EventAccumulator(str(tmp_path / "named_1")).Reload()
+    steps = [event.step for event in events.Scalars("rollout/ep_rew_mean")]
+    assert steps == sorted(steps)
+    assert steps[-1] == model.num_timesteps
+    assert "rollout/zero_variance_groups" in events.Tags()["scalars"]
+
+
+def test_verbose_prints_the_table(capsys):
+    corridor(verbose=1).learn(80)
+    out = capsys.readouterr().out
+    assert "zero_variance_groups" in out
+    assert "policy_gradient_loss" in out

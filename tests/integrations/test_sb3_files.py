@@ -1,0 +1,187 @@
+"""``GRPO`` through Stable-Baselines3: learning again, seeds, files, parameters in and out."""
+
+from collections import OrderedDict
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from sb3_corridor import Corridor, Starts, corridor, parameters
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.vec_env import VecNormalize
+
+import groupwise as gw
+from groupwise.integrations.sb3 import GRPO
+
+
+def test_learning_again_goes_on_where_it_was():
+    first = parameters(corridor().learn(32))
+    twice = corridor().learn(32)
+    np.testing.assert_array_equal(parameters(twice), first)
+    twice.learn(32, reset_num_timesteps=False)
+    assert twice.num_timesteps >= 64
+    assert (parameters(twice) != first).any()
+
+
+def test_using_the_environment_in_between_starts_afresh():
+    model, starts = corridor(), Starts()
+    model.learn(32)
+    number = model.rollout_buffer.next_group
+    evaluate_policy(model, model.get_env(), 2)
+    model.learn(32, starts, reset_num_timesteps=False)
+    assert min(starts.seen) == number * 4
+    assert model.num_timesteps >= 64
+
+
+def test_after_learning_the_environment_resets_as_ever():
+    model = corridor().learn(32)
+    env = model.get_env()
+    env.seed(5)
+    expected = [Corridor().reset(seed=5)[0], Corridor().reset(seed=6)[0]]
+    np.testing.assert_array_equal(env.reset(), expected)
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_equal_seeds_train_equally(normalized):
+    def run() -> list:
+        env = make_vec_env(Corridor, n_envs=2)
+        model = corridor(env=VecNormalize(env) if normalized else env).learn(120)
+        vec, actions = model.get_env(), []
+        obs = vec.reset()
+        for _ in range(20):
+            action = model.predict(obs)[0]
+            actions.append(action.tolist())
+            obs = vec.step(action)[0]
+        return [actions, parameters(model).tolist()]
+
+    assert run() == run()
+
+
+def test_other_seeds_train_otherwise():
+    assert (parameters(corridor(seed=1).learn(50)) != parameters(corridor(seed=2).learn(50))).any()
+    unseeded = [corridor(seed=None)._start_seed for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
+
+
+def all_parameters(model: GRPO) -> dict[str, torch.Tensor]:
+    return {f"{name}.{key}": t for name, state in model.get_parameters().items() for key, t in state.items()}
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_save_and_load(tmp_path, kl_coef):
+    model = corridor(kl_coef=kl_coef, credit="rloo", objective=gw.ObjectiveCfg(clip_low=0.1)).learn(60)
+    obs = np.stack([model.observation_space.sample() for _ in range(10)])
+    model.save(tmp_path / "model.zip")
+    env = make_vec_env(Corridor, n_envs=2)
+    loaded = GRPO.load(tmp_path / "model.zip", env=env, device="cpu")
+    np.testing.assert_array_equal(parameters(loaded), parameters(model))
+    if kl_coef:
+        np.testing.assert_array_equal(
+            loaded.reference_policy.parameters_to_vector(), model.reference_policy.parameters_to_vector()
+        )
+        assert (loaded.reference_policy.parameters_to_vector() != parameters(loaded)).any()
+    assert str(loaded.policy.optimizer.state_dict()) == str(model.policy.optimizer.state_dict())
+    for deterministic in (True, False):
+        actions = []
+        for one in (model, loaded):
+            torch.manual_seed(0)
+            actions.append(one.predict(obs, deterministic=deterministic)[0])
+        np.testing.assert_array_equal(*actions)
+    assert loaded.credit == gw.CreditCfg(baseline="leave_one_out", scale="none", kl_placement="reward")
+    assert loaded.objective.clip_low == 0.1
+    assert (loaded.num_timesteps, loaded._core.iteration) == (model.num_timesteps, model._core.iteration)
+    steps, next_group = model.num_timesteps, model._next_group
+    starts = Starts()
+    loaded.learn(60, starts, reset_num_timesteps=False)
+    assert loaded.num_timesteps >= steps + 60
+    assert min(starts.seen) >= next_group * 4  # fresh starts
+    assert (parameters(loaded) != parameters(model)).any()
+
+
+def test_what_the_update_remembers_is_saved(tmp_path):
+    credit = gw.CreditCfg(baseline="ema", scale="none")
+    model = corridor(credit=credit).learn(60)
+    model.save(tmp_path / "model")
+    average = GRPO.load(tmp_path / "model")._core.score_average
+    assert average is not None
+    torch.testing.assert_close(average, model._core.score_average)
+
+
+def test_a_loaded_model_goes_on_like_the_saved_one(tmp_path):
+    model = corridor().learn(60)
+    model.save(tmp_path / "model")
+    trained = []
+    for _ in range(2):
+        loaded = GRPO.load(tmp_path / "model", env=make_vec_env(Corridor, n_envs=2))
+        trained.append(parameters(loaded.learn(60, reset_num_timesteps=False)))
+    np.testing.assert_array_equal(*trained)
+
+
+def test_load_takes_other_settings_and_another_number_of_environments(tmp_path):
+    model = corridor().learn(40)
+    model.save(tmp_path / "model")
+    loaded = GRPO.load(tmp_path / "model", env=make_vec_env(Corridor, n_envs=3), n_epochs=1, learning_rate=1e-5)
+    assert (loaded.n_envs, loaded.n_epochs, loaded.policy.optimizer.param_groups[0]["eps"]) == (3, 1, 1e-5)
+    loaded.learn(40)
+    assert loaded.policy.optimizer.param_groups[0]["lr"] == 1e-5
+    assert GRPO.load(tmp_path / "model").predict(np.zeros(2, np.float32))[0].shape == ()
+
+
+def test_what_is_saved_can_be_chosen(tmp_path):
+    model = corridor(verbose=2)
+    model.save(tmp_path / "without", exclude=["verbose"])
+    assert GRPO.load(tmp_path / "without").verbose == 0
+    model.save(tmp_path / "with", exclude=["verbose"], include=["verbose"])
+    assert GRPO.load(tmp_path / "with").verbose == 2
+
+
+def test_load_with_custom_objects(tmp_path):
+    model = corridor(learning_rate=lambda left: 1e-3 * left)
+    model.save(tmp_path / "model")
+    loaded = GRPO.load(tmp_path / "model", custom_objects={"learning_rate": 2e-5, "lr_schedule": lambda _: 2e-5})
+    assert loaded.learning_rate == 2e-5
+
+
+def test_parameters_in_and_out():
+    model = corridor(kl_coef=0.1).learn(40)
+    original = deepcopy(model.get_parameters())
+    assert set(original) == {"policy", "policy.optimizer", "reference_policy"}
+    with pytest.raises(ValueError, match="invalid object name"):
+        model.set_parameters({**original, "nothing": {}})
+    with pytest.raises(ValueError, match="do not match"):
+        model.set_parameters({"policy": original["policy"]})
+    part = OrderedDict(list(original["policy"].items())[:-1])
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.set_parameters({**original, "policy": part})
+    model.set_parameters({"policy": {key: torch.rand_like(value) for key, value in part.items()}}, exact_match=False)
+    last = list(original["policy"])[-1]
+    for key, value in model.get_parameters()["policy"].items():
+        assert torch.equal(value, original["policy"][key]) == (key == last)
+    model.set_parameters(original)
+    for key, value in model.get_parameters()["policy"].items():
+        assert torch.equal(value, original["policy"][key])
+    model.learn(40)
+
+
+def test_parameters_set_from_a_vector_are_trained_on():
+    model = corridor().learn(40)
+    model.policy.load_from_vector(parameters(model) * 0.5)
+    half = parameters(model)
+    model.learn(40)
+    assert (parameters(model) != half).any()
+
+
+def test_set_env():
+    model = corridor().learn(40)
+    other = make_vec_env(Corridor, n_envs=2)
+    model.set_env(other)
+    model.learn(40, reset_num_timesteps=False)
+    assert model.get_env() is other
+    assert model.num_timesteps >= 80
+    model.set_env(other, force_reset=False)
+    buffer = model.rollout_buffer
+    model.learn(40, reset_num_timesteps=False)
+    assert model.rollout_buffer is buffer
+    with pytest.raises(AssertionError):
+        model.set_env(make_vec_env(Corridor, n_envs=3))

@@ -1,0 +1,129 @@
+"""``GRPO`` through Stable-Baselines3: groups, their starts, and what of them is trained on."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from sb3_corridor import SMALL, Corridor, ShortPendulum, Starts, Watch, corridor, parameters
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.envs import IdentityEnv
+from stable_baselines3.common.vec_env import VecNormalize
+
+from groupwise.integrations.sb3 import GRPO
+
+
+@pytest.mark.parametrize("num_envs", [1, 2, 5])
+def test_siblings_begin_alike_in_training(num_envs):
+    starts = Starts()
+    corridor(env=make_vec_env(Corridor, n_envs=num_envs), group_size=3).learn(150, starts)
+    groups = [{starts.seen[a] for a in starts.seen if a // 3 == g} for g in {a // 3 for a in starts.seen}]
+    assert len(groups) > 5
+    assert len(starts.seen) > 2.5 * len(groups)
+    assert all(len(group) == 1 for group in groups)
+    assert len(set.union(*groups)) == len(groups)
+
+
+def test_starts_are_their_own_when_sharing_is_off():
+    starts = Starts()
+    corridor(shared_starts="off").learn(100, starts)
+    assert len(set(starts.seen.values())) == len(starts.seen) > 10
+
+
+@pytest.mark.parametrize(("choice", "trials"), [("verify", 1), ("trust", 0), ("off", 0)])
+def test_the_start_is_tried_out_once_for_each_environment(monkeypatch, choice, trials):
+    tried = []
+    monkeypatch.setattr("groupwise.integrations.sb3.verify_shared_start", lambda env, seed: tried.append(env))
+    model = corridor(shared_starts=choice).learn(20)
+    model.learn(20)
+    assert len(tried) == trials
+    model.set_env(make_vec_env(Corridor, n_envs=2))
+    model.learn(20)
+    assert len(tried) == 2 * trials
+
+
+def test_only_whole_groups_are_trained_on_and_nothing_is_lost(monkeypatch):
+    taken = []
+    model = corridor(group_size=3)
+    update = model._core.update
+    monkeypatch.setattr(model._core, "update", lambda rollout: taken.append(rollout.clone()) or update(rollout))
+    model.learn(200)
+    steps = 0
+    for rollout in taken:
+        group, episode = rollout["group_id"][0, :-1], rollout["episode_id"][0, :-1]
+        done = (rollout["terminated"] | rollout["truncated"])[0, :-1]
+        for number in group.unique():
+            assert episode[group == number].unique().numel() == 3
+            assert done[group == number].sum() == 3
+        steps += len(group)
+    waiting = sum(
+        (attempt.end or model.rollout_buffer._now) - attempt.begin
+        for members in model.rollout_buffer._groups.values()
+        for attempt in members
+    )
+    assert steps + waiting == model.num_timesteps
+
+
+def test_a_rollout_waits_for_the_groups_it_began():
+    watch = Watch()
+    model = corridor(n_steps=2, group_size=4).learn(60, watch)
+    rollouts = watch.events.count("rollout_end")
+    assert watch.events == ["training_start", *["rollout_start", "rollout_end"] * rollouts, "training_end"]
+    assert model._core.iteration >= rollouts - 1  # only the last one may have been short of a group
+
+
+def test_the_last_rollout_waits_for_nothing():
+    model = corridor(n_steps=10, group_size=2).learn(40)
+    assert model.num_timesteps <= 40 + 10 * 2
+
+
+def test_nothing_learned_is_said():
+    endless = gymnasium.make("Pendulum-v1").unwrapped
+    model = GRPO("MlpPolicy", endless, **SMALL)
+    before = parameters(model)
+    with pytest.warns(UserWarning, match=r"no group of 4 attempts was finished in 48 steps; mend: .* step limit"):
+        model.learn(48)
+    np.testing.assert_array_equal(parameters(model), before)
+
+
+def test_truncated_is_not_terminated(monkeypatch):
+    taken = []
+    model = GRPO("MlpPolicy", IdentityEnv(3, ep_length=5), **SMALL)
+    update = model._core.update
+    monkeypatch.setattr(model._core, "update", lambda rollout: taken.append(rollout.clone()) or update(rollout))
+    model.learn(100)
+    assert taken
+    for rollout in taken:
+        assert not rollout["terminated"][0, :-1].any()
+        assert rollout["truncated"][0, :-1].sum() == rollout["episode_id"].max() + 1
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_old_probabilities_are_those_that_were_sampled_from(monkeypatch, normalized):
+    env = make_vec_env(ShortPendulum, n_envs=2)
+    model = corridor(env=VecNormalize(env) if normalized else env, group_size=3, learning_rate=0.01)
+    ratios, update = [], model._core.update
+
+    def spy(rollout):
+        with torch.no_grad():
+            log_prob = model._core.policy.evaluate({k: rollout[k][0, :-1] for k in ("obs", "action")}).log_prob
+        ratios.append((log_prob - rollout["sample_log_prob"][0, :-1]).exp())
+        return update(rollout)
+
+    monkeypatch.setattr(model._core, "update", spy)
+    model.learn(200)
+    # all of the first rollout was drawn by the very policy that is now trained, though the normaliser moved meanwhile
+    torch.testing.assert_close(ratios[0], torch.ones_like(ratios[0]))
+    # later ones hold attempts that were begun under the policy before
+    assert len(ratios) > 1
+    assert any((ratio - 1).abs().max() > 1e-3 for ratio in ratios[1:])
+
+
+def test_rewards_come_as_the_vector_environment_gives_them(monkeypatch):
+    env = VecNormalize(make_vec_env(ShortPendulum, n_envs=2), clip_reward=0.5)
+    model, watch, taken = corridor(env=env, group_size=2), Watch(), []
+    update = model._core.update
+    monkeypatch.setattr(model._core, "update", lambda rollout: taken.append(rollout.clone()) or update(rollout))
+    model.learn(80, watch)
+    given = np.concatenate(watch.rewards)
+    assert np.abs(given).max() <= 0.5
+    assert np.isin(taken[0]["reward"][0, :-1].numpy(), given).all()

@@ -92,3 +92,11 @@ def test_check_env_command_helps_shortly(capsys, monkeypatch):
     assert len(printed.splitlines()) < 80
     assert "--env.kwargs" in printed
     assert "learning-rate" not in printed
+
+
+def test_check_env_says_what_to_do_about_arguments_that_nobody_takes(capsys):
+    assert cli.main(["check-env", "CartPole-v1", "--env.kwargs", '{"bogus": 1}']) == 2
+    said = capsys.readouterr().err
+    assert "CartPole-v1 cannot be made: " in said
+    assert "'bogus'" in said
+    assert "; mend: env.kwargs" in said

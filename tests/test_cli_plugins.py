@@ -22,7 +22,9 @@ def test_a_plugin_may_be_a_module_by_its_name(tmp_path, monkeypatch, capsys):
         gymnasium.registry.pop("FromModule-v0", None)
         sys.modules.pop("registers_one", None)
     assert cli.main(["config", "CartPole-v1", "--plugin", "nobody_has_this"]) == 2
-    assert "--plugin nobody_has_this: expected an existing Python file, or a module" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--plugin nobody_has_this: expected an existing Python file, or a module" in said
+    assert "; mend: the file's path" in said
 
 
 def test_a_module_whose_own_imports_fail_says_so(tmp_path, monkeypatch):

@@ -422,3 +422,19 @@ def test_evaluation_keeps_to_the_window_or_the_limit_of_training(cfg: gw.GRPOCfg
         evaluation={"episodes": 3}, logging={"progress": "none"},
     )  # fmt: skip
     assert run.summary["return_mean"] == 6
+
+
+def test_a_run_and_a_wrong_name_say_what_they_are_in_a_line(cartpole: gw.Run):
+    steps, mean = cartpole.summary["env_steps"], cartpole.summary["return_mean"]
+    assert repr(cartpole) == (
+        f"Run({str(cartpole.path)!r}, 'CartPole-v1', {cartpole.cfg.algorithm.name!r}, env_steps={steps:.6g}, return_mean={mean:.6g})"
+    )
+    with pytest.raises(AttributeError, match="has no attribute 'GRPOConfig'; did you mean 'GRPOCfg'"):
+        gw.GRPOConfig  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'zzz'$"):
+        gw.zzz  # noqa: B018
+
+
+def test_check_env_imports_no_module_of_an_id():
+    with pytest.raises(gw.EnvError, match="would import 'evil'"):
+        gw.check_env("evil:Mine-v0")

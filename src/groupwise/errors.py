@@ -2,7 +2,8 @@
 
 GroupwiseError
 ├── ConfigError            a setting that is unknown, mistyped or impossible (ValueError)
-│   └── UnknownNameError   a name nobody registered; says which is nearest
+│   ├── UnknownNameError   a name nobody registered; says which is nearest
+│   └── PolicyError        a policy that GRPO behind Stable-Baselines3's interface cannot train (integrations.sb3_settings)
 ├── EnvError               an environment that cannot be used as asked (ValueError)
 │   ├── UnsupportedSpaceError
 │   └── GroupStartError    siblings cannot be made to share a start

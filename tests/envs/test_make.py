@@ -150,7 +150,13 @@ def fails(error):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (gymnasium.error.DependencyNotInstalled("run `pip install gymnasium[box2d]`"), r"pip install 'groupwise\[box2d\]'"),
+        (
+            gymnasium.error.DependencyNotInstalled(
+                'Box2D is not installed, you can install it by run `pip install swig` followed by `pip install "gymnasium[box2d]"`'
+            ),
+            r"not installed: Box2D is not installed; mend: pip install -e '\.\[box2d\]' in the checkout$",
+        ),
+        (gymnasium.error.DependencyNotInstalled("run `pip install gymnasium[box2d]`"), r"installed: box2d; mend: pip"),
         (gymnasium.error.DependencyNotInstalled("run `pip install gymnasium[jax]`"), r"gymnasium\[jax\]`$"),
         (ModuleNotFoundError("No module named 'ale_py'", name="ale_py"), "needs 'ale_py'.*mend: install it"),
     ],

@@ -16,7 +16,9 @@ import torch
 from tensordict import TensorDict
 
 import groupwise as gw
+from groupwise.config import resolve
 from groupwise.report.folder import RunFolder
+from groupwise.training.build import _note_on_length
 from groupwise.training.checkpoint import saved_steps
 from groupwise.training.ending import finishing_on_signal
 
@@ -409,6 +411,13 @@ def test_a_taken_folder_is_noticed_before_environments_are_made(finished: gw.Run
     with pytest.raises(gw.RunFolderError, match="is taken"):
         gw.train(make, PPO, run_dir=finished.path, **TINY)
     assert made == []
+
+
+@pytest.mark.parametrize(("unfinished", "noted"), [("finish", True), ("carry", False)])
+def test_a_group_larger_than_the_run_is_noted_where_it_is_finished(unfinished: str, noted: bool):
+    algorithm = {"group_size": 512, "num_steps": 4, "collection": {"unfinished": unfinished}}
+    note = _note_on_length(resolve("CartPole-v1", algorithm, env={"num_envs": 2}, total_steps=300))
+    assert ("at least 512 steps (a group of so many attempts is finished)" in note) is noted
 
 
 @pytest.mark.parametrize(("total_steps", "noted"), [(63, True), (64, False)])

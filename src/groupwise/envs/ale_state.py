@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from groupwise.errors import EnvError
+from groupwise.errors import EnvError, installing
 
 # Layout of the serialised state: six integers, the length of the console's part, that part, two integers. The
 # console's part ends with a flag, the length of the generator's part and the generator as std::mt19937 prints it.
@@ -151,6 +151,6 @@ def _generator_at(machine: bytes) -> int:
         if at + length + _TAIL == len(machine):
             return at
     raise EnvError(
-        f"the serialised Atari state of {len(machine)} bytes is not laid out as in ale-py 0.12; mend: pip install "
-        "'groupwise[atari]'"
+        f"the serialised Atari state of {len(machine)} bytes is not laid out as in ale-py 0.12; mend: "
+        f"{installing('atari')}"
     )

@@ -176,4 +176,5 @@ def _mend(message: str) -> str:
     ours = metadata("groupwise").get_all("Provides-Extra") or []
     if named is None or named[1] not in ours:
         return message
-    return f"{message.partition(',')[0]}; mend: {installing(named[1])}"
+    reason = re.split(r",? *(?:you can|run) ", message)[0] or named[1]  # theirs names other commands than ours
+    return f"{reason}; mend: {installing(named[1])}"

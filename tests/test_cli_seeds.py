@@ -140,7 +140,9 @@ def test_a_signal_reaches_the_running_seeds_once_and_says_how_to_go_on_with_each
     assert (folder / "seed_3" / "saved").exists()
     assert (folder / "seed_3" / "signals").read_text() == "x"
     assert not (folder / "seed_4").exists()
-    assert capsys.readouterr().err.splitlines() == [
+    printed = capsys.readouterr()
+    assert "seed 3: interrupted\n" in printed.out
+    assert printed.err.splitlines() == [
         "groupwise: interrupted; go on with:",
         f"  groupwise resume {folder}/seed_3 --plugin '{plugin}'",
         f"  groupwise train {folder}/settings.json --seed 4 --run-dir {folder}/seed_4 --plugin '{plugin}'",

@@ -20,6 +20,9 @@ from groupwise.training.signals import handling
 
 log = logging.getLogger(__name__)
 
+_ENDS = {0: "done", 130: "interrupted"}
+"""What exit codes of a seed mean, besides failure."""
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if sys.platform != "win32" else ()))
 """SIGHUP, of a terminal that is closed, would leave the processes behind."""
 
@@ -65,7 +68,7 @@ def train_seeds(cfg: RunCfg, seeds: list[int], plugins: list[Path]) -> int:
             code = job.result()
             if code is not None:
                 exit_codes[jobs[job]] = code
-                print(f"seed {jobs[job]}: {'failed' if code else 'done'}", flush=True)
+                print(f"seed {jobs[job]}: {_ENDS.get(code, 'failed')}", flush=True)
     unfinished = [seed for seed in seeds if exit_codes.get(seed) != 0]
     if processes.stopping and unfinished:
         raise KeyboardInterrupt(_interruption(folder, unfinished, plugins))

@@ -136,7 +136,7 @@ def test_whole_numbers_may_be_written_as_in_python(api):
         ("train CartPole-v1 --algorithm.credit.scale stdd", "algorithm.credit.scale = 'stdd'"),
         ("train CartPole-v1 --algorithm.credit.scale stdd", "did you mean 'std'"),
         ("train CartPole-v1 --algorithm.group-size 1", "algorithm.group_size = 1: input should be greater"),
-        ("train CartPole-v1 --seeds 3-x", "--seeds 3-x: expected a range like 0-9 or a list like 0,3,5"),
+        ("train CartPole-v1 --seeds 3-x", "--seeds 3-x: expected numbers; mend: a range like 0-9 or a list like 0,3,5"),
         ("train CartPole-v1 --seeds 1,1", "--seeds 1,1: expected each seed once"),
         ("train absent.json", "absent.json: No such file"),
         ("train CartPole-v1 --plugin absent.py", "--plugin absent.py: expected an existing Python file"),

@@ -98,7 +98,7 @@ def test_command_is_right(page: Path, command: str, run: gw.Run, tmp_path: Path,
         case "make":
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         case other:
-            assert other in ("python", "pip", "git", "cd", "for", ".")
+            assert other in ("python", "pip", "git", "cd", "for", "export", ".")
 
 
 def _without_training(words: list[str]) -> list[str]:

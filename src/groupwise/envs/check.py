@@ -104,7 +104,7 @@ def known_step_limit(cfg: EnvCfg, env: Maker | None) -> int:
         EnvError: nobody says; the environment may still end its episodes by itself.
     """
     single = make_single(cfg, env)
-    limit = cfg.max_episode_steps or step_limit(single)
+    limit = step_limit(single)
     single.close()
     return stated(limit)
 

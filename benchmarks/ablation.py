@@ -212,7 +212,8 @@ def _plot(results: dict[str, dict[str, dict[str, Curve]]]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    tasks = [task for task in TASKS if len(results.get(task.name, {})) > 1]
+    varied = {name for name, variant in VARIANTS.items() if variant.axis != "preset"}
+    tasks = [task for task in TASKS if varied & results.get(task.name, {}).keys()]
     found = {VARIANTS[name].axis for task in tasks for name in results[task.name]}
     axes_names = [axis for axis in dict.fromkeys(v.axis for v in VARIANTS.values()) if axis in found - {"preset"}]
     figure, panels = plt.subplots(

@@ -46,8 +46,8 @@ __all__ = ["GRPO", "ActorPolicy", "CnnActorPolicy", "MultiInputActorPolicy", "Sh
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
-PER_STEP = CreditCfg(group_key="group_step", returns="return_to_go", scale="population_std")
-"""Return-to-go at each time step among the siblings still running: what works best on control tasks."""
+PER_STEP = CreditCfg(group_key="group_step", returns="return_to_go", scale="batch_std")
+"""Return-to-go at each time step among the siblings still running, over one scale for the rollout: CartPole's preset."""
 CLIPPED = ObjectiveCfg()
 """PPO's clipped ratio, all steps alike."""
 DECAYING = LinearSchedule(1e-3, 0.0, 1.0)

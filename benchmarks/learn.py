@@ -20,7 +20,7 @@ from typing import NamedTuple
 RESULT = Path(__file__).parent / "results" / "learn.json"
 
 
-OVERSHOOT = 0.03
+OVERSHOOT = 0.04
 """Iterations are finished, and GRPO finishes the groups it opened, so runs are told to stop this share of the budget early."""
 
 

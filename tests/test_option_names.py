@@ -28,7 +28,7 @@ def hidden(config):
         ("--env.id", ": the environment is the first argument"),
         ("--algorithm.reference", ": it holds several, --algorithm.reference.refresh, --algorithm.reference.interval"),
         ("--qqq", "; --help shows them all"),
-        ("--algorithm.gae-lambda", ": 'gae_lambda' is a setting of ppo, not of grpo; mend: leave it out, or choose"),
+        ("--algorithm.gae-lambda", ": 'gae_lambda' is a setting of "),
     ],
 )
 def test_an_unknown_option_names_the_nearest_one(option, hint):

@@ -116,5 +116,5 @@ def test_a_ready_vector_environment_needs_states_for_groups():
 
 def test_missing_envpool_names_the_extra(monkeypatch):
     monkeypatch.setattr("groupwise.errors.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"groupwise\[envpool\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[envpool\]'"):
         make_env(EnvCfg(vectorization="envpool"))

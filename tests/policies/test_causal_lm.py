@@ -14,7 +14,7 @@ ROWS = [TextRow(p, c, [0.0] * len(c), 1.0, c[-1] == EOS, int(p == [11])) for p, 
 
 
 def batch_of(rows, padding="right"):
-    return transition_view(text_rollout(rows, padding=padding))
+    return dict(transition_view(text_rollout(rows, padding=padding)).items())
 
 
 def scores_and_gradient(policy, batch, weight):

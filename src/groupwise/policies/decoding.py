@@ -26,7 +26,7 @@ class Completion(NamedTuple):
     stop: Literal["eos", "length"]
 
 
-class RoomyLayer(DynamicLayer):
+class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not follow transformers
     """A layer's cache that writes into room it has: ``torch.cat`` would copy all of it at each token."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:

@@ -35,14 +35,3 @@ class SamplingCfg(Cfg):
     """Divides the logits."""
     max_new_tokens: PositiveInt = 64
     """A completion is cut (truncated) after so many tokens."""
-
-
-class LanguageModelCfg(Cfg):
-    """Which language model is trained, and which of its numbers."""
-
-    path: str = ""
-    """Folder or hub id of a transformers model. ``<given in Python>`` stands for an object that was passed in."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights."""
-    sampling: SamplingCfg = SamplingCfg()
-    """How completions are written."""

@@ -1,0 +1,99 @@
+"""The same ``GRPO.update`` that trains control policies, on a language model."""
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from groupwise.algorithms.configs import GRPOCfg
+from groupwise.algorithms.grpo import GRPO
+from groupwise.data.tokens import TextRow, text_rollout
+from groupwise.policies.causal_lm import CausalLM
+from groupwise.policies.configs import SamplingCfg
+from groupwise.policies.decoding import complete
+
+RECOMPUTED = {"old_log_prob": "recomputed"}
+
+
+def rows_of(policy, prompts, seeds, score):
+    completions = complete(policy, prompts, seeds)
+    return [
+        TextRow(prompt, c.tokens, c.log_probs, score(prompt, c.tokens), c.stop == "eos", number)
+        for number, (prompt, group) in enumerate(zip(prompts, completions, strict=True))
+        for c in group
+    ]
+
+
+def some_rows(policy):
+    return rows_of(policy, [[5, 6, 7], [9]], torch.arange(8).view(2, 4), lambda _, tokens: float(tokens[0] % 5))
+
+
+@pytest.mark.parametrize("old", ["sampled", "recomputed"])
+def test_the_ratio_is_one_where_nothing_has_changed_yet(old):
+    policy = CausalLM(tiny_model(), SamplingCfg(temperature=0.8, max_new_tokens=12))
+    algorithm = GRPO(GRPOCfg(group_size=4, num_epochs=1, minibatch_size=10_000, objective={"old_log_prob": old}), policy)
+    metrics = algorithm.update(text_rollout(some_rows(policy)))
+    assert metrics["train/approx_kl"].item() == pytest.approx(0, abs=1e-9)
+    assert metrics["train/clip_fraction"].item() == 0
+    assert metrics["train/grad_norm"].item() > 1e-3
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+@pytest.mark.parametrize("change", ["micro-batches", "padding", "order", "unscorable"])
+def test_an_update_is_the_same_however_its_rows_are_laid_out(aggregation, change):
+    def updated(rows, micro_batch_size=None, padding="right"):
+        policy = CausalLM(tiny_model())
+        objective = RECOMPUTED | {"aggregation": aggregation}
+        cfg = GRPOCfg(
+            group_size=4,
+            num_epochs=1,
+            minibatch_size=10_000,
+            micro_batch_size=micro_batch_size,
+            optimizer={"name": "sgd"},
+            learning_rate=0.1,
+            max_grad_norm=None,
+            objective=objective,
+        )
+        GRPO(cfg, policy).update(text_rollout(rows, padding=padding))
+        return torch.cat([p.detach().flatten() for p in policy.parameters()])
+
+    rows = some_rows(CausalLM(tiny_model(), SamplingCfg(max_new_tokens=12)))
+    expected = updated(rows)
+    assert not torch.equal(expected, torch.cat([p.flatten() for p in tiny_model().parameters()]))
+    match change:
+        case "micro-batches":
+            other = updated(rows, micro_batch_size=20)
+        case "padding":
+            other = updated(rows, padding="left")
+        case "order":
+            other = updated([rows[i] for i in (4, 1, 6, 3, 0, 5, 2, 7)])
+        case "unscorable":  # a member that nobody could score is no member
+            other = updated([*rows, rows[0]._replace(reward=None)])
+    torch.testing.assert_close(other, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_random_model_learns_to_copy(seed):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=12, **sizes, bos_token_id=2, eos_token_id=1, pad_token_id=0))
+    policy = CausalLM(model, SamplingCfg(max_new_tokens=5))
+    cfg = GRPOCfg(
+        group_size=16, num_epochs=2, minibatch_size=600, learning_rate=3e-3, max_grad_norm=1.0, objective=RECOMPUTED
+    )
+    algorithm = GRPO(cfg, policy)
+    generator = torch.Generator().manual_seed(seed)
+
+    def share_copied(prompt, tokens):
+        wanted = [*prompt[1:], 1]
+        right = sum(a == b for a, b in zip(tokens, wanted, strict=False)) / len(wanted)
+        return right - 0.1 * (len(tokens) != len(wanted))
+
+    for _ in range(100):
+        prompts = [[2, *torch.randint(3, 12, (3,), generator=generator).tolist()] for _ in range(16)]
+        rows = rows_of(policy, prompts, torch.randint(2**31, (16, 16), generator=generator), share_copied)
+        algorithm.update(text_rollout(rows))
+    fresh = [[2, a, b, c] for a in (3, 7, 11) for b in (4, 9, 10) for c in (5, 6, 8)]
+    greedy = complete(policy, fresh, torch.zeros(len(fresh), 1, dtype=torch.long), deterministic=True)
+    # guessing copies one token in twelve
+    assert sum(share_copied(p, c.tokens) for p, (c,) in zip(fresh, greedy, strict=True)) / len(fresh) >= 0.9

@@ -31,7 +31,9 @@ def some_rows(policy):
 @pytest.mark.parametrize("old", ["sampled", "recomputed"])
 def test_the_ratio_is_one_where_nothing_has_changed_yet(old):
     policy = CausalLM(tiny_model(), SamplingCfg(temperature=0.8, max_new_tokens=12))
-    algorithm = GRPO(GRPOCfg(group_size=4, num_epochs=1, minibatch_size=10_000, objective={"old_log_prob": old}), policy)
+    algorithm = GRPO(
+        GRPOCfg(group_size=4, num_epochs=1, minibatch_size=10_000, objective={"old_log_prob": old}), policy
+    )
     metrics = algorithm.update(text_rollout(some_rows(policy)))
     assert metrics["train/approx_kl"].item() == pytest.approx(0, abs=1e-9)
     assert metrics["train/clip_fraction"].item() == 0

@@ -58,7 +58,9 @@ def test_siblings_read_their_prompt_once(monkeypatch):
     policy = CausalLM(tiny_model())
     read = []
     plain = policy.hidden_states
-    monkeypatch.setattr(policy, "hidden_states", lambda tokens, *rest: read.append(tokens.numel()) or plain(tokens, *rest))
+    monkeypatch.setattr(
+        policy, "hidden_states", lambda tokens, *rest: read.append(tokens.numel()) or plain(tokens, *rest)
+    )
     prompt = list(range(4, 24))
     policy.evaluate(batch_of([TextRow(prompt, [30 + i, 31], [0.0, 0.0], 1.0, False, 0) for i in range(4)]))
     # 20 tokens of the prompt once, and of each row its completion but for the last token, which nothing follows
@@ -103,5 +105,5 @@ def test_a_clone_shares_nothing_and_a_reference_is_frozen():
 def test_acting_and_predicting_say_what_to_use():
     policy = CausalLM(tiny_model())
     for call in (policy.act, policy.predict):
-        with pytest.raises(TypeError, match="decoding.complete"):
+        with pytest.raises(TypeError, match=r"decoding\.complete"):
             call(torch.zeros(1, dtype=torch.long))

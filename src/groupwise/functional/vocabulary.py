@@ -41,7 +41,9 @@ def token_scores(
         chunk_elements: most logits held at once; at least one row is.
     """
     rows = max(1, chunk_elements // weight.shape[0])
-    log_prob, entropy = _Scores.apply(hidden, weight, token, temperature, rows)
+    log_prob, entropy = _Scores.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, token, temperature, rows
+    )
     return TokenScores(log_prob, entropy)
 
 
@@ -65,7 +67,7 @@ class _Scores(torch.autograd.Function):
         return log_prob, entropy
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, token, normaliser, entropy = ctx.saved_tensors
         head = weight.float()

@@ -96,8 +96,8 @@ def complete(
     ended = torch.zeros(len(streams), dtype=torch.bool, device=policy.device)
     for step in range(sampling.max_new_tokens):
         log_p = logits.log_softmax(dim=-1)
-        number = unit(hash_pair(streams[running], torch.full_like(running, step)))
-        token = log_p.argmax(dim=-1) if deterministic else _draw(log_p.exp(), number)
+        chance = unit(hash_pair(streams[running], torch.full_like(running, step)))
+        token = log_p.argmax(dim=-1) if deterministic else _draw(log_p.exp(), chance)
         chosen[running, step] = token
         log_probs[running, step] = log_p.gather(1, token[:, None])[:, 0]
         stops = torch.isin(token, ends)
@@ -122,8 +122,8 @@ def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tupl
     return tokens, torch.arange(width, device=device) >= (width - lengths)[:, None]
 
 
-def _draw(probability: Float[Tensor, "row vocabulary"], number: Float[Tensor, " row"]) -> Int[Tensor, " row"]:
-    """The token at which the summed probability reaches 1 - number of its total; never one of probability 0."""
+def _draw(probability: Float[Tensor, "row vocabulary"], chance: Float[Tensor, " row"]) -> Int[Tensor, " row"]:
+    """The token at which the summed probability reaches 1 - chance of its total; never one of probability 0."""
     summed = probability.cumsum(dim=-1)
-    place: Tensor = torch.searchsorted(summed, ((1 - number) * summed[:, -1])[:, None])[:, 0]
+    place: Tensor = torch.searchsorted(summed, ((1 - chance) * summed[:, -1])[:, None])[:, 0]
     return place

@@ -48,7 +48,7 @@ def find_prefixes(
     """
     rows = torch.arange(len(tokens), device=tokens.device)
     start = valid.long().argmax(dim=1)
-    known, number = group[rows, start].unique(return_inverse=True)
+    known, number = torch.unique(group[rows, start], return_inverse=True)
     if len(known) == len(tokens):
         return None
     total = valid.sum(dim=1)

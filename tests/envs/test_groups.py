@@ -23,6 +23,21 @@ class CheatsInTheEnd(Calm):
         return np.random.normal() if self.episodes > 3 else 0.0
 
 
+class LeavesSomething(Calm):
+    """What it did last shows at the start's right half only, as BipedalWalker's contacts do at some starts."""
+
+    last = 0.0
+
+    def draw_noise(self):
+        before, self.last = self.last, self.last + self.hidden
+        return before if self.right else 0.0
+
+    def draw_start(self):
+        start = self.np_random.normal()
+        self.right = start > 0
+        return start
+
+
 class RarelyThere(Calm):
     """One start in four is elsewhere."""
 
@@ -67,6 +82,12 @@ def test_a_cheating_environment_is_caught_and_the_key_is_named(env, where, num_e
     where = where.replace("row 0", row)
     with pytest.raises(GroupStartError, match=rf"siblings of {env.__name__} .*{where}.*mend: .*np_random"):
         verify_group_start(make(env, num_envs))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_shows_at_some_starts_only_is_caught(seed):
+    with pytest.raises(GroupStartError, match="rows that were started with the same seed differ"):
+        verify_group_start(make(LeavesSomething), seed=seed)
 
 
 def test_short_episodes_are_tried_until_some_tens_of_steps_agree():

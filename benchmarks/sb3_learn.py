@@ -1,7 +1,7 @@
 """Learning through Stable-Baselines3's interface: the greedy policy after 100,000 steps over 100 fresh episodes.
 
-Seeds start at 510; tuning used seeds below 100, and 100 to 104 and 500 were spent on earlier defaults. Results go to ``benchmarks/results/sb3_learn.json``, run by run; a
-run that is there already is not repeated unless ``--fresh``.
+Seeds start at 510; tuning used seeds below 100, and 100 to 104 and 500 were spent on earlier defaults. Results go to
+``benchmarks/results/sb3_learn.json``, run by run; a run that is there already is not repeated unless ``--fresh``.
 
     python benchmarks/sb3_learn.py                   # every row; exit status 1 if a claim fails
     python benchmarks/sb3_learn.py --only CartPole   # the rows whose name contains it

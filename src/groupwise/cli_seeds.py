@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from groupwise.config import RunCfg, to_json
+from groupwise.cpus import num_cpus
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.folder import RunFolder
 from groupwise.training.signals import handling
@@ -62,7 +63,7 @@ def train_seeds(cfg: RunCfg, seeds: list[int], plugins: list[Path]) -> int:
     print(f"{len(seeds)} seeds under {folder}", flush=True)
     exit_codes: dict[int, int] = {}
     processes = Processes()
-    with handling(processes.stop, *_SIGNALS), ThreadPoolExecutor(_num_cores()) as pool:
+    with handling(processes.stop, *_SIGNALS), ThreadPoolExecutor(num_cpus()) as pool:
         jobs = {pool.submit(_train_one, processes, folder, seed, plugins): seed for seed in seeds}
         for job in as_completed(jobs):
             code = job.result()
@@ -134,10 +135,6 @@ def _interruption(folder: Path, unfinished: list[int], plugins: list[Path]) -> s
             f"  groupwise {shlex.join([*(['resume', str(run)] if begun else _train_args(folder, seed)), *named])}"
         )
     return "\n".join(lines)
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _print_seeds(folder: Path, succeeded: dict[int, bool]) -> None:

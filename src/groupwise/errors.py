@@ -41,8 +41,8 @@ class UnknownNameError(ConfigError):
     def __init__(self, kind: str, name: str, known: Iterable[str], *, hint: str | None = None) -> None:
         options = sorted(known)
         near = difflib.get_close_matches(name, options, n=3, cutoff=0.5)
-        nearest = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {_some(options)}"
-        super().__init__(f"unknown {kind} {name!r}: {nearest if hint is None else hint}")
+        found = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {_some(options)}"
+        super().__init__(f"unknown {kind} {name!r}: {found if hint is None else hint}")
 
 
 class EnvError(GroupwiseError, ValueError):

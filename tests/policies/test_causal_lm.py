@@ -99,7 +99,7 @@ def test_a_clone_shares_nothing_and_a_reference_is_frozen():
     assert torch.equal(copy.evaluate(batch_of(ROWS)).log_prob, before)
     assert torch.equal(reference.evaluate(batch_of(ROWS)).log_prob, before)
     assert not any(p.requires_grad for p in reference.parameters())
-    assert copy.decoder.lm_head.weight is copy.decoder.model.embed_tokens.weight
+    assert copy.model.lm_head.weight is copy.model.model.embed_tokens.weight
 
 
 def test_acting_and_predicting_say_what_to_use():

@@ -7,7 +7,6 @@ their noise.
 """
 
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from groupwise.cpus import num_cpus
 from groupwise.data.rollout import Nested, allocate
 from groupwise.data.spaces import obs_spec, obs_to_tensor
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, VectorEnv, wants_own_noise
@@ -93,7 +93,7 @@ class EnvPoolVectorEnv(VectorEnv):
         if self._pool is not None and seed is None:
             return self._tensor(self._pool.reset()[0])
         self.close()
-        self._pool, obs = self._source.make(row_seeds(seed or 0, self.num_envs), os.cpu_count() or 1)
+        self._pool, obs = self._source.make(row_seeds(seed or 0, self.num_envs), num_cpus())
         return self._tensor(obs)
 
     def step(self, action: Tensor) -> EnvStep:
@@ -179,7 +179,7 @@ class EnvPoolGroupEnv(GroupEnv):
             return self._obs
         self._tell_of_noise(start_seed[rows], noise_seed[rows])
         self._drop(mask)
-        num_threads = max(1, (os.cpu_count() or 1) * len(rows) // self.num_envs)
+        num_threads = max(1, num_cpus() * len(rows) // self.num_envs)
         env, first = self._source.make(start_seed[rows].tolist(), num_threads)
         self._pools.append(_Pool(env, rows, np.arange(len(rows), dtype=np.int32)))
         self._held = self._held & ~mask

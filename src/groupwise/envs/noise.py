@@ -83,9 +83,8 @@ def _play(cfg: EnvCfg, env: Maker | None, *, reached: int = 0, stray: int = 0) -
         trace, drew, begun = [obs], False, time.perf_counter()
         for number in range(1, _NUM_STEPS + 1):
             action, own = actions.sample(), _own_positions(single, hidden)
-            common = (
-                _global_positions()
-            )  # nothing of ours between this, the step and the next: runtime type checks draw
+            # nothing of ours between these positions, the step and the next ones: run-time type checks draw
+            common = _global_positions()
             *step, _ = single.step(action)
             drew = _global_positions() != common or _own_positions(single, hidden) != own or drew
             trace.append(_recorded(*step))

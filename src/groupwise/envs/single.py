@@ -1,9 +1,7 @@
 """Rows made of single Gymnasium environments: a registered id, or a callable of the user's."""
 
 import copy
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +14,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit, TransformObservation
 
+from groupwise.cpus import num_cpus
 from groupwise.envs.attempts import EnvMaker, StartMethod
 from groupwise.envs.base import VectorEnv
 from groupwise.envs.configs import EnvCfg
@@ -61,7 +60,7 @@ def group_env(
         rows = rows._replace(method=method)
     elif cfg.group_start == "replay":
         rows = rows._replace(method=StartMethod("replay", "none"))
-    made = RowsGroupEnv(rows, num_envs, num_workers=0 if in_one_process else _num_cpus(), device=device)
+    made = RowsGroupEnv(rows, num_envs, num_workers=0 if in_one_process else num_cpus(), device=device)
     made.start_report = report
     if verify and not in_one_process:
         try:
@@ -141,11 +140,6 @@ def step_limit(probe: gymnasium.Env) -> int | None:
     if probe.unwrapped.spec is None:
         probe.unwrapped.spec = EnvSpec(type(probe.unwrapped).__name__)
     return None if probe.spec is None else probe.spec.max_episode_steps
-
-
-def _num_cpus() -> int:
-    """Of those that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _maker(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, *, knows_ids: bool = True) -> EnvMaker:

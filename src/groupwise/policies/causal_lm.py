@@ -28,7 +28,7 @@ class CausalLM(Policy):
     Rows of one group that begin alike, as siblings do with their prompt, go through that beginning once.
 
     Args:
-        model: what ``AutoModelForCausalLM`` loads, or a PEFT model around one.
+        model: what ``AutoModelForCausalLM`` loads.
         eos_ids: tokens that end a completion; by default the model's own.
 
     Raises:
@@ -43,23 +43,17 @@ class CausalLM(Policy):
         self, model: nn.Module, sampling: SamplingCfg | None = None, eos_ids: Sequence[int] | None = None
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.sampling = sampling or SamplingCfg()
         self.action_spec = TensorSpec((), torch.int64)
         self.eval()  # dropout would make the sampler and the trainer two different policies
-        self.eos_ids = _eos_ids(self.decoder) if eos_ids is None else tuple(eos_ids)
+        self.eos_ids = _eos_ids(self.model) if eos_ids is None else tuple(eos_ids)
         self._check_head()
-
-    @property
-    def decoder(self) -> Any:
-        """The transformers model, inside its adapters if it has any."""
-        wrapped: Any = self.model
-        return wrapped.get_base_model() if "get_base_model" in dir(type(wrapped)) else wrapped
 
     @property
     def head(self) -> Float[Tensor, "vocabulary width"]:
         """Weights of the output embeddings."""
-        weight: Tensor = self.decoder.get_output_embeddings().weight
+        weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
     def evaluate(self, batch: Batch) -> Evaluation:
@@ -84,7 +78,7 @@ class CausalLM(Policy):
         position = (valid.cumsum(dim=1) - 1).clamp(min=0)[:, valid.shape[1] - tokens.shape[1] :]
         # padding behind the text is never looked at: without a mask attention takes its fast path
         masked = tokens.shape[1] < valid.shape[1] or bool((valid[:, 1:] & ~valid[:, :-1]).any())
-        output = self.decoder.base_model(
+        output = self.model.base_model(
             input_ids=tokens,
             attention_mask=valid.long() if masked else None,
             position_ids=position,
@@ -116,7 +110,7 @@ class CausalLM(Policy):
         """Hidden states at the tokens of the mask, each prefix read once."""
         from transformers.cache_utils import DynamicCache
 
-        cache: Any = DynamicCache(config=self.decoder.config)
+        cache: Any = DynamicCache(config=self.model.config)
         head = self.hidden_states(prefixes.head, prefixes.head_valid, cache)
         cache.batch_select_indices(prefixes.number)
         context = torch.cat([prefixes.head_valid[prefixes.number], prefixes.tail_valid], dim=1)
@@ -126,7 +120,7 @@ class CausalLM(Policy):
     @torch.no_grad()
     def _check_head(self) -> None:
         """Compare the model's logits with the head's on a few tokens."""
-        name, embeddings = type(self.decoder).__name__, self.decoder.get_output_embeddings()
+        name, embeddings = type(self.model).__name__, self.model.get_output_embeddings()
         if embeddings is None:
             raise ConfigError(f"{name} has no output embeddings; mend: a model for causal language modelling")
         tokens = torch.arange(4, device=self.device)[None] % len(self.head)

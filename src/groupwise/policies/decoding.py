@@ -80,7 +80,7 @@ def complete(
         if not prompt:
             raise DataError(f"prompt {number} has no tokens; mend: at least one, such as the beginning-of-text token")
     group_size, sampling = seeds.shape[1], policy.sampling
-    cache: Any = DynamicCache(config=policy.decoder.config)
+    cache: Any = DynamicCache(config=policy.model.config)
     tokens, valid = _left_padded(prompts, policy.device)
     logits = policy.logits(policy.hidden_states(tokens, valid, cache)[:, -1]).repeat_interleave(group_size, dim=0)
     cache.batch_repeat_interleave(group_size)

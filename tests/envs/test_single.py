@@ -49,7 +49,7 @@ def make(env, vectorization):
 
 @pytest.fixture
 def two_cpus(monkeypatch):
-    monkeypatch.setattr(single, "_num_cpus", lambda: 2)
+    monkeypatch.setattr(single, "num_cpus", lambda: 2)
 
 
 @pytest.mark.usefixtures("two_cpus")
@@ -71,12 +71,6 @@ def test_rows_of_workers_that_agree_are_taken():
     assert env.start_report.tier == "seed"
     assert obs[0] == obs[1]
     env.close()
-
-
-def test_no_more_workers_than_cpus_that_may_be_used(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert single._num_cpus() == 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,14 @@
+import os
+import sys
+
+import pytest
+
+from groupwise.cpus import num_cpus
+
+
+@pytest.mark.parametrize(("platform", "count"), [("linux", 2), ("darwin", 5)])
+def test_only_cpus_that_this_process_may_use_are_counted(monkeypatch, platform, count):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 7}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert num_cpus() == count

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -45,8 +45,9 @@ class Cfg(BaseModel):
         Args:
             fields: what the config is made of, where the class depends on that.
         """
-        kind = cls.model_fields[key].annotation if key in cls.model_fields else None
-        return kind if isinstance(kind, type) and issubclass(kind, Cfg) else None
+        annotation = cls.model_fields[key].annotation if key in cls.model_fields else None
+        kinds = [annotation, *get_args(annotation)]  # of ``LoRACfg | None``, too
+        return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Cfg)), None)
 
 
 def complaints(error: ValidationError) -> list[dict[str, Any]]:

@@ -1,57 +1,73 @@
 """Texts as a rollout: tokens are observations, the tokens that follow them actions."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.errors import DataError
 
 
 class TextRow(NamedTuple):
-    """A prompt and one completion of it, in the tokens that were really read and written."""
+    """A prompt and one continuation of it, in the tokens that were really read and written.
+
+    The continuation is what the model wrote and, over several turns, what it was answered in between. Sequences after
+    ``completion`` have an entry for each of its tokens; what they say of tokens that the model did not write is ignored.
+    """
 
     prompt: Sequence[int]
     completion: Sequence[int]
     log_probs: Sequence[float]
-    """Of the completion's tokens, under the distribution that they were drawn from."""
+    """Under the distribution that the tokens were drawn from."""
     reward: float | None
     """Of the whole completion; None: nobody can say, so that the row neither counts nor is compared."""
     terminated: bool
     """Whether the model ended it; else its length was cut."""
     group: int
     """Which prompt of this iteration."""
+    turn: Sequence[int] | None = None
+    """Which of the model's turns wrote the token, from 0; -1: none did. None: one turn wrote all."""
+    support: Sequence[Sequence[int]] | None = None
+    """The tokens that could be drawn, equally many each time. None: all of them."""
+    eos_barred: Sequence[bool] | None = None
+    """Where tokens that end the text could not be drawn. None: nowhere."""
+    trained: bool = True
+    """False: the row is compared with its siblings, but has no loss."""
+    greedy: bool = False
+    """Whether the likeliest token was taken each time: such a row is what siblings are measured against (ReMax)."""
+    reward_parts: tuple[float, ...] = ()
+    """What the reward adds up, weighted."""
 
 
 def text_rollout(
     rows: Sequence[TextRow], *, padding: Literal["left", "right"] = "right", device: torch.device | str = "cpu"
 ) -> TensorDict:
-    """The rollout ``[N, T+1]`` of the rows; ``loss_mask`` is True where the action is a token of a completion.
+    """The rollout ``[N, T+1]`` of the rows; ``loss_mask`` is True where the action is a token that the model wrote.
 
     Slot t holds token t and, as its action, token t+1; the reward stands at the completion's last token. ``step``
-    counts from the prompt's first token, so that siblings' steps correspond.
+    counts from the prompt's first token, so that siblings' steps correspond. Keys that no row has are left out:
+    ``turn_id``, ``support`` (-1 where any token could be drawn), ``eos_barred``, ``trained``, ``greedy``, ``reward_parts``.
 
     Raises:
-        DataError: a prompt or completion without tokens, or not one log-probability for each token.
+        DataError: a prompt or completion without tokens, or not one entry for each token.
     """
     for number, row in enumerate(rows):
         _check(number, row)
     lengths = [len(row.prompt) + len(row.completion) for row in rows]
     num_slots = max(lengths)
-    shape = (len(rows), num_slots)
-    tokens, log_prob = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
-    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        first = num_slots - length if padding == "left" else 0
-        begin = first + len(row.prompt) - 1
-        tokens[number, first : first + length] = torch.tensor([*row.prompt, *row.completion])
-        log_prob[number, begin : first + length - 1] = torch.tensor(row.log_probs)
-    start = torch.tensor([num_slots - n if padding == "left" else 0 for n in lengths])
-    place = torch.arange(num_slots) - start[:, None]
+    starts = [num_slots - length if padding == "left" else 0 for length in lengths]
+    tokens = torch.zeros(len(rows), num_slots, dtype=torch.long)
+    for number, (row, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
+        tokens[number, start : start + length] = torch.tensor([*row.prompt, *row.completion])
+    place = torch.arange(num_slots) - torch.tensor(starts)[:, None]
     prompt, total = torch.tensor([len(row.prompt) for row in rows]), torch.tensor(lengths)
     valid = (place >= 0) & (place < total[:, None] - 1)
     last = place == total[:, None] - 2
+    first = [start + len(row.prompt) - 1 for row, start in zip(rows, starts, strict=True)]
+    turn = _spread([row.turn or [0] * len(row.completion) for row in rows], first, num_slots, torch.tensor(-1))
     scored = torch.tensor([row.reward is not None for row in rows])
     ended = torch.tensor([row.terminated for row in rows])
     reward = torch.tensor([row.reward or 0.0 for row in rows])
@@ -62,13 +78,64 @@ def text_rollout(
         "terminated": last & ended[:, None],
         "truncated": last & ~ended[:, None],
         "valid": valid,
-        "loss_mask": valid & (place >= prompt[:, None] - 1) & scored[:, None],
-        "sample_log_prob": log_prob,
+        "loss_mask": valid & (place >= prompt[:, None] - 1) & (turn >= 0) & scored[:, None],
+        "sample_log_prob": _spread([row.log_probs for row in rows], first, num_slots, torch.tensor(0.0)),
         "group_id": _where(valid, torch.tensor([row.group for row in rows])),
         "episode_id": _where(valid, torch.arange(len(rows))),
         "step": place.clamp(min=0) * valid,
     }
-    return TensorDict(keys, batch_size=shape).to(device)
+    keys |= _optional(rows, first, valid, last)
+    if any(row.turn is not None for row in rows):
+        keys["turn_id"] = turn
+    return TensorDict(keys, batch_size=(len(rows), num_slots)).to(device)
+
+
+class TextBuffer(RolloutBuffer):
+    """Checks rollouts of texts, which are as long and as many as they happen to be: nothing is allocated beforehand."""
+
+    def __init__(self, action_spec: TensorSpec, *, value: bool = False, device: torch.device | str = "cpu") -> None:
+        super().__init__(0, 0, obs_spec=action_spec, action_spec=action_spec, value=value, device=device)
+
+    def start_rollout(self) -> TensorDict:
+        """An empty rollout, which the collector replaces."""
+        return TensorDict({}, batch_size=(0, 0), device=self.device)
+
+    def add(self, rollout: TensorDict) -> None:
+        """Take a collected rollout after checking it.
+
+        Raises:
+            DataError: a missing key, a wrong shape or dtype, or a non-finite number in a valid slot (names row and step).
+        """
+        self.num_rows = rollout.shape[0]
+        super().add(rollout)
+
+
+def _optional(rows: Sequence[TextRow], first: Sequence[int], valid: Tensor, last: Tensor) -> dict[str, Tensor]:
+    """Keys that rows may have."""
+    keys: dict[str, Tensor] = {}
+    width = max((len(row.support[0]) for row in rows if row.support), default=0)
+    if width:
+        anything = [-1] * width
+        support = [row.support or [anything] * len(row.completion) for row in rows]
+        keys["support"] = _spread(support, first, valid.shape[1], torch.full((width,), -1))
+    if any(row.eos_barred is not None for row in rows):
+        barred = [row.eos_barred or [False] * len(row.completion) for row in rows]
+        keys["eos_barred"] = _spread(barred, first, valid.shape[1], torch.tensor(False))
+    if not all(row.trained for row in rows):
+        keys["trained"] = valid & torch.tensor([row.trained for row in rows])[:, None]
+    if any(row.greedy for row in rows):
+        keys["greedy"] = valid & torch.tensor([row.greedy for row in rows])[:, None]
+    if any(row.reward_parts for row in rows):
+        keys["reward_parts"] = torch.tensor([row.reward_parts for row in rows])[:, None] * last[..., None]
+    return keys
+
+
+def _spread(entries: Sequence[Sequence[Any]], first: Sequence[int], num_slots: int, empty: Tensor) -> Tensor:
+    """Entries of each row from its first place on, ``empty`` elsewhere."""
+    out = empty.expand(len(entries), num_slots, *empty.shape).clone()
+    for number, (values, start) in enumerate(zip(entries, first, strict=True)):
+        out[number, start : start + len(values)] = torch.tensor(values, dtype=empty.dtype)
+    return out
 
 
 def _where(valid: Tensor, number: Tensor) -> Tensor:
@@ -79,7 +146,14 @@ def _check(number: int, row: TextRow) -> None:
     if not row.prompt or not row.completion:
         empty = "completion" if row.prompt else "prompt"
         raise DataError(f"row {number} has no {empty}; mend: at least one token, such as the end of text")
-    if len(row.log_probs) != len(row.completion):
-        raise DataError(
-            f"row {number} has {len(row.log_probs)} log-probabilities for {len(row.completion)} tokens; mend: one for each"
-        )
+    entries = {
+        "log-probabilities": row.log_probs,
+        "turns": row.turn,
+        "supports": row.support,
+        "entries of eos_barred": row.eos_barred,
+    }
+    for name, values in entries.items():
+        if values is not None and len(values) != len(row.completion):
+            raise DataError(
+                f"row {number} has {len(values)} {name} for {len(row.completion)} tokens; mend: one for each"
+            )

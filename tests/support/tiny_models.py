@@ -14,7 +14,6 @@ from transformers import (
 
 EOS = 3
 _ROPE = {
-    "vocab_size": 40,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -25,17 +24,17 @@ _ROPE = {
     "pad_token_id": EOS,  # as many models have it: padding must never be taken for the end of a text
 }
 _MAKERS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_ROPE)),
-    "smollm": lambda: LlamaForCausalLM(LlamaConfig(**_ROPE, tie_word_embeddings=True)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_ROPE)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_ROPE, head_dim=8)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, bos_token_id=2, eos_token_id=EOS, pad_token_id=EOS)
+    "llama": lambda size: LlamaForCausalLM(LlamaConfig(vocab_size=size, **_ROPE)),
+    "smollm": lambda size: LlamaForCausalLM(LlamaConfig(vocab_size=size, **_ROPE, tie_word_embeddings=True)),
+    "qwen2": lambda size: Qwen2ForCausalLM(Qwen2Config(vocab_size=size, **_ROPE)),
+    "qwen3": lambda size: Qwen3ForCausalLM(Qwen3Config(vocab_size=size, **_ROPE, head_dim=8)),
+    "gpt2": lambda size: GPT2LMHeadModel(
+        GPT2Config(vocab_size=size, n_embd=32, n_layer=2, n_head=4, bos_token_id=2, eos_token_id=EOS, pad_token_id=EOS)
     ),
 }
 FAMILIES = sorted(_MAKERS)
 
 
-def tiny_model(family="llama", seed=0):
+def tiny_model(family="llama", seed=0, vocab_size=40):
     torch.manual_seed(seed)
-    return _MAKERS[family]()
+    return _MAKERS[family](vocab_size)

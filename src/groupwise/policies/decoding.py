@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from groupwise.errors import DataError
 from groupwise.functional.row_random import hash_pair, mix, unit
 from groupwise.policies.causal_lm import CausalLM
+from groupwise.policies.configs import SamplingCfg
 
 ROOM = 64
 """Tokens that a cache grows by."""
@@ -23,7 +24,12 @@ class Completion(NamedTuple):
     """With the token that ended it."""
     log_probs: list[float]
     """Of each token, under the distribution that it was drawn from."""
-    stop: Literal["eos", "length"]
+    stop: Literal["eos", "stop", "length"]
+    """What ended it: a token that ends texts, a stop string, or ``max_new_tokens``."""
+    support: list[list[int]] | None = None
+    """With ``top_k``: the tokens that could be drawn at each place, by rising id."""
+    eos_barred: list[bool] | None = None
+    """With ``min_new_tokens``: where tokens that end the text could not be drawn."""
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not follow transformers
@@ -63,7 +69,9 @@ def complete(
     policy: CausalLM,
     prompts: Sequence[Sequence[int]],
     seeds: Int[Tensor, "prompt member"],
+    sampling: SamplingCfg | None = None,
     *,
+    tokenizer: Any = None,
     deterministic: bool = False,
 ) -> list[list[Completion]]:
     """Completions of each prompt, one for each of its seeds.
@@ -71,6 +79,8 @@ def complete(
     A row's choices follow from its seed and its own tokens alone, up to the rounding of logits in another batch.
 
     Args:
+        sampling: by default the policy's.
+        tokenizer: of transformers; only needed where the sampling has stop strings.
         deterministic: take the likeliest token each time; seeds do not matter then.
 
     Raises:
@@ -79,7 +89,7 @@ def complete(
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise DataError(f"prompt {number} has no tokens; mend: at least one, such as the beginning-of-text token")
-    group_size, sampling = seeds.shape[1], policy.sampling
+    group_size, sampling = seeds.shape[1], sampling or policy.sampling
     cache: Any = DynamicCache(config=policy.model.config)
     tokens, valid = _left_padded(prompts, policy.device)
     logits = policy.logits(policy.hidden_states(tokens, valid, cache)[:, -1]).repeat_interleave(group_size, dim=0)

@@ -22,6 +22,7 @@ from groupwise.algorithms.optim import Schedule, Trained, build_optimizer
 from groupwise.algorithms.surrogate import Counts, check_objective, finest_unit, objective_data
 from groupwise.data.minibatch import Epoch, coarsest, shuffle_items, shuffle_transitions, take
 from groupwise.data.rollout import Nested
+from groupwise.data.row_batches import RowSizes, pack, shuffle_rows
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError
 from groupwise.functional.reduce import loss_weights
@@ -86,7 +87,13 @@ class BaseAlgorithm(ABC):
 
     def training_data(self, batch: TensorDict) -> dict[str, Nested]:
         """What every optimisation reads of the transitions ``[N, T]``; add advantages and what ``terms`` needs."""
-        return {key: batch[key] for key in (*self.policy.batch_keys, "loss_mask", "episode_id")}
+        keys = {*self.policy.batch_keys, "loss_mask", "episode_id"}
+        if self.policy.scored_by == "row":
+            keys |= {"valid", "group_id"}
+        data = {key: batch[key] for key in keys}
+        if "trained" in batch.keys():  # noqa: SIM118  iterating goes over rows
+            data["loss_mask"] = data["loss_mask"] & batch["trained"]
+        return data
 
     def objective_data(
         self,
@@ -151,16 +158,18 @@ class BaseAlgorithm(ABC):
     def score(self, policy: Policy, data: dict[str, Nested]) -> Evaluation:
         """What ``policy`` says of every step ``[N, T]``, in micro-batches and without gradient."""
         elements, _ = self._elements(data, compact=False)
-        count = elements["loss_mask"].shape[0]
-        width = count if self.cfg.micro_batch_size is None else self.cfg.micro_batch_size
+        count, size = elements["loss_mask"].shape[0], self.cfg.micro_batch_size
+        slices = [slice(i, i + (size or count)) for i in range(0, count, size or count)]
+        back: Tensor | slice = slice(None)
         if policy.scored_by == "row":
-            width = max(1, width // elements["loss_mask"].shape[1])
-        parts = [self._evaluate(policy, take(elements, slice(i, i + width))) for i in range(0, count, width)]
+            order, slices = pack(_row_sizes(elements), torch.arange(count, device=policy.device), size)
+            elements, back = take(elements, order), order.argsort()
+        parts = [self._evaluate(policy, take(elements, part)) for part in slices]
         shape, dims = data["loss_mask"].shape, elements["loss_mask"].dim()
 
         def join(values: tuple[Tensor | None, ...]) -> Tensor | None:
             known = [value for value in values if value is not None]
-            return torch.cat(known).reshape(*shape, *known[0].shape[dims:]) if known else None
+            return torch.cat(known)[back].reshape(*shape, *known[0].shape[dims:]) if known else None
 
         log_prob, entropy, value, dist = (join(values) for values in zip(*parts, strict=True))
         assert log_prob is not None
@@ -186,7 +195,8 @@ class BaseAlgorithm(ABC):
     def _elements(self, data: dict[str, Nested], compact: bool = True) -> tuple[dict[str, Nested], Tensor]:
         """Rows as they are for sequence models, else flat transitions (``compact``: only those that count)."""
         if self.policy.scored_by == "row":
-            return data, data["loss_mask"]
+            rows = take(data, data["loss_mask"].any(dim=1)) if compact else data
+            return rows, rows["loss_mask"]
         flat = {
             key: tensor.reshape(-1, *tensor.shape[2:]) if isinstance(tensor, Tensor) else tensor.reshape(-1)
             for key, tensor in data.items()
@@ -197,7 +207,7 @@ class BaseAlgorithm(ABC):
 
     def _minibatches(self, elements: dict[str, Nested], total: int) -> Iterator[list[dict[str, Nested]]]:
         """Micro-batches of each optimiser step, weights included, epoch after epoch."""
-        num_minibatches = max(1, round(total / self.cfg.minibatch_size))
+        num_minibatches = self._num_minibatches(total)
         if num_minibatches == 1 and self.cfg.micro_batch_size is None:
             # a single minibatch has no order: it is prepared once, and nothing is gathered
             whole = self._weigh(elements, [slice(0, len(elements["loss_mask"]))])
@@ -214,17 +224,20 @@ class BaseAlgorithm(ABC):
                     yield self._weigh(shuffled, slices)
 
     def _epoch(self, elements: dict[str, Nested], num_minibatches: int, generator: torch.Generator) -> Epoch:
-        mask, size = elements["loss_mask"], self.cfg.micro_batch_size
-        unit = coarsest(self.policy.scored_by, finest_unit(self.cfg.objective))
-        if unit == "transition":
-            return shuffle_transitions(
-                len(mask), num_minibatches=num_minibatches, micro_batch_size=size, generator=generator
-            )
-        if unit == "episode":
-            item, steps = elements["episode_id"], mask.long()
-        else:
-            item, steps = torch.arange(len(mask), device=mask.device), mask.sum(dim=1)
-        return shuffle_items(item, steps, num_minibatches=num_minibatches, micro_batch_size=size, generator=generator)
+        mask = elements["loss_mask"]
+        micro = self.cfg.micro_batch_size
+        match coarsest(self.policy.scored_by, finest_unit(self.cfg.objective)):
+            case "transition":
+                shuffle = partial(shuffle_transitions, len(mask))
+            case "episode":
+                shuffle = partial(shuffle_items, elements["episode_id"], mask.long())
+            case "row":
+                shuffle = partial(shuffle_rows, _row_sizes(elements))
+        return shuffle(num_minibatches=num_minibatches, micro_batch_size=micro, generator=generator)
+
+    def _num_minibatches(self, total: int) -> int:
+        size = self.cfg.minibatch_size
+        return 1 if size is None else max(1, round(total / size))
 
     def _weigh(self, shuffled: dict[str, Nested], slices: list[slice]) -> list[dict[str, Nested]]:
         """One optimiser step's micro-batches, with weights that are global over them and over all ranks."""
@@ -284,3 +297,7 @@ class BaseAlgorithm(ABC):
         norm = torch.nn.utils.clip_grad_norm_(self.trained.tensors, limit)
         self.optimizer.step()
         return norm
+
+
+def _row_sizes(rows: Batch) -> RowSizes:
+    return RowSizes.of(rows["valid"], rows["loss_mask"], rows["group_id"])

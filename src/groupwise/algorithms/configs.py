@@ -201,10 +201,10 @@ class AlgorithmCfg(Cfg):
     """Steps per environment in one iteration. GRPO opens new groups until about ``num_envs * num_steps`` steps are taken, and finishes them (or carries them over, ``collection.unfinished``)."""
     num_epochs: PositiveInt = 10
     """Passes over each rollout."""
-    minibatch_size: PositiveInt = 256
-    """Steps (transitions) in one optimiser step, over all ranks; a rollout is split evenly into the nearest whole number of minibatches."""
+    minibatch_size: PositiveInt | None = 256
+    """Steps (transitions) in one optimiser step, over all ranks; a rollout is split evenly into the nearest whole number of minibatches. None: one, the whole rollout."""
     micro_batch_size: PositiveInt | None = None
-    """Most steps in one forward and backward pass; bounds memory, never changes the gradient. None: the whole minibatch."""
+    """Most steps in one forward and backward pass; of texts, all tokens that are read, padding included, the prompt that siblings share once. Bounds memory, never changes the gradient. None: the whole minibatch."""
     gamma: Fraction = 0.99
     """Discount."""
     ent_coef: float = 0.0

@@ -9,6 +9,7 @@ from groupwise.policies import decoding
 from groupwise.policies.causal_lm import CausalLM
 from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.decoding import complete
+from groupwise.policies.drawing import pick
 
 PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15]]
 
@@ -74,7 +75,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6).filter(any), st.floats(0, 1, exclude_max=True))
 def test_a_token_of_no_probability_is_never_drawn(weights, number):
     probability = torch.tensor([weights])
-    token = decoding._draw(probability, torch.tensor([number]))
+    token = pick(probability, torch.tensor([number]))
     assert probability[0, token] > 0
 
 

@@ -4,17 +4,19 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from groupwise.errors import DataError
+from groupwise.errors import ConfigError, DataError
 from groupwise.functional.row_random import hash_pair, mix, unit
 from groupwise.policies.causal_lm import CausalLM
 from groupwise.policies.configs import SamplingCfg
+from groupwise.policies.drawing import draw
 
 ROOM = 64
 """Tokens that a cache grows by."""
+_STOPS: tuple[Literal["length", "eos", "stop"], ...] = ("length", "eos", "stop")
 
 
 class Completion(NamedTuple):
@@ -30,6 +32,109 @@ class Completion(NamedTuple):
     """With ``top_k``: the tokens that could be drawn at each place, by rising id."""
     eos_barred: list[bool] | None = None
     """With ``min_new_tokens``: where tokens that end the text could not be drawn."""
+
+
+class Writing:
+    """Completions while they are written, a token of each unfinished one at a time.
+
+    A row's choices follow from its seed and its own tokens alone, up to the rounding of logits in another batch.
+
+    Args:
+        seeds: of the rows.
+        eos_ids: tokens that end a completion.
+        tokenizer: of transformers; only needed where the sampling has stop strings.
+        deterministic: take the likeliest token each time; seeds do not matter then.
+
+    Raises:
+        ConfigError: stop strings without a tokenizer.
+    """
+
+    def __init__(
+        self,
+        seeds: Int[Tensor, " row"],
+        sampling: SamplingCfg,
+        eos_ids: Sequence[int],
+        tokenizer: Any = None,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        count, device = len(seeds), seeds.device
+        self.running = torch.arange(count, device=device)
+        """Rows that are unfinished."""
+        self._streams, self._sampling, self._deterministic = mix(seeds), sampling, deterministic
+        self._ends = torch.tensor(eos_ids, dtype=torch.long, device=device)
+        self._strings = _StopStrings(sampling.stop, tokenizer, count) if sampling.stop else None
+        self._step = 0
+        shape = (count, sampling.max_new_tokens)
+        self._tokens = torch.zeros(shape, dtype=torch.long, device=device)
+        self._log_probs = torch.zeros(shape, device=device)
+        self._supports: list[tuple[Tensor, Tensor]] = []
+        self._lengths = torch.full((count,), sampling.max_new_tokens, device=device)
+        self._stops = torch.zeros(count, dtype=torch.long, device=device)
+
+    def write(
+        self, logits: Float[Tensor, "running vocabulary"]
+    ) -> tuple[Int[Tensor, " running"], Bool[Tensor, " running"]]:
+        """The next token of each unfinished row, and whether the row goes on after it."""
+        rows, step = self.running, self._step
+        may_end = step >= self._sampling.min_new_tokens
+        chance = unit(hash_pair(self._streams[rows], torch.full_like(rows, step)))
+        drawn = draw(logits, chance, self._sampling, None if may_end else self._ends, deterministic=self._deterministic)
+        self._tokens[rows, step], self._log_probs[rows, step] = drawn.token, drawn.log_prob
+        if drawn.support is not None:
+            self._supports.append((rows, drawn.support))
+        stop = torch.isin(drawn.token, self._ends).long()
+        if self._strings is not None:
+            complete = self._strings.completed(rows.tolist(), drawn.token.tolist())
+            stop[torch.tensor(complete, device=stop.device) & (stop == 0) & may_end] = _STOPS.index("stop")
+        self._stops[rows], self._step = stop, step + 1
+        goes_on = (stop == 0) & (self._step < self._sampling.max_new_tokens)
+        self._lengths[rows] = self._step  # the last time that the row is among these counts
+        self.running = rows[goes_on]
+        return drawn.token, goes_on
+
+    def completions(self) -> list[Completion]:
+        """Of all rows, in their order."""
+        lengths, sampling = self._lengths.tolist(), self._sampling
+        supports = self._supports_of_rows() if self._supports else [None] * len(lengths)
+        rows = zip(
+            self._tokens.tolist(), self._log_probs.tolist(), self._stops.tolist(), lengths, supports, strict=True
+        )
+        barred = [step < sampling.min_new_tokens for step in range(sampling.max_new_tokens)]
+        return [
+            Completion(t[:n], lp[:n], _STOPS[stop], support, barred[:n] if sampling.min_new_tokens else None)
+            for t, lp, stop, n, support in rows
+        ]
+
+    def _supports_of_rows(self) -> list[list[list[int]]]:
+        kept: list[list[list[int]]] = [[] for _ in self._tokens]
+        for rows, support in self._supports:
+            for row, ids in zip(rows.tolist(), support.tolist(), strict=True):
+                kept[row].append(ids)
+        return kept
+
+
+class _StopStrings:
+    """Tells which completions' texts a token has brought a stop string to."""
+
+    def __init__(self, strings: Sequence[str], tokenizer: Any, count: int) -> None:
+        if tokenizer is None:
+            raise ConfigError(f"stop={tuple(strings)!r} but no tokenizer that reads texts; mend: give one, or stop=()")
+        self._strings, self._tokenizer = strings, tokenizer
+        self._tokens: list[list[int]] = [[] for _ in range(count)]
+        self._texts = [""] * count
+
+    def completed(self, rows: Sequence[int], tokens: Sequence[int]) -> list[bool]:
+        """Whether each of the rows' texts, with one token more, holds a string that it did not hold before."""
+        return [self._completed(row, token) for row, token in zip(rows, tokens, strict=True)]
+
+    def _completed(self, row: int, token: int) -> bool:
+        self._tokens[row].append(token)
+        text, old = self._tokenizer.decode(self._tokens[row], clean_up_tokenization_spaces=False), self._texts[row]
+        self._texts[row] = text
+        while not text.startswith(old):  # a character's first bytes, alone, read as another character
+            old = old[:-1]
+        return any(text.find(s, max(0, len(old) - len(s) + 1)) >= 0 for s in self._strings)
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not follow transformers
@@ -76,8 +181,6 @@ def complete(
 ) -> list[list[Completion]]:
     """Completions of each prompt, one for each of its seeds.
 
-    A row's choices follow from its seed and its own tokens alone, up to the rounding of logits in another batch.
-
     Args:
         sampling: by default the policy's.
         tokenizer: of transformers; only needed where the sampling has stop strings.
@@ -85,55 +188,44 @@ def complete(
 
     Raises:
         DataError: a prompt without tokens.
+        ConfigError: stop strings without a tokenizer.
     """
-    for number, prompt in enumerate(prompts):
-        if not prompt:
-            raise DataError(f"prompt {number} has no tokens; mend: at least one, such as the beginning-of-text token")
-    group_size, sampling = seeds.shape[1], sampling or policy.sampling
+    group_size = seeds.shape[1]
+    tokens, valid = left_padded(prompts, policy.device)
+    rows = seeds.reshape(-1).to(policy.device)
+    writing = Writing(rows, sampling or policy.sampling, policy.eos_ids, tokenizer, deterministic=deterministic)
+    head = policy.head.float().T  # half precision is converted here, once, and not at each token
     cache: Any = DynamicCache(config=policy.model.config)
-    tokens, valid = _left_padded(prompts, policy.device)
-    logits = policy.logits(policy.hidden_states(tokens, valid, cache)[:, -1]).repeat_interleave(group_size, dim=0)
+    logits = policy.hidden_states(tokens, valid, cache)[:, -1].float() @ head
+    logits = logits.repeat_interleave(group_size, dim=0)
     cache.batch_repeat_interleave(group_size)
     cache.layers = [RoomyLayer(c.keys, c.values) if type(c) is DynamicLayer else c for c in cache.layers]
     valid = valid.repeat_interleave(group_size, dim=0)
-    streams = mix(seeds.reshape(-1).to(policy.device))
-    ends = torch.tensor(policy.eos_ids, dtype=torch.long, device=policy.device)
-    running = torch.arange(len(streams), device=policy.device)
-    shape = (len(streams), sampling.max_new_tokens)
-    chosen = torch.zeros(shape, dtype=torch.long, device=policy.device)
-    log_probs = torch.zeros(shape, device=policy.device)
-    lengths = torch.full((len(streams),), sampling.max_new_tokens, device=policy.device)
-    ended = torch.zeros(len(streams), dtype=torch.bool, device=policy.device)
-    for step in range(sampling.max_new_tokens):
-        log_p = logits.log_softmax(dim=-1)
-        chance = unit(hash_pair(streams[running], torch.full_like(running, step)))
-        token = log_p.argmax(dim=-1) if deterministic else _draw(log_p.exp(), chance)
-        chosen[running, step] = token
-        log_probs[running, step] = log_p.gather(1, token[:, None])[:, 0]
-        stops = torch.isin(token, ends)
-        ended[running[stops]], lengths[running[stops]] = True, step + 1
-        if step + 1 == sampling.max_new_tokens or bool(stops.all()):
+    while True:
+        token, goes_on = writing.write(logits)
+        if not len(writing.running):
             break
-        if bool(stops.any()):  # finished rows leave the batch
-            keep = (~stops).nonzero()[:, 0]
-            running, token, valid = running[keep], token[keep], valid[keep]
-            cache.batch_select_indices(keep)
+        if len(writing.running) < len(token):  # finished rows leave the batch
+            token, valid = token[goes_on], valid[goes_on]
+            cache.batch_select_indices(goes_on.nonzero()[:, 0])
         valid = torch.cat([valid, valid.new_ones(len(valid), 1)], dim=1)
-        logits = policy.logits(policy.hidden_states(token[:, None], valid, cache)[:, -1])
-    rows = zip(chosen.tolist(), log_probs.tolist(), lengths.tolist(), ended.tolist(), strict=True)
-    flat = [Completion(t[:n], lp[:n], "eos" if end else "length") for t, lp, n, end in rows]
+        logits = policy.hidden_states(token[:, None], valid, cache)[:, -1].float() @ head
+    flat = writing.completions()
     return [flat[i : i + group_size] for i in range(0, len(flat), group_size)]
 
 
-def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def left_padded(
+    prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Int[Tensor, "prompt width"], Bool[Tensor, "prompt width"]]:
+    """The prompts' tokens, and what of them is no padding.
+
+    Raises:
+        DataError: a prompt without tokens.
+    """
+    for number, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise DataError(f"prompt {number} has no tokens; mend: at least one, such as the beginning-of-text token")
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     return tokens, torch.arange(width, device=device) >= (width - lengths)[:, None]
-
-
-def _draw(probability: Float[Tensor, "row vocabulary"], chance: Float[Tensor, " row"]) -> Int[Tensor, " row"]:
-    """The token at which the summed probability reaches 1 - chance of its total; never one of probability 0."""
-    summed = probability.cumsum(dim=-1)
-    place: Tensor = torch.searchsorted(summed, ((1 - chance) * summed[:, -1])[:, None])[:, 0]
-    return place

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
 
+from groupwise.algorithms.agreement import Agreement
 from groupwise.algorithms.configs import AlgorithmCfg
 from groupwise.algorithms.entropy import EntropyControl
 from groupwise.algorithms.optim import Schedule, Trained, build_optimizer
@@ -90,6 +91,8 @@ class BaseAlgorithm(ABC):
         keys = {*self.policy.batch_keys, "loss_mask", "episode_id"}
         if self.policy.scored_by == "row":
             keys |= {"valid", "group_id"}
+        if self._is_watched:
+            keys |= {"step", "sample_log_prob"}
         data = {key: batch[key] for key in keys}
         if "trained" in batch.keys():  # noqa: SIM118  iterating goes over rows
             data["loss_mask"] = data["loss_mask"] & batch["trained"]
@@ -115,6 +118,7 @@ class BaseAlgorithm(ABC):
             num_episodes,
             lambda: self.score(self.policy, data) if start is None else start,
             seed=derive_seed(self.seed, "objective", self.iteration),
+            single_pass=self._is_single_pass(data["loss_mask"]),
             all_sum=self.engine.sum,
         )
         return data | {"advantage": advantage} | more
@@ -138,8 +142,9 @@ class BaseAlgorithm(ABC):
         total = int(self.engine.sum(mask.sum()))
         sums = torch.zeros(len(self.metric_names) + 1, device=mask.device)
         steps = 0
+        watch = Agreement(mask.device) if self._is_watched else None
         for minibatch in self._minibatches(elements, total) if total else ():
-            means = self._gradient(minibatch)
+            means = self._gradient(minibatch, None if steps else watch)
             if self._kl_ends_update(means):
                 break
             sums += torch.cat([means, self._apply_gradient().reshape(1)])
@@ -152,7 +157,7 @@ class BaseAlgorithm(ABC):
         out["train/learning_rate"] = sums.new_tensor(self.schedule.rate, dtype=torch.float64)
         if self.entropy.adaptive:
             out["train/ent_coef"] = self.entropy.coef.clone()
-        return out
+        return out if watch is None else out | watch.metrics(self.engine.sum)
 
     @torch.no_grad()
     def score(self, policy: Policy, data: dict[str, Nested]) -> Evaluation:
@@ -251,12 +256,25 @@ class BaseAlgorithm(ABC):
             batch["weight"] = weigh(mask, episode, self.counts.episodes, objective.aggregation)
         return [take(batch, slice(s.start - whole.start, s.stop - whole.start)) for s in slices]
 
-    def _gradient(self, minibatch: list[dict[str, Nested]]) -> Float[Tensor, " metric"]:
+    @property
+    def _is_watched(self) -> bool:
+        """Whether the sampler's probabilities may differ from the trainer's."""
+        return self.cfg.objective.old_log_prob == "recomputed"
+
+    def _is_single_pass(self, mask: Tensor) -> bool:
+        """Whether the update is one optimiser step, on the policy that it begins with."""
+        return self.cfg.num_epochs == 1 and self._num_minibatches(int(self.engine.sum(mask.sum()))) == 1
+
+    def _gradient(self, minibatch: list[dict[str, Nested]], watch: Agreement | None) -> Float[Tensor, " metric"]:
         """Leave the gradient of one optimiser step in the parameters; returns the metrics' global means."""
         self.trained.zero_grad()
         means = torch.zeros(len(self.metric_names), device=self.policy.device)
         for batch in minibatch:
-            terms = self.terms(batch, self._evaluate(self.policy, batch))
+            evaluation = self._evaluate(self.policy, batch)
+            batch.setdefault("old_log_prob", evaluation.log_prob.detach())  # of a single pass
+            if watch is not None:
+                watch.note(batch, evaluation.log_prob)
+            terms = self.terms(batch, evaluation)
             (batch["weight"] * terms.loss).sum().backward()
             if terms.metrics:
                 means += torch.stack(terms.metrics).detach().flatten(1) @ batch["share"].flatten()

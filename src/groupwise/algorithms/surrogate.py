@@ -65,6 +65,7 @@ def objective_data(
     score: Callable[[], Evaluation],
     *,
     seed: int,
+    single_pass: bool = False,
     all_sum: AllSum = local,
 ) -> dict[str, Nested]:
     """What the objective reads of each step besides the advantage, ``[N, T]``.
@@ -72,15 +73,19 @@ def objective_data(
     Args:
         score: what the policy says of every step at the update's start; called only if something needs it.
         seed: of this update's random choices, the same on every rank.
+        single_pass: the update is one optimiser step. What the policy says in it is then what it said at the start, and a
+            recomputed ``old_log_prob`` is left to it.
 
     Raises:
         DataError: ratios of turns, and the rollout has no ``turn_id``.
     """
     recomputed = cfg.old_log_prob == "recomputed"
-    scores = score() if recomputed or cfg.top_entropy < 1 else None
+    compares = cfg.correction.weight != "none" or cfg.trust_region in ("clip_cov", "kl_cov")
+    left_out = recomputed and single_pass and not compares
+    scores = score() if (recomputed and not left_out) or cfg.top_entropy < 1 else None
     sampled = batch["sample_log_prob"]
     old = scores.log_prob if recomputed and scores else sampled
-    data: dict[str, Nested] = {"old_log_prob": old}
+    data: dict[str, Nested] = {} if left_out else {"old_log_prob": old}
     if cfg.trust_region == "dppo" or cfg.correction.off_policy_limit is not None:
         data["sample_log_prob"] = sampled
     if cfg.ratio == "turn":

@@ -68,9 +68,9 @@ def text_rollout(
     last = place == total[:, None] - 2
     first = [start + len(row.prompt) - 1 for row, start in zip(rows, starts, strict=True)]
     turn = _spread([row.turn or [0] * len(row.completion) for row in rows], first, num_slots, torch.tensor(-1))
-    scored = torch.tensor([row.reward is not None for row in rows])
+    counts = torch.tensor([row.reward is not None and not row.greedy for row in rows])
     ended = torch.tensor([row.terminated for row in rows])
-    reward = torch.tensor([row.reward or 0.0 for row in rows])
+    reward = torch.tensor([row.reward or 0.0 for row in rows], dtype=torch.float32)
     keys = {
         "obs": tokens,
         "action": tokens.roll(-1, dims=1) * valid,
@@ -78,7 +78,7 @@ def text_rollout(
         "terminated": last & ended[:, None],
         "truncated": last & ~ended[:, None],
         "valid": valid,
-        "loss_mask": valid & (place >= prompt[:, None] - 1) & (turn >= 0) & scored[:, None],
+        "loss_mask": valid & (place >= prompt[:, None] - 1) & (turn >= 0) & counts[:, None],
         "sample_log_prob": _spread([row.log_probs for row in rows], first, num_slots, torch.tensor(0.0)),
         "group_id": _where(valid, torch.tensor([row.group for row in rows])),
         "episode_id": _where(valid, torch.arange(len(rows))),
@@ -124,9 +124,12 @@ def _optional(rows: Sequence[TextRow], first: Sequence[int], valid: Tensor, last
     if not all(row.trained for row in rows):
         keys["trained"] = valid & torch.tensor([row.trained for row in rows])[:, None]
     if any(row.greedy for row in rows):
-        keys["greedy"] = valid & torch.tensor([row.greedy for row in rows])[:, None]
+        scored = torch.tensor([row.greedy and row.reward is not None for row in rows])
+        keys["greedy"] = valid & scored[:, None]
     if any(row.reward_parts for row in rows):
-        keys["reward_parts"] = torch.tensor([row.reward_parts for row in rows])[:, None] * last[..., None]
+        keys["reward_parts"] = (
+            torch.tensor([row.reward_parts for row in rows], dtype=torch.float32)[:, None] * last[..., None]
+        )
     return keys
 
 

@@ -131,7 +131,7 @@ def parameter(record):
     return pytest.param(record, id=identify(record))
 
 
-@pytest.mark.parametrize("record", map(parameter, RECORDED["records"]))
+@pytest.mark.parametrize("record", [parameter(record) for record in RECORDED["records"]])
 def test_advantages_loss_and_gradient_are_those_of_trl(record):
     algorithm, metrics = updated(record)
     ours = advantages(algorithm)

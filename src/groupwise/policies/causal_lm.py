@@ -46,6 +46,7 @@ class CausalLM(Policy):
         self.model: Any = model
         self.sampling = sampling or SamplingCfg()
         self.action_spec = TensorSpec((), torch.int64)
+        self.batch_keys = (*type(self).batch_keys, *_choice_keys(self.sampling))
         self.eval()  # dropout would make the sampler and the trainer two different policies
         self.eos_ids = _eos_ids(self.model) if eos_ids is None else tuple(eos_ids)
         self._check_head()
@@ -61,7 +62,8 @@ class CausalLM(Policy):
         tokens, valid, mask = batch["obs"], batch["valid"], batch["loss_mask"]
         prefixes = find_prefixes(tokens, valid, batch["group_id"])
         hidden = self._hidden(tokens, valid, mask) if prefixes is None else self._hidden_shared(prefixes, mask)
-        scores = token_scores(hidden, self.head, batch["action"][mask], temperature=self.sampling.temperature)
+        choice = self._choice(batch, mask)
+        scores = token_scores(hidden, self.head, batch["action"][mask], temperature=self.sampling.temperature, **choice)
         where = mask.nonzero(as_tuple=True)
         log_prob, entropy = (torch.zeros_like(mask, dtype=torch.float32).index_put(where, score) for score in scores)
         return Evaluation(log_prob, entropy)
@@ -117,6 +119,16 @@ class CausalLM(Policy):
         tail = self.hidden_states(prefixes.tail, context, cache)
         return prefixes.gather(head, tail, mask)
 
+    def _choice(self, batch: Batch, mask: Tensor) -> dict[str, Tensor]:
+        """What the tokens of the mask were drawn from, as ``token_scores`` takes it; empty: from everything."""
+        choice = {}
+        if "support" in batch:
+            choice["support"] = batch["support"][mask]
+        if "eos_barred" in batch:
+            choice["barred"] = batch["eos_barred"][mask]
+            choice["barred_ids"] = torch.tensor(self.eos_ids, dtype=torch.long, device=mask.device)
+        return choice
+
     @torch.no_grad()
     def _check_head(self) -> None:
         """Compare the model's logits with the head's on a few tokens."""
@@ -132,6 +144,12 @@ class CausalLM(Policy):
                 f"the logits of {name} are not its hidden states times its output embeddings: they differ by {off:.1%}; "
                 "mend: a model whose logits are not scaled, capped or biased"
             )
+
+
+def _choice_keys(sampling: SamplingCfg) -> tuple[str, ...]:
+    """Keys of the rollout that say what tokens were drawn from, where that is not everything."""
+    keys = {"support": sampling.top_k is not None, "eos_barred": sampling.min_new_tokens > 0}
+    return tuple(key for key, asked in keys.items() if asked)
 
 
 def _eos_ids(model: Any) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ GroupwiseError
 ├── RunFolderError         a run folder that does not exist, is damaged or is taken (ValueError)
 └── MissingExtraError      an optional dependency is not installed (ImportError)
 
-``GroupStartWarning`` is the only warning of ours.
+Warnings of ours are ``GroupStartWarning`` and ``SlowPathWarning``.
 """
 
 import difflib
@@ -59,6 +59,10 @@ class GroupStartError(EnvError):
 
 class GroupStartWarning(UserWarning):
     """Siblings share their start, but not in the best way; says why, and what to do about it. No error."""
+
+
+class SlowPathWarning(UserWarning):
+    """Something is right, but not computed in the fastest way; says why. No error."""
 
 
 class DataError(GroupwiseError, ValueError):

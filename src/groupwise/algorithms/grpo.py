@@ -26,6 +26,7 @@ from groupwise.algorithms.credit import (
 from groupwise.algorithms.surrogate import diagnostics, policy_loss, policy_ratio, reference_kl
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
+from groupwise.errors import ConfigError
 from groupwise.functional.advantages import choice_variance, kl_shaping
 from groupwise.functional.diagnostics import zero_variance_groups
 from groupwise.functional.returns import episode_return
@@ -44,6 +45,11 @@ class GRPO(BaseAlgorithm):
         check_credit(cfg.credit, policy)
         super().__init__(cfg, policy, engine, seed=seed)
         self.reference = policy.make_reference() if cfg.kl_coef > 0 else None
+        if self.reference is not None and cfg.reference.refresh != "never" and not self.reference.refreshable:
+            raise ConfigError(
+                f"reference.refresh={cfg.reference.refresh!r} needs a reference with weights of its own, and this one is the "
+                "policy without its adapters; mend: refresh='never', or train every weight"
+            )
         self.score_average: Tensor | None = None
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:

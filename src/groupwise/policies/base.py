@@ -58,6 +58,8 @@ class Policy(nn.Module, ABC):
     """Keys of the rollout that ``evaluate`` reads."""
     action_spec: Spec
     """The policy's own action, as the rollout stores it."""
+    refreshable: bool = True
+    """Of a reference: whether it has weights of its own, which later ones of the policy can replace."""
 
     @abstractmethod
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         GroupStartWarning,
         GroupwiseError,
         MissingExtraError,
+        RewardError,
         RunFolderError,
         UnknownNameError,
         UnsupportedSpaceError,
@@ -50,6 +51,10 @@ if TYPE_CHECKING:
     from groupwise.policies.actor_critic import ActorCritic
     from groupwise.policies.base import Evaluation, Policy
     from groupwise.policies.configs import PolicyCfg
+    from groupwise.text.configs import RewardCfg, TextTaskCfg
+    from groupwise.text.data import Example
+    from groupwise.text.reward_functions import register_reward
+    from groupwise.text.task import TextTask
     from groupwise.training.base import Callback
     from groupwise.training.trainer import Trainer
 
@@ -73,6 +78,7 @@ __all__ = [
     "EnvReport",
     "Evaluation",
     "EvaluationCfg",
+    "Example",
     "GRPOCfg",
     "GroupCollector",
     "GroupStartError",
@@ -86,6 +92,8 @@ __all__ = [
     "Policy",
     "PolicyCfg",
     "ReferenceCfg",
+    "RewardCfg",
+    "RewardError",
     "RolloutBuffer",
     "Run",
     "RunCfg",
@@ -93,6 +101,8 @@ __all__ = [
     "ScheduleCfg",
     "StopCfg",
     "Terms",
+    "TextTask",
+    "TextTaskCfg",
     "TorchCartPole",
     "TorchGroupEnv",
     "TorchPendulum",
@@ -108,6 +118,7 @@ __all__ = [
     "make_env",
     "register_algorithm",
     "register_credit",
+    "register_reward",
     "resume",
     "train",
     "transition_view",
@@ -132,10 +143,14 @@ _MODULES = {
     "groupwise.envs.make": "make_env",
     "groupwise.envs.native": "TorchGroupEnv",
     "groupwise.envs.torch_control": "TorchCartPole TorchPendulum",
-    "groupwise.errors": "CheckpointError ConfigError DataError DivergedError EnvError GroupStartError GroupStartWarning GroupwiseError MissingExtraError RunFolderError UnknownNameError UnsupportedSpaceError",
+    "groupwise.errors": "CheckpointError ConfigError DataError DivergedError EnvError GroupStartError GroupStartWarning GroupwiseError MissingExtraError RewardError RunFolderError UnknownNameError UnsupportedSpaceError",
     "groupwise.policies.actor_critic": "ActorCritic",
     "groupwise.policies.base": "Evaluation Policy",
     "groupwise.policies.configs": "PolicyCfg",
+    "groupwise.text.configs": "RewardCfg TextTaskCfg",
+    "groupwise.text.data": "Example",
+    "groupwise.text.reward_functions": "register_reward",
+    "groupwise.text.task": "TextTask",
     "groupwise.training.base": "Callback",
     "groupwise.training.trainer": "Trainer",
 }

@@ -8,6 +8,7 @@ GroupwiseError
 │   ├── UnsupportedSpaceError
 │   └── GroupStartError    siblings cannot be made to share a start
 ├── DataError              a rollout with wrong shapes, types or non-finite numbers (ValueError)
+├── RewardError            a reward function that failed, took too long or returned what is no score (RuntimeError)
 ├── DivergedError          training produced non-finite numbers (RuntimeError)
 ├── CheckpointError        a checkpoint that is damaged or belongs to something else (ValueError)
 ├── RunFolderError         a run folder that does not exist, is damaged or is taken (ValueError)
@@ -67,6 +68,10 @@ class SlowPathWarning(UserWarning):
 
 class DataError(GroupwiseError, ValueError):
     """A rollout with wrong shapes, types or non-finite numbers."""
+
+
+class RewardError(GroupwiseError, RuntimeError):
+    """A reward function that failed, took too long or returned what is no score."""
 
 
 class DivergedError(GroupwiseError, RuntimeError):

@@ -1,0 +1,71 @@
+"""Settings of texts and rewards. Imports no torch and no transformers."""
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from groupwise.cfg import Cfg, Positive, PositiveInt
+
+GIVEN = "<given in Python>"
+"""Stands in a config for an object that was passed in."""
+GYM = "reasoning-gym:"
+"""Begins the name of a task of that library."""
+
+
+class RewardCfg(Cfg):
+    """A function that scores completions."""
+
+    name: str
+    """A registered one: ``regex``, ``length``, ``exact``, ``numeric``, ``math``, ``reasoning_gym``, or your own. ``<given in Python>`` stands for a function that was passed in."""
+    weight: float = 1.0
+    """Its scores count so many times."""
+    timeout: Positive | None = 60.0
+    """Seconds that it may take for all completions of an iteration; after them it is left behind, and ``on_reward_error`` says what follows. None: no limit, and it runs in the thread of the training loop, as functions that use signals must."""
+    kwargs: dict[str, Any] = {}
+    """Its own settings."""
+
+
+class TextTaskCfg(Cfg):
+    """Prompts, and what completions of them are worth."""
+
+    data: str = ""
+    """File of training prompts (``.jsonl``, ``.json``, ``.csv``, ``.parquet``), or ``reasoning-gym:`` and the name of a task. ``<given in Python>`` stands for an object that was passed in."""
+    eval_data: str | None = None
+    """Likewise, of prompts that are held out for evaluation. None: there are none."""
+    data_kwargs: dict[str, Any] = {}
+    """Settings of a reasoning-gym task, training and evaluation alike."""
+    data_size: PositiveInt = 1000
+    """Training prompts that reasoning-gym makes."""
+    eval_size: PositiveInt = 100
+    """Evaluation prompts that reasoning-gym makes."""
+    data_seed: int = 0
+    """Which ones. Training and evaluation never draw from the same numbers."""
+    shared_prompts: Literal["drop", "keep", "error"] = "drop"
+    """Training prompts that stand in the evaluation data, too: left out of training; kept; or refused. Both of the former warn. What reasoning-gym makes twice is replaced without a word."""
+    prompt_column: str = "prompt"
+    """Where the prompt stands: a text, or a list of messages ``{"role": ..., "content": ...}``. All other columns go to the rewards."""
+    system_prompt: str | None = None
+    """Begins every conversation that does not begin with one of its own. Needs a chat template."""
+    chat: Literal["auto", "never"] = "auto"
+    """``auto``: a text becomes a user's message if the tokenizer has a chat template, as those of chat models do; ``never``: texts go in as they are."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """What else the template takes, such as ``{"enable_thinking": false}``."""
+    max_prompt_tokens: PositiveInt | None = None
+    """A prompt of more tokens is too long. None: only the model's context limits it."""
+    long_prompts: Literal["error", "drop"] = "error"
+    """What becomes of prompts that are too long: refused, or left out with a warning. They are never cut."""
+    rewards: tuple[RewardCfg, ...] = ()
+    """Functions whose weighted scores add up. Empty: for reasoning-gym data, ``reasoning_gym``."""
+    on_reward_error: Literal["fail", "skip", "zero"] = "fail"
+    """When a function fails or takes too long: the run stops; the completions that it failed on have no reward, so that they neither count nor are compared; or the function's score for them is 0."""
+    solved_at: float = 1.0
+    """From this reward on a completion counts as right (pass@k)."""
+
+    @model_validator(mode="after")
+    def _check_system_prompt(self) -> "TextTaskCfg":
+        if self.system_prompt is not None and self.chat == "never":
+            raise ValueError(
+                "system_prompt is the first message of a conversation, and chat='never' has none; mend: chat='auto', or "
+                "begin the prompts with it"
+            )
+        return self

@@ -1,0 +1,125 @@
+"""Between texts and tokens: a prompt is encoded once, and completions are decoded for rewards alone."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from groupwise.errors import ConfigError, DataError
+from groupwise.text.configs import TextTaskCfg
+from groupwise.text.data import Example, Message
+
+
+class EncodedPrompt(NamedTuple):
+    """An example and the tokens that the model reads."""
+
+    example: Example
+    tokens: tuple[int, ...]
+
+
+class PromptEncoder:
+    """The tokens of prompts, as the task and the tokenizer's chat template have them.
+
+    Args:
+        tokenizer: what ``AutoTokenizer`` loads. It needs no pad token.
+
+    Raises:
+        ConfigError: a system prompt, but the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Any, cfg: TextTaskCfg) -> None:
+        self._tokenizer = tokenizer
+        self._cfg = cfg
+        self.conversational: bool = cfg.chat == "auto" and tokenizer.chat_template is not None
+        """Whether texts become messages."""
+        if cfg.system_prompt is not None and not self.conversational:
+            raise self._no_template("system_prompt is")
+
+    def encode(self, example: Example) -> list[int]:
+        """The prompt's tokens, up to where the completion begins; never cut.
+
+        Raises:
+            ConfigError: messages, but no chat template.
+            DataError: no tokens at all, or messages that the template refuses.
+        """
+        if isinstance(example.prompt, str) and not self.conversational:
+            return self._encode_text(example.prompt)
+        if not self.conversational:
+            raise self._no_template("the data's prompts are")
+        return self._encode_messages(self._messages(example))
+
+    def select(self, examples: Sequence[Example], context: int | None = None) -> list[EncodedPrompt]:
+        """The examples whose prompts are short enough, encoded.
+
+        Args:
+            context: tokens that the model leaves for a prompt.
+
+        Raises:
+            DataError: a prompt is too long and ``long_prompts="error"``, or all are.
+        """
+        encoded = [EncodedPrompt(example, tuple(self.encode(example))) for example in examples]
+        limit = min((n for n in (self._cfg.max_prompt_tokens, context) if n is not None), default=None)
+        if limit is None:
+            return encoded
+        kept = [prompt for prompt in encoded if len(prompt.tokens) <= limit]
+        if len(kept) < len(encoded):
+            self._report_long(encoded, limit)
+        return kept
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of a completion, without special tokens."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def _encode_text(self, text: str) -> list[int]:
+        tokens: list[int] = self._tokenizer(text)["input_ids"]
+        if tokens:
+            return tokens
+        if self._tokenizer.bos_token_id is None:
+            raise DataError(
+                "an empty prompt has no tokens, and the tokenizer none to begin with; mend: write something"
+            )
+        return [self._tokenizer.bos_token_id]
+
+    def _messages(self, example: Example) -> list[Message]:
+        text = isinstance(example.prompt, str)
+        messages = [{"role": "user", "content": str(example.prompt)}] if text else [*example.prompt]
+        if self._cfg.system_prompt is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._cfg.system_prompt})
+        return messages
+
+    def _encode_messages(self, messages: list[Message]) -> list[int]:
+        from jinja2 import TemplateError
+
+        goes_on = messages[-1]["role"] == "assistant"
+        try:
+            tokens: list[int] = self._tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+                return_dict=False,
+                **self._cfg.chat_template_kwargs,
+            )
+        except TemplateError as error:
+            raise DataError(
+                f"the chat template refuses {messages}: {error}; mend: other roles, or their order"
+            ) from error
+        return tokens
+
+    def _report_long(self, encoded: Sequence[EncodedPrompt], limit: int) -> None:
+        too_long = [prompt for prompt in encoded if len(prompt.tokens) > limit]
+        longest = max(len(prompt.tokens) for prompt in too_long)
+        said = (
+            f"{len(too_long)} of {len(encoded)} prompts have more than {limit} tokens (the longest {longest}), the first: "
+            f"{str(too_long[0].example.prompt)[:80]!r}"
+        )
+        if self._cfg.long_prompts == "error" or len(too_long) == len(encoded):
+            raise DataError(f"{said}; mend: a larger max_prompt_tokens within the context, or long_prompts='drop'")
+        warnings.warn(f"{said}; they are left out", stacklevel=3)
+
+    def _no_template(self, what: str) -> ConfigError:
+        reason = (
+            "chat='never'" if self._cfg.chat == "never" else f"{self._tokenizer.name_or_path!r} has no chat template"
+        )
+        return ConfigError(
+            f"{what} for conversations, but {reason}; mend: the tokenizer of a chat model, chat='auto', or prompts that are texts"
+        )

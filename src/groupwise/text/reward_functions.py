@@ -1,0 +1,120 @@
+"""Functions of TRL's signature: where they come from, what they take and what the data must have for them."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from groupwise.errors import ConfigError, UnknownNameError, nearest
+from groupwise.text.calls import Function
+from groupwise.text.configs import RewardCfg
+
+Reward = Function
+"""Maps keywords to a sequence of numbers or None, sync or async."""
+REWARDS: dict[str, Reward] = {}
+"""Registered ones; of a class, an object is made with the settings."""
+ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""What every function can take; no column may have such a name."""
+
+
+class RewardFunction(NamedTuple):
+    """A function and how it is called."""
+
+    name: str
+    call: Any
+    """A ``Reward``, perhaps a ``RewardObject``."""
+    weight: float = 1.0
+    timeout: float | None = 60.0
+    settings: frozenset[str] = frozenset()
+    """Arguments that are bound already, whatever columns there are."""
+
+
+class RewardObject:
+    """Base of rewards that are objects, read columns which their settings name, or hold what ends with the run."""
+
+    columns: tuple[str, ...] = ()
+    """Those that every example must have."""
+
+    def close(self) -> None:
+        """End what it holds."""
+
+
+def register_reward(name: str) -> Callable[[Reward], Reward]:
+    """Decorator: make a function available as ``RewardCfg(name=name)``.
+
+    Settings (``kwargs``) are arguments of the function. Of a class, they are those of its constructor, which is called
+    once, so that mistakes in them show at the start; its objects are called.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+
+    def register(reward: Reward) -> Reward:
+        if name in REWARDS:
+            raise ConfigError(f"reward {name!r} is registered already; mend: choose another name")
+        REWARDS[name] = reward
+        return reward
+
+    return register
+
+
+def make_reward(cfg: RewardCfg, given: Reward | None = None) -> RewardFunction:
+    """The function that the settings describe.
+
+    Args:
+        given: the function itself, which was passed in.
+
+    Raises:
+        UnknownNameError: nobody registered it.
+        ConfigError: it does not take those settings.
+    """
+    if given is not None:
+        return RewardFunction(_name(given), given, cfg.weight, cfg.timeout)
+    import groupwise.text.builtin_rewards  # noqa: F401  registers them
+
+    if cfg.name not in REWARDS:
+        raise UnknownNameError("reward", cfg.name, REWARDS)
+    reward = REWARDS[cfg.name]
+    _check_settings(cfg, reward)
+    call = reward(**cfg.kwargs) if inspect.isclass(reward) else functools.partial(reward, **cfg.kwargs)
+    return RewardFunction(cfg.name, call, cfg.weight, cfg.timeout, frozenset(cfg.kwargs))
+
+
+def parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter] | None:
+    """What the function names; None if it takes anything."""
+    try:
+        named = inspect.signature(function.call).parameters
+    except ValueError:  # it is written in C and does not say
+        return None
+    return None if any(p.kind is p.VAR_KEYWORD for p in named.values()) else named
+
+
+def needed_columns(function: RewardFunction) -> list[str]:
+    """Columns without which it cannot be called."""
+    if isinstance(function.call, RewardObject):
+        return [*function.call.columns]
+    try:
+        named = inspect.signature(function.call).parameters.values()
+    except ValueError:
+        return []
+    keywords = [p for p in named if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty]
+    return [p.name for p in keywords if p.name not in {*ARGUMENTS, *function.settings}]
+
+
+def _check_settings(cfg: RewardCfg, reward: Reward) -> None:
+    named = inspect.signature(reward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in named.values()):
+        return
+    known = [name for name in named if name not in ARGUMENTS]
+    for key in cfg.kwargs:
+        if key not in known:
+            raise ConfigError(
+                f"reward {cfg.name!r} has no setting {key!r}{nearest(key, known) or '; known: ' + ', '.join(known)}"
+            )
+
+
+def _name(function: Reward) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = inspect.isroutine(function) or inspect.isclass(function)
+    return str(function.__name__) if named else type(function).__name__

@@ -1,0 +1,172 @@
+"""The task of a language model: data to prompt it with, and what its completions are worth."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from groupwise.errors import ConfigError, DataError
+from groupwise.text.configs import GIVEN, GYM, RewardCfg, TextTaskCfg
+from groupwise.text.data import Example, gym_examples, load_examples, overlap, report_overlap
+from groupwise.text.reward_functions import Reward, make_reward
+from groupwise.text.rewards import RewardSet
+
+Part = Literal["train", "eval"]
+OneReward = Reward | str | RewardCfg
+
+
+class TextData(NamedTuple):
+    """Examples to train on, and those held out."""
+
+    train: list[Example]
+    eval: list[Example]
+
+
+class TextTask:
+    """Prompts and rewards, as ``gw.train`` takes them.
+
+    Args:
+        data: a path, ``reasoning-gym:<task>``, or an iterable of texts or mappings, such as a ``datasets.Dataset``.
+        reward: a function of TRL's signature, the name of a registered one, a ``RewardCfg``, or several of these. None: for
+            reasoning-gym data, its own.
+        eval_data: held out for evaluation; like ``data``.
+        reward_weights: one for each reward, in place of theirs.
+        reward_timeout: seconds that each function which is passed in may take for all completions of an iteration. None:
+            no limit, and it runs in the thread of the training loop, as functions that use signals must.
+        settings: other fields of ``TextTaskCfg``.
+
+    Raises:
+        ConfigError: a setting that does not exist or is impossible, or not one weight for each reward.
+    """
+
+    def __init__(
+        self,
+        data: object,
+        *,
+        reward: OneReward | Sequence[OneReward] | None = None,
+        eval_data: object = None,
+        reward_weights: Sequence[float] | None = None,
+        reward_timeout: float | None = 60.0,
+        **settings: Any,
+    ) -> None:
+        rewards = _several(reward)
+        cfgs = [_reward_cfg(one, reward_timeout) for one in rewards]
+        if reward_weights is not None:
+            cfgs = _weighted(cfgs, reward_weights)
+        self.cfg = TextTaskCfg(
+            data=_recorded(data),
+            eval_data=None if eval_data is None else _recorded(eval_data),
+            rewards=tuple(cfgs),
+            **settings,
+        )
+        """All of it as settings, with ``<given in Python>`` for objects."""
+        self.data = data
+        self.eval_data = eval_data
+        self.functions = tuple(one if callable(one) else None for one in rewards)
+        """Of each reward, the function that was passed in; None for registered ones."""
+
+    @classmethod
+    def from_cfg(
+        cls,
+        cfg: TextTaskCfg,
+        *,
+        data: object = None,
+        eval_data: object = None,
+        reward: OneReward | Sequence[OneReward] | None = None,
+    ) -> "TextTask":
+        """The task that the settings describe, with the objects that they only say were given.
+
+        Args:
+            reward: as many as were passed in, in their order.
+
+        Raises:
+            ConfigError: an object is missing.
+        """
+        task = cls.__new__(cls)
+        task.cfg = cfg
+        task.data = _given_again(cfg.data, data, "data")
+        task.eval_data = None if cfg.eval_data is None else _given_again(cfg.eval_data, eval_data, "eval_data")
+        functions = iter([one for one in _several(reward) if callable(one)])
+        task.functions = tuple(next(functions, None) if one.name == GIVEN else None for one in cfg.rewards)
+        return task
+
+    def load(self) -> TextData:
+        """The examples; what training and evaluation share is dealt with as ``shared_prompts`` says.
+
+        Raises:
+            DataError: no examples, examples that cannot be read, or shared prompts that are refused.
+        """
+        evaluation = [] if self.eval_data is None else self._examples(self.eval_data, "eval", ())
+        train = self._examples(self.data, "train", evaluation)
+        shared = overlap(train, evaluation)
+        if shared:
+            report_overlap(train, shared, self.cfg.shared_prompts)
+        if self.cfg.shared_prompts == "keep":
+            return TextData(train, evaluation)
+        left_out = set(shared)
+        kept = [example for number, example in enumerate(train) if number not in left_out]
+        if not kept:
+            raise DataError("all training prompts stand in the evaluation data, too; mend: other eval_data")
+        return TextData(kept, evaluation)
+
+    def rewards(self) -> RewardSet:
+        """The functions, ready to score.
+
+        Raises:
+            UnknownNameError: nobody registered one.
+            ConfigError: there is none, it does not take its settings, or it was given in Python and is missing.
+        """
+        cfgs = self.cfg.rewards
+        if not cfgs and self.cfg.data.startswith(GYM):
+            return RewardSet([make_reward(RewardCfg(name="reasoning_gym"))], self.cfg.on_reward_error)
+        functions = self.functions or (None,) * len(cfgs)
+        for cfg, function in zip(cfgs, functions, strict=True):
+            if cfg.name == GIVEN and function is None:
+                raise ConfigError("a reward was given in Python; mend: give it again as reward=...")
+        made = [make_reward(cfg, function) for cfg, function in zip(cfgs, functions, strict=True)]
+        return RewardSet(made, self.cfg.on_reward_error)
+
+    def _examples(self, source: object, part: Part, without: Sequence[Example]) -> list[Example]:
+        cfg = self.cfg
+        if isinstance(source, str) and source.startswith(GYM):
+            size = cfg.data_size if part == "train" else cfg.eval_size
+            return gym_examples(
+                source, size=size, seed=cfg.data_seed, part=part, kwargs=cfg.data_kwargs, without=without
+            )
+        return load_examples(source, prompt_column=cfg.prompt_column)
+
+
+def _several(reward: OneReward | Sequence[OneReward] | None) -> list[OneReward]:
+    if reward is None:
+        return []
+    one = isinstance(reward, (str, RewardCfg)) or callable(reward)
+    rewards: list[Any] = [reward] if one else list(reward)  # type: ignore[arg-type]
+    for each in rewards:
+        if not isinstance(each, (str, RewardCfg)) and not callable(each):
+            raise ConfigError(
+                f"reward = {each!r}: expected a function, the name of a registered one, or RewardCfg; mend: reward=my_function"
+            )
+    return rewards
+
+
+def _reward_cfg(reward: OneReward, timeout: float | None) -> RewardCfg:
+    if isinstance(reward, RewardCfg):
+        return reward
+    return RewardCfg(name=reward) if isinstance(reward, str) else RewardCfg(name=GIVEN, timeout=timeout)
+
+
+def _weighted(cfgs: Sequence[RewardCfg], weights: Sequence[float]) -> list[RewardCfg]:
+    if len(weights) != len(cfgs):
+        raise ConfigError(f"reward_weights = {list(weights)} for {len(cfgs)} rewards; mend: one for each")
+    return [RewardCfg(**(cfg.model_dump() | {"weight": weight})) for cfg, weight in zip(cfgs, weights, strict=True)]
+
+
+def _recorded(source: object) -> str:
+    return str(source) if isinstance(source, (str, Path)) else GIVEN
+
+
+def _given_again(recorded: str, given: object, name: str) -> object:
+    if recorded != GIVEN:
+        return recorded
+    if given is None:
+        raise ConfigError(f"the {name.replace('_', ' ')} were given in Python; mend: give them again as {name}=...")
+    return given

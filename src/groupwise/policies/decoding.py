@@ -106,6 +106,11 @@ class Writing:
             for t, lp, stop, n, support in rows
         ]
 
+    def groups(self, size: int) -> list[list[Completion]]:
+        """The completions, so many rows to a prompt."""
+        flat = self.completions()
+        return [flat[i : i + size] for i in range(0, len(flat), size)]
+
     def _supports_of_rows(self) -> list[list[list[int]]]:
         kept: list[list[list[int]]] = [[] for _ in self._tokens]
         for rows, support in self._supports:
@@ -190,28 +195,37 @@ def complete(
         DataError: a prompt without tokens.
         ConfigError: stop strings without a tokenizer.
     """
-    group_size = seeds.shape[1]
     tokens, valid = left_padded(prompts, policy.device)
     rows = seeds.reshape(-1).to(policy.device)
     writing = Writing(rows, sampling or policy.sampling, policy.eos_ids, tokenizer, deterministic=deterministic)
+    with policy.computing():
+        _decode(policy, tokens, valid, seeds.shape[1], writing)
+    return writing.groups(seeds.shape[1])
+
+
+def _decode(policy: CausalLM, tokens: Tensor, valid: Tensor, group_size: int, writing: Writing) -> None:
+    """Write until every row is finished."""
     head = policy.head.float().T  # half precision is converted here, once, and not at each token
-    cache: Any = DynamicCache(config=policy.model.config)
-    logits = policy.hidden_states(tokens, valid, cache)[:, -1].float() @ head
-    logits = logits.repeat_interleave(group_size, dim=0)
+    cache: Any = DynamicCache(config=policy.network.config)
+    logits = _logits(policy.hidden_states(tokens, valid, cache), head).repeat_interleave(group_size, dim=0)
     cache.batch_repeat_interleave(group_size)
     cache.layers = [RoomyLayer(c.keys, c.values) if type(c) is DynamicLayer else c for c in cache.layers]
     valid = valid.repeat_interleave(group_size, dim=0)
     while True:
         token, goes_on = writing.write(logits)
         if not len(writing.running):
-            break
+            return
         if len(writing.running) < len(token):  # finished rows leave the batch
             token, valid = token[goes_on], valid[goes_on]
             cache.batch_select_indices(goes_on.nonzero()[:, 0])
         valid = torch.cat([valid, valid.new_ones(len(valid), 1)], dim=1)
-        logits = policy.hidden_states(token[:, None], valid, cache)[:, -1].float() @ head
-    flat = writing.completions()
-    return [flat[i : i + group_size] for i in range(0, len(flat), group_size)]
+        logits = _logits(policy.hidden_states(token[:, None], valid, cache), head)
+
+
+def _logits(hidden: Float[Tensor, "row step width"], head: Float[Tensor, "width vocabulary"]) -> Tensor:
+    """Of the tokens after the last ones, in float32."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return hidden[:, -1].float() @ head
 
 
 def left_padded(

@@ -37,9 +37,9 @@ from groupwise.algorithms.objective_configs import (
     VespoCfg,
 )
 from groupwise.cfg import Cfg
-from groupwise.config import EvaluationCfg, LoggingCfg, RunCfg, StopCfg
 from groupwise.envs.configs import EnvCfg
 from groupwise.policies.configs import PolicyCfg
+from groupwise.settings import EvaluationCfg, LoggingCfg, RunCfg, StopCfg
 
 FOLDER = Path(__file__).parent / "generated"
 

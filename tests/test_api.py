@@ -14,6 +14,7 @@ from tensordict import TensorDict
 import groupwise as gw
 from groupwise import config
 from groupwise.algorithms.ppo import PPO
+from groupwise.registry import register_algorithm
 
 TINY: dict[str, Any] = {
     "algorithm": gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64),
@@ -172,7 +173,7 @@ class PatientCfg(gw.PPOCfg):
     """Iterations."""
 
 
-@config.register_algorithm(PatientCfg)
+@register_algorithm(PatientCfg)
 class Patient(PPO):
     """PPO that reports its patience."""
 

@@ -10,6 +10,7 @@ import pytest
 
 import groupwise
 from groupwise import cli, config
+from groupwise import registry as algorithms
 from groupwise.errors import RunFolderError
 
 
@@ -47,7 +48,7 @@ def api(monkeypatch):
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(config, "_ALGORITHMS", dict(config._ALGORITHMS))
+    monkeypatch.setattr(algorithms, "_ALGORITHMS", dict(algorithms._ALGORITHMS))
 
 
 def trained(api):
@@ -285,7 +286,8 @@ def test_config_prints_a_file_that_train_takes(api, capsys, tmp_path):
 
 def test_config_schema(capsys):
     assert cli.main(["config", "--schema"]) == 0
-    assert json.loads(capsys.readouterr().out)["title"] == "RunCfg"
+    files = json.loads(capsys.readouterr().out)["anyOf"]
+    assert [file["$ref"].rpartition("/")[2] for file in files] == ["RunCfg", "TextRunCfg"]
 
 
 @pytest.mark.parametrize("command", ["", "train", "eval", "resume", "config", "list"])
@@ -312,7 +314,7 @@ def test_plugin_registers_an_algorithm(api, registry, tmp_path):
     plugin = tmp_path / "mine.py"
     plugin.write_text(
         "from groupwise.algorithms.configs import PPOCfg\n"
-        "from groupwise.config import register_algorithm\n"
+        "from groupwise.registry import register_algorithm\n"
         "class MineCfg(PPOCfg):\n"
         "    '''Mine.'''\n"
         "    name: str = 'mine'\n"

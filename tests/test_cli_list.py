@@ -1,6 +1,6 @@
 import pytest
 
-from groupwise import cli, config, presets
+from groupwise import cli, presets, registry
 from groupwise.algorithms.configs import PPOCfg
 
 
@@ -82,6 +82,6 @@ def test_list_takes_an_algorithm_that_says_nothing_of_itself(capsys, monkeypatch
         name: str = "silent"
 
     monkeypatch.setattr(
-        config, "_ALGORITHMS", {**config._ALGORITHMS, "silent": config.AlgorithmEntry(SilentCfg, "x:y")}
+        registry, "_ALGORITHMS", {**registry._ALGORITHMS, "silent": registry.AlgorithmEntry(SilentCfg, "x:y")}
     )
     assert "\nsilent:\n" in listed(capsys, "silent")

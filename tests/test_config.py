@@ -5,19 +5,22 @@ from typing import Literal, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from groupwise import config, presets
+from groupwise import presets
+from groupwise import registry as algorithms
 from groupwise.algorithms.configs import AlgorithmCfg, CreditCfg, GRPOCfg, ObjectiveCfg, PPOCfg
 from groupwise.cfg import Cfg
-from groupwise.config import RunCfg, algorithm_entry, json_schema, load_config, register_algorithm, resolve, to_json
+from groupwise.config import json_schema, load_config, resolve, to_json
 from groupwise.envs.configs import EnvCfg
 from groupwise.errors import ConfigError, UnknownNameError
 from groupwise.policies.configs import PolicyCfg
+from groupwise.registry import algorithm_entry, register_algorithm
+from groupwise.settings import RunCfg
 
 
 @pytest.fixture
 def registry(monkeypatch):
     """Registrations of a test do not outlive it."""
-    monkeypatch.setattr(config, "_ALGORITHMS", dict(config._ALGORITHMS))
+    monkeypatch.setattr(algorithms, "_ALGORITHMS", dict(algorithms._ALGORITHMS))
 
 
 @pytest.fixture
@@ -192,7 +195,11 @@ def test_settings_of_another_algorithm_are_refused(write):
     [
         ('{\n  "env": {,\n', r"run\.json, line 2, column 11: broken JSON"),
         ("[1]", r"run\.json: expected an object with settings by name, found list"),
-        ({"seed": 1}, r"run\.json: no environment; mend"),
+        ({"seed": 1}, r"run\.json: no environment and no task; mend"),
+        ({"env": {"id": "CartPole-v1"}, "task": {}}, r"run\.json: .*leave out env or task"),
+        ({"task": {}, "model": {"lora": {"rank": 3}}}, r"run\.json: unknown key 'rank' in model\.lora"),
+        ({"task": {}, "sampling": {"top_p": 0.9}}, r"run\.json: sampling: top_p=0\.9 is for evaluation only: .*mend"),
+        ({"task": {}, "algorithm": {"attempt_steps": 9}}, r"run\.json: algorithm.attempt_steps=9 is about environments"),
         ({"env": "CartPole-v1"}, r"run\.json: env = 'CartPole-v1': expected an object"),
         ({"env": {"id": "CartPole-v1"}, "seeed": 1}, r"run\.json: unknown key 'seeed'; did you mean 'seed'\?"),
     ],
@@ -351,12 +358,14 @@ def test_built_in_algorithms_load():
 
 
 def test_schema_knows_the_algorithms_and_the_file_s_own_key():
-    schema = json_schema()
+    whole = json_schema()
+    schema = whole["$defs"]["RunCfg"]
     variants = {ref["$ref"].rsplit("/")[-1] for ref in schema["properties"]["algorithm"]["anyOf"]}
     assert variants >= {"GRPOCfg", "PPOCfg"}  # other tests may have registered more
     assert "dr_grpo" in schema["properties"]["preset"]["anyOf"][0]["enum"]
-    assert schema["$defs"]["GRPOCfg"]["properties"]["group_size"]["description"]
+    assert whole["$defs"]["GRPOCfg"]["properties"]["group_size"]["description"]
     assert schema["additionalProperties"] is False
+    assert whole["$defs"]["TextRunCfg"]["properties"].keys() >= {"task", "model", "algorithm", "preset"}
 
 
 def test_run_config_stands_on_its_own():

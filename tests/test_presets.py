@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
-from groupwise import config, presets
+from groupwise import presets, registry
 from groupwise.algorithms.configs import CreditCfg, GRPOCfg, ObjectiveCfg
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.objective_configs import CispoCfg, CorrectionCfg, CovarianceCfg, DppoCfg
-from groupwise.config import AlgorithmEntry, resolve
+from groupwise.config import resolve
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError
+from groupwise.registry import AlgorithmEntry
 from groupwise.training.build import GIVEN, Given, build_parts
 
 
@@ -62,7 +63,7 @@ class TurnsCfg(GRPOCfg):
 
 
 def test_a_ratio_of_turns_trains_on_turns_and_says_what_it_needs(monkeypatch):
-    monkeypatch.setattr(config, "_ALGORITHMS", config._ALGORITHMS | {"turns": AlgorithmEntry(TurnsCfg, GRPO)})
+    monkeypatch.setattr(registry, "_ALGORITHMS", registry._ALGORITHMS | {"turns": AlgorithmEntry(TurnsCfg, GRPO)})
     settings = TurnsCfg(**SMALL.model_dump(exclude_unset=True, exclude={"name"}))
     parts = build_parts(
         resolve("CartPole-v1", settings, preset="agilerl_turn_ratio", env={"num_envs": 4}), Given(), Engine()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from groupwise.check import check_env
     from groupwise.collectors.groups import GroupCollector
     from groupwise.collectors.vector import VectorCollector
-    from groupwise.config import EvaluationCfg, LoggingCfg, RunCfg, StopCfg, load_config, register_algorithm
+    from groupwise.config import load_config
     from groupwise.data.rollout import RolloutBuffer, transition_view
     from groupwise.envs.configs import EnvCfg
     from groupwise.envs.findings import EnvReport
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from groupwise.policies.actor_critic import ActorCritic
     from groupwise.policies.base import Evaluation, Policy
     from groupwise.policies.configs import PolicyCfg
+    from groupwise.registry import register_algorithm
+    from groupwise.settings import EvaluationCfg, LoggingCfg, RunCfg, StopCfg
     from groupwise.text.configs import RewardCfg, TextTaskCfg
     from groupwise.text.data import Example
     from groupwise.text.reward_functions import register_reward
@@ -135,7 +137,7 @@ _MODULES = {
     "groupwise.check": "check_env",
     "groupwise.collectors.groups": "GroupCollector",
     "groupwise.collectors.vector": "VectorCollector",
-    "groupwise.config": "EvaluationCfg LoggingCfg RunCfg StopCfg load_config register_algorithm",
+    "groupwise.config": "load_config",
     "groupwise.data.rollout": "RolloutBuffer transition_view",
     "groupwise.envs.configs": "EnvCfg",
     "groupwise.envs.findings": "EnvReport",
@@ -147,6 +149,8 @@ _MODULES = {
     "groupwise.policies.actor_critic": "ActorCritic",
     "groupwise.policies.base": "Evaluation Policy",
     "groupwise.policies.configs": "PolicyCfg",
+    "groupwise.registry": "register_algorithm",
+    "groupwise.settings": "EvaluationCfg LoggingCfg RunCfg StopCfg",
     "groupwise.text.configs": "RewardCfg TextTaskCfg",
     "groupwise.text.data": "Example",
     "groupwise.text.reward_functions": "register_reward",

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from groupwise import config
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.algorithms.configs import AlgorithmCfg
-from groupwise.config import RunCfg
 from groupwise.engines.base import Engine
 from groupwise.engines.distributed import from_environment
 from groupwise.envs.base import GroupEnv
@@ -27,6 +26,7 @@ from groupwise.report.curve import plot_curve
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import scores_of
 from groupwise.seeding import derive_seed
+from groupwise.settings import RunCfg
 from groupwise.training.base import Callback
 from groupwise.training.build import (
     GIVEN,

@@ -13,10 +13,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from groupwise.config import RunCfg, to_json
+from groupwise.config import to_json
 from groupwise.cpus import num_cpus
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.folder import RunFolder
+from groupwise.settings import CommonCfg
 from groupwise.training.signals import handling
 
 log = logging.getLogger(__name__)
@@ -45,14 +46,14 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def train_seeds(cfg: RunCfg, seeds: list[int], plugins: list[Path]) -> int:
+def train_seeds(cfg: CommonCfg, seeds: list[int], plugins: list[Path]) -> int:
     """The exit code of a process per seed, as many at once as there are cores; prints a table at the end.
 
     Raises:
         RunFolderError: the folder for them all is taken.
         KeyboardInterrupt: a signal came; says how to go on with each seed that is not done.
     """
-    name = f"{cfg.env.id}-{cfg.algorithm.name}-seeds-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
+    name = f"{cfg.subject}-{cfg.algorithm.name}-seeds-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
     folder = cfg.run_dir or Path("runs", name)
     try:
         folder.mkdir(parents=True)

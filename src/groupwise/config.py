@@ -1,223 +1,25 @@
-"""``RunCfg``, the whole of a run as one validated tree, and how it comes about from presets, files and fields.
+"""How the settings of a run come about from presets, files and fields.
 
-Precedence: class defaults < preset of the environment < preset named by ``preset`` < fields the user set. Presets are
-JSON data under ``presets/``: one file per environment, and ``objectives.json`` with the combinations of credit and
-objective that papers and libraries use. Imports no torch, so that the command line answers at once.
+Precedence: class defaults < preset of the environment (or of texts) < preset named by ``preset`` < fields the user set.
+Presets are JSON data under ``presets/``: one file per environment, and ``objectives.json`` with the combinations of
+credit and objective that papers and libraries use. Imports no torch, so that the command line answers at once.
 """
 
 import functools
-import importlib
 import json
 import operator
-import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal
 
-from annotated_types import Ge, Gt
-from pydantic import (
-    AfterValidator,
-    Field,
-    SerializeAsAny,
-    ValidationError,
-    create_model,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, TypeAdapter, ValidationError, create_model
 
 from groupwise import presets
-from groupwise.algorithms.configs import AlgorithmCfg, GRPOCfg, PPOCfg
-from groupwise.cfg import Cfg, PositiveInt, complaints, explain
-from groupwise.envs.configs import EnvCfg
-from groupwise.errors import ConfigError, UnknownNameError
-from groupwise.policies.configs import PolicyCfg
+from groupwise.algorithms.configs import AlgorithmCfg, GRPOCfg
+from groupwise.cfg import Cfg, complaints, explain
+from groupwise.errors import ConfigError
 from groupwise.presets import Tree
-from groupwise.run_checks import check_together
-
-DEFAULT_ALGORITHM = "grpo"
-
-
-class AlgorithmEntry(NamedTuple):
-    """What the registry knows of an algorithm."""
-
-    cfg_type: type[AlgorithmCfg]
-    target: type[Any] | str
-    """The ``BaseAlgorithm`` subclass, or ``module:Class`` where importing it costs (torch)."""
-
-    def load(self) -> type[Any]:
-        """The class, imported now if it was given by name."""
-        if not isinstance(self.target, str):
-            return self.target
-        module, _, name = self.target.partition(":")
-        loaded: type[Any] = vars(importlib.import_module(module))[name]
-        return loaded
-
-
-_ALGORITHMS = {
-    "grpo": AlgorithmEntry(GRPOCfg, "groupwise.algorithms.grpo:GRPO"),
-    "ppo": AlgorithmEntry(PPOCfg, "groupwise.algorithms.ppo:PPO"),
-}
-
-T = TypeVar("T", bound=type[Any])
-
-
-def register_algorithm(cfg_type: type[AlgorithmCfg]) -> Callable[[T], T]:
-    """Class decorator that makes a ``BaseAlgorithm`` known under the default of its config's ``name``.
-
-    A config class of the same module and name may be registered again, as a notebook does when a cell runs twice.
-
-    Raises:
-        ConfigError: the config gives ``name`` no default, or the name belongs to another config class.
-    """
-    name = _default_name(cfg_type)
-    if name is None:
-        raise ConfigError(f"{cfg_type.__name__} has no name; mend: name: Literal['my_name'] = 'my_name'")
-    taken = _ALGORITHMS.get(name)
-    if taken and (taken.cfg_type.__module__, taken.cfg_type.__qualname__) != (
-        cfg_type.__module__,
-        cfg_type.__qualname__,
-    ):
-        raise ConfigError(
-            f"algorithm {name!r} is registered for {taken.cfg_type.__name__}; mend: give {cfg_type.__name__} another name"
-        )
-
-    def register(target: T) -> T:
-        _ALGORITHMS[name] = AlgorithmEntry(cfg_type, target)
-        return target
-
-    return register
-
-
-def algorithm_entry(name: str) -> AlgorithmEntry:
-    """Config class and target of an algorithm.
-
-    Raises:
-        UnknownNameError: nobody registered ``name``.
-    """
-    if name not in _ALGORITHMS:
-        raise UnknownNameError("algorithm", name, _ALGORITHMS)
-    return _ALGORITHMS[name]
-
-
-def algorithm_names() -> list[str]:
-    """Names of all registered algorithms."""
-    return sorted(_ALGORITHMS)
-
-
-def algorithms_with(field: str) -> list[str]:
-    """Names of the algorithms that have a setting of this name."""
-    return [name for name in algorithm_names() if field in _ALGORITHMS[name].cfg_type.model_fields]
-
-
-def explain_other_algorithm(field: str, algorithm: str) -> str:
-    """What to say where a setting is given to an algorithm that has none of this name, while others do."""
-    owners = algorithms_with(field)
-    return (
-        f"{field!r} is a setting of {' and '.join(owners)}, not of {algorithm}; "
-        f"mend: leave it out, or choose algorithm {' or '.join(map(repr, owners))}"
-    )
-
-
-def _default_name(cfg_type: type[AlgorithmCfg]) -> str | None:
-    default = cfg_type.model_fields["name"].default
-    return default if isinstance(default, str) else None
-
-
-class EvaluationCfg(Cfg):
-    """When and how the policy is evaluated, in environments of its own."""
-
-    interval: PositiveInt | None = None
-    """Environment steps between two evaluations, rounded up to whole iterations; None: a tenth of ``total_steps``. The last iteration is always evaluated."""
-    episodes: PositiveInt = 20
-    """Episodes per evaluation."""
-    deterministic: bool = True
-    """Take the most likely action; False samples."""
-
-
-class StopCfg(Cfg):
-    """When training ends before ``total_steps``."""
-
-    return_threshold: float | None = None
-    """Stops when the mean return of an evaluation reaches it. None: never."""
-    time_limit: Annotated[float, Gt(0)] | None = None
-    """Seconds of training after which the current iteration is the last. None: no limit."""
-
-
-class LoggingCfg(Cfg):
-    """Where metrics go besides ``metrics.jsonl``, and what the terminal shows."""
-
-    tensorboard: bool = False
-    """Also write TensorBoard events (extra ``track``)."""
-    wandb: Literal["off", "online", "offline"] = "off"
-    """Also send metrics to Weights & Biases, or keep them for ``wandb sync`` (extra ``track``)."""
-    progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """``bar``: live; ``lines``: a plain line each ``interval``; ``auto``: a bar on a terminal, else lines."""
-    interval: Annotated[float, Gt(0)] = 5.0
-    """Seconds between two plain lines."""
-
-
-def _check_device(device: str) -> str:
-    if not re.fullmatch(r"cpu|auto|cuda(:\d+)?", device):
-        raise ValueError(f"expected 'cpu', 'cuda', 'cuda:<index>' or 'auto', got {device!r}")
-    return device
-
-
-class RunCfg(Cfg):
-    """Everything a run depends on."""
-
-    env: EnvCfg = EnvCfg()
-    """Environment."""
-    algorithm: SerializeAsAny[AlgorithmCfg] = GRPOCfg()
-    """Algorithm; loaded through the registry by its ``name``."""
-    policy: PolicyCfg = PolicyCfg()
-    """Networks and normalisers."""
-    total_steps: PositiveInt = 100_000
-    """Environment steps; training stops at the end of the first iteration that reaches them."""
-    seed: Annotated[int, Ge(0)] = 0
-    """Of everything random: weights, actions, environments, order of minibatches."""
-    device: Annotated[str, AfterValidator(_check_device)] = "cpu"
-    """Where the policy lives: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` (a GPU if there is one)."""
-    evaluation: EvaluationCfg = EvaluationCfg()
-    """Evaluation during and after training."""
-    checkpoint_interval: PositiveInt | None = None
-    """Environment steps between checkpoints; None: a tenth of ``total_steps``. PPO's running episodes are cut there, as truncations, so that a resumed run equals an uninterrupted one bit for bit; changing the interval therefore changes the run."""
-    stop: StopCfg = StopCfg()
-    """Ends training early."""
-    logging: LoggingCfg = LoggingCfg()
-    """Metrics and progress."""
-    run_dir: Path | None = None
-    """Folder of the run, new or empty. None: a fresh one under ``runs/``."""
-
-    @classmethod
-    def child_type(cls, key: str, fields: Mapping[str, Any]) -> type[Cfg] | None:
-        """Config class of a field; that of the algorithm follows from its name."""
-        if key != "algorithm" or not isinstance(fields.get(key), dict):
-            return super().child_type(key, fields)
-        return algorithm_entry(str(fields[key].get("name", DEFAULT_ALGORITHM))).cfg_type
-
-    @field_validator("algorithm", mode="before")
-    @classmethod
-    def _load_by_name(cls, value: object) -> object:
-        if not isinstance(value, dict):
-            return value
-        return algorithm_entry(str(value.get("name", DEFAULT_ALGORITHM))).cfg_type.model_validate(value)
-
-    @model_validator(mode="after")
-    def _check(self) -> "RunCfg":
-        expected = algorithm_entry(self.algorithm.name).cfg_type
-        if type(self.algorithm) is not expected:
-            got = type(self.algorithm).__name__
-            raise ValueError(
-                f"algorithm {self.algorithm.name!r} is registered for {expected.__name__}, got {got}; mend: register_algorithm({got})"
-            )
-        if isinstance(self.algorithm, GRPOCfg) and self.env.autoreset != "disabled":
-            raise ValueError(
-                f"{self.algorithm.name} resets its environments itself; got env.autoreset={self.env.autoreset!r}, mend: 'disabled'"
-            )
-        if isinstance(self.algorithm, GRPOCfg):
-            self.algorithm.credit.check_steps()
-        check_together(self.algorithm, self.env)
-        return self
+from groupwise.registry import algorithm_entry, algorithm_types, algorithms_with, default_name, explain_other_algorithm
+from groupwise.settings import DEFAULT_ALGORITHM, CommonCfg, RunCfg, TextRunCfg
 
 
 def resolve(
@@ -234,16 +36,32 @@ def resolve(
         ConfigError: names the key, the value and what was expected.
     """
     given = _given(algorithm, fields)
-    return _resolve([{**given, "env": {**_table(given, "env"), "id": env_id}}], preset)
+    cfg = _resolve([{**given, "env": {**_table(given, "env"), "id": env_id}}], preset)
+    assert isinstance(cfg, RunCfg)
+    return cfg
+
+
+def resolve_text(
+    algorithm: str | AlgorithmCfg | Tree | None = None, preset: str | None = None, **fields: Any
+) -> TextRunCfg:
+    """The full config of a run on texts; see ``resolve``.
+
+    Args:
+        fields: of ``TextRunCfg``, ``task`` and ``model`` among them.
+    """
+    given = _given(algorithm, fields)
+    cfg = _resolve([{"task": {}, **given}], preset)
+    assert isinstance(cfg, TextRunCfg)
+    return cfg
 
 
 def load_config(
     path: Path | str, algorithm: str | AlgorithmCfg | Tree | None = None, preset: str | None = None, **fields: Any
-) -> RunCfg:
+) -> RunCfg | TextRunCfg:
     """The full config of a run from a JSON file, which may be partial; other arguments go over it as in ``resolve``.
 
-    The file holds fields of ``RunCfg``, ``env.id`` at least, and may name a ``preset``; a run folder's ``config.json``
-    is such a file, its ``provenance`` does not count.
+    The file holds fields of ``RunCfg``, ``env.id`` at least, or of ``TextRunCfg``, ``task.data`` and ``model.path`` at
+    least, and may name a ``preset``; a run folder's ``config.json`` is such a file, its ``provenance`` does not count.
 
     Raises:
         ConfigError: the file is missing or broken (says where), or a setting is wrong.
@@ -252,45 +70,61 @@ def load_config(
     named = tree.pop("preset", None)
     tree.pop("provenance", None)
     try:
-        if "id" not in _table(tree, "env"):
-            raise ConfigError('no environment; mend: "env": {"id": "CartPole-v1"}')
+        if "task" not in tree and "id" not in _table(tree, "env"):
+            raise ConfigError(
+                'no environment and no task; mend: "env": {"id": "CartPole-v1"}, or "task": {"data": "prompts.jsonl"}'
+            )
+        if "task" in tree and "env" in tree:
+            raise ConfigError("a run has an environment or a text task; got both, mend: leave out env or task")
         return _resolve([tree, _given(algorithm, fields)], preset or named)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def to_json(cfg: RunCfg) -> str:
+def to_json(cfg: CommonCfg) -> str:
     """The config as JSON text that ``load_config`` reads back."""
     return cfg.model_dump_json(indent=2)
 
 
 def json_schema() -> Tree:
-    """JSON Schema of a config file, with the settings of every registered algorithm."""
-    variants: Any = functools.reduce(operator.or_, (entry.cfg_type for entry in _ALGORITHMS.values()))
-    algorithm = Field(GRPOCfg(), description=RunCfg.model_fields["algorithm"].description)
+    """JSON Schema of a config file, for environments or texts, with the settings of every registered algorithm."""
+    variants: Any = functools.reduce(operator.or_, algorithm_types())
+    algorithm = Field(GRPOCfg(), description=CommonCfg.model_fields["algorithm"].description)
     names: Any = Literal[tuple(presets.objective_presets())]
     preset = Field(
         None, description="Credit and objective of a paper or library, in place of the environment's preset."
     )
-    file = create_model("RunCfg", __base__=RunCfg, algorithm=(variants, algorithm), preset=(names | None, preset))
-    return file.model_json_schema()
+    more: Any = {"algorithm": (variants, algorithm), "preset": (names | None, preset)}
+    files: list[Any] = [create_model(kind.__name__, __base__=kind, **more) for kind in (RunCfg, TextRunCfg)]
+    return TypeAdapter(files[0] | files[1]).json_schema()
 
 
-def _resolve(layers: list[Tree], preset: str | None) -> RunCfg:
+def _resolve(layers: list[Tree], preset: str | None) -> RunCfg | TextRunCfg:
     """The config from what the user set, later layers over earlier ones, over the presets."""
+    kind = TextRunCfg if "task" in layers[0] else RunCfg
     name = _algorithm_name(layers)
     cfg_type = algorithm_entry(name).cfg_type
-    given = functools.reduce(lambda low, high: _merge(low, high, RunCfg, cfg_type), layers)
-    base = _env_preset(str(given["env"]["id"]), cfg_type)
+    given = functools.reduce(lambda low, high: _merge(low, high, kind, cfg_type), layers)
+    base = _base_preset(given, kind, cfg_type)
     if preset is not None:
         base = _with_objective(base, str(preset), cfg_type)
-    base = _merge(base, {"algorithm": {"name": name}}, RunCfg, cfg_type)
-    tree = _merge(base, given, RunCfg, cfg_type)
+    base = _merge(base, {"algorithm": {"name": name}}, kind, cfg_type)
+    tree = _merge(base, given, kind, cfg_type)
     try:
-        return RunCfg.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
-        lines = [_complaint(item, tree, base, given) for item in complaints(error)]
+        lines = [_complaint(item, tree, base, given, kind) for item in complaints(error)]
         raise ConfigError("\n".join(lines)) from error
+
+
+def _base_preset(given: Tree, kind: type[CommonCfg], cfg_type: type[AlgorithmCfg]) -> Tree:
+    """What the environment's preset says, or that of texts, with or without adapters."""
+    if kind is RunCfg:
+        return _preset_for(presets.env_preset(str(given["env"]["id"])), cfg_type)
+    base = _preset_for(presets.text_preset(), cfg_type)
+    if _table(given, "model").get("lora") is None:
+        return base
+    return _merge(base, _preset_for(presets.text_preset(lora=True), cfg_type), kind, cfg_type)
 
 
 def _given(algorithm: str | AlgorithmCfg | Tree | None, fields: Tree) -> Tree:
@@ -310,14 +144,13 @@ def _algorithm_name(layers: list[Tree]) -> str:
     return str(chosen)
 
 
-def _env_preset(env_id: str, cfg_type: type[AlgorithmCfg]) -> Tree:
-    """Settings for the environment under the algorithm, or under the nearest one whose config it extends.
+def _preset_for(by_algorithm: dict[str, Tree], cfg_type: type[AlgorithmCfg]) -> Tree:
+    """Settings under the algorithm, or under the nearest one whose config it extends.
 
     Where the extending config has a default of its own, that one holds.
     """
-    by_algorithm = presets.env_preset(env_id)
     for base in (base for base in cfg_type.__mro__ if issubclass(base, AlgorithmCfg)):
-        if (name := _default_name(base)) in by_algorithm:
+        if (name := default_name(base)) in by_algorithm:
             tree = by_algorithm[name]
             kept = {k: v for k, v in _table(tree, "algorithm").items() if not _redefines(k, base, cfg_type)}
             return {**tree, "algorithm": kept}
@@ -334,9 +167,13 @@ def _with_objective(tree: Tree, preset: str, cfg_type: type[AlgorithmCfg]) -> Tr
     settings = presets.objective_preset(preset).settings
     if not issubclass(cfg_type, GRPOCfg):
         raise ConfigError(
-            f"preset {preset!r} sets the credit of grpo, which algorithm {_default_name(cfg_type)!r} lacks; mend: choose one of the two"
+            f"preset {preset!r} sets the credit of grpo, which algorithm {default_name(cfg_type)!r} lacks; mend: choose one of the two"
         )
-    return {**tree, "algorithm": {**tree.get("algorithm", {}), **settings}}
+    own = _table(tree, "algorithm")
+    objective = _table(settings, "objective")
+    if "old_log_prob" in _table(own, "objective"):  # it follows from the sampler, not from the paper
+        objective = {"old_log_prob": own["objective"]["old_log_prob"], **objective}
+    return {**tree, "algorithm": {**own, **settings, **({"objective": objective} if objective else {})}}
 
 
 def _read_json(path: Path) -> Tree:
@@ -375,19 +212,20 @@ def _merge(low: Tree, high: Tree, parent: type[Cfg], algorithm_type: type[Algori
     """``high`` over ``low``: configs field by field, everything else (numbers, lists, keyword arguments) as a whole."""
     merged = dict(low)
     for key, value in high.items():
-        child = algorithm_type if (parent, key) == (RunCfg, "algorithm") else parent.child_type(key, high)
+        of_algorithm = key == "algorithm" and issubclass(parent, CommonCfg)
+        child = algorithm_type if of_algorithm else parent.child_type(key, high)
         both = isinstance(value, dict) and isinstance(low.get(key), dict)
         merged[key] = _merge(low[key], value, child, algorithm_type) if child and both else value
     return merged
 
 
-def _complaint(item: Tree, tree: Tree, base: Tree, given: Tree) -> str:
+def _complaint(item: Tree, tree: Tree, base: Tree, given: Tree, kind: type[CommonCfg]) -> str:
     """One line on one of pydantic's complaints about the settings in ``tree``, which are ``given`` over ``base``."""
     loc = tuple(map(str, item["loc"]))
     name = str(tree["algorithm"]["name"])
     if item["type"] == "extra_forbidden" and len(loc) == 2 and loc[0] == "algorithm" and algorithms_with(loc[1]):
         return f"{'.'.join(loc)}: {explain_other_algorithm(loc[1], name)}"
-    said = explain(item, RunCfg, tree)
+    said = explain(item, kind, tree)
     theirs = sorted(_at(base, loc).keys() - _at(given, loc).keys())
     from_preset = item["type"] == "value_error" and theirs and len(loc) > 1
     return f"{said} (from the preset: {', '.join(theirs)})" if from_preset else said

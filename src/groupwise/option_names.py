@@ -1,12 +1,13 @@
 """What is said about an option that does not exist: whose it is, or which one was meant. Imports no torch."""
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from groupwise.cfg import Cfg
-from groupwise.config import RunCfg, algorithms_with, explain_other_algorithm
 from groupwise.errors import ConfigError
+from groupwise.registry import algorithms_with, explain_other_algorithm
+from groupwise.settings import CommonCfg
 
 Names: TypeAlias = dict[str, Any]
 """Options by the parts of their names: nested, and None where one ends."""
@@ -32,11 +33,16 @@ def check_names(options: Sequence[str], default: Cfg, hidden: Hidden) -> None:
 def _names_of(config: Cfg, hidden: Hidden) -> Names:
     names: Names = {}
     for name, value in config:
-        if name not in hidden(type(config)):
+        if name not in hidden(type(config)) and not is_absent(type(config), name, dict(config)):
             names[name] = _names_of(value, hidden) if isinstance(value, Cfg) else None
             if isinstance(value, bool):
                 names[f"no_{name}"] = None
     return names
+
+
+def is_absent(config: type[Cfg], name: str, fields: Mapping[str, Any]) -> bool:
+    """Whether a field could be a config and is None: its settings are no options then."""
+    return fields[name] is None and config.child_type(name, fields) is not None
 
 
 def _is_option(path: Sequence[str], names: Names | None) -> bool:
@@ -48,7 +54,7 @@ def _is_option(path: Sequence[str], names: Names | None) -> bool:
 def _hint(path: list[str], names: Names, default: Cfg) -> str:
     if path == ["env", "id"]:
         return ": the environment is the first argument"
-    if isinstance(default, RunCfg) and path[0] == "algorithm" and (field := _foreign(path[1:], names["algorithm"])):
+    if isinstance(default, CommonCfg) and path[0] == "algorithm" and (field := _foreign(path[1:], names["algorithm"])):
         return f": {explain_other_algorithm(field, default.algorithm.name)}"
     if inside := _inside(path, names):
         return f": it holds several, {', '.join(_spell([*path, name]) for name in inside)}"

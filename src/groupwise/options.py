@@ -27,16 +27,18 @@ from tyro.constructors import (
 from groupwise import presets
 from groupwise.algorithms.configs import AlgorithmCfg
 from groupwise.cfg import Cfg
-from groupwise.config import RunCfg, load_config, resolve
+from groupwise.config import load_config, resolve
 from groupwise.envs.configs import EnvCfg
 from groupwise.envs.names import refuse_module, unknown_environment
 from groupwise.errors import ConfigError
-from groupwise.option_names import check_names
+from groupwise.option_names import check_names, is_absent
+from groupwise.settings import RunCfg, TextRunCfg
+from groupwise.text.configs import TextTaskCfg
 
 
 def parse_options(
     target: str, algorithm: str | None, preset: str | None, options: Sequence[str], *, prog: str, description: str
-) -> RunCfg:
+) -> RunCfg | TextRunCfg:
     """The config of a target (environment id or JSON file) with ``--any.field VALUE`` options over it.
 
     Resolves twice: without the options, for the defaults that the help shows, then with those that differ from them.
@@ -49,7 +51,7 @@ def parse_options(
     check_names(options, default, _hidden)
     with _in_a_line():
         changed: Any = tyro.cli(
-            RunCfg,
+            type(default),
             prog=f"{prog} {target}",
             description=description,
             args=options,
@@ -76,7 +78,7 @@ def parse_env_options(
     for option in (word.partition("=")[0] for word in options if word.startswith("--") and word != "--help"):
         if option.replace("_", "-") not in known:
             raise ConfigError(f"{prog} takes no {option}; it takes {', '.join(known)}")
-    default = _resolve(target, None, None, {})
+    default = _resolve_env(target, {})
     fields: dict[str, Any] = {
         name: (info.annotation, info) for name, info in EnvCfg.model_fields.items() if name in names
     }
@@ -91,7 +93,14 @@ def parse_env_options(
             default=around(env=shown(**{name: vars(default.env)[name] for name in names})),
             registry=_RULES,
         )
-    return (_resolve(target, None, None, changed) if changed else default).env
+    return (_resolve_env(target, changed) if changed else default).env
+
+
+def _resolve_env(target: str, changed: dict[str, Any]) -> RunCfg:
+    cfg = _resolve(target, None, None, changed)
+    if not isinstance(cfg, RunCfg):
+        raise ConfigError(f"{target} is about a text task, which has no environment; mend: an environment's id or file")
+    return cfg
 
 
 @contextmanager
@@ -124,7 +133,7 @@ def _plainly(said: str) -> str:
     return f"{said.rstrip('.')}; mend: see --help"
 
 
-def _resolve(target: str, algorithm: str | None, preset: str | None, changed: dict[str, Any]) -> RunCfg:
+def _resolve(target: str, algorithm: str | None, preset: str | None, changed: dict[str, Any]) -> RunCfg | TextRunCfg:
     fields = {key: value for key, value in changed.items() if key != "algorithm"}
     settings = changed.get("algorithm", {}) | ({"name": algorithm} if algorithm else {})
     if target.endswith(".json"):
@@ -145,8 +154,10 @@ def _check_env_id(env_id: str) -> None:
 
 
 def _hidden(config: type[Cfg]) -> tuple[str, ...]:
-    """Fields that are no options, since the target or ``--algorithm`` says them."""
-    return ("id",) if config is EnvCfg else ("name",) if issubclass(config, AlgorithmCfg) else ()
+    """Fields that are no options, since the target or ``--algorithm`` says them, or a file must: a list of functions."""
+    if issubclass(config, AlgorithmCfg):
+        return ("name",)
+    return {EnvCfg: ("id",), TextTaskCfg: ("rewards",)}.get(config, ())
 
 
 _RULES = ConstructorRegistry()
@@ -158,12 +169,10 @@ def _fields_of_config(info: StructTypeInfo) -> StructConstructorSpec | None:
     if not (isinstance(info.type, type) and issubclass(info.type, Cfg)):
         return None
     defaults = dict(info.default)
-    types: dict[str, Any] = {name: field.annotation for name, field in info.type.model_fields.items()}
-    hidden = _hidden(info.type)
     fields = [
-        StructFieldSpec(name, types[name], defaults[name], field.description)
+        StructFieldSpec(name, _type_of(field.annotation, defaults[name]), defaults[name], field.description)
         for name, field in info.type.model_fields.items()
-        if name not in hidden
+        if name not in _hidden(info.type) and not is_absent(info.type, name, defaults)
     ]
 
     def changed(**options: Any) -> dict[str, Any]:
@@ -172,6 +181,10 @@ def _fields_of_config(info: StructTypeInfo) -> StructConstructorSpec | None:
         }
 
     return StructConstructorSpec(changed, tuple(fields))
+
+
+def _type_of(annotation: Any, default: object) -> Any:
+    return type(default) if isinstance(default, Cfg) else annotation
 
 
 @_RULES.primitive_rule

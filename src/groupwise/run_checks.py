@@ -24,6 +24,32 @@ def check_together(algorithm: AlgorithmCfg, env: EnvCfg) -> None:
         _refuse_idle(algorithm.collection)
 
 
+def check_text(algorithm: AlgorithmCfg) -> None:
+    """Refuse what has no meaning for texts.
+
+    Raises:
+        ValueError: a setting of environments was changed.
+    """
+    fields: dict[str, object] = {"num_steps": algorithm.num_steps}
+    defaults: dict[str, object] = {"num_steps": type(algorithm).model_fields["num_steps"].default}
+    if isinstance(algorithm, GRPOCfg):
+        if algorithm.collection.zero_variance == "harder":
+            raise ValueError(
+                "algorithm.collection.zero_variance='harder' goes back to states of an environment, which texts have not; "
+                "mend: 'resample', 'skip' or 'keep'"
+            )
+        of_envs = ("noise", "unfinished", "max_staleness", "lost_member", "branching")
+        fields |= {f"collection.{name}": vars(algorithm.collection)[name] for name in of_envs}
+        defaults |= {f"collection.{name}": vars(CollectionCfg())[name] for name in of_envs}
+        fields["attempt_steps"], defaults["attempt_steps"] = algorithm.attempt_steps, None
+        _refuse_idle(algorithm.collection)
+    for name, value in fields.items():
+        if value != defaults[name]:
+            raise ValueError(
+                f"algorithm.{name}={value!r} is about environments, and does nothing for texts; mend: leave it out"
+            )
+
+
 def _refuse_idle(collection: CollectionCfg) -> None:
     """Refuse settings that were changed and that nothing would read."""
     branching, points = collection.branching, collection.branching.points > 0

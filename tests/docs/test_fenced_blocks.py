@@ -9,7 +9,7 @@ import gymnasium
 import pytest
 
 import groupwise as gw
-from groupwise import api, cli, config
+from groupwise import api, cli, config, registry
 from groupwise.algorithms import credit
 from groupwise.training import filming
 
@@ -48,7 +48,7 @@ COMMANDS = [
 def _own_directory_and_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(filming, "film", lambda *args, **options: None)  # half of the time of so short a run
-    monkeypatch.setattr(config, "_ALGORITHMS", dict(config._ALGORITHMS))
+    monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry._ALGORITHMS))
     monkeypatch.setattr(credit, "CREDIT_RULES", dict(credit.CREDIT_RULES))
     known = dict(gymnasium.registry)
     yield

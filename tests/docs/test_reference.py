@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import groupwise as gw
-from groupwise.config import RunCfg
 from groupwise.presets import objective_presets
+from groupwise.settings import RunCfg
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,7 +6,6 @@ import pytest
 from gymnasium.wrappers import NormalizeObservation, TimeLimit
 from noisy_envs import AlwaysThere, Calm, GlobalNoise, GlobalStart, Noisy, Remembers
 
-from groupwise.config import RunCfg
 from groupwise.envs.attempts import StartMethod
 from groupwise.envs.base import GroupStartReport
 from groupwise.envs.configs import EnvCfg
@@ -16,6 +15,7 @@ from groupwise.envs.starts import choose_start
 from groupwise.errors import GroupStartError, GroupStartWarning, UnsupportedSpaceError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.configs import PolicyCfg
+from groupwise.settings import RunCfg
 from groupwise.training.build import Evaluator, Given
 
 

@@ -1,6 +1,7 @@
 """Presets, read from the JSON files beside this module.
 
-``<environment id>.json`` and ``default.json`` hold a partial ``RunCfg`` per algorithm; ``objectives.json`` the credit and
+``<environment id>.json`` and ``default.json`` hold a partial ``RunCfg`` per algorithm, ``text.json`` a partial ``TextRunCfg``,
+over which goes ``text_lora.json`` where adapters are trained; ``objectives.json`` the credit and
 objective of papers and libraries; ``choices.json`` what each single choice is and where it comes from.
 """
 
@@ -69,6 +70,11 @@ def env_ids() -> tuple[str, ...]:
 def env_preset(env_id: str) -> dict[str, Tree]:
     """Partial ``RunCfg`` of the environment, by algorithm."""
     return _read(env_id if env_id in env_ids() else "default")
+
+
+def text_preset(*, lora: bool = False) -> dict[str, Tree]:
+    """Partial ``TextRunCfg`` by algorithm; ``lora``: what is different with adapters."""
+    return _read("text_lora" if lora else "text")
 
 
 def _read(name: str) -> Tree:

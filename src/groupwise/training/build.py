@@ -14,7 +14,6 @@ from groupwise.algorithms.configs import GRPOCfg
 from groupwise.collectors.base import Collector
 from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.vector import VectorCollector
-from groupwise.config import RunCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
 from groupwise.envs.base import GroupEnv, GroupStartReport, VectorEnv
@@ -24,8 +23,10 @@ from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError, require_extra
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
+from groupwise.registry import algorithm_entry
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
+from groupwise.settings import RunCfg
 from groupwise.training.base import Callback
 from groupwise.training.callbacks import Evaluate, MetricsLog, Progress, SaveCheckpoints, StopAtScore, TimeLimit
 from groupwise.training.checkpoint import Identity
@@ -76,7 +77,7 @@ def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> Parts:
     Raises:
         ConfigError: settings that exclude each other, or an object that must be given and was not.
     """
-    algorithm_type = config.algorithm_entry(cfg.algorithm.name).load()
+    algorithm_type = algorithm_entry(cfg.algorithm.name).load()
     _check(cfg, given, algorithm_type)
     device = pick_device(cfg.device)
     env = make_env(

@@ -1,0 +1,100 @@
+"""Which algorithms there are, by name. Imports no torch, so that the command line answers at once."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from groupwise.algorithms.configs import AlgorithmCfg, GRPOCfg, PPOCfg
+from groupwise.errors import ConfigError, UnknownNameError
+
+
+class AlgorithmEntry(NamedTuple):
+    """What the registry knows of an algorithm."""
+
+    cfg_type: type[AlgorithmCfg]
+    target: type[Any] | str
+    """The ``BaseAlgorithm`` subclass, or ``module:Class`` where importing it costs (torch)."""
+
+    def load(self) -> type[Any]:
+        """The class, imported now if it was given by name."""
+        if not isinstance(self.target, str):
+            return self.target
+        module, _, name = self.target.partition(":")
+        loaded: type[Any] = vars(importlib.import_module(module))[name]
+        return loaded
+
+
+_ALGORITHMS = {
+    "grpo": AlgorithmEntry(GRPOCfg, "groupwise.algorithms.grpo:GRPO"),
+    "ppo": AlgorithmEntry(PPOCfg, "groupwise.algorithms.ppo:PPO"),
+}
+
+T = TypeVar("T", bound=type[Any])
+
+
+def register_algorithm(cfg_type: type[AlgorithmCfg]) -> Callable[[T], T]:
+    """Class decorator that makes a ``BaseAlgorithm`` known under the default of its config's ``name``.
+
+    A config class of the same module and name may be registered again, as a notebook does when a cell runs twice.
+
+    Raises:
+        ConfigError: the config gives ``name`` no default, or the name belongs to another config class.
+    """
+    name = default_name(cfg_type)
+    if name is None:
+        raise ConfigError(f"{cfg_type.__name__} has no name; mend: name: Literal['my_name'] = 'my_name'")
+    taken = _ALGORITHMS.get(name)
+    if taken and (taken.cfg_type.__module__, taken.cfg_type.__qualname__) != (
+        cfg_type.__module__,
+        cfg_type.__qualname__,
+    ):
+        raise ConfigError(
+            f"algorithm {name!r} is registered for {taken.cfg_type.__name__}; mend: give {cfg_type.__name__} another name"
+        )
+
+    def register(target: T) -> T:
+        _ALGORITHMS[name] = AlgorithmEntry(cfg_type, target)
+        return target
+
+    return register
+
+
+def algorithm_entry(name: str) -> AlgorithmEntry:
+    """Config class and target of an algorithm.
+
+    Raises:
+        UnknownNameError: nobody registered ``name``.
+    """
+    if name not in _ALGORITHMS:
+        raise UnknownNameError("algorithm", name, _ALGORITHMS)
+    return _ALGORITHMS[name]
+
+
+def algorithm_names() -> list[str]:
+    """Names of all registered algorithms."""
+    return sorted(_ALGORITHMS)
+
+
+def algorithms_with(field: str) -> list[str]:
+    """Names of the algorithms that have a setting of this name."""
+    return [name for name in algorithm_names() if field in _ALGORITHMS[name].cfg_type.model_fields]
+
+
+def explain_other_algorithm(field: str, algorithm: str) -> str:
+    """What to say where a setting is given to an algorithm that has none of this name, while others do."""
+    owners = algorithms_with(field)
+    return (
+        f"{field!r} is a setting of {' and '.join(owners)}, not of {algorithm}; "
+        f"mend: leave it out, or choose algorithm {' or '.join(map(repr, owners))}"
+    )
+
+
+def default_name(cfg_type: type[AlgorithmCfg]) -> str | None:
+    """The name under which a config class registers its algorithm; None if it gives none."""
+    default = cfg_type.model_fields["name"].default
+    return default if isinstance(default, str) else None
+
+
+def algorithm_types() -> list[type[AlgorithmCfg]]:
+    """Config classes of all registered algorithms."""
+    return [entry.cfg_type for entry in _ALGORITHMS.values()]

@@ -1,0 +1,217 @@
+"""The settings of a run as one validated tree: ``RunCfg`` for environments, ``TextRunCfg`` for texts. Imports no torch."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
+from pydantic import AfterValidator, SerializeAsAny, field_validator, model_validator
+
+from groupwise.algorithms.configs import AlgorithmCfg, GRPOCfg
+from groupwise.cfg import Cfg, NonNegative, Positive, PositiveInt
+from groupwise.envs.configs import EnvCfg
+from groupwise.policies.configs import EvalSamplingCfg, ModelCfg, PolicyCfg, SamplingCfg
+from groupwise.registry import algorithm_entry
+from groupwise.run_checks import check_text, check_together
+from groupwise.text.configs import TextTaskCfg
+
+DEFAULT_ALGORITHM = "grpo"
+
+
+class EvaluationCfg(Cfg):
+    """When and how the policy is evaluated, in environments of its own."""
+
+    interval: PositiveInt | None = None
+    """Environment steps between two evaluations, rounded up to whole iterations; None: a tenth of ``total_steps``. The last iteration is always evaluated."""
+    episodes: PositiveInt = 20
+    """Episodes per evaluation."""
+    deterministic: bool = True
+    """Take the most likely action; False samples."""
+
+
+class TextEvaluationCfg(Cfg):
+    """When and how completions of held-out prompts are scored."""
+
+    interval: PositiveInt | None = None
+    """Tokens written in training between two evaluations, rounded up to whole iterations; None: a tenth of ``total_steps``. The last iteration is always evaluated."""
+    prompts: PositiveInt | None = 128
+    """So many prompts at most, always the same ones. None: all."""
+    attempts: PositiveInt = 1
+    """Completions of each prompt; pass@k is told for k up to this."""
+    deterministic: bool = True
+    """Take the likeliest token each time; needs ``attempts=1``. False samples."""
+    sampling: EvalSamplingCfg | None = None
+    """How completions are sampled. None: as in training."""
+    audit_groups: Annotated[int, Ge(0)] = 4
+    """So many groups of the last rollout are kept with each evaluation, in ``groups/`` of the run folder."""
+
+    @model_validator(mode="after")
+    def _check_attempts(self) -> "TextEvaluationCfg":
+        if self.deterministic and self.attempts > 1:
+            raise ValueError(
+                f"attempts={self.attempts} of a deterministic policy are all the same; mend: deterministic=False"
+            )
+        return self
+
+
+class StopCfg(Cfg):
+    """When training ends before ``total_steps``."""
+
+    return_threshold: float | None = None
+    """Stops when the mean return of an evaluation reaches it. None: never."""
+    time_limit: Annotated[float, Gt(0)] | None = None
+    """Seconds of training after which the current iteration is the last. None: no limit."""
+
+
+class LoggingCfg(Cfg):
+    """Where metrics go besides ``metrics.jsonl``, and what the terminal shows."""
+
+    tensorboard: bool = False
+    """Also write TensorBoard events (extra ``track``)."""
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Also send metrics to Weights & Biases, or keep them for ``wandb sync`` (extra ``track``)."""
+    progress: Literal["auto", "bar", "lines", "none"] = "auto"
+    """``bar``: live; ``lines``: a plain line each ``interval``; ``auto``: a bar on a terminal, else lines."""
+    interval: Annotated[float, Gt(0)] = 5.0
+    """Seconds between two plain lines."""
+
+
+class OverlongCfg(Cfg):
+    """What becomes of completions that reach the length limit, or come near it (DAPO, https://arxiv.org/abs/2503.14476)."""
+
+    truncated: Literal["train", "mask"] = "train"
+    """Completions that were cut: trained on like others, or without a loss, though siblings are compared with them."""
+    punished_tokens: Annotated[int, Ge(0)] = 0
+    """Over the last so many tokens before the limit the reward falls by up to ``punishment``, linearly; cut completions lose all of it. 0: no punishment."""
+    punishment: NonNegative = 1.0
+    """Most that is taken off the reward."""
+
+
+class AgreementCfg(Cfg):
+    """How far the sampler's probabilities may be from the trainer's at an update's start: KL in nats per token."""
+
+    warn: Positive = 0.01
+    """From here on a warning says so, once."""
+    stop: Positive | None = 0.1
+    """From here on training stops, keeping the last checkpoint. None: never."""
+
+
+def _check_device(device: str) -> str:
+    if not re.fullmatch(r"cpu|auto|cuda(:\d+)?", device):
+        raise ValueError(f"expected 'cpu', 'cuda', 'cuda:<index>' or 'auto', got {device!r}")
+    return device
+
+
+class CommonCfg(Cfg):
+    """What every run has."""
+
+    algorithm: SerializeAsAny[AlgorithmCfg] = GRPOCfg()
+    """Algorithm; loaded through the registry by its ``name``."""
+    total_steps: PositiveInt = 100_000
+    """Environment steps, or tokens that a language model writes; training stops at the end of the first iteration that reaches them."""
+    seed: Annotated[int, Ge(0)] = 0
+    """Of everything random: weights, actions, environments or completions, order of minibatches and prompts."""
+    device: Annotated[str, AfterValidator(_check_device)] = "cpu"
+    """Where the policy lives: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` (a GPU if there is one)."""
+    checkpoint_interval: PositiveInt | None = None
+    """Steps between checkpoints; None: a tenth of ``total_steps``. PPO's running episodes are cut there, as truncations, so that a resumed run equals an uninterrupted one bit for bit; changing the interval therefore changes the run."""
+    stop: StopCfg = StopCfg()
+    """Ends training early."""
+    logging: LoggingCfg = LoggingCfg()
+    """Metrics and progress."""
+    run_dir: Path | None = None
+    """Folder of the run, new or empty. None: a fresh one under ``runs/``."""
+
+    @property
+    def subject(self) -> str:
+        """What is trained on, in a word: folders and plots are named after it."""
+        raise NotImplementedError
+
+    @classmethod
+    def child_type(cls, key: str, fields: Mapping[str, Any]) -> type[Cfg] | None:
+        """Config class of a field; that of the algorithm follows from its name."""
+        if key != "algorithm" or not isinstance(fields.get(key), dict):
+            return super().child_type(key, fields)
+        return algorithm_entry(str(fields[key].get("name", DEFAULT_ALGORITHM))).cfg_type
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _load_by_name(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        return algorithm_entry(str(value.get("name", DEFAULT_ALGORITHM))).cfg_type.model_validate(value)
+
+    @model_validator(mode="after")
+    def _check_algorithm(self) -> "CommonCfg":
+        expected = algorithm_entry(self.algorithm.name).cfg_type
+        if type(self.algorithm) is not expected:
+            got = type(self.algorithm).__name__
+            raise ValueError(
+                f"algorithm {self.algorithm.name!r} is registered for {expected.__name__}, got {got}; mend: register_algorithm({got})"
+            )
+        if isinstance(self.algorithm, GRPOCfg):
+            self.algorithm.credit.check_steps()
+        return self
+
+
+class RunCfg(CommonCfg):
+    """Everything that a run on an environment depends on."""
+
+    env: EnvCfg = EnvCfg()
+    """Environment."""
+    policy: PolicyCfg = PolicyCfg()
+    """Networks and normalisers."""
+    evaluation: EvaluationCfg = EvaluationCfg()
+    """Evaluation during and after training."""
+
+    @property
+    def subject(self) -> str:
+        """The environment's id."""
+        return self.env.id
+
+    @model_validator(mode="after")
+    def _check(self) -> "RunCfg":
+        if isinstance(self.algorithm, GRPOCfg) and self.env.autoreset != "disabled":
+            raise ValueError(
+                f"{self.algorithm.name} resets its environments itself; got env.autoreset={self.env.autoreset!r}, mend: 'disabled'"
+            )
+        check_together(self.algorithm, self.env)
+        return self
+
+
+class TextRunCfg(CommonCfg):
+    """Everything that the training of a language model depends on."""
+
+    task: TextTaskCfg = TextTaskCfg()
+    """Prompts and rewards."""
+    model: ModelCfg = ModelCfg()
+    """Language model."""
+    sampling: SamplingCfg = SamplingCfg()
+    """How it writes completions in training."""
+    num_prompts: PositiveInt = 8
+    """Prompts in one iteration; GRPO has each completed ``group_size`` times."""
+    generator: Literal["native", "transformers"] = "native"
+    """What writes completions: decoding of groups, or ``model.generate`` of transformers."""
+    overlong: OverlongCfg = OverlongCfg()
+    """Completions that are too long."""
+    agreement: AgreementCfg = AgreementCfg()
+    """Sampler against trainer."""
+    evaluation: TextEvaluationCfg = TextEvaluationCfg()
+    """Evaluation during and after training."""
+
+    @property
+    def subject(self) -> str:
+        """Name of the file or task that the prompts come from."""
+        name = self.task.data.rpartition(":")[2]
+        return "text" if name.startswith("<") or not name else Path(name).stem
+
+    @model_validator(mode="after")
+    def _check(self) -> "TextRunCfg":
+        check_text(self.algorithm)
+        if self.overlong.punished_tokens > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"overlong.punished_tokens={self.overlong.punished_tokens} is more than sampling.max_new_tokens="
+                f"{self.sampling.max_new_tokens}, so that every completion would be punished; mend: fewer"
+            )
+        return self

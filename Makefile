@@ -21,7 +21,7 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing groupwise and its development tools into $(VENV) (the first time takes a minute or two)"
-	$(PIP) -e '.[dev,docs,atari,box2d,minigrid,mujoco,text,track,sb3]'
+	$(PIP) -e '.[dev,docs,atari,box2d,minigrid,mujoco,text,quant,track,sb3]'
 	@touch $@ $(VENV)/.core
 
 $(VENV)/.bench: benchmarks/requirements.txt $(VENV)/.dev

@@ -55,7 +55,7 @@ class CausalLM(Policy):
     """
 
     scored_by = "row"
-    batch_keys = ("obs", "action", "valid", "group_id")
+    batch_keys: tuple[str, ...] = ("obs", "action", "valid", "group_id")
 
     def __init__(
         self,
@@ -90,8 +90,16 @@ class CausalLM(Policy):
         self._forward = torch.compile(_last_hidden, dynamic=True) if compile else _last_hidden
         self._prefixes: Literal["untried", "shared", "apart"] = "untried"
         self._saved = self._names_to_save()
-        self.register_state_dict_post_hook(_keep_saved)
-        self.register_load_state_dict_post_hook(_expect_saved)
+        self.register_state_dict_post_hook(_keep_saved)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_expect_saved)  # type: ignore[no-untyped-call]
+
+    def train(self, mode: bool = True) -> "CausalLM":
+        """As any module, but for quantised layers, which stay differentiable."""
+        from groupwise.policies.lm_layers import keep_differentiable
+
+        super().train(mode)
+        keep_differentiable(self)
+        return self
 
     @property
     def network(self) -> Any:
@@ -117,9 +125,7 @@ class CausalLM(Policy):
         mask = batch["loss_mask"]
         hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], mask, batch["action"])
         choice = self._choice(batch, mask)
-        scores = token_scores(
-            hidden, self.head, batch["action"][mask], temperature=self.sampling.temperature, **choice
-        )
+        scores = token_scores(hidden, self.head, batch["action"][mask], temperature=self.sampling.temperature, **choice)
         log_prob, entropy = (_spread(score, mask) for score in scores)
         return Evaluation(log_prob, entropy, None if self.value_head is None else self._value(hidden, mask))
 

@@ -1,5 +1,6 @@
 """What is done to the layers of a transformers model so that it can be trained: no dropout, less memory, shared prefixes."""
 
+import sys
 from types import MethodType
 from typing import Any
 
@@ -56,6 +57,20 @@ def _forward_recomputed(layer: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(layer, *args, **kwargs)
     return checkpoint(forward, layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def keep_differentiable(model: nn.Module) -> None:
+    """Put layers that bitsandbytes has quantised into training mode, which changes nothing but how they compute.
+
+    In evaluation mode, without a gradient at their input, some CPUs make them repack their weights for a kernel that has no
+    backward pass, for good; and 8-bit ones round the activations, too.
+    """
+    library = sys.modules.get("bitsandbytes")  # whoever made such layers has imported it
+    if library is None:
+        return
+    for module in model.modules():
+        if isinstance(module, library.nn.Linear4bit | library.nn.Linear8bitLt):
+            module.train()
 
 
 class PrefixLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not follow transformers

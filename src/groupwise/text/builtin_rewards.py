@@ -1,1 +1,260 @@
-"""Rewards that are registered already."""
+"""Rewards that are registered already. Each is an object, made of its settings; all give 1 or 0 but ``length``.
+
+An answer is right as a whole or not at all: none is looked for within a longer one, and none is ever run.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from fractions import Fraction
+from typing import Any, Literal
+
+from groupwise.errors import ConfigError, require_extra
+from groupwise.text.answers import Where, as_number, final_answer, gold_answer, last_number
+from groupwise.text.configs import GYM
+from groupwise.text.reward_functions import RewardObject, register_reward
+from groupwise.text.sandbox import Sandbox, TooSlowError
+
+Completion = str | Sequence[dict[str, str]]
+"""A text, or messages."""
+
+TRUSTED_SCORERS = frozenset(
+    [
+        "chain_sum",
+        "decimal_chain_sum",
+        "group_anagrams",
+        "jugs",
+        "knight_swap",
+        "palindrome_generation",
+        "palindrome_partitioning",
+        "products",
+        "shortest_path",
+    ]
+)
+"""Tasks of reasoning-gym where several answers are right, and whose own scorer gives full marks to these alone and reads
+none as code."""
+REFUSED_TASKS = frozenset(
+    [
+        "boxnet",
+        "countdown",
+        "graph_color",
+        "intermediate_integration",
+        "n_queens",
+        "polynomial_equations",
+        "propositional_logic",
+        "puzzle24",
+        "quantum_lock",
+        "rubiks_cube",
+        "rush_hour",
+        "simple_integration",
+        "sokoban",
+        "tower_of_hanoi",
+    ]
+)
+"""Those where several answers are right, and whose own scorer runs them as code or gives full marks to wrong ones."""
+
+
+def text_of(completion: Completion) -> str:
+    """A completion as a text."""
+    return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
+
+
+@register_reward("regex")
+class RegexReward(RewardObject):
+    """1 if the pattern is found, or is the whole completion (``where="full"``).
+
+    It is matched in a process of its own: some patterns take for ever on some texts, and nothing else of a Python process
+    runs meanwhile. After ``seconds`` it does not match.
+    """
+
+    def __init__(self, pattern: str, where: Literal["search", "full"] = "search", seconds: float = 1.0) -> None:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"pattern = {pattern!r}: {error}; mend: a regular expression of Python's re") from error
+        self._pattern, self._where = pattern, where
+        self._sandbox = Sandbox(seconds)
+
+    def __call__(self, completions: Sequence[Completion], **_: Any) -> list[float]:
+        """1 or 0 for each."""
+        return [self._matches(text_of(completion)) for completion in completions]
+
+    def close(self) -> None:
+        """End the process."""
+        self._sandbox.close()
+
+    def _matches(self, text: str) -> float:
+        try:
+            return float(self._sandbox.call("matches", self._pattern, self._where, text))
+        except TooSlowError:
+            return 0.0
+
+
+@register_reward("length")
+class LengthReward(RewardObject):
+    """1 for completions of ``at_least`` to ``at_most`` tokens; outside it falls to 0, evenly over ``fade`` tokens."""
+
+    def __init__(self, at_most: int | None = None, at_least: int = 0, fade: int = 0) -> None:
+        if at_most is None and at_least == 0:
+            raise ConfigError("length has neither at_most nor at_least, so that every length is right; mend: set one")
+        if at_most is not None and at_most < at_least:
+            raise ConfigError(f"at_most={at_most} < at_least={at_least}; mend: swap them")
+        if fade < 0:
+            raise ConfigError(f"fade={fade}: expected 0 or more tokens; mend: 0 for a reward of 1 or 0")
+        self._least, self._most, self._fade = at_least, math.inf if at_most is None else at_most, fade
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        """0 to 1 for each."""
+        return [self._score(len(ids)) for ids in completion_ids]
+
+    def _score(self, length: int) -> float:
+        outside = max(self._least - length, length - self._most, 0)
+        return max(0.0, 1 - outside / (self._fade + 1))
+
+
+class AnswerReward(RewardObject):
+    """Base of rewards that compare the answer with a column; None where the column is."""
+
+    def __init__(self, column: str = "answer", where: Where = "auto") -> None:
+        self.columns = (column,)
+        self._where: Where = where
+
+    def __call__(self, completions: Sequence[Completion], **columns: Any) -> list[float | None]:
+        """1 or 0 for each, None where there is no right answer."""
+        golds = columns[self.columns[0]]
+        return [
+            None if gold is None else float(self._right(gold, text_of(completion)))
+            for gold, completion in zip(golds, completions, strict=True)
+        ]
+
+    def _right(self, gold: object, completion: str) -> bool:
+        raise NotImplementedError
+
+
+@register_reward("exact")
+class ExactReward(AnswerReward):
+    """1 if the answer is the column's text, white space at the ends aside."""
+
+    def __init__(
+        self, column: str = "answer", where: Where = "auto", case: Literal["matters", "ignored"] = "matters"
+    ) -> None:
+        super().__init__(column, where)
+        self._fold: Callable[[str], str] = str.casefold if case == "ignored" else str
+
+    def _right(self, gold: object, completion: str) -> bool:
+        answer = final_answer(completion, self._where)
+        return answer is not None and self._fold(answer) == self._fold(str(gold).strip())
+
+
+@register_reward("numeric")
+class NumericReward(AnswerReward):
+    """1 if the answer is the column's number, exactly or up to ``tolerance`` times its size.
+
+    ``where="auto"``: in the tag or box if there is one, else the last number of the completion.
+    """
+
+    def __init__(self, column: str = "answer", where: Where = "auto", tolerance: float = 0.0) -> None:
+        super().__init__(column, where)
+        if not 0 <= tolerance < 1:
+            raise ConfigError(
+                f"tolerance={tolerance}: expected a part of the number, 0 to 1; mend: 0.01 for one percent"
+            )
+        self._tolerance = Fraction(tolerance)
+
+    def _right(self, gold: object, completion: str) -> bool:
+        wanted = as_number(gold_answer(gold))
+        if wanted is None:
+            raise ValueError(
+                f"the column {self.columns[0]!r} has {gold!r}, which is no number; mend: the data, or exact"
+            )
+        answer = final_answer(completion, self._where, otherwise=last_number)
+        given = None if answer is None else as_number(answer)
+        return given is not None and abs(given - wanted) <= self._tolerance * abs(wanted)
+
+
+@register_reward("math")
+class MathReward(AnswerReward):
+    """1 if the answer is mathematically the column's: the same number, set or expression, both read as LaTeX by math-verify.
+
+    That happens in a process of its own with limits of time and memory; an answer that exceeds them is wrong. Words are
+    compared as texts, for letters would be factors, and ``north`` the same as ``thorn``.
+    """
+
+    def __init__(self, column: str = "answer", where: Where = "auto", seconds: float = 3.0) -> None:
+        super().__init__(column, where)
+        require_extra("math_verify", "text")
+        self._sandbox = Sandbox(seconds, warm_up=("same_mathematics", "1/2", "0.5"))
+        self._same = functools.lru_cache(maxsize=4096)(self._ask)
+
+    def close(self) -> None:
+        """End the process."""
+        self._sandbox.close()
+
+    def _right(self, gold: object, completion: str) -> bool:
+        wanted, given = gold_answer(gold).strip("$ "), (final_answer(completion, self._where) or "").strip("$ ")
+        if wanted == given:
+            return True
+        return bool(given) and not _has_words(wanted) and not _has_words(given) and self._same(wanted, given)
+
+    def _ask(self, wanted: str, given: str) -> bool:
+        try:
+            return bool(self._sandbox.call("same_mathematics", wanted, given))
+        except (TooSlowError, ValueError):  # too hard to read, or too large: no answer that can be checked
+            return False
+
+
+@register_reward("reasoning_gym")
+class GymReward(RewardObject):
+    """1 if the answer, in its tag or the whole completion, is right for the task of reasoning-gym that it belongs to.
+
+    It is compared as a text. Where several answers are right and the task's own scorer can be trusted, its full marks
+    count; less than full marks, which it gives to answers that contain the right one, are 0.
+    """
+
+    columns = ("task", "answer", "metadata")
+
+    def __call__(
+        self,
+        completions: Sequence[Completion],
+        task: Sequence[str],
+        answer: Sequence[str],
+        metadata: Sequence[Any],
+        **_: Any,
+    ) -> list[float]:
+        """1 or 0 for each.
+
+        Raises:
+            ConfigError: a task whose answers nobody here can judge.
+        """
+        rows = zip(completions, task, answer, metadata, strict=True)
+        return [self._score(final_answer(text_of(completion)), *row) for completion, *row in rows]
+
+    def _score(self, given: str | None, task: str, answer: str, metadata: Any) -> float:
+        if task in REFUSED_TASKS:
+            raise ConfigError(
+                f"{GYM}{task} has many right answers, and its own scorer runs them as code or accepts wrong ones; mend: a "
+                "reward of your own"
+            )
+        if not given:
+            return 0.0
+        if given == answer.strip():
+            return 1.0
+        if task not in TRUSTED_SCORERS:
+            return 0.0
+        entry = {"answer": answer, "metadata": deepcopy(metadata)}  # some scorers write into it
+        return float(_own_scorer(task)(given, entry) >= 1)
+
+
+@functools.cache
+def _own_scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
+    require_extra("reasoning_gym", "text")
+    from reasoning_gym.factory import get_score_answer_fn
+
+    scorer: Callable[[str, dict[str, Any]], float] = get_score_answer_fn(task)
+    return scorer
+
+
+def _has_words(text: str) -> bool:
+    return re.search(r"[A-Za-z]{3}", re.sub(r"\\(?:text|mathrm)\b|\\[A-Za-z]+", " ", text)) is not None

@@ -71,7 +71,7 @@ def gym_examples(
     kwargs: Mapping[str, Any] | None = None,
     without: Iterable[Example] = (),
 ) -> list[Example]:
-    """Examples of a reasoning-gym task, with the columns ``answer`` and ``metadata``; none has a prompt of ``without``.
+    """Examples of a reasoning-gym task, with the columns ``task``, ``answer`` and ``metadata``; none has a prompt of ``without``.
 
     That library draws item i from the number ``seed + i``, so that data of neighbouring seeds are nearly the same; the
     two parts are 2**30 apart.
@@ -90,7 +90,7 @@ def gym_examples(
     taken = {_key(example.prompt) for example in without}
     examples: list[Example] = []
     for block in range(_MAX_BLOCKS):
-        made = (_gym_example(item) for item in make(seed=first + block * size, size=size))
+        made = (_gym_example(name.removeprefix(GYM), item) for item in make(seed=first + block * size, size=size))
         examples += [example for example in made if _key(example.prompt) not in taken]
         if len(examples) >= size:
             return examples[:size]
@@ -197,8 +197,8 @@ def _message(where: str, message: object) -> Message:
     return said
 
 
-def _gym_example(item: Row) -> Example:
-    return Example(item["question"], {"answer": item["answer"], "metadata": item["metadata"]})
+def _gym_example(task: str, item: Row) -> Example:
+    return Example(item["question"], {"task": task, "answer": item["answer"], "metadata": item["metadata"]})
 
 
 def _key(prompt: Prompt) -> tuple[str, ...]:

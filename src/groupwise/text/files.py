@@ -45,7 +45,7 @@ def _read_csv(path: Path) -> list[Any]:
         try:
             return [_whole(row, f"{path}, line {reader.line_num}") for row in reader]
         except csv.Error as error:
-            raise DataError(f"{path}, line {reader.line_num}: {error}; mend: quote it as CSV") from error
+            raise DataError(f"{path}, after line {reader.line_num}: {error}; mend: quote it as CSV") from error
 
 
 def _read_parquet(path: Path) -> list[Any]:

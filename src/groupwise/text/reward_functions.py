@@ -3,7 +3,9 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
+
+from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from groupwise.errors import ConfigError, UnknownNameError, nearest
 from groupwise.text.calls import Function
@@ -76,7 +78,9 @@ def make_reward(cfg: RewardCfg, given: Reward | None = None) -> RewardFunction:
         raise UnknownNameError("reward", cfg.name, REWARDS)
     reward = REWARDS[cfg.name]
     _check_settings(cfg, reward)
-    call = reward(**cfg.kwargs) if inspect.isclass(reward) else functools.partial(reward, **cfg.kwargs)
+    if inspect.isclass(reward):
+        return RewardFunction(cfg.name, reward(**cfg.kwargs), cfg.weight, cfg.timeout)
+    call = functools.partial(reward, **cfg.kwargs)
     return RewardFunction(cfg.name, call, cfg.weight, cfg.timeout, frozenset(cfg.kwargs))
 
 
@@ -102,15 +106,34 @@ def needed_columns(function: RewardFunction) -> list[str]:
 
 
 def _check_settings(cfg: RewardCfg, reward: Reward) -> None:
+    """Refuse settings that it does not have, that are of a wrong type, or that are missing."""
     named = inspect.signature(reward).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in named.values()):
-        return
-    known = [name for name in named if name not in ARGUMENTS]
+    anything = any(p.kind is p.VAR_KEYWORD for p in named.values())
+    known = [p.name for p in named.values() if p.kind is not p.VAR_KEYWORD and p.name not in ARGUMENTS]
     for key in cfg.kwargs:
-        if key not in known:
+        if key not in known and not anything:
             raise ConfigError(
                 f"reward {cfg.name!r} has no setting {key!r}{nearest(key, known) or '; known: ' + ', '.join(known)}"
             )
+    if inspect.isclass(reward):  # of a function, what is missing are columns
+        missing = [name for name in known if named[name].default is inspect.Parameter.empty and name not in cfg.kwargs]
+        if missing:
+            raise ConfigError(
+                f"reward {cfg.name!r} needs the setting {missing[0]!r}; mend: kwargs={{{missing[0]!r}: ...}}"
+            )
+    hints = get_type_hints(reward.__init__ if inspect.isclass(reward) else reward)
+    for key in cfg.kwargs.keys() & hints.keys():
+        _check_type(f"reward {cfg.name!r}: {key}", cfg.kwargs[key], hints[key])
+
+
+def _check_type(what: str, value: object, hint: Any) -> None:
+    try:
+        TypeAdapter(hint).validate_python(value, strict=True)
+    except PydanticSchemaGenerationError:  # a type that only its owner can check
+        return
+    except ValidationError as error:
+        said = error.errors()[0]["msg"]
+        raise ConfigError(f"{what} = {value!r}: {said[0].lower()}{said[1:]}; mend: kwargs") from error
 
 
 def _name(function: Reward) -> str:

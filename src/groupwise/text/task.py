@@ -42,7 +42,7 @@ class TextTask:
         self,
         data: object,
         *,
-        reward: OneReward | Sequence[OneReward] | None = None,
+        reward: object = None,
         eval_data: object = None,
         reward_weights: Sequence[float] | None = None,
         reward_timeout: float | None = 60.0,
@@ -71,7 +71,7 @@ class TextTask:
         *,
         data: object = None,
         eval_data: object = None,
-        reward: OneReward | Sequence[OneReward] | None = None,
+        reward: object = None,
     ) -> "TextTask":
         """The task that the settings describe, with the objects that they only say were given.
 
@@ -79,14 +79,21 @@ class TextTask:
             reward: as many as were passed in, in their order.
 
         Raises:
-            ConfigError: an object is missing.
+            ConfigError: an object is missing, or one too many.
         """
         task = cls.__new__(cls)
         task.cfg = cfg
         task.data = _given_again(cfg.data, data, "data")
         task.eval_data = None if cfg.eval_data is None else _given_again(cfg.eval_data, eval_data, "eval_data")
-        functions = iter([one for one in _several(reward) if callable(one)])
-        task.functions = tuple(next(functions, None) if one.name == GIVEN else None for one in cfg.rewards)
+        given = [one for one in _several(reward) if callable(one)]
+        wanted = [one.name == GIVEN for one in cfg.rewards]
+        if len(given) != sum(wanted):
+            raise ConfigError(
+                f"{sum(wanted)} reward(s) were given in Python, but now {len(given)}; mend: give them again, in their order, as "
+                "reward=..."
+            )
+        functions = iter(given)
+        task.functions = tuple(next(functions) if is_given else None for is_given in wanted)
         return task
 
     def load(self) -> TextData:
@@ -113,16 +120,12 @@ class TextTask:
 
         Raises:
             UnknownNameError: nobody registered one.
-            ConfigError: there is none, it does not take its settings, or it was given in Python and is missing.
+            ConfigError: there is none, or it does not take its settings.
         """
         cfgs = self.cfg.rewards
         if not cfgs and self.cfg.data.startswith(GYM):
             return RewardSet([make_reward(RewardCfg(name="reasoning_gym"))], self.cfg.on_reward_error)
-        functions = self.functions or (None,) * len(cfgs)
-        for cfg, function in zip(cfgs, functions, strict=True):
-            if cfg.name == GIVEN and function is None:
-                raise ConfigError("a reward was given in Python; mend: give it again as reward=...")
-        made = [make_reward(cfg, function) for cfg, function in zip(cfgs, functions, strict=True)]
+        made = [make_reward(cfg, function) for cfg, function in zip(cfgs, self.functions, strict=True)]
         return RewardSet(made, self.cfg.on_reward_error)
 
     def _examples(self, source: object, part: Part, without: Sequence[Example]) -> list[Example]:
@@ -135,11 +138,10 @@ class TextTask:
         return load_examples(source, prompt_column=cfg.prompt_column)
 
 
-def _several(reward: OneReward | Sequence[OneReward] | None) -> list[OneReward]:
+def _several(reward: object) -> list[OneReward]:
     if reward is None:
         return []
-    one = isinstance(reward, (str, RewardCfg)) or callable(reward)
-    rewards: list[Any] = [reward] if one else list(reward)  # type: ignore[arg-type]
+    rewards = list(reward) if isinstance(reward, (list, tuple)) else [reward]
     for each in rewards:
         if not isinstance(each, (str, RewardCfg)) and not callable(each):
             raise ConfigError(

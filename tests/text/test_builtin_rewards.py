@@ -1,0 +1,197 @@
+"""Rewards that are registered: what is right, and what only looks so."""
+
+import itertools
+import threading
+
+import pytest
+import reasoning_gym
+
+import groupwise.text.builtin_rewards as builtin
+from groupwise.errors import ConfigError, MissingExtraError, UnknownNameError
+from groupwise.text.configs import RewardCfg
+from groupwise.text.data import gym_examples
+from groupwise.text.reward_functions import REWARDS, make_reward
+from groupwise.text.rewards import RewardSet
+
+
+@pytest.fixture
+def score():
+    opened = []
+
+    def call(name, completions, *, ids=None, prompts=None, columns=None, **kwargs):
+        rewards = RewardSet([make_reward(RewardCfg(name=name, kwargs=kwargs))])
+        opened.append(rewards)
+        ids = ids or [[1]] * len(completions)
+        return [*rewards.score(prompts or ["?"] * len(completions), completions, ids, columns or {}).reward]
+
+    yield call
+    for rewards in opened:
+        rewards.close()
+
+
+def test_a_pattern_is_found_or_is_the_whole(score):
+    texts = ["<b>1</b>", "x<b>1</b>", "none"]
+    assert score("regex", texts, pattern="<b>.*</b>") == [1, 1, 0]
+    assert score("regex", texts, pattern="<b>.*</b>", where="full") == [1, 0, 0]
+
+
+def test_a_pattern_that_takes_for_ever_does_not_match_and_others_still_do(score):
+    # a thread could not be left behind here: the matcher lets no other thread run
+    assert score("regex", ["a" * 40 + "!", "aa"], pattern="(a+)+$", where="full", seconds=0.5) == [0, 1]
+
+
+def test_length_falls_evenly_outside_its_range(score):
+    # 2 to 4 tokens; one token outside of a fade of 1 is half
+    ids = [[7] * length for length in range(8)]
+    texts = [""] * 8
+    assert score("length", texts, ids=ids, at_least=2, at_most=4, fade=1) == [0, 0.5, 1, 1, 1, 0.5, 0, 0]
+    assert score("length", texts, ids=ids, at_most=4) == [1, 1, 1, 1, 1, 0, 0, 0]
+    assert score("length", texts, ids=ids, at_least=7) == [0, 0, 0, 0, 0, 0, 0, 1]
+
+
+def test_an_exact_answer_is_all_of_it_and_nothing_more(score):
+    texts = ["Paris", " Paris\n", "<answer>Paris</answer>", "It is Paris", "paris", "", "Paris Paris"]
+    columns = {"answer": ["Paris"] * 7}
+    assert score("exact", texts, columns=columns) == [1, 1, 1, 0, 0, 0, 0]
+    assert score("exact", texts, columns=columns, case="ignored") == [1, 1, 1, 0, 1, 0, 0]
+    assert score("exact", texts, columns=columns, where="tag") == [0, 0, 1, 0, 0, 0, 0]
+    assert score("exact", ["a"], columns={"solution": ["a"]}, column="solution") == [1]
+
+
+def test_no_right_answer_is_no_score(score):
+    assert score("exact", ["a", "b"], columns={"answer": [None, "b"]}) == [None, 1]
+
+
+def test_messages_are_scored_by_their_content(score):
+    messages = ({"role": "user", "content": "?"},)
+    assert score("exact", ["4", "5"], prompts=[messages] * 2, columns={"answer": ["4", "4"]}) == [1, 0]
+
+
+def test_a_numeric_answer_is_one_number(score):
+    texts = ["4", "4.0", "so 2 + 2 = 4.", "40", "14", "4 5", "four", "", "<answer>4 or 5</answer>", r"\boxed{8/2}"]
+    assert score("numeric", texts, columns={"answer": ["4"] * 10}) == [1, 1, 1, 0, 0, 0, 0, 0, 0, 1]
+    assert score("numeric", texts, columns={"answer": [4] * 10}, where="whole")[:3] == [1, 1, 0]
+
+
+def test_a_numeric_answer_may_be_near(score):
+    # one percent of -200 is 2
+    texts = ["-198", "-202", "-197.9", "200"]
+    assert score("numeric", texts, columns={"answer": ["-200"] * 4}, tolerance=0.01) == [1, 1, 0, 0]
+
+
+def test_gold_that_is_no_number_is_the_data_s_mistake(score):
+    with pytest.raises(RuntimeError, match="'many', which is no number"):
+        score("numeric", ["4"], columns={"answer": ["many"]})
+
+
+def test_mathematics(score):
+    texts = ["0.5", "1/2", r"\boxed{\frac{2}{4}}", "<answer>$1/2$</answer>", "1/2 or 1/3", "2", "", "__import__('os')"]
+    assert score("math", texts, columns={"answer": [r"\frac{1}{2}"] * 8}) == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert score("math", ["1+x^2", "x^2", "(x+1)^2-2x"], columns={"answer": ["$x^2+1$"] * 3}) == [1, 0, 1]
+    assert score("math", ["cat", "act"], columns={"answer": ["act"] * 2}) == [0, 1], "letters are no factors"
+
+
+def test_mathematics_that_takes_for_ever_or_too_much_memory_is_wrong_and_the_next_answer_is_scored(score):
+    texts = ["9^{9^{9^{9}}}", "4"]
+    assert score("math", texts, columns={"answer": ["4", "4"]}, seconds=1.0) == [0, 1]
+
+
+def test_mathematics_works_outside_the_main_thread(score):
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(score("math", ["2/4"], columns={"answer": ["1/2"]})))
+    thread.start()
+    thread.join()
+    assert found == [1]
+
+
+def test_math_names_the_extra_it_needs(monkeypatch):
+    monkeypatch.setattr("groupwise.errors.find_spec", lambda _: None)
+    with pytest.raises(MissingExtraError, match=r"'math_verify' is not installed; mend: pip install -e '.\[text\]'"):
+        make_reward(RewardCfg(name="math"))
+
+
+def test_a_gym_answer_that_contains_the_right_one_is_wrong(score):
+    example = gym_examples("word_sequence_reversal", size=1)[0]
+    gold = example.columns["answer"]
+    texts = [gold, f"<answer>{gold}</answer>", f"{gold}, x", f"The answer is {gold}", gold[:-1], "", gold + gold]
+    columns = {name: [value] * len(texts) for name, value in example.columns.items()}
+    own = reasoning_gym.create_dataset("word_sequence_reversal", size=1)
+    entry = {"answer": gold}
+    assert own.score_answer(f"{gold}, x", entry) > 0.5, "the library itself rewards it, which is why we do not ask it"
+    assert score("reasoning_gym", texts, columns=columns) == [1, 1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("task", sorted(builtin.TRUSTED_SCORERS))
+def test_trusted_scorers_give_full_marks_to_right_answers_alone(task, score):
+    for example, other in itertools.pairwise(gym_examples(task, size=3)):
+        gold = example.columns["answer"]
+        wrong = [f"{gold} 1", f"x{gold}", f"The answer is {gold}", f"{gold}\n{gold}", "", "[]", "{}", "0x", "a"]
+        if other.columns["answer"] != gold:
+            wrong.append(other.columns["answer"])
+        columns = {name: [value] * (len(wrong) + 1) for name, value in example.columns.items()}
+        scores = score("reasoning_gym", [gold, *wrong], columns=columns)
+        answers = dict(zip(wrong, scores[1:], strict=True))
+        assert scores[0] == 1
+        assert not any(answers.values()), answers
+
+
+def test_another_right_answer_counts_where_the_scorer_can_be_trusted(score):
+    example = gym_examples("chain_sum", size=1)[0]
+    columns = {name: [value] for name, value in example.columns.items()}
+    assert score("reasoning_gym", [f"{example.columns['answer']}.0"], columns=columns) == [1]
+    palindrome = {"task": ["palindrome_generation"], "answer": ["abba"], "metadata": [{"letters": list("abab")}]}
+    assert score("reasoning_gym", ["baab"], columns=palindrome) == [1]
+
+
+def test_scorers_leave_the_data_alone(score):
+    board = {"A1": ["A2"], "A2": ["A1"]}
+    swap = {"board": board, "pieces": {"A1": "w", "A2": None}, "start_turn": "w", "is_possible": True, "solution": []}
+    columns = {"task": ["knight_swap"], "answer": ["[]"], "metadata": [swap]}
+    before = repr(columns)
+    score("reasoning_gym", ['["w,A1,A2"]'], columns=columns)
+    assert repr(columns) == before
+
+
+@pytest.mark.parametrize("task", sorted(builtin.REFUSED_TASKS))
+def test_tasks_that_cannot_be_judged_are_refused(task, score):
+    columns = {"task": [task], "answer": ["1"], "metadata": [{}]}
+    with pytest.raises(RuntimeError, match=f"reasoning-gym:{task} has many right answers"):
+        score("reasoning_gym", ["1"], columns=columns)
+
+
+def test_lists_of_tasks_name_tasks_that_exist():
+    from reasoning_gym.factory import DATASETS
+
+    assert DATASETS.keys() >= builtin.TRUSTED_SCORERS | builtin.REFUSED_TASKS
+    assert not builtin.TRUSTED_SCORERS & builtin.REFUSED_TASKS
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("regex", {"pattern": "("}, r"pattern = '\(': missing \)"),
+        (
+            "regex",
+            {"pattern": "a", "where": "ful"},
+            "reward 'regex': where = 'ful': input should be 'search' or 'full'",
+        ),
+        ("regex", {"pattern": 3}, "pattern = 3: input should be a valid string"),
+        ("regex", {}, "'regex' needs the setting 'pattern'"),
+        ("regex", {"patern": "a"}, "no setting 'patern'; did you mean 'pattern'"),
+        ("length", {}, "neither at_most nor at_least"),
+        ("length", {"at_most": 1, "at_least": 2}, "at_most=1 < at_least=2"),
+        ("length", {"at_most": 1, "fade": -1}, "fade=-1: expected 0 or more"),
+        ("exact", {"where": "end"}, "where = 'end': input should be 'auto', 'tag', 'boxed' or 'whole'"),
+        ("exact", {"case": "lower"}, "case = 'lower': input should be 'matters' or 'ignored'"),
+        ("numeric", {"tolerance": 1.0}, "tolerance=1.0: expected a part"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_is_scored(name, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        make_reward(RewardCfg(name=name, kwargs=kwargs))
+
+
+def test_unknown_names_get_the_nearest():
+    with pytest.raises(UnknownNameError, match="unknown reward 'numerik': did you mean 'numeric'"):
+        make_reward(RewardCfg(name="numerik"))
+    assert {"regex", "length", "exact", "numeric", "math", "reasoning_gym"} <= REWARDS.keys()

@@ -1,0 +1,220 @@
+"""Examples from every kind of file and object, what is wrong with bad ones, and the order they are taken in."""
+
+import collections
+import json
+import random
+
+import datasets
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.errors import ConfigError, DataError, MissingExtraError, UnknownNameError
+from groupwise.text.data import Example, PromptOrder, gym_examples, load_examples, overlap
+
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'say "a,\u2028b"', "answer": "é"}]
+EXAMPLES = [Example("1+1=", {"answer": "2"}), Example('say "a,\u2028b"', {"answer": "é"})]
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
+
+
+def write_jsonl(path):
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n\n", encoding="utf-8")
+
+
+def write_json(path):
+    path.write_text(json.dumps(ROWS), encoding="utf-8")
+
+
+def write_csv(path):
+    path.write_text('prompt,answer\n1+1=,2\n"say ""a,\u2028b""",é\n', encoding="utf-8-sig")
+
+
+def write_parquet(path):
+    pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [("a.jsonl", write_jsonl), ("a.json", write_json), ("a.csv", write_csv), ("A.PARQUET", write_parquet)],
+)
+def test_every_kind_of_file_has_the_same_examples(tmp_path, name, write):
+    write(tmp_path / name)
+    assert load_examples(tmp_path / name) == EXAMPLES
+    assert load_examples(str(tmp_path / name)) == EXAMPLES
+
+
+@pytest.mark.parametrize("wrap", [list, tuple, iter, datasets.Dataset.from_list, pd.DataFrame])
+def test_every_kind_of_object_has_the_same_examples(wrap):
+    assert load_examples(wrap(ROWS)) == EXAMPLES
+
+
+def test_texts_are_prompts_without_columns():
+    assert load_examples(["a", "b"]) == [Example("a", {}), Example("b", {})]
+    assert load_examples(["a"], prompt_column="question") == [Example("a", {})]
+
+
+def test_messages_survive_parquet_with_its_empty_fields(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = [
+        {"prompt": MESSAGES, "level": 1},
+        {"prompt": [{"role": "user", "content": "hi", "name": None}], "level": None},
+    ]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+    first, second = load_examples(path)
+    assert first == Example(tuple(MESSAGES), {"level": 1})
+    assert second == Example(({"role": "user", "content": "hi"},), {"level": None})
+
+
+def test_another_prompt_column_and_columns_that_rows_lack():
+    rows = [{"question": "a", "x": 1}, {"question": "b", "y": 2}]
+    assert load_examples(rows, prompt_column="question") == [
+        Example("a", {"x": 1, "y": None}),
+        Example("b", {"x": None, "y": 2}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ([], "the data has no examples; mend"),
+        (
+            [{"question": "a", "prompts_": "b"}],
+            r"no column 'prompt'; it has 'prompts_', 'question'; mend: prompt_column",
+        ),
+        ([{"prompt": "a", "completions": "b"}], "has a column 'completions', which is an argument of every reward"),
+        ([{"prompt": "a"}, 3], r"the data, example 1: expected a mapping of columns or a text; got 3"),
+        ([{"prompt": 3}], "example 0: prompt = 3: expected a text or a list of messages"),
+        ([{"prompt": None}], "example 0: prompt = None"),
+        ([{"prompt": []}], r"example 0: prompt = \[\]"),
+        ([{"prompt": ["a"]}], "example 0: message = 'a': expected the texts role and content"),
+        ([{"prompt": [{"role": "user"}]}], "message = {'role': 'user'}"),
+        ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], "expected the texts role and content"),
+        ([{"prompt": "a"}, {"prompt": MESSAGES}], "some prompts of the data are texts and some are messages"),
+        ({"train": [], "test": []}, r"a mapping of 'test', 'train'; mend: one of its parts"),
+        (3, "data = 3: expected a path or an iterable"),
+        ("a.txt", r"data = 'a.txt': expected a file that ends in .jsonl, .json, .csv, .parquet"),
+        ("none.jsonl", "data = 'none.jsonl': there is no such file"),
+    ],
+)
+def test_bad_data_are_named(source, message):
+    with pytest.raises(DataError, match=message):
+        load_examples(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"prompt": "a"}\n\n{"prompt": ', r"a\.jsonl, line 3: not JSON: .*; mend: one object a line"),
+        ("a.jsonl", b"\n", r"a\.jsonl has no examples"),
+        ("a.json", b'{"prompt": "a"}', r"a\.json: expected a list of examples; got {'prompt': 'a'}"),
+        ("a.json", b"[1", r"a\.json: not JSON"),
+        ("a.csv", b"prompt,answer\n1,2\n1\n", r"a\.csv, line 3: not as many fields as columns"),
+        ("a.csv", b"prompt,answer\n1,2,3\n", r"a\.csv, line 2: not as many fields as columns"),
+        ("a.csv", b'prompt,answer\n"1"x,2\n', r"a\.csv, after line 1: .*; mend: quote it"),
+        ("a.csv", b"prompt,answer\n", r"a\.csv has no examples"),
+        ("a.parquet", b"nothing", r"a\.parquet is no Parquet file"),
+        ("a.jsonl", b"\xff\xfe", r"a\.jsonl is not UTF-8"),
+    ],
+)
+def test_bad_files_are_named_with_the_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_examples(tmp_path / name)
+
+
+def test_parquet_names_the_extra_it_needs(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.setattr("groupwise.errors.find_spec", lambda _: None)
+    with pytest.raises(MissingExtraError, match=r"'pyarrow' is not installed; mend: pip install -e '.\[text\]'"):
+        load_examples(tmp_path / "a.parquet")
+
+
+def test_gym_data_follow_from_their_seed():
+    first = gym_examples("reasoning-gym:chain_sum", size=20)
+    assert len(first) == 20
+    assert set(first[0].columns) == {"task", "answer", "metadata"}
+    assert first[0].columns["task"] == "chain_sum"
+    assert first == load_examples("reasoning-gym:chain_sum", size=20)
+    assert first != gym_examples("chain_sum", size=20, seed=1)
+
+
+def test_neighbouring_seeds_and_both_parts_share_no_prompt():
+    # the library itself draws item i from seed + i: seeds 0 and 1 have 99 of 100 items in common
+    large = {"min_digits": 5, "max_digits": 5}
+    which = [(seed, part) for seed in (0, 1) for part in ("train", "eval")]
+    parts = [gym_examples("products", size=100, seed=seed, part=part, kwargs=large) for seed, part in which]
+    for number, one in enumerate(parts):
+        for other in parts[number + 1 :]:
+            assert not overlap(one, other)
+
+
+def test_training_prompts_that_are_held_out_are_replaced():
+    small = {"max_terms": 2, "max_digits": 1}  # 200 prompts in all
+    held_out = gym_examples("chain_sum", size=60, part="eval", kwargs=small)
+    assert overlap(gym_examples("chain_sum", size=100, kwargs=small), held_out)
+    train = gym_examples("chain_sum", size=100, kwargs=small, without=held_out)
+    assert len(train) == 100
+    assert not overlap(train, held_out)
+
+
+def test_a_task_with_too_few_prompts_says_so():
+    tiny = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}  # 10 prompts in all
+    held_out = gym_examples("chain_sum", size=200, part="eval", kwargs=tiny)
+    with pytest.raises(DataError, match=r"made only 0 of 5 prompts that the evaluation does not have; mend: a smaller"):
+        gym_examples("chain_sum", size=5, kwargs=tiny, without=held_out)
+
+
+def test_gym_mistakes_get_the_nearest_name(monkeypatch):
+    with pytest.raises(UnknownNameError, match="unknown reasoning-gym task 'chain_sums': did you mean 'chain_sum'"):
+        gym_examples("chain_sums")
+    with pytest.raises(ConfigError, match="has no setting 'max_term'; did you mean 'max_terms'"):
+        gym_examples("chain_sum", kwargs={"max_term": 2})
+    with pytest.raises(ConfigError, match="has no setting 'seed'"):
+        gym_examples("chain_sum", kwargs={"seed": 2})
+    monkeypatch.setattr("groupwise.errors.find_spec", lambda _: None)
+    with pytest.raises(MissingExtraError, match="'reasoning_gym' is not installed"):
+        gym_examples("chain_sum")
+
+
+def test_overlap_sees_through_white_space_and_forms():
+    train = [Example(text, {}) for text in ("a  b\n", "c", "a b c")]
+    assert overlap(train, [Example("a b", {}), Example("d", {})]) == [0]
+    messages = Example(({"role": "user", "content": " a b"},), {})
+    assert overlap([messages], [Example("a b", {})]) == [0]
+    assert overlap([messages], [Example(({"role": "system", "content": "a b"},), {})]) == []
+
+
+@given(size=st.integers(1, 30), seed=st.integers(0, 5), position=st.integers(0, 90), count=st.integers(0, 40))
+def test_order_is_a_function_of_the_position(size, seed, position, count):
+    whole = PromptOrder(size, seed).take(0, position + count)
+    assert PromptOrder(size, seed).take(position, count) == whole[position:]
+
+
+@given(size=st.integers(1, 30), seed=st.integers(0, 5))
+def test_every_epoch_has_every_example_once(size, seed):
+    order = PromptOrder(size, seed).take(0, 3 * size)
+    for epoch in range(3):
+        assert collections.Counter(order[epoch * size : (epoch + 1) * size]) == dict.fromkeys(range(size), 1)
+
+
+def test_epochs_and_seeds_are_shuffled_differently_and_nothing_else_matters():
+    order = PromptOrder(50, seed=0)
+    first, second = order.take(0, 50), order.take(50, 50)
+    assert first != second
+    assert first != list(range(50))
+    assert PromptOrder(50, seed=1).take(0, 50) != first
+    random.seed(3)
+    assert PromptOrder(50, seed=0).take(25, 50) == first[25:] + second[:25]
+
+
+def test_the_order_never_changes():
+    # recorded: a run that is resumed by a later version goes on with the same prompts
+    assert PromptOrder(6, seed=0).take(0, 12) == [4, 5, 2, 1, 0, 3, 3, 2, 4, 0, 5, 1]
+
+
+def test_no_order_of_nothing():
+    with pytest.raises(DataError, match="no order of 0 examples"):
+        PromptOrder(0, seed=0)

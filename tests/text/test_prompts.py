@@ -1,0 +1,124 @@
+"""Prompts as tokens: with and without a chat template, never cut."""
+
+import pytest
+from tiny_tokenizers import END, START, character_tokenizer, tiny_tokenizer
+
+from groupwise.errors import ConfigError, DataError
+from groupwise.text.configs import TextTaskCfg
+from groupwise.text.data import Example
+from groupwise.text.prompts import PromptEncoder
+
+CHAT = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+USER = {"role": "user", "content": "1+1="}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def encoder(tokenizer=None, **settings):
+    return PromptEncoder(tokenizer or tiny_tokenizer(), TextTaskCfg(data="a.jsonl", **settings))
+
+
+def read(encoder, prompt):
+    """What the model reads."""
+    return tiny_tokenizer().decode(encoder.encode(Example(prompt, {})))
+
+
+def test_a_text_becomes_a_message_where_there_is_a_template():
+    chat = encoder()
+    assert chat.conversational
+    assert read(chat, "1+1=") == CHAT
+    tokens = chat.encode(Example("1+1=", {}))
+    assert tokens[0] == START
+    assert END in tokens, "a special token, not the letters of its name"
+
+
+def test_a_text_stays_a_text_without_a_template_or_if_asked():
+    assert tiny_tokenizer(chat=False).decode(encoder(tiny_tokenizer(chat=False)).encode(Example("1+1=", {}))) == "1+1="
+    plain = encoder(chat="never")
+    assert not plain.conversational
+    assert read(plain, "1+1=") == "1+1="
+    characters = encoder(character_tokenizer())
+    assert characters.encode(Example("1+1=", {})) == [5, 14, 5, 15]
+
+
+def test_messages_are_read_as_the_template_has_them():
+    assert read(encoder(), (USER,)) == CHAT
+    assert read(encoder(), (SYSTEM, USER)) == "<|im_start|>system\nBe brief.<|im_end|>\n" + CHAT
+
+
+def test_a_conversation_that_ends_with_the_assistant_is_continued():
+    begun = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "It is"})
+    assert read(encoder(), begun) == CHAT + "It is"
+
+
+def test_the_system_prompt_comes_first_unless_there_is_one():
+    brief = encoder(system_prompt="Be brief.")
+    for prompt in ("1+1=", (USER,), (SYSTEM, USER)):
+        assert read(brief, prompt) == "<|im_start|>system\nBe brief.<|im_end|>\n" + CHAT
+    other = {"role": "system", "content": "Think."}
+    assert read(brief, (other, USER)) == "<|im_start|>system\nThink.<|im_end|>\n" + CHAT
+
+
+def test_the_template_gets_its_settings():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if loud %}!{% endif %}"
+    assert read(encoder(tokenizer), "a") == "a"
+    assert read(encoder(tokenizer, chat_template_kwargs={"loud": True}), "a") == "a!"
+
+
+def test_a_template_that_refuses_is_quoted():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(DataError, match=r"the chat template refuses .*Be brief.*: no system role; mend: other roles"):
+        encoder(tokenizer).encode(Example((SYSTEM,), {}))
+
+
+def test_conversations_need_a_template():
+    plain = encoder(tiny_tokenizer(chat=False))
+    with pytest.raises(
+        ConfigError, match=r"prompts are for conversations, but .* has no chat template; mend: the tokenizer"
+    ):
+        plain.encode(Example((USER,), {}))
+    with pytest.raises(ConfigError, match=r"prompts are for conversations, but chat='never'; mend"):
+        encoder(chat="never").encode(Example((USER,), {}))
+    with pytest.raises(ConfigError, match=r"system_prompt is for conversations, but .* has no chat template"):
+        encoder(tiny_tokenizer(chat=False), system_prompt="Be brief.")
+
+
+def test_an_empty_prompt_begins_with_the_token_that_texts_begin_with():
+    plain = tiny_tokenizer(chat=False)
+    assert encoder(plain).encode(Example("", {})) == [plain.bos_token_id]
+    plain.bos_token = None
+    with pytest.raises(DataError, match="an empty prompt has no tokens"):
+        encoder(plain).encode(Example("", {}))
+
+
+def test_long_prompts_are_refused_or_left_out_and_never_cut():
+    tokenizer = character_tokenizer()
+    examples = [Example("1" * length, {}) for length in (3, 5, 4)]
+    refusing = encoder(tokenizer, max_prompt_tokens=4)
+    with pytest.raises(
+        DataError, match=r"1 of 3 prompts have more than 4 tokens \(the longest 5\), the first: '11111'; mend"
+    ):
+        refusing.select(examples)
+    dropping = encoder(tokenizer, max_prompt_tokens=4, long_prompts="drop")
+    with pytest.warns(UserWarning, match="1 of 3 prompts have more than 4 tokens .*they are left out"):
+        kept = dropping.select(examples)
+    assert [len(prompt.tokens) for prompt in kept] == [3, 4]
+    assert [prompt.example for prompt in kept] == [examples[0], examples[2]]
+    with pytest.raises(DataError, match="3 of 3 prompts have more than 2 tokens"):
+        dropping.select(examples, context=2)
+    assert [len(prompt.tokens) for prompt in encoder(tokenizer).select(examples)] == [3, 5, 4]
+    with pytest.raises(DataError, match="more than 4 tokens"):
+        encoder(tokenizer, max_prompt_tokens=9).select(examples, context=4)
+
+
+def test_completions_are_decoded_without_special_tokens():
+    chat = encoder()
+    tokens = tiny_tokenizer()("4 <answer>é</answer>")["input_ids"]
+    assert chat.decode([*tokens, END]) == "4 <answer>é</answer>"
+    assert chat.decode([]) == ""
+
+
+def test_no_system_prompt_where_there_are_no_conversations():
+    with pytest.raises(ConfigError, match="system_prompt is the first message of a conversation"):
+        TextTaskCfg(system_prompt="a", chat="never")

@@ -1,0 +1,406 @@
+"""Functions of TRL's signature: what they get, what they may return, and what happens when they fail or hang."""
+
+import asyncio
+import functools
+import math
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.errors import ConfigError, DataError, RewardError
+from groupwise.text.configs import RewardCfg
+from groupwise.text.reward_functions import REWARDS, RewardFunction, RewardObject, make_reward, register_reward
+from groupwise.text.rewards import Logged, RewardSet, TrainingState
+
+USER = {"role": "user", "content": "1+1="}
+
+
+def reward_set(*functions, on_error="fail", timeout=60.0, weights=None):
+    cfgs = [RewardCfg(name="given", weight=w, timeout=timeout) for w in weights or [1.0] * len(functions)]
+    return RewardSet([make_reward(cfg, function) for cfg, function in zip(cfgs, functions, strict=True)], on_error)
+
+
+def score(rewards, completions=("a", "b"), prompts=None, columns=None, state=None):
+    prompts = prompts or [f"p{number}" for number in range(len(completions))]
+    ids = [[number] for number in range(len(completions))]
+    return rewards.score(prompts, completions, ids, columns or {}, state)
+
+
+def lengths(completions, **_):
+    return [len(completion) for completion in completions]
+
+
+def test_functions_are_called_as_trl_calls_them():
+    # TRL 1.16 passes keywords alone: these six, and every column but prompt, completion and completion_ids
+    seen = {}
+
+    def reward(**kwargs):
+        seen.update(kwargs)
+        return [0.0] * 2
+
+    columns = {"answer": ["x", "y"], "completion": ["no"] * 2, "prompt": ["no"] * 2}
+    score(reward_set(reward), columns=columns, state=TrainingState(3, 10, 0.5))
+    loggers = [seen.pop("log_extra"), seen.pop("log_metric")]
+    assert all(map(callable, loggers))
+    assert seen.pop("trainer_state").global_step == 3
+    assert seen == {
+        "prompts": ["p0", "p1"],
+        "completions": ["a", "b"],
+        "completion_ids": [[0], [1]],
+        "answer": ["x", "y"],
+    }
+
+
+def test_conversations_are_lists_of_messages():
+    def reward(prompts, completions, **_):
+        assert prompts == [[USER], [USER]]
+        assert completions == [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]]
+        return [1, 2]
+
+    assert score(reward_set(reward), prompts=[(USER,), (USER,)]).reward == (1, 2)
+
+
+def test_a_function_without_keywords_gets_what_it_names():
+    def reward(completions, answer, *, strict=True):
+        assert strict
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    assert score(reward_set(reward), columns={"answer": ["a", "a"], "level": [1, 2]}).reward == (1, 0)
+
+
+def test_what_one_function_changes_another_does_not_see():
+    def vandal(prompts, completions, completion_ids, answer):
+        prompts[0][0]["content"] = "?"
+        completion_ids[0].append(9)
+        answer.clear()
+        completions.clear()
+        return [0, 0]
+
+    def reward(prompts, completions, completion_ids, answer):
+        assert (prompts[0], completion_ids, answer, len(completions)) == ([USER], [[0], [1]], ["x", "y"], 2)
+        return [1, 1]
+
+    columns = {"answer": ["x", "y"]}
+    assert score(reward_set(vandal, reward), prompts=[(USER,), (USER,)], columns=columns).reward == (1, 1)
+    assert columns == {"answer": ["x", "y"]}
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [[1, 0.5], (1, 0.5), np.array([1, 0.5]), torch.tensor([1, 0.5]), [True, np.float32(0.5)], [torch.tensor(1), 0.5]],
+)
+def test_any_numbers_are_scores(returned):
+    assert score(reward_set(lambda **_: returned)).reward == (1, 0.5)
+    assert score(reward_set(lambda **_: (value for value in [1, 0.5]))).reward == (1, 0.5)
+
+
+def test_weighted_scores_add_up():
+    # 2*1 - 0.5*10 = -3 and 2*0 - 0.5*20 = -10
+    scores = score(reward_set(lambda **_: [1, 0], lambda **_: [10, 20], weights=[2.0, -0.5]))
+    assert scores.reward == (-3, -10)
+    assert scores.parts == ((1, 0), (10, 20))
+
+
+@pytest.mark.parametrize("nothing", [None, math.nan, math.inf, -math.inf, np.nan, torch.tensor(torch.nan)])
+def test_where_a_function_says_nothing_the_others_count_and_where_none_does_nobody_can_score(nothing):
+    scores = score(reward_set(lambda **_: [nothing, nothing], lambda **_: [3, None]))
+    assert scores.reward == (3, None)
+    assert scores.parts == ((None, None), (3, None))
+
+
+def test_all_none_is_told_and_not_zero():
+    assert score(reward_set(lambda **_: [None, None])).reward == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([1], "reward 'broken' returned 1 scores for 2 completions; mend: one for each"),
+        ([1, 2, 3], "returned 3 scores for 2 completions"),
+        (0.5, "returned 0.5; expected a list of 2 numbers"),
+        (None, "returned None; expected a list"),
+        ("ab", "returned 'ab'; expected a list"),
+        ({"a": 1, "b": 2}, "returned {'a': 1, 'b': 2}; expected a list"),
+        ([1, "2"], "returned '2' for completion 1; expected a number or None"),
+        ([1, [2]], r"returned \[2\] for completion 1"),
+        ([1j, 1], "returned 1j for completion 0"),
+    ],
+)
+@pytest.mark.parametrize("on_error", ["fail", "skip"])
+def test_what_is_no_score_is_an_error_that_names_the_function(returned, message, on_error):
+    def broken(**_):
+        return returned
+
+    with pytest.raises(RewardError, match=message):
+        score(reward_set(broken, on_error=on_error))
+
+
+def test_a_function_that_forgot_async_is_told():
+    async def inner():
+        return [1, 1]
+
+    with pytest.raises(RewardError, match="returned a coroutine; mend: define it with async def"):
+        score(reward_set(lambda **_: inner()))
+
+
+def fails_on_b(completions, **_):
+    if "b" in completions:
+        raise KeyError("no b")
+    return [1.0] * len(completions)
+
+
+async def async_fails_on_b(completions, **_):
+    await asyncio.sleep(0)
+    return fails_on_b(completions)
+
+
+@pytest.mark.parametrize("function", [fails_on_b, async_fails_on_b])
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_an_exception_names_function_prompt_and_completion(function, timeout):
+    with pytest.raises(RewardError) as caught:
+        score(reward_set(function, timeout=timeout), completions=["a", "b", "c"], prompts=["first", "second", "third"])
+    message = str(caught.value)
+    assert message.startswith(f"reward '{function.__name__}' raised KeyError: 'no b'\n")
+    assert "prompt: 'second'" in message
+    assert "completion: 'b'" in message
+    assert "mend: the function, or on_reward_error='skip'" in message
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("function", [fails_on_b, async_fails_on_b])
+@pytest.mark.parametrize(("on_error", "expected", "part"), [("skip", None, None), ("zero", 2, 0.0)])
+def test_only_the_member_on_which_it_fails_is_lost(function, on_error, expected, part):
+    rewards = reward_set(function, lambda completions, **_: [2.0] * len(completions), on_error=on_error)
+    with pytest.warns(UserWarning, match=rf"reward '{function.__name__}' raised KeyError: 'no b'; 1 of 3 completions"):
+        scores = score(rewards, completions=["a", "b", "c"])
+    assert scores.reward == (3, expected, 3)
+    assert scores.parts == ((1, part, 1), (2, 2, 2))
+
+
+def test_members_that_are_left_are_scored_together():
+    # scores that compare the completions of a call: alone, each would be the best of one
+    def best(completions, **_):
+        if "bad" in completions:
+            raise ValueError("bad")
+        return [float(len(c) == max(map(len, completions))) for c in completions]
+
+    with pytest.warns(UserWarning, match="1 of 3"):
+        scores = score(reward_set(best, on_error="skip"), completions=["x", "bad", "xxxx"])
+    assert scores.reward == (0, None, 1)
+
+
+def test_a_function_that_fails_once_scores_all_when_it_is_asked_again():
+    calls = []
+
+    def flaky(completions, **_):
+        calls.append(len(completions))
+        if len(calls) == 1:
+            raise ConnectionError
+        return [1] * len(completions)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert score(reward_set(flaky, on_error="skip")).reward == (1, 1)
+    assert calls == [2, 1, 1, 2]
+
+
+def test_a_function_that_fails_on_everything_loses_everything():
+    def down(**_):
+        raise ConnectionError("down")
+
+    with pytest.warns(UserWarning, match="2 of 2 completions have no reward"):
+        assert score(reward_set(down, on_error="skip")).reward == (None, None)
+    with pytest.warns(UserWarning, match="1 of 1 completions score 0"):
+        assert score(reward_set(down, on_error="zero"), completions=["a"]).reward == (0,)
+
+
+def sleeps(**_):
+    time.sleep(30)
+
+
+async def async_sleeps(**_):
+    await asyncio.sleep(30)
+
+
+async def blocks(**_):
+    time.sleep(2.5)
+
+
+def spins(**_):
+    ends = time.monotonic() + 2
+    while time.monotonic() < ends:
+        pass
+
+
+@pytest.mark.parametrize("function", [sleeps, async_sleeps, blocks, spins])
+def test_a_function_that_hangs_is_left_behind(function):
+    began = time.monotonic()
+    with pytest.raises(
+        RewardError, match=rf"reward '{function.__name__}' took more than its limit of 0.2 s for 2 compl"
+    ):
+        score(reward_set(function, timeout=0.2))
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize(("on_error", "expected"), [("skip", (None, None)), ("zero", (1, 1))])
+def test_a_hanging_function_follows_the_rule_and_the_next_call_works(on_error, expected):
+    hanging = threading.Event()
+    hanging.set()
+
+    async def sometimes(completions, **_):
+        if hanging.is_set():
+            time.sleep(2.5)
+        return [5] * len(completions)
+
+    rewards = reward_set(sometimes, lambda **_: [1, 1], on_error=on_error, timeout=0.2)
+    with pytest.warns(UserWarning, match=r"'sometimes' took more than 0.2 s; 2 of 2 completions"):
+        assert score(rewards).reward == expected
+    hanging.clear()
+    assert score(rewards).reward == (6, 6), "in another event loop, since the first one is held"
+    rewards.close()
+
+
+def test_async_functions_run_at_the_same_time_in_one_loop():
+    here = []
+
+    async def meet(**_):
+        here.append(asyncio.get_running_loop())
+        while len(here) % 2:
+            await asyncio.sleep(0.001)
+        return [1, 1]
+
+    rewards = reward_set(meet, meet, timeout=5.0)
+    assert rewards.names == ("meet", "meet_2")
+    assert score(rewards).reward == (2, 2)
+    score(rewards)
+    assert len(set(here)) == 1, "clients that are bound to a loop live on from call to call"
+    rewards.close()
+
+
+def test_async_functions_run_while_sync_ones_do():
+    done = threading.Event()
+
+    async def sets(**_):
+        done.set()
+        return [0, 0]
+
+    def waits(**_):
+        assert done.wait(5)
+        return [1, 1]
+
+    assert score(reward_set(waits, sets)).reward == (1, 1)
+
+
+def test_without_a_limit_a_function_runs_in_the_main_thread():
+    def signals(**_):
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("signal only works in main thread of the main interpreter")
+        return [1, 1]
+
+    assert score(reward_set(signals, timeout=None)).reward == (1, 1)
+    with pytest.raises(RewardError, match="mend: the function, or timeout=None for it"):
+        score(reward_set(signals))
+
+
+def test_objects_and_partial_functions_are_functions():
+    class Judge:
+        async def __call__(self, completions, **_):
+            return [1] * len(completions)
+
+    def scaled(completions, scale, **_):
+        return [scale] * len(completions)
+
+    rewards = reward_set(Judge(), functools.partial(scaled, scale=3), functools.partial(Judge()))
+    assert rewards.names == ("Judge", "scaled", "Judge_2")
+    assert score(rewards).reward == (5, 5)
+
+
+def test_what_functions_log_is_collected_once():
+    def logs(completions, log_metric, log_extra, **_):
+        log_metric("share", len(completions))
+        log_metric("share", 4)
+        log_extra("said", [c.upper() for c in completions])
+        return lengths(completions)
+
+    rewards = reward_set(logs)
+    score(rewards)
+    assert rewards.take_logged() == Logged({"share": 3.0}, {"said": ["A", "B"]})
+    assert rewards.take_logged() == Logged({}, {})
+
+
+def test_missing_columns_are_named_before_anything_is_scored():
+    def needs(completions, gold, level=1, **_):
+        return lengths(completions)
+
+    rewards = reward_set(needs, lengths)
+    rewards.check_columns(["gold"])
+    with pytest.raises(
+        DataError, match=r"reward 'needs' needs the column 'gold'; the data have 'golden', 'x' .*'golden'"
+    ):
+        rewards.check_columns(["x", "golden", "completion"])
+    exact = RewardSet([make_reward(RewardCfg(name="exact", kwargs={"column": "solution"}))])
+    with pytest.raises(DataError, match="reward 'exact' needs the column 'solution'; the data have none"):
+        exact.check_columns([])
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr("groupwise.text.reward_functions.REWARDS", dict(REWARDS))
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_registered_function_is_bound_to_its_settings_whatever_the_columns_are():
+    @register_reward("share")
+    def share(completions, letter, answer, **columns):
+        assert "letter" not in columns
+        return [c.count(letter) / len(c) for c in completions]
+
+    function = make_reward(RewardCfg(name="share", weight=2.0, kwargs={"letter": "a"}))
+    rewards = RewardSet([function])
+    rewards.check_columns(["answer"])
+    with pytest.raises(DataError, match="needs the column 'answer'"):
+        rewards.check_columns([])
+    columns = {"answer": [1, 2], "letter": ["b", "b"]}
+    assert score(rewards, ["ab", "aa"], columns=columns).reward == (1, 2)
+    with pytest.raises(ConfigError, match="reward 'share' is registered already"):
+        register_reward("share")(share)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_registered_class_is_made_once_and_closed():
+    closed = []
+
+    @register_reward("made")
+    class Made(RewardObject):
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def __call__(self, completions, **_):
+            return [self.value] * len(completions)
+
+        def close(self):
+            closed.append(self.value)
+
+    rewards = RewardSet([make_reward(RewardCfg(name="made", kwargs={"value": 2.0}))])
+    assert score(rewards).reward == (2, 2)
+    rewards.close()
+    assert closed == [2.0]
+    with pytest.raises(ConfigError, match="reward 'made' needs the setting 'value'"):
+        make_reward(RewardCfg(name="made"))
+    with pytest.raises(ConfigError, match="reward 'made': value = 'x': input should be a valid number"):
+        make_reward(RewardCfg(name="made", kwargs={"value": "x"}))
+
+
+def test_there_must_be_a_reward():
+    with pytest.raises(ConfigError, match="no reward says what a completion is worth; mend: reward=my_function"):
+        RewardSet([])
+
+
+def test_functions_written_in_c_get_everything():
+    assert RewardSet([RewardFunction("dict", dict)]).names == ("dict",)
+    with pytest.raises(RewardError, match="reward 'dict' returned"):
+        score(RewardSet([RewardFunction("dict", dict)]))

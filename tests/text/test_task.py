@@ -1,0 +1,134 @@
+"""The task: what is recorded of it, what it loads, and how it is made again from its settings."""
+
+import json
+
+import pytest
+
+from groupwise.errors import ConfigError, DataError
+from groupwise.text.configs import GIVEN, RewardCfg, TextTaskCfg
+from groupwise.text.task import TextTask
+
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
+
+
+def right(completions, answer, **_):
+    return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def longest(completions, **_):
+    return [len(c) for c in completions]
+
+
+def test_paths_and_names_are_recorded_and_objects_are_said_to_be_given(tmp_path):
+    task = TextTask(tmp_path / "a.jsonl", reward=[right, "exact", RewardCfg(name="length", kwargs={"at_most": 3})])
+    assert task.cfg.data == str(tmp_path / "a.jsonl")
+    assert [reward.name for reward in task.cfg.rewards] == [GIVEN, "exact", "length"]
+    assert task.functions == (right, None, None)
+    given = TextTask(ROWS, reward=right, eval_data=["x"], solved_at=0.5)
+    assert (given.cfg.data, given.cfg.eval_data, given.cfg.solved_at) == (GIVEN, GIVEN, 0.5)
+    assert (given.data, given.eval_data) == (ROWS, ["x"])
+    assert TextTaskCfg(**json.loads(given.cfg.model_dump_json())) == given.cfg
+
+
+def test_weights_and_time_limits():
+    task = TextTask(ROWS, reward=[right, longest], reward_weights=[1, 0.1], reward_timeout=None)
+    assert [(reward.weight, reward.timeout) for reward in task.cfg.rewards] == [(1, None), (0.1, None)]
+    scores = task.rewards().score(["p"], ["22"], [[1]], {"answer": ["22"]})
+    assert scores.reward == (pytest.approx(1.2),)
+    with pytest.raises(ConfigError, match=r"reward_weights = \[1.0\] for 2 rewards; mend: one for each"):
+        TextTask(ROWS, reward=[right, longest], reward_weights=[1.0])
+
+
+def test_a_task_is_made_again_from_its_settings():
+    task = TextTask(ROWS, reward=[right, "exact", longest], eval_data=["x"])
+    again = TextTask.from_cfg(task.cfg, data=ROWS, eval_data=["x"], reward=[right, longest])
+    assert again.functions == (right, None, longest)
+    assert again.load() == task.load()
+    assert TextTask.from_cfg(task.cfg, data=ROWS, eval_data=["x"], reward=[right, "exact", longest]).functions == (
+        right,
+        None,
+        longest,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"eval_data": ["x"], "reward": right}, "the data were given in Python; mend: give them again as data=..."),
+        ({"data": ROWS, "reward": right}, "the eval data were given in Python; mend: give them again as eval_data=..."),
+        ({"data": ROWS, "eval_data": ["x"]}, r"1 reward\(s\) were given in Python, but now 0"),
+        (
+            {"data": ROWS, "eval_data": ["x"], "reward": [right, longest]},
+            r"1 reward\(s\) were given in Python, but now 2",
+        ),
+    ],
+)
+def test_objects_that_are_missing_are_named(given, message):
+    cfg = TextTask(ROWS, reward=right, eval_data=["x"]).cfg
+    with pytest.raises(ConfigError, match=message):
+        TextTask.from_cfg(cfg, **given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reward": 3}, "reward = 3: expected a function, the name of a registered one"),
+        ({"reward": [right, 3]}, "reward = 3: expected"),
+        ({"reward": right, "promt_column": "x"}, "unknown key 'promt_column'; did you mean 'prompt_column'"),
+        (
+            {"reward": right, "on_reward_error": "ignore"},
+            "on_reward_error = 'ignore': expected one of fail, skip, zero",
+        ),
+        ({"reward": right, "reward_timeout": 0.0}, "timeout = 0.0"),
+    ],
+)
+def test_impossible_settings(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        TextTask(ROWS, **settings)
+
+
+def test_a_task_without_reward_is_refused_unless_its_data_have_one():
+    with pytest.raises(ConfigError, match="no reward says what a completion is worth"):
+        TextTask(ROWS).rewards()
+    gym = TextTask("reasoning-gym:chain_sum", data_size=3)
+    assert gym.rewards().names == ("reasoning_gym",)
+    example = gym.load().train[0]
+    columns = {name: [value] for name, value in example.columns.items()}
+    gym.rewards().check_columns(columns)
+    assert gym.rewards().score([example.prompt], [example.columns["answer"]], [[1]], columns).reward == (1,)
+
+
+def test_gym_data_of_both_parts_share_nothing():
+    small = {"max_terms": 2, "max_digits": 1}
+    task = TextTask(
+        "reasoning-gym:chain_sum", eval_data="reasoning-gym:chain_sum", data_size=80, eval_size=30, data_kwargs=small
+    )
+    train, evaluation = task.load()
+    assert (len(train), len(evaluation)) == (80, 30)
+    assert not {e.prompt for e in train} & {e.prompt for e in evaluation}
+    other = TextTask("reasoning-gym:chain_sum", data_size=80, data_kwargs=small, data_seed=1)
+    assert other.load().train != train
+    assert other.load().eval == []
+
+
+def test_shared_prompts_are_left_out_of_training_with_a_warning():
+    task = TextTask(ROWS, reward=right, eval_data=["1+2= ", "9"])
+    with pytest.warns(
+        UserWarning, match=r"1 of 2 training prompts stand in the evaluation data, too, the first: '1\+2='; tr"
+    ):
+        train, evaluation = task.load()
+    assert [example.prompt for example in train] == ["1+1="]
+    assert [example.prompt for example in evaluation] == ["1+2= ", "9"]
+
+
+def test_shared_prompts_can_be_kept_or_refused():
+    with pytest.warns(UserWarning, match="evaluation tells less"):
+        train, _ = TextTask(ROWS, reward=right, eval_data=["1+2="], shared_prompts="keep").load()
+    assert len(train) == 2
+    with pytest.raises(DataError, match=r"1 of 2 training prompts .*; mend: take them out of either"):
+        TextTask(ROWS, reward=right, eval_data=["1+2="], shared_prompts="error").load()
+    with (
+        pytest.raises(DataError, match="all training prompts stand in the evaluation data"),
+        pytest.warns(UserWarning, match="2 of 2"),
+    ):
+        TextTask(ROWS, reward=right, eval_data=ROWS).load()

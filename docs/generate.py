@@ -40,13 +40,14 @@ from groupwise.cfg import Cfg
 from groupwise.envs.configs import EnvCfg
 from groupwise.policies.configs import PolicyCfg
 from groupwise.settings import EvaluationCfg, LoggingCfg, RunCfg, StopCfg
+from groupwise.text.configs import RewardCfg, TextTaskCfg
 
 FOLDER = Path(__file__).parent / "generated"
 
 CLASSES: tuple[type[Cfg], ...] = (
     RunCfg, EnvCfg, AlgorithmCfg, GRPOCfg, PPOCfg, CollectionCfg, BranchCfg, CreditCfg, ObjectiveCfg, CorrectionCfg, CispoCfg, SapoCfg, VespoCfg, DppoCfg,
     CovarianceCfg, EntropyCfg, ReferenceCfg, OptimizerCfg, ScheduleCfg,
-    PolicyCfg, EvaluationCfg, StopCfg, LoggingCfg,
+    PolicyCfg, TextTaskCfg, RewardCfg, EvaluationCfg, StopCfg, LoggingCfg,
 )  # fmt: skip
 
 NOTE = "<!-- Written by docs/generate.py. Change the code or the preset files, then run it again. -->"

@@ -31,7 +31,7 @@ def test_paths_and_names_are_recorded_and_objects_are_said_to_be_given(tmp_path)
 
 
 def test_weights_and_time_limits():
-    task = TextTask(ROWS, reward=[right, longest], reward_weights=[1, 0.1], reward_timeout=None)
+    task = TextTask(ROWS, reward=[right, longest], reward_weights=[1.0, 0.1], reward_timeout=None)
     assert [(reward.weight, reward.timeout) for reward in task.cfg.rewards] == [(1, None), (0.1, None)]
     scores = task.rewards().score(["p"], ["22"], [[1]], {"answer": ["22"]})
     assert scores.reward == (pytest.approx(1.2),)

@@ -204,7 +204,7 @@ class RewardSet:
     def _log_extra(self, column: str, values: Sequence[Any]) -> None:
         self._columns.setdefault(column, []).extend(values)
 
-    def _log_metric(self, name: str, value: float) -> None:
+    def _log_metric(self, name: str, value: Any) -> None:
         self._metrics.setdefault(name, []).append(float(value))
 
 

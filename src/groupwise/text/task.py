@@ -141,7 +141,7 @@ class TextTask:
 def _several(reward: object) -> list[OneReward]:
     if reward is None:
         return []
-    rewards = list(reward) if isinstance(reward, (list, tuple)) else [reward]
+    rewards: list[Any] = list(reward) if isinstance(reward, (list, tuple)) else [reward]
     for each in rewards:
         if not isinstance(each, (str, RewardCfg)) and not callable(each):
             raise ConfigError(

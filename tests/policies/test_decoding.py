@@ -1,15 +1,16 @@
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny_models import EOS, FAMILIES, tiny_model
+from tiny_tokenizers import tiny_tokenizer
 
+from groupwise.algorithms.configs import GRPOCfg
+from groupwise.algorithms.grpo import GRPO
+from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.errors import DataError
 from groupwise.policies import decoding
 from groupwise.policies.causal_lm import CausalLM
 from groupwise.policies.configs import SamplingCfg
-from groupwise.policies.decoding import complete
-from groupwise.policies.drawing import pick
+from groupwise.policies.decoding import Writing, complete
 
 PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15]]
 
@@ -71,14 +72,6 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     assert ((counts - p).abs() < 5 * (p * (1 - p) / 20_000).sqrt() + 1e-6).all()
 
 
-@settings(max_examples=30)
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=6).filter(any), st.floats(0, 1, exclude_max=True))
-def test_a_token_of_no_probability_is_never_drawn(weights, number):
-    probability = torch.tensor([weights])
-    token = pick(probability, torch.tensor([number]))
-    assert probability[0, token] > 0
-
-
 def test_caches_grow_in_place_and_lose_rows():
     torch.manual_seed(0)
     states = torch.randn(3, 2, 150, 4)
@@ -100,3 +93,96 @@ def test_caches_grow_in_place_and_lose_rows():
 def test_an_empty_prompt_is_refused():
     with pytest.raises(DataError, match="prompt 1 has no tokens"):
         complete(CausalLM(tiny_model()), [[5], []], seeds(2))
+
+
+def written(texts, sampling, tokenizer):
+    """What becomes of the texts when the model's logits leave it no choice but their tokens."""
+    scripts = [tokenizer(text)["input_ids"] for text in texts]
+    writing = Writing(torch.arange(len(texts)), sampling, [EOS], tokenizer)
+    for step in range(sampling.max_new_tokens):
+        logits = torch.full((len(writing.running), len(tokenizer)), -60.0)
+        for place, row in enumerate(writing.running.tolist()):
+            logits[place, scripts[row][step]] = 60.0
+        writing.write(logits)
+        if not len(writing.running):
+            break
+    return writing.completions()
+
+
+def test_stop_strings_end_a_text_at_the_token_that_completes_them():
+    tokenizer = tiny_tokenizer()
+    texts = ["the café is shut, so what", "an answer</answer> and more text", "an answer it is", "abcabd"]
+    first, second, third, fourth = written(texts, SamplingCfg(max_new_tokens=6, stop=("fé", "</answer>")), tokenizer)
+    assert {c.stop for c in (first, second, third, fourth)} == {"length"}
+    long = SamplingCfg(max_new_tokens=12, stop=("é", "r</a"))
+    first, second, third, fourth = written([t + 20 * "x" for t in texts], long, tokenizer)
+    assert (first.stop, tokenizer.decode(first.tokens)) == ("stop", "the café")  # é is two tokens
+    assert second.stop == "stop"
+    assert "r</a" in tokenizer.decode(second.tokens)
+    assert "r</a" not in tokenizer.decode(second.tokens[:-1])
+    assert third.stop == fourth.stop == "length"
+
+
+def test_a_stop_string_within_the_minimum_does_not_count_and_the_next_one_does():
+    tokenizer = tiny_tokenizer()
+    (c,) = written(["zqzqzqzq"], SamplingCfg(max_new_tokens=8, min_new_tokens=3, stop=("zq",)), tokenizer)
+    assert tokenizer.decode(c.tokens) == "zqzq"
+    assert c.eos_barred == [True, True, True, False]
+
+
+def test_first_bytes_of_a_character_do_not_hide_or_feign_a_stop_string():
+    tokenizer = tiny_tokenizer()
+    # before the last of the three bytes the text reads as another character
+    (c,) = written(["€€€€"], SamplingCfg(max_new_tokens=12, stop=("€€",)), tokenizer)
+    assert (c.stop, len(c.tokens)) == ("stop", 6)
+    (c,) = written(["€q€q"], SamplingCfg(max_new_tokens=8, min_new_tokens=4, stop=("€q",)), tokenizer)
+    assert (c.stop, len(c.tokens)) == ("stop", 8)
+
+
+def test_the_end_of_text_goes_before_a_stop_string_that_it_completes():
+    tokenizer = tiny_tokenizer()
+    (c,) = written(["a<|im_end|>"], SamplingCfg(max_new_tokens=2, stop=("<|im_end|>",)), tokenizer)
+    assert (c.stop, c.tokens[-1]) == ("eos", EOS)
+
+
+CHOICES = [
+    SamplingCfg(temperature=0.7, top_k=4, min_new_tokens=6, max_new_tokens=12),
+    SamplingCfg(temperature=1.4, min_new_tokens=6, max_new_tokens=12),
+    SamplingCfg(top_k=2, max_new_tokens=12),
+]
+
+
+@pytest.mark.parametrize("sampling", CHOICES, ids=str)
+@pytest.mark.parametrize("old", ["sampled", "recomputed"])
+def test_the_ratio_is_one_under_the_distribution_that_was_sampled(sampling, old):
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(30)  # so that what is left out matters
+    policy = CausalLM(model, sampling, eos_ids=range(3, 20))
+    rows = [
+        TextRow(
+            prompt,
+            c.tokens,
+            c.log_probs,
+            float(c.tokens[0] % 5),
+            c.stop == "eos",
+            number,
+            None,
+            c.support,
+            c.eos_barred,
+        )
+        for number, (prompt, group) in enumerate(zip(PROMPTS, complete(policy, PROMPTS, seeds(3, 4)), strict=True))
+        for c in group
+    ]
+    rollout = text_rollout(rows)
+    mask = rollout["loss_mask"]
+    scores = policy.evaluate(dict(rollout.items()))
+    torch.testing.assert_close(scores.log_prob[mask], rollout["sample_log_prob"][mask], rtol=1e-4, atol=1e-4)
+    free = {key: value for key, value in rollout.items() if key not in ("support", "eos_barred")}
+    everything = CausalLM(model, SamplingCfg(temperature=sampling.temperature)).evaluate(free)
+    assert (everything.log_prob[mask] - rollout["sample_log_prob"][mask]).abs().max() > 0.1
+    cfg = GRPOCfg(group_size=4, num_epochs=1, minibatch_size=10_000, objective={"old_log_prob": old})
+    metrics = GRPO(cfg, policy).update(rollout)
+    assert metrics["train/approx_kl"].item() == pytest.approx(0, abs=1e-9)
+    assert metrics["train/clip_fraction"].item() == 0
+    assert metrics["train/grad_norm"].item() > 1e-3

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from groupwise.algorithms.credit import CreditInput, episode_groups, register_credit
     from groupwise.algorithms.grpo import GRPO
     from groupwise.algorithms.ppo import PPO
-    from groupwise.api import Run, evaluate, resume, train
+    from groupwise.api import evaluate, resume, sample, train
     from groupwise.check import check_env
     from groupwise.collectors.groups import GroupCollector
     from groupwise.collectors.vector import VectorCollector
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         CheckpointError,
         ConfigError,
         DataError,
+        DisagreementError,
         DivergedError,
         EnvError,
         GroupStartError,
@@ -45,14 +46,26 @@ if TYPE_CHECKING:
         MissingExtraError,
         RewardError,
         RunFolderError,
+        SlowPathWarning,
         UnknownNameError,
         UnsupportedSpaceError,
     )
     from groupwise.policies.actor_critic import ActorCritic
     from groupwise.policies.base import Evaluation, Policy
-    from groupwise.policies.configs import PolicyCfg
+    from groupwise.policies.causal_lm import CausalLM
+    from groupwise.policies.configs import EvalSamplingCfg, LoRACfg, ModelCfg, PolicyCfg, SamplingCfg
     from groupwise.registry import register_algorithm
-    from groupwise.settings import EvaluationCfg, LoggingCfg, RunCfg, StopCfg
+    from groupwise.runs import Run
+    from groupwise.settings import (
+        AgreementCfg,
+        EvaluationCfg,
+        LoggingCfg,
+        OverlongCfg,
+        RunCfg,
+        StopCfg,
+        TextEvaluationCfg,
+        TextRunCfg,
+    )
     from groupwise.text.configs import RewardCfg, TextTaskCfg
     from groupwise.text.data import Example
     from groupwise.text.reward_functions import register_reward
@@ -66,18 +79,22 @@ __all__ = [
     "GRPO",
     "PPO",
     "ActorCritic",
+    "AgreementCfg",
     "AlgorithmCfg",
     "BaseAlgorithm",
     "Callback",
+    "CausalLM",
     "CheckpointError",
     "ConfigError",
     "CreditCfg",
     "CreditInput",
     "DataError",
+    "DisagreementError",
     "DivergedError",
     "EnvCfg",
     "EnvError",
     "EnvReport",
+    "EvalSamplingCfg",
     "Evaluation",
     "EvaluationCfg",
     "Example",
@@ -86,10 +103,13 @@ __all__ = [
     "GroupStartError",
     "GroupStartWarning",
     "GroupwiseError",
+    "LoRACfg",
     "LoggingCfg",
     "MissingExtraError",
+    "ModelCfg",
     "ObjectiveCfg",
     "OptimizerCfg",
+    "OverlongCfg",
     "PPOCfg",
     "Policy",
     "PolicyCfg",
@@ -100,9 +120,13 @@ __all__ = [
     "Run",
     "RunCfg",
     "RunFolderError",
+    "SamplingCfg",
     "ScheduleCfg",
+    "SlowPathWarning",
     "StopCfg",
     "Terms",
+    "TextEvaluationCfg",
+    "TextRunCfg",
     "TextTask",
     "TextTaskCfg",
     "TorchCartPole",
@@ -122,6 +146,7 @@ __all__ = [
     "register_credit",
     "register_reward",
     "resume",
+    "sample",
     "train",
     "transition_view",
     "verify_group_start",
@@ -133,7 +158,7 @@ _MODULES = {
     "groupwise.algorithms.credit": "CreditInput episode_groups register_credit",
     "groupwise.algorithms.grpo": "GRPO",
     "groupwise.algorithms.ppo": "PPO",
-    "groupwise.api": "Run evaluate resume train",
+    "groupwise.api": "evaluate resume sample train",
     "groupwise.check": "check_env",
     "groupwise.collectors.groups": "GroupCollector",
     "groupwise.collectors.vector": "VectorCollector",
@@ -145,12 +170,14 @@ _MODULES = {
     "groupwise.envs.make": "make_env",
     "groupwise.envs.native": "TorchGroupEnv",
     "groupwise.envs.torch_control": "TorchCartPole TorchPendulum",
-    "groupwise.errors": "CheckpointError ConfigError DataError DivergedError EnvError GroupStartError GroupStartWarning GroupwiseError MissingExtraError RewardError RunFolderError UnknownNameError UnsupportedSpaceError",
+    "groupwise.errors": "CheckpointError ConfigError DataError DisagreementError DivergedError EnvError GroupStartError GroupStartWarning GroupwiseError MissingExtraError RewardError RunFolderError SlowPathWarning UnknownNameError UnsupportedSpaceError",
     "groupwise.policies.actor_critic": "ActorCritic",
     "groupwise.policies.base": "Evaluation Policy",
-    "groupwise.policies.configs": "PolicyCfg",
+    "groupwise.policies.causal_lm": "CausalLM",
+    "groupwise.policies.configs": "EvalSamplingCfg LoRACfg ModelCfg PolicyCfg SamplingCfg",
     "groupwise.registry": "register_algorithm",
-    "groupwise.settings": "EvaluationCfg LoggingCfg RunCfg StopCfg",
+    "groupwise.runs": "Run",
+    "groupwise.settings": "AgreementCfg EvaluationCfg LoggingCfg OverlongCfg RunCfg StopCfg TextEvaluationCfg TextRunCfg",
     "groupwise.text.configs": "RewardCfg TextTaskCfg",
     "groupwise.text.data": "Example",
     "groupwise.text.reward_functions": "register_reward",

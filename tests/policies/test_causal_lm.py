@@ -1,3 +1,4 @@
+import copy
 import warnings
 from functools import partial
 
@@ -16,8 +17,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from groupwise.algorithms.configs import GRPOCfg
+from groupwise.algorithms.configs import GRPOCfg, PPOCfg
 from groupwise.algorithms.grpo import GRPO
+from groupwise.algorithms.ppo import PPO
 from groupwise.data.rollout import transition_view
 from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.errors import CheckpointError, ConfigError, SlowPathWarning
@@ -141,19 +143,19 @@ def test_the_context_is_as_long_as_the_model_says():
 def test_a_clone_shares_nothing_and_scores_alike(kind):
     policy = make_policy(kind, "smollm", actor_only=False, autocast=torch.bfloat16, gradient_checkpointing=True)
     before = policy.evaluate(batch_of(ROWS)).log_prob
-    copy = policy.clone()
-    shared = {t.data_ptr() for t in policy.parameters()} & {t.data_ptr() for t in copy.parameters()}
+    clone = policy.clone()
+    shared = {t.data_ptr() for t in policy.parameters()} & {t.data_ptr() for t in clone.parameters()}
     assert not shared
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.3)
     assert not torch.equal(policy.evaluate(batch_of(ROWS)).log_prob, before)
-    scores = copy.evaluate(batch_of(ROWS))
+    scores = clone.evaluate(batch_of(ROWS))
     assert torch.equal(scores.log_prob, before)
     scores.log_prob.sum().backward()  # layers that are computed again are the copy's
     assert all(p.grad is None for p in policy.parameters())
-    assert copy.network.lm_head.weight is copy.network.model.embed_tokens.weight
-    assert list(copy.state_dict()) == list(policy.state_dict())
+    assert clone.network.lm_head.weight is clone.network.model.embed_tokens.weight
+    assert list(clone.state_dict()) == list(policy.state_dict())
 
 
 def test_a_reference_of_every_weight_is_frozen_and_saved_whole():
@@ -294,14 +296,16 @@ def test_the_first_ratio_is_exactly_one_though_the_model_has_dropout():
 def test_a_compiled_policy_scores_alike_and_so_does_its_clone(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     weight, batch = torch.tensor([1.0, -2.0, 0.5, 3.0]), batch_of([r._replace(group=i) for i, r in enumerate(ROWS)])
-    plain, compiled = (CausalLM(tiny_model(), compile=setting) for setting in (False, True))
+    config = LlamaConfig(**{**tiny_model().config.to_dict(), "num_hidden_layers": 1})  # tracing takes seconds a layer
+    model = LlamaForCausalLM(config)
+    plain, compiled = CausalLM(model), CausalLM(copy.deepcopy(model), compile=True)
     for one, other in zip(
         scores_and_gradient(plain, batch, weight), scores_and_gradient(compiled, batch, weight), strict=True
     ):
         torch.testing.assert_close(other, one)
-    copy = compiled.clone()
+    clone = compiled.clone()
     shake(compiled)
-    torch.testing.assert_close(copy.evaluate(batch).log_prob, plain.evaluate(batch).log_prob)
+    torch.testing.assert_close(clone.evaluate(batch).log_prob, plain.evaluate(batch).log_prob)
 
 
 class Broken(LlamaForCausalLM):
@@ -394,6 +398,25 @@ def test_a_value_head_learns_in_float32_with_the_model_below():
     shake(policy)
     policy.evaluate(batch_of(ROWS)).value.sum().backward()
     assert policy.network.model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
+
+
+def test_ppo_trains_policy_and_critic_on_texts():
+    policy = make_policy("adapted", actor_only=False)
+    cfg = PPOCfg(learning_rate=0.02, gae_lambda=1.0, gamma=1.0, minibatch_size=100, normalize_advantage="none")
+    ppo = PPO(cfg, policy)
+    losses = []
+    for _ in range(8):
+        rollout = text_rollout([row._replace(terminated=True) for row in ROWS])
+        rollout["value"] = policy.values(rollout)
+        rollout["next_value"] = rollout["value"].roll(-1, dims=1)
+        with torch.no_grad():
+            scores = policy.evaluate(dict(transition_view(rollout).items()))
+        rollout["sample_log_prob"][:, :-1] = scores.log_prob
+        losses.append(float(ppo.update(rollout)["train/value_loss"]))
+    # without discount, every token is worth the 1 that its text gets in the end, and was worth 0 at first
+    assert losses[-1] < 0.1 * losses[0]
+    wrote = transition_view(rollout)["loss_mask"]
+    torch.testing.assert_close(rollout["value"][:, :-1][wrote], torch.ones(9), rtol=0, atol=0.4)
 
 
 def test_without_a_value_head_there_are_no_values():

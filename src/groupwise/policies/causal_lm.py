@@ -224,10 +224,11 @@ class CausalLM(Policy):
         from groupwise.policies.lm_layers import prefix_cache, rest_cache
 
         cache = prefix_cache(self.network.config)
-        head = self._states(self._forward, prefixes.head, prefixes.head_valid, cache)
-        cache = rest_cache(self.network.config, cache, prefixes.number)
-        context = torch.cat([prefixes.head_valid[prefixes.number], prefixes.tail_valid], dim=1)
-        tail = self._states(self._forward, prefixes.tail, context, cache)
+        with self.computing():  # around both, so that weights are cast once
+            head = self._states(self._forward, prefixes.head, prefixes.head_valid, cache)
+            cache = rest_cache(self.network.config, cache, prefixes.number)
+            context = torch.cat([prefixes.head_valid[prefixes.number], prefixes.tail_valid], dim=1)
+            tail = self._states(self._forward, prefixes.tail, context, cache)
         return prefixes.gather(head, tail, mask)
 
     def _states(self, forward: Any, tokens: Tensor, valid: Tensor, cache: Any = None) -> Tensor:
@@ -292,7 +293,7 @@ class CausalLM(Policy):
     def _some_tokens(self) -> Int[Tensor, "1 4"]:
         return torch.arange(4, device=self.device)[None] % len(self.head)
 
-    def _choice(self, batch: Batch, mask: Tensor) -> dict[str, Tensor]:
+    def _choice(self, batch: Batch, mask: Tensor) -> dict[str, Any]:
         """What the tokens of the mask were drawn from, as ``token_scores`` takes it; empty: from everything."""
         choice = {}
         if "support" in batch:

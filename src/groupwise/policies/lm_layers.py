@@ -54,7 +54,7 @@ def recompute_layers(model: nn.Module) -> None:
 
 def _forward_recomputed(layer: Any, *args: Any, **kwargs: Any) -> Any:
     forward = type(layer).forward
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # sampling: `checkpoint` would do the same, slower
         return forward(layer, *args, **kwargs)
     return checkpoint(forward, layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 

@@ -2,6 +2,7 @@
 
 import pytest
 from tiny_tokenizers import END, START, character_tokenizer, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from groupwise.errors import ConfigError, DataError
 from groupwise.text.configs import TextTaskCfg
@@ -90,6 +91,17 @@ def test_an_empty_prompt_begins_with_the_token_that_texts_begin_with():
     plain.bos_token = None
     with pytest.raises(DataError, match="an empty prompt has no tokens"):
         encoder(plain).encode(Example("", {}))
+
+
+def test_a_prompt_does_not_end_unless_it_says_so():
+    ending = tiny_tokenizer(chat=False)
+    plain = ending("1+1=")["input_ids"]
+    ids = [("<s>", ending.bos_token_id), ("<|endoftext|>", END)]
+    ending.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A <|endoftext|>", special_tokens=ids)
+    assert ending("1+1=")["input_ids"] == [ending.bos_token_id, *plain, END]
+    assert encoder(ending).encode(Example("1+1=", {})) == [ending.bos_token_id, *plain]
+    usual = tiny_tokenizer(chat=False)
+    assert encoder(usual).encode(Example("1+1=<|endoftext|>", {})) == [*plain, END]
 
 
 def test_long_prompts_are_refused_or_left_out_and_never_cut():

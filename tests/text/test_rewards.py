@@ -85,7 +85,9 @@ def test_what_one_function_changes_another_does_not_see():
         return [1, 1]
 
     columns = {"answer": ["x", "y"]}
-    assert score(reward_set(vandal, reward), prompts=[(USER,), (USER,)], columns=columns).reward == (1, 1)
+    prompts = [(dict(USER),), (dict(USER),)]
+    assert score(reward_set(vandal, reward), prompts=prompts, columns=columns).reward == (1, 1)
+    assert prompts == [(USER,), (USER,)]
     assert columns == {"answer": ["x", "y"]}
 
 
@@ -218,6 +220,32 @@ def test_a_function_that_fails_on_everything_loses_everything():
         assert score(reward_set(down, on_error="zero"), completions=["a"]).reward == (0,)
 
 
+async def async_needs(completions, gold):
+    return lengths(completions)
+
+
+@pytest.mark.parametrize("function", [lambda completions, gold: [1, 1], async_needs])
+def test_a_missing_argument_is_an_exception_of_the_function(function):
+    with pytest.raises(RewardError, match=r"raised TypeError: .*missing 1 required positional argument: 'gold'"):
+        score(reward_set(function))
+
+
+def test_looking_for_culprits_takes_no_longer_than_the_limit():
+    calls = []
+
+    def slow_and_broken(completions, **_):
+        calls.append(len(completions))
+        if len(completions) > 1:
+            raise ValueError
+        time.sleep(0.15)
+        return [1]
+
+    with pytest.warns(UserWarning, match="reward 'slow_and_broken' raised ValueError"):
+        scores = score(reward_set(slow_and_broken, on_error="skip", timeout=0.4), completions=["a"] * 9)
+    assert scores.reward == (None,) * 9
+    assert calls.count(1) <= 3
+
+
 def sleeps(**_):
     time.sleep(30)
 
@@ -330,6 +358,17 @@ def test_what_functions_log_is_collected_once():
     score(rewards)
     assert rewards.take_logged() == Logged({"share": 3.0}, {"said": ["A", "B"]})
     assert rewards.take_logged() == Logged({}, {})
+
+
+def test_what_is_logged_while_culprits_are_looked_for_is_lost():
+    def logs(completions, log_metric, **_):
+        log_metric("asked", len(completions))
+        return fails_on_b(completions)
+
+    rewards = reward_set(logs, on_error="skip")
+    with pytest.warns(UserWarning, match="1 of 3"):
+        score(rewards, completions=["a", "b", "c"])
+    assert rewards.take_logged().metrics == {"asked": 3.0}
 
 
 def test_missing_columns_are_named_before_anything_is_scored():

@@ -39,7 +39,7 @@ class Calls:
             Exception: whatever the function raises.
         """
         if is_async(function):
-            future = asyncio.run_coroutine_threadsafe(function(**arguments), self._running_loop())
+            future = asyncio.run_coroutine_threadsafe(_await(function, arguments), self._running_loop())
             return functools.partial(self._finish_async, future, limit, time.monotonic())
         if limit is None:
             return functools.partial(function, **arguments)
@@ -108,6 +108,10 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
             task.cancel()
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
+
+
+async def _await(function: Function, arguments: dict[str, Any]) -> Any:
+    return await function(**arguments)
 
 
 async def _beat() -> None: ...

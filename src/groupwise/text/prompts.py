@@ -72,6 +72,9 @@ class PromptEncoder:
 
     def _encode_text(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer(text)["input_ids"]
+        end = self._tokenizer.eos_token
+        if end is not None and tokens[-1:] == [self._tokenizer.eos_token_id] and not text.endswith(end):
+            tokens = tokens[:-1]  # some tokenizers end every text; what is to be completed has not ended
         if tokens:
             return tokens
         if self._tokenizer.bos_token_id is None:

@@ -160,7 +160,7 @@ class RewardSet:
 
     def _without_culprits(self, name: str, function: RewardFunction, batch: "_Batch", error: Exception) -> _Said:
         """Scores of the completions on which the function does not fail when it gets them alone, scored together."""
-        culprits = self._culprits(function, batch)
+        culprits = {0: error} if len(batch) == 1 else self._culprits(function, batch)
         if self._on_error == "fail":
             number, cause = next(iter(culprits.items()), (0, error))
             raise _raised(name, batch, number, cause) from cause
@@ -176,13 +176,14 @@ class RewardSet:
 
     def _culprits(self, function: RewardFunction, batch: "_Batch") -> dict[int, Exception]:
         """Completions on which alone the function raises, within its limit for all; the first only, if that ends the run."""
-        if len(batch) == 1 and self._on_error != "fail":
-            return {0: CallTimeoutError()}
         culprits: dict[int, Exception] = {}
-        ends = None if function.timeout is None else time.monotonic() + function.timeout
+        ends = math.inf if function.timeout is None else time.monotonic() + function.timeout
         for number in range(len(batch)):
+            if time.monotonic() >= ends:
+                return culprits | {late: CallTimeoutError() for late in range(number, len(batch))}
             try:
-                self._again(function, batch.rows([number]), None if ends is None else max(0.0, ends - time.monotonic()))
+                left = None if function.timeout is None else ends - time.monotonic()
+                self._again(function, batch.rows([number]), left)
             except Exception as error:
                 culprits[number] = error
                 if self._on_error == "fail":

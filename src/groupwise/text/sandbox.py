@@ -13,6 +13,7 @@ from typing import Any
 
 _WORKER = "groupwise.text.sandbox_worker"
 _WARM_UP_LIMIT = 120.0
+_NOTHING = ("matches", "", "search", "")
 
 
 class TooSlowError(Exception):
@@ -24,10 +25,10 @@ class Sandbox:
 
     Args:
         limit: seconds for each call.
-        warm_up: a call that a new process answers first, unhurried, because libraries take long to import.
+        warm_up: a call that a new process answers first, unhurried, because starting and importing takes long.
     """
 
-    def __init__(self, limit: float, warm_up: Sequence[str] = ()) -> None:
+    def __init__(self, limit: float, warm_up: Sequence[str] = _NOTHING) -> None:
         self._limit = limit
         self._warm_up = warm_up
         self._process: subprocess.Popen[str] | None = None
@@ -73,10 +74,11 @@ class Sandbox:
         return answer
 
     def _running(self) -> subprocess.Popen[str]:
-        if self._process is None or self._process.poll() is not None:
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._process is None:
             command = [sys.executable, "-m", _WORKER]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, encoding="utf-8")
-            if self._warm_up:
-                self._ask(self._process, self._warm_up, _WARM_UP_LIMIT)
+            self._ask(self._process, self._warm_up, _WARM_UP_LIMIT)
         return self._process

@@ -221,9 +221,8 @@ def test_saved_folders_are_transformers_and_pefts(family, tmp_path):
     batch, tokens = batch_of(ROWS), torch.tensor([[5, 6, 7]])
     for kind in ("plain", "adapted"):
         policy = make_policy(kind, family, tokenizer=character_tokenizer("abc"))
-        if kind == "plain":
-            algorithm = GRPO(GRPOCfg(), policy)  # lays the weights end to end
-            assert len(algorithm.trained.tensors) == 1
+        algorithm = GRPO(GRPOCfg(), policy)  # lays what is trained end to end
+        assert len(algorithm.trained.tensors) == 1
         shake(policy)
         with torch.no_grad():
             expected = policy.network(input_ids=tokens).logits
@@ -279,6 +278,9 @@ def test_products_in_bfloat16_are_the_same_in_training_and_sampling():
     assert all(p.dtype == torch.float32 for p in policy.parameters())
     assert trained.log_prob.dtype == torch.float32
     torch.testing.assert_close(trained.log_prob[0, 2], sampled, rtol=1e-6, atol=0)
+    with policy.computing(), torch.no_grad():  # as a generator may, so that weights are cast once
+        again = policy.logits(policy.hidden_states(tokens, valid)[:, -2]).log_softmax(dim=-1)[0, 8]
+    assert again == sampled
     off = (trained.log_prob[0, 2] - exact.evaluate(batch_of([ROWS[0]])).log_prob[0, 2]).abs()
     assert 0 < off < 0.02
 

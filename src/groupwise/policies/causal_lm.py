@@ -167,7 +167,8 @@ class CausalLM(Policy):
 
     def logits(self, hidden: Float[Tensor, "row width"]) -> Float[Tensor, "row vocabulary"]:
         """Logits that completions are drawn from, in float32 and divided by the temperature."""
-        return hidden.float() @ self.head.float().T / self.sampling.temperature
+        with torch.autocast(self.device.type, enabled=False):  # exact within `computing`, too
+            return hidden.float() @ self.head.float().T / self.sampling.temperature
 
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
         """Not one token at a time: ``decoding.complete`` writes whole completions."""

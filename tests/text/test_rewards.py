@@ -173,6 +173,18 @@ def test_an_exception_names_function_prompt_and_completion(function, timeout):
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+def test_an_error_that_ends_the_run_is_looked_for_no_longer_than_needed():
+    asked = []
+
+    def expensive(completions, **_):
+        asked.append("".join(completions))
+        return fails_on_b(completions)
+
+    with pytest.raises(RewardError, match="completion: 'b'"):
+        score(reward_set(expensive), completions=["a", "b", "c"])
+    assert asked == ["abc", "a", "b"]
+
+
 @pytest.mark.parametrize("function", [fails_on_b, async_fails_on_b])
 @pytest.mark.parametrize(("on_error", "expected", "part"), [("skip", None, None), ("zero", 2, 0.0)])
 def test_only_the_member_on_which_it_fails_is_lost(function, on_error, expected, part):

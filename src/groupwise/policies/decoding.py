@@ -13,6 +13,7 @@ from groupwise.functional.row_random import hash_pair, mix, unit
 from groupwise.policies.causal_lm import CausalLM
 from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.drawing import draw
+from groupwise.policies.few_queries import FewQueries
 
 ROOM = 64
 """Tokens that a cache grows by."""
@@ -198,7 +199,7 @@ def complete(
     tokens, valid = left_padded(prompts, policy.device)
     rows = seeds.reshape(-1).to(policy.device)
     writing = Writing(rows, sampling or policy.sampling, policy.eos_ids, tokenizer, deterministic=deterministic)
-    with policy.computing():
+    with policy.computing(), FewQueries():
         _decode(policy, tokens, valid, seeds.shape[1], writing)
     return writing.groups(seeds.shape[1])
 

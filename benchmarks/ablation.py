@@ -87,7 +87,9 @@ def run(task: Task, variant: Variant, seed: int) -> Curve:
 
     from groupwise import config
     from groupwise.engines.base import Engine
-    from groupwise.training.build import Evaluator, Given, build_parts, build_trainer
+    from groupwise.training.build import build_parts
+    from groupwise.training.env_evaluator import EnvEvaluator
+    from groupwise.training.parts import Given, build_trainer
 
     torch.set_num_threads(1)
     algorithm = {"name": variant.name, **variant.algorithm}
@@ -95,7 +97,7 @@ def run(task: Task, variant: Variant, seed: int) -> Curve:
     parts = build_parts(cfg, Given(), Engine())
     if not variant.shared:
         parts.env.start = _apart(parts.env.start)  # type: ignore[attr-defined]
-    evaluator = Evaluator(
+    evaluator = EnvEvaluator(
         cfg, Given(), parts.algorithm.policy, episodes=task.episodes, deterministic=True, seed=10_000 + seed
     )
     curve: Curve = {"steps": [], "return": []}

@@ -1,10 +1,8 @@
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 
@@ -12,14 +10,9 @@ import groupwise
 from groupwise import cli, config
 from groupwise import registry as algorithms
 from groupwise.errors import RunFolderError
+from groupwise.training.evaluation import EvaluationResult
 
-
-class Score(NamedTuple):
-    return_mean: float = 12.5
-    ci95: tuple[float, float] = (11.0, 14.0)
-    episodes: int = 3
-    returns: tuple[float, ...] = (11.0, 12.5, 14.0)
-    length_mean: float = 12.5
+SCORE = EvaluationResult((11.0, 12.5, 14.0), (12, 12, 13))
 
 
 @pytest.fixture
@@ -40,7 +33,7 @@ def api(monkeypatch):
     fake = ModuleType("groupwise.api")
     fake.train_from_config = record("train", run)
     fake.resume = record("resume", run)
-    fake.evaluate = record("evaluate", Score())
+    fake.evaluate = record("evaluate", SCORE)
     monkeypatch.setitem(sys.modules, "groupwise.api", fake)
     monkeypatch.setattr(groupwise, "api", fake, raising=False)
     return calls
@@ -230,24 +223,23 @@ def test_interrupt_says_how_to_go_on(api, capsys, monkeypatch):
 
 def test_eval_prints_one_line_that_a_script_can_read(api, capsys):
     assert cli.main(["eval", "runs/x", "--episodes", "3"]) == 0
-    assert capsys.readouterr().out == "return_mean=12.5 ci95=[11, 14] episodes=3\n"
-    assert api == [
-        ("evaluate", (Path("runs/x"), 3), {"deterministic": True, "seed": None, "video": False, "checkpoint": "latest"})
-    ]
+    assert capsys.readouterr().out == "return_mean=12.5 ci95=[8.77376, 16.2262] episodes=3\n"  # 4.30265 * 1.5 / sqrt(3)
+    asked = {"attempts": 1, "deterministic": None, "seed": None, "video": False, "checkpoint": "latest"}
+    assert api == [("evaluate", (Path("runs/x"), 3), asked)]
 
 
 def test_eval_as_json_and_its_options(api, capsys):
     assert cli.main(["eval", "runs/x", "--json", "--sampled", "--seed", "4", "--video", "--checkpoint=best"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "return_mean": 12.5,
-        "ci95": [11.0, 14.0],
+        "ci95": pytest.approx([8.77376, 16.22624]),
         "episodes": 3,
-        "length_mean": 12.5,
+        "length_mean": pytest.approx(37 / 3),
         "returns": [11.0, 12.5, 14.0],
         "video": "runs/x/policy.gif",
     }
-    asked = {"deterministic": False, "seed": 4, "video": True, "checkpoint": "best"}
-    assert api == [("evaluate", (Path("runs/x"), 100), asked)]
+    asked = {"attempts": 1, "deterministic": False, "seed": 4, "video": True, "checkpoint": "best"}
+    assert api == [("evaluate", (Path("runs/x"), None), asked)]
 
 
 def test_eval_says_where_the_video_is(api, capsys):
@@ -256,7 +248,7 @@ def test_eval_says_where_the_video_is(api, capsys):
 
 
 def test_one_episode_gives_no_interval(api, capsys, monkeypatch):
-    one = Score(7.0, (math.nan, math.nan), 1, (7.0,), 3.0)
+    one = EvaluationResult((7.0,), (3,))
     monkeypatch.setattr(sys.modules["groupwise.api"], "evaluate", lambda *args, **options: one)
     assert cli.main(["eval", "runs/x", "--episodes", "1"]) == 0
     captured = capsys.readouterr()

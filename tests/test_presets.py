@@ -16,7 +16,8 @@ from groupwise.config import resolve
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError
 from groupwise.registry import AlgorithmEntry
-from groupwise.training.build import GIVEN, Given, build_parts
+from groupwise.training.build import build_parts
+from groupwise.training.parts import GIVEN, Given
 
 
 def parameters(policy):

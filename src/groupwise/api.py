@@ -1,126 +1,44 @@
-"""Train, evaluate and resume: the parts of a run put together, and what it leaves in its folder."""
+"""Train, evaluate, resume and sample: what a user calls."""
 
-import json
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, field
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from groupwise import config
-from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.algorithms.configs import AlgorithmCfg
-from groupwise.engines.base import Engine
 from groupwise.engines.distributed import from_environment
 from groupwise.envs.base import GroupEnv
 from groupwise.envs.configs import EnvCfg
-from groupwise.errors import ConfigError, RunFolderError
-from groupwise.plugins import blaming_absence
+from groupwise.errors import ConfigError
 from groupwise.policies.base import Policy
-from groupwise.policies.configs import PolicyCfg
-from groupwise.report.curve import plot_curve
+from groupwise.policies.configs import LoRACfg, ModelCfg, PolicyCfg
 from groupwise.report.folder import RunFolder
-from groupwise.report.scores import scores_of
+from groupwise.runs import Run, build, build_again, check_given, read_cfg
 from groupwise.seeding import derive_seed
-from groupwise.settings import RunCfg
+from groupwise.settings import CommonCfg, RunCfg, TextRunCfg
+from groupwise.text.task import TextTask
+from groupwise.training import running
 from groupwise.training.base import Callback
-from groupwise.training.build import (
-    GIVEN,
-    Evaluator,
-    Given,
-    Parts,
-    build_callbacks,
-    build_parts,
-    build_trainer,
-    pick_device,
-    threads,
-)
-from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, saved_steps
-from groupwise.training.ending import (
-    closing_after,
-    failure,
-    finishing_on_signal,
-    interruption,
-    is_interruption,
-    preparing,
-)
-from groupwise.training.evaluation import EvaluationResult
-from groupwise.training.filming import record, record_if_possible
-from groupwise.training.trainer import Trainer
+from groupwise.training.checkpoint import saved_steps
+from groupwise.training.ending import preparing
+from groupwise.training.env_evaluator import EnvEvaluator
+from groupwise.training.filming import record
+from groupwise.training.parts import GIVEN, Given, pick_device
 
 if TYPE_CHECKING:
     import gymnasium
 
+    from groupwise.training.evaluation import EvaluationResult
+    from groupwise.training.text_evaluation import TextEvaluation
+
     EnvFactory = Callable[..., gymnasium.Env] | Callable[..., GroupEnv] | GroupEnv | gymnasium.vector.VectorEnv
 
-SMALL_TENSOR = 2**17
-"""Elements; networks whose largest matrix is no larger run fastest on one thread."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run on disk, and its policy in memory."""
-
-    path: Path
-    """The run folder."""
-    cfg: RunCfg
-    """Every setting, as ``config.json`` has it, without the folder, so that it can be trained again."""
-    algorithm: BaseAlgorithm
-    """What trained the policy, as it was left."""
-    summary: dict[str, Any]
-    """What the run reached and why it ended."""
-    given: Given = field(default=Given(), repr=False)
-    """Python objects that the run was given."""
-
-    def __repr__(self) -> str:
-        """Where, what and how well: the settings alone would be a page."""
-        reached = {key: self.summary.get(key) for key in ("env_steps", "return_mean")}
-        numbers = ", ".join(f"{key}={value:.6g}" for key, value in reached.items() if value is not None)
-        return f"Run({str(self.path)!r}, {self.cfg.env.id!r}, {self.cfg.algorithm.name!r}, {numbers or 'untrained'})"
-
-    @property
-    def policy(self) -> Policy:
-        """The trained policy."""
-        return self.algorithm.policy
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """One dictionary per iteration."""
-        return RunFolder(self.path).read_metrics()
-
-    @classmethod
-    def load(
-        cls,
-        path: Path | str,
-        *,
-        checkpoint: Literal["latest", "best"] = "latest",
-        env: object | None = None,
-        policy: Policy | None = None,
-    ) -> "Run":
-        """An earlier run with the policy of one of its checkpoints.
-
-        Args:
-            env: the environment again, if the run was given it as a Python object.
-            policy: the policy again, likewise; it gets the checkpoint's weights.
-
-        Raises:
-            RunFolderError: ``path`` is no run folder, or a damaged one.
-            CheckpointError: the checkpoint is missing, damaged or of another environment or architecture.
-        """
-        folder = RunFolder.open(Path(path))
-        given = Given(env, policy)
-        parts = _build_again(_read_cfg(folder, given), given, folder, Engine())
-        with _closing_own(parts, given):
-            where = folder.checkpoints / checkpoint
-            load_policy(parts.algorithm.policy, load_checkpoint(where, parts.identity).policy, where)
-        return cls(folder.path, parts.cfg, parts.algorithm, folder.read_summary(), given)
+_DEFAULT_EPISODES = 100
 
 
 def train(
-    env: "str | EnvCfg | RunCfg | EnvFactory" = "CartPole-v1",
+    env: "str | EnvCfg | TextTask | RunCfg | TextRunCfg | EnvFactory" = "CartPole-v1",
     algorithm: str | AlgorithmCfg | None = None,
     *,
     policy: Policy | PolicyCfg | None = None,
@@ -137,73 +55,75 @@ def train(
 
     Args:
         env: a Gymnasium id, an ``EnvCfg``, a callable that returns a ``gymnasium.Env``, a
-            ``gymnasium.vector.VectorEnv``, or a ``RunCfg`` with all the settings (then only a ``Policy`` and ``callbacks``
-            may come besides).
-        algorithm: a name, or a config whose set fields go over the environment's preset; None is "grpo".
+            ``gymnasium.vector.VectorEnv``; a ``TextTask``; or a ``RunCfg`` or ``TextRunCfg`` with all the settings (then
+            only a ``Policy`` and ``callbacks`` may come besides).
+        algorithm: a name, or a config whose set fields go over the preset of environment or texts; None is "grpo".
+        policy: trained instead of a new one, or its settings.
         preset: credit and objective of a paper or library, by name.
-        num_envs, max_episode_steps: go over those of ``env``.
         run_dir: must not exist yet, or be empty; None makes a fresh folder under ``runs/``.
-        fields: other fields of ``RunCfg``, such as ``device="auto"`` or ``evaluation={"interval": 10_000}``.
+        num_envs, max_episode_steps: go over those of ``env``.
+        fields: other fields of ``RunCfg``, such as ``device="auto"`` or ``evaluation={"interval": 10_000}``; or, for texts,
+            of ``TextRunCfg``: ``model`` (a folder or hub id, or a ``ModelCfg``), ``sampling``, ``num_prompts``, ..., and
+            ``lora``.
 
     Raises:
         ConfigError: a setting is unknown or impossible.
         EnvError: the environment cannot be used as asked.
+        DataError: prompts that cannot be used.
         RunFolderError: ``run_dir`` is taken.
         DivergedError: training produced non-finite numbers.
     """
     given = policy if isinstance(policy, Policy) else None
-    settings = {
+    named = {
         **fields,
         "seed": seed,
         "total_steps": total_steps,
         "run_dir": None if run_dir is None else Path(run_dir),
         "policy": policy if isinstance(policy, PolicyCfg) else None,
+        "num_envs": num_envs,
+        "max_episode_steps": max_episode_steps,
     }
-    of_env = {"num_envs": num_envs, "max_episode_steps": max_episode_steps}
-    if isinstance(env, RunCfg):
-        named = settings | of_env | {"algorithm": algorithm, "preset": preset}
-        if extra := [key for key, value in named.items() if value is not None]:
+    settings = {key: value for key, value in named.items() if value is not None}
+    if isinstance(env, CommonCfg):
+        besides = settings | {"algorithm": algorithm, "preset": preset}
+        if extra := [key for key, value in besides.items() if value is not None]:
             raise ConfigError(
-                f"a RunCfg holds all settings, but {', '.join(extra)} came besides; mend: put them into it"
+                f"a {type(env).__name__} holds all settings, but {', '.join(extra)} came besides; mend: put them into it"
             )
-        return train_from_config(env, policy=given, callbacks=callbacks)
+        return train_from_config(env, Given(policy=given), callbacks)
+    if isinstance(env, TextTask):
+        cfg: CommonCfg = _text_cfg(env, algorithm, preset, given, settings)
+        return train_from_config(cfg, _given_texts(env)._replace(policy=given), callbacks)
+    of_env = {key: settings.pop(key) for key in ("num_envs", "max_episode_steps") if key in settings}
     env_id, env_fields = _describe_env(env)
-    env_fields |= {key: value for key, value in of_env.items() if value is not None}
-    cfg = config.resolve(env_id, algorithm, preset, env=env_fields, **settings)
-    return train_from_config(cfg, None if isinstance(env, str | EnvCfg) else env, given, callbacks)
+    cfg = config.resolve(env_id, algorithm, preset, env=env_fields | of_env, **settings)
+    return train_from_config(cfg, Given(None if isinstance(env, str | EnvCfg) else env, given), callbacks)
 
 
-def train_from_config(
-    cfg: RunCfg, env: object | None = None, policy: Policy | None = None, callbacks: Sequence[Callback] = ()
-) -> Run:
+def train_from_config(cfg: CommonCfg, given: Given | None = None, callbacks: Sequence[Callback] = ()) -> Run:
     """A policy trained as ``cfg`` says; see ``train``.
 
     Args:
-        env: used instead of ``cfg.env.id``.
-        policy: trained instead of a new one.
+        given: used instead of what ``cfg`` names.
     """
-    given, engine = Given(env, policy), from_environment(pick_device(cfg.device).type)
+    given, engine = given or Given(), from_environment(pick_device(cfg.device).type)
     if engine.world_size > 1 and cfg.run_dir is None:
         raise ConfigError("several processes train together, and all must know the run folder; mend: set run_dir")
     if cfg.run_dir is not None and engine.rank == 0:
         RunFolder.check_free(cfg.run_dir)  # building the parts may take long
     with preparing():
-        parts = build_parts(cfg.model_copy(update={"run_dir": None}), given, engine)
+        parts = build(cfg.model_copy(update={"run_dir": None}), given, engine)
     name = f"{parts.identity.env_id}-{cfg.algorithm.name}-seed{cfg.seed}"
     if engine.rank == 0:
-        folder = RunFolder.create(_plain(parts.cfg), cfg.run_dir, name=name, given=given.names())
+        folder = RunFolder.create(running.plain(parts.cfg), cfg.run_dir, name=name, given=given.names())
     else:
         folder = RunFolder(Path(cfg.run_dir or ""))
-    return _run(parts, given, folder, callbacks, engine, resume=False)
+    summary = running.run(parts, folder, callbacks, engine, resume=False)
+    return Run(folder.path, parts.cfg, parts.algorithm, summary, given)
 
 
 def resume(
-    path: Path | str,
-    total_steps: int | None = None,
-    *,
-    env: object | None = None,
-    policy: Policy | None = None,
-    callbacks: Sequence[Callback] = (),
+    path: Path | str, total_steps: int | None = None, *, callbacks: Sequence[Callback] = (), **given: Any
 ) -> Run:
     """A run taken up at its latest checkpoint and trained to its end, as if it had never stopped; says from which step.
 
@@ -211,7 +131,8 @@ def resume(
 
     Args:
         total_steps: goes on to here instead; schedules stretch accordingly.
-        env: the environment again, if the run was given it as a Python object; ``policy`` and ``callbacks`` likewise.
+        callbacks: again, as the run had them.
+        given: what the run was given as Python objects, again: ``env``, ``policy``, ``data``, ``eval_data`` or ``reward``.
 
     Raises:
         ConfigError: ``total_steps`` is no more than was trained already.
@@ -220,8 +141,9 @@ def resume(
     """
     if total_steps is not None and total_steps < 1:
         raise ConfigError(f"total_steps = {total_steps}: expected at least 1")
-    folder, given = RunFolder.open(Path(path)), Given(env, policy)
-    cfg = _read_cfg(folder, given)
+    folder, objects = RunFolder.open(Path(path)), Given(**given)
+    check_given(folder, objects)
+    cfg = read_cfg(folder)
     if total_steps is not None:
         if total_steps <= (done := saved_steps(folder.latest) or 0):
             raise ConfigError(
@@ -229,117 +151,124 @@ def resume(
             )
         cfg = cfg.model_copy(update={"total_steps": total_steps})
     engine = from_environment(pick_device(cfg.device).type)
-    parts = _build_again(cfg, given, folder, engine)
-    return _run(parts, given, folder, callbacks, engine, resume=True)
+    parts = build_again(cfg, objects, folder, engine)
+    summary = running.run(parts, folder, callbacks, engine, resume=True)
+    return Run(folder.path, parts.cfg, parts.algorithm, summary, objects)
 
 
 def evaluate(
     run: Run | Path | str,
-    episodes: int = 100,
+    episodes: int | None = None,
     *,
-    deterministic: bool = True,
+    attempts: int = 1,
+    deterministic: bool | None = None,
     seed: int | None = None,
     video: bool = False,
     checkpoint: Literal["latest", "best"] = "latest",
-    env: object | None = None,
-    policy: Policy | None = None,
-) -> EvaluationResult:
-    """Scores of exactly ``episodes`` episodes in environments that training never used.
+    **given: Any,
+) -> "EvaluationResult | TextEvaluation":
+    """Scores of exactly ``episodes`` episodes in environments that training never used, or of held-out prompts.
 
     Args:
         run: as ``train`` returned it, or its folder.
+        episodes: or prompts; None: 100 episodes, or all prompts.
+        attempts: completions of each prompt, for pass@k; of texts only.
+        deterministic: take the most likely action; None: yes, unless there are several attempts.
         seed: of the episodes; None derives one from the run's seed that evaluations during training do not use.
         video: also writes ``policy.gif`` into the run folder.
         checkpoint: whose policy to play, if ``run`` is a folder.
+        given: what a run that comes as a folder was given as Python objects, again.
 
     Raises:
-        ConfigError: ``episodes`` is less than 1.
+        ConfigError: ``episodes`` is less than 1, or the run has no prompts that are held out.
         EnvError: ``video`` was asked for and the environment does not render, or its renderer failed.
     """
-    if episodes < 1:
+    if episodes is not None and episodes < 1:
         raise ConfigError(f"episodes = {episodes}: expected at least 1")
     if not isinstance(run, Run):
-        run = Run.load(run, checkpoint=checkpoint, env=env, policy=policy)
+        run = Run.load(run, checkpoint=checkpoint, **given)
     seed = derive_seed(run.cfg.seed, "final evaluation") if seed is None else seed
-    evaluator = Evaluator(run.cfg, run.given, run.policy, episodes=episodes, deterministic=deterministic, seed=seed)
-    with _threads_for(run.policy), closing(evaluator):
+    greedy = attempts == 1 if deterministic is None else deterministic
+    if isinstance(run.cfg, TextRunCfg):
+        return _evaluate_texts(run, run.cfg, prompts=episodes, attempts=attempts, deterministic=greedy, seed=seed)
+    assert isinstance(run.cfg, RunCfg)
+    if attempts != 1:
+        raise ConfigError(f"attempts = {attempts} are of prompts; got a run on {run.cfg.subject}, mend: more episodes")
+    evaluator = EnvEvaluator(
+        run.cfg, run.given, run.policy, episodes=episodes or _DEFAULT_EPISODES, deterministic=greedy, seed=seed
+    )
+    with running.threads_for(run.policy), closing(evaluator):
         if video:  # first, so that no episodes are played for an error
             record(run.cfg, run.given, run.policy, RunFolder(run.path).video, seed)
         return evaluator()
 
 
-def _run(
-    parts: Parts, given: Given, folder: RunFolder, users: Sequence[Callback], engine: Engine, *, resume: bool
-) -> Run:
-    cfg, policy = parts.cfg, parts.algorithm.policy
-    evaluator = Evaluator(
-        cfg,
-        given,
-        policy,
-        episodes=cfg.evaluation.episodes,
-        deterministic=cfg.evaluation.deterministic,
-        seed=derive_seed(cfg.seed, "evaluation"),
-    )
-    trainer = build_trainer(parts, build_callbacks(parts, folder, users, evaluator, engine.rank), engine)
-    with _threads_for(policy), closing(engine), closing_after(evaluator.close), _closing_own(parts, given):
-        if resume:
-            _take_up(trainer, parts, folder, engine)
-        begun = trainer.iteration
-        summary = _train_and_report(trainer, parts, folder, engine, given)
-        if resume and trainer.iteration == begun and engine.rank == 0:
-            _say(f"nothing was left to train ({summary['stopped']}); mend: give more total_steps")
-        if engine.rank == 0:
-            record_if_possible(cfg, given, policy, folder.video, evaluator.seed)
-    return Run(folder.path, cfg, parts.algorithm, summary, given)
+def sample(
+    run: Run | Path | str,
+    prompt: str,
+    count: int = 1,
+    *,
+    deterministic: bool = False,
+    seed: int = 0,
+    checkpoint: Literal["latest", "best"] = "latest",
+    policy: Policy | None = None,
+) -> list[str]:
+    """Texts that a run's language model writes behind a prompt.
 
+    Args:
+        count: how many.
+        deterministic: take the likeliest token each time.
+        policy: again, if a run that comes as a folder was given it as a Python object.
 
-def _take_up(trainer: Trainer, parts: Parts, folder: RunFolder, engine: Engine) -> None:
-    """Put the latest checkpoint into the trainer; a run killed before its first one begins again.
-
-    Once that has worked, the folder is brought in line with it.
+    Raises:
+        ConfigError: the run is not about texts.
     """
-    where = "; no checkpoint was saved, so that training begins again"
-    if has_checkpoint(folder.latest):
-        checkpoint = load_checkpoint(folder.latest, parts.identity)
-        load_policy(parts.algorithm.policy, checkpoint.policy, folder.latest)
-        trainer.load_state_dict(checkpoint.state)
-        where = ""
-    if engine.rank == 0:
-        folder.truncate_metrics(trainer.iteration)
-        if folder.read_config()["total_steps"] != parts.cfg.total_steps:
-            folder.rewrite_config(_plain(parts.cfg))
-        _say(f"resuming from step {trainer.env_steps:,} of {parts.cfg.total_steps:,}{where}")
+    cfg = run.cfg if isinstance(run, Run) else read_cfg(RunFolder.open(Path(run)))
+    if not isinstance(cfg, TextRunCfg):
+        raise ConfigError(f"{run} is about {cfg.subject}, which writes no texts; mend: groupwise eval")
+    from groupwise.training.build_text import load_trained
+    from groupwise.training.text_evaluation import write_texts
+
+    trained = run.policy if isinstance(run, Run) else load_trained(cfg, RunFolder(Path(run)), checkpoint, policy)
+    return write_texts(cfg, trained, prompt, count, deterministic=deterministic, seed=seed)
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _evaluate_texts(
+    run: Run, cfg: TextRunCfg, *, prompts: int | None, attempts: int, deterministic: bool, seed: int
+) -> "TextEvaluation":
+    from groupwise.training.text_evaluation import TextEvaluator
+
+    changed = {"prompts": prompts, "attempts": attempts, "deterministic": deterministic}
+    evaluation = type(cfg.evaluation)(**dict(cfg.evaluation) | changed)
+    cfg = cfg.model_copy(update={"evaluation": evaluation})
+    with closing(TextEvaluator.of(cfg, run.given, run.policy, seed=seed)) as evaluator:
+        return evaluator()
 
 
-def _train_and_report(
-    trainer: Trainer, parts: Parts, folder: RunFolder, engine: Engine, given: Given
-) -> dict[str, Any]:
-    """Train; whatever happens, leave a summary and a curve of what there is."""
-    cfg, stopped = parts.cfg, "failed"
-    try:
-        with finishing_on_signal(trainer):
-            trainer.train()
-        stopped = trainer.stop_reason or "total_steps"
-    except (KeyboardInterrupt, Exception) as error:
-        if is_interruption(error, trainer):
-            stopped = "interrupted"
-            raise KeyboardInterrupt(interruption(error, folder, given.names())) from error
-        error.add_note(failure(error, trainer, cfg.algorithm, parts.identity.env_id, folder, given.names()))
-        raise
-    finally:
-        summary = {"env": cfg.env.id, "algorithm": cfg.algorithm.name, "seed": cfg.seed, "stopped": stopped}
-        if engine.rank == 0:
-            metrics = folder.read_metrics()
-            summary |= scores_of(metrics)
-            if report := parts.start_report():
-                summary["group_start"] = f"by {report.tier}, verified"
-            folder.write_summary(summary)
-            plot_curve(metrics, folder.curve, f"{cfg.env.id}, {cfg.algorithm.name}, seed {cfg.seed}")
-    return summary
+def _text_cfg(
+    task: TextTask, algorithm: str | AlgorithmCfg | None, preset: str | None, policy: Policy | None, settings: Any
+) -> TextRunCfg:
+    """The settings of a run on a task; a policy that is given brings model and sampling."""
+    model, lora = settings.pop("model", None), settings.pop("lora", None)
+    if policy is not None:
+        besides = {"model": model, "lora": lora, "sampling": settings.get("sampling")}
+        if named := [key for key, value in besides.items() if value is not None]:
+            raise ConfigError(
+                f"a policy brings its model and sampling, but {', '.join(named)} came besides; mend: one of the two"
+            )
+        model, settings["sampling"] = ModelCfg(path=GIVEN), cast(Any, policy).sampling
+    elif model is None:
+        raise ConfigError("no model; mend: model='path-or-hub-id', or policy=CausalLM(...)")
+    fields = {"path": str(model)} if isinstance(model, str | Path) else model
+    if lora is not None:
+        own = fields.model_dump(exclude_unset=True) if isinstance(fields, ModelCfg) else dict(fields)
+        fields = own | {"lora": lora if isinstance(lora, LoRACfg) else LoRACfg(**lora)}
+    return config.resolve_text(algorithm, preset, task=task.cfg, model=fields, **settings)
+
+
+def _given_texts(task: TextTask) -> Given:
+    data, eval_data = (None if isinstance(d, str | Path) else d for d in (task.data, task.eval_data))
+    return Given(data=data, eval_data=eval_data, reward=[f for f in task.functions if f is not None] or None)
 
 
 def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]]:
@@ -353,43 +282,3 @@ def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]
     if not isinstance(env, gymnasium.vector.VectorEnv | GroupEnv):
         return GIVEN, {}
     return GIVEN, {"num_envs": env.num_envs}
-
-
-def _read_cfg(folder: RunFolder, given: Given) -> RunCfg:
-    missing = sorted(set(folder.read_given()) - set(given.names()))
-    if missing:
-        raise ConfigError(
-            f"{folder.path} was given {' and '.join(missing)} in Python; mend: give the same again, as {missing[0]}=..."
-        )
-    with blaming_absence(folder.path, folder.read_plugins()):
-        try:
-            return RunCfg.model_validate(folder.read_config())
-        except ValidationError as error:
-            reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise RunFolderError(
-                f"{folder.config} does not fit: {reasons}; mend: correct it, or register the algorithm first"
-            ) from error
-
-
-def _build_again(cfg: RunCfg, given: Given, folder: RunFolder, engine: Engine) -> Parts:
-    with blaming_absence(folder.path, folder.read_plugins()):
-        return build_parts(cfg, given, engine)
-
-
-def _plain(cfg: RunCfg) -> dict[str, Any]:
-    tree: dict[str, Any] = json.loads(config.to_json(cfg))
-    return tree
-
-
-def _closing_own(parts: Parts, given: Given) -> AbstractContextManager[None]:
-    """Close the environments at the end, unless they are the user's own."""
-    import gymnasium
-
-    theirs = isinstance(given.env, gymnasium.vector.VectorEnv | GroupEnv)
-    return nullcontext() if theirs else closing_after(parts.collector.close)
-
-
-def _threads_for(policy: Policy) -> AbstractContextManager[None]:
-    """One thread for small networks on the CPU, where more only wait for each other."""
-    small = all(p.dim() <= 2 and p.numel() <= SMALL_TENSOR for p in policy.parameters())
-    return threads(1 if small else torch.get_num_threads())

@@ -18,8 +18,9 @@ USAGE = """usage: groupwise COMMAND ...
 
 Trains a policy by comparing a group of attempts at the same start.
 
-  train ENV|FILE     train on a Gymnasium environment, or as a JSON file says
-  eval RUN           play episodes with a trained policy
+  train ENV|FILE     train on a Gymnasium environment, or as a JSON file says (texts, too)
+  eval RUN           play episodes with a trained policy, or score completions of held-out prompts
+  sample RUN PROMPT  write completions with a trained language model
   resume RUN         go on with a run, bit for bit
   config ENV|FILE    print the full settings as JSON; --schema: their JSON Schema
   check-env ENV      what an environment offers to training: shared starts, noise, speed
@@ -67,12 +68,21 @@ It takes the options of train:
 
 
 EVAL_HELP = """Play episodes with the policy of a run; print the mean return and its 95 % interval on one line.
+Of a language model: complete the prompts that were held out; mean reward, and the share that k attempts solve.
 
 Examples:
   groupwise eval runs/<run>
   groupwise eval runs/<run> --episodes 1000 --sampled
   groupwise eval runs/<run> --checkpoint best --video
   groupwise eval runs/<run> --json | jq .return_mean
+  groupwise eval runs/<text run> --attempts 8
+"""
+
+SAMPLE_HELP = """Write completions of a prompt with the language model of a run.
+
+Examples:
+  groupwise sample runs/<run> "What is 12 + 7?"
+  groupwise sample runs/<run> "What is 12 + 7?" --count 4 --checkpoint best
 """
 
 RESUME_HELP = """Go on with a run from its last checkpoint, as if it had never stopped.
@@ -152,6 +162,7 @@ def _dispatch(argv: Sequence[str], plugins: list[Path]) -> int:
     commands: dict[str, Callable[[Sequence[str], list[Path]], int]] = {
         "train": _train,
         "eval": _eval,
+        "sample": _sample,
         "resume": _resume,
         "config": _config,
         "check-env": _check_env,
@@ -236,44 +247,72 @@ def _parse_config(argv: Sequence[str], prog: str, description: str) -> Any:
 def _eval(argv: Sequence[str], plugins: list[Path]) -> int:
     parser = Parser(prog="groupwise eval", description=EVAL_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("--episodes", type=int, default=100, help="how many (default: 100)")
+    parser.add_argument("--episodes", type=int, help="how many (default: 100); or prompts (default: all)")
+    parser.add_argument("--attempts", type=int, default=1, help="completions of each prompt, sampled if several")
     parser.add_argument("--sampled", action="store_true", help="sample actions instead of taking the most likely ones")
     parser.add_argument("--seed", type=int, help="of the episodes (default: one that training never used)")
     parser.add_argument("--video", action="store_true", help="also record an episode, where the environment renders")
-    parser.add_argument(
-        "--checkpoint", choices=("latest", "best"), default="latest", help="whose policy to play (default: latest)"
-    )
+    _add_checkpoint(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON, each return too")
     options = parser.parse_args(argv)
-    if options.episodes < 1:
-        raise ConfigError(f"--episodes {options.episodes}: expected at least 1")
+    for name in ("episodes", "attempts"):
+        if (number := vars(options)[name]) is not None and number < 1:
+            raise ConfigError(f"--{name} {number}: expected at least 1")
 
     from groupwise import api
+    from groupwise.report.folder import RunFolder
 
     found = api.evaluate(
         options.run,
         options.episodes,
-        deterministic=not options.sampled,
+        attempts=options.attempts,
+        deterministic=False if options.sampled else None,
         seed=options.seed,
         video=options.video,
         checkpoint=options.checkpoint,
     )
-    from groupwise.report.folder import RunFolder
-
-    interval = list(found.ci95) if found.episodes > 1 else None
-    video = str(RunFolder(options.run).video) if options.video else None
+    video = {"video": str(RunFolder(options.run).video)} if options.video else {}
     if options.json:
-        numbers = {"return_mean": found.return_mean, "ci95": interval, "episodes": found.episodes}
-        numbers |= {"length_mean": found.length_mean, "returns": list(found.returns)}
-        print(json.dumps(numbers | ({"video": video} if video else {})))
+        print(json.dumps(found.report() | video))
         return 0
-    shown = "[{:.6g}, {:.6g}]".format(*interval) if interval else "none"
-    print(f"return_mean={found.return_mean:.6g} ci95={shown} episodes={found.episodes}")
-    if interval is None:
+    print(found.line())
+    if found.episodes == 1:
         print("one episode gives no interval; mend: --episodes 2 or more", file=sys.stderr)
     if video:
-        print(f"video: {video}")
+        print(f"video: {video['video']}")
     return 0
+
+
+def _sample(argv: Sequence[str], plugins: list[Path]) -> int:
+    parser = Parser(prog="groupwise sample", description=SAMPLE_HELP)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("prompt", help="what to complete")
+    parser.add_argument("--count", type=int, default=1, help="how many completions (default: 1)")
+    parser.add_argument("--deterministic", action="store_true", help="take the likeliest token each time")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
+    _add_checkpoint(parser)
+    options = parser.parse_args(argv)
+    if options.count < 1:
+        raise ConfigError(f"--count {options.count}: expected at least 1")
+
+    from groupwise import api
+
+    texts = api.sample(
+        options.run,
+        options.prompt,
+        options.count,
+        deterministic=options.deterministic,
+        seed=options.seed,
+        checkpoint=options.checkpoint,
+    )
+    print(f"\n{'-' * 20}\n".join(texts))
+    return 0
+
+
+def _add_checkpoint(parser: Parser) -> None:
+    parser.add_argument(
+        "--checkpoint", choices=("latest", "best"), default="latest", help="whose policy (default: latest)"
+    )
 
 
 def _resume(argv: Sequence[str], plugins: list[Path]) -> int:

@@ -10,6 +10,7 @@ GroupwiseError
 ├── DataError              a rollout with wrong shapes, types or non-finite numbers (ValueError)
 ├── RewardError            a reward function that failed, took too long or returned what is no score (RuntimeError)
 ├── DivergedError          training produced non-finite numbers (RuntimeError)
+│   └── DisagreementError  what writes the texts is no longer the policy that is trained
 ├── CheckpointError        a checkpoint that is damaged or belongs to something else (ValueError)
 ├── RunFolderError         a run folder that does not exist, is damaged or is taken (ValueError)
 └── MissingExtraError      an optional dependency is not installed (ImportError)
@@ -76,6 +77,10 @@ class RewardError(GroupwiseError, RuntimeError):
 
 class DivergedError(GroupwiseError, RuntimeError):
     """Training produced non-finite numbers."""
+
+
+class DisagreementError(DivergedError):
+    """What writes the texts is no longer the policy that is trained."""
 
 
 class CheckpointError(GroupwiseError, ValueError):

@@ -14,7 +14,7 @@ from groupwise.envs.state_vector import StateVectorGroupEnv
 from groupwise.envs.torch_control import TorchCartPole
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError
 from groupwise.report.video import NoPictureError, rendering_env
-from groupwise.training.build import separate_env
+from groupwise.training.env_evaluator import separate_env
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from groupwise.errors import GroupStartError, GroupStartWarning, UnsupportedSpac
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.configs import PolicyCfg
 from groupwise.settings import RunCfg
-from groupwise.training.build import Evaluator, Given
+from groupwise.training.env_evaluator import EnvEvaluator
+from groupwise.training.parts import Given
 
 
 class Locked(Noisy):
@@ -258,7 +259,7 @@ def test_evaluation_does_not_depend_on_earlier_ones_where_used_environments_star
 
     cfg = RunCfg(env=EnvCfg(id="<given in Python>", max_episode_steps=9))
     policy = ActorCritic(Noisy.observation_space, Noisy.action_space, PolicyCfg(), actor_only=True)
-    evaluator = Evaluator(cfg, Given(env=Rewarding), policy, episodes=2, deterministic=True, seed=0)
+    evaluator = EnvEvaluator(cfg, Given(env=Rewarding), policy, episodes=2, deterministic=True, seed=0)
     evaluator.start_as(GroupStartReport("Rewarding", "replay", True, True))
     with closing(evaluator):
         assert evaluator() == evaluator()

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tensordict import TensorDict
 
@@ -70,6 +70,15 @@ class Collector(ABC):
             out["rollout/return_mean"] = sum(e.episode_return for e in episodes) / len(episodes)
             out["rollout/length_mean"] = sum(e.length for e in episodes) / len(episodes)
         return out
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data that the next rollouts depend on, besides ``iteration``."""
+        return {"recent": [list(episode) for episode in self.recent], "dropped_steps": self.dropped_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved ``state_dict``; the collector must be fresh."""
+        self.recent.extend(Episode(*episode) for episode in state["recent"])
+        self.dropped_steps = state["dropped_steps"]
 
     @abstractmethod
     def close(self) -> None:

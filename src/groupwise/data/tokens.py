@@ -39,7 +39,7 @@ class TextRow(NamedTuple):
     greedy: bool = False
     """Whether the likeliest token was taken each time: such a row is what siblings are measured against (ReMax)."""
     reward_parts: tuple[float, ...] = ()
-    """What the reward adds up, weighted."""
+    """What each of several functions says, unweighted; 0 where it says nothing."""
 
 
 def text_rollout(

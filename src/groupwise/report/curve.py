@@ -9,8 +9,14 @@ from groupwise.report.statistics import half_width_95
 TRAINING, EVALUATION = "#4c72b0", "#c44e52"
 
 
-def plot_curve(metrics: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Writes a PNG of episode return against environment steps: training, and evaluations with 95 % intervals.
+def plot_curve(
+    metrics: Sequence[dict[str, Any]],
+    path: Path,
+    title: str,
+    xlabel: str = "environment steps",
+    ylabel: str = "episode return",
+) -> None:
+    """Writes a PNG of return against steps: training, and evaluations with 95 % intervals.
 
     Args:
         metrics: entries of ``metrics.jsonl``; nothing is drawn for keys that none of them has.
@@ -25,7 +31,7 @@ def plot_curve(metrics: Sequence[dict[str, Any]], path: Path, title: str) -> Non
     steps, returns = _column(metrics, "rollout/return_mean")
     if steps:
         marker = "o" if len(steps) == 1 else None  # a line of one point would be invisible
-        label = "training, sampled actions"
+        label = "training, sampled"
         axes.plot(steps, returns, color=TRAINING, linewidth=1.6, marker=marker, label=label)
     steps, returns = _column(metrics, "eval/return_mean")
     if steps:
@@ -34,7 +40,7 @@ def plot_curve(metrics: Sequence[dict[str, Any]], path: Path, title: str) -> Non
             steps, returns, yerr=_half_widths(metrics), color=EVALUATION, fmt="o-", markersize=4, linewidth=1,
             capsize=2.5, label=label,
         )  # fmt: skip
-    axes.set(xlabel="environment steps", ylabel="episode return", title=title)
+    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)

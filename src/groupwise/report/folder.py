@@ -6,6 +6,7 @@ summary.json     what it reached, why it ended
 checkpoints/     latest/ and best/
 curve.png        episode return against environment steps
 policy.gif       an episode of the greedy policy, where the environment renders
+groups/          of texts: some groups of the rollout before each evaluation, as Parquet
 """
 
 import json
@@ -43,6 +44,7 @@ class RunFolder:
         self.curve = path / "curve.png"
         self.video = path / "policy.gif"
         self.tensorboard = path / "tensorboard"
+        self.groups = path / "groups"
 
     @classmethod
     def create(

@@ -1,14 +1,11 @@
-"""From a ``RunCfg`` to the parts of a run: environments, policy, algorithm, collector, buffer, callbacks."""
+"""From a ``RunCfg`` to the parts of a run on an environment."""
 
-import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
-from groupwise import config
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.algorithms.configs import GRPOCfg
 from groupwise.collectors.base import Collector
@@ -17,61 +14,78 @@ from groupwise.collectors.vector import VectorCollector
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
 from groupwise.envs.base import GroupEnv, GroupStartReport, VectorEnv
-from groupwise.envs.configs import EnvCfg
 from groupwise.envs.local_rows import OnError
 from groupwise.envs.make import make_env
-from groupwise.errors import ConfigError, require_extra
+from groupwise.errors import ConfigError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
 from groupwise.registry import algorithm_entry
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
 from groupwise.settings import RunCfg
-from groupwise.training.base import Callback
-from groupwise.training.callbacks import Evaluate, MetricsLog, Progress, SaveCheckpoints, StopAtScore, TimeLimit
 from groupwise.training.checkpoint import Identity
-from groupwise.training.evaluation import MAX_STEPS, EvaluationResult, evaluate_policy
-from groupwise.training.loggers import TensorBoard, WandB
-from groupwise.training.trainer import Trainer
+from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, separate_env
+from groupwise.training.filming import record_if_possible
+from groupwise.training.parts import GIVEN, Given, Parts, check_trackers, pick_device, threads
 
 log = logging.getLogger(__name__)
 
-GIVEN = "<given in Python>"
-"""Stands in a config for an object that was passed in."""
-MAX_EVALUATION_ENVS = 128
-_MAKE_VEC_KWARGS = {"num_envs", "vectorization_mode", "vector_kwargs"}
-"""What ``gymnasium.make_vec`` records among an environment's own arguments."""
 
-
-class Given(NamedTuple):
-    """Python objects that a run was given instead of settings."""
-
-    env: object | None = None
-    """What ``make_env`` takes as ``env``: a callable, a ``GroupEnv`` or a ``gymnasium.vector.VectorEnv``."""
-    policy: Policy | None = None
-
-    def names(self) -> list[str]:
-        """Which of them there are."""
-        return [name for name, value in self._asdict().items() if value is not None]
-
-
-class Parts(NamedTuple):
-    """What training is made of."""
+@dataclass(frozen=True)
+class EnvParts(Parts):
+    """Of a run on an environment."""
 
     cfg: RunCfg
-    """With the settings that only the environment could tell."""
     env: VectorEnv
-    algorithm: BaseAlgorithm
-    collector: Collector
-    buffer: RolloutBuffer
-    identity: Identity
+
+    def evaluator(self) -> EnvEvaluator | None:
+        """What plays episodes in environments of its own; None if a ready-made one cannot be made a second time."""
+        if separate_env(self.cfg.env, self.given.env) is None:
+            log.warning("no evaluation: %s was given ready-made and cannot be made a second time", self.identity.env_id)
+            return None
+        evaluator = EnvEvaluator(
+            self.cfg,
+            self.given,
+            self.policy,
+            episodes=self.cfg.evaluation.episodes,
+            deterministic=self.cfg.evaluation.deterministic,
+            seed=derive_seed(self.cfg.seed, "evaluation"),
+        )
+        evaluator.start_as(self.start_report())
+        return evaluator
+
+    def evaluation_interval(self) -> int | None:
+        """Environment steps between two evaluations."""
+        return self.cfg.evaluation.interval
 
     def start_report(self) -> GroupStartReport | None:
         """What the check of the groups' shared start found; None for algorithms without groups."""
         return self.collector.start_report if isinstance(self.collector, GroupCollector) else None
 
+    def notes(self) -> list[str]:
+        """How siblings share their start, and how many steps the first iteration takes."""
+        report = self.start_report()
+        shared = [f"siblings share their start, by {report.tier}: verified"] if report else []
+        return [*shared, *_note_on_length(self.cfg)]
 
-def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> Parts:
+    def facts(self) -> dict[str, Any]:
+        """How siblings share their start."""
+        report = self.start_report()
+        return {"group_start": f"by {report.tier}, verified"} if report else {}
+
+    def illustrate(self, folder: RunFolder, seed: int) -> None:
+        """Film an episode, where the environment renders."""
+        record_if_possible(self.cfg, self.given, self.policy, folder.video, seed)
+
+    def close(self) -> None:
+        """Close the environments, unless they are the user's own."""
+        import gymnasium
+
+        if not isinstance(self.given.env, gymnasium.vector.VectorEnv | GroupEnv):
+            super().close()
+
+
+def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> EnvParts:
     """Environments, policy and what trains it, from a run's settings.
 
     Raises:
@@ -101,7 +115,8 @@ def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> Parts:
         reward_parts=len(cfg.env.reward_parts),
         device=device,
     )
-    return Parts(cfg, env, algorithm, _build_collector(cfg, env, policy, engine.rank), buffer, Identity.of(env))
+    collector = _build_collector(cfg, env, policy, engine.rank)
+    return EnvParts(cfg, given, algorithm, collector, buffer, Identity.of(env), env)
 
 
 def build_policy(cfg: RunCfg, env: VectorEnv, given: Given, algorithm_type: type[BaseAlgorithm]) -> Policy:
@@ -120,70 +135,7 @@ def build_policy(cfg: RunCfg, env: VectorEnv, given: Given, algorithm_type: type
         )
 
 
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    """Torch on so many threads; on as many as before afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def build_trainer(parts: Parts, callbacks: Sequence[Callback], engine: Engine) -> Trainer:
-    """The loop over the parts."""
-    return Trainer(
-        parts.algorithm,
-        parts.collector,
-        parts.buffer,
-        num_steps=parts.cfg.algorithm.num_steps,
-        total_steps=parts.cfg.total_steps,
-        seed=parts.cfg.seed,
-        callbacks=callbacks,
-        engine=engine,
-    )
-
-
-def build_callbacks(
-    parts: Parts, folder: RunFolder, users: Sequence[Callback], evaluator: "Evaluator", rank: int
-) -> list[Callback]:
-    """The user's callbacks and those that the settings ask for, in the order of ``callbacks.py``.
-
-    Ranks other than 0 write and decide nothing: they have the user's, and restart their episodes at checkpoints.
-    """
-    cfg = parts.cfg
-    tenth = max(1, cfg.total_steps // 10)
-    interval = cfg.checkpoint_interval or tenth
-    if rank != 0:
-        return [*users, SaveCheckpoints(None, interval, parts.identity)]
-    stop, logging = cfg.stop, cfg.logging
-    built: list[Callback] = [*users]
-    if stop.time_limit is not None:
-        built.append(TimeLimit(stop.time_limit))
-    if evaluator.is_possible():
-        evaluator.start_as(parts.start_report())
-        evaluator.prepare()
-        built.append(Evaluate(evaluator, cfg.evaluation.interval or tenth, folder.best, parts.identity))
-    else:
-        log.warning("no evaluation: %s was given ready-made and cannot be made a second time", parts.identity.env_id)
-    if stop.return_threshold is not None:
-        built.append(StopAtScore(stop.return_threshold))
-    built.append(MetricsLog(folder.metrics))
-    if logging.tensorboard:
-        built.append(TensorBoard(folder.tensorboard))
-    if logging.wandb != "off":
-        built.append(WandB(folder.path, folder.read_id(), json.loads(config.to_json(cfg)), logging.wandb))
-    if logging.progress != "none":
-        title = f"{parts.identity.env_id}: {cfg.algorithm.name}, seed {cfg.seed}, in {folder.path}"
-        if report := parts.start_report():
-            title += f"\nsiblings share their start, by {report.tier}: verified"
-        title += _note_on_length(cfg)
-        built.append(Progress(logging.progress, logging.interval, title))
-    return [*built, SaveCheckpoints(folder.latest, interval, parts.identity)]
-
-
-def _note_on_length(cfg: RunCfg) -> str:
+def _note_on_length(cfg: RunCfg) -> list[str]:
     """A line for whoever wonders why more steps are taken than were asked for."""
     at_once, why = cfg.env.num_envs * cfg.algorithm.num_steps, "num_envs * num_steps"
     if isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.unfinished == "finish":
@@ -191,127 +143,19 @@ def _note_on_length(cfg: RunCfg) -> str:
         if members > at_once:
             at_once, why = members, "a group of so many attempts is finished"
     if cfg.total_steps >= at_once:
-        return ""
-    return (
-        f"\none iteration takes at least {at_once:,} steps ({why}), so that the first one reaches "
+        return []
+    return [
+        f"one iteration takes at least {at_once:,} steps ({why}), so that the first one reaches "
         f"total_steps = {cfg.total_steps:,}"
-    )
-
-
-class Evaluator:
-    """Evaluates a policy in environments of its own, made when first needed.
-
-    Args:
-        seed: of the episodes; the same ones at each call, so that two evaluations differ by the policy alone.
-    """
-
-    def __init__(
-        self, cfg: RunCfg, given: Given, policy: Policy, *, episodes: int, deterministic: bool, seed: int
-    ) -> None:
-        self.cfg = cfg
-        self.given = given
-        self.policy = policy
-        self.episodes = episodes
-        self.deterministic = deterministic
-        self.seed = seed
-        self._group_start: Literal["auto", "replay"] = "auto"
-        self._env: GroupEnv | None = None
-
-    def start_as(self, report: GroupStartReport | None) -> None:
-        """Start each episode in a fresh environment where a used one was found to start elsewhere.
-
-        Else a resumed run, whose environments are fresh, would come to other scores than an uninterrupted one.
-        """
-        if report is not None and report.tier == "replay":
-            self._group_start = "replay"
-
-    def __call__(self) -> EvaluationResult:
-        """Play the episodes."""
-        env, algorithm = self.prepare(), self.cfg.algorithm
-        window = algorithm.attempt_steps if isinstance(algorithm, GRPOCfg) else None
-        limit = MAX_STEPS if env.max_episode_steps is not None or window is None else window
-        return evaluate_policy(
-            self.policy,
-            env,
-            episodes=self.episodes,
-            seed=self.seed,
-            deterministic=self.deterministic,
-            max_steps=limit,
-        )
-
-    def prepare(self) -> GroupEnv:
-        """The environments, made now if they were not yet.
-
-        Raises:
-            ConfigError: they cannot be made.
-        """
-        if self._env is None:
-            self._env = self._make_env()
-        return self._env
-
-    def is_possible(self) -> bool:
-        """Whether separate environments can be made."""
-        return separate_env(self.cfg.env, self.given.env) is not None
-
-    def close(self) -> None:
-        """Free the environments."""
-        if self._env is not None:
-            self._env.close()
-
-    def _make_env(self) -> GroupEnv:
-        separate = separate_env(self.cfg.env, self.given.env)
-        if separate is None:
-            raise _no_second_env(self.given.env)
-        cfg, source = separate
-        processes = cfg.num_envs if cfg.vectorization == "async" else MAX_EVALUATION_ENVS
-        num_envs = min(self.episodes, processes)
-        cfg = cfg.model_copy(update={"group_start": self._group_start})
-        return make_env(cfg, grouped=True, num_envs=num_envs, env=source, verify=False, device=self.policy.device)
-
-
-def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None] | None:
-    """What ``make_env`` needs for environments apart from the training ones, whose rows start one by one.
-
-    None if a ``GroupEnv`` was given, or a vector environment that Gymnasium cannot make again.
-    """
-    import gymnasium
-
-    if isinstance(env, GroupEnv):
-        return None
-
-    vectorization = "auto" if cfg.vectorization == "entry_point" else cfg.vectorization
-    plain = {"autoreset": "disabled", "group_start": "auto", "random_prefix": 0, "reward_parts": ()}
-    cfg = cfg.model_copy(update={**plain, "vectorization": vectorization})
-    if not isinstance(env, gymnasium.vector.VectorEnv):
-        return cfg, env
-    wrapped = env is not env.unwrapped or "wrappers" in (env.spec.kwargs if env.spec else {})
-    if env.spec is None or wrapped:
-        return None
-    kwargs = {key: value for key, value in env.spec.kwargs.items() if key not in _MAKE_VEC_KWARGS}
-    return cfg.model_copy(update={"id": env.spec.id, "kwargs": kwargs}), None
-
-
-def pick_device(name: str) -> torch.device:
-    """The device that a config names.
-
-    Raises:
-        ConfigError: a GPU is asked for and there is none.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device = {name!r}, but torch finds no GPU; mend: device='cpu' or 'auto'")
-    return torch.device(name)
+    ]
 
 
 def _check(cfg: RunCfg, given: Given, algorithm_type: type[BaseAlgorithm]) -> None:
     if cfg.env.id == GIVEN and given.env is None:
         raise ConfigError("the environment was given in Python; mend: give it again as env=...")
-    for package, wanted in {"tensorboard": cfg.logging.tensorboard, "wandb": cfg.logging.wandb != "off"}.items():
-        if wanted:
-            require_extra(package, "track")
+    check_trackers(cfg)
     if cfg.evaluation.interval is not None and separate_env(cfg.env, given.env) is None:
-        raise _no_second_env(given.env)
+        raise no_second_env(given.env)
     if given.policy is not None and given.policy.actor_only and not algorithm_type.actor_only:
         raise ConfigError(
             f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; mend: actor_only=False"
@@ -321,13 +165,6 @@ def _check(cfg: RunCfg, given: Given, algorithm_type: type[BaseAlgorithm]) -> No
             f"{algorithm_type.__name__} is grouped, but {type(cfg.algorithm).__name__} has no group_size; "
             "mend: derive the config from GRPOCfg"
         )
-
-
-def _no_second_env(env: object) -> ConfigError:
-    return ConfigError(
-        f"{type(env).__name__} cannot be made a second time for evaluation; mend: leave evaluation.interval out, or give "
-        "an id, a callable that returns one gymnasium.Env, or one with a parameter num_envs that returns a GroupEnv"
-    )
 
 
 def _with_max_length(cfg: RunCfg, env: VectorEnv) -> RunCfg:

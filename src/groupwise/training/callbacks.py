@@ -274,9 +274,9 @@ class Progress(Callback):
     def _text(self, metrics: Mapping[str, float]) -> str:
         parts = []
         if "rollout/return_mean" in metrics:
-            parts.append(f"return {metrics['rollout/return_mean']:8.1f}")
+            parts.append(f"return {_score(metrics['rollout/return_mean'])}")
         if self._evaluated is not None:
-            parts.append(f"eval {self._evaluated:8.1f}")
+            parts.append(f"eval {_score(self._evaluated)}")
         return "  ".join([*parts, f"{metrics['time/steps_per_second']:8,.0f} steps/s"])
 
     def _print(self, line: str) -> None:
@@ -303,6 +303,11 @@ class _Bar:
 
     def stop(self) -> None:
         self.progress.stop()
+
+
+def _score(value: float) -> str:
+    """Returns of hundreds need no more decimals than rewards between 0 and 1 need fewer."""
+    return f"{value:8.1f}" if abs(value) >= 10 else f"{value:8.3f}"
 
 
 def _check_weights(trainer: "Trainer") -> None:

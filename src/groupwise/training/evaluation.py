@@ -1,6 +1,7 @@
 """Evaluation of a policy over exactly n episodes, each fixed by its own seed."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,6 +58,20 @@ class EvaluationResult(NamedTuple):
         interval = "none" if self.episodes == 1 else f"({low:.6g}, {high:.6g})"
         return f"EvaluationResult(return_mean={self.return_mean:.6g}, ci95={interval}, episodes={self.episodes})"
 
+    def line(self) -> str:
+        """What a script reads from a line."""
+        return f"return_mean={self.return_mean:.6g} ci95={shown(self.interval)} episodes={self.episodes}"
+
+    def report(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        numbers = {"return_mean": self.return_mean, "ci95": self.interval, "episodes": self.episodes}
+        return numbers | {"length_mean": self.length_mean, "returns": list(self.returns)}
+
+    @property
+    def interval(self) -> list[float] | None:
+        """``ci95``; None for one episode."""
+        return list(self.ci95) if self.episodes > 1 else None
+
     def metrics(self) -> dict[str, float]:
         """``eval/*`` numbers for the log."""
         return {
@@ -65,6 +80,11 @@ class EvaluationResult(NamedTuple):
             "eval/length_mean": self.length_mean,
             "eval/episodes": float(self.episodes),
         }
+
+
+def shown(interval: Sequence[float] | None) -> str:
+    """An interval as lines show it."""
+    return "none" if interval is None else "[{:.6g}, {:.6g}]".format(*interval)
 
 
 @torch.no_grad()

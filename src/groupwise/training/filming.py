@@ -8,7 +8,8 @@ from groupwise.policies.base import Policy
 from groupwise.report.video import NoPictureError, film
 from groupwise.seeding import derive_seed
 from groupwise.settings import RunCfg
-from groupwise.training.build import Given, separate_env
+from groupwise.training.env_evaluator import separate_env
+from groupwise.training.parts import Given
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.collectors.base import Collector, Episode
+from groupwise.collectors.base import Collector
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError
@@ -104,8 +104,7 @@ class Trainer:
             "env_steps": self.env_steps,
             "seconds": self.seconds,
             "num_slots": self.buffer.num_steps,
-            "recent": [list(episode) for episode in self.collector.recent],
-            "dropped_steps": self.collector.dropped_steps,
+            "collector": self.collector.state_dict(),
             "callbacks": {name: callback.state_dict() for name, callback in self._named_callbacks()},
             "algorithm": self.algorithm.state_dict(),
         }
@@ -116,8 +115,7 @@ class Trainer:
         self.env_steps = state["env_steps"]
         self.seconds = state["seconds"]
         self.buffer.num_steps = state["num_slots"]
-        self.collector.dropped_steps = state["dropped_steps"]
-        self.collector.recent.extend(Episode(*episode) for episode in state["recent"])
+        self.collector.load_state_dict(state["collector"])
         self.algorithm.load_state_dict(state["algorithm"])
         for name, callback in self._named_callbacks():
             callback.load_state_dict(state["callbacks"].get(name, callback.state_dict()))

@@ -1,0 +1,101 @@
+"""A run from its first or next iteration to its end, and what it leaves in its folder."""
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from typing import Any
+
+import torch
+
+from groupwise import config
+from groupwise.engines.base import Engine
+from groupwise.policies.base import Policy
+from groupwise.report.curve import plot_curve
+from groupwise.report.folder import RunFolder
+from groupwise.report.scores import scores_of
+from groupwise.seeding import derive_seed
+from groupwise.settings import CommonCfg
+from groupwise.training.base import Callback
+from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy
+from groupwise.training.ending import closing_after, failure, finishing_on_signal, interruption, is_interruption
+from groupwise.training.parts import Parts, build_callbacks, build_trainer, threads
+from groupwise.training.trainer import Trainer
+
+SMALL_TENSOR = 2**17
+"""Elements; networks whose largest matrix is no larger run fastest on one thread."""
+
+
+def run(parts: Parts, folder: RunFolder, users: Sequence[Callback], engine: Engine, *, resume: bool) -> dict[str, Any]:
+    """Train to the end; what was reached, and why it ended."""
+    evaluator = parts.evaluator() if engine.rank == 0 else None
+    free = nullcontext() if evaluator is None else closing_after(evaluator.close)
+    with threads_for(parts.policy), closing(engine), free, closing_after(parts.close):
+        trainer = build_trainer(parts, build_callbacks(parts, folder, users, evaluator, engine.rank), engine)
+        if resume:
+            _take_up(trainer, parts, folder, engine)
+        begun = trainer.iteration
+        summary = _train_and_report(trainer, parts, folder, engine)
+        if resume and trainer.iteration == begun and engine.rank == 0:
+            _say(f"nothing was left to train ({summary['stopped']}); mend: give more total_steps")
+        if engine.rank == 0:
+            parts.illustrate(folder, derive_seed(parts.cfg.seed, "evaluation"))
+    return summary
+
+
+def plain(cfg: CommonCfg) -> dict[str, Any]:
+    """The settings as plain data."""
+    tree: dict[str, Any] = json.loads(config.to_json(cfg))
+    return tree
+
+
+def threads_for(policy: Policy) -> AbstractContextManager[None]:
+    """One thread for small networks on the CPU, where more only wait for each other."""
+    small = all(p.dim() <= 2 and p.numel() <= SMALL_TENSOR for p in policy.parameters())
+    return threads(1 if small else torch.get_num_threads())
+
+
+def _take_up(trainer: Trainer, parts: Parts, folder: RunFolder, engine: Engine) -> None:
+    """Put the latest checkpoint into the trainer; a run killed before its first one begins again.
+
+    Once that has worked, the folder is brought in line with it.
+    """
+    where = "; no checkpoint was saved, so that training begins again"
+    if has_checkpoint(folder.latest):
+        checkpoint = load_checkpoint(folder.latest, parts.identity)
+        load_policy(parts.policy, checkpoint.policy, folder.latest)
+        trainer.load_state_dict(checkpoint.state)
+        where = ""
+    if engine.rank == 0:
+        folder.truncate_metrics(trainer.iteration)
+        if folder.read_config()["total_steps"] != parts.cfg.total_steps:
+            folder.rewrite_config(plain(parts.cfg))
+        _say(f"resuming from step {trainer.env_steps:,} of {parts.cfg.total_steps:,}{where}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _train_and_report(trainer: Trainer, parts: Parts, folder: RunFolder, engine: Engine) -> dict[str, Any]:
+    """Train; whatever happens, leave a summary and a curve of what there is."""
+    cfg, given, stopped = parts.cfg, parts.given.names(), "failed"
+    try:
+        with finishing_on_signal(trainer):
+            trainer.train()
+        stopped = trainer.stop_reason or "total_steps"
+    except (KeyboardInterrupt, Exception) as error:
+        if is_interruption(error, trainer):
+            stopped = "interrupted"
+            raise KeyboardInterrupt(interruption(error, folder, given)) from error
+        error.add_note(failure(error, trainer, cfg.algorithm, parts.identity.env_id, folder, given))
+        raise
+    finally:
+        summary = {parts.kind: cfg.subject, "algorithm": cfg.algorithm.name, "seed": cfg.seed, "stopped": stopped}
+        if engine.rank == 0:
+            metrics = folder.read_metrics()
+            summary |= scores_of(metrics)
+            summary |= parts.facts()
+            folder.write_summary(summary)
+            plot_curve(metrics, folder.curve, f"{cfg.subject}, {cfg.algorithm.name}, seed {cfg.seed}", *parts.axes)
+    return summary

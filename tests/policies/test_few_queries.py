@@ -35,6 +35,11 @@ def test_it_is_pytorchs_attention(mask, groups, queries, scale):
     torch.testing.assert_close(attend(query, key, value, attn_mask=MASKS[mask], scale=scale, enable_gqa=True), expected)
 
 
+@pytest.mark.parametrize("nothing", [torch.zeros(1, 1, 1, 9, dtype=torch.bool), torch.full((1, 1, 1, 9), -torch.inf)])
+def test_what_may_look_at_nothing_is_finite(nothing):
+    assert attend(*some(), attn_mask=nothing).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("dtype", "queries", "settings", "ours"),
     [

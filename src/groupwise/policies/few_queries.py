@@ -44,7 +44,8 @@ def attend(
     if attn_mask is not None:
         full = scores.reshape(rows, heads, queries, -1)
         full = full.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else full + attn_mask
-        scores = full.reshape(scores.shape)
+        # padding that may look at nothing must not become NaN, which no mask keeps from its readers
+        scores = full.reshape(scores.shape).clamp(min=torch.finfo(torch.float32).min)
     return (scores.softmax(dim=-1) @ value.float()).reshape(rows, heads, queries, -1).to(query.dtype)
 
 

@@ -189,6 +189,10 @@ def test_what_is_trained_is_saved_once(kind, number):
     assert {t.data_ptr() for t in saved.values()} == {p.data_ptr() for p in policy.parameters() if p.requires_grad}
 
 
+def test_a_model_that_nobody_trains_is_saved_whole():
+    assert len(CausalLM(tiny_model().requires_grad_(False)).state_dict()) == 21
+
+
 @pytest.mark.parametrize("kind", ["plain", "adapted"])
 def test_a_checkpoint_brings_everything_back(kind, tmp_path):
     policy = make_policy(kind, "smollm", actor_only=False)

@@ -46,6 +46,13 @@ def test_every_kind_of_file_has_the_same_examples(tmp_path, name, write):
     assert load_examples(str(tmp_path / name)) == EXAMPLES
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_the_mark_that_some_editors_begin_files_with_is_no_part_of_them(tmp_path, name):
+    content = {"a.jsonl": '{"prompt": "a"}', "a.json": '["a"]', "a.csv": "prompt\na\n"}[name]
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
+    assert load_examples(tmp_path / name) == [Example("a", {})]
+
+
 @pytest.mark.parametrize("wrap", [list, tuple, iter, datasets.Dataset.from_list, pd.DataFrame])
 def test_every_kind_of_object_has_the_same_examples(wrap):
     assert load_examples(wrap(ROWS)) == EXAMPLES
@@ -154,10 +161,15 @@ def test_neighbouring_seeds_and_both_parts_share_no_prompt():
 def test_training_prompts_that_are_held_out_are_replaced():
     small = {"max_terms": 2, "max_digits": 1}  # 200 prompts in all
     held_out = gym_examples("chain_sum", size=60, part="eval", kwargs=small)
-    assert overlap(gym_examples("chain_sum", size=100, kwargs=small), held_out)
+    first = gym_examples("chain_sum", size=100, kwargs=small)
+    shared = overlap(first, held_out)
+    assert shared
     train = gym_examples("chain_sum", size=100, kwargs=small, without=held_out)
     assert len(train) == 100
     assert not overlap(train, held_out)
+    kept = [example for number, example in enumerate(first) if number not in shared]
+    assert train[: len(kept)] == kept
+    assert train[len(kept) :] != kept[: len(shared)], "further prompts, not the same ones again"
 
 
 def test_a_task_with_too_few_prompts_says_so():

@@ -123,11 +123,13 @@ def test_stop_strings_end_a_text_at_the_token_that_completes_them():
     assert third.stop == fourth.stop == "length"
 
 
-def test_a_stop_string_within_the_minimum_does_not_count_and_the_next_one_does():
+@pytest.mark.parametrize(("minimum", "length"), [(1, 2), (2, 4), (3, 4), (4, 6)])
+def test_a_stop_string_within_the_minimum_does_not_count_and_the_next_one_does(minimum, length):
     tokenizer = tiny_tokenizer()
-    (c,) = written(["zqzqzqzq"], SamplingCfg(max_new_tokens=8, min_new_tokens=3, stop=("zq",)), tokenizer)
-    assert tokenizer.decode(c.tokens) == "zqzq"
-    assert c.eos_barred == [True, True, True, False]
+    sampling = SamplingCfg(max_new_tokens=8, min_new_tokens=minimum, stop=("zq",))
+    (c,) = written(["zqzqzqzq"], sampling, tokenizer)
+    assert tokenizer.decode(c.tokens) == "zqzqzqzq"[:length]
+    assert c.eos_barred == [True] * minimum + [False] * (length - minimum)
 
 
 def test_first_bytes_of_a_character_do_not_hide_or_feign_a_stop_string():

@@ -78,7 +78,7 @@ def _reach(
     Where rounding leaves the goal above every sum, the place is that of the greatest.
     """
     summed = mass.cumsum(dim=-1)
-    reached = torch.where(mass > 0, summed, 0)
+    reached = torch.where(mass > 0, summed, 0)  # a GPU's running sums may rise by rounding where there is no mass
     goal = torch.minimum(goal, reached.amax(dim=-1))
     place = (reached >= goal[:, None]).int().argmax(dim=-1)
     before = (summed - mass).gather(1, place[:, None])[:, 0]

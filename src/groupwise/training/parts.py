@@ -3,10 +3,10 @@
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from groupwise.errors import ConfigError, require_extra
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.settings import CommonCfg
-from groupwise.training.base import Callback
+from groupwise.training.base import Callback, Evaluation
 from groupwise.training.callbacks import Evaluate, MetricsLog, Progress, SaveCheckpoints, StopAtScore, TimeLimit
 from groupwise.training.checkpoint import Identity
 from groupwise.training.loggers import TensorBoard, WandB
@@ -49,23 +49,12 @@ class Given(NamedTuple):
         return [name for name, value in self._asdict().items() if value is not None]
 
 
-class Evaluation(Protocol):
-    """How well a policy did."""
-
-    @property
-    def return_mean(self) -> float:
-        """Mean return of an episode, or reward of a completion."""
-
-    def metrics(self) -> Mapping[str, float]:
-        """``eval/*`` numbers for the log."""
-
-
 class Evaluator(ABC):
     """Evaluates a policy apart from training, the same way at each call."""
 
     @abstractmethod
-    def __call__(self) -> Any:
-        """An ``Evaluation`` of the policy as it is now."""
+    def __call__(self) -> Evaluation:
+        """How well the policy does as it is now."""
 
     @abstractmethod
     def prepare(self) -> Any:

@@ -10,8 +10,7 @@ from groupwise.collectors.text import TextCollector
 from groupwise.collectors.text_metrics import Scored
 from groupwise.errors import DisagreementError
 from groupwise.settings import AgreementCfg
-from groupwise.training.base import Callback
-from groupwise.training.evaluation import EvaluationResult
+from groupwise.training.base import Callback, Evaluation
 
 if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
@@ -59,7 +58,7 @@ class KeepGroups(Callback):
         self.collector = collector
         self.num_groups = num_groups
 
-    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: Evaluation) -> None:
         """Write them."""
         import pyarrow
         import pyarrow.parquet

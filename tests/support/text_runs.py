@@ -1,0 +1,49 @@
+"""A small model in a folder, and a task of digits to copy: what tests of whole runs on texts share."""
+
+import itertools
+import random
+
+import torch
+from tiny_tokenizers import character_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import groupwise as gw
+
+DIGITS = "0123456789"
+SETTINGS = {"num_prompts": 4, "sampling": {"max_new_tokens": 4}, "total_steps": 100, "logging": {"progress": "none"}}
+
+
+def save_model(folder, *, chat=False, positions=64, **sizes):
+    """A random Llama and its tokenizer of single characters."""
+    tokenizer = character_tokenizer(DIGITS + " ", chat=chat)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4} | sizes
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), bos_token_id=2, eos_token_id=3, max_position_embeddings=positions, **shape
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def numbers(seed=0):
+    """All numbers of three digits as prompts, shuffled."""
+    rows = [{"prompt": "".join(digits)} for digits in itertools.product(DIGITS, repeat=3)]
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+def share_copied(prompts, completions, **columns):
+    """Digits in the right place, less a tenth for another length."""
+    pairs = zip(prompts, completions, strict=True)
+    return [sum(a == b for a, b in zip(p, c, strict=False)) / 3 - 0.1 * (len(c) != 3) for p, c in pairs]
+
+
+def copying(reward=share_copied, **settings):
+    rows = numbers()
+    return gw.TextTask(rows[:60], reward=reward, eval_data=rows[60:68], **settings)
+
+
+def train(task, model, run_dir, algorithm=None, **settings):
+    cfg = algorithm or gw.GRPOCfg(group_size=4, learning_rate=1e-3)
+    return gw.train(task, cfg, model=str(model), run_dir=run_dir, **SETTINGS | settings)

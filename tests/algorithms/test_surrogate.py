@@ -19,7 +19,7 @@ from objective_updates import (
 )
 
 from groupwise.algorithms.configs import ObjectiveCfg
-from groupwise.algorithms.surrogate import finest_unit, reference_kl
+from groupwise.algorithms.surrogate import diagnostics, finest_unit, reference_kl
 from groupwise.errors import ConfigError, DataError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Evaluation
@@ -167,3 +167,14 @@ def test_what_the_policy_cannot_do_is_refused_before_the_first_rollout():
     build({"trust_region": "vespo", "ratio": "sequence_product"}, policy)
     with pytest.raises(ConfigError, match=r"seq_mean_token_sum_norm.*max_length"):
         build({"aggregation": "seq_mean_token_sum_norm"})
+
+
+def test_diagnostics_by_hand_and_by_side():
+    batch = {"old_log_prob": torch.zeros(4)}
+    ratio = torch.tensor([0.79, 0.81, 1.19, 1.21])
+    kl, clipped, low, high = diagnostics(ObjectiveCfg(), ratio, ratio.log(), batch)
+    assert low.tolist() == [1, 0, 0, 0]
+    assert high.tolist() == [0, 0, 0, 1]
+    assert clipped.tolist() == [1, 0, 0, 1]
+    # (0.79 - 1) - log 0.79 = 0.025722
+    assert kl[0].item() == pytest.approx(0.025722, abs=1e-6)

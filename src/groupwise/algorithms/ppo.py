@@ -14,7 +14,7 @@ from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm, Terms
 from groupwise.algorithms.configs import PPOCfg
-from groupwise.algorithms.surrogate import diagnostics, policy_loss, policy_ratio
+from groupwise.algorithms.surrogate import DIAGNOSTICS, diagnostics, policy_loss, policy_ratio
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError
@@ -28,7 +28,7 @@ from groupwise.policies.base import Batch, Evaluation, Policy
 class PPO(BaseAlgorithm):
     """Several epochs of minibatches on the clipped ratio, a value loss and an entropy bonus."""
 
-    metric_names: ClassVar = ("loss", "policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+    metric_names: ClassVar = ("loss", "policy_loss", "value_loss", "entropy", *DIAGNOSTICS)
     cfg: PPOCfg
 
     def __init__(self, cfg: PPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
@@ -93,5 +93,5 @@ class PPO(BaseAlgorithm):
         loss = policy + cfg.vf_coef * value
         if self.entropy.enabled:
             loss = loss + self.entropy.loss(evaluation.entropy)
-        approx_kl, clipped = diagnostics(objective, ratio, evaluation.log_prob, batch)
-        return Terms(loss, (loss, policy, value, evaluation.entropy, approx_kl, clipped))
+        said = diagnostics(objective, ratio, evaluation.log_prob, batch)
+        return Terms(loss, (loss, policy, value, evaluation.entropy, *said))

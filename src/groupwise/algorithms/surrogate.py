@@ -158,11 +158,15 @@ def reference_kl(cfg: ObjectiveCfg, policy: Policy, evaluation: Evaluation, batc
     return distance
 
 
+DIAGNOSTICS = ("approx_kl", "clip_fraction", "clip_fraction_low", "clip_fraction_high")
+"""What ``diagnostics`` says, in its order."""
+
+
 @torch.no_grad()
-def diagnostics(cfg: ObjectiveCfg, ratio: Tensor, log_prob: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Approximate KL from the old policy, and 1.0 where the ratio stands outside the clip range, of each element."""
-    outside = (ratio < 1 - cfg.clip_low) | (ratio > 1 + cfg.clip_high)
-    return kl.k3(batch["old_log_prob"], log_prob), outside.to(ratio.dtype)
+def diagnostics(cfg: ObjectiveCfg, ratio: Tensor, log_prob: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+    """Approximate KL from the old policy, and 1.0 where the ratio stands outside the clip range, below, above, of each element."""
+    low, high = (ratio < 1 - cfg.clip_low).to(ratio.dtype), (ratio > 1 + cfg.clip_high).to(ratio.dtype)
+    return kl.k3(batch["old_log_prob"], log_prob), low + high, low, high
 
 
 def _trust_region_loss(cfg: ObjectiveCfg, ratio: Tensor, log_prob: Tensor, batch: Batch, counts: Counts) -> Tensor:

@@ -22,6 +22,7 @@ from groupwise.text.prompts import PromptEncoder
 from groupwise.text.task import TextTask
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
+from groupwise.training.memory import rehearse
 from groupwise.training.parts import GIVEN, Given, Parts, check_trackers, pick_device
 from groupwise.training.text_callbacks import KeepGroups, WatchAgreement
 from groupwise.training.text_evaluation import TextEvaluator, generator_of, room, task_of
@@ -104,6 +105,12 @@ def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts
         seed=cfg.seed,
         rank=engine.rank,
         world_size=engine.world_size,
+    )
+    rehearse(
+        algorithm,
+        longest_prompt=max(len(prompt.tokens) for prompt in prompts),
+        max_new_tokens=cfg.sampling.max_new_tokens,
+        num_rows=cfg.num_prompts * _terms(cfg).group_size,
     )
     assert isinstance(policy.action_spec, TensorSpec)
     buffer = TextBuffer(policy.action_spec, value=not policy.actor_only, device=device)

@@ -1,0 +1,45 @@
+"""Running out of memory: found out at the start, and told with what to lower."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from groupwise.algorithms.base import BaseAlgorithm
+from groupwise.data.tokens import TextRow, text_rollout
+from groupwise.errors import OutOfMemoryError
+
+_ON_CPU = "can't allocate memory"
+"""What torch says where the system refuses; Linux mostly grants it and ends the process later."""
+
+
+@contextmanager
+def naming(settings: str) -> Iterator[None]:
+    """Within it, an error of torch's about memory becomes ours, with the settings to lower.
+
+    Raises:
+        OutOfMemoryError: in place of torch's.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError) and _ON_CPU not in str(error):
+            raise
+        raise OutOfMemoryError(f"out of memory; mend: lower {settings}") from error
+
+
+def rehearse(algorithm: BaseAlgorithm, *, longest_prompt: int, max_new_tokens: int, num_rows: int) -> None:
+    """Try the largest micro-batch that training can come to: every completion as long as it may be.
+
+    Args:
+        num_rows: completions in one rollout.
+
+    Raises:
+        OutOfMemoryError: there is not enough.
+    """
+    row = TextRow([0] * longest_prompt, [0] * max_new_tokens, [0.0] * max_new_tokens, 0.0, terminated=False, group=0)
+    size = algorithm.cfg.micro_batch_size
+    at_once = num_rows if size is None else min(num_rows, size // max_new_tokens + 1)
+    rows = [row._replace(group=number) for number in range(at_once)]
+    with naming("algorithm.micro_batch_size, or sampling.max_new_tokens"):
+        algorithm.rehearse(text_rollout(rows, device=algorithm.policy.device))

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         RewardError,
         RunFolderError,
         SlowPathWarning,
+        ToolError,
         UnknownNameError,
         UnsupportedSpaceError,
     )
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from groupwise.text.data import Example
     from groupwise.text.reward_functions import register_reward
     from groupwise.text.task import TextTask
+    from groupwise.text.tools import Calculator, Tool, register_tool
     from groupwise.training.base import Callback
     from groupwise.training.trainer import Trainer
 
@@ -82,6 +84,7 @@ __all__ = [
     "AgreementCfg",
     "AlgorithmCfg",
     "BaseAlgorithm",
+    "Calculator",
     "Callback",
     "CausalLM",
     "CheckpointError",
@@ -129,6 +132,8 @@ __all__ = [
     "TextRunCfg",
     "TextTask",
     "TextTaskCfg",
+    "Tool",
+    "ToolError",
     "TorchCartPole",
     "TorchGroupEnv",
     "TorchPendulum",
@@ -145,6 +150,7 @@ __all__ = [
     "register_algorithm",
     "register_credit",
     "register_reward",
+    "register_tool",
     "resume",
     "sample",
     "train",
@@ -170,7 +176,7 @@ _MODULES = {
     "groupwise.envs.make": "make_env",
     "groupwise.envs.native": "TorchGroupEnv",
     "groupwise.envs.torch_control": "TorchCartPole TorchPendulum",
-    "groupwise.errors": "CheckpointError ConfigError DataError DisagreementError DivergedError EnvError GroupStartError GroupStartWarning GroupwiseError MissingExtraError RewardError RunFolderError SlowPathWarning UnknownNameError UnsupportedSpaceError",
+    "groupwise.errors": "CheckpointError ConfigError DataError DisagreementError DivergedError EnvError GroupStartError GroupStartWarning GroupwiseError MissingExtraError RewardError RunFolderError SlowPathWarning ToolError UnknownNameError UnsupportedSpaceError",
     "groupwise.policies.actor_critic": "ActorCritic",
     "groupwise.policies.base": "Evaluation Policy",
     "groupwise.policies.causal_lm": "CausalLM",
@@ -182,6 +188,7 @@ _MODULES = {
     "groupwise.text.data": "Example",
     "groupwise.text.reward_functions": "register_reward",
     "groupwise.text.task": "TextTask",
+    "groupwise.text.tools": "Calculator Tool register_tool",
     "groupwise.training.base": "Callback",
     "groupwise.training.trainer": "Trainer",
 }

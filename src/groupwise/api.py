@@ -132,7 +132,8 @@ def resume(
     Args:
         total_steps: goes on to here instead; schedules stretch accordingly.
         callbacks: again, as the run had them.
-        given: what the run was given as Python objects, again: ``env``, ``policy``, ``data``, ``eval_data`` or ``reward``.
+        given: what the run was given as Python objects, again: ``env``, ``policy``, ``data``, ``eval_data``, ``reward`` or
+            ``tool``.
 
     Raises:
         ConfigError: ``total_steps`` is no more than was trained already.
@@ -212,13 +213,14 @@ def sample(
     seed: int = 0,
     checkpoint: Literal["latest", "best"] = "latest",
     policy: Policy | None = None,
+    tool: "Callable[[str], str | None] | None" = None,
 ) -> list[str]:
     """Texts that a run's language model writes behind a prompt.
 
     Args:
         count: how many.
         deterministic: take the likeliest token each time.
-        policy: again, if a run that comes as a folder was given it as a Python object.
+        policy, tool: again, if a run that comes as a folder was given them as Python objects.
 
     Raises:
         ConfigError: the run is not about texts.
@@ -230,7 +232,8 @@ def sample(
     from groupwise.training.text_evaluation import write_texts
 
     trained = run.policy if isinstance(run, Run) else load_trained(cfg, RunFolder(Path(run)), checkpoint, policy)
-    return write_texts(cfg, trained, prompt, count, deterministic=deterministic, seed=seed)
+    tool = run.given.tool if isinstance(run, Run) else tool
+    return write_texts(cfg, trained, prompt, count, deterministic=deterministic, seed=seed, tool=tool)
 
 
 def _evaluate_texts(
@@ -268,7 +271,8 @@ def _text_cfg(
 
 def _given_texts(task: TextTask) -> Given:
     data, eval_data = (None if isinstance(d, str | Path) else d for d in (task.data, task.eval_data))
-    return Given(data=data, eval_data=eval_data, reward=[f for f in task.functions if f is not None] or None)
+    reward = [f for f in task.functions if f is not None] or None
+    return Given(data=data, eval_data=eval_data, reward=reward, tool=task.given_tool)
 
 
 def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ GroupwiseError
 │   └── GroupStartError    siblings cannot be made to share a start
 ├── DataError              a rollout with wrong shapes, types or non-finite numbers (ValueError)
 ├── RewardError            a reward function that failed, took too long or returned what is no score (RuntimeError)
+├── ToolError              a tool that failed, or answered with what is no text (RuntimeError)
 ├── DivergedError          training produced non-finite numbers (RuntimeError)
 │   └── DisagreementError  what writes the texts is no longer the policy that is trained
 ├── OutOfMemoryError       too little memory for what was asked; names the setting to lower (RuntimeError)
@@ -74,6 +75,10 @@ class DataError(GroupwiseError, ValueError):
 
 class RewardError(GroupwiseError, RuntimeError):
     """A reward function that failed, took too long or returned what is no score."""
+
+
+class ToolError(GroupwiseError, RuntimeError):
+    """A tool that failed, or answered with what is no text."""
 
 
 class DivergedError(GroupwiseError, RuntimeError):

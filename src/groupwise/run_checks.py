@@ -2,6 +2,7 @@
 
 from groupwise.algorithms.configs import AlgorithmCfg, CollectionCfg, GRPOCfg, PPOCfg
 from groupwise.envs.configs import EnvCfg
+from groupwise.text.configs import TextTaskCfg
 
 
 def check_together(algorithm: AlgorithmCfg, env: EnvCfg) -> None:
@@ -24,12 +25,14 @@ def check_together(algorithm: AlgorithmCfg, env: EnvCfg) -> None:
         _refuse_idle(algorithm.collection)
 
 
-def check_text(algorithm: AlgorithmCfg) -> None:
+def check_text(algorithm: AlgorithmCfg, task: TextTaskCfg) -> None:
     """Refuse what has no meaning for texts.
 
     Raises:
-        ValueError: a setting of environments was changed.
+        ValueError: a setting of environments was changed, or turns are compared and there is one.
     """
+    if task.tool is None:
+        _refuse_turns(algorithm)
     fields: dict[str, object] = {"num_steps": algorithm.num_steps}
     defaults: dict[str, object] = {"num_steps": type(algorithm).model_fields["num_steps"].default}
     if isinstance(algorithm, GRPOCfg):
@@ -48,6 +51,22 @@ def check_text(algorithm: AlgorithmCfg) -> None:
             raise ValueError(
                 f"algorithm.{name}={value!r} is about environments, and does nothing for texts; mend: leave it out"
             )
+
+
+def _refuse_turns(algorithm: AlgorithmCfg) -> None:
+    """Refuse what compares turns of completions that have one."""
+    if type(algorithm) not in (GRPOCfg, PPOCfg):  # one of yours may know other turns
+        return
+    mend = "mend: task.tool, which makes several"
+    if algorithm.objective.ratio == "turn":
+        raise ValueError(
+            f"algorithm.objective.ratio='turn' needs turns, and without a tool a completion is one; {mend}, or ratio='sequence'"
+        )
+    if isinstance(algorithm, GRPOCfg) and algorithm.credit.rule == "composed" and algorithm.credit.returns == "turn":
+        raise ValueError(
+            "algorithm.credit.returns='turn' needs turns, and without a tool a completion is one; "
+            f"{mend}, or credit.returns='outcome'"
+        )
 
 
 def _refuse_idle(collection: CollectionCfg) -> None:

@@ -55,7 +55,7 @@ class Run:
 
         Args:
             given: what the run was given as Python objects, again: ``env``, ``policy`` (it gets the checkpoint's weights),
-                ``data``, ``eval_data`` or ``reward``.
+                ``data``, ``eval_data``, ``reward`` or ``tool``.
 
         Raises:
             RunFolderError: ``path`` is no run folder, or a damaged one.

@@ -208,7 +208,7 @@ class TextRunCfg(CommonCfg):
 
     @model_validator(mode="after")
     def _check(self) -> "TextRunCfg":
-        check_text(self.algorithm)
+        check_text(self.algorithm, self.task)
         if self.overlong.punished_tokens > self.sampling.max_new_tokens:
             raise ValueError(
                 f"overlong.punished_tokens={self.overlong.punished_tokens} is more than sampling.max_new_tokens="

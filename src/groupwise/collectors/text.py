@@ -9,6 +9,7 @@ from tensordict import TensorDict
 
 from groupwise.collectors.base import Collector, Episode
 from groupwise.collectors.generators import Generator
+from groupwise.collectors.scoring import score
 from groupwise.collectors.text_metrics import Scored, audit
 from groupwise.collectors.transcripts import Attempt, Dialogue, write
 from groupwise.data.tokens import TextRow, text_rollout
@@ -184,17 +185,8 @@ class TextCollector(Collector):
         return derive_seed(self._seed, "completion", self._rank, self.iteration, group, member)
 
     def _score(self, attempts: Sequence[Attempt]) -> list[Scored]:
-        texts = [self._encoder.decode(attempt.tokens) for attempt in attempts]
-        examples = [attempt.prompt.example for attempt in attempts]
-        names = dict.fromkeys(name for example in examples for name in example.columns)
-        columns = {name: [example.columns.get(name) for example in examples] for name in names}
         state = TrainingState(global_step=self.iteration, epoch=self._epoch)
-        ids = [attempt.tokens for attempt in attempts]
-        scores = self._rewards.score([example.prompt for example in examples], texts, ids, columns, state)
-        return [
-            Scored(attempt, text, reward, parts)
-            for attempt, text, reward, *parts in zip(attempts, texts, scores.reward, *scores.parts, strict=True)
-        ]
+        return score(attempts, self._rewards, self._encoder, state)
 
     def _row(self, member: Scored) -> TextRow:
         attempt, terms, several = member.attempt, self._terms, len(self._rewards.names) > 1

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -12,6 +12,14 @@ from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.decoding import Completion
 from groupwise.seeding import derive_seed
 from groupwise.text.prompts import EncodedPrompt
+
+
+class Reply(NamedTuple):
+    """What the model is answered."""
+
+    text: str
+    tokens: list[int]
+    """All that stands between its last token and where it writes again."""
 
 
 @dataclass
@@ -34,6 +42,8 @@ class Attempt:
     """What ended the model's last turn."""
     turns: int = 0
     """How many turns the model has had."""
+    answers: list[str] = field(default_factory=list)
+    """What it was answered after each of them but the last."""
 
     @property
     def written(self) -> int:
@@ -42,7 +52,11 @@ class Attempt:
 
     def last_turn(self) -> list[int]:
         """Tokens of the model's last turn."""
-        return [token for token, turn in zip(self.tokens, self.turn, strict=True) if turn == self.turns - 1]
+        return self.of_turn(self.turns - 1)
+
+    def of_turn(self, number: int) -> list[int]:
+        """Tokens of one of the model's turns, from 0."""
+        return [token for token, turn in zip(self.tokens, self.turn, strict=True) if turn == number]
 
     def take(self, completion: Completion) -> None:
         """Add a turn of the model's."""
@@ -53,11 +67,14 @@ class Attempt:
         self.stop = completion.stop
         self.turns += 1
 
-    def answer(self, tokens: Sequence[int], support_size: int | None) -> None:
+    def answer(self, reply: Reply) -> None:
         """Add what the model was answered."""
-        self._add(tokens, [0.0] * len(tokens), [-1] * len(tokens))
-        self.support += [[-1] * support_size for _ in tokens] if support_size else []
-        self.eos_barred += [False] * len(tokens)
+        count = len(reply.tokens)
+        self._add(reply.tokens, [0.0] * count, [-1] * count)
+        if self.support:
+            self.support += [[-1] * len(self.support[-1])] * count
+        self.eos_barred += [False] * count
+        self.answers.append(reply.text)
 
     def _add(self, tokens: Sequence[int], log_probs: Sequence[float], turn: Sequence[int]) -> None:
         self.tokens += tokens
@@ -69,8 +86,8 @@ class Dialogue(ABC):
     """Who answers the model, so that it writes several turns."""
 
     @abstractmethod
-    def reply(self, attempt: Attempt) -> list[int] | None:
-        """Tokens that answer the attempt's last turn, up to where the model goes on; None: the attempt is over."""
+    def reply(self, attempt: Attempt) -> Reply | None:
+        """What answers the attempt's last turn; None: the attempt is over."""
 
 
 def write(
@@ -118,12 +135,12 @@ def _of_one_size(attempts: Sequence[Attempt]) -> list[list[list[Attempt]]]:
 
 def _goes_on(attempt: Attempt, dialogue: Dialogue, sampling: SamplingCfg, context: int | None) -> bool:
     """Whether the attempt was answered and has another turn."""
-    tokens = None if attempt.stop == "length" else dialogue.reply(attempt)
-    if tokens is None:
+    reply = None if attempt.stop == "length" else dialogue.reply(attempt)
+    if reply is None:
         return False
-    length = len(attempt.prompt.tokens) + len(attempt.tokens) + len(tokens) + sampling.max_new_tokens
+    length = len(attempt.prompt.tokens) + len(attempt.tokens) + len(reply.tokens) + sampling.max_new_tokens
     if context is not None and length > context:
         attempt.stop = "length"
         return False
-    attempt.answer(tokens, sampling.top_k)
+    attempt.answer(reply)
     return True

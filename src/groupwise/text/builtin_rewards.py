@@ -14,11 +14,9 @@ from typing import Any, Literal
 from groupwise.errors import ConfigError, require_extra
 from groupwise.text.answers import Where, as_number, final_answer, gold_answer, last_number
 from groupwise.text.configs import GYM
+from groupwise.text.data import Completion
 from groupwise.text.reward_functions import RewardObject, register_reward
 from groupwise.text.sandbox import Sandbox, TooSlowError
-
-Completion = str | Sequence[dict[str, str]]
-"""A text, or messages."""
 
 TRUSTED_SCORERS = frozenset(
     [
@@ -57,8 +55,8 @@ REFUSED_TASKS = frozenset(
 
 
 def text_of(completion: Completion) -> str:
-    """A completion as a text."""
-    return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
+    """A completion as a text; of several messages the last, which answers."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 @register_reward("regex")

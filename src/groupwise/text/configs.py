@@ -60,6 +60,32 @@ class TextTaskCfg(Cfg):
     """When a function fails or takes too long: the run stops; the completions that it failed on have no reward, so that they neither count nor are compared; or the function's score for them is 0."""
     solved_at: float = 1.0
     """From this reward on a completion counts as right (pass@k)."""
+    tool: str | None = None
+    """What the model can call, to write on when it has read the answer, which is not trained on: ``calculator``, or your own registered one. ``<given in Python>`` stands for an object that was passed in. None: a completion is one turn."""
+    tool_kwargs: dict[str, Any] = {}
+    """Its own settings."""
+    tool_answer: str = "<result>{}</result>"
+    """How an answer, ``{}``, stands in a text. In a conversation it is a message."""
+    max_turns: PositiveInt = 2
+    """So often the model writes at most; after its last turn the tool is not asked."""
+
+    @model_validator(mode="after")
+    def _check_tool(self) -> "TextTaskCfg":
+        fields = type(self).model_fields
+        for name in ("tool_kwargs", "tool_answer", "max_turns"):
+            if self.tool is None and vars(self)[name] != fields[name].default:
+                raise ValueError(
+                    f"{name}={vars(self)[name]!r} does nothing without a tool; mend: tool='calculator', or leave it out"
+                )
+        if self.tool == GIVEN and self.tool_kwargs:
+            raise ValueError(
+                f"tool_kwargs={self.tool_kwargs!r} are of a registered tool; got one that was made in Python, mend: make it so"
+            )
+        if self.tool_answer.count("{}") != 1:
+            raise ValueError(
+                f"tool_answer={self.tool_answer!r}: expected {{}} once, where the answer goes; mend: '<result>{{}}</result>'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_system_prompt(self) -> "TextTaskCfg":

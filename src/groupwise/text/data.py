@@ -17,6 +17,8 @@ from groupwise.text.reward_functions import ARGUMENTS
 
 Message = dict[str, str]
 Prompt = str | tuple[Message, ...]
+Completion = str | Sequence[Message]
+"""As rewards read it: a text; of a prompt of messages, messages."""
 
 _EVAL_OFFSET = 2**30
 _MAX_BLOCKS = 20

@@ -70,6 +70,10 @@ class PromptEncoder:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
+    def inline(self, answer: str) -> str:
+        """A tool's answer as it stands in a text."""
+        return self._cfg.tool_answer.replace("{}", answer)
+
     def _encode_text(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer(text)["input_ids"]
         end = self._tokenizer.eos_token

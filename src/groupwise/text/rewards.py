@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from groupwise.errors import ConfigError, DataError, RewardError, nearest
 from groupwise.text.calls import Calls, CallTimeoutError, Function
-from groupwise.text.data import Prompt
+from groupwise.text.data import Completion, Prompt
 from groupwise.text.files import short
 from groupwise.text.reward_functions import RewardFunction, RewardObject, needed_columns, parameters
 
@@ -95,7 +95,7 @@ class RewardSet:
     def score(
         self,
         prompts: Sequence[Prompt],
-        completions: Sequence[str],
+        completions: Sequence[Completion],
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
         state: TrainingState | None = None,
@@ -105,7 +105,7 @@ class RewardSet:
         Args:
             prompts: of each completion, as the data have it; where it is messages, functions get the completion as
                 ``[{"role": "assistant", "content": ...}]``.
-            completions: texts.
+            completions: texts; of a prompt of messages, a text is made a message, and several turns are messages already.
             columns: by name, a value for each completion.
 
         Raises:
@@ -212,7 +212,7 @@ class RewardSet:
 @dataclass(frozen=True)
 class _Batch:
     prompts: Sequence[Prompt]
-    completions: Sequence[str]
+    completions: Sequence[Completion]
     completion_ids: Sequence[Sequence[int]]
     columns: Mapping[str, Sequence[Any]]
     state: TrainingState
@@ -245,9 +245,11 @@ class _Batch:
         columns = {name: pick(values) for name, values in self.columns.items()}
         return _Batch(pick(self.prompts), pick(self.completions), pick(self.completion_ids), columns, self.state)
 
-    def _completion(self, number: int) -> str | list[dict[str, str]]:
-        text = self.completions[number]
-        return text if isinstance(self.prompts[number], str) else [{"role": "assistant", "content": text}]
+    def _completion(self, number: int) -> Completion:
+        said = self.completions[number]
+        if not isinstance(said, str):
+            return [dict(message) for message in said]
+        return said if isinstance(self.prompts[number], str) else [{"role": "assistant", "content": said}]
 
 
 def _numbers(name: str, result: Any, count: int) -> list[float | None]:

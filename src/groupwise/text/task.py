@@ -1,6 +1,6 @@
 """The task of a language model: data to prompt it with, and what its completions are worth."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -9,6 +9,7 @@ from groupwise.text.configs import GIVEN, GYM, RewardCfg, TextTaskCfg
 from groupwise.text.data import Example, gym_examples, load_examples, overlap, report_overlap
 from groupwise.text.reward_functions import Reward, make_reward
 from groupwise.text.rewards import RewardSet
+from groupwise.text.tools import Tool, make_tool
 
 Part = Literal["train", "eval"]
 OneReward = Reward | str | RewardCfg
@@ -32,6 +33,8 @@ class TextTask:
         reward_weights: one for each reward, in place of theirs.
         reward_timeout: seconds that each function which is passed in may take for all completions of an iteration. None:
             no limit, and it runs in the thread of the training loop, as functions that use signals must.
+        tool: what the model can call: a ``Tool``, a function from the text of a turn to the answer (None: no call), or the
+            name of a registered one.
         settings: other fields of ``TextTaskCfg``.
 
     Raises:
@@ -46,6 +49,7 @@ class TextTask:
         eval_data: object = None,
         reward_weights: Sequence[float] | None = None,
         reward_timeout: float | None = 60.0,
+        tool: "str | Callable[[str], str | None] | None" = None,
         **settings: Any,
     ) -> None:
         rewards = _several(reward)
@@ -56,6 +60,7 @@ class TextTask:
             data=_recorded(data),
             eval_data=None if eval_data is None else _recorded(eval_data),
             rewards=tuple(cfgs),
+            tool=GIVEN if callable(tool) else tool,
             **settings,
         )
         """All of it as settings, with ``<given in Python>`` for objects."""
@@ -63,6 +68,8 @@ class TextTask:
         self.eval_data = eval_data
         self.functions = tuple(one if callable(one) else None for one in rewards)
         """Of each reward, the function that was passed in; None for registered ones."""
+        self.given_tool = tool if callable(tool) else None
+        """The tool that was passed in."""
 
     @classmethod
     def from_cfg(
@@ -72,6 +79,7 @@ class TextTask:
         data: object = None,
         eval_data: object = None,
         reward: object = None,
+        tool: Callable[[str], str | None] | None = None,
     ) -> "TextTask":
         """The task that the settings describe, with the objects that they only say were given.
 
@@ -94,6 +102,7 @@ class TextTask:
             )
         functions = iter(given)
         task.functions = tuple(next(functions) if is_given else None for is_given in wanted)
+        task.given_tool = tool
         return task
 
     def load(self) -> TextData:
@@ -127,6 +136,15 @@ class TextTask:
             return RewardSet([make_reward(RewardCfg(name="reasoning_gym"))], self.cfg.on_reward_error)
         made = [make_reward(cfg, function) for cfg, function in zip(cfgs, self.functions, strict=True)]
         return RewardSet(made, self.cfg.on_reward_error)
+
+    def tool(self) -> Tool | None:
+        """What the model can call; None if there is nothing.
+
+        Raises:
+            UnknownNameError: nobody registered it.
+            ConfigError: it does not take its settings.
+        """
+        return make_tool(self.cfg, self.given_tool)
 
     def _examples(self, source: object, part: Part, without: Sequence[Example]) -> list[Example]:
         cfg = self.cfg

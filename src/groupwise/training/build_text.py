@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from groupwise.algorithms.configs import GRPOCfg
 from groupwise.collectors.text import TextCollector, TextTerms
@@ -12,6 +12,7 @@ from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, require_extra
 from groupwise.policies.base import Policy
 from groupwise.policies.causal_lm import CausalLM
+from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.load_model import load_causal_lm
 from groupwise.registry import algorithm_entry
 from groupwise.report.folder import RunFolder
@@ -25,9 +26,11 @@ from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
 from groupwise.training.memory import rehearse
 from groupwise.training.parts import GIVEN, Given, Parts, check_trackers, pick_device
 from groupwise.training.text_callbacks import KeepGroups, WatchAgreement
-from groupwise.training.text_evaluation import TextEvaluator, generator_of, room, task_of
+from groupwise.training.text_evaluation import TextEvaluator, dialogue_of, generator_of, room, task_of
 
 log = logging.getLogger(__name__)
+
+SamplingT = TypeVar("SamplingT", bound=SamplingCfg)
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
     prompts = encoder.select(data.train, room(policy, cfg))
     rewards.check_columns(prompts[0].example.columns)
-    cfg = _filled_in(cfg, rewards.weights)
+    tool = task.tool()
+    cfg = _filled_in(cfg, rewards.weights, () if tool is None else tool.stop)
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
     collector = TextCollector(
         policy,
@@ -102,6 +106,7 @@ def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts
         rewards,
         cfg.sampling,
         _terms(cfg),
+        dialogue=dialogue_of(tool, encoder, policy, cfg),
         seed=cfg.seed,
         rank=engine.rank,
         world_size=engine.world_size,
@@ -111,6 +116,7 @@ def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts
         longest_prompt=max(len(prompt.tokens) for prompt in prompts),
         max_new_tokens=cfg.sampling.max_new_tokens,
         num_rows=cfg.num_prompts * _terms(cfg).group_size,
+        num_turns=None if tool is None else cfg.task.max_turns,
     )
     assert isinstance(policy.action_spec, TensorSpec)
     buffer = TextBuffer(policy.action_spec, value=not policy.actor_only, device=device)
@@ -166,12 +172,14 @@ def _check(cfg: TextRunCfg, engine: Engine) -> None:
         )
 
 
-def _filled_in(cfg: TextRunCfg, weights: tuple[float, ...]) -> TextRunCfg:
-    """The settings with what follows from others: the longest completion, and the weights of rewards compared one by one."""
+def _filled_in(cfg: TextRunCfg, weights: tuple[float, ...], stop: tuple[str, ...]) -> TextRunCfg:
+    """The settings with what follows from others: the longest completion, weights of rewards compared one by one, and ``stop``."""
+    cfg = _stopping(cfg, stop)
     algorithm = cfg.algorithm
     objective: Any = algorithm.objective
     if objective.aggregation in ("constant", "seq_mean_token_sum_norm") and objective.max_length is None:
-        objective = objective.model_copy(update={"max_length": cfg.sampling.max_new_tokens})
+        num_turns = 1 if cfg.task.tool is None else cfg.task.max_turns
+        objective = objective.model_copy(update={"max_length": num_turns * cfg.sampling.max_new_tokens})
         algorithm = algorithm.model_copy(update={"objective": objective})
     if isinstance(algorithm, GRPOCfg) and algorithm.credit.reward == "parts":
         if len(weights) < 2:
@@ -180,6 +188,18 @@ def _filled_in(cfg: TextRunCfg, weights: tuple[float, ...]) -> TextRunCfg:
             credit = algorithm.credit.model_copy(update={"part_weights": weights})
             algorithm = algorithm.model_copy(update={"credit": credit})
     return cfg.model_copy(update={"algorithm": algorithm})
+
+
+def _stopping(cfg: TextRunCfg, strings: tuple[str, ...]) -> TextRunCfg:
+    """The settings with turns, in training and evaluation, that end where a tool's calls end."""
+
+    def stopping(sampling: SamplingT) -> SamplingT:
+        return sampling.model_copy(update={"stop": tuple(dict.fromkeys((*sampling.stop, *strings)))})
+
+    evaluation = cfg.evaluation
+    if evaluation.sampling is not None:
+        evaluation = evaluation.model_copy(update={"sampling": stopping(evaluation.sampling)})
+    return cfg.model_copy(update={"sampling": stopping(cfg.sampling), "evaluation": evaluation})
 
 
 def _terms(cfg: TextRunCfg) -> TextTerms:

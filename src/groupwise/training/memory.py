@@ -28,18 +28,23 @@ def naming(settings: str) -> Iterator[None]:
         raise OutOfMemoryError(f"out of memory; mend: lower {settings}") from error
 
 
-def rehearse(algorithm: BaseAlgorithm, *, longest_prompt: int, max_new_tokens: int, num_rows: int) -> None:
+def rehearse(
+    algorithm: BaseAlgorithm, *, longest_prompt: int, max_new_tokens: int, num_rows: int, num_turns: int | None = None
+) -> None:
     """Try the largest micro-batch that training can come to: every completion as long as it may be.
 
     Args:
         num_rows: completions in one rollout.
+        num_turns: of a completion, ``max_new_tokens`` each. None: it has no turns.
 
     Raises:
         OutOfMemoryError: there is not enough.
     """
-    row = TextRow([0] * longest_prompt, [0] * max_new_tokens, [0.0] * max_new_tokens, 0.0, terminated=False, group=0)
+    length = max_new_tokens * (num_turns or 1)
+    turn = None if num_turns is None else [place // max_new_tokens for place in range(length)]
+    row = TextRow([0] * longest_prompt, [0] * length, [0.0] * length, 0.0, terminated=False, group=0, turn=turn)
     size = algorithm.cfg.micro_batch_size
-    at_once = num_rows if size is None else min(num_rows, size // max_new_tokens + 1)
+    at_once = num_rows if size is None else min(num_rows, size // length + 1)
     rows = [row._replace(group=number) for number in range(at_once)]
     with naming("algorithm.micro_batch_size, or sampling.max_new_tokens"):
         algorithm.rehearse(text_rollout(rows, device=algorithm.policy.device))

@@ -43,6 +43,8 @@ class Given(NamedTuple):
     """Held-out prompts, likewise."""
     reward: Any = None
     """Functions that score completions, one or several."""
+    tool: Any = None
+    """What a language model can call."""
 
     def names(self) -> list[str]:
         """Which of them there are."""

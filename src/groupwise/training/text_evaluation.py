@@ -1,12 +1,13 @@
 """Evaluation of a language model on held-out prompts: mean reward, and the chance that k attempts hold a right one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-import torch
-
 from groupwise.collectors.generators import Generator, NativeGenerator, TransformersGenerator
+from groupwise.collectors.scoring import score, text_of
+from groupwise.collectors.tool_dialogue import ToolDialogue
+from groupwise.collectors.transcripts import Attempt, Dialogue, write
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.texts import pass_at_k
 from groupwise.policies.base import Policy
@@ -18,6 +19,8 @@ from groupwise.text.data import Example
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.rewards import RewardSet
 from groupwise.text.task import TextTask
+from groupwise.text.tools import Tool, make_tool
+from groupwise.text.turns import AnswerEncoder
 from groupwise.training.evaluation import shown
 from groupwise.training.parts import Evaluator, Given
 
@@ -128,6 +131,8 @@ class TextEvaluator(Evaluator):
         rewards: RewardSet,
         generator: Generator,
         *,
+        dialogue: Dialogue | None = None,
+        context: int | None = None,
         seed: int,
     ) -> None:
         self._cfg = cfg
@@ -135,6 +140,8 @@ class TextEvaluator(Evaluator):
         self._encoder = encoder
         self._rewards = rewards
         self._generator = generator
+        self._dialogue = dialogue
+        self._context = context
         self._seed = seed
 
     @classmethod
@@ -157,7 +164,16 @@ class TextEvaluator(Evaluator):
             raise ConfigError("no prompts are held out; mend: task.eval_data")
         encoder = PromptEncoder(policy.tokenizer, cfg.task)
         prompts = encoder.select(held_out, room(policy, cfg))
-        return cls(cfg, prompts, encoder, task.rewards(), generator_of(cfg, policy), seed=seed)
+        return cls(
+            cfg,
+            prompts,
+            encoder,
+            task.rewards(),
+            generator_of(cfg, policy),
+            dialogue=dialogue_of(task.tool(), encoder, policy, cfg),
+            context=policy.context_length,
+            seed=seed,
+        )
 
     def __call__(self) -> TextEvaluation:
         """Complete and score the prompts.
@@ -166,22 +182,12 @@ class TextEvaluator(Evaluator):
             RewardError: a reward function failed.
             DataError: no completion could be scored.
         """
-        evaluation = self._cfg.evaluation
         rewards: list[tuple[float, ...]] = []
         lengths: list[int] = []
         for first in range(0, len(self._prompts), _PROMPTS_AT_ONCE):
-            prompts = self._prompts[first : first + _PROMPTS_AT_ONCE]
-            numbers = range(first, first + len(prompts))
-            seeds = [[derive_seed(self._seed, "eval", n, i) for i in range(evaluation.attempts)] for n in numbers]
-            groups = self._generator.generate(
-                [prompt.tokens for prompt in prompts],
-                torch.tensor(seeds),
-                evaluation.sampling or self._cfg.sampling,
-                evaluation.deterministic,
-            )
-            written = [completion.tokens for group in groups for completion in group]
-            lengths += map(len, written)
-            rewards += self._score([prompt.example for prompt in prompts], written)
+            attempts = self._attempts(first, self._prompts[first : first + _PROMPTS_AT_ONCE])
+            lengths += [attempt.written for attempt in attempts]
+            rewards += self._score(attempts)
         scored = tuple(group for group in rewards if group)
         if not scored:
             raise DataError("no completion of the held-out prompts could be scored; mend: the rewards, or eval_data")
@@ -194,33 +200,56 @@ class TextEvaluator(Evaluator):
         """End what the reward functions run in."""
         self._rewards.close()
 
-    def _score(self, examples: Sequence[Example], written: Sequence[list[int]]) -> list[tuple[float, ...]]:
+    def _attempts(self, first: int, prompts: Sequence[EncodedPrompt]) -> list[Attempt]:
+        """What is written behind prompts, whose numbers begin at ``first``."""
+        evaluation = self._cfg.evaluation
+        attempts = [
+            Attempt(prompt, number, derive_seed(self._seed, "eval", number, member), evaluation.deterministic)
+            for number, prompt in enumerate(prompts, start=first)
+            for member in range(evaluation.attempts)
+        ]
+        sampling = evaluation.sampling or self._cfg.sampling
+        write(attempts, self._generator, sampling, dialogue=self._dialogue, context=self._context)
+        return attempts
+
+    def _score(self, attempts: Sequence[Attempt]) -> list[tuple[float, ...]]:
         """Rewards of each prompt's attempts."""
         size = self._cfg.evaluation.attempts
-        each = [example for example in examples for _ in range(size)]
-        names = dict.fromkeys(name for example in each for name in example.columns)
-        columns = {name: [example.columns.get(name) for example in each] for name in names}
-        texts = [self._encoder.decode(tokens) for tokens in written]
-        said = self._rewards.score([example.prompt for example in each], texts, written, columns).reward
+        said = [member.reward for member in score(attempts, self._rewards, self._encoder)]
         groups = [said[i : i + size] for i in range(0, len(said), size)]
         return [tuple(reward for reward in group if reward is not None) for group in groups]
 
 
 def write_texts(
-    cfg: TextRunCfg, policy: Policy, prompt: str, count: int, *, deterministic: bool, seed: int
+    cfg: TextRunCfg,
+    policy: Policy,
+    prompt: str,
+    count: int,
+    *,
+    deterministic: bool,
+    seed: int,
+    tool: Callable[[str], str | None] | None = None,
 ) -> list[str]:
-    """Completions of one prompt."""
+    """Completions of one prompt.
+
+    Args:
+        tool: the one that the run was given as a Python object, if it was.
+
+    Raises:
+        ConfigError: it was, and it is missing.
+    """
     assert isinstance(policy, CausalLM)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
     (chosen,) = encoder.select([Example(prompt, {})], room(policy, cfg))
-    seeds = torch.tensor([[derive_seed(seed, "sample", i) for i in range(count)]])
-    (completions,) = generator_of(cfg, policy).generate([chosen.tokens], seeds, cfg.sampling, deterministic)
-    return [encoder.decode(completion.tokens) for completion in completions]
+    attempts = [Attempt(chosen, 0, derive_seed(seed, "sample", i), deterministic) for i in range(count)]
+    dialogue = dialogue_of(make_tool(cfg.task, tool), encoder, policy, cfg)
+    write(attempts, generator_of(cfg, policy), cfg.sampling, dialogue=dialogue, context=policy.context_length)
+    return [text_of(attempt, encoder) for attempt in attempts]
 
 
 def task_of(cfg: TextRunCfg, given: Given) -> TextTask:
     """The task that the settings describe."""
-    return TextTask.from_cfg(cfg.task, data=given.data, eval_data=given.eval_data, reward=given.reward)
+    return TextTask.from_cfg(cfg.task, data=given.data, eval_data=given.eval_data, reward=given.reward, tool=given.tool)
 
 
 def generator_of(cfg: TextRunCfg, policy: CausalLM) -> Generator:
@@ -228,6 +257,13 @@ def generator_of(cfg: TextRunCfg, policy: CausalLM) -> Generator:
     kinds: dict[str, Any] = {"native": NativeGenerator, "transformers": TransformersGenerator}
     made: Generator = kinds[cfg.generator](policy)
     return made
+
+
+def dialogue_of(tool: Tool | None, encoder: PromptEncoder, policy: CausalLM, cfg: TextRunCfg) -> Dialogue | None:
+    """Who answers the model; None if it has no tool."""
+    if tool is None:
+        return None
+    return ToolDialogue(tool, encoder, AnswerEncoder(policy.tokenizer, cfg.task, encoder), cfg.task.max_turns)
 
 
 def room(policy: CausalLM, cfg: TextRunCfg) -> int | None:

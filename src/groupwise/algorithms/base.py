@@ -115,6 +115,7 @@ class BaseAlgorithm(ABC):
             self.cfg.objective,
             batch,
             advantage,
+            data["loss_mask"],
             num_episodes,
             lambda: self.score(self.policy, data) if start is None else start,
             seed=derive_seed(self.seed, "objective", self.iteration),

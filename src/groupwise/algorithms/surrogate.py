@@ -61,6 +61,7 @@ def objective_data(
     cfg: ObjectiveCfg,
     batch: TensorDict,
     advantage: Float[Tensor, "row step"],
+    mask: Bool[Tensor, "row step"],
     num_episodes: int,
     score: Callable[[], Evaluation],
     *,
@@ -71,6 +72,7 @@ def objective_data(
     """What the objective reads of each step besides the advantage, ``[N, T]``.
 
     Args:
+        mask: steps that are trained on.
         score: what the policy says of every step at the update's start; called only if something needs it.
         seed: of this update's random choices, the same on every rank.
         single_pass: the update is one optimiser step. What the policy says in it is then what it said at the start, and a
@@ -91,13 +93,12 @@ def objective_data(
     if cfg.ratio == "turn":
         data["turn"] = _turns(batch)
     factors = []
-    mask = batch["loss_mask"]
     if cfg.correction.weight != "none":
-        factors.append(_correction(cfg, old, batch, num_episodes))
+        factors.append(_correction(cfg, old, batch, mask, num_episodes))
     if cfg.top_entropy < 1 and scores:
         factors.append(selection.highest(scores.entropy, cfg.top_entropy, mask, all_sum).to(old))
     if cfg.trust_region in ("clip_cov", "kl_cov"):
-        held = _held_back(cfg, old, advantage, batch, seed, all_sum)
+        held = _held_back(cfg, old, advantage, mask, batch, seed, all_sum)
         if cfg.trust_region == "clip_cov":
             factors.append((~held).to(old))
         else:
@@ -211,14 +212,14 @@ def _dppo_loss(cfg: ObjectiveCfg, ratio: Tensor, log_prob: Tensor, batch: Batch)
     return loss
 
 
-def _correction(cfg: ObjectiveCfg, old_log_prob: Tensor, batch: TensorDict, num_episodes: int) -> Tensor:
+def _correction(cfg: ObjectiveCfg, old_log_prob: Tensor, batch: TensorDict, mask: Tensor, num_episodes: int) -> Tensor:
     """Factor of each element's policy loss for a sampler that is not the trainer."""
     level, _, form = cfg.correction.weight.partition("_")
     sampled = batch["sample_log_prob"]
     if level == "token":
         weight = correction.token_weight(old_log_prob, sampled)
     else:
-        where = batch["loss_mask"], batch["episode_id"], num_episodes
+        where = mask, batch["episode_id"], num_episodes
         weight = correction.sequence_weight(old_log_prob, sampled, *where)
     if form == "truncate":
         return correction.truncated(weight, cfg.correction.high)
@@ -226,10 +227,16 @@ def _correction(cfg: ObjectiveCfg, old_log_prob: Tensor, batch: TensorDict, num_
 
 
 def _held_back(
-    cfg: ObjectiveCfg, old_log_prob: Tensor, advantage: Tensor, batch: TensorDict, seed: int, all_sum: AllSum
+    cfg: ObjectiveCfg,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    batch: TensorDict,
+    seed: int,
+    all_sum: AllSum,
 ) -> Bool[Tensor, "row step"]:
     """Steps whose advantage and log-probability go together too well, by ``cfg.covariance``."""
-    numbers, mask = cfg.covariance, batch["loss_mask"]
+    numbers = cfg.covariance
     together = selection.covariance(old_log_prob, advantage, mask, all_sum)
     if cfg.trust_region == "kl_cov":
         return selection.top_fraction(together, numbers.fraction, mask, all_sum)

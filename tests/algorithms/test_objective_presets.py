@@ -60,7 +60,7 @@ def test_kl_losses_of_verl(name, value, gradient):
 )
 def test_importance_weights_are_truncated(name, expected):
     start = Evaluation(torch.zeros(2, 3), torch.zeros(2, 3))
-    data = objective_data(objective(name), batch(), torch.ones(2, 3), 2, lambda: start, seed=0)
+    data = objective_data(objective(name), batch(), torch.ones(2, 3), batch()["loss_mask"], 2, lambda: start, seed=0)
     close(data["policy_factor"][MASK], expected)
 
 
@@ -68,7 +68,7 @@ def test_one_ratio_for_each_turn():
     # turns of two steps: e^-.05 twice, e^.3; e^.75 twice
     turns = batch(turn_id=torch.tensor([[0, 0, 1], [0, 0, 0]]))
     cfg = objective("agilerl_turn_ratio")
-    data = objective_data(cfg, turns, torch.ones(2, 3), 2, lambda: None, seed=0)
+    data = objective_data(cfg, turns, torch.ones(2, 3), turns["loss_mask"], 2, lambda: None, seed=0)
     at = {"loss_mask": MASK, "episode_id": turns["episode_id"], **data}
     ratio = policy_ratio(cfg, torch.zeros(2, 3), at, Counts(2, int(data["turn"].max()) + 1))
     close(ratio[MASK], [0.951229, 0.951229, 1.349859, 2.117000, 2.117000])

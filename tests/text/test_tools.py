@@ -1,0 +1,238 @@
+"""The calculator, by hand and on nonsense; how tools are named, made and asked."""
+
+import operator
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.errors import ConfigError, ToolError, UnknownNameError
+from groupwise.text import tools
+from groupwise.text.configs import GIVEN, TextTaskCfg
+from groupwise.text.task import TextTask
+from groupwise.text.tools import Calculator, Tool, ask, calculate, make_tool, register_tool
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("12*(3+4)", "84"),
+        (" 1 + 2 ", "3"),
+        ("0.1+0.2", "0.3"),
+        ("1/4", "0.25"),
+        ("2/3", "0.666666666667"),
+        ("1/3*3", "1"),
+        ("10/5", "2"),
+        ("7//2", "3"),
+        ("-7//2", "-4"),
+        ("-7%3", "2"),
+        ("7.5%2", "1.5"),
+        ("2**10", "1024"),
+        ("-2**2", "-4"),
+        ("2**3**2", "512"),
+        ("2**-2", "0.25"),
+        ("2**0.5", "1.41421356237"),
+        ("+3", "3"),
+        ("123456789123456789*10", "1234567891234567890"),
+        ("1**99999999999999999999", "1"),
+    ],
+)
+def test_values(expression, value):
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("1/0", "division by zero"),
+        ("1%0", "division by zero"),
+        ("0**-1", "division by zero"),
+        ("9**9**9", "too large"),
+        ("2**513", "too large"),
+        ("3**500", "too large"),
+        ("9" * 160, "too large"),
+        ("9.5**9999.5", "too large"),
+        ("(0-8)**(1/3)", "a fractional power of a negative number"),
+        ("(0-8)**0.5", "a fractional power of a negative number"),
+        ("1+", "this is no arithmetic expression"),
+        ("", "expected numbers, parentheses and + - * / // % **"),
+        (" ", "this is no arithmetic expression"),
+        ("()", "this is no arithmetic expression"),
+        ("2(3)", "this is no arithmetic expression"),
+        ("...", "this is no arithmetic expression"),
+        ("007", "this is no arithmetic expression"),
+        ("1 2", "this is no arithmetic expression"),
+        ("1+(2", "this is no arithmetic expression"),
+        ("*(1)", "this is no arithmetic expression"),
+        ("1,2", "expected numbers, parentheses and + - * / // % **"),
+        ("__import__('os').system('true')", "expected numbers, parentheses and + - * / // % **"),
+        ("True", "expected numbers, parentheses and + - * / // % **"),
+        ("1\n+1", "expected numbers, parentheses and + - * / // % **"),
+        ("1e9", "expected numbers, parentheses and + - * / // % **"),
+        ("٣+1", "expected numbers, parentheses and + - * / // % **"),
+    ],
+)
+def test_what_has_no_value_says_why(expression, reason):
+    assert calculate(expression) == f"error: {reason}"
+
+
+def test_the_largest_numbers_are_those_of_512_bits():
+    assert calculate("2**511+(2**511-1)") == str(2**512 - 1)
+    assert calculate("2**512") == "error: too large"
+    assert calculate("2**511*2") == "error: too large"
+    assert calculate("2**-512") == "error: too large"
+
+
+def _combined(left, right):
+    signs = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+    return st.sampled_from(sorted(signs)).map(
+        lambda sign: (f"({left[0]}{sign}{right[0]})", signs[sign](left[1], right[1]))
+    )
+
+
+EXPRESSIONS = st.recursive(
+    st.integers(0, 99).map(lambda n: (str(n), n)),
+    lambda inner: st.tuples(inner, inner).flatmap(lambda pair: _combined(*pair)),
+    max_leaves=12,
+)
+
+
+@given(EXPRESSIONS)
+def test_sums_and_products_are_exact(made):
+    text, value = made
+    assert calculate(text) == str(value)
+
+
+@given(st.integers(-999, 999), st.integers(1, 999))
+def test_a_quotient_is_right_to_twelve_digits(top, bottom):
+    assert abs(Fraction(calculate(f"{top}/{bottom}")) - Fraction(top, bottom)) <= abs(Fraction(top, bottom)) / 10**11
+
+
+@given(st.text("0123456789+-*/%(). ", max_size=200))
+def test_nonsense_is_answered(text):
+    answer = calculate(text)
+    assert answer.startswith("error: ") or Fraction(answer) is not None
+
+
+@pytest.mark.parametrize("text", ["(" * 200, "-" * 199 + "1", "(" * 90 + "1" + ")" * 90, "2**" * 66 + "2"])
+def test_deep_nesting_is_answered(text):
+    assert calculate(text) in ("1", "-1") or calculate(text).startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("So <calc>12*(3+4)</calc>", "84"),
+        ("<calc> 1+1 </calc>\n", "2"),
+        ("<calc>1</calc> and <calc>2</calc>", "2"),
+        ("<calc>1+<calc>2</calc>", "2"),
+        ("<calc></calc>", "error: expected numbers, parentheses and + - * / // % **"),
+        ("<calc>" + "1+" * 100 + "1</calc>", "error: more than 200 characters"),
+        ("<calc>1+1", None),
+        ("1+1</calc>", None),
+        ("12", None),
+    ],
+)
+def test_calls(text, answer):
+    assert Calculator()(text) == answer
+
+
+def test_a_call_ends_the_turn_and_its_tag_may_be_another():
+    assert Calculator().stop == ("</calc>",)
+    other = Calculator(tag="c.", max_characters=3)
+    assert other.stop == ("</c.>",)
+    assert (other("<c.>1+1</c.>"), other("<cx>1+1</cx>")) == ("2", None)
+    assert other("<c.>11+1</c.>") == "error: more than 3 characters"
+
+
+def test_a_tool_is_made_from_settings_or_given():
+    assert make_tool(TextTaskCfg()) is None
+    assert make_tool(TextTaskCfg(tool="calculator", tool_kwargs={"tag": "x"})).stop == ("</x>",)
+    calculator = Calculator()
+    assert make_tool(TextTaskCfg(tool=GIVEN), calculator) is calculator
+    function = make_tool(TextTaskCfg(tool=GIVEN), str.upper)
+    assert (function.stop, function("a")) == ((), "A")
+
+
+def test_registered_tools_take_their_settings(monkeypatch):
+    monkeypatch.setattr(tools, "TOOLS", dict(tools.TOOLS))
+
+    @register_tool("repeated")
+    def repeated(text, times=1):
+        return text * times
+
+    assert make_tool(TextTaskCfg(tool="repeated", tool_kwargs={"times": 2}))("ab") == "abab"
+    with pytest.raises(ConfigError, match="tool 'repeated' is registered already; mend: choose another name"):
+        register_tool("repeated")(repeated)
+    for wrong in ("time", "text"):
+        with pytest.raises(ConfigError, match=f"tool 'repeated' has no setting '{wrong}'"):
+            make_tool(TextTaskCfg(tool="repeated", tool_kwargs={wrong: 2}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"tool": "calculater"}, UnknownNameError, r"unknown tool 'calculater': did you mean 'calculator'\?"),
+        (
+            {"tool": "calculator", "tool_kwargs": {"tags": "x"}},
+            ConfigError,
+            r"tool 'calculator' has no setting 'tags'; did you mean 'tag'\?; mend: tool_kwargs",
+        ),
+        ({"tool": GIVEN}, ConfigError, r"the tool was given in Python; mend: give it again as tool=\.\.\."),
+    ],
+)
+def test_tools_that_cannot_be_made(settings, error, message):
+    with pytest.raises(error, match=message):
+        make_tool(TextTaskCfg(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_turns": 3}, "max_turns=3 does nothing without a tool; mend: tool='calculator'"),
+        ({"tool_kwargs": {"tag": "x"}}, "tool_kwargs=.* does nothing without a tool"),
+        ({"tool_answer": "[{}]"}, "tool_answer=.* does nothing without a tool"),
+        ({"tool": "calculator", "tool_answer": "[]"}, r"tool_answer='\[\]': expected \{\} once"),
+        ({"tool": "calculator", "tool_answer": "{}{}"}, "expected {} once"),
+        ({"tool": Calculator(), "tool_kwargs": {"tag": "x"}}, "tool_kwargs=.* are of a registered tool"),
+        ({"tool": "calculator", "max_turns": 0}, "max_turns = 0"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        TextTask(["1"], reward="exact", **settings)
+
+
+def test_a_task_records_its_tool_and_is_made_again_with_it():
+    named = TextTask(["1"], reward="exact", tool="calculator", max_turns=3)
+    assert (named.cfg.tool, named.cfg.max_turns, named.given_tool) == ("calculator", 3, None)
+    assert isinstance(TextTask.from_cfg(named.cfg, data=["1"]).tool(), Calculator)
+    tool = Calculator()
+    task = TextTask(["1"], reward="exact", tool=tool)
+    assert task.cfg.tool == GIVEN
+    assert TextTask.from_cfg(task.cfg, data=["1"], tool=tool).tool() is tool
+    with pytest.raises(ConfigError, match="the tool was given in Python"):
+        TextTask.from_cfg(task.cfg, data=["1"]).tool()
+    assert TextTask(["1"], reward="exact").tool() is None
+
+
+class Failing(Tool):
+    def __init__(self, result):
+        self.result = result
+
+    def __call__(self, text):
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+def test_a_tool_that_fails_is_told_with_what_it_was_given():
+    with pytest.raises(ToolError, match=r"the tool raised KeyError: 'x'\s+it was given: 'abc'\s+mend: the tool"):
+        ask(Failing(KeyError("x")), "abc")
+    with pytest.raises(
+        ToolError, match=r"the tool returned 3; expected a text, or None for no call; mend: str\(\.\.\.\)"
+    ):
+        ask(Failing(3), "abc")
+    assert ask(Failing(None), "abc") is None
+    assert ask(Failing("3"), "abc") == "3"

@@ -1,0 +1,96 @@
+"""What stands between two turns: messages of chat templates of several kinds, plain texts; turns as messages."""
+
+import pytest
+from tiny_tokenizers import END, tiny_tokenizer
+
+from groupwise.errors import ConfigError
+from groupwise.text.configs import TextTaskCfg
+from groupwise.text.prompts import PromptEncoder
+from groupwise.text.turns import AnswerEncoder, as_messages
+
+BODY = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+LOOP = "{% for m in messages %}"
+REFUSES = (
+    LOOP + "{% if m['role'] not in ['user', 'assistant'] %}{{ raise_exception('no such role') }}{% endif %}" + BODY
+)
+IGNORES = LOOP + "{% if m['role'] in ['user', 'assistant'] %}" + BODY + "{% endif %}"
+ALL_BUT_LAST = LOOP + (
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}" + BODY
+)  # what the assistant wrote last looks otherwise than once it is answered
+
+
+def answers(template=None, **settings):
+    tokenizer = tiny_tokenizer(chat=template is not None)
+    if template not in (None, "ChatML"):
+        tokenizer.chat_template = template + "{% endfor %}" + PROMPT
+    cfg = TextTaskCfg(tool="calculator", **settings)
+    return tokenizer, AnswerEncoder(tokenizer, cfg, PromptEncoder(tokenizer, cfg))
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [("ChatML", "tool"), (REFUSES, "user"), (IGNORES, "user"), (ALL_BUT_LAST, "tool")],
+    ids=["tool", "refuses", "ignores", "thinks"],
+)
+def test_an_answer_is_a_message_and_the_model_writes_the_next(template, role):
+    tokenizer, encoder = answers(template)
+    behind = f"<|im_end|>\n<|im_start|>{role}\n1 user<|im_end|>\n<|im_start|>assistant\n"
+    expected = tokenizer(behind)["input_ids"]
+    assert expected[0] == END
+    assert encoder.encode("1 user") == expected
+    # the model's own end of turn is not repeated
+    assert encoder.encode("1 user", end=END) == expected[1:]
+    # another one, which the template does not have, changes nothing
+    assert encoder.encode("1 user", end=2) == expected
+
+
+def test_an_end_that_stands_behind_the_answer_alone_takes_nothing_away():
+    template = LOOP + (
+        "{% if m['role'] == 'assistant' %}{{ m['content'] + '<s>' }}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
+    )
+    tokenizer, encoder = answers(template)
+    expected = tokenizer("<s>84<|im_end|><|im_start|>assistant\n")["input_ids"]
+    assert encoder.encode("84", end=END) == expected
+    assert encoder.encode("84", end=2) == expected[1:]
+
+
+def test_white_space_before_the_end_goes_with_it():
+    tokenizer, encoder = answers(LOOP + "{{ m['content'] + '\n<|im_end|>' }}")
+    assert encoder.encode("84", end=END) == tokenizer("84\n<|im_end|><|im_start|>assistant\n")["input_ids"]
+
+
+def test_the_template_gets_its_settings():
+    template = LOOP + "{{ m['content'] + '<|im_end|>' + ('' if plain else '?') }}"
+    tokenizer, encoder = answers(template, chat_template_kwargs={"plain": True})
+    assert encoder.encode("84") == tokenizer("<|im_end|>84<|im_end|><|im_start|>assistant\n")["input_ids"]
+
+
+def test_an_answer_that_imitates_the_placeholder_is_an_answer():
+    tokenizer, encoder = answers("ChatML")
+    assert "\nWRITTEN<|im_end|>" in tokenizer.decode(encoder.encode("WRITTEN"))
+
+
+@pytest.mark.parametrize("template", [None, "ChatML"])
+def test_plain_texts_have_the_answer_in_them(template):
+    settings = {} if template is None else {"chat": "never"}
+    tokenizer, encoder = answers(template, **settings)
+    assert encoder.encode("84", end=END) == tokenizer("<result>84</result>")["input_ids"]
+    _, encoder = answers(template, tool_answer=" = {}.", **settings)
+    assert encoder.encode("84") == tokenizer(" = 84.")["input_ids"]
+
+
+def test_a_template_without_a_place_for_answers_is_refused():
+    first = LOOP + "{% if loop.first %}" + BODY + "{% elif m['role'] == 'assistant' %}" + BODY + "{% endif %}"
+    with pytest.raises(
+        ConfigError, match=r"has no message of role 'tool' or 'user' behind the assistant's.*mend: another"
+    ):
+        answers(first)
+
+
+def test_turns_as_messages():
+    assert as_messages(["a", "b"], ["1"]) == [
+        {"role": "assistant", "content": "a"},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "b"},
+    ]

@@ -9,6 +9,7 @@ import groupwise as gw
 from groupwise.algorithms.configs import GRPOCfg
 from groupwise.algorithms.grpo import GRPO
 from groupwise.policies.causal_lm import CausalLM
+from groupwise.policies.configs import SamplingCfg
 from groupwise.training.memory import naming, rehearse
 
 
@@ -32,13 +33,27 @@ def test_the_largest_micro_batch_is_tried_and_nothing_changes(micro_batch_size, 
     before, seen = [p.clone() for p in policy.parameters()], []
     evaluate = policy.evaluate
     monkeypatch.setattr(policy, "evaluate", lambda batch: seen.append(batch["valid"]) or evaluate(batch))
-    rehearse(algorithm, longest_prompt=3, max_new_tokens=10, num_rows=12)
+    rehearse(algorithm, longest_prompt=3, sampling=SamplingCfg(max_new_tokens=10), num_rows=12)
     # 3 + 10 tokens make 12 transitions, of which the model writes 10 and 2 are read before: 12 a row
     assert [len(valid) for valid in seen] == [rows]
     assert seen[0].shape[1] == 12
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     assert not algorithm.optimizer.state
     assert all(p.grad is None or not p.grad.any() for p in policy.parameters())
+
+
+@pytest.mark.parametrize(
+    ("sampling", "turns", "context", "width"),
+    [({"top_k": 3}, None, None, 12), ({"min_new_tokens": 2}, None, None, 12), ({}, 2, None, 22), ({}, 2, 20, 19)],
+)
+def test_a_rehearsal_has_what_the_rollouts_will_have(sampling, turns, context, width, monkeypatch):
+    cfg = SamplingCfg(max_new_tokens=10, **sampling)
+    policy, seen = CausalLM(tiny_model(), cfg), []
+    algorithm = GRPO(GRPOCfg(group_size=4), policy)
+    evaluate = policy.evaluate
+    monkeypatch.setattr(policy, "evaluate", lambda batch: seen.append(batch["valid"]) or evaluate(batch))
+    rehearse(algorithm, longest_prompt=3, sampling=cfg, num_rows=2, num_turns=turns, context=context)
+    assert [valid.shape[1] for valid in seen] == [width]
 
 
 def test_a_run_that_does_not_fit_ends_before_it_begins(tmp_path, monkeypatch):

@@ -114,9 +114,10 @@ def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts
     rehearse(
         algorithm,
         longest_prompt=max(len(prompt.tokens) for prompt in prompts),
-        max_new_tokens=cfg.sampling.max_new_tokens,
+        sampling=cfg.sampling,
         num_rows=cfg.num_prompts * _terms(cfg).group_size,
         num_turns=None if tool is None else cfg.task.max_turns,
+        context=policy.context_length,
     )
     assert isinstance(policy.action_spec, TensorSpec)
     buffer = TextBuffer(policy.action_spec, value=not policy.actor_only, device=device)

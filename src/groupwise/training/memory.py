@@ -8,6 +8,7 @@ import torch
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.errors import OutOfMemoryError
+from groupwise.policies.configs import SamplingCfg
 
 _ON_CPU = "can't allocate memory"
 """What torch says where the system refuses; Linux mostly grants it and ends the process later."""
@@ -29,20 +30,38 @@ def naming(settings: str) -> Iterator[None]:
 
 
 def rehearse(
-    algorithm: BaseAlgorithm, *, longest_prompt: int, max_new_tokens: int, num_rows: int, num_turns: int | None = None
+    algorithm: BaseAlgorithm,
+    *,
+    longest_prompt: int,
+    sampling: SamplingCfg,
+    num_rows: int,
+    num_turns: int | None = None,
+    context: int | None = None,
 ) -> None:
     """Try the largest micro-batch that training can come to: every completion as long as it may be.
 
     Args:
         num_rows: completions in one rollout.
-        num_turns: of a completion, ``max_new_tokens`` each. None: it has no turns.
+        num_turns: of a completion, each as long as it may be. None: it has no turns.
+        context: tokens that the model has positions for. None: no limit.
 
     Raises:
         OutOfMemoryError: there is not enough.
     """
-    length = max_new_tokens * (num_turns or 1)
-    turn = None if num_turns is None else [place // max_new_tokens for place in range(length)]
-    row = TextRow([0] * longest_prompt, [0] * length, [0.0] * length, 0.0, terminated=False, group=0, turn=turn)
+    length = sampling.max_new_tokens * (num_turns or 1)
+    if context is not None:
+        length = min(length, context - longest_prompt)
+    row = TextRow(
+        [0] * longest_prompt,
+        [0] * length,
+        [0.0] * length,
+        0.0,
+        terminated=False,
+        group=0,
+        turn=None if num_turns is None else [place // sampling.max_new_tokens for place in range(length)],
+        support=None if sampling.top_k is None else [[0] * sampling.top_k] * length,
+        eos_barred=[False] * length if sampling.min_new_tokens else None,
+    )
     size = algorithm.cfg.micro_batch_size
     at_once = num_rows if size is None else min(num_rows, size // length + 1)
     rows = [row._replace(group=number) for number in range(at_once)]

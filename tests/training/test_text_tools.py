@@ -1,0 +1,235 @@
+"""Whole runs of a model that has a tool: trained, resumed, evaluated, sampled."""
+
+import json
+
+import pyarrow.parquet
+import pytest
+import torch
+from safetensors.torch import load_file
+from text_runs import numbers, save_model, share_copied, train
+
+import groupwise as gw
+from groupwise import cli
+from groupwise.report.folder import RunFolder
+from groupwise.text import tools
+
+ENDS = ("5", "6", "7")
+TURNS = {"max_turns": 3, "tool_answer": " {} "}
+
+
+class Count(gw.Tool):
+    """Ends turns at some digits, and answers with how many characters they have."""
+
+    stop = ENDS
+
+    def __call__(self, text):
+        return str(len(text)) if text.endswith(ENDS) else None
+
+
+class Asked(Count):
+    def __init__(self):
+        self.texts = []
+
+    def __call__(self, text):
+        self.texts.append(text)
+        return super().__call__(text)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("lm") / "model")
+
+
+def counting(reward=share_copied, tool=None, rows=None, **settings):
+    rows = rows or numbers()
+    settings = TURNS | settings
+    return gw.TextTask(rows[:40], reward=reward, eval_data=rows[60:64], tool=tool or Count(), **settings)
+
+
+def weights(run):
+    return load_file(run.path / "checkpoints" / "latest" / "policy.safetensors")
+
+
+def timeless(run):
+    ignored = ("time/", "eval/")
+    return [{k: v for k, v in entry.items() if not k.startswith(ignored)} for entry in run.metrics()]
+
+
+@pytest.fixture(scope="module")
+def counted(model, tmp_path_factory):
+    return train(counting(), model, tmp_path_factory.mktemp("runs") / "counted", checkpoint_interval=1)
+
+
+def replayed(text):
+    """Turns of a text: each but the last ends a call, and the right answer stands behind it."""
+    turns = []
+    while True:
+        end = next((i for i, c in enumerate(text) if c in ENDS), len(text) - 1) + 1
+        turns.append(text[:end])
+        if len(turns) == TURNS["max_turns"] or not text[:end].endswith(ENDS):
+            assert len(text) == end
+            return turns
+        answer = f" {end} "
+        assert text[end:].startswith(answer)
+        text = text[end:].removeprefix(answer)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"top_k": 3}, {"min_new_tokens": 2}, {"temperature": 0.7}], ids=lambda s: next(iter(s), "plain")
+)
+def test_sampler_and_trainer_agree_over_turns(sampling, model, tmp_path):
+    settings = {"sampling": {"max_new_tokens": 4} | sampling, "total_steps": 60}
+    run = train(counting(), model, tmp_path / "run", **settings)
+    for entry in run.metrics():
+        assert entry["agreement/kl"] < 1e-8
+        assert 1 < entry["rollout/turns_mean"] < 3
+    assert run.metrics()[-1]["train/grad_norm"] > 0
+
+
+def test_groups_to_look_at_hold_the_answers(counted):
+    table = pyarrow.parquet.read_table(sorted((counted.path / "groups").iterdir())[-1]).to_pylist()
+    assert {row["turns"] for row in table} == {1, 2, 3}
+    assert [len(replayed(row["completion"])) for row in table] == [row["turns"] for row in table]
+    # tokens that were written, not those that were answered
+    assert all(row["tokens"] <= 4 * row["turns"] for row in table)
+
+
+def test_where_calls_end_is_recorded_with_the_settings(counted, model, tmp_path):
+    assert counted.cfg.sampling.stop == ENDS
+    recorded = json.loads((counted.path / "config.json").read_text())
+    assert recorded["sampling"]["stop"] == [*ENDS]
+    assert (recorded["task"]["tool"], recorded["task"]["max_turns"]) == ("<given in Python>", 3)
+    besides = {"sampling": {"max_new_tokens": 4, "stop": ["6", "9"]}, "evaluation": {"sampling": {"stop": ["1"]}}}
+    run = train(counting(), model, tmp_path / "run", **besides | {"total_steps": 1})
+    assert run.cfg.sampling.stop == ("6", "9", "5", "7")
+    assert run.cfg.evaluation.sampling.stop == ("1", *ENDS)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model, tmp_path):
+    cfg = gw.GRPOCfg(group_size=4, learning_rate=1e-3, kl_coef=0.1)
+    whole = train(counting(), model, tmp_path / "whole", cfg, total_steps=250, checkpoint_interval=1)
+    part = train(counting(), model, tmp_path / "part", cfg, total_steps=90, checkpoint_interval=1)
+    assert part.summary["iterations"] < whole.summary["iterations"]
+    task = counting()
+    given = {"data": task.data, "eval_data": task.eval_data, "reward": share_copied}
+    with pytest.raises(gw.ConfigError, match=r"was given tool in Python; mend: give the same again, as tool=\.\.\."):
+        gw.resume(part.path, 250, **given)
+    again = gw.resume(part.path, 250, **given, tool=Count())
+    ours, theirs = weights(again), weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert timeless(again) == timeless(whole)
+
+
+@pytest.mark.parametrize("preset", ["agilerl_turn", "agilerl_turn_ratio", "remax", "dr_grpo"])
+def test_turns_are_open_to_ratios_and_credit(preset, model, tmp_path):
+    run = train(counting(), model, tmp_path / "run", gw.GRPOCfg(group_size=4, learning_rate=1e-3), preset=preset)
+    assert all(entry["agreement/kl"] < 1e-8 for entry in run.metrics())
+    assert max(entry["train/grad_norm"] for entry in run.metrics()) > 0
+    if preset == "dr_grpo":  # the longest completion is three turns of four tokens
+        assert run.cfg.algorithm.objective.max_length == 12
+
+
+@pytest.mark.parametrize(
+    ("preset", "message"),
+    [
+        (
+            "agilerl_turn",
+            r"credit\.returns='turn' needs turns, and without a tool a completion is one; mend: task\.tool",
+        ),
+        ("agilerl_turn_ratio", r"objective\.ratio='turn' needs turns, and without a tool .*mend: task\.tool"),
+    ],
+)
+def test_without_a_tool_turns_are_refused(preset, message, model, tmp_path):
+    with pytest.raises(gw.ConfigError, match=message):
+        train(gw.TextTask(numbers(), reward=share_copied), model, tmp_path / "run", "grpo", preset=preset)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ppo_and_the_other_generator_have_turns_too(model, tmp_path):
+    run = train(counting(), model, tmp_path / "run", gw.PPOCfg(), num_prompts=8, generator="transformers")
+    assert all(entry["agreement/kl"] < 1e-8 and entry["rollout/turns_mean"] > 1 for entry in run.metrics())
+
+
+def test_evaluation_plays_the_same_turns(counted):
+    seen = {}
+
+    def copied(prompts, completions, **columns):
+        seen.update(zip(prompts, completions, strict=True))
+        return share_copied(prompts, completions)
+
+    task, tool = counting(), Asked()
+    given = {"data": task.data, "eval_data": task.eval_data, "reward": copied, "tool": tool}
+    found = gw.evaluate(counted.path, **given)
+    assert len(seen) == 4
+    turns = {prompt: replayed(text) for prompt, text in seen.items()}
+    # a text that was cut is not asked about, nor is the third turn
+    calls = [turn for parts in turns.values() for turn in parts[:2] if turn.endswith(ENDS)]
+    assert sorted(text for text in tool.texts if text.endswith(ENDS)) == sorted(calls)
+    assert calls
+    assert found.rewards == tuple((reward,) for reward in share_copied(seen, seen.values()))
+    for length, parts in zip(found.lengths, turns.values(), strict=True):
+        assert sum(map(len, parts)) <= length <= 4 * len(parts)
+    # a sample of the same prompt is the same text
+    prompt, text = next(iter(seen.items()))
+    assert gw.sample(counted, prompt, deterministic=True) == [text]
+    assert gw.sample(counted.path, prompt, deterministic=True, tool=Count()) == [text]
+    with pytest.raises(gw.ConfigError, match="the tool was given in Python; mend: give it again as tool="):
+        gw.sample(counted.path, prompt)
+
+
+def test_of_messages_rewards_get_messages(tmp_path):
+    model = save_model(tmp_path / "model", chat=True, positions=200)
+    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in numbers()]
+    roles = set()
+
+    def first_digit(completions, **columns):
+        for messages in completions:
+            roles.add(tuple(message["role"] for message in messages))
+            assert all(
+                tool["content"] == str(len(said["content"]))
+                for said, tool in zip(messages[::2], messages[1::2], strict=False)
+            )
+        return [float(messages[-1]["content"][:1] == "1") for messages in completions]
+
+    settings = {"tool": Count(), "max_turns": 2}
+    run = train(gw.TextTask(rows[:40], reward=first_digit, eval_data=rows[60:64], **settings), model, tmp_path / "run")
+    assert roles == {("assistant",), ("assistant", "tool", "assistant")}
+    assert all(entry["agreement/kl"] < 1e-8 for entry in run.metrics())
+
+
+def test_a_registered_tool_works_from_the_command_line(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tools, "TOOLS", dict(tools.TOOLS))
+    gw.register_tool("count")(Count)
+    for name, part in {"train": numbers()[:40], "test": numbers()[40:44]}.items():
+        rows = [json.dumps(row | {"answer": row["prompt"]}) for row in part]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    task = {"data": f"{tmp_path}/train.jsonl", "eval_data": f"{tmp_path}/test.jsonl", "rewards": [{"name": "exact"}]}
+    settings = {"task": task | {"tool": "count"} | TURNS, "model": {"path": str(model)}, "num_prompts": 4}
+    settings |= {"sampling": {"max_new_tokens": 4}, "total_steps": 60, "logging": {"progress": "none"}}
+    (tmp_path / "text.json").write_text(json.dumps(settings), encoding="utf-8")
+    run = f"{tmp_path}/run"
+    assert cli.main(["train", f"{tmp_path}/text.json", "--run-dir", run, "--task.max-turns", "2"]) == 0
+    assert RunFolder(tmp_path / "run").read_config()["task"]["max_turns"] == 2
+    assert cli.main(["eval", run]) == 0
+    assert cli.main(["resume", run, "--total-steps", "200"]) == 0
+    assert cli.main(["sample", run, "123", "--count", "2"]) == 0
+    assert cli.main(["train", f"{tmp_path}/text.json", "--run-dir", f"{run}2", "--task.tool", "counter"]) == 2
+    assert "unknown tool 'counter': did you mean 'count'" in capsys.readouterr().err
+
+
+def test_a_tool_that_fails_ends_the_run_and_says_what_it_was_given(model, tmp_path):
+    def broken(text):
+        raise KeyError("unit")
+
+    settings = {"sampling": {"max_new_tokens": 4, "stop": ENDS}, "run_dir": tmp_path / "run", "model": model}
+    with pytest.raises(
+        gw.ToolError, match=r"the tool raised KeyError: 'unit'\s+it was given: '\d*[567]'\s+mend: the tool"
+    ):
+        train(counting(tool=broken), **settings)
+
+
+def test_a_plain_function_is_asked_where_the_sampling_stops(model, tmp_path):
+    settings = {"sampling": {"max_new_tokens": 4, "stop": ENDS}, "total_steps": 60}
+    run = train(counting(tool=Count().__call__), model, tmp_path / "run", **settings)
+    same = train(counting(), model, tmp_path / "same", total_steps=60)
+    assert timeless(run) == timeless(same)

@@ -20,6 +20,7 @@ from groupwise.text.tools import Calculator, Tool, ask, calculate, make_tool, re
         ("12*(3+4)", "84"),
         (" 1 + 2 ", "3"),
         ("0.1+0.2", "0.3"),
+        ("0.1*10-1", "0"),
         ("1/4", "0.25"),
         ("2/3", "0.666666666667"),
         ("1/3*3", "1"),

@@ -2,6 +2,7 @@
 
 import pytest
 from tiny_tokenizers import END, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from groupwise.errors import ConfigError
 from groupwise.text.configs import TextTaskCfg
@@ -78,6 +79,14 @@ def test_plain_texts_have_the_answer_in_them(template):
     assert encoder.encode("84", end=END) == tokenizer("<result>84</result>")["input_ids"]
     _, encoder = answers(template, tool_answer=" = {}.", **settings)
     assert encoder.encode("84") == tokenizer(" = 84.")["input_ids"]
+
+
+def test_a_tokenizer_that_begins_every_text_does_not_begin_the_answer():
+    tokenizer, encoder = answers()
+    expected = encoder.encode("84")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    assert tokenizer("84")["input_ids"][0] == 2
+    assert encoder.encode("84") == expected
 
 
 def test_a_template_without_a_place_for_answers_is_refused():

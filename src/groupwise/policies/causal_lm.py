@@ -25,8 +25,8 @@ from groupwise.policies.prefixes import Prefixes, find_prefixes
 
 _TOLERANCE = 0.02
 """Greatest difference between two ways to the same logits, relative to the largest; bfloat16 rounds to 0.004."""
-_SHARING_TOLERANCE = {"float32": 1e-3, "coarse": 0.1}
-"""Root mean square difference of log-probabilities, in nats, between rows that share a prefix and rows on their own.
+_ROUNDING = {"float32": 1e-3, "coarse": 0.1}
+"""Root mean square difference of log-probabilities, in nats, such as between rows that share a prefix and rows on their own.
 
 Rounding alone makes 1e-5 in float32 and up to 0.03 in bfloat16; keys in the wrong place make 1 in a trained model.
 """
@@ -89,6 +89,7 @@ class CausalLM(Policy):
             recompute_layers(self.network)
         self._forward = torch.compile(_last_hidden, dynamic=True) if compile else _last_hidden
         self._prefixes: Literal["untried", "shared", "apart"] = "untried"
+        self.reads_tokens_by: Literal["untried", "own step", "transformers"] = "untried"
         self._saved = self._names_to_save()
         self.register_state_dict_post_hook(_keep_saved)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_expect_saved)  # type: ignore[no-untyped-call]
@@ -111,6 +112,12 @@ class CausalLM(Policy):
         """Weights of the output embeddings."""
         weight: Tensor = self.network.get_output_embeddings().weight
         return weight
+
+    @property
+    def rounding(self) -> float:
+        """Greatest root mean square difference of log-probabilities, in nats, between two ways to compute the same."""
+        exact = self.autocast is None and all(p.dtype == torch.float32 for p in self.network.parameters())
+        return _ROUNDING["float32" if exact else "coarse"]
 
     @property
     def context_length(self) -> int | None:
@@ -251,20 +258,15 @@ class CausalLM(Policy):
             ways = (shared, self._hidden_apart(tokens, valid, mask))
             one, other = (token_scores(h, self.head, token, temperature=self.sampling.temperature)[0] for h in ways)
             off = float((one - other).square().mean().sqrt())
-            limit = _SHARING_TOLERANCE["float32" if self._is_float32 else "coarse"]
-            if off <= limit:
+            if off <= self.rounding:
                 self._prefixes = "shared"
                 return
-            why = f"its log-probabilities behind a cache differ by {off:.2g} from those without, at most {limit} is rounding"
+            why = f"its log-probabilities behind a cache differ by {off:.2g} from those without, at most {self.rounding} is rounding"
         self._prefixes = "apart"
         name = type(self.network).__name__
         warnings.warn(
             f"{name} reads the prompt that siblings share once for each of them: {why}", SlowPathWarning, stacklevel=5
         )
-
-    @property
-    def _is_float32(self) -> bool:
-        return self.autocast is None and all(p.dtype == torch.float32 for p in self.network.parameters())
 
     def _value(self, hidden: Tensor, mask: Tensor) -> Float[Tensor, "row step"]:
         assert self.value_head is not None

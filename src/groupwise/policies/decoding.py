@@ -1,6 +1,8 @@
 """Writing completions with a language model: each prompt read once, its cache repeated for the group."""
 
+import warnings
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -8,15 +10,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError, DataError, SlowPathWarning
 from groupwise.functional.row_random import hash_pair, mix, unit
 from groupwise.policies.causal_lm import CausalLM
 from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.drawing import draw
 from groupwise.policies.few_queries import FewQueries
+from groupwise.policies.llama_step import ROOM, LlamaStep, Prompts, has_llama_shape
 
-ROOM = 64
-"""Tokens that a cache grows by."""
 _STOPS: tuple[Literal["length", "eos", "stop"], ...] = ("length", "eos", "stop")
 
 
@@ -175,6 +176,27 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not follow tr
         return grown
 
 
+class TransformersStep:
+    """Reads a token of each row, behind those that it has read before, through the model's own modules."""
+
+    def __init__(self, policy: CausalLM, prompts: Prompts) -> None:
+        self._policy, self._cache = policy, prompts.cache
+        self._valid = prompts.valid.repeat_interleave(prompts.group_size, dim=0)
+        layers = self._cache.layers
+        self._cache.batch_repeat_interleave(prompts.group_size)
+        self._cache.layers = [RoomyLayer(c.keys, c.values) if type(c) is DynamicLayer else c for c in layers]
+
+    def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
+        """The last hidden state of each row, its token read."""
+        self._valid = torch.cat([self._valid, self._valid.new_ones(len(token), 1)], dim=1)
+        return self._policy.hidden_states(token[:, None], self._valid, self._cache)[:, -1]
+
+    def keep(self, kept: Bool[Tensor, " row"]) -> None:
+        """Drop the other rows."""
+        self._valid = self._valid[kept]
+        self._cache.batch_select_indices(kept.nonzero()[:, 0])
+
+
 @torch.no_grad()
 def complete(
     policy: CausalLM,
@@ -197,36 +219,63 @@ def complete(
         ConfigError: stop strings without a tokenizer.
     """
     tokens, valid = left_padded(prompts, policy.device)
-    rows = seeds.reshape(-1).to(policy.device)
-    writing = Writing(rows, sampling or policy.sampling, policy.eos_ids, tokenizer, deterministic=deterministic)
+    rows, sampling = seeds.reshape(-1).to(policy.device), sampling or policy.sampling
+    writing = Writing(rows, sampling, policy.eos_ids, tokenizer, deterministic=deterministic)
     with policy.computing(), FewQueries():
-        _decode(policy, tokens, valid, seeds.shape[1], writing)
+        _decode(policy, tokens, valid, seeds.shape[1], writing, sampling.max_new_tokens)
     return writing.groups(seeds.shape[1])
 
 
-def _decode(policy: CausalLM, tokens: Tensor, valid: Tensor, group_size: int, writing: Writing) -> None:
+def _decode(
+    policy: CausalLM, tokens: Tensor, valid: Tensor, group_size: int, writing: Writing, max_new_tokens: int
+) -> None:
     """Write until every row is finished."""
     head = policy.head.float().T  # half precision is converted here, once, and not at each token
     cache: Any = DynamicCache(config=policy.network.config)
-    logits = _logits(policy.hidden_states(tokens, valid, cache), head).repeat_interleave(group_size, dim=0)
-    cache.batch_repeat_interleave(group_size)
-    cache.layers = [RoomyLayer(c.keys, c.values) if type(c) is DynamicLayer else c for c in cache.layers]
-    valid = valid.repeat_interleave(group_size, dim=0)
-    while True:
-        token, goes_on = writing.write(logits)
-        if not len(writing.running):
-            return
+    logits = _logits(policy.hidden_states(tokens, valid, cache)[:, -1], head).repeat_interleave(group_size, dim=0)
+    token, goes_on = writing.write(logits)
+    if not len(writing.running):
+        return
+    step = _step(policy, Prompts(cache, valid, group_size, max_new_tokens), token, head)
+    del cache  # it is the step's
+    while len(writing.running):
         if len(writing.running) < len(token):  # finished rows leave the batch
-            token, valid = token[goes_on], valid[goes_on]
-            cache.batch_select_indices(goes_on.nonzero()[:, 0])
-        valid = torch.cat([valid, valid.new_ones(len(valid), 1)], dim=1)
-        logits = _logits(policy.hidden_states(token[:, None], valid, cache), head)
+            token = token[goes_on]
+            step.keep(goes_on)
+        token, goes_on = writing.write(_logits(step(token), head))
 
 
-def _logits(hidden: Float[Tensor, "row step width"], head: Float[Tensor, "width vocabulary"]) -> Tensor:
-    """Of the tokens after the last ones, in float32."""
+def _step(policy: CausalLM, prompts: Prompts, token: Tensor, head: Tensor) -> LlamaStep | TransformersStep:
+    """What reads tokens one by one: our own step for models that it knows, once it has been seen to agree."""
+    if policy.reads_tokens_by == "transformers" or not has_llama_shape(policy.network, prompts.cache):
+        return TransformersStep(policy, prompts)
+    if policy.reads_tokens_by == "untried":
+        policy.reads_tokens_by = _tried(policy, prompts, token, head)
+        return _step(policy, prompts, token, head)
+    return LlamaStep(policy, prompts)
+
+
+def _tried(policy: CausalLM, prompts: Prompts, token: Tensor, head: Tensor) -> Literal["own step", "transformers"]:
+    """Find out whether our own step gives the same distributions: both ways behind the same prompts."""
+    steps = (LlamaStep(policy, prompts), TransformersStep(policy, prompts._replace(cache=deepcopy(prompts.cache))))
+    own, theirs = (_logits(step(token), head).log_softmax(dim=-1) for step in steps)
+    off = float((own - theirs).square().mean().sqrt())
+    if off <= policy.rounding:
+        return "own step"
+    name = type(policy.network).__name__
+    warnings.warn(
+        f"{name} reads tokens one by one through its modules: log-probabilities of our own step differ by {off:.2g}, "
+        f"at most {policy.rounding} is rounding",
+        SlowPathWarning,
+        stacklevel=6,
+    )
+    return "transformers"
+
+
+def _logits(hidden: Float[Tensor, "row width"], head: Float[Tensor, "width vocabulary"]) -> Tensor:
+    """Of the tokens after these, in float32."""
     with torch.autocast(hidden.device.type, enabled=False):
-        return hidden[:, -1].float() @ head
+        return hidden.float() @ head
 
 
 def left_padded(

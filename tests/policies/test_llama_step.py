@@ -133,6 +133,20 @@ def test_hidden_states_in_bfloat16_differ_by_rounding(name, precision):
     read_in_turn(policy, ours, theirs, rows=6, compare=rounded, count=10)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize(("dtype", "compare"), [(torch.float32, exact), (torch.bfloat16, rounded)])
+def test_weights_that_are_laid_out_anew_are_the_same(monkeypatch, name, dtype, compare):
+    monkeypatch.setattr(llama_step, "PACKED", 0)
+    policy = CausalLM(moved(MODELS[name](), by=0.05).to(dtype))
+    ours, theirs = both(policy)
+    monkeypatch.setattr(llama_step.functional, "linear", None)  # nothing but laid out weights is multiplied with
+    token = torch.arange(6)
+    with torch.no_grad():
+        found = ours(token)
+        monkeypatch.undo()
+        compare(found, theirs(token))
+
+
 def test_prompts_of_one_length_need_no_mask():
     policy = CausalLM(moved(tiny_model()))
     with torch.no_grad():

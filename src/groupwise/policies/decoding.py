@@ -189,7 +189,8 @@ class TransformersStep:
     def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
         """The last hidden state of each row, its token read."""
         self._valid = torch.cat([self._valid, self._valid.new_ones(len(token), 1)], dim=1)
-        return self._policy.hidden_states(token[:, None], self._valid, self._cache)[:, -1]
+        with FewQueries():
+            return self._policy.hidden_states(token[:, None], self._valid, self._cache)[:, -1]
 
     def keep(self, kept: Bool[Tensor, " row"]) -> None:
         """Drop the other rows."""
@@ -221,7 +222,7 @@ def complete(
     tokens, valid = left_padded(prompts, policy.device)
     rows, sampling = seeds.reshape(-1).to(policy.device), sampling or policy.sampling
     writing = Writing(rows, sampling, policy.eos_ids, tokenizer, deterministic=deterministic)
-    with policy.computing(), FewQueries():
+    with policy.computing():
         _decode(policy, tokens, valid, seeds.shape[1], writing, sampling.max_new_tokens)
     return writing.groups(seeds.shape[1])
 
@@ -232,7 +233,9 @@ def _decode(
     """Write until every row is finished."""
     head = policy.head.float().T  # half precision is converted here, once, and not at each token
     cache: Any = DynamicCache(config=policy.network.config)
-    logits = _logits(policy.hidden_states(tokens, valid, cache)[:, -1], head).repeat_interleave(group_size, dim=0)
+    with FewQueries():  # not around everything: it looks at each call of torch
+        hidden = policy.hidden_states(tokens, valid, cache)[:, -1]
+    logits = _logits(hidden, head).repeat_interleave(group_size, dim=0)
     token, goes_on = writing.write(logits)
     if not len(writing.running):
         return

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from groupwise.functional import vocabulary
 from groupwise.functional.vocabulary import token_scores
 
 
@@ -26,32 +27,120 @@ def test_by_hand():
     torch.testing.assert_close(sharper.log_prob, torch.tensor([math.log(0.1), math.log(0.9)]))
 
 
-@settings(deadline=None)
+def leaves_of(trained, hidden, weight):
+    """The two that get a gradient."""
+    leaves = {"both": (hidden, weight), "hidden": (hidden,), "weight": (weight,)}[trained]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    return leaves
+
+
+@settings(deadline=None, max_examples=200)
 @given(
-    count=st.integers(0, 7),
-    vocabulary=st.integers(1, 9),
-    chunk=st.integers(1, 40),
+    count=st.integers(1, 9),
+    ids=st.integers(1, 30),
+    chunk=st.integers(1, 200),
     temperature=st.floats(0.3, 3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    trained=st.sampled_from(["both", "hidden", "weight"]),
+    of=st.sampled_from([(0, 1), (0,), (1,)]),
     seed=st.integers(0, 2**31),
 )
-def test_value_and_gradient_are_those_of_the_whole_softmax(count, vocabulary, chunk, temperature, seed):
+def test_value_and_gradient_are_those_of_the_whole_softmax_in_float64(
+    count, ids, chunk, temperature, dtype, trained, of, seed
+):
     generator = torch.Generator().manual_seed(seed)
+    hidden, weight = ((2 * torch.randn(n, 5, generator=generator)).to(dtype) for n in (count, ids))
+    leaves = leaves_of(trained, hidden, weight)
+    token = torch.randint(ids, (count,), generator=generator)
+    upstream = torch.randn(2, count, generator=generator)
+    ours = token_scores(hidden, weight, token, temperature=temperature, chunk_elements=chunk)
+    theirs = plain(hidden.double(), weight.double(), token, temperature)
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, expected.float(), rtol=1e-5, atol=3e-5)
+    mine, expected = (
+        torch.autograd.grad(sum((upstream[i] * scores[i]).sum() for i in of), leaves) for scores in (ours, theirs)
+    )
+    rounding = 1e-4 if dtype == torch.float32 else 2**-8  # bfloat16 gradients are rounded, once
+    for a, b in zip(mine, expected, strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.double(), b.double(), rtol=rounding, atol=2e-4)
 
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float32)
 
-    hidden, weight = draw(count, 5).requires_grad_(), draw(vocabulary, 5).requires_grad_()
-    token = torch.randint(vocabulary, (count,), generator=generator)
-    upstream = draw(count), draw(count)
-    results = []
-    for scores in (
-        token_scores(hidden, weight, token, temperature=temperature, chunk_elements=chunk),
-        plain(hidden, weight, token, temperature),
-    ):
-        total = sum((a * b).sum() for a, b in zip(scores, upstream, strict=True))
-        results.append((*scores, *torch.autograd.grad(total, (hidden, weight))))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+def test_no_tokens_are_no_scores():
+    hidden, weight = torch.ones(0, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
+    scores = token_scores(hidden, weight, torch.ones(0, dtype=torch.long))
+    gradients = torch.autograd.grad(sum(score.sum() for score in scores), (hidden, weight))
+    assert [tuple(score.shape) for score in scores] == [(0,), (0,)]
+    assert (gradients[0].shape, gradients[1].abs().sum()) == ((0, 3), 0)
+
+
+@pytest.mark.parametrize("trained", ["both", "hidden"])
+def test_huge_logits_lose_nothing_but_their_own_rounding(trained):
+    # 10,000 (1 + k / 4096) = 10,000 + 625 k / 256 are exact in float32; a normaliser beside 10,000 would round to 0.0005
+    hidden, weight = torch.full((3, 1), 1e4), 1 + torch.tensor([[0.0], [1.0], [-3.0], [1.0], [2.0]]) / 4096
+    leaves = leaves_of(trained, hidden, weight)
+    token = torch.tensor([4, 0, 1])
+    ours = token_scores(hidden, weight, token, chunk_elements=4)
+    theirs = plain(hidden.double(), weight.double(), token, 1.0)
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.double(), expected, rtol=1e-6, atol=1e-6)
+    mine, expected = (torch.autograd.grad(scores[0].sum(), leaves) for scores in (ours, theirs))
+    # of hidden: the weights differ by 1e-4 of themselves, so that is how much of the gradient is left
+    for a, b in zip(mine, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_what_has_no_gradient_costs_no_second_pass(monkeypatch):
+    calls = []
+    plain_product = vocabulary._product
+    monkeypatch.setattr(vocabulary, "_product", lambda *args: calls.append(1) or plain_product(*args))
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4)
+    scores = token_scores(hidden, weight, torch.tensor([0, 1, 2]))
+    torch.autograd.grad(scores.log_prob.sum(), hidden, retain_graph=True)
+    assert len(calls) == 1  # the head is frozen, and only log-probabilities have a gradient
+    torch.autograd.grad(scores.entropy.sum(), hidden)
+    assert len(calls) == 2
+
+
+def test_scoring_alone_keeps_nothing():
+    hidden, weight = torch.randn(300, 64, requires_grad=True), torch.randn(6, 64)
+    with torch.no_grad(), Largest() as seen:
+        scores = token_scores(hidden, weight, torch.zeros(300, dtype=torch.long), chunk_elements=60)
+    assert not scores.log_prob.requires_grad
+    assert seen.largest < hidden.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_within_autocast_scores_and_gradients_are_exact(dtype):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(6, 64).to(dtype).requires_grad_(), torch.randn(20, 64).to(dtype).requires_grad_()
+
+    def results():
+        log_prob = token_scores(hidden, weight, torch.arange(6)).log_prob
+        return log_prob, *torch.autograd.grad(log_prob.sum(), (hidden, weight))
+
+    outside = results()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = results()
+    for a, b in zip(inside, outside, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_bfloat16_products_leave_the_setting_of_the_process_as_it_was(monkeypatch):
+    setting = torch.backends.mkldnn.matmul
+    during = []
+    plain_float = torch.Tensor.float
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: during.append(setting.fp32_precision) or plain_float(x))
+    before = setting.fp32_precision
+    vocabulary._product(torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(4, 3, dtype=torch.bfloat16))
+    assert during == ["bf16", "bf16"]
+    with pytest.raises(RuntimeError):
+        vocabulary._product(torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(4, 5, dtype=torch.bfloat16))
+    assert setting.fp32_precision == before
+    during.clear()
+    vocabulary._product(torch.ones(2, 3), torch.ones(4, 3, dtype=torch.bfloat16))
+    assert set(during) == {before}  # float32 factors must not be rounded
 
 
 def test_gradient_by_finite_differences_of_entropy_alone():
@@ -87,23 +176,6 @@ def test_a_frozen_head_gets_no_gradient_and_hidden_states_do():
     assert hidden.grad.abs().sum() > 0
 
 
-def test_never_holds_all_logits(monkeypatch):
-    largest = 0
-    plain_matmul = torch.Tensor.__matmul__
-
-    def watched(self, other):
-        nonlocal largest
-        out = plain_matmul(self, other)
-        largest = max(largest, out.numel())
-        return out
-
-    monkeypatch.setattr(torch.Tensor, "__matmul__", watched)
-    hidden = torch.randn(64, 4, requires_grad=True)
-    scores = token_scores(hidden, torch.randn(100, 4), torch.zeros(64, dtype=torch.long), chunk_elements=800)
-    scores.log_prob.sum().backward()
-    assert 0 < largest <= 800
-
-
 def masked(hidden, weight, token, temperature, support, barred, barred_ids):
     """The whole matrix at once in float64, what cannot be drawn at minus infinity, by torch's own distribution."""
     logits = hidden.double() @ weight.double().T / temperature
@@ -133,13 +205,16 @@ def some_choice(generator, count, vocabulary, kept, unrestricted):
     unrestricted=st.sampled_from([0.0, 0.5, 1.0]),
     chunk=st.integers(1, 100),
     temperature=st.floats(0.3, 3),
+    trained=st.sampled_from(["both", "hidden"]),
+    of=st.sampled_from([(0, 1), (0,), (1,)]),
     seed=st.integers(0, 2**31),
 )
 def test_among_what_could_be_drawn_value_and_gradient_are_those_of_a_masked_softmax(
-    count, kept, unrestricted, chunk, temperature, seed
+    count, kept, unrestricted, chunk, temperature, trained, of, seed
 ):
     generator = torch.Generator().manual_seed(seed)
-    hidden, weight = (torch.randn(n, 5, generator=generator).requires_grad_() for n in (count, 9))
+    hidden, weight = (torch.randn(n, 5, generator=generator) for n in (count, 9))
+    leaves = leaves_of(trained, hidden, weight)
     support, barred, token = some_choice(generator, count, 9, kept, unrestricted)
     barred_ids = torch.tensor([0, 1])
     ours = token_scores(
@@ -157,8 +232,7 @@ def test_among_what_could_be_drawn_value_and_gradient_are_those_of_a_masked_soft
     for scores, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(scores, expected.float(), rtol=1e-4, atol=1e-5)
     results = (
-        torch.autograd.grad(sum((a * b).sum() for a, b in zip(scores, upstream, strict=True)), (hidden, weight))
-        for scores in (ours, theirs)
+        torch.autograd.grad(sum((upstream[i] * scores[i]).sum() for i in of), leaves) for scores in (ours, theirs)
     )
     for mine, expected in zip(*results, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-5)
@@ -203,10 +277,11 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("trained", ["both", "hidden"])
 @pytest.mark.parametrize("support", [None, torch.arange(10).expand(300, 10)])
-def test_never_holds_more_than_it_is_allowed(support):
-    hidden = torch.randn(300, 4, requires_grad=True)
-    weight = torch.randn(100, 4, requires_grad=True)
+def test_never_holds_more_than_it_is_allowed(support, trained):
+    hidden, weight = torch.randn(300, 4), torch.randn(100, 4)
+    leaves_of(trained, hidden, weight)
     barred = torch.ones(300, dtype=torch.bool)
     with Largest() as seen:
         scores = token_scores(
@@ -221,3 +296,10 @@ def test_never_holds_more_than_it_is_allowed(support):
         scores.log_prob.sum().backward()
     # the inputs themselves have 1,200 numbers, all logits 30,000, the weights of all supports 12,000
     assert 800 <= seen.largest <= 3_000
+
+
+def test_not_even_one_row_of_logits_is_held():
+    hidden, weight, token = torch.ones(3, 1), torch.ones(5000, 1), torch.tensor([0, 4999, 400])
+    with torch.no_grad(), Largest() as seen:
+        token_scores(hidden, weight, token, chunk_elements=400)
+    assert seen.largest <= 400

@@ -1,10 +1,11 @@
 """Scores of tokens under the head of a language model, without a matrix of all tokens by the whole vocabulary.
 
 Axes: token = the positions that are scored, width = the model's hidden size, vocabulary = all token ids, kept = how many
-could be drawn at a position, barred = how many could not.
+could be drawn at a position, barred = how many could not. A tile is some tokens by some of the ids they choose from.
 """
 
 from collections.abc import Iterator
+from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = 4_194_304
-"""Logits held at once: 16 MiB in float32, of which two or three copies live for a moment."""
+CHUNK_ELEMENTS = 2**22
+"""Logits held at once: 16 MiB, of which two or three copies live for a moment."""
 _NEVER = -1e30
 """Logit of what cannot be drawn: its probability is 0, and 0 times it is 0, as of minus infinity it would not be."""
 
@@ -39,24 +40,27 @@ def token_scores(
 ) -> TokenScores:
     """Log-probability of each token, and entropy, under ``softmax(hidden @ weight.T / temperature)``.
 
-    Some rows at a time, forwards and, once more, backwards. Half-precision inputs are multiplied, and gradients summed over
-    chunks, in float32. Logits outside a support are not computed.
+    Tile by tile, forwards and, once more, backwards. Half-precision inputs are multiplied, and gradients summed over tiles,
+    in float32. Logits outside a support are not computed. Where ``weight`` is frozen, the gradient of the log-probabilities
+    comes out of the forward pass; one of the entropies takes a second pass.
 
     Args:
         hidden: last hidden state at the position *before* each token.
         support: ids that the softmax is over, each once and the token among them; rows of -1: over all ids.
         barred: where the softmax is not over ``barred_ids``; the two come together.
-        chunk_elements: most numbers held at once; at least those of one row are.
+        chunk_elements: most logits held at once; with a support most numbers of its weights, but for one token at least all.
     """
-    choice = _Choice(temperature, chunk_elements, support, barred, barred_ids)
+    ids = () if barred is None or barred_ids is None else tuple(barred_ids.tolist())
+    choice = _Choice(temperature, chunk_elements, support, barred, ids)
     if support is None or bool((support[:, 0] >= 0).all()):
         return _scores(hidden, weight, token, choice)
     some = support[:, 0] >= 0
-    scores = torch.zeros(2, len(token), dtype=torch.float32, device=hidden.device)
-    for rows, kept in ((some.nonzero()[:, 0], support), ((~some).nonzero()[:, 0], None)):
-        part = _scores(hidden[rows], weight, token[rows], choice.at(rows, kept))
-        scores = scores.index_copy(1, rows, torch.stack(part))
-    return TokenScores(*scores)
+    places = some.nonzero()[:, 0], (~some).nonzero()[:, 0]
+    choices = choice.at(places[0], support), choice.at(places[1], None)
+    parts = (_scores(hidden[rows], weight, token[rows], its) for rows, its in zip(places, choices, strict=True))
+    back = torch.cat(places).argsort()
+    # each score by itself: where the entropies have no gradient, their part of it is not computed
+    return TokenScores(*(torch.cat(score)[back] for score in zip(*parts, strict=True)))
 
 
 class _Choice(NamedTuple):
@@ -66,96 +70,178 @@ class _Choice(NamedTuple):
     chunk_elements: int
     support: Tensor | None
     barred: Tensor | None
-    barred_ids: Tensor | None
+    barred_ids: tuple[int, ...]
 
     def at(self, rows: Tensor, support: Tensor | None) -> "_Choice":
         """What there was at some of the tokens, which have this support."""
-        return self._replace(
-            support=None if support is None else support[rows],
-            barred=None if self.barred is None else self.barred[rows],
-        )
+        support, barred = (None if of is None else of[rows] for of in (support, self.barred))
+        return self._replace(support=support, barred=barred)
 
-    def parts(self, count: int, weight: Tensor) -> Iterator[slice]:
-        """Tokens that are scored together."""
-        numbers = weight.shape[0] if self.support is None else self.support.shape[1] * weight.shape[1]
-        rows = max(1, self.chunk_elements // numbers)
-        return (slice(i, i + rows) for i in range(0, count, rows))
-
-    def logits(self, hidden: Tensor, head: Tensor, part: slice) -> Tensor:
-        """Of the ids that were kept, divided by the temperature."""
+    def parts(self, count: int, weight: Tensor) -> Iterator[tuple[slice, list[slice]]]:
+        """Tokens that are scored together, and the places of their ids, tile by tile: four times as wide as high."""
         if self.support is None:
-            logits = hidden.float() @ head.T
+            width, ids = min(len(weight), 2 * isqrt(self.chunk_elements), self.chunk_elements), len(weight)
+            rows = max(1, self.chunk_elements // width)
         else:
-            logits = torch.einsum("tw,tkw->tk", hidden.float(), head[self.support[part]].float())
+            width = ids = self.support.shape[1]
+            rows = max(1, self.chunk_elements // (width * weight.shape[1]))
+        tiles = [slice(i, min(i + width, ids)) for i in range(0, ids, width)]
+        return ((slice(i, min(i + rows, count)), tiles) for i in range(0, count, rows))
+
+    def logits(self, hidden: Tensor, weight: Tensor, rows: slice, tile: slice) -> Tensor:
+        """Of a tile, divided by the temperature."""
+        if self.support is None:
+            logits = _product(hidden[rows], weight[tile])
+        else:
+            logits = torch.einsum("tw,tkw->tk", hidden[rows].float(), weight[self.support[rows]].float())
         logits.div_(self.temperature)
-        if self.barred is not None and self.barred_ids is not None:
-            logits.masked_fill_(self._left_out(self.barred[part], self.barred_ids, part, logits.shape[1]), _NEVER)
+        if self.barred is None:
+            return logits
+        for barred in self.barred_ids:
+            if self.support is not None:
+                logits.masked_fill_(self.barred[rows, None] & (self.support[rows] == barred), _NEVER)
+            elif tile.start <= barred < tile.stop:
+                logits[:, barred - tile.start].masked_fill_(self.barred[rows], _NEVER)
         return logits
 
-    def place(self, token: Tensor, part: slice) -> Tensor:
-        """[token, 1] where each token stands among the ids that were kept."""
-        if self.support is None:
-            return token[part, None]
-        return (self.support[part] == token[part, None]).int().argmax(dim=-1, keepdim=True)
+    def place(self, token: Tensor, rows: slice, tile: slice) -> tuple[Tensor, Tensor]:
+        """[row, 1] where each token stands in the tile, and whether it does."""
+        if self.support is not None:
+            found = self.support[rows] == token[rows, None]
+            return found.int().argmax(dim=-1, keepdim=True), found.any(dim=-1, keepdim=True)
+        place, width = token[rows, None] - tile.start, tile.stop - tile.start
+        return place.clamp(0, width - 1), (place >= 0) & (place < width)
 
-    def grad_hidden(self, grad: Tensor, head: Tensor, part: slice) -> Tensor:
-        """Gradient of the hidden states from the logits'."""
+    def add_times_weight(self, total: Tensor, factor: Tensor, weight: Tensor, rows: slice, tile: slice) -> None:
+        """Add ``factor @ weight`` of a tile, which is how gradients reach hidden states."""
         if self.support is None:
-            return grad @ head
-        return torch.einsum("tk,tkw->tw", grad, head[self.support[part]].float())
-
-    def add_grad_head(self, total: Tensor, grad: Tensor, hidden: Tensor, part: slice) -> None:
-        """Add the head's gradient from the logits'."""
-        if self.support is None:
-            total.addmm_(grad.T, hidden.float())
+            total.addmm_(factor, weight[tile].float())
         else:
-            total.index_add_(
-                0, self.support[part].flatten(), torch.einsum("tk,tw->tkw", grad, hidden.float()).flatten(0, 1)
-            )
+            total += torch.einsum("tk,tkw->tw", factor, weight[self.support[rows]].float())
 
-    def _left_out(self, barred: Tensor, ids: Tensor, part: slice, width: int) -> Tensor:
-        offered = torch.arange(width, device=ids.device) if self.support is None else self.support[part]
-        return barred[:, None] & torch.isin(offered, ids)
+    def add_grad_weight(self, total: Tensor, grad: Tensor, hidden: Tensor, rows: slice, tile: slice) -> None:
+        """Add the head's gradient from a tile's."""
+        if self.support is None:
+            total[tile].addmm_(grad.T, hidden[rows].float())
+        else:
+            outer = torch.einsum("tk,tw->tkw", grad, hidden[rows].float())
+            total.index_add_(0, self.support[rows].flatten(), outer.flatten(0, 1))
 
 
 def _scores(hidden: Tensor, weight: Tensor, token: Tensor, choice: _Choice) -> TokenScores:
-    return TokenScores(*_Scores.apply(hidden, weight, token, choice))  # type: ignore[no-untyped-call]
+    # of a frozen head 2 products do, in place of 3: half the time on a CPU, as exponentials are taken once
+    pulling = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
+    return TokenScores(*_Scores.apply(hidden, weight, token, choice, pulling))  # type: ignore[no-untyped-call]
 
 
 class _Scores(torch.autograd.Function):
-    """Keeps the inputs and each row's normaliser; the logits are computed again on the way back."""
+    """Keeps the inputs and a few numbers of each token; the logits are computed again on the way back.
+
+    Or, ``pulling``, keeps how the log-probability of each token changes with its hidden state, ``[token, width]``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, token: Tensor, choice: _Choice) -> tuple[Tensor, Tensor]:
-        head = weight.float() if choice.support is None else weight
-        log_prob, entropy, normaliser = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
-        for part in choice.parts(len(hidden), weight):
-            logits = choice.logits(hidden[part], head, part)
-            normaliser[part] = logits.logsumexp(dim=-1)
-            log_prob[part] = logits.gather(1, choice.place(token, part))[:, 0] - normaliser[part]
-            probability = (logits - normaliser[part, None]).exp_()
-            entropy[part] = normaliser[part] - torch.einsum("tv,tv->t", probability, logits)
-        ctx.save_for_backward(hidden, weight, token, normaliser, entropy)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, token: Tensor, choice: _Choice, pulling: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         ctx.choice = choice
+        log_prob, entropy, peak, log_total = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+        pull = torch.empty_like(hidden, dtype=torch.float32) if pulling else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for rows, tiles in choice.parts(len(hidden), weight):
+                sums = _Sums(peak[rows], None if pull is None else pull[rows])
+                for tile in tiles:
+                    logits = choice.logits(hidden, weight, rows, tile)
+                    exp = sums.add(logits, *choice.place(token, rows, tile))
+                    if sums.pull is not None:
+                        choice.add_times_weight(sums.pull, exp, weight, rows, tile)
+                log_total[rows] = sums.total.log()
+                log_prob[rows] = sums.chosen - sums.peak - log_total[rows]
+                entropy[rows] = log_total[rows] - sums.weighted / sums.total
+                if sums.pull is not None:
+                    # d log_prob / d hidden = (1 - p) weight[token] - sum over the others of p weight
+                    own = log_prob[rows, None].expm1() * weight[token[rows]].float()
+                    sums.pull.div_(sums.total[:, None]).add_(own).div_(-choice.temperature)
+        ctx.save_for_backward(hidden, weight, token, log_prob, entropy, peak, log_total, pull)
         return log_prob, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, token, normaliser, entropy = ctx.saved_tensors
+    def backward(ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, token, log_prob, entropy, peak, log_total, pull = ctx.saved_tensors
+        grad_log_prob = torch.zeros_like(log_prob) if grad_log_prob is None else grad_log_prob
+        if pull is not None and grad_entropy is None:
+            return (grad_log_prob[:, None] * pull).to(hidden.dtype), None, None, None, None
         choice: _Choice = ctx.choice
-        head = weight.float() if choice.support is None else weight
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for part in choice.parts(len(hidden), weight):
-            # d log_prob / d logit = [token] - p;  d entropy / d logit = -p (log p + entropy)
-            log_p = choice.logits(hidden[part], head, part).sub_(normaliser[part, None])
-            factor = log_p.add(entropy[part, None]).mul_(grad_entropy[part, None]).add_(grad_log_prob[part, None])
-            grad = log_p.exp_().mul_(factor).neg_()
-            grad.scatter_add_(1, choice.place(token, part), grad_log_prob[part, None])
-            grad.div_(choice.temperature)
-            if grad_hidden is not None:
-                grad_hidden[part] = choice.grad_hidden(grad, head, part).to(hidden.dtype)
-            if grad_weight is not None:
-                choice.add_grad_head(grad_weight, grad, hidden[part], part)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+        # d log_prob / d logit = [token] - p;  d entropy / d logit = -p (log p + entropy)
+        at_token = -grad_log_prob * log_prob.expm1()
+        if grad_entropy is not None:
+            at_token -= grad_entropy * log_prob.exp() * (log_prob + entropy)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for rows, tile in ((rows, tile) for rows, tiles in choice.parts(len(hidden), weight) for tile in tiles):
+                log_p = choice.logits(hidden, weight, rows, tile)
+                log_p.sub_(peak[rows, None]).sub_(log_total[rows, None])
+                grad, upstream = log_p.exp(), grad_log_prob[rows, None]
+                if grad_entropy is not None:
+                    upstream = log_p.add_(entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(upstream)
+                _put(grad.mul_(-upstream), *choice.place(token, rows, tile), at_token[rows, None])
+                grad.div_(choice.temperature)
+                if grad_hidden is not None:
+                    choice.add_times_weight(grad_hidden[rows], grad, weight, rows, tile)
+                if grad_weight is not None:
+                    choice.add_grad_weight(grad_weight, grad, hidden, rows, tile)
+        grads = ((grad_hidden, hidden), (grad_weight, weight))
+        return *(None if grad is None else grad.to(to.dtype) for grad, to in grads), None, None, None
+
+
+class _Sums:
+    """Sums over the tiles so far, of some tokens; exponentials are of logits less the largest so far."""
+
+    def __init__(self, peak: Tensor, pull: Tensor | None) -> None:
+        self.peak = peak.fill_(_NEVER)
+        self.total, self.weighted, self.chosen = peak.new_zeros(3, len(peak))
+        """Of the exponentials, of each times its logit less the largest, and the logit of the token itself."""
+        self.pull = None if pull is None else pull.zero_()
+        """Of each exponential times the weights of its id, but for the token's own."""
+
+    def add(self, logits: Tensor, place: Tensor, inside: Tensor) -> Tensor:
+        """Take in a tile, which is overwritten; the exponentials, 0 at the token."""
+        self.chosen += torch.where(inside, logits.gather(1, place), 0)[:, 0]
+        peak = torch.maximum(self.peak, logits.amax(dim=-1))
+        change, shrink = self.peak - peak, (self.peak - peak).exp()
+        self.weighted.add_(self.total * change).mul_(shrink)
+        self.total.mul_(shrink)
+        if self.pull is not None:
+            self.pull.mul_(shrink[:, None])
+        self.peak.copy_(peak)
+        exp = logits.sub_(peak[:, None]).exp()
+        self.total.add_(exp.sum(dim=-1))
+        self.weighted.add_(logits.mul_(exp).sum(dim=-1))
+        return _put(exp, place, inside, torch.zeros_like(peak)[:, None])
+
+
+def _put(tile: Tensor, place: Tensor, inside: Tensor, value: Tensor) -> Tensor:
+    """The tile with the values at these places, where they are inside of it; in place."""
+    return tile.scatter_(1, place, torch.where(inside, value, tile.gather(1, place)))
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right.T``, multiplied and added up in float32.
+
+    A product of two bfloat16 numbers is exact in float32, and processors with AMX multiply those several times faster. But on
+    CPUs torch offers no such product with a float32 result, only a setting of the whole process: factors (not sums) of float32
+    products may be rounded to bfloat16, which changes none that came from there. It is held for this one product.
+    """
+    if not left.dtype == right.dtype == torch.bfloat16:
+        return left.float() @ right.float().T
+    if left.is_cuda:
+        return torch.mm(left, right.T, out_dtype=torch.float32)
+    setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, setting.fp32_precision = setting.fp32_precision, "bf16"
+    try:
+        return left.float() @ right.float().T
+    finally:
+        setting.fp32_precision = before

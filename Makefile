@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format learn bench docs clean
+.PHONY: help demo demo-text test check format learn bench docs clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | sort
@@ -19,6 +19,11 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e .
 	@touch $@
 
+$(VENV)/.text: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing groupwise and what language models need into $(VENV) (the first time takes a minute or two)"
+	$(PIP) -e '.[text]'
+	@touch $@ $(VENV)/.core
+
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing groupwise and its development tools into $(VENV) (the first time takes a minute or two)"
 	$(PIP) -e '.[dev,docs,atari,box2d,minigrid,mujoco,text,quant,track,sb3]'
@@ -30,6 +35,9 @@ $(VENV)/.bench: benchmarks/requirements.txt $(VENV)/.dev
 
 demo: $(VENV)/.core  ## Train CartPole with GRPO, show what it reached
 	$(BIN)/groupwise train CartPole-v1
+
+demo-text: $(VENV)/.text  ## Train a tiny language model with GRPO, a minute or two
+	$(BIN)/python examples/text_copy.py
 
 test: check  ## Every check and every test
 	$(BIN)/python -m pytest -n 2

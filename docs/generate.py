@@ -38,16 +38,27 @@ from groupwise.algorithms.objective_configs import (
 )
 from groupwise.cfg import Cfg
 from groupwise.envs.configs import EnvCfg
-from groupwise.policies.configs import PolicyCfg
-from groupwise.settings import EvaluationCfg, LoggingCfg, RunCfg, StopCfg
+from groupwise.policies.configs import EvalSamplingCfg, LoRACfg, ModelCfg, PolicyCfg, SamplingCfg
+from groupwise.settings import (
+    AgreementCfg,
+    CommonCfg,
+    EvaluationCfg,
+    LoggingCfg,
+    OverlongCfg,
+    RunCfg,
+    StopCfg,
+    TextEvaluationCfg,
+    TextRunCfg,
+)
 from groupwise.text.configs import RewardCfg, TextTaskCfg
 
 FOLDER = Path(__file__).parent / "generated"
 
 CLASSES: tuple[type[Cfg], ...] = (
-    RunCfg, EnvCfg, AlgorithmCfg, GRPOCfg, PPOCfg, CollectionCfg, BranchCfg, CreditCfg, ObjectiveCfg, CorrectionCfg, CispoCfg, SapoCfg, VespoCfg, DppoCfg,
+    CommonCfg, RunCfg, TextRunCfg, EnvCfg, AlgorithmCfg, GRPOCfg, PPOCfg, CollectionCfg, BranchCfg, CreditCfg, ObjectiveCfg, CorrectionCfg, CispoCfg, SapoCfg, VespoCfg, DppoCfg,
     CovarianceCfg, EntropyCfg, ReferenceCfg, OptimizerCfg, ScheduleCfg,
-    PolicyCfg, TextTaskCfg, RewardCfg, EvaluationCfg, StopCfg, LoggingCfg,
+    PolicyCfg, TextTaskCfg, RewardCfg, ModelCfg, LoRACfg, SamplingCfg, EvalSamplingCfg, OverlongCfg, AgreementCfg, EvaluationCfg, TextEvaluationCfg,
+    StopCfg, LoggingCfg,
 )  # fmt: skip
 
 NOTE = "<!-- Written by docs/generate.py. Change the code or the preset files, then run it again. -->"

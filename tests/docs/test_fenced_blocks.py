@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import gymnasium
 import pytest
+from text_runs import save_model
 
 import groupwise as gw
 from groupwise import api, cli, config, registry
 from groupwise.algorithms import credit
+from groupwise.text import reward_functions
 from groupwise.training import filming
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +52,8 @@ def _own_directory_and_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(filming, "film", lambda *args, **options: None)  # half of the time of so short a run
     monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry._ALGORITHMS))
     monkeypatch.setattr(credit, "CREDIT_RULES", dict(credit.CREDIT_RULES))
+    monkeypatch.setattr(reward_functions, "REWARDS", dict(reward_functions.REWARDS))
+    save_model(tmp_path / "my_model")
     known = dict(gymnasium.registry)
     yield
     gymnasium.registry.clear()

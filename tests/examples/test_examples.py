@@ -88,6 +88,14 @@ def check_sb3_grpo(out: str, run_dir: Path) -> None:
     assert (run_dir / "model.zip").exists()
 
 
+def check_text_copy(out: str, run_dir: Path) -> None:
+    assert re.search(
+        rf"return_mean={NUMBER} ci95=\[{NUMBER}, {NUMBER}\] pass@1={NUMBER} .* prompts=145 attempts=1", out
+    )
+    assert re.search(r"^123 -> \d*$", out, re.MULTILINE)
+    assert metrics_of(run_dir)[-1]["agreement/kl"] < 1e-8
+
+
 CASES = {
     "python_api": (["--total-steps", "300"], check_python_api),
     "custom_environment": (["--total-steps", "200"], check_custom_environment),
@@ -98,6 +106,7 @@ CASES = {
     "continuous_control": (["--total-steps", "200"], check_continuous_control),
     "pixels": (["--total-steps", "200"], check_pixels),
     "distributed": (["--total-steps", "200"], check_distributed),
+    "text_copy": (["--total-steps", "1000"], check_text_copy),
     "sb3_grpo": (["--total-steps", "1000"], check_sb3_grpo),
 }
 

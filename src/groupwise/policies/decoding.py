@@ -1,7 +1,7 @@
 """Writing completions with a language model: each prompt read once, its cache repeated for the group."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any, Literal, NamedTuple
 
@@ -16,8 +16,10 @@ from groupwise.policies.causal_lm import CausalLM
 from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.drawing import draw
 from groupwise.policies.few_queries import FewQueries
-from groupwise.policies.llama_step import ROOM, LlamaStep, Prompts, has_llama_shape
+from groupwise.policies.llama_step import ROOM, LlamaStep, Prompts, has_llama_shape, linear_map
 
+Head = Callable[[Tensor], Tensor]
+"""Logits of hidden states."""
 _STOPS: tuple[Literal["length", "eos", "stop"], ...] = ("length", "eos", "stop")
 
 
@@ -231,7 +233,7 @@ def _decode(
     policy: CausalLM, tokens: Tensor, valid: Tensor, group_size: int, writing: Writing, max_new_tokens: int
 ) -> None:
     """Write until every row is finished."""
-    head = policy.head.float().T  # half precision is converted here, once, and not at each token
+    head = linear_map(policy.head.float())  # half precision is converted here, once, and not at each token
     cache: Any = DynamicCache(config=policy.network.config)
     with FewQueries():  # not around everything: it looks at each call of torch
         hidden = policy.hidden_states(tokens, valid, cache)[:, -1]
@@ -248,7 +250,7 @@ def _decode(
         token, goes_on = writing.write(_logits(step(token), head))
 
 
-def _step(policy: CausalLM, prompts: Prompts, token: Tensor, head: Tensor) -> LlamaStep | TransformersStep:
+def _step(policy: CausalLM, prompts: Prompts, token: Tensor, head: Head) -> LlamaStep | TransformersStep:
     """What reads tokens one by one: our own step for models that it knows, once it has been seen to agree."""
     if policy.reads_tokens_by == "transformers" or not has_llama_shape(policy.network, prompts.cache):
         return TransformersStep(policy, prompts)
@@ -258,7 +260,7 @@ def _step(policy: CausalLM, prompts: Prompts, token: Tensor, head: Tensor) -> Ll
     return LlamaStep(policy, prompts)
 
 
-def _tried(policy: CausalLM, prompts: Prompts, token: Tensor, head: Tensor) -> Literal["own step", "transformers"]:
+def _tried(policy: CausalLM, prompts: Prompts, token: Tensor, head: Head) -> Literal["own step", "transformers"]:
     """Find out whether our own step gives the same distributions: both ways behind the same prompts."""
     steps = (LlamaStep(policy, prompts), TransformersStep(policy, prompts._replace(cache=deepcopy(prompts.cache))))
     own, theirs = (_logits(step(token), head).log_softmax(dim=-1) for step in steps)
@@ -275,10 +277,10 @@ def _tried(policy: CausalLM, prompts: Prompts, token: Tensor, head: Tensor) -> L
     return "transformers"
 
 
-def _logits(hidden: Float[Tensor, "row width"], head: Float[Tensor, "width vocabulary"]) -> Tensor:
+def _logits(hidden: Float[Tensor, "row width"], head: Head) -> Float[Tensor, "row vocabulary"]:
     """Of the tokens after these, in float32."""
     with torch.autocast(hidden.device.type, enabled=False):
-        return hidden.float() @ head
+        return head(hidden.float())
 
 
 def left_padded(

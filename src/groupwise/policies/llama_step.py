@@ -199,11 +199,13 @@ def _linear(policy: CausalLM, *modules: Any) -> Callable[[Tensor], Tensor]:
         return lambda x: _called(policy, modules, x)
     dtype = policy.autocast or modules[0].weight.dtype
     weight = torch.cat([module.weight.to(dtype) for module in modules])
-    product = _packed(weight, torch.cat(biases).to(dtype) if biases else None)
+    product = linear_map(weight, torch.cat(biases).to(dtype) if biases else None)
     return lambda x: product(x.to(dtype))
 
 
-def _packed(weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None) -> Callable[[Tensor], Tensor]:
+def linear_map(
+    weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None
+) -> Callable[[Tensor], Tensor]:
     """The linear map, its weights laid out once as oneDNN wants them: a quarter of the time less on a CPU."""
     reorders = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
     if not reorders or weight.numel() < PACKED or not torch._C._has_mkldnn:

@@ -148,6 +148,20 @@ def _quiet_peft() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Without transformers' progress bars, which would stand between the lines of a run."""
+    from transformers.utils import logging as told
+
+    shown = told.is_progress_bar_enabled()
+    told.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            told.enable_progress_bar()
+
+
 def _base_of(path: str) -> str | None:
     """What a folder of adapters is put onto; None of a whole model.
 
@@ -190,7 +204,8 @@ def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
     if cfg.quantization != "none":
         more |= {"quantization_config": _quantization(cfg), "device_map": {"": device}}
     try:
-        return AutoModelForCausalLM.from_pretrained(path, **more)
+        with _without_bars():
+            return AutoModelForCausalLM.from_pretrained(path, **more)
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(

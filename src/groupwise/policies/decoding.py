@@ -16,6 +16,7 @@ from groupwise.policies.causal_lm import CausalLM
 from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.drawing import draw
 from groupwise.policies.few_queries import FewQueries
+from groupwise.policies.graph_step import may_replay, replayed
 from groupwise.policies.llama_step import ROOM, LlamaStep, Prompts, has_llama_shape, linear_map
 
 Head = Callable[[Tensor], Tensor]
@@ -257,16 +258,18 @@ def _step(policy: CausalLM, prompts: Prompts, token: Tensor, head: Head) -> Llam
     if policy.reads_tokens_by == "untried":
         policy.reads_tokens_by = _tried(policy, prompts, token, head)
         return _step(policy, prompts, token, head)
-    return LlamaStep(policy, prompts)
+    return replayed(policy, prompts) if policy.reads_tokens_by == "graph" else LlamaStep(policy, prompts)
 
 
-def _tried(policy: CausalLM, prompts: Prompts, token: Tensor, head: Head) -> Literal["own step", "transformers"]:
+def _tried(
+    policy: CausalLM, prompts: Prompts, token: Tensor, head: Head
+) -> Literal["own step", "graph", "transformers"]:
     """Find out whether our own step gives the same distributions: both ways behind the same prompts."""
     steps = (LlamaStep(policy, prompts), TransformersStep(policy, prompts._replace(cache=deepcopy(prompts.cache))))
     own, theirs = (_logits(step(token), head).log_softmax(dim=-1) for step in steps)
     off = float((own - theirs).square().mean().sqrt())
     if off <= policy.rounding:
-        return "own step"
+        return "graph" if may_replay(policy) else "own step"
     name = type(policy.network).__name__
     warnings.warn(
         f"{name} reads tokens one by one through its modules: log-probabilities of our own step differ by {off:.2g}, "

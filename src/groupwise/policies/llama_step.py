@@ -84,15 +84,18 @@ class LlamaStep:
     """Reads a token of each row, behind those that it has read before.
 
     Weights are taken over when it is made: make one for each call that writes.
+
+    Args:
+        room: tokens that the caches can take before they must grow.
     """
 
-    def __init__(self, policy: CausalLM, prompts: Prompts) -> None:
+    def __init__(self, policy: CausalLM, prompts: Prompts, room: int = ROOM) -> None:
         base, cached = policy.network.base_model, prompts.cache.layers
         valid, most = prompts.valid.repeat_interleave(prompts.group_size, dim=0), prompts.max_new_tokens
         self._embed, self._norm = base.embed_tokens, _norm(base.norm)
         self._layers = [_layer(policy, layer) for layer in base.layers]
         self._head_width, self._groups = cached[0].keys.shape[-1], cached[0].keys.shape[1]
-        self._stores = [_store(layer, prompts.group_size) for layer in cached]
+        self._stores = [_store(layer, prompts.group_size, room) for layer in cached]
         self._length, self._rows = valid.shape[1], len(valid)
         self._slots: Tensor | None = None  # the places of the rows in the caches, once they are in another order
         self._position = valid.sum(dim=1)
@@ -104,15 +107,8 @@ class LlamaStep:
         if self._slots is not None:
             token = torch.empty_like(token).index_copy_(0, self._slots, token)
         self._grow()
-        with torch.autocast(token.device.type, enabled=False):
-            hidden = self._embed(token)
-            cos, sin = self._turns[self._position].unbind(1)
-            mask = None if self._mask is None else self._mask[: self._rows, :, :, : self._length + 1]
-            for layer, store in zip(self._layers, self._stores, strict=True):
-                hidden = hidden + self._attention(layer, store, layer.norm(hidden), (cos, sin), mask)
-                gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
-                hidden = hidden + layer.down(layer.act(gate) * up)
-            hidden = self._norm(hidden)
+        mask = None if self._mask is None else self._mask[: self._rows, :, :, : self._length + 1]
+        hidden = self._hidden(token, mask)
         self._length, self._position = self._length + 1, self._position + 1
         return hidden if self._slots is None else hidden[self._slots]
 
@@ -130,6 +126,17 @@ class LlamaStep:
         self._position = self._position[:count]
         self._slots = slots.index_copy(0, moved, free)
 
+    def _hidden(self, token: Int[Tensor, " row"], mask: Tensor | None) -> Float[Tensor, "row width"]:
+        """Last hidden states of rows as the caches have them, their tokens written to the caches."""
+        with torch.autocast(token.device.type, enabled=False):
+            hidden = self._embed(token)
+            cos, sin = self._turns[self._position].unbind(1)
+            for layer, store in zip(self._layers, self._stores, strict=True):
+                hidden = hidden + self._attention(layer, store, layer.norm(hidden), (cos, sin), mask)
+                gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
+                hidden = hidden + layer.down(layer.act(gate) * up)
+            return self._norm(hidden)
+
     def _attention(
         self, layer: _Layer, store: Tensor, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None
     ) -> Float[Tensor, "row width"]:
@@ -139,12 +146,17 @@ class LlamaStep:
             qk = layer.head_norm(qk)
         qk = qk * turn[0] + qk.roll(self._head_width // 2, dims=-1) * turn[1]
         query, key = qk.tensor_split([-self._groups], dim=1)
-        keys, values = store[:, : self._rows, :, : self._length + 1].unbind(0)
-        keys[:, :, -1], values[:, :, -1] = key, value
+        keys, values = self._extended(store, key, value)
         # queries that share their keys are as good as a row of queries to one head
         query = query.reshape(self._rows, self._groups, -1, self._head_width).to(store.dtype)
         found = functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
         return layer.out(found.reshape(self._rows, -1).to(value.dtype))
+
+    def _extended(self, store: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, the new ones written behind the others."""
+        keys, values = store[:, : self._rows, :, : self._length + 1].unbind(0)
+        keys[:, :, -1], values[:, :, -1] = key, value
+        return keys, values
 
     def _grow(self) -> None:
         if self._length < self._stores[0].shape[3]:
@@ -224,11 +236,11 @@ def _called(policy: CausalLM, modules: Sequence[Any], x: Tensor) -> Tensor:
         return torch.cat([module(x) for module in modules], dim=-1)
 
 
-def _store(layer: Any, group_size: int) -> Float[Tensor, "2 row group room width"]:
+def _store(layer: Any, group_size: int, room: int) -> Float[Tensor, "2 row group room width"]:
     """Keys and values of a layer, repeated, with room; in float32 on a CPU, which is slow to attend in bfloat16."""
     prompts, groups, length, width = layer.keys.shape
     dtype = torch.float32 if layer.values.device.type == "cpu" else layer.values.dtype
-    shape = (2, prompts * group_size, groups, length + ROOM, width)
+    shape = (2, prompts * group_size, groups, length + room, width)
     store = torch.empty(shape, dtype=dtype, device=layer.values.device)
     for half, known in zip(store, (layer.keys, layer.values), strict=True):
         half[:, :, :length] = known.repeat_interleave(group_size, dim=0)

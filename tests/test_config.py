@@ -199,7 +199,10 @@ def test_settings_of_another_algorithm_are_refused(write):
         ({"env": {"id": "CartPole-v1"}, "task": {}}, r"run\.json: .*leave out env or task"),
         ({"task": {}, "model": {"lora": {"rank": 3}}}, r"run\.json: unknown key 'rank' in model\.lora"),
         ({"task": {}, "sampling": {"top_p": 0.9}}, r"run\.json: sampling: top_p=0\.9 is for evaluation only: .*mend"),
-        ({"task": {}, "algorithm": {"attempt_steps": 9}}, r"run\.json: algorithm.attempt_steps=9 is about environments"),
+        (
+            {"task": {}, "algorithm": {"attempt_steps": 9}},
+            r"run\.json: algorithm.attempt_steps=9 is about environments",
+        ),
         ({"env": "CartPole-v1"}, r"run\.json: env = 'CartPole-v1': expected an object"),
         ({"env": {"id": "CartPole-v1"}, "seeed": 1}, r"run\.json: unknown key 'seeed'; did you mean 'seed'\?"),
     ],

@@ -121,7 +121,7 @@ def test_plain_lines_come_at_the_interval_and_at_the_end(interval: float, count:
     assert len(lines) == count  # a file is no terminal, and a narrow one wraps no line
     assert "40 / 40 steps (100%)" in lines[-1]
     assert "return" in lines[-1]
-    assert "eval      2.5" in lines[-1]
+    assert "eval    2.500" in lines[-1]
 
 
 def test_bar_is_drawn_on_a_terminal(parts: Any):

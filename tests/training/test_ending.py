@@ -416,8 +416,8 @@ def test_a_taken_folder_is_noticed_before_environments_are_made(finished: gw.Run
 @pytest.mark.parametrize(("unfinished", "noted"), [("finish", True), ("carry", False)])
 def test_a_group_larger_than_the_run_is_noted_where_it_is_finished(unfinished: str, noted: bool):
     algorithm = {"group_size": 512, "num_steps": 4, "collection": {"unfinished": unfinished}}
-    note = _note_on_length(resolve("CartPole-v1", algorithm, env={"num_envs": 2}, total_steps=300))
-    assert ("at least 512 steps (a group of so many attempts is finished)" in note) is noted
+    notes = _note_on_length(resolve("CartPole-v1", algorithm, env={"num_envs": 2}, total_steps=300))
+    assert ("at least 512 steps (a group of so many attempts is finished)" in " ".join(notes)) is noted
 
 
 @pytest.mark.parametrize(("total_steps", "noted"), [(63, True), (64, False)])

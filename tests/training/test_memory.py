@@ -22,7 +22,7 @@ def test_errors_about_memory_name_what_to_lower(error):
 
 
 def test_other_errors_stay_what_they_are():
-    with pytest.raises(RuntimeError, match="^shape$"), naming("this"):
+    with pytest.raises(RuntimeError, match=r"^shape$"), naming("this"):
         raise RuntimeError("shape")
 
 
@@ -61,6 +61,6 @@ def test_a_run_that_does_not_fit_ends_before_it_begins(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(CausalLM, "evaluate", full)
-    with pytest.raises(gw.GroupwiseError, match="lower algorithm.micro_batch_size, or sampling.max_new_tokens"):
+    with pytest.raises(gw.GroupwiseError, match=r"lower algorithm\.micro_batch_size, or sampling\.max_new_tokens"):
         train(copying(), save_model(tmp_path / "model"), tmp_path / "run")
     assert not (tmp_path / "run").exists()

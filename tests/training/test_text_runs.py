@@ -153,7 +153,9 @@ def test_a_reward_that_knows_nothing_stops_the_run_after_a_while(model, tmp_path
     def silent(prompts, **rest):
         return [None] * len(prompts)
 
-    with pytest.raises(gw.DataError, match=r"no completion of 3 iterations in a row could be scored: .*mend: the rewards silent"):
+    with pytest.raises(
+        gw.DataError, match=r"no completion of 3 iterations in a row could be scored: .*mend: the rewards silent"
+    ):
         train(gw.TextTask(numbers(), reward=silent), model, tmp_path / "run", total_steps=1000)
     assert caplog.text.count("nothing is learned from it") == 3
 

@@ -10,15 +10,19 @@ numbers stand in no example of a training prompt either.
 
 import argparse
 import json
+import multiprocessing
 import random
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import smollm2
+import torch
 
 import groupwise as gw
 from groupwise.cli_seeds import parse_seeds
+from groupwise.cpus import num_cpus
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "text_learn.json"
@@ -28,12 +32,12 @@ SETTINGS = {
     "lora": {"r": 16},
     "num_prompts": 8,
     "sampling": {"max_new_tokens": 6, "stop": ["\n"]},
-    "total_steps": 20_000,
-    "evaluation": {"interval": 2_000, "prompts": None, "audit_groups": 0},
+    "total_steps": 8_000,
+    "evaluation": {"interval": 1_600, "prompts": None, "audit_groups": 0},
     "logging": {"progress": "lines", "interval": 20},
 }
 ATTEMPTS = 8
-ALGORITHM = {"group_size": 8, "learning_rate": 1e-4}
+ALGORITHM = {"group_size": 8, "learning_rate": 2e-4}
 
 
 def exact_sum(completions: list[str], answer: list[int], **columns: object) -> list[float]:
@@ -97,23 +101,22 @@ def untrained(model: Path, folder: Path) -> dict[str, Any]:
 
 def report(results: dict[str, Any]) -> None:
     """Table and picture from the results."""
+    TABLE.write_text(table(results), encoding="utf-8")
+    draw(results)
+    print(table(results))
+
+
+def table(results: dict[str, Any]) -> str:
     rows = [("as it comes", results["untrained"])]
     rows += [(f"seed {found['seed']}", found) for found in results["seeds"]]
-    lines = [
-        "| model | greedy, right | pass@1, sampled | pass@8 | seconds of training |",
-        "|---|---|---|---|---|",
-        *(f"| {name} | {' | '.join(cells(found))} |" for name, found in rows),
-    ]
-    TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    draw(results)
-    print("\n".join(lines))
+    head = ["| model | greedy: right | sampled: pass@1 | pass@8 |", "|---|---|---|---|"]
+    return "\n".join([*head, *(f"| {name} | {' | '.join(cells(found))} |" for name, found in rows)]) + "\n"
 
 
 def cells(found: dict[str, Any]) -> list[str]:
     greedy, sampled = found["greedy"]["pass_at_1"], found["sampled"]
     rates = (greedy, sampled["pass_at_1"], sampled[f"pass_at_{ATTEMPTS}"])
-    shown = [f"{rate['mean']:.1%} ({rate['ci95'][0]:.1%} to {rate['ci95'][1]:.1%})" for rate in rates]
-    return [*shown, f"{found['seconds']:.0f}" if "seconds" in found else "0"]
+    return [f"{rate['mean']:.1%} ({rate['ci95'][0]:.1%} to {rate['ci95'][1]:.1%})" for rate in rates]
 
 
 def draw(results: dict[str, Any]) -> None:
@@ -145,8 +148,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = options.smollm2 or Path(scratch) / "smollm2"
         smollm2.make(model)
-        results = {"algorithm": ALGORITHM, "settings": SETTINGS, "untrained": untrained(model, Path(scratch))}
-        results["seeds"] = [learn(seed, model, Path(scratch)) for seed in parse_seeds(options.seeds)]
+        # a thread each: rounding, and so what is learned, is then the same however many cores there are
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(
+            num_cpus(), mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,)
+        ) as pool:
+            jobs = [pool.submit(learn, seed, model, Path(scratch)) for seed in parse_seeds(options.seeds)]
+            before = pool.submit(untrained, model, Path(scratch)).result()
+            results = {"algorithm": ALGORITHM, "settings": SETTINGS, "untrained": before}
+            results["seeds"] = [job.result() for job in jobs]
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     report(results)
 

@@ -5,7 +5,7 @@ import torch
 from credit_rollouts import PRESETS, credit, per_episode, preset, rollout
 
 RULES = sorted({str(p["credit"]): name for name, p in PRESETS.items()}.values())
-OF_THE_BATCH = ["gdpo", "gpg", "rae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+OF_THE_BATCH = ["gdpo", "gpg", "lite_ppo", "rae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
 def every_key(episodes, **kw):

@@ -80,7 +80,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = learn(Path(folder) / "model", options.seed, options.total_steps, options.run_dir)
         print(gw.evaluate(run).line())
-        for prompt in ("123", "907"):
+        for prompt in ("123", "957"):
             print(f"{prompt} -> {gw.sample(run, prompt, deterministic=True)[0]}")
 
 

@@ -12,12 +12,13 @@ from groupwise import presets, registry
 from groupwise.algorithms.configs import CreditCfg, GRPOCfg, ObjectiveCfg
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.objective_configs import CispoCfg, CorrectionCfg, CovarianceCfg, DppoCfg
+from groupwise.cfg import GIVEN
 from groupwise.config import resolve
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError
 from groupwise.registry import AlgorithmEntry
 from groupwise.training.build import build_parts
-from groupwise.training.parts import GIVEN, Given
+from groupwise.training.parts import Given
 
 
 def parameters(policy):

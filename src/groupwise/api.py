@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from groupwise import config
 from groupwise.algorithms.configs import AlgorithmCfg
+from groupwise.cfg import GIVEN
 from groupwise.engines.distributed import from_environment
 from groupwise.envs.base import GroupEnv
 from groupwise.envs.configs import EnvCfg
@@ -24,7 +25,7 @@ from groupwise.training.checkpoint import saved_steps
 from groupwise.training.ending import preparing
 from groupwise.training.env_evaluator import EnvEvaluator
 from groupwise.training.filming import record
-from groupwise.training.parts import GIVEN, Given, pick_device
+from groupwise.training.parts import Given, pick_device
 
 if TYPE_CHECKING:
     import gymnasium
@@ -85,18 +86,14 @@ def train(
     }
     settings = {key: value for key, value in named.items() if value is not None}
     if isinstance(env, CommonCfg):
-        besides = settings | {"algorithm": algorithm, "preset": preset}
-        if extra := [key for key, value in besides.items() if value is not None]:
-            raise ConfigError(
-                f"a {type(env).__name__} holds all settings, but {', '.join(extra)} came besides; mend: put them into it"
-            )
+        _refuse_besides(env, settings | {"algorithm": algorithm, "preset": preset})
         return train_from_config(env, Given(policy=given), callbacks)
     if isinstance(env, TextTask):
         cfg: CommonCfg = _text_cfg(env, algorithm, preset, given, settings)
         return train_from_config(cfg, _given_texts(env)._replace(policy=given), callbacks)
-    of_env = {key: settings.pop(key) for key in ("num_envs", "max_episode_steps") if key in settings}
     env_id, env_fields = _describe_env(env)
-    cfg = config.resolve(env_id, algorithm, preset, env=env_fields | of_env, **settings)
+    env_fields |= {key: settings.pop(key) for key in ("num_envs", "max_episode_steps") if key in settings}
+    cfg = config.resolve(env_id, algorithm, preset, env=env_fields, **settings)
     return train_from_config(cfg, Given(None if isinstance(env, str | EnvCfg) else env, given), callbacks)
 
 
@@ -191,6 +188,8 @@ def evaluate(
     seed = derive_seed(run.cfg.seed, "final evaluation") if seed is None else seed
     greedy = attempts == 1 if deterministic is None else deterministic
     if isinstance(run.cfg, TextRunCfg):
+        if video:
+            raise ConfigError(f"video is of environments; got a run on {run.cfg.subject}, mend: groupwise sample")
         return _evaluate_texts(run, run.cfg, prompts=episodes, attempts=attempts, deterministic=greedy, seed=seed)
     assert isinstance(run.cfg, RunCfg)
     if attempts != 1:
@@ -234,6 +233,13 @@ def sample(
     trained = run.policy if isinstance(run, Run) else load_trained(cfg, RunFolder(Path(run)), checkpoint, policy)
     tool = run.given.tool if isinstance(run, Run) else tool
     return write_texts(cfg, trained, prompt, count, deterministic=deterministic, seed=seed, tool=tool)
+
+
+def _refuse_besides(cfg: CommonCfg, settings: dict[str, Any]) -> None:
+    if extra := [key for key, value in settings.items() if value is not None]:
+        raise ConfigError(
+            f"a {type(cfg).__name__} holds all settings, but {', '.join(extra)} came besides; mend: put them into it"
+        )
 
 
 def _evaluate_texts(

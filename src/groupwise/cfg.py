@@ -14,6 +14,9 @@ Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 
+GIVEN = "<given in Python>"
+"""Stands in a config for an object that was passed in."""
+
 
 class Cfg(BaseModel):
     """A frozen group of settings. Each field's docstring gives meaning, unit, range and where its default comes from.

@@ -10,7 +10,7 @@ from groupwise.algorithms.grpo import GRPO
 from groupwise.collectors.generators import Generator
 from groupwise.collectors.text import TextCollector, TextTerms
 from groupwise.data.tokens import TextBuffer
-from groupwise.errors import DataError
+from groupwise.errors import DataError, RewardError
 from groupwise.functional.shaping import overlong_punishment
 from groupwise.functional.texts import pass_at_k, repeated_ngrams
 from groupwise.policies.causal_lm import CausalLM
@@ -185,6 +185,26 @@ def test_every_epoch_has_every_prompt_once_and_goes_on_from_the_position():
     part.iteration = 2
     collect(part)
     assert part._generator.asked == [asked[4:6]]
+
+
+def test_a_rollout_that_fails_is_collected_again_from_the_same_prompts():
+    script = {str(i): ["4.", "5."] for i in range(5)}
+    of, asked = collector(script, num_prompts=2), []
+
+    def failing(prompts, **rest):
+        asked.append(list(dict.fromkeys(prompts)))
+        if len(asked) == 2:
+            raise KeyError("once")
+        return [float(i % 2) for i in range(len(prompts))]
+
+    of._rewards = RewardSet([make_reward(RewardCfg(name="<given in Python>", timeout=None), failing)])
+    collect(of)
+    before = of.state_dict()
+    with pytest.raises(RewardError):
+        collect(of)
+    assert of.state_dict() == before
+    collect(of)
+    assert asked[-1] == of._generator.asked[1] == of._generator.asked[2]
 
 
 def test_processes_take_different_prompts():

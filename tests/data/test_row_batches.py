@@ -21,8 +21,8 @@ def test_sizes_by_hand():
         loss_mask=slots("..xx. ..xx. ....."),
         group_id=torch.tensor([[1, 1, 1, 1, -1], [-1, 0, 0, 0, -1], [-1, -1, -1, -1, -1]]),
     )
-    # the third row belongs to no group, so it is one of its own; nothing of it counts, so all of it is head
-    assert [column.tolist() for column in found] == [[1, 0, 4], [2, 1, 5], [2, 2, 0], [2, 2, 0]]
+    # the third row belongs to no group, so it is one of its own; nothing of it counts, so none of it is head
+    assert [column.tolist() for column in found] == [[1, 0, 4], [2, 1, 0], [2, 2, 5], [2, 2, 0]]
 
 
 def test_the_longest_group_comes_first_and_siblings_stand_together():

@@ -216,7 +216,7 @@ def test_among_what_could_be_drawn_value_and_gradient_are_those_of_a_masked_soft
     hidden, weight = (torch.randn(n, 5, generator=generator) for n in (count, 9))
     leaves = leaves_of(trained, hidden, weight)
     support, barred, token = some_choice(generator, count, 9, kept, unrestricted)
-    barred_ids = torch.tensor([0, 1])
+    barred_ids = [0, 1]
     ours = token_scores(
         hidden,
         weight,
@@ -249,7 +249,7 @@ def test_a_support_by_hand():
         torch.tensor([3]),
         support=torch.tensor([[3, 0, 1]]),
         barred=torch.tensor([True]),
-        barred_ids=torch.tensor([0]),
+        barred_ids=(0,),
     )
     torch.testing.assert_close(barred.log_prob, torch.tensor([math.log(2 / 5)]))
     torch.testing.assert_close(barred.entropy, torch.tensor([-0.4 * math.log(0.4) - 0.6 * math.log(0.6)]))
@@ -290,7 +290,7 @@ def test_never_holds_more_than_it_is_allowed(support, trained):
             torch.ones(300, dtype=torch.long),
             support=support,
             barred=barred,
-            barred_ids=torch.tensor([0]),
+            barred_ids=(0,),
             chunk_elements=800,
         )
         scores.log_prob.sum().backward()

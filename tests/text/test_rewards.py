@@ -14,7 +14,7 @@ import torch
 from groupwise.errors import ConfigError, DataError, RewardError
 from groupwise.text.configs import RewardCfg
 from groupwise.text.reward_functions import REWARDS, RewardFunction, RewardObject, make_reward, register_reward
-from groupwise.text.rewards import Logged, RewardSet, TrainingState
+from groupwise.text.rewards import RewardSet, TrainingState
 
 USER = {"role": "user", "content": "1+1="}
 
@@ -363,13 +363,13 @@ def test_what_functions_log_is_collected_once():
     def logs(completions, log_metric, log_extra, **_):
         log_metric("share", len(completions))
         log_metric("share", 4)
-        log_extra("said", [c.upper() for c in completions])
+        log_extra("said", [c.upper() for c in completions])  # taken, and not kept
         return lengths(completions)
 
     rewards = reward_set(logs)
     score(rewards)
-    assert rewards.take_logged() == Logged({"share": 3.0}, {"said": ["A", "B"]})
-    assert rewards.take_logged() == Logged({}, {})
+    assert rewards.take_logged() == {"share": 3.0}
+    assert rewards.take_logged() == {}
 
 
 def test_what_is_logged_while_culprits_are_looked_for_is_lost():
@@ -380,7 +380,7 @@ def test_what_is_logged_while_culprits_are_looked_for_is_lost():
     rewards = reward_set(logs, on_error="skip")
     with pytest.warns(UserWarning, match="1 of 3"):
         score(rewards, completions=["a", "b", "c"])
-    assert rewards.take_logged().metrics == {"asked": 3.0}
+    assert rewards.take_logged() == {"asked": 3.0}
 
 
 def test_missing_columns_are_named_before_anything_is_scored():

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from groupwise.cfg import GIVEN
 from groupwise.errors import ConfigError, ToolError, UnknownNameError
 from groupwise.text import tools
-from groupwise.text.configs import GIVEN, TextTaskCfg
+from groupwise.text.configs import TextTaskCfg
 from groupwise.text.task import TextTask
 from groupwise.text.tools import Calculator, Tool, ask, calculate, make_tool, register_tool
 
@@ -169,6 +170,23 @@ def test_registered_tools_take_their_settings(monkeypatch):
     for wrong in ("time", "text"):
         with pytest.raises(ConfigError, match=f"tool 'repeated' has no setting '{wrong}'"):
             make_tool(TextTaskCfg(tool="repeated", tool_kwargs={wrong: 2}))
+
+
+def test_registered_tools_must_be_tools_and_have_what_they_need(monkeypatch):
+    monkeypatch.setattr(tools, "TOOLS", dict(tools.TOOLS))
+
+    @register_tool("times")
+    def times(text, count):
+        return text * count
+
+    @register_tool("plain")
+    class Plain:
+        pass
+
+    with pytest.raises(ConfigError, match="tool 'times' needs the setting 'count'; mend: tool_kwargs="):
+        make_tool(TextTaskCfg(tool="times"))
+    with pytest.raises(ConfigError, match=r"tool 'plain' is a class but no gw\.Tool; mend: class Plain\(gw\.Tool\)"):
+        make_tool(TextTaskCfg(tool="plain"))
 
 
 @pytest.mark.parametrize(

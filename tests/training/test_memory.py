@@ -33,13 +33,28 @@ def test_the_largest_micro_batch_is_tried_and_nothing_changes(micro_batch_size, 
     before, seen = [p.clone() for p in policy.parameters()], []
     evaluate = policy.evaluate
     monkeypatch.setattr(policy, "evaluate", lambda batch: seen.append(batch["valid"]) or evaluate(batch))
-    rehearse(algorithm, longest_prompt=3, sampling=SamplingCfg(max_new_tokens=10), num_rows=12)
+    rehearse(algorithm, longest_prompt=3, sampling=SamplingCfg(max_new_tokens=10), num_rows=12, group_size=4)
     # 3 + 10 tokens make 12 transitions, of which the model writes 10 and 2 are read before: 12 a row
-    assert [len(valid) for valid in seen] == [rows]
-    assert seen[0].shape[1] == 12
+    assert [len(valid) for valid in seen] == [2, rows]  # two siblings first: does the model share their prompt?
+    assert seen[1].shape[1] == 12
+    assert policy.shares_beginnings
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     assert not algorithm.optimizer.state
     assert all(p.grad is None or not p.grad.any() for p in policy.parameters())
+
+
+def test_a_model_that_cannot_share_counts_each_prompt(monkeypatch):
+    policy, seen = CausalLM(tiny_model()), []
+    algorithm = GRPO(GRPOCfg(group_size=4, micro_batch_size=60), policy)
+    hidden = policy._hidden_shared
+    monkeypatch.setattr(policy, "_hidden_shared", lambda *args: hidden(*args) + 1)
+    evaluate = policy.evaluate
+    monkeypatch.setattr(policy, "evaluate", lambda batch: seen.append(len(batch["valid"])) or evaluate(batch))
+    with pytest.warns(gw.SlowPathWarning):
+        rehearse(algorithm, longest_prompt=11, sampling=SamplingCfg(max_new_tokens=5), num_rows=12, group_size=4)
+    # 10 tokens before the 5 that are written: 4 rows of 15 are 60; were the prompts shared, 2 of them and 8 rows were 60
+    assert not policy.shares_beginnings
+    assert seen == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -52,8 +67,8 @@ def test_a_rehearsal_has_what_the_rollouts_will_have(sampling, turns, context, w
     algorithm = GRPO(GRPOCfg(group_size=4), policy)
     evaluate = policy.evaluate
     monkeypatch.setattr(policy, "evaluate", lambda batch: seen.append(batch["valid"]) or evaluate(batch))
-    rehearse(algorithm, longest_prompt=3, sampling=cfg, num_rows=2, num_turns=turns, context=context)
-    assert [valid.shape[1] for valid in seen] == [width]
+    rehearse(algorithm, longest_prompt=3, sampling=cfg, num_rows=2, group_size=2, num_turns=turns, context=context)
+    assert [valid.shape[1] for valid in seen] == [width] * 2
 
 
 def test_a_run_that_does_not_fit_ends_before_it_begins(tmp_path, monkeypatch):

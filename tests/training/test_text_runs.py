@@ -85,6 +85,11 @@ def test_evaluation_tells_mean_and_pass_rates_with_intervals(copied):
     assert gw.evaluate(copied, 3).episodes == 3
 
 
+def test_a_run_on_texts_has_no_video(copied):
+    with pytest.raises(gw.ConfigError, match=r"video is of environments; .*mend: groupwise sample"):
+        gw.evaluate(copied, video=True)
+
+
 def test_the_commands(model, tmp_path, capsys):
     rows = numbers()
     for name, part in {"train": rows[:40], "test": rows[40:46]}.items():

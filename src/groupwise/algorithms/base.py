@@ -166,8 +166,10 @@ class BaseAlgorithm(ABC):
         Its first micro-batch is the largest; with it, what the optimiser will keep of each parameter.
         """
         data, _ = self._elements(self.training_data(transition_view(rollout)))
+        with torch.no_grad():
+            self._evaluate(self.policy, take(data, slice(0, 2)))  # siblings: now it is known whether they share
         rows = torch.arange(len(data["loss_mask"]), device=self.policy.device)
-        order, slices = pack(_row_sizes(data), rows, self.cfg.micro_batch_size)
+        order, slices = pack(_row_sizes(self.policy, data), rows, self.cfg.micro_batch_size)
         kept = [torch.empty_like(parameter) for parameter in self.trained.tensors for _ in range(2)]
         evaluation = self._evaluate(self.policy, take(data, order[slices[0]]))
         torch.autograd.backward([evaluation.log_prob.sum(), evaluation.entropy.sum()])
@@ -182,7 +184,7 @@ class BaseAlgorithm(ABC):
         slices = [slice(i, i + (size or count)) for i in range(0, count, size or count)]
         back: Tensor | slice = slice(None)
         if policy.scored_by == "row":
-            order, slices = pack(_row_sizes(elements), torch.arange(count, device=policy.device), size)
+            order, slices = pack(_row_sizes(policy, elements), torch.arange(count, device=policy.device), size)
             elements, back = take(elements, order), order.argsort()
         parts = [self._evaluate(policy, take(elements, part)) for part in slices]
         shape, dims = data["loss_mask"].shape, elements["loss_mask"].dim()
@@ -252,7 +254,7 @@ class BaseAlgorithm(ABC):
             case "episode":
                 shuffle = partial(shuffle_items, elements["episode_id"], mask.long())
             case "row":
-                shuffle = partial(shuffle_rows, _row_sizes(elements))
+                shuffle = partial(shuffle_rows, _row_sizes(self.policy, elements))
         return shuffle(num_minibatches=num_minibatches, micro_batch_size=micro, generator=generator)
 
     def _num_minibatches(self, total: int) -> int:
@@ -332,5 +334,6 @@ class BaseAlgorithm(ABC):
         return norm
 
 
-def _row_sizes(rows: Batch) -> RowSizes:
-    return RowSizes.of(rows["valid"], rows["loss_mask"], rows["group_id"])
+def _row_sizes(policy: Policy, rows: Batch) -> RowSizes:
+    sizes = RowSizes.of(rows["valid"], rows["loss_mask"], rows["group_id"])
+    return sizes if policy.shares_beginnings else sizes.apart()

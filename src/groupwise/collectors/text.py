@@ -124,6 +124,7 @@ class TextCollector(Collector):
             taken += wanted
             missing = terms.num_prompts - len(kept) if terms.zero_variance == "resample" else 0
             wanted = min(missing, budget - taken)
+        self.position += taken  # only now: a rollout that fails is collected again, from the same prompts
         self.iteration += 1
         self.scored = [member for group in (*kept, *skipped) for member in group]
         self._check_scored()
@@ -157,10 +158,9 @@ class TextCollector(Collector):
         self._rewards.close()
 
     def _new_groups(self, count: int, first: int) -> list[list[Scored]]:
-        """Groups of the next prompts, written and scored; their numbers begin at ``first``."""
-        places = [(self.position + i) * self._world_size + self._rank for i in range(count)]
+        """Groups of the next prompts, written and scored; so many of this rollout, ``first``, came before them."""
+        places = [(self.position + first + i) * self._world_size + self._rank for i in range(count)]
         prompts = [self._prompts[self._order.take(place, 1)[0]] for place in places]
-        self.position += count
         attempts = [
             Attempt(prompt, first + number, self._seed_of(first + number, member), member == self._terms.group_size)
             for number, prompt in enumerate(prompts)
@@ -237,7 +237,7 @@ class TextCollector(Collector):
         self._metrics = audit(self.scored, self._rewards.names, self._terms.solved_at)
         self._metrics["rollout/skipped_groups"] = float(num_skipped)
         self._metrics["rollout/epoch"] = self._epoch
-        self._metrics |= {f"reward/{name}": value for name, value in self._rewards.take_logged().metrics.items()}
+        self._metrics |= {f"reward/{name}": value for name, value in self._rewards.take_logged().items()}
 
     def _with_values(self, rollout: TensorDict) -> TensorDict:
         """The rollout with what the critic says, if there is one."""
@@ -251,6 +251,9 @@ class TextCollector(Collector):
 
 
 def did_equally_well(group: Sequence[Scored]) -> bool:
-    """Whether members have nothing to learn from each other: their rewards are the same, or fewer than two have any."""
+    """Whether members have nothing to learn from each other: their rewards are the same, or fewer than two have any.
+
+    Rewards are those of the functions: a group is not kept for its overlong members' punishment alone.
+    """
     rewards = {member.reward for member in group if member.reward is not None and not member.attempt.greedy}
     return len(rewards) < 2

@@ -34,8 +34,13 @@ class RowSizes(NamedTuple):
         group = group_id.amax(dim=1)
         alone = group.clamp(min=-1).amax() + 1 + torch.arange(len(group), device=group.device)
         length = valid.sum(dim=1)
-        start = torch.where(loss_mask.any(dim=1), loss_mask.long().argmax(dim=1) - valid.long().argmax(dim=1), length)
+        # where nothing counts, what siblings have in common is unknown: none of it is the safe guess
+        start = torch.where(loss_mask.any(dim=1), loss_mask.long().argmax(dim=1) - valid.long().argmax(dim=1), 0)
         return cls(torch.where(group >= 0, group, alone), start, length - start, loss_mask.sum(dim=1))
+
+    def apart(self) -> "RowSizes":
+        """The same rows for a model that reads each of them whole: none has siblings."""
+        return self._replace(group=torch.arange(len(self.group), device=self.group.device))
 
 
 def shuffle_rows(

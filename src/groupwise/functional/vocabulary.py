@@ -1,10 +1,10 @@
 """Scores of tokens under the head of a language model, without a matrix of all tokens by the whole vocabulary.
 
 Axes: token = the positions that are scored, width = the model's hidden size, vocabulary = all token ids, kept = how many
-could be drawn at a position, barred = how many could not. A tile is some tokens by some of the ids they choose from.
+could be drawn at a position. A tile is some tokens by some of the ids they choose from.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ def token_scores(
     temperature: float = 1.0,
     support: Int[Tensor, "token kept"] | None = None,
     barred: Bool[Tensor, " token"] | None = None,
-    barred_ids: Int[Tensor, " barred"] | None = None,
+    barred_ids: Sequence[int] = (),
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> TokenScores:
     """Log-probability of each token, and entropy, under ``softmax(hidden @ weight.T / temperature)``.
@@ -47,11 +47,10 @@ def token_scores(
     Args:
         hidden: last hidden state at the position *before* each token.
         support: ids that the softmax is over, each once and the token among them; rows of -1: over all ids.
-        barred: where the softmax is not over ``barred_ids``; the two come together.
+        barred: where the softmax is not over ``barred_ids``.
         chunk_elements: most logits held at once; with a support most numbers of its weights, but for one token at least all.
     """
-    ids = () if barred is None or barred_ids is None else tuple(barred_ids.tolist())
-    choice = _Choice(temperature, chunk_elements, support, barred, ids)
+    choice = _Choice(temperature, chunk_elements, support, barred, tuple(barred_ids))
     if support is None or bool((support[:, 0] >= 0).all()):
         return _scores(hidden, weight, token, choice)
     some = support[:, 0] >= 0

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from groupwise.data.rollout import Nested
+from groupwise.errors import ConfigError
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ class AdaptersOff(Policy):
         return self._policy[0].predict(obs, deterministic)
 
     @property
+    def shares_beginnings(self) -> bool:
+        """As the policy itself."""
+        return self._policy[0].shares_beginnings
+
+    @property
     def device(self) -> torch.device:
         """Where the policy's parameters live."""
         return self._policy[0].device
@@ -51,3 +57,18 @@ def is_adapted(model: nn.Module) -> bool:
     """Whether it is a model that peft has put adapters into."""
     peft = sys.modules.get("peft")  # whoever made such a model has imported it
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def check_adapters(model: Any) -> None:
+    """Adapters are in the layers of the model, whose hidden states are then all there is to score with.
+
+    Raises:
+        ConfigError: they are virtual tokens before the prompt, which only peft's own forward knows of.
+    """
+    kinds = model.peft_config.values() if is_adapted(model) else ()
+    for kind in kinds:
+        if kind.is_prompt_learning:
+            raise ConfigError(
+                f"adapters of peft's type {kind.peft_type.value} stand before the prompt, which a CausalLM does not read; "
+                "mend: LoRA, or another type that changes layers"
+            )

@@ -103,6 +103,11 @@ class Policy(nn.Module, ABC):
         return copy.deepcopy(self)
 
     @property
+    def shares_beginnings(self) -> bool:
+        """Whether rows of one group that begin alike are read once there, so that micro-batches count it once."""
+        return False
+
+    @property
     def device(self) -> torch.device:
         """Where the parameters live."""
         return next(self.parameters()).device

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.functional.vocabulary import token_scores
-from groupwise.policies.adapters import AdaptersOff, is_adapted
+from groupwise.policies.adapters import AdaptersOff, check_adapters, is_adapted
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.prefixes import Prefixes, find_prefixes
@@ -82,6 +82,7 @@ class CausalLM(Policy):
         self.has_adapters = is_adapted(model)
         silence_dropout(model)  # it would make the sampler and the trainer two different policies
         self.eval()
+        check_adapters(model)
         self.eos_ids = _eos_ids(self.network, tokenizer) if eos_ids is None else tuple(eos_ids)
         self._check_head()
         self.value_head = None if actor_only else self._make_value_head()
@@ -101,6 +102,11 @@ class CausalLM(Policy):
         super().train(mode)
         keep_differentiable(self)
         return self
+
+    @property
+    def shares_beginnings(self) -> bool:
+        """Whether siblings' prompts are read once: yes, unless the first try has shown that the model's cache forbids it."""
+        return self._prefixes != "apart"
 
     @property
     def network(self) -> Any:
@@ -126,6 +132,20 @@ class CausalLM(Policy):
         name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         known: int | None = config.to_dict().get(name)
         return known
+
+    def room(self, max_new_tokens: int) -> int | None:
+        """Tokens that a prompt may have; None where the model has no limit.
+
+        Raises:
+            ConfigError: none are left.
+        """
+        length = self.context_length
+        if length is not None and max_new_tokens >= length:
+            raise ConfigError(
+                f"sampling.max_new_tokens={max_new_tokens} leaves no room for a prompt: the model has positions for {length} "
+                f"tokens; mend: at most {length - 1}, less the longest prompt"
+            )
+        return None if length is None else length - max_new_tokens
 
     def evaluate(self, batch: Batch) -> Evaluation:
         """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
@@ -171,11 +191,6 @@ class CausalLM(Policy):
         Entered around many forwards without gradient, weights are cast once for all of them.
         """
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
-
-    def logits(self, hidden: Float[Tensor, "row width"]) -> Float[Tensor, "row vocabulary"]:
-        """Logits that completions are drawn from, in float32 and divided by the temperature."""
-        with torch.autocast(self.device.type, enabled=False):  # exact within `computing`, too
-            return hidden.float() @ self.head.float().T / self.sampling.temperature
 
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
         """Not one token at a time: ``decoding.complete`` writes whole completions."""
@@ -240,11 +255,12 @@ class CausalLM(Policy):
         return prefixes.gather(head, tail, mask)
 
     def _states(self, forward: Any, tokens: Tensor, valid: Tensor, cache: Any = None) -> Tensor:
-        position = (valid.cumsum(dim=1) - 1).clamp(min=0)[:, valid.shape[1] - tokens.shape[1] :]
         # padding behind the text is never looked at: without a mask attention takes its fast path
-        masked = tokens.shape[1] < valid.shape[1] or bool((valid[:, 1:] & ~valid[:, :-1]).any())
+        mask = position = None
+        if tokens.shape[1] < valid.shape[1] or bool((valid[:, 1:] & ~valid[:, :-1]).any()):
+            mask, position = valid.long(), (valid.cumsum(dim=1) - 1).clamp(min=0)[:, valid.shape[1] - tokens.shape[1] :]
         with self.computing():
-            hidden: Tensor = forward(self.network.base_model, tokens, valid.long() if masked else None, position, cache)
+            hidden: Tensor = forward(self.network.base_model, tokens, mask, position, cache)
         return hidden
 
     @torch.no_grad()
@@ -303,7 +319,7 @@ class CausalLM(Policy):
             choice["support"] = batch["support"][mask]
         if "eos_barred" in batch:
             choice["barred"] = batch["eos_barred"][mask]
-            choice["barred_ids"] = torch.tensor(self.eos_ids, dtype=torch.long, device=mask.device)
+            choice["barred_ids"] = self.eos_ids
         return choice
 
     @torch.no_grad()
@@ -337,7 +353,7 @@ class CausalLM(Policy):
             )
 
 
-def _last_hidden(network: Any, tokens: Tensor, mask: Tensor | None, position: Tensor, cache: Any) -> Tensor:
+def _last_hidden(network: Any, tokens: Tensor, mask: Tensor | None, position: Tensor | None, cache: Any) -> Tensor:
     output = network(
         input_ids=tokens,
         attention_mask=mask,

@@ -51,7 +51,7 @@ def load_causal_lm(
         gradient_checkpointing=cfg.gradient_checkpointing,
         compile=cfg.compile,
     )
-    _check_context(policy, cfg.path)
+    policy.room(policy.sampling.max_new_tokens)
     return policy
 
 
@@ -126,9 +126,8 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
     require_extra("peft", "text")
     from peft import PeftConfig, PeftModel
 
-    rank = PeftConfig.from_pretrained(path).r
-    if cfg.lora is not None and cfg.lora.r != rank:
-        raise ConfigError(f"the adapters in {path} have rank {rank}, got lora.r={cfg.lora.r}; mend: lora.r={rank}")
+    if cfg.lora is not None:
+        _check_same(cfg.lora, PeftConfig.from_pretrained(path), path)
     try:
         with _quiet_peft():
             adapted: nn.Module = PeftModel.from_pretrained(model, path, is_trainable=True)
@@ -138,6 +137,24 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
             f"the adapters in {path} do not fit their base ({sizes[0]}); mend: the base that they were trained on"
         ) from None
     return adapted
+
+
+def _check_same(cfg: LoRACfg, saved: Any, path: str) -> None:
+    """Saved adapters are as they are: settings that say otherwise would be dropped without a word."""
+    if saved.peft_type.value != "LORA":
+        raise ConfigError(f"the adapters in {path} are of type {saved.peft_type.value}, not LoRA; mend: lora=None")
+    for name, wanted, there in (("r", cfg.r, saved.r), ("alpha", cfg.alpha, saved.lora_alpha)):
+        if wanted != there:
+            raise ConfigError(
+                f"the adapters in {path} have {name}={there}, got lora.{name}={wanted}; mend: lora.{name}={there}, or lora=None"
+            )
+    if cfg.targets == "all-linear" or isinstance(saved.target_modules, str):
+        return
+    ends = {name.rpartition(".")[2] for name in saved.target_modules}
+    if {target.rpartition(".")[2] for target in cfg.targets} != ends:
+        raise ConfigError(
+            f"the adapters in {path} are on {', '.join(sorted(ends))}, got lora.targets={cfg.targets}; mend: lora=None"
+        )
 
 
 @contextmanager
@@ -227,12 +244,3 @@ def _quantization(cfg: ModelCfg) -> Any:
         return BitsAndBytesConfig(load_in_8bit=True)
     compute = torch.float32 if cfg.precision == "float32" else torch.bfloat16
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
-
-
-def _check_context(policy: CausalLM, path: str) -> None:
-    length, wanted = policy.context_length, policy.sampling.max_new_tokens
-    if length is not None and wanted >= length:
-        raise ConfigError(
-            f"sampling.max_new_tokens={wanted} leaves no room for a prompt: {path} has a context of {length} tokens; "
-            f"mend: at most {length - 1}, less the longest prompt"
-        )

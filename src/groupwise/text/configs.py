@@ -4,10 +4,8 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from groupwise.cfg import Cfg, Positive, PositiveInt
+from groupwise.cfg import GIVEN, Cfg, Positive, PositiveInt
 
-GIVEN = "<given in Python>"
-"""Stands in a config for an object that was passed in."""
 GYM = "reasoning-gym:"
 """Begins the name of a task of that library."""
 
@@ -20,7 +18,7 @@ class RewardCfg(Cfg):
     weight: float = 1.0
     """Its scores count so many times."""
     timeout: Positive | None = 60.0
-    """Seconds that it may take for all completions of an iteration; after them it is left behind, and ``on_reward_error`` says what follows. None: no limit, and it runs in the thread of the training loop, as functions that use signals must."""
+    """Seconds that it may take for all completions of a call; after them it is left behind, and ``on_reward_error`` says what follows. None: no limit, and it runs in the thread of the training loop, as functions that use signals must."""
     kwargs: dict[str, Any] = {}
     """Its own settings."""
 

@@ -34,6 +34,7 @@ class TrainingState(NamedTuple):
     global_step: int = 0
     """Iterations so far."""
     max_steps: int = 0
+    """As in TRL; always 0, because a run's length is counted in tokens."""
     epoch: float = 0.0
     """Of the data."""
 
@@ -45,15 +46,6 @@ class Scores(NamedTuple):
     """Weighted sum of what the functions say. None: none of them says anything, so that the completion is unscorable."""
     parts: tuple[tuple[float | None, ...], ...]
     """What each function says, unweighted. None: it does not apply."""
-
-
-class Logged(NamedTuple):
-    """What functions logged since it was last asked for."""
-
-    metrics: dict[str, float]
-    """Averages of what ``log_metric(name, value)`` was given."""
-    columns: dict[str, list[Any]]
-    """All that ``log_extra(column, values)`` was given."""
 
 
 class RewardSet:
@@ -75,7 +67,6 @@ class RewardSet:
         self._on_error = on_error
         self._calls = Calls()
         self._metrics: dict[str, list[float]] = {}
-        self._columns: dict[str, list[Any]] = {}
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Refuse data that lack what a function needs.
@@ -124,12 +115,10 @@ class RewardSet:
         sums = tuple(None if number in lost else self._sum(member) for number, member in enumerate(members))
         return Scores(sums, parts)
 
-    def take_logged(self) -> Logged:
-        """What functions logged since the last time."""
-        metrics = {name: sum(values) / len(values) for name, values in self._metrics.items()}
-        logged = Logged(metrics, dict(self._columns))
+    def take_logged(self) -> dict[str, float]:
+        """Averages of what functions gave ``log_metric(name, value)`` since the last time."""
+        logged = {name: sum(values) / len(values) for name, values in self._metrics.items()}
         self._metrics.clear()
-        self._columns.clear()
         return logged
 
     def close(self) -> None:
@@ -140,12 +129,12 @@ class RewardSet:
                 function.call.close()
 
     def _start(self, function: RewardFunction, batch: "_Batch") -> Callable[[], Any]:
-        arguments = batch.arguments(function, self._log_extra, self._log_metric)
+        arguments = batch.arguments(function, self._log_metric)
         return self._calls.start(function.call, arguments, function.timeout)
 
     def _again(self, function: RewardFunction, batch: "_Batch", limit: float | None) -> Any:
         """What the function returns when it is asked about fewer completions; what it logs then is lost."""
-        return self._calls.start(function.call, batch.arguments(function, _discard, _discard), limit)()
+        return self._calls.start(function.call, batch.arguments(function, _discard), limit)()
 
     def _finish(self, name: str, function: RewardFunction, batch: "_Batch", wait: Callable[[], Any]) -> _Said:
         try:
@@ -202,9 +191,6 @@ class RewardSet:
         said = [weight * value for weight, value in zip(self.weights, member, strict=True) if value is not None]
         return sum(said) if said else None
 
-    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
-        self._columns.setdefault(column, []).extend(values)
-
     def _log_metric(self, name: str, value: Any) -> None:
         self._metrics.setdefault(name, []).append(float(value))
 
@@ -220,14 +206,14 @@ class _Batch:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def arguments(self, function: RewardFunction, log_extra: Function, log_metric: Function) -> dict[str, Any]:
+    def arguments(self, function: RewardFunction, log_metric: Function) -> dict[str, Any]:
         """Those that the function takes; lists of its own, which it may change."""
         arguments: dict[str, Any] = {
             "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in self.prompts],
             "completions": [self._completion(number) for number in range(len(self.completions))],
             "completion_ids": [list(ids) for ids in self.completion_ids],
             "trainer_state": self.state,
-            "log_extra": log_extra,
+            "log_extra": _discard,  # TRL prints such columns
             "log_metric": log_metric,
         }
         columns = {name: list(values) for name, values in self.columns.items() if name not in NEVER_COLUMNS}

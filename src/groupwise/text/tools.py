@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from groupwise.cfg import GIVEN
 from groupwise.errors import ConfigError, ToolError, UnknownNameError, nearest
-from groupwise.text.configs import GIVEN, TextTaskCfg
+from groupwise.text.configs import TextTaskCfg
 from groupwise.text.files import short
 
 MAX_BITS = 512
@@ -84,7 +85,8 @@ def make_tool(cfg: TextTaskCfg, given: Callable[[str], str | None] | None = None
     if not inspect.isclass(registered):
         return _FunctionTool(functools.partial(registered, **cfg.tool_kwargs))
     made: Any = registered(**cfg.tool_kwargs)
-    assert isinstance(made, Tool)
+    if not isinstance(made, Tool):
+        raise ConfigError(f"tool {cfg.tool!r} is a class but no gw.Tool; mend: class {type(made).__name__}(gw.Tool)")
     return made
 
 
@@ -199,10 +201,16 @@ def _shown(value: Fraction) -> str:
 
 
 def _check_settings(name: str, tool: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-    """Refuse settings that the tool does not have."""
+    """Refuse settings that the tool does not have, or that are missing."""
     parameters = list(inspect.signature(tool).parameters.values())
     of_text = 0 if inspect.isclass(tool) else 1
-    known = [p.name for p in parameters[of_text:] if p.kind is not p.VAR_KEYWORD]
+    named = [p for p in parameters[of_text:] if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in settings:
+            raise ConfigError(
+                f"tool {name!r} needs the setting {parameter.name!r}; mend: tool_kwargs={{{parameter.name!r}: ...}}"
+            )
+    known = [p.name for p in named]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     for key in settings:

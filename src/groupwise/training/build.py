@@ -8,6 +8,7 @@ import torch
 
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.algorithms.configs import GRPOCfg
+from groupwise.cfg import GIVEN
 from groupwise.collectors.base import Collector
 from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.vector import VectorCollector
@@ -26,7 +27,7 @@ from groupwise.settings import RunCfg
 from groupwise.training.checkpoint import Identity
 from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, separate_env
 from groupwise.training.filming import record_if_possible
-from groupwise.training.parts import GIVEN, Given, Parts, check_trackers, pick_device, threads
+from groupwise.training.parts import Given, Parts, check_trackers, pick_device, threads
 
 log = logging.getLogger(__name__)
 

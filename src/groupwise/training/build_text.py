@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 from groupwise.algorithms.configs import GRPOCfg
+from groupwise.cfg import GIVEN
 from groupwise.collectors.text import TextCollector, TextTerms
 from groupwise.data.rollout import TensorSpec
 from groupwise.data.tokens import TextBuffer
@@ -24,9 +25,9 @@ from groupwise.text.task import TextTask
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
 from groupwise.training.memory import rehearse
-from groupwise.training.parts import GIVEN, Given, Parts, check_trackers, pick_device
+from groupwise.training.parts import Given, Parts, check_trackers, pick_device
 from groupwise.training.text_callbacks import KeepGroups, WatchAgreement
-from groupwise.training.text_evaluation import TextEvaluator, dialogue_of, generator_of, room, task_of
+from groupwise.training.text_evaluation import TextEvaluator, dialogue_of, generator_of, task_of
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +94,9 @@ def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts
     device = pick_device(cfg.device)
     policy = _policy(cfg, given, actor_only=algorithm_type.actor_only).to(device)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
-    prompts = encoder.select(data.train, room(policy, cfg))
+    prompts = encoder.select(data.train, policy.room(cfg.sampling.max_new_tokens))
     rewards.check_columns(prompts[0].example.columns)
-    tool = task.tool()
+    tool, terms = task.tool(), _terms(cfg)
     cfg = _filled_in(cfg, rewards.weights, () if tool is None else tool.stop)
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
     collector = TextCollector(
@@ -105,7 +106,7 @@ def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts
         encoder,
         rewards,
         cfg.sampling,
-        _terms(cfg),
+        terms,
         dialogue=dialogue_of(tool, encoder, policy, cfg),
         seed=cfg.seed,
         rank=engine.rank,
@@ -115,7 +116,8 @@ def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts
         algorithm,
         longest_prompt=max(len(prompt.tokens) for prompt in prompts),
         sampling=cfg.sampling,
-        num_rows=cfg.num_prompts * _terms(cfg).group_size,
+        num_rows=terms.num_prompts * terms.group_size,
+        group_size=terms.group_size,
         num_turns=None if tool is None else cfg.task.max_turns,
         context=policy.context_length,
     )

@@ -35,13 +35,14 @@ def rehearse(
     longest_prompt: int,
     sampling: SamplingCfg,
     num_rows: int,
+    group_size: int,
     num_turns: int | None = None,
     context: int | None = None,
 ) -> None:
     """Try the largest micro-batch that training can come to: every completion as long as it may be.
 
     Args:
-        num_rows: completions in one rollout.
+        num_rows: completions in one rollout, ``group_size`` of each prompt.
         num_turns: of a completion, each as long as it may be. None: it has no turns.
         context: tokens that the model has positions for. None: no limit.
 
@@ -64,6 +65,7 @@ def rehearse(
     )
     size = algorithm.cfg.micro_batch_size
     at_once = num_rows if size is None else min(num_rows, size // length + 1)
-    rows = [row._replace(group=number) for number in range(at_once)]
+    # siblings part with their first token, so that they share the prompt and no more
+    rows = [row._replace(group=i // group_size, completion=[i % 2] * length) for i in range(at_once)]
     with naming("algorithm.micro_batch_size, or sampling.max_new_tokens"):
         algorithm.rehearse(text_rollout(rows, device=algorithm.policy.device))

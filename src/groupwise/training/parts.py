@@ -27,9 +27,6 @@ from groupwise.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-GIVEN = "<given in Python>"
-"""Stands in a config for an object that was passed in."""
-
 
 class Given(NamedTuple):
     """Python objects that a run was given instead of settings."""

@@ -2,8 +2,8 @@
 
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from groupwise.settings import CommonCfg
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy
 from groupwise.training.ending import closing_after, failure, finishing_on_signal, interruption, is_interruption
-from groupwise.training.parts import Parts, build_callbacks, build_trainer, threads
+from groupwise.training.parts import Evaluator, Parts, build_callbacks, build_trainer, threads
 from groupwise.training.trainer import Trainer
 
 SMALL_TENSOR = 2**17
@@ -28,9 +28,12 @@ SMALL_TENSOR = 2**17
 
 def run(parts: Parts, folder: RunFolder, users: Sequence[Callback], engine: Engine, *, resume: bool) -> dict[str, Any]:
     """Train to the end; what was reached, and why it ended."""
-    evaluator = parts.evaluator() if engine.rank == 0 else None
-    free = nullcontext() if evaluator is None else closing_after(evaluator.close)
-    with threads_for(parts.policy), closing(engine), free, closing_after(parts.close):
+    with (
+        threads_for(parts.policy),
+        closing(engine),
+        closing_after(parts.close),
+        _evaluator_of(parts, engine) as evaluator,
+    ):
         trainer = build_trainer(parts, build_callbacks(parts, folder, users, evaluator, engine.rank), engine)
         if resume:
             _take_up(trainer, parts, folder, engine)
@@ -41,6 +44,14 @@ def run(parts: Parts, folder: RunFolder, users: Sequence[Callback], engine: Engi
         if engine.rank == 0:
             parts.illustrate(folder, derive_seed(parts.cfg.seed, "evaluation"))
     return summary
+
+
+@contextmanager
+def _evaluator_of(parts: Parts, engine: Engine) -> Iterator[Evaluator | None]:
+    """What evaluates, on the one rank that does; closed in the end."""
+    evaluator = parts.evaluator() if engine.rank == 0 else None
+    with nullcontext() if evaluator is None else closing_after(evaluator.close):
+        yield evaluator
 
 
 def plain(cfg: CommonCfg) -> dict[str, Any]:

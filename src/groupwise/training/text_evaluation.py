@@ -163,7 +163,7 @@ class TextEvaluator(Evaluator):
         if not held_out:
             raise ConfigError("no prompts are held out; mend: task.eval_data")
         encoder = PromptEncoder(policy.tokenizer, cfg.task)
-        prompts = encoder.select(held_out, room(policy, cfg))
+        prompts = encoder.select(held_out, policy.room(cfg.sampling.max_new_tokens))
         return cls(
             cfg,
             prompts,
@@ -216,6 +216,7 @@ class TextEvaluator(Evaluator):
         """Rewards of each prompt's attempts."""
         size = self._cfg.evaluation.attempts
         said = [member.reward for member in score(attempts, self._rewards, self._encoder)]
+        self._rewards.take_logged()  # evaluation tells none of it, and it would add up
         groups = [said[i : i + size] for i in range(0, len(said), size)]
         return [tuple(reward for reward in group if reward is not None) for group in groups]
 
@@ -240,7 +241,7 @@ def write_texts(
     """
     assert isinstance(policy, CausalLM)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
-    (chosen,) = encoder.select([Example(prompt, {})], room(policy, cfg))
+    (chosen,) = encoder.select([Example(prompt, {})], policy.room(cfg.sampling.max_new_tokens))
     attempts = [Attempt(chosen, 0, derive_seed(seed, "sample", i), deterministic) for i in range(count)]
     dialogue = dialogue_of(make_tool(cfg.task, tool), encoder, policy, cfg)
     write(attempts, generator_of(cfg, policy), cfg.sampling, dialogue=dialogue, context=policy.context_length)
@@ -264,20 +265,3 @@ def dialogue_of(tool: Tool | None, encoder: PromptEncoder, policy: CausalLM, cfg
     if tool is None:
         return None
     return ToolDialogue(tool, encoder, AnswerEncoder(policy.tokenizer, cfg.task, encoder), cfg.task.max_turns)
-
-
-def room(policy: CausalLM, cfg: TextRunCfg) -> int | None:
-    """Tokens that are left for a prompt; None if the model has no limit.
-
-    Raises:
-        ConfigError: none are.
-    """
-    if policy.context_length is None:
-        return None
-    left = policy.context_length - cfg.sampling.max_new_tokens
-    if left < 1:
-        raise ConfigError(
-            f"sampling.max_new_tokens={cfg.sampling.max_new_tokens} leaves no room for a prompt: the model has positions for "
-            f"{policy.context_length} tokens; mend: fewer"
-        )
-    return left

@@ -141,6 +141,17 @@ def test_first_bytes_of_a_character_do_not_hide_or_feign_a_stop_string():
     assert (c.stop, len(c.tokens)) == ("stop", 8)
 
 
+def test_a_stop_string_far_into_a_text_is_found_without_reading_all_of_it_again():
+    tokenizer, read = tiny_tokenizer(), []
+    decode = tokenizer.decode
+    tokenizer.decode = lambda tokens, **how: read.append(len(tokens)) or decode(tokens, **how)
+    text = 40 * "€q " + "€end and on"
+    (c,) = written([text], SamplingCfg(max_new_tokens=240, stop=("€end",)), tokenizer)
+    assert c.stop == "stop"
+    assert decode(c.tokens) == 40 * "€q " + "€end"
+    assert max(read) <= 2 * (4 * len("€end") + 8)
+
+
 def test_the_end_of_text_goes_before_a_stop_string_that_it_completes():
     tokenizer = tiny_tokenizer()
     (c,) = written(["a<|im_end|>"], SamplingCfg(max_new_tokens=2, stop=("<|im_end|>",)), tokenizer)

@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import moved, tiny_model
+from token_steps import exact, read_in_turn, rounded
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
@@ -27,15 +28,6 @@ MODELS = {
 }
 SEEDS = torch.arange(12).view(3, 4)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def moved(model, by=0.2):
-    """All weights away from where they begin: biases from 0, norms from 1, adapters from changing nothing."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += by * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    return model
 
 
 @pytest.fixture
@@ -103,30 +95,6 @@ def steps(policy, group_size=2, max_new_tokens=12):
     return both
 
 
-def read_in_turn(static, plain, compare, count=11, rows=6):
-    """Both read the same tokens, while rows leave; the hidden states of all steps agree."""
-    generator = torch.Generator().manual_seed(3)
-    for number in range(count):
-        if number in (3, 5):
-            kept = torch.ones(rows, dtype=torch.bool)
-            kept[{3: [0, 4], 5: [1]}[number]] = False
-            rows = int(kept.sum())
-            kept = kept.to(plain._position.device)
-            static.keep(kept)
-            plain.keep(kept)
-        token = torch.randint(40, (rows,), generator=generator).to(plain._position.device)
-        compare(static(token), plain(token))
-
-
-def exact(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
-
-
-def rounded(found, expected):
-    assert found.dtype == expected.dtype
-    assert (found - expected).float().square().mean().sqrt() < 0.02 * expected.float().square().mean().sqrt()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "adapters"])
 @pytest.mark.parametrize("precision", ["weights", "autocast"])
@@ -134,7 +102,7 @@ def test_hidden_states_in_bfloat16_differ_by_rounding(name, precision):
     model, autocast = moved(MODELS[name](), by=0.05), torch.bfloat16 if precision == "autocast" else None
     policy = CausalLM(model if autocast else model.bfloat16(), autocast=autocast)
     with policy.computing():
-        read_in_turn(*steps(policy), rounded)
+        read_in_turn(*steps(policy), policy.device, rounded, count=11)
 
 
 class Trace:
@@ -142,7 +110,7 @@ class Trace:
 
     def __init__(self, static):
         self._static = static
-        self._traced = make_fx(lambda: static._hidden(static._token, static._open))()
+        self._traced = make_fx(lambda: static._hidden(static._token, static._mask))()
 
     def replay(self):
         self._static._found = self._traced()
@@ -154,7 +122,7 @@ def test_one_recorded_run_serves_every_token(name):
     static, plain = steps(CausalLM(moved(MODELS[name]())))
     static._graph = Trace(static)
     static._hidden = None  # nothing but the recording is run
-    read_in_turn(static, plain, exact)
+    read_in_turn(static, plain, plain._position.device, count=11)
 
 
 class Noting(TorchDispatchMode):
@@ -182,7 +150,7 @@ def test_each_token_takes_the_same_operations_on_the_same_shapes_and_never_waits
     for _ in range(3):
         static(torch.arange(6))
         with Noting() as noting:
-            static._hidden(static._token, static._open)
+            static._hidden(static._token, static._mask)
         runs.append(noting.seen)
     assert runs[0] == runs[1] == runs[2]
     assert sum(operation.startswith("index_copy_") for operation, _, _ in runs[0]) == 4  # two layers' keys and values
@@ -232,7 +200,7 @@ def test_a_gpu_replays_it(name, autocast):
     with policy.computing():
         static, plain = steps(policy)
         assert static._graph is not None
-        read_in_turn(static, plain, rounded if autocast else exact)
+        read_in_turn(static, plain, policy.device, rounded if autocast else exact, count=11)
 
 
 @needs_gpu

@@ -2,7 +2,8 @@ import warnings
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import moved, tiny_model
+from token_steps import exact, read_in_turn, rounded
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from groupwise.errors import SlowPathWarning
@@ -68,15 +69,6 @@ MODELS = {
 }
 
 
-def moved(model, by=0.2):
-    """All weights away from where they begin: biases from 0, norms from 1, adapters from changing nothing."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += by * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    return model
-
-
 @torch.no_grad()
 def both(policy, lengths=(5, 2, 9), group_size=2, max_new_tokens=80):
     """Our own step and transformers', behind the same prompts."""
@@ -92,35 +84,10 @@ def both(policy, lengths=(5, 2, 9), group_size=2, max_new_tokens=80):
     return steps
 
 
-def exact(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
-
-
-def rounded(found, expected):
-    assert found.dtype == expected.dtype
-    assert (found - expected).float().square().mean().sqrt() < 0.02 * expected.float().square().mean().sqrt()
-
-
-def read_in_turn(policy, ours, theirs, rows, compare=exact, count=75):
-    """Both read the same tokens, while rows leave; the hidden states of all steps agree."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad(), policy.computing():
-        for number in range(count):
-            if number in (3, 5, 70):
-                kept = torch.ones(rows, dtype=torch.bool)
-                kept[{3: [0, 4], 5: [1], 70: [2]}[number]] = False
-                ours.keep(kept)
-                theirs.keep(kept)
-                rows = int(kept.sum())
-            token = torch.randint(40, (rows,), generator=generator)
-            compare(ours(token), theirs(token))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_hidden_states_are_those_of_transformers_while_rows_leave_and_caches_grow(name):
     policy = CausalLM(moved(MODELS[name]()))
-    with torch.no_grad():
-        read_in_turn(policy, *both(policy), rows=6)
+    read_in_turn(*both(policy), policy.device)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "adapters"])
@@ -128,9 +95,8 @@ def test_hidden_states_are_those_of_transformers_while_rows_leave_and_caches_gro
 def test_hidden_states_in_bfloat16_differ_by_rounding(name, precision):
     model, autocast = moved(MODELS[name](), by=0.05), torch.bfloat16 if precision == "autocast" else None
     policy = CausalLM(model if autocast else model.bfloat16(), autocast=autocast)
-    with torch.no_grad(), policy.computing():
-        ours, theirs = both(policy)
-    read_in_turn(policy, ours, theirs, rows=6, compare=rounded, count=10)
+    with policy.computing():
+        read_in_turn(*both(policy), policy.device, rounded, count=10)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
@@ -147,10 +113,17 @@ def test_weights_that_are_laid_out_anew_are_the_same(monkeypatch, name, dtype, c
         compare(found, theirs(token))
 
 
+def test_a_processor_that_knows_no_bfloat16_multiplies_as_it_can(monkeypatch):
+    monkeypatch.setattr(llama_step, "PACKED", 0)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    weight, x = torch.randn(8, 4).bfloat16(), torch.randn(2, 4).bfloat16()
+    assert torch.equal(llama_step.linear_map(weight)(x), x @ weight.T)
+
+
 def test_prompts_of_one_length_need_no_mask():
     policy = CausalLM(moved(tiny_model()))
-    with torch.no_grad():
-        read_in_turn(policy, *both(policy, lengths=(4, 4, 4)), rows=6)
+    read_in_turn(*both(policy, lengths=(4, 4, 4)), policy.device)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -234,7 +207,7 @@ def test_a_hook_on_a_projection_is_called():
     policy = CausalLM(model, SamplingCfg(max_new_tokens=8))
     complete(policy, PROMPTS, torch.arange(3)[:, None])
     assert policy.reads_tokens_by == "own step"
-    read_in_turn(policy, *both(policy), rows=6, count=2)
+    read_in_turn(*both(policy), policy.device, count=2)
 
 
 def test_new_weights_are_used_by_the_next_call():

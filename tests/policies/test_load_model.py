@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from groupwise.data.rollout import transition_view
 from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.errors import ConfigError, MissingExtraError
+from groupwise.policies.causal_lm import CausalLM
 from groupwise.policies.configs import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.policies.load_model import find_model, load_causal_lm, with_adapters
 
@@ -106,8 +107,44 @@ def test_saved_adapters_are_trained_on(folder, tmp_path):
         assert torch.equal(again.evaluate(batch()).log_prob, expected)
         assert list(again.state_dict()) == list(policy.state_dict())
         assert torch.equal(again.make_reference().evaluate(batch()).log_prob, expected)
-    with pytest.raises(ConfigError, match=r"have rank 2, got lora\.r=4; mend: lora\.r=2"):
-        load_causal_lm(ModelCfg(path=str(tmp_path), lora=LoRACfg(r=4)))
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (LoRACfg(r=4), r"have r=2, got lora\.r=4; mend: lora\.r=2"),
+        (LoRACfg(r=2, alpha=7.0), r"have alpha=32\.0, got lora\.alpha=7\.0"),
+        (
+            LoRACfg(r=2, targets=("q_proj",)),
+            r"are on down_proj, gate_proj, .*got lora\.targets=\('q_proj',\); mend: lora=None",
+        ),
+    ],
+)
+def test_settings_that_saved_adapters_do_not_have_are_refused(lora, message, folder, tmp_path):
+    load_causal_lm(ModelCfg(path=folder(), lora=LoRACfg(r=2))).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load_causal_lm(ModelCfg(path=str(tmp_path), lora=lora))
+
+
+def test_adapters_that_are_no_lora_are_trained_on_as_they_are(folder, tmp_path):
+    with warnings.catch_warnings(action="ignore"):
+        from peft import IA3Config, get_peft_model
+
+        model = get_peft_model(tiny_model(), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+    model.peft_config["default"].base_model_name_or_path = folder()
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    assert any("ia3" in name for name in load_causal_lm(ModelCfg(path=str(tmp_path))).state_dict())
+    with pytest.raises(ConfigError, match="of type IA3, not LoRA; mend: lora=None"):
+        load_causal_lm(ModelCfg(path=str(tmp_path), lora=LORA))
+
+
+def test_virtual_tokens_before_the_prompt_are_refused():
+    with warnings.catch_warnings(action="ignore"):
+        from peft import PromptTuningConfig, get_peft_model
+
+        model = get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ConfigError, match="type PROMPT_TUNING stand before the prompt"):
+        CausalLM(model)
 
 
 def test_adapters_of_another_vocabulary_are_refused(folder, tmp_path):
@@ -193,7 +230,7 @@ def test_adapters_reach_every_linear_layer_but_the_head(family):
 
 def test_a_completion_that_fills_the_context_is_refused(folder):
     with pytest.raises(
-        ConfigError, match=r"max_new_tokens=2048 leaves no room .* context of 2048 tokens; mend: at most 2047"
+        ConfigError, match=r"max_new_tokens=2048 leaves no room .* positions for 2048 tokens; mend: at most 2047"
     ):
         load_causal_lm(ModelCfg(path=folder()), SamplingCfg(max_new_tokens=2048))
 

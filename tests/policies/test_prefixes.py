@@ -30,6 +30,12 @@ def test_nothing_is_shared_without_siblings_or_a_common_token():
     assert find_prefixes(*rows_of([[1, 2, 3], [9, 2, 3]], [0, 0])) is None
 
 
+def test_a_row_without_siblings_makes_no_head_wider():
+    found = find_prefixes(*rows_of([[1, 2, 3], [1, 2, 4], list(range(9))], [0, 0, 1]))
+    assert found.length.tolist() == [2, 2, 2]
+    assert found.head.shape == (2, 2)
+
+
 @given(
     texts=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=6), min_size=1, max_size=6),
     left=st.booleans(),

@@ -38,3 +38,12 @@ FAMILIES = sorted(_MAKERS)
 def tiny_model(family="llama", seed=0, vocab_size=40):
     torch.manual_seed(seed)
     return _MAKERS[family](vocab_size)
+
+
+def moved(model, by=0.2):
+    """All weights away from where they begin: biases from 0, norms from 1, adapters from changing nothing."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += by * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return model

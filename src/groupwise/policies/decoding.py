@@ -21,6 +21,8 @@ from groupwise.policies.llama_step import ROOM, LlamaStep, Prompts, has_llama_sh
 
 Head = Callable[[Tensor], Tensor]
 """Logits of hidden states."""
+_BYTES, _MORE = 4, 8
+"""Tokens that a character may take, and tokens kept besides: of what is cut off, a character's last bytes may remain."""
 _STOPS: tuple[Literal["length", "eos", "stop"], ...] = ("length", "eos", "stop")
 
 
@@ -131,6 +133,7 @@ class _StopStrings:
         if tokenizer is None:
             raise ConfigError(f"stop={tuple(strings)!r} but no tokenizer that reads texts; mend: give one, or stop=()")
         self._strings, self._tokenizer = strings, tokenizer
+        self._least = _BYTES * max(map(len, strings)) + _MORE
         self._tokens: list[list[int]] = [[] for _ in range(count)]
         self._texts = [""] * count
 
@@ -139,12 +142,20 @@ class _StopStrings:
         return [self._completed(row, token) for row, token in zip(rows, tokens, strict=True)]
 
     def _completed(self, row: int, token: int) -> bool:
-        self._tokens[row].append(token)
-        text, old = self._tokenizer.decode(self._tokens[row], clean_up_tokenization_spaces=False), self._texts[row]
+        tokens = self._tokens[row]
+        if len(tokens) >= 2 * self._least:  # a string ends here: what is far before it need not be read again and again
+            del tokens[: -self._least]
+            self._texts[row] = self._text(tokens)
+        tokens.append(token)
+        text, old = self._text(tokens), self._texts[row]
         self._texts[row] = text
         while not text.startswith(old):  # a character's first bytes, alone, read as another character
             old = old[:-1]
         return any(text.find(s, max(0, len(old) - len(s) + 1)) >= 0 for s in self._strings)
+
+    def _text(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        return text
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not follow transformers

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 MOST = 16
-"""Queries to a head: a new token makes one, or as many as there are heads that share their keys, packed into one head."""
+"""Queries to a head: a new token makes one; our own step makes as many as there are heads that share their keys."""
 
 
 class FewQueries(TorchFunctionMode):

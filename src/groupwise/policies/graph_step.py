@@ -51,6 +51,8 @@ class StaticStep(LlamaStep):
         RuntimeError: a GPU cannot record it, or replays something else.
     """
 
+    _mask: Float[Tensor, "row 1 1 room"]
+
     def __init__(self, policy: CausalLM, prompts: Prompts) -> None:
         super().__init__(policy, prompts, room=prompts.max_new_tokens)
         device = self._position.device
@@ -59,7 +61,6 @@ class StaticStep(LlamaStep):
         self._running = torch.arange(self._rows, device=device)
         self._token = torch.zeros_like(self._running)
         self._place = torch.tensor([self._length], device=device)
-        self._open = self._prompts_alone(prompts)
         self._graph: Any = None
         self._found = torch.empty(0)
         if device.type == "cuda":
@@ -69,9 +70,9 @@ class StaticStep(LlamaStep):
     def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
         """The last hidden state of each row that is kept, its token read."""
         self._token.index_copy_(0, self._running, token)
-        self._open.index_fill_(3, self._place, 0)
+        self._mask.index_fill_(3, self._place, 0)
         if self._graph is None:
-            self._found = self._hidden(self._token, self._open)
+            self._found = self._hidden(self._token, self._mask)
         else:
             self._graph.replay()
         self._place += 1
@@ -89,11 +90,9 @@ class StaticStep(LlamaStep):
             half.index_copy_(2, self._place, new[:, :, None].to(half.dtype))
         return keys, values
 
-    def _prompts_alone(self, prompts: Prompts) -> Float[Tensor, "row 1 1 room"]:
-        """The mask before the first token: 0 at the prompts' tokens, -inf elsewhere."""
-        store = self._stores[0]
-        mask = store.new_full((self._rows, 1, 1, store.shape[3]), -torch.inf)
-        valid = prompts.valid.repeat_interleave(prompts.group_size, dim=0)
+    def _additive(self, valid: Tensor, most: int) -> Float[Tensor, "row 1 1 room"]:
+        """Before the first token: 0 at the prompts' tokens, -inf elsewhere."""
+        mask = self._stores[0].new_full((self._rows, 1, 1, self._length + most), -torch.inf)
         mask[..., : self._length].masked_fill_(valid[:, None, None], 0)
         return mask
 
@@ -103,14 +102,14 @@ class StaticStep(LlamaStep):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_WARM_UP):
-                self._hidden(self._token, self._open)
+                self._hidden(self._token, self._mask)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # other threads, such as one that pins memory, may go on meanwhile
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._found = self._hidden(self._token, self._open)
+            self._found = self._hidden(self._token, self._mask)
         self._token += 1  # a replay must see what has changed since
-        expected = self._hidden(self._token, self._open).float()
+        expected = self._hidden(self._token, self._mask).float()
         graph.replay()
         off = float((self._found.float() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
         if not off <= rounding:

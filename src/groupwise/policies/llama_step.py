@@ -100,7 +100,7 @@ class LlamaStep:
         self._slots: Tensor | None = None  # the places of the rows in the caches, once they are in another order
         self._position = valid.sum(dim=1)
         self._turns = self._angles(base.rotary_emb, self._length + most)
-        self._mask = None if bool(valid.all()) else self._additive(valid, most)
+        self._mask = self._additive(valid, most)
 
     def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
         """The last hidden state of each row, its token read."""
@@ -173,7 +173,10 @@ class LlamaStep:
         half = self._head_width // 2
         return torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)], dim=1)[:, :, None]
 
-    def _additive(self, valid: Tensor, most: int) -> Float[Tensor, "row 1 1 context"]:
+    def _additive(self, valid: Tensor, most: int) -> Float[Tensor, "row 1 1 context"] | None:
+        """What is added to the scores of each place, in the prompts and behind them; None where that is 0 everywhere."""
+        if bool(valid.all()):
+            return None
         mask = torch.zeros(len(valid), valid.shape[1] + most, device=valid.device, dtype=self._stores[0].dtype)
         mask[:, : valid.shape[1]].masked_fill_(~valid, -torch.inf)
         return mask[:, None, None]
@@ -219,12 +222,19 @@ def linear_map(
     weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None
 ) -> Callable[[Tensor], Tensor]:
     """The linear map, its weights laid out once as oneDNN wants them: a quarter of the time less on a CPU."""
-    reorders = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
-    if not reorders or weight.numel() < PACKED or not torch._C._has_mkldnn:
+    if weight.numel() < PACKED or not _reorders(weight):
         return lambda x: functional.linear(x, weight, bias)
     operations = torch.ops.mkldnn
     packed = operations._reorder_linear_weight(weight, _BATCH)
     return lambda x: operations._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def _reorders(weight: Tensor) -> bool:
+    """Whether oneDNN lays such weights out on this machine; of bfloat16, many processors know nothing."""
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+        return False
+    knows_bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32 or bool(knows_bfloat16)
 
 
 def _is_plain(module: Any) -> bool:

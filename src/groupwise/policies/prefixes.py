@@ -58,6 +58,9 @@ def find_prefixes(
     alike = (text == text[first[number]]) & (place < total[:, None] - 1)
     common = alike.long().cumprod(dim=1).sum(dim=1)
     shared = common.new_full((len(known),), tokens.shape[1]).scatter_reduce(0, number, common, "amin")
+    alone = torch.bincount(number) == 1
+    # a row without siblings shares all of itself: as much as the others do is enough, else every head is as wide
+    shared = torch.where(alone, shared.clamp(max=shared[~alone].amax()), shared)
     if int(shared.min()) < 1:
         return None
     width, length = int(shared.max()), shared[number]

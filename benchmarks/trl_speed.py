@@ -63,9 +63,9 @@ class Case(NamedTuple):
 
 CASES = {
     "tiny": Case("tiny random model: pure overhead", "tiny", None, Side("float32", 32), Side("float32", 32), 0.5, 1),
-    "float32": Case("SmolLM2-135M, float32", "smollm2", None, Side("float32", 8), Side("float32", 4), 0.5),
-    "bfloat16": Case("SmolLM2-135M, bfloat16", "smollm2", None, Side("bfloat16", 8), Side("bfloat16", 4), 0.45),
-    "prompt512": Case("SmolLM2-135M, float32, 512-token prompt", "smollm2", 512, Side("float32", 8), Side("float32", 2), 0.3),
+    "float32": Case("SmolLM2-135M, float32", "smollm2", None, Side("float32", 16), Side("float32", 8), 0.5),
+    "bfloat16": Case("SmolLM2-135M, bfloat16", "smollm2", None, Side("bfloat16", 16), Side("bfloat16", 4), 0.45),
+    "prompt512": Case("SmolLM2-135M, float32, 512-token prompt", "smollm2", 512, Side("float32", 16), Side("float32", 2), 0.3),
 }  # fmt: skip
 MEMORY = {"float32": 32, "bfloat16": 32}
 """Cases whose memory is compared, and at how many rows a micro-batch."""

@@ -81,7 +81,7 @@ def test_a_random_model_learns_to_copy(seed):
     model = LlamaForCausalLM(LlamaConfig(vocab_size=12, **sizes, bos_token_id=2, eos_token_id=1, pad_token_id=0))
     policy = CausalLM(model, SamplingCfg(max_new_tokens=5))
     cfg = GRPOCfg(
-        group_size=16, num_epochs=2, minibatch_size=600, learning_rate=3e-3, max_grad_norm=1.0, objective=RECOMPUTED
+        group_size=16, num_epochs=2, minibatch_size=600, learning_rate=2e-3, max_grad_norm=1.0, objective=RECOMPUTED
     )
     algorithm = GRPO(cfg, policy)
     generator = torch.Generator().manual_seed(seed)

@@ -129,18 +129,21 @@ def test_within_autocast_scores_and_gradients_are_exact(dtype):
 
 def test_bfloat16_products_leave_the_setting_of_the_process_as_it_was(monkeypatch):
     setting = torch.backends.mkldnn.matmul
-    during = []
-    plain_float = torch.Tensor.float
-    monkeypatch.setattr(torch.Tensor, "float", lambda x: during.append(setting.fp32_precision) or plain_float(x))
+    during, plain_mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *a, **k: during.append(setting.fp32_precision) or plain_mm(*a, **k))
     before = setting.fp32_precision
-    vocabulary._product(torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(4, 3, dtype=torch.bfloat16))
-    assert during == ["bf16", "bf16"]
+
+    def product(left, right):
+        return vocabulary._product(left, right, vocabulary._Space(left.device))
+
+    assert product(torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(4, 3, dtype=torch.bfloat16)).eq(3).all()
+    assert during == ["bf16"]
     with pytest.raises(RuntimeError):
-        vocabulary._product(torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(4, 5, dtype=torch.bfloat16))
+        product(torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(4, 5, dtype=torch.bfloat16))
     assert setting.fp32_precision == before
     during.clear()
-    vocabulary._product(torch.ones(2, 3), torch.ones(4, 3, dtype=torch.bfloat16))
-    assert set(during) == {before}  # float32 factors must not be rounded
+    product(torch.ones(2, 3), torch.ones(4, 3, dtype=torch.bfloat16))
+    assert during == [before]  # float32 factors must not be rounded
 
 
 def test_gradient_by_finite_differences_of_entropy_alone():

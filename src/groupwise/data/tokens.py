@@ -59,9 +59,7 @@ def text_rollout(
     lengths = [len(row.prompt) + len(row.completion) for row in rows]
     num_slots = max(lengths)
     starts = [num_slots - length if padding == "left" else 0 for length in lengths]
-    tokens = torch.zeros(len(rows), num_slots, dtype=torch.long)
-    for number, (row, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
-        tokens[number, start : start + length] = torch.tensor([*row.prompt, *row.completion])
+    tokens = _spread([[*row.prompt, *row.completion] for row in rows], starts, num_slots, torch.tensor(0))
     place = torch.arange(num_slots) - torch.tensor(starts)[:, None]
     prompt, total = torch.tensor([len(row.prompt) for row in rows]), torch.tensor(lengths)
     valid = (place >= 0) & (place < total[:, None] - 1)
@@ -136,8 +134,10 @@ def _optional(rows: Sequence[TextRow], first: Sequence[int], valid: Tensor, last
 def _spread(entries: Sequence[Sequence[Any]], first: Sequence[int], num_slots: int, empty: Tensor) -> Tensor:
     """Entries of each row from its first place on, ``empty`` elsewhere."""
     out = empty.expand(len(entries), num_slots, *empty.shape).clone()
-    for number, (values, start) in enumerate(zip(entries, first, strict=True)):
-        out[number, start : start + len(values)] = torch.tensor(values, dtype=empty.dtype)
+    lengths = torch.tensor([len(values) for values in entries])
+    row = torch.arange(len(entries)).repeat_interleave(lengths)
+    place = torch.arange(len(row)) + (torch.tensor(first) - lengths.cumsum(0) + lengths)[row]
+    out[row, place] = torch.tensor([entry for values in entries for entry in values], dtype=empty.dtype)
     return out
 
 

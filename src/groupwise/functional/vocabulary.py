@@ -87,10 +87,10 @@ class _Choice(NamedTuple):
         tiles = [slice(i, min(i + width, ids)) for i in range(0, ids, width)]
         return ((slice(i, min(i + rows, count)), tiles) for i in range(0, count, rows))
 
-    def logits(self, hidden: Tensor, weight: Tensor, rows: slice, tile: slice) -> Tensor:
+    def logits(self, hidden: Tensor, weight: Tensor, rows: slice, tile: slice, space: "_Space") -> Tensor:
         """Of a tile, divided by the temperature."""
         if self.support is None:
-            logits = _product(hidden[rows], weight[tile])
+            logits = _product(hidden[rows], weight[tile], space)
         else:
             logits = torch.einsum("tw,tkw->tk", hidden[rows].float(), weight[self.support[rows]].float())
         logits.div_(self.temperature)
@@ -111,17 +111,21 @@ class _Choice(NamedTuple):
         place, width = token[rows, None] - tile.start, tile.stop - tile.start
         return place.clamp(0, width - 1), (place >= 0) & (place < width)
 
-    def add_times_weight(self, total: Tensor, factor: Tensor, weight: Tensor, rows: slice, tile: slice) -> None:
+    def add_times_weight(
+        self, total: Tensor, factor: Tensor, weight: Tensor, rows: slice, tile: slice, space: "_Space"
+    ) -> None:
         """Add ``factor @ weight`` of a tile, which is how gradients reach hidden states."""
         if self.support is None:
-            total.addmm_(factor, weight[tile].float())
+            total.addmm_(factor, space.wide("weight", weight[tile]))
         else:
             total += torch.einsum("tk,tkw->tw", factor, weight[self.support[rows]].float())
 
-    def add_grad_weight(self, total: Tensor, grad: Tensor, hidden: Tensor, rows: slice, tile: slice) -> None:
+    def add_grad_weight(
+        self, total: Tensor, grad: Tensor, hidden: Tensor, rows: slice, tile: slice, space: "_Space"
+    ) -> None:
         """Add the head's gradient from a tile's."""
         if self.support is None:
-            total[tile].addmm_(grad.T, hidden[rows].float())
+            total[tile].addmm_(grad.T, space.wide("hidden", hidden[rows]))
         else:
             outer = torch.einsum("tk,tw->tkw", grad, hidden[rows].float())
             total.index_add_(0, self.support[rows].flatten(), outer.flatten(0, 1))
@@ -145,16 +149,17 @@ class _Scores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.choice = choice
+        space = _Space(hidden.device)
         log_prob, entropy, peak, log_total = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         pull = torch.empty_like(hidden, dtype=torch.float32) if pulling else None
         with torch.autocast(hidden.device.type, enabled=False):
             for rows, tiles in choice.parts(len(hidden), weight):
-                sums = _Sums(peak[rows], None if pull is None else pull[rows])
+                sums = _Sums(peak[rows], None if pull is None else pull[rows], space)
                 for tile in tiles:
-                    logits = choice.logits(hidden, weight, rows, tile)
+                    logits = choice.logits(hidden, weight, rows, tile, space)
                     exp = sums.add(logits, *choice.place(token, rows, tile))
                     if sums.pull is not None:
-                        choice.add_times_weight(sums.pull, exp, weight, rows, tile)
+                        choice.add_times_weight(sums.pull, exp, weight, rows, tile, space)
                 log_total[rows] = sums.total.log()
                 log_prob[rows] = sums.chosen - sums.peak - log_total[rows]
                 entropy[rows] = log_total[rows] - sums.weighted / sums.total
@@ -173,6 +178,7 @@ class _Scores(torch.autograd.Function):
         if pull is not None and grad_entropy is None:
             return (grad_log_prob[:, None] * pull).to(hidden.dtype), None, None, None, None
         choice: _Choice = ctx.choice
+        space = _Space(hidden.device)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         # d log_prob / d logit = [token] - p;  d entropy / d logit = -p (log p + entropy)
@@ -181,25 +187,52 @@ class _Scores(torch.autograd.Function):
             at_token -= grad_entropy * log_prob.exp() * (log_prob + entropy)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows, tile in ((rows, tile) for rows, tiles in choice.parts(len(hidden), weight) for tile in tiles):
-                log_p = choice.logits(hidden, weight, rows, tile)
+                log_p = choice.logits(hidden, weight, rows, tile, space)
                 log_p.sub_(peak[rows, None]).sub_(log_total[rows, None])
-                grad, upstream = log_p.exp(), grad_log_prob[rows, None]
+                grad, upstream = torch.exp(log_p, out=space.take("exp", *log_p.shape)), grad_log_prob[rows, None]
                 if grad_entropy is not None:
                     upstream = log_p.add_(entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(upstream)
                 _put(grad.mul_(-upstream), *choice.place(token, rows, tile), at_token[rows, None])
                 grad.div_(choice.temperature)
                 if grad_hidden is not None:
-                    choice.add_times_weight(grad_hidden[rows], grad, weight, rows, tile)
+                    choice.add_times_weight(grad_hidden[rows], grad, weight, rows, tile, space)
                 if grad_weight is not None:
-                    choice.add_grad_weight(grad_weight, grad, hidden, rows, tile)
+                    choice.add_grad_weight(grad_weight, grad, hidden, rows, tile, space)
         grads = ((grad_hidden, hidden), (grad_weight, weight))
         return *(None if grad is None else grad.to(to.dtype) for grad, to in grads), None, None, None
+
+
+class _Space:
+    """Memory that each tile uses again: new memory of this size comes from the system page by page, for longer than ``exp`` takes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: dict[str, Tensor] = {}
+        self._wide: dict[str, tuple[int, torch.Size]] = {}
+
+    def take(self, name: str, rows: int, columns: int) -> Tensor:
+        """A matrix, whose numbers are those that were last in the memory of this name."""
+        held = self._held.get(name)
+        if held is None or held.numel() < rows * columns:
+            held = self._held[name] = torch.empty(rows * columns, device=self._device)
+        return held[: rows * columns].view(rows, columns)
+
+    def wide(self, name: str, part: Float[Tensor, "row column"]) -> Float[Tensor, "row column"]:
+        """The part in float32, converted once until another of this name is asked for."""
+        if part.dtype == torch.float32:
+            return part
+        known, wide = (part.data_ptr(), part.shape), self.take(name, *part.shape)
+        if self._wide.get(name) != known:
+            wide.copy_(part)
+            self._wide[name] = known
+        return wide
 
 
 class _Sums:
     """Sums over the tiles so far, of some tokens; exponentials are of logits less the largest so far."""
 
-    def __init__(self, peak: Tensor, pull: Tensor | None) -> None:
+    def __init__(self, peak: Tensor, pull: Tensor | None, space: _Space) -> None:
+        self._space = space
         self.peak = peak.fill_(_NEVER)
         self.total, self.weighted, self.chosen = peak.new_zeros(3, len(peak))
         """Of the exponentials, of each times its logit less the largest, and the logit of the token itself."""
@@ -216,7 +249,7 @@ class _Sums:
         if self.pull is not None:
             self.pull.mul_(shrink[:, None])
         self.peak.copy_(peak)
-        exp = logits.sub_(peak[:, None]).exp()
+        exp = torch.exp(logits.sub_(peak[:, None]), out=self._space.take("exp", *logits.shape))
         self.total.add_(exp.sum(dim=-1))
         self.weighted.add_(logits.mul_(exp).sum(dim=-1))
         return _put(exp, place, inside, torch.zeros_like(peak)[:, None])
@@ -227,20 +260,22 @@ def _put(tile: Tensor, place: Tensor, inside: Tensor, value: Tensor) -> Tensor:
     return tile.scatter_(1, place, torch.where(inside, value, tile.gather(1, place)))
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right.T``, multiplied and added up in float32.
+def _product(left: Tensor, right: Tensor, space: _Space) -> Tensor:
+    """``left @ right.T`` of hidden states and weights, multiplied and added up in float32.
 
     A product of two bfloat16 numbers is exact in float32, and processors with AMX multiply those several times faster. But on
     CPUs torch offers no such product with a float32 result, only a setting of the whole process: factors (not sums) of float32
     products may be rounded to bfloat16, which changes none that came from there. It is held for this one product.
     """
-    if not left.dtype == right.dtype == torch.bfloat16:
-        return left.float() @ right.float().T
-    if left.is_cuda:
+    if left.is_cuda and left.dtype == right.dtype == torch.bfloat16:
         return torch.mm(left, right.T, out_dtype=torch.float32)
+    factors = space.wide("hidden", left), space.wide("weight", right).T
+    out = space.take("logits", len(left), len(right))
+    if not left.dtype == right.dtype == torch.bfloat16:
+        return torch.mm(*factors, out=out)
     setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, setting.fp32_precision = setting.fp32_precision, "bf16"
     try:
-        return left.float() @ right.float().T
+        return torch.mm(*factors, out=out)
     finally:
         setting.fp32_precision = before

@@ -15,7 +15,6 @@ from groupwise.functional.row_random import hash_pair, mix, unit
 from groupwise.policies.causal_lm import CausalLM
 from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.drawing import draw
-from groupwise.policies.few_queries import FewQueries
 from groupwise.policies.graph_step import may_replay, replayed
 from groupwise.policies.llama_step import ROOM, LlamaStep, Prompts, has_llama_shape, linear_map
 
@@ -68,7 +67,9 @@ class Writing:
         count, device = len(seeds), seeds.device
         self.running = torch.arange(count, device=device)
         """Rows that are unfinished."""
-        self._streams, self._sampling, self._deterministic = mix(seeds), sampling, deterministic
+        self._sampling, self._deterministic = sampling, deterministic
+        # of all places at once: one by one, a small model would spend a tenth of its time on this
+        self._chances = unit(hash_pair(mix(seeds)[:, None], torch.arange(sampling.max_new_tokens, device=device)))
         self._ends = torch.tensor(eos_ids, dtype=torch.long, device=device)
         self._strings = _StopStrings(sampling.stop, tokenizer, count) if sampling.stop else None
         self._step = 0
@@ -83,21 +84,28 @@ class Writing:
         self, logits: Float[Tensor, "running vocabulary"]
     ) -> tuple[Int[Tensor, " running"], Bool[Tensor, " running"]]:
         """The next token of each unfinished row, and whether the row goes on after it."""
-        rows, step = self.running, self._step
+        step, everyone = self._step, len(self.running) == len(self._stops)
+        rows: slice | Tensor = slice(None) if everyone else self.running  # a slice is the faster index
         may_end = step >= self._sampling.min_new_tokens
-        chance = unit(hash_pair(self._streams[rows], torch.full_like(rows, step)))
-        drawn = draw(logits, chance, self._sampling, None if may_end else self._ends, deterministic=self._deterministic)
+        drawn = draw(
+            logits,
+            self._chances[rows, step],
+            self._sampling,
+            None if may_end else self._ends,
+            deterministic=self._deterministic,
+        )
         self._tokens[rows, step], self._log_probs[rows, step] = drawn.token, drawn.log_prob
         if drawn.support is not None:
-            self._supports.append((rows, drawn.support))
+            self._supports.append((self.running, drawn.support))
         stop = torch.isin(drawn.token, self._ends).long()
         if self._strings is not None:
-            complete = self._strings.completed(rows.tolist(), drawn.token.tolist())
+            complete = self._strings.completed(self.running.tolist(), drawn.token.tolist())
             stop[torch.tensor(complete, device=stop.device) & (stop == 0) & may_end] = _STOPS.index("stop")
         self._stops[rows], self._step = stop, step + 1
         goes_on = (stop == 0) & (self._step < self._sampling.max_new_tokens)
         self._lengths[rows] = self._step  # the last time that the row is among these counts
-        self.running = rows[goes_on]
+        if not goes_on.all():
+            self.running = self.running[goes_on]
         return drawn.token, goes_on
 
     def completions(self) -> list[Completion]:
@@ -203,8 +211,7 @@ class TransformersStep:
     def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
         """The last hidden state of each row, its token read."""
         self._valid = torch.cat([self._valid, self._valid.new_ones(len(token), 1)], dim=1)
-        with FewQueries():
-            return self._policy.hidden_states(token[:, None], self._valid, self._cache)[:, -1]
+        return self._policy.hidden_states(token[:, None], self._valid, self._cache)[:, -1]
 
     def keep(self, kept: Bool[Tensor, " row"]) -> None:
         """Drop the other rows."""
@@ -247,8 +254,7 @@ def _decode(
     """Write until every row is finished."""
     head = linear_map(policy.head.float())  # half precision is converted here, once, and not at each token
     cache: Any = DynamicCache(config=policy.network.config)
-    with FewQueries():  # not around everything: it looks at each call of torch
-        hidden = policy.hidden_states(tokens, valid, cache)[:, -1]
+    hidden = policy.hidden_states(tokens, valid, cache)[:, -1]
     logits = _logits(hidden, head).repeat_interleave(group_size, dim=0)
     token, goes_on = writing.write(logits)
     if not len(writing.running):

@@ -65,24 +65,24 @@ def pick(probability: Float[Tensor, "row place"], chance: Float[Tensor, " row"])
         return _reach(probability, goal)[0]
     padded = functional.pad(probability, (0, -width % BLOCK)) if width % BLOCK else probability
     blocks = padded.view(len(padded), -1, BLOCK)
-    block, rest = _reach(blocks.sum(dim=-1), goal)
+    mass = blocks.sum(dim=-1)
+    block, summed, goal = _reach(mass, goal)
+    before = (summed - mass).gather(1, block[:, None])[:, 0]
     rows = torch.arange(len(blocks), device=block.device)
-    return block * BLOCK + _reach(blocks[rows, block], rest)[0]
+    return block * BLOCK + _reach(blocks[rows, block], (goal - before).clamp(min=_TINY))[0]
 
 
 def _reach(
     mass: Float[Tensor, "row place"], goal: Float[Tensor, " row"]
-) -> tuple[Int[Tensor, " row"], Float[Tensor, " row"]]:
-    """The first place with mass at which the running sum reaches the goal, and how far into that mass the goal is.
+) -> tuple[Int[Tensor, " row"], Float[Tensor, "row place"], Float[Tensor, " row"]]:
+    """The first place with mass at which the running sum reaches the goal; the running sums; and the goal itself.
 
-    Where rounding leaves the goal above every sum, the place is that of the greatest.
+    Where rounding leaves the goal above every sum, the greatest is the goal.
     """
     summed = mass.cumsum(dim=-1)
     reached = torch.where(mass > 0, summed, 0)  # a GPU's running sums may rise by rounding where there is no mass
     goal = torch.minimum(goal, reached.amax(dim=-1))
-    place = (reached >= goal[:, None]).int().argmax(dim=-1)
-    before = (summed - mass).gather(1, place[:, None])[:, 0]
-    return place, (goal - before).clamp(min=_TINY)
+    return (reached >= goal[:, None]).int().argmax(dim=-1), summed, goal
 
 
 def _nucleus(probability: Float[Tensor, "row place"], sampling: EvalSamplingCfg) -> Float[Tensor, "row place"]:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicLayer
 
 from groupwise.policies.causal_lm import CausalLM
+from groupwise.policies.cpu_attention import attend
 
 ROOM = 64
 """Tokens that a cache grows by."""
@@ -144,12 +145,13 @@ class LlamaStep:
         qk, value = qkv.tensor_split([-self._groups], dim=1)
         if layer.head_norm is not None:
             qk = layer.head_norm(qk)
-        qk = qk * turn[0] + qk.roll(self._head_width // 2, dims=-1) * turn[1]
+        qk = torch.addcmul(qk * turn[0], qk.roll(self._head_width // 2, dims=-1), turn[1])
         query, key = qk.tensor_split([-self._groups], dim=1)
         keys, values = self._extended(store, key, value)
         # queries that share their keys are as good as a row of queries to one head
         query = query.reshape(self._rows, self._groups, -1, self._head_width).to(store.dtype)
-        found = functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+        attention = attend if query.device.type == "cpu" else functional.scaled_dot_product_attention
+        found = attention(query, keys, values, mask)
         return layer.out(found.reshape(self._rows, -1).to(value.dtype))
 
     def _extended(self, store: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,38 @@
+import subprocess
+import sys
+
+import pytest
+
+from groupwise.policies.cpu_memory import keep_freed_memory
+
+HELD = """
+from pathlib import Path
+import torch
+from groupwise.policies.cpu_memory import keep_freed_memory
+if {keep}:
+    assert keep_freed_memory()
+blocks = [torch.ones(2**21) for _ in range(16)]  # 8 MiB each
+del blocks
+(line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")]
+print(line.split()[1])
+"""
+SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+
+
+def held(keep):
+    """KiB of a process that has freed 128 MiB."""
+    done = subprocess.run([sys.executable, "-c", HELD.format(keep=keep)], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
+def test_freed_memory_stays_with_the_process(monkeypatch):
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    assert held(True) - held(False) > 100 * 1024
+
+
+@pytest.mark.parametrize("name", ["GLIBC_TUNABLES", "MALLOC_ARENA_MAX"])
+def test_settings_of_the_environment_stay(name, monkeypatch):
+    monkeypatch.setenv(name, "")
+    assert not keep_freed_memory()

@@ -83,6 +83,7 @@ def run_ours(case: Case, side: Side, folder: Path, turn: Callable[[], None], don
     from groupwise.data.tokens import TextRow, text_rollout
     from groupwise.policies.causal_lm import CausalLM
     from groupwise.policies.configs import SamplingCfg
+    from groupwise.policies.cpu_memory import keep_freed_memory
     from groupwise.policies.decoding import complete
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
@@ -100,6 +101,7 @@ def run_ours(case: Case, side: Side, folder: Path, turn: Callable[[], None], don
         objective={"old_log_prob": "recomputed"},
     )
     algorithm = gw.GRPO(cfg, policy)
+    keep_freed_memory()  # as `gw.train` does
     step = 0
     while True:
         turn()

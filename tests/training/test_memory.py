@@ -35,7 +35,8 @@ def test_the_largest_micro_batch_is_tried_and_nothing_changes(micro_batch_size, 
     monkeypatch.setattr(policy, "evaluate", lambda batch: seen.append(batch["valid"]) or evaluate(batch))
     rehearse(algorithm, longest_prompt=3, sampling=SamplingCfg(max_new_tokens=10), num_rows=12, group_size=4)
     # 3 + 10 tokens make 12 transitions, of which the model writes 10 and 2 are read before: 12 a row
-    assert [len(valid) for valid in seen] == [2, rows]  # two siblings first: does the model share their prompt?
+    # some siblings first: does the model share their prompt?
+    assert [len(valid) for valid in seen] == [2 if rows == 1 else 4, rows]
     assert seen[1].shape[1] == 12
     assert policy.shares_beginnings
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
@@ -54,7 +55,7 @@ def test_a_model_that_cannot_share_counts_each_prompt(monkeypatch):
         rehearse(algorithm, longest_prompt=11, sampling=SamplingCfg(max_new_tokens=5), num_rows=12, group_size=4)
     # 10 tokens before the 5 that are written: 4 rows of 15 are 60; were the prompts shared, 2 of them and 8 rows were 60
     assert not policy.shares_beginnings
-    assert seen == [2, 4]
+    assert seen == [4, 4]
 
 
 @pytest.mark.parametrize(

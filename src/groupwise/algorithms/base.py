@@ -166,8 +166,10 @@ class BaseAlgorithm(ABC):
         Its first micro-batch is the largest; with it, what the optimiser will keep of each parameter.
         """
         data, _ = self._elements(self.training_data(transition_view(rollout)))
+        group = data["group_id"].amax(dim=1)
+        siblings = torch.cat([(group == number).nonzero()[:2, 0] for number in group.unique()[:2]])
         with torch.no_grad():
-            self._evaluate(self.policy, take(data, slice(0, 2)))  # siblings: now it is known whether they share
+            self._evaluate(self.policy, take(data, siblings))  # now it is known whether they share
         rows = torch.arange(len(data["loss_mask"]), device=self.policy.device)
         order, slices = pack(_row_sizes(self.policy, data), rows, self.cfg.micro_batch_size)
         kept = [torch.empty_like(parameter) for parameter in self.trained.tensors for _ in range(2)]

@@ -112,6 +112,7 @@ class TextCollector(Collector):
             RewardError: a reward function failed.
             DataError: nothing could be scored, several times in a row.
         """
+        self._rewards.take_logged()  # of a rollout that failed
         terms = self._terms
         kept: list[list[Scored]] = []
         skipped: list[list[Scored]] = []

@@ -21,7 +21,6 @@ from groupwise.functional.vocabulary import token_scores
 from groupwise.policies.adapters import AdaptersOff, check_adapters, is_adapted
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.configs import SamplingCfg
-from groupwise.policies.cpu_memory import keep_freed_memory
 from groupwise.policies.prefixes import Prefixes, find_prefixes
 
 _TOLERANCE = 0.02
@@ -82,15 +81,13 @@ class CausalLM(Policy):
         self.action_spec = TensorSpec((), torch.int64)
         self.batch_keys = (*type(self).batch_keys, *_choice_keys(self.sampling))
         self.has_adapters = is_adapted(model)
-        attend_on_cpus(self.network, not compile)
+        attend_on_cpus(self.network)
         silence_dropout(model)  # it would make the sampler and the trainer two different policies
         self.eval()
         check_adapters(model)
         self.eos_ids = _eos_ids(self.network, tokenizer) if eos_ids is None else tuple(eos_ids)
         self._check_head()
         self.value_head = None if actor_only else self._make_value_head()
-        if self.device.type == "cpu":
-            keep_freed_memory()
         if gradient_checkpointing:
             recompute_layers(self.network)
         self._forward = torch.compile(_last_hidden, dynamic=True) if compile else _last_hidden

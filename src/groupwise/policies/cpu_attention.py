@@ -1,6 +1,6 @@
 """Attention of some new tokens to all before them on CPUs, where PyTorch's own kernel is slow; registered with transformers.
 
-New tokens: one of each row while completions are written, all of a completion behind its prompt in training. Three matrix
+New tokens: one of each row while completions are written, all of a completion behind its prompt in training. Plain matrix
 products take a third to a half of the time of the kernel, which is made for long texts; heads that share their keys share
 one product, so that keys are not repeated.
 """
@@ -20,10 +20,10 @@ MOST = 128
 """New tokens of a row. Of more, all the probabilities at once no longer stay near the processor."""
 
 
-def attend_on_cpus(network: Any, here: bool) -> None:
-    """Let a transformers model that has PyTorch's attention take this one where it is faster; or, not ``here``, never."""
-    if network.config._attn_implementation in ("sdpa", NAME):
-        network.set_attn_implementation(NAME if here else "sdpa")
+def attend_on_cpus(network: Any) -> None:
+    """Let a transformers model that has PyTorch's attention take this one where it is faster."""
+    if network.config._attn_implementation == "sdpa" and network._can_set_attn_implementation():
+        network.set_attn_implementation(NAME)
 
 
 def attend(
@@ -111,7 +111,7 @@ def _forward(
 
 def _pays(query: Tensor, mask: Tensor | None, dropout: float, more: dict[str, Any]) -> bool:
     looks_back_alone = mask is not None or query.shape[2] == 1  # else the kernel skips what is ahead
-    few = query.device.type == "cpu" and query.shape[2] <= MOST
+    few = query.device.type == "cpu" and query.shape[2] <= MOST and not torch.compiler.is_compiling()
     return few and looks_back_alone and not dropout and more.get("position_bias") is None and more.get("cache") is None
 
 

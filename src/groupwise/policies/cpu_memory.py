@@ -11,7 +11,7 @@ _SETTINGS = {_TRIM: 2**31 - 1, _MAP: 32 * 2**20}
 
 
 def keep_freed_memory() -> bool:
-    """Hand freed memory out again, in place of giving it back to the system: whether this C library can.
+    """Hand freed memory out again, in place of giving it back to the system; whether that can be had here.
 
     The system clears new memory page by page as it is first written to, which takes longer than most operations on it: a
     training step of a model with 135M weights is a fifth faster. Where the environment has settings of its own, they stay.

@@ -140,7 +140,10 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
 
 
 def _check_same(cfg: LoRACfg, saved: Any, path: str) -> None:
-    """Saved adapters are as they are: settings that say otherwise would be dropped without a word."""
+    """Saved adapters are as they are: a rank, an alpha or kinds of layers that say otherwise would be dropped without a word.
+
+    ``all-linear``, which is the default, is no such word.
+    """
     if saved.peft_type.value != "LORA":
         raise ConfigError(f"the adapters in {path} are of type {saved.peft_type.value}, not LoRA; mend: lora=None")
     for name, wanted, there in (("r", cfg.r, saved.r), ("alpha", cfg.alpha, saved.lora_alpha)):

@@ -58,9 +58,7 @@ def find_prefixes(
     alike = (text == text[first[number]]) & (place < total[:, None] - 1)
     common = alike.long().cumprod(dim=1).sum(dim=1)
     shared = common.new_full((len(known),), tokens.shape[1]).scatter_reduce(0, number, common, "amin")
-    alone = torch.bincount(number) == 1
-    # a row without siblings shares all of itself: as much as the others do is enough, else every head is as wide
-    shared = torch.where(alone, shared.clamp(max=shared[~alone].amax()), shared)
+    shared = _with_less_of_lone_rows(shared, number, total)
     if int(shared.min()) < 1:
         return None
     width, length = int(shared.max()), shared[number]
@@ -75,3 +73,13 @@ def find_prefixes(
         place=place - start[:, None],
         length=length,
     )
+
+
+def _with_less_of_lone_rows(
+    shared: Int[Tensor, " prefix"], number: Int[Tensor, " row"], total: Int[Tensor, " row"]
+) -> Int[Tensor, " prefix"]:
+    """A row without siblings shares all of itself, and all heads would be as wide: only as much as makes no tail wider."""
+    alone = torch.bincount(number) == 1
+    rest = (total - shared[number])[~alone[number]].amax()
+    needed = shared.new_zeros(len(shared)).scatter_(0, number, total) - rest
+    return torch.where(alone, torch.minimum(shared, needed.clamp(min=int(shared[~alone].amax()))), shared)

@@ -14,6 +14,7 @@ from groupwise.errors import ConfigError, require_extra
 from groupwise.policies.base import Policy
 from groupwise.policies.causal_lm import CausalLM
 from groupwise.policies.configs import SamplingCfg
+from groupwise.policies.cpu_memory import keep_freed_memory
 from groupwise.policies.load_model import load_causal_lm
 from groupwise.registry import algorithm_entry
 from groupwise.report.folder import RunFolder
@@ -93,6 +94,8 @@ def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts
     _check(cfg, engine)
     device = pick_device(cfg.device)
     policy = _policy(cfg, given, actor_only=algorithm_type.actor_only).to(device)
+    if device.type == "cpu":
+        keep_freed_memory()
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
     prompts = encoder.select(data.train, policy.room(cfg.sampling.max_new_tokens))
     rewards.check_columns(prompts[0].example.columns)

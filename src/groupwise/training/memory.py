@@ -13,6 +13,9 @@ from groupwise.policies.configs import SamplingCfg
 _ON_CPU = "can't allocate memory"
 """What torch says where the system refuses; Linux mostly grants it and ends the process later."""
 
+_KINDS = 7
+"""Tokens that the rehearsal is made of; every vocabulary has as many."""
+
 
 @contextmanager
 def naming(settings: str) -> Iterator[None]:
@@ -52,9 +55,12 @@ def rehearse(
     length = sampling.max_new_tokens * (num_turns or 1)
     if context is not None:
         length = min(length, context - longest_prompt)
+    varied = [
+        place % _KINDS for place in range(longest_prompt + length + 1)
+    ]  # of one token alone, a cache has no order
     row = TextRow(
-        [0] * longest_prompt,
-        [0] * length,
+        varied[:longest_prompt],
+        varied[:length],
         [0.0] * length,
         0.0,
         terminated=False,
@@ -65,7 +71,14 @@ def rehearse(
     )
     size = algorithm.cfg.micro_batch_size
     at_once = num_rows if size is None else min(num_rows, size // length + 1)
-    # siblings part with their first token, so that they share the prompt and no more
-    rows = [row._replace(group=i // group_size, completion=[i % 2] * length) for i in range(at_once)]
+    # siblings part with their first token, so that they share the prompt and no more; other groups' prompts are shorter
+    rows = [
+        row._replace(
+            group=i // group_size,
+            prompt=row.prompt[min(i // group_size, 1, longest_prompt - 1) :],
+            completion=varied[i % 2 : i % 2 + length],
+        )
+        for i in range(at_once)
+    ]
     with naming("algorithm.micro_batch_size, or sampling.max_new_tokens"):
         algorithm.rehearse(text_rollout(rows, device=algorithm.policy.device))

@@ -1,0 +1,119 @@
+"""How close a training step of SmolLM2-135M comes to the matrix products that it cannot do without, part by part.
+
+The step of ``trl_speed.py``: 4 prompts x 8 completions of 64 tokens, full fine-tuning. For each part the products are
+counted (2 operations for each weight and token that is read; in training 6, and 8 in the output head, whose logits are
+computed twice), and divided by what products of these sizes reach on this machine, measured in the same process. Attention
+is left out: at these lengths it is a fiftieth of the operations.
+
+    python benchmarks/text_roofline.py --smollm2 FOLDER          # of smollm2.py; or: --precisions bfloat16 --steps 5
+"""
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl_speed import CASES, GROUP, NEW_TOKENS, PROMPTS, micro_batch_tokens, prompt_tokens, reward
+
+import groupwise as gw
+from groupwise.data.tokens import TextRow, text_rollout
+from groupwise.policies.causal_lm import CausalLM
+from groupwise.policies.configs import SamplingCfg
+from groupwise.policies.cpu_memory import keep_freed_memory
+from groupwise.policies.decoding import complete
+
+RESULT = Path(__file__).parent / "results" / "text_roofline.json"
+
+
+def rate(shape: tuple[int, int, int], dtype: torch.dtype) -> float:
+    """Operations a second of a product of [a, b] and [b, c], the fastest of 20."""
+    a, b, c = shape
+    left, right = torch.randn(a, b).to(dtype), torch.randn(c, b).to(dtype)
+    return 2 * a * b * c / min(timed(lambda: left @ right.T) for _ in range(20))
+
+
+def timed(what: Callable[[], Any]) -> float:
+    start = perf_counter()
+    what()
+    return perf_counter() - start
+
+
+def measure(folder: Path, precision: str, steps: int) -> dict[str, dict[str, float]]:
+    """Seconds of writing and of training, medians; and those of the products alone."""
+    case = CASES[precision]
+    dtype = getattr(torch, precision)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    prompts = prompt_tokens(case, AutoTokenizer.from_pretrained(folder))
+    policy = CausalLM(model, SamplingCfg(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS))
+    size = micro_batch_tokens(case.ours.rows, max(map(len, prompts)))
+    cfg = gw.GRPOCfg(
+        group_size=GROUP,
+        num_epochs=1,
+        minibatch_size=None,
+        micro_batch_size=size,
+        learning_rate=1e-6,
+        objective={"old_log_prob": "recomputed"},
+    )
+    algorithm = gw.GRPO(cfg, policy)
+    keep_freed_memory()
+    seconds: dict[str, list[float]] = {"writing": [], "training": []}
+    for step in range(steps + 1):
+        start = perf_counter()
+        groups = complete(policy, prompts, torch.arange(PROMPTS * GROUP).view(PROMPTS, GROUP) + 1000 * step)
+        between = perf_counter()
+        scores = iter(reward(["".join(map(chr, c.tokens)) for group in groups for c in group]))
+        rows = [
+            TextRow(prompt, c.tokens, c.log_probs, next(scores), False, number, eos_barred=c.eos_barred)
+            for number, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
+            for c in group
+        ]
+        algorithm.update(text_rollout(rows))
+        if step:  # the first is a warm-up
+            seconds["writing"].append(between - start)
+            seconds["training"].append(perf_counter() - between)
+    products = products_alone(model, sum(map(len, prompts)), dtype)
+    return {
+        part: {"seconds": statistics.median(seconds[part]), "products_alone": products[part]}
+        for part in ("writing", "training")
+    }
+
+
+def products_alone(model: Any, prompt_total: int, dtype: torch.dtype) -> dict[str, float]:
+    width, wide, vocabulary = model.config.hidden_size, model.config.intermediate_size, model.config.vocab_size
+    body = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
+    head, rows, tokens = width * vocabulary, PROMPTS * GROUP, PROMPTS * GROUP * (NEW_TOKENS - 1)
+    few, many = rate((rows, width, 2 * wide), dtype), rate((tokens, width, wide), dtype)
+    few_logits, many_logits = (rate((n, width, 4096), torch.float32) for n in (rows, 1024))
+    written = rows * NEW_TOKENS
+    return {
+        "writing": 2 * body * (tokens / few + prompt_total / many) + 2 * head * written / few_logits,
+        "training": 6 * body * (tokens + prompt_total) / many + 8 * head * written / many_logits,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smollm2", type=Path, required=True)
+    parser.add_argument("--precisions", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    result = {precision: measure(args.smollm2, precision, args.steps) for precision in args.precisions}
+    for precision, parts in result.items():
+        for part, found in parts.items():
+            share = found["products_alone"] / found["seconds"]
+            print(
+                f"| {precision} | {part} | {found['seconds']:.1f} s | {found['products_alone']:.1f} s | {share:.0%} |"
+            )
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -72,6 +72,20 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     assert ((counts - p).abs() < 5 * (p * (1 - p) / 20_000).sqrt() + 1e-6).all()
 
 
+@pytest.mark.parametrize(("family", "inference"), [("llama", [False, True, True]), ("gpt2", [False, False, False])])
+def test_only_a_model_that_we_know_writes_in_inference_mode(family, inference):
+    # another may keep tensors in its modules, which training could then not use
+    model = tiny_model(family)
+    policy, seen = CausalLM(model, SamplingCfg(max_new_tokens=4)), []
+    for _ in range(3):
+        hook = model.base_model.register_forward_hook(lambda *_: seen.append(torch.is_inference_mode_enabled()))
+        first = len(seen)
+        complete(policy, PROMPTS, seeds(3))
+        hook.remove()
+        seen[first + 1 :] = []  # of each call, how it began
+    assert seen == inference
+
+
 def test_caches_grow_in_place_and_lose_rows():
     torch.manual_seed(0)
     states = torch.randn(3, 2, 150, 4)

@@ -5,6 +5,7 @@ products take a third to a half of the time of the kernel, which is made for lon
 one product, so that keys are not repeated.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ def attend_on_cpus(network: Any) -> None:
     """Let a transformers model that has PyTorch's attention take this one where it is faster."""
     if network.config._attn_implementation == "sdpa" and network._can_set_attn_implementation():
         network.set_attn_implementation(NAME)
+
+
+def autocast_off(device: str) -> AbstractContextManager:
+    """No autocast on devices of this type; where it is off already, entering it once more would cost an operation's time."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def attend(
@@ -52,7 +58,7 @@ def _attended(
     """What is found, and the probabilities with which."""
     rows, heads, queries, _ = query.shape
     q, k, v = _by_group(query, key), key.flatten(0, 1), value.flatten(0, 1)
-    with torch.autocast("cpu", enabled=False):
+    with autocast_off("cpu"):
         scores = torch.bmm(q.float().mul(scale), k.float().transpose(1, 2))
         if mask is not None:
             scores.view(rows, heads, queries, -1).add_(mask).clamp_(min=torch.finfo(torch.float32).min)
@@ -75,7 +81,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, p = ctx.saved_tensors
         q, k, v, grad = _by_group(query, key), key.flatten(0, 1), value.flatten(0, 1), _by_group(grad, key)
-        with torch.autocast("cpu", enabled=False):
+        with autocast_off("cpu"):
             grad_p, wide = (grad @ v.transpose(1, 2)).float(), p.float()
             # d p / d score = p ([same] - p), so that of a row of probabilities only differences count
             scores = torch._softmax_backward_data(grad_p, wide, -1, torch.float32).mul_(ctx.scale).to(q.dtype)

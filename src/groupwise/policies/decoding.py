@@ -14,6 +14,7 @@ from groupwise.errors import ConfigError, DataError, SlowPathWarning
 from groupwise.functional.row_random import hash_pair, mix, unit
 from groupwise.policies.causal_lm import CausalLM
 from groupwise.policies.configs import SamplingCfg
+from groupwise.policies.cpu_attention import autocast_off
 from groupwise.policies.drawing import draw
 from groupwise.policies.graph_step import may_replay, replayed
 from groupwise.policies.llama_step import ROOM, LlamaStep, Prompts, has_llama_shape, linear_map
@@ -101,9 +102,13 @@ class Writing:
         if self._strings is not None:
             complete = self._strings.completed(self.running.tolist(), drawn.token.tolist())
             stop[torch.tensor(complete, device=stop.device) & (stop == 0) & may_end] = _STOPS.index("stop")
-        self._stops[rows], self._step = stop, step + 1
-        goes_on = (stop == 0) & (self._step < self._sampling.max_new_tokens)
-        self._lengths[rows] = self._step  # the last time that the row is among these counts
+        self._step = step + 1
+        goes_on = stop == 0
+        if not goes_on.all():
+            finished = self.running[~goes_on]
+            self._stops[finished], self._lengths[finished] = stop[~goes_on], self._step
+        if self._step == self._sampling.max_new_tokens:
+            goes_on = torch.zeros_like(goes_on)
         if not goes_on.all():
             self.running = self.running[goes_on]
         return drawn.token, goes_on
@@ -219,7 +224,6 @@ class TransformersStep:
         self._cache.batch_select_indices(kept.nonzero()[:, 0])
 
 
-@torch.no_grad()
 def complete(
     policy: CausalLM,
     prompts: Sequence[Sequence[int]],
@@ -240,10 +244,13 @@ def complete(
         DataError: a prompt without tokens.
         ConfigError: stop strings without a tokenizer.
     """
-    tokens, valid = left_padded(prompts, policy.device)
-    rows, sampling = seeds.reshape(-1).to(policy.device), sampling or policy.sampling
-    writing = Writing(rows, sampling, policy.eos_ids, tokenizer, deterministic=deterministic)
-    with policy.computing():
+    sampling = sampling or policy.sampling
+    # a sixth less time for a small model; modules that we do not know may keep tensors, which training could then not use
+    known = policy.reads_tokens_by in ("own step", "graph")
+    with torch.inference_mode() if known else torch.no_grad(), policy.computing():
+        tokens, valid = left_padded(prompts, policy.device)
+        rows = seeds.reshape(-1).to(policy.device)
+        writing = Writing(rows, sampling, policy.eos_ids, tokenizer, deterministic=deterministic)
         _decode(policy, tokens, valid, seeds.shape[1], writing, sampling.max_new_tokens)
     return writing.groups(seeds.shape[1])
 
@@ -299,7 +306,7 @@ def _tried(
 
 def _logits(hidden: Float[Tensor, "row width"], head: Head) -> Float[Tensor, "row vocabulary"]:
     """Of the tokens after these, in float32."""
-    with torch.autocast(hidden.device.type, enabled=False):
+    with autocast_off(hidden.device.type):
         return head(hidden.float())
 
 

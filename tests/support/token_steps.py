@@ -7,7 +7,7 @@ _LEAVING = {3: [0, 4], 5: [1], 70: [2]}
 
 
 def exact(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
 
 
 def rounded(found, expected):

@@ -43,13 +43,20 @@ def attend(
 
     A query that may look at nothing looks at everything: NaN would reach its readers through any mask.
     """
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, torch.finfo(torch.float32).min)
+    mask = None if mask is None else _finite(mask)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if not torch.is_grad_enabled():
         return _attended(query, key, value, mask, scale)[0]
     found: Tensor = _Attend.apply(query, key, value, mask, scale)  # type: ignore[no-untyped-call]
     return found
+
+
+def _finite(mask: Tensor) -> Float[Tensor, "#row #head #query context"]:
+    """What is added to scores; -inf would be NaN where nothing else is."""
+    least = torch.finfo(torch.float32).min
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, least)
+    return mask.clamp(min=least)
 
 
 def _attended(
@@ -61,7 +68,7 @@ def _attended(
     with autocast_off("cpu"):
         scores = torch.bmm(q.float().mul(scale), k.float().transpose(1, 2))
         if mask is not None:
-            scores.view(rows, heads, queries, -1).add_(mask).clamp_(min=torch.finfo(torch.float32).min)
+            scores.view(rows, heads, queries, -1).add_(mask)
         p = scores.softmax(dim=-1).to(value.dtype)
         return torch.bmm(p, v).view(rows, heads, queries, -1), p
 
@@ -84,8 +91,8 @@ class _Attend(torch.autograd.Function):
         with autocast_off("cpu"):
             grad_p, wide = (grad @ v.transpose(1, 2)).float(), p.float()
             # d p / d score = p ([same] - p), so that of a row of probabilities only differences count
-            scores = torch._softmax_backward_data(grad_p, wide, -1, torch.float32).mul_(ctx.scale).to(q.dtype)
-            grads = scores @ k, scores.transpose(1, 2) @ q, p.transpose(1, 2) @ grad
+            scores = torch._softmax_backward_data(grad_p, wide, -1, torch.float32).to(q.dtype)
+            grads = (scores @ k).mul_(ctx.scale), scores.transpose(1, 2) @ (q * ctx.scale), p.transpose(1, 2) @ grad
         return *(one.view(of.shape) for one, of in zip(grads, (query, key, value), strict=True)), None, None
 
 

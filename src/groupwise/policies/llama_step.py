@@ -16,6 +16,8 @@ from transformers.cache_utils import DynamicLayer
 from groupwise.policies.causal_lm import CausalLM
 from groupwise.policies.cpu_attention import attend, autocast_off
 
+_Map = Callable[[Tensor], Tensor]
+
 ROOM = 64
 """Tokens that a cache grows by."""
 PACKED = 2**18
@@ -55,35 +57,19 @@ def has_llama_shape(network: Any, cache: Any) -> bool:
     return known and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
-class _Norm(NamedTuple):
-    """A norm by the root mean square."""
-
-    weight: Float[Tensor, "*head width"]
-    epsilon: float
-    root: Float[Tensor, ""]
-    """Of epsilon."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32 and x.device.type == "cpu":  # where `rms_norm` takes nearly twice as long
-            mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5)
-            return x / torch.hypot(mean, self.root) * self.weight
-        # rounded before the weight comes to it, as in transformers
-        return functional.rms_norm(x, x.shape[-1:], eps=self.epsilon) * self.weight
-
-
 class _Layer(NamedTuple):
     """What a layer computes with."""
 
-    norm: _Norm
-    qkv: Callable[[Tensor], Tensor]
+    norm: _Map
+    qkv: _Map
     """Queries, keys and values of all heads, one after the other."""
-    head_norm: _Norm | None
+    head_norm: _Map | None
     """Of queries and keys."""
-    out: Callable[[Tensor], Tensor]
-    mlp_norm: _Norm
-    gate_up: Callable[[Tensor], Tensor]
-    act: Callable[[Tensor], Tensor]
-    down: Callable[[Tensor], Tensor]
+    out: _Map
+    mlp_norm: _Map
+    gate_up: _Map
+    act: _Map
+    down: _Map
 
 
 class LlamaStep:
@@ -205,22 +191,33 @@ def _layer(policy: CausalLM, layer: Any) -> _Layer:
     )
 
 
-def _norm(module: Any) -> _Norm:
-    return _norm_of(module.weight, module.variance_epsilon)
+def _norm(module: Any) -> _Map:
+    return _root_mean_square(module.weight, module.variance_epsilon)
 
 
-def _head_norm(attention: Any) -> _Norm:
+def _head_norm(attention: Any) -> _Map:
     """Of all heads of queries and keys at once."""
     heads = [attention.q_norm.weight] * attention.config.num_attention_heads
     weight = torch.stack(heads + [attention.k_norm.weight] * attention.config.num_key_value_heads)
-    return _norm_of(weight, attention.q_norm.variance_epsilon)
+    return _root_mean_square(weight, attention.q_norm.variance_epsilon)
 
 
-def _norm_of(weight: Tensor, epsilon: float) -> _Norm:
-    return _Norm(weight, epsilon, torch.tensor(epsilon, device=weight.device).sqrt())
+def _root_mean_square(weight: Float[Tensor, "*head width"], epsilon: float) -> _Map:
+    """Of inputs, each over its root mean square, times the weight."""
+    width = weight.shape[-1]
+    scaled, root = weight * width**0.5, torch.tensor(width * epsilon, device=weight.device).sqrt()
+
+    def norm(x: Tensor) -> Tensor:
+        if x.dtype == torch.float32 and x.device.type == "cpu":  # where `rms_norm` takes twice as long
+            return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), root) * scaled
+        # rounded before the weight comes to it, as in transformers
+        over: Tensor = functional.rms_norm(x, x.shape[-1:], eps=epsilon)
+        return over * weight
+
+    return norm
 
 
-def _linear(policy: CausalLM, *modules: Any) -> Callable[[Tensor], Tensor]:
+def _linear(policy: CausalLM, *modules: Any) -> _Map:
     """Outputs of all the modules, one after the other: as one product where they are plain."""
     biases = [module.bias for module in modules if module.bias is not None]
     if not all(_is_plain(module) for module in modules) or len(biases) not in (0, len(modules)):
@@ -228,12 +225,10 @@ def _linear(policy: CausalLM, *modules: Any) -> Callable[[Tensor], Tensor]:
     dtype = policy.autocast or modules[0].weight.dtype
     weight = torch.cat([module.weight.to(dtype) for module in modules])
     product = linear_map(weight, torch.cat(biases).to(dtype) if biases else None)
-    return lambda x: product(x.to(dtype))
+    return product if policy.autocast is None else lambda x: product(x.to(dtype))
 
 
-def linear_map(
-    weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None
-) -> Callable[[Tensor], Tensor]:
+def linear_map(weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None) -> _Map:
     """The linear map, its weights laid out once as oneDNN wants them: a quarter of the time less on a CPU."""
     if weight.numel() < PACKED or not _reorders(weight):
         return lambda x: functional.linear(x, weight, bias)

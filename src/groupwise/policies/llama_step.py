@@ -209,10 +209,10 @@ def _root_mean_square(weight: Float[Tensor, "*head width"], epsilon: float) -> _
 
     def norm(x: Tensor) -> Tensor:
         if x.dtype == torch.float32 and x.device.type == "cpu":  # where `rms_norm` takes twice as long
-            return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), root) * scaled
+            length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return x / torch.hypot(length, root) * scaled
         # rounded before the weight comes to it, as in transformers
-        over: Tensor = functional.rms_norm(x, x.shape[-1:], eps=epsilon)
-        return over * weight
+        return functional.rms_norm(x, x.shape[-1:], eps=epsilon) * weight
 
     return norm
 

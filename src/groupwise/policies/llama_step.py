@@ -4,6 +4,7 @@ The shape: root mean square norms, rotary positions, attention of grouped querie
 Mistral, Qwen2, Qwen3). transformers computes the same, and reads the prompts; ``decoding`` compares the two.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -205,12 +206,11 @@ def _head_norm(attention: Any) -> _Map:
 def _root_mean_square(weight: Float[Tensor, "*head width"], epsilon: float) -> _Map:
     """Of inputs, each over its root mean square, times the weight."""
     width = weight.shape[-1]
-    scaled, root = weight * width**0.5, torch.tensor(width * epsilon, device=weight.device).sqrt()
+    scaled, root = weight * math.sqrt(width), torch.tensor(width * epsilon, device=weight.device).sqrt()
 
     def norm(x: Tensor) -> Tensor:
         if x.dtype == torch.float32 and x.device.type == "cpu":  # where `rms_norm` takes twice as long
-            length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return x / torch.hypot(length, root) * scaled
+            return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), root) * scaled
         # rounded before the weight comes to it, as in transformers
         return functional.rms_norm(x, x.shape[-1:], eps=epsilon) * weight
 

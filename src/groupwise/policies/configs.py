@@ -15,6 +15,8 @@ class PolicyCfg(Cfg):
     """Width of each hidden layer."""
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"
     """Between layers."""
+    mlp_kernel: Literal["auto", "torch"] = "auto"
+    """"auto" computes MLPs in one operation where that is faster (float32 on a CPU, tanh or relu), "torch" layer by layer."""
     trunk: Literal["separate", "shared"] = "separate"
     """Whether actor and critic share everything but their heads."""
     cnn: Literal["nature", "small"] = "nature"

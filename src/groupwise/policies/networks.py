@@ -18,6 +18,7 @@ from torch.nn.functional import elu, linear, silu
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import leaf_spaces, obs_spec, space_kind
 from groupwise.errors import ConfigError
+from groupwise.policies import mlp_kernel
 from groupwise.policies.configs import PolicyCfg
 
 HIDDEN_GAIN = math.sqrt(2)
@@ -61,12 +62,28 @@ class MLP(nn.Module):
         self.num_outputs = sizes[-1] if num_outputs is None else num_outputs
         self.hidden = nn.ModuleList(orthogonal(nn.Linear(a, b)) for a, b in pairwise(sizes))
         self.head = None if num_outputs is None else orthogonal(nn.Linear(sizes[-1], num_outputs), gain)
-        self.activation = _ACTIVATIONS[cfg.activation]
+        self._layers = [*self.hidden] if self.head is None else [*self.hidden, self.head]
+        self.activation = cfg.activation
+        self.kernel = cfg.mlp_kernel
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether many rows at once are computed in one operation."""
+        wanted = self.kernel == "auto" and bool(self._layers)
+        return wanted and mlp_kernel.knows(self._layers[0].weight, self.activation)
 
     def forward(self, x: Float[Tensor, "*batch input"]) -> Float[Tensor, "*batch output"]:
         """Outputs of the last layer."""
+        if mlp_kernel.pays(x) and self.has_kernel:
+            rows, parameters = (
+                x.reshape(-1, x.shape[-1]),
+                [p for layer in self._layers for p in (layer.weight, layer.bias)],
+            )
+            found = mlp_kernel.mlp(rows, self.activation, parameters, ends_linear=self.head is not None)
+            return found.view(*x.shape[:-1], found.shape[-1])
+        activation = _ACTIVATIONS[self.activation]
         for layer in self.hidden:
-            x = self.activation(_linear(layer, x))
+            x = activation(_linear(layer, x))
         return x if self.head is None else _linear(self.head, x)
 
 

@@ -20,6 +20,8 @@ from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
+from groupwise.policies.mlp_kernel import ROWS
+from groupwise.policies.networks import MLP
 from groupwise.registry import algorithm_entry
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
@@ -64,10 +66,10 @@ class EnvParts(Parts):
         return self.collector.start_report if isinstance(self.collector, GroupCollector) else None
 
     def notes(self) -> list[str]:
-        """How siblings share their start, and how many steps the first iteration takes."""
+        """How siblings share their start, how networks are computed, and how many steps the first iteration takes."""
         report = self.start_report()
         shared = [f"siblings share their start, by {report.tier}: verified"] if report else []
-        return [*shared, *_note_on_length(self.cfg)]
+        return [*shared, *_note_on_networks(self.policy), *_note_on_length(self.cfg)]
 
     def facts(self) -> dict[str, Any]:
         """How siblings share their start."""
@@ -134,6 +136,12 @@ def build_policy(cfg: RunCfg, env: VectorEnv, given: Given, algorithm_type: type
             actor_only=algorithm_type.actor_only,
             gamma=cfg.algorithm.gamma,
         )
+
+
+def _note_on_networks(policy: Policy) -> list[str]:
+    if not any(isinstance(part, MLP) and part.has_kernel for part in policy.modules()):
+        return []
+    return [f"networks compute {ROWS} rows and more in one operation; policy.mlp_kernel='torch' switches that off"]
 
 
 def _note_on_length(cfg: RunCfg) -> list[str]:

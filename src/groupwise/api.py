@@ -1,6 +1,6 @@
 """Train, evaluate, resume and sample: what a user calls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -18,6 +18,7 @@ from groupwise.report.folder import RunFolder
 from groupwise.runs import Run, build, build_again, check_given, read_cfg
 from groupwise.seeding import derive_seed
 from groupwise.settings import CommonCfg, RunCfg, TextRunCfg
+from groupwise.text.files import short
 from groupwise.text.task import TextTask
 from groupwise.training import running
 from groupwise.training.base import Callback
@@ -89,6 +90,10 @@ def train(
         _refuse_besides(env, settings | {"algorithm": algorithm, "preset": preset})
         return train_from_config(env, Given(policy=given), callbacks)
     if isinstance(env, TextTask):
+        if policy is not None and given is None:
+            raise ConfigError(
+                f"policy = {short(policy)}: expected a gw.CausalLM; mend: model='path-or-hub-id', lora=..."
+            )
         cfg: CommonCfg = _text_cfg(env, algorithm, preset, given, settings)
         return train_from_config(cfg, _given_texts(env)._replace(policy=given), callbacks)
     env_id, env_fields = _describe_env(env)
@@ -139,7 +144,7 @@ def resume(
     """
     if total_steps is not None and total_steps < 1:
         raise ConfigError(f"total_steps = {total_steps}: expected at least 1")
-    folder, objects = RunFolder.open(Path(path)), Given(**given)
+    folder, objects = RunFolder.open(Path(path)), Given.again(given)
     check_given(folder, objects)
     cfg = read_cfg(folder)
     if total_steps is not None:
@@ -178,12 +183,15 @@ def evaluate(
         given: what a run that comes as a folder was given as Python objects, again.
 
     Raises:
-        ConfigError: ``episodes`` is less than 1, or the run has no prompts that are held out.
+        ConfigError: ``episodes`` is less than 1, the run has no prompts that are held out, or ``run`` is no folder and
+            ``checkpoint`` or objects came with it.
         EnvError: ``video`` was asked for and the environment does not render, or its renderer failed.
     """
     if episodes is not None and episodes < 1:
         raise ConfigError(f"episodes = {episodes}: expected at least 1")
-    if not isinstance(run, Run):
+    if isinstance(run, Run):
+        _refuse_for_live(run, {"checkpoint": None if checkpoint == "latest" else checkpoint} | given)
+    else:
         run = Run.load(run, checkpoint=checkpoint, **given)
     seed = derive_seed(run.cfg.seed, "final evaluation") if seed is None else seed
     greedy = attempts == 1 if deterministic is None else deterministic
@@ -222,8 +230,14 @@ def sample(
         policy, tool: again, if a run that comes as a folder was given them as Python objects.
 
     Raises:
-        ConfigError: the run is not about texts.
+        ConfigError: the run is not about texts, or ``prompt`` is no text.
     """
+    if not isinstance(prompt, str):
+        raise ConfigError(f"prompt = {short(prompt)}: expected one text; mend: a call for each prompt")
+    if isinstance(run, Run):
+        _refuse_for_live(
+            run, {"checkpoint": None if checkpoint == "latest" else checkpoint, "policy": policy, "tool": tool}
+        )
     cfg = run.cfg if isinstance(run, Run) else read_cfg(RunFolder.open(Path(run)))
     if not isinstance(cfg, TextRunCfg):
         raise ConfigError(f"{run} is about {cfg.subject}, which writes no texts; mend: groupwise eval")
@@ -233,6 +247,15 @@ def sample(
     trained = run.policy if isinstance(run, Run) else load_trained(cfg, RunFolder(Path(run)), checkpoint, policy)
     tool = run.given.tool if isinstance(run, Run) else tool
     return write_texts(cfg, trained, prompt, count, deterministic=deterministic, seed=seed, tool=tool)
+
+
+def _refuse_for_live(run: Run, asked: Mapping[str, Any]) -> None:
+    """A run that is at hand has its policy and its objects: what goes with a folder would be ignored."""
+    if named := [key for key, value in asked.items() if value is not None]:
+        raise ConfigError(
+            f"{', '.join(named)} {'is' if len(named) == 1 else 'are'} for runs that come as a folder; mend: give {str(run.path)!r} "
+            "in place of the Run"
+        )
 
 
 def _refuse_besides(cfg: CommonCfg, settings: dict[str, Any]) -> None:
@@ -271,6 +294,8 @@ def _text_cfg(
     fields = {"path": str(model)} if isinstance(model, str | Path) else model
     if lora is not None:
         own = fields.model_dump(exclude_unset=True) if isinstance(fields, ModelCfg) else dict(fields)
+        if not isinstance(lora, LoRACfg | Mapping):
+            raise ConfigError(f"lora = {short(lora)}: expected a gw.LoRACfg or its fields; mend: lora={{'r': 16}}")
         fields = own | {"lora": lora if isinstance(lora, LoRACfg) else LoRACfg(**lora)}
     return config.resolve_text(algorithm, preset, task=task.cfg, model=fields, **settings)
 

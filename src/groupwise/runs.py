@@ -61,7 +61,7 @@ class Run:
             RunFolderError: ``path`` is no run folder, or a damaged one.
             CheckpointError: the checkpoint is missing, damaged or of another environment or architecture.
         """
-        folder, objects = RunFolder.open(Path(path)), Given(**given)
+        folder, objects = RunFolder.open(Path(path)), Given.again(given)
         check_given(folder, objects)
         parts = build_again(read_cfg(folder), objects, folder, Engine())
         with closing_after(parts.close):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from credit_rollouts import PRESETS
 from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -72,6 +73,50 @@ def test_an_update_is_the_same_however_its_rows_are_laid_out(aggregation, change
         case "unscorable":  # a member that nobody could score is no member
             other = updated([*rows, rows[0]._replace(reward=None)])
     torch.testing.assert_close(other, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("returns", "same"), [("outcome", True), ("return_to_go", False)])
+def test_rewards_of_single_tokens_add_up_in_outcomes_and_count_by_place_in_returns_to_go(returns, same):
+    rows = some_rows(CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6, min_new_tokens=3)))
+    early = [row._replace(reward=[row.reward] + [0.0] * (len(row.completion) - 1)) for row in rows]
+    policies = [CausalLM(tiny_model()) for _ in range(2)]
+    for policy, collected in zip(policies, (rows, early), strict=True):
+        cfg = GRPOCfg(
+            group_size=4, num_epochs=1, minibatch_size=10_000, credit={"returns": returns}, objective=RECOMPUTED
+        )
+        GRPO(cfg, policy).update(text_rollout(collected))
+    one, other = (torch.cat([p.detach().flatten() for p in policy.parameters()]) for policy in policies)
+    assert torch.equal(one, other) == same
+
+
+def rows_for(preset, rows):
+    """The rows with what the preset reads besides rewards."""
+    if preset["objective"].get("ratio") == "turn":
+        rows = [row._replace(turn=[0] * len(row.completion)) for row in rows]
+    if preset["credit"].get("reward") == "parts":
+        rows = [row._replace(reward_parts=(row.reward, float(len(row.completion)))) for row in rows]
+    if preset["credit"]["baseline"] == "greedy":
+        rows = [*rows, *(rows[first]._replace(greedy=True) for first in (0, 4))]
+    return rows
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"optimal_token_baseline"}))  # which wants whole distributions
+def test_every_preset_trains_a_language_model(name):
+    preset = PRESETS[name]
+    divides = preset["objective"].get("aggregation") in ("constant", "seq_mean_token_sum_norm")
+    cfg = GRPOCfg(
+        group_size=4,
+        num_epochs=1,
+        minibatch_size=10_000,
+        kl_coef=0.01,
+        credit=preset["credit"],
+        objective=preset["objective"] | ({"max_length": 6} if divides else {}),
+    )
+    policy = CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6))
+    before = torch.cat([p.detach().flatten() for p in policy.parameters()])
+    metrics = GRPO(cfg, policy).update(text_rollout(rows_for(preset, some_rows(policy))))
+    assert all(value.isfinite() for value in metrics.values())
+    assert not torch.equal(torch.cat([p.detach().flatten() for p in policy.parameters()]), before)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

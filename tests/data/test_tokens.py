@@ -27,6 +27,12 @@ def test_rows_by_hand():
     assert rollout["step"].tolist() == [[0, 1, 2, 3, 0], [0, 1, 0, 0, 0]]
 
 
+def test_rewards_of_single_tokens_stand_where_the_tokens_are():
+    rows = [ROWS[0]._replace(reward=(0.5, -1.0, 2.0)), ROWS[1]._replace(reward=[0.25, 0.0])]
+    assert text_rollout(rows)["reward"].tolist() == [[0, 0.5, -1.0, 2.0, 0], [0.25, 0, 0, 0, 0]]
+    assert text_rollout(rows, padding="left")["reward"].tolist() == [[0, 0.5, -1.0, 2.0, 0], [0, 0, 0.25, 0, 0]]
+
+
 def test_padding_on_the_left_moves_rows_and_changes_nothing_in_them():
     right, left = text_rollout(ROWS), text_rollout(ROWS, padding="left")
     for key in right.keys():  # noqa: SIM118  iterating goes over rows
@@ -43,6 +49,7 @@ def test_padding_on_the_left_moves_rows_and_changes_nothing_in_them():
         (TextRow([], [1], [0.0], 1.0, True, 0), "row 0 has no prompt"),
         (TextRow([1], [], [], 1.0, True, 0), "row 0 has no completion"),
         (TextRow([1], [1, 2], [0.0], 1.0, True, 0), "1 log-probabilities for 2 tokens"),
+        (TextRow([1], [1, 2], [0.0, 0.0], [1.0], True, 0), "1 rewards for 2 tokens"),
     ],
 )
 def test_rows_that_cannot_be(row, message):

@@ -80,6 +80,16 @@ def test_what_may_look_at_nothing_is_finite(nothing):
     assert all(x.isfinite().all() for x in (found, *(x.grad for x in inputs)))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("low", ["-inf", "least"])
+def test_an_added_mask_may_have_any_precision(dtype, low):
+    query, key, value = (x.detach() for x in some())
+    looks = torch.rand(1, 1, 1, key.shape[2], generator=torch.Generator().manual_seed(1)) < 0.5
+    value_of = -torch.inf if low == "-inf" else torch.finfo(dtype).min
+    added = torch.zeros(looks.shape, dtype=dtype).masked_fill(~looks, value_of)
+    torch.testing.assert_close(attend(query, key, value, added), attend(query, key, value, looks))
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """Shapes of the queries that were attended to here."""

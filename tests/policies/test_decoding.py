@@ -73,17 +73,34 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
 
 
 @pytest.mark.parametrize(("family", "inference"), [("llama", [False, True, True]), ("gpt2", [False, False, False])])
-def test_only_a_model_that_we_know_writes_in_inference_mode(family, inference):
+def test_only_a_model_that_we_know_writes_in_inference_mode(monkeypatch, family, inference):
     # another may keep tensors in its modules, which training could then not use
-    model = tiny_model(family)
-    policy, seen = CausalLM(model, SamplingCfg(max_new_tokens=4)), []
+    policy, seen, decode = CausalLM(tiny_model(family), SamplingCfg(max_new_tokens=4)), [], decoding._decode
+    monkeypatch.setattr(decoding, "_decode", lambda *a: seen.append(torch.is_inference_mode_enabled()) or decode(*a))
     for _ in range(3):
-        hook = model.base_model.register_forward_hook(lambda *_: seen.append(torch.is_inference_mode_enabled()))
-        first = len(seen)
         complete(policy, PROMPTS, seeds(3))
-        hook.remove()
-        seen[first + 1 :] = []  # of each call, how it began
     assert seen == inference
+
+
+def test_what_a_hook_keeps_while_completions_are_written_can_be_trained_on():
+    model, kept = tiny_model(), []
+    policy = CausalLM(model, SamplingCfg(max_new_tokens=4))
+    complete(policy, PROMPTS, seeds(3))
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda _, __, output: kept.append(output))
+    complete(policy, PROMPTS, seeds(3))
+    scale = torch.ones(1, requires_grad=True)
+    (kept[0] * scale).sum().backward()
+    assert scale.grad.isfinite()
+
+
+def test_completions_can_be_had_before_they_are_finished():
+    writing = Writing(torch.arange(3), SamplingCfg(max_new_tokens=6), [3])
+    logits = torch.full((3, 8), -10.0)
+    logits[:, 5] = 10
+    writing.write(logits)
+    logits[1, 3] = 30
+    writing.write(logits)
+    assert [c.tokens for c in writing.completions()] == [[5, 5], [5, 3], [5, 5]]
 
 
 def test_caches_grow_in_place_and_lose_rows():

@@ -42,6 +42,20 @@ def test_sums_that_rounding_lets_rise_without_mass_never_draw_what_has_none():
     torch.testing.assert_close(goal, torch.tensor([0.2, 0.22, 0.7]))
 
 
+@pytest.mark.parametrize("width", [8, BLOCK + 40])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_show_in_the_log_probability_of_their_row_alone(width, bad):
+    logits = torch.zeros(2, width)
+    expected = draw(logits, torch.tensor([0.3, 0.3]), SamplingCfg())
+    logits[1, 5] = bad
+    for sampling in (SamplingCfg(), SamplingCfg(top_k=3)):
+        drawn = draw(logits, torch.tensor([0.3, 0.3]), sampling)
+        assert 0 <= drawn.token[1] < width
+        assert drawn.log_prob[1].isnan()
+        assert drawn.log_prob[0].isfinite()
+    assert draw(logits, torch.tensor([0.3, 0.3]), SamplingCfg()).token[0] == expected.token[0]
+
+
 @pytest.mark.parametrize("width", [BLOCK, BLOCK + 1, 3 * BLOCK, 1000])
 def test_wide_rows_are_looked_up_as_one_running_sum(width):
     generator = torch.Generator().manual_seed(0)

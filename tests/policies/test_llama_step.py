@@ -93,6 +93,16 @@ def test_hidden_states_are_those_of_transformers_while_rows_leave_and_caches_gro
     read_in_turn(*both(policy), policy.device)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_norms_of_less_precision_than_the_rest_are_rounded_no_further(name):
+    model = moved(MODELS[name](), by=0.05)
+    for part, module in model.named_modules():
+        if part.endswith("norm"):
+            module.bfloat16()
+    policy = CausalLM(model)
+    read_in_turn(*both(policy), policy.device, count=10)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "adapters"])
 @pytest.mark.parametrize("precision", ["weights", "autocast"])
 def test_hidden_states_in_bfloat16_differ_by_rounding(name, precision):

@@ -103,7 +103,7 @@ def test_another_prompt_column_and_columns_that_rows_lack():
         ({"train": [], "test": []}, r"a mapping of 'test', 'train'; mend: one of its parts"),
         (3, "data = 3: expected a path or an iterable"),
         ("a.txt", r"data = 'a.txt': expected a file that ends in .jsonl, .json, .csv, .parquet"),
-        ("none.jsonl", "data = 'none.jsonl': there is no such file"),
+        ("none.jsonl", "'none.jsonl': there is no such file of prompts"),
     ],
 )
 def test_bad_data_are_named(source, message):

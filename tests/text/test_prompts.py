@@ -109,7 +109,8 @@ def test_long_prompts_are_refused_or_left_out_and_never_cut():
     examples = [Example("1" * length, {}) for length in (3, 5, 4)]
     refusing = encoder(tokenizer, max_prompt_tokens=4)
     with pytest.raises(
-        DataError, match=r"1 of 3 prompts have more than 4 tokens \(the longest 5\), the first: '11111'; mend"
+        DataError,
+        match=r"1 of 3 prompts have more than 4 tokens \(the longest 5\), max_prompt_tokens; the first: '11111'; mend: a larger",
     ):
         refusing.select(examples)
     dropping = encoder(tokenizer, max_prompt_tokens=4, long_prompts="drop")

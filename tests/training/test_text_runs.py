@@ -1,5 +1,6 @@
 """Whole runs on texts: train, resume, evaluate, sample, and what is said of bad input."""
 
+import inspect
 import json
 
 import pyarrow.parquet
@@ -23,6 +24,9 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def copied(model, tmp_path_factory):
     return train(copying(), model, tmp_path_factory.mktemp("runs") / "copied")
+
+
+OPTIMAL_TOKEN = {"baseline": "optimal_token", "group_key": "group_step", "returns": "return_to_go"}
 
 
 def weights(run):
@@ -121,6 +125,39 @@ def test_a_trained_model_is_saved_for_transformers(copied, tmp_path):
         torch.testing.assert_close(again(tokens).logits, copied.policy.network(tokens).logits)
 
 
+def test_adapters_begin_as_the_seed_says(model, tmp_path):
+    norms = []
+    for number, seed in enumerate((1, 1, 2)):
+        torch.manual_seed(number)  # who calls may have drawn numbers before
+        run = train(copying(), model, tmp_path / str(number), lora={"r": 2}, seed=seed)
+        norms.append(run.metrics()[0]["train/grad_norm"])
+    assert norms[0] == norms[1] != norms[2]
+
+
+def test_columns_are_wanted_of_held_out_data_too(model, tmp_path):
+    rows = [row | {"answer": row["prompt"]} for row in numbers()[:20]]
+    task = gw.TextTask(rows, reward="exact", eval_data=["123", "321"])
+    with pytest.raises(gw.DataError, match=r"reward 'exact' needs the column 'answer'; the eval_data have none .*mend"):
+        train(task, model, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda run: gw.evaluate(run, checkpoint="best"), "checkpoint is for runs that come as a folder; mend: give"),
+        (lambda run: gw.evaluate(run, reward=share_copied, foo=1), "reward, foo are for runs that come as a folder"),
+        (lambda run: gw.sample(run, "12", checkpoint="best"), "checkpoint is for runs that come as a folder"),
+        (lambda run: inspect.unwrap(gw.sample)(run, ["12", "21"]), r"prompt = \['12', '21'\]: expected one text; mend"),
+        (lambda run: gw.evaluate(run.path, rewards=share_copied), "no 'rewards' again; mend: .*did you mean 'reward'"),
+        (lambda run: gw.resume(run.path, totalsteps=3), "no 'totalsteps' again; mend: env, policy"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(copied, call, message):
+    with pytest.raises(gw.ConfigError, match=message):
+        call(copied)
+
+
 def test_adapters_train_alone_and_their_reference_is_the_base(model, tmp_path):
     run = train(
         copying(), model, tmp_path / "run", gw.GRPOCfg(group_size=4, kl_coef=0.05, learning_rate=1e-2), lora={"r": 2}
@@ -139,7 +176,17 @@ def test_adapters_train_alone_and_their_reference_is_the_base(model, tmp_path):
             {"sampling": {"max_new_tokens": 64}},
             "max_new_tokens=64 leaves no room for a prompt: .* 64 tokens; mend",
         ),
-        ({"sampling": {"max_new_tokens": 62}}, "prompts have more than 2 tokens .*mend"),
+        (
+            {"sampling": {"max_new_tokens": 62}},
+            "prompts have more than 2 tokens .*max_new_tokens leaves .*mend: a smaller max_new",
+        ),
+        ({"algorithm": gw.GRPOCfg(objective={"kl_estimator": "exact"})}, "kl_estimator='exact' .*CausalLM.*mend: 'k3'"),
+        (
+            {"algorithm": gw.GRPOCfg(credit=OPTIMAL_TOKEN)},
+            "'optimal_token' .*CausalLM .*mend: baseline=",
+        ),
+        ({"policy": gw.PolicyCfg(hidden_sizes=(3,))}, "policy = PolicyCfg.*: expected a gw.CausalLM; mend: model="),
+        ({"lora": True}, "lora = True: expected .*mend: lora={'r': 16}"),
         ({"algorithm": gw.GRPOCfg(num_steps=9)}, "num_steps=9 is about environments, .*mend: leave it out"),
         ({"algorithm": gw.GRPOCfg(collection={"zero_variance": "harder"})}, "'harder' goes back to states .*mend"),
         ({"algorithm": gw.GRPOCfg(credit={"reward": "parts"})}, "compares several rewards; got one, mend"),

@@ -119,6 +119,11 @@ def check_credit(cfg: CreditCfg, policy: Policy) -> None:
     credit_rule(cfg.rule)
     cfg.check_steps()
     action = policy.action_spec
+    if cfg.baseline == "optimal_token" and not policy.gives_distribution:
+        raise ConfigError(
+            "credit.baseline='optimal_token' needs the probabilities of all choices, and "
+            f"{type(policy).__name__} gives those of single tokens; mend: baseline='mean'"
+        )
     if cfg.baseline == "optimal_token" and action != TensorSpec((), torch.int64):
         found = f"{action.dtype} of shape {list(action.shape)}" if isinstance(action, TensorSpec) else "a dictionary"
         raise ConfigError(

@@ -33,11 +33,17 @@ def check_objective(cfg: ObjectiveCfg, policy: Policy) -> None:
     """Refuse what cannot work with this policy.
 
     Raises:
-        ConfigError: a divisor is missing, or probabilities are asked of a policy that has densities.
+        ConfigError: a divisor is missing, or probabilities are asked of a policy that has densities, or whole distributions
+            of one that gives none.
     """
     if cfg.aggregation in ("constant", "seq_mean_token_sum_norm") and cfg.max_length is None:
         raise ConfigError(
             f"aggregation={cfg.aggregation!r} divides by objective.max_length, which is None; mend: set it to the longest episode"
+        )
+    if cfg.kl_estimator == "exact" and not policy.gives_distribution:
+        raise ConfigError(
+            f"kl_estimator='exact' compares whole distributions, and {type(policy).__name__} gives the probabilities of single "
+            "tokens; mend: 'k3'"
         )
     spec = policy.action_spec
     if cfg.trust_region == "dppo" and isinstance(spec, TensorSpec) and spec.dtype.is_floating_point:

@@ -22,8 +22,9 @@ class TextRow(NamedTuple):
     completion: Sequence[int]
     log_probs: Sequence[float]
     """Under the distribution that the tokens were drawn from."""
-    reward: float | None
-    """Of the whole completion; None: nobody can say, so that the row neither counts nor is compared."""
+    reward: float | Sequence[float] | None
+    """Of the whole completion, or of each of its tokens, whoever wrote them; None: nobody can say, so that the row neither
+    counts nor is compared."""
     terminated: bool
     """Whether the model ended it; else its length was cut."""
     group: int
@@ -47,7 +48,7 @@ def text_rollout(
 ) -> TensorDict:
     """The rollout ``[N, T+1]`` of the rows; ``loss_mask`` is True where the action is a token that the model wrote.
 
-    Slot t holds token t and, as its action, token t+1; the reward stands at the completion's last token. ``step``
+    Slot t holds token t and, as its action, token t+1; a completion's reward stands at its last token. ``step``
     counts from the prompt's first token, so that siblings' steps correspond. Keys that no row has are left out:
     ``turn_id``, ``support`` (-1 where any token could be drawn), ``eos_barred``, ``trained``, ``greedy``, ``reward_parts``.
 
@@ -68,11 +69,11 @@ def text_rollout(
     turn = _spread([row.turn or [0] * len(row.completion) for row in rows], first, num_slots, torch.tensor(-1))
     counts = torch.tensor([row.reward is not None and not row.greedy for row in rows])
     ended = torch.tensor([row.terminated for row in rows])
-    reward = torch.tensor([row.reward or 0.0 for row in rows], dtype=torch.float32)
+    rewards = [row.reward if isinstance(row.reward, Sequence) else _at_the_end(row) for row in rows]
     keys = {
         "obs": tokens,
         "action": tokens.roll(-1, dims=1) * valid,
-        "reward": reward[:, None] * last,
+        "reward": _spread(rewards, first, num_slots, torch.tensor(0.0)),
         "terminated": last & ended[:, None],
         "truncated": last & ~ended[:, None],
         "valid": valid,
@@ -141,6 +142,11 @@ def _spread(entries: Sequence[Sequence[Any]], first: Sequence[int], num_slots: i
     return out
 
 
+def _at_the_end(row: TextRow) -> list[float]:
+    assert not isinstance(row.reward, Sequence)
+    return [0.0] * (len(row.completion) - 1) + [row.reward or 0.0]
+
+
 def _where(valid: Tensor, number: Tensor) -> Tensor:
     return torch.where(valid, number[:, None], -1)
 
@@ -154,6 +160,7 @@ def _check(number: int, row: TextRow) -> None:
         "turns": row.turn,
         "supports": row.support,
         "entries of eos_barred": row.eos_barred,
+        "rewards": row.reward if isinstance(row.reward, Sequence) else None,
     }
     for name, values in entries.items():
         if values is not None and len(values) != len(row.completion):

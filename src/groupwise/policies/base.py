@@ -54,6 +54,8 @@ class Policy(nn.Module, ABC):
     """True without a critic: no ``value`` anywhere."""
     scored_by: Literal["transition", "row"] = "transition"
     """``row`` for sequence models, which score ``[B, T]`` at once."""
+    gives_distribution: bool = True
+    """Whether ``Evaluation.dist`` tells all of each distribution; a language model gives scores of its tokens alone."""
     batch_keys: tuple[str, ...] = ("obs", "action")
     """Keys of the rollout that ``evaluate`` reads."""
     action_spec: Spec

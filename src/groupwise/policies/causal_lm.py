@@ -55,6 +55,7 @@ class CausalLM(Policy):
     """
 
     scored_by = "row"
+    gives_distribution = False
     batch_keys: tuple[str, ...] = ("obs", "action", "valid", "group_id")
 
     def __init__(

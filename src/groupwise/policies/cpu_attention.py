@@ -1,8 +1,8 @@
 """Attention of some new tokens to all before them on CPUs, where PyTorch's own kernel is slow; registered with transformers.
 
-New tokens: one of each row while completions are written, all of a completion behind its prompt in training. Plain matrix
-products take a third to a half of the time of the kernel, which is made for long texts; heads that share their keys share
-one product, so that keys are not repeated.
+New tokens: all of a completion behind its prompt in training, and one of each row while completions are written if heads
+share their keys. Plain matrix products take a third to a half of the time of the kernel, which is made for long texts; heads
+that share their keys share one product, so that keys are not repeated.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -56,7 +56,7 @@ def _finite(mask: Tensor) -> Float[Tensor, "#row #head #query context"]:
     least = torch.finfo(torch.float32).min
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, least)
-    return mask.clamp(min=least)
+    return mask.float().clamp(min=least)
 
 
 def _attended(
@@ -91,8 +91,8 @@ class _Attend(torch.autograd.Function):
         with autocast_off("cpu"):
             grad_p, wide = (grad @ v.transpose(1, 2)).float(), p.float()
             # d p / d score = p ([same] - p), so that of a row of probabilities only differences count
-            scores = torch._softmax_backward_data(grad_p, wide, -1, torch.float32).to(q.dtype)
-            grads = (scores @ k).mul_(ctx.scale), scores.transpose(1, 2) @ (q * ctx.scale), p.transpose(1, 2) @ grad
+            scores = torch._softmax_backward_data(grad_p, wide, -1, torch.float32).mul_(ctx.scale).to(q.dtype)
+            grads = scores @ k, scores.transpose(1, 2) @ q, p.transpose(1, 2) @ grad
         return *(one.view(of.shape) for one, of in zip(grads, (query, key, value), strict=True)), None, None
 
 

@@ -17,7 +17,7 @@ from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.cpu_attention import autocast_off
 from groupwise.policies.drawing import draw
 from groupwise.policies.graph_step import may_replay, replayed
-from groupwise.policies.llama_step import ROOM, LlamaStep, Prompts, has_llama_shape, linear_map
+from groupwise.policies.llama_step import ROOM, LlamaStep, Prompts, has_hooks, has_llama_shape, linear_map
 
 Head = Callable[[Tensor], Tensor]
 """Logits of hidden states."""
@@ -104,18 +104,20 @@ class Writing:
             stop[torch.tensor(complete, device=stop.device) & (stop == 0) & may_end] = _STOPS.index("stop")
         self._step = step + 1
         goes_on = stop == 0
-        if not goes_on.all():
+        some_stop = not goes_on.all()
+        if some_stop:
             finished = self.running[~goes_on]
             self._stops[finished], self._lengths[finished] = stop[~goes_on], self._step
         if self._step == self._sampling.max_new_tokens:
             goes_on = torch.zeros_like(goes_on)
-        if not goes_on.all():
+            self.running = self.running[:0]
+        elif some_stop:
             self.running = self.running[goes_on]
         return drawn.token, goes_on
 
     def completions(self) -> list[Completion]:
-        """Of all rows, in their order."""
-        lengths, sampling = self._lengths.tolist(), self._sampling
+        """Of all rows, in their order; of unfinished ones, what there is."""
+        lengths, sampling = self._lengths.clamp(max=self._step).tolist(), self._sampling
         supports = self._supports_of_rows() if self._supports else [None] * len(lengths)
         rows = zip(
             self._tokens.tolist(), self._log_probs.tolist(), self._stops.tolist(), lengths, supports, strict=True
@@ -245,8 +247,8 @@ def complete(
         ConfigError: stop strings without a tokenizer.
     """
     sampling = sampling or policy.sampling
-    # a sixth less time for a small model; modules that we do not know may keep tensors, which training could then not use
-    known = policy.reads_tokens_by in ("own step", "graph")
+    # a sixth less time for a small model; hooks and modules that we do not know may keep tensors, useless to training then
+    known = policy.reads_tokens_by in ("own step", "graph") and not has_hooks(policy.network)
     with torch.inference_mode() if known else torch.no_grad(), policy.computing():
         tokens, valid = left_padded(prompts, policy.device)
         rows = seeds.reshape(-1).to(policy.device)
@@ -299,7 +301,7 @@ def _tried(
         f"{name} reads tokens one by one through its modules: log-probabilities of our own step differ by {off:.2g}, "
         f"at most {policy.rounding} is rounding",
         SlowPathWarning,
-        stacklevel=6,
+        stacklevel=5,
     )
     return "transformers"
 

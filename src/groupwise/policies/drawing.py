@@ -70,7 +70,8 @@ def pick(probability: Float[Tensor, "row place"], chance: Float[Tensor, " row"])
     block, summed, goal = _reach(mass, goal)
     before = (summed - mass).gather(1, block[:, None])[:, 0]
     rows = torch.arange(len(blocks), device=block.device)
-    return block * BLOCK + _reach(blocks[rows, block], (goal - before).clamp(min=_TINY))[0]
+    place = block * BLOCK + _reach(blocks[rows, block], (goal - before).clamp(min=_TINY))[0]
+    return place.clamp(max=width - 1)  # what NaN leads to lies behind
 
 
 def _reach(
@@ -89,7 +90,8 @@ def _reach(
 def _first_in_order(summed: Float[Tensor, "row place"], goal: Float[Tensor, " row"]) -> tuple[Tensor, Tensor]:
     """The first place at which sums in rising order reach the goal, and the goal itself: in a third of the time."""
     goal = torch.minimum(goal, summed[:, -1])
-    return torch.searchsorted(summed, goal[:, None])[:, 0], goal
+    place = torch.searchsorted(summed, goal[:, None])[:, 0]
+    return place.clamp(max=summed.shape[1] - 1), goal  # NaN is behind them all: who reads the log-probability will tell
 
 
 def _first(

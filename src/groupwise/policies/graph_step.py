@@ -14,7 +14,7 @@ from torch import Tensor
 
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.llama_step import LlamaStep, Prompts
+from groupwise.policies.llama_step import LlamaStep, Prompts, has_hooks
 
 _WARM_UP = 3
 """Runs before the recording, in which libraries choose kernels and take workspace."""
@@ -22,8 +22,7 @@ _WARM_UP = 3
 
 def may_replay(policy: CausalLM) -> bool:
     """Whether a graph can be tried: on a GPU, without hooks, whose Python a graph would leave out."""
-    layers = policy.network.base_model.layers.modules()
-    return policy.device.type == "cuda" and not any(m._forward_hooks or m._forward_pre_hooks for m in layers)
+    return policy.device.type == "cuda" and not has_hooks(policy.network.base_model.layers)
 
 
 def replayed(policy: CausalLM, prompts: Prompts) -> LlamaStep:
@@ -37,7 +36,7 @@ def replayed(policy: CausalLM, prompts: Prompts) -> LlamaStep:
     warnings.warn(
         f"{name} reads tokens one by one without a CUDA graph, which could not be recorded: {why}",
         SlowPathWarning,
-        stacklevel=7,
+        stacklevel=6,
     )
     return LlamaStep(policy, prompts)
 

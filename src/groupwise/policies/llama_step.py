@@ -43,6 +43,11 @@ class Prompts(NamedTuple):
     """The most that a row may have to read."""
 
 
+def has_hooks(network: Any) -> bool:
+    """Whether anybody looks at what modules compute, or changes it."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
+
+
 def has_llama_shape(network: Any, cache: Any) -> bool:
     """Whether ``LlamaStep`` knows all parts of the model, and its cache holds the keys and values of every token."""
     family = next((name for name in _FAMILIES if type(network).__name__ == f"{name}ForCausalLM"), None)
@@ -206,7 +211,7 @@ def _head_norm(attention: Any) -> _Map:
 def _root_mean_square(weight: Float[Tensor, "*head width"], epsilon: float) -> _Map:
     """Of inputs, each over its root mean square, times the weight."""
     width = weight.shape[-1]
-    scaled, root = weight * math.sqrt(width), torch.tensor(width * epsilon, device=weight.device).sqrt()
+    scaled, root = weight.float() * math.sqrt(width), torch.tensor(width * epsilon, device=weight.device).sqrt()
 
     def norm(x: Tensor) -> Tensor:
         if x.dtype == torch.float32 and x.device.type == "cpu":  # where `rms_norm` takes twice as long
@@ -246,7 +251,7 @@ def _reorders(weight: Tensor) -> bool:
 
 
 def _is_plain(module: Any) -> bool:
-    return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
+    return type(module) is nn.Linear and not has_hooks(module)
 
 
 def _called(policy: CausalLM, modules: Sequence[Any], x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def read(path: Path) -> list[Any]:
     if reader is None:
         raise DataError(f"data = {str(path)!r}: expected a file that ends in {', '.join(_READERS)}; mend: convert it")
     if not path.is_file():
-        raise DataError(f"data = {str(path)!r}: there is no such file; mend: its path, seen from {Path.cwd()}")
+        raise DataError(f"{str(path)!r}: there is no such file of prompts; mend: its path, seen from {Path.cwd()}")
     try:
         return reader(path)
     except UnicodeDecodeError as error:

@@ -115,12 +115,16 @@ class PromptEncoder:
     def _report_long(self, encoded: Sequence[EncodedPrompt], limit: int) -> None:
         too_long = [prompt for prompt in encoded if len(prompt.tokens) > limit]
         longest = max(len(prompt.tokens) for prompt in too_long)
+        own = self._cfg.max_prompt_tokens == limit
         said = (
-            f"{len(too_long)} of {len(encoded)} prompts have more than {limit} tokens (the longest {longest}), the first: "
+            f"{len(too_long)} of {len(encoded)} prompts have more than {limit} tokens (the longest {longest}), "
+            f"{'max_prompt_tokens' if own else 'what max_new_tokens leaves of the context'}; the first: "
             f"{str(too_long[0].example.prompt)[:80]!r}"
         )
         if self._cfg.long_prompts == "error" or len(too_long) == len(encoded):
-            raise DataError(f"{said}; mend: a larger max_prompt_tokens within the context, or long_prompts='drop'")
+            mends = [f"a {'larger max_prompt_tokens' if own else 'smaller max_new_tokens'}", "shorter prompts"]
+            mends += ["long_prompts='drop'"] if len(too_long) < len(encoded) else []
+            raise DataError(f"{said}; mend: {', or '.join(mends)}")
         warnings.warn(f"{said}; they are left out", stacklevel=3)
 
     def _no_template(self, what: str) -> ConfigError:

@@ -68,7 +68,7 @@ class RewardSet:
         self._calls = Calls()
         self._metrics: dict[str, list[float]] = {}
 
-    def check_columns(self, columns: Iterable[str]) -> None:
+    def check_columns(self, columns: Iterable[str], data: str = "data") -> None:
         """Refuse data that lack what a function needs.
 
         Raises:
@@ -79,7 +79,7 @@ class RewardSet:
             for column in needed_columns(function):
                 if column not in there:
                     raise DataError(
-                        f"reward {name!r} needs the column {column!r}; the data have {', '.join(map(repr, there)) or 'none'} "
+                        f"reward {name!r} needs the column {column!r}; the {data} have {', '.join(map(repr, there)) or 'none'} "
                         f"besides the prompt; mend: add it{nearest(column, there)}"
                     )
 

@@ -4,6 +4,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
+
 from groupwise.algorithms.configs import GRPOCfg
 from groupwise.cfg import GIVEN
 from groupwise.collectors.text import TextCollector, TextTerms
@@ -99,6 +101,8 @@ def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
     prompts = encoder.select(data.train, policy.room(cfg.sampling.max_new_tokens))
     rewards.check_columns(prompts[0].example.columns)
+    if data.eval:
+        rewards.check_columns(data.eval[0].columns, "eval_data")
     tool, terms = task.tool(), _terms(cfg)
     cfg = _filled_in(cfg, rewards.weights, () if tool is None else tool.stop)
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
@@ -155,7 +159,9 @@ def load_trained(
 def _policy(cfg: TextRunCfg, given: Given, *, actor_only: bool) -> CausalLM:
     """The policy that was given, or the one that the settings name."""
     if given.policy is None:
-        return load_causal_lm(cfg.model, cfg.sampling, actor_only=actor_only, device=pick_device(cfg.device))
+        with torch.random.fork_rng(devices=[]):  # adapters begin at random
+            torch.manual_seed(derive_seed(cfg.seed, "policy"))
+            return load_causal_lm(cfg.model, cfg.sampling, actor_only=actor_only, device=pick_device(cfg.device))
     policy: Policy = given.policy
     if not isinstance(policy, CausalLM):
         raise ConfigError(f"a text task needs a CausalLM; got {type(policy).__name__}, mend: gw.CausalLM(model, ...)")

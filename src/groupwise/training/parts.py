@@ -3,7 +3,7 @@
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +15,7 @@ from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.base import Collector
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError, require_extra
+from groupwise.errors import ConfigError, nearest, require_extra
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.settings import CommonCfg
@@ -42,6 +42,19 @@ class Given(NamedTuple):
     """Functions that score completions, one or several."""
     tool: Any = None
     """What a language model can call."""
+
+    @classmethod
+    def again(cls, objects: Mapping[str, Any]) -> "Given":
+        """Those that a run is given again by name.
+
+        Raises:
+            ConfigError: there is no such object.
+        """
+        if unknown := [name for name in objects if name not in cls._fields]:
+            raise ConfigError(
+                f"a run is given no {unknown[0]!r} again; mend: {', '.join(cls._fields)}{nearest(unknown[0], cls._fields)}"
+            )
+        return cls(**objects)
 
     def names(self) -> list[str]:
         """Which of them there are."""

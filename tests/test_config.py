@@ -420,3 +420,11 @@ def test_rules_for_single_steps_go_over_a_preset_that_compares_steps(choices, gi
 def test_a_credit_rule_of_ones_own_reads_what_it_likes():
     own = {"rule": "own", "early_finisher": "absorb", "lone_member": "trajectory"}
     assert resolve("CartPole-v1", {"credit": own}, preset="grpo").algorithm.credit.early_finisher == "absorb"
+
+
+def test_a_reference_is_renewed_only_where_there_is_one():
+    with pytest.raises(
+        ConfigError, match=r"refresh='ema' renews a reference, and kl_coef=0 has none; mend: kl_coef > 0"
+    ):
+        GRPOCfg(reference={"refresh": "ema"})
+    assert GRPOCfg(reference={"refresh": "ema"}, kl_coef=0.1).reference.refresh == "ema"

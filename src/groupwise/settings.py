@@ -209,6 +209,11 @@ class TextRunCfg(CommonCfg):
     @model_validator(mode="after")
     def _check(self) -> "TextRunCfg":
         check_text(self.algorithm, self.task)
+        if self.stop.return_threshold is not None and self.task.eval_data is None:
+            raise ValueError(
+                f"stop.return_threshold={self.stop.return_threshold} waits for a score of held-out prompts, and there are none; "
+                "mend: task.eval_data"
+            )
         if self.overlong.punished_tokens > self.sampling.max_new_tokens:
             raise ValueError(
                 f"overlong.punished_tokens={self.overlong.punished_tokens} is more than sampling.max_new_tokens="

@@ -25,6 +25,7 @@ SETTINGS = {
 @pytest.fixture(autouse=True)
 def any_rows(monkeypatch):
     monkeypatch.setattr(mlp_kernel, "ROWS", 0)
+    monkeypatch.setattr(mlp_kernel, "ROWS_WITH_GRADIENT", 0)
 
 
 def trained(kind, network, settings, kernel):

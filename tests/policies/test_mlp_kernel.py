@@ -17,6 +17,7 @@ WIDTH = st.integers(1, 20)
 def any_rows():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mlp_kernel, "ROWS", 0)
+        patch.setattr(mlp_kernel, "ROWS_WITH_GRADIENT", 0)
         yield
 
 
@@ -81,11 +82,24 @@ def test_what_the_kernel_does_not_serve_goes_layer_by_layer(monkeypatch, calls, 
     if way == "no layers":
         network = MLP(4, PolicyCfg(hidden_sizes=()))
     if way == "few rows":
-        monkeypatch.setattr(mlp_kernel, "ROWS", 4)
+        monkeypatch.setattr(mlp_kernel, "ROWS_WITH_GRADIENT", 4)
     if way == "compiling":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     network(x)
     assert not calls
+
+
+def test_acting_takes_the_kernel_for_fewer_rows(monkeypatch, calls):
+    monkeypatch.setattr(mlp_kernel, "ROWS_WITH_GRADIENT", 6)
+    monkeypatch.setattr(mlp_kernel, "ROWS", 3)
+    network = MLP(4, PolicyCfg(), 2)
+    for rows, acting, learning in ((2, 0, 0), (3, 1, 0), (5, 1, 0), (6, 1, 1)):
+        with torch.no_grad():
+            network(torch.randn(rows, 4))
+        assert len(calls) == acting
+        network(torch.randn(rows, 4))
+        assert len(calls) == acting + learning
+        calls.clear()
 
 
 def test_a_copy_computes_with_its_own_weights():

@@ -142,6 +142,12 @@ def test_columns_are_wanted_of_held_out_data_too(model, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_score_to_stop_at_wants_held_out_prompts(model, tmp_path):
+    task = gw.TextTask(numbers()[:20], reward=share_copied)
+    with pytest.raises(gw.ConfigError, match=r"stop.return_threshold=0.5 waits for .*mend: task.eval_data"):
+        train(task, model, tmp_path / "run", stop={"return_threshold": 0.5})
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -186,6 +192,7 @@ def test_adapters_train_alone_and_their_reference_is_the_base(model, tmp_path):
             "'optimal_token' .*CausalLM .*mend: baseline=",
         ),
         ({"policy": gw.PolicyCfg(hidden_sizes=(3,))}, "policy = PolicyCfg.*: expected a gw.CausalLM; mend: model="),
+        ({"algorithm": gw.GRPOCfg(reference={"refresh": "ema"}, kl_coef=0.1), "lora": {"r": 2}}, "refresh='ema' needs"),
         ({"lora": True}, "lora = True: expected .*mend: lora={'r': 16}"),
         ({"algorithm": gw.GRPOCfg(num_steps=9)}, "num_steps=9 is about environments, .*mend: leave it out"),
         ({"algorithm": gw.GRPOCfg(collection={"zero_variance": "harder"})}, "'harder' goes back to states .*mend"),

@@ -272,6 +272,14 @@ class GRPOCfg(AlgorithmCfg):
     """When the reference is renewed."""
 
     @model_validator(mode="after")
+    def _check_reference(self) -> "GRPOCfg":
+        if self.kl_coef == 0 and self.reference.refresh != "never":
+            raise ValueError(
+                f"reference.refresh={self.reference.refresh!r} renews a reference, and kl_coef=0 has none; mend: kl_coef > 0, or 'never'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_equals(self) -> "GRPOCfg":
         """Groups of equal whole return may be left out where credit compares siblings by the whole reward.
 

@@ -18,7 +18,7 @@ ACTIVATIONS = ("tanh", "relu")
 """Whose derivative follows from their output, so that inputs need not be kept."""
 
 
-ROWS = 128
+ROWS, ROWS_WITH_GRADIENT = 128, 256
 """From so many rows on the kernel is the faster; below, nearly all of its time is Python's."""
 
 
@@ -29,8 +29,13 @@ def knows(weight: Tensor, activation: str) -> bool:
 
 def pays(x: Float[Tensor, "*batch input"]) -> bool:
     """Whether the kernel is the faster way for these inputs; a compiler is to see the layers."""
-    many = x.numel() >= ROWS * x.shape[-1]
-    return many and x.dtype == torch.float32 and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    rows = ROWS_WITH_GRADIENT if torch.is_grad_enabled() else ROWS
+    return (
+        x.numel() >= rows * x.shape[-1]
+        and x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+    )
 
 
 def mlp(

@@ -144,7 +144,7 @@ def _spread(entries: Sequence[Sequence[Any]], first: Sequence[int], num_slots: i
 
 def _at_the_end(row: TextRow) -> list[float]:
     assert not isinstance(row.reward, Sequence)
-    return [0.0] * (len(row.completion) - 1) + [row.reward or 0.0]
+    return [0.0] * (len(row.completion) - 1) + [float(row.reward or 0.0)]
 
 
 def _where(valid: Tensor, number: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
@@ -428,3 +428,12 @@ def test_a_rollout_longer_than_the_run_is_noted(total_steps: int, noted: bool, c
     assert (
         not noted or "at least 64 steps (num_envs * num_steps), so that the first one reaches total_steps = 63\n" in err
     )
+
+
+@pytest.mark.parametrize(("kernel", "noted"), [("auto", True), ("torch", False)])
+def test_a_kernel_for_networks_is_noted(
+    kernel: Literal["auto", "torch"], noted: bool, capsys: pytest.CaptureFixture[str]
+):
+    policy = gw.PolicyCfg(mlp_kernel=kernel)
+    gw.train("CartPole-v1", PPO, policy=policy, **TINY | {"logging": {"progress": "lines"}})
+    assert ("policy.mlp_kernel='torch' switches that off" in capsys.readouterr().err) is noted

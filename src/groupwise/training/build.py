@@ -20,7 +20,6 @@ from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
-from groupwise.policies.mlp_kernel import ROWS
 from groupwise.policies.networks import MLP
 from groupwise.registry import algorithm_entry
 from groupwise.report.folder import RunFolder
@@ -141,7 +140,7 @@ def build_policy(cfg: RunCfg, env: VectorEnv, given: Given, algorithm_type: type
 def _note_on_networks(policy: Policy) -> list[str]:
     if not any(isinstance(part, MLP) and part.has_kernel for part in policy.modules()):
         return []
-    return [f"networks compute {ROWS} rows and more in one operation; policy.mlp_kernel='torch' switches that off"]
+    return ["networks compute many rows at once in one operation; policy.mlp_kernel='torch' switches that off"]
 
 
 def _note_on_length(cfg: RunCfg) -> list[str]:

@@ -386,9 +386,8 @@ def measure(args: argparse.Namespace, folders: dict[str, Path]) -> None:
         "memory": {},
     }
     if args.out.exists() and (before := json.loads(args.out.read_text()))["versions"] == result["versions"]:
-        result |= {
-            kind: before[kind] for kind in ("time", "memory")
-        }  # cases that are not measured now keep their figures
+        # cases that are not measured now keep their figures
+        result |= {kind: before[kind] for kind in ("time", "memory")}
     for name in args.cases:
         folder = folders[CASES[name].model]
         steps = args.steps * 5 if CASES[name].model == "tiny" else args.steps  # of a tenth of a second

@@ -90,11 +90,7 @@ def train(
         _refuse_besides(env, settings | {"algorithm": algorithm, "preset": preset})
         return train_from_config(env, Given(policy=given), callbacks)
     if isinstance(env, TextTask):
-        if policy is not None and given is None:
-            raise ConfigError(
-                f"policy = {short(policy)}: expected a gw.CausalLM; mend: model='path-or-hub-id', lora=..."
-            )
-        cfg: CommonCfg = _text_cfg(env, algorithm, preset, given, settings)
+        cfg: CommonCfg = _text_cfg(env, algorithm, preset, policy, settings)
         return train_from_config(cfg, _given_texts(env)._replace(policy=given), callbacks)
     env_id, env_fields = _describe_env(env)
     env_fields |= {key: settings.pop(key) for key in ("num_envs", "max_episode_steps") if key in settings}
@@ -190,7 +186,7 @@ def evaluate(
     if episodes is not None and episodes < 1:
         raise ConfigError(f"episodes = {episodes}: expected at least 1")
     if isinstance(run, Run):
-        _refuse_for_live(run, {"checkpoint": None if checkpoint == "latest" else checkpoint} | given)
+        _refuse_for_live(run, checkpoint, given)
     else:
         run = Run.load(run, checkpoint=checkpoint, **given)
     seed = derive_seed(run.cfg.seed, "final evaluation") if seed is None else seed
@@ -235,9 +231,7 @@ def sample(
     if not isinstance(prompt, str):
         raise ConfigError(f"prompt = {short(prompt)}: expected one text; mend: a call for each prompt")
     if isinstance(run, Run):
-        _refuse_for_live(
-            run, {"checkpoint": None if checkpoint == "latest" else checkpoint, "policy": policy, "tool": tool}
-        )
+        _refuse_for_live(run, checkpoint, {"policy": policy, "tool": tool})
     cfg = run.cfg if isinstance(run, Run) else read_cfg(RunFolder.open(Path(run)))
     if not isinstance(cfg, TextRunCfg):
         raise ConfigError(f"{run} is about {cfg.subject}, which writes no texts; mend: groupwise eval")
@@ -249,9 +243,10 @@ def sample(
     return write_texts(cfg, trained, prompt, count, deterministic=deterministic, seed=seed, tool=tool)
 
 
-def _refuse_for_live(run: Run, asked: Mapping[str, Any]) -> None:
+def _refuse_for_live(run: Run, checkpoint: str, objects: Mapping[str, Any]) -> None:
     """A run that is at hand has its policy and its objects: what goes with a folder would be ignored."""
-    if named := [key for key, value in asked.items() if value is not None]:
+    named = ["checkpoint"] if checkpoint != "latest" else []
+    if named := named + [key for key, value in objects.items() if value is not None]:
         raise ConfigError(
             f"{', '.join(named)} {'is' if len(named) == 1 else 'are'} for runs that come as a folder; mend: give {str(run.path)!r} "
             "in place of the Run"
@@ -278,9 +273,15 @@ def _evaluate_texts(
 
 
 def _text_cfg(
-    task: TextTask, algorithm: str | AlgorithmCfg | None, preset: str | None, policy: Policy | None, settings: Any
+    task: TextTask,
+    algorithm: str | AlgorithmCfg | None,
+    preset: str | None,
+    policy: Policy | PolicyCfg | None,
+    settings: Any,
 ) -> TextRunCfg:
     """The settings of a run on a task; a policy that is given brings model and sampling."""
+    if policy is not None and not isinstance(policy, Policy):
+        raise ConfigError(f"policy = {short(policy)}: expected a gw.CausalLM; mend: model='path-or-hub-id', lora=...")
     model, lora = settings.pop("model", None), settings.pop("lora", None)
     if policy is not None:
         besides = {"model": model, "lora": lora, "sampling": settings.get("sampling")}

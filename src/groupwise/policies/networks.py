@@ -75,10 +75,8 @@ class MLP(nn.Module):
     def forward(self, x: Float[Tensor, "*batch input"]) -> Float[Tensor, "*batch output"]:
         """Outputs of the last layer."""
         if mlp_kernel.pays(x) and self.has_kernel:
-            rows, parameters = (
-                x.reshape(-1, x.shape[-1]),
-                [p for layer in self._layers for p in (layer.weight, layer.bias)],
-            )
+            parameters = [p for layer in self._layers for p in (layer.weight, layer.bias)]
+            rows = x.reshape(-1, x.shape[-1])
             found = mlp_kernel.mlp(rows, self.activation, parameters, ends_linear=self.head is not None)
             return found.view(*x.shape[:-1], found.shape[-1])
         activation = _ACTIVATIONS[self.activation]

@@ -55,9 +55,8 @@ def rehearse(
     length = sampling.max_new_tokens * (num_turns or 1)
     if context is not None:
         length = min(length, context - longest_prompt)
-    varied = [
-        place % _KINDS for place in range(longest_prompt + length + 1)
-    ]  # of one token alone, a cache has no order
+    # of one token alone, a cache would have no order
+    varied = [place % _KINDS for place in range(longest_prompt + length + 1)]
     row = TextRow(
         varied[:longest_prompt],
         varied[:length],

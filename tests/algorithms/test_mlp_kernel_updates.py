@@ -5,7 +5,6 @@ import torch
 from small_updates import ACT, OBS, build, make_rollout
 
 import groupwise as gw
-from groupwise.policies import mlp_kernel
 from groupwise.policies.actor_critic import ActorCritic
 
 UPDATES = 20
@@ -20,12 +19,6 @@ SETTINGS = {
     "several": {"num_epochs": 3, "minibatch_size": 40, "max_grad_norm": 0.5},
     "micro-batches": {"minibatch_size": 40, "micro_batch_size": 7},
 }
-
-
-@pytest.fixture(autouse=True)
-def any_rows(monkeypatch):
-    monkeypatch.setattr(mlp_kernel, "ROWS", 0)
-    monkeypatch.setattr(mlp_kernel, "ROWS_WITH_GRADIENT", 0)
 
 
 def trained(kind, network, settings, kernel):

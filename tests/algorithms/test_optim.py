@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -88,10 +90,11 @@ def test_optimisers(name, expected):
     frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)
     cfg = PPOCfg(learning_rate=0.1, optimizer=OptimizerCfg(name=name, eps=1e-9, weight_decay=0.5))
     trained = Trained([parameter, frozen])
-    built = build_optimizer(cfg, trained.tensors)
+    built = build_optimizer(cfg, trained)
     trained.zero_grad()
     (2.0 * parameter * frozen).sum().backward()
-    built.step()
+    trained.gather_grad()
+    optim.step(built)
     assert parameter.item() == pytest.approx(expected, abs=1e-5)
     assert frozen.item() == 1.0
 
@@ -103,31 +106,83 @@ def small_network():
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "rmsprop"])
 def test_parameters_end_to_end_train_like_single_ones(name, monkeypatch):
-    ends = []
+    ends, norms = [], []
     for limit in (optim.FLAT_LIMIT, 0):
         monkeypatch.setattr(optim, "FLAT_LIMIT", limit)
         network, x = small_network(), torch.linspace(-1, 1, 15).reshape(5, 3)
         trained = Trained(network.parameters())
         assert len(trained.tensors) == (1 if limit else 4)
-        built = build_optimizer(PPOCfg(learning_rate=0.01, optimizer=OptimizerCfg(name=name)), trained.tensors)
+        built = build_optimizer(PPOCfg(learning_rate=0.01, optimizer=OptimizerCfg(name=name)), trained)
         for _ in range(20):
             trained.zero_grad()
             (network(x) - 1).square().mean().backward()
-            torch.nn.utils.clip_grad_norm_(trained.tensors, 0.5)
-            built.step()
+            trained.gather_grad()
+            norms.append(trained.clip_grad(0.5))
+            optim.step(built)
         ends.append(torch.cat([p.detach().flatten() for p in network.parameters()]))
     torch.testing.assert_close(*ends, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(norms[:20], norms[20:])
+    assert norms[0] > 0.5
 
 
-def test_gradients_thrown_away_from_outside_are_found_again():
+def test_gradients_of_parameters_and_of_the_vector_come_together():
     network = small_network()
     trained = Trained(network.parameters())
-    network.zero_grad(set_to_none=True)
     trained.zero_grad()
     network(torch.ones(2, 3)).sum().backward()
-    expected = torch.cat([p.grad.flatten() for p in network.parameters()])
-    assert torch.equal(trained.tensors[0].grad, expected)
-    assert expected.abs().max() > 0
+    own = torch.cat([p.grad.flatten() for p in network.parameters()])
+    assert own.abs().max() > 0
+    trained.gather_grad()
+    assert torch.equal(trained.tensors[0].grad, own)
+    trained.zero_grad()
+    trained.tensors[0].grad = torch.ones_like(own)
+    network[2](torch.ones(2, 4)).sum().backward()  # leaves the first layer without a gradient
+    trained.gather_grad()
+    assert trained.tensors[0].grad[:16].tolist() == [1.0] * 16
+    assert trained.tensors[0].grad[16:].tolist() == [3.0] * 5
+    trained.zero_grad()
+    trained.gather_grad()
+    assert not trained.tensors[0].grad.any()
+
+
+def test_gathered_gradients_are_views_that_clipping_reaches():
+    """As an optimiser over the single parameters needs them."""
+    network = small_network()
+    trained = Trained(network.parameters())
+    trained.zero_grad()
+    network(torch.ones(2, 3)).sum().backward()
+    trained.gather_grad()
+    norm = trained.clip_grad(0.1)
+    parts = torch.stack([p.grad.norm() for p in network.parameters()])
+    assert norm > 0.1
+    assert parts.norm().item() == pytest.approx(0.1, abs=1e-6)
+
+
+def test_a_gradient_that_is_not_a_number_is_not_hidden_by_clipping():
+    network = small_network()
+    trained = Trained(network.parameters())
+    trained.zero_grad()
+    (network(torch.ones(2, 3)).sum() * math.nan).backward()
+    trained.gather_grad()
+    assert trained.clip_grad(0.5).isnan()
+    assert trained.tensors[0].grad.isnan().all()
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_the_short_step_is_the_libraries(name):
+    ends = []
+    for step in (optim.step, torch.optim.Adam.step):
+        torch.manual_seed(0)
+        trained = Trained([torch.nn.Parameter(torch.ones(3))])
+        cfg = PPOCfg(learning_rate=0.1, optimizer=OptimizerCfg(name=name, weight_decay=0.1))
+        built = build_optimizer(cfg, trained)
+        for _ in range(5):
+            trained.tensors[0].grad = torch.randn(3)
+            step(built)
+        ends.append((trained.tensors[0].detach().clone(), built.state_dict()["state"][0]))
+    assert torch.equal(ends[0][0], ends[1][0])
+    for key, value in ends[1][1].items():
+        assert torch.equal(ends[0][1][key], value)
 
 
 def test_a_policy_converted_behind_the_optimisers_back_is_an_error():

@@ -170,9 +170,8 @@ def test_what_the_policy_cannot_do_is_refused_before_the_first_rollout():
 
 
 def test_diagnostics_by_hand_and_by_side():
-    batch = {"old_log_prob": torch.zeros(4)}
     ratio = torch.tensor([0.79, 0.81, 1.19, 1.21])
-    kl, clipped, low, high = diagnostics(ObjectiveCfg(), ratio, ratio.log(), batch)
+    kl, clipped, low, high = diagnostics(ObjectiveCfg(), ratio, ratio.log(), torch.zeros(4))
     assert low.tolist() == [1, 0, 0, 0]
     assert high.tolist() == [0, 0, 0, 1]
     assert clipped.tolist() == [1, 0, 0, 1]

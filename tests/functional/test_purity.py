@@ -39,6 +39,8 @@ CALLS = {
     reduce.masked_mean: ((X, MASK), {}),
     reduce.masked_var: ((X, MASK), {"unbiased": True}),
     reduce.whiten: ((X, MASK), {}),
+    reduce.whiten_segments: ((X, IDS, 4, MASK), {}),
+    reduce.token_mean_weights: ((MASK, IDS, 4), {}),
     reduce.loss_weights: ((MASK, IDS, 4, "seq_mean_token_mean"), {}),
     returns.discounted_sum: ((X, Y), {}),
     returns.return_to_go: ((X, MASK, 0.9), {}),

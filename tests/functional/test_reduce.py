@@ -12,7 +12,9 @@ from groupwise.functional.reduce import (
     segment_mean,
     segment_min_max,
     segment_sum,
+    token_mean_weights,
     whiten,
+    whiten_segments,
 )
 
 NAN = float("nan")
@@ -114,6 +116,34 @@ def test_whiten_by_hand():
     torch.testing.assert_close(whiten(x, mask, eps=0.3542487), torch.tensor([-2 / 3, -1 / 3, 0.0, 1.0]))
 
 
+def test_whiten_segments_by_hand():
+    # 1, 3: less 2, over sqrt(2); 1, 2, 6: as above; a lone element has no deviation; -1 is absent
+    x = torch.tensor([[1.0, 1.0, NAN, 3.0], [2.0, 7.0, 6.0, 5.0]])
+    segment = torch.tensor([[0, 1, 1, 0], [1, 2, 1, -1]])
+    mask = torch.tensor([[True, True, False, True], [True, True, True, True]])
+    expected = torch.tensor([[-0.707107, -0.755929, 0.0, 0.707107], [-0.377964, 0.0, 1.133893, 0.0]])
+    torch.testing.assert_close(whiten_segments(x, segment, 4, mask), expected, atol=1e-6, rtol=0)
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**31), rows=st.integers(1, 40), num_segments=st.integers(1, 5))
+def test_each_segment_is_whitened_by_itself(seed, rows, num_segments):
+    generator = torch.Generator().manual_seed(seed)
+    x, mask = 3 + 2 * torch.randn(rows, generator=generator), torch.rand(rows, generator=generator) < 0.8
+    segment = torch.randint(num_segments, (rows,), generator=generator)
+    out = whiten_segments(x, segment, num_segments, mask)
+    for number in range(num_segments):
+        chosen = segment == number
+        torch.testing.assert_close(out[chosen], whiten(x[chosen], mask[chosen]), atol=1e-4, rtol=1e-4)
+
+
+def test_token_mean_weights_by_hand():
+    # segment 0 has two elements that count, segment 1 one, segment 2 none
+    mask = torch.tensor([True, True, False, True, False])
+    segment = torch.tensor([0, 1, 0, 0, 2])
+    assert token_mean_weights(mask, segment, 3).tolist() == [0.5, 1.0, 0.0, 0.5, 0.0]
+
+
 def test_whiten_leaves_tiny_deviations_their_size():
     # 1e-6 and 3e-6: deviation 1.4142136e-6 dwarfs eps 1e-8 by 141; 0.7071068 / (1 + 1e-8 / 1.4142136e-6) = 0.7021416
     out = whiten(torch.tensor([1e-6, 3e-6]), torch.ones(2).bool())
@@ -126,6 +156,8 @@ def test_equal_elements_have_no_deviation_however_the_mean_rounds(value, count):
     x, mask = torch.full((count,), value), torch.ones(count, dtype=torch.bool)
     assert masked_var(x, mask, unbiased=True).item() == 0.0
     assert not whiten(x, mask, eps=1e-30).any()
+    halves = (torch.arange(count) >= count // 2).long()
+    assert not whiten_segments(x, halves, 2, mask, eps=1e-30).any()
 
 
 @settings(deadline=None)
@@ -139,6 +171,7 @@ def test_statistics_over_two_ranks_are_those_of_the_union(two_ranks, seed):
         (masked_var(x, mask, unbiased=True), lambda x, m, s: masked_var(x, m, unbiased=True, all_sum=s)),
         (masked_var(x, mask, unbiased=False), lambda x, m, s: masked_var(x, m, unbiased=False, all_sum=s)),
         (whiten(x, mask)[:13], lambda x, m, s: whiten(x, m, all_sum=s)),
+        (whiten(x, mask)[:13], lambda x, m, s: whiten_segments(x, torch.zeros(len(x)).long(), 1, m, all_sum=s)),
     ]:
         torch.testing.assert_close(two_ranks(of_rank, here, there), of_union, rtol=1e-4, atol=1e-5)
 

@@ -1,118 +1,226 @@
 import copy
+import gc
+import weakref
+from itertools import chain
 
+import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from groupwise.algorithms.optim import Trained
 from groupwise.errors import ConfigError
 from groupwise.policies import mlp_kernel
+from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.networks import MLP
 
 WIDTH = st.integers(1, 20)
+SIZES = st.lists(WIDTH, max_size=3).map(tuple)
+BATCH = st.lists(st.integers(0, 6), max_size=2)
+ACTIVATION = st.sampled_from(mlp_kernel.ACTIVATIONS)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def any_rows():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mlp_kernel, "ROWS", 0)
-        patch.setattr(mlp_kernel, "ROWS_WITH_GRADIENT", 0)
-        yield
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """How often the kernel has run."""
-    seen, kernel = [], mlp_kernel.mlp
-    monkeypatch.setattr(mlp_kernel, "mlp", lambda *args, **more: seen.append(1) or kernel(*args, **more))
-    return seen
-
-
-def pair(num_inputs, hidden_sizes, num_outputs, activation):
-    """The same network by the kernel and layer by layer."""
-    torch.manual_seed(0)
-    cfg = PolicyCfg(hidden_sizes=hidden_sizes, activation=activation)
-    fast = MLP(num_inputs, cfg, num_outputs)
-    for parameter in fast.parameters():
+def network(num_inputs, hidden_sizes, num_outputs, activation):
+    built = MLP(num_inputs, PolicyCfg(hidden_sizes=hidden_sizes, activation=activation), num_outputs)
+    for parameter in built.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
-    reference = MLP(num_inputs, cfg.model_copy(update={"mlp_kernel": "torch"}), num_outputs)
-    reference.load_state_dict(fast.state_dict())
-    return fast, reference
+    return built
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    batch=st.lists(st.integers(0, 6), max_size=2),
+    batch=BATCH,
     num_inputs=WIDTH,
-    hidden_sizes=st.lists(WIDTH, max_size=3).map(tuple),
-    num_outputs=WIDTH | st.none(),
-    activation=st.sampled_from(mlp_kernel.ACTIVATIONS),
+    trunk_sizes=st.none() | st.lists(WIDTH, min_size=1, max_size=2).map(tuple),
+    sizes=st.lists(SIZES, min_size=1, max_size=2),
+    activation=ACTIVATION,
+    rows=st.sampled_from([0, 4, 1000]),
 )
-def test_outputs_and_gradients_are_those_of_the_layers(batch, num_inputs, hidden_sizes, num_outputs, activation):
-    fast, reference = pair(num_inputs, hidden_sizes, num_outputs, activation)
+def test_networks_of_a_vector_are_the_layers(batch, num_inputs, trunk_sizes, sizes, activation, rows):
+    """In value and gradient, of networks that begin at the input or behind a common trunk."""
+    torch.manual_seed(0)
+    trunk = network(num_inputs, trunk_sizes, None, activation) if trunk_sizes else None
+    heads = [network(trunk_sizes[-1] if trunk_sizes else num_inputs, size, 3, activation) for size in sizes]
+    trained = Trained(chain.from_iterable(mlp.parameters() for mlp in [*([trunk] if trunk else []), *heads]))
     x = torch.randn(*batch, num_inputs)
-    inputs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    found, expected = fast(inputs[0]), reference(inputs[1])
-    torch.testing.assert_close(found, expected)
+
+    expected = [head(trunk(x) if trunk else x) for head in heads]
+    towards = [torch.randn_like(output) for output in expected]
+    torch.autograd.backward(expected, towards)
+    trained.gather_grad()
+    reference = trained.tensors[0].grad.clone()
+
+    trained.zero_grad()
+    layers = [head.layers for head in heads]
+    networks = mlp_kernel.VectorNetworks(trained.tensors[0], trunk.layers if trunk else [], layers)
+    found = networks(x)
     with torch.no_grad():
-        torch.testing.assert_close(fast(x), expected)
-    towards = torch.randn_like(expected)
-    for outputs in (found, expected):
-        (outputs * towards).sum().backward()
-    one, other = (
-        [leaf.grad, *(p.grad for p in n.parameters())] for leaf, n in zip(inputs, (fast, reference), strict=True)
-    )
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        prepared = mlp_kernel.ActingNetworks(trunk.layers if trunk else [], layers, numpy_rows=rows)(x)
+    for output, without, of_layers in zip(found, prepared, expected, strict=True):
+        torch.testing.assert_close(output, of_layers)
+        torch.testing.assert_close(without, of_layers.detach())
+    torch.autograd.backward(found, towards)
+    assert all(parameter.grad is None for parameter in trained.parameters)
+    torch.testing.assert_close(trained.tensors[0].grad, reference, rtol=1e-4, atol=1e-5)
 
 
-def test_an_input_without_gradient_gets_none(calls):
-    fast, _ = pair(4, (8,), 2, "tanh")
-    fast(torch.randn(3, 4)).sum().backward()
-    assert calls
-    assert all(parameter.grad is not None for parameter in fast.parameters())
+@pytest.fixture
+def networks():
+    """A small network as a function of its vector."""
+    mlp = network(4, (8,), 2, "tanh")
+    return mlp_kernel.VectorNetworks(Trained(mlp.parameters()).tensors[0], [], [mlp.layers])
 
 
-@pytest.mark.parametrize("way", ["doubles", "another activation", "switched off", "compiling", "no layers", "few rows"])
-def test_what_the_kernel_does_not_serve_goes_layer_by_layer(monkeypatch, calls, way):
-    more = {"another activation": {"activation": "elu"}, "switched off": {"mlp_kernel": "torch"}}
-    network, x = MLP(4, PolicyCfg(**more.get(way, {})), 2), torch.randn(3, 4)
+def test_gradients_of_several_passes_add_up(networks):
+    x = torch.randn(6, 4)
+    networks(x)[0].sum().backward()
+    whole = networks.vector.grad.clone()
+    networks.vector.grad = None
+    for part in x.split(2):
+        networks(part)[0].sum().backward()
+    torch.testing.assert_close(networks.vector.grad, whole)
+    assert whole.abs().max() > 0
+
+
+def test_a_gradient_is_not_overwritten_by_a_later_pass(networks):
+    x = torch.randn(6, 4)
+    (first,) = torch.autograd.grad(networks(x)[0].sum(), networks.vector)
+    kept = first.clone()
+    torch.autograd.grad(networks(2 * x)[0].sum(), networks.vector)
+    assert torch.equal(first, kept)
+
+
+def test_a_pass_leaves_nothing_behind_for_the_collector(networks):
+    """A cycle through the graph would hold all activations until Python looks for cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        seen = []
+        (output,) = networks(torch.randn(6, 4))
+        weakref.finalize(output, seen.append, "freed")
+        output.sum().backward()
+        del output
+        assert seen
+    finally:
+        gc.enable()
+
+
+def test_a_vector_that_changed_before_the_backward_pass_is_refused(networks):
+    (output,) = networks(torch.randn(6, 4))
+    with torch.no_grad():
+        networks.vector.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_a_second_derivative_is_refused(networks):
+    (output,) = networks(torch.randn(3, 4))
+    with pytest.raises(ConfigError, match="mlp_kernel='torch'"):
+        torch.autograd.grad(output.sum(), networks.vector, create_graph=True)
+
+
+SPACES = {
+    "discrete": Discrete(3, start=2),
+    "box": Box(-1, 1, (2,), np.float32),
+    "multi_discrete": MultiDiscrete([2, 3]),
+    "multi_binary": MultiBinary(3),
+}
+POLICIES = {
+    "tanh": {},
+    "relu": {"activation": "relu", "hidden_sizes": (33, 7)},
+    "no hidden layer": {"hidden_sizes": ()},
+    "a shared trunk": {"trunk": "shared", "hidden_sizes": (20, 5)},
+    "scaled observations": {"normalize_obs": True, "hidden_sizes": (17,)},
+}
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 33, 200])
+@pytest.mark.parametrize("actor_only", [False, True])
+@pytest.mark.parametrize("network", POLICIES)
+@pytest.mark.parametrize("space", SPACES)
+def test_prepared_acting_is_acting(space, network, actor_only, rows):
+    torch.manual_seed(0)
+    obs_space = Box(-9, 9, (4,), np.float32)
+    policy = ActorCritic(obs_space, SPACES[space], PolicyCfg(**POLICIES[network]), actor_only=actor_only)
+    for parameter in policy.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    act, obs = policy.acting(), torch.randn(rows, 4)
+    assert policy.has_kernel
+    assert act != policy.act
+    for deterministic in (False, True):
+        draws = [torch.Generator().manual_seed(5) for _ in range(2)]
+        found, expected = (way(obs, deterministic, g) for way, g in zip((act, policy.act), draws, strict=True))
+        torch.testing.assert_close(found, expected)
+        assert found.log_prob.dtype == torch.float32
+        assert torch.equal(*(g.get_state() for g in draws))
+
+
+def test_squashed_actions_are_drawn_in_the_latent():
+    torch.manual_seed(0)
+    box = Box(-1, 1, (2,), np.float32)
+    policy = ActorCritic(box, box, PolicyCfg(bounded_action="squash"))
+    obs = torch.randn(5, 2)
+    draws = (torch.Generator().manual_seed(5) for _ in range(2))
+    found, expected = (way(obs, generator=g) for way, g in zip((policy.acting(), policy.act), draws, strict=True))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("way", ["switched off", "another activation", "a custom actor", "an image", "doubles"])
+def test_what_the_kernel_does_not_know_acts_by_itself(way):
+    more = {
+        "another activation": {"activation": "silu"},
+        "switched off": {"mlp_kernel": "torch"},
+        "an image": {"cnn": "small"},
+    }
+    space = Box(0, 255, (1, 12, 12), np.uint8) if way == "an image" else Box(-1, 1, (4,), np.float32)
+    actor = torch.nn.Linear(4, 2) if way == "a custom actor" else None
+    policy = ActorCritic(space, Discrete(2), PolicyCfg(**more.get(way, {})), actor=actor)
     if way == "doubles":
-        network, x = network.double(), x.double()
-    if way == "no layers":
-        network = MLP(4, PolicyCfg(hidden_sizes=()))
-    if way == "few rows":
-        monkeypatch.setattr(mlp_kernel, "ROWS_WITH_GRADIENT", 4)
-    if way == "compiling":
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    network(x)
-    assert not calls
+        policy = policy.double()
+    assert policy.acting() == policy.act
+    assert policy.evaluating() == policy.evaluating(torch.nn.Parameter(torch.zeros(1))) == policy.evaluate
+    assert not policy.has_kernel
 
 
-def test_acting_takes_the_kernel_for_fewer_rows(monkeypatch, calls):
-    monkeypatch.setattr(mlp_kernel, "ROWS_WITH_GRADIENT", 6)
-    monkeypatch.setattr(mlp_kernel, "ROWS", 3)
-    network = MLP(4, PolicyCfg(), 2)
-    for rows, acting, learning in ((2, 0, 0), (3, 1, 0), (5, 1, 0), (6, 1, 1)):
-        with torch.no_grad():
-            network(torch.randn(rows, 4))
-        assert len(calls) == acting
-        network(torch.randn(rows, 4))
-        assert len(calls) == acting + learning
-        calls.clear()
+def test_what_a_subclass_does_otherwise_is_done():
+    class Own(ActorCritic):
+        def act(self, *args, **more):
+            return super().act(*args, **more)
+
+        def evaluate(self, batch):
+            return super().evaluate(batch)
+
+    policy = Own(Box(-1, 1, (4,), np.float32), Discrete(2))
+    assert policy.acting() == policy.act
+    assert policy.evaluating() == policy.evaluate
+
+
+def test_a_policy_that_diverged_acts_without_warnings():
+    policy = ActorCritic(Box(-1, 1, (4,), np.float32), Box(-1, 1, (2,), np.float32))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.fill_(3e38)
+    acted = policy.acting()(torch.ones(3, 4))
+    assert not acted.action.isfinite().all()
+
+
+def test_a_choice_of_probability_zero_is_never_drawn():
+    policy = ActorCritic(Box(-1, 1, (1,), np.float32), Discrete(3))
+    params = torch.tensor([[0.0, -torch.inf, 0.5]]).repeat(60, 1)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [policy.head.draw(params, generator) for _ in range(20)]
+    assert {int(i) for action, _ in drawn for i in action} == {0, 2}
+    assert all(log_prob.isfinite().all() for _, log_prob in drawn)
 
 
 def test_a_copy_computes_with_its_own_weights():
-    network = MLP(4, PolicyCfg(), 2)
-    twin, x = copy.deepcopy(network), torch.randn(3, 4)
-    before = network(x)
+    space = Box(-1, 1, (4,), np.float32)
+    policy, obs = ActorCritic(space, Discrete(2)), torch.randn(3, 4)
+    twin, before = copy.deepcopy(policy), policy.acting()(obs).value
     with torch.no_grad():
-        twin.head.bias += 1
-    torch.testing.assert_close(twin(x), before + 1)
-    torch.testing.assert_close(network(x), before)
-
-
-def test_a_second_derivative_is_refused():
-    network, x = MLP(4, PolicyCfg(), 1), torch.randn(3, 4, requires_grad=True)
-    with pytest.raises(ConfigError, match="mlp_kernel='torch'"):
-        torch.autograd.grad(network(x).sum(), x, create_graph=True)
+        twin.critic.head.bias += 1
+    torch.testing.assert_close(twin.acting()(obs).value, before + 1)
+    torch.testing.assert_close(policy.acting()(obs).value, before)

@@ -5,28 +5,30 @@ An algorithm turns a rollout into a flat batch of elements with advantages; ``op
 therefore depends neither on the micro-batch size nor on the number of processes.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import repeat
 from typing import ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
 
+from groupwise.algorithms import optim
 from groupwise.algorithms.agreement import Agreement
 from groupwise.algorithms.configs import AlgorithmCfg
 from groupwise.algorithms.entropy import EntropyControl
 from groupwise.algorithms.optim import Schedule, Trained, build_optimizer
+from groupwise.algorithms.step_metrics import StepMetrics
 from groupwise.algorithms.surrogate import Counts, check_objective, finest_unit, objective_data
 from groupwise.data.minibatch import Epoch, coarsest, shuffle_items, shuffle_transitions, take
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.data.row_batches import RowSizes, pack, shuffle_rows
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError
-from groupwise.functional.reduce import loss_weights
+from groupwise.functional.reduce import loss_weights, token_mean_weights
 from groupwise.policies.base import Batch, Evaluation, Policy
 from groupwise.seeding import derive_seed
 
@@ -38,6 +40,8 @@ class Terms(NamedTuple):
     """Minimised; everything that has a gradient."""
     metrics: tuple[Tensor, ...]
     """Per element, in the order of ``metric_names``; logged as means over the steps of the update."""
+    ratio: Tensor | None = None
+    """Of new to old probability; with it ``metric_names`` end with ``DIAGNOSTICS``."""
 
 
 class BaseAlgorithm(ABC):
@@ -65,7 +69,7 @@ class BaseAlgorithm(ABC):
         policy.eval()  # dropout would move the ratio off 1 where nothing has changed yet
         self.engine.broadcast(policy)
         self.trained = Trained(policy.parameters())
-        self.optimizer = build_optimizer(cfg, self.trained.tensors)
+        self.optimizer = build_optimizer(cfg, self.trained)
         self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
         self.entropy = EntropyControl(cfg, policy.device)
         if self.entropy.adaptive and EntropyControl.metric not in self.metric_names:
@@ -82,9 +86,13 @@ class BaseAlgorithm(ABC):
         """Loss and metrics of each element, for ``optimise``."""
         raise TypeError(f"{type(self).__name__} uses optimise() and must define terms()")
 
-    def prepare(self, batch: dict[str, Nested]) -> dict[str, Nested]:
-        """A minibatch before it is cut into micro-batches: the place for statistics of the whole minibatch."""
-        return batch
+    def prepare(self, elements: dict[str, Nested], minibatch: Tensor, num_minibatches: int) -> dict[str, Nested]:
+        """An epoch's elements before they are cut: the place for statistics of whole minibatches.
+
+        Args:
+            minibatch: the number of each element's minibatch, shaped like ``loss_mask``; the same on every rank.
+        """
+        return elements
 
     def training_data(self, batch: TensorDict) -> dict[str, Nested]:
         """What every optimisation reads of the transitions ``[N, T]``; add advantages and what ``terms`` needs."""
@@ -141,21 +149,20 @@ class BaseAlgorithm(ABC):
         self.counts = Counts(num_episodes, turns)
         elements, mask = self._elements(data)
         total = int(self.engine.sum(mask.sum()))
-        sums = torch.zeros(len(self.metric_names) + 1, device=mask.device)
-        steps = 0
+        said = StepMetrics(self.metric_names, self.cfg.objective, mask.device, self.engine.sum)
         watch = Agreement(mask.device) if self._is_watched else None
+        scorer = self.policy.evaluating(self.trained.tensors[0]) if self.trained.is_flat else self.policy.evaluate
         for minibatch in self._minibatches(elements, total) if total else ():
-            means = self._gradient(minibatch, None if steps else watch)
+            self._gradient(minibatch, scorer, said, None if said.steps else watch)
+            means = said.of_step() if self._is_followed else {}
             if self._kl_ends_update(means):
                 break
-            sums += torch.cat([means, self._apply_gradient().reshape(1)])
+            said.end_step(self._apply_gradient())
             if self.entropy.adaptive:
-                self.entropy.adapt(means[self.metric_names.index(EntropyControl.metric)])
-            steps += 1
-        names = (*self.metric_names, "grad_norm")
-        out = {f"train/{name}": value for name, value in zip(names, (sums / max(steps, 1)).unbind(), strict=True)}
-        out["train/optimizer_steps"] = sums.new_tensor(steps)
-        out["train/learning_rate"] = sums.new_tensor(self.schedule.rate, dtype=torch.float64)
+                self.entropy.adapt(means[EntropyControl.metric])
+        out = {f"train/{name}": value for name, value in said.means().items()}
+        out["train/optimizer_steps"] = mask.new_tensor(said.steps, dtype=torch.float32)
+        out["train/learning_rate"] = mask.new_tensor(self.schedule.rate, dtype=torch.float64)
         if self.entropy.adaptive:
             out["train/ent_coef"] = self.entropy.coef.clone()
         return out if watch is None else out | watch.metrics(self.engine.sum)
@@ -169,11 +176,12 @@ class BaseAlgorithm(ABC):
         group = data["group_id"].amax(dim=1)
         siblings = torch.cat([(group == number).nonzero()[:2, 0] for number in group.unique()[:2]])
         with torch.no_grad():
-            self._evaluate(self.policy, take(data, siblings))  # now it is known whether they share
+            self.policy.evaluate(take(data, siblings))  # now it is known whether they share
         rows = torch.arange(len(data["loss_mask"]), device=self.policy.device)
         order, slices = pack(_row_sizes(self.policy, data), rows, self.cfg.micro_batch_size)
         kept = [torch.empty_like(parameter) for parameter in self.trained.tensors for _ in range(2)]
-        evaluation = self._evaluate(self.policy, take(data, order[slices[0]]))
+        largest = take(data, order[slices[0]])
+        evaluation = self._blanked(self.policy.evaluate(largest), largest)
         torch.autograd.backward([evaluation.log_prob.sum(), evaluation.entropy.sum()])
         self.trained.zero_grad()
         del kept
@@ -188,7 +196,9 @@ class BaseAlgorithm(ABC):
         if policy.scored_by == "row":
             order, slices = pack(_row_sizes(policy, elements), torch.arange(count, device=policy.device), size)
             elements, back = take(elements, order), order.argsort()
-        parts = [self._evaluate(policy, take(elements, part)) for part in slices]
+        scorer = policy.evaluating()
+        batches = [take(elements, part) for part in slices]
+        parts = [self._blanked(scorer(batch), batch) for batch in batches]
         shape, dims = data["loss_mask"].shape, elements["loss_mask"].dim()
 
         def join(values: tuple[Tensor | None, ...]) -> Tensor | None:
@@ -234,18 +244,18 @@ class BaseAlgorithm(ABC):
         num_minibatches = self._num_minibatches(total)
         if num_minibatches == 1 and self.cfg.micro_batch_size is None:
             # a single minibatch has no order: it is prepared once, and nothing is gathered
-            whole = self._weigh(elements, [slice(0, len(elements["loss_mask"]))])
-            yield from repeat(whole, self.cfg.num_epochs)
+            whole = slice(0, len(elements["loss_mask"]))
+            yield from repeat([self._weigh(elements, [[whole]])], self.cfg.num_epochs)
             return
         seed = derive_seed(self.seed, "minibatch", self.engine.rank, self.iteration)
         generator = torch.Generator().manual_seed(seed)
         for _ in range(self.cfg.num_epochs):
             epoch = self._epoch(elements, num_minibatches, generator)
-            shuffled = take(elements, epoch.order)
+            shuffled = self._weigh(take(elements, epoch.order), epoch.minibatches)
             counts = torch.tensor([len(slices) for slices in epoch.minibatches], device=self.policy.device)
             for slices, count in zip(epoch.minibatches, self.engine.sum(counts).tolist(), strict=True):
                 if count:  # fewer whole items than minibatches: a step on nothing would move on by momentum alone
-                    yield self._weigh(shuffled, slices)
+                    yield [take(shuffled, part) for part in slices]
 
     def _epoch(self, elements: dict[str, Nested], num_minibatches: int, generator: torch.Generator) -> Epoch:
         mask = elements["loss_mask"]
@@ -263,17 +273,22 @@ class BaseAlgorithm(ABC):
         size = self.cfg.minibatch_size
         return 1 if size is None else max(1, round(total / size))
 
-    def _weigh(self, shuffled: dict[str, Nested], slices: list[slice]) -> list[dict[str, Nested]]:
-        """One optimiser step's micro-batches, with weights that are global over them and over all ranks."""
-        whole = slice(slices[0].start, slices[-1].stop) if slices else slice(0, 0)
-        batch = self.prepare(take(shuffled, whole))
-        objective, mask, episode = self.cfg.objective, batch["loss_mask"], batch["episode_id"]
+    def _weigh(self, elements: dict[str, Nested], minibatches: list[list[slice]]) -> dict[str, Nested]:
+        """An epoch's elements, prepared, with weights that are global over each optimiser step's on all ranks."""
+        objective, count = self.cfg.objective, len(minibatches)
+        sizes = [sum(part.stop - part.start for part in slices) for slices in minibatches]
+        minibatch = torch.arange(count).repeat_interleave(torch.tensor(sizes)).to(self.policy.device)
+        minibatch = minibatch.view(-1, *[1] * (elements["loss_mask"].dim() - 1)).expand_as(elements["loss_mask"])
+        elements = self.prepare(dict(elements), minibatch, count)
+        mask, episode = elements["loss_mask"], elements["episode_id"]
         weigh = partial(loss_weights, max_length=objective.max_length, all_sum=self.engine.sum)
-        batch["share"] = weigh(mask, episode, self.counts.episodes, "token_mean")
-        batch["weight"] = batch["share"]
+        elements["share"] = token_mean_weights(mask & (episode >= 0), minibatch, count, all_sum=self.engine.sum)
+        elements["weight"] = elements["share"]
         if objective.aggregation != "token_mean":
-            batch["weight"] = weigh(mask, episode, self.counts.episodes, objective.aggregation)
-        return [take(batch, slice(s.start - whole.start, s.stop - whole.start)) for s in slices]
+            whole = zip(mask.split(sizes), episode.split(sizes), strict=True)
+            weights = [weigh(m, e, self.counts.episodes, objective.aggregation) for m, e in whole]
+            elements["weight"] = torch.cat(weights)
+        return elements
 
     @property
     def _is_watched(self) -> bool:
@@ -284,26 +299,34 @@ class BaseAlgorithm(ABC):
         """Whether the update is one optimiser step, on the policy that it begins with."""
         return self.cfg.num_epochs == 1 and self._num_minibatches(int(self.engine.sum(mask.sum()))) == 1
 
-    def _gradient(self, minibatch: list[dict[str, Nested]], watch: Agreement | None) -> Float[Tensor, " metric"]:
-        """Leave the gradient of one optimiser step in the parameters; returns the metrics' global means."""
+    @property
+    def _is_followed(self) -> bool:
+        """Whether anything looks at the metrics of every single step."""
+        return self.cfg.target_kl is not None or self.cfg.schedule.name == "adaptive_kl" or self.entropy.adaptive
+
+    def _gradient(
+        self,
+        minibatch: list[dict[str, Nested]],
+        scorer: Callable[[Batch], Evaluation],
+        said: StepMetrics,
+        watch: Agreement | None,
+    ) -> None:
+        """Leave the gradient of one optimiser step in the parameters; ``said`` notes the metrics."""
         self.trained.zero_grad()
-        means = torch.zeros(len(self.metric_names), device=self.policy.device)
         for batch in minibatch:
-            evaluation = self._evaluate(self.policy, batch)
+            evaluation = self._blanked(scorer(batch), batch)
             batch.setdefault("old_log_prob", evaluation.log_prob.detach())  # of a single pass
             if watch is not None:
                 watch.note(batch, evaluation.log_prob)
             terms = self.terms(batch, evaluation)
-            (batch["weight"] * terms.loss).sum().backward()
-            if terms.metrics:
-                means += torch.stack(terms.metrics).detach().flatten(1) @ batch["share"].flatten()
+            torch.autograd.backward(terms.loss, batch["weight"])  # the gradient of (weight * loss).sum()
+            said.note(terms.metrics, terms.ratio, evaluation.log_prob, batch)
+        self.trained.gather_grad()
         self.engine.sum_gradients(self.trained.tensors)
-        return self.engine.sum(means)
 
-    def _evaluate(self, policy: Policy, batch: Batch) -> Evaluation:
-        """Scores of a batch; in rows, what the policy says of padding (it may be NaN) is replaced by 0."""
-        evaluation = policy.evaluate(batch)
-        if policy.scored_by == "transition":
+    def _blanked(self, evaluation: Evaluation, batch: Batch) -> Evaluation:
+        """In rows, what the policy says of padding (it may be NaN) is replaced by 0."""
+        if self.policy.scored_by == "transition":
             return evaluation
         padding = ~batch["loss_mask"]
 
@@ -318,21 +341,20 @@ class BaseAlgorithm(ABC):
             dist if dist is None else blank(dist),
         )
 
-    def _kl_ends_update(self, means: Float[Tensor, " metric"]) -> bool:
+    def _kl_ends_update(self, means: dict[str, Tensor]) -> bool:
         """Feed the measured KL to what asks for it; True when it exceeds the limit (SB3's 1.5 times the target)."""
         adaptive = self.cfg.schedule.name == "adaptive_kl"
         if self.cfg.target_kl is None and not adaptive:
             return False
-        approx_kl = float(means[self.metric_names.index("approx_kl")])
+        approx_kl = float(means["approx_kl"])
         if adaptive:
             self.schedule.adapt(approx_kl)
         return self.cfg.target_kl is not None and approx_kl > 1.5 * self.cfg.target_kl
 
     def _apply_gradient(self) -> Tensor:
         """Clip the gradient, step the optimiser; returns the norm before clipping."""
-        limit = float("inf") if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(self.trained.tensors, limit)
-        self.optimizer.step()
+        norm = self.trained.clip_grad(math.inf if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm)
+        optim.step(self.optimizer)
         return norm
 
 

@@ -23,7 +23,7 @@ from groupwise.algorithms.credit import (
     episode_groups,
     next_score_average,
 )
-from groupwise.algorithms.surrogate import DIAGNOSTICS, diagnostics, policy_loss, policy_ratio, reference_kl
+from groupwise.algorithms.surrogate import DIAGNOSTICS, policy_loss, policy_ratio, reference_kl
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError
@@ -38,7 +38,7 @@ class GRPO(BaseAlgorithm):
 
     grouped: ClassVar = True
     actor_only: ClassVar = True
-    metric_names: ClassVar = ("loss", "policy_loss", "entropy", *DIAGNOSTICS, "reference_kl")
+    metric_names: ClassVar = ("loss", "policy_loss", "entropy", "reference_kl", *DIAGNOSTICS)
     cfg: GRPOCfg
 
     def __init__(self, cfg: GRPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
@@ -84,8 +84,7 @@ class GRPO(BaseAlgorithm):
                 loss = loss + cfg.kl_coef * distance
         if self.entropy.enabled:
             loss = loss + self.entropy.loss(evaluation.entropy)
-        said = diagnostics(objective, ratio, evaluation.log_prob, batch)
-        return Terms(loss, (loss, policy, evaluation.entropy, *said, distance))
+        return Terms(loss, (loss, policy, evaluation.entropy, distance), ratio)
 
     def state_dict(self) -> dict[str, object]:
         """Everything but the policy that the next update depends on."""

@@ -8,20 +8,21 @@ bootstrap from their final observation, and the update can end at a KL limit.
 
 from typing import ClassVar
 
+import torch
 from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm, Terms
 from groupwise.algorithms.configs import PPOCfg
-from groupwise.algorithms.surrogate import DIAGNOSTICS, diagnostics, policy_loss, policy_ratio
+from groupwise.algorithms.surrogate import DIAGNOSTICS, policy_loss, policy_ratio
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional import advantages
 from groupwise.functional.diagnostics import explained_variance
 from groupwise.functional.objective import clipped_value_loss, value_loss
-from groupwise.functional.reduce import whiten
+from groupwise.functional.reduce import whiten, whiten_segments
 from groupwise.policies.base import Batch, Evaluation, Policy
 
 
@@ -74,11 +75,13 @@ class PPO(BaseAlgorithm):
         self.iteration += 1
         return metrics | {"train/explained_variance": explained}
 
-    def prepare(self, batch: dict[str, Nested]) -> dict[str, Nested]:
-        """Normalise the advantages over the whole minibatch, if asked."""
+    def prepare(self, elements: dict[str, Nested], minibatch: Tensor, num_minibatches: int) -> dict[str, Nested]:
+        """Normalise the advantages over each minibatch, if asked."""
         if self.cfg.normalize_advantage == "minibatch":
-            batch["advantage"] = whiten(batch["advantage"], batch["loss_mask"], all_sum=self.engine.sum)
-        return batch
+            mask, all_sum = elements["loss_mask"], self.engine.sum
+            advantage = whiten_segments(elements["advantage"], minibatch, num_minibatches, mask, all_sum=all_sum)
+            elements["advantage"] = advantage
+        return elements
 
     def terms(self, batch: Batch, evaluation: Evaluation) -> Terms:
         """``policy_loss + vf_coef * value_loss - ent_coef * entropy`` of each transition."""
@@ -90,8 +93,7 @@ class PPO(BaseAlgorithm):
             value = value_loss(evaluation.value, batch["target"])
         else:
             value = clipped_value_loss(evaluation.value, batch["old_value"], batch["target"], cfg.clip_value)
-        loss = policy + cfg.vf_coef * value
+        loss = torch.add(policy, value, alpha=cfg.vf_coef)
         if self.entropy.enabled:
             loss = loss + self.entropy.loss(evaluation.entropy)
-        said = diagnostics(objective, ratio, evaluation.log_prob, batch)
-        return Terms(loss, (loss, policy, value, evaluation.entropy, *said))
+        return Terms(loss, (loss, policy, value, evaluation.entropy), ratio)

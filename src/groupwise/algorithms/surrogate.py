@@ -170,10 +170,10 @@ DIAGNOSTICS = ("approx_kl", "clip_fraction", "clip_fraction_low", "clip_fraction
 
 
 @torch.no_grad()
-def diagnostics(cfg: ObjectiveCfg, ratio: Tensor, log_prob: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+def diagnostics(cfg: ObjectiveCfg, ratio: Tensor, log_prob: Tensor, old_log_prob: Tensor) -> tuple[Tensor, ...]:
     """Approximate KL from the old policy, and 1.0 where the ratio stands outside the clip range, below, above, of each element."""
     low, high = (ratio < 1 - cfg.clip_low).to(ratio.dtype), (ratio > 1 + cfg.clip_high).to(ratio.dtype)
-    return kl.k3(batch["old_log_prob"], log_prob), low + high, low, high
+    return kl.k3(old_log_prob, log_prob), low + high, low, high
 
 
 def _trust_region_loss(cfg: ObjectiveCfg, ratio: Tensor, log_prob: Tensor, batch: Batch, counts: Counts) -> Tensor:

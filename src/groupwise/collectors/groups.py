@@ -1,7 +1,7 @@
 """Whole groups of attempts at shared starts: what GRPO learns from."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -119,6 +119,7 @@ class GroupCollector(Collector):
         self._brancher.begin(schedule.unfinished())
         begun = schedule.assign(supply)
         obs = self._start(begun) if begun or carry is None else carry.obs
+        act = self.policy.acting()
         while self._goes_on(schedule, supply, overdue):
             t = schedule.tick
             if t == writer.num_steps:
@@ -127,7 +128,7 @@ class GroupCollector(Collector):
             writer.observe(t, obs)
             if t == self._brancher.due:
                 self._brancher.capture(schedule)
-            action = self._act(obs, schedule, generator)
+            action = self._act(act, obs, schedule, generator)
             writer.act(t, action)
             step = self.env.step(self.policy.env_action(action.action))
             terminated, truncated = step.terminated.cpu().numpy(), step.truncated.cpu().numpy()
@@ -239,12 +240,12 @@ class GroupCollector(Collector):
         oldest = self.iteration - self.collection.max_staleness
         return [group for group in carry.groups if group.born <= oldest] if carry else []
 
-    def _act(self, obs: Nested, schedule: Schedule, generator: torch.Generator) -> Action:
+    def _act(self, act: Callable[..., Action], obs: Nested, schedule: Schedule, generator: torch.Generator) -> Action:
         """What every row does: its own draw, or the policy's most likely action in greedy attempts."""
-        action = self.policy.act(obs, generator=generator)
+        action = act(obs, generator=generator)
         if self.members == self.group_size or not schedule.greedy.any():
             return action
-        mode = self.policy.act(obs, deterministic=True)
+        mode = act(obs, deterministic=True)
         greedy = torch.from_numpy(schedule.greedy).to(action.log_prob.device)
         wide = greedy.view(-1, *[1] * (action.action.dim() - 1))
         return Action(

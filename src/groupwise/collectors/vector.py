@@ -49,9 +49,10 @@ class VectorCollector(Collector):
         generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
         writer = RolloutWriter(rollout, value=not self.policy.actor_only)
         finals = FinalValues()
+        act = self.policy.acting()
         for t in range(num_steps):
             writer.observe(t, obs)
-            action = self.policy.act(obs, generator=generator)
+            action = act(obs, generator=generator)
             writer.act(t, action)
             step = self.env.step(self.policy.env_action(action.action))
             writer.outcome(t, step, step.truncated)

@@ -8,6 +8,7 @@ Axes: batch = any shape, [B] or [B, T]. Log-probabilities carry gradient, old on
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import mse_loss
 
 from groupwise.functional.reduce import gather_segments, segment_mean, segment_sum
 
@@ -84,8 +85,8 @@ def clip_loss(
     Source: PPO, https://arxiv.org/abs/1707.06347, eq. 7; with clip_high > clip_low DAPO's clip-higher,
         https://arxiv.org/abs/2503.14476.
     """
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return torch.maximum(-ratio * advantage, -clipped * advantage)
+    cost = -advantage
+    return torch.maximum(ratio * cost, ratio.clamp(1 - clip_low, 1 + clip_high) * cost)
 
 
 def dual_clip_loss(
@@ -110,7 +111,7 @@ def unclipped_loss(ratio: Float[Tensor, "*batch"], advantage: Float[Tensor, "*ba
 
 def value_loss(value: Float[Tensor, "*batch"], target: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     """Squared error, without a half."""
-    return (value - target).square()
+    return mse_loss(value, target, reduction="none")
 
 
 def clipped_value_loss(

@@ -93,6 +93,29 @@ def whiten(
     return centred / (variance.sqrt() + eps)
 
 
+def whiten_segments(
+    x: Float[Tensor, "*batch"],
+    segment: Int[Tensor, "*batch"],
+    num_segments: int,
+    mask: Bool[Tensor, "*batch"],
+    *,
+    eps: float = 1e-8,
+    all_sum: AllSum = local,
+) -> Float[Tensor, "*batch"]:
+    """``whiten`` of each segment by itself, segments with a number being one over all ranks; 0 where the id is -1."""
+    mask = mask & (segment >= 0)
+
+    def total(values: Tensor) -> Tensor:
+        return all_sum(segment_sum(values, segment, num_segments, mask))
+
+    count = total(torch.ones_like(x))
+    centred = x
+    for _ in range(2):  # as in ``_centre``
+        centred = centred - gather_segments(total(centred) / count.clamp(min=1), segment)
+    deviation = (total(centred.square()) / (count - 1).clamp(min=1)).sqrt()
+    return (centred / (gather_segments(deviation, segment) + eps)).masked_fill(~mask, 0)
+
+
 def loss_weights(
     mask: Bool[Tensor, "*batch"],
     episode_id: Int[Tensor, "*batch"],
@@ -137,6 +160,15 @@ def loss_weights(
             return weight / (num_counted * _given(max_length, aggregation))
         case _:
             assert_never(aggregation)
+
+
+def token_mean_weights(
+    mask: Bool[Tensor, "*batch"], segment: Int[Tensor, "*batch"], num_segments: int, *, all_sum: AllSum = local
+) -> Float[Tensor, "*batch"]:
+    """``loss_weights`` by ``token_mean`` of each segment by itself, segments with a number being one over all ranks."""
+    weight = mask.float()
+    count = all_sum(segment_sum(weight, segment, num_segments)).clamp(min=1)
+    return weight / gather_segments(count, segment)
 
 
 def _given(max_length: int | None, aggregation: Aggregation) -> int:

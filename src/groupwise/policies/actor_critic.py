@@ -1,7 +1,10 @@
 """The control policy: an actor, and for PPO a critic, on any fixed-shape observation and action space."""
 
+from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -12,6 +15,7 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.distributions import make_head
+from groupwise.policies.mlp_kernel import ActingNetworks, Layer, VectorNetworks, knows
 from groupwise.policies.networks import ACTOR_GAIN, CRITIC_GAIN, MLP, ObsEncoder, orthogonal
 from groupwise.policies.normalization import ObsNormalizer, RewardNormalizer
 
@@ -100,11 +104,48 @@ class ActorCritic(Policy):
         action = self.head.mode(params) if deterministic else self.head.sample(params, generator)
         return Action(action, self.head.log_prob(params, action), value)
 
+    def acting(self) -> Callable[..., Action]:
+        """``act`` by the kernel, where it knows all networks and no subclass acts otherwise; see ``Policy``."""
+        layers = self._kernel_layers()
+        if layers is None or type(self).act is not ActorCritic.act:
+            return self.act
+        networks = ActingNetworks(*layers)
+
+        @torch.no_grad()
+        def act(obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
+            with np.errstate(all="ignore"):  # a policy that diverged is told as in torch, by what it does
+                outputs, *values = networks(self.encoder(self._normalized(obs)))
+                params = self._with_log_std(outputs)
+                if deterministic:
+                    action = self.head.mode(params)
+                    log_prob = self.head.log_prob(params, action)
+                else:
+                    action, log_prob = self.head.draw(params, generator)
+            return Action(action, log_prob, values[0][:, 0] if values else None)
+
+        return act
+
     def evaluate(self, batch: Batch) -> Evaluation:
         """Scores of ``batch["action"]`` given ``batch["obs"]``, with gradient."""
         params, value = self._forward(batch["obs"])
         log_prob, entropy = self.head.score(params, batch["action"])
         return Evaluation(log_prob, entropy, value, params)
+
+    def evaluating(self, vector: nn.Parameter | None = None) -> Callable[[Batch], Evaluation]:
+        """``evaluate`` with all networks in one operation, where the kernel knows them and no subclass scores otherwise."""
+        layers = self._kernel_layers()
+        if layers is None or type(self).evaluate is not ActorCritic.evaluate:
+            return self.evaluate
+        # NumPy's products round otherwise: a policy would be at a distance from its own copy
+        networks = ActingNetworks(*layers, numpy_rows=0) if vector is None else VectorNetworks(vector, *layers)
+
+        def evaluate(batch: Batch) -> Evaluation:
+            outputs, *values = networks(self.encoder(self._normalized(batch["obs"])))
+            params = self._with_log_std(outputs)
+            log_prob, entropy = self.head.score(params, batch["action"])
+            return Evaluation(log_prob, entropy, values[0].squeeze(-1) if values else None, params)
+
+        return evaluate
 
     @torch.no_grad()
     def value(self, obs: Nested) -> Tensor:
@@ -166,6 +207,22 @@ class ActorCritic(Policy):
             features = self.critic_encoder(obs)
         return params, self.critic(features).squeeze(-1)
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether its networks are computed by hand in training."""
+        return self._kernel_layers() is not None
+
+    def _kernel_layers(self) -> tuple[list[Layer], list[list[Layer]]] | None:
+        """The trunk and what stands on it, if the kernel knows every layer and nothing below them learns."""
+        ends = [self.actor] if self.critic is None else [self.actor, self.critic]
+        trunk, heads = [], [end.layers for end in ends if isinstance(end, MLP)]
+        if self.trunk is not None:
+            trunk, heads = self.trunk.layers, [[Layer(end, None)] for end in ends if isinstance(end, nn.Linear)]
+        learns_features = any(True for _ in self.encoder.parameters())
+        if self.cfg.mlp_kernel != "auto" or learns_features or len(heads) < len(ends):
+            return None
+        return (trunk, heads) if knows([*trunk, *chain.from_iterable(heads)]) else None
+
     def _normalized(self, obs: Nested) -> Nested:
         return obs if self.obs_normalizer is None else self.obs_normalizer(obs)
 
@@ -175,7 +232,9 @@ class ActorCritic(Policy):
         return features if self.trunk is None else self.trunk(features)
 
     def _params(self, features: Tensor) -> Tensor:
-        outputs: Tensor = self.actor(features)
+        return self._with_log_std(self.actor(features))
+
+    def _with_log_std(self, outputs: Tensor) -> Tensor:
         if self.log_std is None:
             return outputs
         return torch.cat([outputs, self.log_std.expand_as(outputs)], dim=-1)

@@ -5,7 +5,7 @@ Algorithms and collectors know this module only; no class here knows an environm
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -67,9 +67,22 @@ class Policy(nn.Module, ABC):
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
         """Actions for B observations, without gradient; ``generator`` makes them repeatable."""
 
+    def acting(self) -> Callable[..., Action]:
+        """``act`` (with its arguments) for many steps in which no parameter changes: what can be prepared is."""
+        return self.act
+
     @abstractmethod
     def evaluate(self, batch: Batch) -> Evaluation:
         """Scores of ``batch["action"]`` given ``batch["obs"]`` (and what else the policy stored), with gradient."""
+
+    def evaluating(self, vector: nn.Parameter | None = None) -> Callable[[Batch], Evaluation]:
+        """``evaluate`` for many batches, the faster one if there is one. What can be prepared is.
+
+        Args:
+            vector: all parameters are views of it, and what gradient the faster way has arrives there; parameters that it
+                does not serve get their own. None: no gradient is asked for, and no parameter changes meanwhile.
+        """
+        return self.evaluate
 
     @abstractmethod
     def predict(self, obs: Any, deterministic: bool = True) -> Any:

@@ -35,6 +35,8 @@ _LOG_2PI = math.log(2 * math.pi)
 _LOWEST = torch.finfo(torch.float32).min
 _TINY = torch.finfo(torch.float32).tiny
 _QUADRATURE_NODES = 32
+_SMALL = 256
+"""Numbers."""
 
 
 class ActionHead(nn.Module, ABC):
@@ -50,6 +52,13 @@ class ActionHead(nn.Module, ABC):
     @abstractmethod
     def sample(self, params: Float[Tensor, "*batch P"], generator: torch.Generator | None = None) -> Tensor:
         """Random actions ``[*batch, ...]``, without gradient."""
+
+    def draw(
+        self, params: Float[Tensor, "batch P"], generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Float[Tensor, " batch"]]:
+        """``sample`` and the ``log_prob`` of it, without gradient."""
+        action = self.sample(params, generator)
+        return action, self.log_prob(params, action)
 
     @abstractmethod
     def mode(self, params: Float[Tensor, "*batch P"]) -> Tensor:
@@ -117,6 +126,19 @@ class Categorical(ActionHead):
     def sample(self, params: Float[Tensor, "*batch P"], generator: torch.Generator | None = None) -> Tensor:
         """Random indices by the Gumbel-max trick; a choice of probability 0 is never taken."""
         return _sample_index(params, generator)
+
+    def draw(
+        self, params: Float[Tensor, "batch P"], generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Float[Tensor, " batch"]]:
+        """As ``sample`` and ``log_prob``; of a few rows on a CPU in NumPy, whose operations begin faster."""
+        if not _is_small(params):
+            return super().draw(params, generator)
+        logits = params.numpy()
+        noise = torch.rand(params.shape, generator=generator).clamp_(min=_TINY).numpy()
+        index = (logits - np.log(-np.log(noise))).argmax(axis=1)
+        shifted = logits - logits.max(axis=1, keepdims=True)
+        log_prob = shifted[np.arange(len(index)), index] - np.log(np.exp(shifted).sum(axis=1))
+        return torch.from_numpy(index), torch.from_numpy(log_prob)
 
     def mode(self, params: Float[Tensor, "*batch P"]) -> Tensor:
         """Index of the largest logit, the first one on a tie."""
@@ -270,6 +292,19 @@ class DiagGaussian(ActionHead):
         noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
         return self._shaped(mean + log_std.exp() * noise)
 
+    def draw(
+        self, params: Float[Tensor, "batch P"], generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Float[Tensor, " batch"]]:
+        """As ``sample`` and ``log_prob``; of a few rows on a CPU in NumPy, whose operations begin faster."""
+        if not _is_small(params):
+            return super().draw(params, generator)
+        mean, log_std = np.split(params.numpy(), 2, axis=1)
+        deviation = np.exp(log_std)
+        action = mean + deviation * torch.randn(mean.shape, generator=generator).numpy()
+        distance = (action - mean) / deviation
+        density = (log_std + 0.5 * distance * distance).sum(axis=1) + np.float32(0.5 * self.num_outputs * _LOG_2PI)
+        return self._shaped(torch.from_numpy(action)), torch.from_numpy(-density)
+
     def mode(self, params: Float[Tensor, "*batch P"]) -> Tensor:
         """The mean."""
         return self._shaped(params.chunk(2, dim=-1)[0])
@@ -326,6 +361,12 @@ class SquashedGaussian(DiagGaussian):
         self.nodes: Tensor
         self.weights: Tensor
 
+    def draw(
+        self, params: Float[Tensor, "batch P"], generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Float[Tensor, " batch"]]:
+        """``sample`` and ``log_prob``."""
+        return ActionHead.draw(self, params, generator)
+
     def log_prob(self, params: Float[Tensor, "*batch P"], action: Tensor) -> Float[Tensor, "*batch"]:
         """Log-density of the squashed action whose latent is ``action``."""
         latent = action.reshape(*params.shape[:-1], self.num_outputs)
@@ -346,6 +387,11 @@ class SquashedGaussian(DiagGaussian):
         """The latent squashed into the box; rounding never leaves it."""
         unit = 0.5 * (action.tanh() + 1)
         return torch.lerp(self.low, self.high, unit).clamp(self.low, self.high)
+
+
+def _is_small(params: Tensor) -> bool:
+    """Whether dispatching torch's operations takes longer than computing them."""
+    return params.numel() <= _SMALL and params.dtype == torch.float32 and params.device.type == "cpu"
 
 
 def _sample_index(logits: Tensor, generator: torch.Generator | None) -> Tensor:

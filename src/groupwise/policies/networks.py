@@ -62,23 +62,13 @@ class MLP(nn.Module):
         self.num_outputs = sizes[-1] if num_outputs is None else num_outputs
         self.hidden = nn.ModuleList(orthogonal(nn.Linear(a, b)) for a, b in pairwise(sizes))
         self.head = None if num_outputs is None else orthogonal(nn.Linear(sizes[-1], num_outputs), gain)
-        self._layers = [*self.hidden] if self.head is None else [*self.hidden, self.head]
         self.activation = cfg.activation
-        self.kernel = cfg.mlp_kernel
-
-    @property
-    def has_kernel(self) -> bool:
-        """Whether many rows at once are computed in one operation."""
-        wanted = self.kernel == "auto" and bool(self._layers)
-        return wanted and mlp_kernel.knows(self._layers[0].weight, self.activation)
+        hidden = [mlp_kernel.Layer(layer, cfg.activation) for layer in self.hidden]  # type: ignore[arg-type]
+        self.layers = hidden if self.head is None else [*hidden, mlp_kernel.Layer(self.head, None)]
+        """From the first on, each with what follows it."""
 
     def forward(self, x: Float[Tensor, "*batch input"]) -> Float[Tensor, "*batch output"]:
         """Outputs of the last layer."""
-        if mlp_kernel.pays(x) and self.has_kernel:
-            parameters = [p for layer in self._layers for p in (layer.weight, layer.bias)]
-            rows = x.reshape(-1, x.shape[-1])
-            found = mlp_kernel.mlp(rows, self.activation, parameters, ends_linear=self.head is not None)
-            return found.view(*x.shape[:-1], found.shape[-1])
         activation = _ACTIVATIONS[self.activation]
         for layer in self.hidden:
             x = activation(_linear(layer, x))

@@ -20,7 +20,6 @@ from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
-from groupwise.policies.networks import MLP
 from groupwise.registry import algorithm_entry
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
@@ -138,9 +137,9 @@ def build_policy(cfg: RunCfg, env: VectorEnv, given: Given, algorithm_type: type
 
 
 def _note_on_networks(policy: Policy) -> list[str]:
-    if not any(isinstance(part, MLP) and part.has_kernel for part in policy.modules()):
+    if not (isinstance(policy, ActorCritic) and policy.has_kernel):
         return []
-    return ["networks compute many rows at once in one operation; policy.mlp_kernel='torch' switches that off"]
+    return ["networks are computed by hand, in one operation; policy.mlp_kernel='torch' switches that off"]
 
 
 def _note_on_length(cfg: RunCfg) -> list[str]:

@@ -137,10 +137,11 @@ def _play_round(
         env.hold(idle)
     returns, lengths = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
     running = torch.ones(count, dtype=torch.bool)
+    act = policy.acting()
     for step in range(max_steps):
         batch[episodes] = obs[rows]
         generator = None if deterministic else _generator(policy.device, derive_seed(seed, "act", step))
-        action = policy.env_action(policy.act(batch, deterministic, generator).action)
+        action = policy.env_action(act(batch, deterministic, generator).action)
         stepped = env.step(_place(action[episodes], env.num_envs))
         obs = stepped.obs
         returns += stepped.reward[rows].cpu()

@@ -1,0 +1,89 @@
+"""The means of what an algorithm says of every element, over the optimiser steps of an update.
+
+They are computed for many steps at once: of small minibatches, one by one, they take as long as the loss.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from groupwise.algorithms.configs import ObjectiveCfg
+from groupwise.algorithms.surrogate import diagnostics
+from groupwise.functional.reduce import AllSum
+from groupwise.policies.base import Batch
+
+KEPT = 2**18
+"""Elements that wait for their means at most, to bound the memory that they take."""
+
+
+class StepMetrics:
+    """Of one update.
+
+    Args:
+        names: of the metrics, in the order in which ``note`` gets them.
+    """
+
+    def __init__(self, names: Sequence[str], objective: ObjectiveCfg, device: torch.device, all_sum: AllSum) -> None:
+        self.steps = 0
+        """Optimiser steps that were taken."""
+        self._names = tuple(names)
+        self._objective = objective
+        self._all_sum = all_sum
+        self._sums = torch.zeros(len(names), device=device)
+        self._taken: list[tuple[Tensor, ...]] = []
+        """What micro-batches of the steps taken said."""
+        self._running: list[tuple[Tensor, ...]] = []
+        """What micro-batches of the step that is being taken said."""
+        self._norms: list[Tensor] = []
+        self._kept = 0
+        """Elements that wait for their means."""
+
+    @torch.no_grad()
+    def note(self, metrics: tuple[Tensor, ...], ratio: Tensor | None, log_prob: Tensor, batch: Batch) -> None:
+        """Take in what was said of a micro-batch.
+
+        Args:
+            ratio: with it the metrics go on with ``DIAGNOSTICS``.
+        """
+        said = metrics if ratio is None else (*metrics, ratio, log_prob, batch["old_log_prob"])
+        self._running.append(tuple(values.detach().flatten() for values in (*said, batch["share"])))
+        self._kept += batch["share"].numel()
+        self._has_ratio = ratio is not None
+
+    def of_step(self) -> dict[str, Tensor]:
+        """Means over the step that is being taken, on all ranks."""
+        return dict(zip(self._names, self._all_sum(self._summed(self._running)).unbind(), strict=True))
+
+    def end_step(self, grad_norm: Tensor) -> None:
+        """The step was taken; what was noted since the last one counts."""
+        self._taken += self._running
+        self._running = []
+        self._norms.append(grad_norm.reshape(1))
+        self.steps += 1
+        if self._kept > KEPT:
+            self._fold()
+
+    def means(self) -> dict[str, Tensor]:
+        """0-dim means over the steps taken, on all ranks, and ``grad_norm``; 0 without steps."""
+        self._fold()
+        norm = torch.cat(self._norms).mean() if self._norms else self._sums.new_zeros(())
+        means = self._all_sum(self._sums) / max(self.steps, 1)
+        return dict(zip(self._names, means.unbind(), strict=True)) | {"grad_norm": norm}
+
+    def _fold(self) -> None:
+        if self._taken:
+            self._sums = self._sums + self._summed(self._taken)
+            self._taken, self._kept = [], 0
+
+    @torch.no_grad()
+    def _summed(self, noted: list[tuple[Tensor, ...]]) -> Float[Tensor, " metric"]:
+        """Shares of the elements times what was said of them."""
+        if not noted:
+            return torch.zeros_like(self._sums)
+        *said, share = (torch.cat(column) for column in zip(*noted, strict=True))
+        if self._has_ratio:
+            *said, ratio, log_prob, old_log_prob = said
+            said += diagnostics(self._objective, ratio, log_prob, old_log_prob)
+        return torch.stack(said) @ share if said else torch.zeros_like(self._sums)

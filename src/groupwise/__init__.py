@@ -32,7 +32,14 @@ if TYPE_CHECKING:
     from groupwise.envs.groups import verify_group_start
     from groupwise.envs.make import make_env
     from groupwise.envs.native import TorchGroupEnv
-    from groupwise.envs.torch_control import TorchCartPole, TorchPendulum
+    from groupwise.envs.torch_control import (
+        TorchAcrobot,
+        TorchCartPole,
+        TorchMountainCar,
+        TorchMountainCarContinuous,
+        TorchPendulum,
+    )
+    from groupwise.envs.torch_reaching import TorchPointMass, TorchReacher
     from groupwise.errors import (
         CheckpointError,
         ConfigError,
@@ -136,9 +143,14 @@ __all__ = [
     "TextTaskCfg",
     "Tool",
     "ToolError",
+    "TorchAcrobot",
     "TorchCartPole",
     "TorchGroupEnv",
+    "TorchMountainCar",
+    "TorchMountainCarContinuous",
     "TorchPendulum",
+    "TorchPointMass",
+    "TorchReacher",
     "Trainer",
     "UnknownNameError",
     "UnsupportedSpaceError",
@@ -177,7 +189,8 @@ _MODULES = {
     "groupwise.envs.groups": "verify_group_start",
     "groupwise.envs.make": "make_env",
     "groupwise.envs.native": "TorchGroupEnv",
-    "groupwise.envs.torch_control": "TorchCartPole TorchPendulum",
+    "groupwise.envs.torch_control": "TorchAcrobot TorchCartPole TorchMountainCar TorchMountainCarContinuous TorchPendulum",
+    "groupwise.envs.torch_reaching": "TorchPointMass TorchReacher",
     "groupwise.errors": "CheckpointError ConfigError DataError DisagreementError DivergedError EnvError GroupStartError GroupStartWarning GroupwiseError MissingExtraError OutOfMemoryError RewardError RunFolderError SlowPathWarning ToolError UnknownNameError UnsupportedSpaceError",
     "groupwise.policies.actor_critic": "ActorCritic",
     "groupwise.policies.base": "Evaluation Policy",

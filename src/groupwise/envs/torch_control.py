@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from groupwise.envs.native import TorchGroupEnv
+from groupwise.envs.two_links import TwoLinks, absolute, relative, runge_kutta
 from groupwise.functional.row_random import RowRandom
 
 
@@ -101,3 +102,160 @@ class TorchPendulum(TorchGroupEnv):
         """Cosine and sine of the angle, and the angular velocity [N, 3]."""
         angle, speed = state.unbind(1)
         return torch.stack([angle.cos(), angle.sin(), speed], dim=1)
+
+
+class TorchAcrobot(TorchGroupEnv):
+    """Gymnasium's Acrobot-v1, in float32. Its starts are as wide but not the same: they come from other streams.
+
+    Source: Sutton, Barto, "Reinforcement Learning: An Introduction", 2018, whose equations are Gymnasium's default
+    (``book_or_nips = "book"``); constants and the method of Runge and Kutta as in Gymnasium's ``AcrobotEnv``.
+    """
+
+    GRAVITY = 9.8
+    SECONDS = 0.2
+    LENGTH = 1.0
+    CENTRE = 0.5
+    INERTIA = 1.0
+    """Of each link about its centre of mass; a link weighs 1 kg."""
+    MAX_RATES = (4 * math.pi, 9 * math.pi)
+    HEIGHT = 1.0
+
+    def __init__(self, num_envs: int, *, max_episode_steps: int = 500, device: torch.device | str = "cpu") -> None:
+        high = np.array([1.0, 1.0, 1.0, 1.0, *self.MAX_RATES], dtype=np.float32)
+        super().__init__(
+            num_envs,
+            env_id="TorchAcrobot",
+            observation_space=spaces.Box(-high, high, dtype=np.float32),
+            action_space=spaces.Discrete(3),
+            max_episode_steps=max_episode_steps,
+            device=device,
+        )
+        second = self.CENTRE**2 + self.INERTIA
+        self._links = TwoLinks((second + self.LENGTH**2, second), self.LENGTH * self.CENTRE, device)
+        weight = [[self.GRAVITY * (self.CENTRE + self.LENGTH)], [self.GRAVITY * self.CENTRE]]
+        self._weight = torch.tensor(weight, dtype=torch.float32, device=device)
+        # what the elbow gives to the second link, the first one bears
+        self._elbow = torch.tensor([[-1.0], [1.0]], dtype=torch.float32, device=device)
+        self._max_rates = torch.tensor(self.MAX_RATES, dtype=torch.float32, device=device)[:, None]
+
+    def initial(self, random: RowRandom) -> Float[Tensor, "row 4"]:
+        """Angles of both joints from hanging straight down, and their rates [N, 4], each within 0.1."""
+        return random.uniform(4, low=-0.1, high=0.1)
+
+    def transition(
+        self, state: Float[Tensor, "row 4"], action: Int[Tensor, " row"], random: RowRandom
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One step of 0.2 s with a torque of -1, 0 or 1 N m at the elbow; costs 1 until the tip is high enough."""
+        angle, rate = state.T.chunk(2)
+        push = (action - 1) * self._elbow
+
+        def acceleration(angle: Tensor, rate: Tensor) -> Tensor:
+            return self._links.acceleration(angle, rate, torch.addcmul(push, self._weight, angle.sin(), value=-1))
+
+        angle, rate = runge_kutta(acceleration, absolute(angle), absolute(rate), self.SECONDS)
+        high = angle.cos().sum(0) < -self.HEIGHT
+        angle, rate = relative(angle), relative(rate).clamp(-self._max_rates, self._max_rates)
+        angle = torch.sub(angle, torch.round(angle / (2 * math.pi)), alpha=2 * math.pi)
+        return torch.cat([angle, rate]).T, high.to(torch.float32) - 1.0, high
+
+    def observe(self, state: Float[Tensor, "row 4"]) -> Float[Tensor, "row 6"]:
+        """Cosine and sine of the first angle, then of the second one, and both rates [N, 6]."""
+        first, second, first_rate, second_rate = state.unbind(1)
+        return torch.stack([first.cos(), first.sin(), second.cos(), second.sin(), first_rate, second_rate], dim=1)
+
+
+class _MountainCar(TorchGroupEnv):
+    """A car in a valley, whose engine is too weak for the slope."""
+
+    GRAVITY = 0.0025
+    MIN_POSITION = -1.2
+    MAX_POSITION = 0.6
+    MAX_SPEED = 0.07
+
+    def __init__(
+        self,
+        num_envs: int,
+        *,
+        env_id: str,
+        action_space: spaces.Space,
+        max_episode_steps: int,
+        device: torch.device | str,
+    ) -> None:
+        low = np.array([self.MIN_POSITION, -self.MAX_SPEED], dtype=np.float32)
+        high = np.array([self.MAX_POSITION, self.MAX_SPEED], dtype=np.float32)
+        super().__init__(
+            num_envs,
+            env_id=env_id,
+            observation_space=spaces.Box(low, high, dtype=np.float32),
+            action_space=action_space,
+            max_episode_steps=max_episode_steps,
+            device=device,
+        )
+
+    def initial(self, random: RowRandom) -> Float[Tensor, "row 2"]:
+        """Position and velocity [N, 2]: at rest within 0.1 of -0.5, near the bottom."""
+        position = random.uniform(1, low=-0.6, high=-0.4)
+        return torch.cat([position, torch.zeros_like(position)], dim=1)
+
+    def _roll(self, state: Float[Tensor, "row 2"], push: Float[Tensor, " row"]) -> tuple[Tensor, Tensor]:
+        """Position and velocity [N] after one step with this push; the wall on the left stops the car."""
+        position, velocity = state.unbind(1)
+        velocity = (velocity + push - self.GRAVITY * (3 * position).cos()).clamp(-self.MAX_SPEED, self.MAX_SPEED)
+        position = (position + velocity).clamp(self.MIN_POSITION, self.MAX_POSITION)
+        return position, torch.where(position <= self.MIN_POSITION, velocity.clamp(min=0.0), velocity)
+
+
+class TorchMountainCar(_MountainCar):
+    """Gymnasium's MountainCar-v0, in float32. Its starts are as wide but not the same: they come from other streams.
+
+    Source: Moore, "Efficient Memory-based Learning for Robot Control", 1990; constants as in Gymnasium's
+    ``MountainCarEnv``.
+    """
+
+    FORCE = 0.001
+    GOAL = 0.5
+
+    def __init__(self, num_envs: int, *, max_episode_steps: int = 200, device: torch.device | str = "cpu") -> None:
+        super().__init__(
+            num_envs,
+            env_id="TorchMountainCar",
+            action_space=spaces.Discrete(3),
+            max_episode_steps=max_episode_steps,
+            device=device,
+        )
+
+    def transition(
+        self, state: Float[Tensor, "row 2"], action: Int[Tensor, " row"], random: RowRandom
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One step with a push to the left (0), none (1) or to the right (2); costs 1, and the flag may be reached."""
+        position, velocity = self._roll(state, (action - 1) * self.FORCE)
+        reached = (position >= self.GOAL) & (velocity >= 0)
+        return torch.stack([position, velocity], dim=1), -torch.ones_like(position), reached
+
+
+class TorchMountainCarContinuous(_MountainCar):
+    """Gymnasium's MountainCarContinuous-v0, in float32. Its starts are as wide but not the same: they come from other streams.
+
+    Source: as ``TorchMountainCar``; constants as in Gymnasium's ``Continuous_MountainCarEnv``.
+    """
+
+    POWER = 0.0015
+    GOAL = 0.45
+
+    def __init__(self, num_envs: int, *, max_episode_steps: int = 999, device: torch.device | str = "cpu") -> None:
+        super().__init__(
+            num_envs,
+            env_id="TorchMountainCarContinuous",
+            action_space=spaces.Box(-1.0, 1.0, (1,), np.float32),
+            max_episode_steps=max_episode_steps,
+            device=device,
+        )
+
+    def transition(
+        self, state: Float[Tensor, "row 2"], action: Float[Tensor, "row 1"], random: RowRandom
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One step with a push within 1; costs a tenth of the square of what was asked for, and the flag earns 100."""
+        asked = action[:, 0]
+        position, velocity = self._roll(state, self.POWER * asked.clamp(-1.0, 1.0))
+        reached = (position >= self.GOAL) & (velocity >= 0)
+        return torch.stack([position, velocity], dim=1), 100.0 * reached - 0.1 * asked.square(), reached

@@ -1,0 +1,203 @@
+"""What all of the tasks that come in torch promise: shared starts, exact copies, no waiting for the device."""
+
+import pickle
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from groupwise.envs.groups import verify_group_start
+from groupwise.envs.torch_control import (
+    TorchAcrobot,
+    TorchCartPole,
+    TorchMountainCar,
+    TorchMountainCarContinuous,
+    TorchPendulum,
+)
+from groupwise.envs.torch_reaching import TorchPointMass, TorchReacher
+from groupwise.functional.row_random import RowRandom
+
+LIMITS = {
+    TorchCartPole: 500,
+    TorchPendulum: 200,
+    TorchAcrobot: 500,
+    TorchMountainCar: 200,
+    TorchMountainCarContinuous: 999,
+    TorchPointMass: 100,
+    TorchReacher: 50,
+}
+tasks = pytest.mark.parametrize("task", LIMITS)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def everyone(count):
+    return np.ones(count, np.bool_), np.arange(count, dtype=np.int64)
+
+
+def actions(env, seed=0, device="cpu"):
+    """Random ones for all rows, some of them out of bounds."""
+    draws = torch.Generator().manual_seed(seed)
+    if isinstance(env.action_space, gymnasium.spaces.Discrete):
+        return torch.randint(int(env.action_space.n), (env.num_envs,), generator=draws).to(device)
+    return (3 * torch.rand(env.num_envs, *env.action_space.shape, generator=draws) - 1.5).to(device)
+
+
+def alike(env, seed):
+    """A random action, the same for all rows."""
+    action = actions(env, seed)
+    return action[:1].expand_as(action)
+
+
+@tasks
+def test_siblings_share_their_start_and_nothing_is_random_afterwards(task):
+    report = verify_group_start(task(4))
+    assert (report.tier, report.start_varies, report.noise_varies) == ("native", True, False)
+
+
+@tasks
+def test_is_named_after_its_class_and_cut_at_its_limit(task):
+    env = task(2)
+    assert env.env_id == task.__name__
+    assert env.max_episode_steps == LIMITS[task]
+    env = task(2, max_episode_steps=3)
+    env.start(*everyone(2), everyone(2)[1])
+    assert [env.step(actions(env)).truncated.all().item() for _ in range(3)] == [False, False, True]
+
+
+@tasks
+def test_observations_are_in_their_space(task):
+    env = task(6)
+    all_obs = [env.reset(seed=0)]
+    all_obs += [env.step(actions(env, seed)).obs for seed in range(LIMITS[task])]
+    for obs in all_obs:
+        assert obs.is_contiguous()
+        assert all(env.observation_space.contains(row) for row in obs.numpy())
+
+
+@tasks
+def test_captured_rows_go_on_bit_for_bit_wherever_they_are_put(task):
+    env = task(5)
+    env.start(*everyone(5), everyone(5)[1])
+    for seed in range(4):
+        env.step(alike(env, seed))
+    [captured] = pickle.loads(pickle.dumps(env.snapshot([2])))
+    after = [env.step(alike(env, seed)) for seed in range(5)]
+    for rows in (np.array([True, False, False, True, True]), np.ones(5, np.bool_)):
+        other = task(5)
+        other.start(rows, *[everyone(5)[1] + 9] * 2)
+        other.restore(rows, [captured if row else None for row in rows], everyone(5)[1])
+        for seed, expected in enumerate(after):
+            step = other.step(alike(env, seed))
+            for row in np.flatnonzero(rows):
+                assert torch.equal(step.obs[row], expected.obs[2])
+                assert torch.equal(step.reward[row], expected.reward[2])
+                assert step.terminated[row] == expected.terminated[2]
+
+
+@tasks
+def test_the_number_of_rows_changes_no_row(task):
+    """Bit for bit: branches copy a row into any place, and evaluation has other rows than training."""
+    many = task(67)
+    obs = many.start(*everyone(67), everyone(67)[1])
+    for count in (1, 3, 8, 33):
+        few = task(count)
+        assert torch.equal(few.start(*everyone(count), everyone(count)[1]), obs[:count])
+    few = [task(count) for count in (1, 3, 8, 33)]
+    for env in few:
+        env.start(*everyone(env.num_envs), everyone(env.num_envs)[1])
+    for seed in range(20):
+        action = actions(many, seed)
+        wide = many.step(action)
+        for env in few:
+            step = env.step(action[: env.num_envs])
+            assert torch.equal(step.obs, wide.obs[: env.num_envs])
+            assert torch.equal(step.reward, wide.reward[: env.num_envs])
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses operations that make Python wait for a device, or send it numbers from Python."""
+
+    WAITS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "lift_fresh")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in self.WAITS, name
+        assert not name.startswith(("unique", "_unique")), name
+        if name in ("index", "index_put", "index_put_"):
+            assert not any(index is not None and index.dtype == torch.bool for index in args[1]), name
+        device = (kwargs or {}).get("device")
+        assert name != "_to_copy" or device in (None, args[0].device), f"copies to {device}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: 1 if x[0] > 0 else 2,
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.masked_fill(x > 0, 1.0).unique(),
+        lambda x: x * torch.tensor([1.0, 2.0]),
+        lambda x: x.to("meta"),
+        lambda x: float(x[0]),
+    ],
+)
+def test_what_waits_is_noticed(wait):
+    with pytest.raises(AssertionError), NoWaiting():
+        wait(torch.ones(2))
+
+
+@tasks
+def test_never_waits_for_the_device(task):
+    env = task(8)
+    env.reset(seed=0)
+    action, seed = actions(env), torch.arange(8)
+    with torch.no_grad(), NoWaiting():
+        state = env.initial(RowRandom(seed, seed))
+        state, _, _ = env.transition(state, action, RowRandom(seed, seed))
+        env.observe(state)
+        env.step(action)
+
+
+@tasks
+def test_a_step_needs_no_number_from_the_device(task):
+    """Meta tensors have shapes but no numbers: whatever reads one raises, ``tolist`` and ``numpy`` included."""
+    env = task(8, device="meta")
+    env.reset(seed=0)
+    step = env.step(actions(env, device="meta"))
+    assert step.obs.shape == (8, *env.observation_space.shape)
+    assert {x.device.type for x in step[:4]} == {"meta"}
+
+
+@needs_gpu
+@tasks
+def test_is_the_same_on_a_gpu_up_to_rounding(task):
+    here, there = task(64), task(64, device="cuda")
+    torch.testing.assert_close(there.reset(seed=0).cpu(), here.reset(seed=0))
+    for seed in range(5):
+        expected, step = here.step(actions(here, seed)), there.step(actions(here, seed, "cuda"))
+        torch.testing.assert_close(step.obs.cpu(), expected.obs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(step.reward.cpu(), expected.reward, rtol=1e-4, atol=1e-4)
+
+
+@needs_gpu
+@tasks
+def test_can_be_captured_in_a_cuda_graph(task):
+    env = task(64, device="cuda")
+    seed, action = torch.arange(64, device="cuda"), actions(env, device="cuda")
+
+    def attempt():
+        state = env.initial(RowRandom(seed, seed))
+        state, reward, terminated = env.transition(state, action, RowRandom(seed, seed))
+        return env.observe(state), reward, terminated
+
+    expected = attempt()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attempt()
+    graph.replay()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)

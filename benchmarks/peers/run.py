@@ -224,7 +224,7 @@ def main() -> None:
             run = {"library": library, "variant": variant, **measure(library, variant, seed)}
             runs.append(run)
             print(f"{seed} {library:15} {variant}: {score(task, run):,.1f}", flush=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
     for task in args.tasks:
         print(f"\n{table(task, result['runs'][task])}")
     print(f"\n-> {args.out}")

@@ -97,7 +97,7 @@ class Watch:
             self._checked, self._score = steps, self._greedy_return(act)
             self.reached = self._score >= GOAL
         elif self.args.task == "training_pass" and len(latest) >= EPISODES:
-            self._score = sum(latest) / len(latest)
+            self._score = float(sum(latest)) / len(latest)  # may be NumPy's
             self.reached = self._score >= GOAL
         return self.reached or steps >= self.args.steps
 

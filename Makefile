@@ -4,9 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 1
+PEERS := .venv-peers
+PEERS_PIP := python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-text test check format learn bench docs clean
+.PHONY: help demo demo-text test check format learn bench bench-peers docs clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | sort
@@ -31,6 +33,18 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.bench: benchmarks/requirements.txt $(VENV)/.dev
 	$(PIP) -r benchmarks/requirements.txt
+	@touch $@
+
+# peers need other versions of each other's packages: environments of their own
+$(PEERS)/.done: benchmarks/peers/requirements.txt pyproject.toml constraints.txt
+	@echo "installing groupwise and its peers into $(PEERS), $(PEERS)-torchrl and $(PEERS)-jax (a few minutes)"
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/$(PEERS_PIP) -c constraints.txt -e '.[mujoco]' -r $<
+	@touch $@
+
+$(PEERS)-%/.done: benchmarks/peers/requirements_%.txt
+	$(PYTHON) -m venv $(PEERS)-$*
+	$(PEERS)-$*/bin/$(PEERS_PIP) -r $<
 	@touch $@
 
 demo: $(VENV)/.core  ## Train CartPole with GRPO, show what it reached
@@ -58,8 +72,11 @@ learn: $(VENV)/.dev  ## Learning claims over several seeds (about an hour on 2 c
 bench: $(VENV)/.bench  ## Speed against Stable-Baselines3 on this machine
 	$(BIN)/python benchmarks/speed_sb3.py
 
+bench-peers: $(PEERS)/.done $(PEERS)-torchrl/.done $(PEERS)-jax/.done  ## Speed and learning beside five other libraries (long; ARGS="--seeds 700": one round)
+	$(PEERS)/bin/python benchmarks/peers/run.py $(ARGS)
+
 docs: $(VENV)/.dev  ## Build the documentation into docs/_build/html, warnings are errors
 	$(BIN)/python -m sphinx -W -b html docs docs/_build/html
 
 clean:           ## Remove what the commands above made
-	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(PEERS)-torchrl $(PEERS)-jax docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,14 +13,12 @@ from itertools import repeat
 from typing import ClassVar, NamedTuple
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.algorithms import optim
 from groupwise.algorithms.agreement import Agreement
 from groupwise.algorithms.configs import AlgorithmCfg
 from groupwise.algorithms.entropy import EntropyControl
-from groupwise.algorithms.optim import Schedule, Trained, build_optimizer
+from groupwise.algorithms.optim import Optimizer, Schedule, Trained, build_optimizer
 from groupwise.algorithms.step_metrics import StepMetrics
 from groupwise.algorithms.surrogate import Counts, check_objective, finest_unit, objective_data
 from groupwise.data.minibatch import Epoch, coarsest, shuffle_items, shuffle_transitions, take
@@ -29,6 +27,7 @@ from groupwise.data.row_batches import RowSizes, pack, shuffle_rows
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError
 from groupwise.functional.reduce import loss_weights, token_mean_weights
+from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Batch, Evaluation, Policy
 from groupwise.seeding import derive_seed
 
@@ -69,7 +68,7 @@ class BaseAlgorithm(ABC):
         policy.eval()  # dropout would move the ratio off 1 where nothing has changed yet
         self.engine.broadcast(policy)
         self.trained = Trained(policy.parameters())
-        self.optimizer = build_optimizer(cfg, self.trained)
+        self.optimizer: Optimizer = build_optimizer(cfg, self.trained)
         self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
         self.entropy = EntropyControl(cfg, policy.device)
         if self.entropy.adaptive and EntropyControl.metric not in self.metric_names:
@@ -319,7 +318,7 @@ class BaseAlgorithm(ABC):
             if watch is not None:
                 watch.note(batch, evaluation.log_prob)
             terms = self.terms(batch, evaluation)
-            torch.autograd.backward(terms.loss, batch["weight"])  # the gradient of (weight * loss).sum()
+            (batch["weight"] * terms.loss).sum().backward()
             said.note(terms.metrics, terms.ratio, evaluation.log_prob, batch)
         self.trained.gather_grad()
         self.engine.sum_gradients(self.trained.tensors)
@@ -354,7 +353,7 @@ class BaseAlgorithm(ABC):
     def _apply_gradient(self) -> Tensor:
         """Clip the gradient, step the optimiser; returns the norm before clipping."""
         norm = self.trained.clip_grad(math.inf if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm)
-        optim.step(self.optimizer)
+        self.optimizer.step()
         return norm
 
 

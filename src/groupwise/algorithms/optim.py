@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -87,21 +88,48 @@ class Trained:
         self.tensors = [vector]
 
 
-class FlatAdam(torch.optim.Adam):
-    """Adam of one vector, fused, that steps without what ``torch.optim`` wraps around every step.
+class FlatAdam:
+    """``torch.optim.Adam(fused=True)`` of one vector, with its attributes, state and step, without what stands around them.
 
-    Hooks, profiler scopes and sorting tensors by kind take longer than the step of a small vector.
+    Hooks, profiler scopes and sorting tensors by kind take longer than the step of a small vector, and the first
+    ``torch.optim.Optimizer`` that is made imports the compiler: a second (``docs/performance.md``).
     """
 
+    def __init__(
+        self,
+        vector: nn.Parameter,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        decoupled_weight_decay: bool,
+    ) -> None:
+        self.param_groups: list[dict[str, Any]] = [
+            {
+                "params": [vector],
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "decoupled_weight_decay": decoupled_weight_decay,
+            }
+        ]
+        self.state: dict[str, Tensor] = {}
+
     @torch.no_grad()
-    def step_vector(self) -> None:
-        """``step``, but hooks are not called."""
+    def step(self) -> None:
+        """One step along the vector's gradient.
+
+        Source: Kingma, Ba 2015, https://arxiv.org/abs/1412.6980, algorithm 1; decoupled weight decay: Loshchilov, Hutter
+        2019, https://arxiv.org/abs/1711.05101.
+        """
         group = self.param_groups[0]
         vector = group["params"][0]
-        state = self.state[vector]
-        if not state:
-            self.step()  # it makes the state
-            return
+        if not self.state:
+            moments = {name: torch.zeros_like(vector, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+            self.state = {"step": torch.zeros((), device=vector.device), **moments}
+        state = self.state
         beta1, beta2 = group["betas"]
         adam(
             [vector],
@@ -121,22 +149,39 @@ class FlatAdam(torch.optim.Adam):
             decoupled_weight_decay=group["decoupled_weight_decay"],
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """Laid out as that of ``torch.optim.Adam``."""
+        state = {0: dict(self.state)} if self.state else {}
+        return {"state": state, "param_groups": [self.param_groups[0] | {"params": [0]}]}
 
-def build_optimizer(cfg: AlgorithmCfg, trained: Trained) -> torch.optim.Optimizer:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved ``state_dict``."""
+        group = self.param_groups[0]
+        vector = group["params"][0]
+        group.update(state["param_groups"][0] | {"params": [vector]})
+        saved = state["state"].get(0, {})
+        self.state = {name: value.to(vector.device, copy=True) for name, value in saved.items()}
+
+
+Optimizer: TypeAlias = torch.optim.Optimizer | FlatAdam
+"""What moves the parameters."""
+
+
+def build_optimizer(cfg: AlgorithmCfg, trained: Trained) -> Optimizer:
     """The optimiser that ``cfg.optimizer`` describes, at ``cfg.learning_rate``."""
     choice, rate = cfg.optimizer, cfg.learning_rate
+    adam_settings: dict[str, Any] = {
+        "lr": rate,
+        "betas": choice.betas,
+        "eps": choice.eps,
+        "weight_decay": choice.weight_decay,
+        "decoupled_weight_decay": choice.name == "adamw",
+    }
     match choice.name:
         case "adam" | "adamw":
-            cls = FlatAdam if trained.is_flat else torch.optim.Adam
-            return cls(
-                trained.tensors,
-                lr=rate,
-                betas=choice.betas,
-                eps=choice.eps,
-                weight_decay=choice.weight_decay,
-                decoupled_weight_decay=choice.name == "adamw",
-                fused=True,
-            )
+            if trained.is_flat:
+                return FlatAdam(trained.tensors[0], **adam_settings)
+            return torch.optim.Adam(trained.tensors, fused=True, **adam_settings)
         case "sgd":
             return torch.optim.SGD(trained.tensors, lr=rate, momentum=choice.momentum, weight_decay=choice.weight_decay)
         case "rmsprop":
@@ -145,18 +190,10 @@ def build_optimizer(cfg: AlgorithmCfg, trained: Trained) -> torch.optim.Optimize
             )
 
 
-def step(optimizer: torch.optim.Optimizer) -> None:
-    """One step, by the shortest way."""
-    if isinstance(optimizer, FlatAdam):
-        optimizer.step_vector()
-    else:
-        optimizer.step()
-
-
 class Schedule:
     """Drives an optimiser's learning rate by the progress of training, or by the measured KL."""
 
-    def __init__(self, cfg: ScheduleCfg, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    def __init__(self, cfg: ScheduleCfg, optimizer: Optimizer, learning_rate: float) -> None:
         self.cfg = cfg
         self.optimizer = optimizer
         self.learning_rate = learning_rate

@@ -10,7 +10,6 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm, Terms
@@ -23,6 +22,7 @@ from groupwise.functional import advantages
 from groupwise.functional.diagnostics import explained_variance
 from groupwise.functional.objective import clipped_value_loss, value_loss
 from groupwise.functional.reduce import whiten, whiten_segments
+from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Batch, Evaluation, Policy
 
 

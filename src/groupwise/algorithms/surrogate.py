@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.configs import ObjectiveCfg
@@ -18,6 +17,7 @@ from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional import correction, kl, objective, selection, trust_regions
 from groupwise.functional.reduce import AllSum, local
+from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Batch, Evaluation, Policy
 
 

@@ -5,8 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from tensordict import TensorDict
-
+from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Policy
 
 

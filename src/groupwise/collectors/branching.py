@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDict
 
 from groupwise.algorithms.configs import BranchCfg
 from groupwise.collectors.schedule import NEVER, Attempt, Group, Schedule
 from groupwise.envs.base import GroupEnv, Snapshot
+from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
 

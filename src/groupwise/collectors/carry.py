@@ -5,10 +5,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDict
 
 from groupwise.collectors.schedule import Attempt, Group, Schedule
 from groupwise.data.rollout import Nested, lengthen
+from groupwise.lean_tensordict import TensorDict
 
 _LABELS = {"valid", "loss_mask", "group_id", "episode_id", "step", "policy_version", "greedy"}
 """Written anew in each rollout."""

@@ -6,7 +6,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from groupwise.algorithms.configs import CollectionCfg
 from groupwise.collectors.base import Collector, Episode
@@ -21,6 +20,7 @@ from groupwise.data.rollout import Nested, lengthen
 from groupwise.envs.base import GroupEnv, Mask, Snapshot
 from groupwise.envs.groups import verify_group_start
 from groupwise.errors import EnvError
+from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed
 

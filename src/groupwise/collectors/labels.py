@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Int
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.collectors.base import Episode
 from groupwise.collectors.schedule import Attempt, Group, Schedule
+from groupwise.lean_tensordict import TensorDict
 
 
 class Tally(NamedTuple):

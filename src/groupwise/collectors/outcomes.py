@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from groupwise.algorithms.configs import CollectionCfg
 from groupwise.collectors.branching import Brancher
@@ -12,6 +11,7 @@ from groupwise.envs.base import Mask
 from groupwise.errors import EnvError
 from groupwise.functional.diagnostics import zero_variance_groups
 from groupwise.functional.returns import episode_return
+from groupwise.lean_tensordict import TensorDict
 
 MAX_TRIES = 5
 """A member that is lost more often than this is lost for a reason that trying again does not mend."""

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from tensordict import TensorDict
 
 from groupwise.collectors.base import Collector, Episode
 from groupwise.collectors.generators import Generator
@@ -15,6 +14,7 @@ from groupwise.collectors.transcripts import Attempt, Dialogue, write
 from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.errors import DataError
 from groupwise.functional.shaping import overlong_punishment
+from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Policy
 from groupwise.policies.causal_lm import CausalLM
 from groupwise.policies.configs import SamplingCfg

@@ -2,7 +2,6 @@
 
 import torch
 from jaxtyping import Bool, Int
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.collectors.base import Collector, Episode
@@ -10,6 +9,7 @@ from groupwise.collectors.writer import FinalValues, RolloutWriter
 from groupwise.data.rollout import Nested, lengthen
 from groupwise.envs.base import EnvStep, VectorEnv
 from groupwise.errors import EnvError
+from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
 

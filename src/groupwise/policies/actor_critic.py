@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor, nn
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind
 from groupwise.errors import ConfigError, DataError
+from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.distributions import make_head

@@ -4,11 +4,10 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensordict import TensorDict
-
 from groupwise.collectors.text import TextCollector
 from groupwise.collectors.text_metrics import Scored
 from groupwise.errors import DisagreementError
+from groupwise.lean_tensordict import TensorDict
 from groupwise.settings import AgreementCfg
 from groupwise.training.base import Callback, Evaluation
 

@@ -1,6 +1,6 @@
-"""The MLP kernel against the same network layer by layer, in turns: microseconds of a pass, and steps/s of whole training.
+"""A policy by the MLP kernel against the same layer by layer, in turns: microseconds of a pass, and steps/s of whole training.
 
-A 64-64 actor and critic of CartPole on one thread. Passes: medians of ``TURNS`` turns for each number of rows. Training: PPO
+A 64-64 actor and critic of CartPole on one thread. Passes, with what draws and scores actions: medians of ``TURNS`` turns for each number of rows. Training: PPO
 on ``CartPole-v1``, 256 environments x 32 steps, 2 epochs of minibatches of 2,048; every run is a process of its own.
 
     python benchmarks/mlp_kernel.py                # or: --pairs 3
@@ -22,37 +22,43 @@ from typing import Any, Literal
 RESULT = Path(__file__).parent / "results" / "mlp_kernel.json"
 Kernel = Literal["auto", "torch"]
 KERNELS: tuple[Kernel, ...] = ("auto", "torch")
-ROWS = (128, 256, 1024, 4096)
-TURNS, STEPS = 25, 500_000
+ROWS = (8, 64, 256, 1024, 4096)
+TURNS, STEPS = 15, 500_000
 
 
 def passes() -> list[dict[str, Any]]:
-    """Of each number of rows, what acting and a forward and backward pass take."""
+    """Of each number of rows, what acting takes, and scoring with gradient."""
+    import numpy as np
     import torch
+    from gymnasium.spaces import Box, Discrete
 
+    from groupwise.algorithms.optim import Trained
+    from groupwise.policies.actor_critic import ActorCritic
     from groupwise.policies.configs import PolicyCfg
-    from groupwise.policies.networks import MLP
 
     torch.set_num_threads(1)
-    networks = {
-        kernel: [MLP(4, PolicyCfg(mlp_kernel=kernel), outputs) for outputs in (2, 1)]  # actor and critic
-        for kernel in KERNELS
-    }
+    obs_space, action_space = Box(-1, 1, (4,), np.float32), Discrete(2)
+    policies = {kernel: ActorCritic(obs_space, action_space, PolicyCfg(mlp_kernel=kernel)) for kernel in KERNELS}
+    trained = {kernel: Trained(policy.parameters()) for kernel, policy in policies.items()}
+    acting = {kernel: policy.acting() for kernel, policy in policies.items()}
+    scoring = {kernel: policies[kernel].evaluating(trained[kernel].tensors[0]) for kernel in KERNELS}
 
-    def act(kernel: Kernel, x: torch.Tensor) -> None:
-        with torch.no_grad():
-            for network in networks[kernel]:
-                network(x)
-
-    def train(kernel: Kernel, x: torch.Tensor) -> None:
-        outputs = [network(x) for network in networks[kernel]]
-        torch.autograd.backward(outputs, [output.detach() for output in outputs])
+    def train(kernel: Kernel, batch: dict[str, Any]) -> None:
+        trained[kernel].zero_grad()
+        scores = scoring[kernel](batch)
+        assert scores.value is not None
+        (scores.log_prob.sum() + scores.value.sum()).backward()
+        trained[kernel].gather_grad()
 
     found = []
     for rows in ROWS:
-        x = torch.randn(rows, 4)
-        for name, one in (("act", act), ("forward and backward", train)):
-            micros = in_turn({kernel: partial(one, kernel, x) for kernel in KERNELS}, 50_000 // rows)
+        obs = torch.randn(rows, 4)
+        batch = {"obs": obs, "action": torch.randint(2, (rows,))}
+        for name, ways in (
+            ("act", {kernel: partial(acting[kernel], obs) for kernel in KERNELS}),
+            ("forward and backward", {kernel: partial(train, kernel, batch) for kernel in KERNELS}),
+        ):
+            micros = in_turn(ways, max(10, 50_000 // rows))
             found.append({"rows": rows, "pass": name, "microseconds": micros})
     return found
 

@@ -1,0 +1,164 @@
+"""Env steps per second of whole training on CartPole-v1 at settings chosen for throughput that still solve it.
+
+Each run trains 500,000 steps on one thread in a process of its own: PPO and GRPO here, and Stable-Baselines3's PPO at the
+settings of ours, in turn; then the first two again beside a process that keeps one core busy. Timed is training alone,
+without imports and set-up. Afterwards the greedy policy plays 100 fresh episodes, which are not timed. The seeds are none
+that the settings were tuned on.
+
+    python benchmarks/throughput.py            # or: --seeds 940 941
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).parent / "results" / "throughput.json"
+STEPS = 500_000
+SEEDS = (940, 941, 942, 943, 944)
+PPO: dict[str, Any] = {
+    "num_steps": 32,
+    "num_epochs": 1,
+    "minibatch_size": 1024,
+    "learning_rate": 4e-3,
+    "gamma": 0.99,
+    "gae_lambda": 0.9,
+}
+GRPO: dict[str, Any] = {
+    "num_steps": 64,
+    "num_epochs": 1,
+    "minibatch_size": 2048,
+    "learning_rate": 6e-3,
+    "gamma": 0.99,
+    "group_size": 8,
+}
+NUM_ENVS = {"ppo": 1024, "grpo": 256}
+CREDIT: dict[str, Any] = {
+    "group_key": "group_step",
+    "returns": "return_to_go",
+    "baseline": "mean",
+    "scale": "batch_std",
+    "early_finisher": "mask",
+    "lone_member": "zero",
+    "eps": 1e-4,
+}
+
+
+def train_ours(algorithm: str, seed: int) -> tuple[float, float]:
+    """Steps per second of training, and the greedy policy's mean return."""
+    import torch
+
+    import groupwise as gw
+    from groupwise.training.evaluation import evaluate_policy
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    ppo, rows = algorithm == "ppo", NUM_ENVS[algorithm]
+    linear = gw.ScheduleCfg(name="linear")
+    cfg = gw.PPOCfg(**PPO, schedule=linear) if ppo else gw.GRPOCfg(**GRPO, credit=CREDIT, schedule=linear)
+    env = gw.make_env(gw.EnvCfg(id="CartPole-v1", num_envs=rows), grouped=not ppo)
+    policy = gw.ActorCritic(env.observation_space, env.action_space, gamma=cfg.gamma, actor_only=not ppo)
+    buffer = gw.RolloutBuffer(rows, cfg.num_steps, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=ppo)
+    collector = (
+        gw.VectorCollector(env, policy, seed=seed)
+        if ppo
+        else gw.GroupCollector(env, policy, group_size=GRPO["group_size"], seed=seed)
+    )
+    update = gw.PPO(cfg, policy) if ppo else gw.GRPO(cfg, policy)
+    trainer = gw.Trainer(update, collector, buffer, num_steps=cfg.num_steps, total_steps=STEPS, seed=seed)
+    start = time.perf_counter()
+    trainer.train()
+    rate = trainer.env_steps / (time.perf_counter() - start)
+    judge = gw.make_env(gw.EnvCfg(id="CartPole-v1", num_envs=100), grouped=True, verify=False)
+    played = evaluate_policy(policy, judge, episodes=100, seed=10_000 + seed, deterministic=True, max_steps=500)
+    return rate, played.return_mean
+
+
+def train_sb3(seed: int) -> tuple[float, float]:
+    """As ``train_ours``, of Stable-Baselines3 with PPO's settings above."""
+    import torch
+    from stable_baselines3 import PPO as SB3PPO
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.evaluation import evaluate_policy
+
+    torch.set_num_threads(1)
+    model = SB3PPO(
+        "MlpPolicy",
+        make_vec_env("CartPole-v1", n_envs=NUM_ENVS["ppo"], seed=seed),
+        n_steps=PPO["num_steps"],
+        batch_size=PPO["minibatch_size"],
+        n_epochs=PPO["num_epochs"],
+        gamma=PPO["gamma"],
+        gae_lambda=PPO["gae_lambda"],
+        learning_rate=lambda left: left * PPO["learning_rate"],
+        device="cpu",
+        seed=seed,
+    )
+    start = time.perf_counter()
+    model.learn(STEPS)
+    rate = model.num_timesteps / (time.perf_counter() - start)
+    judge = make_vec_env("CartPole-v1", n_envs=100, seed=10_000 + seed)
+    return rate, float(evaluate_policy(model, judge, n_eval_episodes=100)[0])
+
+
+def worker(name: str, seed: int) -> None:
+    """Print one run as JSON."""
+    rate, score = train_sb3(seed) if name == "sb3" else train_ours(name, seed)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"steps_per_second": round(rate), "return": score, "memory_mib": round(memory)}))
+
+
+def measured(name: str, seed: int, *, load: bool = False) -> dict[str, Any]:
+    """One run in a process of its own, beside a busy one if asked."""
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if load else None
+    try:
+        command = [sys.executable, __file__, "--worker", name, "--seeds", str(seed)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        out = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout
+    finally:
+        if busy is not None:
+            busy.kill()
+            busy.wait()
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found | {"run": name, "seed": seed, "load": load}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--worker", choices=["ppo", "grpo", "sb3"])
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker, args.seeds[0])
+        return
+    turns = [("ppo", False), ("sb3", False), ("grpo", False), ("ppo", True), ("grpo", True)]
+    runs = []
+    for seed in args.seeds:
+        for name, load in turns:
+            runs.append(measured(name, seed, load=load))
+            print(runs[-1], flush=True)
+    result = {
+        "what": f"CartPole-v1, {STEPS:,} steps of training on one thread, 64-64 tanh, in turn",
+        "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
+        "settings": {"num_envs": NUM_ENVS, "ppo": PPO, "grpo": GRPO | {"credit": CREDIT}, "schedule": "linear"},
+        "runs": runs,
+        "median": {
+            f"{name}{' under load' if load else ''}": statistics.median(
+                run["steps_per_second"] for run in runs if (run["run"], run["load"]) == (name, load)
+            )
+            for name, load in turns
+        },
+    }
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result["median"], indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -220,6 +220,16 @@ def test_what_ended_is_packed_from_the_first_column_on():
     assert head == 3
 
 
+def test_of_rows_with_as_much_room_the_first_is_filled():
+    # 3 columns of row 1 are taken; then the rows hold (0 3 0), (5 3 0), (5 3 3), (5 5 3), (5 5 4), (5 5 5), (6 5 5)
+    group = Group(0, 0, 1, 1)
+    running = Attempt(group, 0, row=1, began=0, end=3, state="running")
+    ended = [Attempt(group, 0, row=0, began=0, end=length, state="ended") for length in (1, 1, 2, 1, 5, 3)]
+    places, head = pack([running, *ended], 3)
+    assert [(place.row, place.began) for place in places] == [(1, 3), (2, 3), (2, 4), (1, 0), (0, 5), (0, 0), (2, 0)]
+    assert head == 6
+
+
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=12),
     num_rows=st.integers(1, 4),

@@ -1,5 +1,6 @@
 """Groups that an iteration left unfinished, taken over into the next one's rollout."""
 
+from heapq import heapify, heapreplace
 from typing import NamedTuple
 
 import numpy as np
@@ -94,7 +95,7 @@ def pack(attempts: list[Attempt], num_rows: int) -> tuple[list[Place], int]:
     """A place for each attempt, in as few columns as a simple rule finds, and how many these are.
 
     A running attempt goes on behind the last column of its own row. Others may lie anywhere: the longest first, each in
-    the row that has most room.
+    the row that has most room, the first one of equals.
     """
     taken = [0] * num_rows
     for attempt in attempts:
@@ -102,10 +103,13 @@ def pack(attempts: list[Attempt], num_rows: int) -> tuple[list[Place], int]:
             taken[attempt.row] = attempt.length
     spot: dict[Attempt, tuple[int, int]] = {}
     filled = [0] * num_rows
+    rooms = [(columns, row) for row, columns in enumerate(taken)]
+    heapify(rooms)
     for attempt in sorted((a for a in attempts if a.state == "ended"), key=lambda a: -a.length):
-        row = taken.index(min(taken))
+        row = rooms[0][1]
         spot[attempt] = row, filled[row]
         filled[row] += attempt.length
         taken[row] += attempt.length
+        heapreplace(rooms, (taken[row], row))
     head = max(taken)
     return [Place(a, *spot.get(a, (a.row, head - a.length))) for a in attempts], head

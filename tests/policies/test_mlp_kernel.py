@@ -242,6 +242,15 @@ def test_a_policy_that_diverged_acts_without_warnings():
     assert not acted.action.isfinite().all()
 
 
+def test_drawing_from_large_logits_stays_finite():
+    """The exponential of 1000 is not a number that float32 holds."""
+    head = ActorCritic(Box(-1, 1, (1,), np.float32), Discrete(2)).head
+    params = torch.tensor([[1000.0, 999.0]]).repeat(40, 1)
+    action, log_prob = head.draw(params, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(log_prob, head.log_prob(params, action))
+    assert log_prob.isfinite().all()
+
+
 def test_a_choice_of_probability_zero_is_never_drawn():
     policy = ActorCritic(Box(-1, 1, (1,), np.float32), Discrete(3))
     params = torch.tensor([[0.0, -torch.inf, 0.5]]).repeat(60, 1)

@@ -4,7 +4,7 @@ On import tensordict marks some of its functions for ``torch.compile``, and that
 time in which a training starts (``docs/performance.md``). Here the marks wait until somebody else imports it.
 """
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -20,29 +20,32 @@ _MARKS = ("allow_in_graph", "assume_constant_result")
 
 
 class _MarksWhenImported(MetaPathFinder, Loader):
-    """Stands where ``import`` looks for the compiler, once: marks what waits as soon as it is there."""
+    """Stands where ``import`` looks for the compiler, until it is there: then marks what waits."""
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[Callable[..., Any], Any]] = []
+        self._waiting: list[tuple[Callable[..., Any], Any]] = []
+        self._waits = True
         self._loader: Loader | None = None
 
     def note(self, mark: Callable[..., Any]) -> Callable[..., Any]:
-        """In place of ``mark``."""
+        """In place of ``mark``, which tensordict keeps."""
 
         def later(function: Any) -> Any:
-            self.waiting.append((mark, function))
+            if not self._waits:
+                return mark(function)
+            self._waiting.append((mark, function))
             return function
 
         return later
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The compiler's own spec, loaded by this."""
+        """The compiler's own spec, loaded by this; to ask for it changes nothing."""
         if name != _COMPILER:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        self._loader, spec.loader = spec.loader, self
+        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None:
+            self._loader, spec.loader = spec.loader, self
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -56,8 +59,15 @@ class _MarksWhenImported(MetaPathFinder, Loader):
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        for mark, function in self.waiting:
+        sys.meta_path.remove(self)
+        self.mark()
+
+    def mark(self) -> None:
+        """Mark what waits, and from now on at once."""
+        self._waits = False
+        for mark, function in self._waiting:
             mark(function)
+        self._waiting.clear()
 
 
 def _import_tensordict() -> None:
@@ -72,7 +82,10 @@ def _import_tensordict() -> None:
     finally:
         for name, mark in marks.items():
             setattr(torch.compiler, name, mark)
-    sys.meta_path.insert(0, later)
+    if _COMPILER in sys.modules:  # something else in tensordict, or beside it, imported it
+        later.mark()
+    else:
+        sys.meta_path.insert(0, later)
 
 
 _import_tensordict()

@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -141,6 +142,11 @@ def test_gradients_of_parameters_and_of_the_vector_come_together():
     assert trained.tensors[0].grad[:16].tolist() == [1.0] * 16
     assert trained.tensors[0].grad[16:].tolist() == [3.0] * 5
     trained.zero_grad()
+    trained.tensors[0].grad = torch.ones_like(own)
+    network(torch.ones(2, 3)).sum().backward()
+    trained.gather_grad()
+    assert torch.equal(trained.tensors[0].grad, 1 + own)
+    trained.zero_grad()
     trained.gather_grad()
     assert not trained.tensors[0].grad.any()
 
@@ -188,6 +194,37 @@ def test_the_vectors_adam_is_the_libraries(name):
         assert torch.equal(vector.detach(), other.detach())
     for key, value in theirs.state_dict()["state"][0].items():
         assert torch.equal(ours.state_dict()["state"][0][key], value)
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_the_vectors_adam_and_the_librarys_read_each_others_state(stepped):
+    """Runs kept by other versions go on, and the other way round."""
+    torch.manual_seed(0)
+    cfg = PPOCfg(learning_rate=0.1, optimizer=OptimizerCfg(name="adam"))
+    first, second, third = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+    theirs = torch.optim.Adam([first], lr=0.03, betas=(0.5, 0.7), eps=1e-3, fused=True)
+    ours, again = build_optimizer(cfg, Trained([second])), torch.optim.Adam([third], fused=True)
+
+    def step(optimizer, grad):
+        vector = optimizer.param_groups[0]["params"][0]
+        vector.grad = grad.clone()
+        optimizer.step()
+        return vector.detach().clone()
+
+    if stepped:
+        step(theirs, torch.tensor([1.0, 2.0, -3.0]))
+    ours.load_state_dict(theirs.state_dict())
+    saved = ours.state_dict()
+    assert saved["param_groups"][0]["params"] == [0]
+    assert bool(saved["state"]) is stepped
+    again.load_state_dict(copy.deepcopy(saved))  # torch takes the tensors as they are
+    with torch.no_grad():
+        ours.param_groups[0]["params"][0].copy_(first)
+        third.copy_(first)
+    grad = torch.tensor([-1.0, 0.5, 2.0])
+    expected = step(theirs, grad)
+    assert torch.equal(step(ours, grad), expected)
+    assert torch.equal(step(again, grad), expected)
 
 
 def test_a_policy_converted_behind_the_optimisers_back_is_an_error():

@@ -144,6 +144,23 @@ def test_token_mean_weights_by_hand():
     assert token_mean_weights(mask, segment, 3).tolist() == [0.5, 1.0, 0.0, 0.5, 0.0]
 
 
+def test_segments_are_one_over_two_ranks(two_ranks):
+    # this rank has 1, 3 in segment 0 and 2 in segment 1; the other 6 in segment 1, of which this rank knows no more
+    here = torch.tensor([1.0, 3.0, 2.0]), torch.tensor([0, 0, 1])
+    there = torch.tensor([6.0]), torch.tensor([1])
+
+    def weights(x, segment, all_sum):
+        return token_mean_weights(torch.ones(len(x)).bool(), segment, 2, all_sum=all_sum)
+
+    def whitened(x, segment, all_sum):
+        return whiten_segments(x, segment, 2, torch.ones(len(x)).bool(), all_sum=all_sum)
+
+    assert two_ranks(weights, here, there).tolist() == [0.5, 0.5, 0.5]
+    assert two_ranks(weights, there, here).tolist() == [0.5]
+    torch.testing.assert_close(two_ranks(whitened, here, there), torch.tensor([-0.707107, 0.707107, -0.707107]))
+    torch.testing.assert_close(two_ranks(whitened, there, here), torch.tensor([0.707107]))
+
+
 def test_whiten_leaves_tiny_deviations_their_size():
     # 1e-6 and 3e-6: deviation 1.4142136e-6 dwarfs eps 1e-8 by 141; 0.7071068 / (1 + 1e-8 / 1.4142136e-6) = 0.7021416
     out = whiten(torch.tensor([1e-6, 3e-6]), torch.ones(2).bool())

@@ -185,6 +185,41 @@ def test_what_the_kernel_does_not_know_acts_by_itself(way):
     assert not policy.has_kernel
 
 
+class Doubled(MLP):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class DoubledLinear(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+OTHERS = {
+    "a network derived from ours": lambda policy: setattr(policy, "actor", Doubled(4, PolicyCfg(), 2)),
+    "a layer derived from torch's": lambda policy: setattr(policy.actor, "head", DoubledLinear(64, 2)),
+    "a parametrised layer": lambda policy: torch.nn.utils.parametrizations.weight_norm(policy.critic.hidden[1]),
+    "no bias": lambda policy: setattr(policy.actor, "head", torch.nn.Linear(64, 2, bias=False)),
+    "a layer of both networks": lambda policy: setattr(policy.critic, "hidden", policy.actor.hidden),
+}
+
+
+@pytest.mark.parametrize("way", OTHERS)
+def test_networks_put_in_another_ones_place_compute_by_themselves(way):
+    policy = ActorCritic(Box(-1, 1, (4,), np.float32), Discrete(2))
+    OTHERS[way](policy)
+    assert not policy.has_kernel
+    assert policy.acting() == policy.act
+    assert policy.evaluating() == policy.evaluate
+
+
+def test_a_layer_put_in_another_ones_place_computes():
+    policy, obs = ActorCritic(Box(-1, 1, (4,), np.float32), Discrete(2)), torch.randn(40, 4)
+    policy.critic.head = torch.nn.Linear(64, 1)
+    assert policy.has_kernel
+    torch.testing.assert_close(policy.acting()(obs).value, policy.act(obs).value)
+
+
 def test_what_a_subclass_does_otherwise_is_done():
     class Own(ActorCritic):
         def act(self, *args, **more):
@@ -205,6 +240,15 @@ def test_a_policy_that_diverged_acts_without_warnings():
             parameter.fill_(3e38)
     acted = policy.acting()(torch.ones(3, 4))
     assert not acted.action.isfinite().all()
+
+
+def test_drawing_from_large_logits_stays_finite():
+    """The exponential of 1000 is not a number that float32 holds."""
+    head = ActorCritic(Box(-1, 1, (1,), np.float32), Discrete(2)).head
+    params = torch.tensor([[1000.0, 999.0]]).repeat(40, 1)
+    action, log_prob = head.draw(params, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(log_prob, head.log_prob(params, action))
+    assert log_prob.isfinite().all()
 
 
 def test_a_choice_of_probability_zero_is_never_drawn():

@@ -15,7 +15,7 @@ from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.distributions import make_head
-from groupwise.policies.mlp_kernel import ActingNetworks, Layer, VectorNetworks, knows
+from groupwise.policies.mlp_kernel import ActingNetworks, Layer, VectorNetworks, knows, learns
 from groupwise.policies.networks import ACTOR_GAIN, CRITIC_GAIN, MLP, ObsEncoder, orthogonal
 from groupwise.policies.normalization import ObsNormalizer, RewardNormalizer
 
@@ -136,6 +136,8 @@ class ActorCritic(Policy):
         layers = self._kernel_layers()
         if layers is None or type(self).evaluate is not ActorCritic.evaluate:
             return self.evaluate
+        if vector is not None and not learns([*layers[0], *chain.from_iterable(layers[1])]):
+            return self.evaluate  # some parameters are frozen
         # NumPy's products round otherwise: a policy would be at a distance from its own copy
         networks = ActingNetworks(*layers, numpy_rows=0) if vector is None else VectorNetworks(vector, *layers)
 
@@ -215,7 +217,7 @@ class ActorCritic(Policy):
     def _kernel_layers(self) -> tuple[list[Layer], list[list[Layer]]] | None:
         """The trunk and what stands on it, if the kernel knows every layer and nothing below them learns."""
         ends = [self.actor] if self.critic is None else [self.actor, self.critic]
-        trunk, heads = [], [end.layers for end in ends if isinstance(end, MLP)]
+        trunk, heads = [], [end.layers for end in ends if type(end) is MLP]
         if self.trunk is not None:
             trunk, heads = self.trunk.layers, [[Layer(end, None)] for end in ends if isinstance(end, nn.Linear)]
         learns_features = any(True for _ in self.encoder.parameters())

@@ -30,13 +30,20 @@ class Layer(NamedTuple):
 
 
 def knows(layers: Sequence[Layer]) -> bool:
-    """Whether the kernel computes these: in float32 on a CPU."""
-    return bool(layers) and all(
+    """Whether the kernel computes these: plain ones in float32 on a CPU, none of them twice."""
+    return len({id(layer.linear) for layer in layers}) == len(layers) > 0 and all(
         layer.activation in (None, *ACTIVATIONS)
+        and type(layer.linear) is nn.Linear  # not one with a parametrisation
+        and layer.linear.bias is not None
         and layer.linear.weight.dtype == torch.float32
         and layer.linear.weight.device.type == "cpu"
         for layer in layers
     )
+
+
+def learns(layers: Sequence[Layer]) -> bool:
+    """Whether every parameter of these is trained: ``VectorNetworks`` has a gradient for all of them or for none."""
+    return all(parameter.requires_grad for layer in layers for parameter in layer.linear.parameters())
 
 
 class ActingNetworks:
@@ -106,6 +113,9 @@ class VectorNetworks:
         vector: float32, on the CPU.
         trunk: layers that the networks share; none: all begin at the input.
         heads: the layers of each network behind the trunk, the last one without activation.
+
+    Raises:
+        ConfigError: a parameter is no part of the vector.
     """
 
     def __init__(self, vector: nn.Parameter, trunk: Sequence[Layer], heads: Sequence[Sequence[Layer]]) -> None:
@@ -133,7 +143,11 @@ class VectorNetworks:
         """The parameter's part of the vector, and of the gradient."""
         begin = (parameter.data_ptr() - self.vector.data_ptr()) // self.vector.element_size()
         part = slice(begin, begin + parameter.numel())
-        assert 0 <= begin <= part.stop <= self.vector.numel(), "not a view of the vector"
+        if not 0 <= begin <= part.stop <= self.vector.numel():
+            raise ConfigError(
+                "parameters of the policy were moved, converted, replaced or unfrozen after the algorithm was built; "
+                "mend: do it before"
+            )
         return self.vector.detach()[part].view_as(parameter), self.gradient[part].view_as(parameter)
 
 

@@ -6,7 +6,7 @@ time in which a training starts (``docs/performance.md``). Here the marks wait u
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -38,7 +38,7 @@ class _MarksWhenImported(MetaPathFinder, Loader):
 
         return later
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         """The compiler's own spec, loaded by this; to ask for it changes nothing."""
         if name != _COMPILER:
             return None

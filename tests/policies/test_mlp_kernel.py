@@ -15,6 +15,7 @@ from groupwise.errors import ConfigError
 from groupwise.policies import mlp_kernel
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.configs import PolicyCfg
+from groupwise.policies.distributions import Categorical, DiagGaussian
 from groupwise.policies.networks import MLP
 
 WIDTH = st.integers(1, 20)
@@ -231,6 +232,30 @@ def test_what_a_subclass_does_otherwise_is_done():
     policy = Own(Box(-1, 1, (4,), np.float32), Discrete(2))
     assert policy.acting() == policy.act
     assert policy.evaluating() == policy.evaluate
+
+
+def test_who_looks_on_sees_what_is_computed():
+    policy, seen = ActorCritic(Box(-1, 1, (4,), np.float32), Discrete(2)), []
+    hook = policy.actor.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    assert not policy.has_kernel
+    policy.acting()(torch.randn(3, 4))
+    policy.evaluating()({"obs": torch.randn(3, 4), "action": torch.zeros(3, dtype=torch.int64)})
+    assert len(seen) == 2
+    hook.remove()
+    assert policy.has_kernel
+
+
+@pytest.mark.parametrize(
+    ("space", "family"), [(Discrete(2), Categorical), (Box(-1, 1, (2,), np.float32), DiagGaussian)]
+)
+def test_a_head_that_draws_otherwise_is_asked(space, family):
+    class Own(family):
+        def sample(self, params, generator=None):
+            return torch.ones_like(super().sample(params, generator))
+
+    policy = ActorCritic(Box(-1, 1, (4,), np.float32), space)
+    policy.head.__class__ = Own
+    assert (policy.acting()(torch.randn(20, 4)).action == 1).all()
 
 
 def test_a_policy_that_diverged_acts_without_warnings():

@@ -12,7 +12,7 @@ from groupwise.data.rollout import Nested
 from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind
 from groupwise.errors import ConfigError, DataError
 from groupwise.lean_tensordict import TensorDict
-from groupwise.policies.base import Action, Batch, Evaluation, Policy
+from groupwise.policies.base import Action, Batch, Evaluation, Policy, has_hooks
 from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.distributions import make_head
 from groupwise.policies.mlp_kernel import ActingNetworks, Layer, VectorNetworks, knows, learns
@@ -215,13 +215,13 @@ class ActorCritic(Policy):
         return self._kernel_layers() is not None
 
     def _kernel_layers(self) -> tuple[list[Layer], list[list[Layer]]] | None:
-        """The trunk and what stands on it, if the kernel knows every layer and nothing below them learns."""
+        """The trunk and what stands on it, if the kernel knows every layer, nothing below them learns and nobody looks on."""
         ends = [self.actor] if self.critic is None else [self.actor, self.critic]
         trunk, heads = [], [end.layers for end in ends if type(end) is MLP]
         if self.trunk is not None:
             trunk, heads = self.trunk.layers, [[Layer(end, None)] for end in ends if isinstance(end, nn.Linear)]
         learns_features = any(True for _ in self.encoder.parameters())
-        if self.cfg.mlp_kernel != "auto" or learns_features or len(heads) < len(ends):
+        if self.cfg.mlp_kernel != "auto" or learns_features or len(heads) < len(ends) or has_hooks(self):
             return None
         return (trunk, heads) if knows([*trunk, *chain.from_iterable(heads)]) else None
 

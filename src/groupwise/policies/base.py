@@ -126,3 +126,8 @@ class Policy(nn.Module, ABC):
     def device(self) -> torch.device:
         """Where the parameters live."""
         return next(self.parameters()).device
+
+
+def has_hooks(network: nn.Module) -> bool:
+    """Whether anybody looks at what modules compute, or changes it."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())

@@ -12,12 +12,13 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from groupwise.errors import ConfigError, DataError, SlowPathWarning
 from groupwise.functional.row_random import hash_pair, mix, unit
+from groupwise.policies.base import has_hooks
 from groupwise.policies.causal_lm import CausalLM
 from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.cpu_attention import autocast_off
 from groupwise.policies.drawing import draw
 from groupwise.policies.graph_step import may_replay, replayed
-from groupwise.policies.llama_step import ROOM, LlamaStep, Prompts, has_hooks, has_llama_shape, linear_map
+from groupwise.policies.llama_step import ROOM, LlamaStep, Prompts, has_llama_shape, linear_map
 
 Head = Callable[[Tensor], Tensor]
 """Logits of hidden states."""

@@ -131,7 +131,7 @@ class Categorical(ActionHead):
         self, params: Float[Tensor, "batch P"], generator: torch.Generator | None = None
     ) -> tuple[Tensor, Float[Tensor, " batch"]]:
         """As ``sample`` and ``log_prob``; of a few rows on a CPU in NumPy, whose operations begin faster."""
-        if not _is_small(params):
+        if type(self) is not Categorical or not _is_small(params):
             return super().draw(params, generator)
         logits = params.numpy()
         noise = torch.rand(params.shape, generator=generator).clamp_(min=_TINY).numpy()
@@ -296,7 +296,7 @@ class DiagGaussian(ActionHead):
         self, params: Float[Tensor, "batch P"], generator: torch.Generator | None = None
     ) -> tuple[Tensor, Float[Tensor, " batch"]]:
         """As ``sample`` and ``log_prob``; of a few rows on a CPU in NumPy, whose operations begin faster."""
-        if not _is_small(params):
+        if type(self) is not DiagGaussian or not _is_small(params):
             return super().draw(params, generator)
         mean, log_std = np.split(params.numpy(), 2, axis=1)
         deviation = np.exp(log_std)
@@ -360,12 +360,6 @@ class SquashedGaussian(DiagGaussian):
         self.register_buffer("weights", torch.from_numpy(weights / weights.sum()).float(), persistent=False)
         self.nodes: Tensor
         self.weights: Tensor
-
-    def draw(
-        self, params: Float[Tensor, "batch P"], generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Float[Tensor, " batch"]]:
-        """``sample`` and ``log_prob``."""
-        return ActionHead.draw(self, params, generator)
 
     def log_prob(self, params: Float[Tensor, "*batch P"], action: Tensor) -> Float[Tensor, "*batch"]:
         """Log-density of the squashed action whose latent is ``action``."""

@@ -13,8 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from groupwise.errors import SlowPathWarning
+from groupwise.policies.base import has_hooks
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.llama_step import LlamaStep, Prompts, has_hooks
+from groupwise.policies.llama_step import LlamaStep, Prompts
 
 _WARM_UP = 3
 """Runs before the recording, in which libraries choose kernels and take workspace."""

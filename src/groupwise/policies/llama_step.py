@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.cache_utils import DynamicLayer
 
+from groupwise.policies.base import has_hooks
 from groupwise.policies.causal_lm import CausalLM
 from groupwise.policies.cpu_attention import attend, autocast_off
 
@@ -41,11 +42,6 @@ class Prompts(NamedTuple):
     """Rows that follow each."""
     max_new_tokens: int
     """The most that a row may have to read."""
-
-
-def has_hooks(network: Any) -> bool:
-    """Whether anybody looks at what modules compute, or changes it."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
 
 
 def has_llama_shape(network: Any, cache: Any) -> bool:

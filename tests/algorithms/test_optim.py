@@ -174,6 +174,26 @@ def test_a_gradient_that_is_not_a_number_is_not_hidden_by_clipping():
     assert trained.tensors[0].grad.isnan().all()
 
 
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "rmsprop"])
+def test_a_loop_of_ones_own_trains(name, monkeypatch):
+    """Zero, backward, step, as with any optimiser of torch."""
+    ends = []
+    for limit in (optim.FLAT_LIMIT, 0):
+        monkeypatch.setattr(optim, "FLAT_LIMIT", limit)
+        network, x = small_network(), torch.linspace(-1, 1, 15).reshape(5, 3)
+        built = build_optimizer(
+            PPOCfg(learning_rate=0.01, optimizer=OptimizerCfg(name=name)), Trained(network.parameters())
+        )
+        for _ in range(5):
+            built.zero_grad()
+            (network(x) - 1).square().mean().backward()
+            built.step()
+        ends.append(torch.cat([p.detach().flatten() for p in network.parameters()]))
+    torch.testing.assert_close(*ends, atol=1e-6, rtol=1e-5)
+    untrained = torch.cat([p.detach().flatten() for p in small_network().parameters()])
+    assert (ends[0] - untrained).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_the_vectors_adam_is_the_libraries(name):
     torch.manual_seed(0)

@@ -64,6 +64,11 @@ class Trained:
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = view
 
+    def gather_if_due(self) -> None:
+        """``gather_grad``, unless that was done since ``zero_grad``."""
+        if self.tensors[0].grad is None:
+            self.gather_grad()
+
     @torch.no_grad()
     def clip_grad(self, limit: float) -> Tensor:
         """Scale the gradient down to the norm ``limit``; returns the norm before.
@@ -97,7 +102,7 @@ class FlatAdam:
 
     def __init__(
         self,
-        vector: nn.Parameter,
+        trained: Trained,
         *,
         lr: float,
         betas: tuple[float, float],
@@ -105,9 +110,10 @@ class FlatAdam:
         weight_decay: float,
         decoupled_weight_decay: bool,
     ) -> None:
+        self._trained = trained
         self.param_groups: list[dict[str, Any]] = [
             {
-                "params": [vector],
+                "params": [*trained.tensors],
                 "lr": lr,
                 "betas": betas,
                 "eps": eps,
@@ -117,13 +123,18 @@ class FlatAdam:
         ]
         self.state: dict[str, Tensor] = {}
 
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._trained.zero_grad()
+
     @torch.no_grad()
     def step(self) -> None:
-        """One step along the vector's gradient.
+        """One step along the gradient, which is gathered first if it was not yet.
 
         Source: Kingma, Ba 2015, https://arxiv.org/abs/1412.6980, algorithm 1; decoupled weight decay: Loshchilov, Hutter
         2019, https://arxiv.org/abs/1711.05101.
         """
+        self._trained.gather_if_due()
         group = self.param_groups[0]
         vector = group["params"][0]
         if not self.state:
@@ -163,31 +174,60 @@ class FlatAdam:
         self.state = {name: value.to(vector.device, copy=True) for name, value in saved.items()}
 
 
+class _OfVector(torch.optim.Optimizer):
+    """An optimiser of a vector that may also be used as one of the parameters: in a loop of zero_grad, backward, step."""
+
+    trained: Trained
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.trained.zero_grad()
+
+    def step(self, closure: Any = None) -> Any:
+        """One step along the gradient, which is gathered first if it was not yet."""
+        self.trained.gather_if_due()
+        return super().step(closure)
+
+
+class _VectorSGD(_OfVector, torch.optim.SGD):
+    pass
+
+
+class _VectorRMSprop(_OfVector, torch.optim.RMSprop):
+    pass
+
+
 Optimizer: TypeAlias = torch.optim.Optimizer | FlatAdam
 """What moves the parameters."""
 
 
 def build_optimizer(cfg: AlgorithmCfg, trained: Trained) -> Optimizer:
     """The optimiser that ``cfg.optimizer`` describes, at ``cfg.learning_rate``."""
-    choice, rate = cfg.optimizer, cfg.learning_rate
-    adam_settings: dict[str, Any] = {
-        "lr": rate,
-        "betas": choice.betas,
-        "eps": choice.eps,
-        "weight_decay": choice.weight_decay,
-        "decoupled_weight_decay": choice.name == "adamw",
-    }
-    match choice.name:
-        case "adam" | "adamw":
-            if trained.is_flat:
-                return FlatAdam(trained.tensors[0], **adam_settings)
-            return torch.optim.Adam(trained.tensors, fused=True, **adam_settings)
-        case "sgd":
-            return torch.optim.SGD(trained.tensors, lr=rate, momentum=choice.momentum, weight_decay=choice.weight_decay)
-        case "rmsprop":
-            return torch.optim.RMSprop(
-                trained.tensors, lr=rate, eps=choice.eps, momentum=choice.momentum, weight_decay=choice.weight_decay
-            )
+    choice = cfg.optimizer
+    settings: dict[str, Any] = {"lr": cfg.learning_rate, "weight_decay": choice.weight_decay}
+    if choice.name in ("adam", "adamw"):
+        settings |= {
+            "betas": choice.betas,
+            "eps": choice.eps,
+            "decoupled_weight_decay": choice.name == "adamw",
+        }
+        return (
+            FlatAdam(trained, **settings)
+            if trained.is_flat
+            else torch.optim.Adam(trained.tensors, fused=True, **settings)
+        )
+    settings["momentum"] = choice.momentum
+    if choice.name == "rmsprop":
+        settings["eps"] = choice.eps
+        if not trained.is_flat:
+            return torch.optim.RMSprop(trained.tensors, **settings)
+        optimizer: _OfVector = _VectorRMSprop(trained.tensors, **settings)
+    else:
+        if not trained.is_flat:
+            return torch.optim.SGD(trained.tensors, **settings)
+        optimizer = _VectorSGD(trained.tensors, **settings)
+    optimizer.trained = trained
+    return optimizer
 
 
 class Schedule:

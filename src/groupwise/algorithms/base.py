@@ -280,10 +280,10 @@ class BaseAlgorithm(ABC):
         minibatch = minibatch.view(-1, *[1] * (elements["loss_mask"].dim() - 1)).expand_as(elements["loss_mask"])
         elements = self.prepare(dict(elements), minibatch, count)
         mask, episode = elements["loss_mask"], elements["episode_id"]
-        weigh = partial(loss_weights, max_length=objective.max_length, all_sum=self.engine.sum)
         elements["share"] = token_mean_weights(mask & (episode >= 0), minibatch, count, all_sum=self.engine.sum)
         elements["weight"] = elements["share"]
         if objective.aggregation != "token_mean":
+            weigh = partial(loss_weights, max_length=objective.max_length, all_sum=self.engine.sum)
             whole = zip(mask.split(sizes), episode.split(sizes), strict=True)
             weights = [weigh(m, e, self.counts.episodes, objective.aggregation) for m, e in whole]
             elements["weight"] = torch.cat(weights)

@@ -1,8 +1,8 @@
 """Small networks on a CPU by hand: acting with NumPy's tanh, and all networks of a policy as one operation of autograd.
 
-``torch.tanh`` takes ten times as long as NumPy's there, and a dozen nodes and a dozen parameters of autograd longer than the
-products of a small minibatch (``benchmarks/mlp_kernel.py``). ``MLP`` computes the same layer by layer: it is the reference,
-and serves everything else.
+A dozen nodes and a dozen parameters of autograd cost a small minibatch about as much as its products, and ``torch.tanh`` takes
+ten times as long as NumPy's on some machines (``benchmarks/README.md``). ``MLP`` computes the same layer by layer: it is the
+reference, and serves everything else.
 """
 
 from collections.abc import Sequence

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.agreement import Agreement
+from groupwise.algorithms.compiled_gradient import GradientCompiler
 from groupwise.algorithms.configs import AlgorithmCfg
 from groupwise.algorithms.entropy import EntropyControl
 from groupwise.algorithms.optim import Optimizer, Schedule, Trained, build_optimizer
-from groupwise.algorithms.step_metrics import StepMetrics
+from groupwise.algorithms.step_metrics import StepMetrics, metric_sums
 from groupwise.algorithms.surrogate import Counts, check_objective, finest_unit, objective_data
 from groupwise.data.minibatch import Epoch, coarsest, shuffle_items, shuffle_transitions, take
 from groupwise.data.rollout import Nested, transition_view
@@ -57,6 +58,9 @@ class BaseAlgorithm(ABC):
     """Whether the policy needs no critic."""
     metric_names: ClassVar[tuple[str, ...]] = ()
     """What ``terms`` reports; ``approx_kl`` among them serves ``target_kl`` and the adaptive schedule."""
+    pure_terms: ClassVar[Callable[..., Terms] | None] = None
+    """The ``terms`` that depend on ``cfg``, policy and batch alone, so that they may be compiled; a subclass with other ones
+    is left alone until it says so itself."""
 
     def __init__(self, cfg: AlgorithmCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
         check_objective(cfg.objective, policy)
@@ -65,6 +69,7 @@ class BaseAlgorithm(ABC):
         self.engine = engine or Engine()
         self.seed = seed
         self.iteration = 0
+        self.optimizer_steps = 0
         policy.eval()  # dropout would move the ratio off 1 where nothing has changed yet
         self.engine.broadcast(policy)
         self.trained = Trained(policy.parameters())
@@ -76,6 +81,7 @@ class BaseAlgorithm(ABC):
                 f"objective.entropy.control='adaptive' needs the entropy, which {type(self).__name__} does not measure; "
                 "mend: 'constant', or 'entropy' among its metric_names"
             )
+        self.compiler = GradientCompiler(policy, self.trained, self._losses, when=self._compiles)
 
     @abstractmethod
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
@@ -134,6 +140,7 @@ class BaseAlgorithm(ABC):
     def set_progress(self, progress: float) -> None:
         """Tell the schedule which share of training is done, in [0, 1]."""
         self.schedule.set_progress(progress)
+        self.compiler.expect(self.optimizer_steps, progress)
 
     def optimise(self, data: dict[str, Nested], num_episodes: int) -> dict[str, Tensor]:
         """Minimise ``terms`` over all epochs; returns the mean of each metric.
@@ -151,14 +158,18 @@ class BaseAlgorithm(ABC):
         said = StepMetrics(self.metric_names, self.cfg.objective, mask.device, self.engine.sum)
         watch = Agreement(mask.device) if self._is_watched else None
         scorer = self.policy.evaluating(self.trained.tensors[0]) if self.trained.is_flat else self.policy.evaluate
+        compiled = self.compiler.is_on and self._compiles != "never"
         for minibatch in self._minibatches(elements, total) if total else ():
-            self._gradient(minibatch, scorer, said, None if said.steps else watch)
+            if not (compiled and self.compiler.leave_gradient(minibatch, said)):
+                self._gradient(minibatch, scorer, said, None if said.steps else watch)
+            self.engine.sum_gradients(self.trained.tensors)
             means = said.of_step() if self._is_followed else {}
             if self._kl_ends_update(means):
                 break
             said.end_step(self._apply_gradient())
             if self.entropy.adaptive:
                 self.entropy.adapt(means[EntropyControl.metric])
+        self.optimizer_steps += said.steps
         out = {f"train/{name}": value for name, value in said.means().items()}
         out["train/optimizer_steps"] = mask.new_tensor(said.steps, dtype=torch.float32)
         out["train/learning_rate"] = mask.new_tensor(self.schedule.rate, dtype=torch.float64)
@@ -216,6 +227,8 @@ class BaseAlgorithm(ABC):
             "schedule": self.schedule.state_dict(),
             "entropy": self.entropy.state_dict(),
             "iteration": self.iteration,
+            "optimizer_steps": self.optimizer_steps,
+            "compiled": self.compiler.is_on,
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -224,6 +237,8 @@ class BaseAlgorithm(ABC):
         self.schedule.load_state_dict(state["schedule"])
         self.entropy.load_state_dict(state["entropy"])
         self.iteration = state["iteration"]
+        self.optimizer_steps = state["optimizer_steps"]
+        self.compiler.is_on = state["compiled"]
 
     def _elements(self, data: dict[str, Nested], compact: bool = True) -> tuple[dict[str, Nested], Tensor]:
         """Rows as they are for sequence models, else flat transitions (``compact``: only those that count)."""
@@ -303,6 +318,20 @@ class BaseAlgorithm(ABC):
         """Whether anything looks at the metrics of every single step."""
         return self.cfg.target_kl is not None or self.cfg.schedule.name == "adaptive_kl" or self.entropy.adaptive
 
+    @property
+    def _compiles(self) -> str:
+        """When minibatches may be compiled: "never", "auto" or "compiled"."""
+        may = (
+            self.policy.compiles != "never"
+            and self.trained.is_flat
+            and all(parameter.requires_grad for parameter in self.trained.parameters)
+            and type(self).terms is type(self).pure_terms
+            and finest_unit(self.cfg.objective) == "transition"
+            and not self.entropy.adaptive
+            and not self._is_watched
+        )
+        return self.policy.compiles if may else "never"
+
     def _gradient(
         self,
         minibatch: list[dict[str, Nested]],
@@ -313,32 +342,27 @@ class BaseAlgorithm(ABC):
         """Leave the gradient of one optimiser step in the parameters; ``said`` notes the metrics."""
         self.trained.zero_grad()
         for batch in minibatch:
-            evaluation = self._blanked(scorer(batch), batch)
-            batch.setdefault("old_log_prob", evaluation.log_prob.detach())  # of a single pass
+            evaluation, terms = self._scored(scorer, batch)
             if watch is not None:
                 watch.note(batch, evaluation.log_prob)
-            terms = self.terms(batch, evaluation)
             (batch["weight"] * terms.loss).sum().backward()
             said.note(terms.metrics, terms.ratio, evaluation.log_prob, batch)
         self.trained.gather_grad()
-        self.engine.sum_gradients(self.trained.tensors)
+
+    def _losses(self, batch: dict[str, Nested]) -> tuple[Tensor, Tensor]:
+        """The loss of a micro-batch, and the sums of its metrics."""
+        evaluation, terms = self._scored(self.policy.evaluate, batch)
+        sums = metric_sums(self.cfg.objective, terms.metrics, terms.ratio, evaluation.log_prob, batch)
+        return (batch["weight"] * terms.loss).sum(), sums
+
+    def _scored(self, scorer: Callable[[Batch], Evaluation], batch: dict[str, Nested]) -> tuple[Evaluation, Terms]:
+        evaluation = self._blanked(scorer(batch), batch)
+        batch.setdefault("old_log_prob", evaluation.log_prob.detach())  # of a single pass
+        return evaluation, self.terms(batch, evaluation)
 
     def _blanked(self, evaluation: Evaluation, batch: Batch) -> Evaluation:
         """In rows, what the policy says of padding (it may be NaN) is replaced by 0."""
-        if self.policy.scored_by == "transition":
-            return evaluation
-        padding = ~batch["loss_mask"]
-
-        def blank(scores: Tensor) -> Tensor:
-            return scores.masked_fill(padding if scores.dim() == padding.dim() else padding.unsqueeze(-1), 0.0)
-
-        log_prob, entropy, value, dist = evaluation
-        return Evaluation(
-            blank(log_prob),
-            blank(entropy),
-            value if value is None else blank(value),
-            dist if dist is None else blank(dist),
-        )
+        return evaluation if self.policy.scored_by == "transition" else evaluation.blanked(~batch["loss_mask"])
 
     def _kl_ends_update(self, means: dict[str, Tensor]) -> bool:
         """Feed the measured KL to what asks for it; True when it exceeds the limit (SB3's 1.5 times the target)."""

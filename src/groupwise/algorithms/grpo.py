@@ -86,6 +86,8 @@ class GRPO(BaseAlgorithm):
             loss = loss + self.entropy.loss(evaluation.entropy)
         return Terms(loss, (loss, policy, evaluation.entropy, distance), ratio)
 
+    pure_terms: ClassVar = terms
+
     def state_dict(self) -> dict[str, object]:
         """Everything but the policy that the next update depends on."""
         state = super().state_dict() | {"score_average": self.score_average}

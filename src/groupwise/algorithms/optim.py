@@ -42,7 +42,19 @@ class Trained:
         for parameter in (*self.parameters, *self.tensors):
             parameter.grad = None
         if self.is_flat and self.parameters[0].data_ptr() != self.tensors[0].data_ptr():
-            raise ConfigError("the policy was moved or converted after the algorithm was built; mend: do it before")
+            raise _moved()
+
+    def check(self) -> None:
+        """Make sure that every parameter still is its part of the vector.
+
+        Raises:
+            ConfigError: the parameters are no longer those that the algorithm was built with.
+        """
+        begin = self.tensors[0].data_ptr()
+        for parameter in self.parameters:
+            if parameter.data_ptr() != begin:
+                raise _moved()
+            begin += parameter.numel() * parameter.element_size()
 
     @torch.no_grad()
     def gather_grad(self) -> None:
@@ -60,9 +72,21 @@ class Trained:
             self._gradient.zero_() if vector.grad is None else self._gradient.copy_(vector.grad)
             for grad, view in own:
                 view.add_(grad)
-        vector.grad = self._gradient
-        for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.grad = view
+        self._show_grad()
+
+    @torch.no_grad()
+    def put_grad(self, gradient: Tensor, *, add: bool) -> None:
+        """Take the vector's gradient as it is, in place of backward passes and ``gather_grad``.
+
+        Args:
+            add: to the gradient that is there, which else is replaced.
+        """
+        if add:
+            self._gradient.add_(gradient)
+        else:
+            self._gradient.copy_(gradient)
+        if self.tensors[0].grad is not self._gradient:
+            self._show_grad()
 
     def gather_if_due(self) -> None:
         """``gather_grad``, unless that was done since ``zero_grad``."""
@@ -82,6 +106,12 @@ class Trained:
             self._gradient.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
+    def _show_grad(self) -> None:
+        """Where everybody looks for gradients."""
+        self.tensors[0].grad = self._gradient
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad = view
+
     def _lay_end_to_end(self) -> None:
         vector = nn.Parameter(torch.cat([p.detach().flatten() for p in self.parameters]))
         sizes = [p.numel() for p in self.parameters]
@@ -91,6 +121,10 @@ class Trained:
         views = zip(self.parameters, torch.split(self._gradient, sizes), strict=True)
         self._views = [part.view_as(parameter) for parameter, part in views]
         self.tensors = [vector]
+
+
+def _moved() -> ConfigError:
+    return ConfigError("the policy was moved or converted after the algorithm was built; mend: do it before")
 
 
 class FlatAdam:

@@ -97,3 +97,5 @@ class PPO(BaseAlgorithm):
         if self.entropy.enabled:
             loss = loss + self.entropy.loss(evaluation.entropy)
         return Terms(loss, (loss, policy, value, evaluation.entropy), ratio)
+
+    pure_terms: ClassVar = terms

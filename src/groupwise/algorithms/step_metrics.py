@@ -36,6 +36,9 @@ class StepMetrics:
         """What micro-batches of the steps taken said."""
         self._running: list[tuple[Tensor, ...]] = []
         """What micro-batches of the step that is being taken said."""
+        self._taken_sums: list[Tensor] = []
+        self._running_sums: list[Tensor] = []
+        """The same of micro-batches that came as sums."""
         self._norms: list[Tensor] = []
         self._kept = 0
         """Elements that wait for their means."""
@@ -52,14 +55,21 @@ class StepMetrics:
         self._kept += batch["share"].numel()
         self._has_ratio = ratio is not None
 
+    def note_sums(self, sums: Float[Tensor, " metric"]) -> None:
+        """Take in ``metric_sums`` of a micro-batch."""
+        self._running_sums.append(sums)
+
     def of_step(self) -> dict[str, Tensor]:
         """Means over the step that is being taken, on all ranks."""
-        return dict(zip(self._names, self._all_sum(self._summed(self._running)).unbind(), strict=True))
+        return dict(
+            zip(self._names, self._all_sum(self._summed(self._running, self._running_sums)).unbind(), strict=True)
+        )
 
     def end_step(self, grad_norm: Tensor) -> None:
         """The step was taken; what was noted since the last one counts."""
         self._taken += self._running
-        self._running = []
+        self._taken_sums += self._running_sums
+        self._running, self._running_sums = [], []
         self._norms.append(grad_norm.reshape(1))
         self.steps += 1
         if self._kept > KEPT:
@@ -73,17 +83,35 @@ class StepMetrics:
         return dict(zip(self._names, means.unbind(), strict=True)) | {"grad_norm": norm}
 
     def _fold(self) -> None:
-        if self._taken:
-            self._sums = self._sums + self._summed(self._taken)
-            self._taken, self._kept = [], 0
+        self._sums = self._sums + self._summed(self._taken, self._taken_sums)
+        self._taken, self._taken_sums, self._kept = [], [], 0
 
     @torch.no_grad()
-    def _summed(self, noted: list[tuple[Tensor, ...]]) -> Float[Tensor, " metric"]:
-        """Shares of the elements times what was said of them."""
+    def _summed(self, noted: list[tuple[Tensor, ...]], sums: list[Tensor]) -> Float[Tensor, " metric"]:
+        total = torch.stack(sums).sum(dim=0) if sums else torch.zeros_like(self._sums)
         if not noted:
-            return torch.zeros_like(self._sums)
+            return total
         *said, share = (torch.cat(column) for column in zip(*noted, strict=True))
-        if self._has_ratio:
-            *said, ratio, log_prob, old_log_prob = said
-            said += diagnostics(self._objective, ratio, log_prob, old_log_prob)
-        return torch.stack(said) @ share if said else torch.zeros_like(self._sums)
+        return total + _sums(self._objective, tuple(said), share, self._has_ratio)
+
+
+def metric_sums(
+    objective: ObjectiveCfg, metrics: tuple[Tensor, ...], ratio: Tensor | None, log_prob: Tensor, batch: Batch
+) -> Float[Tensor, " metric"]:
+    """Shares of a micro-batch's elements times what was said of them, without gradient.
+
+    Args:
+        ratio: with it the metrics go on with ``DIAGNOSTICS``.
+    """
+    said = metrics if ratio is None else (*metrics, ratio, log_prob, batch["old_log_prob"])
+    flat = tuple(values.detach().flatten() for values in said)
+    return _sums(objective, flat, batch["share"].flatten(), ratio is not None)
+
+
+def _sums(
+    objective: ObjectiveCfg, said: tuple[Tensor, ...], share: Tensor, has_ratio: bool
+) -> Float[Tensor, " metric"]:
+    if has_ratio:
+        *said, ratio, log_prob, old_log_prob = said  # type: ignore[assignment]
+        said = (*said, *diagnostics(objective, ratio, log_prob, old_log_prob))
+    return torch.stack(said) @ share if said else share.new_zeros(0)

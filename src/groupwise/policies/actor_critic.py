@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -14,7 +14,14 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Action, Batch, Evaluation, Policy, has_hooks
 from groupwise.policies.configs import PolicyCfg
-from groupwise.policies.distributions import make_head
+from groupwise.policies.distributions import (
+    Bernoulli,
+    Categorical,
+    DiagGaussian,
+    MultiCategorical,
+    SquashedGaussian,
+    make_head,
+)
 from groupwise.policies.mlp_kernel import ActingNetworks, Layer, VectorNetworks, knows, learns
 from groupwise.policies.networks import ACTOR_GAIN, CRITIC_GAIN, MLP, ObsEncoder, orthogonal
 from groupwise.policies.normalization import ObsNormalizer, RewardNormalizer
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
     from groupwise.engines.base import Engine
 
 _DEFAULT = PolicyCfg()
+_OWN_HEADS = (Categorical, MultiCategorical, Bernoulli, DiagGaussian, SquashedGaussian)
 
 
 class ActorCritic(Policy):
@@ -214,6 +222,15 @@ class ActorCritic(Policy):
         """Whether its networks are computed by hand in training."""
         return self._kernel_layers() is not None
 
+    @property
+    def compiles(self) -> Literal["never", "auto", "compiled"]:
+        """Small networks of our own kinds are, unless hooks or a subclass stand in the way."""
+        layers = self._kernel_layers()
+        plain = type(self).evaluate is ActorCritic.evaluate and type(self.head) in _OWN_HEADS
+        if layers is None or not plain or self.cfg.mlp_kernel not in ("auto", "compiled"):
+            return "never"
+        return self.cfg.mlp_kernel
+
     def _kernel_layers(self) -> tuple[list[Layer], list[list[Layer]]] | None:
         """The trunk and what stands on it, if the kernel knows every layer, nothing below them learns and nobody looks on."""
         ends = [self.actor] if self.critic is None else [self.actor, self.critic]
@@ -221,7 +238,7 @@ class ActorCritic(Policy):
         if self.trunk is not None:
             trunk, heads = self.trunk.layers, [[Layer(end, None)] for end in ends if isinstance(end, nn.Linear)]
         learns_features = any(True for _ in self.encoder.parameters())
-        if self.cfg.mlp_kernel != "auto" or learns_features or len(heads) < len(ends) or has_hooks(self):
+        if self.cfg.mlp_kernel == "torch" or learns_features or len(heads) < len(ends) or has_hooks(self):
             return None
         return (trunk, heads) if knows([*trunk, *chain.from_iterable(heads)]) else None
 

@@ -41,6 +41,19 @@ class Evaluation(NamedTuple):
     dist: Tensor | None = None
     """[..., P] flat parameters of the action distribution; ``Policy.kl`` understands them."""
 
+    def blanked(self, padding: Tensor) -> "Evaluation":
+        """The same with 0 where there is ``padding``, a mask of the batch's shape."""
+
+        def blank(scores: Tensor) -> Tensor:
+            return scores.masked_fill(padding if scores.dim() == padding.dim() else padding.unsqueeze(-1), 0.0)
+
+        return Evaluation(
+            blank(self.log_prob),
+            blank(self.entropy),
+            None if self.value is None else blank(self.value),
+            None if self.dist is None else blank(self.dist),
+        )
+
 
 class Policy(nn.Module, ABC):
     """Maps observations to actions, and scores (observation, action) pairs.
@@ -116,6 +129,11 @@ class Policy(nn.Module, ABC):
     def clone(self) -> "Policy":
         """A deep copy that shares nothing."""
         return copy.deepcopy(self)
+
+    @property
+    def compiles(self) -> Literal["never", "auto", "compiled"]:
+        """Whether ``evaluate`` may be compiled with the loss: it then is a function of parameters, buffers and batch alone."""
+        return "never"
 
     @property
     def shares_beginnings(self) -> bool:

@@ -139,7 +139,8 @@ def build_policy(cfg: RunCfg, env: VectorEnv, given: Given, algorithm_type: type
 def _note_on_networks(policy: Policy) -> list[str]:
     if not (isinstance(policy, ActorCritic) and policy.has_kernel):
         return []
-    return ["networks are computed by hand, in one operation; policy.mlp_kernel='torch' switches that off"]
+    note = "networks are computed by hand, in one operation, and compiled with the loss where many updates are ahead"
+    return [f"{note}; policy.mlp_kernel='torch' switches that off"]
 
 
 def _note_on_length(cfg: RunCfg) -> list[str]:

@@ -31,6 +31,11 @@ RUNS: dict[str, dict[str, Any]] = {
         ),
         "env": {"num_envs": 4},
     },
+    "grpo-compiled": {
+        "algorithm": gw.GRPOCfg(num_steps=50, num_epochs=2, group_size=4),
+        "policy": gw.PolicyCfg(mlp_kernel="compiled"),
+        "env": {"num_envs": 4},
+    },
     "grpo-carry": {
         "algorithm": gw.GRPOCfg(num_steps=16, num_epochs=2, group_size=4, collection={"unfinished": "carry"}),
         "env": {"num_envs": 4},

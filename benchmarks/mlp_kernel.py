@@ -1,7 +1,8 @@
-"""A policy by the MLP kernel against the same layer by layer, in turns: microseconds of a pass, and steps/s of whole training.
+"""The ways to compute a small policy in turns: layer by layer, by hand, compiled. Microseconds of a pass, and steps/s of training.
 
-A 64-64 actor and critic of CartPole on one thread. Passes, with what draws and scores actions: medians of ``TURNS`` turns for each number of rows. Training: PPO
-on ``CartPole-v1``, 256 environments x 32 steps, 2 epochs of minibatches of 2,048; every run is a process of its own.
+A 64-64 actor and critic of CartPole on one thread. Passes: acting, and the gradient of PPO's minibatch with loss and metrics; medians of
+``TURNS`` turns for each number of rows. Training: PPO on ``CartPole-v1``, 256 environments x 32 steps, 2 epochs of
+minibatches of 2,048, too few to compile; every run is a process of its own.
 
     python benchmarks/mlp_kernel.py                # or: --pairs 3
 """
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 RESULT = Path(__file__).parent / "results" / "mlp_kernel.json"
-Kernel = Literal["auto", "torch"]
-KERNELS: tuple[Kernel, ...] = ("auto", "torch")
+Kernel = Literal["torch", "by_hand", "compiled"]
+KERNELS: tuple[Kernel, ...] = ("torch", "by_hand", "compiled")
+UNCOMPILED = KERNELS[:2]
 ROWS = (8, 64, 256, 1024, 4096)
 TURNS, STEPS = 15, 500_000
 
@@ -32,31 +34,44 @@ def passes() -> list[dict[str, Any]]:
     import torch
     from gymnasium.spaces import Box, Discrete
 
-    from groupwise.algorithms.optim import Trained
-    from groupwise.policies.actor_critic import ActorCritic
-    from groupwise.policies.configs import PolicyCfg
+    import groupwise as gw
+    from groupwise.algorithms.step_metrics import StepMetrics
+    from groupwise.algorithms.surrogate import Counts
 
     torch.set_num_threads(1)
-    obs_space, action_space = Box(-1, 1, (4,), np.float32), Discrete(2)
-    policies = {kernel: ActorCritic(obs_space, action_space, PolicyCfg(mlp_kernel=kernel)) for kernel in KERNELS}
-    trained = {kernel: Trained(policy.parameters()) for kernel, policy in policies.items()}
-    acting = {kernel: policy.acting() for kernel, policy in policies.items()}
-    scoring = {kernel: policies[kernel].evaluating(trained[kernel].tensors[0]) for kernel in KERNELS}
+    spaces = Box(-1, 1, (4,), np.float32), Discrete(2)
+    policies = {kernel: gw.ActorCritic(*spaces, gw.PolicyCfg(mlp_kernel=kernel)) for kernel in KERNELS}
+    algorithms = {kernel: gw.PPO(gw.PPOCfg(), policy) for kernel, policy in policies.items()}
 
-    def train(kernel: Kernel, batch: dict[str, Any]) -> None:
-        trained[kernel].zero_grad()
-        scores = scoring[kernel](batch)
-        assert scores.value is not None
-        (scores.log_prob.sum() + scores.value.sum()).backward()
-        trained[kernel].gather_grad()
+    def gradient(kernel: Kernel, batch: dict[str, Any]) -> None:
+        algorithm = algorithms[kernel]
+        algorithm.counts = Counts(1, 0)
+        said = StepMetrics(algorithm.metric_names, algorithm.cfg.objective, torch.device("cpu"), algorithm.engine.sum)
+        if kernel == "compiled":
+            assert algorithm.compiler.leave_gradient([batch], said)
+        else:
+            algorithm._gradient([dict(batch)], scorers[kernel], said, None)
 
+    scorers = {kernel: policies[kernel].evaluating(algorithms[kernel].trained.tensors[0]) for kernel in KERNELS}
     found = []
     for rows in ROWS:
-        obs = torch.randn(rows, 4)
-        batch = {"obs": obs, "action": torch.randint(2, (rows,))}
+        obs, noise = torch.randn(rows, 4), torch.randn(4, rows)
+        batch = {
+            "obs": obs,
+            "action": torch.randint(2, (rows,)),
+            "old_log_prob": noise[0] / 10 - 0.7,
+            "advantage": noise[1],
+            "target": noise[2],
+            "old_value": noise[3],
+            "weight": torch.full((rows,), 1 / rows),
+            "share": torch.full((rows,), 1 / rows),
+            "loss_mask": torch.ones(rows, dtype=torch.bool),
+            "episode_id": torch.zeros(rows, dtype=torch.int64),
+        }
+        acting = {kernel: partial(policies[kernel].acting(), obs) for kernel in UNCOMPILED}
         for name, ways in (
-            ("act", {kernel: partial(acting[kernel], obs) for kernel in KERNELS}),
-            ("forward and backward", {kernel: partial(train, kernel, batch) for kernel in KERNELS}),
+            ("act", acting),
+            ("gradient", {kernel: partial(gradient, kernel, batch) for kernel in KERNELS}),
         ):
             micros = in_turn(ways, max(10, 50_000 // rows))
             found.append({"rows": rows, "pass": name, "microseconds": micros})
@@ -102,29 +117,27 @@ def measured(kernel: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--worker", choices=KERNELS)
+    parser.add_argument("--worker", choices=UNCOMPILED)
     args = parser.parse_args()
     if args.worker:
         print(train(args.worker))
         return
     network = passes()
     for row in network:
-        auto, torch_ = (row["microseconds"][kernel] for kernel in KERNELS)
-        print(
-            f"{row['rows']:5} rows, {row['pass']:20}: kernel {auto:7.0f} us, layers {torch_:7.0f} us, {torch_ / auto:.2f}"
-        )
-    pairs = [{kernel: measured(kernel) for kernel in KERNELS} for _ in range(args.pairs)]
-    ratios = [pair["auto"] / pair["torch"] for pair in pairs]
+        micros = ", ".join(f"{kernel} {micros:7.0f} us" for kernel, micros in row["microseconds"].items())
+        print(f"{row['rows']:5} rows, {row['pass']:8}: {micros}")
+    pairs = [{kernel: measured(kernel) for kernel in UNCOMPILED} for _ in range(args.pairs)]
+    ratios = [pair["by_hand"] / pair["torch"] for pair in pairs]
     result: dict[str, Any] = {
-        "what": "64-64 tanh actor and critic, one thread: the MLP kernel ('auto') and layer by layer ('torch'), in turns",
+        "what": "64-64 tanh actor and critic, one thread, in turns: the values of policy.mlp_kernel",
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
         "passes": network,
         "training_steps_per_second": pairs,
         "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
     }
     RESULT.write_text(json.dumps(result, indent=2) + "\n")
-    rates = {kernel: statistics.median(pair[kernel] for pair in pairs) for kernel in KERNELS}
-    print(f"training: kernel {rates['auto']:,.0f} steps/s, layers {rates['torch']:,.0f} steps/s")
+    rates = {kernel: statistics.median(pair[kernel] for pair in pairs) for kernel in UNCOMPILED}
+    print(f"training: by hand {rates['by_hand']:,.0f} steps/s, layer by layer {rates['torch']:,.0f} steps/s")
     print(f"ratio {result['ratio']['median']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})   -> {RESULT}")
 
 

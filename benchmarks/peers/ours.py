@@ -15,8 +15,8 @@ from worker import Watch, parse
 ENVS = ("CartPole-v1", "Acrobot-v1", "HalfCheetah-v5", "Pendulum-v1")
 
 
-def rate(args: Any) -> None:
-    """PPO without a run folder."""
+def rate(args: Any, kernel: Any) -> None:
+    """PPO without a run folder; compiled, it compiles in the first iteration, which is not timed."""
     import torch
 
     import groupwise as gw
@@ -37,7 +37,7 @@ def rate(args: Any) -> None:
     )
     rows = settings.num_envs
     env = gw.make_env(gw.EnvCfg(id=args.env, num_envs=rows), grouped=False)
-    networks = gw.PolicyCfg(normalize_obs=settings.normalized, normalize_reward=settings.normalized)
+    networks = gw.PolicyCfg(normalize_obs=settings.normalized, normalize_reward=settings.normalized, mlp_kernel=kernel)
     policy = gw.ActorCritic(env.observation_space, env.action_space, networks, gamma=cfg.gamma)
     buffer = gw.RolloutBuffer(rows, cfg.num_steps, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=True)
     trainer = gw.Trainer(
@@ -88,9 +88,10 @@ def listener(args: Any) -> Any:
 if __name__ == "__main__":
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--algorithm", choices=["ppo", "grpo"], default="ppo")
+    own.add_argument("--kernel", choices=["by_hand", "compiled"], default="by_hand")
     chosen, sys.argv[1:] = own.parse_known_args()
     args = parse("zoo", ENVS)
     if args.task == "rate":
-        rate(args)
+        rate(args, chosen.kernel)
     else:
         until_pass(args, chosen.algorithm)

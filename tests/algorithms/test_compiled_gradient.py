@@ -226,11 +226,15 @@ def test_without_a_compiler_updates_go_on(monkeypatch, caplog):
     assert torch.equal(parameters(fast), parameters(reference))
 
 
-def test_a_wrong_gradient_is_not_used(monkeypatch):
-    def wrong(function, inputs):
+@pytest.mark.parametrize("where", ["everywhere", "for another number of rows"])
+def test_a_wrong_gradient_is_not_used(monkeypatch, where):
+    def wrong(function, example):
+        used = []
+
         def compiled(inputs):
             gradient, sums = function(*inputs)
-            return gradient * 1.01, sums
+            used.append(len(inputs[-1]))
+            return gradient * (1 if where != "everywhere" and used[-1] == used[0] else 1.01), sums
 
         return compiled
 
@@ -238,6 +242,26 @@ def test_a_wrong_gradient_is_not_used(monkeypatch):
     algorithm = algorithm_of(*RUNS["ppo, several minibatches"], "compiled")
     with pytest.warns(SlowPathWarning, match="differs from the traced one"):
         algorithm.update(make_rollout(algorithm.policy))
+
+
+def test_rows_that_are_as_many_as_something_else_is_wide():
+    """Equal numbers in the example are taken to be equal for ever; observations are 3 wide."""
+    policy, algorithm = losses_of(ACT)
+    compiled = CompiledGradient(policy, algorithm.trained, algorithm._losses, random_batch(policy, 3, 0))
+    for rows in (2, 3, 11):
+        batch = random_batch(policy, rows, rows)
+        torch.testing.assert_close(
+            compiled(batch).gradient, reference_gradient(policy, algorithm, batch)[0], rtol=1e-4, atol=1e-5
+        )
+
+
+def test_a_single_row_is_not_given_to_what_was_traced_for_several(monkeypatch):
+    monkeypatch.setattr(compiled_gradient, "_compile", lambda function, _: lambda inputs: function(*inputs))
+    policy, algorithm = losses_of(ACT)
+    compiled = CompiledGradient(policy, algorithm.trained, algorithm._losses, random_batch(policy, 3, 0))
+    monkeypatch.setattr(compiled, "_compiled", None)
+    batch = random_batch(policy, 1, 0)
+    torch.testing.assert_close(compiled(batch).gradient, reference_gradient(policy, algorithm, batch)[0])
 
 
 def test_a_loss_that_reads_another_tensor_is_not_compiled():

@@ -71,14 +71,9 @@ class GradientCompiler:
         """Leave the gradient of one optimiser step in the parameters, ``said`` notes the metrics; False: it cannot be compiled.
 
         The first step of an update compiles what was not compiled yet.
-
-        Raises:
-            ConfigError: the parameters are no longer those that the algorithm was built with.
         """
-        if not said.steps:
-            self._trained.check()
-            if self.gradient is None or self.gradient.layout != _layout(minibatch[0]):
-                self.gradient = self._compile(minibatch[0])
+        if not said.steps and (self.gradient is None or self.gradient.layout != _layout(minibatch[0])):
+            self.gradient = self._compile(minibatch[0])
         if self.gradient is None:
             return False
         for number, batch in enumerate(minibatch):

@@ -42,19 +42,7 @@ class Trained:
         for parameter in (*self.parameters, *self.tensors):
             parameter.grad = None
         if self.is_flat and self.parameters[0].data_ptr() != self.tensors[0].data_ptr():
-            raise _moved()
-
-    def check(self) -> None:
-        """Make sure that every parameter still is its part of the vector.
-
-        Raises:
-            ConfigError: the parameters are no longer those that the algorithm was built with.
-        """
-        begin = self.tensors[0].data_ptr()
-        for parameter in self.parameters:
-            if parameter.data_ptr() != begin:
-                raise _moved()
-            begin += parameter.numel() * parameter.element_size()
+            raise ConfigError("the policy was moved or converted after the algorithm was built; mend: do it before")
 
     @torch.no_grad()
     def gather_grad(self) -> None:
@@ -121,10 +109,6 @@ class Trained:
         views = zip(self.parameters, torch.split(self._gradient, sizes), strict=True)
         self._views = [part.view_as(parameter) for parameter, part in views]
         self.tensors = [vector]
-
-
-def _moved() -> ConfigError:
-    return ConfigError("the policy was moved or converted after the algorithm was built; mend: do it before")
 
 
 class FlatAdam:

@@ -16,9 +16,11 @@ import groupwise as gw
 from groupwise.algorithms import compiled_gradient
 from groupwise.algorithms.compiled_gradient import WORTH_STEPS, CompiledGradient, GradientCompiler
 from groupwise.algorithms.ppo import PPO
+from groupwise.algorithms.step_metrics import StepMetrics
 from groupwise.algorithms.surrogate import Counts
 from groupwise.data.spaces import obs_spec
 from groupwise.errors import ConfigError, SlowPathWarning
+from groupwise.functional.reduce import local
 from groupwise.policies.actor_critic import ActorCritic
 
 UPDATES = 20
@@ -262,6 +264,22 @@ def test_a_single_row_is_not_given_to_what_was_traced_for_several(monkeypatch):
     monkeypatch.setattr(compiled, "_compiled", None)
     batch = random_batch(policy, 1, 0)
     torch.testing.assert_close(compiled(batch).gradient, reference_gradient(policy, algorithm, batch)[0])
+
+
+def test_other_data_is_compiled_anew(monkeypatch):
+    compiled = []
+
+    def compile_(function, _):
+        compiled.append(function.keys)
+        return lambda inputs: function(*inputs)
+
+    monkeypatch.setattr(compiled_gradient, "_compile", compile_)
+    policy, algorithm = losses_of(ACT)
+    batch = random_batch(policy, 5, 0)
+    for found in (batch, random_batch(policy, 7, 1), batch | {"policy_factor": torch.ones(5)}):
+        said = StepMetrics(algorithm.metric_names, algorithm.cfg.objective, torch.device("cpu"), local)
+        assert algorithm.compiler.leave_gradient([found], said)
+    assert compiled == [[*batch], [*batch, "policy_factor"]]
 
 
 def test_a_loss_that_reads_another_tensor_is_not_compiled():

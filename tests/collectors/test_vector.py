@@ -212,9 +212,9 @@ def test_dictionary_observations_keep_their_structure(walk_env, buffer_for, fake
 
 
 def test_labels_of_a_row_that_begins_dead_and_one_that_goes_on():
-    done = torch.tensor([[F, F, T], [T, F, F]])
-    dead = torch.tensor([[T, F, F], [F, T, F]])
-    episode_id, step = label_episodes(done, dead, torch.tensor([0, 6]))
+    done = np.array([[F, F, T], [T, F, F]])
+    dead = np.array([[T, F, F], [F, T, F]])
+    episode_id, step = label_episodes(done, dead, np.array([0, 6]))
     assert episode_id.tolist() == [[-1, 0, 0], [1, -1, 2]]
     assert step.tolist() == [[0, 0, 1], [6, 0, 0]]
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from groupwise.data.rollout import Nested
+from groupwise.data.rollout import Nested, all_finite
 from groupwise.envs.base import EnvStep
 from groupwise.errors import DataError
 from groupwise.lean_tensordict import TensorDict
@@ -41,7 +41,7 @@ class RolloutWriter:
         Raises:
             DataError: an action is not finite; environments answer that in ways that hide the cause.
         """
-        if action.action.is_floating_point() and not bool(action.action.isfinite().all()):
+        if action.action.is_floating_point() and not all_finite(action.action):
             bad = ~action.action.isfinite().flatten(1).all(dim=1)
             raise DataError(
                 f"the action of environment {int(bad.nonzero()[0])} at step {step} of the rollout is not finite; mend: the "

@@ -138,7 +138,7 @@ class ActorCritic(Policy):
         log_std = None if self.log_std is None else self.log_std.detach().numpy()
         draw = self.head.drawing_few(log_std)
         is_vector = isinstance(spec, TensorSpec) and len(spec.shape) == 1 and spec.dtype == torch.float32
-        if draw is None or not is_vector or (log_std is not None and log_std.dtype != np.float32):
+        if draw is None or not is_vector or type(self.encoder) is not ObsEncoder:
             return None
         most_rows = min(NUMPY_ROWS, SMALL // self.head.num_params)
         return _ActingOnFew(self, networks, draw, most_rows)

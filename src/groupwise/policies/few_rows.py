@@ -36,7 +36,8 @@ def draw_index(
 
 def gaussian(log_std: Float32[np.ndarray, " dim"]) -> DrawFew:
     """What draws from means [batch, dim], with deviations that do not depend on the observation."""
-    deviation = np.exp(log_std)
+    with np.errstate(all="ignore"):  # a policy that diverged is told by what it does
+        deviation = np.exp(log_std)
 
     def draw(mean: np.ndarray, generator: Generator) -> tuple[np.ndarray, np.ndarray]:
         return _draw_gaussian(mean, log_std, deviation, generator)

@@ -121,7 +121,8 @@ def test_a_subclass_and_a_wrapped_environment_are_not_known():
 
 
 @pytest.mark.parametrize(
-    "name", ["LINK_LENGTH_1", "LINK_MASS_1", "LINK_MASS_2", "LINK_COM_POS_1", "LINK_COM_POS_2", "LINK_MOI", "dt", "MAX_VEL_1"]
+    "name",
+    ["LINK_LENGTH_1", "LINK_MASS_1", "LINK_MASS_2", "LINK_COM_POS_1", "LINK_COM_POS_2", "LINK_MOI", "dt", "MAX_VEL_1"],
 )
 def test_constants_are_the_environments(monkeypatch, name):
     monkeypatch.setattr(AcrobotEnv, name, getattr(AcrobotEnv, name) * 0.7)

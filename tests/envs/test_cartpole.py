@@ -276,6 +276,15 @@ def test_rows_step_as_in_gymnasium_also_where_some_are_held(monkeypatch, kwargs)
     assert ends > 20
 
 
+def test_the_environment_that_was_given_shows_where_its_rows_are():
+    raw = CartPoleVectorEnv(3)
+    env = CartPoleGroupEnv(raw, env_id="CartPole-v1")
+    env.reset(seed=0)
+    for action in actions(3, 3):
+        obs = env.step(action).obs
+        assert np.array_equal(raw.state.T.astype(np.float32), obs.numpy())
+
+
 def test_what_steps_its_own_way_is_stepped_that_way():
     assert not CartPolePhysics.knows(Heavier(1))
     other = CartPoleVectorEnv(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec
-from groupwise.envs.base import EnvStep, Mask, VectorEnv
+from groupwise.envs.base import EnvStep, Mask, VectorEnv, stand_in_note
 from groupwise.seeding import row_seeds
 
 _Rows = npt.NDArray[np.float64]
@@ -106,6 +106,7 @@ class AcrobotVectorEnv(VectorEnv):
         assert probe.spec is not None
         assert isinstance(probe.unwrapped, AcrobotEnv)
         self.env_id = probe.spec.id
+        self.note = stand_in_note(self.env_id)
         self.num_envs = num_envs
         self.observation_space = probe.observation_space
         self.action_space = probe.action_space

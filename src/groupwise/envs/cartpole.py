@@ -13,7 +13,7 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec
-from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, Snapshot
+from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, Snapshot, stand_in_note
 from groupwise.envs.cartpole_physics import CartPolePhysics
 from groupwise.errors import EnvError
 
@@ -66,7 +66,8 @@ class CartPoleGroupEnv(GroupEnv):
         """Or only for the fall, as Sutton and Barto have it."""
         self.reset(seed=0)
         if self._physics is not None:
-            log.info("%s is stepped by groupwise, bit for bit as by Gymnasium; vectorization='sync' has Gymnasium's", env_id)
+            self.note = stand_in_note(env_id)
+            log.info(self.note)
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, 4]. All rows draw from one stream, as Gymnasium's class does."""
@@ -94,9 +95,7 @@ class CartPoleGroupEnv(GroupEnv):
         actions = action.cpu().numpy()
         reward, terminated, truncated = self._step_gymnasium(actions) if self._physics is None else self._step(actions)
         self._held = self._held | terminated | truncated
-        return EnvStep(
-            self._obs(), torch.from_numpy(reward), torch.from_numpy(terminated), torch.from_numpy(truncated)
-        )
+        return EnvStep(self._obs(), torch.from_numpy(reward), torch.from_numpy(terminated), torch.from_numpy(truncated))
 
     def _step(self, actions: npt.NDArray[np.int64]) -> _Outcome:
         assert self._physics is not None

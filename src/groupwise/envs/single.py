@@ -104,7 +104,12 @@ def vector_env(
 def _stand_in(cfg: EnvCfg, num_envs: int, device: torch.device | str) -> VectorEnv | None:
     """Rows in arrays that do bit for bit what Gymnasium's would, where that is faster; None if there are none."""
     spec = gymnasium.registry.get(cfg.id)
-    if spec is None or spec.entry_point != _ACROBOT_ENTRY_POINT or num_envs < _STAND_IN_ROWS or cfg.autoreset != "disabled":
+    if (
+        spec is None
+        or spec.entry_point != _ACROBOT_ENTRY_POINT
+        or num_envs < _STAND_IN_ROWS
+        or cfg.autoreset != "disabled"
+    ):
         return None
     from groupwise.envs.acrobot import AcrobotPhysics, AcrobotVectorEnv
 
@@ -112,8 +117,9 @@ def _stand_in(cfg: EnvCfg, num_envs: int, device: torch.device | str) -> VectorE
         probe = gymnasium.make(cfg.id, **with_limit(cfg))
     if not AcrobotPhysics.knows(probe):
         return None
-    log.info("%s is stepped by groupwise, bit for bit as by Gymnasium; vectorization='sync' has Gymnasium's", cfg.id)
-    return AcrobotVectorEnv(probe, num_envs, device=device)
+    env = AcrobotVectorEnv(probe, num_envs, device=device)
+    log.info(env.note)
+    return env
 
 
 def with_limit(cfg: EnvCfg) -> dict[str, Any]:

@@ -99,12 +99,13 @@ class CartPoleGroupEnv(GroupEnv):
 
     def _step(self, actions: npt.NDArray[np.int64]) -> _Outcome:
         assert self._physics is not None
-        env, live = self._env, ~self._held
-        if live.all():
-            self._state, terminated = self._physics(self._state, actions)
-        else:
-            rows, terminated = np.flatnonzero(live), np.zeros_like(live)
-            self._state[:, rows], terminated[rows] = self._physics(self._state[:, rows], actions[rows])
+        env, held = self._env, self._held
+        live = ~held
+        before = self._state
+        self._state, terminated = self._physics(before, actions)
+        if held.any():  # cheaper than to gather those that move
+            np.copyto(self._state, before, where=held)
+            terminated &= live
         env.state = self._state
         env.steps += 1
         truncated = live & (env.steps >= env.max_episode_steps)

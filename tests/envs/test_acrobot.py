@@ -26,7 +26,7 @@ def pumped(obs, random):
     return torch.from_numpy(np.where(random.uniform(size=len(along)) < 0.8, along, random.integers(0, 3, len(along))))
 
 
-@pytest.mark.parametrize(("num_envs", "limit"), [(4, None), (7, 60), (16, None)])
+@pytest.mark.parametrize(("num_envs", "limit"), [(4, None), (7, 90), (16, None)])
 def test_rows_are_the_single_environments_bit_for_bit(num_envs, limit):
     ours, theirs = both(num_envs, max_episode_steps=limit)
     assert ours.max_episode_steps == theirs.max_episode_steps == (limit or 500)
@@ -49,7 +49,8 @@ def test_rows_are_the_single_environments_bit_for_bit(num_envs, limit):
         if done.any():
             obs = ours.reset(mask=done)
             assert torch.equal(obs, theirs.reset(mask=done))
-    assert (truncated if limit else terminated) >= 4
+    assert terminated >= 4
+    assert truncated > 0 or limit is None
 
 
 def test_a_reset_without_a_seed_goes_on_with_the_streams():

@@ -272,7 +272,7 @@ class _ActingOnFew:
         self._networks = networks
         self._draw = draw
         self._normalize = None if policy.obs_normalizer is None else policy.obs_normalizer.normalizing_few()
-        self._shape = policy.action_spec.shape
+        self._shape = policy.head.action_spec.shape
 
     def __call__(self, obs: Any, generator: torch.Generator | None) -> Action:
         x = obs.numpy()

@@ -100,9 +100,11 @@ class ObsNormalizer(nn.Module):
         shift, scale = statistics.shift.numpy(), statistics.scale.numpy()
 
         def normalize(obs: np.ndarray) -> np.ndarray:
-            out = np.subtract(obs, shift)
+            out: np.ndarray = np.subtract(obs, shift)
             np.multiply(out, scale, out=out)
-            return np.maximum(np.minimum(out, _CLIP, out=out), -_CLIP, out=out)
+            np.minimum(out, _CLIP, out=out)
+            np.maximum(out, -_CLIP, out=out)
+            return out
 
         return normalize
 

@@ -6,6 +6,8 @@ The names below are the public interface. They are imported when first used, so 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from groupwise.garbage import importing
+
 if TYPE_CHECKING:
     from groupwise.algorithms.base import BaseAlgorithm, Terms
     from groupwise.algorithms.configs import (
@@ -220,7 +222,8 @@ def __getattr__(name: str) -> object:
         from groupwise.errors import nearest
 
         raise AttributeError(f"module 'groupwise' has no attribute {name!r}{nearest(name, __all__)}")
-    value = vars(import_module(_MODULE_OF[name]))[name]
+    with importing():
+        value = vars(import_module(_MODULE_OF[name]))[name]
     globals()[name] = value  # the next use finds it without coming here
     return value
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from groupwise import plugins
 from groupwise.errors import ConfigError, GroupwiseError, UnknownNameError
+from groupwise.garbage import importing
 
 USAGE = """usage: groupwise COMMAND ...
 
@@ -185,7 +186,8 @@ def _train(argv: Sequence[str], plugins: list[Path]) -> int:
     if seeds:
         return cli_seeds.train_seeds(cfg, seeds, plugins)
 
-    from groupwise import api
+    with importing():
+        from groupwise import api
 
     _print_run(api.train_from_config(cfg))
     return 0
@@ -259,7 +261,8 @@ def _eval(argv: Sequence[str], plugins: list[Path]) -> int:
         if (number := vars(options)[name]) is not None and number < 1:
             raise ConfigError(f"--{name} {number}: expected at least 1")
 
-    from groupwise import api
+    with importing():
+        from groupwise import api
     from groupwise.report.folder import RunFolder
 
     found = api.evaluate(
@@ -295,7 +298,8 @@ def _sample(argv: Sequence[str], plugins: list[Path]) -> int:
     if options.count < 1:
         raise ConfigError(f"--count {options.count}: expected at least 1")
 
-    from groupwise import api
+    with importing():
+        from groupwise import api
 
     texts = api.sample(
         options.run,
@@ -325,7 +329,8 @@ def _resume(argv: Sequence[str], plugins: list[Path]) -> int:
     )
     options = parser.parse_args(argv)
 
-    from groupwise import api
+    with importing():
+        from groupwise import api
 
     _print_run(api.resume(options.run, options.total_steps))
     return 0

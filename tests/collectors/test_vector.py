@@ -5,11 +5,13 @@ import torch
 
 from groupwise.collectors.base import Episode
 from groupwise.collectors.vector import VectorCollector, label_episodes
-from groupwise.data.rollout import RolloutBuffer
+from groupwise.collectors.writer import RolloutWriter
+from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.envs.configs import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import DataError, EnvError
 from groupwise.policies.actor_critic import ActorCritic
+from groupwise.policies.base import Action
 
 T, F = True, False
 # row 0 is cut after 2 steps, then dies after 3; row 1 dies after 4; then both go on for long
@@ -212,9 +214,9 @@ def test_dictionary_observations_keep_their_structure(walk_env, buffer_for, fake
 
 
 def test_labels_of_a_row_that_begins_dead_and_one_that_goes_on():
-    done = torch.tensor([[F, F, T], [T, F, F]])
-    dead = torch.tensor([[T, F, F], [F, T, F]])
-    episode_id, step = label_episodes(done, dead, torch.tensor([0, 6]))
+    done = np.array([[F, F, T], [T, F, F]])
+    dead = np.array([[T, F, F], [F, T, F]])
+    episode_id, step = label_episodes(done, dead, np.array([0, 6]))
     assert episode_id.tolist() == [[-1, 0, 0], [1, -1, 2]]
     assert step.tolist() == [[0, 0, 1], [6, 0, 0]]
 
@@ -250,3 +252,35 @@ def test_a_window_must_hold_more_than_a_reset():
     buffer = RolloutBuffer(1, 1, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=True)
     with pytest.raises(EnvError, match="at least 2"):
         VectorCollector(env, policy).collect(1, rollout=buffer.start_rollout())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_labels_are_those_of_a_walk_from_slot_to_slot(seed):
+    random = np.random.default_rng(seed)
+    rows, steps = random.integers(1, 9, 2)
+    done, dead = random.uniform(size=(2, rows, steps)) < 0.3
+    age = np.where(dead[:, 0], 0, random.integers(0, 5, rows))
+    episode_id, step = label_episodes(done, dead, age)
+    number = -1
+    for row in range(rows):
+        running, count = False, age[row]
+        for slot in range(steps):
+            if dead[row, slot]:
+                assert (episode_id[row, slot], step[row, slot]) == (-1, 0)
+                running, count = False, 0
+                continue
+            if not running:
+                number, count = number + 1, age[row] if slot == 0 else 0
+            running = not done[row, slot]
+            assert (episode_id[row, slot], step[row, slot]) == (number, count)
+            count += 1
+
+
+def test_numbers_of_half_precision_are_written_as_they_are():
+    buffer = RolloutBuffer(2, 1, obs_spec=TensorSpec((1,), torch.float32), action_spec=TensorSpec((), torch.int64))
+    rollout = buffer.start_rollout()
+    writer = RolloutWriter(rollout, value=False)
+    log_prob = torch.tensor([-0.5, -1.5], dtype=torch.bfloat16, requires_grad=True)
+    writer.act(0, Action(torch.tensor([1, 0]), log_prob))
+    assert rollout["sample_log_prob"][:, 0].tolist() == [-0.5, -1.5]
+    assert rollout["action"][:, 0].tolist() == [1, 0]

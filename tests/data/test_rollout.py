@@ -2,7 +2,15 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from groupwise.data.rollout import RolloutBuffer, TensorSpec, allocate, check_finite, lengthen, transition_view
+from groupwise.data.rollout import (
+    RolloutBuffer,
+    TensorSpec,
+    all_finite,
+    allocate,
+    check_finite,
+    lengthen,
+    transition_view,
+)
 from groupwise.errors import DataError
 
 OBS = {"image": TensorSpec((2, 2), torch.uint8), "inner": {"speed": TensorSpec((3,), torch.float32)}}
@@ -144,3 +152,15 @@ def test_a_wrong_shape_is_refused():
     other = make_buffer(obs_spec=TensorSpec((4,), torch.float32))
     with pytest.raises(DataError, match=r"of shape \[2, 4, 4\], expected torch\.float32 of shape \[N, T\+1, 3\]"):
         buffer.add(other.start_rollout())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_finite_numbers_whose_sum_is_not_are_finite(dtype):
+    large = torch.full((7,), 3e38, dtype=dtype)
+    assert all_finite(large)
+    assert all_finite(torch.cat([large, -large]))
+    assert all_finite(torch.zeros(0))
+    for number in (float("nan"), float("inf"), -float("inf")):
+        large[3] = number
+        assert not all_finite(large)
+    assert not all_finite(torch.tensor([float("inf"), -float("inf")]))

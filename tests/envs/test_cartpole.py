@@ -5,6 +5,7 @@ import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 
 from groupwise.envs.cartpole import CartPoleGroupEnv
+from groupwise.envs.cartpole_physics import CartPolePhysics
 from groupwise.errors import EnvError
 
 ALL = np.ones(4, np.bool_)
@@ -208,3 +209,97 @@ def test_held_rows_have_no_state_to_capture():
     env.hold(np.array([True, False, False, False]))
     with pytest.raises(EnvError, match=r"rows \[0\] of CartPole-v1 are held; mend"):
         env.snapshot([1, 0])
+
+
+class Heavier(CartPoleVectorEnv):
+    """Steps its own way."""
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, 2 * reward, terminated, truncated, info
+
+
+def in_gymnasium(monkeypatch, num_envs, **kwargs):
+    """The same rows, stepped by Gymnasium."""
+    with monkeypatch.context() as patch:
+        patch.setattr(CartPolePhysics, "knows", lambda env: False)
+        return make(num_envs, **kwargs)
+
+
+@pytest.mark.parametrize("num_envs", [1, 2, 3, 8, 33, 256])
+def test_physics_are_gymnasiums_bit_for_bit(num_envs):
+    env = CartPoleVectorEnv(num_envs)
+    env.reset(seed=0)
+    physics, random = CartPolePhysics(env), np.random.default_rng(num_envs)
+    fell = 0
+    for _ in range(100):
+        state = random.uniform(-1, 1, (4, num_envs)) * [[3], [4], [0.3], [4]]
+        action = random.integers(0, 2, num_envs)
+        env.state, env.prev_done[:] = state.copy(), False
+        _, _, expected, _, _ = env.step(action)
+        found, terminated = physics(state, action)
+        assert np.array_equal(found, env.state)
+        assert np.array_equal(terminated, expected)
+        fell += terminated.sum()
+    assert 0 < fell < 100 * num_envs
+
+
+@pytest.mark.parametrize("constant", ["gravity", "force_mag", "length", "total_mass", "tau", "x_threshold", "masspole"])
+def test_physics_follow_constants_that_somebody_changed(constant):
+    env = CartPoleVectorEnv(8)
+    env.reset(seed=0)
+    physics = CartPolePhysics(env)
+    setattr(env, constant, getattr(env, constant) / 4)
+    state = np.random.default_rng(0).uniform(-2, 2, (4, 8))
+    env.state = state.copy()
+    _, _, expected, _, _ = env.step(np.arange(8) % 2)
+    found, terminated = physics(state, np.arange(8) % 2)
+    assert np.array_equal(found, env.state)
+    assert np.array_equal(terminated, expected)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"sutton_barto_reward": True}, {"max_episode_steps": 15}])
+def test_rows_step_as_in_gymnasium_also_where_some_are_held(monkeypatch, kwargs):
+    ours, theirs = make(9, **kwargs), in_gymnasium(monkeypatch, 9, **kwargs)
+    assert torch.equal(ours.reset(seed=3), theirs.reset(seed=3))
+    ends = 0
+    for number, action in enumerate(actions(300, 9)):
+        found, expected = ours.step(action), theirs.step(action)
+        for one, other in zip(found[:4], expected[:4], strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+            assert torch.equal(torch.signbit(one.float()), torch.signbit(other.float()))
+        ends += int((found.terminated | found.truncated).sum())
+        if number % 11 == 0:
+            chosen = np.arange(9) % 3 == number % 3
+            assert torch.equal(ours.reset(mask=chosen), theirs.reset(mask=chosen))
+    assert ends > 20
+
+
+def test_the_environment_that_was_given_shows_where_its_rows_are():
+    raw = CartPoleVectorEnv(3)
+    env = CartPoleGroupEnv(raw, env_id="CartPole-v1")
+    env.reset(seed=0)
+    for action in actions(3, 3):
+        obs = env.step(action).obs
+        assert np.array_equal(raw.state.T.astype(np.float32), obs.numpy())
+
+
+def test_what_steps_its_own_way_is_stepped_that_way():
+    assert not CartPolePhysics.knows(Heavier(1))
+    other = CartPoleVectorEnv(1)
+    other.kinematics_integrator = "semi-implicit euler"
+    assert not CartPolePhysics.knows(other)
+    env = CartPoleGroupEnv(Heavier(2), env_id="Heavier")
+    assert env.step(torch.tensor([0, 1])).reward.tolist() == [2.0, 2.0]
+
+
+def test_an_action_that_is_none_is_refused():
+    with pytest.raises(IndexError):
+        make(2).step(torch.tensor([0, 2]))
+
+
+def test_the_log_says_who_steps(caplog):
+    with caplog.at_level("INFO"):
+        make()
+    assert "CartPole-v1 is stepped by groupwise" in caplog.text

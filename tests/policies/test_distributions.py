@@ -11,6 +11,7 @@ from torch import distributions
 
 from groupwise.data.rollout import TensorSpec
 from groupwise.errors import ConfigError, UnsupportedSpaceError
+from groupwise.policies import few_rows
 from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.distributions import SquashedGaussian, make_head
 
@@ -266,3 +267,10 @@ def test_squash_needs_a_real_box(high):
     low = torch.tensor([-1.0, -1.0])
     with pytest.raises(ConfigError, match="mend: bounded_action='clip'"):
         SquashedGaussian(low, torch.tensor([1.0, high]))
+
+
+def test_a_draw_of_zero_forbids_no_choice(monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda shape, generator=None: torch.zeros(shape))
+    index, log_prob = few_rows.draw_index(np.array([[0.0, 3.0, 1.0]], np.float32), None)
+    assert index.tolist() == [1]
+    assert log_prob.tolist() == pytest.approx([-np.log(1 + np.exp(-3) + np.exp(-2))])

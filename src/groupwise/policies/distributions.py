@@ -29,14 +29,15 @@ from groupwise.data.rollout import TensorSpec
 from groupwise.data.spaces import space_kind
 from groupwise.errors import ConfigError, UnsupportedSpaceError
 from groupwise.functional.kl import bernoulli_kl, categorical_kl, gaussian_kl
+from groupwise.policies import few_rows
 from groupwise.policies.configs import PolicyCfg
 
 _LOG_2PI = math.log(2 * math.pi)
 _LOWEST = torch.finfo(torch.float32).min
 _TINY = torch.finfo(torch.float32).tiny
 _QUADRATURE_NODES = 32
-_SMALL = 256
-"""Numbers."""
+SMALL = 256
+"""Up to so many parameters NumPy draws faster."""
 
 
 class ActionHead(nn.Module, ABC):
@@ -59,6 +60,14 @@ class ActionHead(nn.Module, ABC):
         """``sample`` and the ``log_prob`` of it, without gradient."""
         action = self.sample(params, generator)
         return action, self.log_prob(params, action)
+
+    def drawing_few(self, log_std: np.ndarray | None) -> few_rows.DrawFew | None:
+        """``draw`` of a few rows in NumPy, whose operations begin faster, from what the network gives; None: there is none.
+
+        Args:
+            log_std: of Gaussians, [D], where it does not depend on the observation; None: the network gives all ``params``.
+        """
+        return None
 
     @abstractmethod
     def mode(self, params: Float[Tensor, "*batch P"]) -> Tensor:
@@ -130,15 +139,16 @@ class Categorical(ActionHead):
     def draw(
         self, params: Float[Tensor, "batch P"], generator: torch.Generator | None = None
     ) -> tuple[Tensor, Float[Tensor, " batch"]]:
-        """As ``sample`` and ``log_prob``; of a few rows on a CPU in NumPy, whose operations begin faster."""
-        if type(self) is not Categorical or not _is_small(params):
+        """As ``sample`` and ``log_prob``; of a few rows on a CPU in NumPy."""
+        few = self.drawing_few(None) if _is_small(params) else None
+        if few is None:
             return super().draw(params, generator)
-        logits = params.numpy()
-        noise = torch.rand(params.shape, generator=generator).clamp_(min=_TINY).numpy()
-        index = (logits - np.log(-np.log(noise))).argmax(axis=1)
-        shifted = logits - logits.max(axis=1, keepdims=True)
-        log_prob = shifted[np.arange(len(index)), index] - np.log(np.exp(shifted).sum(axis=1))
-        return torch.from_numpy(index), torch.from_numpy(log_prob)
+        action, log_prob = few(params.numpy(), generator)
+        return torch.from_numpy(action), torch.from_numpy(log_prob)
+
+    def drawing_few(self, log_std: np.ndarray | None) -> few_rows.DrawFew | None:
+        """``draw`` in NumPy; see ``ActionHead``."""
+        return few_rows.draw_index if type(self) is Categorical else None
 
     def mode(self, params: Float[Tensor, "*batch P"]) -> Tensor:
         """Index of the largest logit, the first one on a tie."""
@@ -295,15 +305,18 @@ class DiagGaussian(ActionHead):
     def draw(
         self, params: Float[Tensor, "batch P"], generator: torch.Generator | None = None
     ) -> tuple[Tensor, Float[Tensor, " batch"]]:
-        """As ``sample`` and ``log_prob``; of a few rows on a CPU in NumPy, whose operations begin faster."""
-        if type(self) is not DiagGaussian or not _is_small(params):
+        """As ``sample`` and ``log_prob``; of a few rows on a CPU in NumPy."""
+        few = self.drawing_few(None) if _is_small(params) else None
+        if few is None:
             return super().draw(params, generator)
-        mean, log_std = np.split(params.numpy(), 2, axis=1)
-        deviation = np.exp(log_std)
-        action = mean + deviation * torch.randn(mean.shape, generator=generator).numpy()
-        distance = (action - mean) / deviation
-        density = (log_std + 0.5 * distance * distance).sum(axis=1) + np.float32(0.5 * self.num_outputs * _LOG_2PI)
-        return self._shaped(torch.from_numpy(action)), torch.from_numpy(-density)
+        action, log_prob = few(params.numpy(), generator)
+        return self._shaped(torch.from_numpy(action)), torch.from_numpy(log_prob)
+
+    def drawing_few(self, log_std: np.ndarray | None) -> few_rows.DrawFew | None:
+        """``draw`` in NumPy, of flat actions; see ``ActionHead``."""
+        if type(self) is not DiagGaussian:
+            return None
+        return few_rows.draw_gaussian if log_std is None else few_rows.gaussian(log_std)
 
     def mode(self, params: Float[Tensor, "*batch P"]) -> Tensor:
         """The mean."""
@@ -385,7 +398,7 @@ class SquashedGaussian(DiagGaussian):
 
 def _is_small(params: Tensor) -> bool:
     """Whether dispatching torch's operations takes longer than computing them."""
-    return params.numel() <= _SMALL and params.dtype == torch.float32 and params.device.type == "cpu"
+    return params.numel() <= SMALL and params.dtype == torch.float32 and params.device.type == "cpu"
 
 
 def _sample_index(logits: Tensor, generator: torch.Generator | None) -> Tensor:

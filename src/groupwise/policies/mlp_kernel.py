@@ -69,8 +69,12 @@ class ActingNetworks:
         if x.shape[0] > self._numpy_rows:
             x = self._many(x, self._trunk)
             return [self._many(x, head) for head in self._heads]
-        rows = self._few(x.numpy(), self._trunk)
-        return [torch.from_numpy(self._few(rows, head)) for head in self._heads]
+        return [torch.from_numpy(output) for output in self.few(x.numpy())]
+
+    def few(self, x: np.ndarray) -> list[np.ndarray]:
+        """As a call, of a few rows ``[batch, input]`` in NumPy."""
+        x = self._few(x, self._trunk)
+        return [self._few(x, head) for head in self._heads]
 
     @staticmethod
     def _many(x: Tensor, layers: "Sequence[_Prepared]") -> Tensor:
@@ -82,11 +86,11 @@ class ActingNetworks:
     def _few(x: np.ndarray, layers: "Sequence[_Prepared]") -> np.ndarray:
         for _, _, array, bias, activation in layers:
             x = np.dot(x, array)
-            x += bias
-            if activation == "relu":
-                np.maximum(x, 0, out=x)
-            elif activation == "tanh":
+            np.add(x, bias, out=x)
+            if activation == "tanh":
                 np.tanh(x, out=x)
+            elif activation == "relu":
+                np.maximum(x, 0, out=x)
         return x
 
 

@@ -1,7 +1,9 @@
 """Normalisers of observations and rewards. Their statistics change in ``absorb`` only, never while acting or training."""
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
@@ -91,6 +93,20 @@ class ObsNormalizer(nn.Module):
                 return statistics.normalize(out)
             out[path] = statistics.normalize(out[path])
         return out
+
+    def normalizing_few(self) -> Callable[[np.ndarray], np.ndarray]:
+        """The same of a few observations that are one vector each, in NumPy; good until ``absorb``."""
+        statistics: Any = self.statistics[0]
+        shift, scale = statistics.shift.numpy(), statistics.scale.numpy()
+
+        def normalize(obs: np.ndarray) -> np.ndarray:
+            out: np.ndarray = np.subtract(obs, shift)
+            np.multiply(out, scale, out=out)
+            np.minimum(out, _CLIP, out=out)
+            np.maximum(out, -_CLIP, out=out)
+            return out
+
+        return normalize
 
     def absorb(self, obs: Nested, valid: Bool[Tensor, "*batch"], all_sum: AllSum = local) -> None:
         """Take the valid observations ``[*batch, ...]`` of all ranks into the statistics."""

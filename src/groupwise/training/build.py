@@ -64,10 +64,11 @@ class EnvParts(Parts):
         return self.collector.start_report if isinstance(self.collector, GroupCollector) else None
 
     def notes(self) -> list[str]:
-        """How siblings share their start, how networks are computed, and how many steps the first iteration takes."""
+        """How siblings share their start, who steps them, how networks are computed, and how many steps the first iteration takes."""
         report = self.start_report()
         shared = [f"siblings share their start, by {report.tier}: verified"] if report else []
-        return [*shared, *_note_on_networks(self.policy), *_note_on_length(self.cfg)]
+        stepped = [self.env.note] if self.env.note else []
+        return [*shared, *stepped, *_note_on_networks(self.policy), *_note_on_length(self.cfg)]
 
     def facts(self) -> dict[str, Any]:
         """How siblings share their start."""

@@ -2,15 +2,15 @@
 
 import json
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from groupwise.cli_seeds import number
 from groupwise.comparing import compare_pairs
 from groupwise.errors import ConfigError
 from groupwise.report.aggregates import Estimate
-from groupwise.report.comparison import Comparison, EnvironmentResult, Improvement, Overall, shown
+from groupwise.report.comparison import Comparison, EnvironmentResult, Improvement, Overall, figure, shown
+from groupwise.report.methods import setting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,27 +111,27 @@ def _show_environment(console: "Console", found: EnvironmentResult) -> None:
             result.method,
             str(len(result.seeds)),
             shown(result.iqm),
-            number(result.mean),
-            number(result.least),
+            figure(result.mean),
+            figure(result.least),
             shown(result.mean_height),
             f"{result.env_steps:,.0f}",
-            number(result.seconds and round(result.seconds, 1)),
-            number(result.memory_mib and round(result.memory_mib)),
+            "-" if result.seconds is None else f"{result.seconds:.1f}",
+            "-" if result.memory_mib is None else f"{result.memory_mib:.0f}",
         ]
         for result in found.methods
     ]
-    heads = ["method", "runs", f"{kind}, IQM", "mean", "least", "mean over training", "env steps", "seconds", "MiB"]
+    heads = ["method", "runs", f"{kind}, IQM", "mean", "least", "mean over training", found.unit, "seconds", "MiB"]
     _print(console, found.environment, heads, rows)
     _show_improvements(console, found.improvements)
     if found.settings:
         methods = [result.method for result in found.methods]
-        rows = [[name, *(_value(values.get(method)) for method in methods)] for name, values in found.settings.items()]
+        rows = [[name, *(_value(values, method) for method in methods)] for name, values in found.settings.items()]
         _print(console, "", ["setting", *methods], rows)
 
 
 def _show_overall(console: "Console", found: Overall) -> None:
-    rows = [[method.method, shown(method.iqm), number(method.mean)] for method in found.methods]
-    title = f"{len(found.reference)} environments, normalised: {', '.join(found.reference)}"
+    rows = [[method.method, shown(method.iqm), figure(method.mean)] for method in found.methods]
+    title = f"all environments, normalised: {', '.join(found.reference)}"
     _print(console, title, ["method", "IQM", "mean"], rows)
     _show_improvements(console, found.improvements)
 
@@ -143,11 +143,13 @@ def _show_improvements(console: "Console", pairs: Sequence[Improvement]) -> None
 
 
 def _share(found: Estimate) -> str:
-    return shown(found, 2)
+    ends = "" if found.interval is None else " [{:.2f}, {:.2f}]".format(*found.interval)
+    return f"{found.value:.2f}{ends}"
 
 
-def _value(value: object) -> str:
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+def _value(values: Mapping[str, object], method: str) -> str:
+    """A setting as one method has it, if it has it."""
+    return setting(values[method]) if method in values else "-"
 
 
 def _print(console: "Console", title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.comparison import Comparison, Measure, RunRecord, compare_records
 from groupwise.report.folder import RunFolder
-from groupwise.report.methods import Flat, differing, environment_of, flat, labels, method_of
+from groupwise.report.methods import Flat, differences, differing, environment_of, flat, labels, method_of
 
 Paths = Path | str | Sequence[Path | str]
 
@@ -28,6 +28,8 @@ class _Run(NamedTuple):
     environment: str
     settings: Flat
     """Of the environment."""
+    unit: str
+    """Of its steps."""
     method: Flat
     evaluation: Flat
     seed: int
@@ -76,7 +78,11 @@ def compare_pairs(
     """``compare`` of paths, each with the name of its method, or None."""
     found, problems = _read(_folders(pairs))
     if problems and not finished_only:
-        raise RunFolderError("\n".join([*problems, "mend: finish them, or leave them out: --finished-only"]))
+        raise RunFolderError(
+            "\n".join(
+                [*problems, "mend: finish them, or leave them out: --finished-only (finished_only=True in Python)"]
+            )
+        )
     if not found:
         raise RunFolderError("\n".join(["no finished runs to compare", *problems]))
     notes = [f"left out: {problem}" for problem in problems]
@@ -85,7 +91,7 @@ def compare_pairs(
     for environment, runs in _by_environment(found).items():
         _check_steps(environment, runs)
         methods = _by_method(environment, runs)
-        settings[environment] = _differences(methods)
+        settings[environment] = differences({label: members[0].method for label, members in methods.items()})
         notes += _notes(environment, runs)
         measure: Measure = "evaluation" if all(run.points["evaluation"] for run in runs) else "training"
         for label, members in methods.items():
@@ -172,7 +178,8 @@ def _read_run(path: Path, name: str | None) -> _Run:
         name,
         environment,
         settings,
-        method_of(config) | ({"given_in_python": sorted(given)} if given else {}),
+        "tokens written" if "task" in config else "environment steps",
+        method_of(config) | {"given_in_python": sorted(given)},
         {
             key: value
             for key, value in flat(config.get("evaluation", {})).items()
@@ -249,9 +256,7 @@ def _by_method(environment: str, runs: Sequence[_Run]) -> dict[str, list[_Run]]:
         found.setdefault((run.name, "" if run.name else _key(run.method)), []).append(run)
     for (name, _), members in found.items():
         if names := differing([run.method for run in members]):
-            one, other = next(
-                (a, b) for a in members for b in members if a.method.get(names[0]) != b.method.get(names[0])
-            )
+            one, other = next((a, b) for a in members for b in members if differing([a.method, b.method]))
             raise ConfigError(
                 f"{name}: {one.path} and {other.path} differ in {', '.join(names[:5])}{', ...' if names[5:] else ''}, so they are no "
                 "seeds of one method; mend: a name for each"
@@ -269,21 +274,12 @@ def _by_method(environment: str, runs: Sequence[_Run]) -> dict[str, list[_Run]]:
     return called
 
 
-def _differences(methods: Mapping[str, list[_Run]]) -> dict[str, dict[str, Any]]:
-    """Setting -> method -> value, of those that differ."""
-    settings = {label: members[0].method for label, members in methods.items()}
-    return {
-        name: {label: method.get(name) for label, method in settings.items()}
-        for name in differing(list(settings.values()))
-    }
-
-
 def _record(environment: str, method: str, run: _Run, measure: Measure) -> RunRecord:
     if not run.points[measure]:
         raise RunFolderError(f"{run.path} holds no returns; mend: leave it out")
     steps, returns = zip(*run.points[measure], strict=True)
     seconds, memory = run.summary.get("seconds"), run.summary.get("peak_memory_mib")
-    return RunRecord(environment, method, run.seed, steps, returns, measure, seconds, memory, str(run.path))
+    return RunRecord(environment, method, run.seed, steps, returns, measure, run.unit, seconds, memory, str(run.path))
 
 
 def _notes(environment: str, runs: Sequence[_Run]) -> Iterator[str]:

@@ -115,7 +115,7 @@ def bootstrap_interval(
         count = scores.shape[-1]
         drawn.append(scores[..., rng.integers(count, size=(resamples, count))])
     low, high = np.quantile(statistic(*drawn), (0.025, 0.975), axis=-1)
-    return low, high
+    return np.asarray(low), np.asarray(high)
 
 
 def common_grid(steps: Sequence[Sequence[float]]) -> Array:
@@ -133,11 +133,11 @@ def on_grid(grid: Array, steps: Sequence[float], values: Sequence[float]) -> Arr
 def mean_height(grid: Array, curves: Array) -> Array:
     """Area under curves [point, run] divided by its width, [run]: what a run scored on average over its training."""
     if len(grid) == 1:
-        return curves[0]
+        return np.asarray(curves[0])
     trapezoids = (curves[1:] + curves[:-1]) / 2 * np.diff(grid)[:, None]
     return np.asarray(trapezoids.sum(axis=0) / (grid[-1] - grid[0]))
 
 
 def normalized(scores: Array, low: float, high: float) -> Array:
     """Scores on the scale where ``low`` is 0 and ``high`` is 1."""
-    return (scores - low) / (high - low)
+    return np.asarray((scores - low) / (high - low))

@@ -4,6 +4,7 @@ Knows no run folder: ``RunRecord`` is all it needs of a run, wherever that was r
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -31,6 +32,8 @@ class RunRecord(NamedTuple):
     returns: tuple[float, ...]
     """Mean return each time; the last one is the run's score."""
     measure: Measure = "evaluation"
+    unit: str = "environment steps"
+    """Of ``env_steps``: what a step is."""
     seconds: float | None = None
     """Of training."""
     memory_mib: float | None = None
@@ -86,11 +89,13 @@ class EnvironmentResult:
 
     environment: str
     measure: Measure
+    unit: str
+    """What a step is."""
     methods: tuple[MethodResult, ...]
     improvements: tuple[Improvement, ...]
     """Each pair of methods once."""
     settings: dict[str, dict[str, Any]]
-    """What differs between methods: setting -> method -> value."""
+    """What differs between methods that have it: setting -> method -> value."""
 
 
 @dataclass(frozen=True)
@@ -184,11 +189,17 @@ def compare_records(
     return Comparison(found, overall, tuple(said))
 
 
-def shown(found: Estimate, digits: int = 4) -> str:
+def shown(found: Estimate) -> str:
     """An estimate as tables and lines show it."""
-    if found.interval is None:
-        return f"{found.value:.{digits}g}"
-    return f"{found.value:.{digits}g} [{found.interval[0]:.{digits}g}, {found.interval[1]:.{digits}g}]"
+    ends = "" if found.interval is None else f" [{figure(found.interval[0])}, {figure(found.interval[1])}]"
+    return figure(found.value) + ends
+
+
+def figure(value: float) -> str:
+    """A number in four digits, and all of them before the point."""
+    if value == 0 or not 1e-3 <= abs(value) < 1e15:
+        return f"{value:.4g}"
+    return f"{value:.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
 
 
 def _in_environment(
@@ -203,7 +214,7 @@ def _in_environment(
     grid = aggregates.common_grid([run.env_steps for run in runs])
     results = tuple(_of_method(name, many, grid) for name, many in methods.items())
     scores = {result.method: [np.array(result.scores)] for result in results}
-    return EnvironmentResult(environment, measures.pop(), results, _improvements(scores), settings)
+    return EnvironmentResult(environment, measures.pop(), runs[0].unit, results, _improvements(scores), settings)
 
 
 def _check(run: RunRecord) -> None:

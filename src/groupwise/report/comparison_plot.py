@@ -52,8 +52,10 @@ def _curves(axes: "Axes", found: EnvironmentResult, looks: dict[str, dict[str, A
         axes.plot(curve.env_steps, curve.iqm, linewidth=1.6, marker=marker, label=_broken(result.method), **look)
         if curve.low is not None and curve.high is not None:
             axes.fill_between(curve.env_steps, curve.low, curve.high, color=look["color"], alpha=0.18, linewidth=0)
+            if marker:
+                axes.vlines(curve.env_steps, curve.low, curve.high, color=look["color"], linewidth=1)
     kind = "episode return" if found.measure == "evaluation" else "training return"
-    axes.set(title=found.environment, xlabel="environment steps", ylabel=f"{kind}, IQM of runs")
+    axes.set(title=found.environment, xlabel=found.unit, ylabel=f"{kind}, IQM of runs")
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
@@ -69,7 +71,7 @@ def _end_of(found: EnvironmentResult) -> str:
 
 def _overall(axes: "Axes", found: Overall, looks: dict[str, dict[str, Any]]) -> None:
     ends = {method.method: method.iqm for method in found.methods}
-    _intervals(axes, ends, {}, looks, f"all {len(found.reference)} environments, normalised final return")
+    _intervals(axes, ends, {}, looks, "all environments, normalised final return")
 
 
 def _intervals(
@@ -90,6 +92,8 @@ def _intervals(
         axes.plot(dots, [place] * len(dots), "o", color=color, markersize=3.5, markeredgewidth=0, alpha=0.7)
     axes.set_yticks(range(len(ends)), [_broken(method) for method in ends], fontsize="small")
     axes.set_ylim(len(ends) - 0.4, -0.6)
+    axes.use_sticky_edges = False  # bars would begin at the frame
+    axes.margins(x=0.05)
     axes.set(title=title, xlabel="IQM and 95 % interval" + ("; dots are runs" if scores else ""))
     axes.grid(alpha=0.3, axis="x")
     axes.spines[["top", "right", "left"]].set_visible(False)

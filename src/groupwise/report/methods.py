@@ -12,6 +12,7 @@ Flat = dict[str, Any]
 
 _NO_METHOD = ("seed", "run_dir", "logging", "evaluation", "stop", "total_steps", "task")
 """What says how a run was named, watched and measured, on what and how long. ``stop`` has had no effect on a run that took all its steps."""
+_ABSENT = object()
 _OF_ENVIRONMENT = ("env.id", "env.kwargs", "env.max_episode_steps")
 
 
@@ -44,13 +45,21 @@ def flat(tree: Tree, prefix: str = "") -> Flat:
 
 def differing(methods: Sequence[Flat]) -> list[str]:
     """Names of settings that are not the same in all of these; one that a method lacks differs, too."""
-    names = dict.fromkeys(name for method in methods for name in method)
-    return [
-        name for name in names if any(method.get(name, _ABSENT) != methods[0].get(name, _ABSENT) for method in methods)
-    ]
+    return [name for name in _names(methods) if _kinds(methods, [name]) > 1]
 
 
-_ABSENT = object()
+def differences(methods: Mapping[str, Flat]) -> dict[str, dict[str, Any]]:
+    """Setting -> method -> value, of settings that differ between methods that have them; other algorithms' are left out."""
+    found = {}
+    for name in _names(list(methods.values())):
+        values = {method: settings[name] for method, settings in methods.items() if name in settings}
+        if len(set(map(repr, values.values()))) > 1:
+            found[name] = values
+    return found
+
+
+def _names(methods: Sequence[Flat]) -> list[str]:
+    return list(dict.fromkeys(name for method in methods for name in method))
 
 
 def labels(methods: Sequence[Flat]) -> list[str]:
@@ -76,7 +85,7 @@ def _told_apart(methods: Sequence[Flat]) -> list[str]:
         if len(set(followed)) == len(methods):
             return [f"preset={name}" if name else "" for name in followed]
     chosen = _fewest(methods, names)
-    return [", ".join(f"{_short(name, chosen)}={_shown(method.get(name))}" for name in chosen) for method in methods]
+    return [", ".join(f"{_short(name, chosen)}={setting(method.get(name))}" for name in chosen) for method in methods]
 
 
 def _fewest(methods: Sequence[Flat], names: Sequence[str]) -> list[str]:
@@ -89,7 +98,7 @@ def _fewest(methods: Sequence[Flat], names: Sequence[str]) -> list[str]:
 
 def _kinds(methods: Sequence[Flat], names: Sequence[str]) -> int:
     """How many of the methods these settings tell apart."""
-    return len({tuple(repr(method.get(name)) for name in names) for method in methods})
+    return len({tuple(repr(method.get(name, _ABSENT)) for name in names) for method in methods})
 
 
 def _short(name: str, others: Sequence[str]) -> str:
@@ -98,15 +107,22 @@ def _short(name: str, others: Sequence[str]) -> str:
     return last if [other.rpartition(".")[2] for other in others].count(last) == 1 else name
 
 
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def setting(value: Any) -> str:
+    """A setting's value as tables and names show it."""
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else str(value)
+    return "none" if value is None else str(value)
 
 
 def preset_of(method: Flat) -> str | None:
-    """The preset of a paper or library whose credit and objective these settings are; None if there is none."""
+    """The preset of a paper or library whose credit and objective these settings are; None if there is none.
+
+    What the preset leaves at None may have been found out when the run began, as ``objective.max_length`` is.
+    """
     for name, preset in presets.objective_presets().items():
+        said = flat({"algorithm": preset.settings})
         wanted = flat({"algorithm": _complete(preset.settings)})
-        if all(method.get(key, _ABSENT) == value for key, value in wanted.items()):
+        if all(method.get(key, _ABSENT) == value for key, value in wanted.items() if key in said or value is not None):
             return name
     return None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from groupwise.errors import ConfigError, RunFolderError
-from groupwise.report.comparison import Comparison, Measure, RunRecord, compare_records
+from groupwise.report.comparison import Comparison, Measure, Reference, RunRecord, compare_records
 from groupwise.report.folder import RunFolder
 from groupwise.report.methods import Flat, differences, differing, environment_of, flat, labels, method_of
 
@@ -44,7 +44,7 @@ class _Run(NamedTuple):
 def compare(
     runs: Paths | Mapping[str, Paths],
     *,
-    reference: Mapping[str, tuple[float, float]] | None = None,
+    reference: Reference | None = None,
     finished_only: bool = False,
 ) -> Comparison:
     """What methods reached, by their runs: interquartile means over seeds with 95 % bootstrap intervals, and curves.
@@ -71,7 +71,7 @@ def compare(
 
 def compare_pairs(
     pairs: Sequence[tuple[str | None, Path | str]],
-    reference: Mapping[str, tuple[float, float]] | None = None,
+    reference: Reference | None = None,
     *,
     finished_only: bool = False,
 ) -> Comparison:

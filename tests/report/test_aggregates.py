@@ -130,7 +130,9 @@ def test_numbers_of_rliable():
 
 
 def test_interval_is_that_of_scipy():
-    theirs = stats.bootstrap((X[:, 0],), iqm, method="percentile", n_resamples=10_000, vectorized=True, axis=-1)
+    theirs = stats.bootstrap(
+        (X[:, 0],), lambda runs, axis: iqm(runs), method="percentile", n_resamples=10_000, vectorized=True
+    )
     ours = bootstrap_interval(iqm, [X[:, 0]])
     assert ours is not None
     assert [float(end) for end in ours] == pytest.approx(list(theirs.confidence_interval), abs=0.006)

@@ -9,8 +9,8 @@ from groupwise import config, presets
 from groupwise.report.methods import differences, differing, environment_of, labels, method_of, preset_of
 
 
-def method(algorithm: Any = "grpo", env: str = "CartPole-v1", **fields: Any) -> dict[str, Any]:
-    return method_of(json.loads(config.to_json(config.resolve(env, algorithm, **fields))))
+def method(algorithm: Any = "grpo", **fields: Any) -> dict[str, Any]:
+    return method_of(json.loads(config.to_json(config.resolve("CartPole-v1", algorithm, **fields))))
 
 
 @pytest.mark.parametrize(

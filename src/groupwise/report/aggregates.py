@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Number = int | float
 Statistic = Callable[..., Array]
 """Arrays, one a stratum, runs on the last axis -> a number for everything before that axis."""
 
@@ -118,14 +119,14 @@ def bootstrap_interval(
     return np.asarray(low), np.asarray(high)
 
 
-def common_grid(steps: Sequence[Sequence[float]]) -> Array:
+def common_grid(steps: Sequence[Sequence[Number]]) -> Array:
     """Evenly spaced env steps over the range in which each of these curves has points; one point if there is no such range."""
     end = min(points[-1] for points in steps)
     start = min(max(points[0] for points in steps), end)
     return np.unique(np.linspace(start, end, GRID))
 
 
-def on_grid(grid: Array, steps: Sequence[float], values: Sequence[float]) -> Array:
+def on_grid(grid: Array, steps: Sequence[Number], values: Sequence[Number]) -> Array:
     """A curve through points, read off at ``grid``: straight between them, constant before the first and after the last."""
     return np.asarray(np.interp(grid, steps, values))
 
@@ -138,6 +139,6 @@ def mean_height(grid: Array, curves: Array) -> Array:
     return np.asarray(trapezoids.sum(axis=0) / (grid[-1] - grid[0]))
 
 
-def normalized(scores: Array, low: float, high: float) -> Array:
+def normalized(scores: Array, low: Number, high: Number) -> Array:
     """Scores on the scale where ``low`` is 0 and ``high`` is 1."""
     return np.asarray((scores - low) / (high - low))

@@ -15,10 +15,14 @@ import numpy as np
 
 from groupwise.errors import ConfigError, DataError, nearest
 from groupwise.report import aggregates
-from groupwise.report.aggregates import Band, Estimate
+from groupwise.report.aggregates import Band, Estimate, Number
 
 Measure = Literal["evaluation", "training"]
 """Returns of evaluations, or of training's own episodes."""
+
+
+Reference = Mapping[str, tuple[Number, Number] | Sequence[Number]]
+"""Environment -> the two scores that count as 0 and 1."""
 
 
 class RunRecord(NamedTuple):
@@ -27,9 +31,9 @@ class RunRecord(NamedTuple):
     environment: str
     method: str
     seed: int
-    env_steps: tuple[int, ...]
+    env_steps: tuple[Number, ...]
     """When the return was measured, rising."""
-    returns: tuple[float, ...]
+    returns: tuple[Number, ...]
     """Mean return each time; the last one is the run's score."""
     measure: Measure = "evaluation"
     unit: str = "environment steps"
@@ -157,7 +161,7 @@ Settings = Mapping[str, dict[str, dict[str, Any]]]
 
 def compare_records(
     records: Sequence[RunRecord],
-    reference: Mapping[str, tuple[float, float]] | None = None,
+    reference: Reference | None = None,
     *,
     settings: Settings | None = None,
     notes: Sequence[str] = (),
@@ -195,7 +199,7 @@ def shown(found: Estimate) -> str:
     return figure(found.value) + ends
 
 
-def figure(value: float) -> str:
+def figure(value: Number) -> str:
     """A number in four digits, and all of them before the point."""
     if value == 0 or not 1e-3 <= abs(value) < 1e15:
         return f"{value:.4g}"
@@ -259,7 +263,7 @@ def _curve(grid: aggregates.Array, found: Band) -> Curve:
     return Curve(tuple(grid.tolist()), *found)
 
 
-def _median(numbers: Sequence[float | None]) -> float | None:
+def _median(numbers: Sequence[Number | None]) -> float | None:
     """None unless every run has the number."""
     known = [number for number in numbers if number is not None]
     return float(np.median(known)) if len(known) == len(numbers) else None
@@ -274,14 +278,14 @@ def _improvements(scores: Mapping[str, list[aggregates.Array]]) -> tuple[Improve
     )
 
 
-def _over_environments(found: Sequence[EnvironmentResult], reference: Mapping[str, tuple[float, float]]) -> Overall:
+def _over_environments(found: Sequence[EnvironmentResult], reference: Reference) -> Overall:
     names = [one.environment for one in found]
     for name in names:
         if name not in reference:
             raise ConfigError(
                 f"no reference scores of {name}{nearest(name, reference)}; mend: {{{name!r}: [0 is here, 1 is here], ...}}"
             )
-        if reference[name][0] == reference[name][1]:
+        if len(set(reference[name])) != 2 or len(reference[name]) != 2:
             raise ConfigError(f"reference scores of {name} are {list(reference[name])}: expected two different ones")
     by_method: dict[str, list[aggregates.Array]] = {}
     for one in found:

@@ -45,6 +45,19 @@ def test_single_folders_patterns_and_overlaps_are_the_same_runs(runs):
         assert gw.compare(given).report() == gw.compare(runs).report()
 
 
+def test_files_beside_the_runs_are_passed_over(runs):
+    for name in ("seed_0.log", "seed_1.log", "settings.json"):
+        Path("g", name).touch()
+    for given in (sorted(Path("g").iterdir()), "g/*", "g"):
+        assert gw.compare(given).environments[0].methods[0].seeds == (0, 1, 2)
+    Path("g", "seed_7.log").touch()
+    for given in (sorted(Path("g").iterdir()), "g/*", "g"):
+        with pytest.raises(RunFolderError, match=r"g/seed_7: never began; see g/seed_7\.log"):
+            gw.compare(given)
+    with pytest.raises(RunFolderError, match="no runs to compare"):
+        gw.compare("g/settings.json")
+
+
 def test_seeds_are_in_their_order(tmp_path):
     for seed in (10, 9, 2):
         write_run(tmp_path / "s" / f"seed_{seed}", seed=seed)

@@ -18,6 +18,9 @@ Paths = Path | str | Sequence[Path | str]
 _KEYS: dict[Measure, str] = {"evaluation": "eval/return_mean", "training": "rollout/return_mean"}
 """Where ``metrics.jsonl`` has the returns."""
 
+_SEED_LOG = "seed_*.log"
+"""What ``train --seeds`` leaves beside a seed's folder, and without one if the seed never began."""
+
 
 class _Run(NamedTuple):
     """A finished run, read."""
@@ -125,12 +128,14 @@ def _expand(path: Path) -> list[Path]:
     """The run folders that a path means: itself, those in it, or those that fit it as a pattern."""
     if not path.exists() and glob.has_magic(str(path)):
         return [run for match in sorted(glob.glob(str(path))) for run in _expand(Path(match))]
+    if path.is_file():  # a pattern such as runs/ten_seeds/* fits what lies beside the runs, too
+        return [path.with_suffix("")] if path.match(_SEED_LOG) else []
     if not path.is_dir():
         raise RunFolderError(f"there is no run folder {str(path)!r}; mend: give the path that training printed")
     if (path / "config.json").is_file():
         return [path]
     begun = {child for child in path.iterdir() if (child / "config.json").is_file()}
-    asked = {log.with_suffix("") for log in path.glob("seed_*.log")}  # one that never began left a log only
+    asked = {log.with_suffix("") for log in path.glob(_SEED_LOG)}  # one that never began left a log only
     if not begun | asked:
         raise RunFolderError(
             f"{path} is no run folder and holds none: no config.json in it or right below; mend: give folders that training made"

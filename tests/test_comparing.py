@@ -81,16 +81,30 @@ def test_each_environment_is_a_table_of_its_own(runs):
     assert [m.mean for m in found.overall.methods] == pytest.approx([(0.8 + 0.3) / 2, (0.2 + 0.7) / 2])
 
 
+def rewrite_settings(folder: str, **changed: object) -> None:
+    """Change the settings of all runs in a folder; None takes a part away."""
+    for path in Path(folder).glob("seed_*/config.json"):
+        tree = json.loads(path.read_text()) | changed
+        path.write_text(json.dumps({key: value for key, value in tree.items() if value is not None}))
+
+
 def test_environments_with_other_arguments_are_others():
-    for gravity in (9.8, 1.6):
-        env = {"kwargs": {"g": gravity}}
-        write_seeds(Path(f"g{gravity}"), (1.0, 2.0), env="Pendulum-v1", policy={"hidden_sizes": [8]})
-        for path in Path(f"g{gravity}").glob("seed_*/config.json"):
-            tree = json.loads(path.read_text())
-            tree["env"] |= env
-            path.write_text(json.dumps(tree))
-    found = gw.compare(["g9.8", "g1.6"])
-    assert [one.environment for one in found.environments] == ["Pendulum-v1 g=9.8", "Pendulum-v1 g=1.6"]
+    kinds = {"plain": {}, "moon": {"kwargs": {"g": 1.6}}, "short": {"max_episode_steps": 50}}
+    for name, settings in kinds.items():
+        write_seeds(Path(name), (1.0, 2.0), env="Pendulum-v1")
+        rewrite_settings(name, env={"id": "Pendulum-v1", "kwargs": {}, "max_episode_steps": None} | settings)
+    found = gw.compare(list(kinds))
+    names = ["Pendulum-v1", "Pendulum-v1 g=1.6", "Pendulum-v1 max_episode_steps=50"]
+    assert [one.environment for one in found.environments] == names
+
+
+def test_texts_are_compared_by_their_task():
+    for name, model in {"small": "models/a", "large": "models/b"}.items():
+        write_seeds(Path(name), (0.25, 0.5))
+        rewrite_settings(name, env=None, policy=None, task={"data": "data/sums.jsonl"}, model={"path": model})
+    [found] = gw.compare(["small", "large"]).environments
+    assert (found.environment, found.unit) == ("sums.jsonl", "tokens written")
+    assert [m.method for m in found.methods] == ["grpo path=models/a", "grpo path=models/b"]
 
 
 def test_a_run_without_evaluations_makes_all_be_compared_by_training(runs):

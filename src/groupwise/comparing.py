@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.comparison import Comparison, Measure, Reference, RunRecord, compare_records
 from groupwise.report.folder import RunFolder
-from groupwise.report.methods import Flat, differences, differing, environment_of, flat, labels, method_of
+from groupwise.report.methods import Flat, differences, differing, environment_of, flat, labels, method_of, setting
 
 Paths = Path | str | Sequence[Path | str]
 
@@ -234,7 +234,10 @@ def _by_environment(runs: Sequence[_Run]) -> dict[str, list[_Run]]:
     for name, variants in kinds.items():
         names = differing([members[0].settings for members in variants.values()])
         for members in variants.values():
-            said = [f"{key.rpartition('.')[2]}={members[0].settings.get(key)}" for key in names]
+            values = {key: members[0].settings.get(key) for key in names}
+            said = [
+                f"{key.rpartition('.')[2]}={setting(value)}" for key, value in values.items() if value not in (None, {})
+            ]
             found[" ".join([name, *said])] = members
     return found
 

@@ -1,5 +1,6 @@
 """How much memory a run took."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,15 +11,23 @@ import groupwise as gw
 from groupwise.training import memory
 
 
+TAKES_AND_GIVES_BACK = """
+import torch
+from groupwise.training.memory import peak_memory
+before = peak_memory(torch.device("cpu"))["peak_memory_mib"]
+filled = torch.ones(2**26)  # 256 MiB
+del filled
+print(before, peak_memory(torch.device("cpu"))["peak_memory_mib"])
+"""
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="the system does not say")
 def test_peak_holds_what_was_taken_and_given_back():
-    before = memory.peak_memory(torch.device("cpu"))
-    assert 50 < before["peak_memory_mib"] < 100_000
-    more = int(before["peak_memory_mib"] * 2**20 / 4) + 2**26  # elements of 4 bytes: 256 MiB above the peak
-    del before
-    filled = torch.ones(more)
-    del filled
-    assert memory.peak_memory(torch.device("cpu"))["peak_memory_mib"] > more * 4 / 2**20
+    """In a process of its own: this one may have had a higher peak."""
+    done = subprocess.run([sys.executable, "-c", TAKES_AND_GIVES_BACK], capture_output=True, text=True, check=True)
+    before, after = map(float, done.stdout.split())
+    assert 50 < before < 2_000
+    assert 240 < after - before < 300
 
 
 def test_a_system_that_does_not_say_is_left_out(monkeypatch):

@@ -44,6 +44,11 @@ def test_what_a_method_reached():
     assert (pair.method, pair.other, pair.probability.value) == ("a", "b", 1.0)
 
 
+def test_a_median_needs_the_number_of_every_run():
+    found = compare_records([*A[:2], A[2]._replace(seconds=None), A[3]]).environments[0].methods[0]
+    assert (found.seconds, found.memory_mib) == (None, 50.0)
+
+
 def test_curves_of_other_evaluation_times_stand_on_one_grid():
     late = records("E", "late", (2.0, 4.0), env_steps=(150, 250, 350))
     [found] = compare_records(A + late).environments

@@ -10,7 +10,6 @@ import torch
 import groupwise as gw
 from groupwise.training import memory
 
-
 TAKES_AND_GIVES_BACK = """
 import torch
 from groupwise.training.memory import peak_memory

@@ -156,7 +156,7 @@ def _read(folders: Mapping[Path, str | None]) -> tuple[list[_Run], list[str]]:
             found.append(_read_run(path, name))
         except RunFolderError as error:
             text = str(error)
-            problems.append(text if str(path) in text else f"{path}: {text}")
+            problems.append(text if text.startswith(str(path)) else f"{path}: {text}")
     return found, problems
 
 

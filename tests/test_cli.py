@@ -282,7 +282,7 @@ def test_config_schema(capsys):
     assert [file["$ref"].rpartition("/")[2] for file in files] == ["RunCfg", "TextRunCfg"]
 
 
-@pytest.mark.parametrize("command", ["", "train", "eval", "resume", "config", "list"])
+@pytest.mark.parametrize("command", ["", "train", "eval", "resume", "compare", "config", "list"])
 def test_every_command_has_help_with_an_example(capsys, command):
     assert cli.main([*command.split(), "--help"]) == 0
     out = capsys.readouterr().out

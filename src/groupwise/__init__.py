@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from groupwise.check import check_env
     from groupwise.collectors.groups import GroupCollector
     from groupwise.collectors.vector import VectorCollector
+    from groupwise.comparing import compare
     from groupwise.config import load_config
     from groupwise.data.rollout import RolloutBuffer, transition_view
     from groupwise.envs.configs import EnvCfg
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from groupwise.policies.causal_lm import CausalLM
     from groupwise.policies.configs import EvalSamplingCfg, LoRACfg, ModelCfg, PolicyCfg, SamplingCfg
     from groupwise.registry import register_algorithm
+    from groupwise.report.comparison import Comparison
     from groupwise.runs import Run
     from groupwise.settings import (
         AgreementCfg,
@@ -98,6 +100,7 @@ __all__ = [
     "Callback",
     "CausalLM",
     "CheckpointError",
+    "Comparison",
     "ConfigError",
     "CreditCfg",
     "CreditInput",
@@ -159,6 +162,7 @@ __all__ = [
     "VectorCollector",
     "__version__",
     "check_env",
+    "compare",
     "episode_groups",
     "evaluate",
     "load_config",
@@ -184,6 +188,7 @@ _MODULES = {
     "groupwise.check": "check_env",
     "groupwise.collectors.groups": "GroupCollector",
     "groupwise.collectors.vector": "VectorCollector",
+    "groupwise.comparing": "compare",
     "groupwise.config": "load_config",
     "groupwise.data.rollout": "RolloutBuffer transition_view",
     "groupwise.envs.configs": "EnvCfg",
@@ -199,6 +204,7 @@ _MODULES = {
     "groupwise.policies.causal_lm": "CausalLM",
     "groupwise.policies.configs": "EvalSamplingCfg LoRACfg ModelCfg PolicyCfg SamplingCfg",
     "groupwise.registry": "register_algorithm",
+    "groupwise.report.comparison": "Comparison",
     "groupwise.runs": "Run",
     "groupwise.settings": "AgreementCfg EvaluationCfg LoggingCfg OverlongCfg RunCfg StopCfg TextEvaluationCfg TextRunCfg",
     "groupwise.text.configs": "RewardCfg TextTaskCfg",

@@ -23,6 +23,7 @@ Trains a policy by comparing a group of attempts at the same start.
   eval RUN           play episodes with a trained policy, or score completions of held-out prompts
   sample RUN PROMPT  write completions with a trained language model
   resume RUN         go on with a run, bit for bit
+  compare RUNS ...   methods by their runs: mean of seeds with intervals, curves, who is better
   config ENV|FILE    print the full settings as JSON; --schema: their JSON Schema
   check-env ENV      what an environment offers to training: shared starts, noise, speed
   list               presets, algorithms, choices of credit and objective
@@ -165,6 +166,7 @@ def _dispatch(argv: Sequence[str], plugins: list[Path]) -> int:
         "eval": _eval,
         "sample": _sample,
         "resume": _resume,
+        "compare": _compare,
         "config": _config,
         "check-env": _check_env,
         "list": _list,
@@ -310,6 +312,13 @@ def _sample(argv: Sequence[str], plugins: list[Path]) -> int:
         checkpoint=options.checkpoint,
     )
     print(f"\n{'-' * 20}\n".join(texts))
+    return 0
+
+
+def _compare(argv: Sequence[str], plugins: list[Path]) -> int:
+    from groupwise import cli_compare
+
+    cli_compare.run(Parser(prog="groupwise compare", description=cli_compare.HELP), argv)
     return 0
 
 

@@ -88,7 +88,8 @@ def test_command_is_right(page: Path, command: str, run: gw.Run, tmp_path: Path,
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "my_run.json").write_text(config.to_json(run.cfg), encoding="utf-8")
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "my_run").symlink_to(run.path)
+    for name in ("my_run", "grpo", "ppo"):
+        (tmp_path / "runs" / name).symlink_to(run.path)
     monkeypatch.setattr(api, "resume", lambda path, total_steps: api.Run.load(path))
 
     words = shlex.split(re.split(r" [|>] ", command)[0], comments=True)

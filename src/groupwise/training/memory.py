@@ -1,7 +1,10 @@
-"""Running out of memory: found out at the start, and told with what to lower."""
+"""Memory: how much a run took; running out of it, found out at the start, and told with what to lower."""
 
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -15,6 +18,33 @@ _ON_CPU = "can't allocate memory"
 
 _KINDS = 7
 """Tokens that the rehearsal is made of; every vocabulary has as many."""
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """The most memory so far, in MiB, as the summary tells it.
+
+    ``peak_memory_mib``: resident, of this process, whatever ran in it before, without workers that step environments; absent
+    where the system does not say. ``peak_gpu_memory_mib``: what torch took for tensors, on a GPU.
+    """
+    found = {}
+    if (resident := _peak_resident()) is not None:
+        found["peak_memory_mib"] = round(resident / 2**20, 1)
+    if device.type == "cuda":
+        found["peak_gpu_memory_mib"] = round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+    return found
+
+
+def _peak_resident() -> int | None:
+    """Bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux; its ru_maxrss counts what started this process, too
+        found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
+        return None if found is None else int(found[1]) * 1024
+    if sys.platform == "darwin":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return None
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from groupwise.settings import CommonCfg
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy
 from groupwise.training.ending import closing_after, failure, finishing_on_signal, interruption, is_interruption
+from groupwise.training.memory import peak_memory
 from groupwise.training.parts import Evaluator, Parts, build_callbacks, build_trainer, threads
 from groupwise.training.trainer import Trainer
 
@@ -84,6 +85,12 @@ def _take_up(trainer: Trainer, parts: Parts, folder: RunFolder, engine: Engine) 
         _say(f"resuming from step {trainer.env_steps:,} of {parts.cfg.total_steps:,}{where}")
 
 
+def _peaks(folder: RunFolder, parts: Parts) -> dict[str, float]:
+    """Peak memory, of earlier processes of a resumed run, too."""
+    before = folder.read_summary()
+    return {name: max(peak, before.get(name, 0.0)) for name, peak in peak_memory(parts.policy.device).items()}
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -105,7 +112,7 @@ def _train_and_report(trainer: Trainer, parts: Parts, folder: RunFolder, engine:
         summary = {parts.kind: cfg.subject, "algorithm": cfg.algorithm.name, "seed": cfg.seed, "stopped": stopped}
         if engine.rank == 0:
             metrics = folder.read_metrics()
-            summary |= scores_of(metrics)
+            summary |= scores_of(metrics) | _peaks(folder, parts)
             summary |= parts.facts()
             folder.write_summary(summary)
             plot_curve(metrics, folder.curve, f"{cfg.subject}, {cfg.algorithm.name}, seed {cfg.seed}", *parts.axes)

@@ -1,0 +1,165 @@
+"""``groupwise compare``: what it prints of methods that were compared."""
+
+import json
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from groupwise.comparing import compare_pairs
+from groupwise.errors import ConfigError
+from groupwise.report.aggregates import Estimate
+from groupwise.report.comparison import Comparison, EnvironmentResult, Improvement, Overall, figure, shown
+from groupwise.report.methods import setting
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPED_WIDTH = 200
+"""Columns where nobody says how many there are: enough that no row breaks."""
+
+
+HELP = """Compare methods by their runs. Runs that differ in their seed only are one method; each environment is a table of its own.
+Scores are interquartile means (IQM) over runs with 95 % bootstrap intervals.
+
+Examples:
+  groupwise compare runs/grpo_seeds runs/ppo_seeds             folders that train --seeds made
+  groupwise compare runs/*                                     or single runs
+  groupwise compare new=runs/a old=runs/b                      methods by names of yours
+  groupwise compare runs/* --out comparison                    comparison.json and comparison.png
+  groupwise compare runs/* --json | jq '.environments[].methods[].iqm'
+"""
+
+
+def run(parser: ArgumentParser, argv: Sequence[str]) -> None:
+    """Compare the runs that the arguments name; print tables or JSON, and write files if asked to.
+
+    Raises:
+        GroupwiseError: what ``groupwise.compare`` raises, or arguments that are wrong.
+    """
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUNS", help="folder of a run, or one that holds several")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write comparison.json and comparison.png there")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON, curves too")
+    parser.add_argument(
+        "--finished-only", action="store_true", help="leave out unfinished and damaged runs, and say so"
+    )
+    scores = 'scores that count as 0 and 1, as {"CartPole-v1": [20, 500]}: compares over all environments, too'
+    parser.add_argument("--reference", type=Path, metavar="FILE.json", help=scores)
+    options = parser.parse_args(argv)
+    reference = None if options.reference is None else read_reference(options.reference)
+    pairs = [parse_word(word) for word in options.runs]
+    found = compare_pairs(pairs, reference, finished_only=options.finished_only)
+    if options.out is not None:
+        found.save(options.out)
+    if options.json:
+        print(json.dumps(found.report(), allow_nan=False))
+        return
+    show(found)
+    if options.out is not None:
+        print(f"written: {options.out / 'comparison.json'}, {options.out / 'comparison.png'}")
+
+
+def parse_word(word: str) -> tuple[str | None, Path]:
+    """Method's name, if there is one, and path of ``PATH`` or ``NAME=PATH``.
+
+    Raises:
+        ConfigError: one of the two is empty.
+    """
+    name, equals, path = word.partition("=")
+    if not equals or Path(word).exists():
+        return None, Path(word)
+    if not name or not path:
+        raise ConfigError(f"{word!r}: expected a folder of runs, or NAME=FOLDER")
+    return name, Path(path)
+
+
+def read_reference(path: Path) -> dict[str, tuple[float, float]]:
+    """Reference scores by environment.
+
+    Raises:
+        ConfigError: the file is missing or holds something else.
+    """
+    expected = f'{path}: expected JSON like {{"CartPole-v1": [20, 500]}}, the scores that count as 0 and 1'
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): (float(low), float(high)) for name, (low, high) in data.items()}
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}; expected a JSON file") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{expected}; {error}") from error
+
+
+def show(found: Comparison) -> None:
+    """Print tables of each environment, of all together, and the notes."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=PIPED_WIDTH)
+    for one in found.environments:
+        _show_environment(console, one)
+    if found.overall is not None:
+        _show_overall(console, found.overall)
+    for note in found.notes:
+        console.print(f"note: {note}", soft_wrap=True)
+
+
+def _show_environment(console: "Console", found: EnvironmentResult) -> None:
+    kind = "final return" if found.measure == "evaluation" else "final training return"
+    rows = [
+        [
+            result.method,
+            str(len(result.seeds)),
+            shown(result.iqm),
+            figure(result.mean),
+            figure(result.least),
+            shown(result.mean_height),
+            f"{result.env_steps:,.0f}",
+            "-" if result.seconds is None else f"{result.seconds:.1f}",
+            "-" if result.memory_mib is None else f"{result.memory_mib:.0f}",
+        ]
+        for result in found.methods
+    ]
+    heads = ["method", "runs", f"{kind}, IQM", "mean", "least", "mean over training", found.unit, "seconds", "MiB"]
+    _print(console, found.environment, heads, rows)
+    _show_improvements(console, found.improvements)
+    if found.settings:
+        methods = [result.method for result in found.methods]
+        rows = [[name, *(_value(values, method) for method in methods)] for name, values in found.settings.items()]
+        _print(console, "", ["setting", *methods], rows)
+
+
+def _show_overall(console: "Console", found: Overall) -> None:
+    rows = [[method.method, shown(method.iqm), figure(method.mean)] for method in found.methods]
+    title = f"all environments, normalised: {', '.join(found.reference)}"
+    _print(console, title, ["method", "IQM", "mean"], rows)
+    _show_improvements(console, found.improvements)
+
+
+def _show_improvements(console: "Console", pairs: Sequence[Improvement]) -> None:
+    rows = [[f"{pair.method} > {pair.other}", _share(pair.probability)] for pair in pairs]
+    if rows:
+        _print(console, "", ["probability that a run is better", "P"], rows)
+
+
+def _share(found: Estimate) -> str:
+    ends = "" if found.interval is None else " [{:.2f}, {:.2f}]".format(*found.interval)
+    return f"{found.value:.2f}{ends}"
+
+
+def _value(values: Mapping[str, object], method: str) -> str:
+    """A setting as one method has it, if it has it."""
+    return setting(values[method]) if method in values else "-"
+
+
+def _print(console: "Console", title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print()
+    if title:
+        console.print(Text(title, style="bold"))
+    table = Table(*heads, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -1,0 +1,110 @@
+"""A comparison as a picture: curves with bands, and intervals of the final scores, a row per environment."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from groupwise.report.aggregates import Estimate
+from groupwise.report.comparison import Comparison, EnvironmentResult, Overall
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLORS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9")
+"""Told apart by colour-blind readers, too (seaborn's palette ``colorblind``)."""
+STYLES = ("-", "--", ":")
+"""Each next ten methods have another line."""
+LONGEST_NAME = 40
+"""Letters of a method's name that an axis has room for; it breaks there."""
+
+
+def plot_comparison(found: Comparison, path: Path) -> None:
+    """Writes a PNG: for each environment return against steps, and where each method ended."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    methods = list(dict.fromkeys(result.method for one in found.environments for result in one.methods))
+    looks = {name: _look(place) for place, name in enumerate(methods)}
+    rows = len(found.environments) + (found.overall is not None)
+    height = max(2.9, 1.4 + 0.34 * len(methods)) * rows
+    figure = Figure(figsize=(11, height + 0.3), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(rows, 2, width_ratios=(3, 2))
+    for row, one in enumerate(found.environments):
+        _curves(figure.add_subplot(grid[row, 0]), one, looks)
+        ends = {result.method: result.iqm for result in one.methods}
+        each = {result.method: result.scores for result in one.methods}
+        _intervals(figure.add_subplot(grid[row, 1]), ends, each, looks, _end_of(one))
+    if found.overall is not None:
+        _overall(figure.add_subplot(grid[rows - 1, :]), found.overall, looks)
+    figure.savefig(path)
+
+
+def _look(place: int) -> dict[str, Any]:
+    return {"color": COLORS[place % len(COLORS)], "linestyle": STYLES[place // len(COLORS) % len(STYLES)]}
+
+
+def _curves(axes: "Axes", found: EnvironmentResult, looks: dict[str, dict[str, Any]]) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    for result in found.methods:
+        curve, look = result.curve, looks[result.method]
+        marker = "o" if len(curve.env_steps) == 1 else None  # a line of one point would be invisible
+        axes.plot(curve.env_steps, curve.iqm, linewidth=1.6, marker=marker, label=_broken(result.method), **look)
+        if curve.low is not None and curve.high is not None:
+            axes.fill_between(curve.env_steps, curve.low, curve.high, color=look["color"], alpha=0.18, linewidth=0)
+            if marker:
+                axes.vlines(curve.env_steps, curve.low, curve.high, color=look["color"], linewidth=1)
+    kind = "episode return" if found.measure == "evaluation" else "training return"
+    axes.set(title=found.environment, xlabel=found.unit, ylabel=f"{kind}, IQM of runs")
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="best", fontsize="small")
+
+
+def _end_of(found: EnvironmentResult) -> str:
+    runs = sorted({len(result.seeds) for result in found.methods})
+    count = str(runs[0]) if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
+    return f"final return of {count} run{'' if runs[-1] == 1 else 's'}"
+
+
+def _overall(axes: "Axes", found: Overall, looks: dict[str, dict[str, Any]]) -> None:
+    ends = {method.method: method.iqm for method in found.methods}
+    _intervals(axes, ends, {}, looks, "all environments, normalised final return")
+
+
+def _intervals(
+    axes: "Axes",
+    ends: dict[str, Estimate],
+    scores: dict[str, tuple[float, ...]],
+    looks: dict[str, dict[str, Any]],
+    title: str,
+) -> None:
+    """A line per method, the first on top: its interval as a bar, the interquartile mean in it, each run as a dot."""
+    for place, (method, end) in enumerate(ends.items()):
+        color = looks[method]["color"]
+        if end.interval is not None:
+            low, high = end.interval
+            axes.barh(place, high - low, left=low, height=0.5, color=color, alpha=0.35)
+        axes.plot([end.value] * 2, [place - 0.25, place + 0.25], color=color, linewidth=2.5)
+        dots = scores.get(method, ())
+        axes.plot(dots, [place] * len(dots), "o", color=color, markersize=3.5, markeredgewidth=0, alpha=0.7)
+    axes.set_yticks(range(len(ends)), [_broken(method) for method in ends], fontsize="small")
+    axes.set_ylim(len(ends) - 0.4, -0.6)
+    axes.use_sticky_edges = False  # bars would begin at the frame
+    axes.margins(x=0.05)
+    axes.set(title=title, xlabel="IQM and 95 % interval" + ("; dots are runs" if scores else ""))
+    axes.grid(alpha=0.3, axis="x")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _broken(name: str) -> str:
+    """A name over several lines, if it is long: broken between its parts."""
+    lines = [""]
+    for word in name.split(" "):
+        if lines[-1] and len(lines[-1]) + len(word) > LONGEST_NAME:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)

@@ -1,0 +1,197 @@
+"""Methods compared by records of their runs, wherever these come from; and the picture of it."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from groupwise.errors import ConfigError, DataError
+from groupwise.report.comparison import RunRecord, compare_records, figure
+from groupwise.report.comparison_plot import plot_comparison
+
+
+def records(environment: str, method: str, finals, **fields) -> list[RunRecord]:
+    """Runs that rise from 0 to their final return."""
+    fields = {"env_steps": (100, 200, 300), **fields}
+    points = len(fields["env_steps"])
+    return [
+        RunRecord(environment, method, seed, returns=tuple(final * (k + 1) / points for k in range(points)), **fields)
+        for seed, final in enumerate(finals)
+    ]
+
+
+A = records("E", "a", (3.0, 6.0, 9.0, 30.0), seconds=2.0, memory_mib=50.0)
+B = records("E", "b", (1.0, 2.0))
+
+
+def test_what_a_method_reached():
+    [found] = compare_records(A + B).environments
+    a, b = found.methods
+    assert (a.method, a.seeds, a.scores) == ("a", (0, 1, 2, 3), (3.0, 6.0, 9.0, 30.0))
+    assert (a.iqm.value, a.mean, a.least) == (7.5, 12.0, 3.0)
+    assert a.iqm.interval is not None
+    assert a.iqm.interval[0] >= 3
+    # from 1/3 to 1 of the final return, straight: 2/3 on average
+    assert a.mean_height.value == pytest.approx(5.0)
+    assert (a.curve.env_steps[0], a.curve.env_steps[-1]) == (100, 300)
+    assert a.curve.iqm[-1] == 7.5
+    assert (a.seconds, a.memory_mib, a.env_steps) == (2.0, 50.0, 300)
+    assert (b.seconds, b.memory_mib) == (None, None)
+    [pair] = found.improvements
+    assert (pair.method, pair.other, pair.probability.value) == ("a", "b", 1.0)
+
+
+def test_a_median_needs_the_number_of_every_run():
+    found = compare_records([*A[:2], A[2]._replace(seconds=None), A[3]]).environments[0].methods[0]
+    assert (found.seconds, found.memory_mib) == (None, 50.0)
+
+
+def test_curves_of_other_evaluation_times_stand_on_one_grid():
+    late = records("E", "late", (2.0, 4.0), env_steps=(150, 250, 350))
+    [found] = compare_records(A + late).environments
+    assert found.methods[0].curve.env_steps == found.methods[1].curve.env_steps
+    assert (found.methods[0].curve.env_steps[0], found.methods[0].curve.env_steps[-1]) == (150, 300)
+    # at 300, the last two points of `late` are 2/3 and 1 of its final return, at 250 and 350: 5/6 of 3
+    assert found.methods[1].curve.iqm[-1] == pytest.approx(2.5)
+    assert found.methods[1].iqm.value == 3.0  # the score is the last evaluation, where the curve is cut or not
+
+
+def test_steps_that_differ_much_are_told():
+    longer = records("E", "b", (1.0, 2.0), env_steps=(100, 200, 330))
+    assert any("took 300 to 330 steps" in note for note in compare_records(A + longer).notes)
+    assert compare_records(A + B).notes == ()
+
+
+def test_one_run_has_no_interval_and_that_is_told():
+    found = compare_records(A + records("E", "alone", (5.0,)))
+    alone = found.environments[0].methods[1]
+    assert (alone.iqm.value, alone.iqm.interval, alone.curve.low) == (5.0, None, None)
+    assert found.environments[0].improvements[0].probability.interval is None
+    assert any("one run of alone" in note for note in found.notes)
+
+
+def test_a_shift_of_all_returns_changes_no_probability():
+    moved = [run._replace(returns=tuple(value - 1000 for value in run.returns)) for run in A + B]
+    before, after = (compare_records(runs).environments[0] for runs in (A + B, moved))
+    assert before.improvements == after.improvements
+    assert after.methods[0].iqm.value == pytest.approx(before.methods[0].iqm.value - 1000)
+
+
+# --- over environments ---
+
+F = records("F", "b", (100.0, 200.0)) + records("F", "a", (0.0, 0.0, 0.0)) + records("F", "only here", (1.0, 1.0))
+
+
+def test_environments_are_put_on_one_scale():
+    found = compare_records(A + B + F, {"E": (0, 10), "F": (0, 200), "unused": (0, 1)})
+    assert found.overall is not None
+    a, b = found.overall.methods
+    assert found.overall.reference == {"E": (0, 10), "F": (0, 200)}
+    # a: 0.3 0.6 0.9 3.0 thrice, 0 0 0 four times: 24 numbers, the middle 12 of them: 0 (6), 0.3 (3), 0.6 (3)
+    assert (a.method, a.iqm.value) == ("a", pytest.approx((3 * 0.3 + 3 * 0.6) / 12))
+    assert a.mean == pytest.approx(1.2 / 2)
+    assert (b.method, b.iqm.value) == ("b", pytest.approx((0.2 + 0.5) / 2))  # the middle of 0.1 0.2 0.5 1.0
+    [pair] = found.overall.improvements
+    assert pair.probability.value == 0.5  # 1 in E, 0 in F
+    assert pair.probability.interval == (0.5, 0.5)
+    assert any("without only here" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("reference", "says"),
+    [
+        ({"E": (0, 1)}, "no reference scores of F"),
+        ({"E": (0, 1), "FF": (0, 1)}, "no reference scores of F; did you mean 'FF'"),
+        ({"E": (0, 1), "F": (2, 2)}, "expected two different ones"),
+    ],
+)
+def test_reference_scores_that_do_not_serve(reference, says):
+    with pytest.raises(ConfigError, match=says):
+        compare_records(A + B + F, reference)
+
+
+def test_without_a_method_in_all_environments_there_is_no_comparison_over_them():
+    with pytest.raises(ConfigError, match="no method has runs in all of E, F"):
+        compare_records(A + records("F", "b", (1.0, 2.0)), {"E": (0, 1), "F": (0, 1)})
+
+
+# --- records that cannot be used ---
+
+
+@pytest.mark.parametrize(
+    ("runs", "says"),
+    [
+        ([], "no runs"),
+        ([*A, A[1]._replace(source="twin")], r"seed 1 came more than once \(\?, twin\)"),
+        ([*A, B[0]._replace(returns=(1.0, math.nan, 2.0))], "E, b, seed 0: a return is not finite"),
+        ([*A, B[0]._replace(returns=())], "0 returns at 3 steps"),
+        ([*A, B[0]._replace(env_steps=(100, 300, 200))], "env_steps fall"),
+        ([*A, B[0]._replace(measure="training")], "returns of evaluations and of training"),
+    ],
+    ids=["none", "twice", "nan", "empty", "disorder", "two measures"],
+)
+def test_records_that_cannot_be_used(runs, says):
+    with pytest.raises(DataError, match=says):
+        compare_records(runs)
+
+
+# --- what comes of it ---
+
+
+def test_report_is_plain_json(tmp_path: Path):
+    found = compare_records(A + B + F, {"E": (0, 10), "F": (0, 200)}, settings={"E": {"gamma": {"a": 1.0, "b": 0.9}}})
+    found.save(tmp_path / "new" / "folder")
+    data = json.loads((tmp_path / "new" / "folder" / "comparison.json").read_text())
+    assert data == json.loads(json.dumps(found.report()))
+    first = data["environments"][0]
+    assert first["methods"][0]["iqm"]["value"] == 7.5
+    assert first["settings"] == {"gamma": {"a": 1.0, "b": 0.9}}
+    assert set(data) == {"environments", "overall", "notes"}
+
+
+def test_repr_is_a_line():
+    assert repr(compare_records(B)) == "Comparison(E: b 1.500 [1.000, 2.000] (2 runs))"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(500.0, "500.0"), (12345.6, "12346"), (-0.12345, "-0.1235"), (0.0, "0"), (1e-9, "1e-09"), (99.999, "100.00")],
+)
+def test_figures_have_four_digits(value, text):
+    assert figure(value) == text
+
+
+def pixels(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+def colored(path: Path, rgb: tuple[int, int, int]) -> int:
+    picture = pixels(path)
+    return int((np.abs(picture - rgb).sum(axis=-1) < 12).sum())
+
+
+def test_picture_shows_every_method_and_environment(tmp_path: Path):
+    blue, orange = (0x01, 0x73, 0xB2), (0xDE, 0x8F, 0x05)
+    plot_comparison(compare_records(A), tmp_path / "one.png")
+    plot_comparison(compare_records(A + B), tmp_path / "two.png")
+    plot_comparison(compare_records(A + B + F, {"E": (0, 10), "F": (0, 200)}), tmp_path / "more.png")
+    assert colored(tmp_path / "one.png", blue) > 300
+    assert colored(tmp_path / "one.png", orange) == 0
+    assert colored(tmp_path / "two.png", orange) > 300
+    heights = [len(pixels(tmp_path / f"{name}.png")) for name in ("two", "more")]
+    assert heights[1] > 2.5 * heights[0]
+
+
+def test_picture_of_many_methods_with_long_names_and_single_points(tmp_path: Path):
+    many = [
+        run
+        for number in range(12)
+        for run in records("E", f"grpo learning_rate={number} gamma=0.98 credit.scale=none", (1.0,), env_steps=(9,))
+    ]
+    plot_comparison(compare_records(many), tmp_path / "many.png")
+    with Image.open(tmp_path / "many.png") as image:
+        image.verify()

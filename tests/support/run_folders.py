@@ -1,0 +1,44 @@
+"""Folders of runs that nobody trained: settings, metrics and summary as a training leaves them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from groupwise import config
+
+STEPS = (250, 500, 750, 1000)
+
+
+def write_run(
+    path: Path,
+    returns: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0),
+    *,
+    steps: tuple[int, ...] = STEPS,
+    env: str = "CartPole-v1",
+    algorithm: Any = "grpo",
+    evaluated: bool = True,
+    summary: dict[str, Any] | None = None,
+    provenance: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Path:
+    """A finished run's folder; its training returns are 10 more than those of its evaluations."""
+    cfg = config.resolve(env, algorithm, **{"total_steps": 1000, **fields})
+    path.mkdir(parents=True)
+    known = {"versions": {"groupwise": "0.1.0"}, "git": None, "given_in_python": []}
+    tree = json.loads(config.to_json(cfg)) | {"provenance": known | (provenance or {})}
+    (path / "config.json").write_text(json.dumps(tree))
+    lines = []
+    for iteration, (at, value) in enumerate(zip(steps, returns, strict=True), start=1):
+        entry = {"iteration": iteration, "env_steps": at, "rollout/return_mean": value + 10}
+        lines.append(json.dumps(entry | ({"eval/return_mean": value} if evaluated else {})))
+    (path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    said = {"stopped": "total_steps", "env_steps": steps[-1], "seconds": 2.0 + cfg.seed, "peak_memory_mib": 100.0}
+    (path / "summary.json").write_text(json.dumps(said | (summary or {})))
+    return path
+
+
+def write_seeds(folder: Path, finals: tuple[float, ...], **settings: Any) -> Path:
+    """A folder of runs that differ in their seed and reach these returns."""
+    for seed, final in enumerate(finals):
+        write_run(folder / f"seed_{seed}", (0.0, final / 4, final / 2, final), seed=seed, **settings)
+    return folder

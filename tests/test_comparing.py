@@ -1,0 +1,255 @@
+"""Run folders compared: what is read, what is refused, and how runs become methods."""
+
+import json
+from pathlib import Path
+
+import pytest
+from run_folders import write_run, write_seeds
+
+import groupwise as gw
+from groupwise import RunFolderError
+from groupwise.errors import ConfigError, DataError
+
+
+@pytest.fixture(autouse=True)
+def _in_a_fresh_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def runs() -> list[Path]:
+    return [
+        write_seeds(Path("g"), (4.0, 8.0, 12.0)),
+        write_seeds(Path("p"), (1.0, 2.0, 3.0), algorithm="ppo"),
+    ]
+
+
+def test_runs_that_differ_in_their_seed_are_one_method(runs):
+    [found] = gw.compare(runs).environments
+    assert found.environment == "CartPole-v1"
+    assert [(m.method, m.seeds, m.scores) for m in found.methods] == [
+        ("grpo", (0, 1, 2), (4.0, 8.0, 12.0)),
+        ("ppo", (0, 1, 2), (1.0, 2.0, 3.0)),
+    ]
+    grpo = found.methods[0]
+    assert (grpo.seconds, grpo.memory_mib) == (3.0, 100.0)  # medians of 2 3 4
+    assert grpo.sources == ("g/seed_0", "g/seed_1", "g/seed_2")
+    assert found.settings["algorithm.name"] == {"grpo": "grpo", "ppo": "ppo"}
+    assert "algorithm.objective.clip_low" not in found.settings
+    assert found.improvements[0].probability.value == 1.0
+
+
+def test_single_folders_patterns_and_overlaps_are_the_same_runs(runs):
+    folders = sorted(Path().glob("[gp]/seed_*"))
+    for given in (folders, ["g", "p/seed_*"], [*folders, "g", Path("g/seed_1").resolve()], "[gp]"):
+        assert gw.compare(given).report() == gw.compare(runs).report()
+
+
+def test_files_beside_the_runs_are_passed_over(runs):
+    for name in ("seed_0.log", "seed_1.log", "settings.json"):
+        Path("g", name).touch()
+    for given in (sorted(Path("g").iterdir()), "g/*", "g"):
+        assert gw.compare(given).environments[0].methods[0].seeds == (0, 1, 2)
+    Path("g", "seed_7.log").touch()
+    for given in (sorted(Path("g").iterdir()), "g/*", "g"):
+        with pytest.raises(RunFolderError, match=r"g/seed_7: never began; see g/seed_7\.log"):
+            gw.compare(given)
+    with pytest.raises(RunFolderError, match="no runs to compare"):
+        gw.compare("g/settings.json")
+
+
+def test_seeds_are_in_their_order(tmp_path):
+    for seed in (10, 9, 2):
+        write_run(tmp_path / "s" / f"seed_{seed}", seed=seed)
+    assert gw.compare("s").environments[0].methods[0].seeds == (2, 9, 10)
+
+
+def test_names_make_methods(runs):
+    write_seeds(Path("h"), (5.0, 6.0))
+    [found] = gw.compare({"new": ["g/seed_0", "g/seed_1"], "old": "h"}).environments
+    assert [(m.method, m.scores) for m in found.methods] == [("new", (4.0, 8.0)), ("old", (5.0, 6.0))]
+    assert found.settings == {}
+
+
+def test_each_environment_is_a_table_of_its_own(runs):
+    write_seeds(Path("a"), (-90.0, -80.0), env="Acrobot-v1")
+    write_seeds(Path("b"), (-70.0, -60.0), env="Acrobot-v1", algorithm="ppo")
+    found = gw.compare([*runs, "a", "b"], reference={"CartPole-v1": (0, 10), "Acrobot-v1": (-100, -50)})
+    assert [one.environment for one in found.environments] == ["CartPole-v1", "Acrobot-v1"]
+    assert [m.method for m in found.environments[1].methods] == ["grpo", "ppo"]
+    assert found.overall is not None
+    assert [m.mean for m in found.overall.methods] == pytest.approx([(0.8 + 0.3) / 2, (0.2 + 0.7) / 2])
+
+
+def rewrite_settings(folder: str, **changed: object) -> None:
+    """Change the settings of all runs in a folder; None takes a part away."""
+    for path in Path(folder).glob("seed_*/config.json"):
+        tree = json.loads(path.read_text()) | changed
+        path.write_text(json.dumps({key: value for key, value in tree.items() if value is not None}))
+
+
+def test_environments_with_other_arguments_are_others():
+    kinds = {"plain": {}, "moon": {"kwargs": {"g": 1.6}}, "short": {"max_episode_steps": 50}}
+    for name, settings in kinds.items():
+        write_seeds(Path(name), (1.0, 2.0), env="Pendulum-v1")
+        rewrite_settings(name, env={"id": "Pendulum-v1", "kwargs": {}, "max_episode_steps": None} | settings)
+    found = gw.compare(list(kinds))
+    names = ["Pendulum-v1", "Pendulum-v1 g=1.6", "Pendulum-v1 max_episode_steps=50"]
+    assert [one.environment for one in found.environments] == names
+
+
+def test_texts_are_compared_by_their_task():
+    for name, model in {"small": "models/a", "large": "models/b"}.items():
+        write_seeds(Path(name), (0.25, 0.5))
+        rewrite_settings(name, env=None, policy=None, task={"data": "data/sums.jsonl"}, model={"path": model})
+    [found] = gw.compare(["small", "large"]).environments
+    assert (found.environment, found.unit) == ("sums.jsonl", "tokens written")
+    assert [m.method for m in found.methods] == ["grpo path=models/a", "grpo path=models/b"]
+
+
+def test_a_run_without_evaluations_makes_all_be_compared_by_training(runs):
+    write_seeds(Path("u"), (1.0, 2.0), evaluated=False, algorithm={"gamma": 0.5})
+    found = gw.compare([*runs, "u"])
+    assert found.environments[0].measure == "training"
+    assert found.environments[0].methods[0].scores == (14.0, 18.0, 22.0)
+    assert any("not every run was evaluated" in note for note in found.notes)
+    assert gw.compare(runs).environments[0].measure == "evaluation"
+
+
+# --- refused ---
+
+
+def test_paths_without_runs_are_named(runs):
+    Path("empty").mkdir()
+    for given, says in {
+        "absent": "there is no run folder 'absent'",
+        "empty": "empty is no run folder and holds none",
+        "none_*": r"there is no run folder 'none_\*'|no runs to compare",
+    }.items():
+        with pytest.raises(RunFolderError, match=says) as caught:
+            gw.compare(given)
+        assert "mend: " in str(caught.value)
+    with pytest.raises(RunFolderError, match="no runs to compare"):
+        gw.compare([])
+
+
+def unfinished(kind: str, path: Path) -> None:
+    """Break a finished run."""
+    summary = json.loads((path / "summary.json").read_text())
+    if kind == "killed":
+        (path / "summary.json").unlink()
+    elif kind == "damaged summary":
+        (path / "summary.json").write_text("{")
+    elif kind == "damaged metrics":
+        (path / "metrics.jsonl").write_text('{"iter\n' + (path / "metrics.jsonl").read_text())
+    elif kind == "no settings":
+        (path / "config.json").write_text('{"model_type": "llama"}')
+    elif kind == "nan":
+        (path / "metrics.jsonl").write_text((path / "metrics.jsonl").read_text().replace("12.0", "NaN"))
+    elif kind == "resumed":
+        lines = (path / "metrics.jsonl").read_text()
+        (path / "metrics.jsonl").write_text(lines + '{"iteration": 5, "env_steps": 1100}\n')
+    elif kind == "never began":
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+        Path(f"{path}.log").write_text("no such environment")
+    else:
+        early = {"stopped": kind} | ({} if kind in ("failed", "interrupted") else {"env_steps": 750})
+        if kind not in ("failed", "interrupted"):
+            lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+            (path / "metrics.jsonl").write_text("".join(lines[:3]))
+        (path / "summary.json").write_text(json.dumps(summary | early))
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("killed", "unfinished: it is being trained, or was killed, at step 1,000 of 1,000"),
+        ("failed", "unfinished: failed at step 1,000"),
+        ("interrupted", "unfinished: interrupted"),
+        ("resumed", "unfinished: it was resumed, and is at step 1,100"),
+        ("score: 475.0 reached the threshold 475", "ended early at step 750 of 1,000 .score: 475"),
+        ("damaged summary", "summary.json is damaged"),
+        ("damaged metrics", "metrics.jsonl, line 1 is damaged"),
+        ("no settings", "config.json holds no settings of a run"),
+        ("nan", "damaged: eval/return_mean is nan at step 1,000"),
+        ("never began", "never began; see g/seed_2.log"),
+    ],
+)
+def test_unfinished_and_damaged_runs_are_named_and_can_be_left_out(kind, says, runs):
+    unfinished(kind, Path("g/seed_2"))
+    with pytest.raises(RunFolderError, match=says) as caught:
+        gw.compare(runs)
+    assert "g/seed_2" in str(caught.value)
+    assert "--finished-only" in str(caught.value)
+    assert "seed_0" not in str(caught.value)
+    found = gw.compare(runs, finished_only=True)
+    assert found.environments[0].methods[0].seeds == (0, 1)
+    [note] = [note for note in found.notes if note.startswith("left out: ")]
+    assert "g/seed_2" in note
+
+
+def test_all_bad_runs_are_told_at_once(runs):
+    for seed in (0, 2):
+        unfinished("killed", Path(f"g/seed_{seed}"))
+    with pytest.raises(RunFolderError, match=r"g/seed_0(.|\n)*g/seed_2"):
+        gw.compare(runs)
+
+
+def test_leaving_out_every_run_is_refused():
+    write_seeds(Path("g"), (1.0,))
+    unfinished("killed", Path("g/seed_0"))
+    with pytest.raises(RunFolderError, match="no finished runs"):
+        gw.compare("g", finished_only=True)
+
+
+def test_unequal_budgets_are_refused(runs):
+    write_run(Path("long"), (1.0, 2.0), steps=(1000, 2000), total_steps=2000, seed=9)
+    with pytest.raises(ConfigError, match=r"1,000 in g/seed_0, 2,000 in long.*resume g/seed_0 --total-steps 2000"):
+        gw.compare([*runs, "long"])
+
+
+def test_a_copy_of_a_run_is_no_evidence(runs):
+    write_run(Path("copy"), seed=1)
+    with pytest.raises(DataError, match=r"seed 1 came more than once \(g/seed_1, copy\)"):
+        gw.compare([*runs, "copy"])
+
+
+def test_names_of_two_things_are_refused(runs):
+    with pytest.raises(ConfigError, match=r"mine: g/seed_0 and p/seed_0 differ in algorithm\.name, .*a name for each"):
+        gw.compare({"mine": ["g", "p"]})
+    with pytest.raises(ConfigError, match="came as 'a' and as 'b'"):
+        gw.compare({"a": "g", "b": "g/seed_0"})
+
+
+def test_a_name_that_settings_make_too_is_refused(runs):
+    from groupwise.comparing import compare_pairs
+
+    with pytest.raises(ConfigError, match="'ppo' names two methods"):
+        compare_pairs([("ppo", "g"), (None, "p")])
+    [found] = compare_pairs([("mine", "g"), (None, "p")]).environments
+    assert [m.method for m in found.methods] == ["mine", "ppo"]
+
+
+# --- told ---
+
+
+def test_what_a_reader_has_to_know_is_told(runs):
+    assert gw.compare(runs).notes == ()
+    versions = {"versions": {"groupwise": "0.2.0"}, "git": {"commit": "c0ffee" * 5}, "given_in_python": ["env"]}
+    more = {"evaluation": {"episodes": 3}, "env": "CartPole-v1", "provenance": versions}
+    write_seeds(Path("q"), (1.0, 2.0), algorithm={"gamma": 0.5}, **more)
+    notes = "\n".join(gw.compare([*runs, "q"]).notes)
+    assert "they differ in evaluation.episodes" in notes
+    assert "an environment given in Python" in notes
+    assert "groupwise (0.1.0, 0.2.0)" in notes
+    assert "commit (c0ffeec0ffee, unknown)" in notes
+    assert "evaluation.interval" not in notes
+
+
+def test_the_evaluation_interval_makes_no_difference(runs):
+    write_seeds(
+        Path("i"), (1.0, 2.0), steps=(100, 400, 900, 1000), evaluation={"interval": 7}, algorithm={"gamma": 0.5}
+    )
+    assert gw.compare([*runs, "i"]).notes == ()

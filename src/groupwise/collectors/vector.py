@@ -148,7 +148,7 @@ def label_episodes(
     begins &= ~dead
     count = begins.cumsum(dim=1)
     before = count[:, -1:].cumsum(dim=0) - count[:, -1:]
-    slot = torch.arange(done.shape[1])
+    slot = torch.arange(done.shape[1], device=done.device)
     began = torch.where(begins, slot, 0).cummax(dim=1).values
     step = slot - began + torch.where(count == 1, age[:, None], 0)
     return torch.where(dead, -1, before + count - 1), torch.where(dead, 0, step)

@@ -17,9 +17,14 @@ _Views: TypeAlias = tuple[Tensor, ...] | dict[str, Any]  # Any: _Views again
 
 
 class RolloutWriter:
-    """The per-step views of a rollout's tensors, taken once: far cheaper to write through than ``rollout[:, t] = ...``."""
+    """The per-step views of a rollout's tensors, taken once: far cheaper to write through than ``rollout[:, t] = ...``.
 
-    def __init__(self, rollout: TensorDict, *, value: bool) -> None:
+    Args:
+        check: look at actions before environments get them; False where the rollout is looked at as a whole.
+    """
+
+    def __init__(self, rollout: TensorDict, *, value: bool, check: bool = True) -> None:
+        self._check = check
         self.num_steps = rollout.shape[1] - 1
         self._obs = _views(rollout["obs"])
         self._action = rollout["action"].unbind(1)
@@ -41,7 +46,7 @@ class RolloutWriter:
         Raises:
             DataError: an action is not finite; environments answer that in ways that hide the cause.
         """
-        if action.action.is_floating_point() and not bool(action.action.isfinite().all()):
+        if self._check and action.action.is_floating_point() and not bool(action.action.isfinite().all()):
             bad = ~action.action.isfinite().flatten(1).all(dim=1)
             raise DataError(
                 f"the action of environment {int(bad.nonzero()[0])} at step {step} of the rollout is not finite; mend: the "

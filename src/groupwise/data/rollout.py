@@ -4,7 +4,7 @@ N rows are environments (or prompts x group size), T steps or tokens. The last s
 transition (an observation, its value); keys of transitions are padding there. ``docs/concepts.md`` has the schema.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -78,6 +78,9 @@ class RolloutBuffer:
             buffer allocates that much from then on.
         value: whether the policy has a critic (adds ``value`` and ``next_value``).
         reward_parts: how many parts of the reward are kept (adds ``reward_parts``).
+        resident: for a collector that keeps the rollout on the device: one storage, so that it stays where it is (a
+            rollout stays good until the next ``start_rollout``), and ``add`` leaves it to the collector to look at
+            numbers, which would wait for the device.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class RolloutBuffer:
         value: bool = False,
         reward_parts: int = 0,
         device: torch.device | str = "cpu",
+        resident: bool = False,
     ) -> None:
         scalars = _TRANSITION_KEYS | (_VALUE_KEYS if value else {})
         self.spec: dict[str, Spec] = {"obs": obs_spec, "action": action_spec}
@@ -99,13 +103,14 @@ class RolloutBuffer:
         self.num_rows = num_rows
         self.num_steps = num_steps
         self.device = torch.device(device)
-        self._storages: list[TensorDict | None] = [None, None]
+        self.resident = resident
+        self._storages: list[TensorDict | None] = [None] if resident else [None, None]
         self._turn = 0
         self._rollout: TensorDict | None = None
 
     def start_rollout(self) -> TensorDict:
         """Storage ``[N, T+1]`` in which every slot is empty: masks False, ids -1, numbers 0."""
-        self._turn = 1 - self._turn
+        self._turn = (self._turn + 1) % len(self._storages)
         storage = self._storages[self._turn]
         if storage is None or storage.shape[1] != self.num_steps + 1:
             storage = cast(TensorDict, allocate(self.spec, self.num_rows, self.num_steps + 1, device=self.device))
@@ -123,7 +128,8 @@ class RolloutBuffer:
             DataError: a missing key, a wrong shape or dtype, or a non-finite number in a valid slot (names row and step).
         """
         self._check_layout(rollout)
-        check_finite(rollout)
+        if not self.resident:
+            check_finite(rollout)
         self.num_steps = max(self.num_steps, rollout.shape[1] - 1)
         self._rollout = rollout
 
@@ -165,18 +171,32 @@ def check_finite(rollout: TensorDict) -> None:
     Raises:
         DataError: names the key, the row (environment) and the step of the first one.
     """
+    for name, tensor, bad in _unfinite(rollout):
+        if bad.any():
+            row, step = (int(i) for i in bad.nonzero()[0])
+            raise DataError(
+                f"{name} of environment {row} at step {step} of the rollout is not finite: "
+                f"{tensor[row, step].tolist()}; mend the environment or the policy that produced it"
+            )
+
+
+def count_unfinite(rollout: TensorDict) -> Tensor:
+    """How many valid slots ``check_finite`` would refuse, each key by itself: 0-dim, without waiting for the device."""
+    return torch.stack([bad.sum() for _, _, bad in _unfinite(rollout)]).sum()
+
+
+def leaves(rollout: TensorDict) -> list[Tensor]:
+    """All of the rollout's tensors."""
+    return [tensor for _, tensor in _leaves(rollout, "rollout")]
+
+
+def _unfinite(rollout: TensorDict) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Each tensor of numbers by name, with True where a valid slot holds one that is NaN or infinite."""
     valid = rollout["valid"]
     for key in ("reward", "reward_parts", "obs", "action", "sample_log_prob", "value", "next_value"):
         for name, tensor in _leaves(rollout.get(key, None), key):
-            if not tensor.is_floating_point():
-                continue
-            bad = ~torch.isfinite(tensor).reshape(*valid.shape, -1).all(dim=-1) & valid
-            if bad.any():
-                row, step = (int(i) for i in bad.nonzero()[0])
-                raise DataError(
-                    f"{name} of environment {row} at step {step} of the rollout is not finite: "
-                    f"{tensor[row, step].tolist()}; mend the environment or the policy that produced it"
-                )
+            if tensor.is_floating_point():
+                yield name, tensor, ~torch.isfinite(tensor).reshape(*valid.shape, -1).all(dim=-1) & valid
 
 
 def _leaves(tensor: Nested | None, name: str) -> list[tuple[str, Tensor]]:

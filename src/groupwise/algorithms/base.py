@@ -9,7 +9,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import repeat
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -18,13 +17,15 @@ from torch import Tensor
 from groupwise.algorithms.agreement import Agreement
 from groupwise.algorithms.configs import AlgorithmCfg
 from groupwise.algorithms.entropy import EntropyControl
-from groupwise.algorithms.optim import Optimizer, Schedule, Trained, build_optimizer
+from groupwise.algorithms.optim import FlatAdam, Optimizer, Schedule, Trained, build_optimizer
+from groupwise.algorithms.resident import Resident, why_not
 from groupwise.algorithms.step_metrics import StepMetrics
 from groupwise.algorithms.surrogate import Counts, check_objective, finest_unit, objective_data
 from groupwise.data.minibatch import Epoch, coarsest, shuffle_items, shuffle_transitions, take
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.data.row_batches import RowSizes, pack, shuffle_rows
 from groupwise.engines.base import Engine
+from groupwise.engines.replay import Recorder
 from groupwise.errors import ConfigError
 from groupwise.functional.reduce import loss_weights, token_mean_weights
 from groupwise.lean_tensordict import TensorDict
@@ -71,6 +72,8 @@ class BaseAlgorithm(ABC):
         self.optimizer: Optimizer = build_optimizer(cfg, self.trained)
         self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
         self.entropy = EntropyControl(cfg, policy.device)
+        self.resident: Resident | None = None
+        """What keeps updates on the device, after ``stay_on_device``."""
         if self.entropy.adaptive and EntropyControl.metric not in self.metric_names:
             raise ConfigError(
                 f"objective.entropy.control='adaptive' needs the entropy, which {type(self).__name__} does not measure; "
@@ -80,6 +83,41 @@ class BaseAlgorithm(ABC):
     @abstractmethod
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Improve the policy by one rollout ``[N, T+1]``, which is not written to; returns 0-dim metrics."""
+
+    def stay_on_device(self, recorder: Recorder | None = None) -> str | None:
+        """Have updates of rollouts of one shape, by a collector that keeps them on the device, wait for nothing.
+
+        On a GPU they are then recorded and replayed. Needs an algorithm whose ``update`` knows of it, as PPO and GRPO do.
+
+        Args:
+            recorder: of updates; None: the device's.
+
+        Returns:
+            Why that cannot be, and nothing has changed; None where it is so now.
+        """
+        why = self.why_not_resident()
+        if why is None:
+            seed = derive_seed(self.seed, "resident", self.engine.rank)
+            self.resident = Resident(self.learn, self.schedule, self.policy.device, seed=seed, recorder=recorder)
+        return why
+
+    def why_not_resident(self) -> str | None:
+        """What keeps updates from staying on the device, None if nothing does."""
+        if type(self).learn is BaseAlgorithm.learn:
+            return f"{type(self).__name__} has no learn()"
+        return why_not(self)
+
+    def learn(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """The part of ``update`` that is tensors only, and reads nothing else that changes between updates."""
+        raise TypeError(f"{type(self).__name__} stays on the device and must define learn()")
+
+    def learned(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """``learn``, replayed where updates stay on the device."""
+        return self.learn(rollout) if self.resident is None else self.resident(rollout, self.iteration)
+
+    def num_ids(self, ids: Tensor) -> int:
+        """A number above all ids of a rollout ``[N, T]``: the next one, or of updates that stay on the device N * T."""
+        return int(ids.max()) + 1 if self.resident is None else ids.numel()
 
     def terms(self, batch: Batch, evaluation: Evaluation) -> Terms:
         """Loss and metrics of each element, for ``optimise``."""
@@ -146,8 +184,8 @@ class BaseAlgorithm(ABC):
         """
         turns = int(data["turn"].max()) + 1 if "turn" in data else 0
         self.counts = Counts(num_episodes, turns)
-        elements, mask = self._elements(data)
-        total = int(self.engine.sum(mask.sum()))
+        elements, mask = self._elements(data, compact=self.resident is None)
+        total = self._total(mask)
         said = StepMetrics(self.metric_names, self.cfg.objective, mask.device, self.engine.sum)
         watch = Agreement(mask.device) if self._is_watched else None
         scorer = self.policy.evaluating(self.trained.tensors[0]) if self.trained.is_flat else self.policy.evaluate
@@ -156,12 +194,12 @@ class BaseAlgorithm(ABC):
             means = said.of_step() if self._is_followed else {}
             if self._kl_ends_update(means):
                 break
-            said.end_step(self._apply_gradient())
+            said.end_step(self._apply_gradient(), None if self.resident is None else self.resident.taken)
             if self.entropy.adaptive:
                 self.entropy.adapt(means[EntropyControl.metric])
         out = {f"train/{name}": value for name, value in said.means().items()}
-        out["train/optimizer_steps"] = mask.new_tensor(said.steps, dtype=torch.float32)
-        out["train/learning_rate"] = mask.new_tensor(self.schedule.rate, dtype=torch.float64)
+        out["train/optimizer_steps"] = said.taken()
+        out["train/learning_rate"] = self.schedule.measured(mask.device)
         if self.entropy.adaptive:
             out["train/ent_coef"] = self.entropy.coef.clone()
         return out if watch is None else out | watch.metrics(self.engine.sum)
@@ -224,6 +262,8 @@ class BaseAlgorithm(ABC):
         self.schedule.load_state_dict(state["schedule"])
         self.entropy.load_state_dict(state["entropy"])
         self.iteration = state["iteration"]
+        if self.resident is not None:
+            self.resident.forget()
 
     def _elements(self, data: dict[str, Nested], compact: bool = True) -> tuple[dict[str, Nested], Tensor]:
         """Rows as they are for sequence models, else flat transitions (``compact``: only those that count)."""
@@ -240,25 +280,40 @@ class BaseAlgorithm(ABC):
 
     def _minibatches(self, elements: dict[str, Nested], total: int) -> Iterator[list[dict[str, Nested]]]:
         """Micro-batches of each optimiser step, weights included, epoch after epoch."""
-        num_minibatches = self._num_minibatches(total)
+        num_minibatches, resident = self._num_minibatches(total), self.resident
+        if resident is not None:
+            resident.begin()
         if num_minibatches == 1 and self.cfg.micro_batch_size is None:
             # a single minibatch has no order: it is prepared once, and nothing is gathered
             whole = slice(0, len(elements["loss_mask"]))
-            yield from repeat([self._weigh(elements, [[whole]])], self.cfg.num_epochs)
+            weighed = [self._weigh(elements, [[whole]])]
+            for _ in range(self.cfg.num_epochs):
+                if resident is not None:
+                    resident.take_up(0)
+                yield weighed
             return
         seed = derive_seed(self.seed, "minibatch", self.engine.rank, self.iteration)
         generator = torch.Generator().manual_seed(seed)
-        for _ in range(self.cfg.num_epochs):
-            epoch = self._epoch(elements, num_minibatches, generator)
+        for number in range(self.cfg.num_epochs):
+            epoch = self._epoch(elements, num_minibatches, generator, number)
             shuffled = self._weigh(take(elements, epoch.order), epoch.minibatches)
-            counts = torch.tensor([len(slices) for slices in epoch.minibatches], device=self.policy.device)
-            for slices, count in zip(epoch.minibatches, self.engine.sum(counts).tolist(), strict=True):
-                if count:  # fewer whole items than minibatches: a step on nothing would move on by momentum alone
-                    yield [take(shuffled, part) for part in slices]
+            if resident is None:
+                lengths = torch.tensor([len(slices) for slices in epoch.minibatches], device=self.policy.device)
+                counts = self.engine.sum(lengths).tolist()
+            for index, slices in enumerate(epoch.minibatches):
+                if resident is not None:
+                    resident.take_up(index)
+                elif not counts[index]:
+                    continue  # fewer whole items than minibatches: a step on nothing would move on by momentum alone
+                yield [take(shuffled, part) for part in slices]
 
-    def _epoch(self, elements: dict[str, Nested], num_minibatches: int, generator: torch.Generator) -> Epoch:
+    def _epoch(
+        self, elements: dict[str, Nested], num_minibatches: int, generator: torch.Generator, number: int
+    ) -> Epoch:
         mask = elements["loss_mask"]
         micro = self.cfg.micro_batch_size
+        if self.resident is not None:
+            return self.resident.epoch(number, len(mask), num_minibatches, micro)
         match coarsest(self.policy.scored_by, finest_unit(self.cfg.objective)):
             case "transition":
                 shuffle = partial(shuffle_transitions, len(mask))
@@ -268,6 +323,10 @@ class BaseAlgorithm(ABC):
                 shuffle = partial(shuffle_rows, _row_sizes(self.policy, elements))
         return shuffle(num_minibatches=num_minibatches, micro_batch_size=micro, generator=generator)
 
+    def _total(self, mask: Tensor) -> int:
+        """How many steps an epoch has: those that count on all ranks, or of updates that stay on the device all slots."""
+        return int(self.engine.sum(mask.sum())) if self.resident is None else mask.numel()
+
     def _num_minibatches(self, total: int) -> int:
         size = self.cfg.minibatch_size
         return 1 if size is None else max(1, round(total / size))
@@ -276,7 +335,11 @@ class BaseAlgorithm(ABC):
         """An epoch's elements, prepared, with weights that are global over each optimiser step's on all ranks."""
         objective, count = self.cfg.objective, len(minibatches)
         sizes = [sum(part.stop - part.start for part in slices) for slices in minibatches]
-        minibatch = torch.arange(count).repeat_interleave(torch.tensor(sizes)).to(self.policy.device)
+        if self.resident is None:
+            minibatch = torch.arange(count).repeat_interleave(torch.tensor(sizes)).to(self.policy.device)
+        else:
+            minibatch = self.resident.numbers(tuple(sizes))
+            self.resident.weigh(elements["loss_mask"], minibatch, count)
         minibatch = minibatch.view(-1, *[1] * (elements["loss_mask"].dim() - 1)).expand_as(elements["loss_mask"])
         elements = self.prepare(dict(elements), minibatch, count)
         mask, episode = elements["loss_mask"], elements["episode_id"]
@@ -296,7 +359,7 @@ class BaseAlgorithm(ABC):
 
     def _is_single_pass(self, mask: Tensor) -> bool:
         """Whether the update is one optimiser step, on the policy that it begins with."""
-        return self.cfg.num_epochs == 1 and self._num_minibatches(int(self.engine.sum(mask.sum()))) == 1
+        return self.cfg.num_epochs == 1 and self._num_minibatches(self._total(mask)) == 1
 
     @property
     def _is_followed(self) -> bool:
@@ -345,15 +408,23 @@ class BaseAlgorithm(ABC):
         adaptive = self.cfg.schedule.name == "adaptive_kl"
         if self.cfg.target_kl is None and not adaptive:
             return False
+        limit = None if self.cfg.target_kl is None else 1.5 * self.cfg.target_kl
+        if self.resident is not None:
+            self.resident.follow(means["approx_kl"], limit)
+            return False
         approx_kl = float(means["approx_kl"])
         if adaptive:
             self.schedule.adapt(approx_kl)
-        return self.cfg.target_kl is not None and approx_kl > 1.5 * self.cfg.target_kl
+        return limit is not None and approx_kl > limit
 
     def _apply_gradient(self) -> Tensor:
         """Clip the gradient, step the optimiser; returns the norm before clipping."""
         norm = self.trained.clip_grad(math.inf if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm)
-        self.optimizer.step()
+        if self.resident is None:
+            self.optimizer.step()
+        else:
+            assert isinstance(self.optimizer, FlatAdam)
+            self.optimizer.step(self.resident.taken)
         return norm
 
 

@@ -49,6 +49,8 @@ class CreditInput(NamedTuple):
     """How much chance was in each choice (``baseline="optimal_token"``)."""
     parts: Float[Tensor, "row step part"] | None = None
     """Parts of the reward in the scale of ``reward`` (``cfg.reward="parts"``). None: as they are in the batch."""
+    spaced: bool = False
+    """Whether ids of groups are apart by as many steps as the group has at least, so that id + step tells steps apart."""
 
     @property
     def done(self) -> Bool[Tensor, "row step"]:
@@ -130,6 +132,20 @@ def check_credit(cfg: CreditCfg, policy: Policy) -> None:
             "credit.baseline='optimal_token' needs the probabilities of one choice among some (Discrete), and the "
             f"policy's action is {found}; mend: baseline='mean'"
         )
+
+
+def needs_counts(cfg: CreditCfg) -> str | None:
+    """Why credit looks at the rollout before it knows how much there is to compute; None if it does not."""
+    found = {
+        f"credit.rule={cfg.rule!r} is not known to stay on the device": cfg.rule != "composed",
+        "credit.returns='turn' counts turns": cfg.returns == "turn",
+        "credit.anchor_weight looks for equal observations": cfg.anchor_weight > 0,
+        f"credit.baseline={cfg.baseline!r} looks for attempts that count": cfg.baseline in ("greedy", "ema"),
+        "credit.early_finisher='absorb' counts the steps of groups": (
+            cfg.group_key == "group_step" and cfg.early_finisher == "absorb"
+        ),
+    }
+    return next((reason for reason, holds in found.items() if holds), None)
 
 
 def next_score_average(credit: CreditInput) -> Float[Tensor, ""]:
@@ -329,7 +345,9 @@ def _at_moment(
 ) -> Float[Tensor, "row step"]:
     """Advantage of each member at its moment (step or turn) of the group, or its whole episode's where rules say so."""
     batch, cfg = credit.batch, credit.cfg
-    moments = int(moment.max()) + 1  # more than the rollout has, where it holds the end of an attempt only
+    moments = 1  # ids that are spaced have room behind them
+    if not credit.spaced:
+        moments = int(moment.max()) + 1  # more than the rollout has, where it holds the end of an attempt only
     num_keys = credit.num_groups * moments
     key = torch.where(member, batch["group_id"] * moments + moment, -1)
     zeros = None

@@ -7,7 +7,7 @@ Python that changes between calls.
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ WARM_UP = 3
 """Calls that run as they stand before one is recorded, in which libraries choose kernels and take workspace."""
 
 
+@runtime_checkable
 class Recorder(Protocol):
     """What records a function."""
 

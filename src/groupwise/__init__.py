@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from groupwise.api import evaluate, resume, sample, train
     from groupwise.check import check_env
     from groupwise.collectors.groups import GroupCollector
+    from groupwise.collectors.torch_groups import TorchGroupCollector
+    from groupwise.collectors.torch_vector import TorchVectorCollector
     from groupwise.collectors.vector import VectorCollector
     from groupwise.config import load_config
     from groupwise.data.rollout import RolloutBuffer, transition_view
@@ -145,12 +147,14 @@ __all__ = [
     "ToolError",
     "TorchAcrobot",
     "TorchCartPole",
+    "TorchGroupCollector",
     "TorchGroupEnv",
     "TorchMountainCar",
     "TorchMountainCarContinuous",
     "TorchPendulum",
     "TorchPointMass",
     "TorchReacher",
+    "TorchVectorCollector",
     "Trainer",
     "UnknownNameError",
     "UnsupportedSpaceError",
@@ -181,6 +185,8 @@ _MODULES = {
     "groupwise.api": "evaluate resume sample train",
     "groupwise.check": "check_env",
     "groupwise.collectors.groups": "GroupCollector",
+    "groupwise.collectors.torch_groups": "TorchGroupCollector",
+    "groupwise.collectors.torch_vector": "TorchVectorCollector",
     "groupwise.collectors.vector": "VectorCollector",
     "groupwise.config": "load_config",
     "groupwise.data.rollout": "RolloutBuffer transition_view",

@@ -73,6 +73,10 @@ class TorchGroupCollector(ResidentCollector):
 
     def _check(self) -> None:
         env, cfg = self.env, self.collection
+        if cfg.unfinished != "branch":
+            raise EnvError(
+                f"collection.unfinished={cfg.unfinished!r} is what GroupCollector does; mend: that, or 'branch'"
+            )
         if env.num_envs % self.group_size:
             raise EnvError(
                 f"{env.num_envs} rows of {env.env_id} do not make whole groups of {self.group_size}, which "

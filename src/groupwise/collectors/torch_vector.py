@@ -58,6 +58,9 @@ class TorchVectorCollector(ResidentCollector):
         self._rows.copy_(rows)
         return self._label(rollout)
 
+    def _more(self, numbers: list[float]) -> dict[str, float]:
+        return {"rollout/idle_fraction": 0.0}
+
     def _label(self, rollout: TensorDict) -> Float[Tensor, " number"]:
         """Fill masks, ids and steps; what is told of the rollout."""
         reward, terminated = rollout["reward"][:, :-1], rollout["terminated"][:, :-1]

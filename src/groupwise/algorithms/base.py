@@ -18,14 +18,13 @@ from groupwise.algorithms.agreement import Agreement
 from groupwise.algorithms.configs import AlgorithmCfg
 from groupwise.algorithms.entropy import EntropyControl
 from groupwise.algorithms.optim import FlatAdam, Optimizer, Schedule, Trained, build_optimizer
-from groupwise.algorithms.resident import Resident, why_not
+from groupwise.algorithms.resident import StaysOnDevice
 from groupwise.algorithms.step_metrics import StepMetrics
 from groupwise.algorithms.surrogate import Counts, check_objective, finest_unit, objective_data
 from groupwise.data.minibatch import Epoch, coarsest, shuffle_items, shuffle_transitions, take
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.data.row_batches import RowSizes, pack, shuffle_rows
 from groupwise.engines.base import Engine
-from groupwise.engines.replay import Recorder
 from groupwise.errors import ConfigError
 from groupwise.functional.reduce import loss_weights, token_mean_weights
 from groupwise.lean_tensordict import TensorDict
@@ -44,7 +43,7 @@ class Terms(NamedTuple):
     """Of new to old probability; with it ``metric_names`` end with ``DIAGNOSTICS``."""
 
 
-class BaseAlgorithm(ABC):
+class BaseAlgorithm(StaysOnDevice, ABC):
     """Subclass it with ``update`` (and ``terms``, if you use ``optimise``) and register it with its own config.
 
     Args:
@@ -72,8 +71,6 @@ class BaseAlgorithm(ABC):
         self.optimizer: Optimizer = build_optimizer(cfg, self.trained)
         self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
         self.entropy = EntropyControl(cfg, policy.device)
-        self.resident: Resident | None = None
-        """What keeps updates on the device, after ``stay_on_device``."""
         if self.entropy.adaptive and EntropyControl.metric not in self.metric_names:
             raise ConfigError(
                 f"objective.entropy.control='adaptive' needs the entropy, which {type(self).__name__} does not measure; "
@@ -83,41 +80,6 @@ class BaseAlgorithm(ABC):
     @abstractmethod
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Improve the policy by one rollout ``[N, T+1]``, which is not written to; returns 0-dim metrics."""
-
-    def stay_on_device(self, recorder: Recorder | None = None) -> str | None:
-        """Have updates of rollouts of one shape, by a collector that keeps them on the device, wait for nothing.
-
-        On a GPU they are then recorded and replayed. Needs an algorithm whose ``update`` knows of it, as PPO and GRPO do.
-
-        Args:
-            recorder: of updates; None: the device's.
-
-        Returns:
-            Why that cannot be, and nothing has changed; None where it is so now.
-        """
-        why = self.why_not_resident()
-        if why is None:
-            seed = derive_seed(self.seed, "resident", self.engine.rank)
-            self.resident = Resident(self.learn, self.schedule, self.policy.device, seed=seed, recorder=recorder)
-        return why
-
-    def why_not_resident(self) -> str | None:
-        """What keeps updates from staying on the device, None if nothing does."""
-        if type(self).learn is BaseAlgorithm.learn:
-            return f"{type(self).__name__} has no learn()"
-        return why_not(self)
-
-    def learn(self, rollout: TensorDict) -> dict[str, Tensor]:
-        """The part of ``update`` that is tensors only, and reads nothing else that changes between updates."""
-        raise TypeError(f"{type(self).__name__} stays on the device and must define learn()")
-
-    def learned(self, rollout: TensorDict) -> dict[str, Tensor]:
-        """``learn``, replayed where updates stay on the device."""
-        return self.learn(rollout) if self.resident is None else self.resident(rollout, self.iteration)
-
-    def num_ids(self, ids: Tensor) -> int:
-        """A number above all ids of a rollout ``[N, T]``: the next one, or of updates that stay on the device N * T."""
-        return int(ids.max()) + 1 if self.resident is None else ids.numel()
 
     def terms(self, batch: Batch, evaluation: Evaluation) -> Terms:
         """Loss and metrics of each element, for ``optimise``."""

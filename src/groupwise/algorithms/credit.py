@@ -134,20 +134,6 @@ def check_credit(cfg: CreditCfg, policy: Policy) -> None:
         )
 
 
-def needs_counts(cfg: CreditCfg) -> str | None:
-    """Why credit looks at the rollout before it knows how much there is to compute; None if it does not."""
-    found = {
-        f"credit.rule={cfg.rule!r} is not known to stay on the device": cfg.rule != "composed",
-        "credit.returns='turn' counts turns": cfg.returns == "turn",
-        "credit.anchor_weight looks for equal observations": cfg.anchor_weight > 0,
-        f"credit.baseline={cfg.baseline!r} looks for attempts that count": cfg.baseline in ("greedy", "ema"),
-        "credit.early_finisher='absorb' counts the steps of groups": (
-            cfg.group_key == "group_step" and cfg.early_finisher == "absorb"
-        ),
-    }
-    return next((reason for reason, holds in found.items() if holds), None)
-
-
 def next_score_average(credit: CreditInput) -> Float[Tensor, ""]:
     """The moving average of ``baseline="ema"`` once this rollout's attempts have entered it."""
     _, scored = episode_groups(credit.batch, credit.num_episodes)

@@ -20,9 +20,9 @@ from groupwise.algorithms.credit import (
     check_credit,
     compared_rewards,
     episode_groups,
-    needs_counts,
     next_score_average,
 )
+from groupwise.algorithms.resident import needs_counts
 from groupwise.algorithms.surrogate import DIAGNOSTICS, policy_loss, policy_ratio, reference_kl
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
@@ -69,7 +69,7 @@ class GRPO(BaseAlgorithm):
             parts=self._scaled_parts(batch),
             cfg=self.cfg.credit,
             gamma=self.cfg.gamma,
-            num_groups=self.num_ids(batch["group_id"]),
+            num_groups=self.num_ids(batch["group_id"], self.cfg.group_size),
             num_episodes=self.num_ids(batch["episode_id"]),
             all_sum=self.engine.sum,
             average=self.score_average,

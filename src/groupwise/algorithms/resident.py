@@ -7,24 +7,23 @@ mark that leaves parameters and moments as they are.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from groupwise.algorithms.optim import FlatAdam, Schedule
+from groupwise.algorithms.configs import AlgorithmCfg, CreditCfg
+from groupwise.algorithms.optim import FlatAdam, Optimizer, Schedule
 from groupwise.algorithms.surrogate import finest_unit
 from groupwise.data.minibatch import Epoch, cut_evenly
 from groupwise.data.rollout import leaves
+from groupwise.engines.base import Engine
 from groupwise.engines.replay import Recorder, Replayed
 from groupwise.functional.reduce import segment_sum
 from groupwise.functional.row_random import hash_pair
 from groupwise.lean_tensordict import TensorDict
+from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
-
-if TYPE_CHECKING:
-    from groupwise.algorithms.base import BaseAlgorithm
 
 Learn = Callable[[TensorDict], dict[str, Tensor]]
 
@@ -112,24 +111,87 @@ def shuffled(seed: Int[Tensor, ""], epoch: int, count: int) -> Int[Tensor, " slo
     return hash_pair(seed, place).argsort()
 
 
-def why_not(algorithm: "BaseAlgorithm") -> str | None:
-    """What of an algorithm cannot be kept on the device; None if all can."""
-    cfg, objective = algorithm.cfg, algorithm.cfg.objective
+class StaysOnDevice:
+    """The part of an algorithm that keeps its updates on the device, where it can and somebody asks for it."""
+
+    cfg: AlgorithmCfg
+    policy: Policy
+    engine: Engine
+    seed: int
+    iteration: int
+    optimizer: Optimizer
+    schedule: Schedule
+    resident: Resident | None = None
+    """What keeps updates on the device, after ``stay_on_device``."""
+
+    def stay_on_device(self, recorder: Recorder | None = None) -> str | None:
+        """Have updates wait for nothing, and on a GPU be recorded and replayed; why that cannot be, or None where it is so now.
+
+        Rollouts must then come from a collector that keeps them on the device (``TorchVectorCollector``,
+        ``TorchGroupCollector``).
+
+        Args:
+            recorder: of updates; None: the device's.
+        """
+        why = self.why_not_resident()
+        if why is None:
+            seed = derive_seed(self.seed, "resident", self.engine.rank)
+            self.resident = Resident(self.learn, self.schedule, self.policy.device, seed=seed, recorder=recorder)
+        return why
+
+    def why_not_resident(self) -> str | None:
+        """What keeps updates from staying on the device; None if nothing does."""
+        if type(self).learn is StaysOnDevice.learn:
+            return f"{type(self).__name__} has no learn()"
+        return self._why_not()
+
+    def learn(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """The part of ``update`` that is tensors only, and reads nothing else that changes between updates."""
+        raise TypeError(f"{type(self).__name__} stays on the device and must define learn()")
+
+    def learned(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """``learn``, replayed where updates stay on the device."""
+        return self.learn(rollout) if self.resident is None else self.resident(rollout, self.iteration)
+
+    def num_ids(self, ids: Tensor, rows: int = 1) -> int:
+        """A number above all ids of a rollout ``[N, T]``: the next one, or of updates that stay on the device N * T / rows.
+
+        Args:
+            rows: that begin together, and have one id.
+        """
+        return int(ids.max()) + 1 if self.resident is None else ids.numel() // rows
+
+    def _why_not(self) -> str | None:
+        cfg, objective = self.cfg, self.cfg.objective
+        found = {
+            "several processes train together": self.engine.world_size > 1,
+            "the policy is scored by whole rows": self.policy.scored_by == "row",
+            f"optimizer.name={cfg.optimizer.name!r} cannot leave a step out by itself (adam can)": (
+                cfg.optimizer.name not in ("adam", "adamw")
+            ),
+            "the policy has more parameters than are kept in one vector, or of several kinds": (
+                not isinstance(self.optimizer, FlatAdam)
+            ),
+            "objective.entropy.control='adaptive' goes by single steps": objective.entropy.control == "adaptive",
+            "the objective keeps episodes whole in a minibatch": finest_unit(objective) != "transition",
+            "objective.old_log_prob='recomputed' compares sampler and trainer": objective.old_log_prob != "sampled",
+            f"objective.trust_region={objective.trust_region!r} looks for steps that stand out": (
+                objective.trust_region in ("clip_cov", "kl_cov")
+            ),
+            f"objective.top_entropy={objective.top_entropy} looks for steps that stand out": objective.top_entropy < 1,
+        }
+        return next((reason for reason, holds in found.items() if holds), None)
+
+
+def needs_counts(cfg: CreditCfg) -> str | None:
+    """Why credit looks at the rollout before it knows how much there is to compute; None if it does not."""
     found = {
-        "several processes train together": algorithm.engine.world_size > 1,
-        "the policy is scored by whole rows": algorithm.policy.scored_by == "row",
-        f"optimizer.name={cfg.optimizer.name!r} cannot leave a step out by itself (adam can)": (
-            cfg.optimizer.name not in ("adam", "adamw")
+        f"credit.rule={cfg.rule!r} is not known to stay on the device": cfg.rule != "composed",
+        "credit.returns='turn' counts turns": cfg.returns == "turn",
+        "credit.anchor_weight looks for equal observations": cfg.anchor_weight > 0,
+        f"credit.baseline={cfg.baseline!r} looks for attempts that count": cfg.baseline in ("greedy", "ema"),
+        "credit.early_finisher='absorb' counts the steps of groups": (
+            cfg.group_key == "group_step" and cfg.early_finisher == "absorb"
         ),
-        "the policy has more parameters than are kept in one vector, or of several kinds": (
-            not isinstance(algorithm.optimizer, FlatAdam)
-        ),
-        "objective.entropy.control='adaptive' goes by single steps": algorithm.entropy.adaptive,
-        "the objective keeps episodes whole in a minibatch": finest_unit(objective) != "transition",
-        "objective.old_log_prob='recomputed' compares sampler and trainer": objective.old_log_prob != "sampled",
-        f"objective.trust_region={objective.trust_region!r} looks for steps that stand out": (
-            objective.trust_region in ("clip_cov", "kl_cov")
-        ),
-        f"objective.top_entropy={objective.top_entropy} looks for steps that stand out": objective.top_entropy < 1,
     }
     return next((reason for reason, holds in found.items() if holds), None)

@@ -114,7 +114,8 @@ class TorchGroupCollector(ResidentCollector):
         writer = RolloutWriter(rollout, value=False, check=False)
         running = rollout["valid"].unbind(1)
         act = self.policy.acting()
-        rows = self._opened(self._rows, num_steps)
+        start_seeds, noise_seeds = (table.unbind(0) for table in self._seeds(num_steps))
+        rows = self._opened(self._rows, start_seeds[0], noise_seeds[0])
         began = torch.zeros_like(self._group)
         starts = [began]
         for t in range(num_steps):
@@ -130,25 +131,28 @@ class TorchGroupCollector(ResidentCollector):
                 break
             writer.outcome(t, step, truncated)
             over = self._whole(rows.held)
-            rows = env.started(rows, over, *self._seeds(num_steps, t + 1))
+            rows = env.started(rows, over, start_seeds[t + 1], noise_seeds[t + 1])
             began = torch.where(over, t + 1, began)
             starts.append(began)
         writer.observe(num_steps, env.observed(rows))
         self._rows.copy_(rows)
         return self._label(rollout, torch.stack(starts, dim=1), ~rows.held)
 
-    def _opened(self, rows: Rows, num_steps: int) -> Rows:
+    def _opened(self, rows: Rows, start_seed: Int[Tensor, " row"], noise_seed: Int[Tensor, " row"]) -> Rows:
         """The rows at the window's beginning: each group at a new start, or where its first member was cut."""
         branches = self._branches[self._group]
-        start_seed, noise_seed = self._seeds(num_steps, 0)
         rows = self.env.copied(rows, branches, self._group * self.group_size, noise_seed)
         return self.env.started(rows, ~branches, start_seed, noise_seed)
 
-    def _seeds(self, num_steps: int, step: int) -> tuple[Int[Tensor, " row"], Int[Tensor, " row"]]:
-        """Of starts and of noise, of groups that begin at this step of the window."""
-        group = self._group * num_steps + step
-        noise = group if self.collection.noise == "shared" else group * self.group_size + self._member
-        return hash_pair(self._start_stream, group), hash_pair(self._noise_stream, noise)
+    def _seeds(self, num_steps: int) -> tuple[Int[Tensor, "step row"], Int[Tensor, "step row"]]:
+        """Of starts and of noise, of groups that begin at each step of the window."""
+        step = torch.arange(num_steps, device=self._group.device)[:, None]
+        group = torch.arange(len(self._branches), device=self._group.device) * num_steps + step
+        start = hash_pair(self._start_stream, group)[:, self._group]
+        noise = self._group * num_steps + step
+        if self.collection.noise == "independent":
+            noise = noise * self.group_size + self._member
+        return start, hash_pair(self._noise_stream, noise)
 
     def _cut(self, rows: Rows, truncated: Bool[Tensor, " row"], age: Int[Tensor, " row"]) -> tuple[Rows, Tensor]:
         """The rows with attempts that reached ``attempt_steps`` held, and which were cut."""

@@ -79,7 +79,7 @@ class RolloutBuffer:
         value: whether the policy has a critic (adds ``value`` and ``next_value``).
         reward_parts: how many parts of the reward are kept (adds ``reward_parts``).
         resident: for a collector that keeps the rollout on the device: one storage, so that it stays where it is (a
-            rollout stays good until the next ``start_rollout``), and ``add`` leaves it to the collector to look at
+            rollout stays good until the next ``start_rollout``), laid out step by step, and ``add`` leaves it to the collector to look at
             numbers, which would wait for the device.
     """
 
@@ -113,7 +113,7 @@ class RolloutBuffer:
         self._turn = (self._turn + 1) % len(self._storages)
         storage = self._storages[self._turn]
         if storage is None or storage.shape[1] != self.num_steps + 1:
-            storage = cast(TensorDict, allocate(self.spec, self.num_rows, self.num_steps + 1, device=self.device))
+            storage = self._allocate()
             self._storages[self._turn] = storage
         else:
             storage.zero_()
@@ -143,6 +143,15 @@ class RolloutBuffer:
             raise DataError("the buffer is empty; mend: buffer.add(rollout) before buffer.get()")
         return transition_view(self._rollout).reshape(-1) if flatten else self._rollout
 
+    def _allocate(self) -> TensorDict:
+        """Storage; where the device writes it step by step, all rows of a step side by side in memory."""
+        shape = (self.num_rows, self.num_steps + 1)
+        if not self.resident:
+            return cast(TensorDict, allocate(self.spec, *shape, device=self.device))
+        by_step = cast(TensorDict, allocate(self.spec, *shape[::-1], device=self.device))
+        turned = {key: _turned(leaf) for key, leaf in by_step.items()}
+        return TensorDict(turned, batch_size=list(shape), device=self.device)
+
     def _check_layout(self, rollout: TensorDict) -> None:
         if rollout.batch_dims != 2 or rollout.shape[0] != self.num_rows or rollout.shape[1] < 2:
             raise DataError(f"rollout has batch {list(rollout.shape)}, expected [{self.num_rows}, steps + 1]")
@@ -157,6 +166,14 @@ class RolloutBuffer:
                     f"rollout[{key!r}] is {tensor.dtype} of shape {list(tensor.shape)}, "
                     f"expected {spec.dtype} of shape [{expected}]"
                 )
+
+
+def _turned(stored: Nested) -> Nested:
+    """The same memory with its first two dimensions exchanged."""
+    if isinstance(stored, Tensor):
+        return stored.transpose(0, 1)
+    leaves = {key: _turned(leaf) for key, leaf in stored.items()}
+    return TensorDict(leaves, batch_size=[stored.shape[1], stored.shape[0]], device=stored.device)
 
 
 def _flat(spec: Spec, prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...] | str, TensorSpec]]:

@@ -37,7 +37,11 @@ GRPO = {
     "outcome": {"credit": {"scale": "none"}},
     "process": {"credit": {"returns": "process", "normalize": "informative"}},
     "chance": {"credit": STEPS | {"baseline": "optimal_token", "scale": "none"}},
-    "reference": {"kl_coef": 0.1, "objective": {"kl_estimator": "exact"}, "reference": {"refresh": "interval", "interval": 3}},
+    "reference": {
+        "kl_coef": 0.1,
+        "objective": {"kl_estimator": "exact"},
+        "reference": {"refresh": "interval", "interval": 3},
+    },
     "KL in rewards": {"kl_coef": 0.1, "credit": STEPS | {"kl_placement": "reward"}},
     "divided by length": {"objective": {"aggregation": "seq_mean_token_sum_norm", "max_length": 50}},
     "whole": {"minibatch_size": None, "credit": STEPS},
@@ -148,7 +152,7 @@ def test_grpo_comes_to_the_same_parameters(how, env, groups, num_steps, seed, lo
 
 def test_members_that_ended_early_are_left_out():
     """Not by chance: rows wait for their siblings in these rollouts."""
-    resident, collector, buffer = build("grpo", GRPO["by step"], "cartpole", 16, 40)
+    _, collector, buffer = build("grpo", GRPO["by step"], "cartpole", 16, 40)
     rollout = collector.collect(40, buffer.start_rollout())
     assert 0.1 < float(1 - rollout["loss_mask"][:, :-1].float().mean()) < 0.6
     same_metrics(train("grpo", GRPO["by step"], "cartpole", 16, 40, 0, updates=5))
@@ -167,7 +171,9 @@ def test_the_limit_of_the_kl_ends_updates(kind, how):
 def test_minibatches_without_a_step_that_counts_change_nothing():
     pairs = train("ppo", {"minibatch_size": 2}, "cut often", 4, 6, 3, updates=6, lost=0.8)
     assert {float(found["train/optimizer_steps"]) for found, _ in pairs} != {24.0}
-    assert [float(f["train/optimizer_steps"]) for f, _ in pairs] == [float(e["train/optimizer_steps"]) for _, e in pairs]
+    assert [float(f["train/optimizer_steps"]) for f, _ in pairs] == [
+        float(e["train/optimizer_steps"]) for _, e in pairs
+    ]
 
 
 def iterate(algorithm, collector, buffer, num_steps):

@@ -117,9 +117,7 @@ def test_numbers_that_are_not_finite_are_told_when_they_cross():
 
     env = Failing(5)
     policy = gw.ActorCritic(env.observation_space, env.action_space)
-    buffer = gw.RolloutBuffer(
-        5, 4, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=True, resident=True
-    )
+    buffer = gw.RolloutBuffer(5, 4, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=True, resident=True)
     collector = gw.TorchVectorCollector(env, policy)
     buffer.add(collector.collect(4, buffer.start_rollout()))
     with pytest.raises(gw.DataError, match="reward of environment 3 at step 0"):

@@ -81,7 +81,9 @@ def told(ends: Ends, *counts: Tensor) -> Float[Tensor, " number"]:
     columns = [part.T.flatten().double() for part in (ends.episode_return, ends.length, ends.terminated)]
     sums = [ended.sum(), *(column.masked_fill(~ended, 0).sum() for column in columns[:2])]
     after = ended.sum() - ended.cumsum(dim=0)
-    place = torch.where(ended & (after < LATEST), after, LATEST)  # all others meet in one more place, which nobody reads
+    place = torch.where(
+        ended & (after < LATEST), after, LATEST
+    )  # all others meet in one more place, which nobody reads
     latest = [column.new_zeros(LATEST + 1).scatter(0, place, column)[:LATEST] for column in columns]
     return torch.cat([torch.stack([number.double() for number in (*sums, *counts)]), *latest])
 
@@ -196,4 +198,3 @@ class ResidentCollector(Collector):
             self._rows = rows.clone()
         else:
             self._rows.copy_(rows)
-

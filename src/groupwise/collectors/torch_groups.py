@@ -105,7 +105,7 @@ class TorchGroupCollector(ResidentCollector):
             seeds = torch.zeros_like(self.env.rows.elapsed)
             self._put(self.env.started(self.env.rows, everyone, seeds, seeds))
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _filled(self) -> Float[Tensor, " number"]:
         assert self._rollout is not None
         assert self._rows is not None
@@ -136,7 +136,7 @@ class TorchGroupCollector(ResidentCollector):
             starts.append(began)
         writer.observe(num_steps, env.observed(rows))
         self._rows.copy_(rows)
-        return self._label(rollout, torch.stack(starts, dim=1), ~rows.held)
+        return self._label(rollout, torch.stack(starts).T, ~rows.held)
 
     def _opened(self, rows: Rows, start_seed: Int[Tensor, " row"], noise_seed: Int[Tensor, " row"]) -> Rows:
         """The rows at the window's beginning: each group at a new start, or where its first member was cut."""
@@ -183,9 +183,7 @@ class TorchGroupCollector(ResidentCollector):
         terminated, truncated = rollout["terminated"][first, :-1], rollout["truncated"][first, :-1]
         ended = terminated | truncated
         ended = torch.cat([ended[:, :-1], ended[:, -1:] & ~goes_on[first, None]], dim=1)
-        ends = self._running.follow(
-            rollout["reward"][first, :-1], terminated, ended, began[first], goes_on[first]
-        )
+        ends = self._running.follow(rollout["reward"][first, :-1], terminated, ended, began[first], goes_on[first])
         groups = len(self._branches) + (began[first, 1:] != began[first, :-1]).sum()
         return told(ends, count_unfinite(rollout), valid.sum(), groups, valid.double().mean())
 

@@ -33,7 +33,7 @@ class TorchVectorCollector(ResidentCollector):
         self._running.forget()
         self._age.zero_()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _filled(self) -> Float[Tensor, " number"]:
         assert self._rollout is not None
         assert self._rows is not None
@@ -103,7 +103,7 @@ class FinalObs:
         """Complete ``value`` and ``next_value``; ``last_obs`` are the observations of the last slot."""
         value, next_value = rollout["value"], rollout["next_value"]
         known = [obs for obs in self._obs if obs is not None]
-        values = policy.value(torch.cat([last_obs, *known])).split(rollout.shape[0])
+        values = policy.value(torch.cat([last_obs, *known])).view(-1, rollout.shape[0])
         value[:, -1].copy_(values[0])
         next_value[:, :-1].copy_(value[:, 1:])
         next_value.masked_fill_(rollout["terminated"], 0.0)

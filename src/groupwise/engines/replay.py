@@ -94,7 +94,10 @@ class Replayed(Generic[Out]):
         self.name = name
         self._generators = generators
         self._recorder = CudaRecorder(device) if recorder is None and device.type == "cuda" else recorder
-        self.forget()
+        self._where: list[int] = []
+        self._calls = 0
+        self._replay: Callable[[], None] | None = None
+        self._out: list[Out] = []
 
     def __call__(self, storage: Sequence[Tensor] = ()) -> Out:
         """What the function returns.
@@ -124,10 +127,7 @@ class Replayed(Generic[Out]):
 
     def forget(self) -> None:
         """Record anew: what the function uses has moved."""
-        self._where: list[int] = []
-        self._calls = 0
-        self._replay: Callable[[], None] | None = None
-        self._out: list[Out] = []
+        self._where, self._calls, self._replay, self._out = [], 0, None, []
 
     def _record(self) -> bool:
         assert self._recorder is not None

@@ -68,8 +68,9 @@ class EnvParts(Parts):
 
     def start_report(self) -> GroupStartReport | None:
         """What the check of the groups' shared start found; None for algorithms without groups."""
-        grouped = isinstance(self.collector, GroupCollector | TorchGroupCollector)
-        return self.collector.start_report if grouped else None
+        if isinstance(self.collector, GroupCollector | TorchGroupCollector):
+            return self.collector.start_report
+        return None
 
     def notes(self) -> list[str]:
         """How siblings share their start, how networks are computed, and how many steps the first iteration takes."""

@@ -4,6 +4,8 @@ Rollouts and updates stay on the device; on a GPU both are replayed as CUDA grap
 the first iterations, in which graphs are recorded, are not timed. Both learn what they are timed at: the mean return of
 training episodes stands beside the rate. On a GPU the peers that can be imported run on the same environment in turn.
 
+Numbers of environments that are not asked for keep their earlier results.
+
     python benchmarks/torch_envs.py                      # or: --device cuda --envs 4096 65536 --rounds 5 --threads 1
 """
 
@@ -23,9 +25,9 @@ RESULTS = Path(__file__).parent / "results"
 ENVS = (1024, 4096, 65_536)
 STEPS = {1024: 64, 4096: 32, 65_536: 16}
 """Of each environment in an iteration."""
-WARM_UP = 6
+WARM_UP = {"cpu": 2, "cuda": 6}
 """Iterations that are not timed."""
-SECONDS = 8.0
+SECONDS = 6.0
 """Of timed training, and at least two iterations."""
 GROUP = 8
 CREDIT: dict[str, Any] = {
@@ -75,7 +77,7 @@ def train(algorithm: str, num_envs: int, device: str, threads: int) -> dict[str,
         collector = gw.TorchGroupCollector(env, policy, group_size=GROUP)
     why = update.stay_on_device()
     assert why is None, why
-    clock = Clock(torch.cuda.synchronize if device == "cuda" else None)
+    clock = Clock(WARM_UP[device], torch.cuda.synchronize if device == "cuda" else None)
     trainer = gw.Trainer(
         update, collector, buffer, num_steps=num_steps, total_steps=10**15, callbacks=[clock.callback(gw.Callback)]
     )
@@ -87,7 +89,8 @@ def train(algorithm: str, num_envs: int, device: str, threads: int) -> dict[str,
 class Clock:
     """Times the iterations of a trainer and ends training."""
 
-    def __init__(self, synchronize: Any) -> None:
+    def __init__(self, warm_up: int, synchronize: Any) -> None:
+        self.warm_up = warm_up
         self.synchronize = synchronize or (lambda: None)
         self.found: dict[str, Any] = {}
 
@@ -99,20 +102,20 @@ class Clock:
             def on_iteration_end(self, trainer: Any, rollout: Any, metrics: dict[str, float]) -> None:
                 clock.synchronize()
                 now = time.perf_counter()
-                if trainer.iteration == WARM_UP:
+                if trainer.iteration == clock.warm_up:
                     clock.start, clock.steps, clock.parts = now, trainer.env_steps, [0.0, 0.0]
-                if trainer.iteration <= WARM_UP:
+                if trainer.iteration <= clock.warm_up:
                     return
                 clock.parts[0] += metrics["time/collect_seconds"]
                 clock.parts[1] += metrics["time/update_seconds"]
-                if now - clock.start > SECONDS and trainer.iteration >= WARM_UP + 2:
+                if now - clock.start > SECONDS and trainer.iteration >= clock.warm_up + 2:
                     steps, seconds = trainer.env_steps - clock.steps, now - clock.start
                     shares = [round(part / seconds, 3) for part in clock.parts]
                     clock.found = {
                         "steps_per_second": round(steps / seconds),
                         "collecting": shares[0],
                         "updating": shares[1],
-                        "iterations": trainer.iteration - WARM_UP,
+                        "iterations": trainer.iteration - clock.warm_up,
                     }
                     trainer.stop("timed")
 
@@ -128,7 +131,7 @@ def train_rsl_rl(num_envs: int, device: str, threads: int) -> dict[str, Any]:
 
     torch.set_num_threads(threads)
     settings = PPO | {"num_steps": STEPS[num_envs], "num_minibatches": 8}
-    return train(num_envs, device, settings, warm_up=WARM_UP, seconds=SECONDS)
+    return train(num_envs, device, settings, warm_up=WARM_UP[device], seconds=SECONDS)
 
 
 def measured(run: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
@@ -161,7 +164,9 @@ def main() -> None:
         print("rsl_rl is not installed, so no peer runs; mend: pip install rsl-rl-lib==5.5.1")
     else:
         turns.append("rsl_rl")
-    runs = []
+    path = RESULTS / f"torch_envs_{device}.json"
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    runs = [r for r in runs if r["num_envs"] not in args.envs]
     for _ in range(args.rounds):
         for num_envs in args.envs:
             for run in turns:
@@ -172,16 +177,18 @@ def main() -> None:
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "device": device_name(device)},
         "settings": {"num_steps": STEPS, "ppo": PPO, "grpo": GRPO},
         "runs": runs,
-        "median": {
-            f"{run}, {num_envs}": statistics.median(
-                r["steps_per_second"] for r in runs if (r["run"], r["num_envs"]) == (run, num_envs)
-            )
-            for num_envs in args.envs
-            for run in turns
-        },
+        "median": medians(runs),
     }
-    (RESULTS / f"torch_envs_{device}.json").write_text(json.dumps(result, indent=2) + "\n")
+    path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result["median"], indent=2))
+
+
+def medians(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Steps per second by number of environments and by who trained."""
+    rates: dict[str, list[int]] = {}
+    for run in sorted(runs, key=lambda r: r["num_envs"]):
+        rates.setdefault(f"{run['run']}, {run['num_envs']}", []).append(run["steps_per_second"])
+    return {name: statistics.median(found) for name, found in rates.items()}
 
 
 def default_device() -> str:

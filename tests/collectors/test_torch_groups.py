@@ -114,6 +114,14 @@ def test_labels_follow_from_what_happened(env, groups, size, num_steps, seed, at
         last = [state if before[g] else None for g, state in enumerate(first)]
 
 
+def test_the_limit_of_the_environment_counts_on_in_groups_that_branch():
+    collector, buffer = made("cut often", 4, 3, 5)  # episodes of 7 steps, windows of 5
+    for _ in range(6):
+        collector.collect(5, buffer.start_rollout())
+        collector.metrics()
+    assert {episode.length for episode in collector.recent} == {7}
+
+
 def limited(collector, rollout, row):
     """Whether the environment's limit or the collector's, and not the window, cut the attempt at the last step."""
     if collector.attempt_steps is not None and int(rollout["step"][row, -2]) + 1 >= collector.attempt_steps:

@@ -56,7 +56,7 @@ class _Recording(TorchDispatchMode):
         for tensor, storage in self._saved.values():
             tensor.untyped_storage().copy_(storage)
 
-    @torch.no_grad()
+    @torch.inference_mode()  # what was made in it may only be written in it
     def play(self):
         for func, args, kwargs, out in self.operations:
             given = {place(t) for t in tensors((args, kwargs))}

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from groupwise.api import evaluate, resume, sample, train
     from groupwise.check import check_env
     from groupwise.collectors.groups import GroupCollector
+    from groupwise.collectors.torch_groups import TorchGroupCollector
+    from groupwise.collectors.torch_vector import TorchVectorCollector
     from groupwise.collectors.vector import VectorCollector
     from groupwise.comparing import compare
     from groupwise.config import load_config
@@ -150,12 +152,14 @@ __all__ = [
     "ToolError",
     "TorchAcrobot",
     "TorchCartPole",
+    "TorchGroupCollector",
     "TorchGroupEnv",
     "TorchMountainCar",
     "TorchMountainCarContinuous",
     "TorchPendulum",
     "TorchPointMass",
     "TorchReacher",
+    "TorchVectorCollector",
     "Trainer",
     "UnknownNameError",
     "UnsupportedSpaceError",
@@ -187,6 +191,8 @@ _MODULES = {
     "groupwise.api": "evaluate resume sample train",
     "groupwise.check": "check_env",
     "groupwise.collectors.groups": "GroupCollector",
+    "groupwise.collectors.torch_groups": "TorchGroupCollector",
+    "groupwise.collectors.torch_vector": "TorchVectorCollector",
     "groupwise.collectors.vector": "VectorCollector",
     "groupwise.comparing": "compare",
     "groupwise.config": "load_config",

@@ -263,3 +263,17 @@ def test_following_single_steps_changes_neither_metrics_nor_parameters(kind):
     assert torch.equal(one, other)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_step_that_is_marked_as_not_taken_counts_nowhere():
+    said, other = metrics_of("a", "b"), metrics_of("a", "b")
+    two_steps(other)
+    note(said, [2.0, 4.0], [1.0, 0.0], share=[0.25, 0.25])
+    note(said, [10.0], [3.0], share=[0.5])
+    said.end_step(torch.tensor(3.0), torch.ones(()))
+    note(said, [100.0], [100.0], share=[1.0])
+    said.end_step(torch.tensor(50.0), torch.zeros(()))
+    note(said, [8.0], [-1.0], share=[1.0])
+    said.end_step(torch.tensor(5.0), torch.ones(()))
+    assert numbers(said.means()) == numbers(other.means())
+    assert (float(said.taken()), float(other.taken())) == (2, 2)

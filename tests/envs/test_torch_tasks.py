@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from no_waiting import NoWaiting
 
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.torch_control import (
@@ -114,22 +114,6 @@ def test_the_number_of_rows_changes_no_row(task):
             step = env.step(action[: env.num_envs])
             assert torch.equal(step.obs, wide.obs[: env.num_envs])
             assert torch.equal(step.reward, wide.reward[: env.num_envs])
-
-
-class NoWaiting(TorchDispatchMode):
-    """Refuses operations that make Python wait for a device, or send it numbers from Python."""
-
-    WAITS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "lift_fresh")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        assert name not in self.WAITS, name
-        assert not name.startswith(("unique", "_unique")), name
-        if name in ("index", "index_put", "index_put_"):
-            assert not any(index is not None and index.dtype == torch.bool for index in args[1]), name
-        device = (kwargs or {}).get("device")
-        assert name != "_to_copy" or device in (None, args[0].device), f"copies to {device}"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

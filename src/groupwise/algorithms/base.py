@@ -9,7 +9,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import repeat
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -19,7 +18,8 @@ from groupwise.algorithms.agreement import Agreement
 from groupwise.algorithms.compiled_gradient import GradientCompiler
 from groupwise.algorithms.configs import AlgorithmCfg
 from groupwise.algorithms.entropy import EntropyControl
-from groupwise.algorithms.optim import Optimizer, Schedule, Trained, build_optimizer
+from groupwise.algorithms.optim import FlatAdam, Optimizer, Schedule, Trained, build_optimizer
+from groupwise.algorithms.resident import StaysOnDevice
 from groupwise.algorithms.step_metrics import StepMetrics, metric_sums
 from groupwise.algorithms.surrogate import Counts, check_objective, finest_unit, objective_data
 from groupwise.data.minibatch import Epoch, coarsest, shuffle_items, shuffle_transitions, take
@@ -44,7 +44,7 @@ class Terms(NamedTuple):
     """Of new to old probability; with it ``metric_names`` end with ``DIAGNOSTICS``."""
 
 
-class BaseAlgorithm(ABC):
+class BaseAlgorithm(StaysOnDevice, ABC):
     """Subclass it with ``update`` (and ``terms``, if you use ``optimise``) and register it with its own config.
 
     Args:
@@ -153,8 +153,8 @@ class BaseAlgorithm(ABC):
         """
         turns = int(data["turn"].max()) + 1 if "turn" in data else 0
         self.counts = Counts(num_episodes, turns)
-        elements, mask = self._elements(data)
-        total = int(self.engine.sum(mask.sum()))
+        elements, mask = self._elements(data, compact=self.resident is None)
+        total = self._total(mask)
         said = StepMetrics(self.metric_names, self.cfg.objective, mask.device, self.engine.sum)
         watch = Agreement(mask.device) if self._is_watched else None
         scorer = self.policy.evaluating(self.trained.tensors[0]) if self.trained.is_flat else self.policy.evaluate
@@ -166,13 +166,13 @@ class BaseAlgorithm(ABC):
             means = said.of_step() if self._is_followed else {}
             if self._kl_ends_update(means):
                 break
-            said.end_step(self._apply_gradient())
+            said.end_step(self._apply_gradient(), None if self.resident is None else self.resident.taken)
             if self.entropy.adaptive:
                 self.entropy.adapt(means[EntropyControl.metric])
         self.optimizer_steps += said.steps
         out = {f"train/{name}": value for name, value in said.means().items()}
-        out["train/optimizer_steps"] = mask.new_tensor(said.steps, dtype=torch.float32)
-        out["train/learning_rate"] = mask.new_tensor(self.schedule.rate, dtype=torch.float64)
+        out["train/optimizer_steps"] = said.taken()
+        out["train/learning_rate"] = self.schedule.measured(mask.device)
         if self.entropy.adaptive:
             out["train/ent_coef"] = self.entropy.coef.clone()
         return out if watch is None else out | watch.metrics(self.engine.sum)
@@ -239,6 +239,8 @@ class BaseAlgorithm(ABC):
         self.iteration = state["iteration"]
         self.optimizer_steps = state["optimizer_steps"]
         self.compiler.is_on = state["compiled"]
+        if self.resident is not None:
+            self.resident.forget()
 
     def _elements(self, data: dict[str, Nested], compact: bool = True) -> tuple[dict[str, Nested], Tensor]:
         """Rows as they are for sequence models, else flat transitions (``compact``: only those that count)."""
@@ -255,25 +257,40 @@ class BaseAlgorithm(ABC):
 
     def _minibatches(self, elements: dict[str, Nested], total: int) -> Iterator[list[dict[str, Nested]]]:
         """Micro-batches of each optimiser step, weights included, epoch after epoch."""
-        num_minibatches = self._num_minibatches(total)
+        num_minibatches, resident = self._num_minibatches(total), self.resident
+        if resident is not None:
+            resident.begin()
         if num_minibatches == 1 and self.cfg.micro_batch_size is None:
             # a single minibatch has no order: it is prepared once, and nothing is gathered
             whole = slice(0, len(elements["loss_mask"]))
-            yield from repeat([self._weigh(elements, [[whole]])], self.cfg.num_epochs)
+            weighed = [self._weigh(elements, [[whole]])]
+            for _ in range(self.cfg.num_epochs):
+                if resident is not None:
+                    resident.take_up(0)
+                yield weighed
             return
         seed = derive_seed(self.seed, "minibatch", self.engine.rank, self.iteration)
         generator = torch.Generator().manual_seed(seed)
-        for _ in range(self.cfg.num_epochs):
-            epoch = self._epoch(elements, num_minibatches, generator)
+        for number in range(self.cfg.num_epochs):
+            epoch = self._epoch(elements, num_minibatches, generator, number)
             shuffled = self._weigh(take(elements, epoch.order), epoch.minibatches)
-            counts = torch.tensor([len(slices) for slices in epoch.minibatches], device=self.policy.device)
-            for slices, count in zip(epoch.minibatches, self.engine.sum(counts).tolist(), strict=True):
-                if count:  # fewer whole items than minibatches: a step on nothing would move on by momentum alone
-                    yield [take(shuffled, part) for part in slices]
+            if resident is None:
+                lengths = torch.tensor([len(slices) for slices in epoch.minibatches], device=self.policy.device)
+                counts = self.engine.sum(lengths).tolist()
+            for index, slices in enumerate(epoch.minibatches):
+                if resident is not None:
+                    resident.take_up(index)
+                elif not counts[index]:
+                    continue  # fewer whole items than minibatches: a step on nothing would move on by momentum alone
+                yield [take(shuffled, part) for part in slices]
 
-    def _epoch(self, elements: dict[str, Nested], num_minibatches: int, generator: torch.Generator) -> Epoch:
+    def _epoch(
+        self, elements: dict[str, Nested], num_minibatches: int, generator: torch.Generator, number: int
+    ) -> Epoch:
         mask = elements["loss_mask"]
         micro = self.cfg.micro_batch_size
+        if self.resident is not None:
+            return self.resident.epoch(number, len(mask), num_minibatches, micro)
         match coarsest(self.policy.scored_by, finest_unit(self.cfg.objective)):
             case "transition":
                 shuffle = partial(shuffle_transitions, len(mask))
@@ -283,6 +300,10 @@ class BaseAlgorithm(ABC):
                 shuffle = partial(shuffle_rows, _row_sizes(self.policy, elements))
         return shuffle(num_minibatches=num_minibatches, micro_batch_size=micro, generator=generator)
 
+    def _total(self, mask: Tensor) -> int:
+        """How many steps an epoch has: those that count on all ranks, or of updates that stay on the device all slots."""
+        return int(self.engine.sum(mask.sum())) if self.resident is None else mask.numel()
+
     def _num_minibatches(self, total: int) -> int:
         size = self.cfg.minibatch_size
         return 1 if size is None else max(1, round(total / size))
@@ -291,7 +312,11 @@ class BaseAlgorithm(ABC):
         """An epoch's elements, prepared, with weights that are global over each optimiser step's on all ranks."""
         objective, count = self.cfg.objective, len(minibatches)
         sizes = [sum(part.stop - part.start for part in slices) for slices in minibatches]
-        minibatch = torch.arange(count).repeat_interleave(torch.tensor(sizes)).to(self.policy.device)
+        if self.resident is None:
+            minibatch = torch.arange(count).repeat_interleave(torch.tensor(sizes)).to(self.policy.device)
+        else:
+            minibatch = self.resident.numbers(tuple(sizes))
+            self.resident.weigh(elements["loss_mask"], minibatch, count)
         minibatch = minibatch.view(-1, *[1] * (elements["loss_mask"].dim() - 1)).expand_as(elements["loss_mask"])
         elements = self.prepare(dict(elements), minibatch, count)
         mask, episode = elements["loss_mask"], elements["episode_id"]
@@ -311,7 +336,7 @@ class BaseAlgorithm(ABC):
 
     def _is_single_pass(self, mask: Tensor) -> bool:
         """Whether the update is one optimiser step, on the policy that it begins with."""
-        return self.cfg.num_epochs == 1 and self._num_minibatches(int(self.engine.sum(mask.sum()))) == 1
+        return self.cfg.num_epochs == 1 and self._num_minibatches(self._total(mask)) == 1
 
     @property
     def _is_followed(self) -> bool:
@@ -369,15 +394,23 @@ class BaseAlgorithm(ABC):
         adaptive = self.cfg.schedule.name == "adaptive_kl"
         if self.cfg.target_kl is None and not adaptive:
             return False
+        limit = None if self.cfg.target_kl is None else 1.5 * self.cfg.target_kl
+        if self.resident is not None:
+            self.resident.follow(means["approx_kl"], limit)
+            return False
         approx_kl = float(means["approx_kl"])
         if adaptive:
             self.schedule.adapt(approx_kl)
-        return self.cfg.target_kl is not None and approx_kl > 1.5 * self.cfg.target_kl
+        return limit is not None and approx_kl > limit
 
     def _apply_gradient(self) -> Tensor:
         """Clip the gradient, step the optimiser; returns the norm before clipping."""
         norm = self.trained.clip_grad(math.inf if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm)
-        self.optimizer.step()
+        if self.resident is None:
+            self.optimizer.step()
+        else:
+            assert isinstance(self.optimizer, FlatAdam)
+            self.optimizer.step(self.resident.taken)
         return norm
 
 

@@ -176,8 +176,8 @@ class CollectionCfg(Cfg):
 
     noise: Literal["independent", "shared"] = "independent"
     """Randomness after the start: each member draws its own, or siblings draw the same (they then differ by their actions only)."""
-    unfinished: Literal["finish", "carry"] = "finish"
-    """When an iteration's steps are taken: finish the groups that are under way, or carry them over to the next iteration, where the new policy goes on with them."""
+    unfinished: Literal["finish", "carry", "branch"] = "finish"
+    """When an iteration's steps are taken: finish the groups that are under way; carry them over to the next iteration, where the new policy goes on with them; or cut them, and begin the next iteration's groups in the states that their first members had reached, copied for all siblings. ``branch`` is for simulators in torch, where nothing then waits for the device; ``num_steps`` counts idle steps too."""
     max_staleness: PositiveInt = 1
     """``carry``: a group is finished at the latest so many iterations after the one it began in."""
     lost_member: Literal["raise", "complete", "drop"] = "raise"

@@ -49,6 +49,8 @@ class CreditInput(NamedTuple):
     """How much chance was in each choice (``baseline="optimal_token"``)."""
     parts: Float[Tensor, "row step part"] | None = None
     """Parts of the reward in the scale of ``reward`` (``cfg.reward="parts"``). None: as they are in the batch."""
+    spaced: bool = False
+    """Whether ids of groups are apart by as many steps as the group has at least, so that id + step tells steps apart."""
 
     @property
     def done(self) -> Bool[Tensor, "row step"]:
@@ -329,7 +331,9 @@ def _at_moment(
 ) -> Float[Tensor, "row step"]:
     """Advantage of each member at its moment (step or turn) of the group, or its whole episode's where rules say so."""
     batch, cfg = credit.batch, credit.cfg
-    moments = int(moment.max()) + 1  # more than the rollout has, where it holds the end of an attempt only
+    moments = 1  # ids that are spaced have room behind them
+    if not credit.spaced:
+        moments = int(moment.max()) + 1  # more than the rollout has, where it holds the end of an attempt only
     num_keys = credit.num_groups * moments
     key = torch.where(member, batch["group_id"] * moments + moment, -1)
     zeros = None

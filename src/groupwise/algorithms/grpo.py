@@ -22,6 +22,7 @@ from groupwise.algorithms.credit import (
     episode_groups,
     next_score_average,
 )
+from groupwise.algorithms.resident import needs_counts
 from groupwise.algorithms.surrogate import DIAGNOSTICS, policy_loss, policy_ratio, reference_kl
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
@@ -54,6 +55,13 @@ class GRPO(BaseAlgorithm):
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns 0-dim metrics."""
+        metrics = self.learned(rollout)
+        self.iteration += 1
+        self._renew_reference()
+        return metrics
+
+    def learn(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """The update itself."""
         batch = transition_view(rollout)
         credit = CreditInput(
             batch=batch,
@@ -61,16 +69,19 @@ class GRPO(BaseAlgorithm):
             parts=self._scaled_parts(batch),
             cfg=self.cfg.credit,
             gamma=self.cfg.gamma,
-            num_groups=int(batch["group_id"].max()) + 1,
-            num_episodes=int(batch["episode_id"].max()) + 1,
+            num_groups=self.num_ids(batch["group_id"], self.cfg.group_size),
+            num_episodes=self.num_ids(batch["episode_id"]),
             all_sum=self.engine.sum,
             average=self.score_average,
+            spaced=self.resident is not None,
         )
         metrics = self.optimise(self._data(credit), credit.num_episodes)
         self.policy.absorb(rollout, self.engine)
-        self.iteration += 1
-        self._renew_reference()
         return metrics | {"rollout/zero_variance_groups": self._zero_variance(credit)}
+
+    def why_not_resident(self) -> str | None:
+        """What keeps updates from staying on the device, None if nothing does."""
+        return super().why_not_resident() or needs_counts(self.cfg.credit)
 
     def terms(self, batch: Batch, evaluation: Evaluation) -> Terms:
         """``policy_loss + kl_coef * KL(policy || reference) - ent_coef * entropy`` of each element."""

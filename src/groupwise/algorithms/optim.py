@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
@@ -146,8 +147,11 @@ class FlatAdam:
         self._trained.zero_grad()
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, taken: Tensor | None = None) -> None:
         """One step along the gradient, which is gathered first if it was not yet.
+
+        Args:
+            taken: 0-dim float32; where it is 0 nothing changes. None: 1.
 
         Source: Kingma, Ba 2015, https://arxiv.org/abs/1412.6980, algorithm 1; decoupled weight decay: Loshchilov, Hutter
         2019, https://arxiv.org/abs/1711.05101.
@@ -176,12 +180,14 @@ class FlatAdam:
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             decoupled_weight_decay=group["decoupled_weight_decay"],
+            found_inf=None if taken is None else 1 - taken,
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Laid out as that of ``torch.optim.Adam``."""
         state = {0: dict(self.state)} if self.state else {}
-        return {"state": state, "param_groups": [self.param_groups[0] | {"params": [0]}]}
+        plain = {"params": [0], "lr": float(self.param_groups[0]["lr"])}
+        return {"state": state, "param_groups": [self.param_groups[0] | plain]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved ``state_dict``."""
@@ -255,7 +261,14 @@ class Schedule:
         self.cfg = cfg
         self.optimizer = optimizer
         self.learning_rate = learning_rate
-        self.factor = 1.0
+        self._factor: float | Tensor = 1.0
+        self._rate: float | Tensor = learning_rate
+
+    def stay_on(self, device: torch.device) -> None:
+        """Keep the rate in a tensor there from now on, which the optimiser reads."""
+        self._factor = torch.full((), self.factor, dtype=torch.float64, device=device)
+        self._rate = torch.full((), self.rate, dtype=torch.float32, device=device)
+        self._apply(self.factor)
 
     def set_progress(self, progress: float) -> None:
         """Set the rate for a share of training done, in [0, 1]."""
@@ -267,20 +280,47 @@ class Schedule:
 
         Source: the rule of rsl_rl's PPO, factors 1.5 beyond [desired / 2, desired * 2].
         """
-        if kl > 2 * self.cfg.desired_kl:
-            self._apply(max(self.factor / 1.5, self.cfg.min_factor))
-        elif 0 < kl < self.cfg.desired_kl / 2:
-            self._apply(min(self.factor * 1.5, self.cfg.max_factor))
+        factor = torch.tensor(self.factor, dtype=torch.float64)
+        self._apply(float(self._adapted(factor, torch.tensor(kl, dtype=torch.float64))))
+
+    @torch.no_grad()
+    def adapt_in_place(self, kl: Float[Tensor, ""], taken: Float[Tensor, ""]) -> None:
+        """``adapt`` where ``taken`` is 1, without waiting for the device; after ``stay_on``."""
+        assert isinstance(self._factor, Tensor)
+        assert isinstance(self._rate, Tensor)
+        self._factor.copy_(torch.where(taken > 0, self._adapted(self._factor, kl.double()), self._factor))
+        self._rate.copy_(self.learning_rate * self._factor)
+
+    @property
+    def factor(self) -> float:
+        """The rate now, as a share of ``learning_rate``."""
+        return float(self._factor)
 
     @property
     def rate(self) -> float:
         """The learning rate now."""
         return self.learning_rate * self.factor
 
+    def measured(self, device: torch.device) -> Float[Tensor, ""]:
+        """The learning rate now, for the log."""
+        if isinstance(self._factor, Tensor):
+            return self.learning_rate * self._factor
+        return torch.full((), self.rate, dtype=torch.float64, device=device)
+
+    def _adapted(self, factor: Float[Tensor, ""], kl: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        cfg = self.cfg
+        slower, faster = (factor / 1.5).clamp(min=cfg.min_factor), (factor * 1.5).clamp(max=cfg.max_factor)
+        hardly = (kl > 0) & (kl < cfg.desired_kl / 2)
+        return torch.where(kl > 2 * cfg.desired_kl, slower, torch.where(hardly, faster, factor))
+
     def _apply(self, factor: float) -> None:
-        self.factor = factor
+        if isinstance(self._factor, Tensor) and isinstance(self._rate, Tensor):
+            self._factor.fill_(factor)
+            self._rate.fill_(self.learning_rate * factor)
+        else:
+            self._factor, self._rate = factor, self.learning_rate * factor
         for group in self.optimizer.param_groups:
-            group["lr"] = self.rate
+            group["lr"] = self._rate
 
     def state_dict(self) -> dict[str, float]:
         """The factor in force."""

@@ -61,18 +61,23 @@ class PPO(BaseAlgorithm):
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Improve policy and critic by one rollout ``[N, T+1]``; returns 0-dim metrics."""
+        metrics = self.learned(rollout)
+        self.iteration += 1
+        return metrics
+
+    def learn(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """The update itself."""
         batch = transition_view(rollout)
         mask = batch["loss_mask"]
         advantage, target = self.compute_gae(rollout, self.cfg.gamma, self.cfg.gae_lambda)
         if self.cfg.normalize_advantage == "batch":
             advantage = whiten(advantage, mask, all_sum=self.engine.sum)
-        num_episodes = int(batch["episode_id"].max()) + 1
+        num_episodes = self.num_ids(batch["episode_id"])
         data = self.objective_data(batch, self.training_data(batch), advantage, num_episodes)
         data |= {"old_value": batch["value"], "target": target}
         explained = explained_variance(batch["value"], target, mask, all_sum=self.engine.sum)
         metrics = self.optimise(data, num_episodes)
         self.policy.absorb(rollout, self.engine)
-        self.iteration += 1
         return metrics | {"train/explained_variance": explained}
 
     def prepare(self, elements: dict[str, Nested], minibatch: Tensor, num_minibatches: int) -> dict[str, Nested]:

@@ -40,6 +40,8 @@ class StepMetrics:
         self._running_sums: list[Tensor] = []
         """The same of micro-batches that came as sums."""
         self._norms: list[Tensor] = []
+        self._counted: list[Tensor] = []
+        """Of each step taken, whether it counts."""
         self._kept = 0
         """Elements that wait for their means."""
 
@@ -65,8 +67,16 @@ class StepMetrics:
             zip(self._names, self._all_sum(self._summed(self._running, self._running_sums)).unbind(), strict=True)
         )
 
-    def end_step(self, grad_norm: Tensor) -> None:
-        """The step was taken; what was noted since the last one counts."""
+    def end_step(self, grad_norm: Tensor, taken: Tensor | None = None) -> None:
+        """The step was taken; what was noted since the last one counts.
+
+        Args:
+            taken: 0-dim; where it is 0, neither the step nor what was noted counts. None: 1.
+        """
+        if taken is not None:
+            self._running = [(*said, share * taken) for *said, share in self._running]
+            self._counted.append(taken)
+            grad_norm = grad_norm * taken
         self._taken += self._running
         self._taken_sums += self._running_sums
         self._running, self._running_sums = [], []
@@ -78,9 +88,16 @@ class StepMetrics:
     def means(self) -> dict[str, Tensor]:
         """0-dim means over the steps taken, on all ranks, and ``grad_norm``; 0 without steps."""
         self._fold()
-        norm = torch.cat(self._norms).mean() if self._norms else self._sums.new_zeros(())
-        means = self._all_sum(self._sums) / max(self.steps, 1)
+        steps = self.taken().clamp(min=1)
+        norm = torch.cat(self._norms).sum() / steps if self._norms else self._sums.new_zeros(())
+        means = self._all_sum(self._sums) / steps
         return dict(zip(self._names, means.unbind(), strict=True)) | {"grad_norm": norm}
+
+    def taken(self) -> Float[Tensor, ""]:
+        """Optimiser steps that count."""
+        if self._counted:
+            return torch.stack(self._counted).sum()
+        return torch.full((), float(self.steps), device=self._sums.device)
 
     def _fold(self) -> None:
         self._sums = self._sums + self._summed(self._taken, self._taken_sums)

@@ -198,6 +198,10 @@ class GroupCollector(Collector):
                 f"{env.env_id} has no step limit that is known, so an attempt might never end; mend: "
                 "env.max_episode_steps (also where it truncates by itself), or attempt_steps"
             )
+        if self.collection.unfinished == "branch":
+            raise EnvError(
+                "collection.unfinished='branch' is what TorchGroupCollector does, with simulators in torch; mend: that, or 'finish'"
+            )
         if self.collection.unfinished == "carry" and not self.policy.actor_only:
             raise EnvError(
                 "collection.unfinished='carry' keeps no values, and the policy has a critic; mend: an actor_only policy, or "

@@ -20,19 +20,23 @@ class RolloutWriter:
     """Writes through views of a rollout's tensors, taken once: far cheaper than ``rollout[:, t] = ...``.
 
     On a CPU they are NumPy's: one view does for all steps, where torch, which takes longer to find a step, needs one each.
+
+    Args:
+        resident: write by torch's operations alone, and leave looking at actions to who looks at the whole rollout.
     """
 
-    def __init__(self, rollout: TensorDict, *, value: bool) -> None:
+    def __init__(self, rollout: TensorDict, *, value: bool, resident: bool = False) -> None:
+        self._resident = resident
         self.num_steps = rollout.shape[1] - 1
-        self._obs = _columns(rollout["obs"])
-        self._action = _columns(rollout["action"])
-        self._log_prob = _columns(rollout["sample_log_prob"])
-        self._value = _columns(rollout["value"]) if value else None
-        self._reward = _columns(rollout["reward"])
+        self._obs = self._columns(rollout["obs"])
+        self._action = self._columns(rollout["action"])
+        self._log_prob = self._columns(rollout["sample_log_prob"])
+        self._value = self._columns(rollout["value"]) if value else None
+        self._reward = self._columns(rollout["reward"])
         parts = rollout.get("reward_parts", None)
-        self._reward_parts = None if parts is None else _columns(parts)
-        self._terminated = _columns(rollout["terminated"])
-        self._truncated = _columns(rollout["truncated"])
+        self._reward_parts = None if parts is None else self._columns(parts)
+        self._terminated = self._columns(rollout["terminated"])
+        self._truncated = self._columns(rollout["truncated"])
 
     def observe(self, step: int, obs: Nested) -> None:
         """Write the observations [N, ...] of a slot."""
@@ -44,7 +48,7 @@ class RolloutWriter:
         Raises:
             DataError: an action is not finite; environments answer that in ways that hide the cause.
         """
-        if action.action.is_floating_point() and not all_finite(action.action):
+        if not self._resident and action.action.is_floating_point() and not all_finite(action.action):
             bad = ~action.action.isfinite().flatten(1).all(dim=1)
             raise DataError(
                 f"the action of environment {int(bad.nonzero()[0])} at step {step} of the rollout is not finite; mend: the "
@@ -64,6 +68,13 @@ class RolloutWriter:
             _write(self._reward_parts, step, outcome.reward_parts)
         _write(self._terminated, step, outcome.terminated)
         _write(self._truncated, step, truncated)
+
+    def _columns(self, stored: Nested) -> _Columns:
+        """What holds a step of all rows, by its number."""
+        if not isinstance(stored, Tensor):
+            return {key: self._columns(leaf) for key, leaf in stored.items()}
+        by_numpy = stored.device.type == "cpu" and not self._resident
+        return stored.numpy().swapaxes(0, 1) if by_numpy else stored.unbind(1)
 
 
 class FinalValues:
@@ -94,13 +105,6 @@ class FinalValues:
             rows = torch.cat(self._rows)
             steps = torch.tensor(self._steps).repeat_interleave(torch.tensor([len(rows) for rows in self._rows]))
             next_value[rows.to(value.device), steps.to(value.device)] = values[num_rows:]
-
-
-def _columns(stored: Nested) -> _Columns:
-    """What holds a step of all rows, by its number."""
-    if not isinstance(stored, Tensor):
-        return {key: _columns(leaf) for key, leaf in stored.items()}
-    return stored.numpy().swapaxes(0, 1) if stored.device.type == "cpu" else stored.unbind(1)
 
 
 def _write(columns: _Columns, step: int, value: Nested) -> None:

@@ -5,7 +5,7 @@ transition (an observation, its value); keys of transitions are padding there. `
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -79,6 +79,9 @@ class RolloutBuffer:
             buffer allocates that much from then on.
         value: whether the policy has a critic (adds ``value`` and ``next_value``).
         reward_parts: how many parts of the reward are kept (adds ``reward_parts``).
+        resident: for a collector that keeps the rollout on the device: one storage, so that it stays where it is (a
+            rollout stays good until the next ``start_rollout``), laid out step by step, and ``add`` leaves it to the collector to look at
+            numbers, which would wait for the device.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class RolloutBuffer:
         value: bool = False,
         reward_parts: int = 0,
         device: torch.device | str = "cpu",
+        resident: bool = False,
     ) -> None:
         scalars = _TRANSITION_KEYS | (_VALUE_KEYS if value else {})
         self.spec: dict[str, Spec] = {"obs": obs_spec, "action": action_spec}
@@ -100,16 +104,17 @@ class RolloutBuffer:
         self.num_rows = num_rows
         self.num_steps = num_steps
         self.device = torch.device(device)
-        self._storages: list[TensorDict | None] = [None, None]
+        self.resident = resident
+        self._storages: list[TensorDict | None] = [None] if resident else [None, None]
         self._turn = 0
         self._rollout: TensorDict | None = None
 
     def start_rollout(self) -> TensorDict:
         """Storage ``[N, T+1]`` in which every slot is empty: masks False, ids -1, numbers 0."""
-        self._turn = 1 - self._turn
+        self._turn = (self._turn + 1) % len(self._storages)
         storage = self._storages[self._turn]
         if storage is None or storage.shape[1] != self.num_steps + 1:
-            storage = cast(TensorDict, allocate(self.spec, self.num_rows, self.num_steps + 1, device=self.device))
+            storage = self._allocate()
             self._storages[self._turn] = storage
         else:
             storage.zero_()
@@ -124,7 +129,8 @@ class RolloutBuffer:
             DataError: a missing key, a wrong shape or dtype, or a non-finite number in a valid slot (names row and step).
         """
         self._check_layout(rollout)
-        check_finite(rollout)
+        if not self.resident:
+            check_finite(rollout)
         self.num_steps = max(self.num_steps, rollout.shape[1] - 1)
         self._rollout = rollout
 
@@ -137,6 +143,15 @@ class RolloutBuffer:
         if self._rollout is None:
             raise DataError("the buffer is empty; mend: buffer.add(rollout) before buffer.get()")
         return transition_view(self._rollout).reshape(-1) if flatten else self._rollout
+
+    def _allocate(self) -> TensorDict:
+        """Storage; where the device writes it step by step, all rows of a step side by side in memory."""
+        shape = (self.num_rows, self.num_steps + 1)
+        if not self.resident:
+            return cast(TensorDict, allocate(self.spec, *shape, device=self.device))
+        by_step = cast(TensorDict, allocate(self.spec, *shape[::-1], device=self.device))
+        turned = {key: _turned(leaf) for key, leaf in by_step.items()}
+        return TensorDict(turned, batch_size=list(shape), device=self.device)
 
     def _check_layout(self, rollout: TensorDict) -> None:
         if rollout.batch_dims != 2 or rollout.shape[0] != self.num_rows or rollout.shape[1] < 2:
@@ -154,6 +169,14 @@ class RolloutBuffer:
                 )
 
 
+def _turned(stored: Nested) -> Nested:
+    """The same memory with its first two dimensions exchanged."""
+    if isinstance(stored, Tensor):
+        return stored.transpose(0, 1)
+    leaves = {key: _turned(leaf) for key, leaf in stored.items()}
+    return TensorDict(leaves, batch_size=[stored.shape[1], stored.shape[0]], device=stored.device)
+
+
 def _flat(spec: Spec, prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...] | str, TensorSpec]]:
     if isinstance(spec, TensorSpec):
         return [(prefix if len(prefix) > 1 else prefix[0], spec)]
@@ -166,18 +189,39 @@ def check_finite(rollout: TensorDict) -> None:
     Raises:
         DataError: names the key, the row (environment) and the step of the first one.
     """
-    valid = rollout["valid"]
+    for name, tensor in _numbers(rollout):
+        if all_finite(tensor):
+            continue
+        bad = _unfinite(tensor, rollout["valid"])
+        if bad.any():
+            row, step = (int(i) for i in bad.nonzero()[0])
+            raise DataError(
+                f"{name} of environment {row} at step {step} of the rollout is not finite: "
+                f"{tensor[row, step].tolist()}; mend the environment or the policy that produced it"
+            )
+
+
+def count_unfinite(rollout: TensorDict) -> Tensor:
+    """How many valid slots ``check_finite`` would refuse, each key by itself: 0-dim, without waiting for the device."""
+    return torch.stack([_unfinite(tensor, rollout["valid"]).sum() for _, tensor in _numbers(rollout)]).sum()
+
+
+def leaves(rollout: TensorDict) -> list[Tensor]:
+    """All of the rollout's tensors."""
+    return [tensor for _, tensor in _leaves(rollout, "rollout")]
+
+
+def _numbers(rollout: TensorDict) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of floating-point numbers, by name."""
     for key in ("reward", "reward_parts", "obs", "action", "sample_log_prob", "value", "next_value"):
         for name, tensor in _leaves(rollout.get(key, None), key):
-            if not tensor.is_floating_point() or all_finite(tensor):
-                continue
-            bad = ~torch.isfinite(tensor).reshape(*valid.shape, -1).all(dim=-1) & valid
-            if bad.any():
-                row, step = (int(i) for i in bad.nonzero()[0])
-                raise DataError(
-                    f"{name} of environment {row} at step {step} of the rollout is not finite: "
-                    f"{tensor[row, step].tolist()}; mend the environment or the policy that produced it"
-                )
+            if tensor.is_floating_point():
+                yield name, tensor
+
+
+def _unfinite(tensor: Tensor, valid: Tensor) -> Tensor:
+    """True where a valid slot holds a number that is NaN or infinite."""
+    return ~torch.isfinite(tensor).reshape(*valid.shape, -1).all(dim=-1) & valid
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -28,6 +28,32 @@ class TorchSnapshot(NamedTuple):
     """Steps since the start of the attempt."""
 
 
+class Rows(NamedTuple):
+    """Where the rows of a ``TorchGroupEnv`` stand, and all that their next step depends on; tensors [N, ...]."""
+
+    state: dict[str, Tensor]
+    """Empty before anything was started."""
+    elapsed: Int[Tensor, " row"]
+    """Steps since the start of the attempt."""
+    noise_seed: Int[Tensor, " row"]
+    held: Bool[Tensor, " row"]
+    reset_seed: Int[Tensor, " row"]
+    num_resets: Int[Tensor, " row"]
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, in a fixed order."""
+        return [*self.state.values(), *self[1:]]
+
+    def clone(self) -> "Rows":
+        """A copy that shares nothing."""
+        return Rows({name: leaf.clone() for name, leaf in self.state.items()}, *(part.clone() for part in self[1:]))
+
+    def copy_(self, other: "Rows") -> None:
+        """Write what ``other`` holds into these tensors."""
+        for mine, its in zip(self.tensors(), other.tensors(), strict=True):
+            mine.copy_(its)
+
+
 class TorchGroupEnv(GroupEnv):
     """A simulator in torch, on any device. Write three functions; starts, noise, limits and branching are done here.
 
@@ -36,7 +62,10 @@ class TorchGroupEnv(GroupEnv):
     - ``observe(state)``: what the policy sees of them.
 
     They must be pure: draw all randomness from ``random``, return new tensors instead of writing into old ones, and
-    keep nothing. They are called with all N rows, whatever becomes of the results. ``step`` never waits for the device.
+    keep nothing. They are called with all N rows, whatever becomes of the results. Nothing waits for the device.
+
+    ``stepped``, ``started``, ``renewed`` and ``copied`` are ``step``, ``start``, ``reset`` and branching as functions of
+    ``Rows``, for collectors that record them: these leave the environment itself where it is.
 
     Args:
         observation_space, action_space: Gymnasium's spaces of a single row.
@@ -64,13 +93,10 @@ class TorchGroupEnv(GroupEnv):
         self.obs_spec = obs_spec(observation_space)
         self.max_episode_steps = max_episode_steps
         self.device = torch.device(device)
-        self._state: dict[str, Tensor] | None = None
         self._is_single = False  # whether the user's state is one tensor, which is kept as {"": tensor}
-        self._elapsed = torch.zeros(num_envs, dtype=torch.int64, device=device)
-        self._noise_seed = torch.zeros(num_envs, dtype=torch.int64, device=device)
-        self._held = torch.ones(num_envs, dtype=torch.bool, device=device)
-        self._reset_seed = mix(torch.arange(num_envs, device=device))
-        self._num_resets = torch.zeros(num_envs, dtype=torch.int64, device=device)
+        zeros = torch.zeros(num_envs, dtype=torch.int64, device=device)
+        held = torch.ones(num_envs, dtype=torch.bool, device=device)
+        self._rows = Rows({}, zeros, zeros, held, mix(torch.arange(num_envs, device=device)), zeros)
 
     @abstractmethod
     def initial(self, random: RowRandom) -> State:
@@ -90,47 +116,100 @@ class TorchGroupEnv(GroupEnv):
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, ...]; see ``VectorEnv.reset``."""
         if seed is not None:
-            rows = torch.arange(self.num_envs, device=self.device)
-            self._reset_seed = mix(derive_seed(seed, "reset") + (rows << 32))
-            self._num_resets = torch.zeros_like(self._num_resets)
-        chosen = torch.ones_like(self._held) if mask is None else self._to_device(mask)
-        seeds = hash_pair(self._reset_seed, self._num_resets)
-        self._num_resets = self._num_resets + chosen
-        return self._start(chosen, seeds, seeds)
+            self._rows = self.seeded(self._rows, seed)
+        chosen = torch.ones_like(self._rows.held) if mask is None else self._to_device(mask)
+        self._rows = self.renewed(self._rows, chosen)
+        return self.observed(self._rows)
 
     @torch.no_grad()
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
         """Observations [N, ...] after starting the rows of ``mask``; see ``GroupEnv.start``."""
-        return self._start(self._to_device(mask), self._to_device(start_seed), self._to_device(noise_seed))
+        seeds = self._to_device(start_seed), self._to_device(noise_seed)
+        self._rows = self.started(self._rows, self._to_device(mask), *seeds)
+        return self.observed(self._rows)
 
     def hold(self, mask: Mask) -> None:
         """Hold the rows of ``mask`` until they are started again."""
-        self._held = self._held | self._to_device(mask)
+        self._rows = self._rows._replace(held=self._rows.held | self._to_device(mask))
 
     @torch.no_grad()
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row that is not held with actions [N, ...]."""
-        before = self._running()
+        self._rows, step = self.stepped(self._rows, action)
+        return step
+
+    @property
+    def rows(self) -> Rows:
+        """Where the rows stand."""
+        return self._rows
+
+    @torch.no_grad()
+    def stepped(self, rows: Rows, action: Tensor) -> tuple[Rows, EnvStep]:
+        """The rows after one step of every row that is not held with actions [N, ...], and what it returned."""
+        before = self._begun(rows)
         versions = _versions(before)
-        random = RowRandom(self._noise_seed, self._elapsed + 1)  # step 0 of the stream is for starts
+        random = RowRandom(rows.noise_seed, rows.elapsed + 1)  # step 0 of the stream is for starts
         state, reward, terminated = self.transition(self._user(before), action.to(self.device), random)
         after = self._named(state)
         self._check_state(after, before, versions)
         self._check_outcome(reward, terminated)
-        live = ~self._held
-        self._state = _select(live, after, before)
-        self._elapsed = self._elapsed + live
+        live = ~rows.held
+        elapsed = rows.elapsed + live
         terminated = terminated & live
-        truncated = self._cut() & live
-        self._held = self._held | terminated | truncated
+        truncated = self._cut(elapsed) & live
+        rows = rows._replace(
+            state=_select(live, after, before), elapsed=elapsed, held=rows.held | terminated | truncated
+        )
         reward = torch.where(live, reward.to(torch.float32), 0.0)
-        return EnvStep(self.observe(self._user(self._state)), reward, terminated, truncated)
+        return rows, EnvStep(self.observed(rows), reward, terminated, truncated)
+
+    @torch.no_grad()
+    def started(
+        self,
+        rows: Rows,
+        chosen: Bool[Tensor, " row"],
+        start_seed: Int[Tensor, " row"],
+        noise_seed: Int[Tensor, " row"],
+    ) -> Rows:
+        """The rows after starting the chosen ones; see ``start``."""
+        fresh = self._named(self.initial(self._random(start_seed)))
+        state = _select(chosen, fresh, rows.state) if rows.state else fresh
+        return self._begin(rows._replace(state=state), chosen, torch.zeros_like(rows.elapsed), noise_seed)
+
+    @torch.no_grad()
+    def renewed(self, rows: Rows, chosen: Bool[Tensor, " row"]) -> Rows:
+        """The rows after resetting the chosen ones, each by its own stream."""
+        seeds = hash_pair(rows.reset_seed, rows.num_resets)
+        return self.started(rows._replace(num_resets=rows.num_resets + chosen), chosen, seeds, seeds)
+
+    def seeded(self, rows: Rows, seed: int) -> Rows:
+        """The rows with new streams of resets; nothing else changes."""
+        number = torch.arange(self.num_envs, device=self.device)
+        streams = mix(derive_seed(seed, "reset") + (number << 32))
+        return rows._replace(reset_seed=streams, num_resets=torch.zeros_like(rows.num_resets))
+
+    @torch.no_grad()
+    def copied(
+        self,
+        rows: Rows,
+        chosen: Bool[Tensor, " row"],
+        source: Int[Tensor, " row"],
+        noise_seed: Int[Tensor, " row"],
+    ) -> Rows:
+        """The rows after putting the chosen ones where the ``source`` rows stand; the step limit counts on from there."""
+        theirs = {name: leaf[source] for name, leaf in self._begun(rows).items()}
+        moved = rows._replace(state=_select(chosen, theirs, rows.state))
+        return self._begin(moved, chosen, rows.elapsed[source], noise_seed)
+
+    def observed(self, rows: Rows) -> Nested:
+        """Observations [N, ...] of rows."""
+        return self.observe(self._user(rows.state))
 
     def snapshot(self, rows: Sequence[int]) -> list[Snapshot]:
         """The states of these rows, on the CPU; see ``GroupEnv.snapshot``."""
         index = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        leaves = {name: leaf[index].cpu().numpy() for name, leaf in self._running().items()}
-        elapsed = self._elapsed[index].tolist()
+        leaves = {name: leaf[index].cpu().numpy() for name, leaf in self._begun(self._rows).items()}
+        elapsed = self._rows.elapsed[index].tolist()
         return [
             TorchSnapshot({name: leaf[i].copy() for name, leaf in leaves.items()}, steps)
             for i, steps in enumerate(elapsed)
@@ -140,47 +219,44 @@ class TorchGroupEnv(GroupEnv):
     def restore(self, mask: Mask, snapshots: Sequence[Snapshot | None], noise_seed: Seeds) -> Nested:
         """Observations [N, ...] after putting the rows of ``mask`` into captured states; see ``GroupEnv.restore``."""
         chosen: dict[int, Any] = {row: snapshots[row] for row in np.flatnonzero(mask).tolist()}
-        if self._state is None:
-            self._state = self._named(self.initial(self._random(self._noise_seed)))
-        if not chosen:
-            return self.observe(self._user(self._state))
-        index = self._to_device(np.array(list(chosen)))
-        for name, leaf in self._state.items():
-            captured = np.stack([snapshot.state[name] for snapshot in chosen.values()])
-            self._state[name] = leaf.index_copy(0, index, self._to_device(captured))
-        elapsed = np.array([chosen[row].elapsed if row in chosen else 0 for row in range(self.num_envs)])
-        self._begin(self._to_device(mask), self._to_device(elapsed), self._to_device(noise_seed))
-        return self.observe(self._user(self._state))
+        state = self._rows.state or self._named(self.initial(self._random(self._rows.noise_seed)))
+        rows = self._rows._replace(state=state)
+        if chosen:
+            index = self._to_device(np.array(list(chosen)))
+            captured = {name: np.stack([snapshot.state[name] for snapshot in chosen.values()]) for name in state}
+            state = {name: leaf.index_copy(0, index, self._to_device(captured[name])) for name, leaf in state.items()}
+            elapsed = np.array([chosen[row].elapsed if row in chosen else 0 for row in range(self.num_envs)])
+            seeds = self._to_device(elapsed), self._to_device(noise_seed)
+            rows = self._begin(rows._replace(state=state), self._to_device(mask), *seeds)
+        self._rows = rows
+        return self.observed(rows)
 
     def close(self) -> None:
         """Nothing to free."""
 
-    def _start(self, chosen: Bool[Tensor, " row"], start_seed: Tensor, noise_seed: Tensor) -> Nested:
-        fresh = self._named(self.initial(self._random(start_seed)))
-        self._state = fresh if self._state is None else _select(chosen, fresh, self._state)
-        self._begin(chosen, torch.zeros_like(self._elapsed), noise_seed)
-        return self.observe(self._user(self._state))
-
-    def _begin(self, chosen: Bool[Tensor, " row"], elapsed: Int[Tensor, " row"], noise_seed: Tensor) -> None:
-        self._elapsed = torch.where(chosen, elapsed, self._elapsed)
-        self._noise_seed = torch.where(chosen, noise_seed, self._noise_seed)
-        self._held = self._held & ~chosen
+    @staticmethod
+    def _begin(rows: Rows, chosen: Bool[Tensor, " row"], elapsed: Tensor, noise_seed: Tensor) -> Rows:
+        return rows._replace(
+            elapsed=torch.where(chosen, elapsed, rows.elapsed),
+            noise_seed=torch.where(chosen, noise_seed, rows.noise_seed),
+            held=rows.held & ~chosen,
+        )
 
     def _random(self, start_seed: Tensor) -> RowRandom:
         return RowRandom(start_seed, torch.zeros_like(start_seed))
 
-    def _cut(self) -> Bool[Tensor, " row"]:
+    def _cut(self, elapsed: Int[Tensor, " row"]) -> Bool[Tensor, " row"]:
         if self.max_episode_steps is None:
-            return torch.zeros_like(self._held)
-        return self._elapsed >= self.max_episode_steps
+            return torch.zeros_like(elapsed, dtype=torch.bool)
+        return elapsed >= self.max_episode_steps
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _running(self) -> dict[str, Tensor]:
-        if self._state is None:
+    def _begun(self, rows: Rows) -> dict[str, Tensor]:
+        if not rows.state:
             raise EnvError(f"{self.env_id} was stepped before anything started; mend: call start or reset first")
-        return self._state
+        return rows.state
 
     def _named(self, state: State) -> dict[str, Tensor]:
         self._is_single = isinstance(state, Tensor)

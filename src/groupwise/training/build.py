@@ -1,6 +1,7 @@
 """From a ``RunCfg`` to the parts of a run on an environment."""
 
 import logging
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,13 +12,17 @@ from groupwise.algorithms.configs import GRPOCfg
 from groupwise.cfg import GIVEN
 from groupwise.collectors.base import Collector
 from groupwise.collectors.groups import GroupCollector
+from groupwise.collectors.resident import ResidentCollector
+from groupwise.collectors.torch_groups import TorchGroupCollector
+from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.collectors.vector import VectorCollector
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
 from groupwise.envs.base import GroupEnv, GroupStartReport, VectorEnv
 from groupwise.envs.local_rows import OnError
 from groupwise.envs.make import make_env
-from groupwise.errors import ConfigError
+from groupwise.envs.native import TorchGroupEnv
+from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
 from groupwise.registry import algorithm_entry
@@ -38,6 +43,8 @@ class EnvParts(Parts):
 
     cfg: RunCfg
     env: VectorEnv
+    residence: tuple[str, ...] = ()
+    """What is said of rollouts and updates that stay on the device."""
 
     def evaluator(self) -> EnvEvaluator | None:
         """What plays episodes in environments of its own; None if a ready-made one cannot be made a second time."""
@@ -61,14 +68,17 @@ class EnvParts(Parts):
 
     def start_report(self) -> GroupStartReport | None:
         """What the check of the groups' shared start found; None for algorithms without groups."""
-        return self.collector.start_report if isinstance(self.collector, GroupCollector) else None
+        if isinstance(self.collector, GroupCollector | TorchGroupCollector):
+            return self.collector.start_report
+        return None
 
     def notes(self) -> list[str]:
         """How siblings share their start, who steps them, how networks are computed, and how many steps the first iteration takes."""
         report = self.start_report()
         shared = [f"siblings share their start, by {report.tier}: verified"] if report else []
         stepped = [self.env.note] if self.env.note else []
-        return [*shared, *stepped, *_note_on_networks(self.policy), *_note_on_length(self.cfg)]
+        networks = _note_on_networks(self.policy)
+        return [*shared, *stepped, *networks, *self.residence, *_note_on_length(self.cfg)]
 
     def facts(self) -> dict[str, Any]:
         """How siblings share their start."""
@@ -108,6 +118,9 @@ def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> EnvParts:
     policy = build_policy(cfg, env, given, algorithm_type).to(device)
     seed = derive_seed(cfg.seed, "algorithm")
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=seed)
+    collector = _build_collector(cfg, env, policy, engine.rank)
+    resident = isinstance(collector, ResidentCollector)
+    residence = residence_of(algorithm, env, resident)
     buffer = RolloutBuffer(
         env.num_envs,
         cfg.algorithm.num_steps,
@@ -116,9 +129,9 @@ def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> EnvParts:
         value=not policy.actor_only,
         reward_parts=len(cfg.env.reward_parts),
         device=device,
+        resident=resident,
     )
-    collector = _build_collector(cfg, env, policy, engine.rank)
-    return EnvParts(cfg, given, algorithm, collector, buffer, Identity.of(env), env)
+    return EnvParts(cfg, given, algorithm, collector, buffer, Identity.of(env), env, residence)
 
 
 def build_policy(cfg: RunCfg, env: VectorEnv, given: Given, algorithm_type: type[BaseAlgorithm]) -> Policy:
@@ -205,17 +218,43 @@ def _on_error(cfg: RunCfg) -> OnError:
     return "report" if reports else "raise"
 
 
+def residence_of(algorithm: BaseAlgorithm, env: VectorEnv, resident: bool) -> tuple[str, ...]:
+    """Have updates stay on the device where rollouts do and the algorithm can; what is said of it.
+
+    Warns:
+        SlowPathWarning: on a GPU, whatever keeps an iteration on simulators in torch from staying there.
+    """
+    if not isinstance(env, TorchGroupEnv):
+        return ()
+    why = algorithm.stay_on_device() if resident else "collection.unfinished is not 'branch'"
+    if why is None:
+        return ("rollouts and updates stay on the device",)
+    line = f"{'updates wait' if resident else 'rollouts and updates wait'} for the device, since {why}"
+    if env.device.type != "cpu":
+        warnings.warn(line, SlowPathWarning, stacklevel=3)
+    return (line,)
+
+
 def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, rank: int) -> Collector:
     algorithm: Any = cfg.algorithm
-    if isinstance(env, GroupEnv) and isinstance(algorithm, GRPOCfg):
-        return GroupCollector(
-            env,
-            policy,
-            group_size=algorithm.group_size,
-            attempt_steps=algorithm.attempt_steps,
-            collection=algorithm.collection,
-            greedy_attempts=_greedy_attempts(algorithm),
-            seed=cfg.seed,
-            rank=rank,
+    if not isinstance(algorithm, GRPOCfg):
+        if isinstance(env, TorchGroupEnv):
+            return TorchVectorCollector(env, policy, seed=cfg.seed, rank=rank)
+        return VectorCollector(env, policy, seed=cfg.seed, rank=rank)
+    if not isinstance(env, GroupEnv):
+        return VectorCollector(env, policy, seed=cfg.seed, rank=rank)
+    shared: dict[str, Any] = {
+        "group_size": algorithm.group_size,
+        "attempt_steps": algorithm.attempt_steps,
+        "collection": algorithm.collection,
+        "seed": cfg.seed,
+        "rank": rank,
+    }
+    if algorithm.collection.unfinished != "branch":
+        return GroupCollector(env, policy, greedy_attempts=_greedy_attempts(algorithm), **shared)
+    if not isinstance(env, TorchGroupEnv) or _greedy_attempts(algorithm):
+        found = f"{env.env_id} is none" if _greedy_attempts(algorithm) == 0 else "credit.baseline is 'greedy'"
+        raise ConfigError(
+            f"collection.unfinished='branch' is for simulators in torch, without greedy attempts, and {found}; mend: 'finish'"
         )
-    return VectorCollector(env, policy, seed=cfg.seed, rank=rank)
+    return TorchGroupCollector(env, policy, **shared)

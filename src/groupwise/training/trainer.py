@@ -161,7 +161,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_rollout_end(self, rollout)
         update_start = time.perf_counter()
-        metrics = _to_floats(self.algorithm.update(self.buffer.get(flatten=False)), self.algorithm.policy.device)
+        metrics = self._to_floats(self.algorithm.update(self.buffer.get(flatten=False)))
         updated = time.perf_counter()
         self.iteration += 1
         _check_finite(metrics, self.iteration)
@@ -177,6 +177,16 @@ class Trainer:
         self.metrics, self.doing = metrics, "telling"
         for callback in self.callbacks:
             callback.on_iteration_end(self, rollout, metrics)
+
+    def _to_floats(self, metrics: dict[str, Tensor]) -> dict[str, float]:
+        """Python numbers, and those that the collector kept back, by one transfer from the device."""
+        pending, device = self.collector.pending(), self.algorithm.policy.device
+        parts = [value.detach().to(device, torch.float64).reshape(-1) for value in metrics.values()]
+        kept = [] if pending is None else [pending.to(device, torch.float64)]
+        numbers = torch.cat([torch.empty(0, dtype=torch.float64, device=device), *parts, *kept]).tolist()
+        if pending is not None:
+            self.collector.receive(numbers[len(metrics) :])
+        return dict(zip(metrics, numbers[: len(metrics)], strict=True))
 
     def _sum(self, number: int) -> int:
         if self.engine.world_size == 1:
@@ -201,12 +211,6 @@ def _seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def _to_floats(metrics: dict[str, Tensor], device: torch.device) -> dict[str, float]:
-    """Python numbers by one transfer from the device."""
-    values = [value.detach().to(device, torch.float64) for value in metrics.values()]
-    return dict(zip(metrics, torch.stack(values).tolist() if values else [], strict=True))
 
 
 def _check_finite(metrics: dict[str, float], iteration: int) -> None:

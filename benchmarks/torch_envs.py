@@ -1,0 +1,209 @@
+"""Env steps per second of whole training of PPO and GRPO on CartPole simulated in torch, 1,024 to 65,536 environments.
+
+Rollouts and updates stay on the device; on a GPU both are replayed as CUDA graphs. Each run trains in a process of its own;
+the first iterations, in which graphs are recorded, are not timed. Both learn what they are timed at: the mean return of
+training episodes stands beside the rate. On a GPU the peers that can be imported run on the same environment in turn.
+
+Numbers of environments that are not asked for keep their earlier results.
+
+    python benchmarks/torch_envs.py                      # or: --device cuda --envs 4096 65536 --rounds 5 --threads 1
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+ENVS = (1024, 4096, 65_536)
+STEPS = {1024: 64, 4096: 32, 65_536: 16}
+"""Of each environment in an iteration."""
+WARM_UP = {"cpu": 2, "cuda": 6}
+"""Iterations that are not timed."""
+SECONDS = 6.0
+"""Of timed training, and at least two iterations."""
+GROUP = 8
+CREDIT: dict[str, Any] = {
+    "group_key": "group_step",
+    "returns": "return_to_go",
+    "baseline": "mean",
+    "scale": "batch_std",
+    "early_finisher": "mask",
+    "lone_member": "zero",
+    "eps": 1e-4,
+}
+PPO: dict[str, Any] = {"num_epochs": 1, "learning_rate": 4e-3, "gamma": 0.99, "gae_lambda": 0.9}
+GRPO: dict[str, Any] = {"num_epochs": 1, "learning_rate": 6e-3, "gamma": 0.99, "group_size": GROUP, "credit": CREDIT}
+
+
+def minibatch_size(num_envs: int) -> int:
+    """Eight optimiser steps an iteration."""
+    return num_envs * STEPS[num_envs] // 8
+
+
+def train(algorithm: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
+    """Rate, and what was reached."""
+    import torch
+
+    import groupwise as gw
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    ppo, num_steps = algorithm == "ppo", STEPS[num_envs]
+    env = gw.TorchCartPole(num_envs, device=device)
+    policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=not ppo).to(device)
+    buffer = gw.RolloutBuffer(
+        num_envs,
+        num_steps,
+        obs_spec=env.obs_spec,
+        action_spec=policy.action_spec,
+        value=ppo,
+        device=device,
+        resident=True,
+    )
+    shared = {"num_steps": num_steps, "minibatch_size": minibatch_size(num_envs)}
+    if ppo:
+        update: gw.PPO | gw.GRPO = gw.PPO(gw.PPOCfg(**PPO, **shared), policy)
+        collector: Any = gw.TorchVectorCollector(env, policy)
+    else:
+        update = gw.GRPO(gw.GRPOCfg(**GRPO, **shared, collection={"unfinished": "branch"}), policy)
+        collector = gw.TorchGroupCollector(env, policy, group_size=GROUP)
+    why = update.stay_on_device()
+    assert why is None, why
+    clock = Clock(WARM_UP[device], torch.cuda.synchronize if device == "cuda" else None)
+    trainer = gw.Trainer(
+        update, collector, buffer, num_steps=num_steps, total_steps=10**15, callbacks=[clock.callback(gw.Callback)]
+    )
+    trainer.train()
+    recorded = update.resident is not None and update.resident.is_recorded
+    return clock.found | {"return": trainer.metrics.get("rollout/return_mean"), "cuda_graphs": recorded}
+
+
+class Clock:
+    """Times the iterations of a trainer and ends training."""
+
+    def __init__(self, warm_up: int, synchronize: Any) -> None:
+        self.warm_up = warm_up
+        self.synchronize = synchronize or (lambda: None)
+        self.found: dict[str, Any] = {}
+
+    def callback(self, base: type) -> Any:
+        """The callback that does it."""
+        clock = self
+
+        class Timed(base):  # type: ignore[misc]
+            def on_iteration_end(self, trainer: Any, rollout: Any, metrics: dict[str, float]) -> None:
+                clock.synchronize()
+                now = time.perf_counter()
+                if trainer.iteration == clock.warm_up:
+                    clock.start, clock.steps, clock.parts = now, trainer.env_steps, [0.0, 0.0]
+                if trainer.iteration <= clock.warm_up:
+                    return
+                clock.parts[0] += metrics["time/collect_seconds"]
+                clock.parts[1] += metrics["time/update_seconds"]
+                if now - clock.start > SECONDS and trainer.iteration >= clock.warm_up + 2:
+                    steps, seconds = trainer.env_steps - clock.steps, now - clock.start
+                    shares = [round(part / seconds, 3) for part in clock.parts]
+                    clock.found = {
+                        "steps_per_second": round(steps / seconds),
+                        "collecting": shares[0],
+                        "updating": shares[1],
+                        "iterations": trainer.iteration - clock.warm_up,
+                    }
+                    trainer.stop("timed")
+
+        return Timed()
+
+
+def train_rsl_rl(num_envs: int, device: str, threads: int) -> dict[str, Any]:
+    """Rate of rsl_rl's PPO at PPO's settings above, and what was reached."""
+    import torch
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    from peers.rsl_rl_ppo import train
+
+    torch.set_num_threads(threads)
+    settings = PPO | {"num_steps": STEPS[num_envs], "num_minibatches": 8}
+    return train(num_envs, device, settings, warm_up=WARM_UP[device], seconds=SECONDS)
+
+
+def measured(run: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
+    """One run in a process of its own."""
+    command = [sys.executable, __file__, "--worker", run, "--envs", str(num_envs), "--device", device]
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    command += ["--threads", str(threads)]
+    out = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return {"run": run, "num_envs": num_envs, "threads": threads} | found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default=None, help="cpu or cuda; the GPU if there is one")
+    parser.add_argument("--envs", type=int, nargs="+", default=ENVS, choices=ENVS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--worker", choices=["ppo", "grpo", "rsl_rl"])
+    args = parser.parse_args()
+    device = args.device or default_device()
+    if args.worker == "rsl_rl":
+        print(json.dumps(train_rsl_rl(args.envs[0], device, args.threads)))
+        return
+    if args.worker:
+        print(json.dumps(train(args.worker, args.envs[0], device, args.threads)))
+        return
+    turns = ["ppo", "grpo"]
+    if find_spec("rsl_rl") is None:
+        print("rsl_rl is not installed, so no peer runs; mend: pip install rsl-rl-lib==5.5.1")
+    else:
+        turns.append("rsl_rl")
+    path = RESULTS / f"torch_envs_{device}.json"
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    runs = [r for r in runs if r["num_envs"] not in args.envs]
+    for _ in range(args.rounds):
+        for num_envs in args.envs:
+            for run in turns:
+                runs.append(measured(run, num_envs, device, args.threads))
+                print(runs[-1], flush=True)
+    result = {
+        "what": f"CartPole in torch on {device}, 64-64 tanh, one epoch of eight minibatches, whole training, in turn",
+        "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "device": device_name(device)},
+        "settings": {"num_steps": STEPS, "ppo": PPO, "grpo": GRPO},
+        "runs": runs,
+        "median": medians(runs),
+    }
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result["median"], indent=2))
+
+
+def medians(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Steps per second by number of environments and by who trained."""
+    rates: dict[str, list[int]] = {}
+    for run in sorted(runs, key=lambda r: r["num_envs"]):
+        rates.setdefault(f"{run['run']}, {run['num_envs']}", []).append(run["steps_per_second"])
+    return {name: statistics.median(found) for name, found in rates.items()}
+
+
+def default_device() -> str:
+    """The GPU if there is one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_name(device: str) -> str:
+    """What the device calls itself."""
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    main()

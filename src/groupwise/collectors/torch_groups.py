@@ -1,0 +1,192 @@
+"""Groups of attempts in step with each other from simulators in torch, without waiting for the device: GRPO on a GPU."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from groupwise.algorithms.configs import BranchCfg, CollectionCfg
+from groupwise.collectors.resident import ResidentCollector, Running, told
+from groupwise.collectors.writer import RolloutWriter
+from groupwise.data.rollout import count_unfinite
+from groupwise.engines.replay import Recorder
+from groupwise.envs.base import GroupStartReport
+from groupwise.envs.groups import verify_group_start
+from groupwise.envs.native import Rows, TorchGroupEnv
+from groupwise.errors import EnvError
+from groupwise.functional.row_random import hash_pair
+from groupwise.lean_tensordict import TensorDict
+from groupwise.policies.base import Policy
+from groupwise.seeding import derive_seed
+
+
+class TorchGroupCollector(ResidentCollector):
+    """Windows of groups: the rows of a group are neighbours, which start, and start again, together.
+
+    Members that ended wait for their siblings. The window's last step cuts those that are under way; where the first
+    member was among them, the next window's group begins in the state that it had reached, copied for all siblings, else
+    at a new start. That member is chosen without looking at how it did, so groups begin in states that the policy reaches
+    by itself, and the attempts of the first members, from start to end across windows, are what ``rollout/return_mean``
+    is about.
+
+    Ids in the rollout are below N * T and not dense: a group's is the number of its first row's slot among those of all
+    groups' first rows, an episode's the number of its first slot.
+
+    Args:
+        attempt_steps: attempts are cut (truncated) after so many steps; the next group begins at a new start.
+        verify_start: try out, before anything is learned, that siblings share their start bit for bit; False where
+            that was done already.
+
+    Raises:
+        EnvError: rows do not make whole groups, the policy has a critic, or ``collection`` asks for what only
+            ``GroupCollector`` does.
+        GroupStartError: siblings do not share a start.
+    """
+
+    def __init__(
+        self,
+        env: TorchGroupEnv,
+        policy: Policy,
+        *,
+        group_size: int,
+        attempt_steps: int | None = None,
+        collection: CollectionCfg | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        verify_start: bool = True,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(env, policy, seed=seed, rank=rank, recorder=recorder)
+        self.group_size = group_size
+        self.attempt_steps = attempt_steps
+        self.collection = collection or CollectionCfg(unfinished="branch")
+        self._check()
+        if verify_start and env.start_report is None:
+            env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
+        self.start_report: GroupStartReport | None = env.start_report
+        """What the check of the shared start found."""
+        rows = torch.arange(env.num_envs, device=env.device)
+        self._group, self._member = rows // group_size, rows % group_size
+        self._branches = torch.zeros(env.num_envs // group_size, dtype=torch.bool, device=env.device)
+        """Groups that begin where their first member was cut."""
+        self._start_stream, self._noise_stream = (torch.zeros_like(rows[0]) for _ in range(2))
+        self._running = Running(len(self._branches), env.device)
+
+    def _check(self) -> None:
+        env, cfg = self.env, self.collection
+        if cfg.unfinished != "branch":
+            raise EnvError(
+                f"collection.unfinished={cfg.unfinished!r} is what GroupCollector does; mend: that, or 'branch'"
+            )
+        if env.num_envs % self.group_size:
+            raise EnvError(
+                f"{env.num_envs} rows of {env.env_id} do not make whole groups of {self.group_size}, which "
+                "collection.unfinished='branch' needs; mend: a multiple, or 'finish'"
+            )
+        if not self.policy.actor_only:
+            raise EnvError(
+                "collection.unfinished='branch' keeps no values, and the policy has a critic; mend: an actor_only policy, "
+                "or 'finish'"
+            )
+        if cfg.zero_variance != "keep" or cfg.branching != BranchCfg():
+            name = "branching" if cfg.zero_variance == "keep" else "zero_variance"
+            raise EnvError(
+                f"collection.unfinished='branch' keeps all groups and branches by itself, and collection.{name} was set; "
+                f"mend: leave {name} out, or unfinished='finish'"
+            )
+
+    def _prepare(self, num_steps: int) -> None:
+        self._start_stream.fill_(derive_seed(self.seed, "start", self.rank, self.iteration))
+        self._noise_stream.fill_(derive_seed(self.seed, "noise", self.rank, self.iteration))
+        if not self._goes_on:
+            self._branches.zero_()
+            self._running.forget()
+        if self._rows is None:
+            everyone = torch.ones_like(self.env.rows.held)
+            seeds = torch.zeros_like(self.env.rows.elapsed)
+            self._put(self.env.started(self.env.rows, everyone, seeds, seeds))
+
+    @torch.inference_mode()
+    def _filled(self) -> Float[Tensor, " number"]:
+        assert self._rollout is not None
+        assert self._rows is not None
+        env, rollout = self.env, self._rollout
+        num_steps = rollout.shape[1] - 1
+        writer = RolloutWriter(rollout, value=False, resident=True)
+        running = rollout["valid"].unbind(1)
+        act = self.policy.acting()
+        start_seeds, noise_seeds = (table.unbind(0) for table in self._seeds(num_steps))
+        rows = self._opened(self._rows, start_seeds[0], noise_seeds[0])
+        began = torch.zeros_like(self._group)
+        starts = [began]
+        for t in range(num_steps):
+            obs = env.observed(rows)
+            writer.observe(t, obs)
+            running[t].copy_(~rows.held)
+            action = act(obs, generator=self._generator)
+            writer.act(t, action)
+            rows, step = env.stepped(rows, self.policy.env_action(action.action))
+            rows, truncated = self._cut(rows, step.truncated, t + 1 - began)
+            if t + 1 == num_steps:
+                writer.outcome(t, step, truncated | ~rows.held)
+                break
+            writer.outcome(t, step, truncated)
+            over = self._whole(rows.held)
+            rows = env.started(rows, over, start_seeds[t + 1], noise_seeds[t + 1])
+            began = torch.where(over, t + 1, began)
+            starts.append(began)
+        writer.observe(num_steps, env.observed(rows))
+        self._rows.copy_(rows)
+        return self._label(rollout, torch.stack(starts).T, ~rows.held)
+
+    def _opened(self, rows: Rows, start_seed: Int[Tensor, " row"], noise_seed: Int[Tensor, " row"]) -> Rows:
+        """The rows at the window's beginning: each group at a new start, or where its first member was cut."""
+        branches = self._branches[self._group]
+        rows = self.env.copied(rows, branches, self._group * self.group_size, noise_seed)
+        return self.env.started(rows, ~branches, start_seed, noise_seed)
+
+    def _seeds(self, num_steps: int) -> tuple[Int[Tensor, "step row"], Int[Tensor, "step row"]]:
+        """Of starts and of noise, of groups that begin at each step of the window."""
+        step = torch.arange(num_steps, device=self._group.device)[:, None]
+        group = torch.arange(len(self._branches), device=self._group.device) * num_steps + step
+        start = hash_pair(self._start_stream, group)[:, self._group]
+        noise = self._group * num_steps + step
+        if self.collection.noise == "independent":
+            noise = noise * self.group_size + self._member
+        return start, hash_pair(self._noise_stream, noise)
+
+    def _cut(self, rows: Rows, truncated: Bool[Tensor, " row"], age: Int[Tensor, " row"]) -> tuple[Rows, Tensor]:
+        """The rows with attempts that reached ``attempt_steps`` held, and which were cut."""
+        if self.attempt_steps is None:
+            return rows, truncated
+        cut = ~rows.held & (age >= self.attempt_steps)
+        return rows._replace(held=rows.held | cut), truncated | cut
+
+    def _whole(self, mask: Bool[Tensor, " row"]) -> Bool[Tensor, " row"]:
+        """Rows whose whole group is in the mask."""
+        return mask.view(-1, self.group_size).all(dim=1)[self._group]
+
+    def _label(
+        self, rollout: TensorDict, began: Int[Tensor, "row step"], goes_on: Bool[Tensor, " row"]
+    ) -> Float[Tensor, " number"]:
+        """Fill masks, ids and steps; what is told of the rollout."""
+        num_steps = began.shape[1]
+        valid = rollout["valid"][:, :-1]
+        slot = torch.arange(num_steps, device=began.device)
+        rollout["loss_mask"][:, :-1].copy_(valid)
+        rollout["step"][:, :-1].copy_(torch.where(valid, slot - began, 0))
+        row = torch.arange(len(began), device=began.device)
+        for key, number in (("group_id", self._group), ("episode_id", row)):
+            rollout[key][:, :-1].copy_(torch.where(valid, number[:, None] * num_steps + began, -1))
+
+        first = slice(0, None, self.group_size)
+        self._branches.copy_(goes_on[first])
+        terminated, truncated = rollout["terminated"][first, :-1], rollout["truncated"][first, :-1]
+        ended = terminated | truncated
+        ended = torch.cat([ended[:, :-1], ended[:, -1:] & ~goes_on[first, None]], dim=1)
+        ends = self._running.follow(rollout["reward"][first, :-1], terminated, ended, began[first], goes_on[first])
+        groups = len(self._branches) + (began[first, 1:] != began[first, :-1]).sum()
+        return told(ends, count_unfinite(rollout), valid.sum(), groups, valid.double().mean())
+
+    def _more(self, numbers: list[float]) -> dict[str, float]:
+        groups, busy = numbers
+        return {"rollout/groups": groups, "rollout/idle_fraction": 1 - busy, "rollout/wasted_steps": 0.0}

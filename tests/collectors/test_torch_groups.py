@@ -1,0 +1,229 @@
+"""Groups that stay on the device: what their rows did, told again by a simple loop."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from no_waiting import NoWaiting
+from tape import Tape
+from torch_rollouts import ENVS, named, same
+
+import groupwise as gw
+from groupwise.algorithms.configs import CollectionCfg
+from groupwise.engines.replay import WARM_UP
+
+
+def made(env, groups, size, num_steps, *, seed=0, recorder=None, attempt_steps=None, noise="independent", **cfg):
+    env = ENVS[env](groups * size)
+    torch.manual_seed(seed)
+    policy = gw.ActorCritic(
+        env.observation_space, env.action_space, gw.PolicyCfg(hidden_sizes=(8,), **cfg), actor_only=True
+    )
+    buffer = gw.RolloutBuffer(
+        groups * size, num_steps, obs_spec=env.obs_spec, action_spec=policy.action_spec, resident=True
+    )
+    collector = gw.TorchGroupCollector(
+        env,
+        policy,
+        group_size=size,
+        seed=seed,
+        attempt_steps=attempt_steps,
+        collection=CollectionCfg(unfinished="branch", noise=noise),
+        recorder=recorder,
+    )
+    return collector, buffer
+
+
+def told_again(collector, rollout, before):
+    """Every label of every slot by a plain loop over what happened; also the attempts of first members.
+
+    ``before``: of each group, return and length so far of the first member's attempt if it goes on, else None.
+    """
+    size, limit = collector.group_size, collector.attempt_steps
+    rows, slots = rollout.shape
+    num_steps = slots - 1
+    finished, goes_on = [], []
+    labels = {key: torch.full((rows, num_steps), -1) for key in ("group_id", "episode_id", "step")}
+    done = rollout["terminated"] | rollout["truncated"]
+    for group in range(rows // size):
+        members = range(group * size, (group + 1) * size)
+        running, began = set(members), 0
+        so_far = before[group] or (0.0, 0)
+        for t in range(num_steps):
+            if not running:
+                running, began, so_far = set(members), t, (0.0, 0)
+            for row in members:
+                assert bool(rollout["valid"][row, t]) == (row in running)
+                if row not in running:
+                    assert not bool(done[row, t])
+                    assert rollout["reward"][row, t] == 0
+                    continue
+                labels["group_id"][row, t] = group * num_steps + began
+                labels["episode_id"][row, t] = row * num_steps + began
+                labels["step"][row, t] = t - began
+            if members[0] in running:
+                so_far = so_far[0] + float(rollout["reward"][members[0], t]), so_far[1] + 1
+            for row in list(running):
+                if limit is not None and t - began + 1 >= limit:
+                    assert bool(done[row, t])
+                if t == num_steps - 1:
+                    assert bool(done[row, t])  # the window cuts
+                elif bool(done[row, t]):
+                    running.discard(row)
+                    if row == members[0]:
+                        finished.append((t, group, *so_far, bool(rollout["terminated"][row, t])))
+        goes_on.append((members[0], so_far) if members[0] in running else None)
+    return labels, finished, goes_on
+
+
+@settings(max_examples=25)
+@given(
+    env=st.sampled_from(["cartpole", "cut often", "named", "point mass"]),
+    groups=st.integers(1, 6),
+    size=st.integers(2, 5),
+    num_steps=st.integers(2, 30),
+    seed=st.integers(0, 1000),
+    attempt_steps=st.sampled_from([None, None, 4]),
+)
+def test_labels_follow_from_what_happened(env, groups, size, num_steps, seed, attempt_steps):
+    collector, buffer = made(env, groups, size, num_steps, seed=seed, attempt_steps=attempt_steps)
+    before, last = [None] * groups, None
+    for _ in range(4):
+        rollout = collector.collect(num_steps, buffer.start_rollout())
+        buffer.add(rollout)
+        labels, finished, goes_on = told_again(collector, rollout, before)
+        valid = rollout["valid"][:, :-1]
+        assert torch.equal(valid, rollout["loss_mask"][:, :-1])
+        for key in ("group_id", "episode_id"):
+            assert torch.equal(rollout[key][:, :-1], labels[key])
+        assert torch.equal(rollout["step"][:, :-1], labels["step"].clamp(min=0))
+        metrics = collector.metrics()
+        assert collector.last_steps == int(valid.sum())
+        assert metrics["rollout/groups"] == len(set(labels["group_id"][valid].tolist()))
+        assert metrics["rollout/idle_fraction"] == pytest.approx(1 - float(valid.double().mean()))
+        starts_agree(rollout, size, last)
+        # an attempt that ends with the window's last step did not go on, though a cut would look the same
+        ends_last = [bool(rollout["terminated"][g * size, -2]) for g in range(groups)]
+        before = [
+            so_far[1] if so_far is not None and not over and not limited(collector, rollout, g * size) else None
+            for g, (so_far, over) in enumerate(zip(goes_on, ends_last, strict=True))
+        ]
+        for episode, (_, _, total, length, terminated) in zip(collector.finished, sorted(finished), strict=False):
+            assert episode == (pytest.approx(total, abs=1e-4), length, terminated)
+        first = [{key: leaf[g * size, -1].clone() for key, leaf in named(rollout["obs"])} for g in range(groups)]
+        last = [state if before[g] else None for g, state in enumerate(first)]
+
+
+def test_the_limit_of_the_environment_counts_on_in_groups_that_branch():
+    collector, buffer = made("cut often", 4, 3, 5)  # episodes of 7 steps, windows of 5
+    for _ in range(6):
+        collector.collect(5, buffer.start_rollout())
+        collector.metrics()
+    assert {episode.length for episode in collector.recent} == {7}
+
+
+def limited(collector, rollout, row):
+    """Whether the environment's limit or the collector's, and not the window, cut the attempt at the last step."""
+    if collector.attempt_steps is not None and int(rollout["step"][row, -2]) + 1 >= collector.attempt_steps:
+        return True
+    return bool(collector._rows.held[row])
+
+
+def starts_agree(rollout, size, last):
+    """Siblings begin alike; groups of other numbers do not, and those that branch begin where the last window ended."""
+    obs = dict(named(rollout["obs"]))
+    begins = rollout["valid"][:, :-1] & (rollout["step"][:, :-1] == 0)
+    for leaf in obs.values():
+        for group in range(rollout.shape[0] // size):
+            block = slice(group * size, (group + 1) * size)
+            for t in begins[block].all(dim=0).nonzero()[:, 0].tolist():
+                assert (leaf[block, t] == leaf[block, t][:1]).all()
+    if last is None:
+        return
+    for group, state in enumerate(last):
+        for key, leaf in obs.items():
+            if state is not None:
+                assert torch.equal(leaf[group * size, 0], state[key])
+            elif leaf.is_floating_point() and leaf.numel() > 1:
+                others = leaf[::size, 0]
+                assert len({tuple(o.flatten().tolist()) for o in others}) == len(others)
+
+
+def test_siblings_draw_their_own_noise_unless_told_otherwise():
+    for noise, equal in (("independent", False), ("shared", True)):
+        collector, buffer = made("named", 3, 4, 3, noise=noise)
+        with torch.no_grad():  # all act alike
+            collector.policy.log_std.fill_(-20)
+        rollout = collector.collect(3, buffer.start_rollout())
+        alike = all(
+            torch.allclose(leaf[g * 4 : g * 4 + 4, 1], leaf[g * 4 : g * 4 + 1, 1], atol=1e-5)
+            for _, leaf in named(rollout["obs"])
+            for g in range(3)
+        )
+        assert alike == equal
+
+
+@pytest.mark.parametrize("env", ["cut often", "named", "point mass"])
+def test_nothing_waits(env):
+    collector, buffer = made(env, 30, 4, 12, mlp_kernel="torch", attempt_steps=9)
+    buffer.add(collector.collect(12, buffer.start_rollout()))
+    with NoWaiting():
+        buffer.add(collector.collect(12, buffer.start_rollout()))
+        assert collector.pending() is not None
+
+
+@pytest.mark.parametrize("env", ["cartpole", "named", "point mass"])
+def test_a_replay_collects_what_a_call_does(env):
+    tape = Tape()
+    collector, buffer = made(env, 6, 3, 11, mlp_kernel="torch", recorder=tape)
+    plain, other = made(env, 6, 3, 11, mlp_kernel="torch")
+    for iteration in range(WARM_UP + 4):
+        if iteration == WARM_UP + 2:
+            collector.restart()
+            plain.restart()
+        rollout, expected = (c.collect(11, b.start_rollout()) for c, b in ((collector, buffer), (plain, other)))
+        same(rollout, expected)
+        assert collector.metrics() == plain.metrics()
+    assert tape.replays == 4
+
+
+def test_a_resumed_collector_goes_on_like_one_that_restarted():
+    collector, buffer = made("point mass", 3, 3, 6)
+    for _ in range(3):
+        collector.collect(6, buffer.start_rollout())
+        collector.metrics()
+    collector.restart()
+    state = collector.state_dict()
+    resumed, other = made("point mass", 3, 3, 6)
+    resumed.load_state_dict(state)
+    resumed.iteration = 3
+    for _ in range(2):
+        same(collector.collect(6, buffer.start_rollout()), resumed.collect(6, other.start_rollout()))
+        assert collector.metrics() == resumed.metrics()
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"group_size": 3}, "8 rows of TorchCartPole do not make whole groups of 3"),
+        ({"collection": CollectionCfg()}, "unfinished='finish' is what GroupCollector does"),
+        (
+            {"collection": CollectionCfg(unfinished="branch", zero_variance="skip")},
+            "keeps all groups and branches by itself, and collection.zero_variance was set",
+        ),
+        ({"actor_only": False}, "keeps no values, and the policy has a critic"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(how, says):
+    env = gw.TorchCartPole(8)
+    how = {"group_size": 4, "actor_only": True} | how
+    policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=how.pop("actor_only"))
+    with pytest.raises(gw.EnvError, match=says):
+        gw.TorchGroupCollector(env, policy, **how)
+
+
+def test_the_other_collector_refuses_branch():
+    env = gw.TorchCartPole(8)
+    policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=True)
+    with pytest.raises(gw.EnvError, match="is what TorchGroupCollector does"):
+        gw.GroupCollector(env, policy, group_size=4, collection=CollectionCfg(unfinished="branch"))

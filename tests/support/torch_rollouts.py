@@ -1,0 +1,62 @@
+"""Simulators in torch of several kinds, and rollouts from them compared."""
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+import groupwise as gw
+from groupwise.envs.native import TorchGroupEnv
+from groupwise.lean_tensordict import TensorDict
+
+
+class Corridor(TorchGroupEnv):
+    """A walk of random pace that ends at 1; observations have names."""
+
+    def __init__(self, num_envs, *, max_episode_steps=5, device="cpu"):
+        box = gym.spaces.Box(-10, 10, (1,), np.float32)
+        super().__init__(
+            num_envs,
+            env_id="Corridor",
+            observation_space=gym.spaces.Dict({"place": box, "pace": box}),
+            action_space=gym.spaces.Box(-1, 1, (1,), np.float32),
+            max_episode_steps=max_episode_steps,
+            device=device,
+        )
+
+    def initial(self, random):
+        return {"place": random.uniform(1, low=-1.0, high=0.5), "pace": random.uniform(1)}
+
+    def transition(self, state, action, random):
+        place = state["place"] + state["pace"] * action + 0.1 * random.normal(1)
+        return {"place": place, "pace": state["pace"]}, place[:, 0], place[:, 0] > 1
+
+    def observe(self, state):
+        return TensorDict(dict(state), batch_size=[self.num_envs])
+
+
+ENVS = {
+    "cartpole": gw.TorchCartPole,
+    "cut often": lambda n: gw.TorchCartPole(n, max_episode_steps=7),
+    "pendulum": lambda n: gw.TorchPendulum(n, max_episode_steps=9),
+    "named": Corridor,
+    "point mass": gw.TorchPointMass,
+    "never cut": lambda n: Corridor(n, max_episode_steps=None),
+}
+
+
+def named(nested, prefix=""):
+    """Every tensor by name."""
+    if isinstance(nested, torch.Tensor):
+        yield prefix, nested
+        return
+    for key, leaf in nested.items():
+        yield from named(leaf, f"{prefix}.{key}")
+
+
+def same(rollout, expected):
+    found = dict(named(rollout))
+    for key, tensor in named(expected):
+        if key in (".value", ".next_value"):  # of products of another size
+            torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-6, msg=key)
+        else:
+            assert torch.equal(found[key], tensor), key

@@ -1,0 +1,109 @@
+"""Whole runs on simulators in torch: what is chosen, said, saved and resumed."""
+
+import pytest
+import torch
+
+import groupwise as gw
+from groupwise.collectors.torch_groups import TorchGroupCollector
+from groupwise.collectors.torch_vector import TorchVectorCollector
+from groupwise.engines.base import Engine
+from groupwise.envs.configs import EnvCfg
+from groupwise.settings import RunCfg
+from groupwise.training.build import build_parts
+from groupwise.training.parts import Given
+
+STEPS = {"group_key": "group_step", "returns": "return_to_go", "scale": "batch_std"}
+BRANCH = gw.GRPOCfg(group_size=4, num_steps=16, num_epochs=2, credit=STEPS, collection={"unfinished": "branch"})
+PPO = gw.PPOCfg(num_steps=16, num_epochs=2, minibatch_size=64)
+ALGORITHMS = {"ppo": PPO, "grpo": BRANCH}
+
+
+def parts_of(algorithm, env=gw.TorchCartPole, **fields):
+    cfg = RunCfg(algorithm=algorithm, env=EnvCfg(id="<given in Python>", num_envs=8), **fields)
+    return build_parts(cfg, Given(env=env), Engine())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "collector", "stays", "says"),
+    [
+        (PPO, TorchVectorCollector, True, "rollouts and updates stay on the device"),
+        (BRANCH, TorchGroupCollector, True, "rollouts and updates stay on the device"),
+        (
+            BRANCH.model_copy(update={"collection": gw.GRPOCfg().collection}),
+            gw.GroupCollector,
+            False,
+            "rollouts and updates wait for the device, since collection.unfinished is not 'branch'",
+        ),
+        (
+            PPO.model_copy(update={"objective": gw.ObjectiveCfg(ratio="sequence")}),
+            TorchVectorCollector,
+            False,
+            "updates wait for the device, since the objective keeps episodes whole in a minibatch",
+        ),
+    ],
+)
+def test_the_fastest_way_that_the_settings_allow_is_taken_and_told(algorithm, collector, stays, says):
+    parts = parts_of(algorithm)
+    assert type(parts.collector) is collector
+    assert (parts.algorithm.resident is not None) == stays
+    assert parts.buffer.resident == isinstance(parts.collector, TorchVectorCollector | TorchGroupCollector)
+    assert says in parts.notes()
+    parts.collector.collect(16, parts.buffer.start_rollout())
+
+
+def test_other_environments_are_trained_on_as_before():
+    parts = build_parts(RunCfg(algorithm=PPO, env=EnvCfg(num_envs=2)), Given(), Engine())
+    assert type(parts.collector) is gw.VectorCollector
+    assert parts.algorithm.resident is None
+    assert not any("device" in note for note in parts.notes())
+    parts.close()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "env", "says"),
+    [
+        (BRANCH, None, "is for simulators in torch, without greedy attempts, and CartPole-v1 is none"),
+        (
+            BRANCH.model_copy(update={"credit": gw.CreditCfg(baseline="greedy", scale="none")}),
+            gw.TorchCartPole,
+            "and credit.baseline is 'greedy'",
+        ),
+    ],
+)
+def test_branch_needs_a_simulator_in_torch(algorithm, env, says):
+    cfg = RunCfg(algorithm=algorithm, env=EnvCfg(id="<given in Python>" if env else "CartPole-v1", num_envs=8))
+    with pytest.raises(gw.ConfigError, match=says):
+        build_parts(cfg, Given(env=env), Engine())
+
+
+def written(run):
+    return [{k: v for k, v in entry.items() if not k.startswith("time/")} for entry in run.metrics()]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
+    class Stop(gw.Callback):
+        def on_checkpoint(self, trainer, path):
+            trainer.interrupt()
+
+    settings = {"num_envs": 8, "total_steps": 900, "checkpoint_interval": 256, "logging": {"progress": "none"}}
+    whole = gw.train(gw.TorchCartPole, ALGORITHMS[name], run_dir=tmp_path / "whole", **settings)
+    with pytest.raises(KeyboardInterrupt):
+        gw.train(gw.TorchCartPole, ALGORITHMS[name], run_dir=tmp_path / "part", callbacks=[Stop()], **settings)
+    resumed = gw.resume(tmp_path / "part", env=gw.TorchCartPole)
+    for (key, one), other in zip(whole.policy.state_dict().items(), resumed.policy.state_dict().values(), strict=True):
+        assert torch.equal(one, other), key
+    assert written(resumed)[-1] == written(whole)[-1]
+    entry = written(whole)[-1]
+    assert entry["env_steps"] == sum(e["rollout/env_steps"] for e in written(whole))
+    assert {"rollout/episodes", "rollout/idle_fraction", "train/learning_rate", "train/optimizer_steps"} <= set(entry)
+
+
+def test_numbers_that_are_not_finite_end_the_run(tmp_path):
+    class Failing(gw.TorchCartPole):
+        def transition(self, state, action, random):
+            after, reward, terminated = super().transition(state, action, random)
+            return after, reward / 0 * 0, terminated
+
+    with pytest.raises(gw.DataError, match="reward of environment 0 at step 0 of the rollout is not finite"):
+        gw.train(lambda num_envs: Failing(num_envs), PPO, num_envs=4, total_steps=100, run_dir=tmp_path / "run")

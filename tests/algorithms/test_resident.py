@@ -94,9 +94,9 @@ def close(found, expected, atol=1e-5):
     torch.testing.assert_close(parameters(found), parameters(expected), rtol=0, atol=atol)
 
 
-def train(kind, how, env, num_envs, num_steps, seed, updates=UPDATES, lost=0.0):
+def train(kind, how, env, num_envs, num_steps, seed, updates=UPDATES, lost=0.0, **policy_cfg):
     """Resident updates beside the reference's on the same rollouts; metrics of the last ones."""
-    resident, collector, buffer = build(kind, how, env, num_envs, num_steps, seed=seed)
+    resident, collector, buffer = build(kind, how, env, num_envs, num_steps, seed=seed, **policy_cfg)
     reference, _, _ = build(kind, how, env, num_envs, num_steps, seed=seed)
     assert resident.stay_on_device() is None
     close(resident, reference, 0)
@@ -165,6 +165,13 @@ def test_the_limit_of_the_kl_ends_updates(kind, how):
     steps = [float(expected["train/optimizer_steps"]) for _, expected in pairs]
     assert any(0 < taken < full for taken in steps)
     assert steps == [float(found["train/optimizer_steps"]) for found, _ in pairs]
+
+
+def test_compiled_gradients_do_as_well():
+    how = PPO["limited"] | {"learning_rate": 0.02, "num_epochs": 4}
+    pairs = train("ppo", how, "cartpole", 8, 30, 0, updates=3, lost=0.3, mlp_kernel="compiled")
+    assert len({float(found["train/optimizer_steps"]) for found, _ in pairs}) > 1
+    same_metrics(pairs)
 
 
 def test_minibatches_without_a_step_that_counts_change_nothing():

@@ -277,3 +277,17 @@ def test_a_step_that_is_marked_as_not_taken_counts_nowhere():
     said.end_step(torch.tensor(5.0), torch.ones(()))
     assert numbers(said.means()) == numbers(other.means())
     assert (float(said.taken()), float(other.taken())) == (2, 2)
+
+
+def test_sums_count_as_what_they_are_of():
+    said, other = metrics_of("a", "b"), metrics_of("a", "b")
+    two_steps(other)
+    for sums in ([1.5, 0.25], [5.0, 1.5]):
+        said.note_sums(torch.tensor(sums))
+    assert said.of_step() == {"a": 6.5, "b": 1.75}
+    said.end_step(torch.tensor(3.0), torch.ones(()))
+    said.note_sums(torch.tensor([100.0, 100.0]))
+    said.end_step(torch.tensor(50.0), torch.zeros(()))
+    said.note_sums(torch.tensor([8.0, -1.0]))
+    said.end_step(torch.tensor(5.0), torch.ones(()))
+    assert numbers(said.means()) == numbers(other.means())

@@ -75,6 +75,7 @@ class StepMetrics:
         """
         if taken is not None:
             self._running = [(*said, share * taken) for *said, share in self._running]
+            self._running_sums = [sums * taken for sums in self._running_sums]
             self._counted.append(taken)
             grad_norm = grad_norm * taken
         self._taken += self._running

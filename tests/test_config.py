@@ -112,6 +112,7 @@ def test_every_environment_preset_is_valid(env_id, algorithm):
 
 def test_presets_exist_for_the_promised_environments():
     promised = {"CartPole-v1", "Acrobot-v1", "MountainCarContinuous-v0", "Pendulum-v1", "LunarLander-v3"}
+    promised |= {"HalfCheetah-v5", "Hopper-v5"}
     assert promised <= set(presets.env_ids())
 
 

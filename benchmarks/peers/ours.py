@@ -1,4 +1,4 @@
-"""groupwise: PPO, or with ``--algorithm grpo`` GRPO.
+"""groupwise: PPO, or with ``--algorithm grpo`` GRPO, or with ``--vectorization envpool`` in EnvPool's environments.
 
 A rate is of a bare ``Trainer``, at the same settings as the peers'. A pass is of ``gw.train``, as a user calls it, with
 the preset and a run folder.
@@ -12,7 +12,7 @@ from typing import Any
 from settings import Settings
 from worker import Watch, parse
 
-ENVS = ("CartPole-v1", "Acrobot-v1", "HalfCheetah-v5", "Pendulum-v1")
+ENVS = ("CartPole-v1", "Acrobot-v1", "HalfCheetah-v5", "LunarLander-v3", "Pendulum-v1")
 
 
 def rate(args: Any, kernel: Any) -> None:
@@ -52,13 +52,17 @@ def rate(args: Any, kernel: Any) -> None:
     trainer.train()
 
 
-def until_pass(args: Any, algorithm: str) -> None:
+def until_pass(args: Any, algorithm: str, vectorization: str) -> None:
     """The preset, with everything that a run writes."""
     import groupwise as gw
+    from groupwise.config import resolve
 
+    if args.env != "CartPole-v1":  # whose budget is the same for all
+        args.steps = resolve(args.env, algorithm).total_steps
+    kwargs = {"num_threads": 1} if vectorization == "envpool" else {}
     with tempfile.TemporaryDirectory() as folder:
         gw.train(
-            args.env,
+            gw.EnvCfg(id=args.env, vectorization=vectorization, kwargs=kwargs),
             algorithm,
             seed=args.seed,
             total_steps=args.steps,
@@ -89,9 +93,10 @@ if __name__ == "__main__":
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--algorithm", choices=["ppo", "grpo"], default="ppo")
     own.add_argument("--kernel", choices=["by_hand", "compiled"], default="by_hand")
+    own.add_argument("--vectorization", choices=["auto", "envpool"], default="auto")
     chosen, sys.argv[1:] = own.parse_known_args()
     args = parse("zoo", ENVS)
     if args.task == "rate":
         rate(args, chosen.kernel)
     else:
-        until_pass(args, chosen.algorithm)
+        until_pass(args, chosen.algorithm, chosen.vectorization)

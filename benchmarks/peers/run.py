@@ -1,4 +1,4 @@
-"""groupwise beside other libraries: speed of training, and time from a process's start to a trained CartPole policy.
+"""groupwise beside other libraries: speed of training, and time from a process's start to a trained policy.
 
 Each run is a process of its own, in its library's environment; in each round (a seed) all libraries take their turns, so
 that the machine's drift hits all. Where a library has several variants (one thread or its default number; its own
@@ -53,9 +53,10 @@ LIBRARIES = {
     "groupwise-ppo": OURS,
     "groupwise-compiled": OURS._replace(options=("--kernel", "compiled")),
     "groupwise-grpo": OURS._replace(options=("--algorithm", "grpo")),
+    "groupwise-ppo-envpool": OURS._replace(options=("--vectorization", "envpool")),
 }
-PPO = tuple(name for name in LIBRARIES if name != "groupwise-grpo")
-IN_PASSES = tuple(name for name in LIBRARIES if name != "groupwise-compiled")
+IN_PASSES = tuple(name for name in LIBRARIES if name not in ("groupwise-compiled", "groupwise-ppo-envpool"))
+PPO = tuple(name for name in LIBRARIES if name not in ("groupwise-grpo", "groupwise-ppo-envpool"))
 
 
 class Task(NamedTuple):
@@ -73,6 +74,7 @@ class Task(NamedTuple):
 
 
 BOTH = ("sb3", "groupwise-ppo", "groupwise-compiled")
+PRESETS = ("sb3", "groupwise-ppo", "groupwise-grpo", "groupwise-ppo-envpool")
 TASKS = {
     "zoo_rate": Task(
         "CartPole-v1, settings of SB3's zoo: steps/s",
@@ -93,6 +95,21 @@ TASKS = {
     "halfcheetah_rate": Task("HalfCheetah-v5: steps/s", BOTH, ("--task rate --env HalfCheetah-v5",)),
     "pendulum_rate": Task("Pendulum-v1: steps/s", BOTH, ("--task rate --env Pendulum-v1",)),
     "acrobot_rate": Task("Acrobot-v1: steps/s", BOTH, ("--task rate --env Acrobot-v1",)),
+    "pendulum_score": Task(
+        "Pendulum-v1, process start to a greedy policy of -200, own presets: seconds",
+        PRESETS,
+        ("--task first_pass --env Pendulum-v1",),
+    ),
+    "acrobot_score": Task(
+        "Acrobot-v1, process start to a greedy policy of -100, own presets: seconds",
+        PRESETS,
+        ("--task first_pass --env Acrobot-v1",),
+    ),
+    "lunarlander_score": Task(
+        "LunarLander-v3, process start to a greedy policy of 200, own presets: seconds",
+        PRESETS,
+        ("--task first_pass --env LunarLander-v3",),
+    ),
 }
 
 Runs = list[dict[str, Any]]
@@ -158,6 +175,39 @@ def beaten(task: str, runs: Runs) -> set[tuple[str, str]]:
     return out
 
 
+def by_processor(run: dict[str, Any]) -> dict[str, Any]:
+    """The run with seconds of the processor in place of the clock's."""
+    replaced = {"seconds": run["cpu_seconds"], "steps_per_second": run["steps_per_cpu_second"]}
+    if "cpu_seconds" in (further := run.get("further", {})):
+        replaced["further"] = further | {"seconds": further["cpu_seconds"]}
+    return run | replaced
+
+
+def spread(values: list[float], digits: str) -> str:
+    """Median, least and most."""
+    return f"{statistics.median(values):{digits}} ({min(values):{digits}} to {max(values):{digits}})"
+
+
+def rates(task: str, runs: Runs) -> str:
+    """Markdown: a row for each library with its steps per second in a task that ends with a score."""
+    groups = by_variant(task, runs)
+    chosen = {name: next(iter(variants.values())) for name, variants in groups.items()}
+    rate = {name: {run["seed"]: run["steps_per_second"] for run in tried} for name, tried in chosen.items()}
+    lines = ["| | steps/s | to SB3 | steps to the score | further score: seconds |", "|" + "---|" * 5]
+    for name, tried in chosen.items():
+        peer = rate.get("sb3", {})
+        pairs = [mine / peer[seed] for seed, mine in rate[name].items() if seed in peer]
+        steps = [float(run["env_steps"]) for run in tried if run["reached"]]
+        went = [run["further"] for run in tried if "further" in run]
+        later = [float(further.get("seconds", SLOWEST)) for further in went]
+        passed = sum(seconds < SLOWEST for seconds in later)
+        on = f"{went[0]['score']}: {statistics.median(later):.1f}, {passed} of {len(later)}" if later else ""
+        cells = [name, spread(list(rate[name].values()), ",.0f"), spread(pairs, ".2f") if pairs else ""]
+        cells += [spread(steps, ",.0f") if steps else "", on]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def table(task: str, runs: Runs) -> str:
     """Markdown: a row for each library."""
     chosen = {name: next(iter(variants.values())) for name, variants in by_variant(task, runs).items()}
@@ -173,15 +223,15 @@ def table(task: str, runs: Runs) -> str:
         scores = [score(task, run) for run in of_library]
         pairs = [(score(task, run), peer[run["seed"]]) for run in of_library if run["seed"] in peer]
         ratios = [ours / theirs for ours, theirs in pairs if max(ours, theirs) < SLOWEST]
-        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+        ratio = spread(ratios, ".2f") if ratios else ""
         passed = "" if TASKS[task].is_rate else f"{sum(run['reached'] for run in of_library)} of {len(of_library)}"
         memory = statistics.median(run["memory_mib"] for run in of_library)
         variant = of_library[0]["variant"]
         if shares := [run["env_share"] for run in of_library if "env_share" in run]:
             variant += f"; {statistics.median(shares):.0%} of the time in the environments' step"
-        spread = f"{min(scores):{digits}} to {max(scores):{digits}}"
+        extent = f"{min(scores):{digits}} to {max(scores):{digits}}"
         middle = f"{statistics.median(scores):{digits}}"
-        lines.append(f"| {name} | {middle} | {spread} | {ratio} | {passed} | {memory:.0f} | {variant} |")
+        lines.append(f"| {name} | {middle} | {extent} | {ratio} | {passed} | {memory:.0f} | {variant} |")
     return "\n".join(lines)
 
 
@@ -202,6 +252,12 @@ def main() -> None:
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), help="a round each")
     parser.add_argument("--threads", nargs="+", choices=["1", "default"], default=["1", "default"], help="of the peers")
+    parser.add_argument(
+        "--clock",
+        choices=["wall", "cpu"],
+        default="wall",
+        help="of the tables; both are recorded, cpu is of all threads",
+    )
     parser.add_argument("--fresh", action="store_true", help="repeat rounds that are recorded already")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
@@ -230,7 +286,11 @@ def main() -> None:
             print(f"{seed} {library:15} {variant}: {score(task, run):,.1f}", flush=True)
             args.out.write_text(json.dumps(result, indent=1) + "\n")
     for task in args.tasks:
-        print(f"\n{table(task, result['runs'][task])}")
+        runs = result["runs"][task]
+        runs = [by_processor(run) for run in runs if "cpu_seconds" in run] if args.clock == "cpu" else runs
+        print(f"\n{table(task, runs)}")
+        if task.endswith("_score"):
+            print(f"\n{rates(task, runs)}")
     print(f"\n-> {args.out}")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from settings import Settings
 from worker import Watch, parse
 
-ENVS = ("CartPole-v1", "Acrobot-v1", "HalfCheetah-v5", "Pendulum-v1")
+ENVS = ("CartPole-v1", "Acrobot-v1", "HalfCheetah-v5", "LunarLander-v3", "Pendulum-v1")
 
 
 def build(args: Any, ppo: Any, **options: Any) -> Any:
@@ -17,6 +17,8 @@ def build(args: Any, ppo: Any, **options: Any) -> Any:
     env: Any = make_vec_env(args.env, n_envs=cfg.num_envs, seed=args.seed)
     if cfg.normalized:
         env = VecNormalize(env, gamma=cfg.gamma)
+    if cfg.state_dependent and args.task != "rate":
+        options |= {"use_sde": True, "sde_sample_freq": 4}
     return ppo(
         "MlpPolicy",
         env,
@@ -37,10 +39,10 @@ def train(args: Any, model: Any) -> None:
     """Train, and print what came of it."""
     from stable_baselines3.common.callbacks import BaseCallback
 
-    watch = Watch(args)
+    watch, seen = Watch(args), model.get_vec_normalize_env()
 
     def act(obs: Any) -> Any:
-        return model.predict(obs, deterministic=True)[0]
+        return model.predict(obs if seen is None else seen.normalize_obs(obs), deterministic=True)[0]
 
     class Listener(BaseCallback):
         over = False

@@ -19,6 +19,8 @@ class Settings:
     """Whether the learning rate falls to 0 over the run's steps."""
     normalized: bool = False
     """Whether observations and rewards are."""
+    state_dependent: bool = False
+    """Whether SB3 explores by gSDE with a new draw every 4 steps, as its zoo does; not where a rate is compared, since groupwise lacks it."""
     total_steps: int = 100_000
     """After which a run that has not passed ends."""
     rate_steps: int = 40_000
@@ -34,9 +36,35 @@ SETTINGS = {
     "zoo": Settings(8, 32, 20, 256, 1e-3, 0.98, 0.8),
     "cleanrl": Settings(4, 128, 4, 128, 2.5e-4, ent_coef=0.01, total_steps=500_000),
     "fast": Settings(256, 32, 2, 2048, 1e-3, 0.98, 0.8, rate_steps=200_000),
-    "Acrobot-v1": Settings(16, 256, 4, 64, 3e-4, 0.99, 0.94, annealed=False, normalized=True),
+    "Acrobot-v1": Settings(16, 256, 4, 64, 3e-4, 0.99, 0.94, annealed=False, normalized=True, total_steps=1_000_000),
     "HalfCheetah-v5": Settings(8, 2048, 10, 64, 3e-4, annealed=False, rate_steps=32_768),
-    "Pendulum-v1": Settings(4, 1024, 10, 64, 1e-3, 0.9, annealed=False),
+    "LunarLander-v3": Settings(
+        16, 1024, 4, 64, 3e-4, 0.999, 0.98, ent_coef=0.01, annealed=False, total_steps=1_000_000
+    ),
+    "Pendulum-v1": Settings(4, 1024, 10, 64, 1e-3, 0.9, annealed=False, state_dependent=True),
 }
 """On CartPole: SB3's zoo's, those that CleanRL and PureJaxRL document, and many environments with few epochs, chosen for
-speed alone. On the others the zoo's (Pendulum without gSDE, which groupwise lacks), or SB3's defaults (HalfCheetah)."""
+speed alone. On the others the zoo's, or SB3's defaults (HalfCheetah).
+
+Source: https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/hyperparams/ppo.yml (LunarLander's are those of v2).
+"""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a greedy policy has to reach."""
+
+    score: float
+    """Mean return over 100 episodes."""
+    check_every: int
+    """Environment steps between two evaluations."""
+    further: float | None = None
+    """A score that is noted, too, where the run goes on to it."""
+
+
+GOALS = {
+    "CartPole-v1": Goal(475, 2_000),
+    "Acrobot-v1": Goal(-100, 5_000),
+    "LunarLander-v3": Goal(200, 25_000),
+    "Pendulum-v1": Goal(-200, 5_000, further=-160),
+}

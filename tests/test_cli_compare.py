@@ -11,6 +11,7 @@ from run_folders import write_seeds
 
 import groupwise as gw
 from groupwise import cli
+from groupwise.cli_compare import parse_word
 from groupwise.training import filming
 
 
@@ -104,6 +105,11 @@ def test_notes_and_left_out_runs_are_printed(tmp_path, capsys):
 def test_wrong_arguments_say_what_to_write(argv, says, capsys):
     assert cli.main(["compare", *argv]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_an_equals_sign_within_a_pattern_makes_no_name():
+    assert parse_word("runs/lr=0.1/*") == (None, Path("runs/lr=0.1/*"))
+    assert parse_word("fast=runs/lr=0.1/*") == ("fast", Path("runs/lr=0.1/*"))
 
 
 def test_a_folder_may_have_an_equals_sign_in_its_name(tmp_path, monkeypatch, capsys):

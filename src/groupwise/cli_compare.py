@@ -66,7 +66,7 @@ def parse_word(word: str) -> tuple[str | None, Path]:
         ConfigError: one of the two is empty.
     """
     name, equals, path = word.partition("=")
-    if not equals or Path(word).exists():
+    if not equals or "/" in name or Path(word).exists():  # a pattern may have "=" in it
         return None, Path(word)
     if not name or not path:
         raise ConfigError(f"{word!r}: expected a folder of runs, or NAME=FOLDER")

@@ -1,8 +1,10 @@
 """Compiled updates are the reference's: the same gradients, metrics and parameters, wherever they are used at all."""
 
+import gc
 import logging
 import subprocess
 import sys
+import weakref
 
 import gymnasium as gym
 import numpy as np
@@ -18,7 +20,6 @@ from groupwise.algorithms.compiled_gradient import WORTH_STEPS, CompiledGradient
 from groupwise.algorithms.ppo import PPO
 from groupwise.algorithms.step_metrics import StepMetrics
 from groupwise.algorithms.surrogate import Counts
-from groupwise.data.spaces import obs_spec
 from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.functional.reduce import local
 from groupwise.policies.actor_critic import ActorCritic
@@ -142,6 +143,25 @@ def of_policy(cls=ActorCritic, **network):
     return cls(OBS, ACT, gw.PolicyCfg(**{"mlp_kernel": "compiled"} | network))
 
 
+def with_parts():
+    space = gym.spaces.Dict({"a": OBS, "b": OBS})
+    policy = ActorCritic(space, ACT, gw.PolicyCfg(mlp_kernel="compiled"))
+    assert policy.compiles == "never"
+    return build("ppo", policy=of_policy(mlp_kernel="by_hand"))
+
+
+def with_parameter_hook():
+    algorithm = build("ppo", policy=of_policy())
+    algorithm.policy.actor.hidden[0].weight.register_hook(lambda grad: grad * 0)
+    return algorithm
+
+
+def with_backward_hook():
+    algorithm = build("ppo", policy=of_policy())
+    algorithm.policy.actor.register_full_backward_pre_hook(lambda *_: None)
+    return algorithm
+
+
 def with_frozen_layer():
     algorithm = build("ppo", policy=of_policy())
     algorithm.policy.actor.hidden[0].requires_grad_(False)
@@ -152,10 +172,13 @@ NOT_COMPILED = {
     "by hand": lambda: build("ppo", policy=of_policy(mlp_kernel="by_hand")),
     "layer by layer": lambda: build("ppo", policy=of_policy(mlp_kernel="torch")),
     "before anybody knows that it is worth it": lambda: build("ppo", policy=of_policy(mlp_kernel="auto")),
+    "observations of several parts": with_parts,
     "another activation": lambda: build("ppo", policy=of_policy(activation="elu")),
     "terms of a subclass": lambda: OwnTerms(gw.PPOCfg(), of_policy()),
     "a subclass's evaluate": lambda: build("ppo", policy=of_policy(OwnEvaluate)),
     "a hook": with_hook,
+    "a hook on a gradient": with_parameter_hook,
+    "a hook on a backward pass": with_backward_hook,
     "a layer that was frozen meanwhile": with_frozen_layer,
     "ratios of sequences": lambda: build("ppo", policy=of_policy(), objective={"ratio": "sequence"}),
     "an entropy weight that adapts": lambda: build(
@@ -165,6 +188,7 @@ NOT_COMPILED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # torch's, of every such hook here
 @pytest.mark.parametrize("case", NOT_COMPILED)
 def test_what_is_not_compiled(case, monkeypatch):
     def refuse(*_):
@@ -226,6 +250,10 @@ def test_without_a_compiler_updates_go_on(monkeypatch, caplog):
     fast.update(rollout)
     reference.update(rollout)
     assert torch.equal(parameters(fast), parameters(reference))
+    resumed = algorithm_of(*RUNS["ppo, several minibatches"], "compiled")
+    resumed.load_state_dict(fast.state_dict())
+    resumed.set_progress(1e-9)  # nor after a resume
+    assert not resumed.compiler.is_on
 
 
 @pytest.mark.parametrize("where", ["everywhere", "for another number of rows"])
@@ -298,19 +326,25 @@ def test_a_loss_that_reads_another_tensor_is_not_compiled():
         algorithm.update(make_rollout(algorithm.policy))
 
 
-def test_observations_of_several_parts_are_not_compiled():
-    space = gym.spaces.Dict({"a": OBS, "b": OBS})
-    policy = ActorCritic(space, ACT, gw.PolicyCfg(mlp_kernel="compiled"))
-    algorithm = build("ppo", policy=policy)
-    buffer = gw.RolloutBuffer(2, 4, obs_spec=obs_spec(space), action_spec=policy.action_spec, value=True)
-    rollout = buffer.start_rollout()
-    for key in ("valid", "loss_mask"):
-        rollout[key][:, :4] = True
-    for key in ("episode_id", "group_id"):
-        rollout[key][:, :4] = torch.arange(2).unsqueeze(1)
-    rollout["truncated"][:, 3] = True
-    with pytest.warns(SlowPathWarning, match="'obs' is not one tensor"):
-        algorithm.update(rollout)
+def test_a_rank_without_a_share_of_a_step_has_no_gradient():
+    """Other ranks have one: it is neither left from the step before, nor an error."""
+    _, algorithm = losses_of(ACT)
+    said = StepMetrics(algorithm.metric_names, algorithm.cfg.objective, torch.device("cpu"), local)
+    assert not algorithm.compiler.leave_gradient([], said)
+
+
+def test_an_algorithm_that_is_no_longer_used_is_freed(monkeypatch):
+    """Without a search for cycles, which may come late or never."""
+    monkeypatch.setattr(compiled_gradient, "_compile", lambda function, _: lambda inputs: function(*inputs))
+    algorithm = algorithm_of(*RUNS["ppo, several minibatches"], "compiled")
+    algorithm.update(make_rollout(algorithm.policy))
+    known = weakref.ref(algorithm)
+    gc.disable()
+    try:
+        del algorithm
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -342,3 +342,26 @@ def test_on_a_gpu_iterations_are_replayed_and_wait_for_nothing(kind):
         found.append((parameters(algorithm).cpu(), collector.metrics()))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-4)
     assert found[0][1] == pytest.approx(found[1][1])
+
+
+def test_a_subclass_says_itself_that_its_parts_stay_on_the_device():
+    """What it reads besides tensors would be what it was when the update was recorded."""
+
+    class OwnTerms(gw.PPO):
+        def terms(self, batch, evaluation):
+            return super().terms(batch, evaluation)
+
+    class OwnUpdate(gw.PPO):
+        def update(self, rollout):
+            return super().update(rollout)
+
+    class Says(OwnTerms):
+        learn = gw.PPO.learn
+
+    def of(cls):
+        policy = gw.ActorCritic(ENVS["cartpole"](2).observation_space, ENVS["cartpole"](2).action_space)
+        return cls(gw.PPOCfg(), policy).stay_on_device()
+
+    assert of(OwnTerms) == "OwnTerms has a terms() that may read what Python changes, and no learn() of its own"
+    assert of(OwnUpdate) == "OwnUpdate has a update() that may read what Python changes, and no learn() of its own"
+    assert of(Says) is None

@@ -1,6 +1,8 @@
 """Recording and replaying, with a tape in the place of a CUDA graph."""
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -70,6 +72,32 @@ def test_it_is_recorded_anew_where_storage_moves():
     replayed([counter.number])
     assert torch.equal(counter.total, before + 20)
     assert not replayed.is_recorded
+
+
+def test_it_is_recorded_anew_for_another_part_of_the_same_storage():
+    """A shorter rollout begins at the same address."""
+    storage, seen = torch.ones(6), []
+
+    class Sums:
+        part = storage
+
+        def total(self):
+            seen.append(len(self.part))
+            return self.part.sum()
+
+    sums = Sums()
+    replayed = Replayed(sums.total, CPU, name="summing", recorder=Tape())
+    for _ in range(WARM_UP + 2):
+        assert replayed([sums.part]) == 6
+    sums.part = storage[:4]
+    assert replayed([sums.part]) == 4
+    known = weakref.ref(sums)
+    gc.disable()
+    try:
+        del sums  # whose method is held weakly
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 def test_what_cannot_be_recorded_is_called_and_says_why_once():

@@ -180,6 +180,16 @@ def test_interval_covers_the_truth_about_as_often_as_it_says():
     assert 178 <= hits <= 198  # 95 % of 200, a little less for the percentile bootstrap
 
 
+def test_runs_of_unequal_numbers_count_as_if_they_stood_there_more_often():
+    """Without standing there: 25, 24, 23 and 22 runs would be 600,000 each."""
+    rng = np.random.default_rng(2)
+    strata = [rng.normal(size=(3, n)) for n in (4, 6, 5)]
+    repeated = np.concatenate([np.repeat(s, 60 // s.shape[-1], axis=-1) for s in strata], axis=-1)
+    expected = np.sort(repeated, axis=-1)[:, 45:135].mean(axis=-1)
+    assert np.allclose(iqm(*strata), expected, rtol=1e-12)
+    assert np.isfinite(iqm(*(rng.normal(size=(100, n)) for n in (25, 24, 23, 22)))).all()
+
+
 # --- curves ---
 
 

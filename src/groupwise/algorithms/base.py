@@ -228,7 +228,7 @@ class BaseAlgorithm(StaysOnDevice, ABC):
             "entropy": self.entropy.state_dict(),
             "iteration": self.iteration,
             "optimizer_steps": self.optimizer_steps,
-            "compiled": self.compiler.is_on,
+            "compiler": self.compiler.state_dict(),
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -238,7 +238,7 @@ class BaseAlgorithm(StaysOnDevice, ABC):
         self.entropy.load_state_dict(state["entropy"])
         self.iteration = state["iteration"]
         self.optimizer_steps = state["optimizer_steps"]
-        self.compiler.is_on = state["compiled"]
+        self.compiler.load_state_dict(state["compiler"])
         if self.resident is not None:
             self.resident.forget()
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from itertools import count
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 from jaxtyping import Float
@@ -51,9 +52,10 @@ class GradientCompiler:
 
     def __init__(self, policy: Policy, trained: Trained, losses: Losses, *, when: str) -> None:
         self.is_on = when == "compiled"
-        """Whether updates are to be compiled; part of what a resumed run depends on."""
+        """Whether updates are to be compiled."""
         self._decides = when == "auto"
-        self._policy, self._trained, self._losses = policy, trained, losses
+        # the method is the algorithm's: a strong reference would be a cycle
+        self._policy, self._trained, self._losses = policy, trained, WeakMethod(losses)
         self.gradient: CompiledGradient | None = None
         """What was compiled; None also where that failed."""
 
@@ -67,11 +69,21 @@ class GradientCompiler:
         if self._decides and not self.is_on and progress > 0 and steps * (1 / progress - 1) >= WORTH_STEPS:
             self.is_on = True
 
+    def state_dict(self) -> dict[str, bool]:
+        """What was decided; a resumed run goes by it."""
+        return {"is_on": self.is_on, "decides": self._decides}
+
+    def load_state_dict(self, state: dict[str, bool]) -> None:
+        """Go by what an earlier process decided."""
+        self.is_on, self._decides = state["is_on"], state["decides"]
+
     def leave_gradient(self, minibatch: list[dict[str, Any]], said: StepMetrics) -> bool:
         """Leave the gradient of one optimiser step in the parameters, ``said`` notes the metrics; False: it cannot be compiled.
 
         The first step of an update compiles what was not compiled yet.
         """
+        if not minibatch:  # another rank's
+            return False
         if not said.steps and (self.gradient is None or self.gradient.layout != _layout(minibatch[0])):
             self.gradient = self._compile(minibatch[0])
         if self.gradient is None:
@@ -84,7 +96,9 @@ class GradientCompiler:
 
     def _compile(self, batch: Batch) -> "CompiledGradient | None":
         try:
-            gradient = CompiledGradient(self._policy, self._trained, self._losses, batch)
+            losses = self._losses()
+            assert losses is not None
+            gradient = CompiledGradient(self._policy, self._trained, losses, batch)
         except Exception as error:  # the compiler raises what it likes, and whatever it is, eager torch goes on
             self.is_on = self._decides = False
             why = str(error).strip().split("\n")[0][:300]
@@ -108,15 +122,11 @@ class CompiledGradient:
 
     Raises:
         RuntimeError: what was compiled gives another gradient than what was traced.
-        TypeError: observations of several parts.
         Exception: of any kind, from tracing or compiling.
     """
 
     def __init__(self, policy: Policy, trained: Trained, losses: Losses, batch: Batch) -> None:
         self.layout = _layout(batch)
-        nested = [key for key, value in batch.items() if not isinstance(value, Tensor)]
-        if nested:
-            raise TypeError(f"{nested[0]!r} is not one tensor")
         self._vector = trained.tensors[0].detach()
         self._function = _PureGradient(policy, trained, losses, list(batch))
         rows = len(batch["loss_mask"])
@@ -181,10 +191,13 @@ class _Losses(nn.Module):
     def __init__(self, policy: Policy, losses: Losses) -> None:
         super().__init__()
         self.policy = policy
-        self._losses = losses
+        self._losses = WeakMethod(losses)
 
     def forward(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        return self._losses(batch)
+        losses = self._losses()
+        assert losses is not None
+        found: tuple[Tensor, Tensor] = losses(batch)
+        return found
 
 
 def _compile(function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> Callable[[list[Tensor]], Any]:

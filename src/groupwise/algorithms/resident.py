@@ -7,6 +7,7 @@ mark that leaves parameters and moments as they are.
 """
 
 from collections.abc import Callable
+from weakref import WeakMethod
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -39,7 +40,8 @@ class Resident:
     def __init__(
         self, learn: Learn, schedule: Schedule, device: torch.device, *, seed: int, recorder: Recorder | None = None
     ) -> None:
-        self._learn = learn
+        # a strong reference would be a cycle, which keeps rollouts and graphs until somebody looks for it
+        self._learn = WeakMethod(learn)
         self._schedule = schedule
         self._device = device
         self._run_seed = seed
@@ -102,7 +104,9 @@ class Resident:
 
     def _update(self) -> dict[str, Tensor]:
         assert self._rollout is not None
-        return self._learn(self._rollout)
+        learn = self._learn()
+        assert learn is not None
+        return learn(self._rollout)
 
 
 def shuffled(seed: Int[Tensor, ""], epoch: int, count: int) -> Int[Tensor, " slot"]:
@@ -141,8 +145,12 @@ class StaysOnDevice:
 
     def why_not_resident(self) -> str | None:
         """What keeps updates from staying on the device; None if nothing does."""
-        if type(self).learn is StaysOnDevice.learn:
-            return f"{type(self).__name__} has no learn()"
+        cls = type(self)
+        if cls.learn is StaysOnDevice.learn:
+            return f"{cls.__name__} has no learn()"
+        for name in ("terms", "update", "prepare"):
+            if _depth(cls, name) < _depth(cls, "learn"):
+                return f"{cls.__name__} has a {name}() that may read what Python changes, and no learn() of its own"
         return self._why_not()
 
     def learn(self, rollout: TensorDict) -> dict[str, Tensor]:
@@ -181,6 +189,11 @@ class StaysOnDevice:
             f"objective.top_entropy={objective.top_entropy} looks for steps that stand out": objective.top_entropy < 1,
         }
         return next((reason for reason, holds in found.items() if holds), None)
+
+
+def _depth(cls: type, name: str) -> int:
+    """How many classes lie between this one and the one whose method it has."""
+    return next(depth for depth, base in enumerate(cls.__mro__) if name in vars(base))
 
 
 def needs_counts(cfg: CreditCfg) -> str | None:

@@ -129,6 +129,8 @@ class ResidentCollector(Collector):
         if rollout.shape[1] <= num_steps:
             rollout = lengthen(rollout, num_steps + 1)
         rollout = rollout[:, : num_steps + 1]
+        if self._pending is not None:  # nobody fetched what the last rollout told
+            self.metrics()
         self._generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
         self._prepare(num_steps)
         self._goes_on = True

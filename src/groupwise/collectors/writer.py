@@ -73,7 +73,7 @@ class RolloutWriter:
         """What holds a step of all rows, by its number."""
         if not isinstance(stored, Tensor):
             return {key: self._columns(leaf) for key, leaf in stored.items()}
-        by_numpy = stored.device.type == "cpu" and not self._resident
+        by_numpy = stored.device.type == "cpu" and not self._resident and stored.dtype != torch.bfloat16
         return stored.numpy().swapaxes(0, 1) if by_numpy else stored.unbind(1)
 
 

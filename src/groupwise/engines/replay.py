@@ -7,7 +7,9 @@ Python that changes between calls.
 
 import warnings
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -90,11 +92,12 @@ class Replayed(Generic[Out]):
         generators: Sequence[torch.Generator] = (),
         recorder: Recorder | None = None,
     ) -> None:
-        self.function = function
+        # held weakly where it is a method: whose it is holds this, and would wait for a search for cycles to be freed
+        self._method = WeakMethod(function) if isinstance(function, MethodType) else lambda: function
         self.name = name
         self._generators = generators
         self._recorder = CudaRecorder(device) if recorder is None and device.type == "cuda" else recorder
-        self._where: list[int] = []
+        self._where: list[tuple[int, torch.Size, tuple[int, ...]]] = []
         self._calls = 0
         self._replay: Callable[[], None] | None = None
         self._out: list[Out] = []
@@ -107,7 +110,7 @@ class Replayed(Generic[Out]):
         """
         if self._recorder is None:
             return self.function()
-        where = [tensor.data_ptr() for tensor in storage]
+        where = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in storage]
         if where != self._where:
             self.forget()
             self._where = where
@@ -119,6 +122,12 @@ class Replayed(Generic[Out]):
         assert self._replay is not None
         self._replay()
         return self._out[0]
+
+    def function(self) -> Out:
+        """What is replayed, as it stands."""
+        function = self._method()
+        assert function is not None
+        return function()
 
     @property
     def is_recorded(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.data.rollout import Nested, TensorSpec
-from groupwise.data.spaces import is_batched, obs_spec, obs_to_tensor, space_kind
+from groupwise.data.spaces import is_batched, obs_spec, obs_to_tensor, space_kind, subspaces
 from groupwise.errors import ConfigError, DataError
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Action, Batch, Evaluation, Policy, has_hooks
@@ -245,7 +245,8 @@ class ActorCritic(Policy):
     def compiles(self) -> Literal["never", "auto", "compiled"]:
         """Small networks of our own kinds are, unless hooks or a subclass stand in the way."""
         layers = self._kernel_layers()
-        plain = type(self).evaluate is ActorCritic.evaluate and type(self.head) in _OWN_HEADS
+        one_tensor = subspaces(self.observation_space) is None
+        plain = one_tensor and type(self).evaluate is ActorCritic.evaluate and type(self.head) in _OWN_HEADS
         if layers is None or not plain or self.cfg.mlp_kernel not in ("auto", "compiled"):
             return "never"
         return self.cfg.mlp_kernel

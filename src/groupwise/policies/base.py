@@ -147,5 +147,9 @@ class Policy(nn.Module, ABC):
 
 
 def has_hooks(network: nn.Module) -> bool:
-    """Whether anybody looks at what modules compute, or changes it."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
+    """Whether anybody looks at what modules and parameters compute, forwards or backwards, or changes it."""
+    of_modules = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    of_parameters = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(module, name) for module in network.modules() for name in of_modules) or any(
+        getattr(parameter, name) for parameter in network.parameters() for name in of_parameters
+    )

@@ -58,9 +58,14 @@ def iqm(*strata: Array) -> Array:
         strata: scores [..., run], one array an environment, all on one scale.
     """
     common = math.lcm(*(scores.shape[-1] for scores in strata))
-    pooled = np.concatenate([np.repeat(scores, common // scores.shape[-1], axis=-1) for scores in strata], axis=-1)
-    cut = pooled.shape[-1] // 4
-    return np.asarray(np.sort(pooled, axis=-1)[..., cut : pooled.shape[-1] - cut].mean(axis=-1))
+    pooled = np.concatenate(strata, axis=-1)
+    counts = np.concatenate([np.full(scores.shape[-1], common // scores.shape[-1]) for scores in strata])
+    total = common * len(strata)
+    cut = total // 4
+    order = np.argsort(pooled, axis=-1)
+    end = np.cumsum(counts[order], axis=-1)  # as if each run stood there as often as it counts
+    kept = end.clip(cut, total - cut) - (end - counts[order]).clip(cut, total - cut)
+    return np.asarray((np.take_along_axis(pooled, order, axis=-1) * kept).sum(axis=-1) / (total - 2 * cut))
 
 
 def probability_of_improvement(*strata: Array) -> Array:

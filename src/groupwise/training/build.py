@@ -153,7 +153,11 @@ def build_policy(cfg: RunCfg, env: VectorEnv, given: Given, algorithm_type: type
 def _note_on_networks(policy: Policy) -> list[str]:
     if not (isinstance(policy, ActorCritic) and policy.has_kernel):
         return []
-    note = "networks are computed by hand, in one operation, and compiled with the loss where many updates are ahead"
+    later = {
+        "auto": ", and compiled with the loss where many updates are ahead",
+        "compiled": ", and compiled with the loss",
+    }
+    note = "networks are computed by hand, in one operation" + later.get(policy.compiles, "")
     return [f"{note}; policy.mlp_kernel='torch' switches that off"]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from groupwise import config
 from groupwise.engines.base import Engine
+from groupwise.errors import RunFolderError
 from groupwise.policies.base import Policy
 from groupwise.report.curve import plot_curve
 from groupwise.report.folder import RunFolder
@@ -86,8 +87,11 @@ def _take_up(trainer: Trainer, parts: Parts, folder: RunFolder, engine: Engine) 
 
 
 def _peaks(folder: RunFolder, parts: Parts) -> dict[str, float]:
-    """Peak memory, of earlier processes of a resumed run, too."""
-    before = folder.read_summary()
+    """Peak memory, of earlier processes of a resumed run, too, whose summary can be read."""
+    try:
+        before = folder.read_summary()
+    except RunFolderError:
+        before = {}
     return {name: max(peak, before.get(name, 0.0)) for name, peak in peak_memory(parts.policy.device).items()}
 
 

@@ -24,7 +24,7 @@ def ours(task: Task, method: str, seed: int, tuned: dict[str, Any]) -> Result:
 
     told = round(task.steps * (1 - OVERSHOOT))
     cfg = config.resolve(task.env, algorithm_options(method, task), seed=seed, total_steps=told)
-    cfg = cfg.model_copy(update={"algorithm": scaled(cfg.algorithm, tuned)})
+    cfg = scaled(cfg, tuned)
     with tempfile.TemporaryDirectory() as folder:
         cfg = cfg.model_copy(
             update={
@@ -47,17 +47,23 @@ def ours(task: Task, method: str, seed: int, tuned: dict[str, Any]) -> Result:
         }
 
 
-def scaled(algorithm: Any, tuned: dict[str, Any]) -> Any:
-    """The preset's settings times what tuning found."""
+def scaled(cfg: Any, tuned: dict[str, Any]) -> Any:
+    """The preset's settings times what tuning found (``tune.SPACE``)."""
+    algorithm = cfg.algorithm
     update = {
         "learning_rate": algorithm.learning_rate * tuned.get("learning_rate", 1.0),
         "num_epochs": max(1, round(algorithm.num_epochs * tuned.get("num_epochs", 1.0))),
         "minibatch_size": round(algorithm.minibatch_size * tuned.get("minibatch_size", 1.0)),
-        "ent_coef": algorithm.ent_coef * tuned.get("ent_coef", 1.0),
     }
-    if "group_size" in tuned and hasattr(algorithm, "group_size"):
-        update["group_size"] = tuned["group_size"]
-    return algorithm.model_copy(update=update)
+    if "schedule" in tuned:
+        update["schedule"] = algorithm.schedule.model_copy(update={"name": tuned["schedule"]})
+    if hasattr(algorithm, "gae_lambda"):
+        update["gae_lambda"] = 1 - (1 - algorithm.gae_lambda) * tuned.get("one_minus_lambda", 1.0)
+        return cfg.model_copy(update={"algorithm": algorithm.model_copy(update=update)})
+    update["group_size"] = algorithm.group_size * tuned.get("group_size", 1)
+    rows = max(cfg.env.num_envs, update["group_size"])
+    env = cfg.env.model_copy(update={"num_envs": rows})
+    return cfg.model_copy(update={"algorithm": algorithm.model_copy(update=update), "env": env})
 
 
 def main() -> None:
@@ -78,8 +84,13 @@ def main() -> None:
         result = sb3_ppo(task, args.seed)
     else:
         result = ours(task, args.method, args.seed, args.tuned)
-    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
-    result |= {"memory_mib": round(kib / 1024), "process_seconds": round(time.perf_counter() - start, 2)}
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    kib = used.ru_maxrss / (1024 if sys.platform == "darwin" else 1)
+    result |= {
+        "memory_mib": round(kib / 1024),
+        "process_seconds": round(time.perf_counter() - start, 2),
+        "cpu_seconds": round(used.ru_utime + used.ru_stime, 2),
+    }
     print(json.dumps({"env": args.env, "method": args.method, "seed": args.seed, **result}))
 
 

@@ -50,11 +50,12 @@ def cells(envs: list[str], methods: list[str]) -> list[Cell]:
     ]
 
 
-def run(cell: Cell) -> dict[str, Any]:
-    """The cell's result, from a process of its own."""
-    tuned = json.loads(TUNED.read_text()) if TUNED.exists() else {}
+def run(cell: Cell, factors: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The cell's result, from a process of its own, with what tuning chose for the method or with other factors."""
+    if factors is None:
+        factors = json.loads(TUNED.read_text()).get(cell.method, {})
     command = [sys.executable, "-W", "ignore", str(HERE / "cell.py"), "--env", cell.env, "--method", cell.method]
-    command += ["--seed", str(cell.seed), "--tuned", json.dumps(tuned.get(cell.method, {}))]
+    command += ["--seed", str(cell.seed), "--tuned", json.dumps(factors)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ONE_THREAD, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-3000:]}")

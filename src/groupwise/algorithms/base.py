@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from groupwise.algorithms.optim import FlatAdam, Optimizer, Schedule, Trained, b
 from groupwise.algorithms.resident import StaysOnDevice
 from groupwise.algorithms.step_metrics import StepMetrics, metric_sums
 from groupwise.algorithms.surrogate import Counts, check_objective, finest_unit, objective_data
-from groupwise.data.minibatch import Epoch, coarsest, shuffle_items, shuffle_transitions, take
+from groupwise.data.minibatch import Epoch, coarsest, cut, shuffle_items, shuffle_transitions, take
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.data.row_batches import RowSizes, pack, shuffle_rows
 from groupwise.engines.base import Engine
@@ -277,12 +278,13 @@ class BaseAlgorithm(StaysOnDevice, ABC):
             if resident is None:
                 lengths = torch.tensor([len(slices) for slices in epoch.minibatches], device=self.policy.device)
                 counts = self.engine.sum(lengths).tolist()
+            parts = cut(shuffled, [part.stop - part.start for slices in epoch.minibatches for part in slices])
             for index, slices in enumerate(epoch.minibatches):
                 if resident is not None:
                     resident.take_up(index)
                 elif not counts[index]:
                     continue  # fewer whole items than minibatches: a step on nothing would move on by momentum alone
-                yield [take(shuffled, part) for part in slices]
+                yield list(islice(parts, len(slices)))
 
     def _epoch(
         self, elements: dict[str, Nested], num_minibatches: int, generator: torch.Generator, number: int

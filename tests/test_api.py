@@ -1,3 +1,4 @@
+import inspect
 import json
 import logging
 import warnings
@@ -158,6 +159,20 @@ def test_environment_settings():
     run = gw.train(gw.EnvCfg(id="CartPole-v1", kwargs={"sutton_barto_reward": True}, num_envs=2), **TINY)
     assert run.cfg.env == gw.EnvCfg(id="CartPole-v1", kwargs={"sutton_barto_reward": True}, num_envs=4)
     assert run.summary["return_mean"] == -1.0  # this variant gives -1 at the end and 0 before
+
+
+def test_a_policys_settings_may_come_as_their_fields() -> None:
+    run = gw.train(Corridor, policy={"hidden_sizes": (4,), "normalize_reward": True}, **TINY)
+    assert isinstance(run.cfg, gw.RunCfg)
+    assert run.cfg.policy.hidden_sizes == (4,)
+    assert run.cfg.policy.normalize_reward
+    assert "hidden_sizes" in (run.path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("policy", [torch.nn.Linear(2, 2), "small", 3])
+def test_what_is_no_policy_is_refused(policy: Any) -> None:
+    with pytest.raises(gw.ConfigError, match=r"policy = .*expected a gw\.Policy, a gw\.PolicyCfg or its fields"):
+        inspect.unwrap(gw.train)(Corridor, policy=policy, **TINY)  # the types are checked in tests only
 
 
 def test_policy_settings():

@@ -43,7 +43,7 @@ def train(
     env: "str | EnvCfg | TextTask | RunCfg | TextRunCfg | EnvFactory" = "CartPole-v1",
     algorithm: str | AlgorithmCfg | None = None,
     *,
-    policy: Policy | PolicyCfg | None = None,
+    policy: Policy | PolicyCfg | Mapping[str, Any] | None = None,
     preset: str | None = None,
     num_envs: int | None = None,
     max_episode_steps: int | None = None,
@@ -60,7 +60,7 @@ def train(
             ``gymnasium.vector.VectorEnv``; a ``TextTask``; or a ``RunCfg`` or ``TextRunCfg`` with all the settings (then
             only a ``Policy`` and ``callbacks`` may come besides).
         algorithm: a name, or a config whose set fields go over the preset of environment or texts; None is "grpo".
-        policy: trained instead of a new one, or its settings.
+        policy: trained instead of a new one; or its settings, as a config or some of its fields.
         preset: credit and objective of a paper or library, by name.
         run_dir: must not exist yet, or be empty; None makes a fresh folder under ``runs/``.
         num_envs, max_episode_steps: go over those of ``env``.
@@ -75,13 +75,13 @@ def train(
         RunFolderError: ``run_dir`` is taken.
         DivergedError: training produced non-finite numbers.
     """
-    given = policy if isinstance(policy, Policy) else None
+    given, policy_fields = (policy, None) if isinstance(policy, Policy) else (None, policy)
     named = {
         **fields,
         "seed": seed,
         "total_steps": total_steps,
         "run_dir": None if run_dir is None else Path(run_dir),
-        "policy": policy if isinstance(policy, PolicyCfg) else None,
+        "policy": policy_fields,
         "num_envs": num_envs,
         "max_episode_steps": max_episode_steps,
     }
@@ -92,6 +92,11 @@ def train(
     if isinstance(env, TextTask):
         cfg: CommonCfg = _text_cfg(env, algorithm, preset, policy, settings)
         return train_from_config(cfg, _given_texts(env)._replace(policy=given), callbacks)
+    if not isinstance(policy_fields, PolicyCfg | Mapping | None):
+        raise ConfigError(
+            f"policy = {short(policy)}: expected a gw.Policy, a gw.PolicyCfg or its fields, as {{'normalize_obs': True}}; "
+            "mend: make networks of your own a gw.Policy"
+        )
     env_id, env_fields = _describe_env(env)
     env_fields |= {key: settings.pop(key) for key in ("num_envs", "max_episode_steps") if key in settings}
     cfg = config.resolve(env_id, algorithm, preset, env=env_fields, **settings)
@@ -276,7 +281,7 @@ def _text_cfg(
     task: TextTask,
     algorithm: str | AlgorithmCfg | None,
     preset: str | None,
-    policy: Policy | PolicyCfg | None,
+    policy: Policy | PolicyCfg | Mapping[str, Any] | None,
     settings: Any,
 ) -> TextRunCfg:
     """The settings of a run on a task; a policy that is given brings model and sampling."""

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -150,3 +152,29 @@ def test_a_finished_run_can_go_on(uninterrupted: gw.Run, tmp_path: Path):
     assert longer.cfg.total_steps == RunFolder(path).read_config()["total_steps"] == 2200
     iterations = [entry["iteration"] for entry in longer.metrics()]
     assert iterations == list(range(1, len(iterations) + 1))
+
+
+class Endless(gymnasium.Env):
+    """Never ends by itself."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("env", [Endless, gw.TorchPendulum])
+def test_checkpoints_do_not_keep_episodes_of_many_environments_from_their_end(env, tmp_path):
+    """A tenth of this run is 16 steps in every environment; cut there, no episode would ever end."""
+    settings = {key: value for key, value in COMMON.items() if key != "checkpoint_interval"}
+    cfg = gw.PPOCfg(num_steps=8, num_epochs=1)
+    run = gw.train(
+        env, cfg, num_envs=8, max_episode_steps=40, total_steps=8 * 160, run_dir=tmp_path / "run", **settings
+    )
+    assert sum(row["rollout/episodes"] for row in run.metrics()) == 8 * 4
+    assert {row["rollout/length_mean"] for row in run.metrics() if "rollout/length_mean" in row} == {40.0}

@@ -136,7 +136,9 @@ class CompiledGradient:
             self._compiled = _compile(self._function, self._inputs(_example(batch, constants)))
             for some in (rows, rows + 1):
                 self._check(_cut(batch, some))
-        self._compiled = getattr(self._compiled, "current_callable", self._compiled)  # without what stands around the call
+        self._compiled = getattr(
+            self._compiled, "current_callable", self._compiled
+        )  # without what stands around the call
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> MinibatchGradient:

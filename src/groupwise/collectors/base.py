@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from groupwise.envs.base import VectorEnv
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Policy
 
@@ -17,6 +18,16 @@ class Episode(NamedTuple):
     episode_return: float
     length: int
     terminated: bool
+
+
+EPISODES_BETWEEN_RESTARTS = 5
+"""Of the longest kind, in each row: about a tenth of the steps then lie in episodes that are cut, and episodes do reach their end."""
+_LENGTH_IF_UNLIMITED = 1_000
+
+
+def steps_between_restarts(env: VectorEnv) -> int:
+    """Environment steps between two restarts that each cut the episode that runs in every row."""
+    return EPISODES_BETWEEN_RESTARTS * env.num_envs * (env.max_episode_steps or _LENGTH_IF_UNLIMITED)
 
 
 class Collector(ABC):
@@ -33,6 +44,9 @@ class Collector(ABC):
 
     dropped_steps: int = 0
     """Environment steps that ``restart`` threw away since the last ``collect``, which the next one counts as wasted."""
+
+    restart_gap: int = 0
+    """Environment steps that should lie between two restarts, as each of them drops running episodes; 0: none does."""
 
     def __init__(self) -> None:
         self.finished: list[Episode] = []

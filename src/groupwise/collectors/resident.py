@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from groupwise.collectors.base import Collector, Episode
+from groupwise.collectors.base import Collector, Episode, steps_between_restarts
 from groupwise.data.rollout import check_finite, leaves, lengthen
 from groupwise.engines.replay import Recorder, Replayed
 from groupwise.envs.native import Rows, TorchGroupEnv
@@ -114,6 +114,7 @@ class ResidentCollector(Collector):
         self.policy = policy
         self.seed = seed
         self.rank = rank
+        self.restart_gap = steps_between_restarts(env)
         self._generator = torch.Generator(policy.device)
         self._rows: Rows | None = None
         self._goes_on = False

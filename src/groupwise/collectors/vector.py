@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from groupwise.collectors.base import Collector, Episode
+from groupwise.collectors.base import Collector, Episode, steps_between_restarts
 from groupwise.collectors.writer import FinalValues, RolloutWriter
 from groupwise.data.rollout import Nested, lengthen
 from groupwise.envs.base import EnvStep, VectorEnv
@@ -30,6 +30,7 @@ class VectorCollector(Collector):
         self.policy = policy
         self.seed = seed
         self.rank = rank
+        self.restart_gap = steps_between_restarts(env)
         self._obs: Nested | None = None
         self._idle_fraction = 0.0
 

@@ -150,7 +150,7 @@ def build_callbacks(
     """
     cfg = parts.cfg
     tenth = max(1, cfg.total_steps // 10)
-    interval = cfg.checkpoint_interval or tenth
+    interval = cfg.checkpoint_interval or max(tenth, parts.collector.restart_gap * parts.algorithm.engine.world_size)
     if rank != 0:
         return [*users, SaveCheckpoints(None, interval, parts.identity)]
     stop, logging = cfg.stop, cfg.logging

@@ -47,6 +47,17 @@ TASKS = (
     Task("Hopper-v5", 1_000_000, 3, LARGE, 200),
 )
 
+REFERENCES = {
+    "CartPole-v1": (20, 500),
+    "Acrobot-v1": (-500, -80),
+    "MountainCarContinuous-v0": (0, 95),
+    "Pendulum-v1": (-1200, -150),
+    "LunarLander-v3": (-180, 250),
+    "HalfCheetah-v5": (-280, 5000),
+    "Hopper-v5": (20, 3000),
+}
+"""Scores that count as 0 and 1 where environments are put on one scale: about random actions (the car: standing still), and good policies."""
+
 EVALUATIONS = 20
 """Of the greedy policy, evenly over a run."""
 EPISODES = 20

@@ -98,6 +98,15 @@ class GymnasiumVectorEnv(VectorEnv):
         return self._tensor(final)
 
 
+class SyncRows(SyncVectorEnv):
+    """Rows in this process that gather of ``info`` what is read: putting the rest into arrays takes a tenth of a step of 8 HalfCheetahs."""
+
+    def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
+        if "final_obs" not in env_info:
+            return vector_infos
+        return super()._add_info(vector_infos, {"final_obs": env_info["final_obs"]}, env_num)
+
+
 def _autoreset_of(env: gymnasium.vector.VectorEnv, env_id: str) -> Any:
     mode = env.metadata.get("autoreset_mode")
     if not isinstance(mode, AutoresetMode):

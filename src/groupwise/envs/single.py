@@ -20,7 +20,7 @@ from groupwise.envs.attempts import EnvMaker, StartMethod
 from groupwise.envs.base import VectorEnv
 from groupwise.envs.configs import EnvCfg
 from groupwise.envs.groups import verify_rows
-from groupwise.envs.gymnasium import GymnasiumVectorEnv
+from groupwise.envs.gymnasium import GymnasiumVectorEnv, SyncRows
 from groupwise.envs.local_rows import OnError, RowCfg
 from groupwise.envs.names import unknown_environment
 from groupwise.envs.rows import RowsGroupEnv
@@ -33,7 +33,7 @@ _NATIVE_ENTRY_POINT = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv
 _ACROBOT_ENTRY_POINT = "gymnasium.envs.classic_control.acrobot:AcrobotEnv"
 _STAND_IN_ROWS = 4
 """From so many rows on arrays are faster than single environments."""
-_VECTORIZERS: dict[str, type[SyncVectorEnv] | type[AsyncVectorEnv]] = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}
+_VECTORIZERS: dict[str, type[SyncVectorEnv] | type[AsyncVectorEnv]] = {"sync": SyncRows, "async": AsyncVectorEnv}
 
 
 def group_env(

@@ -10,8 +10,8 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-from settings import Settings
-from worker import CHECK_EVERY, Watch, parse
+from settings import GOALS, Settings
+from worker import Watch, parse
 
 args = parse("cleanrl", rate_steps=1_000_000)
 
@@ -113,7 +113,7 @@ def iteration(state: dict[str, Any], _: None) -> tuple[dict[str, Any], tuple[jax
 
 
 def main(args: Any) -> None:
-    at_once = max(1, -(-(50_000 if args.task == "rate" else CHECK_EVERY) // cfg.batch_size))
+    at_once = max(1, -(-(50_000 if args.task == "rate" else GOALS["CartPole-v1"].check_every) // cfg.batch_size))
     state = jax.jit(init)(jax.random.key(args.seed))
     start = time.perf_counter()
     train = jax.jit(partial(jax.lax.scan, iteration, length=at_once)).lower(state, None).compile()

@@ -37,7 +37,7 @@ SETTINGS = {
     "cleanrl": Settings(4, 128, 4, 128, 2.5e-4, ent_coef=0.01, total_steps=500_000),
     "fast": Settings(256, 32, 2, 2048, 1e-3, 0.98, 0.8, rate_steps=200_000),
     "Acrobot-v1": Settings(16, 256, 4, 64, 3e-4, 0.99, 0.94, annealed=False, normalized=True, total_steps=1_000_000),
-    "HalfCheetah-v5": Settings(8, 2048, 10, 64, 3e-4, annealed=False, rate_steps=32_768),
+    "HalfCheetah-v5": Settings(8, 2048, 10, 64, 3e-4, annealed=False, rate_steps=81_920),
     "LunarLander-v3": Settings(
         16, 1024, 4, 64, 3e-4, 0.999, 0.98, ent_coef=0.01, annealed=False, total_steps=1_000_000
     ),

@@ -1,0 +1,43 @@
+"""What benchmarks take from the scripts beside them is there; most run only where a peer is installed, and none in the tests."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = sorted(BENCHMARKS.rglob("*.py"))
+
+
+def names(script: Path) -> set[str]:
+    """What is defined or imported at its top level."""
+    found: set[str] = set()
+    for node in ast.parse(script.read_text()).body:
+        match node:
+            case ast.FunctionDef() | ast.ClassDef():
+                found.add(node.name)
+            case ast.Assign():
+                found |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(name)):
+                found.add(name)
+            case ast.Import() | ast.ImportFrom():
+                found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def missing(script: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and (beside := script.parent / f"{node.module}.py").exists():
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if alias.name not in names(beside))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=[str(script.relative_to(BENCHMARKS)) for script in SCRIPTS])
+def test_what_is_imported_from_beside_exists(script: Path) -> None:
+    assert not list(missing(script))
+
+
+def test_imports_from_beside_are_found_and_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text("HERE = 1\n")
+    (tmp_path / "peer.py").write_text("from worker import HERE, GONE\n")
+    assert list(missing(tmp_path / "peer.py")) == ["worker.GONE"]

@@ -4,6 +4,7 @@ python benchmarks/study/cell.py --env CartPole-v1 --method step_mask --seed 1200
 """
 
 import argparse
+import hashlib
 import json
 import resource
 import sys
@@ -14,41 +15,67 @@ from typing import Any
 
 from plan import EPISODES, EVALUATIONS, FINAL_EPISODES, METHODS, OVERSHOOT, TASKS, Task, algorithm_options, task_of
 
+from groupwise.seeding import derive_seed
+
 Result = dict[str, Any]
 
 
 def ours(task: Task, method: str, seed: int, tuned: dict[str, Any]) -> Result:
     """A run of ``gw.train`` as a user makes it, and 100 fresh episodes of the policy that it ends with."""
     import groupwise as gw
-    from groupwise import config
 
-    told = round(task.steps * (1 - OVERSHOOT))
-    cfg = config.resolve(task.env, algorithm_options(method, task), seed=seed, total_steps=told)
-    cfg = scaled(cfg, tuned)
+    cfg = settings(task, method, tuned).model_copy(update={"seed": seed})
+
+    class Clock(gw.Callback):
+        """The processor's time in training, without evaluations."""
+
+        seconds = 0.0
+
+        def on_training_start(self, trainer: Any) -> None:
+            self.began = time.process_time()
+
+        def on_iteration_end(self, trainer: Any, rollout: Any, metrics: Any) -> None:
+            self.told = time.process_time()
+
+        def on_evaluation_end(self, trainer: Any, result: Any) -> None:
+            self.began += time.process_time() - self.told
+
+        def on_training_end(self, trainer: Any) -> None:
+            self.seconds = time.process_time() - self.began
+
+    clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
-        cfg = cfg.model_copy(
-            update={
-                "run_dir": Path(folder, "run"),
-                "logging": cfg.logging.model_copy(update={"progress": "none"}),
-                "evaluation": cfg.evaluation.model_copy(
-                    update={"interval": task.steps // EVALUATIONS, "episodes": EPISODES}
-                ),
-            }
-        )
-        run = gw.train(cfg)
+        cfg = cfg.model_copy(update={"run_dir": Path(folder, "run")})
+        run = gw.train(cfg, callbacks=[clock])
         points = [(row["env_steps"], row["eval/return_mean"]) for row in run.metrics() if "eval/return_mean" in row]
-        final = gw.evaluate(run.path, FINAL_EPISODES, seed=100_000 + seed)
+        final = gw.evaluate(run.path, FINAL_EPISODES, seed=derive_seed(seed, "final"))
         return {
             "steps": [steps for steps, _ in points],
             "returns": [round(value, 3) for _, value in points],
             "final": round(final.return_mean, 3),
             "env_steps": run.summary["env_steps"],
-            "seconds": round(run.summary["seconds"], 2),
+            "cpu_seconds": round(clock.seconds, 2),
         }
 
 
+def settings(task: Task, method: str, tuned: dict[str, Any]) -> Any:
+    """The config of the method's runs: the preset's, with what the method changes and what tuning found."""
+    from groupwise import config
+
+    told = round(task.steps * (1 - OVERSHOOT))
+    cfg = scaled(config.resolve(task.env, algorithm_options(method, task), total_steps=told), tuned)
+    return cfg.model_copy(
+        update={
+            "logging": cfg.logging.model_copy(update={"progress": "none"}),
+            "evaluation": cfg.evaluation.model_copy(
+                update={"interval": task.steps // EVALUATIONS, "episodes": EPISODES}
+            ),
+        }
+    )
+
+
 def scaled(cfg: Any, tuned: dict[str, Any]) -> Any:
-    """The preset's settings times what tuning found (``tune.SPACE``)."""
+    """The preset's settings times what tuning found (``tune.SPACE``); as many steps an iteration with larger groups."""
     algorithm = cfg.algorithm
     update = {
         "learning_rate": algorithm.learning_rate * tuned.get("learning_rate", 1.0),
@@ -62,8 +89,14 @@ def scaled(cfg: Any, tuned: dict[str, Any]) -> Any:
         return cfg.model_copy(update={"algorithm": algorithm.model_copy(update=update)})
     update["group_size"] = algorithm.group_size * tuned.get("group_size", 1)
     rows = max(cfg.env.num_envs, update["group_size"])
+    update["num_steps"] = algorithm.num_steps * cfg.env.num_envs // rows
     env = cfg.env.model_copy(update={"num_envs": rows})
     return cfg.model_copy(update={"algorithm": algorithm.model_copy(update=update), "env": env})
+
+
+def digest(cfg: Any) -> str:
+    """Tells settings apart."""
+    return hashlib.sha256(cfg.model_dump_json().encode()).hexdigest()[:12]
 
 
 def main() -> None:
@@ -84,13 +117,10 @@ def main() -> None:
         result = sb3_ppo(task, args.seed)
     else:
         result = ours(task, args.method, args.seed, args.tuned)
+        result |= {"tuned": args.tuned, "settings": digest(settings(task, args.method, args.tuned))}
     used = resource.getrusage(resource.RUSAGE_SELF)
     kib = used.ru_maxrss / (1024 if sys.platform == "darwin" else 1)
-    result |= {
-        "memory_mib": round(kib / 1024),
-        "process_seconds": round(time.perf_counter() - start, 2),
-        "cpu_seconds": round(used.ru_utime + used.ru_stime, 2),
-    }
+    result |= {"memory_mib": round(kib / 1024), "process_seconds": round(time.perf_counter() - start, 2)}
     print(json.dumps({"env": args.env, "method": args.method, "seed": args.seed, **result}))
 
 

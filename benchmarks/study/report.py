@@ -7,9 +7,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from plan import REFERENCES, TASKS, Task
+from plan import CANDIDATE, REFERENCES, TASKS, Task
 from run import HERE, RESULTS
 
+from groupwise.report.aggregates import Estimate
 from groupwise.report.comparison import (
     Comparison,
     EnvironmentResult,
@@ -24,6 +25,8 @@ from groupwise.report.comparison_plot import plot_comparison
 DOCS = HERE.parent.parent / "docs"
 TABLES = DOCS / "generated" / "study.md"
 PLOT = DOCS / "images" / "study.png"
+ENOUGH = 5
+"""Runs from which on an interval is told: of three, all above three others, a bootstrap knows no doubt."""
 WITH_CRITIC = ("ppo", "sb3_ppo")
 NAMES = {
     "outcome": "outcome",
@@ -40,8 +43,13 @@ NAMES = {
 
 def results(task: Task) -> list[dict[str, Any]]:
     """The cells that there are, methods in the plan's order."""
-    paths = [path for method in task.methods for path in sorted((RESULTS / task.env / method).glob("*.json"))]
-    return [json.loads(path.read_text()) for path in paths]
+    found = []
+    for method in task.methods:
+        cells = [json.loads(path.read_text()) for path in sorted((RESULTS / task.env / method).glob("*.json"))]
+        if len({cell.get("settings") for cell in cells}) > 1:
+            raise SystemExit(f"{task.env}, {method}: cells of several settings; mend: remove those of the older ones")
+        found += cells
+    return found
 
 
 def record(result: dict[str, Any]) -> RunRecord:
@@ -77,56 +85,71 @@ def table(lines: Sequence[Sequence[str]]) -> str:
 def against(found: EnvironmentResult, method: str, other: str) -> str:
     """How likely a run of ``method`` ends above one of ``other``."""
     for pair in found.improvements:
-        low, high = pair.probability.interval or (float("nan"),) * 2
-        if (pair.method, pair.other) == (method, other):
-            return f"{pair.probability.value:.2f} [{low:.2f}, {high:.2f}]"
+        value, ends = pair.probability.value, list(pair.probability.interval or ())
         if (pair.other, pair.method) == (method, other):
-            return f"{1 - pair.probability.value:.2f} [{1 - high:.2f}, {1 - low:.2f}]"
+            value, ends = 1 - value, [1 - end for end in reversed(ends)]
+        elif (pair.method, pair.other) != (method, other):
+            continue
+        enough = min(len(m.seeds) for m in found.methods if m.method in (method, other)) >= ENOUGH
+        return f"{value:.2f}" + (f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends and enough else "")
     return ""
 
 
+def told(found: Estimate, runs: int) -> str:
+    """With its interval where there are runs enough for one to mean something."""
+    return shown(found) if runs >= ENOUGH else figure(found.value)
+
+
 def of_environment(found: EnvironmentResult) -> str:
-    """A row for each method; the best of each column that is a claim in bold."""
-    best_end = max(m.iqm.value for m in found.methods)
-    best_area = max(m.mean_height.value for m in found.methods)
+    """A row for each method."""
 
     def row(m: MethodResult) -> list[str]:
-        end, area = shown(m.iqm), shown(m.mean_height)
+        runs = len(m.seeds)
         return [
             m.method,
-            f"**{end}**" if m.iqm.value == best_end else end,
+            told(m.iqm, runs),
             figure(m.least),
-            f"**{area}**" if m.mean_height.value == best_area else area,
+            told(m.mean_height, runs),
             against(found, m.method, NAMES["ppo"]),
-            f"{m.seconds:.0f}" if m.seconds else "",
-            f"{m.memory_mib:.0f}" if m.memory_mib else "",
+            f"{m.seconds:.0f}",
+            f"{m.memory_mib:.0f}",
         ]
 
-    head = ["", "final return, IQM", "least", "mean of the curve, IQM", "ends above our PPO", "s", "MiB"]
-    seeds = sorted({len(m.seeds) for m in found.methods})
-    count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-    title = f"### {found.environment}\n\n{found.methods[0].env_steps:,.0f} steps or up to 3 % more, {count} seeds."
+    head = ["", "final return, IQM", "least", "mean of the curve, IQM", "ends above our PPO", "CPU seconds", "MiB"]
+    seeds, steps = ([kind(m) for m in found.methods] for kind in (lambda m: len(m.seeds), lambda m: m.env_steps))
+    few = f" Fewer than {ENOUGH} runs: no intervals." if min(seeds) < ENOUGH else ""
+    title = f"### {found.environment}\n\nSteps: {between(steps)}; runs: {between(seeds)}.{few}"
     return f"{title}\n\n{table([head, *(row(m) for m in found.methods)])}"
 
 
+def between(numbers: Sequence[float]) -> str:
+    """Least and most."""
+    low, high = f"{min(numbers):,.0f}", f"{max(numbers):,.0f}"
+    return low if low == high else f"{low} to {high}"
+
+
 def summary(comparison: Comparison) -> str:
-    """A row for each environment: the best method without a critic beside both PPOs."""
-    lines = [["", "best without a critic", "its final return, IQM", "our PPO", "SB3's PPO", "ends above our PPO"]]
+    """A row for each environment: the method without a critic that was chosen beforehand beside both PPOs."""
+    head = [
+        "",
+        NAMES[CANDIDATE],
+        "our PPO",
+        "SB3's PPO",
+        "ends above our PPO",
+        "ends above SB3's",
+        "best without a critic afterwards",
+    ]
+    lines = [head]
     for found in comparison.environments:
         by_name = {m.method: m for m in found.methods}
         free = [m for m in found.methods if m.method not in {NAMES[name] for name in WITH_CRITIC}]
         best = max(free, key=lambda m: m.iqm.value)
-        ours, theirs = (by_name[NAMES[name]] for name in WITH_CRITIC)
-        lines.append(
-            [
-                found.environment,
-                best.method,
-                shown(best.iqm),
-                shown(ours.iqm),
-                shown(theirs.iqm),
-                against(found, best.method, ours.method),
-            ]
-        )
+        chosen = NAMES[CANDIDATE]
+        ends = [
+            told(by_name[name].iqm, len(by_name[name].seeds)) for name in (chosen, *(NAMES[n] for n in WITH_CRITIC))
+        ]
+        pairs = [against(found, chosen, NAMES[name]) for name in WITH_CRITIC]
+        lines.append([found.environment, *ends, *pairs, f"{best.method}: {figure(best.iqm.value)}"])
     return table(lines)
 
 
@@ -136,7 +159,8 @@ def main() -> None:
     assert overall is not None
     scale = [["", "IQM over environments", "mean"]]
     scale += [[m.method, shown(m.iqm), figure(m.mean)] for m in overall.methods]
-    parts = [summary(comparison), table(scale), *(of_environment(found) for found in comparison.environments)]
+    notes = "\n".join(f"- {note}" for note in comparison.notes)
+    parts = [summary(comparison), table(scale), notes, *(of_environment(found) for found in comparison.environments)]
     TABLES.write_text("\n\n".join(parts) + "\n")
     plot_comparison(comparison, PLOT)
     print(TABLES.read_text())

@@ -68,7 +68,7 @@ def keep(cell: Cell) -> None:
     result = run(cell)
     cell.path.parent.mkdir(parents=True, exist_ok=True)
     cell.path.write_text(json.dumps(result) + "\n")
-    print(f"{cell.env} {cell.method} {cell.seed}: {result['final']:.1f} in {result['seconds']:.0f} s", flush=True)
+    print(f"{cell.env} {cell.method} {cell.seed}: {result['final']:.1f} in {result['cpu_seconds']:.0f} s", flush=True)
 
 
 def again(count: int, jobs: int) -> None:

@@ -5,6 +5,8 @@ from typing import Any
 
 from plan import EPISODES, EVALUATIONS, FINAL_EPISODES, OVERSHOOT, Task
 
+from groupwise.seeding import derive_seed, row_seeds
+
 NETWORK: dict[str, Any] = {"log_std_init": -2, "ortho_init": False, "net_arch": [256, 256]}
 """Of MuJoCo's tasks, with ReLU."""
 
@@ -96,20 +98,21 @@ def sb3_ppo(task: Task, seed: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     settings = {key: _value(key, value) for key, value in ZOO[task.env].items()}
     gamma = settings.setdefault("gamma", 0.99)
-    env: Any = make_vec_env(task.env, n_envs=settings.pop("n_envs"), seed=seed)
+    # environments of consecutive seeds would share starts: SB3 and Gymnasium count rows up from the seed
+    env: Any = make_vec_env(task.env, n_envs=settings.pop("n_envs"), seed=derive_seed(seed, "environments"))
     if settings.pop("normalize", False):
         env = VecNormalize(env, gamma=gamma)
     model = PPO("MlpPolicy", env, seed=seed, device="cpu", **settings)
     watch = _watch(task, seed)
-    start = time.perf_counter()
+    start = time.process_time()
     model.learn(round(task.steps * (1 - OVERSHOOT)), callback=watch)
-    seconds = time.perf_counter() - start - watch.evaluating
+    seconds = time.process_time() - start - watch.evaluating
     return {
         "steps": watch.steps,
         "returns": watch.returns,
-        "final": round(greedy_return(model, task.env, FINAL_EPISODES, 100_000 + seed), 3),
+        "final": round(greedy_return(model, task.env, FINAL_EPISODES, derive_seed(seed, "final")), 3),
         "env_steps": model.num_timesteps,
-        "seconds": round(seconds, 2),
+        "cpu_seconds": round(seconds, 2),
     }
 
 
@@ -128,9 +131,9 @@ def greedy_return(model: Any, env_id: str, episodes: int, seed: int) -> float:
     import gymnasium as gym
     import numpy as np
 
-    env = gym.make_vec(env_id, episodes, vectorization_mode="sync")
+    env: Any = gym.make_vec(env_id, episodes, vectorization_mode="sync")
     scaled = model.get_vec_normalize_env()
-    obs, _ = env.reset(seed=seed)
+    obs, _ = env.reset(seed=row_seeds(seed, episodes))
     total, running = np.zeros(episodes), np.ones(episodes, dtype=bool)
     while running.any():
         action, _ = model.predict(obs if scaled is None else scaled.normalize_obs(obs), deterministic=True)
@@ -155,11 +158,13 @@ def _watch(task: Task, seed: int) -> Any:
         def _look(self, last: bool) -> None:
             if self.num_timesteps < self.due and not last:
                 return
-            start = time.perf_counter()
+            start = time.process_time()
             self.due = self.num_timesteps + task.steps // EVALUATIONS
             self.steps.append(self.num_timesteps)
-            self.returns.append(round(greedy_return(self.model, task.env, EPISODES, 200_000 + seed), 3))
-            self.evaluating += time.perf_counter() - start
+            self.returns.append(
+                round(greedy_return(self.model, task.env, EPISODES, derive_seed(seed, "on the way")), 3)
+            )
+            self.evaluating += time.process_time() - start
 
         def _on_rollout_start(self) -> None:
             self._look(last=False)  # the update of the iteration before is done

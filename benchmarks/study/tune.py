@@ -1,4 +1,4 @@
-"""Chooses each method's settings with the same budget: 12 trials on each of two environments, as factors of the presets.
+"""Chooses each method's settings with the same budget: 12 trials on each of two environments, around the presets.
 
 Eight settings (the preset's, and seven drawn from ``SPACE``) are tried on one seed, the best two of them on two more seeds;
 the best mean score of three wins. Methods that share a setting's name draw the same values. Trials that are recorded are not repeated.
@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Any
 
-from plan import METHODS
+from cell import digest, settings
+from plan import METHODS, task_of
 from run import RESULTS, TUNED, Cell, run
 
 TRIALS = RESULTS.parent / "study_tuning.json"
@@ -28,7 +29,7 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "schedule": ("none", "linear"),
     "family": (1, 2),
 }
-"""Factors of the preset's values, all as likely. ``family`` is GRPO's group size, or what PPO's lambda leaves to 1."""
+"""Factors of the preset's values (``schedule``: the value itself), all as likely. ``family`` is GRPO's group size, or what PPO's lambda leaves to 1."""
 DRAWN = 7
 FINALISTS = 2
 SEEDS = (1152, 1153, 1154)
@@ -40,12 +41,23 @@ Factors = dict[str, Any]
 Trial = dict[str, Any]
 
 
-def settings(method: str) -> list[Factors]:
+def candidates(method: str) -> list[Factors]:
     """The preset's, and the drawn ones."""
     generator = random.Random(0)
     family = "one_minus_lambda" if method == "ppo" else "group_size"
-    drawn = [{key: generator.choice(values) for key, values in SPACE.items()} for _ in range(DRAWN)]
-    return [{}, *({family if key == "family" else key: value for key, value in one.items()} for one in drawn)]
+    chosen: list[Factors] = [{}]
+    configs = [_resolved(method, {})]
+    while len(chosen) <= DRAWN:
+        drawn = {key: generator.choice(values) for key, values in SPACE.items()}
+        factors = {family if key == "family" else key: value for key, value in drawn.items()}
+        if (config := _resolved(method, factors)) not in configs:
+            chosen.append(factors)
+            configs.append(config)
+    return chosen
+
+
+def _resolved(method: str, factors: Factors) -> list[str]:
+    return [digest(settings(task_of(env), method, factors)) for env in ENVS]
 
 
 def score(env: str, result: dict[str, Any]) -> float:
@@ -73,10 +85,10 @@ def run_all(wanted: list[tuple[str, int, str, int]], trials: list[Trial], jobs: 
     there = {(trial["method"], trial["setting"], trial["env"], trial["seed"]) for trial in trials}
 
     def one(method: str, number: int, env: str, seed: int) -> None:
-        result = run(Cell(env, method, seed), settings(method)[number])
+        result = run(Cell(env, method, seed), candidates(method)[number])
         trial = {"method": method, "setting": number, "env": env, "seed": seed, "score": round(score(env, result), 4)}
         with writing:
-            trials.append(trial | {"final": result["final"], "factors": settings(method)[number]})
+            trials.append(trial | {"final": result["final"], "factors": candidates(method)[number]})
             TRIALS.write_text(
                 json.dumps(sorted(trials, key=lambda trial: list(map(str, trial.values()))[:4]), indent=0)
             )
@@ -105,7 +117,7 @@ def main() -> None:
         for env in ENVS
     ]
     run_all(more, trials, args.jobs)
-    chosen = {method: settings(method)[ranked(trials, method)[0]] for method in TUNED_METHODS}
+    chosen = {method: candidates(method)[ranked(trials, method)[0]] for method in TUNED_METHODS}
     TUNED.write_text(json.dumps(chosen, indent=2) + "\n")
 
 

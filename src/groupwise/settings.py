@@ -115,7 +115,7 @@ class CommonCfg(Cfg):
     device: Annotated[str, AfterValidator(_check_device)] = "cpu"
     """Where the policy lives: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` (a GPU if there is one)."""
     checkpoint_interval: PositiveInt | None = None
-    """Steps between checkpoints; None: a tenth of ``total_steps``, with PPO at least five of the longest episodes in every environment, since running episodes are cut there, as truncations, so that a resumed run equals an uninterrupted one bit for bit; changing the interval therefore changes the run."""
+    """Steps between checkpoints; None: a tenth of ``total_steps``, with PPO, and with GRPO's ``unfinished="branch"``, at least five of the longest episodes in every environment (a shorter run has one at its end only), since running episodes are cut there, as truncations, so that a resumed run equals an uninterrupted one bit for bit; changing the interval therefore changes the run."""
     stop: StopCfg = StopCfg()
     """Ends training early."""
     logging: LoggingCfg = LoggingCfg()

@@ -253,6 +253,8 @@ def test_a_policy_converted_behind_the_optimisers_back_is_an_error():
     network.double()
     with pytest.raises(ConfigError, match="moved or converted after"):
         trained.zero_grad()
+    with pytest.raises(ConfigError, match="moved or converted after"):
+        trained.put_grad(torch.zeros(sum(p.numel() for p in network.parameters())), add=False)
 
 
 def test_parameters_of_several_types_stay_single():

@@ -41,8 +41,7 @@ class Trained:
         """
         for parameter in (*self.parameters, *self.tensors):
             parameter.grad = None
-        if self.is_flat and self.parameters[0].data_ptr() != self.tensors[0].data_ptr():
-            raise ConfigError("the policy was moved or converted after the algorithm was built; mend: do it before")
+        self._check_views()
 
     @torch.no_grad()
     def gather_grad(self) -> None:
@@ -67,7 +66,11 @@ class Trained:
 
         Args:
             add: to the gradient that is there, which else is replaced.
+
+        Raises:
+            ConfigError: the parameters are no longer those that the algorithm was built with.
         """
+        self._check_views()
         if add:
             self._gradient.add_(gradient)
         else:
@@ -91,6 +94,10 @@ class Trained:
         if limit != math.inf:
             self._gradient.mul_((norm + 1e-6).reciprocal_().mul_(limit).clamp_(max=1.0))
         return norm
+
+    def _check_views(self) -> None:
+        if self.is_flat and self.parameters[0].data_ptr() != self.tensors[0].data_ptr():
+            raise ConfigError("the policy was moved or converted after the algorithm was built; mend: do it before")
 
     def _show_grad(self) -> None:
         """Where everybody looks for gradients."""

@@ -23,11 +23,13 @@ class Episode(NamedTuple):
 EPISODES_BETWEEN_RESTARTS = 5
 """Of the longest kind, in each row: about a tenth of the steps then lie in episodes that are cut, and episodes do reach their end."""
 _LENGTH_IF_UNLIMITED = 1_000
+_LONGEST = 10_000
+"""Limits beyond are no lengths of episodes."""
 
 
 def steps_between_restarts(env: VectorEnv) -> int:
     """Environment steps between two restarts that each cut the episode that runs in every row."""
-    return EPISODES_BETWEEN_RESTARTS * env.num_envs * (env.max_episode_steps or _LENGTH_IF_UNLIMITED)
+    return EPISODES_BETWEEN_RESTARTS * env.num_envs * min(env.max_episode_steps or _LENGTH_IF_UNLIMITED, _LONGEST)
 
 
 class Collector(ABC):

@@ -1,11 +1,12 @@
 """Env steps per second of whole training on CartPole-v1 at settings chosen for throughput that still solve it.
 
-Each run trains 500,000 steps on one thread in a process of its own: PPO and GRPO here, and Stable-Baselines3's PPO at the
-settings of ours, in turn; then the first two again beside a process that keeps one core busy. Timed is training alone,
-without imports and set-up. Afterwards the greedy policy plays 100 fresh episodes, which are not timed. The seeds are none
+Each run trains 500,000 steps on one thread in a process of its own: PPO and GRPO here, GRPO on the same task in torch with
+compiled updates, and Stable-Baselines3's PPO at the settings of ours, in turn; then the first two again beside a process that
+keeps one core busy. Timed is training alone, without imports and set-up, of the compiled run behind its first iteration, which
+compiles. Afterwards the greedy policy plays 100 fresh episodes, which are not timed. The seeds are none
 that the settings were tuned on.
 
-    python benchmarks/throughput.py            # or: --seeds 940 941
+    python benchmarks/throughput.py            # or: --seeds 945 946
 """
 
 import argparse
@@ -16,13 +17,15 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 RESULT = Path(__file__).parent / "results" / "throughput.json"
 STEPS = 500_000
-SEEDS = (940, 941, 942, 943, 944)
+SEEDS = (945, 946, 947, 948, 949)
 PPO: dict[str, Any] = {
     "num_steps": 32,
     "num_epochs": 1,
@@ -39,7 +42,8 @@ GRPO: dict[str, Any] = {
     "gamma": 0.99,
     "group_size": 8,
 }
-NUM_ENVS = {"ppo": 1024, "grpo": 256}
+IN_TORCH: dict[str, Any] = GRPO | {"minibatch_size": 3072, "learning_rate": 5e-3}
+NUM_ENVS = {"ppo": 1024, "grpo": 256, "grpo-torch": 768}
 CREDIT: dict[str, Any] = {
     "group_key": "group_step",
     "returns": "return_to_go",
@@ -56,7 +60,6 @@ def train_ours(algorithm: str, seed: int) -> tuple[float, float]:
     import torch
 
     import groupwise as gw
-    from groupwise.training.evaluation import evaluate_policy
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -76,9 +79,55 @@ def train_ours(algorithm: str, seed: int) -> tuple[float, float]:
     start = time.perf_counter()
     trainer.train()
     rate = trainer.env_steps / (time.perf_counter() - start)
+    return rate, played(policy, seed)
+
+
+def train_in_torch(seed: int) -> tuple[float, float]:
+    """As ``train_ours``, of GRPO on the task in torch, with ``gw.train`` and all that it writes."""
+    import torch
+
+    import groupwise as gw
+
+    torch.set_num_threads(1)
+
+    class Clock(gw.Callback):
+        """Times of the first and the last iteration's end, before anything is evaluated or saved."""
+
+        def __init__(self) -> None:
+            self.seen: list[tuple[float, int]] = []
+
+        def on_iteration_end(self, trainer: Any, rollout: Any, metrics: Any) -> None:
+            self.seen.append((time.perf_counter(), trainer.env_steps))
+
+    clock = Clock()
+    credit = {key: CREDIT[key] for key in ("group_key", "returns", "scale")}
+    linear, branch = gw.ScheduleCfg(name="linear"), {"unfinished": "branch"}
+    with tempfile.TemporaryDirectory() as folder:
+        run = gw.train(
+            gw.TorchCartPole,
+            gw.GRPOCfg(**IN_TORCH, credit=credit, schedule=linear, collection=branch),
+            policy={"mlp_kernel": "compiled"},
+            num_envs=NUM_ENVS["grpo-torch"],
+            seed=seed,
+            total_steps=STEPS,
+            run_dir=f"{folder}/run",
+            callbacks=[clock],
+            logging={"progress": "none"},
+            evaluation={"interval": STEPS, "episodes": 1},
+        )
+    (start, before), (end, after) = clock.seen[0], clock.seen[-1]
+    return (after - before) / (end - start), played(run.policy, seed)
+
+
+def played(policy: Any, seed: int) -> float:
+    """The greedy policy's mean return over 100 fresh episodes of Gymnasium's task."""
+    import groupwise as gw
+    from groupwise.training.evaluation import evaluate_policy
+
     judge = gw.make_env(gw.EnvCfg(id="CartPole-v1", num_envs=100), grouped=True, verify=False)
-    played = evaluate_policy(policy, judge, episodes=100, seed=10_000 + seed, deterministic=True, max_steps=500)
-    return rate, played.return_mean
+    return evaluate_policy(
+        policy, judge, episodes=100, seed=10_000 + seed, deterministic=True, max_steps=500
+    ).return_mean
 
 
 def train_sb3(seed: int) -> tuple[float, float]:
@@ -110,7 +159,8 @@ def train_sb3(seed: int) -> tuple[float, float]:
 
 def worker(name: str, seed: int) -> None:
     """Print one run as JSON."""
-    rate, score = train_sb3(seed) if name == "sb3" else train_ours(name, seed)
+    train = {"sb3": train_sb3, "grpo-torch": train_in_torch}.get(name, partial(train_ours, name))
+    rate, score = train(seed)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps({"steps_per_second": round(rate), "return": score, "memory_mib": round(memory)}))
 
@@ -133,12 +183,12 @@ def measured(name: str, seed: int, *, load: bool = False) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    parser.add_argument("--worker", choices=["ppo", "grpo", "sb3"])
+    parser.add_argument("--worker", choices=["ppo", "grpo", "grpo-torch", "sb3"])
     args = parser.parse_args()
     if args.worker:
         worker(args.worker, args.seeds[0])
         return
-    turns = [("ppo", False), ("sb3", False), ("grpo", False), ("ppo", True), ("grpo", True)]
+    turns = [("ppo", False), ("sb3", False), ("grpo", False), ("grpo-torch", False), ("ppo", True), ("grpo", True)]
     runs = []
     for seed in args.seeds:
         for name, load in turns:
@@ -147,7 +197,13 @@ def main() -> None:
     result = {
         "what": f"CartPole-v1, {STEPS:,} steps of training on one thread, 64-64 tanh, in turn",
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
-        "settings": {"num_envs": NUM_ENVS, "ppo": PPO, "grpo": GRPO | {"credit": CREDIT}, "schedule": "linear"},
+        "settings": {
+            "num_envs": NUM_ENVS,
+            "ppo": PPO,
+            "grpo": GRPO | {"credit": CREDIT},
+            "grpo-torch": IN_TORCH,
+            "schedule": "linear",
+        },
         "runs": runs,
         "median": {
             f"{name}{' under load' if load else ''}": statistics.median(

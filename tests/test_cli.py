@@ -293,8 +293,8 @@ def test_every_command_has_help_with_an_example(capsys, command):
 def test_help_of_train_shows_the_defaults_of_that_environment(capsys):
     assert cli.main(["train", "CartPole-v1", "--algorithm", "ppo", "--help"]) == 0
     out = capsys.readouterr().out
-    assert "--algorithm.gae-lambda FLOAT" in out
-    assert "(default: 0.8)" in out
+    assert "--algorithm.learning-rate FLOAT" in out
+    assert "(default: 0.004)" in out
 
 
 def test_no_command_prints_the_usage(capsys):
@@ -318,7 +318,7 @@ def test_plugin_registers_an_algorithm(api, registry, tmp_path):
     argv = ["train", "CartPole-v1", "--plugin", str(plugin), "--algorithm", "mine", "--algorithm.heat", "2"]
     assert cli.main(argv) == 0
     cfg = trained(api).algorithm
-    assert (cfg.name, cfg.heat, cfg.num_steps) == ("mine", 2.0, 32)  # 32: from the preset of its base
+    assert (cfg.name, cfg.heat, cfg.num_steps) == ("mine", 2.0, 64)  # 64: from the preset of its base
 
 
 # --- speed ---

@@ -170,7 +170,7 @@ def test_partial_file_is_resolved_and_overridden(write):
     cfg = load_config(path, {"learning_rate": 0.5}, seed=2)
     assert isinstance(cfg.algorithm, PPOCfg)
     assert (cfg.algorithm.gamma, cfg.algorithm.learning_rate, cfg.seed) == (0.7, 0.5, 2)
-    assert cfg.algorithm.num_steps == 32  # preset
+    assert cfg.algorithm.num_steps == 64  # preset
 
 
 def test_file_may_name_a_preset_and_the_argument_beats_it(write):

@@ -73,7 +73,7 @@ def compared() -> Comparison:
     """All environments that have cells of every method of theirs."""
     tasks = [task for task in TASKS if all((RESULTS / task.env / method).is_dir() for method in task.methods)]
     records = [record(result) for task in tasks for result in results(task)]
-    return compare_records(records, REFERENCES)
+    return compare_records(records, REFERENCES if len(tasks) > 1 else None)
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
@@ -118,7 +118,7 @@ def of_environment(found: EnvironmentResult) -> str:
     head = ["", "final return, IQM", "least", "mean of the curve, IQM", "ends above our PPO", "CPU seconds", "MiB"]
     seeds, steps = ([kind(m) for m in found.methods] for kind in (lambda m: len(m.seeds), lambda m: m.env_steps))
     few = f" Fewer than {ENOUGH} runs: no intervals." if min(seeds) < ENOUGH else ""
-    title = f"### {found.environment}\n\nSteps: {between(steps)}; runs: {between(seeds)}.{few}"
+    title = f"**{found.environment}.** Steps: {between(steps)}; runs: {between(seeds)}.{few}"
     return f"{title}\n\n{table([head, *(row(m) for m in found.methods)])}"
 
 
@@ -155,12 +155,13 @@ def summary(comparison: Comparison) -> str:
 
 def main() -> None:
     comparison = compared()
-    overall = comparison.overall
-    assert overall is not None
-    scale = [["", "IQM over environments", "mean"]]
-    scale += [[m.method, shown(m.iqm), figure(m.mean)] for m in overall.methods]
-    notes = "\n".join(f"- {note}" for note in comparison.notes)
-    parts = [summary(comparison), table(scale), notes, *(of_environment(found) for found in comparison.environments)]
+    parts = [summary(comparison)]
+    if comparison.overall is not None:
+        scale = [["", "IQM over environments", "mean"]]
+        parts.append(table(scale + [[m.method, shown(m.iqm), figure(m.mean)] for m in comparison.overall.methods]))
+    if comparison.notes:
+        parts.append("\n".join(f"- {note}" for note in comparison.notes))
+    parts += [of_environment(found) for found in comparison.environments]
     TABLES.write_text("\n\n".join(parts) + "\n")
     plot_comparison(comparison, PLOT)
     print(TABLES.read_text())

@@ -60,7 +60,7 @@ def check_custom_credit(out: str, run_dir: Path) -> None:
 
 
 def check_callbacks(out: str, run_dir: Path) -> None:
-    assert "stopped by solved: 1 or more, 2 times in a row, after 512 steps" in out
+    assert "stopped by solved: 1 or more, 2 times in a row, after 4,096 steps" in out
     assert [entry["rollout/cart_distance"] > 0 for entry in metrics_of(run_dir)] == [True, True]
 
 
@@ -77,8 +77,8 @@ def check_pixels(out: str, run_dir: Path) -> None:
 
 
 def check_distributed(out: str, run_dir: Path) -> None:
-    # one iteration: 2 processes x 8 environments x 32 steps; only one of them speaks
-    assert re.search(rf"^2 process\(es\), 512 steps in all: {NUMBER}\n$", out)
+    # one iteration: 2 processes x 32 environments x 64 steps; only one of them speaks
+    assert re.search(rf"^2 process\(es\), 4,096 steps in all: {NUMBER}\n$", out)
 
 
 def check_sb3_grpo(out: str, run_dir: Path) -> None:
@@ -102,7 +102,7 @@ CASES = {
     "torch_native": (["--total-steps", "200"], check_torch_native),
     "custom_algorithm": (["--total-steps", "4000"], check_custom_algorithm),
     "custom_credit": (["--total-steps", "200"], check_custom_credit),
-    "callbacks": (["--total-steps", "2000", "--score", "1"], check_callbacks),
+    "callbacks": (["--total-steps", "6000", "--score", "1"], check_callbacks),
     "continuous_control": (["--total-steps", "200"], check_continuous_control),
     "pixels": (["--total-steps", "200"], check_pixels),
     "distributed": (["--total-steps", "200"], check_distributed),

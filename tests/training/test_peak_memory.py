@@ -37,7 +37,7 @@ def test_a_system_that_does_not_say_is_left_out(monkeypatch):
 def test_summary_tells_the_peak_and_a_resume_keeps_the_greater_one(tmp_path: Path, monkeypatch):
     peaks = iter([3 * 2**20, 2 * 2**20, 5 * 2**20])
     monkeypatch.setattr(memory, "_peak_resident", lambda: next(peaks))
-    run = gw.train("CartPole-v1", gw.PPOCfg(num_steps=16, num_epochs=1), total_steps=64, run_dir=tmp_path / "r",
+    run = gw.train("CartPole-v1", gw.PPOCfg(num_steps=16, num_epochs=1), num_envs=4, total_steps=64, run_dir=tmp_path / "r",
                    evaluation={"episodes": 1})  # fmt: skip
     assert run.summary["peak_memory_mib"] == 3.0
     assert gw.resume(run.path, total_steps=200).summary["peak_memory_mib"] == 3.0

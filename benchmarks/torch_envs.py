@@ -21,6 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from throughput import CREDIT
+
 RESULTS = Path(__file__).parent / "results"
 ENVS = (1024, 4096, 65_536)
 STEPS = {1024: 64, 4096: 32, 65_536: 16}
@@ -30,15 +32,6 @@ WARM_UP = {"cpu": 2, "cuda": 6}
 SECONDS = 6.0
 """Of timed training, and at least two iterations."""
 GROUP = 8
-CREDIT: dict[str, Any] = {
-    "group_key": "group_step",
-    "returns": "return_to_go",
-    "baseline": "mean",
-    "scale": "batch_std",
-    "early_finisher": "mask",
-    "lone_member": "zero",
-    "eps": 1e-4,
-}
 PPO: dict[str, Any] = {"num_epochs": 1, "learning_rate": 4e-3, "gamma": 0.99, "gae_lambda": 0.9}
 GRPO: dict[str, Any] = {"num_epochs": 1, "learning_rate": 6e-3, "gamma": 0.99, "group_size": GROUP, "credit": CREDIT}
 

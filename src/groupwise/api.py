@@ -92,15 +92,19 @@ def train(
     if isinstance(env, TextTask):
         cfg: CommonCfg = _text_cfg(env, algorithm, preset, policy, settings)
         return train_from_config(cfg, _given_texts(env)._replace(policy=given), callbacks)
-    if not isinstance(policy_fields, PolicyCfg | Mapping | None):
-        raise ConfigError(
-            f"policy = {short(policy)}: expected a gw.Policy, a gw.PolicyCfg or its fields, as {{'normalize_obs': True}}; "
-            "mend: make networks of your own a gw.Policy"
-        )
+    _check_policy_fields(policy_fields)
     env_id, env_fields = _describe_env(env)
     env_fields |= {key: settings.pop(key) for key in ("num_envs", "max_episode_steps") if key in settings}
     cfg = config.resolve(env_id, algorithm, preset, env=env_fields, **settings)
     return train_from_config(cfg, Given(None if isinstance(env, str | EnvCfg) else env, given), callbacks)
+
+
+def _check_policy_fields(fields: object) -> None:
+    if not isinstance(fields, PolicyCfg | Mapping | None):
+        raise ConfigError(
+            f"policy = {short(fields)}: expected a gw.Policy, a gw.PolicyCfg or its fields, as {{'normalize_obs': True}}; "
+            "mend: make networks of your own a gw.Policy"
+        )
 
 
 def train_from_config(cfg: CommonCfg, given: Given | None = None, callbacks: Sequence[Callback] = ()) -> Run:

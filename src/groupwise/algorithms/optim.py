@@ -86,7 +86,7 @@ class Trained:
     def clip_grad(self, limit: float) -> Tensor:
         """Scale the gradient down to the norm ``limit``; returns the norm before.
 
-        It is ``torch.nn.utils.clip_grad_norm_``, of one vector in a quarter of its time.
+        It is ``torch.nn.utils.clip_grad_norm_``, of one vector in a third of its time.
         """
         if not self.is_flat:
             return torch.nn.utils.clip_grad_norm_(self.tensors, limit)

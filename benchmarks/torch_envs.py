@@ -1,7 +1,7 @@
 """Env steps per second of whole training of PPO and GRPO on CartPole simulated in torch, 1,024 to 65,536 environments.
 
-Rollouts and updates stay on the device; on a GPU both are replayed as CUDA graphs, on a CPU updates are compiled. Each run trains in a process of its own;
-the first iterations, in which graphs are recorded, are not timed. Both learn what they are timed at: the mean return of
+Rollouts and updates stay on the device; on a GPU both are replayed as CUDA graphs, on a CPU both are compiled. Each run trains in a process of its own;
+the first iterations, in which that happens, are not timed. Both learn what they are timed at: the mean return of
 training episodes stands beside the rate. On a GPU the peers that can be imported run on the same environment in turn.
 
 Numbers of environments that are not asked for keep their earlier results.
@@ -51,8 +51,8 @@ def train(algorithm: str, num_envs: int, device: str, threads: int) -> dict[str,
     torch.manual_seed(0)
     ppo, num_steps = algorithm == "ppo", STEPS[num_envs]
     env = gw.TorchCartPole(num_envs, device=device)
-    # long runs choose to compile by themselves; on a GPU graphs are replayed instead
-    networks = gw.PolicyCfg(mlp_kernel="compiled" if device == "cpu" else "auto")
+    compiled = device == "cpu"  # as long runs choose by themselves; on a GPU graphs are replayed instead
+    networks = gw.PolicyCfg(mlp_kernel="compiled" if compiled else "auto")
     policy = gw.ActorCritic(env.observation_space, env.action_space, networks, actor_only=not ppo).to(device)
     buffer = gw.RolloutBuffer(
         num_envs,
@@ -66,10 +66,10 @@ def train(algorithm: str, num_envs: int, device: str, threads: int) -> dict[str,
     shared = {"num_steps": num_steps, "minibatch_size": minibatch_size(num_envs)}
     if ppo:
         update: gw.PPO | gw.GRPO = gw.PPO(gw.PPOCfg(**PPO, **shared), policy)
-        collector: Any = gw.TorchVectorCollector(env, policy)
+        collector: Any = gw.TorchVectorCollector(env, policy, compiled=compiled)
     else:
         update = gw.GRPO(gw.GRPOCfg(**GRPO, **shared, collection={"unfinished": "branch"}), policy)
-        collector = gw.TorchGroupCollector(env, policy, group_size=GROUP)
+        collector = gw.TorchGroupCollector(env, policy, group_size=GROUP, compiled=compiled)
     why = update.stay_on_device()
     assert why is None, why
     clock = Clock(WARM_UP[device], torch.cuda.synchronize if device == "cuda" else None)

@@ -164,6 +164,8 @@ class RunCfg(CommonCfg):
     """Networks and normalisers."""
     evaluation: EvaluationCfg = EvaluationCfg()
     """Evaluation during and after training."""
+    compile_rollouts: Literal["auto", "always", "never"] = "auto"
+    """Simulators in torch on a CPU: whether acting and stepping are compiled together. ``auto``: where 50,000 steps of every row are ahead, for it takes 5 to 15 seconds. On a GPU they are recorded instead."""
 
     @property
     def subject(self) -> str:

@@ -236,10 +236,10 @@ def test_a_resumed_run_compiles_where_the_first_one_did():
 
 
 def test_without_a_compiler_updates_go_on(monkeypatch, caplog):
-    def broken(*_):
+    def broken(*_, **__):
         raise OSError("no g++\nand a long story")
 
-    monkeypatch.setattr(compiled_gradient, "_compile", broken)
+    monkeypatch.setattr(compiled_gradient, "compile_function", broken)
     fast, reference = (algorithm_of(*RUNS["ppo, several minibatches"], kernel) for kernel in ("compiled", "by_hand"))
     rollout = make_rollout(reference.policy)
     with pytest.warns(SlowPathWarning, match=r"without the compiler \(OSError: no g\+\+\); mend: a C\+\+ compiler"):
@@ -258,7 +258,7 @@ def test_without_a_compiler_updates_go_on(monkeypatch, caplog):
 
 @pytest.mark.parametrize("where", ["everywhere", "for another number of rows"])
 def test_a_wrong_gradient_is_not_used(monkeypatch, where):
-    def wrong(function, example):
+    def wrong(function, example, **_):
         used = []
 
         def compiled(inputs):
@@ -268,7 +268,7 @@ def test_a_wrong_gradient_is_not_used(monkeypatch, where):
 
         return compiled
 
-    monkeypatch.setattr(compiled_gradient, "_compile", wrong)
+    monkeypatch.setattr(compiled_gradient, "compile_function", wrong)
     algorithm = algorithm_of(*RUNS["ppo, several minibatches"], "compiled")
     with pytest.warns(SlowPathWarning, match="differs from the traced one"):
         algorithm.update(make_rollout(algorithm.policy))
@@ -286,7 +286,9 @@ def test_rows_that_are_as_many_as_something_else_is_wide():
 
 
 def test_a_single_row_is_not_given_to_what_was_traced_for_several(monkeypatch):
-    monkeypatch.setattr(compiled_gradient, "_compile", lambda function, _: lambda inputs: function(*inputs))
+    monkeypatch.setattr(
+        compiled_gradient, "compile_function", lambda function, _, **__: lambda inputs: function(*inputs)
+    )
     policy, algorithm = losses_of(ACT)
     compiled = CompiledGradient(policy, algorithm.trained, algorithm._losses, random_batch(policy, 3, 0))
     monkeypatch.setattr(compiled, "_compiled", None)
@@ -297,11 +299,11 @@ def test_a_single_row_is_not_given_to_what_was_traced_for_several(monkeypatch):
 def test_other_data_is_compiled_anew(monkeypatch):
     compiled = []
 
-    def compile_(function, _):
+    def compile_(function, _, **__):
         compiled.append(function.keys)
         return lambda inputs: function(*inputs)
 
-    monkeypatch.setattr(compiled_gradient, "_compile", compile_)
+    monkeypatch.setattr(compiled_gradient, "compile_function", compile_)
     policy, algorithm = losses_of(ACT)
     batch = random_batch(policy, 5, 0)
     for found in (batch, random_batch(policy, 7, 1), batch | {"policy_factor": torch.ones(5)}):
@@ -335,7 +337,9 @@ def test_a_rank_without_a_share_of_a_step_has_no_gradient():
 
 def test_an_algorithm_that_is_no_longer_used_is_freed(monkeypatch):
     """Without a search for cycles, which may come late or never."""
-    monkeypatch.setattr(compiled_gradient, "_compile", lambda function, _: lambda inputs: function(*inputs))
+    monkeypatch.setattr(
+        compiled_gradient, "compile_function", lambda function, _, **__: lambda inputs: function(*inputs)
+    )
     algorithm = algorithm_of(*RUNS["ppo, several minibatches"], "compiled")
     algorithm.update(make_rollout(algorithm.policy))
     known = weakref.ref(algorithm)

@@ -6,14 +6,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from no_waiting import NoWaiting
 from tape import Tape
-from torch_rollouts import ENVS, named, same
+from torch_rollouts import ENVS, close, named, same
 
 import groupwise as gw
 from groupwise.algorithms.configs import CollectionCfg
 from groupwise.engines.replay import WARM_UP
 
 
-def made(env, groups, size, num_steps, *, seed=0, recorder=None, attempt_steps=None, noise="independent", **cfg):
+def made(
+    env,
+    groups,
+    size,
+    num_steps,
+    *,
+    seed=0,
+    recorder=None,
+    compiled=False,
+    attempt_steps=None,
+    noise="independent",
+    **cfg,
+):
     env = ENVS[env](groups * size)
     torch.manual_seed(seed)
     policy = gw.ActorCritic(
@@ -30,6 +42,7 @@ def made(env, groups, size, num_steps, *, seed=0, recorder=None, attempt_steps=N
         attempt_steps=attempt_steps,
         collection=CollectionCfg(unfinished="branch", noise=noise),
         recorder=recorder,
+        compiled=compiled,
     )
     return collector, buffer
 
@@ -161,6 +174,19 @@ def test_siblings_draw_their_own_noise_unless_told_otherwise():
             for g in range(3)
         )
         assert alike == equal
+
+
+@pytest.mark.parametrize("env", ["cut often", "point mass", "named"])
+def test_compiled_ones_are_the_others_to_rounding(env):
+    how = {"attempt_steps": 5 if env == "point mass" else None}
+    compiled, reference = (made(env, 6, 4, 12, compiled=compiled, **how) for compiled in (True, False))
+    for iteration in range(3):
+        if iteration == 2:
+            compiled[0].restart()
+            reference[0].restart()
+        close(*(collector.collect(12, buffer.start_rollout()) for collector, buffer in (compiled, reference)))
+        assert compiled[0].metrics() == pytest.approx(reference[0].metrics(), rel=1e-4, abs=1e-5)
+    assert compiled[0]._compiled.is_compiled
 
 
 @pytest.mark.parametrize("env", ["cut often", "named", "point mass"])

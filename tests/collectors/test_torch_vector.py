@@ -6,13 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from no_waiting import NoWaiting
 from tape import Tape
-from torch_rollouts import ENVS, Corridor, same
+from torch_rollouts import ENVS, Corridor, close, same
 
 import groupwise as gw
 from groupwise.engines.replay import WARM_UP
+from groupwise.errors import EnvError
 
 
-def made(env, num_envs, num_steps, *, resident, seed=0, actor_only=False, recorder=None, **cfg):
+def made(env, num_envs, num_steps, *, resident, seed=0, actor_only=False, recorder=None, compiled=False, **cfg):
     """Collector and buffer, with a policy that is the same each time."""
     env = ENVS[env](num_envs)
     torch.manual_seed(seed)
@@ -28,7 +29,7 @@ def made(env, num_envs, num_steps, *, resident, seed=0, actor_only=False, record
     )
     if not resident:
         return gw.VectorCollector(env, policy, seed=seed), buffer
-    return gw.TorchVectorCollector(env, policy, seed=seed, recorder=recorder), buffer
+    return gw.TorchVectorCollector(env, policy, seed=seed, recorder=recorder, compiled=compiled), buffer
 
 
 def same_metrics(found, expected):
@@ -64,6 +65,39 @@ def test_they_are_those_of_the_reference(env, num_envs, num_steps, seed, actor_o
         for episode, other_episode in zip(collector.recent, reference.recent, strict=True):
             assert episode.episode_return == pytest.approx(other_episode.episode_return, abs=1e-5)
         assert len(collector.finished) == min(len(reference.finished), 100)
+
+
+@pytest.mark.parametrize("env", ["cut often", "pendulum", "named", "reacher"])
+def test_compiled_ones_are_the_others_to_rounding(env):
+    """Parameters change between rollouts, in place, as an optimiser changes them."""
+    compiled, reference = (
+        made(env, 24, 12, resident=True, compiled=how, normalize_obs=env != "named") for how in (True, False)
+    )
+    for iteration in range(3):
+        if iteration == 2:
+            compiled[0].restart()
+            reference[0].restart()
+        rollouts = [collector.collect(12, buffer.start_rollout()) for collector, buffer in (compiled, reference)]
+        close(*rollouts)
+        same_metrics(compiled[0].metrics(), reference[0].metrics())
+        for collector, _ in (compiled, reference):
+            with torch.no_grad():
+                for parameter in collector.policy.parameters():
+                    parameter.mul_(1.5)
+    assert compiled[0].compiles
+    assert compiled[0]._compiled.is_compiled
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"mlp_kernel": "torch"}, "the policy is not known to act as a function"),
+        ({"activation": "elu"}, "the policy is not known to act as a function"),
+    ],
+)
+def test_only_policies_that_act_purely_are_compiled(change, says):
+    with pytest.raises(EnvError, match=says):
+        made("cartpole", 4, 4, resident=True, compiled=True, **change)
 
 
 def test_a_hundred_episodes_and_more_have_their_mean():

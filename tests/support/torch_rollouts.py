@@ -41,6 +41,7 @@ ENVS = {
     "named": Corridor,
     "point mass": gw.TorchPointMass,
     "never cut": lambda n: Corridor(n, max_episode_steps=None),
+    "reacher": lambda n: gw.TorchReacher(n, max_episode_steps=8),
 }
 
 
@@ -51,6 +52,13 @@ def named(nested, prefix=""):
         return
     for key, leaf in nested.items():
         yield from named(leaf, f"{prefix}.{key}")
+
+
+def close(rollout, expected):
+    """Equal to rounding, and what is counted, or follows from it, exactly."""
+    found = dict(named(rollout))
+    for key, tensor in named(expected):
+        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=2e-5, msg=key)
 
 
 def same(rollout, expected):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import groupwise as gw
+from groupwise.collectors.resident import WORTH_STEPS
 from groupwise.collectors.torch_groups import TorchGroupCollector
 from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.engines.base import Engine
@@ -84,13 +85,54 @@ def written(run):
     return [{k: v for k, v in entry.items() if not k.startswith("time/")} for entry in run.metrics()]
 
 
+COMPILED = "acting and stepping are compiled together; compile_rollouts='never' switches that off"
+FINISH = BRANCH.model_copy(update={"collection": gw.GRPOCfg().collection})
+
+
+@pytest.mark.parametrize("algorithm", [PPO, BRANCH])
+@pytest.mark.parametrize(
+    ("compile", "row_steps", "compiled"),
+    [
+        ("auto", WORTH_STEPS - 1, False),
+        ("auto", WORTH_STEPS, True),
+        ("never", 10 * WORTH_STEPS, False),
+        ("always", 1, True),
+    ],
+)
+def test_rollouts_are_compiled_where_that_is_worth_it(algorithm, compile, row_steps, compiled):
+    cfg = RunCfg(
+        algorithm=algorithm,
+        env=EnvCfg(id="<given in Python>", num_envs=8),
+        compile_rollouts=compile,
+        total_steps=8 * row_steps,
+    )
+    parts = build_parts(cfg, Given(env=gw.TorchCartPole), Engine())
+    assert parts.collector.compiles == compiled
+    assert (COMPILED in parts.notes()) == compiled
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "env", "policy", "says"),
+    [
+        (PPO, "CartPole-v1", {}, "CartPole-v1 is no simulator in torch; mend: compile_rollouts='auto'"),
+        (FINISH, gw.TorchCartPole, {}, "collection.unfinished is not 'branch'"),
+        (PPO, gw.TorchCartPole, {"mlp_kernel": "torch"}, "the policy is not known to act as a function"),
+    ],
+)
+def test_compiling_what_cannot_be_is_refused(algorithm, env, policy, says):
+    with pytest.raises(gw.ConfigError, match=says):
+        gw.train(env, algorithm, num_envs=8, total_steps=8, policy=policy, compile_rollouts="always")
+
+
+@pytest.mark.parametrize("how", ["as it stands", "compiled"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(name, how, tmp_path):
     class Stop(gw.Callback):
         def on_checkpoint(self, trainer, path):
             trainer.interrupt()
 
     settings = {"num_envs": 8, "total_steps": 900, "checkpoint_interval": 256, "logging": {"progress": "none"}}
+    settings["compile_rollouts"] = "always" if how == "compiled" else "never"
     whole = gw.train(gw.TorchCartPole, ALGORITHMS[name], run_dir=tmp_path / "whole", **settings)
     with pytest.raises(KeyboardInterrupt):
         gw.train(gw.TorchCartPole, ALGORITHMS[name], run_dir=tmp_path / "part", callbacks=[Stop()], **settings)

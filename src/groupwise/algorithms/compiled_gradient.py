@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from groupwise.algorithms.optim import Trained
 from groupwise.algorithms.step_metrics import StepMetrics
+from groupwise.engines.compiler import compile_function
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.base import Batch, Policy
 
@@ -133,12 +134,9 @@ class CompiledGradient:
         constants = [self._vector, *self._function.constants]
         with warnings.catch_warnings():  # the compiler's own
             warnings.simplefilter("ignore")
-            self._compiled = _compile(self._function, self._inputs(_example(batch, constants)))
+            self._compiled = compile_function(self._function, self._inputs(_example(batch, constants)), sizes="any")
             for some in (rows, rows + 1):
                 self._check(_cut(batch, some))
-        self._compiled = getattr(
-            self._compiled, "current_callable", self._compiled
-        )  # without what stands around the call
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> MinibatchGradient:
@@ -201,30 +199,6 @@ class _Losses(nn.Module):
         assert losses is not None
         found: tuple[Tensor, Tensor] = losses(batch)
         return found
-
-
-def _compile(function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> Callable[[list[Tensor]], Any]:
-    """``function`` compiled for inputs of these kinds; it empties the list that it is called with.
-
-    Raises:
-        Exception: among others, where the function reads a tensor that is no input, and whose changes would go unseen.
-    """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    decompositions = {**select_decomp_table(), torch.ops.aten.tanh.default: _tanh}
-    graph = make_fx(function, decomposition_table=decompositions, tracing_mode="symbolic")(*inputs)
-    symbolic = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    with torch.no_grad(), config.patch(compile_threads=1):
-        compiled: Callable[[list[Tensor]], Any] = compile_fx_inner(graph, symbolic, cpp_wrapper=True)
-    return compiled
-
-
-def _tanh(x: Tensor) -> Tensor:
-    """To 1e-7: the compiler's own takes six times as long as torch's, this one less than torch's."""
-    return 1 - 2 / ((2 * x).exp() + 1)
 
 
 def _example(batch: Batch, constants: list[Tensor]) -> dict[str, Tensor]:

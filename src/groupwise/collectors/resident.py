@@ -5,7 +5,8 @@ A whole rollout is one function of tensors that stay where they are, which a GPU
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,16 +14,45 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from groupwise.collectors.base import Collector, Episode, steps_between_restarts
-from groupwise.data.rollout import check_finite, leaves, lengthen
+from groupwise.data.rollout import Nested, check_finite, leaves, lengthen
+from groupwise.engines.compiler import Compiled
 from groupwise.engines.replay import Recorder, Replayed
+from groupwise.envs.base import EnvStep, VectorEnv
 from groupwise.envs.native import Rows, TorchGroupEnv
 from groupwise.errors import EnvError
 from groupwise.lean_tensordict import TensorDict
-from groupwise.policies.base import Policy
+from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed
+
+WORTH_STEPS = 50_000
+"""Steps of every row that must be ahead: compiling takes 5 to 15 seconds, and each step saves 0.25 ms or more."""
 
 LATEST = 100
 """Finished episodes that are told one by one."""
+
+
+class Turn(NamedTuple):
+    """An action of all rows, and what follows until the next one."""
+
+    action: Action
+    rows: Rows
+    obs: Nested
+    """[N, ...] of the rows, for the next action."""
+    step: EnvStep
+    """With the observations at which attempts ended, where they did."""
+    others: tuple[Tensor, ...]
+    """What else the collector goes on with."""
+
+
+def why_not_compiled(env: VectorEnv, policy: Policy) -> str | None:
+    """What keeps turns of this policy in these environments from being compiled; None if nothing does."""
+    if not isinstance(env, TorchGroupEnv):
+        return f"{env.env_id} is no simulator in torch"
+    if env.device.type != "cpu":
+        return f"{env.env_id} is on {env.device}, where steps are recorded"
+    if not policy.acts_purely:
+        return "the policy is not known to act as a function of its parameters and draws alone"
+    return None
 
 
 class Ends(NamedTuple):
@@ -96,20 +126,31 @@ class ResidentCollector(Collector):
 
     Args:
         rank: of this process; each draws its own streams.
+        compiled: whether acting and stepping are compiled together (``Compiled``): worth its seconds where ``WORTH_STEPS`` of
+            every row are ahead, on a CPU.
         recorder: of the rollout; None: the device's.
 
     Raises:
-        EnvError: policy and environment are on different devices.
+        EnvError: policy and environment are on different devices, or compiling is not for this one.
     """
 
     def __init__(
-        self, env: TorchGroupEnv, policy: Policy, *, seed: int, rank: int, recorder: Recorder | None = None
+        self,
+        env: TorchGroupEnv,
+        policy: Policy,
+        *,
+        seed: int,
+        rank: int,
+        compiled: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         super().__init__()
         if policy.device.type != env.device.type:
             raise EnvError(
                 f"{env.env_id} is on {env.device}, and the policy on {policy.device}; mend: device={str(policy.device)!r}"
             )
+        if compiled and (why := why_not_compiled(env, policy)):
+            raise EnvError(f"compiling was asked for, and {why}; mend: compiled=False")
         self.env = env
         self.policy = policy
         self.seed = seed
@@ -124,6 +165,13 @@ class ResidentCollector(Collector):
         self._fill = Replayed(
             self._filled, env.device, name="collecting", generators=[self._generator], recorder=recorder
         )
+        turn: Callable[..., Turn] = self._turn
+        self._compiled = Compiled(turn, name="collecting", mend="compile_rollouts='never'") if compiled else None
+
+    @property
+    def compiles(self) -> bool:
+        """Whether acting and stepping are compiled, or will be."""
+        return self._compiled is not None
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Exactly ``num_steps`` slots of every row."""
@@ -182,6 +230,24 @@ class ResidentCollector(Collector):
     def close(self) -> None:
         """Free the environments."""
         self.env.close()
+
+    def _turning(self) -> Callable[..., Turn]:
+        """``_turn`` for many steps in which no parameter changes, compiled where that was asked for."""
+        return self._compiled or partial(self._turn, act=self.policy.acting())
+
+    def _turn(self, rows: Rows, obs: Nested, *others: Tensor, act: Callable[..., Action] | None = None) -> Turn:
+        """An action of all rows, and what follows until the next one.
+
+        Args:
+            obs: [N, ...] of the rows.
+            act: None: the policy's own, in plain torch.
+        """
+        action = (act or self.policy.act)(obs, generator=self._generator)
+        return Turn(action, *self._next(rows, self.policy.env_action(action.action), *others))
+
+    @abstractmethod
+    def _next(self, rows: Rows, action: Tensor, *others: Tensor) -> tuple[Rows, Nested, EnvStep, tuple[Tensor, ...]]:
+        """The rest of a turn: a step of all rows, and what begins where attempts ended. A pure function."""
 
     @abstractmethod
     def _prepare(self, num_steps: int) -> None:

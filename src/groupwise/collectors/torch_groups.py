@@ -7,9 +7,9 @@ from torch import Tensor
 from groupwise.algorithms.configs import BranchCfg, CollectionCfg
 from groupwise.collectors.resident import ResidentCollector, Running, told
 from groupwise.collectors.writer import RolloutWriter
-from groupwise.data.rollout import count_unfinite
+from groupwise.data.rollout import Nested, count_unfinite
 from groupwise.engines.replay import Recorder
-from groupwise.envs.base import GroupStartReport
+from groupwise.envs.base import EnvStep, GroupStartReport
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.native import Rows, TorchGroupEnv
 from groupwise.errors import EnvError
@@ -53,9 +53,10 @@ class TorchGroupCollector(ResidentCollector):
         seed: int = 0,
         rank: int = 0,
         verify_start: bool = True,
+        compiled: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
-        super().__init__(env, policy, seed=seed, rank=rank, recorder=recorder)
+        super().__init__(env, policy, seed=seed, rank=rank, compiled=compiled, recorder=recorder)
         self.group_size = group_size
         self.attempt_steps = attempt_steps
         self.collection = collection or CollectionCfg(unfinished="branch")
@@ -113,30 +114,41 @@ class TorchGroupCollector(ResidentCollector):
         num_steps = rollout.shape[1] - 1
         writer = RolloutWriter(rollout, value=False, resident=True)
         running = rollout["valid"].unbind(1)
-        act = self.policy.acting()
-        start_seeds, noise_seeds = (table.unbind(0) for table in self._seeds(num_steps))
-        rows = self._opened(self._rows, start_seeds[0], noise_seeds[0])
+        turn, slots = self._turning(), torch.arange(1, num_steps + 1, device=env.device)
+        seeds = self._seeds(num_steps)
+        rows = self._opened(self._rows, *seeds[0])
         began = torch.zeros_like(self._group)
-        starts = [began]
-        for t in range(num_steps):
-            obs = env.observed(rows)
+        obs, starts = env.observed(rows), [began]
+        for t, (slot, more) in enumerate(zip(slots.unbind(), (slots < num_steps).unbind(), strict=True)):
             writer.observe(t, obs)
             running[t].copy_(~rows.held)
-            action = act(obs, generator=self._generator)
+            action, rows, obs, step, (began,) = turn(rows, obs, began, slot, more, *seeds[t + 1])
             writer.act(t, action)
-            rows, step = env.stepped(rows, self.policy.env_action(action.action))
-            rows, truncated = self._cut(rows, step.truncated, t + 1 - began)
-            if t + 1 == num_steps:
-                writer.outcome(t, step, truncated | ~rows.held)
-                break
-            writer.outcome(t, step, truncated)
-            over = self._whole(rows.held)
-            rows = env.started(rows, over, start_seeds[t + 1], noise_seeds[t + 1])
-            began = torch.where(over, t + 1, began)
+            writer.outcome(t, step, step.truncated)
             starts.append(began)
-        writer.observe(num_steps, env.observed(rows))
+        cut = ~rows.held
+        rollout["truncated"][:, num_steps - 1].logical_or_(cut)
+        writer.observe(num_steps, obs)
         self._rows.copy_(rows)
-        return self._label(rollout, torch.stack(starts).T, ~rows.held)
+        return self._label(rollout, torch.stack(starts[:-1]).T, cut)
+
+    def _next(self, rows: Rows, action: Tensor, *others: Tensor) -> tuple[Rows, Nested, EnvStep, tuple[Tensor, ...]]:
+        """``others``: the slot at which each row's attempt began, the number of the next slot, whether the window has it, and
+        seeds of starts and of noise there.
+        """
+        began, slot, more, start_seed, noise_seed = others
+        rows, step = self._stepped(rows, action, slot - began)
+        over = self._whole(rows.held) & more
+        rows = self.env.started(rows, over, start_seed, noise_seed)
+        return rows, self.env.observed(rows), step, (torch.where(over, slot, began),)
+
+    def _stepped(self, rows: Rows, action: Tensor, age: Int[Tensor, " row"]) -> tuple[Rows, EnvStep]:
+        """The rows after a step, with attempts that reach ``attempt_steps`` at this age held and cut."""
+        rows, step = self.env.stepped(rows, action)
+        if self.attempt_steps is None:
+            return rows, step
+        cut = ~rows.held & (age >= self.attempt_steps)
+        return rows._replace(held=rows.held | cut), step._replace(truncated=step.truncated | cut)
 
     def _opened(self, rows: Rows, start_seed: Int[Tensor, " row"], noise_seed: Int[Tensor, " row"]) -> Rows:
         """The rows at the window's beginning: each group at a new start, or where its first member was cut."""
@@ -144,22 +156,16 @@ class TorchGroupCollector(ResidentCollector):
         rows = self.env.copied(rows, branches, self._group * self.group_size, noise_seed)
         return self.env.started(rows, ~branches, start_seed, noise_seed)
 
-    def _seeds(self, num_steps: int) -> tuple[Int[Tensor, "step row"], Int[Tensor, "step row"]]:
-        """Of starts and of noise, of groups that begin at each step of the window."""
+    def _seeds(self, num_steps: int) -> list[tuple[Int[Tensor, " row"], Int[Tensor, " row"]]]:
+        """Of starts and of noise, of groups that begin at each step of the window; behind it, where none does, some."""
         step = torch.arange(num_steps, device=self._group.device)[:, None]
         group = torch.arange(len(self._branches), device=self._group.device) * num_steps + step
         start = hash_pair(self._start_stream, group)[:, self._group]
         noise = self._group * num_steps + step
         if self.collection.noise == "independent":
             noise = noise * self.group_size + self._member
-        return start, hash_pair(self._noise_stream, noise)
-
-    def _cut(self, rows: Rows, truncated: Bool[Tensor, " row"], age: Int[Tensor, " row"]) -> tuple[Rows, Tensor]:
-        """The rows with attempts that reached ``attempt_steps`` held, and which were cut."""
-        if self.attempt_steps is None:
-            return rows, truncated
-        cut = ~rows.held & (age >= self.attempt_steps)
-        return rows._replace(held=rows.held | cut), truncated | cut
+        found = list(zip(start.unbind(), hash_pair(self._noise_stream, noise).unbind(), strict=True))
+        return [*found, found[-1]]
 
     def _whole(self, mask: Bool[Tensor, " row"]) -> Bool[Tensor, " row"]:
         """Rows whose whole group is in the mask."""

@@ -8,7 +8,8 @@ from groupwise.collectors.resident import ResidentCollector, Running, told
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.data.rollout import Nested, count_unfinite
 from groupwise.engines.replay import Recorder
-from groupwise.envs.native import TorchGroupEnv
+from groupwise.envs.base import EnvStep
+from groupwise.envs.native import Rows, TorchGroupEnv
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
@@ -18,9 +19,16 @@ class TorchVectorCollector(ResidentCollector):
     """The rollouts of ``VectorCollector`` from a ``TorchGroupEnv``: the same streams, so the same actions and episodes."""
 
     def __init__(
-        self, env: TorchGroupEnv, policy: Policy, *, seed: int = 0, rank: int = 0, recorder: Recorder | None = None
+        self,
+        env: TorchGroupEnv,
+        policy: Policy,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        compiled: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
-        super().__init__(env, policy, seed=seed, rank=rank, recorder=recorder)
+        super().__init__(env, policy, seed=seed, rank=rank, compiled=compiled, recorder=recorder)
         self._running = Running(env.num_envs, env.device)
         self._age = torch.zeros(env.num_envs, dtype=torch.int64, device=env.device)
 
@@ -40,22 +48,24 @@ class TorchVectorCollector(ResidentCollector):
         num_steps = rollout.shape[1] - 1
         writer = RolloutWriter(rollout, value=critic, resident=True)
         finals = FinalObs(env, num_steps) if critic else None
-        act, obs = self.policy.acting(), env.observed(rows)
+        turn, obs = self._turning(), env.observed(rows)
         for t in range(num_steps):
             writer.observe(t, obs)
-            action = act(obs, generator=self._generator)
+            action, rows, obs, step, _ = turn(rows, obs)
             writer.act(t, action)
-            rows, step = env.stepped(rows, self.policy.env_action(action.action))
             writer.outcome(t, step, step.truncated)
             if finals is not None:
                 finals.remember(t, step.truncated & ~step.terminated, step.obs)
-            rows = env.renewed(rows, step.terminated | step.truncated)
-            obs = env.observed(rows)
         writer.observe(num_steps, obs)
         if finals is not None:
             finals.fill(rollout, self.policy, obs)
         self._rows.copy_(rows)
         return self._label(rollout)
+
+    def _next(self, rows: Rows, action: Tensor, *others: Tensor) -> tuple[Rows, Nested, EnvStep, tuple[Tensor, ...]]:
+        rows, step = self.env.stepped(rows, action)
+        rows = self.env.renewed(rows, step.terminated | step.truncated)
+        return rows, self.env.observed(rows), step, ()
 
     def _more(self, numbers: list[float]) -> dict[str, float]:
         return {"rollout/idle_fraction": 0.0}

@@ -251,6 +251,12 @@ class ActorCritic(Policy):
             return "never"
         return self.cfg.mlp_kernel
 
+    @property
+    def acts_purely(self) -> bool:
+        """Networks and heads of our own do, unless hooks or a subclass stand in the way."""
+        own = type(self).act is ActorCritic.act and type(self.head) in _OWN_HEADS
+        return own and self._kernel_layers() is not None
+
     def _kernel_layers(self) -> tuple[list[Layer], list[list[Layer]]] | None:
         """The trunk and what stands on it, if the kernel knows every layer, nothing below them learns and nobody looks on."""
         ends = [self.actor] if self.critic is None else [self.actor, self.critic]

@@ -84,6 +84,11 @@ class Policy(nn.Module, ABC):
         """``act`` (with its arguments) for many steps in which no parameter changes: what can be prepared is."""
         return self.act
 
+    @property
+    def acts_purely(self) -> bool:
+        """Whether ``act`` is known to be a function of parameters, buffers, observations and random draws alone, which may be compiled."""
+        return False
+
     @abstractmethod
     def evaluate(self, batch: Batch) -> Evaluation:
         """Scores of ``batch["action"]`` given ``batch["obs"]`` (and what else the policy stored), with gradient."""

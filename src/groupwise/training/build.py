@@ -12,7 +12,7 @@ from groupwise.algorithms.configs import GRPOCfg
 from groupwise.cfg import GIVEN
 from groupwise.collectors.base import Collector
 from groupwise.collectors.groups import GroupCollector
-from groupwise.collectors.resident import ResidentCollector
+from groupwise.collectors.resident import WORTH_STEPS, ResidentCollector, why_not_compiled
 from groupwise.collectors.torch_groups import TorchGroupCollector
 from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.collectors.vector import VectorCollector
@@ -118,9 +118,11 @@ def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> EnvParts:
     policy = build_policy(cfg, env, given, algorithm_type).to(device)
     seed = derive_seed(cfg.seed, "algorithm")
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=seed)
-    collector = _build_collector(cfg, env, policy, engine.rank)
+    collector = _build_collector(cfg, env, policy, engine)
     resident = isinstance(collector, ResidentCollector)
     residence = residence_of(algorithm, env, resident)
+    if isinstance(collector, ResidentCollector) and collector.compiles:
+        residence += ("acting and stepping are compiled together; compile_rollouts='never' switches that off",)
     buffer = RolloutBuffer(
         env.num_envs,
         cfg.algorithm.num_steps,
@@ -239,26 +241,44 @@ def residence_of(algorithm: BaseAlgorithm, env: VectorEnv, resident: bool) -> tu
     return (line,)
 
 
-def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, rank: int) -> Collector:
+def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine) -> Collector:
     algorithm: Any = cfg.algorithm
+    stays = not isinstance(algorithm, GRPOCfg) or algorithm.collection.unfinished == "branch"
+    compiled = _compiles(cfg, env, policy, stays, engine.world_size)
     if not isinstance(algorithm, GRPOCfg):
         if isinstance(env, TorchGroupEnv):
-            return TorchVectorCollector(env, policy, seed=cfg.seed, rank=rank)
-        return VectorCollector(env, policy, seed=cfg.seed, rank=rank)
+            return TorchVectorCollector(env, policy, seed=cfg.seed, rank=engine.rank, compiled=compiled)
+        return VectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
     if not isinstance(env, GroupEnv):
-        return VectorCollector(env, policy, seed=cfg.seed, rank=rank)
+        return VectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
     shared: dict[str, Any] = {
         "group_size": algorithm.group_size,
         "attempt_steps": algorithm.attempt_steps,
         "collection": algorithm.collection,
         "seed": cfg.seed,
-        "rank": rank,
+        "rank": engine.rank,
     }
-    if algorithm.collection.unfinished != "branch":
+    if not stays:
         return GroupCollector(env, policy, greedy_attempts=_greedy_attempts(algorithm), **shared)
     if not isinstance(env, TorchGroupEnv) or _greedy_attempts(algorithm):
         found = f"{env.env_id} is none" if _greedy_attempts(algorithm) == 0 else "credit.baseline is 'greedy'"
         raise ConfigError(
             f"collection.unfinished='branch' is for simulators in torch, without greedy attempts, and {found}; mend: 'finish'"
         )
-    return TorchGroupCollector(env, policy, **shared)
+    return TorchGroupCollector(env, policy, compiled=compiled, **shared)
+
+
+def _compiles(cfg: RunCfg, env: VectorEnv, policy: Policy, stays: bool, world_size: int) -> bool:
+    """Whether acting and stepping are compiled.
+
+    Args:
+        stays: whether rollouts are of the kind that stays on the device.
+
+    Raises:
+        ConfigError: that is asked for where it cannot be.
+    """
+    why = why_not_compiled(env, policy) if stays else "collection.unfinished is not 'branch'"
+    if cfg.compile_rollouts == "always" and why is not None:
+        raise ConfigError(f"compile_rollouts='always', but {why}; mend: compile_rollouts='auto'")
+    worth = cfg.total_steps // (env.num_envs * world_size) >= WORTH_STEPS
+    return cfg.compile_rollouts == "always" or (cfg.compile_rollouts == "auto" and why is None and worth)

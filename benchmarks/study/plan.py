@@ -25,6 +25,15 @@ OURS: dict[str, dict[str, Any]] = {
     "step_absorb": {"early_finisher": "absorb"},
     "step_trajectory": {"early_finisher": "trajectory"},
     "branching": {},
+    "near_states": {
+        "group_key": "group",
+        "returns": "return_to_go",
+        "baseline": "near_states",
+        "scale": "none",
+        "early_finisher": "mask",
+        "lone_member": "zero",
+        "normalize": "batch",
+    },
 }
 """GRPO's credit in each method, over that of the environment's preset: per time step, siblings that ended left out.
 
@@ -35,12 +44,15 @@ CANDIDATE = "branching"
 """The method without a critic that stands for them beside PPO: the best one in tuning (``study_tuning.json``), chosen before the first run of
 the study. The best of seven afterwards would look better than it is."""
 
+REMEDIES = ("near_states",)
+"""Thought of once the others' runs were seen, on three environments and seeds of their own; tuned as the others were, and run on all."""
+
 METHODS = (*OURS, "ppo", "sb3_ppo")
 FIRST_SEED = 1200
 """Tuning used 1150 to 1199, and the presets were chosen on seeds below."""
 
 SMALL = tuple(METHODS)
-LARGE = ("step_mask", "group_return_to_go", "branching", "ppo", "sb3_ppo")
+LARGE = ("step_mask", "group_return_to_go", "branching", "near_states", "ppo", "sb3_ppo")
 TASKS = (
     Task("CartPole-v1", 100_000, 25, SMALL, 100),
     Task("Acrobot-v1", 500_000, 10, SMALL, 100),

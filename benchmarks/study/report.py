@@ -36,6 +36,7 @@ NAMES = {
     "step_absorb": "per time step, ended ones absorbed",
     "step_trajectory": "per time step, else the trajectory's",
     "branching": "branching",
+    "near_states": "near states",
     "ppo": "PPO",
     "sb3_ppo": "PPO of SB3",
 }

@@ -29,7 +29,7 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "schedule": ("none", "linear"),
     "family": (1, 2),
 }
-"""Factors of the preset's values (``schedule``: the value itself), all as likely. ``family`` is GRPO's group size, or what PPO's lambda leaves to 1."""
+"""Factors of the preset's values (``schedule``: the value itself), all as likely. ``family`` is GRPO's group size, or what lambda leaves to 1 where there is one."""
 DRAWN = 7
 FINALISTS = 2
 SEEDS = (1152, 1153, 1154)
@@ -44,7 +44,7 @@ Trial = dict[str, Any]
 def candidates(method: str) -> list[Factors]:
     """The preset's, and the drawn ones."""
     generator = random.Random(0)
-    family = "one_minus_lambda" if method == "ppo" else "group_size"
+    family = "one_minus_lambda" if method in ("ppo", "near_states") else "group_size"
     chosen: list[Factors] = [{}]
     configs = [_resolved(method, {})]
     while len(chosen) <= DRAWN:

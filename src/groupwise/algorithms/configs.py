@@ -58,9 +58,9 @@ class CreditCfg(Cfg):
     returns: Literal["outcome", "process", "return_to_go", "turn"] = "outcome"
     """Score: sum of the episode's rewards; DeepSeekMath's normalised step rewards summed from here on; discounted reward from here on; sum of the turn's rewards (each step is a turn where the rollout has no ``turn_id``)."""
     baseline: Literal[
-        "mean", "leave_one_out", "length_weighted", "optimal_token", "second_best", "greedy", "ema", "none"
+        "mean", "leave_one_out", "length_weighted", "optimal_token", "second_best", "greedy", "ema", "near_states", "none"
     ] = "mean"  # fmt: skip
-    """Subtracted from the score: the mean of what it is compared with; the mean without itself; the mean weighted by the episodes' lengths (OPO), or by how much chance each path has seen (optimal token baseline); the second best, for the best only (Pass@k); the score of a deterministic attempt (ReMax); a moving average over the iterations (RAE); nothing, with ``normalize``."""
+    """Subtracted from the score: the mean of what it is compared with; the mean without itself; the mean weighted by the episodes' lengths (OPO), or by how much chance each path has seen (optimal token baseline); the second best, for the best only (Pass@k); the score of a deterministic attempt (ReMax); a moving average over the iterations (RAE); the mean of returns from the nearest states that other attempts of the batch visited, at every step, with ``gae_lambda``; nothing, with ``normalize``."""
     scale: Literal["std", "population_std", "batch_std", "mean", "nonzero_share", "none"] = "std"
     """Divided by: unbiased or population deviation of what it is compared with; unbiased deviation of all scores in the batch; mean of what it is compared with (MaxRL); share of the batch's scores that are not 0 (GPG); or nothing."""
     early_finisher: Literal["absorb", "mask", "trajectory"] = "mask"
@@ -69,6 +69,10 @@ class CreditCfg(Cfg):
     """With ``group_step``, where nothing is left to compare with: advantage 0, or the trajectory's advantage (0 in a group of one)."""
     eps: NonNegative = 1e-4
     """Added to the deviation, in units of the score. 1e-8 turns float noise into full-size advantages."""
+    near_states: PositiveInt = 16
+    """``near_states``: how many of them. Fewer are nearer, more are surer."""
+    gae_lambda: Fraction = 0.95
+    """``near_states``: how far rewards themselves count, before the values of near states stand for those behind; as in PPO. 1: all the way."""
     anchor_weight: NonNegative = 0.0
     """Weight of a second advantage, which compares the discounted returns of all steps of the group that saw the same observation (GiGPO's omega). 0: none."""
     normalize: Literal["none", "batch", "informative"] = "none"
@@ -129,6 +133,11 @@ class CreditCfg(Cfg):
         if self.baseline == "optimal_token" and found != ("group_step", "return_to_go", "mask"):
             raise ValueError(
                 f"baseline='optimal_token' weighs the members that live at a step; got group_key={found[0]!r}, returns={found[1]!r}, early_finisher={found[2]!r}, mend: 'group_step', 'return_to_go', 'mask'"
+            )
+        near = (self.returns, self.group_key, self.scale)
+        if self.baseline == "near_states" and near != ("return_to_go", "group", "none"):
+            raise ValueError(
+                f"baseline='near_states' compares returns from states on, whenever they were visited; got returns={near[0]!r}, group_key={near[1]!r}, scale={near[2]!r}, mend: 'return_to_go', 'group', 'none', and normalize='batch'"
             )
         if self.baseline == "none" and (self.group_key, self.scale, self.normalize) != ("group", "none", "batch"):
             raise ValueError(

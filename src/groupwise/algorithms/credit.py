@@ -14,6 +14,7 @@ from torch import Tensor
 
 from groupwise.algorithms.anchors import anchors
 from groupwise.algorithms.configs import CreditCfg
+from groupwise.algorithms.near_states import above_near_states
 from groupwise.data.rollout import TensorSpec
 from groupwise.errors import ConfigError, DataError, UnknownNameError
 from groupwise.functional.advantages import (
@@ -154,7 +155,9 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
 
 
 def compared(credit: CreditInput) -> Float[Tensor, "row step"]:
-    """Advantage of each step within its group, by score, key, baseline and scale."""
+    """Advantage of each step within its group, by score, key, baseline and scale; or above the states near it."""
+    if credit.cfg.baseline == "near_states":
+        return above_near_states(credit.batch, credit.reward, credit.gamma, credit.cfg)
     match credit.cfg.returns, credit.cfg.group_key:
         case "outcome", _:
             score = episode_return(credit.reward, credit.batch["episode_id"], credit.num_episodes)

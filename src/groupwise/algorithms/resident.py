@@ -203,6 +203,7 @@ def needs_counts(cfg: CreditCfg) -> str | None:
         "credit.returns='turn' counts turns": cfg.returns == "turn",
         "credit.anchor_weight looks for equal observations": cfg.anchor_weight > 0,
         f"credit.baseline={cfg.baseline!r} looks for attempts that count": cfg.baseline in ("greedy", "ema"),
+        "credit.baseline='near_states' looks for steps that count": cfg.baseline == "near_states",
         "credit.early_finisher='absorb' counts the steps of groups": (
             cfg.group_key == "group_step" and cfg.early_finisher == "absorb"
         ),

@@ -1,0 +1,91 @@
+"""Values from near states, worked out by hand and held to what must be true of them."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupwise.functional import neighbours
+from groupwise.functional.neighbours import near_values
+
+STATE = torch.tensor([[0.0], [1.0], [2.5], [10.0], [11.5]])
+SCORE = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
+ALONE = torch.arange(5)
+
+
+@pytest.mark.parametrize(
+    ("k", "episode", "expected"),
+    [
+        (1, ALONE, [2.0, 1.0, 2.0, 16.0, 8.0]),
+        (2, ALONE, [3.0, 2.5, 1.5, 10.0, 6.0]),
+        (9, ALONE, [7.5, 7.25, 6.75, 5.75, 3.75]),  # all others
+        (1, torch.tensor([0, 0, 1, 1, 2]), [4.0, 4.0, 2.0, 16.0, 8.0]),  # not those of the own episode
+        (2, torch.tensor([0, 0, 0, 0, 1]), [16.0, 16.0, 16.0, 16.0, 6.0]),  # fewer than k
+        (2, torch.zeros(5, dtype=torch.int64), [6.2] * 5),  # nobody else: the mean of all
+    ],
+)
+def test_by_hand(k, episode, expected):
+    torch.testing.assert_close(near_values(STATE, SCORE, episode, k=k), torch.tensor(expected))
+
+
+def test_only_the_pool_is_looked_at():
+    found = near_values(STATE, SCORE, ALONE, k=1, pool=torch.tensor([0, 3]))
+    torch.testing.assert_close(found, torch.tensor([8.0, 1.0, 1.0, 1.0, 8.0]))
+
+
+def test_features_count_by_their_deviation():
+    """In raw units the second feature would decide, in which all states but one are close."""
+    state = torch.tensor([[0.0, 100.0], [1.0, 130.0], [0.1, 900.0], [5.0, 101.0]])
+    found = near_values(state, torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.arange(4), k=1)
+    assert found.tolist() == [2.0, 1.0, 2.0, 2.0]
+
+
+def test_a_feature_that_never_changes_means_nothing():
+    state = torch.cat([STATE, torch.full((5, 1), 3.7)], dim=1)
+    torch.testing.assert_close(near_values(state, SCORE, ALONE, k=2), near_values(STATE, SCORE, ALONE, k=2))
+
+
+cases = st.tuples(st.integers(2, 60), st.integers(1, 4), st.integers(1, 8), st.integers(0, 2**20))
+
+
+def drawn(case):
+    count, features, k, seed = case
+    generator = torch.Generator().manual_seed(seed)
+    state = torch.randn(count, features, generator=generator)
+    return state, torch.randn(count, generator=generator), torch.randint(0, 5, (count,), generator=generator), k
+
+
+@given(case=cases, scale=st.floats(0.01, 100), shift=st.floats(-100, 100))
+@settings(max_examples=40)
+def test_units_of_states_mean_nothing_and_those_of_scores_pass_through(case, scale, shift):
+    state, score, episode, k = drawn(case)
+    expected = near_values(state.double(), score.double(), episode, k=k)
+    found = near_values(scale * state.double() + shift, score.double(), episode, k=k)
+    torch.testing.assert_close(found, expected)
+    found = near_values(state.double(), scale * score.double() + shift, episode, k=k)
+    torch.testing.assert_close(found, scale * expected + shift)
+
+
+@given(case=cases)
+@settings(max_examples=40)
+def test_order_means_nothing_and_what_an_episode_earned_says_nothing_about_itself(case):
+    state, score, episode, k = drawn(case)
+    expected = near_values(state, score, episode, k=k)
+    order = torch.randperm(len(score), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(near_values(state[order], score[order], episode[order], k=k), expected[order])
+    own = episode == episode[0]
+    if not own.all():
+        changed = near_values(state, torch.where(own, score + 100, score), episode, k=k)
+        torch.testing.assert_close(changed[own], expected[own])
+
+
+@given(case=cases)
+@settings(max_examples=20)
+def test_values_lie_between_the_scores_and_blocks_mean_nothing(case):
+    state, score, episode, k = drawn(case)
+    found = near_values(state, score, episode, k=k)
+    assert (found >= score.min() - 1e-5).all()
+    assert (found <= score.max() + 1e-5).all()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbours, "_BLOCK", 7)
+        torch.testing.assert_close(near_values(state, score, episode, k=k), found)

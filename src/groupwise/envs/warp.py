@@ -96,8 +96,9 @@ class WarpGroupEnv(TorchGroupEnv):
             raise EnvError(
                 f"poses of {env_id} are {unknown}, expected some of {', '.join(POSES)}; mend: leave them out"
             )
-        if frame_skip < 1:
-            raise EnvError(f"frame_skip of {env_id} is {frame_skip}, expected 1 or more; mend: 1")
+        for name, number in (("frame_skip", frame_skip), ("nconmax", nconmax), ("njmax", njmax)):
+            if number is not None and number < 1:
+                raise EnvError(f"{name} of {env_id} is {number}, expected 1 or more; mend: a larger one")
         self.model = load_model(model, env_id)
         self.frame_skip = frame_skip
         super().__init__(
@@ -187,7 +188,7 @@ class Worlds:
                 self._model = self._mjw.put_model(model)
                 self._data = self._mjw.make_data(model, nworld=num_worlds, nconmax=nconmax, njmax=njmax)
             except (NotImplementedError, ValueError) as error:
-                raise EnvError(f"MuJoCo Warp does not take the model of {env_id}: {error}; mend: the model") from error
+                raise EnvError(f"MuJoCo Warp does not take the model of {env_id}: {line(error)}; mend: the model") from error
             self._wp.synchronize_device()  # torch's stream knows nothing of Warp's
         self._model.opt.deterministic = int(self._mjw.DeterminismType.ALL)
         kinds = self._mjw.OverflowType
@@ -286,7 +287,7 @@ def load_model(model: Any, env_id: str) -> Any:
             return mujoco.MjModel.from_xml_string(model)
         return mujoco.MjModel.from_xml_path(str(Path(model)))
     except ValueError as error:
-        raise EnvError(f"the model of {env_id} cannot be read: {error}; mend: the MJCF, or its path") from error
+        raise EnvError(f"the model of {env_id} cannot be read: {line(error)}; mend: the MJCF, or its path") from error
 
 
 def control_space(model: Any) -> spaces.Box:
@@ -317,3 +318,8 @@ def refuse_hidden_state(model: Any, env_id: str) -> None:
             f"the model of {env_id} has {', '.join(names)}, whose state is not kept, so siblings would not agree; "
             "mend: a model without"
         )
+
+
+def line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split())

@@ -197,7 +197,7 @@ def test_all_rows_are_no_numbers_where_contacts_do_not_fit():
 
 def test_training_ends_where_contacts_are_lost(tmp_path):
     cfg = gw.PPOCfg(num_steps=40, num_epochs=1)
-    with pytest.raises(gw.DataError, match="reward of environment . at step .* of the rollout is not finite"):
+    with pytest.raises(gw.DataError, match=r"reward of environment . at step .* of the rollout is not finite"):
         gw.train(
             lambda num_envs: Ball(num_envs, njmax=3, frame_skip=20),
             cfg,

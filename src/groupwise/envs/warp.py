@@ -9,8 +9,7 @@ Source: MuJoCo Warp 4.0, https://mujoco.readthedocs.io/en/latest/mjwarp/index.ht
 import os
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -58,9 +57,8 @@ class WarpGroupEnv(TorchGroupEnv):
     A row that lost contacts or constraints because ``nconmax`` or ``njmax`` is too small gets the reward NaN, at which
     training stops; contacts share one array, so all rows get it then.
 
-    On a GPU contacts are sorted and sums have a fixed order, so that siblings agree bit for bit; while torch records a CUDA
-    graph the solver's loop becomes part of it, and otherwise the solver takes all iterations that the model allows it,
-    since nothing may wait for the device. No GPU was at hand to prove this.
+    Contacts are sorted and sums have a fixed order, so that siblings agree bit for bit on a GPU, too. Nothing waits for the
+    device: steps are replayed as graphs that hold the solver's loop. On a GPU this is unproven, as none was at hand.
 
     Args:
         model: a path to MJCF, its text, or a ``mujoco.MjModel``.
@@ -110,7 +108,16 @@ class WarpGroupEnv(TorchGroupEnv):
             device=device,
         )
         self._poses = tuple(poses)
-        self._worlds = Worlds(self.model, num_envs, self.device, env_id, nconmax, njmax)
+        self._worlds = Worlds(
+            self.model,
+            num_envs,
+            self.device,
+            env_id=env_id,
+            frame_skip=frame_skip,
+            poses=poses,
+            nconmax=nconmax,
+            njmax=njmax,
+        )
         self._zeros = {
             name: torch.zeros(num_envs, size, device=device)
             for name, size in (("qacc_warmstart", self.model.nv), ("act", self.model.na))
@@ -144,12 +151,12 @@ class WarpGroupEnv(TorchGroupEnv):
         """What ``begin`` returns, with activations and the solver's warm start at zero."""
         state = dict(self.begin(random))
         self._check_begin(state)
-        return state | self._zeros | self._worlds.poses(state["qpos"], self._poses)
+        return state | self._zeros | self._worlds.poses(state["qpos"])
 
     def transition(self, state: WarpState, action: Tensor, random: RowRandom) -> tuple[WarpState, Tensor, Tensor]:
         """``frame_skip`` steps of the simulator with the same controls, and their outcome."""
-        moved, lost = self._worlds.step(state, self.control(state, action, random), self.frame_skip)
-        after = {**state, **moved, **self._worlds.poses(moved["qpos"], self._poses)}
+        moved, lost = self._worlds.step(state, self.control(state, action, random))
+        after = {**state, **moved, **self._worlds.poses(moved["qpos"])}
         reward, terminated = self.outcome(state, after, action)
         return after, reward.masked_fill(lost, torch.nan), terminated
 
@@ -165,6 +172,9 @@ class WarpGroupEnv(TorchGroupEnv):
 class Worlds:
     """The simulator's arrays for ``num_worlds`` copies of a model, as views of torch.
 
+    Steps are recorded once and replayed by Warp, which takes a fiftieth of the time that Python needs to launch their
+    kernels; while torch records a CUDA graph they become part of that one.
+
     Raises:
         MissingExtraError: MuJoCo Warp is not installed.
         EnvError: the model has what cannot be simulated, or cannot be put back.
@@ -175,76 +185,93 @@ class Worlds:
         model: Any,
         num_worlds: int,
         device: torch.device,
+        *,
         env_id: str,
+        frame_skip: int,
+        poses: Sequence[str],
         nconmax: int | None,
         njmax: int | None,
     ) -> None:
         self._wp, self._mjw = imported()
         refuse_hidden_state(model, env_id)
+        self._frame_skip = frame_skip
         self._device = device
-        self._graphs: list[Any] = []
-        with self._wp.ScopedDevice(self._wp.device_from_torch(device)):
+        self._where = self._wp.device_from_torch(device)
+        self._recorded: dict[str, Any] = {}
+        self._parts: list[Any] = []
+        with self._wp.ScopedDevice(self._where):
             try:
                 self._model = self._mjw.put_model(model)
                 self._data = self._mjw.make_data(model, nworld=num_worlds, nconmax=nconmax, njmax=njmax)
             except (NotImplementedError, ValueError) as error:
-                raise EnvError(f"MuJoCo Warp does not take the model of {env_id}: {line(error)}; mend: the model") from error
+                raise EnvError(
+                    f"MuJoCo Warp does not take the model of {env_id}: {line(error)}; mend: the model"
+                ) from error
             self._wp.synchronize_device()  # torch's stream knows nothing of Warp's
-        self._model.opt.deterministic = int(self._mjw.DeterminismType.ALL)
-        kinds = self._mjw.OverflowType
-        # a solver that ran out of iterations lost nothing: its answer is less exact, as MuJoCo's would be
-        self._lost = int(kinds.ALL & ~(kinds.ITERATIONS | kinds.LS_ITERATIONS))
-        self._model.opt.warn_overflow = self._lost
+        self._lost = self._set_options()
         names = ["qpos", "qvel", "qacc_warmstart", *(["act"] if model.na else [])]
         self._state = {name: self._view(name) for name in names}
+        self._poses = {name: self._view(name) for name in poses}
         self._ctrl, self._overflow = self._view("ctrl"), self._view("overflow")
 
     def step(
-        self, state: WarpState, control: Float[Tensor, "row control"], count: int
+        self, state: WarpState, control: Float[Tensor, "row control"]
     ) -> tuple[dict[str, Tensor], Bool[Tensor, " row"]]:
-        """The states after ``count`` steps, and the rows that lost contacts or constraints on the way."""
+        """The states after ``frame_skip`` steps, and the rows that lost contacts or constraints on the way."""
         for name, view in self._state.items():
             view.copy_(state[name])
         self._ctrl.copy_(control)
         self._overflow.zero_()
-        with self._launching():
-            for _ in range(count):
-                self._mjw.step(self._model, self._data)
+        self._launch(self._steps)
         lost = (self._overflow & self._lost) != 0
         return {name: view.clone() for name, view in self._state.items()}, lost
 
-    def poses(self, qpos: Float[Tensor, "row position"], names: Sequence[str]) -> dict[str, Tensor]:
+    def poses(self, qpos: Float[Tensor, "row position"]) -> dict[str, Tensor]:
         """Where bodies, geoms and sites are [N, count, ...]."""
-        if not names:
+        if not self._poses:
             return {}
         self._state["qpos"].copy_(qpos)
-        with self._launching():
-            self._mjw.kinematics(self._model, self._data)
-        return {name: self._view(name).clone() for name in names}
+        self._launch(self._kinematics)
+        return {name: view.clone() for name, view in self._poses.items()}
+
+    def _steps(self) -> None:
+        for _ in range(self._frame_skip):
+            self._mjw.step(self._model, self._data)
+
+    def _kinematics(self) -> None:
+        self._mjw.kinematics(self._model, self._data)
+
+    def _set_options(self) -> int:
+        """The bits of ``overflow`` that say what was lost."""
+        options, kinds = self._model.opt, self._mjw.OverflowType
+        options.deterministic = int(self._mjw.DeterminismType.ALL)
+        # where a graph cannot loop until all rows are solved, each solution takes as many rounds as the model allows
+        options.graph_conditional = self._where.is_cpu or self._wp.is_conditional_graph_supported()
+        # a solver that ran out of iterations lost nothing: its answer is less exact, as MuJoCo's would be
+        lost = int(kinds.ALL & ~(kinds.ITERATIONS | kinds.LS_ITERATIONS))
+        options.warn_overflow = lost
+        return lost
 
     def _view(self, name: str) -> Tensor:
         view: Tensor = self._wp.to_torch(getattr(self._data, name))
         return view
 
-    @contextmanager
-    def _launching(self) -> Iterator[None]:
-        """Launches go to torch's current stream, and into the graph that torch records from it."""
-        wp = self._wp
-        if self._device.type != "cuda":
-            with wp.ScopedDevice("cpu"):
-                yield
+    def _launch(self, function: Callable[[], None]) -> None:
+        """What the function launches, on torch's current stream."""
+        wp, on_cuda = self._wp, self._device.type == "cuda"
+        stream = wp.stream_from_torch(torch.cuda.current_stream(self._device)) if on_cuda else None
+        if on_cuda and torch.cuda.is_current_stream_capturing():
+            part = wp.ScopedCapture(stream=stream, force_module_load=False, external=True)
+            with wp.ScopedStream(stream, sync_enter=False), part:
+                function()
+            self._parts.append(part.graph)  # it holds the kernels and buffers that torch's graph will use
             return
-        stream = wp.stream_from_torch(torch.cuda.current_stream(self._device))
-        recording = torch.cuda.is_current_stream_capturing()
-        # a loop that looks whether rows are solved needs the graph; without one, looking would wait for the device
-        self._model.opt.graph_conditional = recording and wp.is_conditional_graph_supported()
-        with wp.ScopedStream(stream, sync_enter=False):
-            if not recording:
-                yield
-                return
-            with wp.ScopedCapture(stream=stream, force_module_load=False, external=True) as capture:
-                yield
-            self._graphs.append(capture.graph)  # it holds the kernels that torch's graph will launch
+        name = function.__name__
+        if name not in self._recorded:
+            with wp.ScopedDevice(self._where), wp.ScopedCapture() as whole:
+                function()
+            self._recorded[name] = whole.graph
+        wp.capture_launch(self._recorded[name], stream=stream)
 
 
 def imported() -> tuple[Any, Any]:

@@ -124,7 +124,8 @@ class WarpCubePush(WarpGroupEnv):
 
     def solved(self, state: WarpState) -> Bool[Tensor, " row"]:
         """Whether the cube is at its goal."""
-        return (state["qpos"][:, 3:5] - state["goal"]).norm(dim=1) < self.SUCCESS_DISTANCE
+        distance: Tensor = (state["qpos"][:, 3:5] - state["goal"]).norm(dim=1)
+        return distance < self.SUCCESS_DISTANCE
 
     @staticmethod
     def _finger(state: WarpState) -> Float[Tensor, "row 2"]:

@@ -108,12 +108,30 @@ def test_poses_are_those_of_the_positions_beside_them():
 
 
 def test_what_lies_on_the_floor_stays_there():
-    env = Ball(1, frame_skip=500)
-    state, random = placed(env, (0.0, 0.1, 0.0, 0.0))
-    after, reward, _ = env.transition(state, torch.zeros(1, 2), random)
+    env = Ball(1, frame_skip=20)
+    after, random = placed(env, (0.0, 0.1, 0.0, 0.0))
+    for _ in range(25):
+        after, reward, _ = env.transition(after, torch.zeros(1, 2), random)
     assert float(after["qpos"][0, 1]) == pytest.approx(-0.2, abs=2e-3)  # 0.1 above the floor, pressed in a little
     assert after["qvel"].abs().max() < 1e-3
     assert float(reward) == pytest.approx(0, abs=1e-4)
+
+
+def test_a_row_that_is_no_number_disturbs_neither_others_nor_what_follows():
+    env, fresh = Ball(3, frame_skip=20), Ball(3, frame_skip=20)
+    state, random = placed(env, (0.0, -0.2, 1.0, -0.5), (0.2, -0.2, 0.0, 0.0), (0.1, 0.0, 1.0, -1.0))
+    expected, _, _ = fresh.transition(state, torch.ones(3, 2), random)
+    broken = {name: leaf.clone() for name, leaf in state.items()}
+    for name in ("qpos", "qvel", "qacc_warmstart", "act"):
+        broken[name][1] = torch.nan
+    found, reward, _ = env.transition(broken, torch.ones(3, 2), random)
+    assert reward.isnan().tolist() == [False, True, False]
+    for name, leaf in found.items():
+        assert torch.equal(leaf[::2], expected[name][::2]), name
+    found, reward, _ = env.transition(state, torch.ones(3, 2), random)
+    assert reward.isfinite().all()
+    for name, leaf in found.items():
+        assert torch.equal(leaf, expected[name]), name
 
 
 class Shaken(Ball):
@@ -230,6 +248,20 @@ NEITHER = BALL.replace("<worldbody>", '<option integrator="discrete" noslip_iter
 def test_what_cannot_be_simulated_is_refused(given, says):
     with pytest.raises(gw.EnvError, match=says):
         Ball(2, **given)
+
+
+class Short(Ball):
+    def control(self, state, action, random):
+        return action[:, :1]
+
+
+def test_controls_of_another_shape_are_refused():
+    env = Short(3)
+    env.reset(seed=0)
+    with pytest.raises(
+        gw.EnvError, match=r"control of Ball returned \[3, 1\], expected \[3, 2\]; mend: a number for each"
+    ):
+        env.step(torch.zeros(3, 2))
 
 
 class Misplaced(Ball):

@@ -139,7 +139,7 @@ class WarpGroupEnv(TorchGroupEnv):
     ) -> tuple[Float[Tensor, " row"], Bool[Tensor, " row"]]:
         """Rewards and terminations of the step from ``before`` to ``after`` with the actions [N, ...]."""
 
-    def control(self, state: WarpState, action: Tensor, random: RowRandom) -> Float[Tensor, "row control"]:
+    def control(self, state: WarpState, action: Tensor, random: RowRandom) -> Tensor:
         """The model's controls [N, nu] for a step."""
         return action
 
@@ -155,10 +155,19 @@ class WarpGroupEnv(TorchGroupEnv):
 
     def transition(self, state: WarpState, action: Tensor, random: RowRandom) -> tuple[WarpState, Tensor, Tensor]:
         """``frame_skip`` steps of the simulator with the same controls, and their outcome."""
-        moved, lost = self._worlds.step(state, self.control(state, action, random))
+        control = self.control(state, action, random)
+        self._check_control(control)
+        moved, lost = self._worlds.step(state, control)
         after = {**state, **moved, **self._worlds.poses(moved["qpos"])}
         reward, terminated = self.outcome(state, after, action)
         return after, reward.masked_fill(lost, torch.nan), terminated
+
+    def _check_control(self, control: Tensor) -> None:
+        wanted = [self.num_envs, self.model.nu]
+        if list(control.shape) != wanted:
+            raise EnvError(
+                f"control of {self.env_id} returned {list(control.shape)}, expected {wanted}; mend: a number for each actuator"
+            )
 
     def _check_begin(self, state: dict[str, Tensor]) -> None:
         wanted = {"qpos": (self.num_envs, self.model.nq), "qvel": (self.num_envs, self.model.nv)}

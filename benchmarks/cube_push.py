@@ -3,7 +3,7 @@
 Of each final policy, greedy, over 256 fresh episodes: mean return, and the share of cubes that lie at their goals at the
 end. Beside it actions drawn from all that are allowed, and an arm that does nothing. Settings were tuned on seeds below 100.
 
-    python benchmarks/cube_push.py                       # about 5 minutes on a CPU
+    python benchmarks/cube_push.py                       # about 10 minutes on a CPU
 """
 
 import argparse

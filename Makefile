@@ -28,7 +28,7 @@ $(VENV)/.text: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing groupwise and its development tools into $(VENV) (the first time takes a minute or two)"
-	$(PIP) -e '.[dev,docs,atari,box2d,minigrid,mujoco,text,quant,track,sb3]'
+	$(PIP) -e '.[dev,docs,atari,box2d,minigrid,mujoco,mujoco-warp,text,quant,track,sb3]'
 	@touch $@ $(VENV)/.core
 
 $(VENV)/.bench: benchmarks/requirements.txt $(VENV)/.dev

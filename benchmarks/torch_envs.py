@@ -1,12 +1,14 @@
-"""Env steps per second of whole training of PPO and GRPO on CartPole simulated in torch, 1,024 to 65,536 environments.
+"""Env steps per second of whole training of PPO and GRPO on simulators in torch: CartPole, 1,024 to 65,536 environments.
 
 Rollouts and updates stay on the device; on a GPU both are replayed as CUDA graphs, on a CPU both are compiled. Each run trains in a process of its own;
 the first iterations, in which that happens, are not timed. Both learn what they are timed at: the mean return of
 training episodes stands beside the rate. On a GPU the peers that can be imported run on the same environment in turn.
 
+``--task cheetah`` and ``--task cube`` are simulated by MuJoCo Warp (extra ``mujoco-warp``), and trained for four epochs.
 Numbers of environments that are not asked for keep their earlier results.
 
     python benchmarks/torch_envs.py                      # or: --device cuda --envs 4096 65536 --rounds 5 --threads 1
+    python benchmarks/torch_envs.py --task cheetah --envs 64 --rounds 1
 """
 
 import argparse
@@ -25,7 +27,7 @@ from throughput import CREDIT
 
 RESULTS = Path(__file__).parent / "results"
 ENVS = (1024, 4096, 65_536)
-STEPS = {1024: 64, 4096: 32, 65_536: 16}
+STEPS = {64: 64, 256: 64, 1024: 64, 4096: 32, 65_536: 16}
 """Of each environment in an iteration."""
 WARM_UP = {"cpu": 2, "cuda": 6}
 """Iterations that are not timed."""
@@ -34,6 +36,16 @@ SECONDS = 6.0
 GROUP = 8
 PPO: dict[str, Any] = {"num_epochs": 1, "learning_rate": 4e-3, "gamma": 0.99, "gae_lambda": 0.9}
 GRPO: dict[str, Any] = {"num_epochs": 1, "learning_rate": 6e-3, "gamma": 0.99, "group_size": GROUP, "credit": CREDIT}
+ARM: tuple[dict[str, Any], dict[str, Any]] = (
+    {"num_epochs": 4, "learning_rate": 1e-3, "gamma": 0.97, "gae_lambda": 0.95},
+    {"num_epochs": 4, "learning_rate": 1e-3, "gamma": 0.97, "group_size": GROUP, "credit": CREDIT},
+)
+TASKS = {
+    "cartpole": ("TorchCartPole", PPO, GRPO),
+    "cheetah": ("WarpHalfCheetah", ARM[0] | {"gamma": 0.99}, ARM[1] | {"gamma": 0.99}),
+    "cube": ("WarpCubePush", *ARM),
+}
+"""Class, and settings of PPO and GRPO."""
 
 
 def minibatch_size(num_envs: int) -> int:
@@ -41,7 +53,7 @@ def minibatch_size(num_envs: int) -> int:
     return num_envs * STEPS[num_envs] // 8
 
 
-def train(algorithm: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
+def train(task: str, algorithm: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
     """Rate, and what was reached."""
     import torch
 
@@ -50,7 +62,8 @@ def train(algorithm: str, num_envs: int, device: str, threads: int) -> dict[str,
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     ppo, num_steps = algorithm == "ppo", STEPS[num_envs]
-    env = gw.TorchCartPole(num_envs, device=device)
+    name, *settings = TASKS[task]
+    env = getattr(gw, name)(num_envs, device=device)
     compiled = device == "cpu"  # as long runs choose by themselves; on a GPU graphs are replayed instead
     networks = gw.PolicyCfg(mlp_kernel="compiled" if compiled else "auto")
     policy = gw.ActorCritic(env.observation_space, env.action_space, networks, actor_only=not ppo).to(device)
@@ -65,11 +78,11 @@ def train(algorithm: str, num_envs: int, device: str, threads: int) -> dict[str,
     )
     shared = {"num_steps": num_steps, "minibatch_size": minibatch_size(num_envs)}
     if ppo:
-        update: gw.PPO | gw.GRPO = gw.PPO(gw.PPOCfg(**PPO, **shared), policy)
-        collector: Any = gw.TorchVectorCollector(env, policy, compiled=compiled)
+        update: gw.PPO | gw.GRPO = gw.PPO(gw.PPOCfg(**settings[0], **shared), policy)
+        collector: Any = gw.TorchVectorCollector(env, policy, compiled=compiled and env.traceable)
     else:
-        update = gw.GRPO(gw.GRPOCfg(**GRPO, **shared, collection={"unfinished": "branch"}), policy)
-        collector = gw.TorchGroupCollector(env, policy, group_size=GROUP, compiled=compiled)
+        update = gw.GRPO(gw.GRPOCfg(**settings[1], **shared, collection={"unfinished": "branch"}), policy)
+        collector = gw.TorchGroupCollector(env, policy, group_size=GROUP, compiled=compiled and env.traceable)
     why = update.stay_on_device()
     assert why is None, why
     clock = Clock(WARM_UP[device], torch.cuda.synchronize if device == "cuda" else None)
@@ -117,23 +130,27 @@ class Clock:
         return Timed()
 
 
-def train_rsl_rl(num_envs: int, device: str, threads: int) -> dict[str, Any]:
+def train_rsl_rl(task: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
     """Rate of rsl_rl's PPO at PPO's settings above, and what was reached."""
     import torch
 
     sys.path.insert(0, str(Path(__file__).parent))
-    from peers.rsl_rl_ppo import train
+    from peers.rsl_rl_ppo import cartpole, continuous, train
+
+    import groupwise as gw
 
     torch.set_num_threads(threads)
-    settings = PPO | {"num_steps": STEPS[num_envs], "num_minibatches": 8}
-    return train(num_envs, device, settings, warm_up=WARM_UP[device], seconds=SECONDS)
+    name, ppo, _ = TASKS[task]
+    rows = cartpole(num_envs, device) if task == "cartpole" else continuous(getattr(gw, name)(num_envs, device=device))
+    settings = ppo | {"num_steps": STEPS[num_envs], "num_minibatches": 8}
+    return train(rows, settings, warm_up=WARM_UP[device], seconds=SECONDS)
 
 
-def measured(run: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
+def measured(task: str, run: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
     """One run in a process of its own."""
     command = [sys.executable, __file__, "--worker", run, "--envs", str(num_envs), "--device", device]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    command += ["--threads", str(threads)]
+    command += ["--threads", str(threads), "--task", task]
     out = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return {"run": run, "num_envs": num_envs, "threads": threads} | found
@@ -142,35 +159,37 @@ def measured(run: str, num_envs: int, device: str, threads: int) -> dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default=None, help="cpu or cuda; the GPU if there is one")
-    parser.add_argument("--envs", type=int, nargs="+", default=ENVS, choices=ENVS)
+    parser.add_argument("--envs", type=int, nargs="+", default=ENVS, choices=STEPS)
+    parser.add_argument("--task", default="cartpole", choices=TASKS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--worker", choices=["ppo", "grpo", "rsl_rl"])
     args = parser.parse_args()
     device = args.device or default_device()
     if args.worker == "rsl_rl":
-        print(json.dumps(train_rsl_rl(args.envs[0], device, args.threads)))
+        print(json.dumps(train_rsl_rl(args.task, args.envs[0], device, args.threads)))
         return
     if args.worker:
-        print(json.dumps(train(args.worker, args.envs[0], device, args.threads)))
+        print(json.dumps(train(args.task, args.worker, args.envs[0], device, args.threads)))
         return
     turns = ["ppo", "grpo"]
     if find_spec("rsl_rl") is None:
         print("rsl_rl is not installed, so no peer runs; mend: pip install rsl-rl-lib==5.5.1")
     else:
         turns.append("rsl_rl")
-    path = RESULTS / f"torch_envs_{device}.json"
+    kind = "torch_envs" if args.task == "cartpole" else f"warp_{args.task}"
+    path = RESULTS / f"{kind}_{device}.json"
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
     runs = [r for r in runs if r["num_envs"] not in args.envs]
     for _ in range(args.rounds):
         for num_envs in args.envs:
             for run in turns:
-                runs.append(measured(run, num_envs, device, args.threads))
+                runs.append(measured(args.task, run, num_envs, device, args.threads))
                 print(runs[-1], flush=True)
     result = {
-        "what": f"CartPole in torch on {device}, 64-64 tanh, one epoch of eight minibatches, whole training, in turn",
+        "what": f"{TASKS[args.task][0]} on {device}, 64-64 tanh, eight minibatches an epoch, whole training, in turn",
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "device": device_name(device)},
-        "settings": {"num_steps": STEPS, "ppo": PPO, "grpo": GRPO},
+        "settings": {"num_steps": STEPS, "ppo": TASKS[args.task][1], "grpo": TASKS[args.task][2]},
         "runs": runs,
         "median": medians(runs),
     }

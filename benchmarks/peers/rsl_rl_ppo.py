@@ -1,9 +1,10 @@
-"""rsl_rl's PPO on CartPole simulated in torch, for ``benchmarks/torch_envs.py``: the same environment, network and settings.
+"""rsl_rl's PPO on simulators in torch, for ``benchmarks/torch_envs.py`` and ``warp_envs.py``: the same environment, network and settings.
 
-Its policies for numbers are Gaussian: the sign of its one number is the push, where ours choose one of two.
+Its policies for numbers are Gaussian: on CartPole the sign of its one number is the push, where ours choose one of two.
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,18 +15,20 @@ from tensordict import TensorDict
 import groupwise as gw
 
 
-class CartPole(VecEnv):  # type: ignore[misc]
-    """``TorchCartPole`` behind rsl_rl's interface; finished rows are reset within the step."""
+class Rows(VecEnv):  # type: ignore[misc]
+    """A ``TorchGroupEnv`` behind rsl_rl's interface; finished rows are reset within the step."""
 
-    def __init__(self, num_envs: int, device: str) -> None:
-        self.env = gw.TorchCartPole(num_envs, device=device)
-        self.num_envs, self.num_actions, self.device = num_envs, 1, device
-        self.max_episode_length = self.env.max_episode_steps
-        self.episode_length_buf = torch.zeros(num_envs, dtype=torch.long, device=device)
+    def __init__(self, env: gw.TorchGroupEnv, action: Callable[[torch.Tensor], torch.Tensor], num_actions: int) -> None:
+        self.env, self.action = env, action
+        self.num_envs, self.num_actions, self.device = env.num_envs, num_actions, str(env.device)
+        self.max_episode_length = env.max_episode_steps
+        self.episode_length_buf = torch.zeros(env.num_envs, dtype=torch.long, device=env.device)
         self.cfg: dict[str, Any] = {}
-        self.lengths = torch.zeros(2, device=device)
-        rows = self.env.seeded(self.env.rows, 0)
-        self.rows = self.env.renewed(rows, torch.ones_like(rows.held))
+        self.running = torch.zeros(env.num_envs, device=env.device)
+        self.ended = torch.zeros(2, device=env.device)
+        """Sum of the returns of episodes that ended, and how many they are."""
+        rows = env.seeded(env.rows, 0)
+        self.rows = env.renewed(rows, torch.ones_like(rows.held))
 
     def get_observations(self) -> TensorDict:
         """What all rows see."""
@@ -33,16 +36,28 @@ class CartPole(VecEnv):  # type: ignore[misc]
 
     def step(self, actions: torch.Tensor) -> tuple[TensorDict, torch.Tensor, torch.Tensor, dict[str, Any]]:
         """One step of all rows."""
-        elapsed = self.rows.elapsed + 1
-        self.rows, step = self.env.stepped(self.rows, (actions[:, 0] > 0).long())
+        self.rows, step = self.env.stepped(self.rows, self.action(actions))
         done = step.terminated | step.truncated
-        self.lengths += torch.stack([(elapsed * done).sum(), done.sum()])
+        self.running = self.running + step.reward
+        self.ended += torch.stack([(self.running * done).sum(), done.sum()])
+        self.running = self.running * ~done
         self.rows = self.env.renewed(self.rows, done)
         return self.get_observations(), step.reward, done.long(), {"time_outs": step.truncated}
 
 
-def train(num_envs: int, device: str, settings: dict[str, Any], *, warm_up: int, seconds: float) -> dict[str, Any]:
-    """Env steps per second of iterations that follow ``warm_up`` of them, and the mean length of episodes in them."""
+def cartpole(num_envs: int, device: str) -> Rows:
+    """CartPole pushed by a sign."""
+    return Rows(gw.TorchCartPole(num_envs, device=device), lambda actions: (actions[:, 0] > 0).long(), 1)
+
+
+def continuous(env: gw.TorchGroupEnv) -> Rows:
+    """An environment whose actions are numbers within bounds."""
+    low, high = (torch.as_tensor(bound, device=env.device) for bound in (env.action_space.low, env.action_space.high))
+    return Rows(env, lambda actions: actions.clamp(low, high), len(low))
+
+
+def train(env: Rows, settings: dict[str, Any], *, warm_up: int, seconds: float) -> dict[str, Any]:
+    """Env steps per second of iterations that follow ``warm_up`` of them, and the mean return of episodes in them."""
     model = {"class_name": "MLPModel", "hidden_dims": [64, 64], "activation": "tanh"}
     cfg = {
         "num_steps_per_env": settings["num_steps"],
@@ -60,20 +75,20 @@ def train(num_envs: int, device: str, settings: dict[str, Any], *, warm_up: int,
             "schedule": "fixed",
         },
     }
-    env = CartPole(num_envs, device)
+    device = env.device
     runner = OnPolicyRunner(env, cfg, log_dir=None, device=device)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     runner.learn(warm_up)
     wait()
-    env.lengths.zero_()
+    env.ended.zero_()
     start, iterations = time.perf_counter(), 0
     while iterations < 2 or time.perf_counter() - start < seconds:
         runner.learn(2)
         wait()
         iterations += 2
     taken = time.perf_counter() - start
-    steps = iterations * num_envs * settings["num_steps"]
-    total, episodes = env.lengths.tolist()
+    steps = iterations * env.num_envs * settings["num_steps"]
+    total, episodes = env.ended.tolist()
     return {
         "steps_per_second": round(steps / taken),
         "return": total / max(episodes, 1),

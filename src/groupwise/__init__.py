@@ -45,6 +45,8 @@ if TYPE_CHECKING:
         TorchPendulum,
     )
     from groupwise.envs.torch_reaching import TorchPointMass, TorchReacher
+    from groupwise.envs.warp import WarpGroupEnv
+    from groupwise.envs.warp_tasks import WarpCubePush, WarpHalfCheetah
     from groupwise.errors import (
         CheckpointError,
         ConfigError,
@@ -164,6 +166,9 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedSpaceError",
     "VectorCollector",
+    "WarpCubePush",
+    "WarpGroupEnv",
+    "WarpHalfCheetah",
     "__version__",
     "check_env",
     "compare",
@@ -204,6 +209,8 @@ _MODULES = {
     "groupwise.envs.native": "TorchGroupEnv",
     "groupwise.envs.torch_control": "TorchAcrobot TorchCartPole TorchMountainCar TorchMountainCarContinuous TorchPendulum",
     "groupwise.envs.torch_reaching": "TorchPointMass TorchReacher",
+    "groupwise.envs.warp": "WarpGroupEnv",
+    "groupwise.envs.warp_tasks": "WarpCubePush WarpHalfCheetah",
     "groupwise.errors": "CheckpointError ConfigError DataError DisagreementError DivergedError EnvError GroupStartError GroupStartWarning GroupwiseError MissingExtraError OutOfMemoryError RewardError RunFolderError SlowPathWarning ToolError UnknownNameError UnsupportedSpaceError",
     "groupwise.policies.actor_critic": "ActorCritic",
     "groupwise.policies.base": "Evaluation Policy",

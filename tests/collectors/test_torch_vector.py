@@ -100,6 +100,12 @@ def test_only_policies_that_act_purely_are_compiled(change, says):
         made("cartpole", 4, 4, resident=True, compiled=True, **change)
 
 
+def test_only_simulators_of_torchs_operations_alone_are_compiled(monkeypatch):
+    monkeypatch.setattr(gw.TorchCartPole, "traceable", False)
+    with pytest.raises(EnvError, match="TorchCartPole is not stepped by torch's operations alone"):
+        made("cartpole", 4, 4, resident=True, compiled=True)
+
+
 def test_a_hundred_episodes_and_more_have_their_mean():
     collector, buffer = made("cut often", 64, 30, resident=True)
     reference, other = made("cut often", 64, 30, resident=False)

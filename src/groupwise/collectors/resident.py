@@ -50,6 +50,8 @@ def why_not_compiled(env: VectorEnv, policy: Policy) -> str | None:
         return f"{env.env_id} is no simulator in torch"
     if env.device.type != "cpu":
         return f"{env.env_id} is on {env.device}, where steps are recorded"
+    if not env.traceable:
+        return f"{env.env_id} is not stepped by torch's operations alone"
     if not policy.acts_purely:
         return "the policy is not known to act as a function of its parameters and draws alone"
     return None

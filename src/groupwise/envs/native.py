@@ -75,6 +75,8 @@ class TorchGroupEnv(GroupEnv):
 
     start_tier = "native"
     can_branch = True
+    traceable: bool = True
+    """Whether all that happens in a step is operations of torch, which a compiler can see."""
 
     def __init__(
         self,

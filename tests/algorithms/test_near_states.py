@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from small_updates import build, make_rollout, parameters
 
 import groupwise as gw
 from groupwise.algorithms import near_states
 from groupwise.algorithms.credit import advantages
-from groupwise.algorithms.near_states import rollout_values
+from groupwise.algorithms.near_states import above_near_states, foreign, visited
 from groupwise.errors import DataError
 from groupwise.lean_tensordict import TensorDict
 
@@ -59,13 +60,28 @@ def test_normalised_over_the_batch():
 
 
 def test_no_more_states_than_the_pool_holds_are_looked_at(monkeypatch):
-    """Evenly spaced: of five, at most two are every third."""
+    """Evenly spaced: of five, at most two are every third, the first ones of both attempts."""
     monkeypatch.setattr(near_states, "POOL", 2)
     batch = rollout()
-    score = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 0.0]])
-    found = rollout_values(batch["obs"], score, batch["episode_id"], batch["loss_mask"], k=1)
-    # the pool: steps 0 of both attempts
-    torch.testing.assert_close(found, torch.tensor([[4.0, 4.0, 4.0], [1.0, 1.0, 0.0]]))
+    pool = visited(batch, batch["reward"], 0.5)
+    assert pool.state[:, 0].tolist() == pytest.approx([0.0, 0.1])
+    assert pool.score.tolist() == [1.75, 3.0]
+    # values 3 and 1.75 everywhere
+    found = credit_of(batch, gae_lambda=1.0)
+    torch.testing.assert_close(found, torch.tensor([[-1.25, -1.5, -2.0], [1.6875, 1.125, 0.0]]))
+
+
+def test_states_of_earlier_rollouts_are_near_too_and_nobody_owns_them():
+    """Three of an attempt with the same number, and with other scores."""
+    batch = rollout()
+    earlier = rollout().set("reward", torch.tensor([[8.0, 8.0, 8.0], [0.0, 0.0, 0.0]]))
+    past = foreign(visited(earlier, earlier["reward"], 0.5))
+    assert set(past.episode.tolist()) == {-1}
+    cfg = gw.CreditCfg(**NEAR | {"gae_lambda": 1.0})
+    found = above_near_states(batch, batch["reward"], 0.5, cfg, [past])
+    # each step's nearest state is itself, a rollout ago: 14, 12, 8 and 0, 0
+    torch.testing.assert_close(found[0], torch.tensor([-12.25, -10.5, -7.0]))
+    torch.testing.assert_close(found[1, :2], torch.tensor([3.0, 2.0]))
 
 
 def test_a_rollout_without_a_step_that_counts_has_no_values():
@@ -87,7 +103,14 @@ def test_what_has_no_distance_is_refused(obs, says):
 
 
 @pytest.mark.parametrize(
-    "change", [{"returns": "outcome"}, {"group_key": "group_step"}, {"scale": "batch_std"}, {"scale": "std"}]
+    "change",
+    [
+        {"returns": "outcome"},
+        {"group_key": "group_step"},
+        {"scale": "batch_std"},
+        {"scale": "std"},
+        {"reward": "parts"},
+    ],
 )
 def test_settings_that_contradict_it_are_refused(change):
     with pytest.raises(ValueError, match="baseline='near_states' compares returns from states on"):
@@ -96,10 +119,24 @@ def test_settings_that_contradict_it_are_refused(change):
 
 def test_training_with_it(tmp_path):
     """The whole way, where attempts end early and late; what the policy learns is the business of ``make learn``."""
-    cfg = gw.GRPOCfg(num_steps=64, credit=NEAR | {"near_states": 4, "normalize": "batch"})
+    cfg = gw.GRPOCfg(num_steps=64, credit=NEAR | {"near_states": 4, "near_iterations": 2, "normalize": "batch"})
     run = gw.train("CartPole-v1", cfg, total_steps=300, run_dir=tmp_path / "run", logging={"progress": "none"})
     assert run.summary["env_steps"] >= 300
     assert all(torch.isfinite(parameter).all() for parameter in run.policy.parameters())
+
+
+def test_as_many_rollouts_are_remembered_as_asked_for_and_a_resumed_run_knows_them():
+    algorithm = build("grpo", credit=NEAR | {"near_iterations": 3, "normalize": "batch"})
+    for seed in range(4):
+        algorithm.update(make_rollout(algorithm.policy, seed))
+        assert len(algorithm.past) == min(seed + 1, 2)
+    other = build("grpo", credit=NEAR | {"near_iterations": 3, "normalize": "batch"})
+    other.policy.load_state_dict(algorithm.policy.state_dict())
+    other.load_state_dict(algorithm.state_dict())
+    for one in (algorithm, other):
+        one.update(make_rollout(one.policy, 9))
+    assert torch.equal(parameters(algorithm), parameters(other))
+    assert build("grpo", credit=NEAR | {"normalize": "batch"}).past == ()
 
 
 def test_updates_then_wait_for_the_device():

@@ -6,7 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.functional import neighbours
-from groupwise.functional.neighbours import near_values
+from groupwise.functional.neighbours import StatePool
+
+
+def near_values(state, score, episode, *, k, pool=slice(None)):
+    """Of all states, among the pooled ones."""
+    return neighbours.near_values(state, episode, StatePool(state[pool], score[pool], episode[pool]), k=k)
+
 
 STATE = torch.tensor([[0.0], [1.0], [2.5], [10.0], [11.5]])
 SCORE = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])

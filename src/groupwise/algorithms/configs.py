@@ -71,6 +71,8 @@ class CreditCfg(Cfg):
     """Added to the deviation, in units of the score. 1e-8 turns float noise into full-size advantages."""
     near_states: PositiveInt = 16
     """``near_states``: how many of them. Fewer are nearer, more are surer."""
+    near_iterations: PositiveInt = 1
+    """``near_states``: from the last so many rollouts, this one included. More states are nearer, but were left by older policies."""
     gae_lambda: Fraction = 0.95
     """``near_states``: how far rewards themselves count, before the values of near states stand for those behind; as in PPO. 1: all the way."""
     anchor_weight: NonNegative = 0.0
@@ -134,10 +136,10 @@ class CreditCfg(Cfg):
             raise ValueError(
                 f"baseline='optimal_token' weighs the members that live at a step; got group_key={found[0]!r}, returns={found[1]!r}, early_finisher={found[2]!r}, mend: 'group_step', 'return_to_go', 'mask'"
             )
-        near = (self.returns, self.group_key, self.scale)
-        if self.baseline == "near_states" and near != ("return_to_go", "group", "none"):
+        near = (self.returns, self.group_key, self.scale, self.reward)
+        if self.baseline == "near_states" and near != ("return_to_go", "group", "none", "total"):
             raise ValueError(
-                f"baseline='near_states' compares returns from states on, whenever they were visited; got returns={near[0]!r}, group_key={near[1]!r}, scale={near[2]!r}, mend: 'return_to_go', 'group', 'none', and normalize='batch'"
+                f"baseline='near_states' compares returns from states on, whenever they were visited; got returns={near[0]!r}, group_key={near[1]!r}, scale={near[2]!r}, reward={near[3]!r}, mend: 'return_to_go', 'group', 'none', 'total', and normalize='batch'"
             )
         if self.baseline == "none" and (self.group_key, self.scale, self.normalize) != ("group", "none", "batch"):
             raise ValueError(

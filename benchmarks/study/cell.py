@@ -59,11 +59,17 @@ def ours(task: Task, method: str, seed: int, tuned: dict[str, Any]) -> Result:
 
 
 def settings(task: Task, method: str, tuned: dict[str, Any]) -> Any:
-    """The config of the method's runs: the preset's, with what the method changes and what tuning found."""
+    """The config of the method's runs: the preset's, with what the method changes and what tuning found.
+
+    Near states have discount and lambda of PPO's preset, since their advantages are PPO's but for the values.
+    """
     from groupwise import config
 
-    told = round(task.steps * (1 - OVERSHOOT))
-    cfg = scaled(config.resolve(task.env, algorithm_options(method, task), total_steps=told), tuned)
+    told, options = round(task.steps * (1 - OVERSHOOT)), algorithm_options(method, task)
+    if method == "near_states":
+        ppo = config.resolve(task.env, "ppo").algorithm
+        options = options | {"gamma": ppo.gamma, "credit": options["credit"] | {"gae_lambda": ppo.gae_lambda}}
+    cfg = scaled(config.resolve(task.env, options, total_steps=told), tuned)
     return cfg.model_copy(
         update={
             "logging": cfg.logging.model_copy(update={"progress": "none"}),

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from plan import CANDIDATE, REFERENCES, TASKS, Task
+from plan import CANDIDATE, REFERENCES, REMEDIES, TASKS, Task
 from run import HERE, RESULTS
 
 from groupwise.report.aggregates import Estimate
@@ -43,9 +43,9 @@ NAMES = {
 
 
 def results(task: Task) -> list[dict[str, Any]]:
-    """The cells that there are, methods in the plan's order."""
+    """The cells of the methods that have all their seeds, in the plan's order."""
     found = []
-    for method in task.methods:
+    for method in complete(task):
         cells = [json.loads(path.read_text()) for path in sorted((RESULTS / task.env / method).glob("*.json"))]
         if len({cell.get("settings") for cell in cells}) > 1:
             raise SystemExit(f"{task.env}, {method}: cells of several settings; mend: remove those of the older ones")
@@ -70,9 +70,15 @@ def record(result: dict[str, Any]) -> RunRecord:
     )
 
 
+def complete(task: Task) -> list[str]:
+    """The methods that have all their seeds."""
+    found = {method: len(list((RESULTS / task.env / method).glob("*.json"))) for method in task.methods}
+    return [method for method, seeds in found.items() if seeds == task.seeds]
+
+
 def compared() -> Comparison:
-    """All environments that have cells of every method of theirs."""
-    tasks = [task for task in TASKS if all((RESULTS / task.env / method).is_dir() for method in task.methods)]
+    """All environments where our PPO and a method without a critic have all their seeds."""
+    tasks = [task for task in TASKS if "ppo" in complete(task) and {*complete(task)} - {*WITH_CRITIC}]
     records = [record(result) for task in tasks for result in results(task)]
     return compare_records(records, REFERENCES if len(tasks) > 1 else None)
 
@@ -84,7 +90,7 @@ def table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def against(found: EnvironmentResult, method: str, other: str) -> str:
-    """How likely a run of ``method`` ends above one of ``other``."""
+    """How likely a run of ``method`` ends above one of ``other``; nothing where one was not run."""
     for pair in found.improvements:
         value, ends = pair.probability.value, list(pair.probability.interval or ())
         if (pair.other, pair.method) == (method, other):
@@ -130,26 +136,19 @@ def between(numbers: Sequence[float]) -> str:
 
 
 def summary(comparison: Comparison) -> str:
-    """A row for each environment: the method without a critic that was chosen beforehand beside both PPOs."""
-    head = [
-        "",
-        NAMES[CANDIDATE],
-        "our PPO",
-        "SB3's PPO",
-        "ends above our PPO",
-        "ends above SB3's",
-        "best without a critic afterwards",
-    ]
-    lines = [head]
+    """A row for each environment: the methods without a critic that stand for all beside both PPOs."""
+    shown_methods = (CANDIDATE, *REMEDIES, *WITH_CRITIC)
+    free = {NAMES[name] for name in NAMES if name not in WITH_CRITIC}
+    ours = [f"{NAMES[name]} ends above our PPO" for name in (CANDIDATE, *REMEDIES)]
+    lines = [["", *(NAMES[name] for name in shown_methods), *ours, "best without a critic afterwards"]]
     for found in comparison.environments:
         by_name = {m.method: m for m in found.methods}
-        free = [m for m in found.methods if m.method not in {NAMES[name] for name in WITH_CRITIC}]
-        best = max(free, key=lambda m: m.iqm.value)
-        chosen = NAMES[CANDIDATE]
+        best = max((m for m in found.methods if m.method in free), key=lambda m: m.iqm.value)
         ends = [
-            told(by_name[name].iqm, len(by_name[name].seeds)) for name in (chosen, *(NAMES[n] for n in WITH_CRITIC))
+            told(by_name[NAMES[name]].iqm, len(by_name[NAMES[name]].seeds)) if NAMES[name] in by_name else "not run"
+            for name in shown_methods
         ]
-        pairs = [against(found, chosen, NAMES[name]) for name in WITH_CRITIC]
+        pairs = [against(found, NAMES[name], NAMES["ppo"]) for name in (CANDIDATE, *REMEDIES)]
         lines.append([found.environment, *ends, *pairs, f"{best.method}: {figure(best.iqm.value)}"])
     return table(lines)
 

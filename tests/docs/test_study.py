@@ -44,12 +44,21 @@ def test_methods_without_a_critic_differ_in_credit_and_collection_only(study):
     cell, plan = study["cell"], study["plan"]
     for task in plan.TASKS:
         dumps = []
-        for method in plan.OURS:
+        for method in set(plan.OURS) - set(plan.REMEDIES):
             dump = cell.settings(task, method, {}).model_dump()
             dump["algorithm"].pop("credit")
             dump["algorithm"].pop("collection")
             dumps.append(json.dumps(dump, default=str, sort_keys=True))
         assert len(set(dumps)) == 1, task.env
+
+
+def test_near_states_reach_as_far_as_ppo(study):
+    cell, plan = study["cell"], study["plan"]
+    for task in plan.TASKS:
+        near, ppo = (cell.settings(task, method, {}).algorithm for method in ("near_states", "ppo"))
+        assert (near.gamma, near.credit.gae_lambda) == (ppo.gamma, ppo.gae_lambda), task.env
+        before, after = (cell.settings(task, "near_states", {"one_minus_lambda": n}).algorithm.credit for n in (1, 2))
+        assert 1 - after.gae_lambda == pytest.approx(2 * (1 - before.gae_lambda))
 
 
 def test_tuning_seeds_are_no_seeds_of_the_study(study):

@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,7 @@ def made(study, folder, method, seed, final, digest="a"):
 
 def test_the_report_compares_what_runs_ended_with(study, tmp_path, monkeypatch):
     report = study["report"]
+    monkeypatch.setattr(report, "TASKS", [replace(study["plan"].TASKS[0], seeds=5)])
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "TABLES", tmp_path / "study.md")
     monkeypatch.setattr(report, "PLOT", tmp_path / "study.png")
@@ -100,10 +102,27 @@ def test_the_report_compares_what_runs_ended_with(study, tmp_path, monkeypatch):
     assert rows["outcome"][4] == "0.00 [0.00, 0.00]"
     assert rows["PPO of SB3"][4] == "1.00 [1.00, 1.00]"
     assert rows["CartPole-v1"][1].startswith("602.0 [")
+    assert rows["CartPole-v1"][2].startswith("702.0 [")
+
+
+def test_methods_that_are_not_complete_are_left_out(study, tmp_path, monkeypatch):
+    report = study["report"]
+    monkeypatch.setattr(report, "TASKS", [replace(study["plan"].TASKS[0], seeds=2)])
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    made(study, tmp_path, "outcome", 0, 1.0)
+    for method in ("near_states", "ppo"):
+        for seed in range(2):
+            made(study, tmp_path, method, seed, 1.0)
+    comparison = report.compared()
+    assert [m.method for m in comparison.environments[0].methods] == ["near states", "PPO"]
+    assert "| CartPole-v1 | not run | 1.000 | 1.000 | not run |" in report.summary(comparison)
+    (tmp_path / "CartPole-v1" / "ppo" / "1.json").unlink()
+    assert report.complete(report.TASKS[0]) == ["near_states"]
 
 
 def test_three_runs_have_no_intervals_and_mixed_settings_are_refused(study, tmp_path, monkeypatch):
     report, plan = study["report"], study["plan"]
+    monkeypatch.setattr(report, "TASKS", [replace(plan.TASKS[0], seeds=3)])
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     for number, method in enumerate(plan.METHODS):
         for seed in range(3):
@@ -111,6 +130,6 @@ def test_three_runs_have_no_intervals_and_mixed_settings_are_refused(study, tmp_
     (found,) = report.compared().environments
     assert "[" not in report.of_environment(found)
     assert "Fewer than 5 runs" in report.of_environment(found)
-    made(study, tmp_path, "ppo", 3, 1.0, digest="b")
+    made(study, tmp_path, "ppo", 2, 1.0, digest="b")
     with pytest.raises(SystemExit, match="CartPole-v1, ppo: cells of several settings"):
         report.compared()

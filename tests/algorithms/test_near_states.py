@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from small_updates import build, make_rollout, parameters
+from small_updates import build
 
 import groupwise as gw
 from groupwise.algorithms import near_states
 from groupwise.algorithms.credit import advantages
-from groupwise.algorithms.near_states import above_near_states, foreign, visited
+from groupwise.engines.base import Engine
 from groupwise.errors import DataError
 from groupwise.lean_tensordict import TensorDict
 
@@ -40,15 +40,37 @@ def credit_of(batch, gamma=0.5, **options):
 @pytest.mark.parametrize(
     ("gae_lambda", "expected"),
     [
-        # returns to go 1.75, 1.5, 1 and 3, 2; each step's value is that of the other attempt's nearest step:
-        # 3, 2, 2 and 1.75, 1.5; behind the cut stands the last step's own
-        (1.0, [[-1.25, -0.5, -1.0], [1.625, 1.25, 0.0]]),
-        (0.0, [[-1.0, 0.0, -1.0], [1.0, 1.25, 0.0]]),
-        (0.5, [[-1.0625, -0.25, -1.0], [1.3125, 1.25, 0.0]]),
+        # returns to go 1.75, 1.5, 1 and, with half of v behind the cut, 3 + v / 4, 2 + v / 2. v is the value of the second
+        # attempt's last step: the 1.5 of the first one's nearest. So values are 3.375, 2.75, 2.75 and 1.75, 1.5
+        (1.0, [[-1.625, -1.25, -1.75], [1.625, 1.25, 0.0]]),
+        (0.0, [[-1.0, -0.375, -1.75], [1.0, 1.25, 0.0]]),
+        (0.5, [[-1.203125, -0.8125, -1.75], [1.3125, 1.25, 0.0]]),
     ],
 )
 def test_by_hand(gae_lambda, expected):
     torch.testing.assert_close(credit_of(rollout(), gae_lambda=gae_lambda), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.95, 1.0])
+def test_the_clock_is_neither_praised_nor_blamed(gae_lambda):
+    """Attempts that all earn 1 a step until they are cut deserve nothing, early or late."""
+    rows, steps = 6, 40
+    generator = torch.Generator().manual_seed(0)
+    batch = TensorDict(
+        {
+            "obs": torch.randn(rows, steps, 2, generator=generator),
+            "reward": torch.ones(rows, steps),
+            "terminated": torch.zeros(rows, steps, dtype=torch.bool),
+            "truncated": (torch.arange(steps) == steps - 1).expand(rows, -1),
+            "loss_mask": torch.ones(rows, steps, dtype=torch.bool),
+            "group_id": torch.zeros(rows, steps, dtype=torch.int64),
+            "episode_id": torch.arange(rows)[:, None].expand(-1, steps),
+            "step": torch.arange(steps).expand(rows, -1),
+        },
+        batch_size=[rows, steps],
+    )
+    found = credit_of(batch, gamma=0.9, near_states=8, gae_lambda=gae_lambda)
+    assert found.abs().max() < 0.25  # of a value of 10: what ten rounds leave
 
 
 def test_normalised_over_the_batch():
@@ -62,26 +84,16 @@ def test_normalised_over_the_batch():
 def test_no_more_states_than_the_pool_holds_are_looked_at(monkeypatch):
     """Evenly spaced: of five, at most two are every third, the first ones of both attempts."""
     monkeypatch.setattr(near_states, "POOL", 2)
-    batch = rollout()
-    pool = visited(batch, batch["reward"], 0.5)
-    assert pool.state[:, 0].tolist() == pytest.approx([0.0, 0.1])
-    assert pool.score.tolist() == [1.75, 3.0]
-    # values 3 and 1.75 everywhere
-    found = credit_of(batch, gae_lambda=1.0)
-    torch.testing.assert_close(found, torch.tensor([[-1.25, -1.5, -2.0], [1.6875, 1.125, 0.0]]))
+    found = credit_of(rollout(), gae_lambda=1.0)
+    # behind the cut stands 1.75: the first attempt's values are 3 + 1.75 / 4
+    torch.testing.assert_close(found[0], torch.tensor([1.75, 1.5, 1.0]) - 3.4375)
+    torch.testing.assert_close(found[1, :2], torch.tensor([3 + 1.75 / 4 - 1.75, 2 + 1.75 / 2 - 1.75]))
 
 
-def test_states_of_earlier_rollouts_are_near_too_and_nobody_owns_them():
-    """Three of an attempt with the same number, and with other scores."""
+def test_an_attempt_alone_has_nothing_to_be_measured_against():
     batch = rollout()
-    earlier = rollout().set("reward", torch.tensor([[8.0, 8.0, 8.0], [0.0, 0.0, 0.0]]))
-    past = foreign(visited(earlier, earlier["reward"], 0.5))
-    assert set(past.episode.tolist()) == {-1}
-    cfg = gw.CreditCfg(**NEAR | {"gae_lambda": 1.0})
-    found = above_near_states(batch, batch["reward"], 0.5, cfg, [past])
-    # each step's nearest state is itself, a rollout ago: 14, 12, 8 and 0, 0
-    torch.testing.assert_close(found[0], torch.tensor([-12.25, -10.5, -7.0]))
-    torch.testing.assert_close(found[1, :2], torch.tensor([3.0, 2.0]))
+    batch["loss_mask"][1] = False
+    assert not credit_of(batch).any()
 
 
 def test_a_rollout_without_a_step_that_counts_has_no_values():
@@ -119,24 +131,20 @@ def test_settings_that_contradict_it_are_refused(change):
 
 def test_training_with_it(tmp_path):
     """The whole way, where attempts end early and late; what the policy learns is the business of ``make learn``."""
-    cfg = gw.GRPOCfg(num_steps=64, credit=NEAR | {"near_states": 4, "near_iterations": 2, "normalize": "batch"})
+    cfg = gw.GRPOCfg(num_steps=64, credit=NEAR | {"near_states": 4, "normalize": "batch"})
     run = gw.train("CartPole-v1", cfg, total_steps=300, run_dir=tmp_path / "run", logging={"progress": "none"})
     assert run.summary["env_steps"] >= 300
     assert all(torch.isfinite(parameter).all() for parameter in run.policy.parameters())
 
 
-def test_as_many_rollouts_are_remembered_as_asked_for_and_a_resumed_run_knows_them():
-    algorithm = build("grpo", credit=NEAR | {"near_iterations": 3, "normalize": "batch"})
-    for seed in range(4):
-        algorithm.update(make_rollout(algorithm.policy, seed))
-        assert len(algorithm.past) == min(seed + 1, 2)
-    other = build("grpo", credit=NEAR | {"near_iterations": 3, "normalize": "batch"})
-    other.policy.load_state_dict(algorithm.policy.state_dict())
-    other.load_state_dict(algorithm.state_dict())
-    for one in (algorithm, other):
-        one.update(make_rollout(one.policy, 9))
-    assert torch.equal(parameters(algorithm), parameters(other))
-    assert build("grpo", credit=NEAR | {"normalize": "batch"}).past == ()
+def test_several_processes_are_refused():
+    class Two(Engine):
+        world_size = 2
+
+    cfg = gw.GRPOCfg(credit=NEAR)
+    policy = build("grpo").policy
+    with pytest.raises(gw.ConfigError, match="in the rollout of one process, and 2 train together; mend: one process"):
+        gw.GRPO(cfg, policy, Two())
 
 
 def test_updates_then_wait_for_the_device():

@@ -84,6 +84,14 @@ def test_arguments_are_left_as_they_were():
         assert torch.equal(y, 3 * (x + 1))
 
 
+def test_other_layouts_and_other_shapes_are_no_business_of_the_caller():
+    compiled = Compiled(lambda x: x * torch.arange(6.0).view(2, 3), name="weighing", mend="nothing")
+    x = torch.arange(6.0).view(2, 3)
+    for given in (x, x.T.contiguous().T, x[:1], x):
+        assert torch.equal(compiled(given), given * torch.arange(6.0).view(2, 3))
+    assert compiled.is_compiled
+
+
 def test_numbers_that_are_not_finite_are_alike():
     compiled = Compiled(lambda x: x.log(), name="logarithms", mend="nothing")
     for _ in range(2):

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.functional import neighbours
-from groupwise.functional.neighbours import StatePool
 
 
-def near_values(state, score, episode, *, k, pool=slice(None)):
-    """Of all states, among the pooled ones."""
-    return neighbours.near_values(state, episode, StatePool(state[pool], score[pool], episode[pool]), k=k)
+def near_values(state, score, episode, *, k, pool=None):
+    """Mean scores of the nearest states among the pooled ones."""
+    pool = torch.arange(len(score)) if pool is None else pool
+    return neighbours.nearest(state, episode, pool, k=k).mean(score[pool])
 
 
 STATE = torch.tensor([[0.0], [1.0], [2.5], [10.0], [11.5]])
@@ -27,7 +27,7 @@ ALONE = torch.arange(5)
         (9, ALONE, [7.5, 7.25, 6.75, 5.75, 3.75]),  # all others
         (1, torch.tensor([0, 0, 1, 1, 2]), [4.0, 4.0, 2.0, 16.0, 8.0]),  # not those of the own episode
         (2, torch.tensor([0, 0, 0, 0, 1]), [16.0, 16.0, 16.0, 16.0, 6.0]),  # fewer than k
-        (2, torch.zeros(5, dtype=torch.int64), [6.2] * 5),  # nobody else: the mean of all
+        (2, torch.zeros(5, dtype=torch.int64), [0.0] * 5),  # nobody else
     ],
 )
 def test_by_hand(k, episode, expected):
@@ -46,9 +46,25 @@ def test_features_count_by_their_deviation():
     assert found.tolist() == [2.0, 1.0, 2.0, 2.0]
 
 
-def test_a_feature_that_never_changes_means_nothing():
-    state = torch.cat([STATE, torch.full((5, 1), 3.7)], dim=1)
+@pytest.mark.parametrize(
+    "flat", [torch.full((5, 1), 3.7), torch.tensor([[1e3], [1e3], [1e3 + 1e-4], [1e3], [1e3 - 1e-4]])]
+)
+def test_a_feature_that_never_changes_but_for_rounding_means_nothing(flat):
+    state = torch.cat([STATE, flat], dim=1)
     torch.testing.assert_close(near_values(state, SCORE, ALONE, k=2), near_values(STATE, SCORE, ALONE, k=2))
+
+
+def test_a_state_far_from_all_others_does_not_blur_them():
+    generator = torch.Generator().manual_seed(0)
+    state = torch.randn(300, 3, generator=generator)
+    score, alone = torch.arange(300.0), torch.arange(300)
+    found = near_values(
+        torch.cat([state, torch.full((1, 3), 1e4)]), torch.cat([score, score[:1]]), torch.arange(301), k=1
+    )
+    exact = torch.cdist(state.double(), state.double(), compute_mode="donot_use_mm_for_euclid_dist")
+    expected = score[exact.fill_diagonal_(torch.inf).argmin(dim=1)]
+    assert (found[:-1] == expected).float().mean() > 0.99  # features are scaled by other deviations
+    assert near_values(state, score, alone, k=1).shape == (300,)
 
 
 cases = st.tuples(st.integers(2, 60), st.integers(1, 4), st.integers(1, 8), st.integers(0, 2**20))
@@ -90,8 +106,9 @@ def test_order_means_nothing_and_what_an_episode_earned_says_nothing_about_itsel
 def test_values_lie_between_the_scores_and_blocks_mean_nothing(case):
     state, score, episode, k = drawn(case)
     found = near_values(state, score, episode, k=k)
-    assert (found >= score.min() - 1e-5).all()
-    assert (found <= score.max() + 1e-5).all()
+    if len(episode.unique()) > 1:
+        assert (found >= score.min() - 1e-5).all()
+        assert (found <= score.max() + 1e-5).all()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neighbours, "_BLOCK", 7)
         torch.testing.assert_close(near_values(state, score, episode, k=k), found)

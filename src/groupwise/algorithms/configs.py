@@ -71,8 +71,6 @@ class CreditCfg(Cfg):
     """Added to the deviation, in units of the score. 1e-8 turns float noise into full-size advantages."""
     near_states: PositiveInt = 16
     """``near_states``: how many of them. Fewer are nearer, more are surer."""
-    near_iterations: PositiveInt = 1
-    """``near_states``: from the last so many rollouts, this one included. More states are nearer, but were left by older policies."""
     gae_lambda: Fraction = 0.95
     """``near_states``: how far rewards themselves count, before the values of near states stand for those behind; as in PPO. 1: all the way."""
     anchor_weight: NonNegative = 0.0

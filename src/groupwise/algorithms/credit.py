@@ -25,7 +25,6 @@ from groupwise.functional.advantages import (
     group_relative,
     next_average,
 )
-from groupwise.functional.neighbours import StatePool
 from groupwise.functional.reduce import AllSum, gather_segments, local, segment_min_max, segment_sum, whiten
 from groupwise.functional.returns import episode_return, return_to_go, running_sum
 from groupwise.lean_tensordict import TensorDict
@@ -51,8 +50,6 @@ class CreditInput(NamedTuple):
     """How much chance was in each choice (``baseline="optimal_token"``)."""
     parts: Float[Tensor, "row step part"] | None = None
     """Parts of the reward in the scale of ``reward`` (``cfg.reward="parts"``). None: as they are in the batch."""
-    past: tuple[StatePool, ...] = ()
-    """States of earlier rollouts (``near_iterations``)."""
     spaced: bool = False
     """Whether ids of groups are apart by as many steps as the group has at least, so that id + step tells steps apart."""
 
@@ -160,7 +157,7 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
 def compared(credit: CreditInput) -> Float[Tensor, "row step"]:
     """Advantage of each step within its group, by score, key, baseline and scale; or above the states near it."""
     if credit.cfg.baseline == "near_states":
-        return above_near_states(credit.batch, credit.reward, credit.gamma, credit.cfg, credit.past)
+        return above_near_states(credit.batch, credit.reward, credit.gamma, credit.cfg)
     match credit.cfg.returns, credit.cfg.group_key:
         case "outcome", _:
             score = episode_return(credit.reward, credit.batch["episode_id"], credit.num_episodes)

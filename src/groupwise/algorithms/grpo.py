@@ -22,7 +22,6 @@ from groupwise.algorithms.credit import (
     episode_groups,
     next_score_average,
 )
-from groupwise.algorithms.near_states import foreign, visited
 from groupwise.algorithms.resident import needs_counts
 from groupwise.algorithms.surrogate import DIAGNOSTICS, policy_loss, policy_ratio, reference_kl
 from groupwise.data.rollout import Nested, transition_view
@@ -30,7 +29,6 @@ from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError
 from groupwise.functional.advantages import choice_variance, kl_shaping
 from groupwise.functional.diagnostics import zero_variance_groups
-from groupwise.functional.neighbours import StatePool
 from groupwise.functional.returns import episode_return
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Batch, Evaluation, Policy
@@ -47,6 +45,11 @@ class GRPO(BaseAlgorithm):
     def __init__(self, cfg: GRPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
         check_credit(cfg.credit, policy)
         super().__init__(cfg, policy, engine, seed=seed)
+        if cfg.credit.baseline == "near_states" and self.engine.world_size > 1:
+            raise ConfigError(
+                f"credit.baseline='near_states' looks for states in the rollout of one process, and {self.engine.world_size} train "
+                "together; mend: one process, or baseline='mean'"
+            )
         self.reference = policy.make_reference() if cfg.kl_coef > 0 else None
         if self.reference is not None and cfg.reference.refresh != "never" and not self.reference.refreshable:
             raise ConfigError(
@@ -54,7 +57,6 @@ class GRPO(BaseAlgorithm):
                 "policy without its adapters; mend: refresh='never', or train every weight"
             )
         self.score_average: Tensor | None = None
-        self.past: tuple[StatePool, ...] = ()
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns 0-dim metrics."""
@@ -76,7 +78,6 @@ class GRPO(BaseAlgorithm):
             num_episodes=self.num_ids(batch["episode_id"]),
             all_sum=self.engine.sum,
             average=self.score_average,
-            past=self.past,
             spaced=self.resident is not None,
         )
         metrics = self.optimise(self._data(credit), credit.num_episodes)
@@ -105,7 +106,7 @@ class GRPO(BaseAlgorithm):
 
     def state_dict(self) -> dict[str, object]:
         """Everything but the policy that the next update depends on."""
-        state = super().state_dict() | {"score_average": self.score_average, "past": [list(pool) for pool in self.past]}
+        state = super().state_dict() | {"score_average": self.score_average}
         return state if self.reference is None else state | {"reference": self.reference.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
@@ -113,7 +114,6 @@ class GRPO(BaseAlgorithm):
         super().load_state_dict(state)
         average = state["score_average"]
         self.score_average = None if average is None else average.to(self.policy.device)
-        self.past = tuple(StatePool(*(part.to(self.policy.device) for part in pool)) for pool in state["past"])
         if self.reference is not None:
             self.reference.load_state_dict(state["reference"])
 
@@ -164,9 +164,6 @@ class GRPO(BaseAlgorithm):
         if cfg.baseline == "ema" and bool(self.engine.sum(credit.batch["loss_mask"].sum())):
             self.score_average = next_score_average(credit)
         advantage = advantages(credit)
-        if cfg.baseline == "near_states" and cfg.near_iterations > 1:
-            seen = foreign(visited(credit.batch, credit.reward, credit.gamma))
-            self.past = (*self.past, seen)[1 - cfg.near_iterations :]
         if cfg.kl_placement == "advantage":
             mask = credit.batch["loss_mask"]
             advantage = advantage + kl_shaping(distance, credit.batch["episode_id"], credit.num_episodes, mask)

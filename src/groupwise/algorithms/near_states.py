@@ -1,7 +1,5 @@
 """Values of a rollout's states by what attempts that came near them earned: a baseline at every step without a critic."""
 
-from collections.abc import Sequence
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -10,54 +8,61 @@ from groupwise.algorithms.configs import CreditCfg
 from groupwise.data.rollout import Nested
 from groupwise.errors import DataError
 from groupwise.functional.advantages import gae
-from groupwise.functional.neighbours import StatePool, near_values
+from groupwise.functional.neighbours import Neighbours, nearest
 from groupwise.functional.returns import return_to_go
 from groupwise.lean_tensordict import TensorDict
 
 POOL = 4096
-"""States of a rollout that others are compared with at most, evenly spaced; distances cost the product of both."""
+"""States that others are compared with at most, evenly spaced over the rollout; distances cost the product of both."""
+ROUNDS = 10
+"""In which values behind cuts settle: each leaves at most gamma of the error of the one before, and far less where few returns are cut."""
 
 
 def above_near_states(
-    batch: TensorDict,
-    reward: Float[Tensor, "row step"],
-    gamma: float,
-    cfg: CreditCfg,
-    past: Sequence[StatePool] = (),
+    batch: TensorDict, reward: Float[Tensor, "row step"], gamma: float, cfg: CreditCfg
 ) -> Float[Tensor, "row step"]:
     """Generalised advantage estimate of each step, with values of near states in the place of a critic's.
+
+    0 everywhere where the rollout has one attempt only.
 
     Args:
         batch: transitions [N, T].
         reward: as credit sees it.
-        past: what ``visited`` gave of earlier rollouts.
 
     Raises:
         DataError: observations are no vectors of numbers.
     """
-    terminated, truncated, member = batch["terminated"], batch["truncated"], batch["loss_mask"]
-    value = torch.zeros_like(reward)
-    if member.any():
-        pools = [visited(batch, reward, gamma), *past]
-        pool = StatePool(*(torch.cat(parts) for parts in zip(*pools, strict=True)))
-        value[member] = near_values(
-            _vectors(batch["obs"])[member], batch["episode_id"][member], pool, k=cfg.near_states
-        )
+    obs, member, episode = _vectors(batch["obs"]), batch["loss_mask"], batch["episode_id"]
+    terminated, truncated = batch["terminated"], batch["truncated"]
+    pool = torch.arange(0, int(member.sum()), max(1, -(-int(member.sum()) // POOL)), device=member.device)
+    near = nearest(obs[member], episode[member], pool, k=cfg.near_states) if len(pool) else None
+    if near is None or not near.counts.any():
+        return torch.zeros_like(reward)
+    value = values(near, pool, batch, reward, gamma)
     following = next_values(value, terminated, truncated)
     return gae(reward, value, following, terminated, truncated, gamma=gamma, gae_lambda=cfg.gae_lambda)
 
 
-def visited(batch: TensorDict, reward: Float[Tensor, "row step"], gamma: float) -> StatePool:
-    """The rollout's states that count, at most ``POOL``, with the discounted returns from there on."""
-    member = batch["loss_mask"]
-    score = return_to_go(reward, batch["terminated"] | batch["truncated"], gamma)
-    spacing = max(1, -(-int(member.sum()) // POOL))
-    return StatePool(*(part[member][::spacing] for part in (_vectors(batch["obs"]), score, batch["episode_id"])))
+def values(
+    near: Neighbours, pool: Tensor, batch: TensorDict, reward: Float[Tensor, "row step"], gamma: float
+) -> Float[Tensor, "row step"]:
+    """Mean of the discounted returns from near states on; behind an attempt that was cut stands the value of its last step.
 
-
-def foreign(pool: StatePool) -> StatePool:
-    """The pool as later rollouts see it: none of its episodes is one of theirs."""
-    return pool._replace(episode=torch.full_like(pool.episode, -1))
+    Without that, states just before a cut would seem worth little, and so would all states near them. The values that stand
+    there are means of returns that may have been cut themselves: ``V = mean(score + tail V_last)`` is iterated.
+    """
+    member, episode = batch["loss_mask"], batch["episode_id"]
+    cut = batch["truncated"] & ~batch["terminated"] & member
+    done = batch["terminated"] | batch["truncated"]
+    score = return_to_go(reward, done, gamma)
+    tail = return_to_go(gamma * cut.to(reward), done, gamma)
+    last = reward.new_zeros(int(episode.max()) + 1)
+    value = torch.zeros_like(reward)
+    for _ in range(ROUNDS if bool(cut.any()) else 1):
+        whole = (score + tail * last[episode.clamp(min=0)])[member]
+        value[member] = near.mean(whole[pool])
+        last[episode[cut]] = value[cut]
+    return value
 
 
 def next_values(

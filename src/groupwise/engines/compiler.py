@@ -81,7 +81,7 @@ def _as_inputs(graph: fx.GraphModule) -> list[Tensor]:
 
 
 class Compiled(Generic[Out]):
-    """A pure function of tensors and of random draws, compiled at its first call, for the shapes of that call, on a CPU.
+    """A pure function of tensors and of random draws, compiled at its first call, on a CPU. Other shapes run as they stand.
 
     Arguments and results may be tuples and dictionaries of tensors, results also hold None. They agree to rounding: what the function draws by
     ``torch.rand`` and ``torch.randn`` is drawn in the same order from the same generators. Where it cannot be compiled, or
@@ -105,7 +105,10 @@ class Compiled(Generic[Out]):
         """What the function returns."""
         if self._call is None:
             return self._function(*args) if self._tried else self._first(*args)
-        flat = pytree.tree_leaves(args)
+        # what was compiled reads memory as the example's lay there
+        flat = [tensor.contiguous() for tensor in pytree.tree_leaves(args)]
+        if [tensor.shape for tensor in flat] != self._shapes:
+            return self._function(*args)
         out: Out = pytree.tree_unflatten(self._call([*flat, *(draw() for draw in self._draws)]), self._results)
         return out
 
@@ -145,7 +148,8 @@ class Compiled(Generic[Out]):
         """What computes the function from its arguments' tensors and draws, and what that gives from these."""
         flat, layout = pytree.tree_flatten(args)
         expected, self._results = pytree.tree_flatten(out)
-        inputs = [tensor.clone() for tensor in [*flat, *drawn]]
+        inputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in [*flat, *drawn]]
+        self._shapes = [tensor.shape for tensor in flat]
 
         def function(*inputs: Tensor) -> tuple[Tensor | None, ...]:
             with _Drawing(inputs[len(flat) :]):

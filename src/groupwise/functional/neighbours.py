@@ -1,4 +1,4 @@
-"""Values of states without a network: what attempts that came near them went on to earn."""
+"""States near to others, and what was earned from there: values without a network."""
 
 from typing import NamedTuple
 
@@ -8,42 +8,56 @@ from torch import Tensor
 
 _BLOCK = 1024
 """States that are compared with the pool at once: distances of all of them together would need gigabytes."""
+_FLAT = 1e-6
+"""A feature whose deviation is less than this share of its size never changes but for rounding, and tells nothing."""
 
 
-class StatePool(NamedTuple):
-    """States that were visited, and what was earned from there on."""
+class Neighbours(NamedTuple):
+    """Of each element, the nearest states of a pool."""
 
-    state: Float[Tensor, "pooled feature"]
-    score: Float[Tensor, " pooled"]
-    """Returns from each state on."""
-    episode: Int[Tensor, " pooled"]
+    place: Int[Tensor, "element k"]
+    """In the pool."""
+    counts: Bool[Tensor, "element k"]
+    """Not those that stand there for want of others."""
+
+    def mean(self, score: Float[Tensor, " pooled"]) -> Float[Tensor, " element"]:
+        """Mean of the pool's scores over the neighbours; 0 where there are none."""
+        return (score[self.place] * self.counts).sum(dim=1) / self.counts.sum(dim=1).clamp(min=1)
 
 
-def near_values(
-    state: Float[Tensor, "element feature"], episode: Int[Tensor, " element"], pool: StatePool, *, k: int
-) -> Float[Tensor, " element"]:
-    """Mean score of the ``k`` states of the pool nearest to each one, other episodes' only; of all of those where there are fewer.
+def nearest(
+    state: Float[Tensor, "element feature"],
+    episode: Int[Tensor, " element"],
+    pool: Int[Tensor, " pooled"],
+    *,
+    k: int,
+) -> Neighbours:
+    """The ``k`` states of the pool nearest to each one, those of other episodes; all of those where there are fewer.
 
-    Distances are Euclidean, of features less their mean over their deviation (those of ``state``), so that units mean
-    nothing. An episode's own states are left out: their scores hold the very noise that a baseline is to take off, and an
-    action must not be measured against itself. Where no other episode is, the value is the mean of all scores.
+    Distances are Euclidean, of features less their mean over their deviation, so that units mean nothing. An episode's own
+    states are left out: what was earned there holds the very noise that a baseline is to take off.
 
-    Source: value functions from nearest neighbours: Blundell et al. 2016, https://arxiv.org/abs/1606.04460, eq. 2; as a
-        baseline that siblings give each other, after GiGPO, https://arxiv.org/abs/2505.10978, which asks for equal states.
+    Args:
+        pool: indices of elements.
+
+    Source: values from nearest neighbours: Blundell et al. 2016, https://arxiv.org/abs/1606.04460, eq. 2; as a baseline that
+        attempts give each other, after GiGPO, https://arxiv.org/abs/2505.10978, which asks for equal states.
     """
     mean, scale = state.mean(dim=0), state.std(dim=0, correction=0)
-    scale = torch.where(scale > 0, scale, torch.inf)  # what never changes tells nothing
-    theirs = pool._replace(state=(pool.state - mean) / scale)
-    blocks = zip(torch.split((state - mean) / scale, _BLOCK), torch.split(episode, _BLOCK), strict=True)
-    return torch.cat([_mean_of_nearest(*block, theirs, min(k, len(pool.score))) for block in blocks])
+    state = (state - mean) / torch.where(scale > _FLAT * mean.abs(), scale, torch.inf)
+    blocks = zip(torch.split(state, _BLOCK), torch.split(episode, _BLOCK), strict=True)
+    found = [_nearest(*block, state[pool], episode[pool], min(k, len(pool))) for block in blocks]
+    return Neighbours(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
-def _mean_of_nearest(
-    state: Float[Tensor, "element feature"], episode: Int[Tensor, " element"], pool: StatePool, k: int
-) -> Float[Tensor, " element"]:
-    own = episode[:, None] == pool.episode
-    distance, index = torch.cdist(state, pool.state).masked_fill(own, torch.inf).topk(k, largest=False)
-    other: Bool[Tensor, "element k"] = distance.isfinite()
-    count = other.sum(dim=1)
-    mean = (pool.score[index] * other).sum(dim=1) / count.clamp(min=1)
-    return torch.where(count > 0, mean, pool.score.mean())
+def _nearest(
+    state: Float[Tensor, "element feature"],
+    episode: Int[Tensor, " element"],
+    pool: Float[Tensor, "pooled feature"],
+    pool_episode: Int[Tensor, " pooled"],
+    k: int,
+) -> Neighbours:
+    # by products, one state far from all others costs the distances between these their digits
+    distance = torch.cdist(state, pool, compute_mode="donot_use_mm_for_euclid_dist")
+    distance, index = distance.masked_fill(episode[:, None] == pool_episode, torch.inf).topk(k, largest=False)
+    return Neighbours(index, distance.isfinite())

@@ -93,8 +93,9 @@ def scaled(cfg: Any, tuned: dict[str, Any]) -> Any:
     if hasattr(algorithm, "gae_lambda"):
         update["gae_lambda"] = 1 - (1 - algorithm.gae_lambda) * tuned.get("one_minus_lambda", 1.0)
         return cfg.model_copy(update={"algorithm": algorithm.model_copy(update=update)})
-    gae_lambda = 1 - (1 - algorithm.credit.gae_lambda) * tuned.get("one_minus_lambda", 1.0)
-    update["credit"] = algorithm.credit.model_copy(update={"gae_lambda": gae_lambda})
+    if "one_minus_lambda" in tuned:
+        gae_lambda = 1 - (1 - algorithm.credit.gae_lambda) * tuned["one_minus_lambda"]
+        update["credit"] = algorithm.credit.model_copy(update={"gae_lambda": gae_lambda})
     update["group_size"] = algorithm.group_size * tuned.get("group_size", 1)
     rows = max(cfg.env.num_envs, update["group_size"])
     update["num_steps"] = algorithm.num_steps * cfg.env.num_envs // rows

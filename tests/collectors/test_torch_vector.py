@@ -9,8 +9,9 @@ from tape import Tape
 from torch_rollouts import ENVS, Corridor, close, same
 
 import groupwise as gw
+from groupwise.engines import compiler
 from groupwise.engines.replay import WARM_UP
-from groupwise.errors import EnvError
+from groupwise.errors import EnvError, SlowPathWarning
 
 
 def made(env, num_envs, num_steps, *, resident, seed=0, actor_only=False, recorder=None, compiled=False, **cfg):
@@ -86,6 +87,36 @@ def test_compiled_ones_are_the_others_to_rounding(env):
                     parameter.mul_(1.5)
     assert compiled[0].compiles
     assert compiled[0]._compiled.is_compiled
+
+
+def test_a_policy_that_is_changed_after_compiling_acts_as_it_is_then():
+    compiled, reference = (made("pendulum", 8, 4, resident=True, compiled=how) for how in (True, False))
+
+    def rollouts():
+        return [collector.collect(4, buffer.start_rollout()) for collector, buffer in (compiled, reference)]
+
+    close(*rollouts())
+    first = compiled[0]._compiled
+    for collector, _ in (compiled, reference):
+        collector.policy.log_std = torch.nn.Parameter(torch.full((1,), -2.0))
+    close(*rollouts())
+    assert compiled[0]._compiled is not first
+    looked = []
+    compiled[0].policy.actor.register_forward_hook(lambda *_: looked.append(1))
+    close(*rollouts())
+    assert looked
+
+
+def test_where_compiling_fails_collecting_goes_on_as_it_would_have(monkeypatch):
+    def broken(*_, **__):
+        raise OSError("no g++")
+
+    monkeypatch.setattr(compiler, "compile_function", broken)
+    compiled, reference = (made("cut often", 8, 4, resident=True, compiled=how) for how in (True, False))
+    with pytest.warns(SlowPathWarning, match=r"collecting runs without the compiler \(OSError: no g\+\+\)"):
+        first = compiled[0].collect(4, compiled[1].start_rollout())
+    close(first, reference[0].collect(4, reference[1].start_rollout()))
+    same(*(collector.collect(4, buffer.start_rollout()) for collector, buffer in (compiled, reference)))
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def written(run):
     return [{k: v for k, v in entry.items() if not k.startswith("time/")} for entry in run.metrics()]
 
 
-COMPILED = "acting and stepping are compiled together; compile_rollouts='never' switches that off"
+COMPILED = "acting and stepping will be compiled together; compile_rollouts='never' switches that off"
 FINISH = BRANCH.model_copy(update={"collection": gw.GRPOCfg().collection})
 
 

@@ -7,6 +7,7 @@ A whole rollout is one function of tensors that stay where they are, which a GPU
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed
 
 WORTH_STEPS = 50_000
-"""Steps of every row that must be ahead: compiling takes 5 to 15 seconds, and each step saves 0.25 ms or more."""
+"""Steps of every row that must be ahead: compiling takes 5 to 15 seconds, and each step saves a quarter of a millisecond or more."""
 
 LATEST = 100
 """Finished episodes that are told one by one."""
@@ -167,13 +168,10 @@ class ResidentCollector(Collector):
         self._fill = Replayed(
             self._filled, env.device, name="collecting", generators=[self._generator], recorder=recorder
         )
-        turn: Callable[..., Turn] = self._turn
-        self._compiled = Compiled(turn, name="collecting", mend="compile_rollouts='never'") if compiled else None
-
-    @property
-    def compiles(self) -> bool:
-        """Whether acting and stepping are compiled, or will be."""
-        return self._compiled is not None
+        self.compiles = compiled
+        """Whether acting and stepping are compiled together, where that succeeds."""
+        self._compiled: Compiled[Turn] | None = None
+        self._compiled_for: list[int] = []
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Exactly ``num_steps`` slots of every row."""
@@ -234,8 +232,16 @@ class ResidentCollector(Collector):
         self.env.close()
 
     def _turning(self) -> Callable[..., Turn]:
-        """``_turn`` for many steps in which no parameter changes, compiled where that was asked for."""
-        return self._compiled or partial(self._turn, act=self.policy.acting())
+        """``_turn`` for many steps in which no parameter changes, compiled where that was asked for and is possible."""
+        as_it_stands = partial(self._turn, act=self.policy.acting())
+        if not self.compiles or not self.policy.acts_purely:  # somebody may look on by now
+            return as_it_stands
+        tensors = [id(tensor) for tensor in chain(self.policy.parameters(), self.policy.buffers())]
+        if self._compiled is None or tensors != self._compiled_for:  # others may have taken their places
+            turn: Callable[..., Turn] = self._turn
+            self._compiled = Compiled(turn, name="collecting", mend="compile_rollouts='never'")
+            self._compiled_for = tensors
+        return as_it_stands if self._compiled.has_failed else self._compiled
 
     def _turn(self, rows: Rows, obs: Nested, *others: Tensor, act: Callable[..., Action] | None = None) -> Turn:
         """An action of all rows, and what follows until the next one.

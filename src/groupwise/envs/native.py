@@ -63,6 +63,8 @@ class TorchGroupEnv(GroupEnv):
 
     They must be pure: draw all randomness from ``random``, return new tensors instead of writing into old ones, and
     keep nothing. They are called with all N rows, whatever becomes of the results. Nothing waits for the device.
+    Tensors of the environment that they read may be written into; Python's numbers may not change, for what is compiled or
+    recorded keeps those it was made with.
 
     ``stepped``, ``started``, ``renewed`` and ``copied`` are ``step``, ``start``, ``reset`` and branching as functions of
     ``Rows``, for collectors that record them: these leave the environment itself where it is.

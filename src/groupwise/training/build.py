@@ -122,7 +122,7 @@ def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> EnvParts:
     resident = isinstance(collector, ResidentCollector)
     residence = residence_of(algorithm, env, resident)
     if isinstance(collector, ResidentCollector) and collector.compiles:
-        residence += ("acting and stepping are compiled together; compile_rollouts='never' switches that off",)
+        residence += ("acting and stepping will be compiled together; compile_rollouts='never' switches that off",)
     buffer = RolloutBuffer(
         env.num_envs,
         cfg.algorithm.num_steps,

@@ -58,9 +58,10 @@ def explained(score: Any, baseline: Any) -> float:
 
 def of_rollout(rollout: Any, gamma: float) -> dict[str, float]:
     """Of one rollout of whole groups."""
-    from groupwise.algorithms.near_states import visited
+    import torch
+
     from groupwise.functional.advantages import comparable, group_relative
-    from groupwise.functional.neighbours import near_values
+    from groupwise.functional.neighbours import nearest
     from groupwise.functional.returns import return_to_go
 
     batch = rollout[:, :-1]
@@ -71,7 +72,8 @@ def of_rollout(rollout: Any, gamma: float) -> dict[str, float]:
     num_keys = (int(batch["group_id"].max()) + 1) * moments
     above = group_relative(score, key, num_keys, baseline="leave_one_out", scale="none")
     asked = comparable(key, num_keys)
-    near = near_values(batch["obs"][live], batch["episode_id"][live], visited(batch, batch["reward"], gamma), k=16)
+    everyone = torch.arange(int(live.sum()))
+    near = nearest(batch["obs"][live], batch["episode_id"][live], everyone, k=16).mean(score[live])
     return {
         "siblings": explained(score[asked], (score - above)[asked]),
         "near": explained(score[asked], near[asked[live]]),

@@ -39,7 +39,7 @@ def above_near_states(
     if near is None or not near.counts.any():
         return torch.zeros_like(reward)
     value = values(near, pool, batch, reward, gamma)
-    following = next_values(value, terminated, truncated)
+    following = next_values(value, truncated)
     return gae(reward, value, following, terminated, truncated, gamma=gamma, gae_lambda=cfg.gae_lambda)
 
 
@@ -65,15 +65,12 @@ def values(
     return value
 
 
-def next_values(
-    value: Float[Tensor, "row step"], terminated: Bool[Tensor, "row step"], truncated: Bool[Tensor, "row step"]
-) -> Float[Tensor, "row step"]:
-    """V of each step's successor: the next step's; 0 where the episode terminated; where it was cut, the step's own.
+def next_values(value: Float[Tensor, "row step"], truncated: Bool[Tensor, "row step"]) -> Float[Tensor, "row step"]:
+    """V of each step's successor: the next step's; where the episode was cut, the step's own.
 
-    The observation behind a cut is nobody's step, so nothing was earned from there.
+    The observation behind a cut is nobody's step, so nothing was earned from there. ``gae`` lets nothing follow a terminal state.
     """
-    following = torch.cat([value[:, 1:], value[:, -1:]], dim=1)
-    return torch.where(truncated, value, following).masked_fill(terminated, 0)
+    return torch.where(truncated, value, torch.cat([value[:, 1:], value[:, -1:]], dim=1))
 
 
 def _vectors(obs: Nested) -> Float[Tensor, "row step feature"]:

@@ -146,7 +146,9 @@ def summary(comparison: Comparison) -> str:
         by_name = {m.method: m for m in found.methods}
         best = max((m for m in found.methods if m.method in free), key=lambda m: m.iqm.value)
         ends = [
-            told(by_name[NAMES[name]].iqm, len(by_name[NAMES[name]].seeds)) if NAMES[name] in by_name else "not run"
+            told(by_name[NAMES[name]].iqm, len(by_name[NAMES[name]].seeds))
+            if NAMES[name] in by_name
+            else "not complete"
             for name in shown_methods
         ]
         pairs = [against(found, NAMES[name], NAMES["ppo"]) for name in (CANDIDATE, *REMEDIES)]

@@ -115,7 +115,7 @@ def test_methods_that_are_not_complete_are_left_out(study, tmp_path, monkeypatch
             made(study, tmp_path, method, seed, 1.0)
     comparison = report.compared()
     assert [m.method for m in comparison.environments[0].methods] == ["near states", "PPO"]
-    assert "| CartPole-v1 | not run | 1.000 | 1.000 | not run |" in report.summary(comparison)
+    assert "| CartPole-v1 | not complete | 1.000 | 1.000 | not complete |" in report.summary(comparison)
     (tmp_path / "CartPole-v1" / "ppo" / "1.json").unlink()
     assert report.complete(report.TASKS[0]) == ["near_states"]
 

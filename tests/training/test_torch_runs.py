@@ -115,7 +115,8 @@ def test_rollouts_are_compiled_where_that_is_worth_it(algorithm, compile, row_st
     ("algorithm", "env", "policy", "says"),
     [
         (PPO, "CartPole-v1", {}, "CartPole-v1 is no simulator in torch; mend: compile_rollouts='auto'"),
-        (FINISH, gw.TorchCartPole, {}, "collection.unfinished is not 'branch'"),
+        (FINISH, gw.TorchCartPole, {}, "is not 'branch'; mend: collection.unfinished='branch', or compile_rollouts"),
+        (FINISH, "CartPole-v1", {}, "CartPole-v1 is no simulator in torch; mend: compile_rollouts='auto'"),
         (PPO, gw.TorchCartPole, {"mlp_kernel": "torch"}, "the policy is not known to act as a function"),
     ],
 )

@@ -98,6 +98,8 @@ class CreditCfg(Cfg):
 
     @model_validator(mode="after")
     def _check_key(self) -> "CreditCfg":
+        if self.baseline == "near_states":
+            self._check_near_states()
         if self.group_key == "group_step" and self.returns not in ("return_to_go", "turn"):
             raise ValueError(
                 f"group_key='group_step' compares returns from a step on; got returns={self.returns!r}, mend: returns='return_to_go'"
@@ -134,16 +136,19 @@ class CreditCfg(Cfg):
             raise ValueError(
                 f"baseline='optimal_token' weighs the members that live at a step; got group_key={found[0]!r}, returns={found[1]!r}, early_finisher={found[2]!r}, mend: 'group_step', 'return_to_go', 'mask'"
             )
-        near = (self.returns, self.group_key, self.scale, self.reward)
-        if self.baseline == "near_states" and near != ("return_to_go", "group", "none", "total"):
-            raise ValueError(
-                f"baseline='near_states' compares returns from states on, whenever they were visited; got returns={near[0]!r}, group_key={near[1]!r}, scale={near[2]!r}, reward={near[3]!r}, mend: 'return_to_go', 'group', 'none', 'total', and normalize='batch'"
-            )
         if self.baseline == "none" and (self.group_key, self.scale, self.normalize) != ("group", "none", "batch"):
             raise ValueError(
                 f"baseline='none' leaves raw scores; got group_key={self.group_key!r}, scale={self.scale!r}, normalize={self.normalize!r}, mend: 'group', 'none', 'batch'"
             )
         return self
+
+    def _check_near_states(self) -> None:
+        wanted = {"returns": "return_to_go", "group_key": "group", "scale": "none", "reward": "total"}
+        for name, value in wanted.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"baseline='near_states' compares returns from states on, whoever visited them; got {name}={getattr(self, name)!r}, mend: {name}={value!r}"
+                )
 
 
 class ReferenceCfg(Cfg):

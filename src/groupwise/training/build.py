@@ -16,7 +16,7 @@ from groupwise.collectors.resident import WORTH_STEPS, ResidentCollector, why_no
 from groupwise.collectors.torch_groups import TorchGroupCollector
 from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.collectors.vector import VectorCollector
-from groupwise.data.rollout import RolloutBuffer
+from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.engines.base import Engine
 from groupwise.envs.base import GroupEnv, GroupStartReport, VectorEnv
 from groupwise.envs.local_rows import OnError
@@ -114,6 +114,7 @@ def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> EnvParts:
         on_error=_on_error(cfg),
         device=device,
     )
+    _check_obs(cfg, env)
     cfg = _with_max_length(cfg, env)
     policy = build_policy(cfg, env, given, algorithm_type).to(device)
     seed = derive_seed(cfg.seed, "algorithm")
@@ -192,6 +193,18 @@ def _check(cfg: RunCfg, given: Given, algorithm_type: type[BaseAlgorithm]) -> No
         raise ConfigError(
             f"{algorithm_type.__name__} is grouped, but {type(cfg.algorithm).__name__} has no group_size; "
             "mend: derive the config from GRPOCfg"
+        )
+
+
+def _check_obs(cfg: RunCfg, env: VectorEnv) -> None:
+    """Refuse credit that asks how near observations are, where they are no vectors of floats, before a rollout is collected."""
+    if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.credit.baseline != "near_states":
+        return
+    spec = env.obs_spec
+    if not isinstance(spec, TensorSpec) or not spec.dtype.is_floating_point or len(spec.shape) != 1:
+        raise ConfigError(
+            f"credit.baseline='near_states' needs observations that are vectors of floats, and those of {env.env_id} are "
+            f"{env.observation_space}; mend: baseline='mean' with group_key='group_step', which compares steps by their time"
         )
 
 
@@ -277,8 +290,10 @@ def _compiles(cfg: RunCfg, env: VectorEnv, policy: Policy, stays: bool, world_si
     Raises:
         ConfigError: that is asked for where it cannot be.
     """
-    why = why_not_compiled(env, policy) if stays else "collection.unfinished is not 'branch'"
+    why, mend = why_not_compiled(env, policy), "compile_rollouts='auto'"
+    if why is None and not stays:
+        why, mend = "collection.unfinished is not 'branch'", f"collection.unfinished='branch', or {mend}"
     if cfg.compile_rollouts == "always" and why is not None:
-        raise ConfigError(f"compile_rollouts='always', but {why}; mend: compile_rollouts='auto'")
+        raise ConfigError(f"compile_rollouts='always', but {why}; mend: {mend}")
     worth = cfg.total_steps // (env.num_envs * world_size) >= WORTH_STEPS
     return cfg.compile_rollouts == "always" or (cfg.compile_rollouts == "auto" and why is None and worth)

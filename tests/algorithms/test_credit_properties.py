@@ -5,6 +5,8 @@ import torch
 from credit_rollouts import PRESETS, credit, per_episode, preset, rollout
 
 RULES = sorted({str(p["credit"]): name for name, p in PRESETS.items()}.values())
+NEAR = {"near_states"}
+"""Of equally near states the first ones count, and many are equal here; any group's are near; cut returns go on."""
 OF_THE_BATCH = ["gdpo", "gpg", "lite_ppo", "rae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
@@ -43,7 +45,7 @@ def test_equal_attempts_get_exactly_zero(name):
     assert not credit(batch, **preset(name)).any()
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", sorted(set(RULES) - NEAR))
 def test_the_order_of_rows_and_members_and_padding_mean_nothing(name):
     episodes = random_episodes(1)
     batch = every_key(episodes, steps=6)
@@ -57,7 +59,7 @@ def test_the_order_of_rows_and_members_and_padding_mean_nothing(name):
         torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", sorted(set(RULES) - set(OF_THE_BATCH)))
+@pytest.mark.parametrize("name", sorted(set(RULES) - set(OF_THE_BATCH) - NEAR))
 def test_groups_do_not_see_each_other(name):
     episodes = random_episodes(2)
     out = credit(every_key(episodes, steps=6), **preset(name))
@@ -89,7 +91,7 @@ def test_two_ranks_are_one_batch(choices, two_ranks):
     torch.testing.assert_close(two_ranks(on_rank, *reversed(ranks)), whole[10:], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", sorted(set(RULES) - {"max_rl", "gpg"}))
+@pytest.mark.parametrize("name", sorted(set(RULES) - {"max_rl", "gpg"} - NEAR))
 def test_a_bonus_that_all_attempts_get_changes_nothing(name):
     episodes = random_episodes(4)
     batch = every_key(episodes, steps=6)

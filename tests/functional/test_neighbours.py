@@ -84,6 +84,8 @@ def test_units_of_states_mean_nothing_and_those_of_scores_pass_through(case, sca
     expected = near_values(state.double(), score.double(), episode, k=k)
     found = near_values(scale * state.double() + shift, score.double(), episode, k=k)
     torch.testing.assert_close(found, expected)
+    if len(episode.unique()) == 1:
+        return  # nobody else, so 0 whatever the score
     found = near_values(state.double(), scale * score.double() + shift, episode, k=k)
     torch.testing.assert_close(found, scale * expected + shift)
 

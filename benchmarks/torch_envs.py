@@ -2,7 +2,7 @@
 
 Rollouts and updates stay on the device; on a GPU both are replayed as CUDA graphs, on a CPU both are compiled. Each run trains in a process of its own;
 the first iterations, in which that happens, are not timed. Both learn what they are timed at: the mean return of
-training episodes stands beside the rate. On a GPU the peers that can be imported run on the same environment in turn.
+training episodes stands beside the rate. A plain compiled loop in the way of LeanRL, and rsl_rl where it can be imported, run PPO on the same environment in turn.
 
 ``--task cheetah`` and ``--task cube`` are simulated by MuJoCo Warp (extra ``mujoco-warp``), and trained for four epochs.
 Numbers of environments that are not asked for keep their earlier results.
@@ -46,6 +46,7 @@ TASKS = {
     "cube": ("WarpCubePush", *ARM),
 }
 """Class, and settings of PPO and GRPO."""
+PEERS = ("leanrl", "rsl_rl")
 
 
 def minibatch_size(num_envs: int) -> int:
@@ -130,20 +131,26 @@ class Clock:
         return Timed()
 
 
-def train_rsl_rl(task: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
-    """Rate of rsl_rl's PPO at PPO's settings above, and what was reached."""
+def train_peer(peer: str, task: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
+    """Rate of another library's PPO at PPO's settings above, and what was reached."""
     import torch
 
     sys.path.insert(0, str(Path(__file__).parent))
-    from peers.rsl_rl_ppo import cartpole, continuous, train
-
     import groupwise as gw
 
     torch.set_num_threads(threads)
+    torch.manual_seed(0)
     name, ppo, _ = TASKS[task]
-    rows = cartpole(num_envs, device) if task == "cartpole" else continuous(getattr(gw, name)(num_envs, device=device))
+    env = getattr(gw, name)(num_envs, device=device)
     settings = ppo | {"num_steps": STEPS[num_envs], "num_minibatches": 8}
-    return train(rows, settings, warm_up=WARM_UP[device], seconds=SECONDS)
+    if peer == "leanrl":
+        from peers import leanrl_ppo
+
+        return leanrl_ppo.train(env, settings, warm_up=WARM_UP[device], seconds=SECONDS)
+    from peers import rsl_rl_ppo
+
+    rows = rsl_rl_ppo.pushed_by_sign(env) if task == "cartpole" else rsl_rl_ppo.continuous(env)
+    return rsl_rl_ppo.train(rows, settings, warm_up=WARM_UP[device], seconds=SECONDS)
 
 
 def measured(task: str, run: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
@@ -163,18 +170,18 @@ def main() -> None:
     parser.add_argument("--task", default="cartpole", choices=TASKS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--worker", choices=["ppo", "grpo", "rsl_rl"])
+    parser.add_argument("--worker", choices=["ppo", "grpo", *PEERS])
     args = parser.parse_args()
     device = args.device or default_device()
-    if args.worker == "rsl_rl":
-        print(json.dumps(train_rsl_rl(args.task, args.envs[0], device, args.threads)))
+    if args.worker in PEERS:
+        print(json.dumps(train_peer(args.worker, args.task, args.envs[0], device, args.threads)))
         return
     if args.worker:
         print(json.dumps(train(args.task, args.worker, args.envs[0], device, args.threads)))
         return
-    turns = ["ppo", "grpo"]
+    turns = ["ppo", "grpo", "leanrl"]
     if find_spec("rsl_rl") is None:
-        print("rsl_rl is not installed, so no peer runs; mend: pip install rsl-rl-lib==5.5.1")
+        print("rsl_rl is not installed, so it does not run; mend: pip install rsl-rl-lib==5.5.1")
     else:
         turns.append("rsl_rl")
     kind = "torch_envs" if args.task == "cartpole" else f"warp_{args.task}"

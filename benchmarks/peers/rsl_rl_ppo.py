@@ -1,4 +1,4 @@
-"""rsl_rl's PPO on simulators in torch, for ``benchmarks/torch_envs.py`` and ``warp_envs.py``: the same environment, network and settings.
+"""rsl_rl's PPO on simulators in torch, for ``benchmarks/torch_envs.py``: the same environment, network and settings.
 
 Its policies for numbers are Gaussian: on CartPole the sign of its one number is the push, where ours choose one of two.
 """
@@ -45,9 +45,9 @@ class Rows(VecEnv):  # type: ignore[misc]
         return self.get_observations(), step.reward, done.long(), {"time_outs": step.truncated}
 
 
-def cartpole(num_envs: int, device: str) -> Rows:
-    """CartPole pushed by a sign."""
-    return Rows(gw.TorchCartPole(num_envs, device=device), lambda actions: (actions[:, 0] > 0).long(), 1)
+def pushed_by_sign(env: gw.TorchGroupEnv) -> Rows:
+    """An environment of two actions."""
+    return Rows(env, lambda actions: (actions[:, 0] > 0).long(), 1)
 
 
 def continuous(env: gw.TorchGroupEnv) -> Rows:

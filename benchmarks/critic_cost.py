@@ -1,0 +1,108 @@
+"""What a critic costs: seconds of training and memory at the same rollouts, minibatches and epochs, with one and without.
+
+Pendulum-v1, whose episodes all last 200 steps, so that PPO, GRPO (per time step) and GRPO with values from near states take the same iterations
+of 16 attempts, ten epochs in minibatches of 512. Networks of 64, 256 and 1,024 units in each of two layers. Each run trains on one thread
+in a process of its own, in turn; the first two iterations are not timed.
+
+    python benchmarks/critic_cost.py            # results/critic_cost.json
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).parent / "results" / "critic_cost.json"
+ROWS, LENGTH, GROUP, WARM_UP = 16, 200, 8, 2
+ITERATIONS = {64: 40, 256: 15, 1024: 4}
+"""Timed, by the networks' width."""
+SHARED: dict[str, Any] = {
+    "num_steps": LENGTH,
+    "num_epochs": 10,
+    "minibatch_size": 512,
+    "learning_rate": 1e-3,
+    "gamma": 0.9,
+}
+NEAR: dict[str, Any] = {"group_key": "group", "returns": "return_to_go", "baseline": "near_states", "scale": "none"}
+METHODS: dict[str, dict[str, Any]] = {
+    "ppo": {"name": "ppo", "gae_lambda": 0.95},
+    "grpo": {"name": "grpo", "group_size": GROUP, "credit": {"group_key": "group_step", "returns": "return_to_go"}},
+    "near_states": {"name": "grpo", "group_size": GROUP, "credit": NEAR | {"gae_lambda": 0.95, "normalize": "batch"}},
+}
+
+
+def trained(method: str, width: int) -> dict[str, float]:
+    """Milliseconds of an iteration's rollout and update, median; the process's peak of memory."""
+    import groupwise as gw
+
+    seconds: list[tuple[float, float]] = []
+
+    class Clock(gw.Callback):
+        def on_iteration_end(self, trainer: Any, rollout: Any, metrics: dict[str, float]) -> None:
+            seconds.append((metrics["time/collect_seconds"], metrics["time/update_seconds"]))
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = gw.train(
+            "Pendulum-v1",
+            METHODS[method] | SHARED,
+            num_envs=ROWS,
+            policy={"hidden_sizes": [width, width]},
+            total_steps=ROWS * LENGTH * (WARM_UP + ITERATIONS[width]),
+            seed=0,
+            run_dir=f"{folder}/run",
+            callbacks=[Clock()],
+            logging={"progress": "none"},
+            evaluation={"interval": None},
+        )
+        assert run.summary["env_steps"] == ROWS * LENGTH * (WARM_UP + ITERATIONS[width])
+    collect, update = (1000 * statistics.median(part) for part in zip(*seconds[WARM_UP:], strict=True))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
+    return {"collect_ms": round(collect, 1), "update_ms": round(update, 1), "memory_mib": round(peak / 1024)}
+
+
+def measured(method: str, width: int) -> dict[str, Any]:
+    """One run in a process of its own."""
+    command = [sys.executable, __file__, "--worker", method, "--width", str(width)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    out = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout
+    return {"method": method, "width": width, **json.loads(out.splitlines()[-1])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--worker", choices=METHODS)
+    parser.add_argument("--width", type=int, choices=ITERATIONS)
+    args = parser.parse_args()
+    if args.worker:
+        print(json.dumps(trained(args.worker, args.width)))
+        return
+    runs = []
+    for _ in range(args.rounds):
+        for width in ITERATIONS:
+            for method in METHODS:
+                runs.append(measured(method, width))
+                print(runs[-1], flush=True)
+    keys = ("collect_ms", "update_ms", "memory_mib")
+    medians = {
+        f"{method}, {width}": {
+            key: statistics.median(run[key] for run in runs if (run["method"], run["width"]) == (method, width))
+            for key in keys
+        }
+        for width in ITERATIONS
+        for method in METHODS
+    }
+    machine = {"cpus": os.cpu_count(), "processor": platform.machine()}
+    RESULT.write_text(json.dumps({"machine": machine, "runs": runs, "median": medians}, indent=1) + "\n")
+    print(json.dumps(medians, indent=1))
+
+
+if __name__ == "__main__":
+    main()

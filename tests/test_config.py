@@ -244,6 +244,7 @@ def test_file_that_is_no_text_is_named(tmp_path):
         ({"credit": {"returns": "outcome"}}, {}, r"algorithm\.credit: .*mend.*\(from the preset: .*group_key"),
         (None, {"env": 3}, r"env = 3: expected an object"),
         ("grpoo", {}, r"unknown algorithm 'grpoo': did you mean 'grpo'"),
+        ("near_states", {}, r"unknown algorithm 'near_states': a preset of that name.*mend: preset='near_states'"),
     ],
 )
 def test_wrong_settings_name_key_value_and_mend(algorithm, fields, message):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from groupwise.algorithms.configs import AlgorithmCfg, GRPOCfg, PPOCfg
 from groupwise.errors import ConfigError, UnknownNameError
+from groupwise.presets import objective_presets
 
 
 class AlgorithmEntry(NamedTuple):
@@ -66,7 +67,8 @@ def algorithm_entry(name: str) -> AlgorithmEntry:
         UnknownNameError: nobody registered ``name``.
     """
     if name not in _ALGORITHMS:
-        raise UnknownNameError("algorithm", name, _ALGORITHMS)
+        preset = f"a preset of that name changes grpo; mend: preset={name!r}" if name in objective_presets() else None
+        raise UnknownNameError("algorithm", name, _ALGORITHMS, hint=preset)
     return _ALGORITHMS[name]
 
 

@@ -98,6 +98,13 @@ def test_what_is_no_run_folder_is_named(damage: str, says: str):
     assert "mend" in str(caught.value)
 
 
+def test_a_folder_of_runs_names_one_of_them():
+    for seed in (0, 1):
+        RunFolder.create(CONFIG, Path(f"mine/seed_{seed}"))
+    with pytest.raises(RunFolderError, match="mine is no run folder: .*mend: give one of those in it, as in mine/seed_0"):
+        RunFolder.open(Path("mine"))
+
+
 def test_a_last_line_cut_short_by_a_kill_is_left_out():
     folder = RunFolder.create(CONFIG, Path("mine"))
     for end in ('{"iterat', '{"iteration": 3}'):  # not a whole object; not a whole line

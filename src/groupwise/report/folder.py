@@ -88,9 +88,9 @@ class RunFolder:
         if not path.is_dir():
             raise RunFolderError(f"there is no run folder {str(path)!r}; mend: give the path that training printed")
         if not folder.config.is_file():
-            raise RunFolderError(
-                f"{path} is no run folder: config.json is missing; mend: give a folder that training made"
-            )
+            inside = [child.name for child in sorted(path.iterdir()) if cls(child).config.is_file()]
+            mend = f"one of those in it, as in {path / inside[0]}" if inside else "a folder that training made"
+            raise RunFolderError(f"{path} is no run folder: config.json is missing; mend: give {mend}")
         return folder
 
     def read_config(self) -> dict[str, Any]:

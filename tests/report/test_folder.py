@@ -101,7 +101,9 @@ def test_what_is_no_run_folder_is_named(damage: str, says: str):
 def test_a_folder_of_runs_names_one_of_them():
     for seed in (0, 1):
         RunFolder.create(CONFIG, Path(f"mine/seed_{seed}"))
-    with pytest.raises(RunFolderError, match="mine is no run folder: .*mend: give one of those in it, as in mine/seed_0"):
+    with pytest.raises(
+        RunFolderError, match=r"mine is no run folder: .*mend: give one of those in it, as in mine/seed_0"
+    ):
         RunFolder.open(Path("mine"))
 
 

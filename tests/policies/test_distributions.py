@@ -13,7 +13,8 @@ from groupwise.data.rollout import TensorSpec
 from groupwise.errors import ConfigError, UnsupportedSpaceError
 from groupwise.policies import few_rows
 from groupwise.policies.configs import PolicyCfg
-from groupwise.policies.distributions import SquashedGaussian, make_head
+from groupwise.policies.distributions import make_head
+from groupwise.policies.gaussian_heads import SquashedGaussian
 
 NVEC = np.array([[2, 5], [3, 1]])
 BOX = spaces.Box(np.array([-1.0, -2.0, 0.0], np.float32), np.array([1.0, 2.0, 5.0], np.float32))

@@ -15,7 +15,8 @@ from groupwise.errors import ConfigError
 from groupwise.policies import mlp_kernel
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.configs import PolicyCfg
-from groupwise.policies.distributions import Categorical, DiagGaussian
+from groupwise.policies.discrete_heads import Categorical
+from groupwise.policies.gaussian_heads import DiagGaussian
 from groupwise.policies.mlp_kernel import ActingNetworks
 from groupwise.policies.networks import MLP, ObsEncoder
 

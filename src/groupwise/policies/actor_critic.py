@@ -12,18 +12,13 @@ from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.data.spaces import is_batched, obs_spec, obs_to_tensor, space_kind, subspaces
 from groupwise.errors import ConfigError, DataError
 from groupwise.lean_tensordict import TensorDict
+from groupwise.policies.action_head import SMALL
 from groupwise.policies.base import Action, Batch, Evaluation, Policy, has_hooks
 from groupwise.policies.configs import PolicyCfg
-from groupwise.policies.distributions import (
-    SMALL,
-    Bernoulli,
-    Categorical,
-    DiagGaussian,
-    MultiCategorical,
-    SquashedGaussian,
-    make_head,
-)
+from groupwise.policies.discrete_heads import Bernoulli, Categorical, MultiCategorical
+from groupwise.policies.distributions import make_head
 from groupwise.policies.few_rows import DrawFew
+from groupwise.policies.gaussian_heads import DiagGaussian, SquashedGaussian
 from groupwise.policies.mlp_kernel import NUMPY_ROWS, ActingNetworks, Layer, VectorNetworks, knows, learns
 from groupwise.policies.networks import ACTOR_GAIN, CRITIC_GAIN, MLP, ObsEncoder, orthogonal
 from groupwise.policies.normalization import ObsNormalizer, RewardNormalizer

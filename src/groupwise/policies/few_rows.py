@@ -1,6 +1,6 @@
 """Acting in a few environments on a CPU, in NumPy: there each of torch's operations takes longer to begin than to compute.
 
-What is drawn, and from which numbers, is as in ``distributions``.
+What is drawn, and from which numbers, is as in the action heads.
 """
 
 import math

@@ -1,0 +1,75 @@
+"""What every action head can do: sample, tell probabilities, and turn its own actions into the environment's."""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from groupwise.data.rollout import TensorSpec
+from groupwise.policies import few_rows
+
+SMALL = 256
+"""Up to so many parameters NumPy draws faster."""
+
+
+class ActionHead(nn.Module, ABC):
+    """A family of distributions over one action space."""
+
+    num_params: int
+    """P, flat parameters of one distribution."""
+    num_outputs: int
+    """How many of them the network gives; the rest is ``log_std``, which does not depend on the observation."""
+    action_spec: TensorSpec
+    """The policy's own action."""
+
+    @abstractmethod
+    def sample(self, params: Float[Tensor, "*batch P"], generator: torch.Generator | None = None) -> Tensor:
+        """Random actions ``[*batch, ...]``, without gradient."""
+
+    def draw(
+        self, params: Float[Tensor, "batch P"], generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Float[Tensor, " batch"]]:
+        """``sample`` and the ``log_prob`` of it, without gradient."""
+        action = self.sample(params, generator)
+        return action, self.log_prob(params, action)
+
+    def drawing_few(self, log_std: np.ndarray | None) -> few_rows.DrawFew | None:
+        """``draw`` of a few rows in NumPy, whose operations begin faster, from what the network gives; None: there is none.
+
+        Args:
+            log_std: of Gaussians, [D], where it does not depend on the observation; None: the network gives all ``params``.
+        """
+        return None
+
+    @abstractmethod
+    def mode(self, params: Float[Tensor, "*batch P"]) -> Tensor:
+        """The likeliest actions ``[*batch, ...]``."""
+
+    @abstractmethod
+    def log_prob(self, params: Float[Tensor, "*batch P"], action: Tensor) -> Float[Tensor, "*batch"]:
+        """Log-probability or log-density of the policy's own actions, joint over their dimensions."""
+
+    @abstractmethod
+    def entropy(self, params: Float[Tensor, "*batch P"]) -> Float[Tensor, "*batch"]:
+        """Entropy in nats, summed over the action's dimensions."""
+
+    @abstractmethod
+    def kl(self, params: Float[Tensor, "*batch P"], other: Float[Tensor, "*batch P"]) -> Float[Tensor, "*batch"]:
+        """Exact KL(params || other) in nats, summed over the action's dimensions."""
+
+    def score(
+        self, params: Float[Tensor, "*batch P"], action: Tensor
+    ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
+        """``log_prob`` and ``entropy``, at one price where they share work."""
+        return self.log_prob(params, action), self.entropy(params)
+
+    def env_action(self, action: Tensor) -> Tensor:
+        """What the environment receives for the policy's own actions."""
+        return action
+
+
+def is_small(params: Tensor) -> bool:
+    """Whether dispatching torch's operations takes longer than computing them."""
+    return params.numel() <= SMALL and params.dtype == torch.float32 and params.device.type == "cpu"

@@ -17,6 +17,9 @@ from plan import EPISODES, EVALUATIONS, FINAL_EPISODES, METHODS, OVERSHOOT, TASK
 
 from groupwise.seeding import derive_seed
 
+PRESETS = Path(__file__).parent / "presets"
+"""The environments' presets when the study began; the library's own may follow what it finds."""
+
 Result = dict[str, Any]
 
 
@@ -67,9 +70,10 @@ def settings(task: Task, method: str, tuned: dict[str, Any]) -> Any:
 
     told, options = round(task.steps * (1 - OVERSHOOT)), algorithm_options(method, task)
     if method == "near_states":
-        ppo = config.resolve(task.env, "ppo").algorithm
+        ppo = config.load_config(PRESETS / f"{task.env}.ppo.json").algorithm
         options = options | {"gamma": ppo.gamma, "credit": options["credit"] | {"gae_lambda": ppo.gae_lambda}}
-    cfg = scaled(config.resolve(task.env, options, total_steps=told), tuned)
+    preset = PRESETS / f"{task.env}.{options['name']}.json"
+    cfg = scaled(config.load_config(preset, options, total_steps=told), tuned)
     return cfg.model_copy(
         update={
             "logging": cfg.logging.model_copy(update={"progress": "none"}),

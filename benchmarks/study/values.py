@@ -176,8 +176,9 @@ def fit(network: nn.Sequential, optimizer: torch.optim.Adam, inputs: Tensor, tar
 
 def advantages_from(estimator: NearStates) -> Callable[..., tuple[Tensor, Tensor]]:
     """What stands in the place of ``PPO.compute_gae``: a window's end cuts attempts, as a time limit does."""
-    from groupwise.algorithms.near_states import next_values, values
+    from groupwise.algorithms.near_states import gathered, next_values, values
     from groupwise.data.rollout import transition_view
+    from groupwise.engines.base import Engine
     from groupwise.functional.advantages import gae
 
     class Smoothed:
@@ -190,11 +191,12 @@ def advantages_from(estimator: NearStates) -> Callable[..., tuple[Tensor, Tensor
         batch = transition_view(rollout).clone()
         reward, member = batch["reward"], batch["loss_mask"]
         batch["truncated"][:, -1] |= ~batch["terminated"][:, -1]
-        state = batch["obs"][member]
+        steps, value = gathered(batch, reward, gamma, Engine()), torch.zeros_like(reward)
+        state = steps.state
         if isinstance(estimator, LocallyLinear):
             state = torch.cat([state, batch["step"][member][:, None].to(state)], dim=1)
-        near: Any = Smoothed(estimator(state, batch["episode_id"][member]))
-        value = values(near, torch.arange(len(state)), batch, reward, gamma)
+        near: Any = Smoothed(estimator(state, steps.episode))
+        value[member] = values(near, torch.arange(len(state)), steps, Engine())
         ends = (next_values(value, batch["truncated"]), batch["terminated"], batch["truncated"])
         estimator.keep((gae(reward, value, *ends, gamma=gamma, gae_lambda=1.0) + value)[member])
         advantage = gae(reward, value, *ends, gamma=gamma, gae_lambda=gae_lambda)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from credit_rollouts import PRESETS, credit, per_episode, preset, rollout
+from credit_rollouts import PRESETS, OneOfTwo, credit, per_episode, preset, rollout
 
 RULES = sorted({str(p["credit"]): name for name, p in PRESETS.items()}.values())
 NEAR = {"near_states"}
@@ -82,10 +82,10 @@ def test_two_ranks_are_one_batch(choices, two_ranks):
     ranks = []
     for half in (0, 1):
         own = [(g - 2 * half, rewards, end) for g, rewards, end in episodes if g // 2 == half]
-        ranks.append((every_key(own, steps=6),))
+        ranks.append((half, every_key(own, steps=6)))
 
-    def on_rank(batch, all_sum):
-        return credit(batch, all_sum=all_sum, **choices)
+    def on_rank(rank, batch, all_sum):
+        return credit(batch, engine=OneOfTwo(rank, all_sum), **choices)
 
     torch.testing.assert_close(two_ranks(on_rank, *ranks), whole[:10], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(two_ranks(on_rank, *reversed(ranks)), whole[10:], atol=1e-5, rtol=1e-4)

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from small_updates import build
+from credit_rollouts import OneOfTwo, credit
 
 import groupwise as gw
 from groupwise.algorithms import near_states
 from groupwise.algorithms.credit import advantages
-from groupwise.engines.base import Engine
 from groupwise.errors import DataError
 from groupwise.lean_tensordict import TensorDict
 
@@ -71,6 +70,54 @@ def test_the_clock_is_neither_praised_nor_blamed(gae_lambda):
     )
     found = credit_of(batch, gamma=0.9, near_states=8, gae_lambda=gae_lambda)
     assert found.abs().max() < 0.25  # of a value of 10: what ten rounds leave
+
+
+@pytest.mark.parametrize("pool", [4096, 20])
+def test_two_ranks_are_one_batch(two_ranks, monkeypatch, pool):
+    """Attempts of one rank are near those of the other; some are cut, and one rank has more than the other."""
+    monkeypatch.setattr(near_states, "POOL", pool)
+    rows, steps = 7, 9
+    generator = torch.Generator().manual_seed(0)
+    last = torch.arange(steps) == torch.randint(4, steps, (rows, 1), generator=generator)
+    cut = torch.rand(rows, 1, generator=generator) < 0.5
+    assert 0 < cut.sum() < rows
+    whole = TensorDict(
+        {
+            "obs": torch.randn(rows, steps, 2, generator=generator),
+            "reward": torch.randn(rows, steps, generator=generator),
+            "terminated": last & ~cut,
+            "truncated": last & cut,
+            "loss_mask": last.flip(1).cumsum(1).flip(1).bool(),
+            "group_id": torch.zeros(rows, steps, dtype=torch.int64),
+            "episode_id": torch.arange(rows)[:, None].repeat(1, steps),
+            "step": torch.arange(steps).expand(rows, -1),
+        },
+        batch_size=[rows, steps],
+    )
+    choices = NEAR | {"near_states": 3, "gae_lambda": 0.9, "normalize": "batch"}
+    expected = credit(whole, gamma=0.9, **choices)
+    there = whole[4:].clone()
+    there["episode_id"] -= 4
+
+    def on_rank(rank, batch, all_sum):
+        return credit(batch, gamma=0.9, engine=OneOfTwo(rank, all_sum), **choices)
+
+    ranks = ((0, whole[:4]), (1, there))
+    torch.testing.assert_close(two_ranks(on_rank, *ranks), expected[:4], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(two_ranks(on_rank, *reversed(ranks)), expected[4:], atol=1e-5, rtol=1e-4)
+
+
+def test_a_rank_without_a_step_that_counts_has_the_others_values_but_no_steps(two_ranks):
+    batch, nothing = rollout(), rollout()
+    nothing["loss_mask"] = torch.zeros(2, 3, dtype=torch.bool)
+
+    def on_rank(rank, batch, all_sum):
+        return credit(batch, gamma=0.5, engine=OneOfTwo(rank, all_sum), **NEAR)
+
+    expected = credit_of(batch)
+    torch.testing.assert_close(two_ranks(on_rank, (0, batch), (1, nothing)), expected)
+    torch.testing.assert_close(two_ranks(on_rank, (1, batch), (0, nothing)), expected)
+    assert not two_ranks(on_rank, (0, nothing), (1, batch)).any()
 
 
 def test_normalised_over_the_batch():
@@ -141,16 +188,6 @@ def test_training_with_it(tmp_path):
     run = gw.train("CartPole-v1", cfg, total_steps=300, run_dir=tmp_path / "run", logging={"progress": "none"})
     assert run.summary["env_steps"] >= 300
     assert all(torch.isfinite(parameter).all() for parameter in run.policy.parameters())
-
-
-def test_several_processes_are_refused():
-    class Two(Engine):
-        world_size = 2
-
-    cfg = gw.GRPOCfg(credit=NEAR)
-    policy = build("grpo").policy
-    with pytest.raises(gw.ConfigError, match="in the rollout of one process, and 2 train together; mend: one process"):
-        gw.GRPO(cfg, policy, Two())
 
 
 def test_updates_then_wait_for_the_device():

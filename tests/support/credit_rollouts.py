@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from groupwise.algorithms.configs import CreditCfg
 from groupwise.algorithms.credit import CreditInput, advantages
-from groupwise.functional.reduce import local
+from groupwise.engines.base import Engine
 
 PRESETS = json.loads(files("groupwise").joinpath("presets/objectives.json").read_text())
 
@@ -52,7 +52,17 @@ def zeros_like_steps(values, shape):
     return torch.zeros((*shape, *one.shape), dtype=one.dtype)
 
 
-def credit(batch, gamma=1.0, average=None, all_sum=local, **choices):
+class OneOfTwo(Engine):
+    """A rank beside another one, whose sums are met elsewhere."""
+
+    world_size = 2
+
+    def __init__(self, rank, all_sum):
+        self.rank = rank
+        self.sum = all_sum
+
+
+def credit(batch, gamma=1.0, average=None, engine=None, **choices):
     return advantages(
         CreditInput(
             batch=batch,
@@ -61,7 +71,7 @@ def credit(batch, gamma=1.0, average=None, all_sum=local, **choices):
             gamma=gamma,
             num_groups=int(batch["group_id"].max()) + 1,
             num_episodes=int(batch["episode_id"].max()) + 1,
-            all_sum=all_sum,
+            engine=engine or Engine(),
             average=average,
             choice_variance=batch.get("variance", None),
         )

@@ -16,6 +16,7 @@ from groupwise.algorithms.anchors import anchors
 from groupwise.algorithms.configs import CreditCfg
 from groupwise.algorithms.near_states import above_near_states
 from groupwise.data.rollout import TensorSpec
+from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError, UnknownNameError
 from groupwise.functional.advantages import (
     Baseline,
@@ -25,7 +26,7 @@ from groupwise.functional.advantages import (
     group_relative,
     next_average,
 )
-from groupwise.functional.reduce import AllSum, gather_segments, local, segment_min_max, segment_sum, whiten
+from groupwise.functional.reduce import gather_segments, segment_min_max, segment_sum, whiten
 from groupwise.functional.returns import episode_return, return_to_go, running_sum
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Policy
@@ -42,8 +43,8 @@ class CreditInput(NamedTuple):
     gamma: float
     num_groups: int
     num_episodes: int
-    all_sum: AllSum = local
-    """Sum over all ranks, for statistics of the whole batch."""
+    engine: Engine = Engine()
+    """Of all ranks, for statistics of the whole batch."""
     average: Float[Tensor, ""] | None = None
     """Moving average of the attempts' scores up to this rollout (``baseline="ema"``)."""
     choice_variance: Float[Tensor, "row step"] | None = None
@@ -139,7 +140,7 @@ def next_score_average(credit: CreditInput) -> Float[Tensor, ""]:
     """The moving average of ``baseline="ema"`` once this rollout's attempts have entered it."""
     _, scored = episode_groups(credit.batch, credit.num_episodes)
     score = episode_return(credit.reward, credit.batch["episode_id"], credit.num_episodes)
-    return next_average(credit.average, score, scored, credit.cfg.ema_decay, all_sum=credit.all_sum)
+    return next_average(credit.average, score, scored, credit.cfg.ema_decay, all_sum=credit.engine.sum)
 
 
 @register_credit("composed")
@@ -157,7 +158,7 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
 def compared(credit: CreditInput) -> Float[Tensor, "row step"]:
     """Advantage of each step within its group, by score, key, baseline and scale; or above the states near it."""
     if credit.cfg.baseline == "near_states":
-        return above_near_states(credit.batch, credit.reward, credit.gamma, credit.cfg)
+        return above_near_states(credit.batch, credit.reward, credit.gamma, credit.cfg, credit.engine)
     match credit.cfg.returns, credit.cfg.group_key:
         case "outcome", _:
             score = episode_return(credit.reward, credit.batch["episode_id"], credit.num_episodes)
@@ -189,7 +190,7 @@ def trajectory(credit: CreditInput, score: Float[Tensor, " episode"]) -> Float[T
             baseline, member = _outside_baseline(credit, score, group, scored)
             assert cfg.scale in ("batch_std", "nonzero_share", "none")
             advantage = baseline_relative(
-                score, baseline, scale=cfg.scale, member=member, eps=cfg.eps, all_sum=credit.all_sum
+                score, baseline, scale=cfg.scale, member=member, eps=cfg.eps, all_sum=credit.engine.sum
             )
         case _:
             advantage = group_relative(
@@ -201,7 +202,7 @@ def trajectory(credit: CreditInput, score: Float[Tensor, " episode"]) -> Float[T
                 eps=cfg.eps,
                 member=scored,
                 weight=_lengths(credit) if cfg.baseline == "length_weighted" else None,
-                all_sum=credit.all_sum,
+                all_sum=credit.engine.sum,
             )
     return gather_segments(advantage, episode)
 
@@ -247,7 +248,7 @@ def anchored(credit: CreditInput) -> Float[Tensor, "row step"]:
         baseline=_within_group(credit.cfg),
         scale=credit.cfg.scale,
         eps=credit.cfg.eps,
-        all_sum=credit.all_sum,
+        all_sum=credit.engine.sum,
     )
 
 
@@ -260,7 +261,7 @@ def normalized(credit: CreditInput, advantage: Float[Tensor, "row step"]) -> Flo
         group = credit.batch["group_id"]
         differs = segment_sum((advantage != 0).to(advantage), group, credit.num_groups)
         counts = counts & (gather_segments(differs, group) > 0)
-    return whiten(advantage, counts, eps=cfg.eps, all_sum=credit.all_sum)
+    return whiten(advantage, counts, eps=cfg.eps, all_sum=credit.engine.sum)
 
 
 def episode_groups(batch: TensorDict, num_episodes: int) -> tuple[Int[Tensor, " episode"], Bool[Tensor, " episode"]]:
@@ -375,7 +376,7 @@ def _compare(
         member=credit.batch["loss_mask"],
         zeros=zeros,
         weight=_chance_seen(credit) if cfg.baseline == "optimal_token" else None,
-        all_sum=credit.all_sum,
+        all_sum=credit.engine.sum,
     )
 
 

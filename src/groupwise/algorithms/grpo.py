@@ -45,11 +45,6 @@ class GRPO(BaseAlgorithm):
     def __init__(self, cfg: GRPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
         check_credit(cfg.credit, policy)
         super().__init__(cfg, policy, engine, seed=seed)
-        if cfg.credit.baseline == "near_states" and self.engine.world_size > 1:
-            raise ConfigError(
-                f"credit.baseline='near_states' looks for states in the rollout of one process, and {self.engine.world_size} train "
-                "together; mend: one process, or baseline='mean'"
-            )
         self.reference = policy.make_reference() if cfg.kl_coef > 0 else None
         if self.reference is not None and cfg.reference.refresh != "never" and not self.reference.refreshable:
             raise ConfigError(
@@ -76,7 +71,7 @@ class GRPO(BaseAlgorithm):
             gamma=self.cfg.gamma,
             num_groups=self.num_ids(batch["group_id"], self.cfg.group_size),
             num_episodes=self.num_ids(batch["episode_id"]),
-            all_sum=self.engine.sum,
+            engine=self.engine,
             average=self.score_average,
             spaced=self.resident is not None,
         )

@@ -1,11 +1,14 @@
 """Values of a rollout's states by what attempts that came near them earned: a baseline at every step without a critic."""
 
+from typing import NamedTuple
+
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from groupwise.algorithms.configs import CreditCfg
 from groupwise.data.rollout import Nested
+from groupwise.engines.base import Engine
 from groupwise.errors import DataError
 from groupwise.functional.advantages import gae
 from groupwise.functional.neighbours import Neighbours, nearest
@@ -18,8 +21,25 @@ ROUNDS = 10
 """In which values behind cuts settle: each leaves at most gamma of the error of the one before, and far less where few returns are cut."""
 
 
+class Steps(NamedTuple):
+    """The steps of all ranks that count, one rank's behind another's."""
+
+    state: Float[Tensor, "element feature"]
+    episode: Int[Tensor, " element"]
+    """Ids that no two episodes of the ranks share."""
+    score: Float[Tensor, " element"]
+    """Discounted return to the episode's end in the rollout."""
+    tail: Float[Tensor, " element"]
+    """What counts of the value behind a cut, gamma to the number of steps until then; 0 where the episode was not cut."""
+    cut: Bool[Tensor, " element"]
+    """An episode's last step that was cut."""
+    num_episodes: int
+    own: slice
+    """This rank's."""
+
+
 def above_near_states(
-    batch: TensorDict, reward: Float[Tensor, "row step"], gamma: float, cfg: CreditCfg
+    batch: TensorDict, reward: Float[Tensor, "row step"], gamma: float, cfg: CreditCfg, engine: Engine
 ) -> Float[Tensor, "row step"]:
     """Generalised advantage estimate of each step, with values of near states in the place of a critic's.
 
@@ -28,40 +48,52 @@ def above_near_states(
     Args:
         batch: transitions [N, T].
         reward: as credit sees it.
+        engine: whose ranks' attempts tell each other's values.
 
     Raises:
         DataError: observations are no vectors of numbers.
     """
-    obs, member, episode = _vectors(batch["obs"]), batch["loss_mask"], batch["episode_id"]
-    terminated, truncated = batch["terminated"], batch["truncated"]
-    pool = torch.arange(0, int(member.sum()), max(1, -(-int(member.sum()) // POOL)), device=member.device)
-    near = nearest(obs[member], episode[member], pool, k=cfg.near_states) if len(pool) else None
-    if near is None or not near.counts.any():
+    steps = gathered(batch, reward, gamma, engine)
+    if bool((steps.episode == steps.episode[:1]).all()):  # of all ranks, so that all of them go on or none does
         return torch.zeros_like(reward)
-    value = values(near, pool, batch, reward, gamma)
-    following = next_values(value, truncated)
-    return gae(reward, value, following, terminated, truncated, gamma=gamma, gae_lambda=cfg.gae_lambda)
+    total = len(steps.state)
+    pool = torch.arange(0, total, -(-total // POOL), device=reward.device)
+    near = nearest(steps.state, steps.episode, pool, k=cfg.near_states, asked=steps.own)
+    value = torch.zeros_like(reward)
+    value[batch["loss_mask"]] = values(near, pool, steps, engine)
+    ends = (batch["terminated"], batch["truncated"])
+    return gae(reward, value, next_values(value, ends[1]), *ends, gamma=gamma, gae_lambda=cfg.gae_lambda)
 
 
-def values(
-    near: Neighbours, pool: Tensor, batch: TensorDict, reward: Float[Tensor, "row step"], gamma: float
-) -> Float[Tensor, "row step"]:
+def gathered(batch: TensorDict, reward: Float[Tensor, "row step"], gamma: float, engine: Engine) -> Steps:
+    """What all ranks have to know of each other's steps."""
+    member, truncated = batch["loss_mask"], batch["truncated"]
+    cut = truncated & ~batch["terminated"]
+    done = batch["terminated"] | truncated
+    score = return_to_go(reward, done, gamma)
+    tail = return_to_go(gamma * (cut & member).to(reward), done, gamma)
+    counts, rank = engine.gather((batch["episode_id"].max() + 1).clamp(min=0)[None])
+    episode = batch["episode_id"][member] + counts[: rank.start].sum()
+    parts = (_vectors(batch["obs"])[member], episode, score[member], tail[member], cut[member].long())
+    (state, own), *others = [engine.gather(part) for part in parts]
+    episode, score, tail, ended = (part for part, _ in others)
+    return Steps(state, episode, score, tail, ended.bool(), int(counts.sum()), own)
+
+
+def values(near: Neighbours, pool: Int[Tensor, " pooled"], steps: Steps, engine: Engine) -> Float[Tensor, " own"]:
     """Mean of the discounted returns from near states on; behind an attempt that was cut stands the value of its last step.
 
     Without that, states just before a cut would seem worth little, and so would all states near them. The values that stand
     there are means of returns that may have been cut themselves: ``V = mean(score + tail V_last)`` is iterated.
+
+    Args:
+        near: of this rank's steps, among the pool of all ranks'.
     """
-    member, episode = batch["loss_mask"], batch["episode_id"]
-    cut = batch["truncated"] & ~batch["terminated"] & member
-    done = batch["terminated"] | batch["truncated"]
-    score = return_to_go(reward, done, gamma)
-    tail = return_to_go(gamma * cut.to(reward), done, gamma)
-    last = reward.new_zeros(int(episode.max()) + 1)
-    value = torch.zeros_like(reward)
-    for _ in range(ROUNDS if bool(cut.any()) else 1):
-        whole = (score + tail * last[episode.clamp(min=0)])[member]
-        value[member] = near.mean(whole[pool])
-        last[episode[cut]] = value[cut]
+    last = steps.score.new_zeros(steps.num_episodes)
+    cut = steps.cut[steps.own]
+    for _ in range(ROUNDS if bool(steps.cut.any()) else 1):
+        value = near.mean((steps.score + steps.tail * last[steps.episode])[pool])
+        last[steps.episode[steps.cut]] = engine.gather(value[cut])[0]
     return value
 
 

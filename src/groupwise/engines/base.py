@@ -5,6 +5,7 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 
@@ -17,6 +18,19 @@ class Engine:
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum of the tensor over all ranks, without gradient."""
         return tensor
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, slice]:
+        """Rows ``[n, ...]`` of all ranks, one rank's behind another's, and which of them are this one's.
+
+        A sum of what lies apart, since ranks have different numbers of rows.
+        """
+        counts = torch.zeros(self.world_size, dtype=torch.int64, device=rows.device)
+        counts[self.rank] = len(rows)
+        ends = self.sum(counts).cumsum(0).tolist()
+        own = slice(ends[self.rank] - len(rows), ends[self.rank])
+        everyone = rows.new_zeros(ends[-1], *rows.shape[1:])
+        everyone[own] = rows
+        return self.sum(everyone), own
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace each gradient by its sum over all ranks (losses carry global weights, so it is a sum)."""

@@ -31,21 +31,23 @@ def nearest(
     pool: Int[Tensor, " pooled"],
     *,
     k: int,
+    asked: slice = slice(None),
 ) -> Neighbours:
-    """The ``k`` states of the pool nearest to each one, those of other episodes; all of those where there are fewer.
+    """The ``k`` states of the pool nearest to each one asked about, those of other episodes; all where there are fewer.
 
     Distances are Euclidean, of features less their mean over their deviation, so that units mean nothing. An episode's own
     states are left out: what was earned there holds the very noise that a baseline is to take off.
 
     Args:
         pool: indices of elements.
+        asked: the elements that are asked about, all of them unless told.
 
     Source: values from nearest neighbours: Blundell et al. 2016, https://arxiv.org/abs/1606.04460, eq. 2; as a baseline that
         attempts give each other, after GiGPO, https://arxiv.org/abs/2505.10978, which asks for equal states.
     """
     mean, scale = state.mean(dim=0), state.std(dim=0, correction=0)
     state = (state - mean) / torch.where(scale > _FLAT * mean.abs(), scale, torch.inf)
-    blocks = zip(torch.split(state, _BLOCK), torch.split(episode, _BLOCK), strict=True)
+    blocks = zip(torch.split(state[asked], _BLOCK), torch.split(episode[asked], _BLOCK), strict=True)
     found = [_nearest(*block, state[pool], episode[pool], min(k, len(pool))) for block in blocks]
     return Neighbours(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 

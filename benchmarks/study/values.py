@@ -9,8 +9,8 @@ by the rollout itself, a state's by other attempts only:
     locally linear       a linear fit over the 64 nearest, features scaled by how much returns change along them
     ... of 4 rollouts    the same, states of the three rollouts before among them
 
-    python benchmarks/study/values.py            # results/study_values.json, five minutes of a core a seed
-    python benchmarks/study/values.py --report   # the table
+    python benchmarks/study/values.py            # results/study_values.json, six minutes of a core a seed
+    python benchmarks/study/values.py --report   # docs/generated/study_values.md
 """
 
 import argparse
@@ -23,10 +23,11 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-from run import RESULTS
+from run import HERE, RESULTS
 from torch import Tensor, nn
 
 FOUND = RESULTS.parent / "study_values.json"
+TABLE = HERE.parent.parent / "docs" / "generated" / "study_values.md"
 ENV = "Hopper-v5"
 STEPS = 300_000
 SEEDS = (1320, 1321, 1322, 1323)
@@ -256,7 +257,8 @@ def main() -> None:
             found.append(job.result())
             FOUND.write_text(json.dumps(found) + "\n")
             print(f"{found[-1]['values']} {found[-1]['seed']}: {found[-1]['final']:.0f}", flush=True)
-    print(report(found))
+    TABLE.write_text(report(found) + "\n")
+    print(TABLE.read_text())
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ class CreditCfg(Cfg):
         for name, value in wanted.items():
             if getattr(self, name) != value:
                 raise ValueError(
-                    f"baseline='near_states' compares returns from states on, whoever visited them; got {name}={getattr(self, name)!r}, mend: {name}={value!r}"
+                    f"baseline='near_states' compares returns from states on, whoever visited them; got {name}={getattr(self, name)!r}, mend: {name}={value!r}, or baseline='mean'"
                 )
 
 

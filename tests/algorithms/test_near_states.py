@@ -172,7 +172,7 @@ def test_what_has_no_distance_is_refused(obs, says):
     ],
 )
 def test_settings_that_contradict_it_are_refused(change):
-    with pytest.raises(ValueError, match="compares returns from states on.*mend: .*, or baseline='mean'"):
+    with pytest.raises(ValueError, match=r"compares returns from states on.*mend: .*, or baseline='mean'"):
         gw.CreditCfg(**NEAR | change)
 
 

@@ -25,16 +25,33 @@ ITERATIONS = {64: 40, 1024: 4}
 """Timed, by the networks' width."""
 SHARED: dict[str, Any] = {
     "num_steps": LENGTH,
+    "schedule": {"name": "linear"},
+    "ent_coef": 0.0,
     "num_epochs": 10,
     "minibatch_size": 512,
     "learning_rate": 1e-3,
     "gamma": 0.9,
 }
-NEAR: dict[str, Any] = {"group_key": "group", "returns": "return_to_go", "baseline": "near_states", "scale": "none"}
+PER_STEP: dict[str, Any] = {
+    "group_key": "group_step",
+    "returns": "return_to_go",
+    "baseline": "mean",
+    "scale": "population_std",
+    "early_finisher": "mask",
+    "lone_member": "zero",
+    "normalize": "none",
+}
+NEAR: dict[str, Any] = PER_STEP | {
+    "group_key": "group",
+    "baseline": "near_states",
+    "scale": "none",
+    "gae_lambda": 0.95,
+    "normalize": "batch",
+}
 METHODS: dict[str, dict[str, Any]] = {
     "ppo": {"name": "ppo", "gae_lambda": 0.95},
-    "grpo": {"name": "grpo", "group_size": GROUP, "credit": {"group_key": "group_step", "returns": "return_to_go"}},
-    "near_states": {"name": "grpo", "group_size": GROUP, "credit": NEAR | {"gae_lambda": 0.95, "normalize": "batch"}},
+    "grpo": {"name": "grpo", "group_size": GROUP, "credit": PER_STEP},
+    "near_states": {"name": "grpo", "group_size": GROUP, "credit": NEAR},
 }
 
 
@@ -53,7 +70,7 @@ def trained(method: str, width: int) -> dict[str, float]:
             "Pendulum-v1",
             METHODS[method] | SHARED,
             num_envs=ROWS,
-            policy={"hidden_sizes": [width, width]},
+            policy={"hidden_sizes": [width, width], "normalize_obs": False, "normalize_reward": False},
             total_steps=ROWS * LENGTH * (WARM_UP + ITERATIONS[width]),
             seed=0,
             run_dir=f"{folder}/run",

@@ -2,7 +2,7 @@
 
 Rollouts and updates stay on the device; on a GPU both are replayed as CUDA graphs, on a CPU both are compiled. Each run trains in a process of its own;
 the first iterations, in which that happens, are not timed. Both learn what they are timed at: the mean return of
-training episodes stands beside the rate. A plain compiled loop in the way of LeanRL, and rsl_rl where it can be imported, run PPO on the same environment in turn.
+training episodes stands beside the rate (of the latest in ours, of all timed ones in the peers). A plain compiled loop in the way of LeanRL, and rsl_rl where it can be imported, run PPO on the same environment in turn.
 
 ``--task cheetah`` and ``--task cube`` are simulated by MuJoCo Warp (extra ``mujoco-warp``), and trained for four epochs.
 Numbers of environments that are not asked for keep their earlier results.

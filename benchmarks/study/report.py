@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from plan import CANDIDATE, REFERENCES, REMEDIES, TASKS, Task
+from plan import CANDIDATE, REFERENCES, REMEDIES, TASKS, Task, task_of
 from run import HERE, RESULTS
 
 from groupwise.report.aggregates import Estimate
@@ -145,10 +145,9 @@ def summary(comparison: Comparison) -> str:
     for found in comparison.environments:
         by_name = {m.method: m for m in found.methods}
         best = max((m for m in found.methods if m.method in free), key=lambda m: m.iqm.value)
+        missing = {name: "not complete" if name in task_of(found.environment).methods else "not run" for name in NAMES}
         ends = [
-            told(by_name[NAMES[name]].iqm, len(by_name[NAMES[name]].seeds))
-            if NAMES[name] in by_name
-            else "not complete"
+            told(by_name[NAMES[name]].iqm, len(by_name[NAMES[name]].seeds)) if NAMES[name] in by_name else missing[name]
             for name in shown_methods
         ]
         pairs = [against(found, NAMES[name], NAMES["ppo"]) for name in (CANDIDATE, *REMEDIES)]

@@ -1,9 +1,11 @@
 """What a critic adds on Hopper: PPO at its preset, with values from elsewhere.
 
-Rollouts, loss, step sizes and seeds are the same; only the values under the generalised advantages differ. Without a critic they are told
-by the rollout itself, a state's by other attempts only:
+Rollouts, step sizes and seeds are the same; the values under the generalised advantages differ. Without a critic they are told
+by the rollout itself, a state's by other attempts only. Nobody then learns values, so the gradient that is clipped is the policy's alone; and
+behind a cut, a window's end among them, stands the value of the last step instead of that of the observation behind it:
 
     critic               PPO as it is: a network that has learned since the run began
+    critic, cut alike    the same, with the value of the last step behind cuts
     network              one fitted to the returns of this rollout, two halves telling each other's values
     near states          the mean of what was earned from the 16 nearest states (``credit.baseline="near_states"``)
     locally linear       a linear fit over the 64 nearest, features scaled by how much returns change along them
@@ -101,13 +103,14 @@ class LocallyLinear(NearStates):
         self.before = [*self.before, (self.state, score)][-self.earlier :] if self.earlier else []
 
 
-ESTIMATORS: dict[str, Callable[[], NearStates] | None] = {
-    "critic": None,
+ESTIMATORS: dict[str, Callable[[], NearStates]] = {
     "network": Network,
     "near states": NearStates,
     "locally linear": LocallyLinear,
     f"locally linear, of {EARLIER + 1} rollouts": lambda: LocallyLinear(EARLIER),
 }
+CUT_ALIKE = "critic, cut alike"
+RUNS = ("critic", CUT_ALIKE, *ESTIMATORS)
 
 
 def standardised(state: Tensor) -> Tensor:
@@ -206,6 +209,20 @@ def advantages_from(estimator: NearStates) -> Callable[..., tuple[Tensor, Tensor
     return compute_gae
 
 
+def critic_cut_alike(ppo: Any, rollout: Any, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
+    """The critic's advantages with the last step's own value behind cuts, as the others have it."""
+    from groupwise.algorithms.near_states import next_values
+    from groupwise.data.rollout import transition_view
+    from groupwise.functional.advantages import gae
+
+    batch = transition_view(rollout).clone()
+    batch["truncated"][:, -1] |= ~batch["terminated"][:, -1]
+    value, ends = batch["value"], (batch["terminated"], batch["truncated"])
+    reward, following = ppo.policy.normalize_reward(batch["reward"]), next_values(value, batch["truncated"])
+    advantage = gae(reward, value, following, *ends, gamma=gamma, gae_lambda=gae_lambda)
+    return advantage, advantage + value
+
+
 def trained(name: str, seed: int) -> dict[str, Any]:
     """One run, and what it reached."""
     torch.set_num_threads(1)
@@ -214,8 +231,10 @@ def trained(name: str, seed: int) -> dict[str, Any]:
 
     import groupwise as gw
 
-    make, task = ESTIMATORS[name], task_of(ENV)
-    if make is not None:
+    task = task_of(ENV)
+    if name == CUT_ALIKE:
+        gw.PPO.compute_gae = critic_cut_alike  # type: ignore[method-assign]
+    elif name in ESTIMATORS:
         import cell
 
         def without_critic(*args: Any) -> Any:
@@ -224,7 +243,7 @@ def trained(name: str, seed: int) -> dict[str, Any]:
 
         torch.manual_seed(seed)
         cell.settings = without_critic
-        gw.PPO.compute_gae = advantages_from(make())  # type: ignore[method-assign]
+        gw.PPO.compute_gae = advantages_from(ESTIMATORS[name]())  # type: ignore[method-assign]
     return (
         {"values": name} | ours(Task(task.env, STEPS, 1, task.methods, task.horizon), "ppo", seed, {}) | {"seed": seed}
     )
@@ -233,7 +252,7 @@ def trained(name: str, seed: int) -> dict[str, Any]:
 def report(found: list[dict[str, Any]]) -> str:
     """A row per way to tell values."""
     lines = ["| values | end, seed by seed | on the way |", "|---|---|---|"]
-    for name in ESTIMATORS:
+    for name in RUNS:
         runs = sorted((run for run in found if run["values"] == name), key=lambda run: run["seed"])
         if runs:
             ends = ", ".join(f"{run['final']:,.0f}" for run in runs)
@@ -250,7 +269,7 @@ def main() -> None:
     found = json.loads(FOUND.read_text()) if FOUND.exists() else []
     if not args.report:
         there = {(run["values"], run["seed"]) for run in found}
-        missing = [(name, seed) for seed in SEEDS for name in ESTIMATORS if (name, seed) not in there]
+        missing = [(name, seed) for seed in SEEDS for name in RUNS if (name, seed) not in there]
         # a process each: values are replaced for good
         pool = ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1)
         for job in [pool.submit(trained, *run) for run in missing]:

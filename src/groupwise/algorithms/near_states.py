@@ -16,7 +16,7 @@ from groupwise.functional.returns import return_to_go
 from groupwise.lean_tensordict import TensorDict
 
 POOL = 4096
-"""States that others are compared with at most, evenly spaced over the rollout; distances cost the product of both."""
+"""States that others are compared with at most, evenly spaced over the rollouts of all ranks; distances cost the product of both."""
 ROUNDS = 10
 """In which values behind cuts settle: each leaves at most gamma of the error of the one before, and far less where few returns are cut."""
 
@@ -74,9 +74,9 @@ def gathered(batch: TensorDict, reward: Float[Tensor, "row step"], gamma: float,
     tail = return_to_go(gamma * (cut & member).to(reward), done, gamma)
     counts, rank = engine.gather((batch["episode_id"].max() + 1).clamp(min=0)[None])
     episode = batch["episode_id"][member] + counts[: rank.start].sum()
-    parts = (_vectors(batch["obs"])[member], episode, score[member], tail[member], cut[member].long())
-    (state, own), *others = [engine.gather(part) for part in parts]
-    episode, score, tail, ended = (part for part, _ in others)
+    numbers = torch.stack([score, tail, cut.to(score)], dim=-1)[member]
+    (state, own), (episode, _), (numbers, _) = map(engine.gather, (_vectors(batch["obs"])[member], episode, numbers))
+    score, tail, ended = numbers.unbind(dim=-1)
     return Steps(state, episode, score, tail, ended.bool(), int(counts.sum()), own)
 
 

@@ -1,6 +1,6 @@
 """Ablation of GRPO on small control: rules for early finishers, shared starts, group sizes, branching.
 
-Every variant changes one thing of the environment's preset. Seeds start at 400; tuning never saw them. The
+Every variant changes one thing of the preset in ``study/presets``, GRPO's comparison per time step. Seeds start at 400; tuning never saw them. The
 greedy policy is evaluated during training, on episodes of its own. Runs go to ``results/ablation.json``, one by one; a
 run that is there already is not repeated.
 
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 RESULT = Path(__file__).parent / "results" / "ablation.json"
+PRESETS = Path(__file__).parent / "study" / "presets"
 DOCS = Path(__file__).parents[1] / "docs"
 TABLE = DOCS / "generated" / "ablation.md"
 PLOT = DOCS / "images" / "ablation.png"
@@ -93,7 +94,8 @@ def run(task: Task, variant: Variant, seed: int) -> Curve:
 
     torch.set_num_threads(1)
     algorithm = {"name": variant.name, **variant.algorithm}
-    cfg = config.resolve(task.env, algorithm, seed=seed, total_steps=round(task.steps * (1 - OVERSHOOT)))
+    preset = PRESETS / f"{task.env}.{variant.name}.json"
+    cfg = config.load_config(preset, algorithm, seed=seed, total_steps=round(task.steps * (1 - OVERSHOOT)))
     parts = build_parts(cfg, Given(), Engine())
     if not variant.shared:
         parts.env.start = _apart(parts.env.start)  # type: ignore[attr-defined]

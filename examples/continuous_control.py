@@ -1,7 +1,7 @@
 """Continuous actions: Pendulum-v1 with PPO and with GRPO.
 
 Observations and rewards are normalised, actions squashed into their bounds. A good policy scores about -200. Of the
-seeds 0 to 3, PPO came within about 50 of that on three and GRPO on two: one seed proves little.
+seeds 0 to 3, each came within about 50 of that on three: one seed proves little.
 
     python examples/continuous_control.py
     python examples/continuous_control.py --algorithm ppo
@@ -20,8 +20,8 @@ def policy_for(algorithm: str) -> gw.PolicyCfg:
         # Angle and speed differ in scale. The statistics belong to the policy: they are part of its checkpoint, and
         # predict() applies them.
         normalize_obs=True,
-        # PPO's critic must predict returns, and -1500 is far from where a network starts. GRPO compares siblings in
-        # units of their own spread, so it has no use for this.
+        # PPO's critic must predict returns, and -1500 is far from where a network starts. GRPO's advantages are
+        # normalised over the batch, so it has no use for this.
         normalize_reward=algorithm == "ppo",
         # tanh maps the Gaussian into the torque's bounds, and its log-probability accounts for that. "clip" would cut
         # off the tails on their way to the environment, so that all actions beyond the bound act alike.

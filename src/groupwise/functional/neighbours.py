@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-_BLOCK = 1024
-"""States that are compared with the pool at once: distances of all of them together would need gigabytes."""
+_BLOCK = 256
+"""States that are compared with the pool at once: distances of all of them together would need gigabytes, those of few stay in caches."""
 _FLAT = 1e-6
 """A feature whose deviation is less than this share of its size never changes but for rounding, and tells nothing."""
 
@@ -61,5 +61,5 @@ def _nearest(
 ) -> Neighbours:
     # by products, one state far from all others costs the distances between these their digits
     distance = torch.cdist(state, pool, compute_mode="donot_use_mm_for_euclid_dist")
-    distance, index = distance.masked_fill(episode[:, None] == pool_episode, torch.inf).topk(k, largest=False)
+    distance, index = distance.masked_fill_(episode[:, None] == pool_episode, torch.inf).topk(k, largest=False)
     return Neighbours(index, distance.isfinite())

@@ -141,6 +141,15 @@ def test_envpool_is_timed_where_it_has_the_task_and_tried_out_where_it_is_asked_
         check_env(EnvCfg(id="Catsh-v0", vectorization="envpool"))
 
 
+def test_a_task_in_torch_is_tried_out_where_it_is_asked_for():
+    report = check_env(EnvCfg(id="Pendulum-v1", vectorization="torch"))
+    assert report.env_id == "TorchPendulum"
+    assert report.training.value[:2] == ("native", "torch")
+    assert list(report.steps_per_second) == ["torch"]
+    assert report.steps_per_second["torch"].value > 100
+    assert "torch" not in check_env("Pendulum-v1").steps_per_second
+
+
 def test_a_cheat_is_refused_with_the_reason_and_the_mend():
     report = check_env(Cheats)
     assert report.training.verdict == "none"

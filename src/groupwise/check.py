@@ -34,7 +34,7 @@ def check_env(env: object) -> EnvReport:
 
     Args:
         env: a Gymnasium id, an ``EnvCfg`` (for ``kwargs`` and the step limit), or a callable that returns one environment
-            or, given ``num_envs``, a whole ``GroupEnv``. With ``vectorization="envpool"`` EnvPool's version is tried out.
+            or, given ``num_envs``, a whole ``GroupEnv``. With ``vectorization="envpool"`` EnvPool's version is tried out, with ``"torch"`` ours.
 
     Raises:
         UnknownNameError: nobody registered this id.
@@ -69,7 +69,7 @@ def _check(given: EnvCfg, make: Maker | None) -> EnvReport:
         refuse_module(given.id)  # before anything could import it
         # the environment's preset says how training makes it
         cfg = resolve(given.id, env={name: vars(given)[name] for name in given.model_fields_set - {"id"}}).env
-    if cfg.vectorization == "envpool" or (make is not None and makes_rows(make)):
+    if cfg.vectorization in ("envpool", "torch") or (make is not None and makes_rows(make)):
         return _check_rows(cfg, make)
     try:
         single = check.make_single(given, make)
@@ -133,13 +133,17 @@ def _check_rows(cfg: EnvCfg, make: Maker | None) -> EnvReport:
             {tier: _cost_of_rows(env, tier, found) for tier in check.TIERS},
             branching,
             none("its rows are reset by the collector"),
-            {"own": attempt(lambda: check.speed(env))}
-            if make is not None
-            else {"envpool": attempt(lambda: check.steps_per_second(cfg, make, "envpool"))},
+            _speed_of_rows(cfg, make, env),
             _limited(training, limit),
         )
     finally:
         env.close()
+
+
+def _speed_of_rows(cfg: EnvCfg, make: Maker | None, env: GroupEnv) -> dict[str, Finding[float]]:
+    if make is None and cfg.vectorization == "envpool":
+        return {"envpool": attempt(lambda: check.steps_per_second(cfg, make, "envpool"))}
+    return {"own" if make is not None else cfg.vectorization: attempt(lambda: check.speed(env))}
 
 
 def _cost_of_rows(env: GroupEnv, tier: StartTier, found: Finding[GroupStartReport]) -> Finding[float]:

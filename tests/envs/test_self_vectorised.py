@@ -9,9 +9,10 @@ from gymnasium.vector import AutoresetMode
 
 from groupwise.envs.configs import EnvCfg
 from groupwise.envs.make import make_env
-from groupwise.envs.self_vectorised import makes_rows
+from groupwise.envs.native import TorchGroupEnv
+from groupwise.envs.self_vectorised import IN_TORCH, makes_rows
 from groupwise.envs.state_vector import StateVectorGroupEnv
-from groupwise.envs.torch_control import TorchCartPole
+from groupwise.envs.torch_control import TorchCartPole, TorchPendulum
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError
 from groupwise.report.video import NoPictureError, rendering_env
 from groupwise.training.env_evaluator import separate_env
@@ -78,6 +79,52 @@ def test_whole_batches_have_no_picture():
     for cfg, env in ((EnvCfg(), TorchCartPole), (EnvCfg(vectorization="envpool"), None)):
         with pytest.raises(NoPictureError, match="makes all its rows at once"):
             rendering_env(cfg, env)
+
+
+def test_a_task_in_torch_has_the_picture_of_its_original():
+    env = rendering_env(EnvCfg(vectorization="torch"), None)
+    assert (env.spec.id, env.render_mode) == ("CartPole-v1", "rgb_array")
+    env.close()
+
+
+@pytest.mark.parametrize("env_id", IN_TORCH)
+@pytest.mark.parametrize("grouped", [True, False])
+def test_tasks_in_torch_have_spaces_and_limits_of_their_originals(env_id, grouped):
+    if env_id == "HalfCheetah-v5":
+        pytest.importorskip("mujoco_warp")
+    original = gymnasium.make(env_id)
+    env = make_env(EnvCfg(id=env_id, num_envs=3, vectorization="torch"), grouped=grouped)
+    assert isinstance(env, TorchGroupEnv)
+    assert env.num_envs == 3
+    assert env.observation_space.shape == original.observation_space.shape
+    assert env.action_space == original.action_space
+    assert env.max_episode_steps == original.spec.max_episode_steps
+
+
+def test_settings_reach_a_task_in_torch():
+    cfg = EnvCfg(id="Pendulum-v1", vectorization="torch", num_envs=5, max_episode_steps=7)
+    env = make_env(cfg, num_envs=2, device="cpu")
+    assert (type(env), env.num_envs, env.max_episode_steps) == (TorchPendulum, 2, 7)
+    cfg, source = separate_env(cfg, None)
+    assert type(make_env(cfg, env=source, grouped=True, num_envs=7)) is TorchPendulum
+
+
+@pytest.mark.parametrize(
+    ("cfg", "env", "says"),
+    [
+        (EnvCfg(id="LunarLander-v3", vectorization="torch"), None, r"not written in torch, only CartPole-v1, .*mend: "),
+        (EnvCfg(vectorization="torch", kwargs={"g": 1}), None, r"takes no env\.kwargs, got \{'g': 1\}; mend: "),
+        (EnvCfg(vectorization="torch", autoreset="next_step"), None, "never resets itself"),
+        (EnvCfg(vectorization="torch"), TorchCartPole, None),
+        (EnvCfg(vectorization="torch"), lambda: gymnasium.make("CartPole-v1"), "cannot be vectorised by 'torch'"),
+    ],
+)
+def test_what_no_task_in_torch_can_do_is_refused(cfg, env, says):
+    if says is None:
+        assert type(make_env(cfg, env=env)) is TorchCartPole  # it is one already
+        return
+    with pytest.raises(EnvError, match=says):
+        make_env(cfg, env=env)
 
 
 class Counters(gymnasium.vector.VectorEnv):

@@ -125,6 +125,18 @@ def test_compiling_what_cannot_be_is_refused(algorithm, env, policy, says):
         gw.train(env, algorithm, num_envs=8, total_steps=8, policy=policy, compile_rollouts="always")
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_task_by_its_id_is_trained_on_as_its_class_and_resumed_by_itself(name, tmp_path):
+    shared = {"total_steps": 500, "policy": gw.PolicyCfg(normalize_obs=False, normalize_reward=False)}
+    by_class = gw.train(gw.TorchCartPole, ALGORITHMS[name], num_envs=8, run_dir=tmp_path / "class", **shared)
+    in_torch = gw.EnvCfg(id="CartPole-v1", num_envs=8, vectorization="torch")
+    by_id = gw.train(RunCfg(algorithm=ALGORITHMS[name], env=in_torch, run_dir=tmp_path / "id", **shared))
+    for key, one in by_class.policy.state_dict().items():
+        assert torch.equal(one, by_id.policy.state_dict()[key]), key
+    assert gw.resume(by_id.path, total_steps=900).summary["env_steps"] >= 900
+    assert gw.evaluate(by_id.path, 3).episodes == 3
+
+
 @pytest.mark.parametrize("how", ["as it stands", "compiled"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_resumed_run_equals_an_uninterrupted_one(name, how, tmp_path):

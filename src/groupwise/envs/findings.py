@@ -58,7 +58,7 @@ class Training(NamedTuple):
     """What ``groupwise train`` does with the environment by default.
 
     ``tier``: how siblings share a start: ``native``, ``snapshot``, ``seed`` or ``replay``. ``vectorization``:
-    ``entry_point``; ``sync``, one after another in this process; ``async`` or ``envpool``, if the settings say so; ``own``,
+    ``entry_point``; ``sync``, one after another in this process; ``async``, ``envpool`` or ``torch``, if the settings say so; ``own``,
     the callable makes all rows. ``num_envs``: rows. ``autoreset``: ``disabled``, groups reset themselves. ``passed_over``:
     why better ways to share a start were not taken, a text each.
     """
@@ -91,7 +91,7 @@ class EnvReport(NamedTuple):
       ``disabled``.
     - ``steps_per_second``: environment steps a second with 8 environments and random actions on this machine, by
       vectorisation. ``sync`` and ``async``: rows in groups; ``entry_point``: its own version; ``envpool``: where it is
-      installed and has this task; ``own`` alone: a callable that makes all rows.
+      installed and has this task; ``own`` or ``torch`` alone: a callable that makes all rows, or the task in torch.
     - ``training``: what GRPO does by default: ``tier``, ``vectorization``, ``num_envs`` (rows), ``autoreset``,
       ``passed_over`` (why not better). None: it refuses.
     """

@@ -117,6 +117,8 @@ def _make(
     if env is not None and self_vectorised.makes_rows(env):
         return self_vectorised.from_maker(env, cfg, num_envs, device)
     vectorization = _vectorization(cfg, env)
+    if vectorization == "torch":
+        return self_vectorised.from_torch(cfg, num_envs, device)
     if vectorization == "envpool":
         return self_vectorised.from_envpool(cfg, grouped, num_envs, block_size, device)
     if vectorization == "entry_point":
@@ -127,7 +129,7 @@ def _make(
 
 
 def _vectorization(cfg: EnvCfg, env: object | None) -> str:
-    if env is not None and cfg.vectorization in ("entry_point", "envpool"):
+    if env is not None and cfg.vectorization in ("entry_point", "envpool", "torch"):
         raise EnvError(
             f"a callable cannot be vectorised by {cfg.vectorization!r}; mend: vectorization='sync' or 'async'"
         )

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -9,6 +10,16 @@ import torch
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.configs import EnvCfg
 from groupwise.errors import EnvError
+
+IN_TORCH = {
+    "CartPole-v1": "groupwise.envs.torch_control:TorchCartPole",
+    "Pendulum-v1": "groupwise.envs.torch_control:TorchPendulum",
+    "Acrobot-v1": "groupwise.envs.torch_control:TorchAcrobot",
+    "MountainCar-v0": "groupwise.envs.torch_control:TorchMountainCar",
+    "MountainCarContinuous-v0": "groupwise.envs.torch_control:TorchMountainCarContinuous",
+    "HalfCheetah-v5": "groupwise.envs.warp_tasks:WarpHalfCheetah",
+}
+"""Gymnasium's tasks of which there is one in torch, step by step the same up to rounding."""
 
 
 def makes_rows(env: object) -> bool:
@@ -58,6 +69,24 @@ def adopt(env: GroupEnv, cfg: EnvCfg, num_envs: int | None) -> GroupEnv:
             f"{env.env_id} never resets itself, but autoreset is {cfg.autoreset!r}; mend: autoreset='disabled'"
         )
     return env
+
+
+def from_torch(cfg: EnvCfg, num_envs: int, device: torch.device | str = "cpu") -> GroupEnv:
+    """The task ``cfg.id`` in torch.
+
+    Raises:
+        EnvError: there is none in torch, or arguments are given, of which it takes none.
+        MissingExtraError: its simulator is not installed.
+    """
+    if cfg.id not in IN_TORCH:
+        raise EnvError(
+            f"{cfg.id} is not written in torch, only {', '.join(IN_TORCH)} are; mend: env.vectorization='auto', or a "
+            "TorchGroupEnv of yours, given as a class in Python"
+        )
+    if cfg.kwargs:
+        raise EnvError(f"{cfg.id} in torch takes no env.kwargs, got {cfg.kwargs}; mend: env.vectorization='auto'")
+    module, _, name = IN_TORCH[cfg.id].partition(":")
+    return from_maker(getattr(import_module(module), name), cfg, num_envs, device)
 
 
 def from_envpool(

@@ -52,8 +52,9 @@ FIRST_SEED = 1200
 """Tuning used 1150 to 1199, and the presets were chosen on seeds below."""
 
 SMALL = tuple(METHODS)
-LARGE = ("step_mask", "branching", "near_states", "ppo")
-"""Where a run takes minutes: three of ours, and PPO. Chosen when CartPole and Acrobot were complete and two seeds of the car were there."""
+LARGE = ("step_mask", "step_absorb", "branching", "near_states", "ppo")
+"""Where a run takes minutes: four of ours, and PPO. Three were chosen when CartPole and Acrobot were complete and two seeds of the car were there,
+``step_absorb`` when LunarLander had all of ours, where it is the best of them."""
 TASKS = (
     Task("CartPole-v1", 100_000, 25, SMALL, 100),
     Task("Acrobot-v1", 500_000, 10, SMALL, 100),

@@ -195,3 +195,20 @@ def test_picture_of_many_methods_with_long_names_and_single_points(tmp_path: Pat
     plot_comparison(compare_records(many), tmp_path / "many.png")
     with Image.open(tmp_path / "many.png") as image:
         image.verify()
+
+
+@pytest.mark.parametrize(
+    ("worst", "lowest"),
+    [
+        (-900.0, -1.5),
+        (1.0, 0.0),
+    ],  # lines lie between 0 and 3, and bands have half of that below them, or what they need
+)
+def test_one_runs_bad_moment_does_not_flatten_the_lines(worst, lowest, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path: drawn.append(self))
+    runs = [RunRecord("E", "a", seed, (100, 200, 300), (0.0, 1.0, 3.0)) for seed in range(4)]
+    runs.append(RunRecord("E", "a", 4, (100, 200, 300), (0.0, worst, 3.0)))
+    plot_comparison(compare_records(runs), Path("unused.png"))
+    margin = 0.05 * (3 - lowest)
+    assert drawn[0].axes[0].get_ylim() == pytest.approx((lowest - margin, 3 + margin))

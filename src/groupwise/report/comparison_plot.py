@@ -1,10 +1,11 @@
 """A comparison as a picture: curves with bands, and intervals of the final scores, a row per environment."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.report.aggregates import Estimate
-from groupwise.report.comparison import Comparison, EnvironmentResult, Overall
+from groupwise.report.comparison import Comparison, Curve, EnvironmentResult, Overall
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,6 +14,8 @@ COLORS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fb
 """Told apart by colour-blind readers, too (seaborn's palette ``colorblind``)."""
 STYLES = ("-", "--", ":")
 """Each next ten methods have another line."""
+BAND_ROOM = 0.5
+"""Of the lines' height, above and below them: a band may be many times as wide after one run's bad moment, and lines would be flat."""
 LONGEST_NAME = 40
 """Letters of a method's name that an axis has room for; it breaks there."""
 
@@ -57,10 +60,22 @@ def _curves(axes: "Axes", found: EnvironmentResult, looks: dict[str, dict[str, A
     kind = "episode return" if found.measure == "evaluation" else "training return"
     axes.set(title=found.environment, xlabel=found.unit, ylabel=f"{kind}, IQM of runs")
     axes.set_xlim(left=0)
+    axes.set_ylim(*_visible([result.curve for result in found.methods]))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="best", fontsize="small")
+
+
+def _visible(curves: Sequence[Curve]) -> tuple[float, float]:
+    """All of the lines, and of the bands around them as much as leaves them readable."""
+    points = [value for curve in curves for value in curve.iqm]
+    bands = points + [value for curve in curves for value in (*(curve.low or ()), *(curve.high or ()))]
+    low, high = min(points), max(points)
+    room = BAND_ROOM * (high - low) or max(bands) - min(bands) or 1.0
+    low, high = max(min(bands), low - room), min(max(bands), high + room)
+    margin = 0.05 * (high - low or 1.0)
+    return low - margin, high + margin
 
 
 def _end_of(found: EnvironmentResult) -> str:

@@ -235,8 +235,13 @@ def test_a_name_that_settings_make_too_is_refused(runs):
 # --- told ---
 
 
+def notes_of(paths):
+    """Notes but the one on few runs, which all fixtures have."""
+    return tuple(note for note in gw.compare(paths).notes if "fewer than 5 runs of each method" not in note)
+
+
 def test_what_a_reader_has_to_know_is_told(runs):
-    assert gw.compare(runs).notes == ()
+    assert notes_of(runs) == ()
     versions = {"versions": {"groupwise": "0.2.0"}, "git": {"commit": "c0ffee" * 5}, "given_in_python": ["env"]}
     more = {"evaluation": {"episodes": 3}, "env": "CartPole-v1", "provenance": versions}
     write_seeds(Path("q"), (1.0, 2.0), algorithm={"gamma": 0.5}, **more)
@@ -252,4 +257,4 @@ def test_the_evaluation_interval_makes_no_difference(runs):
     write_seeds(
         Path("i"), (1.0, 2.0), steps=(100, 400, 900, 1000), evaluation={"interval": 7}, algorithm={"gamma": 0.5}
     )
-    assert gw.compare([*runs, "i"]).notes == ()
+    assert notes_of([*runs, "i"]) == ()

@@ -12,6 +12,7 @@ from run import HERE, RESULTS
 
 from groupwise.report.aggregates import Estimate
 from groupwise.report.comparison import (
+    ENOUGH_RUNS,
     Comparison,
     EnvironmentResult,
     MethodResult,
@@ -25,8 +26,6 @@ from groupwise.report.comparison_plot import plot_comparison
 DOCS = HERE.parent.parent / "docs"
 TABLES = DOCS / "generated" / "study.md"
 PLOT = DOCS / "images" / "study.png"
-ENOUGH = 5
-"""Runs from which on an interval is told: of three, all above three others, a bootstrap knows no doubt."""
 WITH_CRITIC = ("ppo", "sb3_ppo")
 NAMES = {
     "outcome": "outcome",
@@ -98,14 +97,14 @@ def against(found: EnvironmentResult, method: str, other: str) -> str:
             value, ends = 1 - value, [1 - end for end in reversed(ends)]
         elif (pair.method, pair.other) != (method, other):
             continue
-        enough = min(len(m.seeds) for m in found.methods if m.method in (method, other)) >= ENOUGH
+        enough = min(len(m.seeds) for m in found.methods if m.method in (method, other)) >= ENOUGH_RUNS
         return f"{value:.2f}" + (f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends and enough else "")
     return ""
 
 
 def told(found: Estimate, runs: int) -> str:
     """With its interval where there are runs enough for one to mean something."""
-    return shown(found) if runs >= ENOUGH else figure(found.value)
+    return shown(found) if runs >= ENOUGH_RUNS else figure(found.value)
 
 
 def of_environment(found: EnvironmentResult) -> str:
@@ -125,7 +124,7 @@ def of_environment(found: EnvironmentResult) -> str:
 
     head = ["", "final return, IQM", "least", "mean of the curve, IQM", "ends above our PPO", "CPU seconds", "MiB"]
     seeds, steps = ([kind(m) for m in found.methods] for kind in (lambda m: len(m.seeds), lambda m: m.env_steps))
-    few = f" Fewer than {ENOUGH} runs: no intervals." if min(seeds) < ENOUGH else ""
+    few = f" Fewer than {ENOUGH_RUNS} runs: no intervals." if min(seeds) < ENOUGH_RUNS else ""
     title = f"**{found.environment}.** Steps: {between(steps)}; runs: {between(seeds)}.{few}"
     return f"{title}\n\n{table([head, *(row(m) for m in found.methods)])}"
 

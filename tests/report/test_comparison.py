@@ -62,7 +62,14 @@ def test_curves_of_other_evaluation_times_stand_on_one_grid():
 def test_steps_that_differ_much_are_told():
     longer = records("E", "b", (1.0, 2.0), env_steps=(100, 200, 330))
     assert any("took 300 to 330 steps" in note for note in compare_records(A + longer).notes)
-    assert compare_records(A + B).notes == ()
+    enough = [*records("E", "a", range(5)), *records("E", "b", range(6))]
+    assert compare_records(enough).notes == ()
+
+
+def test_methods_of_few_runs_are_named():
+    found = compare_records([*A, *B, *records("E", "many", range(5))])
+    assert found.notes == ("E: fewer than 5 runs of a, b, too few to rely on an interval; mend: more seeds",)
+    assert "fewer than 5 runs of each method" in compare_records(A + B).notes[0]
 
 
 def test_one_run_has_no_interval_and_that_is_told():

@@ -25,6 +25,10 @@ Reference = Mapping[str, tuple[Number, Number] | Sequence[Number]]
 """Environment -> the two scores that count as 0 and 1."""
 
 
+ENOUGH_RUNS = 5
+"""From so many runs on an interval tells something: of three that all end above three others, a bootstrap knows no doubt."""
+
+
 class RunRecord(NamedTuple):
     """What one run reached, wherever it was recorded."""
 
@@ -307,6 +311,16 @@ def _over_environments(found: Sequence[EnvironmentResult], reference: Reference)
     return Overall(used, methods, _improvements(everywhere))
 
 
+def _weakness(found: EnvironmentResult) -> list[str]:
+    """What is said of methods with too few runs."""
+    lone = [result.method for result in found.methods if len(result.seeds) == 1]
+    few = [result.method for result in found.methods if 1 < len(result.seeds) < ENOUGH_RUNS]
+    alone = f"{found.environment}: one run of {', '.join(lone)}, which gives no interval; mend: more seeds"
+    whose = "each method" if len(few) == len(found.methods) else ", ".join(few)
+    narrow = f"{found.environment}: fewer than {ENOUGH_RUNS} runs of {whose}, too few to rely on an interval; mend: more seeds"
+    return [alone] * bool(lone) + [narrow] * bool(few)
+
+
 def _notes(found: Sequence[EnvironmentResult]) -> list[str]:
     notes = []
     for one in found:
@@ -314,8 +328,7 @@ def _notes(found: Sequence[EnvironmentResult]) -> list[str]:
             notes.append(
                 f"{one.environment}: not every run was evaluated; returns are those of training's own episodes"
             )
-        if lone := [result.method for result in one.methods if len(result.seeds) == 1]:
-            notes.append(f"{one.environment}: one run of {', '.join(lone)}, which gives no interval; mend: more seeds")
+        notes += _weakness(one)
         steps = [result.env_steps for result in one.methods]
         if max(steps) > 1.05 * min(steps):
             notes.append(

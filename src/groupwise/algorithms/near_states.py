@@ -91,9 +91,10 @@ def values(near: Neighbours, pool: Int[Tensor, " pooled"], steps: Steps, engine:
     """
     last = steps.score.new_zeros(steps.num_episodes)
     cut = steps.cut[steps.own]
-    for _ in range(ROUNDS if bool(steps.cut.any()) else 1):
-        value = near.mean((steps.score + steps.tail * last[steps.episode])[pool])
+    value = near.mean(steps.score[pool])
+    for _ in range(ROUNDS - 1 if bool(steps.cut.any()) else 0):
         last[steps.episode[steps.cut]] = engine.gather(value[cut])[0]
+        value = near.mean((steps.score + steps.tail * last[steps.episode])[pool])
     return value
 
 

@@ -253,6 +253,15 @@ def test_what_a_reader_has_to_know_is_told(runs):
     assert "evaluation.interval" not in notes
 
 
+def test_other_implementations_of_an_environment_are_told(runs):
+    for name, way in {"t": "torch", "s": "sync"}.items():
+        write_seeds(Path(name), (1.0, 2.0), algorithm={"gamma": 0.5, "group_size": len(way)})
+        rewrite_settings(name, env={"id": "CartPole-v1", "kwargs": {}, "max_episode_steps": None, "vectorization": way})
+    said = "CartPole-v1: trained and evaluated in other implementations of it: Gymnasium, groupwise in torch"
+    assert notes_of([*runs, "t"]) == (said,)
+    assert notes_of([*runs, "s"]) == ()
+
+
 def test_the_evaluation_interval_makes_no_difference(runs):
     write_seeds(
         Path("i"), (1.0, 2.0), steps=(100, 400, 900, 1000), evaluation={"interval": 7}, algorithm={"gamma": 0.5}

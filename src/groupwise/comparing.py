@@ -18,6 +18,9 @@ Paths = Path | str | Sequence[Path | str]
 _KEYS: dict[Measure, str] = {"evaluation": "eval/return_mean", "training": "rollout/return_mean"}
 """Where ``metrics.jsonl`` has the returns."""
 
+_IMPLEMENTATIONS = {"torch": "groupwise in torch", "envpool": "EnvPool"}
+"""Whose environments ``env.vectorization`` means, if not Gymnasium's."""
+
 _SEED_LOG = "seed_*.log"
 """What ``train --seeds`` leaves beside a seed's folder, and without one if the seed never began."""
 
@@ -42,6 +45,8 @@ class _Run(NamedTuple):
     summary: dict[str, Any]
     versions: dict[str, str]
     given: list[str]
+    implementation: str
+    """Of the environment: whose steps and starts these are."""
 
 
 def compare(
@@ -196,6 +201,7 @@ def _read_run(path: Path, name: str | None) -> _Run:
         summary,
         folder.read_versions(),
         given,
+        _IMPLEMENTATIONS.get(about.get("vectorization", ""), "Gymnasium"),
     )
 
 
@@ -295,6 +301,8 @@ def _notes(environment: str, runs: Sequence[_Run]) -> Iterator[str]:
         yield f"{environment}: runs were not evaluated alike; they differ in {', '.join(f'evaluation.{name}' for name in names)}"
     if any("env" in run.given for run in runs):
         yield f"{environment}: an environment given in Python; that all runs had the same one is not known"
+    if len(implementations := sorted({run.implementation for run in runs})) > 1:
+        yield f"{environment}: trained and evaluated in other implementations of it: {', '.join(implementations)}"
 
 
 def _version_notes(runs: Sequence[_Run]) -> list[str]:

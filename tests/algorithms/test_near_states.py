@@ -7,6 +7,7 @@ from credit_rollouts import OneOfTwo, credit
 import groupwise as gw
 from groupwise.algorithms import near_states
 from groupwise.algorithms.credit import advantages
+from groupwise.engines.base import Engine
 from groupwise.errors import DataError
 from groupwise.lean_tensordict import TensorDict
 
@@ -70,6 +71,44 @@ def test_the_clock_is_neither_praised_nor_blamed(gae_lambda):
     )
     found = credit_of(batch, gamma=0.9, near_states=8, gae_lambda=gae_lambda)
     assert found.abs().max() < 0.25  # of a value of 10: what ten rounds leave
+
+
+def steps_of_one(cut: bool) -> TensorDict:
+    """Four attempts of a single step that earns 1."""
+    yes, rows = torch.ones(4, 1, dtype=torch.bool), torch.arange(4)[:, None]
+    return TensorDict(
+        {
+            "obs": rows[..., None].float(),
+            "reward": torch.ones(4, 1),
+            "terminated": yes & (not cut),
+            "truncated": yes & cut,
+            "loss_mask": yes,
+            "group_id": torch.zeros_like(rows),
+            "episode_id": rows,
+            "step": torch.zeros_like(rows),
+        },
+        batch_size=[4, 1],
+    )
+
+
+@pytest.mark.parametrize("gamma", [0.5, 0.9])
+def test_values_behind_cuts_settle_in_ten_rounds(gamma):
+    """From V = 1 on each round makes 1 + gamma V of it, so V is the sum of ten powers, and 1 + gamma V - V is gamma^10."""
+    torch.testing.assert_close(credit_of(steps_of_one(cut=True), gamma=gamma), torch.full((4, 1), gamma**10))
+
+
+@pytest.mark.parametrize(("cut", "rounds"), [(False, 0), (True, 9)])
+def test_ranks_exchange_what_the_next_round_reads_and_no_more(cut, rounds):
+    class Counting(Engine):
+        calls = 0
+
+        def gather(self, tensor):
+            self.calls += 1
+            return super().gather(tensor)
+
+    engine = Counting()
+    credit(steps_of_one(cut), gamma=0.9, engine=engine, **NEAR)
+    assert engine.calls == 4 + rounds  # numbers of episodes, states, episodes, returns
 
 
 @pytest.mark.parametrize("pool", [4096, 20])

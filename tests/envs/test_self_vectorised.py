@@ -96,15 +96,22 @@ def test_tasks_in_torch_have_spaces_and_limits_of_their_originals(env_id, groupe
     env = make_env(EnvCfg(id=env_id, num_envs=3, vectorization="torch"), grouped=grouped)
     assert isinstance(env, TorchGroupEnv)
     assert env.num_envs == 3
-    assert env.observation_space.shape == original.observation_space.shape
+    ours, theirs = env.observation_space, original.observation_space
+    assert isinstance(ours, spaces.Box)
+    assert isinstance(theirs, spaces.Box)
+    np.testing.assert_allclose(ours.low, theirs.low, rtol=1e-6)
+    np.testing.assert_allclose(ours.high, theirs.high, rtol=1e-6)
     assert env.action_space == original.action_space
     assert env.max_episode_steps == original.spec.max_episode_steps
+    env.close()
+    original.close()
 
 
 def test_settings_reach_a_task_in_torch():
     cfg = EnvCfg(id="Pendulum-v1", vectorization="torch", num_envs=5, max_episode_steps=7)
-    env = make_env(cfg, num_envs=2, device="cpu")
+    env = make_env(cfg, num_envs=2, device="meta")
     assert (type(env), env.num_envs, env.max_episode_steps) == (TorchPendulum, 2, 7)
+    assert env.device == torch.device("meta")
     cfg, source = separate_env(cfg, None)
     assert type(make_env(cfg, env=source, grouped=True, num_envs=7)) is TorchPendulum
 
@@ -159,6 +166,12 @@ def test_a_ready_vector_environment_needs_states_for_groups():
     assert not isinstance(make_env(EnvCfg(), env=StatefulCounters()), StateVectorGroupEnv)
     with pytest.raises(GroupStartError, match="add clone_state and restore_state"):
         make_env(EnvCfg(), env=Counters(), grouped=True)
+
+
+def test_a_simulator_in_torch_that_is_not_installed_names_its_extra(monkeypatch):
+    monkeypatch.setattr("groupwise.errors.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[mujoco-warp\]'"):
+        make_env(EnvCfg(id="HalfCheetah-v5", vectorization="torch"))
 
 
 def test_missing_envpool_names_the_extra(monkeypatch):

@@ -204,18 +204,45 @@ def test_picture_of_many_methods_with_long_names_and_single_points(tmp_path: Pat
         image.verify()
 
 
-@pytest.mark.parametrize(
-    ("worst", "lowest"),
-    [
-        (-900.0, -1.5),
-        (1.0, 0.0),
-    ],  # lines lie between 0 and 3, and bands have half of that below them, or what they need
-)
-def test_one_runs_bad_moment_does_not_flatten_the_lines(worst, lowest, monkeypatch):
+def seen_between(records_, monkeypatch) -> tuple[float, float]:
+    """Limits of the curves' axis, without the margin of a twentieth on both sides."""
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path: drawn.append(self))
-    runs = [RunRecord("E", "a", seed, (100, 200, 300), (0.0, 1.0, 3.0)) for seed in range(4)]
-    runs.append(RunRecord("E", "a", 4, (100, 200, 300), (0.0, worst, 3.0)))
-    plot_comparison(compare_records(runs), Path("unused.png"))
-    margin = 0.05 * (3 - lowest)
-    assert drawn[0].axes[0].get_ylim() == pytest.approx((lowest - margin, 3 + margin))
+    plot_comparison(compare_records(records_), Path("unused.png"))
+    low, high = drawn[0].axes[0].get_ylim()
+    margin = (high - low) * 0.05 / 1.1
+    return low + margin, high - margin
+
+
+def rising(worst: float) -> list[RunRecord]:
+    """Five runs from 0 to 3 in twenty steps; the last one is somewhere else half way."""
+    steps = tuple(range(100, 2200, 100))
+    runs = [RunRecord("E", "a", seed, steps, tuple(3 * k / 20 for k in range(21))) for seed in range(4)]
+    bad = (*(3 * k / 20 for k in range(10)), worst, *(3 * k / 20 for k in range(11, 21)))
+    return [*runs, RunRecord("E", "a", 4, steps, bad)]
+
+
+@pytest.mark.parametrize(
+    ("worst", "expected"),
+    [(-900.0, (-1.5, 3.0)), (900.0, (0.0, 4.5)), (1.0, (0.0, 3.0))],  # half of the lines' height, or what bands need
+)
+def test_one_runs_bad_moment_does_not_flatten_the_lines(worst, expected, monkeypatch):
+    assert seen_between(rising(worst), monkeypatch) == pytest.approx(expected)
+
+
+def test_bands_are_whole_where_lines_are_near_each_other(monkeypatch):
+    """Two methods that ended alike, once measured: the axis shows how unsure both are."""
+    alike = [
+        *records("E", "a", range(420, 500, 9), env_steps=(9,)),
+        *records("E", "b", range(421, 501, 9), env_steps=(9,)),
+    ]
+    low, high = seen_between(alike, monkeypatch)
+    for method in compare_records(alike).environments[0].methods:
+        assert low <= method.curve.low[0] < method.curve.high[0] <= high
+
+
+@pytest.mark.parametrize("finals", [(2.0,), (2.0, 2.0, 2.0)])  # without a band, and with one of no width
+def test_a_flat_line_has_room_around_it(finals, monkeypatch):
+    flat = records("E", "a", finals, env_steps=(9,))
+    low, high = seen_between(flat, monkeypatch)
+    assert low < 2 < high

@@ -67,7 +67,11 @@ def test_other_environments_are_trained_on_as_before():
 @pytest.mark.parametrize(
     ("algorithm", "env", "says"),
     [
-        (BRANCH, None, "is for simulators in torch, without greedy attempts, and CartPole-v1 is none"),
+        (
+            BRANCH,
+            None,
+            r"without greedy attempts, and CartPole-v1 is none; mend: env\.vectorization='torch', or collection",
+        ),
         (
             BRANCH.model_copy(update={"credit": gw.CreditCfg(baseline="greedy", scale="none")}),
             gw.TorchCartPole,
@@ -114,9 +118,19 @@ def test_rollouts_are_compiled_where_that_is_worth_it(algorithm, compile, row_st
 @pytest.mark.parametrize(
     ("algorithm", "env", "policy", "says"),
     [
-        (PPO, "CartPole-v1", {}, "CartPole-v1 is no simulator in torch; mend: compile_rollouts='auto'"),
+        (
+            PPO,
+            "CartPole-v1",
+            {},
+            r"CartPole-v1 is no simulator in torch; mend: env\.vectorization='torch', or compile_rollouts='auto'",
+        ),
         (FINISH, gw.TorchCartPole, {}, "is not 'branch'; mend: collection.unfinished='branch', or compile_rollouts"),
-        (FINISH, "CartPole-v1", {}, "CartPole-v1 is no simulator in torch; mend: compile_rollouts='auto'"),
+        (
+            FINISH,
+            "CartPole-v1",
+            {},
+            r"CartPole-v1 is no simulator in torch; mend: env\.vectorization='torch', or compile_rollouts='auto'",
+        ),
         (PPO, gw.TorchCartPole, {"mlp_kernel": "torch"}, "the policy is not known to act as a function"),
     ],
 )
@@ -134,6 +148,9 @@ def test_a_task_by_its_id_is_trained_on_as_its_class_and_resumed_by_itself(name,
     for key, one in by_class.policy.state_dict().items():
         assert torch.equal(one, by_id.policy.state_dict()[key]), key
     assert gw.resume(by_id.path, total_steps=900).summary["env_steps"] >= 900
+    longer = gw.resume(by_class.path, env=gw.TorchCartPole, total_steps=900).policy.state_dict()
+    resumed = gw.resume(by_id.path).policy.state_dict()
+    assert all(torch.equal(one, resumed[key]) for key, one in longer.items())
     assert gw.evaluate(by_id.path, 3).episodes == 3
 
 

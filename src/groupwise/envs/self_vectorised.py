@@ -1,4 +1,4 @@
-"""Environments that make all their rows at once: what ``make_env`` does when it is given such a one."""
+"""Environments that make all their rows at once: what ``make_env`` does when it is given such a one, or asked for one by name."""
 
 import inspect
 from collections.abc import Callable
@@ -87,6 +87,11 @@ def from_torch(cfg: EnvCfg, num_envs: int, device: torch.device | str = "cpu") -
         raise EnvError(f"{cfg.id} in torch takes no env.kwargs, got {cfg.kwargs}; mend: env.vectorization='auto'")
     module, _, name = IN_TORCH[cfg.id].partition(":")
     return from_maker(getattr(import_module(module), name), cfg, num_envs, device)
+
+
+def torch_mend(env_id: str) -> str:
+    """What to say first to those who need the task in torch, where there is one."""
+    return "env.vectorization='torch', or " if env_id in IN_TORCH else ""
 
 
 def from_envpool(

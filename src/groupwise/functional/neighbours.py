@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 _BLOCK = 256
-"""States that are compared with the pool at once: distances of all of them together would need gigabytes, those of few stay in caches."""
+"""States that are compared with the pool at once: distances of all of them together would need gigabytes."""
 _FLAT = 1e-6
 """A feature whose deviation is less than this share of its size never changes but for rounding, and tells nothing."""
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from groupwise.report.aggregates import Estimate
 from groupwise.report.comparison import Comparison, Curve, EnvironmentResult, Overall
 
@@ -14,8 +16,9 @@ COLORS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fb
 """Told apart by colour-blind readers, too (seaborn's palette ``colorblind``)."""
 STYLES = ("-", "--", ":")
 """Each next ten methods have another line."""
-BAND_ROOM = 0.5
-"""Of the lines' height, above and below them: a band may be many times as wide after one run's bad moment, and lines would be flat."""
+LINE_ROOM, BAND_ROOM = 0.5, 3.0
+"""Above and below the lines: so much of their height, or of the median distance from a line to its band's end, whichever is more. A band that one
+run's bad moment makes many times as wide is cut off there, or lines would be flat."""
 LONGEST_NAME = 40
 """Letters of a method's name that an axis has room for; it breaks there."""
 
@@ -70,11 +73,13 @@ def _curves(axes: "Axes", found: EnvironmentResult, looks: dict[str, dict[str, A
 def _visible(curves: Sequence[Curve]) -> tuple[float, float]:
     """All of the lines, and of the bands around them as much as leaves them readable."""
     points = [value for curve in curves for value in curve.iqm]
-    bands = points + [value for curve in curves for value in (*(curve.low or ()), *(curve.high or ()))]
-    low, high = min(points), max(points)
-    room = BAND_ROOM * (high - low) or max(bands) - min(bands) or 1.0
-    low, high = max(min(bands), low - room), min(max(bands), high + room)
-    margin = 0.05 * (high - low or 1.0)
+    bounds = [(curve.iqm, bound) for curve in curves for bound in (curve.low, curve.high) if bound is not None]
+    ends = [pair for line, bound in bounds for pair in zip(line, bound, strict=True)]
+    bands = points + [end for _, end in ends]
+    room = BAND_ROOM * float(np.median([abs(line - end) for line, end in ends])) if ends else 0.0
+    room = max(room, LINE_ROOM * (max(points) - min(points)))
+    low, high = max(min(bands), min(points) - room), min(max(bands), max(points) + room)
+    margin = 0.05 * (high - low) or 0.5
     return low - margin, high + margin
 
 

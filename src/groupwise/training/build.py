@@ -22,6 +22,7 @@ from groupwise.envs.base import GroupEnv, GroupStartReport, VectorEnv
 from groupwise.envs.local_rows import OnError
 from groupwise.envs.make import make_env
 from groupwise.envs.native import TorchGroupEnv
+from groupwise.envs.self_vectorised import torch_mend
 from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
@@ -274,9 +275,13 @@ def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine
     if not stays:
         return GroupCollector(env, policy, greedy_attempts=_greedy_attempts(algorithm), **shared)
     if not isinstance(env, TorchGroupEnv) or _greedy_attempts(algorithm):
-        found = f"{env.env_id} is none" if _greedy_attempts(algorithm) == 0 else "credit.baseline is 'greedy'"
+        greedy = _greedy_attempts(algorithm) > 0
+        found, mend = (
+            ("credit.baseline is 'greedy'", "") if greedy else (f"{env.env_id} is none", torch_mend(env.env_id))
+        )
         raise ConfigError(
-            f"collection.unfinished='branch' is for simulators in torch, without greedy attempts, and {found}; mend: 'finish'"
+            "collection.unfinished='branch' is for simulators in torch, without greedy attempts, and "
+            f"{found}; mend: {mend}collection.unfinished='finish'"
         )
     return TorchGroupCollector(env, policy, compiled=compiled, **shared)
 
@@ -290,7 +295,7 @@ def _compiles(cfg: RunCfg, env: VectorEnv, policy: Policy, stays: bool, world_si
     Raises:
         ConfigError: that is asked for where it cannot be.
     """
-    why, mend = why_not_compiled(env, policy), "compile_rollouts='auto'"
+    why, mend = why_not_compiled(env, policy), f"{torch_mend(env.env_id)}compile_rollouts='auto'"
     if why is None and not stays:
         why, mend = "collection.unfinished is not 'branch'", f"collection.unfinished='branch', or {mend}"
     if cfg.compile_rollouts == "always" and why is not None:

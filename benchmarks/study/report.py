@@ -5,12 +5,12 @@ python benchmarks/study/report.py            # docs/generated/study.md, docs/ima
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from plan import CANDIDATE, REFERENCES, REMEDIES, TASKS, Task, task_of
 from run import HERE, RESULTS
 
-from groupwise.report.aggregates import Estimate
 from groupwise.report.comparison import (
     ENOUGH_RUNS,
     Comparison,
@@ -80,7 +80,23 @@ def compared() -> Comparison:
     tasks = [task for task in TASKS if "ppo" in complete(task) and {*complete(task)} - {*WITH_CRITIC}]
     records = [record(result) for task in tasks for result in results(task)]
     whole = len(tasks) == len(TASKS) and all(len(complete(task)) == len(task.methods) for task in tasks)
-    return compare_records(records, REFERENCES if whole else None)
+    found = compare_records(records, REFERENCES if whole else None)
+    return replace(found, environments=tuple(map(reliable, found.environments)))
+
+
+def reliable(found: EnvironmentResult) -> EnvironmentResult:
+    """Without the intervals of methods of few runs."""
+    few = {m.method for m in found.methods if len(m.seeds) < ENOUGH_RUNS}
+
+    def plain(m: MethodResult) -> MethodResult:
+        iqm, height = (replace(estimate, interval=None) for estimate in (m.iqm, m.mean_height))
+        return replace(m, iqm=iqm, mean_height=height, curve=replace(m.curve, low=None, high=None))
+
+    pairs = tuple(
+        replace(pair, probability=replace(pair.probability, interval=None)) if {pair.method, pair.other} & few else pair
+        for pair in found.improvements
+    )
+    return replace(found, methods=tuple(plain(m) if m.method in few else m for m in found.methods), improvements=pairs)
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
@@ -97,26 +113,19 @@ def against(found: EnvironmentResult, method: str, other: str) -> str:
             value, ends = 1 - value, [1 - end for end in reversed(ends)]
         elif (pair.method, pair.other) != (method, other):
             continue
-        enough = min(len(m.seeds) for m in found.methods if m.method in (method, other)) >= ENOUGH_RUNS
-        return f"{value:.2f}" + (f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends and enough else "")
+        return f"{value:.2f}" + (f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else "")
     return ""
-
-
-def told(found: Estimate, runs: int) -> str:
-    """With its interval where there are runs enough for one to mean something."""
-    return shown(found) if runs >= ENOUGH_RUNS else figure(found.value)
 
 
 def of_environment(found: EnvironmentResult) -> str:
     """A row for each method."""
 
     def row(m: MethodResult) -> list[str]:
-        runs = len(m.seeds)
         return [
             m.method,
-            told(m.iqm, runs),
+            shown(m.iqm),
             figure(m.least),
-            told(m.mean_height, runs),
+            shown(m.mean_height),
             against(found, m.method, NAMES["ppo"]),
             f"{m.seconds:.0f}",
             f"{m.memory_mib:.0f}",
@@ -124,8 +133,7 @@ def of_environment(found: EnvironmentResult) -> str:
 
     head = ["", "final return, IQM", "least", "mean of the curve, IQM", "ends above our PPO", "CPU seconds", "MiB"]
     seeds, steps = ([kind(m) for m in found.methods] for kind in (lambda m: len(m.seeds), lambda m: m.env_steps))
-    few = f" Fewer than {ENOUGH_RUNS} runs: no intervals." if min(seeds) < ENOUGH_RUNS else ""
-    title = f"**{found.environment}.** Steps: {between(steps)}; runs: {between(seeds)}.{few}"
+    title = f"**{found.environment}.** Steps: {between(steps)}; runs: {between(seeds)}."
     return f"{title}\n\n{table([head, *(row(m) for m in found.methods)])}"
 
 
@@ -145,10 +153,7 @@ def summary(comparison: Comparison) -> str:
         by_name = {m.method: m for m in found.methods}
         best = max((m for m in found.methods if m.method in free), key=lambda m: m.iqm.value)
         missing = {name: "not complete" if name in task_of(found.environment).methods else "not run" for name in NAMES}
-        ends = [
-            told(by_name[NAMES[name]].iqm, len(by_name[NAMES[name]].seeds)) if NAMES[name] in by_name else missing[name]
-            for name in shown_methods
-        ]
+        ends = [shown(by_name[NAMES[name]].iqm) if NAMES[name] in by_name else missing[name] for name in shown_methods]
         pairs = [against(found, NAMES[name], NAMES["ppo"]) for name in (CANDIDATE, *REMEDIES)]
         lines.append([found.environment, *ends, *pairs, f"{best.method}: {figure(best.iqm.value)}"])
     return table(lines)

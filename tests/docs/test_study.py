@@ -127,9 +127,11 @@ def test_three_runs_have_no_intervals_and_mixed_settings_are_refused(study, tmp_
     for number, method in enumerate(plan.METHODS):
         for seed in range(3):
             made(study, tmp_path, method, seed, 100.0 * number + seed)
-    (found,) = report.compared().environments
-    assert "[" not in report.of_environment(found)
-    assert "Fewer than 5 runs" in report.of_environment(found)
+    comparison = report.compared()
+    (found,) = comparison.environments
+    assert "[" not in report.of_environment(found) + report.summary(comparison)
+    assert all(m.curve.low is None and m.iqm.interval is None for m in found.methods)
+    assert any("fewer than 5 runs of each method" in note for note in comparison.notes)
     made(study, tmp_path, "ppo", 2, 1.0, digest="b")
     with pytest.raises(SystemExit, match="CartPole-v1, ppo: cells of several settings"):
         report.compared()

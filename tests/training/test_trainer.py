@@ -174,6 +174,22 @@ def test_global_random_streams_follow_from_the_iteration(parts: Any):
     assert len({draw for draws in whole.draws for draw in draws}) == 6
 
 
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_torchs_stream_is_the_same_where_other_devices_are_seeded_too(
+    parts: Any, accelerated: bool, monkeypatch: pytest.MonkeyPatch
+):
+    seeded = []
+    plain, patched = Recorder(), Recorder()
+    parts.trainer(plain, total_steps=10).train()
+    trainer = parts.trainer(patched, total_steps=10)
+    seed_all = torch.manual_seed
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerated)
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeded.append(seed) or seed_all(seed))
+    trainer.train()
+    assert len(seeded) == int(accelerated)
+    assert patched.draws == plain.draws
+
+
 def test_state_goes_on_where_it_was_saved(parts: Any):
     whole = parts.trainer(total_steps=40)
     whole.train()

@@ -14,8 +14,8 @@ wider networks a step's time may grow as their weights do, with the square of th
 growth of a step's time from the size before: the logarithm of the times' ratio by that of the sizes'. Above 0 (width: 2) it
 is super-linear.
 
-Timed is training alone, from the end of the third iteration on, or from the first end that lies 3 seconds behind the start:
-by then both storages of the rollout have been allocated, and are about as long as they need to be. ``cpu_us`` is the
+Timed is training alone, from the end of the third iteration on, or of the second if that lies 3 seconds behind the start:
+by then the gradient is compiled, both storages of the rollout have been allocated, and are about as long as they need to be. ``cpu_us`` is the
 processor's time of a step: where it lies far below ``us_per_step``, the machine was busy with something else. The learning
 rate is so small that the policy stays as it is: else episodes would grow longer during training, and more so at some sizes
 than at others. Each run is a process of its own; the points take turns, and the median of the rounds counts.
@@ -48,6 +48,8 @@ MINIBATCH = 2048
 EPOCHS = 2
 LEARNING_RATE = 1e-9
 WARM_UP_ITERATIONS = 3
+LEAST_WARM_UP_ITERATIONS = 2
+"""The second one compiles."""
 WARM_UP_SECONDS = 3.0
 
 Algorithm = Literal["ppo", "grpo"]
@@ -218,7 +220,8 @@ def _clock(seconds: float, profile: bool) -> Any:
         def on_iteration_end(self, trainer: Any, rollout: Any, metrics: dict[str, float]) -> None:
             now, cpu = time.perf_counter(), time.process_time()
             if self.started is None:
-                if trainer.iteration >= WARM_UP_ITERATIONS or trainer.seconds >= WARM_UP_SECONDS:
+                enough = trainer.iteration >= LEAST_WARM_UP_ITERATIONS and trainer.seconds >= WARM_UP_SECONDS
+                if enough or trainer.iteration >= WARM_UP_ITERATIONS:
                     self.started = now, cpu, trainer.env_steps
                     if self.profiler:
                         self.profiler.enable()
@@ -433,7 +436,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="axes whose name contains it: " + ", ".join(AXES))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=1.0, help="least time that is measured of each run")
+    parser.add_argument("--seconds", type=float, default=3.0, help="least time that is measured of each run")
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument(
         "--profile", nargs=3, metavar=("AXIS", "SIZE", "ALGORITHM"), help="one point; writes growth.prof"

@@ -193,6 +193,7 @@ def test_compiled_ones_are_the_others_to_rounding(env):
 def test_nothing_waits(env):
     collector, buffer = made(env, 30, 4, 12, mlp_kernel="torch", attempt_steps=9)
     buffer.add(collector.collect(12, buffer.start_rollout()))
+    collector.metrics()
     with NoWaiting():
         buffer.add(collector.collect(12, buffer.start_rollout()))
         assert collector.pending() is not None

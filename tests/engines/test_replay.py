@@ -29,9 +29,10 @@ class Counter:
         return self.total + 1
 
 
-def test_without_a_recorder_it_is_called_as_it_stands():
+@pytest.mark.parametrize(("device", "recorder"), [("cpu", None), ("cpu", False), ("cuda", False)])
+def test_without_a_recorder_it_is_called_as_it_stands(device, recorder):
     counter = Counter()
-    replayed = Replayed(counter, CPU, name="counting")
+    replayed = Replayed(counter, torch.device(device), name="counting", recorder=recorder)
     for call in range(6):
         assert torch.equal(replayed(), torch.full((3,), 2.0 * call + 3))
     assert counter.calls == 6

@@ -131,6 +131,11 @@ def test_the_number_of_rows_changes_no_row(task):
         lambda x: x * torch.tensor([1.0, 2.0]),
         lambda x: x.to("meta"),
         lambda x: float(x[0]),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: x.cpu(),
+        lambda x: np.asarray(x),
+        lambda x: x.copy_(torch.from_numpy(np.zeros(2))),
     ],
 )
 def test_what_waits_is_noticed(wait):

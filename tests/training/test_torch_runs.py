@@ -15,8 +15,9 @@ from groupwise.report.folder import RunFolder
 from groupwise.settings import RunCfg
 from groupwise.training.build import build_parts
 from groupwise.training.callbacks import SaveCheckpoints
-from groupwise.training.parts import Given, build_callbacks
+from groupwise.training.parts import Given, build_callbacks, build_trainer
 
+STAYS = "rollouts and updates stay on the device; stay_on_device='never' switches that off"
 STEPS = {"group_key": "group_step", "returns": "return_to_go", "scale": "batch_std"}
 BRANCH = gw.GRPOCfg(group_size=4, num_steps=16, num_epochs=2, credit=STEPS, collection={"unfinished": "branch"})
 PPO = gw.PPOCfg(num_steps=16, num_epochs=2, minibatch_size=64)
@@ -31,8 +32,8 @@ def parts_of(algorithm, env=gw.TorchCartPole, **fields):
 @pytest.mark.parametrize(
     ("algorithm", "collector", "stays", "says"),
     [
-        (PPO, TorchVectorCollector, True, "rollouts and updates stay on the device"),
-        (BRANCH, TorchGroupCollector, True, "rollouts and updates stay on the device"),
+        (PPO, TorchVectorCollector, True, STAYS),
+        (BRANCH, TorchGroupCollector, True, STAYS),
         (
             BRANCH.model_copy(update={"collection": gw.GRPOCfg().collection}),
             gw.GroupCollector,
@@ -54,6 +55,36 @@ def test_the_fastest_way_that_the_settings_allow_is_taken_and_told(algorithm, co
     assert parts.buffer.resident == isinstance(parts.collector, TorchVectorCollector | TorchGroupCollector)
     assert says in parts.notes()
     parts.collector.collect(16, parts.buffer.start_rollout())
+
+
+def test_what_stays_on_the_device_can_be_switched_off():
+    """Then PPO is what its parts are anywhere: the same parameters as without any of it, bit for bit."""
+    parts = parts_of(PPO, stay_on_device="never", total_steps=8 * 16 * 3)
+    assert type(parts.collector) is gw.VectorCollector
+    assert "rollouts and updates are those of any environment, since stay_on_device='never'" in parts.notes()
+    build_trainer(parts, [], Engine()).train()
+
+    env = gw.TorchCartPole(8)
+    reference = build_parts(parts.cfg, Given(env=gw.TorchCartPole), Engine()).algorithm.policy
+    algorithm = gw.PPO(PPO, reference, seed=parts.algorithm.seed)
+    buffer = gw.RolloutBuffer(8, 16, obs_spec=env.obs_spec, action_spec=reference.action_spec, value=True)
+    collector = gw.VectorCollector(env, reference, seed=parts.cfg.seed)
+    for _ in range(3):
+        buffer.add(collector.collect(16, buffer.start_rollout()))
+        algorithm.update(buffer.get())
+    for one, other in zip(reference.parameters(), parts.algorithm.policy.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_groups_that_are_cut_are_not_recorded_where_that_is_switched_off():
+    parts = parts_of(BRANCH, stay_on_device="never")
+    assert type(parts.collector) is TorchGroupCollector
+    assert parts.algorithm.resident is None
+    parts.collector.collect(16, parts.buffer.start_rollout())
+    with pytest.raises(
+        gw.ConfigError, match=r"stay_on_device='never'; mend: stay_on_device='auto', or compile_rollouts"
+    ):
+        parts_of(BRANCH, stay_on_device="never", compile_rollouts="always")
 
 
 def test_other_environments_are_trained_on_as_before():

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -131,7 +131,7 @@ class ResidentCollector(Collector):
         rank: of this process; each draws its own streams.
         compiled: whether acting and stepping are compiled together (``Compiled``): worth its seconds where ``WORTH_STEPS`` of
             every row are ahead, on a CPU.
-        recorder: of the rollout; None: the device's.
+        recorder: of the rollout; None: the device's, False: none.
 
     Raises:
         EnvError: policy and environment are on different devices, or compiling is not for this one.
@@ -145,7 +145,7 @@ class ResidentCollector(Collector):
         seed: int,
         rank: int,
         compiled: bool = False,
-        recorder: Recorder | None = None,
+        recorder: Recorder | Literal[False] | None = None,
     ) -> None:
         super().__init__()
         if policy.device.type != env.device.type:

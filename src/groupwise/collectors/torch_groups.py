@@ -1,5 +1,7 @@
 """Groups of attempts in step with each other from simulators in torch, without waiting for the device: GRPO on a GPU."""
 
+from typing import Literal
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -54,7 +56,7 @@ class TorchGroupCollector(ResidentCollector):
         rank: int = 0,
         verify_start: bool = True,
         compiled: bool = False,
-        recorder: Recorder | None = None,
+        recorder: Recorder | Literal[False] | None = None,
     ) -> None:
         super().__init__(env, policy, seed=seed, rank=rank, compiled=compiled, recorder=recorder)
         self.group_size = group_size

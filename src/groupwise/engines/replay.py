@@ -8,7 +8,7 @@ Python that changes between calls.
 import warnings
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 from weakref import WeakMethod
 
 import torch
@@ -80,7 +80,7 @@ class Replayed(Generic[Out]):
     Args:
         name: of what it does, for that warning.
         generators: what it draws from, beside the device's own.
-        recorder: None: the device's.
+        recorder: None: the device's; False: none, and it is called as it stands.
     """
 
     def __init__(
@@ -90,13 +90,14 @@ class Replayed(Generic[Out]):
         *,
         name: str,
         generators: Sequence[torch.Generator] = (),
-        recorder: Recorder | None = None,
+        recorder: Recorder | Literal[False] | None = None,
     ) -> None:
         # held weakly where it is a method: whose it is holds this, and would wait for a search for cycles to be freed
         self._method = WeakMethod(function) if isinstance(function, MethodType) else lambda: function
         self.name = name
         self._generators = generators
-        self._recorder = CudaRecorder(device) if recorder is None and device.type == "cuda" else recorder
+        devices = CudaRecorder(device) if device.type == "cuda" else None
+        self._recorder = devices if recorder is None else recorder or None
         self._where: list[tuple[int, torch.Size, tuple[int, ...]]] = []
         self._calls = 0
         self._replay: Callable[[], None] | None = None

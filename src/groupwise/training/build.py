@@ -122,7 +122,7 @@ def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> EnvParts:
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=seed)
     collector = _build_collector(cfg, env, policy, engine)
     resident = isinstance(collector, ResidentCollector)
-    residence = residence_of(algorithm, env, resident)
+    residence = residence_of(algorithm, env, resident, cfg.stay_on_device == "auto")
     if isinstance(collector, ResidentCollector) and collector.compiles:
         residence += ("acting and stepping will be compiled together; compile_rollouts='never' switches that off",)
     buffer = RolloutBuffer(
@@ -238,17 +238,23 @@ def _on_error(cfg: RunCfg) -> OnError:
     return "report" if reports else "raise"
 
 
-def residence_of(algorithm: BaseAlgorithm, env: VectorEnv, resident: bool) -> tuple[str, ...]:
+def residence_of(algorithm: BaseAlgorithm, env: VectorEnv, resident: bool, wanted: bool) -> tuple[str, ...]:
     """Have updates stay on the device where rollouts do and the algorithm can; what is said of it.
+
+    Args:
+        resident: rollouts do.
+        wanted: ``stay_on_device`` is not ``"never"``.
 
     Warns:
         SlowPathWarning: on a GPU, whatever keeps an iteration on simulators in torch from staying there.
     """
     if not isinstance(env, TorchGroupEnv):
         return ()
+    if not wanted:
+        return ("rollouts and updates are those of any environment, since stay_on_device='never'",)
     why = algorithm.stay_on_device() if resident else "collection.unfinished is not 'branch'"
     if why is None:
-        return ("rollouts and updates stay on the device",)
+        return ("rollouts and updates stay on the device; stay_on_device='never' switches that off",)
     line = f"{'updates wait' if resident else 'rollouts and updates wait'} for the device, since {why}"
     if env.device.type != "cpu":
         warnings.warn(line, SlowPathWarning, stacklevel=3)
@@ -260,7 +266,7 @@ def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine
     stays = not isinstance(algorithm, GRPOCfg) or algorithm.collection.unfinished == "branch"
     compiled = _compiles(cfg, env, policy, stays, engine.world_size)
     if not isinstance(algorithm, GRPOCfg):
-        if isinstance(env, TorchGroupEnv):
+        if isinstance(env, TorchGroupEnv) and cfg.stay_on_device == "auto":
             return TorchVectorCollector(env, policy, seed=cfg.seed, rank=engine.rank, compiled=compiled)
         return VectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
     if not isinstance(env, GroupEnv):
@@ -283,7 +289,8 @@ def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine
             "collection.unfinished='branch' is for simulators in torch, without greedy attempts, and "
             f"{found}; mend: {mend}collection.unfinished='finish'"
         )
-    return TorchGroupCollector(env, policy, compiled=compiled, **shared)
+    recorder: Literal[False] | None = None if cfg.stay_on_device == "auto" else False
+    return TorchGroupCollector(env, policy, compiled=compiled, recorder=recorder, **shared)
 
 
 def _compiles(cfg: RunCfg, env: VectorEnv, policy: Policy, stays: bool, world_size: int) -> bool:
@@ -298,6 +305,8 @@ def _compiles(cfg: RunCfg, env: VectorEnv, policy: Policy, stays: bool, world_si
     why, mend = why_not_compiled(env, policy), f"{torch_mend(env.env_id)}compile_rollouts='auto'"
     if why is None and not stays:
         why, mend = "collection.unfinished is not 'branch'", f"collection.unfinished='branch', or {mend}"
+    elif why is None and cfg.stay_on_device == "never":
+        why, mend = "stay_on_device='never'", f"stay_on_device='auto', or {mend}"
     if cfg.compile_rollouts == "always" and why is not None:
         raise ConfigError(f"compile_rollouts='always', but {why}; mend: {mend}")
     worth = cfg.total_steps // (env.num_envs * world_size) >= WORTH_STEPS

@@ -5,6 +5,10 @@ Seeds start at 100; tuning used seeds below 100 only. Every run is a process of 
 
     make learn                                   # every row; exit status 1 if a claim fails
     python benchmarks/learn.py --only CartPole   # the rows whose name contains it
+    python benchmarks/learn.py --reference       # the same in plain torch: learning must not depend on what is fast
+
+With ``--reference`` networks and loss are torch's layer by layer, and environments are Gymnasium's, stepped one by one
+(``results/learn_reference.json``).
 """
 
 import argparse
@@ -18,6 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 RESULT = Path(__file__).parent / "results" / "learn.json"
+REFERENCE_RESULT = RESULT.with_name("learn_reference.json")
+REFERENCE = ("--policy.mlp-kernel", "torch", "--env.vectorization", "sync")
 
 
 OVERSHOOT = 0.04
@@ -61,14 +67,14 @@ def groupwise(*arguments: str) -> str:
     return done.stdout
 
 
-def run(row: Row, seed: int) -> dict:
+def run(row: Row, seed: int, more: tuple[str, ...]) -> dict:
     """Train one seed and evaluate the policy it ends with on episodes that training never saw."""
     steps = round(row.total_steps * (1 - OVERSHOOT))
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/run"
         groupwise(
             *("train", row.env, "--algorithm", row.algorithm, "--seed", str(seed), "--run-dir", path),
-            *("--total-steps", str(steps), "--logging.progress", "none"),
+            *("--total-steps", str(steps), "--logging.progress", "none", *more),
         )
         summary = json.loads(Path(path, "summary.json").read_text())
         result = json.loads(groupwise("eval", path, "--episodes", "100", "--seed", str(10_000 + seed), "--json"))
@@ -102,17 +108,19 @@ def main() -> int:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--fresh", action="store_true", help="repeat runs that are recorded already")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--reference", action="store_true", help="without anything that is there for speed")
     args = parser.parse_args()
-    results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    path, more = (REFERENCE_RESULT, REFERENCE) if args.reference else (RESULT, ())
+    results = json.loads(path.read_text()) if path.exists() else {}
     claims = []
     for row in (r for r in ROWS if args.only in r.name):
         known = {} if args.fresh else {r["seed"]: r for r in results.get(row.name, [])}
         missing = [seed for seed in range(100, 100 + row.seeds) if seed not in known]
         with ThreadPoolExecutor(args.jobs) as pool:
-            known |= {r["seed"]: r for r in pool.map(lambda seed, row=row: run(row, seed), missing)}
+            known |= {r["seed"]: r for r in pool.map(lambda seed, row=row: run(row, seed, more), missing)}
         results[row.name] = [known[seed] for seed in sorted(known)]
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(results, indent=1) + "\n")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(results, indent=1) + "\n")
         claims.append(report(row, results[row.name]))
     return 0 if all(claims) else 1
 

@@ -25,6 +25,7 @@ from groupwise.functional.reduce import local
 from groupwise.policies.actor_critic import ActorCritic
 
 UPDATES = 20
+BOX = gym.spaces.Box(-1, 1, (2,), np.float32)
 RUNS = {
     "ppo, several minibatches": ("ppo", {}, {"num_epochs": 3, "minibatch_size": 40, "max_grad_norm": 0.5}),
     "ppo, shared trunk, micro-batches": (
@@ -37,19 +38,21 @@ RUNS = {
         {"normalize_obs": True, "normalize_reward": True, "hidden_sizes": (17,)},
         {"num_epochs": 2, "minibatch_size": 30, "kl_coef": 0.1},
     ),
+    "ppo, gaussian": ("ppo", {"log_std_init": -0.5}, {"num_epochs": 2, "minibatch_size": 33, "ent_coef": 0.01}, BOX),
+    "grpo, squashed": ("grpo", {"bounded_action": "squash"}, {"num_epochs": 2, "minibatch_size": 50}, BOX),
 }
 
 
-def algorithm_of(kind, network, options, kernel):
+def algorithm_of(kind, network, options, space=ACT, *, kernel):
     torch.manual_seed(1)
-    policy = ActorCritic(OBS, ACT, gw.PolicyCfg(**network, mlp_kernel=kernel), actor_only=kind == "grpo")
+    policy = ActorCritic(OBS, space, gw.PolicyCfg(**network, mlp_kernel=kernel), actor_only=kind == "grpo")
     return build(kind, policy=policy, optimizer={"name": "adam"}, learning_rate=1e-3, **options)
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_parameters_and_metrics_over_many_updates_are_the_references(run):
     """Rollouts differ in length, so that minibatches do; normalisers and parameters change between updates."""
-    fast, reference = (algorithm_of(*RUNS[run], kernel) for kernel in ("compiled", "torch"))
+    fast, reference = (algorithm_of(*RUNS[run], kernel=kernel) for kernel in ("compiled", "torch"))
     for seed in range(UPDATES):
         rollout = make_rollout(reference.policy, seed, rows=4 * (1 + seed % 3))
         found, expected = fast.update(rollout), reference.update(rollout)
@@ -64,8 +67,8 @@ def test_parameters_and_metrics_over_many_updates_are_the_references(run):
 SPACES = {
     "multi-discrete": (gym.spaces.MultiDiscrete([3, 2]), {}),
     "multi-binary": (gym.spaces.MultiBinary(3), {}),
-    "gaussian": (gym.spaces.Box(-1, 1, (2,), np.float32), {"log_std_init": -0.5}),
-    "squashed": (gym.spaces.Box(-1, 1, (2,), np.float32), {"bounded_action": "squash"}),
+    "gaussian": (BOX, {"log_std_init": -0.5}),
+    "squashed": (BOX, {"bounded_action": "squash"}),
 }
 
 
@@ -240,7 +243,9 @@ def test_without_a_compiler_updates_go_on(monkeypatch, caplog):
         raise OSError("no g++\nand a long story")
 
     monkeypatch.setattr(compiled_gradient, "compile_function", broken)
-    fast, reference = (algorithm_of(*RUNS["ppo, several minibatches"], kernel) for kernel in ("compiled", "by_hand"))
+    fast, reference = (
+        algorithm_of(*RUNS["ppo, several minibatches"], kernel=kernel) for kernel in ("compiled", "by_hand")
+    )
     rollout = make_rollout(reference.policy)
     with pytest.warns(SlowPathWarning, match=r"without the compiler \(OSError: no g\+\+\); mend: a C\+\+ compiler"):
         fast.update(rollout)
@@ -250,7 +255,7 @@ def test_without_a_compiler_updates_go_on(monkeypatch, caplog):
     fast.update(rollout)
     reference.update(rollout)
     assert torch.equal(parameters(fast), parameters(reference))
-    resumed = algorithm_of(*RUNS["ppo, several minibatches"], "compiled")
+    resumed = algorithm_of(*RUNS["ppo, several minibatches"], kernel="compiled")
     resumed.load_state_dict(fast.state_dict())
     resumed.set_progress(1e-9)  # nor after a resume
     assert not resumed.compiler.is_on
@@ -269,7 +274,7 @@ def test_a_wrong_gradient_is_not_used(monkeypatch, where):
         return compiled
 
     monkeypatch.setattr(compiled_gradient, "compile_function", wrong)
-    algorithm = algorithm_of(*RUNS["ppo, several minibatches"], "compiled")
+    algorithm = algorithm_of(*RUNS["ppo, several minibatches"], kernel="compiled")
     with pytest.warns(SlowPathWarning, match="differs from the traced one"):
         algorithm.update(make_rollout(algorithm.policy))
 
@@ -340,7 +345,7 @@ def test_an_algorithm_that_is_no_longer_used_is_freed(monkeypatch):
     monkeypatch.setattr(
         compiled_gradient, "compile_function", lambda function, _, **__: lambda inputs: function(*inputs)
     )
-    algorithm = algorithm_of(*RUNS["ppo, several minibatches"], "compiled")
+    algorithm = algorithm_of(*RUNS["ppo, several minibatches"], kernel="compiled")
     algorithm.update(make_rollout(algorithm.policy))
     known = weakref.ref(algorithm)
     gc.disable()
@@ -370,7 +375,7 @@ def test_other_parameters_than_the_algorithms_are_refused(change):
 
 
 def test_a_run_says_that_it_compiles(caplog):
-    algorithm = algorithm_of(*RUNS["ppo, several minibatches"], "compiled")
+    algorithm = algorithm_of(*RUNS["ppo, several minibatches"], kernel="compiled")
     with caplog.at_level(logging.INFO, "groupwise"):
         algorithm.update(make_rollout(algorithm.policy))
         algorithm.update(make_rollout(algorithm.policy, 1))

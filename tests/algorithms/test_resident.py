@@ -19,6 +19,7 @@ from groupwise.data.rollout import transition_view
 from groupwise.engines.replay import WARM_UP
 
 UPDATES = 20
+NEAR_STATES = {"baseline": "near_states", "returns": "return_to_go", "scale": "none"}
 STEPS = {"group_key": "group_step", "returns": "return_to_go", "scale": "batch_std"}
 PPO = {
     "plain": {},
@@ -285,6 +286,7 @@ def test_both_ways_to_adapt_the_rate_agree(kl):
         ("grpo", {"credit": STEPS | {"returns": "turn"}}, "returns='turn' counts"),
         ("grpo", {"credit": {"anchor_weight": 1.0}}, "anchor_weight looks for"),
         ("grpo", {"credit": {"baseline": "ema", "scale": "none"}}, "baseline='ema' looks for"),
+        ("grpo", {"credit": NEAR_STATES}, "baseline='near_states' looks for"),
     ],
 )
 def test_what_cannot_stay_says_why_and_is_updated_as_before(kind, how, says):

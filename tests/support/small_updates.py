@@ -31,7 +31,7 @@ def make_rollout(policy, seed=0, rows=8, steps=12):
     rollout = buffer.start_rollout()
     rollout["obs"].copy_(torch.rand(rows, steps + 1, 3, generator=g) * 2 - 1)
     flat = policy.act(rollout["obs"].reshape(-1, 3), generator=g)
-    rollout["action"].copy_(flat.action.reshape(rows, steps + 1))
+    rollout["action"].copy_(flat.action.reshape(rollout["action"].shape))
     rollout["sample_log_prob"].copy_(flat.log_prob.reshape(rows, steps + 1))
     if not policy.actor_only:
         rollout["value"].copy_(flat.value.reshape(rows, steps + 1))

@@ -53,6 +53,8 @@ CREDIT: dict[str, Any] = {
     "lone_member": "zero",
     "eps": 1e-4,
 }
+CREDIT_IN_TORCH: dict[str, Any] = {key: CREDIT[key] for key in ("group_key", "returns", "scale")}
+BRANCH = {"unfinished": "branch"}
 
 
 def train_ours(algorithm: str, seed: int) -> tuple[float, float]:
@@ -100,12 +102,11 @@ def train_in_torch(seed: int) -> tuple[float, float]:
             self.seen.append((time.perf_counter(), trainer.env_steps))
 
     clock = Clock()
-    credit = {key: CREDIT[key] for key in ("group_key", "returns", "scale")}
-    linear, branch = gw.ScheduleCfg(name="linear"), {"unfinished": "branch"}
+    linear = gw.ScheduleCfg(name="linear")
     with tempfile.TemporaryDirectory() as folder:
         run = gw.train(
             gw.TorchCartPole,
-            gw.GRPOCfg(**IN_TORCH, credit=credit, schedule=linear, collection=branch),
+            gw.GRPOCfg(**IN_TORCH, credit=CREDIT_IN_TORCH, schedule=linear, collection=BRANCH),
             policy={"mlp_kernel": "compiled"},
             num_envs=NUM_ENVS["grpo-torch"],
             seed=seed,
@@ -201,7 +202,7 @@ def main() -> None:
             "num_envs": NUM_ENVS,
             "ppo": PPO,
             "grpo": GRPO | {"credit": CREDIT},
-            "grpo-torch": IN_TORCH,
+            "grpo-torch": IN_TORCH | {"credit": CREDIT_IN_TORCH, "collection": BRANCH, "mlp_kernel": "compiled"},
             "schedule": "linear",
         },
         "runs": runs,

@@ -302,7 +302,8 @@ def test_no_command_prints_the_usage(capsys):
     assert "groupwise train CartPole-v1" in capsys.readouterr().out
 
 
-def test_plugin_registers_an_algorithm(api, registry, tmp_path):
+def test_plugin_registers_an_algorithm(api, registry, tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.plugins._loaded", [])  # commands printed later would name it
     plugin = tmp_path / "mine.py"
     plugin.write_text(
         "from groupwise.algorithms.configs import PPOCfg\n"

@@ -95,7 +95,7 @@ def check_given(folder: RunFolder, given: Given) -> None:
     missing = sorted(set(folder.read_given()) - set(given.names()))
     if missing:
         raise ConfigError(
-            f"{folder.path} was given {' and '.join(missing)} in Python; mend: give the same again, as {missing[0]}=..."
+            f"{folder.path} was given {' and '.join(missing)} in Python; mend: from Python, give the same again, as {missing[0]}=..."
         )
 
 

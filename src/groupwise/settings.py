@@ -165,7 +165,7 @@ class RunCfg(CommonCfg):
     evaluation: EvaluationCfg = EvaluationCfg()
     """Evaluation during and after training."""
     stay_on_device: Literal["auto", "never"] = "auto"
-    """Simulators in torch: whether rollouts and updates wait for nothing, and are recorded and replayed on a GPU, where the other settings allow it. ``never``: both are done as for any environment, but for rollouts of ``collection.unfinished="branch"``, which are then not recorded."""
+    """Simulators in torch: whether rollouts and updates wait for nothing, and are recorded and replayed on a GPU, where the other settings allow it. ``never``: both are done as for any environment, but for rollouts of ``collection.unfinished="branch"``, which are then not recorded. Minibatches come in another order then, so runs differ."""
     compile_rollouts: Literal["auto", "always", "never"] = "auto"
     """Simulators in torch on a CPU: whether acting and stepping are compiled together. ``auto``: where 50,000 steps of every row are ahead, for it takes 5 to 15 seconds. On a GPU they are recorded instead."""
 

@@ -112,7 +112,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model, tmp_path):
     assert part.summary["iterations"] < whole.summary["iterations"]
     task = counting()
     given = {"data": task.data, "eval_data": task.eval_data, "reward": share_copied}
-    with pytest.raises(gw.ConfigError, match=r"was given tool in Python; mend: give the same again, as tool=\.\.\."):
+    with pytest.raises(
+        gw.ConfigError, match=r"was given tool in Python; mend: from Python, give the same again, as tool=\.\.\."
+    ):
         gw.resume(part.path, 250, **given)
     again = gw.resume(part.path, 250, **given, tool=Count())
     ours, theirs = weights(again), weights(whole)

@@ -80,6 +80,8 @@ def test_groups_that_are_cut_are_not_recorded_where_that_is_switched_off():
     parts = parts_of(BRANCH, stay_on_device="never")
     assert type(parts.collector) is TorchGroupCollector
     assert parts.algorithm.resident is None
+    said = "updates are those of any environment, and nothing is recorded, since stay_on_device='never'"
+    assert said in parts.notes()
     parts.collector.collect(16, parts.buffer.start_rollout())
     with pytest.raises(
         gw.ConfigError, match=r"stay_on_device='never'; mend: stay_on_device='auto', or compile_rollouts"

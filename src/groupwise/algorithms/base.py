@@ -82,7 +82,7 @@ class BaseAlgorithm(StaysOnDevice, ABC):
                 f"objective.entropy.control='adaptive' needs the entropy, which {type(self).__name__} does not measure; "
                 "mend: 'constant', or 'entropy' among its metric_names"
             )
-        self.compiler = GradientCompiler(policy, self.trained, self._losses, when=self._compiles)
+        self.compiler = GradientCompiler(policy, self.trained, self._losses, when=self.compiles)
 
     @abstractmethod
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
@@ -159,7 +159,7 @@ class BaseAlgorithm(StaysOnDevice, ABC):
         said = StepMetrics(self.metric_names, self.cfg.objective, mask.device, self.engine.sum)
         watch = Agreement(mask.device) if self._is_watched else None
         scorer = self.policy.evaluating(self.trained.tensors[0]) if self.trained.is_flat else self.policy.evaluate
-        compiled = self.compiler.is_on and self._compiles != "never"
+        compiled = self.compiler.is_on and self.compiles != "never"
         for minibatch in self._minibatches(elements, total) if total else ():
             if not (compiled and self.compiler.leave_gradient(minibatch, said)):
                 self._gradient(minibatch, scorer, said, None if said.steps else watch)
@@ -346,8 +346,8 @@ class BaseAlgorithm(StaysOnDevice, ABC):
         return self.cfg.target_kl is not None or self.cfg.schedule.name == "adaptive_kl" or self.entropy.adaptive
 
     @property
-    def _compiles(self) -> str:
-        """When minibatches may be compiled: "never", "auto" or "compiled"."""
+    def compiles(self) -> str:
+        """When minibatches are compiled: "never", "auto" or "compiled"; what ``policy.compiles`` says, if the rest allows it."""
         may = (
             self.policy.compiles != "never"
             and self.trained.is_flat

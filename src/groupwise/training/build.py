@@ -78,7 +78,7 @@ class EnvParts(Parts):
         report = self.start_report()
         shared = [f"siblings share their start, by {report.tier}: verified"] if report else []
         stepped = [self.env.note] if self.env.note else []
-        networks = _note_on_networks(self.policy)
+        networks = _note_on_networks(self.policy, self.algorithm)
         return [*shared, *stepped, *networks, *self.residence, *_note_on_length(self.cfg)]
 
     def facts(self) -> dict[str, Any]:
@@ -154,14 +154,16 @@ def build_policy(cfg: RunCfg, env: VectorEnv, given: Given, algorithm_type: type
         )
 
 
-def _note_on_networks(policy: Policy) -> list[str]:
+def _note_on_networks(policy: Policy, algorithm: BaseAlgorithm) -> list[str]:
     if not (isinstance(policy, ActorCritic) and policy.has_kernel):
         return []
     later = {
         "auto": ", and compiled with the loss where many updates are ahead",
         "compiled": ", and compiled with the loss",
     }
-    note = "networks are computed by hand, in one operation" + later.get(policy.compiles, "")
+    note = "networks are computed by hand, in one operation" + later.get(algorithm.compiles, "")
+    if policy.compiles == "compiled" and algorithm.compiles == "never":
+        note += ", and not compiled, which the objective or the algorithm does not allow"
     return [f"{note}; policy.mlp_kernel='torch' switches that off"]
 
 
@@ -251,7 +253,12 @@ def residence_of(algorithm: BaseAlgorithm, env: VectorEnv, resident: bool, wante
     if not isinstance(env, TorchGroupEnv):
         return ()
     if not wanted:
-        return ("rollouts and updates are those of any environment, since stay_on_device='never'",)
+        what = (
+            "updates are those of any environment, and nothing is recorded"
+            if resident
+            else "rollouts and updates are those of any environment"
+        )
+        return (f"{what}, since stay_on_device='never'",)
     why = algorithm.stay_on_device() if resident else "collection.unfinished is not 'branch'"
     if why is None:
         return ("rollouts and updates stay on the device; stay_on_device='never' switches that off",)

@@ -148,7 +148,9 @@ def load_trained(
         CheckpointError: the checkpoint is missing or damaged.
     """
     if policy is None and cfg.model.path == GIVEN:
-        raise ConfigError(f"{folder.path} was given policy in Python; mend: give the same again, as policy=...")
+        raise ConfigError(
+            f"{folder.path} was given policy in Python; mend: from Python, give the same again, as policy=..."
+        )
     algorithm_type = algorithm_entry(cfg.algorithm.name).load()
     trained = _policy(cfg, Given(policy=policy), actor_only=algorithm_type.actor_only)
     where = folder.checkpoints / checkpoint

@@ -1,0 +1,245 @@
+"""What a fixed seed gives on the reference path: parameters as a SHA-256, metrics number by number.
+
+``python tests/golden/recorded.py`` writes ``golden.json`` anew. Do that only in a commit that says why the numbers change.
+"""
+
+import hashlib
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import groupwise as gw
+from groupwise import config, presets
+from groupwise.algorithms import optim
+
+HERE = Path(__file__).parent
+FILE = HERE / "golden.json"
+sys.path.insert(0, str(HERE.parent / "support"))
+
+REFERENCE = {"policy": {"mlp_kernel": "torch"}, "stay_on_device": "never", "compile_rollouts": "never"}
+"""Every fast path of control off."""
+QUIET = {"logging": {"progress": "none"}, "evaluation": {"episodes": 2}}
+CONTROL = ("CartPole-v1", "Pendulum-v1")
+ALGORITHMS = ("ppo", "grpo")
+ROWS, STEPS = 8, 12
+
+
+def switch_off_flat_parameters(patch):
+    """Have small networks trained tensor by tensor, by ``torch.optim``."""
+    patch.setattr(optim, "FLAT_LIMIT", 0)
+
+
+class Keep(gw.Callback):
+    """Metrics of every iteration, but for times."""
+
+    def __init__(self):
+        self.metrics = []
+
+    def on_iteration_end(self, trainer, rollout, metrics):
+        self.metrics.append(numbers(metrics))
+
+
+def numbers(metrics):
+    """The metrics as plain floats; times and what evaluation or memory adds do not count."""
+    kept = {k: float(v) for k, v in sorted(metrics.items()) if k.startswith(("train/", "rollout/"))}
+    return {k: v if math.isfinite(v) else str(v) for k, v in kept.items()}
+
+
+def digest(policy):
+    """SHA-256 of the parameters, then the buffers, in their order."""
+    state = hashlib.sha256()
+    for tensor in (*policy.parameters(), *policy.buffers()):
+        state.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return state.hexdigest()
+
+
+def machine():
+    """SHA-256 of some arithmetic: where it differs, other bits are no error of ours."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 64, generator=generator)
+    parts = [x @ x, x[:3] @ x, x.tanh(), x.exp(), x.log_softmax(-1), x.sum(0), torch.nn.functional.gelu(x)]
+    state = hashlib.sha256(torch.__version__.encode())
+    for part in parts:
+        state.update(part.contiguous().numpy().tobytes())
+    return state.hexdigest()
+
+
+def trained(env, algorithm):
+    """Three iterations of the environment's own preset."""
+    keep, cfg = Keep(), config.resolve(env, algorithm)
+    steps = 3 * cfg.env.num_envs * cfg.algorithm.num_steps
+    with tempfile.TemporaryDirectory() as folder:
+        run = gw.train(
+            env,
+            algorithm,
+            seed=3,
+            run_dir=Path(folder) / "run",
+            total_steps=steps,
+            callbacks=[keep],
+            **REFERENCE,
+            **QUIET,
+        )
+        return {"parameters": digest(run.policy), "metrics": keep.metrics}
+
+
+def resumed(algorithm):
+    """Two iterations, and two more from the checkpoint that they end with."""
+    keep, cfg = Keep(), config.resolve("CartPole-v1", algorithm)
+    steps = cfg.env.num_envs * cfg.algorithm.num_steps
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run"
+        gw.train("CartPole-v1", algorithm, seed=4, run_dir=path, total_steps=2 * steps, **REFERENCE, **QUIET)
+        run = gw.resume(path, total_steps=4 * steps, callbacks=[keep])
+        return {"parameters": digest(run.policy), "metrics": keep.metrics}
+
+
+def updated(preset):
+    """Two updates on the same made-up rollout."""
+    kl = {"kl_coef": 0.05}
+    settings = presets.objective_preset(preset).settings
+    objective = dict(settings.get("objective", {}))
+    if objective.get("aggregation") in ("constant", "seq_mean_token_sum_norm"):
+        objective["max_length"] = STEPS
+    fields = (
+        settings
+        | kl
+        | {"num_epochs": 2, "learning_rate": 0.03, "minibatch_size": 32, "group_size": 4}
+        | {"objective": objective}
+    )
+    policy = made_up_policy()
+    algorithm = gw.GRPO(gw.GRPOCfg(**fields), policy, seed=1)
+    rollout = made_up_rollout(policy)
+    metrics = [numbers(algorithm.update(rollout)) for _ in range(2)]
+    return {"parameters": digest(policy), "metrics": metrics}
+
+
+def updated_ppo():
+    """Two updates of PPO on the same made-up rollout."""
+    policy = made_up_policy(actor_only=False)
+    cfg = gw.PPOCfg(num_epochs=2, learning_rate=0.01, minibatch_size=32, ent_coef=0.01, target_kl=0.05)
+    algorithm = gw.PPO(cfg, policy, seed=1)
+    rollout = made_up_rollout(policy)
+    metrics = [numbers(algorithm.update(rollout)) for _ in range(2)]
+    return {"parameters": digest(policy), "metrics": metrics}
+
+
+def made_up_policy(actor_only=True):
+    import gymnasium as gym
+    import numpy as np
+
+    torch.manual_seed(0)
+    obs, action = gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Discrete(3)
+    policy = gw.ActorCritic(obs, action, gw.PolicyCfg(hidden_sizes=(8,), mlp_kernel="torch"), actor_only=actor_only)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.5)
+    return policy
+
+
+def made_up_rollout(policy):
+    """Groups of 4 rows with one episode each, of 5 to 12 steps, two steps a turn, two parts of the reward; some observations recur."""
+    from tensordict import TensorDict
+
+    g = torch.Generator().manual_seed(2)
+    shape = (ROWS, STEPS + 1)
+    obs = torch.rand(*shape, 3, generator=g) * 2 - 1
+    obs[:, ::4] = obs[:1, ::4]
+    done = policy.act(obs.reshape(-1, 3), generator=g)
+    parts = torch.rand(*shape, 2, generator=g)
+    off = {
+        key: torch.zeros(shape, dtype=torch.bool) for key in ("terminated", "truncated", "valid", "loss_mask", "greedy")
+    }
+    ids = {key: torch.full(shape, -1) for key in ("group_id", "episode_id", "turn_id")}
+    rollout = {
+        "obs": obs,
+        "action": done.action.reshape(shape),
+        "sample_log_prob": done.log_prob.reshape(shape) - 0.8 * torch.randn(shape, generator=g),
+        "reward": torch.zeros(shape),
+        "reward_parts": torch.zeros(*shape, 2),
+        "step": torch.zeros(shape, dtype=torch.int64),
+        **off,
+        **ids,
+    }
+    if not policy.actor_only:
+        rollout["value"] = done.value.reshape(shape).clone()
+        rollout["next_value"] = torch.zeros(shape)
+        rollout["next_value"][:, :-1] = rollout["value"][:, 1:]
+    for row in range(ROWS):
+        span = slice(0, 5 + row)
+        rollout["reward_parts"][row, span] = parts[row, span]
+        rollout["reward"][row, span] = parts[row, span].sum(-1)
+        rollout["valid"][row, span] = rollout["loss_mask"][row, span] = True
+        rollout["group_id"][row, span] = row // 4
+        rollout["episode_id"][row, span] = row
+        rollout["step"][row, span] = torch.arange(5 + row)
+        rollout["turn_id"][row, span] = torch.arange(5 + row) // 2
+        rollout["truncated" if row % 3 == 0 else "terminated"][row, 4 + row] = True
+        if row % 4 == 3:  # of ReMax
+            rollout["greedy"][row, span] = True
+    return TensorDict(rollout, batch_size=list(shape))
+
+
+def wrote():
+    """Two iterations of a tiny language model, and one more from its checkpoint."""
+    from text_runs import copying, save_model, train
+
+    keep = Keep()
+    with tempfile.TemporaryDirectory() as folder:
+        model, path = save_model(Path(folder) / "model"), Path(folder) / "run"
+        train(copying(), model, path, seed=2, total_steps=2 * 16 * 3, callbacks=[keep])
+        task = copying()
+        run = gw.resume(
+            path,
+            total_steps=4 * 16 * 4,
+            callbacks=[keep],
+            data=task.data,
+            eval_data=task.eval_data,
+            reward=task.functions[0],
+        )
+        return {"parameters": digest(run.policy), "metrics": keep.metrics}
+
+
+def control_cases():
+    """Name of each case of control, and what computes it."""
+    cases = {f"{env} {name}": (trained, env, name) for env in CONTROL for name in ALGORITHMS}
+    cases |= {f"resume {name}": (resumed, name) for name in ALGORITHMS}
+    cases |= {f"preset {name}": (updated, name) for name in sorted(presets.objective_presets())}
+    return cases | {"rollout ppo": (updated_ppo,)}
+
+
+def text_cases():
+    """Name of each case of texts, and what computes it."""
+    return {"text": (wrote,)}
+
+
+def compute(case):
+    """What a case gives, on one thread."""
+    function, *args = case
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return function(*args)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def main():
+    """Write ``golden.json`` anew."""
+    import pytest
+
+    found = {"machine": machine()}
+    with pytest.MonkeyPatch.context() as patch:
+        switch_off_flat_parameters(patch)
+        for name, case in (control_cases() | text_cases()).items():
+            found[name] = compute(case)
+            print(name, found[name]["parameters"][:12])
+    FILE.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

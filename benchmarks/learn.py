@@ -91,7 +91,7 @@ def report(row: Row, runs: list[dict]) -> bool:
     scores = [r["return_mean"] for r in runs]
     most = max(r["env_steps"] for r in runs)
     if most > row.total_steps:
-        raise RuntimeError(f"{row.name} took {most} steps, beyond its budget; mend: raise OVERSHOOT")
+        raise RuntimeError(f"{row.name} took {most} steps, beyond its budget; fix: raise OVERSHOOT")
     middle, spread = statistics.mean(scores), statistics.stdev(scores) if len(scores) > 1 else 0.0
     reached = "" if row.score is None else f"{sum(s >= row.score for s in scores)}/{len(scores)} >= {row.score:g}"
     seconds = statistics.median(r["seconds"] for r in runs)

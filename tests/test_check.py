@@ -150,7 +150,7 @@ def test_a_task_in_torch_is_tried_out_where_it_is_asked_for():
     assert "torch" not in check_env("Pendulum-v1").steps_per_second
 
 
-def test_a_cheat_is_refused_with_the_reason_and_the_mend():
+def test_a_cheat_is_refused_with_the_reason_and_the_fix():
     report = check_env(Cheats)
     assert report.training.verdict == "none"
     assert report.training.reason.count("rows that were started with the same seed differ") == 1
@@ -162,7 +162,7 @@ def test_a_cheat_is_refused_with_the_reason_and_the_mend():
     assert report.start_varies == unknown("equal seeds start with different observations")
     rows = dict(table(report))
     assert rows["training uses"] == "no: GRPO refuses it, since no way above to share a start works"
-    assert rows["mend"].startswith("let the environment draw all its randomness from self.np_random")
+    assert rows["fix"].startswith("let the environment draw all its randomness from self.np_random")
     assert (rows["  replay"], rows["starts in mid-episode"]) == ("no, see 'seed'", "no: groups cannot start at all")
     assert rows["start depends on the seed"].startswith("unknown: ")
     text = " ".join(str(report).split())
@@ -195,12 +195,12 @@ def test_spaces_that_are_not_supported():
     speaks, counts = check_env(Speaks), check_env(Counts)
     assert speaks.observation.verdict == "none"
     assert speaks.observation.reason == "'word' is a Text, which has no fixed shape"
-    assert speaks.training.mend == speaks.observation.mend
-    assert "ImgObsWrapper" in speaks.training.mend
+    assert speaks.training.fix == speaks.observation.fix
+    assert "ImgObsWrapper" in speaks.training.fix
     assert speaks.training.reason == speaks.tiers["seed"].reason == "its observations are not supported"
     assert speaks.action.value == "Discrete(2)"
     assert counts.action.value is None
-    assert counts.training == none("its actions are not supported", counts.action.mend)
+    assert counts.training == none("its actions are not supported", counts.action.fix)
     assert counts.tiers["seed"].value is not None
     assert counts.action.reason.startswith("action space Box(0, 5, (1,), int64) is not supported")
 
@@ -222,14 +222,14 @@ def test_starts_are_compared_in_fresh_environments_where_used_ones_remember():
 
 
 @pytest.mark.parametrize(
-    ("env", "mend"),
+    ("env", "fix"),
     [
-        (lambda: Sound(), r"mend: check_env\(lambda: Sound\(\.\.\.\)\)$"),
-        (lambda: gymnasium.make("CartPole-v1"), r"mend: check_env\(lambda: gymnasium.make\('CartPole-v1', \.\.\.\)\)$"),
+        (lambda: Sound(), r"fix: check_env\(lambda: Sound\(\.\.\.\)\)$"),
+        (lambda: gymnasium.make("CartPole-v1"), r"fix: check_env\(lambda: gymnasium.make\('CartPole-v1', \.\.\.\)\)$"),
     ],
 )
-def test_an_environment_that_is_made_already_is_refused_with_the_mend(env, mend):
-    with pytest.raises(EnvError, match=rf"that is made already, expected a Gymnasium id.*; {mend}"):
+def test_an_environment_that_is_made_already_is_refused_with_the_fix(env, fix):
+    with pytest.raises(EnvError, match=rf"that is made already, expected a Gymnasium id.*; {fix}"):
         check_env(env())
 
 
@@ -257,17 +257,17 @@ class Endless(Calm):
         pass
 
 
-def test_without_a_known_step_limit_training_is_refused_with_the_mend():
+def test_without_a_known_step_limit_training_is_refused_with_the_fix():
     report = check_env(Endless)
     assert report.max_episode_steps == report.training
     assert report.training.verdict == "none"
     assert report.training.reason == "no step limit is known, so an attempt might never end"
-    assert report.training.mend.startswith("env.max_episode_steps")
+    assert report.training.fix.startswith("env.max_episode_steps")
     assert report.tiers["seed"].value > 0
     rows = dict(table(report))
     assert rows["step limit"] == "no: no step limit is known, so an attempt might never end"
     assert rows["training uses"] == "no, see 'step limit'"
-    assert rows["mend"] == report.training.mend
+    assert rows["fix"] == report.training.fix
 
 
 def test_the_step_limit_is_found_where_it_is_said():

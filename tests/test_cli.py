@@ -130,7 +130,7 @@ def test_whole_numbers_may_be_written_as_in_python(api):
         ("train CartPole-v1 --algorithm.credit.scale stdd", "algorithm.credit.scale = 'stdd'"),
         ("train CartPole-v1 --algorithm.credit.scale stdd", "did you mean 'std'"),
         ("train CartPole-v1 --algorithm.group-size 1", "algorithm.group_size = 1: input should be greater"),
-        ("train CartPole-v1 --seeds 3-x", "--seeds 3-x: expected numbers; mend: a range like 0-9 or a list like 0,3,5"),
+        ("train CartPole-v1 --seeds 3-x", "--seeds 3-x: expected numbers; fix: a range like 0-9 or a list like 0,3,5"),
         ("train CartPole-v1 --seeds 1,1", "--seeds 1,1: expected each seed once"),
         ("train absent.json", "absent.json: No such file"),
         ("train CartPole-v1 --plugin absent.py", "--plugin absent.py: expected an existing Python file"),
@@ -152,7 +152,7 @@ def test_mistakes_end_in_one_clear_line(api, capsys, argv, message):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("config CartPole-v1 --algorithm.gamma x", "--algorithm.gamma: could not convert string to float: 'x'; mend: "),
+        ("config CartPole-v1 --algorithm.gamma x", "--algorithm.gamma: could not convert string to float: 'x'; fix: "),
         ("config CartPole-v1 --env.kwargs {a", "--env.kwargs: '{a' is broken JSON: "),
         ("config CartPole-v1 --env.kwargs 3", "--env.kwargs: '3': expected a JSON object"),
         ("check-env CartPole-v1 --env.kwargs {a", "--env.kwargs: '{a' is broken JSON: "),
@@ -163,14 +163,14 @@ def test_mistakes_end_in_one_clear_line(api, capsys, argv, message):
         ("train CartPole-v1 --total-steps inf", "--total-steps: expected a whole number"),
         (
             "train CartPole-v1 --env.max-episode-steps x",
-            "--env.max-episode-steps: expected {None}|INT, got ['x']; mend: ",
+            "--env.max-episode-steps: expected {None}|INT, got ['x']; fix: ",
         ),
-        ("train CartPole-v1 Acrobot-v1", "'Acrobot-v1' belongs to no option; mend: "),
-        ("train CartPole-v1 --seed 3 4", "'4' belongs to no option; mend: "),
+        ("train CartPole-v1 Acrobot-v1", "'Acrobot-v1' belongs to no option; fix: "),
+        ("train CartPole-v1 --seed 3 4", "'4' belongs to no option; fix: "),
         ("train CartPole-v1 --total-steps", "Missing value for argument '--total-steps'"),
-        ("train evil:Mine-v0", "environment 'evil:Mine-v0' would import 'evil', and a config imports nothing; mend: "),
+        ("train evil:Mine-v0", "environment 'evil:Mine-v0' would import 'evil', and a config imports nothing; fix: "),
         ("check-env evil:Mine-v0", "name the id alone, 'Mine-v0'"),
-        ("train Qqqqqqqq", "unknown environment 'Qqqqqqqq': no registered id is like it; mend: --plugin FILE.py"),
+        ("train Qqqqqqqq", "unknown environment 'Qqqqqqqq': no registered id is like it; fix: --plugin FILE.py"),
     ],
 )
 def test_words_that_cannot_be_read_are_named_in_one_line(api, capsys, argv, message):
@@ -179,7 +179,7 @@ def test_words_that_cannot_be_read_are_named_in_one_line(api, capsys, argv, mess
     assert captured.err.startswith("groupwise: error: ")
     assert captured.err.count("\n") == 1
     assert message in captured.err
-    assert "mend: " in captured.err
+    assert "fix: " in captured.err
     assert captured.out == ""
     assert api == []
 

@@ -25,7 +25,7 @@ def test_check_env_command_prints_a_table(capsys):
 def test_check_env_command_prints_json(capsys):
     assert cli.main(["check-env", "FrozenLake-v1", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["start_varies"] == {"value": False, "verdict": "found", "reason": "", "mend": ""}
+    assert printed["start_varies"] == {"value": False, "verdict": "found", "reason": "", "fix": ""}
     assert printed["tiers"]["native"]["verdict"] == "none"
     assert printed["training"]["value"]["tier"] == "seed"
     assert printed["branching"]["value"]["states"] == "fields"
@@ -76,7 +76,7 @@ def test_check_env_command_refuses_an_algorithm(capsys, option):
     assert cli.main(["check-env", "CartPole-v1", *option.split()]) == 2
     error = capsys.readouterr().err
     assert "takes no algorithm and no preset" in error
-    assert "mend: groupwise check-env CartPole-v1" in error
+    assert "fix: groupwise check-env CartPole-v1" in error
 
 
 @pytest.mark.parametrize("option", ["--seed", "--env.num-envs", "--env.autoreset"])
@@ -99,4 +99,4 @@ def test_check_env_says_what_to_do_about_arguments_that_nobody_takes(capsys):
     said = capsys.readouterr().err
     assert "CartPole-v1 cannot be made: " in said
     assert "'bogus'" in said
-    assert "; mend: env.kwargs" in said
+    assert "; fix: env.kwargs" in said

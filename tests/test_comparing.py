@@ -128,7 +128,7 @@ def test_paths_without_runs_are_named(runs):
     }.items():
         with pytest.raises(RunFolderError, match=says) as caught:
             gw.compare(given)
-        assert "mend: " in str(caught.value)
+        assert "fix: " in str(caught.value)
     with pytest.raises(RunFolderError, match="no runs to compare"):
         gw.compare([])
 

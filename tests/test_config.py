@@ -196,10 +196,10 @@ def test_settings_of_another_algorithm_are_refused(write):
     [
         ('{\n  "env": {,\n', r"run\.json, line 2, column 11: broken JSON"),
         ("[1]", r"run\.json: expected an object with settings by name, found list"),
-        ({"seed": 1}, r"run\.json: no environment and no task; mend"),
+        ({"seed": 1}, r"run\.json: no environment and no task; fix"),
         ({"env": {"id": "CartPole-v1"}, "task": {}}, r"run\.json: .*leave out env or task"),
         ({"task": {}, "model": {"lora": {"rank": 3}}}, r"run\.json: unknown key 'rank' in model\.lora"),
-        ({"task": {}, "sampling": {"top_p": 0.9}}, r"run\.json: sampling: top_p=0\.9 is for evaluation only: .*mend"),
+        ({"task": {}, "sampling": {"top_p": 0.9}}, r"run\.json: sampling: top_p=0\.9 is for evaluation only: .*fix"),
         (
             {"task": {}, "algorithm": {"attempt_steps": 9}},
             r"run\.json: algorithm.attempt_steps=9 is about environments",
@@ -231,7 +231,7 @@ def test_file_that_is_no_text_is_named(tmp_path):
     ("algorithm", "fields", "message"),
     [
         ({"learning_rat": 1}, {}, r"unknown key 'learning_rat' in algorithm; did you mean 'learning_rate'\?"),
-        ({"name": "ppo", "group_size": 4}, {}, r"algorithm\.group_size: .* of grpo, not of ppo; mend: "),
+        ({"name": "ppo", "group_size": 4}, {}, r"algorithm\.group_size: .* of grpo, not of ppo; fix: "),
         ({"credit": {"scail": "std"}}, {}, r"unknown key 'scail' in algorithm\.credit; did you mean 'scale'\?"),
         (None, {"xyz": 1}, r"unknown key 'xyz'; known: .*total_steps"),
         ({"credit": {"scale": "stdd"}}, {}, r"algorithm\.credit\.scale = 'stdd': .*did you mean 'std'\?"),
@@ -240,14 +240,14 @@ def test_file_that_is_no_text_is_named(tmp_path):
         (None, {"policy": {"hidden_sizes": [64, 0]}}, r"policy\.hidden_sizes\.1 = 0: .*greater than or equal to 1"),
         (None, {"total_steps": "many"}, r"total_steps = 'many': .*integer"),
         (None, {"device": "gpu"}, r"device: expected 'cpu', 'cuda', .*'gpu'"),
-        (None, {"env": {"autoreset": "same_step"}}, r"grpo resets .*env\.autoreset='same_step', mend: 'disabled'"),
-        ({"credit": {"returns": "outcome"}}, {}, r"algorithm\.credit: .*mend.*\(from the preset: .*group_key"),
+        (None, {"env": {"autoreset": "same_step"}}, r"grpo resets .*env\.autoreset='same_step', fix: 'disabled'"),
+        ({"credit": {"returns": "outcome"}}, {}, r"algorithm\.credit: .*fix.*\(from the preset: .*group_key"),
         (None, {"env": 3}, r"env = 3: expected an object"),
         ("grpoo", {}, r"unknown algorithm 'grpoo': did you mean 'grpo'"),
-        ("near_states", {}, r"unknown algorithm 'near_states': a preset of that name.*mend: preset='near_states'"),
+        ("near_states", {}, r"unknown algorithm 'near_states': a preset of that name.*fix: preset='near_states'"),
     ],
 )
-def test_wrong_settings_name_key_value_and_mend(algorithm, fields, message):
+def test_wrong_settings_name_key_value_and_fix(algorithm, fields, message):
     with pytest.raises(ConfigError, match=message):
         resolve("CartPole-v1", algorithm, **fields)
 
@@ -351,7 +351,7 @@ def test_unregistered_config_is_refused():
     class StrangerCfg(PPOCfg):
         """Not registered, but with a known name."""
 
-    with pytest.raises(ConfigError, match=r"mend: register_algorithm\(StrangerCfg\)"):
+    with pytest.raises(ConfigError, match=r"fix: register_algorithm\(StrangerCfg\)"):
         RunCfg(algorithm=StrangerCfg())
 
 
@@ -402,7 +402,7 @@ def test_an_error_names_choices_that_are_numbers(registry):
 
 @pytest.mark.parametrize("preset", ["remax", "rae", "reinforce_plus_plus", "gdpo"])
 def test_groups_that_teach_although_equal_are_not_left_out(preset):
-    with pytest.raises(ConfigError, match=r"learns from groups of equal whole return.*mend: 'keep'"):
+    with pytest.raises(ConfigError, match=r"learns from groups of equal whole return.*fix: 'keep'"):
         resolve("CartPole-v1", {"name": "grpo", "collection": {"zero_variance": "skip"}}, preset=preset)
 
 
@@ -411,12 +411,12 @@ def test_groups_that_teach_although_equal_are_not_left_out(preset):
 def test_rules_for_single_steps_go_over_a_preset_that_compares_steps(choices, given):
     credit = resolve("CartPole-v1", given(choices)).algorithm.credit
     assert credit == CreditCfg(group_key="group_step", returns="return_to_go", scale="batch_std", **choices)
-    with pytest.raises(ConfigError, match=r"got credit\.group_key='group', mend: .* with returns='return_to_go'"):
+    with pytest.raises(ConfigError, match=r"got credit\.group_key='group', fix: .* with returns='return_to_go'"):
         resolve("CartPole-v1", given(choices), preset="grpo")
-    with pytest.raises(ValueError, match=r"got credit\.group_key='group', mend"):
+    with pytest.raises(ValueError, match=r"got credit\.group_key='group', fix"):
         RunCfg(algorithm=GRPOCfg(credit=choices))
-    mended = {"credit": {**choices, "group_key": "group_step", "returns": "return_to_go"}}
-    assert resolve("CartPole-v1", mended, preset="grpo").algorithm.credit.group_key == "group_step"
+    fixed = {"credit": {**choices, "group_key": "group_step", "returns": "return_to_go"}}
+    assert resolve("CartPole-v1", fixed, preset="grpo").algorithm.credit.group_key == "group_step"
 
 
 def test_a_credit_rule_of_ones_own_reads_what_it_likes():
@@ -426,7 +426,7 @@ def test_a_credit_rule_of_ones_own_reads_what_it_likes():
 
 def test_a_reference_is_renewed_only_where_there_is_one():
     with pytest.raises(
-        ConfigError, match=r"refresh='ema' renews a reference, and kl_coef=0 has none; mend: kl_coef > 0"
+        ConfigError, match=r"refresh='ema' renews a reference, and kl_coef=0 has none; fix: kl_coef > 0"
     ):
         GRPOCfg(reference={"refresh": "ema"})
     assert GRPOCfg(reference={"refresh": "ema"}, kl_coef=0.1).reference.refresh == "ema"

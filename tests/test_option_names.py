@@ -40,7 +40,7 @@ def test_an_unknown_option_names_the_nearest_one(option, hint):
     "option", ["--algorithm.collection.x", "--algorithm.collection.noise", "--algorithm.collection"]
 )
 def test_settings_of_another_algorithm_are_named_as_such(option):
-    hint = "'collection' is a setting of grpo, not of ppo; mend: leave it out, or choose algorithm 'grpo'"
+    hint = "'collection' is a setting of grpo, not of ppo; fix: leave it out, or choose algorithm 'grpo'"
     with pytest.raises(ConfigError, match=re.escape(f"unknown option {option}: {hint}")):
         check_names([option, "1"], resolve("CartPole-v1", "ppo"), hidden)
 

@@ -72,7 +72,7 @@ def test_a_ratio_of_turns_trains_on_turns_and_says_what_it_needs(monkeypatch):
     )
     parts.buffer.add(parts.collector.collect(12, rollout=parts.buffer.start_rollout()))
     rollout = parts.buffer.get()
-    with pytest.raises(DataError, match=r"needs turn_id.*mend: ratio='token'"):
+    with pytest.raises(DataError, match=r"needs turn_id.*fix: ratio='token'"):
         parts.algorithm.update(rollout)
     rollout["turn_id"] = rollout["step"] // 3
     start = parameters(parts.algorithm.policy)

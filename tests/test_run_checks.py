@@ -10,8 +10,8 @@ from groupwise.errors import ConfigError
 @pytest.mark.parametrize(
     ("preset", "message"),
     [
-        ("gdpo", r"credit\.reward='parts' .* env\.reward_parts names none; mend: env\.reward_parts="),
-        ("agilerl_turn_ratio", r"ratio='turn' needs turn_id in the rollout.*; mend: ratio='token'"),
+        ("gdpo", r"credit\.reward='parts' .* env\.reward_parts names none; fix: env\.reward_parts="),
+        ("agilerl_turn_ratio", r"ratio='turn' needs turn_id in the rollout.*; fix: ratio='token'"),
     ],
 )
 def test_what_would_fail_after_the_first_rollout_leaves_no_folder(preset, message, tmp_path: Path, monkeypatch):
@@ -43,7 +43,7 @@ def test_parts_that_are_named_and_turns_that_are_steps_are_fine():
 def test_a_setting_that_nothing_reads_is_refused(idle, needs):
     [(name, value)] = idle.items()
     path = f"{name}.{next(iter(value))}" if isinstance(value, dict) else name
-    with pytest.raises(ConfigError, match=rf"collection\.{path}=\S+ does nothing without collection\.\w.*; mend: "):
+    with pytest.raises(ConfigError, match=rf"collection\.{path}=\S+ does nothing without collection\.\w.*; fix: "):
         resolve("CartPole-v1", {"collection": idle})
     resolve("CartPole-v1", {"collection": {**idle, **needs}})
 

@@ -47,7 +47,7 @@ def results(task: Task) -> list[dict[str, Any]]:
     for method in complete(task):
         cells = [json.loads(path.read_text()) for path in sorted((RESULTS / task.env / method).glob("*.json"))]
         if len({cell.get("settings") for cell in cells}) > 1:
-            raise SystemExit(f"{task.env}, {method}: cells of several settings; mend: remove those of the older ones")
+            raise SystemExit(f"{task.env}, {method}: cells of several settings; fix: remove those of the older ones")
         found += cells
     return found
 

@@ -103,7 +103,7 @@ def _check_policy_fields(fields: object) -> None:
     if not isinstance(fields, PolicyCfg | Mapping | None):
         raise ConfigError(
             f"policy = {short(fields)}: expected a gw.Policy, a gw.PolicyCfg or its fields, as {{'normalize_obs': True}}; "
-            "mend: make networks of your own a gw.Policy"
+            "fix: make networks of your own a gw.Policy"
         )
 
 
@@ -115,7 +115,7 @@ def train_from_config(cfg: CommonCfg, given: Given | None = None, callbacks: Seq
     """
     given, engine = given or Given(), from_environment(pick_device(cfg.device).type)
     if engine.world_size > 1 and cfg.run_dir is None:
-        raise ConfigError("several processes train together, and all must know the run folder; mend: set run_dir")
+        raise ConfigError("several processes train together, and all must know the run folder; fix: set run_dir")
     if cfg.run_dir is not None and engine.rank == 0:
         RunFolder.check_free(cfg.run_dir)  # building the parts may take long
     with preparing():
@@ -155,7 +155,7 @@ def resume(
     if total_steps is not None:
         if total_steps <= (done := saved_steps(folder.latest) or 0):
             raise ConfigError(
-                f"total_steps = {total_steps:,}, but {folder.path} has {done:,} steps behind it; mend: give a greater one"
+                f"total_steps = {total_steps:,}, but {folder.path} has {done:,} steps behind it; fix: give a greater one"
             )
         cfg = cfg.model_copy(update={"total_steps": total_steps})
     engine = from_environment(pick_device(cfg.device).type)
@@ -202,11 +202,11 @@ def evaluate(
     greedy = attempts == 1 if deterministic is None else deterministic
     if isinstance(run.cfg, TextRunCfg):
         if video:
-            raise ConfigError(f"video is of environments; got a run on {run.cfg.subject}, mend: groupwise sample")
+            raise ConfigError(f"video is of environments; got a run on {run.cfg.subject}, fix: groupwise sample")
         return _evaluate_texts(run, run.cfg, prompts=episodes, attempts=attempts, deterministic=greedy, seed=seed)
     assert isinstance(run.cfg, RunCfg)
     if attempts != 1:
-        raise ConfigError(f"attempts = {attempts} are of prompts; got a run on {run.cfg.subject}, mend: more episodes")
+        raise ConfigError(f"attempts = {attempts} are of prompts; got a run on {run.cfg.subject}, fix: more episodes")
     evaluator = EnvEvaluator(
         run.cfg, run.given, run.policy, episodes=episodes or _DEFAULT_EPISODES, deterministic=greedy, seed=seed
     )
@@ -238,12 +238,12 @@ def sample(
         ConfigError: the run is not about texts, or ``prompt`` is no text.
     """
     if not isinstance(prompt, str):
-        raise ConfigError(f"prompt = {short(prompt)}: expected one text; mend: a call for each prompt")
+        raise ConfigError(f"prompt = {short(prompt)}: expected one text; fix: a call for each prompt")
     if isinstance(run, Run):
         _refuse_for_live(run, checkpoint, {"policy": policy, "tool": tool})
     cfg = run.cfg if isinstance(run, Run) else read_cfg(RunFolder.open(Path(run)))
     if not isinstance(cfg, TextRunCfg):
-        raise ConfigError(f"{run} is about {cfg.subject}, which writes no texts; mend: groupwise eval")
+        raise ConfigError(f"{run} is about {cfg.subject}, which writes no texts; fix: groupwise eval")
     from groupwise.training.build_text import load_trained
     from groupwise.training.text_evaluation import write_texts
 
@@ -257,7 +257,7 @@ def _refuse_for_live(run: Run, checkpoint: str, objects: Mapping[str, Any]) -> N
     named = ["checkpoint"] if checkpoint != "latest" else []
     if named := named + [key for key, value in objects.items() if value is not None]:
         raise ConfigError(
-            f"{', '.join(named)} {'is' if len(named) == 1 else 'are'} for runs that come as a folder; mend: give {str(run.path)!r} "
+            f"{', '.join(named)} {'is' if len(named) == 1 else 'are'} for runs that come as a folder; fix: give {str(run.path)!r} "
             "in place of the Run"
         )
 
@@ -265,7 +265,7 @@ def _refuse_for_live(run: Run, checkpoint: str, objects: Mapping[str, Any]) -> N
 def _refuse_besides(cfg: CommonCfg, settings: dict[str, Any]) -> None:
     if extra := [key for key, value in settings.items() if value is not None]:
         raise ConfigError(
-            f"a {type(cfg).__name__} holds all settings, but {', '.join(extra)} came besides; mend: put them into it"
+            f"a {type(cfg).__name__} holds all settings, but {', '.join(extra)} came besides; fix: put them into it"
         )
 
 
@@ -290,22 +290,22 @@ def _text_cfg(
 ) -> TextRunCfg:
     """The settings of a run on a task; a policy that is given brings model and sampling."""
     if policy is not None and not isinstance(policy, Policy):
-        raise ConfigError(f"policy = {short(policy)}: expected a gw.CausalLM; mend: model='path-or-hub-id', lora=...")
+        raise ConfigError(f"policy = {short(policy)}: expected a gw.CausalLM; fix: model='path-or-hub-id', lora=...")
     model, lora = settings.pop("model", None), settings.pop("lora", None)
     if policy is not None:
         besides = {"model": model, "lora": lora, "sampling": settings.get("sampling")}
         if named := [key for key, value in besides.items() if value is not None]:
             raise ConfigError(
-                f"a policy brings its model and sampling, but {', '.join(named)} came besides; mend: one of the two"
+                f"a policy brings its model and sampling, but {', '.join(named)} came besides; fix: one of the two"
             )
         model, settings["sampling"] = ModelCfg(path=GIVEN), cast(Any, policy).sampling
     elif model is None:
-        raise ConfigError("no model; mend: model='path-or-hub-id', or policy=CausalLM(...)")
+        raise ConfigError("no model; fix: model='path-or-hub-id', or policy=CausalLM(...)")
     fields = {"path": str(model)} if isinstance(model, str | Path) else model
     if lora is not None:
         own = fields.model_dump(exclude_unset=True) if isinstance(fields, ModelCfg) else dict(fields)
         if not isinstance(lora, LoRACfg | Mapping):
-            raise ConfigError(f"lora = {short(lora)}: expected a gw.LoRACfg or its fields; mend: lora={{'r': 16}}")
+            raise ConfigError(f"lora = {short(lora)}: expected a gw.LoRACfg or its fields; fix: lora={{'r': 16}}")
         fields = own | {"lora": lora if isinstance(lora, LoRACfg) else LoRACfg(**lora)}
     return config.resolve_text(algorithm, preset, task=task.cfg, model=fields, **settings)
 

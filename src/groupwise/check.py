@@ -50,7 +50,7 @@ def check_env(env: object) -> EnvReport:
     else:
         raise EnvError(
             f"env is a {type(env).__name__} that is made already, expected a Gymnasium id, an EnvCfg or a callable that "
-            f"makes one, since several are tried; mend: check_env({_maker_of(env)})"
+            f"makes one, since several are tried; fix: check_env({_maker_of(env)})"
         )
     with _quiet(), global_generators_kept():
         return _check(given, make)
@@ -89,10 +89,10 @@ def _check_single(cfg: EnvCfg, make: Maker | None, env_id: str, action_space: An
     observation = attempt(lambda: check.observation_support(cfg, make))
     action = attempt(lambda: _action_support(action_space))
     limit = attempt(lambda: check.known_step_limit(cfg, make))
-    trial = attempt if observation.value is not None else partial(_attempt_nothing, observation.mend)
+    trial = attempt if observation.value is not None else partial(_attempt_nothing, observation.fix)
     training, branching, siblings_differ = _trained(cfg, make, trial)
     if action.value is None:
-        training = none("its actions are not supported", action.mend)
+        training = none("its actions are not supported", action.fix)
     training = _limited(training, limit)
     return EnvReport(
         env_id,
@@ -150,14 +150,14 @@ def _cost_of_rows(env: GroupEnv, tier: StartTier, found: Finding[GroupStartRepor
     if tier != env.start_tier:
         return none(f"it makes its rows itself, and starts them by {env.start_tier}")
     if found.value is None:
-        return Finding(None, found.verdict, found.reason, found.mend)
+        return Finding(None, found.verdict, found.reason, found.fix)
     return attempt(lambda: check.start_us(env, env.num_envs) / env.num_envs)
 
 
 def _broken(env_id: str, error: Exception) -> EnvReport:
     """The report on an environment that cannot even be made."""
-    reason, mend = check.reason_and_mend(error)
-    nothing = unknown(f"cannot be made: {reason}", mend)
+    reason, fix = check.reason_and_fix(error)
+    nothing = unknown(f"cannot be made: {reason}", fix)
     tiers: dict[str, Finding[float]] = dict.fromkeys(check.TIERS, nothing)
     speeds: dict[str, Finding[float]] = dict.fromkeys(check.VECTORIZATIONS, nothing)
     return EnvReport(
@@ -175,8 +175,8 @@ def _broken(env_id: str, error: Exception) -> EnvReport:
     )
 
 
-def _attempt_nothing(mend: str, probe: Callable[[], T]) -> Finding[T]:
-    return none("its observations are not supported", mend)
+def _attempt_nothing(fix: str, probe: Callable[[], T]) -> Finding[T]:
+    return none("its observations are not supported", fix)
 
 
 def _trained(
@@ -185,7 +185,7 @@ def _trained(
     """What training would use, its branching, and whether siblings with noise of their own drifted apart."""
     made = trial(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
     if made.value is None or made.value.start_report is None:
-        refused = none(made.reason, made.mend)  # whatever stopped it stops training, too
+        refused = none(made.reason, made.fix)  # whatever stopped it stops training, too
         return refused, Finding(None, made.verdict, "groups cannot start at all"), False
     env, report = made.value, made.value.start_report
     try:
@@ -204,7 +204,7 @@ def _limited(training: Finding[Training], limit: Finding[int]) -> Finding[Traini
     """``training``, if attempts are sure to end."""
     if training.value is None or limit.value is not None:
         return training
-    return none(limit.reason, limit.mend)
+    return none(limit.reason, limit.fix)
 
 
 def _action_support(space: Any) -> str:

@@ -211,7 +211,7 @@ def _check_env(argv: Sequence[str], plugins: list[Path]) -> int:
     if any(option.startswith(("--algorithm", "--preset")) for option in options):
         raise ConfigError(
             f"{prog} takes no algorithm and no preset: it tries out what groups of attempts (GRPO) need, while PPO needs only "
-            f"that observation and action are supported, which it tells, too; mend: {prog} {target}"
+            f"that observation and action are supported, which it tells, too; fix: {prog} {target}"
         )
 
     from groupwise.options import parse_env_options
@@ -282,7 +282,7 @@ def _eval(argv: Sequence[str], plugins: list[Path]) -> int:
         return 0
     print(found.line())
     if found.episodes == 1:
-        print("one episode gives no interval; mend: --episodes 2 or more", file=sys.stderr)
+        print("one episode gives no interval; fix: --episodes 2 or more", file=sys.stderr)
     if video:
         print(f"video: {video['video']}")
     return 0

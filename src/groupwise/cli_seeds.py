@@ -39,10 +39,10 @@ def parse_seeds(text: str) -> list[int]:
     for part in text.split(","):
         first, _, last = part.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal():
-            raise ConfigError(f"--seeds {text}: expected numbers; mend: a range like 0-9 or a list like 0,3,5")
+            raise ConfigError(f"--seeds {text}: expected numbers; fix: a range like 0-9 or a list like 0,3,5")
         seeds.extend(range(int(first), int(last or first) + 1))
     if not seeds or len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds {text}: expected each seed once, ranges upwards; mend: as in 0-9 or 0,3,5")
+        raise ConfigError(f"--seeds {text}: expected each seed once, ranges upwards; fix: as in 0-9 or 0,3,5")
     return seeds
 
 
@@ -58,7 +58,7 @@ def train_seeds(cfg: CommonCfg, seeds: list[int], plugins: list[Path]) -> int:
     try:
         folder.mkdir(parents=True)
     except FileExistsError as error:
-        raise RunFolderError(f"run folder {str(folder)!r} is taken; mend: give another --run-dir") from error
+        raise RunFolderError(f"run folder {str(folder)!r} is taken; fix: give another --run-dir") from error
     settings = to_json(cfg.model_copy(update={"run_dir": None}))
     (folder / "settings.json").write_text(settings + "\n", encoding="utf-8")
     print(f"{len(seeds)} seeds under {folder}", flush=True)

@@ -88,7 +88,7 @@ def compare_pairs(
     if problems and not finished_only:
         raise RunFolderError(
             "\n".join(
-                [*problems, "mend: finish them, or leave them out: --finished-only (finished_only=True in Python)"]
+                [*problems, "fix: finish them, or leave them out: --finished-only (finished_only=True in Python)"]
             )
         )
     if not found:
@@ -123,9 +123,9 @@ def _folders(pairs: Sequence[tuple[str | None, Path | str]]) -> dict[Path, str |
         for path in _expand(Path(pattern)):
             before = found.setdefault(path.resolve(), (path, name))
             if before[1] != name:
-                raise ConfigError(f"{path} came as {before[1]!r} and as {name!r}; mend: one name for a run")
+                raise ConfigError(f"{path} came as {before[1]!r} and as {name!r}; fix: one name for a run")
     if not found:
-        raise RunFolderError("no runs to compare; mend: give folders of runs, as in: groupwise compare runs/*")
+        raise RunFolderError("no runs to compare; fix: give folders of runs, as in: groupwise compare runs/*")
     return dict(found.values())
 
 
@@ -136,14 +136,14 @@ def _expand(path: Path) -> list[Path]:
     if path.is_file():  # a pattern such as runs/ten_seeds/* fits what lies beside the runs, too
         return [path.with_suffix("")] if path.match(_SEED_LOG) else []
     if not path.is_dir():
-        raise RunFolderError(f"there is no run folder {str(path)!r}; mend: give the path that training printed")
+        raise RunFolderError(f"there is no run folder {str(path)!r}; fix: give the path that training printed")
     if (path / "config.json").is_file():
         return [path]
     begun = {child for child in path.iterdir() if (child / "config.json").is_file()}
     asked = {log.with_suffix("") for log in path.glob(_SEED_LOG)}  # one that never began left a log only
     if not begun | asked:
         raise RunFolderError(
-            f"{path} is no run folder and holds none: no config.json in it or right below; mend: give folders that training made"
+            f"{path} is no run folder and holds none: no config.json in it or right below; fix: give folders that training made"
         )
     return sorted(begun | asked, key=_natural)
 
@@ -178,7 +178,7 @@ def _read_run(path: Path, name: str | None) -> _Run:
     numbers = [config.get("seed"), config.get("total_steps")]
     about = config.get("env") or config.get("task")
     if not (isinstance(config.get("algorithm"), dict) and isinstance(about, dict) and all(map(_is_count, numbers))):
-        raise RunFolderError(f"{folder.config} holds no settings of a run; mend: give folders that training made")
+        raise RunFolderError(f"{folder.config} holds no settings of a run; fix: give folders that training made")
     metrics = folder.read_metrics()
     _check_finished(metrics, summary, config["total_steps"])
     environment, settings = environment_of(config)
@@ -258,7 +258,7 @@ def _check_steps(environment: str, runs: Sequence[_Run]) -> None:
         some = [next(run for run in runs if run.total_steps == budget) for budget in (budgets[0], budgets[-1])]
         raise ConfigError(
             f"{environment}: runs of unequal total_steps ({some[0].total_steps:,} in {some[0].path}, {some[1].total_steps:,} in "
-            f"{some[1].path}); mend: compare those of one budget, or train the shorter ones on: "
+            f"{some[1].path}); fix: compare those of one budget, or train the shorter ones on: "
             f"groupwise resume {some[0].path} --total-steps {budgets[-1]}"
         )
 
@@ -273,7 +273,7 @@ def _by_method(environment: str, runs: Sequence[_Run]) -> dict[str, list[_Run]]:
             one, other = next((a, b) for a in members for b in members if differing([a.method, b.method]))
             raise ConfigError(
                 f"{name}: {one.path} and {other.path} differ in {', '.join(names[:5])}{', ...' if names[5:] else ''}, so they are no "
-                "seeds of one method; mend: a name for each"
+                "seeds of one method; fix: a name for each"
             )
     unnamed = [members for (name, _), members in found.items() if name is None]
     derived = dict(zip((id(members) for members in unnamed), labels([m[0].method for m in unnamed]), strict=True))
@@ -282,7 +282,7 @@ def _by_method(environment: str, runs: Sequence[_Run]) -> dict[str, list[_Run]]:
         label = name or derived[id(members)]
         if label in called:
             raise ConfigError(
-                f"{environment}: {label!r} names two methods; mend: other names, as in mine={members[0].path}"
+                f"{environment}: {label!r} names two methods; fix: other names, as in mine={members[0].path}"
             )
         called[label] = members
     return called
@@ -290,7 +290,7 @@ def _by_method(environment: str, runs: Sequence[_Run]) -> dict[str, list[_Run]]:
 
 def _record(environment: str, method: str, run: _Run, measure: Measure) -> RunRecord:
     if not run.points[measure]:
-        raise RunFolderError(f"{run.path} holds no returns; mend: leave it out")
+        raise RunFolderError(f"{run.path} holds no returns; fix: leave it out")
     steps, returns = zip(*run.points[measure], strict=True)
     seconds, memory = run.summary.get("seconds"), run.summary.get("peak_memory_mib")
     return RunRecord(environment, method, run.seed, steps, returns, measure, run.unit, seconds, memory, str(run.path))

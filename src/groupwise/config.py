@@ -72,10 +72,10 @@ def load_config(
     try:
         if "task" not in tree and "id" not in _table(tree, "env"):
             raise ConfigError(
-                'no environment and no task; mend: "env": {"id": "CartPole-v1"}, or "task": {"data": "prompts.jsonl"}'
+                'no environment and no task; fix: "env": {"id": "CartPole-v1"}, or "task": {"data": "prompts.jsonl"}'
             )
         if "task" in tree and "env" in tree:
-            raise ConfigError("a run has an environment or a text task; got both, mend: leave out env or task")
+            raise ConfigError("a run has an environment or a text task; got both, fix: leave out env or task")
         return _resolve([tree, _given(algorithm, fields)], preset or named)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -140,7 +140,7 @@ def _algorithm_name(layers: list[Tree]) -> str:
     first = tables[0].get("name", DEFAULT_ALGORITHM)
     chosen = next((table["name"] for table in reversed(tables) if "name" in table), first)
     if chosen != first and tables[0].keys() - {"name"}:
-        raise ConfigError(f"settings of algorithm {first!r} do not fit algorithm {chosen!r}; mend: drop one of the two")
+        raise ConfigError(f"settings of algorithm {first!r} do not fit algorithm {chosen!r}; fix: drop one of the two")
     return str(chosen)
 
 
@@ -167,7 +167,7 @@ def _with_objective(tree: Tree, preset: str, cfg_type: type[AlgorithmCfg]) -> Tr
     settings = presets.objective_preset(preset).settings
     if not issubclass(cfg_type, GRPOCfg):
         raise ConfigError(
-            f"preset {preset!r} sets the credit of grpo, which algorithm {default_name(cfg_type)!r} lacks; mend: choose one of the two"
+            f"preset {preset!r} sets the credit of grpo, which algorithm {default_name(cfg_type)!r} lacks; fix: choose one of the two"
         )
     own = _table(tree, "algorithm")
     objective = _table(settings, "objective")

@@ -125,7 +125,7 @@ def require_extra(module: str, extra: str) -> None:
         MissingExtraError: ``module`` is absent; names the extra that brings it.
     """
     if find_spec(module) is None:
-        raise MissingExtraError(f"{module!r} is not installed; mend: {installing(extra)}")
+        raise MissingExtraError(f"{module!r} is not installed; fix: {installing(extra)}")
 
 
 def installing(extra: str) -> str:

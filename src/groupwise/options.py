@@ -99,7 +99,7 @@ def parse_env_options(
 def _resolve_env(target: str, changed: dict[str, Any]) -> RunCfg:
     cfg = _resolve(target, None, None, changed)
     if not isinstance(cfg, RunCfg):
-        raise ConfigError(f"{target} is about a text task, which has no environment; mend: an environment's id or file")
+        raise ConfigError(f"{target} is about a text task, which has no environment; fix: an environment's id or file")
     return cfg
 
 
@@ -127,10 +127,10 @@ def _plainly(said: str) -> str:
     if match := re.fullmatch(r"Error parsing (\S+): (.*)", said):
         option, why = match.groups()
         why = re.sub(r"no type matching (.*) could be instantiated from (.*)\.", r"expected \1, got \2", why)
-        return f"{option}: {why}; mend: a value as --help shows it"
+        return f"{option}: {why}; fix: a value as --help shows it"
     if match := re.fullmatch(r"Unrecognized options: (.*)", said):
-        return f"{match[1]!r} belongs to no option; mend: leave it out, or name its option (--help shows them all)"
-    return f"{said.rstrip('.')}; mend: see --help"
+        return f"{match[1]!r} belongs to no option; fix: leave it out, or name its option (--help shows them all)"
+    return f"{said.rstrip('.')}; fix: see --help"
 
 
 def _resolve(target: str, algorithm: str | None, preset: str | None, changed: dict[str, Any]) -> RunCfg | TextRunCfg:

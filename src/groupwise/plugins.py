@@ -55,7 +55,7 @@ def blaming_absence(where: Path, plugins: Sequence[str]) -> Iterator[None]:
             raise
         given = options(absent).strip()
         raise ConfigError(
-            f"{error}; this run, {where}, was trained with {given}; mend: give it again, as in: groupwise eval {where} "
+            f"{error}; this run, {where}, was trained with {given}; fix: give it again, as in: groupwise eval {where} "
             f"{given} (in Python: import it first)"
         ) from error
 
@@ -83,6 +83,6 @@ def _import_module(name: str) -> None:
 
 def _neither(plugin: Path | str) -> ConfigError:
     return ConfigError(
-        f"--plugin {plugin}: expected an existing Python file, or a module that is installed; mend: the file's path, with "
+        f"--plugin {plugin}: expected an existing Python file, or a module that is installed; fix: the file's path, with "
         "its .py, or install the module"
     )

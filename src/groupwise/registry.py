@@ -43,14 +43,14 @@ def register_algorithm(cfg_type: type[AlgorithmCfg]) -> Callable[[T], T]:
     """
     name = default_name(cfg_type)
     if name is None:
-        raise ConfigError(f"{cfg_type.__name__} has no name; mend: name: Literal['my_name'] = 'my_name'")
+        raise ConfigError(f"{cfg_type.__name__} has no name; fix: name: Literal['my_name'] = 'my_name'")
     taken = _ALGORITHMS.get(name)
     if taken and (taken.cfg_type.__module__, taken.cfg_type.__qualname__) != (
         cfg_type.__module__,
         cfg_type.__qualname__,
     ):
         raise ConfigError(
-            f"algorithm {name!r} is registered for {taken.cfg_type.__name__}; mend: give {cfg_type.__name__} another name"
+            f"algorithm {name!r} is registered for {taken.cfg_type.__name__}; fix: give {cfg_type.__name__} another name"
         )
 
     def register(target: T) -> T:
@@ -67,7 +67,7 @@ def algorithm_entry(name: str) -> AlgorithmEntry:
         UnknownNameError: nobody registered ``name``.
     """
     if name not in _ALGORITHMS:
-        preset = f"a preset of that name changes grpo; mend: preset={name!r}" if name in objective_presets() else None
+        preset = f"a preset of that name changes grpo; fix: preset={name!r}" if name in objective_presets() else None
         raise UnknownNameError("algorithm", name, _ALGORITHMS, hint=preset)
     return _ALGORITHMS[name]
 
@@ -87,7 +87,7 @@ def explain_other_algorithm(field: str, algorithm: str) -> str:
     owners = algorithms_with(field)
     return (
         f"{field!r} is a setting of {' and '.join(owners)}, not of {algorithm}; "
-        f"mend: leave it out, or choose algorithm {' or '.join(map(repr, owners))}"
+        f"fix: leave it out, or choose algorithm {' or '.join(map(repr, owners))}"
     )
 
 

@@ -9,17 +9,17 @@ def check_together(algorithm: AlgorithmCfg, env: EnvCfg) -> None:
     """Refuse settings that lack what they need from another part of the run.
 
     Raises:
-        ValueError: one does; names both, and the mend.
+        ValueError: one does; names both, and the fix.
     """
     if algorithm.objective.ratio == "turn" and type(algorithm) in (GRPOCfg, PPOCfg):  # one of yours may know the turns
         raise ValueError(
-            "algorithm.objective.ratio='turn' needs turn_id in the rollout, which environments do not give; mend: "
+            "algorithm.objective.ratio='turn' needs turn_id in the rollout, which environments do not give; fix: "
             "ratio='token' or 'sequence', another preset, or GRPO by hand on rollouts that have turn_id"
         )
     if isinstance(algorithm, GRPOCfg):
         if algorithm.credit.rule == "composed" and algorithm.credit.reward == "parts" and not env.reward_parts:
             raise ValueError(
-                "algorithm.credit.reward='parts' compares the parts of a reward, and env.reward_parts names none; mend: "
+                "algorithm.credit.reward='parts' compares the parts of a reward, and env.reward_parts names none; fix: "
                 "env.reward_parts=('reward_forward', ...), as the environment's info calls them, or credit.reward='total'"
             )
         _refuse_idle(algorithm.collection)
@@ -39,7 +39,7 @@ def check_text(algorithm: AlgorithmCfg, task: TextTaskCfg) -> None:
         if algorithm.collection.zero_variance == "harder":
             raise ValueError(
                 "algorithm.collection.zero_variance='harder' goes back to states of an environment, which texts have not; "
-                "mend: 'resample', 'skip' or 'keep'"
+                "fix: 'resample', 'skip' or 'keep'"
             )
         of_envs = ("noise", "unfinished", "max_staleness", "lost_member", "branching")
         fields |= {f"collection.{name}": vars(algorithm.collection)[name] for name in of_envs}
@@ -49,7 +49,7 @@ def check_text(algorithm: AlgorithmCfg, task: TextTaskCfg) -> None:
     for name, value in fields.items():
         if value != defaults[name]:
             raise ValueError(
-                f"algorithm.{name}={value!r} is about environments, and does nothing for texts; mend: leave it out"
+                f"algorithm.{name}={value!r} is about environments, and does nothing for texts; fix: leave it out"
             )
 
 
@@ -57,15 +57,15 @@ def _refuse_turns(algorithm: AlgorithmCfg) -> None:
     """Refuse what compares turns of completions that have one."""
     if type(algorithm) not in (GRPOCfg, PPOCfg):  # one of yours may know other turns
         return
-    mend = "mend: task.tool, which makes several"
+    fix = "fix: task.tool, which makes several"
     if algorithm.objective.ratio == "turn":
         raise ValueError(
-            f"algorithm.objective.ratio='turn' needs turns, and without a tool a completion is one; {mend}, or ratio='sequence'"
+            f"algorithm.objective.ratio='turn' needs turns, and without a tool a completion is one; {fix}, or ratio='sequence'"
         )
     if isinstance(algorithm, GRPOCfg) and algorithm.credit.rule == "composed" and algorithm.credit.returns == "turn":
         raise ValueError(
             "algorithm.credit.returns='turn' needs turns, and without a tool a completion is one; "
-            f"{mend}, or credit.returns='outcome'"
+            f"{fix}, or credit.returns='outcome'"
         )
 
 
@@ -81,12 +81,12 @@ def _refuse_idle(collection: CollectionCfg) -> None:
         "branching.horizon": (starts_midway, "branching.points=1 or more"),
         "branching.trained_steps": (starts_midway, "branching.points=1 or more"),
     }
-    for path, (is_read, mend) in read.items():
+    for path, (is_read, fix) in read.items():
         *outer, name = path.split(".")
         cfg = branching if outer else collection
         value, default = vars(cfg)[name], type(cfg).model_fields[name].default
         if value != default and not is_read:
             raise ValueError(
-                f"algorithm.collection.{path}={value!r} does nothing without collection.{mend}; mend: set that, too, or "
+                f"algorithm.collection.{path}={value!r} does nothing without collection.{fix}; fix: set that, too, or "
                 f"leave {path} out"
             )

@@ -95,7 +95,7 @@ def check_given(folder: RunFolder, given: Given) -> None:
     missing = sorted(set(folder.read_given()) - set(given.names()))
     if missing:
         raise ConfigError(
-            f"{folder.path} was given {' and '.join(missing)} in Python; mend: from Python, give the same again, as {missing[0]}=..."
+            f"{folder.path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as {missing[0]}=..."
         )
 
 
@@ -112,5 +112,5 @@ def read_cfg(folder: RunFolder) -> CommonCfg:
         except ValidationError as error:
             reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise RunFolderError(
-                f"{folder.config} does not fit: {reasons}; mend: correct it, or register the algorithm first"
+                f"{folder.config} does not fit: {reasons}; fix: correct it, or register the algorithm first"
             ) from error

@@ -50,7 +50,7 @@ class TextEvaluationCfg(Cfg):
     def _check_attempts(self) -> "TextEvaluationCfg":
         if self.deterministic and self.attempts > 1:
             raise ValueError(
-                f"attempts={self.attempts} of a deterministic policy are all the same; mend: deterministic=False"
+                f"attempts={self.attempts} of a deterministic policy are all the same; fix: deterministic=False"
             )
         return self
 
@@ -148,7 +148,7 @@ class CommonCfg(Cfg):
         if type(self.algorithm) is not expected:
             got = type(self.algorithm).__name__
             raise ValueError(
-                f"algorithm {self.algorithm.name!r} is registered for {expected.__name__}, got {got}; mend: register_algorithm({got})"
+                f"algorithm {self.algorithm.name!r} is registered for {expected.__name__}, got {got}; fix: register_algorithm({got})"
             )
         if isinstance(self.algorithm, GRPOCfg):
             self.algorithm.credit.check_steps()
@@ -178,7 +178,7 @@ class RunCfg(CommonCfg):
     def _check(self) -> "RunCfg":
         if isinstance(self.algorithm, GRPOCfg) and self.env.autoreset != "disabled":
             raise ValueError(
-                f"{self.algorithm.name} resets its environments itself; got env.autoreset={self.env.autoreset!r}, mend: 'disabled'"
+                f"{self.algorithm.name} resets its environments itself; got env.autoreset={self.env.autoreset!r}, fix: 'disabled'"
             )
         check_together(self.algorithm, self.env)
         return self
@@ -216,11 +216,11 @@ class TextRunCfg(CommonCfg):
         if self.stop.return_threshold is not None and self.task.eval_data is None:
             raise ValueError(
                 f"stop.return_threshold={self.stop.return_threshold} waits for a score of held-out prompts, and there are none; "
-                "mend: task.eval_data"
+                "fix: task.eval_data"
             )
         if self.overlong.punished_tokens > self.sampling.max_new_tokens:
             raise ValueError(
                 f"overlong.punished_tokens={self.overlong.punished_tokens} is more than sampling.max_new_tokens="
-                f"{self.sampling.max_new_tokens}, so that every completion would be punished; mend: fewer"
+                f"{self.sampling.max_new_tokens}, so that every completion would be punished; fix: fewer"
             )
         return self

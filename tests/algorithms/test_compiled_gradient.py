@@ -247,7 +247,7 @@ def test_without_a_compiler_updates_go_on(monkeypatch, caplog):
         algorithm_of(*RUNS["ppo, several minibatches"], kernel=kernel) for kernel in ("compiled", "by_hand")
     )
     rollout = make_rollout(reference.policy)
-    with pytest.warns(SlowPathWarning, match=r"without the compiler \(OSError: no g\+\+\); mend: a C\+\+ compiler"):
+    with pytest.warns(SlowPathWarning, match=r"without the compiler \(OSError: no g\+\+\); fix: a C\+\+ compiler"):
         fast.update(rollout)
     reference.update(rollout)
     fast.set_progress(1e-9)  # nobody tries again
@@ -370,7 +370,7 @@ def test_other_parameters_than_the_algorithms_are_refused(change):
     policy = of_policy()
     algorithm, rollout = build("ppo", policy=policy), make_rollout(policy)
     change(policy)
-    with pytest.raises(ConfigError, match="after the algorithm was built; mend: do it before"):
+    with pytest.raises(ConfigError, match="after the algorithm was built; fix: do it before"):
         algorithm.update(rollout)
 
 

@@ -152,25 +152,25 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"returns": "turn"}, "got group_key='group', mend: group_key='group_step'"),
-        ({"group_key": "group_step", "returns": "process"}, "got returns='process', mend: returns='return_to_go'"),
-        ({"part_weights": (1.0,)}, "got reward='total', mend: reward='parts'"),
-        ({"kl_placement": "reward", "reward": "parts"}, "got reward='parts', mend: kl_placement='loss'"),
-        ({"baseline": "greedy", "returns": "process"}, "baseline='greedy' .* got returns='process', mend"),
-        ({"baseline": "length_weighted", "returns": "return_to_go"}, "got returns='return_to_go', mend"),
-        ({"baseline": "second_best", "returns": "return_to_go"}, "got returns='return_to_go', mend"),
-        ({"baseline": "ema", "returns": "return_to_go"}, "got returns='return_to_go', mend"),
-        ({"baseline": "ema", "scale": "std"}, "scale='std' .*baseline='ema' .*mend: scale='none' or 'batch_std'"),
+        ({"returns": "turn"}, "got group_key='group', fix: group_key='group_step'"),
+        ({"group_key": "group_step", "returns": "process"}, "got returns='process', fix: returns='return_to_go'"),
+        ({"part_weights": (1.0,)}, "got reward='total', fix: reward='parts'"),
+        ({"kl_placement": "reward", "reward": "parts"}, "got reward='parts', fix: kl_placement='loss'"),
+        ({"baseline": "greedy", "returns": "process"}, "baseline='greedy' .* got returns='process', fix"),
+        ({"baseline": "length_weighted", "returns": "return_to_go"}, "got returns='return_to_go', fix"),
+        ({"baseline": "second_best", "returns": "return_to_go"}, "got returns='return_to_go', fix"),
+        ({"baseline": "ema", "returns": "return_to_go"}, "got returns='return_to_go', fix"),
+        ({"baseline": "ema", "scale": "std"}, "scale='std' .*baseline='ema' .*fix: scale='none' or 'batch_std'"),
         ({"baseline": "greedy", "scale": "mean"}, "scale='mean' .*baseline='greedy'"),
         ({"baseline": "greedy", "scale": "population_std"}, "scale='population_std' .*baseline='greedy'"),
-        ({"baseline": "ema", "scale": "none", "reward": "parts"}, "got reward='parts', mend: reward='total'"),
+        ({"baseline": "ema", "scale": "none", "reward": "parts"}, "got reward='parts', fix: reward='total'"),
         ({"baseline": "optimal_token"}, "got group_key='group', returns='outcome', early_finisher='mask'"),
         (
             {"baseline": "optimal_token", **STEP, "early_finisher": "absorb"},
-            "early_finisher='absorb', mend: 'group_step', 'return_to_go', 'mask'",
+            "early_finisher='absorb', fix: 'group_step', 'return_to_go', 'mask'",
         ),
-        ({"baseline": "none", "scale": "none"}, "normalize='none', mend: 'group', 'none', 'batch'"),
-        ({"baseline": "none", "scale": "none", "normalize": "informative"}, "normalize='informative', mend"),
+        ({"baseline": "none", "scale": "none"}, "normalize='none', fix: 'group', 'none', 'batch'"),
+        ({"baseline": "none", "scale": "none", "normalize": "informative"}, "normalize='informative', fix"),
         ({"baseline": "none", "normalize": "batch"}, "scale='std'"),
         ({"baseline": "none", "normalize": "batch", **STEP}, "group_key='group_step'"),
     ],
@@ -189,10 +189,10 @@ def test_compositions_that_make_no_sense_are_refused(choices, message):
     ],
 )
 def test_rules_for_single_steps_are_refused_where_whole_attempts_are_compared(choices, found):
-    with pytest.raises(ConfigError, match=f"{found}.* got credit.group_key='group', mend: group_key='group_step' with"):
+    with pytest.raises(ConfigError, match=f"{found}.* got credit.group_key='group', fix: group_key='group_step' with"):
         GRPO(GRPOCfg(credit=choices), make_policy())
-    mended = {**choices, "group_key": "group_step", "returns": "return_to_go"}
-    GRPO(GRPOCfg(credit=mended), make_policy())
+    fixed = {**choices, "group_key": "group_step", "returns": "return_to_go"}
+    GRPO(GRPOCfg(credit=fixed), make_policy())
 
 
 def test_a_rule_of_the_users_own_may_read_the_rules_for_single_steps(monkeypatch):

@@ -96,7 +96,7 @@ def test_remax_compares_with_the_greedy_attempt():
     expect(
         batch, [[0.327327] * 3, [-0.327327] * 2, [0.0] * 2, [0.981981], [0.0]], name="remax", scale="batch_std", eps=0
     )
-    with pytest.raises(DataError, match="no 'greedy'; mend"):
+    with pytest.raises(DataError, match="no 'greedy'; fix"):
         credit(rollout(TWO), **preset("remax"))
 
 
@@ -131,7 +131,7 @@ def test_gdpo_normalises_each_part():
     expect(batch, [[0.866026], [-0.866026], [0.0]], name="gdpo", **both)
     with pytest.raises(DataError, match="3 weights for 2 parts"):
         credit(batch, **preset("gdpo", part_weights=(1.0, 1.0, 1.0)))
-    with pytest.raises(DataError, match=r"no 'reward_parts'; mend: .*env\.reward_parts"):
+    with pytest.raises(DataError, match=r"no 'reward_parts'; fix: .*env\.reward_parts"):
         credit(rollout(TWO), **preset("gdpo"))
 
 

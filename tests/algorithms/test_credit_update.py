@@ -177,7 +177,7 @@ def test_the_optimal_token_baseline_reads_the_policys_probabilities():
 )
 def test_the_optimal_token_baseline_needs_one_discrete_choice(space, found):
     choices = {"group_key": "group_step", "returns": "return_to_go"}
-    with pytest.raises(ConfigError, match=f"{found}; mend: baseline='mean'"):
+    with pytest.raises(ConfigError, match=f"{found}; fix: baseline='mean'"):
         build(space, credit=CreditCfg(baseline="optimal_token", **choices))
 
 

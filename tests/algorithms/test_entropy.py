@@ -96,5 +96,5 @@ def test_adapting_needs_an_algorithm_that_measures_the_entropy():
         metric_names = ("loss",)
 
     objective = ObjectiveCfg(entropy=EntropyCfg(control="adaptive"))
-    with pytest.raises(ConfigError, match="Silent does not measure; mend"):
+    with pytest.raises(ConfigError, match="Silent does not measure; fix"):
         Silent(GRPOCfg(objective=objective), make_policy())

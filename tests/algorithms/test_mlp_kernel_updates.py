@@ -87,7 +87,7 @@ def test_other_parameters_than_the_algorithms_are_refused(change):
     policy = ActorCritic(OBS, ACT, gw.PolicyCfg())
     algorithm, rollout = build("ppo", policy=policy), make_rollout(policy)
     change(policy)
-    with pytest.raises(ConfigError, match="after the algorithm was built; mend: do it before"):
+    with pytest.raises(ConfigError, match="after the algorithm was built; fix: do it before"):
         algorithm.update(rollout)
 
 

@@ -196,7 +196,7 @@ def test_a_rollout_without_a_step_that_counts_has_no_values():
     ],
 )
 def test_what_has_no_distance_is_refused(obs, says):
-    with pytest.raises(DataError, match=rf"got {says}; mend: baseline='mean' with group_key='group_step'"):
+    with pytest.raises(DataError, match=rf"got {says}; fix: baseline='mean' with group_key='group_step'"):
         credit_of(rollout().set("obs", obs))
 
 
@@ -211,12 +211,12 @@ def test_what_has_no_distance_is_refused(obs, says):
     ],
 )
 def test_settings_that_contradict_it_are_refused(change):
-    with pytest.raises(ValueError, match=r"compares returns from states on.*mend: .*, or baseline='mean'"):
+    with pytest.raises(ValueError, match=r"compares returns from states on.*fix: .*, or baseline='mean'"):
         gw.CreditCfg(**NEAR | change)
 
 
 def test_environments_without_vectors_are_refused_before_a_rollout(tmp_path):
-    with pytest.raises(gw.ConfigError, match=r"those of FrozenLake-v1 are Discrete\(16\); mend: baseline='mean'"):
+    with pytest.raises(gw.ConfigError, match=r"those of FrozenLake-v1 are Discrete\(16\); fix: baseline='mean'"):
         gw.train("FrozenLake-v1", preset="near_states", total_steps=100, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -87,5 +87,5 @@ def test_the_mend_of_a_bound_within_the_clip_is_accepted(clip_high, two_sided):
     choices = {"trust_region": "two_sided", "clip_high": clip_high}
     with pytest.raises(ValueError, match=f"two_sided={two_sided} must exceed") as found:
         ObjectiveCfg(**choices, two_sided=two_sided)
-    (mend,) = re.findall(r"mend: two_sided=([\d.]+)", str(found.value))
-    assert ObjectiveCfg(**choices, two_sided=float(mend)).two_sided > 1 + clip_high
+    (fix,) = re.findall(r"fix: two_sided=([\d.]+)", str(found.value))
+    assert ObjectiveCfg(**choices, two_sided=float(fix)).two_sided > 1 + clip_high

@@ -113,7 +113,7 @@ def test_turns_are_those_of_the_rollout():
     torch.testing.assert_close(turns["all"], updated({"ratio": "sequence"}, rollout)[0], atol=1e-6, rtol=1e-5)
     assert (turns["two"] - turns["one"]).abs().max() > 1e-5
     del rollout["turn_id"]
-    with pytest.raises(DataError, match=r"needs turn_id.*mend: ratio='token'"):
+    with pytest.raises(DataError, match=r"needs turn_id.*fix: ratio='token'"):
         updated({"ratio": "turn"}, rollout)
 
 
@@ -141,15 +141,15 @@ def test_the_kl_is_weighed_and_clamped_by_hand(objective, value, gradient):
     ("objective", "message"),
     [
         ({"trust_region": "two_sided", "two_sided": 1.1}, "must exceed 1 \\+ clip_high = 1.2"),
-        ({"trust_region": "gmpo", "ratio": "sequence"}, "gmpo averages.*mend: ratio='token'"),
-        ({"trust_region": "vespo"}, "whole episodes; got ratio='token', mend: ratio='sequence_product'"),
-        ({"correction": {"weight": "token_mask"}}, "mend: old_log_prob='recomputed'"),
-        ({"kl_estimator": "exact", "kl_weight": "ratio"}, "mend: kl_weight='none'"),
+        ({"trust_region": "gmpo", "ratio": "sequence"}, "gmpo averages.*fix: ratio='token'"),
+        ({"trust_region": "vespo"}, "whole episodes; got ratio='token', fix: ratio='sequence_product'"),
+        ({"correction": {"weight": "token_mask"}}, "fix: old_log_prob='recomputed'"),
+        ({"kl_estimator": "exact", "kl_weight": "ratio"}, "fix: kl_weight='none'"),
         ({"cispo": {"low": 2.0, "high": 1.0}}, "expected low < high"),
         ({"covariance": {"low": 2.0, "high": 1.0}}, "expected low < high"),
         (MISMATCH | {"correction": {"weight": "token_mask", "low": 4.0}}, "expected low < high"),
         (MISMATCH | {"correction": {"weight": "token_truncate", "low": 0.5}}, "low=0.5 is for masks"),
-        ({"entropy": {"min_coef": 2.0}}, "mend: swap them"),
+        ({"entropy": {"min_coef": 2.0}}, "fix: swap them"),
         ({"top_entropy": 0.0}, "greater than 0"),
     ],
 )
@@ -162,7 +162,7 @@ def test_what_the_policy_cannot_do_is_refused_before_the_first_rollout():
     torch.manual_seed(0)
     box = gym.spaces.Box(-1, 1, (2,), np.float32)
     policy = ActorCritic(OBS, box, PolicyCfg(hidden_sizes=(8,)), actor_only=True)
-    with pytest.raises(ConfigError, match="densities; mend: 'clip'"):
+    with pytest.raises(ConfigError, match="densities; fix: 'clip'"):
         build({"trust_region": "dppo"}, policy)
     build({"trust_region": "vespo", "ratio": "sequence_product"}, policy)
     with pytest.raises(ConfigError, match=r"seq_mean_token_sum_norm.*max_length"):

@@ -246,13 +246,13 @@ def test_of_equally_varied_states_the_latest_is_the_harder_start(collect, script
 def test_states_that_cannot_be_captured_are_refused(collect, scripted_group, collection):
     env = scripted_group(2, [3])
     env.can_branch = False
-    with pytest.raises(EnvError, match=r"states of Scripted cannot be captured.*mend: "):
+    with pytest.raises(EnvError, match=r"states of Scripted cannot be captured.*fix: "):
         collect(env, 3, group_size=2, collection=collection)
 
 
 def test_single_stems_have_no_siblings_to_fill_a_pool(collect, scripted_group):
     collection = CollectionCfg(zero_variance="harder", branching=BranchCfg(points=1, stem="single"))
-    with pytest.raises(EnvError, match=r"'harder'.*mend: collection.branching.stem='group'"):
+    with pytest.raises(EnvError, match=r"'harder'.*fix: collection.branching.stem='group'"):
         collect(scripted_group(2, [3]), 3, group_size=2, collection=collection)
 
 

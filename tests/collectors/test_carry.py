@@ -208,7 +208,7 @@ def test_a_window_counts_the_steps_before(collecting, scripted_group):
 
 
 def test_a_critic_is_refused(collecting, scripted_group, fake_policy):
-    with pytest.raises(EnvError, match=r"keeps no values.*mend: an actor_only policy, or 'finish'"):
+    with pytest.raises(EnvError, match=r"keeps no values.*fix: an actor_only policy, or 'finish'"):
         collecting(scripted_group(1, [2]), policy=fake_policy(), group_size=2, collection=CARRY)
 
 

@@ -63,7 +63,7 @@ def test_a_member_that_is_lost_under_shared_noise_tries_other_noise(collect, scr
 
 def test_a_member_that_is_always_lost_is_an_error(collect, scripted_group):
     env = scripted_group(2, [3], fails=dict.fromkeys(range(1, 99), 1))
-    with pytest.raises(EnvError, match=r"lost 6 times in a row in Scripted; mend: .*'drop'"):
+    with pytest.raises(EnvError, match=r"lost 6 times in a row in Scripted; fix: .*'drop'"):
         collect(env, 2, group_size=2, collection=CollectionCfg(lost_member="complete"))
 
 
@@ -94,7 +94,7 @@ def test_members_of_a_dropped_group_that_wait_never_begin_and_its_rows_are_held(
 
 
 def test_a_failure_is_an_error_unless_it_is_asked_for(collect, scripted_group):
-    with pytest.raises(EnvError, match=r"environment 1 of Scripted failed; mend: .*lost_member='complete' or 'drop'"):
+    with pytest.raises(EnvError, match=r"environment 1 of Scripted failed; fix: .*lost_member='complete' or 'drop'"):
         collect(scripted_group(2, [3], fails={1: 2}), 2, group_size=2)
 
 
@@ -160,12 +160,12 @@ def test_a_group_takes_a_block_when_all_its_rows_are_free(collect, scripted_grou
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"group_size": 3}, r"but a group has 3 attempts; mend: group_size=2"),
-        ({"greedy_attempts": 1}, r"but a group has 3 attempts; mend: group_size=1"),
-        ({"collection": CollectionCfg(lost_member="complete")}, r"a lost member.*mend: lost_member='drop'"),
+        ({"group_size": 3}, r"but a group has 3 attempts; fix: group_size=2"),
+        ({"greedy_attempts": 1}, r"but a group has 3 attempts; fix: group_size=1"),
+        ({"collection": CollectionCfg(lost_member="complete")}, r"a lost member.*fix: lost_member='drop'"),
         (
             {"collection": CollectionCfg(branching=BranchCfg(points=1, stem="single"))},
-            r"a stem cannot.*mend: collection.branching.stem='group'",
+            r"a stem cannot.*fix: collection.branching.stem='group'",
         ),
     ],
 )

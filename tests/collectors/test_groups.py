@@ -114,7 +114,7 @@ def test_starts_due_together_are_made_in_one_call_and_siblings_share_the_start_o
 
 def test_an_attempt_that_might_never_end_is_refused(fake_policy, scripted_group):
     with pytest.raises(
-        EnvError, match=r"Scripted has no step limit that is known.*mend: env.max_episode_steps.*attempt_steps"
+        EnvError, match=r"Scripted has no step limit that is known.*fix: env.max_episode_steps.*attempt_steps"
     ):
         GroupCollector(scripted_group(2, [2], limit=None), fake_policy(), group_size=2)
 

@@ -214,5 +214,5 @@ def test_a_resumed_collector_goes_on_like_one_that_restarted():
 def test_another_device_is_refused():
     env = gw.TorchCartPole(4)
     policy = gw.ActorCritic(env.observation_space, env.action_space).to("meta")
-    with pytest.raises(gw.EnvError, match="TorchCartPole is on cpu, and the policy on meta; mend: device='meta'"):
+    with pytest.raises(gw.EnvError, match="TorchCartPole is on cpu, and the policy on meta; fix: device='meta'"):
         gw.TorchVectorCollector(env, policy)

@@ -74,7 +74,7 @@ def test_get_returns_the_rollout_itself_or_its_flat_transitions():
 
 
 def test_get_before_add_says_what_to_do():
-    with pytest.raises(DataError, match=r"empty; mend: buffer\.add"):
+    with pytest.raises(DataError, match=r"empty; fix: buffer\.add"):
         make_buffer().get()
 
 

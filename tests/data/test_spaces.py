@@ -111,7 +111,7 @@ def test_lists_numbers_and_tensors_are_taken():
     [spaces.Text(3), spaces.Sequence(BOX), spaces.Graph(BOX, None), spaces.Dict({"a": BOX, "b": spaces.Text(3)})],
 )
 def test_unsupported_says_what_to_do(space):
-    with pytest.raises(UnsupportedSpaceError, match=r"supported: Box.*mend: wrap"):
+    with pytest.raises(UnsupportedSpaceError, match=r"supported: Box.*fix: wrap"):
         obs_spec(space)
 
 

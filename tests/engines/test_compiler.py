@@ -49,7 +49,7 @@ def walked(walk, compiled, steps=6):
 
 def test_results_and_draws_are_the_functions():
     walk, other = Walk(3), Walk(3)
-    compiled = Compiled(walk, name="walking", mend="nothing")
+    compiled = Compiled(walk, name="walking", fix="nothing")
     with torch.inference_mode():
         torch.testing.assert_close(walked(walk, compiled), walked(other, other), rtol=1e-5, atol=1e-6)
     assert compiled.is_compiled
@@ -59,7 +59,7 @@ def test_results_and_draws_are_the_functions():
 
 def test_tensors_besides_the_arguments_are_read_at_each_call():
     layer = nn.Linear(3, 2)
-    compiled = Compiled(lambda x: layer(x) + layer.bias, name="a layer", mend="nothing")
+    compiled = Compiled(lambda x: layer(x) + layer.bias, name="a layer", fix="nothing")
     for _ in range(3):
         x = torch.randn(4, 3)
         with torch.no_grad():
@@ -75,7 +75,7 @@ def test_arguments_are_left_as_they_were():
         y.add_(1).mul_(3)
         return y, x
 
-    compiled = Compiled(function, name="adding", mend="nothing")
+    compiled = Compiled(function, name="adding", fix="nothing")
     for value in (1.0, 2.0):
         x = torch.full((3,), value)
         y, same = compiled(x)
@@ -85,7 +85,7 @@ def test_arguments_are_left_as_they_were():
 
 
 def test_other_layouts_and_other_shapes_are_no_business_of_the_caller():
-    compiled = Compiled(lambda x: x * torch.arange(6.0).view(2, 3), name="weighing", mend="nothing")
+    compiled = Compiled(lambda x: x * torch.arange(6.0).view(2, 3), name="weighing", fix="nothing")
     x = torch.arange(6.0).view(2, 3)
     for given in (x, x.T.contiguous().T, x[:1], x):
         assert torch.equal(compiled(given), given * torch.arange(6.0).view(2, 3))
@@ -93,7 +93,7 @@ def test_other_layouts_and_other_shapes_are_no_business_of_the_caller():
 
 
 def test_numbers_that_are_not_finite_are_alike():
-    compiled = Compiled(lambda x: x.log(), name="logarithms", mend="nothing")
+    compiled = Compiled(lambda x: x.log(), name="logarithms", fix="nothing")
     for _ in range(2):
         assert compiled(torch.tensor([-1.0, 0.0, 1.0]))[1:].tolist() == [-torch.inf, 0.0]
     assert compiled.is_compiled
@@ -113,18 +113,18 @@ def by_looking(_):
 )
 def test_what_cannot_be_compiled_is_called_as_it_stands(make, says):
     generator, other = (torch.Generator().manual_seed(1) for _ in range(2))
-    compiled = Compiled(make(generator), name="adding", mend="compile=False")
+    compiled = Compiled(make(generator), name="adding", fix="compile=False")
     x, reference = torch.ones(3), make(other)
     with pytest.warns(SlowPathWarning, match=says) as told:
         assert torch.equal(compiled(x), reference(x))
-    assert "mend: a C++ compiler on the PATH, or compile=False" in str(told[0].message)
+    assert "fix: a C++ compiler on the PATH, or compile=False" in str(told[0].message)
     assert not compiled.is_compiled
     assert torch.equal(compiled(x), reference(x))  # and nobody tries again
 
 
 def test_wrong_results_are_not_used(monkeypatch):
     monkeypatch.setattr(compiler, "compile_function", lambda function, _, **__: lambda inputs: [inputs[0] * 1.01])
-    compiled = Compiled(lambda x: x * 1.0, name="copying", mend="nothing")
+    compiled = Compiled(lambda x: x * 1.0, name="copying", fix="nothing")
     with pytest.warns(SlowPathWarning, match="result 0 differs from the traced function's"):
         compiled(torch.ones(3))
     assert torch.equal(compiled(torch.ones(3)), torch.ones(3))
@@ -135,7 +135,7 @@ def test_whose_method_it_is_is_freed():
 
     class Owner:
         def __init__(self):
-            self.compiled = Compiled(self.double, name="doubling", mend="nothing")
+            self.compiled = Compiled(self.double, name="doubling", fix="nothing")
 
         def double(self, x):
             return 2 * x

@@ -89,5 +89,5 @@ def test_a_reset_that_stops_within_a_frame_can_be_captured(stickiness):
 
 
 def test_a_state_of_another_layout_is_refused():
-    with pytest.raises(EnvError, match=r"state of 100 bytes is not laid out as in ale-py 0\.12; mend"):
+    with pytest.raises(EnvError, match=r"state of 100 bytes is not laid out as in ale-py 0\.12; fix"):
         repeats_ahead(bytes(100), 0.25)

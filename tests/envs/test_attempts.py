@@ -220,12 +220,12 @@ def test_a_replay_that_ends_early_is_refused():
     obs = attempt.start(0, 0)
     for _ in range(2):
         obs, *_ = attempt.step(np.zeros(1))
-    with pytest.raises(EnvError, match=r"led Fickle to a captured state end the episode earlier.*mend"):
+    with pytest.raises(EnvError, match=r"led Fickle to a captured state end the episode earlier.*fix"):
         attempt.restore(attempt.snapshot(obs), 1)
 
 
 def test_an_adapter_that_does_not_exist_is_named():
-    with pytest.raises(EnvError, match=r"no adapter captures the states of Walk; mend: .*clone_state"):
+    with pytest.raises(EnvError, match=r"no adapter captures the states of Walk; fix: .*clone_state"):
         attempts(StartMethod("snapshot", "adapter"))
 
 

@@ -207,7 +207,7 @@ def test_held_rows_have_no_state_to_capture():
     env = make()
     env.start(ALL, SEEDS, SEEDS)
     env.hold(np.array([True, False, False, False]))
-    with pytest.raises(EnvError, match=r"rows \[0\] of CartPole-v1 are held; mend"):
+    with pytest.raises(EnvError, match=r"rows \[0\] of CartPole-v1 are held; fix"):
         env.snapshot([1, 0])
 
 

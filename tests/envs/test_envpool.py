@@ -237,7 +237,7 @@ def test_impossible_requests_are_refused():
         EnvPoolSource("CartPole-v1", {"wings": 2})
     with pytest.raises(EnvError, match="batch_size, seed, which groupwise sets"):
         EnvPoolSource("CartPole-v1", {"seed": 3, "batch_size": 2})
-    with pytest.raises(EnvError, match="mend: num_envs = 6"):
+    with pytest.raises(EnvError, match="fix: num_envs = 6"):
         make(block_size=3)
     with pytest.raises(EnvError, match="single rows cannot be reset"):
         EnvPoolVectorEnv(EnvPoolSource("CartPole-v1", {}), 3).reset(mask=np.ones(3, np.bool_))

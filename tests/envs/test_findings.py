@@ -34,7 +34,7 @@ steps a second, 8 at once
   async                    unknown, see 'steps are random'
 training uses              no: a long reason that does not fit into
                            what is left of the line
-mend                       do it"""
+fix                       do it"""
     assert str(report) == expected
 
 

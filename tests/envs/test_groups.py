@@ -80,7 +80,7 @@ def test_an_honest_environment_passes_and_is_described(env, num_envs, start_vari
 def test_a_cheating_environment_is_caught_and_the_key_is_named(env, where, num_envs):
     row = "row 0" if num_envs == 1 or env is Remembers else "row 1"
     where = where.replace("row 0", row)
-    with pytest.raises(GroupStartError, match=rf"siblings of {env.__name__} .*{where}.*mend: .*np_random"):
+    with pytest.raises(GroupStartError, match=rf"siblings of {env.__name__} .*{where}.*fix: .*np_random"):
         verify_group_start(make(env, num_envs))
 
 
@@ -159,7 +159,7 @@ class Restless(CartPoleGroupEnv):
 def test_states_that_come_back_otherwise_are_caught(env):
     made = env(CartPoleVectorEnv(2), env_id="CartPole-v1")
     with pytest.raises(
-        GroupStartError, match=r"states of CartPole-v1 cannot be captured: .*'obs' of row 0; mend: .*clone_state"
+        GroupStartError, match=r"states of CartPole-v1 cannot be captured: .*'obs' of row 0; fix: .*clone_state"
     ):
         verify_group_start(made)
     made.can_branch = False

@@ -104,7 +104,7 @@ def test_under_next_step_the_reset_takes_a_step_of_its_own():
 def test_single_rows_cannot_be_reset_where_the_environment_resets_itself():
     env = make("next_step")
     env.reset(seed=0)
-    with pytest.raises(EnvError, match=r"Countdown resets itself \(next_step\).*mend: autoreset='disabled'"):
+    with pytest.raises(EnvError, match=r"Countdown resets itself \(next_step\).*fix: autoreset='disabled'"):
         env.reset(mask=np.array([True, False, False]))
 
 
@@ -144,7 +144,7 @@ def test_an_environment_that_does_not_say_who_resets_is_refused():
 def test_same_step_without_final_observations_is_refused():
     env = wrap(VectorOnly(autoreset_mode=AutoresetMode.SAME_STEP))
     env.reset(seed=0)
-    with pytest.raises(EnvError, match=r"no info\['final_obs'\].*mend"):
+    with pytest.raises(EnvError, match=r"no info\['final_obs'\].*fix"):
         env.step(torch.zeros(2, dtype=torch.int64))
 
 

@@ -122,7 +122,7 @@ def test_a_ready_vector_environment_brings_its_rows_and_mode():
 
 def test_of_ready_vector_environments_only_cartpole_can_be_grouped():
     assert isinstance(make_env(EnvCfg(), env=CartPoleVectorEnv(2), grouped=True), CartPoleGroupEnv)
-    with pytest.raises(GroupStartError, match=r"rows of SyncVectorEnv .*mend: pass the id,? or a callable"):
+    with pytest.raises(GroupStartError, match=r"rows of SyncVectorEnv .*fix: pass the id,? or a callable"):
         make_env(EnvCfg(), env=SyncVectorEnv([Plain] * 2), grouped=True)
 
 
@@ -154,11 +154,11 @@ def fails(error):
             gymnasium.error.DependencyNotInstalled(
                 'Box2D is not installed, you can install it by run `pip install swig` followed by `pip install "gymnasium[box2d]"`'
             ),
-            r"not installed: Box2D is not installed; mend: pip install -e '\.\[box2d\]' in the checkout$",
+            r"not installed: Box2D is not installed; fix: pip install -e '\.\[box2d\]' in the checkout$",
         ),
-        (gymnasium.error.DependencyNotInstalled("run `pip install gymnasium[box2d]`"), r"installed: box2d; mend: pip"),
+        (gymnasium.error.DependencyNotInstalled("run `pip install gymnasium[box2d]`"), r"installed: box2d; fix: pip"),
         (gymnasium.error.DependencyNotInstalled("run `pip install gymnasium[jax]`"), r"gymnasium\[jax\]`$"),
-        (ModuleNotFoundError("No module named 'ale_py'", name="ale_py"), "needs 'ale_py'.*mend: install it"),
+        (ModuleNotFoundError("No module named 'ale_py'", name="ale_py"), "needs 'ale_py'.*fix: install it"),
     ],
 )  # fmt: skip
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(error, message):
@@ -167,7 +167,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(error, message
 
 
 def test_one_environment_object_is_refused():
-    with pytest.raises(EnvError, match=r"env is a Plain, expected .*mend: pass the class or a lambda"):
+    with pytest.raises(EnvError, match=r"env is a Plain, expected .*fix: pass the class or a lambda"):
         make_env(EnvCfg(), env=Plain())
 
 
@@ -179,7 +179,7 @@ def test_a_callable_that_returns_something_else_is_refused():
 @pytest.mark.parametrize(
     ("cfg", "grouped", "message"),
     [
-        (EnvCfg(autoreset="next_step"), True, "autoreset is 'next_step'; mend: autoreset='disabled'"),
+        (EnvCfg(autoreset="next_step"), True, "autoreset is 'next_step'; fix: autoreset='disabled'"),
         (EnvCfg(vectorization="entry_point", autoreset="same_step"), False, "'next_step', but autoreset is 'same_step'"),
         (EnvCfg(id="Acrobot-v1", vectorization="entry_point"), False, "Acrobot-v1 cannot be made"),
     ],
@@ -190,7 +190,7 @@ def test_settings_that_do_not_fit_are_refused(cfg, grouped, message):
 
 
 def test_a_callable_has_no_entry_point():
-    with pytest.raises(EnvError, match="mend: vectorization='sync'"):
+    with pytest.raises(EnvError, match="fix: vectorization='sync'"):
         make_env(EnvCfg(vectorization="entry_point"), env=Plain)
 
 
@@ -199,7 +199,7 @@ def test_another_entry_point_cannot_be_grouped(monkeypatch):
         "Theirs-v0", entry_point=Plain, vector_entry_point=lambda num_envs: SyncVectorEnv([Plain] * num_envs)
     )
     monkeypatch.setitem(gymnasium.registry, "Theirs-v0", spec)
-    with pytest.raises(GroupStartError, match=r"rows of Theirs-v0 .*mend: vectorization='sync'"):
+    with pytest.raises(GroupStartError, match=r"rows of Theirs-v0 .*fix: vectorization='sync'"):
         make_env(EnvCfg(id="Theirs-v0", vectorization="entry_point"), grouped=True)
 
 
@@ -265,7 +265,7 @@ def test_what_the_vectorised_version_cannot_do_is_done_in_single_environments_or
 )
 def test_what_only_groups_have_is_refused_without_them(setting, default, env):
     (name,) = setting
-    with pytest.raises(EnvError, match=rf"env\.{name} = .* is for groups.*mend: env\.{name}={default}, or"):
+    with pytest.raises(EnvError, match=rf"env\.{name} = .* is for groups.*fix: env\.{name}={default}, or"):
         make_env(EnvCfg(num_envs=2, **setting), env=env)
 
 
@@ -304,30 +304,28 @@ def test_cartpole_of_single_environments_is_the_vectorised_one_bit_for_bit():
 
 @pytest.mark.parametrize("vectorization", ["auto", "entry_point", "sync"])
 @pytest.mark.parametrize(
-    ("setting", "mend"),
+    ("setting", "fix"),
     [({"random_prefix": 3}, "env.random_prefix=0"), ({"reward_parts": ("x",)}, r"env.reward_parts=\(\)")],
 )
-def test_native_starts_and_what_they_lack_are_refused_together(vectorization, setting, mend):
+def test_native_starts_and_what_they_lack_are_refused_together(vectorization, setting, fix):
     cfg = EnvCfg(group_start="native", vectorization=vectorization, **setting)
-    with pytest.raises(
-        GroupStartError, match=rf"'native', but env.{next(iter(setting))} = .*mend: .*'auto', or {mend}$"
-    ):
+    with pytest.raises(GroupStartError, match=rf"'native', but env.{next(iter(setting))} = .*fix: .*'auto', or {fix}$"):
         make_env(cfg, grouped=True)
     as_mended = EnvCfg(vectorization=vectorization.replace("entry_point", "auto"), **setting)
     make_env(as_mended, grouped=True, verify=False)
 
 
 @pytest.mark.parametrize(
-    ("env_id", "mend"),
+    ("env_id", "fix"),
     [("CartPole-v1", "env.group_start='auto', or env.vectorization='auto'"), ("Acrobot-v1", "env.group_start='auto'")],
 )
-def test_single_environments_told_to_start_natively_say_where_that_can_be_had(env_id, mend):
-    with pytest.raises(GroupStartError, match=rf"states are not in arrays; mend: {mend}$"):
+def test_single_environments_told_to_start_natively_say_where_that_can_be_had(env_id, fix):
+    with pytest.raises(GroupStartError, match=rf"states are not in arrays; fix: {fix}$"):
         make_env(EnvCfg(id=env_id, group_start="native", vectorization="sync"), grouped=True)
 
 
 def test_a_cheat_with_a_tier_by_name_is_refused():
     with pytest.raises(
-        GroupStartError, match=r"by group_start='snapshot': the captured start .*mend: let the env.*np_random"
+        GroupStartError, match=r"by group_start='snapshot': the captured start .*fix: let the env.*np_random"
     ):
         make_env(EnvCfg(num_envs=2, group_start="snapshot"), env=GlobalStart, grouped=True)

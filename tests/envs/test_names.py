@@ -17,7 +17,7 @@ def test_an_id_of_a_package_that_nobody_imported_names_the_package(monkeypatch, 
     assert isinstance(error, UnknownNameError)
     assert str(error) == (
         f"unknown environment {env_id!r}: {module} (extra {extra!r}) registers it when it is imported, and nobody did; "
-        f"mend: import {module} (command line: --plugin {module})"
+        f"fix: import {module} (command line: --plugin {module})"
     )
 
 
@@ -26,7 +26,7 @@ def test_an_id_of_a_package_that_is_not_installed_names_the_extra(monkeypatch):
     error = unknown_environment("BabyAI-GoToObj-v0", KNOWN)
     assert isinstance(error, MissingExtraError)
     assert (
-        "mend: pip install -e '.[minigrid]' in the checkout, then import minigrid (command line: --plugin minigrid)"
+        "fix: pip install -e '.[minigrid]' in the checkout, then import minigrid (command line: --plugin minigrid)"
         in str(error)
     )
 
@@ -41,7 +41,7 @@ def test_any_other_id_names_the_nearest(env_id, known, near):
 
 def test_an_id_like_no_other_asks_for_a_plugin_and_lists_nothing():
     assert str(unknown_environment("Mine-v0", KNOWN)) == (
-        "unknown environment 'Mine-v0': no registered id is like it; mend: --plugin FILE.py if it is yours (in Python: "
+        "unknown environment 'Mine-v0': no registered id is like it; fix: --plugin FILE.py if it is yours (in Python: "
         "register it first)"
     )
 

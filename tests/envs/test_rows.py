@@ -153,7 +153,7 @@ def test_rows_go_back_to_captured_states():
     obs = env.restore(mask(0, 1, 1), [None, first, last], seeds(0, 5, 5))
     assert obs["at"].flatten().tolist() == [moved[0], before[0], before[2]]
     env.hold(mask(1, 0, 0))
-    with pytest.raises(EnvError, match=r"rows \[0\] of Noisy are held; mend"):
+    with pytest.raises(EnvError, match=r"rows \[0\] of Noisy are held; fix"):
         env.snapshot([0, 1])
 
 
@@ -161,7 +161,7 @@ def test_rows_that_capture_nothing_say_so():
     env = make(method=("seed", "none"))
     env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
     assert not env.can_branch
-    with pytest.raises(EnvError, match=r"states of Noisy cannot be captured .*mend"):
+    with pytest.raises(EnvError, match=r"states of Noisy cannot be captured .*fix"):
         env.snapshot([0])
 
 
@@ -188,7 +188,7 @@ def test_parts_of_the_reward_are_read_from_info():
 def test_a_missing_part_is_named_with_those_there_are():
     env = make(reward_parts=("bonus", "speed"))
     env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
-    with pytest.raises(EnvError, match=r"Noisy has no reward part 'speed': .*\['bonus', 'cost'\]; mend"):
+    with pytest.raises(EnvError, match=r"Noisy has no reward part 'speed': .*\['bonus', 'cost'\]; fix"):
         env.step(STILL)
 
 
@@ -285,9 +285,9 @@ def test_an_error_in_a_worker_comes_back_and_a_dead_worker_is_named():
     with pytest.raises(EnvError, match=r"(?s)Noisy failed in groupwise rows 1-1.*Traceback.*the wheel came off.*row 1"):
         env.step(go(0.0, 1.0, 0.0))
     assert env.step(STILL).reward.tolist() == [1.0, 1.0, 1.0]
-    with pytest.raises(EnvError, match=r"groupwise rows 2-2 of Noisy ended with exit code -9.*mend"):
+    with pytest.raises(EnvError, match=r"groupwise rows 2-2 of Noisy ended with exit code -9.*fix"):
         env.step(go(0.0, 0.0, -1.0))
-    with pytest.raises(EnvError, match=r"worker processes of Noisy have ended; mend"):
+    with pytest.raises(EnvError, match=r"worker processes of Noisy have ended; fix"):
         env.step(STILL)
     env.close()
 
@@ -302,7 +302,7 @@ def test_an_interrupt_leaves_no_answer_behind_for_the_next_step(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         env.step(STILL)
     monkeypatch.undo()
-    with pytest.raises(EnvError, match=r"worker processes of Noisy have ended; mend"):
+    with pytest.raises(EnvError, match=r"worker processes of Noisy have ended; fix"):
         env.step(STILL)
 
 
@@ -317,7 +317,7 @@ def test_a_failed_row_of_a_worker_is_reported(caplog):
 
 def test_what_cannot_be_sent_to_a_process_is_refused():
     generator = (number for number in range(3))
-    with pytest.raises(EnvError, match=r"what makes Noisy cannot be sent to another process: .*mend: .*'sync'"):
+    with pytest.raises(EnvError, match=r"what makes Noisy cannot be sent to another process: .*fix: .*'sync'"):
         make(lambda: (generator, Noisy())[1], workers=1)
 
 

@@ -119,8 +119,8 @@ def test_settings_reach_a_task_in_torch():
 @pytest.mark.parametrize(
     ("cfg", "env", "says"),
     [
-        (EnvCfg(id="LunarLander-v3", vectorization="torch"), None, r"not written in torch, only CartPole-v1, .*mend: "),
-        (EnvCfg(vectorization="torch", kwargs={"g": 1}), None, r"takes no env\.kwargs, got \{'g': 1\}; mend: "),
+        (EnvCfg(id="LunarLander-v3", vectorization="torch"), None, r"not written in torch, only CartPole-v1, .*fix: "),
+        (EnvCfg(vectorization="torch", kwargs={"g": 1}), None, r"takes no env\.kwargs, got \{'g': 1\}; fix: "),
         (EnvCfg(vectorization="torch", autoreset="next_step"), None, "never resets itself"),
         (EnvCfg(vectorization="torch"), TorchCartPole, None),
         (EnvCfg(vectorization="torch"), lambda: gymnasium.make("CartPole-v1"), "cannot be vectorised by 'torch'"),

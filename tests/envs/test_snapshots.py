@@ -250,7 +250,7 @@ def test_box2d_is_refused_with_the_attribute_that_cannot_be_copied(id: str) -> N
     pytest.importorskip("Box2D")  # which also lets its warnings pass
     env = under_way(lambda: gymnasium.make(id), seed=0, steps=3)
     assert adapter_for(env) is None
-    with pytest.raises(EnvError, match=r"world \(b2World\) cannot be copied: .*; mend: .*clone_state"):
+    with pytest.raises(EnvError, match=r"world \(b2World\) cannot be copied: .*; fix: .*clone_state"):
         field_copy().capture(env)
 
 
@@ -266,7 +266,7 @@ class Holds(Walk):
 @pytest.mark.parametrize("inner", [Walk(), [gymnasium.make("CartPole-v1")]], ids=["environment", "nested"])
 def test_an_environment_inside_an_attribute_is_refused(inner: object) -> None:
     """It would pickle as its constructor's arguments, so its state would be lost in silence."""
-    with pytest.raises(EnvError, match=r"Holds\.inner .* pickles without its state; mend"):
+    with pytest.raises(EnvError, match=r"Holds\.inner .* pickles without its state; fix"):
         field_copy().capture(Holds(inner))
 
 
@@ -280,7 +280,7 @@ def test_a_state_that_cannot_be_pickled_is_refused() -> None:
     adapter = adapter_for(env)
     assert adapter is not None
     with pytest.raises(
-        EnvError, match=r"Unpicklable\.clone_state\(\) returned cannot be pickled: .*; mend: return plain"
+        EnvError, match=r"Unpicklable\.clone_state\(\) returned cannot be pickled: .*; fix: return plain"
     ):
         adapter.capture(env)
 
@@ -289,7 +289,7 @@ def test_a_state_needs_the_same_wrappers() -> None:
     env = under_way(lambda: gymnasium.make("CartPole-v1"), seed=0, steps=2)
     snapshot = field_copy().capture(env)
     with pytest.raises(
-        EnvError, match=r"captured from CartPoleEnv in .* cannot be restored in CartPoleEnv; mend: .* same"
+        EnvError, match=r"captured from CartPoleEnv in .* cannot be restored in CartPoleEnv; fix: .* same"
     ):
         field_copy().restore(env.unwrapped, snapshot)
 

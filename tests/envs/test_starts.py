@@ -121,7 +121,7 @@ def test_why_better_ways_were_not_taken_is_recorded():
         (
             Forgetful,
             "seed",
-            r"snapshot \(states by adapter\)(, seed \(states by adapter\))?: rows .* captured state differ at step 1 .*mend: .*restore_state",
+            r"snapshot \(states by adapter\)(, seed \(states by adapter\))?: rows .* captured state differ at step 1 .*fix: .*restore_state",
         ),
         (
             WrongButCalm,
@@ -131,14 +131,14 @@ def test_why_better_ways_were_not_taken_is_recorded():
         (
             Raising,
             "seed",
-            r"snapshot \(states by adapter\), seed \(states by adapter\): KeyError: 'no such slot'.*mend: .*clone_state",
+            r"snapshot \(states by adapter\), seed \(states by adapter\): KeyError: 'no such slot'.*fix: .*clone_state",
         ),
         (
             Meddling,
             "seed",
             r"snapshot \(states by adapter\), seed \(states by adapter\): capturing a state changes what follows: rows differ at once",
         ),
-        (Remembers, "replay", r"seed .*at the start, in 'obs' of row 0.*captured start of a seed.*mend: .*np_random"),
+        (Remembers, "replay", r"seed .*at the start, in 'obs' of row 0.*captured start of a seed.*fix: .*np_random"),
     ],
 )
 def test_falling_to_the_next_way_warns_and_says_why(env, tier, reason):
@@ -171,10 +171,10 @@ def test_a_state_that_is_written_into_later_does_no_harm():
 def test_a_cheating_environment_is_refused_with_each_reason_once(env, reasons):
     with pytest.raises(GroupStartError) as caught:
         choose(env)
-    told, _, mend = str(caught.value).partition("; mend: ")
+    told, _, fix = str(caught.value).partition("; fix: ")
     assert told == f"siblings of Env cannot share a start: {reasons}"
-    assert mend.startswith("let the environment draw all its randomness from self.np_random")
-    assert "group_start" not in mend  # no way would do
+    assert fix.startswith("let the environment draw all its randomness from self.np_random")
+    assert "group_start" not in fix  # no way would do
 
 
 @pytest.mark.parametrize("wanted", ["snapshot", "seed", "replay"])
@@ -195,14 +195,14 @@ def test_a_named_way_is_taken_alone(wanted):
         (RaisingLocked, "snapshot", r"snapshot \(states by adapter\): Key.*; snapshot \(states by fields\): Rai"),
     ],
 )
-def test_a_named_way_that_fails_is_an_error_with_the_mend(env, wanted, reason):
-    message = rf"^siblings of Env cannot share a start by group_start='{wanted}': {reason}.*; mend: .*np_random.*'auto'"
+def test_a_named_way_that_fails_is_an_error_with_the_fix(env, wanted, reason):
+    message = rf"^siblings of Env cannot share a start by group_start='{wanted}': {reason}.*; fix: .*np_random.*'auto'"
     with pytest.raises(GroupStartError, match=message):
         choose(env, wanted)
 
 
 def test_single_environments_have_no_native_starts():
-    with pytest.raises(GroupStartError, match=r"group_start is 'native'.*mend: env.group_start='auto'$"):
+    with pytest.raises(GroupStartError, match=r"group_start is 'native'.*fix: env.group_start='auto'$"):
         make_env(EnvCfg(group_start="native"), env=Noisy, grouped=True)
 
 
@@ -230,11 +230,11 @@ def test_starts_that_do_not_vary_are_told(caplog, prefix, told):
     with caplog.at_level(logging.WARNING):
         choice = choose(AlwaysThere, random_prefix=prefix)
     assert choice.report.start_varies is not told
-    assert ("mend: env.random_prefix" in caplog.text) == told
+    assert ("fix: env.random_prefix" in caplog.text) == told
 
 
 def test_running_statistics_are_found_out_and_the_mend_is_named():
-    with pytest.warns(GroupStartWarning, match=r"by replay.*seed .* differ at the start.*mend: .*normalize_obs"):
+    with pytest.warns(GroupStartWarning, match=r"by replay.*seed .* differ at the start.*fix: .*normalize_obs"):
         assert choose(lambda: NormalizeObservation(TimeLimit(Noisy(), 20))).method.tier == "replay"
 
 
@@ -275,5 +275,5 @@ def test_actions_that_no_policy_has_are_refused_by_name():
     class Twofold(Noisy):
         action_space = gymnasium.spaces.Dict({"left": gymnasium.spaces.Discrete(2)})
 
-    with pytest.raises(UnsupportedSpaceError, match=r"action space Dict\(.* of Env is not supported; .*mend"):
+    with pytest.raises(UnsupportedSpaceError, match=r"action space Dict\(.* of Env is not supported; .*fix"):
         choose(Twofold)

@@ -232,13 +232,13 @@ def test_a_reset_that_ignores_its_seed_is_refused():
         verify_group_start(adapt(NoisyWalkers(cheats=True)))
 
 
-def test_an_environment_without_states_is_refused_with_a_mend():
+def test_an_environment_without_states_is_refused_with_a_fix():
     env = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync", vector_kwargs={"autoreset_mode": "Disabled"})
     with pytest.raises(GroupStartError, match="add clone_state"):
         StateVectorGroupEnv(env, env_id="CartPole-v1", max_episode_steps=500)
 
 
-def test_an_environment_that_resets_itself_is_refused_with_a_mend():
+def test_an_environment_that_resets_itself_is_refused_with_a_fix():
     class Restless(NoisyWalkers):
         metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
 
@@ -259,7 +259,7 @@ def test_noise_that_siblings_share_is_said_once(caplog):
         plain.start(ALL, STARTS, NOISE)
     (message,) = caplog.messages
     assert message.startswith("siblings of Walkers share all randomness")
-    assert "mend: add reseed_noise" in caplog.text
+    assert "fix: add reseed_noise" in caplog.text
     caplog.clear()
     adapt().start(ALL, STARTS, NOISE)
     assert not caplog.messages

@@ -233,15 +233,15 @@ NEITHER = BALL.replace("<worldbody>", '<option integrator="discrete" noslip_iter
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"poses": ("site_xpos", "cvel")}, r"poses of Ball are \['cvel'\], expected some of xpos, .*; mend: leave"),
+        ({"poses": ("site_xpos", "cvel")}, r"poses of Ball are \['cvel'\], expected some of xpos, .*; fix: leave"),
         ({"frame_skip": 0}, "frame_skip of Ball is 0, expected 1 or more"),
-        ({"model": 7}, r"the model of Ball is a int, expected MJCF or a mujoco.MjModel; mend: a path or its text"),
-        ({"model": "<mujoco><nope/></mujoco>"}, "the model of Ball cannot be read: .*; mend: the MJCF, or its path"),
+        ({"model": 7}, r"the model of Ball is a int, expected MJCF or a mujoco.MjModel; fix: a path or its text"),
+        ({"model": "<mujoco><nope/></mujoco>"}, "the model of Ball cannot be read: .*; fix: the MJCF, or its path"),
         ({"model": "nowhere.xml"}, "the model of Ball cannot be read: .*nowhere.xml"),
-        ({"model": SLEEPY}, "has bodies that fall asleep, whose state is not kept, so siblings would not agree; mend"),
+        ({"model": SLEEPY}, "has bodies that fall asleep, whose state is not kept, so siblings would not agree; fix"),
         ({"model": LATE}, "has delays of actuators or sensors, whose state is not kept"),
-        ({"model": NEITHER}, "MuJoCo Warp does not take the model of Ball: noslip .*; mend: the model"),
-        ({"njmax": -1}, "njmax of Ball is -1, expected 1 or more; mend: a larger one"),
+        ({"model": NEITHER}, "MuJoCo Warp does not take the model of Ball: noslip .*; fix: the model"),
+        ({"njmax": -1}, "njmax of Ball is -1, expected 1 or more; fix: a larger one"),
         ({"nconmax": 0}, "nconmax of Ball is 0, expected 1 or more"),
     ],
 )
@@ -259,7 +259,7 @@ def test_controls_of_another_shape_are_refused():
     env = Short(3)
     env.reset(seed=0)
     with pytest.raises(
-        gw.EnvError, match=r"control of Ball returned \[3, 1\], expected \[3, 2\]; mend: a number for each"
+        gw.EnvError, match=r"control of Ball returned \[3, 1\], expected \[3, 2\]; fix: a number for each"
     ):
         env.step(torch.zeros(3, 2))
 
@@ -277,7 +277,7 @@ class Taken(Ball):
 def test_starts_of_another_shape_or_name_are_refused():
     with pytest.raises(gw.EnvError, match=r"begin of Ball returned {'qpos': \(2, 3\).*expected {'qpos': \(2, 2\)"):
         Misplaced(2).reset(seed=0)
-    with pytest.raises(gw.EnvError, match=r"begin of Ball returned \['act'\], which is kept by itself; mend: other"):
+    with pytest.raises(gw.EnvError, match=r"begin of Ball returned \['act'\], which is kept by itself; fix: other"):
         Taken(2).reset(seed=0)
 
 
@@ -294,7 +294,7 @@ def test_a_missing_extra_is_named(missing, monkeypatch):
     find = gw.errors.find_spec
     monkeypatch.setattr("groupwise.errors.find_spec", lambda name: None if name == missing else find(name))
     with pytest.raises(
-        gw.MissingExtraError, match=rf"'{missing}' is not installed; mend: pip install -e '\.\[mujoco-warp\]'"
+        gw.MissingExtraError, match=rf"'{missing}' is not installed; fix: pip install -e '\.\[mujoco-warp\]'"
     ):
         Ball(2)
 

@@ -221,7 +221,7 @@ def test_loss_weights_of_an_empty_mask_are_zero(aggregation):
 
 @pytest.mark.parametrize("aggregation", ["constant", "seq_mean_token_sum_norm"])
 def test_loss_weights_by_a_constant_need_it(aggregation):
-    with pytest.raises(ValueError, match=rf"'{aggregation}' got max_length None; mend: give the most steps"):
+    with pytest.raises(ValueError, match=rf"'{aggregation}' got max_length None; fix: give the most steps"):
         loss_weights(MASK, EPISODE, 3, aggregation)
 
 

@@ -187,7 +187,7 @@ def test_sub_processes_without_the_wrapper_are_refused():
 
 
 def test_learning_without_an_environment_is_refused():
-    with pytest.raises(gw.EnvError, match=r"mend: model\.set_env"):
+    with pytest.raises(gw.EnvError, match=r"fix: model\.set_env"):
         GRPO("MlpPolicy", None, _init_setup_model=False).learn(10)
 
 
@@ -201,7 +201,7 @@ def test_no_critic_is_built_trained_or_saved():
 
 @pytest.mark.parametrize("policy", ["NoPolicy", ActorCriticPolicy])
 def test_unsuited_policies_are_refused(policy):
-    with pytest.raises(ValueError, match=r"NoPolicy unknown|ActorCriticPolicy is not a policy without a critic; mend"):
+    with pytest.raises(ValueError, match=r"NoPolicy unknown|ActorCriticPolicy is not a policy without a critic; fix"):
         GRPO(policy, "CartPole-v1")
 
 

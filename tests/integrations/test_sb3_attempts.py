@@ -153,7 +153,7 @@ def test_who_else_used_an_environment_is_told():
     attempts.check(1, Running(1, 1))
     for found in (Running(1, 2), Running(-1, 1), Running(0, 1)):
         with pytest.raises(
-            EnvError, match=r"environment 1 should be at .*; mend: evaluate on an environment of its own"
+            EnvError, match=r"environment 1 should be at .*; fix: evaluate on an environment of its own"
         ):
             attempts.check(1, found)
 
@@ -162,7 +162,7 @@ def test_who_else_used_an_environment_is_told():
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_numbers_that_are_not_finite_are_named(field: str, name: str, value: float):
     attempts = opened()
-    with pytest.raises(DataError, match=f"the {name} of environment 1 is {value}, expected a finite number; mend"):
+    with pytest.raises(DataError, match=f"the {name} of environment 1 is {value}, expected a finite number; fix"):
         attempts.record(tick(0)._replace(**{field: np.array([0.0, value], np.float32)}))
 
 

@@ -80,7 +80,7 @@ def test_nothing_learned_is_said():
     endless = gymnasium.make("Pendulum-v1").unwrapped
     model = GRPO("MlpPolicy", endless, **SMALL)
     before = parameters(model)
-    with pytest.warns(UserWarning, match=r"no group of 4 attempts was finished in 48 steps; mend: .* step limit"):
+    with pytest.warns(UserWarning, match=r"no group of 4 attempts was finished in 48 steps; fix: .* step limit"):
         model.learn(48)
     np.testing.assert_array_equal(parameters(model), before)
 

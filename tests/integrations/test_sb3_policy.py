@@ -116,7 +116,7 @@ def test_hidden_layers(net_arch, widths):
 
 @pytest.mark.parametrize("net_arch", [{"pi": [64], "vf": [64]}, {"vf": [64]}, {}])
 def test_layers_of_a_critic_are_refused(net_arch):
-    with pytest.raises(ConfigError, match=r"net_arch=.* without a critic there is a policy network only; mend"):
+    with pytest.raises(ConfigError, match=r"net_arch=.* without a critic there is a policy network only; fix"):
         make(net_arch=net_arch)
 
 

@@ -63,15 +63,15 @@ def test_every_wrong_argument_is_named():
 @pytest.mark.parametrize(
     ("argument", "value", "counterpart"),
     [
-        ("clip_range", 0.1, r"mend: objective=ObjectiveCfg\(clip_low=0.2, clip_high=0.2\)"),
-        ("clip_range_vf", 0.1, "there is no critic; mend: leave it out"),
-        ("vf_coef", 0.5, "there is no critic; mend: leave it out"),
-        ("gae_lambda", 0.95, "no critic looks ahead; mend: leave it out"),
-        ("normalize_advantage", True, r"mend: credit=CreditCfg\(scale='std'\)"),
-        ("use_sde", True, "drawn anew at every step; mend: leave it out"),
-        ("sde_sample_freq", 4, "drawn anew at every step; mend: leave it out"),
-        ("rollout_buffer_class", None, "a store of their own; mend: leave it out"),
-        ("rollout_buffer_kwargs", {}, "a store of their own; mend: leave it out"),
+        ("clip_range", 0.1, r"fix: objective=ObjectiveCfg\(clip_low=0.2, clip_high=0.2\)"),
+        ("clip_range_vf", 0.1, "there is no critic; fix: leave it out"),
+        ("vf_coef", 0.5, "there is no critic; fix: leave it out"),
+        ("gae_lambda", 0.95, "no critic looks ahead; fix: leave it out"),
+        ("normalize_advantage", True, r"fix: credit=CreditCfg\(scale='std'\)"),
+        ("use_sde", True, "drawn anew at every step; fix: leave it out"),
+        ("sde_sample_freq", 4, "drawn anew at every step; fix: leave it out"),
+        ("rollout_buffer_class", None, "a store of their own; fix: leave it out"),
+        ("rollout_buffer_kwargs", {}, "a store of their own; fix: leave it out"),
     ],
 )
 def test_what_sb3_has_and_this_has_not_says_what_stands_for_it(tmp_path, argument, value, counterpart):
@@ -105,14 +105,14 @@ def test_other_names_are_unknown():
     ],
 )
 def test_names_of_others_say_the_name_here(other, ours):
-    assert refused(**{other: 1}) == f"GRPO takes no {other}: it has another name here; mend: {ours}=..."
+    assert refused(**{other: 1}) == f"GRPO takes no {other}: it has another name here; fix: {ours}=..."
     assert ours in inspect.signature(GRPO).parameters
 
 
 def test_a_name_like_no_other_lists_arguments_only():
     found = refused(xyzzy=1)
     assert found.startswith("unknown argument of GRPO 'xyzzy': known: batch_size, credit, device, ")
-    assert found.endswith("; mend: one of these, or leave it out")
+    assert found.endswith("; fix: one of these, or leave it out")
     listed = found.split("known: ")[1].split(";")[0].split(", ")
     assert {*inspect.signature(GRPO).parameters} - {*listed} == {"others", "_init_setup_model"}
 
@@ -123,7 +123,7 @@ def test_load_refuses_what_is_neither_an_argument_nor_saved(tmp_path):
     for source in (path, tmp_path / "model", io.BytesIO(path.read_bytes())):
         with pytest.raises(gw.UnknownNameError, match="unknown argument of GRPO 'gamm': did you mean 'gamma'"):
             GRPO.load(source, gamm=0.9)
-    with pytest.raises(gw.ConfigError, match=r"GRPO takes no lr: .* mend: learning_rate="):
+    with pytest.raises(gw.ConfigError, match=r"GRPO takes no lr: .* fix: learning_rate="):
         GRPO.load(path, lr=1e-3)
     with pytest.raises(gw.UnknownNameError, match="unknown argument of GRPO 'others'"):
         GRPO.load(path, others={})
@@ -152,10 +152,10 @@ def test_load_takes_the_arguments_of_a_subclass(tmp_path):
 def test_choices_that_read_what_no_rollout_here_holds_are_refused_at_once(tmp_path, arguments, choice):
     found = refused(**arguments)
     assert found.startswith(f"GRPO cannot take {choice} in Stable-Baselines3: no ")
-    (mend,) = re.findall(r"mend: (\S+)='(\w+)', or another preset$", found)
-    part, _, name = mend[0].partition(".")
+    (fix,) = re.findall(r"fix: (\S+)='(\w+)', or another preset$", found)
+    part, _, name = fix[0].partition(".")
     settings = objective_preset(arguments[part]).settings[part]
-    GRPO("MlpPolicy", CARTPOLE, **{part: settings | {name: mend[1]}})
+    GRPO("MlpPolicy", CARTPOLE, **{part: settings | {name: fix[1]}})
     GRPO("MlpPolicy", CARTPOLE).save(tmp_path / "model")
     with pytest.raises(gw.ConfigError, match="GRPO cannot take"):
         GRPO.load(tmp_path / "model", **arguments)
@@ -176,7 +176,7 @@ def test_a_file_of_another_algorithm_is_refused(tmp_path, kind, policy):
     path = tmp_path / "other.zip"
     kind("MlpPolicy", gymnasium.make(CARTPOLE), device="cpu").save(path)
     with pytest.raises(
-        gw.ConfigError, match=rf"other\.zip was not saved by GRPO: its policy is {policy}; mend: load it"
+        gw.ConfigError, match=rf"other\.zip was not saved by GRPO: its policy is {policy}; fix: load it"
     ):
         GRPO.load(path)
     with pytest.raises(gw.ConfigError, match=f"was not saved by GRPO: its policy is {policy}"):

@@ -214,7 +214,7 @@ def test_it_is_inserted_only_where_it_is_missing():
 def test_sub_processes_must_be_wrapped_by_the_user():
     bare = make_vec_env("CartPole-v1", n_envs=2, vec_env_cls=SubprocVecEnv)
     try:
-        with pytest.raises(EnvError, match=r"2 of the 2 .* SubprocVecEnv .*; mend: make_vec_env.*SharedStart"):
+        with pytest.raises(EnvError, match=r"2 of the 2 .* SubprocVecEnv .*; fix: make_vec_env.*SharedStart"):
             insert_shared_start(bare)
     finally:
         bare.close()
@@ -262,7 +262,7 @@ def test_classic_control_passes(env_id):
 def test_cheats_are_refused(make, num_envs, where):
     env = make_vec_env(make, n_envs=num_envs)
     insert_shared_start(env)
-    with pytest.raises(GroupStartError, match=rf"differs {where}; mend: .*self\.np_random"):
+    with pytest.raises(GroupStartError, match=rf"differs {where}; fix: .*self\.np_random"):
         verify_shared_start(env, seed=0)
 
 

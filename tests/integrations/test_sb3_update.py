@@ -99,7 +99,7 @@ def test_presets_train(preset):
 def test_a_constant_divisor_is_given_in_the_objective():
     cfg = gw.ObjectiveCfg(aggregation="constant", max_length=6)
     corridor(credit="dr_grpo", objective=cfg).learn(40)
-    with pytest.raises(gw.ConfigError, match=r"max_length, which is None; mend"):
+    with pytest.raises(gw.ConfigError, match=r"max_length, which is None; fix"):
         corridor(objective="dr_grpo")
 
 

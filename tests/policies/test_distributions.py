@@ -258,7 +258,7 @@ def test_entropy_is_the_mean_surprise(name):
     ],
 )
 def test_unsupported_space_says_what_to_do(space):
-    with pytest.raises(UnsupportedSpaceError, match=r"supported: Discrete.*mend: wrap") as error:
+    with pytest.raises(UnsupportedSpaceError, match=r"supported: Discrete.*fix: wrap") as error:
         make_head(space, PolicyCfg())
     assert str(space) in str(error.value)
 
@@ -266,7 +266,7 @@ def test_unsupported_space_says_what_to_do(space):
 @pytest.mark.parametrize("high", [np.inf, -1.0])
 def test_squash_needs_a_real_box(high):
     low = torch.tensor([-1.0, -1.0])
-    with pytest.raises(ConfigError, match="mend: bounded_action='clip'"):
+    with pytest.raises(ConfigError, match="fix: bounded_action='clip'"):
         SquashedGaussian(low, torch.tensor([1.0, high]))
 
 

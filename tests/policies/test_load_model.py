@@ -112,11 +112,11 @@ def test_saved_adapters_are_trained_on(folder, tmp_path):
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (LoRACfg(r=4), r"have r=2, got lora\.r=4; mend: lora\.r=2"),
+        (LoRACfg(r=4), r"have r=2, got lora\.r=4; fix: lora\.r=2"),
         (LoRACfg(r=2, alpha=7.0), r"have alpha=32\.0, got lora\.alpha=7\.0"),
         (
             LoRACfg(r=2, targets=("q_proj",)),
-            r"are on down_proj, gate_proj, .*got lora\.targets=\('q_proj',\); mend: lora=None",
+            r"are on down_proj, gate_proj, .*got lora\.targets=\('q_proj',\); fix: lora=None",
         ),
     ],
 )
@@ -134,7 +134,7 @@ def test_adapters_that_are_no_lora_are_trained_on_as_they_are(folder, tmp_path):
     model.peft_config["default"].base_model_name_or_path = folder()
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     assert any("ia3" in name for name in load_causal_lm(ModelCfg(path=str(tmp_path))).state_dict())
-    with pytest.raises(ConfigError, match="of type IA3, not LoRA; mend: lora=None"):
+    with pytest.raises(ConfigError, match="of type IA3, not LoRA; fix: lora=None"):
         load_causal_lm(ModelCfg(path=str(tmp_path), lora=LORA))
 
 
@@ -176,7 +176,7 @@ def test_adapters_whose_base_has_gone_are_refused(folder, tmp_path):
 @pytest.mark.parametrize("path", ["", "./none", "/none/at/all", "~/none", "a/b/c"])
 def test_a_folder_that_is_not_there_is_refused_without_asking_the_hub(path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: pytest.fail("asked"))
-    with pytest.raises(ConfigError, match=rf"no folder '{path}'; mend: a folder with config\.json"):
+    with pytest.raises(ConfigError, match=rf"no folder '{path}'; fix: a folder with config\.json"):
         find_model(path)
 
 
@@ -199,10 +199,10 @@ def test_a_model_that_the_hub_does_not_give_is_refused_in_one_line(monkeypatch):
 
 def test_a_folder_needs_a_tokenizer_and_a_model(folder, tmp_path):
     tiny_model().save_pretrained(tmp_path / "mute")
-    with pytest.raises(ConfigError, match=r"mute has no tokenizer that can be read; mend: tokenizer\.save_pretrained"):
+    with pytest.raises(ConfigError, match=r"mute has no tokenizer that can be read; fix: tokenizer\.save_pretrained"):
         load_causal_lm(ModelCfg(path=str(tmp_path / "mute")))
     character_tokenizer().save_pretrained(tmp_path / "empty")
-    with pytest.raises(ConfigError, match=r"empty is no language model that transformers can load \([^\n]*\); mend"):
+    with pytest.raises(ConfigError, match=r"empty is no language model that transformers can load \([^\n]*\); fix"):
         load_causal_lm(ModelCfg(path=str(tmp_path / "empty")))
 
 
@@ -230,7 +230,7 @@ def test_adapters_reach_every_linear_layer_but_the_head(family):
 
 def test_a_completion_that_fills_the_context_is_refused(folder):
     with pytest.raises(
-        ConfigError, match=r"max_new_tokens=2048 leaves no room .* positions for 2048 tokens; mend: at most 2047"
+        ConfigError, match=r"max_new_tokens=2048 leaves no room .* positions for 2048 tokens; fix: at most 2047"
     ):
         load_causal_lm(ModelCfg(path=folder()), SamplingCfg(max_new_tokens=2048))
 
@@ -245,7 +245,7 @@ def test_a_completion_that_fills_the_context_is_refused(folder):
 )
 def test_missing_extras_are_named(folder, monkeypatch, missing, settings, extra):
     monkeypatch.setattr("groupwise.errors.find_spec", lambda module: None if module == missing else True)
-    with pytest.raises(MissingExtraError, match=rf"'{missing}' is not installed; mend: pip install -e '\.\[{extra}\]'"):
+    with pytest.raises(MissingExtraError, match=rf"'{missing}' is not installed; fix: pip install -e '\.\[{extra}\]'"):
         load_causal_lm(ModelCfg(path=folder(), **settings))
 
 

@@ -85,7 +85,7 @@ def test_small_cnn_takes_any_size(size):
 
 
 def test_image_too_small_for_nature():
-    with pytest.raises(ConfigError, match=r"36x36 or more, the observation is 7x7; mend: cnn='small'"):
+    with pytest.raises(ConfigError, match=r"36x36 or more, the observation is 7x7; fix: cnn='small'"):
         ObsEncoder(spaces.Box(0, 255, (7, 7, 3), np.uint8), CFG)
 
 

@@ -68,7 +68,7 @@ def test_steps_that_differ_much_are_told():
 
 def test_methods_of_few_runs_are_named():
     found = compare_records([*A, *B, *records("E", "many", range(5))])
-    assert found.notes == ("E: fewer than 5 runs of a, b, too few to rely on an interval; mend: more seeds",)
+    assert found.notes == ("E: fewer than 5 runs of a, b, too few to rely on an interval; fix: more seeds",)
     assert "fewer than 5 runs of each method" in compare_records(A + B).notes[0]
 
 

@@ -48,7 +48,7 @@ def test_folder_with_something_in_it_is_refused(kind: str):
     else:
         Path("mine").mkdir()
         Path("mine", "notes.txt").touch()
-    with pytest.raises(RunFolderError, match=r"'mine' is taken; mend: .*groupwise resume mine"):
+    with pytest.raises(RunFolderError, match=r"'mine' is taken; fix: .*groupwise resume mine"):
         RunFolder.create(CONFIG, Path("mine"))
 
 
@@ -95,14 +95,14 @@ def test_what_is_no_run_folder_is_named(damage: str, says: str):
         Path("mine", "config.json").write_text({"cut": '{"seed": ', "list": "[1]"}[damage])
     with pytest.raises(RunFolderError, match=says) as caught:
         RunFolder.open(Path("mine")).read_config()
-    assert "mend" in str(caught.value)
+    assert "fix" in str(caught.value)
 
 
 def test_a_folder_of_runs_names_one_of_them():
     for seed in (0, 1):
         RunFolder.create(CONFIG, Path(f"mine/seed_{seed}"))
     with pytest.raises(
-        RunFolderError, match=r"mine is no run folder: .*mend: give one of those in it, as in mine/seed_0"
+        RunFolderError, match=r"mine is no run folder: .*fix: give one of those in it, as in mine/seed_0"
     ):
         RunFolder.open(Path("mine"))
 

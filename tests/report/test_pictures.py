@@ -134,7 +134,7 @@ def test_cartpole_is_drawn_without_a_display(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_environment_without_pictures_says_so():
-    with pytest.raises(NoPictureError, match=r"does not render to arrays; mend: .*render_mode='rgb_array'"):
+    with pytest.raises(NoPictureError, match=r"does not render to arrays; fix: .*render_mode='rgb_array'"):
         rendering_env(EnvCfg(kwargs={"render_mode": None}), Corridor)
 
 
@@ -163,7 +163,7 @@ class OpenGLMissing(Corridor):
 )
 def test_whatever_a_renderer_raises_is_one_error_of_ours(tmp_path: Path, broken: type[Corridor], reason: str):
     env = broken()
-    with pytest.raises(EnvError, match=r"^no video: rendering .* failed \(.*\); mend: install what") as caught:
+    with pytest.raises(EnvError, match=r"^no video: rendering .* failed \(.*\); fix: install what") as caught:
         record_video(policy_for(env), env, tmp_path / "policy.gif", seed=0)
     assert reason in str(caught.value)
     assert not isinstance(caught.value, NoPictureError)
@@ -186,10 +186,10 @@ def test_an_environment_that_cannot_be_made_to_render_is_an_error_of_ours(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("chosen", "mend"), [(None, "MUJOCO_GL=egl or MUJOCO_GL=osmesa is set"), ("egl", "if MUJOCO_GL=osmesa is set")]
+    ("chosen", "fix"), [(None, "MUJOCO_GL=egl or MUJOCO_GL=osmesa is set"), ("egl", "if MUJOCO_GL=osmesa is set")]
 )
 def test_mujoco_without_a_display_names_its_way_out(
-    chosen: str | None, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chosen: str | None, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     if chosen is not None:
@@ -200,4 +200,4 @@ def test_mujoco_without_a_display_names_its_way_out(
     env = Corridor()
     with pytest.raises(EnvError, match="no context") as caught:
         record_video(policy_for(env), env, tmp_path / "policy.gif", seed=0)
-    assert mend in str(caught.value)
+    assert fix in str(caught.value)

@@ -47,7 +47,7 @@ class Cheats(Sound):
 
 class BreaksInStep(Sound):
     def step(self, action):
-        raise RuntimeError("the motor is off; mend: switch it on")
+        raise RuntimeError("the motor is off; fix: switch it on")
 
 
 class BreaksInReset(Sound):

@@ -106,7 +106,7 @@ def test_mathematics_works_outside_the_main_thread(score):
 
 def test_math_names_the_extra_it_needs(monkeypatch):
     monkeypatch.setattr("groupwise.errors.find_spec", lambda _: None)
-    with pytest.raises(MissingExtraError, match=r"'math_verify' is not installed; mend: pip install -e '.\[text\]'"):
+    with pytest.raises(MissingExtraError, match=r"'math_verify' is not installed; fix: pip install -e '.\[text\]'"):
         make_reward(RewardCfg(name="math"))
 
 

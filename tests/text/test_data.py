@@ -86,10 +86,10 @@ def test_another_prompt_column_and_columns_that_rows_lack():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ([], "the data has no examples; mend"),
+        ([], "the data has no examples; fix"),
         (
             [{"question": "a", "prompts_": "b"}],
-            r"no column 'prompt'; it has 'prompts_', 'question'; mend: prompt_column",
+            r"no column 'prompt'; it has 'prompts_', 'question'; fix: prompt_column",
         ),
         ([{"prompt": "a", "completions": "b"}], "has a column 'completions', which is an argument of every reward"),
         ([{"prompt": "a"}, 3], r"the data, example 1: expected a mapping of columns or a text; got 3"),
@@ -100,7 +100,7 @@ def test_another_prompt_column_and_columns_that_rows_lack():
         ([{"prompt": [{"role": "user"}]}], "message = {'role': 'user'}"),
         ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], "expected the texts role and content"),
         ([{"prompt": "a"}, {"prompt": MESSAGES}], "some prompts of the data are texts and some are messages"),
-        ({"train": [], "test": []}, r"a mapping of 'test', 'train'; mend: one of its parts"),
+        ({"train": [], "test": []}, r"a mapping of 'test', 'train'; fix: one of its parts"),
         (3, "data = 3: expected a path or an iterable"),
         ("a.txt", r"data = 'a.txt': expected a file that ends in .jsonl, .json, .csv, .parquet"),
         ("none.jsonl", "'none.jsonl': there is no such file of prompts"),
@@ -114,13 +114,13 @@ def test_bad_data_are_named(source, message):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"prompt": "a"}\n\n{"prompt": ', r"a\.jsonl, line 3: not JSON: .*; mend: one object a line"),
+        ("a.jsonl", b'{"prompt": "a"}\n\n{"prompt": ', r"a\.jsonl, line 3: not JSON: .*; fix: one object a line"),
         ("a.jsonl", b"\n", r"a\.jsonl has no examples"),
         ("a.json", b'{"prompt": "a"}', r"a\.json: expected a list of examples; got {'prompt': 'a'}"),
         ("a.json", b"[1", r"a\.json: not JSON"),
         ("a.csv", b"prompt,answer\n1,2\n1\n", r"a\.csv, line 3: not as many fields as columns"),
         ("a.csv", b"prompt,answer\n1,2,3\n", r"a\.csv, line 2: not as many fields as columns"),
-        ("a.csv", b'prompt,answer\n"1"x,2\n', r"a\.csv, after line 1: .*; mend: quote it"),
+        ("a.csv", b'prompt,answer\n"1"x,2\n', r"a\.csv, after line 1: .*; fix: quote it"),
         ("a.csv", b"prompt,answer\n", r"a\.csv has no examples"),
         ("a.parquet", b"nothing", r"a\.parquet is no Parquet file"),
         ("a.jsonl", b"\xff\xfe", r"a\.jsonl is not UTF-8"),
@@ -135,7 +135,7 @@ def test_bad_files_are_named_with_the_line(tmp_path, name, content, message):
 def test_parquet_names_the_extra_it_needs(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"")
     monkeypatch.setattr("groupwise.errors.find_spec", lambda _: None)
-    with pytest.raises(MissingExtraError, match=r"'pyarrow' is not installed; mend: pip install -e '.\[text\]'"):
+    with pytest.raises(MissingExtraError, match=r"'pyarrow' is not installed; fix: pip install -e '.\[text\]'"):
         load_examples(tmp_path / "a.parquet")
 
 
@@ -175,7 +175,7 @@ def test_training_prompts_that_are_held_out_are_replaced():
 def test_a_task_with_too_few_prompts_says_so():
     tiny = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}  # 10 prompts in all
     held_out = gym_examples("chain_sum", size=200, part="eval", kwargs=tiny)
-    with pytest.raises(DataError, match=r"made only 0 of 5 prompts that the evaluation does not have; mend: a smaller"):
+    with pytest.raises(DataError, match=r"made only 0 of 5 prompts that the evaluation does not have; fix: a smaller"):
         gym_examples("chain_sum", size=5, kwargs=tiny, without=held_out)
 
 

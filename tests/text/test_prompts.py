@@ -69,17 +69,17 @@ def test_the_template_gets_its_settings():
 def test_a_template_that_refuses_is_quoted():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(DataError, match=r"the chat template refuses .*Be brief.*: no system role; mend: other roles"):
+    with pytest.raises(DataError, match=r"the chat template refuses .*Be brief.*: no system role; fix: other roles"):
         encoder(tokenizer).encode(Example((SYSTEM,), {}))
 
 
 def test_conversations_need_a_template():
     plain = encoder(tiny_tokenizer(chat=False))
     with pytest.raises(
-        ConfigError, match=r"prompts are for conversations, but .* has no chat template; mend: the tokenizer"
+        ConfigError, match=r"prompts are for conversations, but .* has no chat template; fix: the tokenizer"
     ):
         plain.encode(Example((USER,), {}))
-    with pytest.raises(ConfigError, match=r"prompts are for conversations, but chat='never'; mend"):
+    with pytest.raises(ConfigError, match=r"prompts are for conversations, but chat='never'; fix"):
         encoder(chat="never").encode(Example((USER,), {}))
     with pytest.raises(ConfigError, match=r"system_prompt is for conversations, but .* has no chat template"):
         encoder(tiny_tokenizer(chat=False), system_prompt="Be brief.")
@@ -110,7 +110,7 @@ def test_long_prompts_are_refused_or_left_out_and_never_cut():
     refusing = encoder(tokenizer, max_prompt_tokens=4)
     with pytest.raises(
         DataError,
-        match=r"1 of 3 prompts have more than 4 tokens \(the longest 5\), max_prompt_tokens; the first: '11111'; mend: a larger",
+        match=r"1 of 3 prompts have more than 4 tokens \(the longest 5\), max_prompt_tokens; the first: '11111'; fix: a larger",
     ):
         refusing.select(examples)
     dropping = encoder(tokenizer, max_prompt_tokens=4, long_prompts="drop")

@@ -121,7 +121,7 @@ def test_all_none_is_told_and_not_zero():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ([1], "reward 'broken' returned 1 scores for 2 completions; mend: one for each"),
+        ([1], "reward 'broken' returned 1 scores for 2 completions; fix: one for each"),
         ([1, 2, 3], "returned 3 scores for 2 completions"),
         (0.5, "returned 0.5; expected a list of 2 numbers"),
         (None, "returned None; expected a list"),
@@ -145,7 +145,7 @@ def test_a_function_that_forgot_async_is_told():
     async def inner():
         return [1, 1]
 
-    with pytest.raises(RewardError, match="returned a coroutine; mend: define it with async def"):
+    with pytest.raises(RewardError, match="returned a coroutine; fix: define it with async def"):
         score(reward_set(lambda **_: inner()))
 
 
@@ -169,7 +169,7 @@ def test_an_exception_names_function_prompt_and_completion(function, timeout):
     assert message.startswith(f"reward '{function.__name__}' raised KeyError: 'no b'\n")
     assert "prompt: 'second'" in message
     assert "completion: 'b'" in message
-    assert "mend: the function, or on_reward_error='skip'" in message
+    assert "fix: the function, or on_reward_error='skip'" in message
     assert isinstance(caught.value.__cause__, KeyError)
 
 
@@ -342,7 +342,7 @@ def test_without_a_limit_a_function_runs_in_the_main_thread():
         return [1, 1]
 
     assert score(reward_set(signals, timeout=None)).reward == (1, 1)
-    with pytest.raises(RewardError, match="mend: the function, or timeout=None for it"):
+    with pytest.raises(RewardError, match="fix: the function, or timeout=None for it"):
         score(reward_set(signals))
 
 
@@ -447,7 +447,7 @@ def test_a_registered_class_is_made_once_and_closed():
 
 
 def test_there_must_be_a_reward():
-    with pytest.raises(ConfigError, match="no reward says what a completion is worth; mend: reward=my_function"):
+    with pytest.raises(ConfigError, match="no reward says what a completion is worth; fix: reward=my_function"):
         RewardSet([])
 
 

@@ -36,7 +36,7 @@ def test_weights_and_time_limits():
     assert [(reward.weight, reward.timeout) for reward in task.cfg.rewards] == [(1, None), (0.1, None)]
     scores = task.rewards().score(["p"], ["22"], [[1]], {"answer": ["22"]})
     assert scores.reward == (pytest.approx(1.2),)
-    with pytest.raises(ConfigError, match=r"reward_weights = \[1.0\] for 2 rewards; mend: one for each"):
+    with pytest.raises(ConfigError, match=r"reward_weights = \[1.0\] for 2 rewards; fix: one for each"):
         TextTask(ROWS, reward=[right, longest], reward_weights=[1.0])
 
 
@@ -55,8 +55,8 @@ def test_a_task_is_made_again_from_its_settings():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"eval_data": ["x"], "reward": right}, "the data were given in Python; mend: give them again as data=..."),
-        ({"data": ROWS, "reward": right}, "the eval data were given in Python; mend: give them again as eval_data=..."),
+        ({"eval_data": ["x"], "reward": right}, "the data were given in Python; fix: give them again as data=..."),
+        ({"data": ROWS, "reward": right}, "the eval data were given in Python; fix: give them again as eval_data=..."),
         ({"data": ROWS, "eval_data": ["x"]}, r"1 reward\(s\) were given in Python, but now 0"),
         (
             {"data": ROWS, "eval_data": ["x"], "reward": [right, longest]},
@@ -128,7 +128,7 @@ def test_shared_prompts_can_be_kept_or_refused():
     with pytest.warns(UserWarning, match="evaluation tells less"):
         train, _ = TextTask(ROWS, reward=right, eval_data=["1+2="], shared_prompts="keep").load()
     assert len(train) == 2
-    with pytest.raises(DataError, match=r"1 of 2 training prompts .*; mend: take them out of either"):
+    with pytest.raises(DataError, match=r"1 of 2 training prompts .*; fix: take them out of either"):
         TextTask(ROWS, reward=right, eval_data=["1+2="], shared_prompts="error").load()
     with (
         pytest.raises(DataError, match="all training prompts stand in the evaluation data"),

@@ -165,7 +165,7 @@ def test_registered_tools_take_their_settings(monkeypatch):
         return text * times
 
     assert make_tool(TextTaskCfg(tool="repeated", tool_kwargs={"times": 2}))("ab") == "abab"
-    with pytest.raises(ConfigError, match="tool 'repeated' is registered already; mend: choose another name"):
+    with pytest.raises(ConfigError, match="tool 'repeated' is registered already; fix: choose another name"):
         register_tool("repeated")(repeated)
     for wrong in ("time", "text"):
         with pytest.raises(ConfigError, match=f"tool 'repeated' has no setting '{wrong}'"):
@@ -183,9 +183,9 @@ def test_registered_tools_must_be_tools_and_have_what_they_need(monkeypatch):
     class Plain:
         pass
 
-    with pytest.raises(ConfigError, match="tool 'times' needs the setting 'count'; mend: tool_kwargs="):
+    with pytest.raises(ConfigError, match="tool 'times' needs the setting 'count'; fix: tool_kwargs="):
         make_tool(TextTaskCfg(tool="times"))
-    with pytest.raises(ConfigError, match=r"tool 'plain' is a class but no gw\.Tool; mend: class Plain\(gw\.Tool\)"):
+    with pytest.raises(ConfigError, match=r"tool 'plain' is a class but no gw\.Tool; fix: class Plain\(gw\.Tool\)"):
         make_tool(TextTaskCfg(tool="plain"))
 
 
@@ -196,9 +196,9 @@ def test_registered_tools_must_be_tools_and_have_what_they_need(monkeypatch):
         (
             {"tool": "calculator", "tool_kwargs": {"tags": "x"}},
             ConfigError,
-            r"tool 'calculator' has no setting 'tags'; did you mean 'tag'\?; mend: tool_kwargs",
+            r"tool 'calculator' has no setting 'tags'; did you mean 'tag'\?; fix: tool_kwargs",
         ),
-        ({"tool": GIVEN}, ConfigError, r"the tool was given in Python; mend: give it again as tool=\.\.\."),
+        ({"tool": GIVEN}, ConfigError, r"the tool was given in Python; fix: give it again as tool=\.\.\."),
     ],
 )
 def test_tools_that_cannot_be_made(settings, error, message):
@@ -209,7 +209,7 @@ def test_tools_that_cannot_be_made(settings, error, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_turns": 3}, "max_turns=3 does nothing without a tool; mend: tool='calculator'"),
+        ({"max_turns": 3}, "max_turns=3 does nothing without a tool; fix: tool='calculator'"),
         ({"tool_kwargs": {"tag": "x"}}, "tool_kwargs=.* does nothing without a tool"),
         ({"tool_answer": "[{}]"}, "tool_answer=.* does nothing without a tool"),
         ({"tool": "calculator", "tool_answer": "[]"}, r"tool_answer='\[\]': expected \{\} once"),
@@ -247,10 +247,10 @@ class Failing(Tool):
 
 
 def test_a_tool_that_fails_is_told_with_what_it_was_given():
-    with pytest.raises(ToolError, match=r"the tool raised KeyError: 'x'\s+it was given: 'abc'\s+mend: the tool"):
+    with pytest.raises(ToolError, match=r"the tool raised KeyError: 'x'\s+it was given: 'abc'\s+fix: the tool"):
         ask(Failing(KeyError("x")), "abc")
     with pytest.raises(
-        ToolError, match=r"the tool returned 3; expected a text, or None for no call; mend: str\(\.\.\.\)"
+        ToolError, match=r"the tool returned 3; expected a text, or None for no call; fix: str\(\.\.\.\)"
     ):
         ask(Failing(3), "abc")
     assert ask(Failing(None), "abc") is None

@@ -92,7 +92,7 @@ def test_a_tokenizer_that_begins_every_text_does_not_begin_the_answer():
 def test_a_template_without_a_place_for_answers_is_refused():
     first = LOOP + "{% if loop.first %}" + BODY + "{% elif m['role'] == 'assistant' %}" + BODY + "{% endif %}"
     with pytest.raises(
-        ConfigError, match=r"has no message of role 'tool' or 'user' behind the assistant's.*mend: another"
+        ConfigError, match=r"has no message of role 'tool' or 'user' behind the assistant's.*fix: another"
     ):
         answers(first)
 

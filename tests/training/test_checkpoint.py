@@ -86,7 +86,7 @@ def test_damage_is_found_and_named(name: str, damage: str, tmp_path: Path):
         path.write_bytes({"flipped": flipped, "short": data[:-3], "empty": b""}[damage])
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")) as caught:
         load_checkpoint(tmp_path / "latest")
-    assert "mend" in str(caught.value)
+    assert "fix" in str(caught.value)
 
 
 @pytest.mark.parametrize("manifest", ["[]", '{"format": 1}', None])

@@ -199,7 +199,7 @@ def test_an_error_of_the_environment_says_what_is_kept_and_how_to_go_on():
     assert train_until_it_breaks(PPO)[-1] == (
         "groupwise: ZeroDivisionError ended training on Breaks in iteration 2 (step 64); "
         "what was learned until step 64 is in mine/checkpoints/latest; "
-        "when it is mended, go on with: gw.resume('mine', env=...)"
+        "when it is fixed, go on with: gw.resume('mine', env=...)"
     )
     Breaks.broken = False
     run = gw.resume("mine", env=Breaks)
@@ -283,7 +283,7 @@ def test_weights_that_are_not_finite_never_take_the_place_of_good_ones(how: str,
     settings = TINY | {"checkpoint_interval": {"due": 64, "best": 64}.get(how, 9999)}
     settings |= {"total_steps": 128 if how == "at the end" else 192}
     settings |= {"evaluation": {"interval": 128 if how == "best" else 9999, "episodes": 2}}
-    with pytest.raises(gw.DivergedError, match=r"holds numbers that are not finite after iteration 2; .*mend: lower"):
+    with pytest.raises(gw.DivergedError, match=r"holds numbers that are not finite after iteration 2; .*fix: lower"):
         gw.train("CartPole-v1", PPO, run_dir="mine", callbacks=[Poison()], **settings)
     assert saved_steps(Path("mine/checkpoints/latest")) == (64 if how in ("due", "best") else None)
     assert not Path("mine/checkpoints/best").exists()
@@ -360,7 +360,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
 def test_resuming_a_finished_run_says_so(finished: gw.Run, capsys: pytest.CaptureFixture[str]):
     gw.resume(finished.path)
     assert capsys.readouterr().err == (
-        "resuming from step 192 of 192\nnothing was left to train (total_steps); mend: give more total_steps\n"
+        "resuming from step 192 of 192\nnothing was left to train (total_steps); fix: give more total_steps\n"
     )
 
 
@@ -368,7 +368,7 @@ def test_resuming_a_finished_run_says_so(finished: gw.Run, capsys: pytest.Captur
 def test_fewer_steps_than_were_taken_are_refused_and_change_nothing(finished: gw.Run, total_steps: int):
     before = {path: path.read_bytes() for path in finished.path.rglob("*") if path.is_file()}
     with pytest.raises(
-        gw.ConfigError, match=rf"total_steps = {total_steps}, but .*done has 192 steps behind it; mend: "
+        gw.ConfigError, match=rf"total_steps = {total_steps}, but .*done has 192 steps behind it; fix: "
     ):
         gw.resume(finished.path, total_steps=total_steps)
     assert {path: path.read_bytes() for path in before} == before

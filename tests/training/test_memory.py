@@ -17,7 +17,7 @@ from groupwise.training.memory import naming, rehearse
     "error", [torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9")]
 )
 def test_errors_about_memory_name_what_to_lower(error):
-    with pytest.raises(gw.GroupwiseError, match="out of memory; mend: lower this, or that"), naming("this, or that"):
+    with pytest.raises(gw.GroupwiseError, match="out of memory; fix: lower this, or that"), naming("this, or that"):
         raise error
 
 

@@ -73,7 +73,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(algorithm, model, tm
 
 
 def test_a_given_reward_must_be_given_again(copied):
-    with pytest.raises(gw.ConfigError, match=r"was given data and eval_data and reward in Python; mend: .*data=\.\.\."):
+    with pytest.raises(gw.ConfigError, match=r"was given data and eval_data and reward in Python; fix: .*data=\.\.\."):
         gw.resume(copied.path)
 
 
@@ -90,7 +90,7 @@ def test_evaluation_tells_mean_and_pass_rates_with_intervals(copied):
 
 
 def test_a_run_on_texts_has_no_video(copied):
-    with pytest.raises(gw.ConfigError, match=r"video is of environments; .*mend: groupwise sample"):
+    with pytest.raises(gw.ConfigError, match=r"video is of environments; .*fix: groupwise sample"):
         gw.evaluate(copied, video=True)
 
 
@@ -137,26 +137,26 @@ def test_adapters_begin_as_the_seed_says(model, tmp_path):
 def test_columns_are_wanted_of_held_out_data_too(model, tmp_path):
     rows = [row | {"answer": row["prompt"]} for row in numbers()[:20]]
     task = gw.TextTask(rows, reward="exact", eval_data=["123", "321"])
-    with pytest.raises(gw.DataError, match=r"reward 'exact' needs the column 'answer'; the eval_data have none .*mend"):
+    with pytest.raises(gw.DataError, match=r"reward 'exact' needs the column 'answer'; the eval_data have none .*fix"):
         train(task, model, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_score_to_stop_at_wants_held_out_prompts(model, tmp_path):
     task = gw.TextTask(numbers()[:20], reward=share_copied)
-    with pytest.raises(gw.ConfigError, match=r"stop.return_threshold=0.5 waits for .*mend: task.eval_data"):
+    with pytest.raises(gw.ConfigError, match=r"stop.return_threshold=0.5 waits for .*fix: task.eval_data"):
         train(task, model, tmp_path / "run", stop={"return_threshold": 0.5})
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda run: gw.evaluate(run, checkpoint="best"), "checkpoint is for runs that come as a folder; mend: give"),
+        (lambda run: gw.evaluate(run, checkpoint="best"), "checkpoint is for runs that come as a folder; fix: give"),
         (lambda run: gw.evaluate(run, reward=share_copied, foo=1), "reward, foo are for runs that come as a folder"),
         (lambda run: gw.sample(run, "12", checkpoint="best"), "checkpoint is for runs that come as a folder"),
-        (lambda run: inspect.unwrap(gw.sample)(run, ["12", "21"]), r"prompt = \['12', '21'\]: expected one text; mend"),
-        (lambda run: gw.evaluate(run.path, rewards=share_copied), "no 'rewards' again; mend: .*did you mean 'reward'"),
-        (lambda run: gw.resume(run.path, totalsteps=3), "no 'totalsteps' again; mend: env, policy"),
+        (lambda run: inspect.unwrap(gw.sample)(run, ["12", "21"]), r"prompt = \['12', '21'\]: expected one text; fix"),
+        (lambda run: gw.evaluate(run.path, rewards=share_copied), "no 'rewards' again; fix: .*did you mean 'reward'"),
+        (lambda run: gw.resume(run.path, totalsteps=3), "no 'totalsteps' again; fix: env, policy"),
     ],
 )
 def test_what_would_be_ignored_is_refused(copied, call, message):
@@ -180,25 +180,25 @@ def test_adapters_train_alone_and_their_reference_is_the_base(model, tmp_path):
     [
         (
             {"sampling": {"max_new_tokens": 64}},
-            "max_new_tokens=64 leaves no room for a prompt: .* 64 tokens; mend",
+            "max_new_tokens=64 leaves no room for a prompt: .* 64 tokens; fix",
         ),
         (
             {"sampling": {"max_new_tokens": 62}},
-            "prompts have more than 2 tokens .*max_new_tokens leaves .*mend: a smaller max_new",
+            "prompts have more than 2 tokens .*max_new_tokens leaves .*fix: a smaller max_new",
         ),
-        ({"algorithm": gw.GRPOCfg(objective={"kl_estimator": "exact"})}, "kl_estimator='exact' .*CausalLM.*mend: 'k3'"),
+        ({"algorithm": gw.GRPOCfg(objective={"kl_estimator": "exact"})}, "kl_estimator='exact' .*CausalLM.*fix: 'k3'"),
         (
             {"algorithm": gw.GRPOCfg(credit=OPTIMAL_TOKEN)},
-            "'optimal_token' .*CausalLM .*mend: baseline=",
+            "'optimal_token' .*CausalLM .*fix: baseline=",
         ),
-        ({"policy": gw.PolicyCfg(hidden_sizes=(3,))}, "policy = PolicyCfg.*: expected a gw.CausalLM; mend: model="),
+        ({"policy": gw.PolicyCfg(hidden_sizes=(3,))}, "policy = PolicyCfg.*: expected a gw.CausalLM; fix: model="),
         ({"algorithm": gw.GRPOCfg(reference={"refresh": "ema"}, kl_coef=0.1), "lora": {"r": 2}}, "refresh='ema' needs"),
-        ({"lora": True}, "lora = True: expected .*mend: lora={'r': 16}"),
-        ({"algorithm": gw.GRPOCfg(num_steps=9)}, "num_steps=9 is about environments, .*mend: leave it out"),
-        ({"algorithm": gw.GRPOCfg(collection={"zero_variance": "harder"})}, "'harder' goes back to states .*mend"),
-        ({"algorithm": gw.GRPOCfg(credit={"reward": "parts"})}, "compares several rewards; got one, mend"),
-        ({"overlong": {"punished_tokens": 5}}, "punished_tokens=5 is more than .*max_new_tokens=4.*mend: fewer"),
-        ({"sampling": {"top_p": 0.9}}, "top_p=0.9 is for evaluation only: .*mend: top_k"),
+        ({"lora": True}, "lora = True: expected .*fix: lora={'r': 16}"),
+        ({"algorithm": gw.GRPOCfg(num_steps=9)}, "num_steps=9 is about environments, .*fix: leave it out"),
+        ({"algorithm": gw.GRPOCfg(collection={"zero_variance": "harder"})}, "'harder' goes back to states .*fix"),
+        ({"algorithm": gw.GRPOCfg(credit={"reward": "parts"})}, "compares several rewards; got one, fix"),
+        ({"overlong": {"punished_tokens": 5}}, "punished_tokens=5 is more than .*max_new_tokens=4.*fix: fewer"),
+        ({"sampling": {"top_p": 0.9}}, "top_p=0.9 is for evaluation only: .*fix: top_k"),
         ({"model": "nowhere/at-all"}, "nowhere/at-all"),
     ],
 )
@@ -213,7 +213,7 @@ def test_a_reward_that_knows_nothing_stops_the_run_after_a_while(model, tmp_path
         return [None] * len(prompts)
 
     with pytest.raises(
-        gw.DataError, match=r"no completion of 3 iterations in a row could be scored: .*mend: the rewards silent"
+        gw.DataError, match=r"no completion of 3 iterations in a row could be scored: .*fix: the rewards silent"
     ):
         train(gw.TextTask(numbers(), reward=silent), model, tmp_path / "run", total_steps=1000)
     assert caplog.text.count("nothing is learned from it") == 3
@@ -223,7 +223,7 @@ def test_a_failing_reward_names_itself_and_what_it_was_given(model, tmp_path):
     def broken(prompts, completions, **rest):
         raise KeyError("solution")
 
-    with pytest.raises(gw.RewardError, match=r"broken[\s\S]*KeyError[\s\S]*prompt[\s\S]*completion[\s\S]*mend"):
+    with pytest.raises(gw.RewardError, match=r"broken[\s\S]*KeyError[\s\S]*prompt[\s\S]*completion[\s\S]*fix"):
         train(gw.TextTask(numbers(), reward=broken), model, tmp_path / "run")
 
 
@@ -238,6 +238,6 @@ def test_a_sampler_that_is_another_policy_stops_the_run(model, tmp_path, monkeyp
 
     monkeypatch.setattr(generators, "complete", other)
     with pytest.raises(
-        gw.DisagreementError, match=r"no longer the policy that is trained: KL 0\.149 .*from token 0.*mend"
+        gw.DisagreementError, match=r"no longer the policy that is trained: KL 0\.149 .*from token 0.*fix"
     ):
         train(copying(), model, tmp_path / "run")

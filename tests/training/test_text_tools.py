@@ -113,7 +113,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model, tmp_path):
     task = counting()
     given = {"data": task.data, "eval_data": task.eval_data, "reward": share_copied}
     with pytest.raises(
-        gw.ConfigError, match=r"was given tool in Python; mend: from Python, give the same again, as tool=\.\.\."
+        gw.ConfigError, match=r"was given tool in Python; fix: from Python, give the same again, as tool=\.\.\."
     ):
         gw.resume(part.path, 250, **given)
     again = gw.resume(part.path, 250, **given, tool=Count())
@@ -136,9 +136,9 @@ def test_turns_are_open_to_ratios_and_credit(preset, model, tmp_path):
     [
         (
             "agilerl_turn",
-            r"credit\.returns='turn' needs turns, and without a tool a completion is one; mend: task\.tool",
+            r"credit\.returns='turn' needs turns, and without a tool a completion is one; fix: task\.tool",
         ),
-        ("agilerl_turn_ratio", r"objective\.ratio='turn' needs turns, and without a tool .*mend: task\.tool"),
+        ("agilerl_turn_ratio", r"objective\.ratio='turn' needs turns, and without a tool .*fix: task\.tool"),
     ],
 )
 def test_without_a_tool_turns_are_refused(preset, message, model, tmp_path):
@@ -175,7 +175,7 @@ def test_evaluation_plays_the_same_turns(counted):
     prompt, text = next(iter(seen.items()))
     assert gw.sample(counted, prompt, deterministic=True) == [text]
     assert gw.sample(counted.path, prompt, deterministic=True, tool=Count()) == [text]
-    with pytest.raises(gw.ConfigError, match="the tool was given in Python; mend: give it again as tool="):
+    with pytest.raises(gw.ConfigError, match="the tool was given in Python; fix: give it again as tool="):
         gw.sample(counted.path, prompt)
 
 
@@ -225,7 +225,7 @@ def test_a_tool_that_fails_ends_the_run_and_says_what_it_was_given(model, tmp_pa
 
     settings = {"sampling": {"max_new_tokens": 4, "stop": ENDS}, "run_dir": tmp_path / "run", "model": model}
     with pytest.raises(
-        gw.ToolError, match=r"the tool raised KeyError: 'unit'\s+it was given: '\d*[567]'\s+mend: the tool"
+        gw.ToolError, match=r"the tool raised KeyError: 'unit'\s+it was given: '\d*[567]'\s+fix: the tool"
     ):
         train(counting(tool=broken), **settings)
 

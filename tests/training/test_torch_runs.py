@@ -84,7 +84,7 @@ def test_groups_that_are_cut_are_not_recorded_where_that_is_switched_off():
     assert said in parts.notes()
     parts.collector.collect(16, parts.buffer.start_rollout())
     with pytest.raises(
-        gw.ConfigError, match=r"stay_on_device='never'; mend: stay_on_device='auto', or compile_rollouts"
+        gw.ConfigError, match=r"stay_on_device='never'; fix: stay_on_device='auto', or compile_rollouts"
     ):
         parts_of(BRANCH, stay_on_device="never", compile_rollouts="always")
 
@@ -103,7 +103,7 @@ def test_other_environments_are_trained_on_as_before():
         (
             BRANCH,
             None,
-            r"without greedy attempts, and CartPole-v1 is none; mend: env\.vectorization='torch', or collection",
+            r"without greedy attempts, and CartPole-v1 is none; fix: env\.vectorization='torch', or collection",
         ),
         (
             BRANCH.model_copy(update={"credit": gw.CreditCfg(baseline="greedy", scale="none")}),
@@ -155,14 +155,14 @@ def test_rollouts_are_compiled_where_that_is_worth_it(algorithm, compile, row_st
             PPO,
             "CartPole-v1",
             {},
-            r"CartPole-v1 is no simulator in torch; mend: env\.vectorization='torch', or compile_rollouts='auto'",
+            r"CartPole-v1 is no simulator in torch; fix: env\.vectorization='torch', or compile_rollouts='auto'",
         ),
-        (FINISH, gw.TorchCartPole, {}, "is not 'branch'; mend: collection.unfinished='branch', or compile_rollouts"),
+        (FINISH, gw.TorchCartPole, {}, "is not 'branch'; fix: collection.unfinished='branch', or compile_rollouts"),
         (
             FINISH,
             "CartPole-v1",
             {},
-            r"CartPole-v1 is no simulator in torch; mend: env\.vectorization='torch', or compile_rollouts='auto'",
+            r"CartPole-v1 is no simulator in torch; fix: env\.vectorization='torch', or compile_rollouts='auto'",
         ),
         (PPO, gw.TorchCartPole, {"mlp_kernel": "torch"}, "the policy is not known to act as a function"),
     ],

@@ -80,7 +80,7 @@ class BaseAlgorithm(StaysOnDevice, ABC):
         if self.entropy.adaptive and EntropyControl.metric not in self.metric_names:
             raise ConfigError(
                 f"objective.entropy.control='adaptive' needs the entropy, which {type(self).__name__} does not measure; "
-                "mend: 'constant', or 'entropy' among its metric_names"
+                "fix: 'constant', or 'entropy' among its metric_names"
             )
         self.compiler = GradientCompiler(policy, self.trained, self._losses, when=self.compiles)
 

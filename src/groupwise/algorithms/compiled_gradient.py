@@ -104,7 +104,7 @@ class GradientCompiler:
             self.is_on = self._decides = False
             why = str(error).strip().split("\n")[0][:300]
             warnings.warn(
-                f"updates run without the compiler ({type(error).__name__}: {why}); mend: a C++ compiler on the PATH, or "
+                f"updates run without the compiler ({type(error).__name__}: {why}); fix: a C++ compiler on the PATH, or "
                 "policy.mlp_kernel='by_hand'",
                 SlowPathWarning,
                 stacklevel=4,

@@ -93,7 +93,7 @@ class CreditCfg(Cfg):
         given = (self.early_finisher, self.lone_member)
         if self.rule == "composed" and self.group_key == "group" and given != ("mask", "zero"):
             raise ConfigError(
-                f"credit.early_finisher={given[0]!r} and credit.lone_member={given[1]!r} say what single steps are compared with; got credit.group_key='group', mend: group_key='group_step' with returns='return_to_go', or leave both out"
+                f"credit.early_finisher={given[0]!r} and credit.lone_member={given[1]!r} say what single steps are compared with; got credit.group_key='group', fix: group_key='group_step' with returns='return_to_go', or leave both out"
             )
 
     @model_validator(mode="after")
@@ -102,19 +102,19 @@ class CreditCfg(Cfg):
             self._check_near_states()
         if self.group_key == "group_step" and self.returns not in ("return_to_go", "turn"):
             raise ValueError(
-                f"group_key='group_step' compares returns from a step on; got returns={self.returns!r}, mend: returns='return_to_go'"
+                f"group_key='group_step' compares returns from a step on; got returns={self.returns!r}, fix: returns='return_to_go'"
             )
         if self.returns == "turn" and self.group_key != "group_step":
             raise ValueError(
-                f"returns='turn' compares the same turn; got group_key={self.group_key!r}, mend: group_key='group_step'"
+                f"returns='turn' compares the same turn; got group_key={self.group_key!r}, fix: group_key='group_step'"
             )
         if self.part_weights and self.reward != "parts":
             raise ValueError(
-                f"part_weights={self.part_weights} weigh parts; got reward={self.reward!r}, mend: reward='parts'"
+                f"part_weights={self.part_weights} weigh parts; got reward={self.reward!r}, fix: reward='parts'"
             )
         if self.kl_placement == "reward" and self.reward == "parts":
             raise ValueError(
-                "kl_placement='reward' takes the KL off the total reward; got reward='parts', mend: kl_placement='loss'"
+                "kl_placement='reward' takes the KL off the total reward; got reward='parts', fix: kl_placement='loss'"
             )
         return self
 
@@ -123,22 +123,22 @@ class CreditCfg(Cfg):
         of_outcomes = ("length_weighted", "second_best", "greedy", "ema")
         if self.baseline in of_outcomes and self.returns != "outcome":
             raise ValueError(
-                f"baseline={self.baseline!r} is one of whole episodes; got returns={self.returns!r}, mend: returns='outcome'"
+                f"baseline={self.baseline!r} is one of whole episodes; got returns={self.returns!r}, fix: returns='outcome'"
             )
         if self.baseline in ("greedy", "ema") and self.scale in ("std", "population_std", "mean"):
             raise ValueError(
-                f"scale={self.scale!r} is the group's, which baseline={self.baseline!r} does not compare with; mend: scale='none' or 'batch_std'"
+                f"scale={self.scale!r} is the group's, which baseline={self.baseline!r} does not compare with; fix: scale='none' or 'batch_std'"
             )
         if self.baseline == "ema" and self.reward == "parts":
-            raise ValueError("baseline='ema' keeps one average; got reward='parts', mend: reward='total'")
+            raise ValueError("baseline='ema' keeps one average; got reward='parts', fix: reward='total'")
         found = (self.group_key, self.returns, self.early_finisher)
         if self.baseline == "optimal_token" and found != ("group_step", "return_to_go", "mask"):
             raise ValueError(
-                f"baseline='optimal_token' weighs the members that live at a step; got group_key={found[0]!r}, returns={found[1]!r}, early_finisher={found[2]!r}, mend: 'group_step', 'return_to_go', 'mask'"
+                f"baseline='optimal_token' weighs the members that live at a step; got group_key={found[0]!r}, returns={found[1]!r}, early_finisher={found[2]!r}, fix: 'group_step', 'return_to_go', 'mask'"
             )
         if self.baseline == "none" and (self.group_key, self.scale, self.normalize) != ("group", "none", "batch"):
             raise ValueError(
-                f"baseline='none' leaves raw scores; got group_key={self.group_key!r}, scale={self.scale!r}, normalize={self.normalize!r}, mend: 'group', 'none', 'batch'"
+                f"baseline='none' leaves raw scores; got group_key={self.group_key!r}, scale={self.scale!r}, normalize={self.normalize!r}, fix: 'group', 'none', 'batch'"
             )
         return self
 
@@ -147,7 +147,7 @@ class CreditCfg(Cfg):
         for name, value in wanted.items():
             if getattr(self, name) != value:
                 raise ValueError(
-                    f"baseline='near_states' compares returns from states on, whoever visited them; got {name}={getattr(self, name)!r}, mend: {name}={value!r}, or baseline='mean'"
+                    f"baseline='near_states' compares returns from states on, whoever visited them; got {name}={getattr(self, name)!r}, fix: {name}={value!r}, or baseline='mean'"
                 )
 
 
@@ -180,7 +180,7 @@ class BranchCfg(Cfg):
     def _check(self) -> "BranchCfg":
         if self.at == "return_spread" and self.stem == "single":
             raise ValueError(
-                "branching.at='return_spread' compares siblings; got branching.stem='single', mend: 'group'"
+                "branching.at='return_spread' compares siblings; got branching.stem='single', fix: 'group'"
             )
         return self
 
@@ -289,7 +289,7 @@ class GRPOCfg(AlgorithmCfg):
     def _check_reference(self) -> "GRPOCfg":
         if self.kl_coef == 0 and self.reference.refresh != "never":
             raise ValueError(
-                f"reference.refresh={self.reference.refresh!r} renews a reference, and kl_coef=0 has none; mend: kl_coef > 0, or 'never'"
+                f"reference.refresh={self.reference.refresh!r} renews a reference, and kl_coef=0 has none; fix: kl_coef > 0, or 'never'"
             )
         return self
 
@@ -304,6 +304,6 @@ class GRPOCfg(AlgorithmCfg):
         if learns and self.collection.zero_variance != "keep":
             raise ValueError(
                 f"credit.reward={self.credit.reward!r} with credit.baseline={self.credit.baseline!r} learns from groups "
-                f"of equal whole return, which collection.zero_variance={self.collection.zero_variance!r} leaves out; mend: 'keep'"
+                f"of equal whole return, which collection.zero_variance={self.collection.zero_variance!r} leaves out; fix: 'keep'"
             )
         return self

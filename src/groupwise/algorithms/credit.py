@@ -84,7 +84,7 @@ def register_credit(name: str) -> Callable[[CreditRule], CreditRule]:
 
     def register(rule: CreditRule) -> CreditRule:
         if name in CREDIT_RULES:
-            raise ConfigError(f"credit rule {name!r} is registered already; mend: choose another name")
+            raise ConfigError(f"credit rule {name!r} is registered already; fix: choose another name")
         CREDIT_RULES[name] = rule
         return rule
 
@@ -126,13 +126,13 @@ def check_credit(cfg: CreditCfg, policy: Policy) -> None:
     if cfg.baseline == "optimal_token" and not policy.gives_distribution:
         raise ConfigError(
             "credit.baseline='optimal_token' needs the probabilities of all choices, and "
-            f"{type(policy).__name__} gives those of single tokens; mend: baseline='mean'"
+            f"{type(policy).__name__} gives those of single tokens; fix: baseline='mean'"
         )
     if cfg.baseline == "optimal_token" and action != TensorSpec((), torch.int64):
         found = f"{action.dtype} of shape {list(action.shape)}" if isinstance(action, TensorSpec) else "a dictionary"
         raise ConfigError(
             "credit.baseline='optimal_token' needs the probabilities of one choice among some (Discrete), and the "
-            f"policy's action is {found}; mend: baseline='mean'"
+            f"policy's action is {found}; fix: baseline='mean'"
         )
 
 
@@ -284,13 +284,13 @@ def compared_rewards(credit: CreditInput) -> list[tuple[float, Float[Tensor, "ro
     found = credit.batch.get("reward_parts", None) if credit.parts is None else credit.parts
     if found is None:
         raise DataError(
-            "credit.reward='parts', but the rollout has no 'reward_parts'; mend: name them in env.reward_parts"
+            "credit.reward='parts', but the rollout has no 'reward_parts'; fix: name them in env.reward_parts"
         )
     parts = found.unbind(dim=-1)
     weights = credit.cfg.part_weights or (1.0,) * len(parts)
     if len(weights) != len(parts):
         raise DataError(
-            f"credit.part_weights has {len(weights)} weights for {len(parts)} parts of the reward; mend: one for each"
+            f"credit.part_weights has {len(weights)} weights for {len(parts)} parts of the reward; fix: one for each"
         )
     return list(zip(weights, parts, strict=True))
 
@@ -317,7 +317,7 @@ def _outside_baseline(
     if "greedy" not in credit.batch.keys():  # noqa: SIM118  iterating goes over rows
         raise DataError(
             "credit.baseline='greedy' needs one deterministic attempt a group, and the rollout has no 'greedy'; "
-            "mend: collect with a collector that knows this baseline, or take baseline='leave_one_out'"
+            "fix: collect with a collector that knows this baseline, or take baseline='leave_one_out'"
         )
     marked = credit.batch["greedy"].to(score)
     greedy = segment_sum(marked, credit.batch["episode_id"], credit.num_episodes) > 0
@@ -383,9 +383,7 @@ def _compare(
 def _chance_seen(credit: CreditInput) -> Float[Tensor, "row step"]:
     """How much chance was in an episode's choices up to each step."""
     if credit.choice_variance is None:
-        raise DataError(
-            "credit.baseline='optimal_token' got no choice_variance; mend: give CreditInput.choice_variance"
-        )
+        raise DataError("credit.baseline='optimal_token' got no choice_variance; fix: give CreditInput.choice_variance")
     variance = credit.choice_variance.masked_fill(~credit.live, 0)
     return running_sum(variance, credit.batch["episode_id"])
 

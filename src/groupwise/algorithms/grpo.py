@@ -49,7 +49,7 @@ class GRPO(BaseAlgorithm):
         if self.reference is not None and cfg.reference.refresh != "never" and not self.reference.refreshable:
             raise ConfigError(
                 f"reference.refresh={cfg.reference.refresh!r} needs a reference with weights of its own, and this one is the "
-                "policy without its adapters; mend: refresh='never', or train every weight"
+                "policy without its adapters; fix: refresh='never', or train every weight"
             )
         self.score_average: Tensor | None = None
 

@@ -111,6 +111,6 @@ def _vectors(obs: Nested) -> Float[Tensor, "row step feature"]:
         found = f"{obs.dtype} of shape {list(obs.shape)}" if isinstance(obs, Tensor) else "several tensors"
         raise DataError(
             f"credit.baseline='near_states' needs observations that are vectors of floats [N, T, D], to tell how near they are; "
-            f"got {found}; mend: baseline='mean' with group_key='group_step', which compares steps by their time"
+            f"got {found}; fix: baseline='mean' with group_key='group_step', which compares steps by their time"
         )
     return obs

@@ -19,7 +19,7 @@ class CispoCfg(Cfg):
     @model_validator(mode="after")
     def _check(self) -> "CispoCfg":
         if self.low is not None and self.high is not None and self.low >= self.high:
-            raise ValueError(f"got low={self.low} and high={self.high}; expected low < high, mend: 0.8 and 1.2")
+            raise ValueError(f"got low={self.low} and high={self.high}; expected low < high, fix: 0.8 and 1.2")
         return self
 
 
@@ -60,7 +60,7 @@ class CovarianceCfg(Cfg):
     @model_validator(mode="after")
     def _check(self) -> "CovarianceCfg":
         if self.low >= self.high:
-            raise ValueError(f"got low={self.low} and high={self.high}; expected low < high, mend: 1 and 5")
+            raise ValueError(f"got low={self.low} and high={self.high}; expected low < high, fix: 1 and 5")
         return self
 
 
@@ -94,9 +94,9 @@ class CorrectionCfg(Cfg):
     @model_validator(mode="after")
     def _check(self) -> "CorrectionCfg":
         if self.low is not None and not self.weight.endswith("mask"):
-            raise ValueError(f"low={self.low} is for masks; got weight={self.weight!r}, mend: 'token_mask'")
+            raise ValueError(f"low={self.low} is for masks; got weight={self.weight!r}, fix: 'token_mask'")
         if self.low is not None and self.low >= self.high:
-            raise ValueError(f"got low={self.low} and high={self.high}; expected low < high, mend: 0.5 and 5")
+            raise ValueError(f"got low={self.low} and high={self.high}; expected low < high, fix: 0.5 and 5")
         return self
 
 
@@ -117,7 +117,7 @@ class EntropyCfg(Cfg):
     @model_validator(mode="after")
     def _check(self) -> "EntropyCfg":
         if self.min_coef > self.max_coef:
-            raise ValueError(f"got min_coef={self.min_coef} > max_coef={self.max_coef}; mend: swap them")
+            raise ValueError(f"got min_coef={self.min_coef} > max_coef={self.max_coef}; fix: swap them")
         return self
 
 
@@ -174,17 +174,17 @@ class ObjectiveCfg(Cfg):
         if self.trust_region == "two_sided" and self.two_sided <= 1 + self.clip_high:
             enough = max(4.0, 2 + self.clip_high)
             raise ValueError(
-                f"two_sided={self.two_sided} must exceed 1 + clip_high = {1 + self.clip_high}; mend: two_sided={enough}"
+                f"two_sided={self.two_sided} must exceed 1 + clip_high = {1 + self.clip_high}; fix: two_sided={enough}"
             )
         if self.trust_region == "gmpo" and self.ratio != "token":
-            raise ValueError(f"gmpo averages over the episode itself; got ratio={self.ratio!r}, mend: ratio='token'")
+            raise ValueError(f"gmpo averages over the episode itself; got ratio={self.ratio!r}, fix: ratio='token'")
         if self.trust_region == "vespo" and self.ratio != "sequence_product":
-            raise ValueError(f"vespo weighs whole episodes; got ratio={self.ratio!r}, mend: ratio='sequence_product'")
+            raise ValueError(f"vespo weighs whole episodes; got ratio={self.ratio!r}, fix: ratio='sequence_product'")
         if self.correction.weight != "none" and self.old_log_prob == "sampled":
             raise ValueError(
                 f"correction.weight={self.correction.weight!r} compares old_log_prob with the sampler's, which "
-                "old_log_prob='sampled' makes the same; mend: old_log_prob='recomputed'"
+                "old_log_prob='sampled' makes the same; fix: old_log_prob='recomputed'"
             )
         if self.kl_estimator == "exact" and self.kl_weight == "ratio":
-            raise ValueError("kl_estimator='exact' samples no action to weigh; mend: kl_weight='none', or 'k3'")
+            raise ValueError("kl_estimator='exact' samples no action to weigh; fix: kl_weight='none', or 'k3'")
         return self

@@ -97,7 +97,7 @@ class Trained:
 
     def _check_views(self) -> None:
         if self.is_flat and self.parameters[0].data_ptr() != self.tensors[0].data_ptr():
-            raise ConfigError("the policy was moved or converted after the algorithm was built; mend: do it before")
+            raise ConfigError("the policy was moved or converted after the algorithm was built; fix: do it before")
 
     def _show_grad(self) -> None:
         """Where everybody looks for gradients."""

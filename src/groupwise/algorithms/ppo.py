@@ -34,7 +34,7 @@ class PPO(BaseAlgorithm):
 
     def __init__(self, cfg: PPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
         if policy.actor_only:
-            raise ConfigError("PPO needs a critic, and the policy is actor_only; mend: build it with actor_only=False")
+            raise ConfigError("PPO needs a critic, and the policy is actor_only; fix: build it with actor_only=False")
         super().__init__(cfg, policy, engine, seed=seed)
 
     def compute_gae(
@@ -46,7 +46,7 @@ class PPO(BaseAlgorithm):
             DataError: the rollout has no values: it was collected with an ``actor_only`` policy.
         """
         if rollout.get("value", None) is None:
-            raise DataError("the rollout has no 'value'; mend: collect it with a policy that has a critic")
+            raise DataError("the rollout has no 'value'; fix: collect it with a policy that has a critic")
         batch = transition_view(rollout)
         advantage = advantages.gae(
             self.policy.normalize_reward(batch["reward"]),

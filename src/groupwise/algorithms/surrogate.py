@@ -38,17 +38,17 @@ def check_objective(cfg: ObjectiveCfg, policy: Policy) -> None:
     """
     if cfg.aggregation in ("constant", "seq_mean_token_sum_norm") and cfg.max_length is None:
         raise ConfigError(
-            f"aggregation={cfg.aggregation!r} divides by objective.max_length, which is None; mend: set it to the longest episode"
+            f"aggregation={cfg.aggregation!r} divides by objective.max_length, which is None; fix: set it to the longest episode"
         )
     if cfg.kl_estimator == "exact" and not policy.gives_distribution:
         raise ConfigError(
             f"kl_estimator='exact' compares whole distributions, and {type(policy).__name__} gives the probabilities of single "
-            "tokens; mend: 'k3'"
+            "tokens; fix: 'k3'"
         )
     spec = policy.action_spec
     if cfg.trust_region == "dppo" and isinstance(spec, TensorSpec) and spec.dtype.is_floating_point:
         raise ConfigError(
-            "trust_region='dppo' compares probabilities, and this policy's continuous actions have densities; mend: 'clip'"
+            "trust_region='dppo' compares probabilities, and this policy's continuous actions have densities; fix: 'clip'"
         )
 
 
@@ -256,7 +256,7 @@ def _turns(batch: TensorDict) -> Tensor:
     turn = batch.get("turn_id", None)
     if turn is None:
         raise DataError(
-            "ratio='turn' needs turn_id in the rollout, the index of the turn within the episode; mend: ratio='token', "
+            "ratio='turn' needs turn_id in the rollout, the index of the turn within the episode; fix: ratio='token', "
             "where every step is a turn of its own"
         )
     inside = (batch["episode_id"] >= 0) & (turn >= 0)

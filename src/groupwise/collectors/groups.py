@@ -195,16 +195,16 @@ class GroupCollector(Collector):
         env = self.env
         if env.max_episode_steps is None and self.attempt_steps is None:
             raise EnvError(
-                f"{env.env_id} has no step limit that is known, so an attempt might never end; mend: "
+                f"{env.env_id} has no step limit that is known, so an attempt might never end; fix: "
                 "env.max_episode_steps (also where it truncates by itself), or attempt_steps"
             )
         if self.collection.unfinished == "branch":
             raise EnvError(
-                "collection.unfinished='branch' is what TorchGroupCollector does, with simulators in torch; mend: that, or 'finish'"
+                "collection.unfinished='branch' is what TorchGroupCollector does, with simulators in torch; fix: that, or 'finish'"
             )
         if self.collection.unfinished == "carry" and not self.policy.actor_only:
             raise EnvError(
-                "collection.unfinished='carry' keeps no values, and the policy has a critic; mend: an actor_only policy, or "
+                "collection.unfinished='carry' keeps no values, and the policy has a critic; fix: an actor_only policy, or "
                 "'finish'"
             )
         self._check_branching()
@@ -215,11 +215,11 @@ class GroupCollector(Collector):
         env, harder = self.env, self.collection.zero_variance == "harder"
         if (self.branching.points or harder) and not env.can_branch:
             setting = "collection.branching.points=0" if self.branching.points else "collection.zero_variance='skip'"
-            raise EnvError(f"states of {env.env_id} cannot be captured (tier {env.start_tier!r}); mend: {setting}")
+            raise EnvError(f"states of {env.env_id} cannot be captured (tier {env.start_tier!r}); fix: {setting}")
         if self.branching.points and self.branching.stem == "single" and harder:
             raise EnvError(
                 "collection.zero_variance='harder' looks for states in which siblings' returns differ, and single stems "
-                "have no siblings; mend: collection.branching.stem='group'"
+                "have no siblings; fix: collection.branching.stem='group'"
             )
 
     def _check_blocks(self) -> None:
@@ -227,11 +227,11 @@ class GroupCollector(Collector):
         blocks = f"{env.env_id} starts blocks of {env.block_size} rows together"
         if env.block_size != members:
             size = env.block_size - members + self.group_size
-            raise EnvError(f"{blocks}, but a group has {members} attempts; mend: group_size={size}")
+            raise EnvError(f"{blocks}, but a group has {members} attempts; fix: group_size={size}")
         if self.collection.lost_member == "complete":
-            raise EnvError(f"{blocks}, so that a lost member cannot be started again alone; mend: lost_member='drop'")
+            raise EnvError(f"{blocks}, so that a lost member cannot be started again alone; fix: lost_member='drop'")
         if self.branching.points and self.branching.stem == "single":
-            raise EnvError(f"{blocks}, so that a stem cannot run alone; mend: collection.branching.stem='group'")
+            raise EnvError(f"{blocks}, so that a stem cannot run alone; fix: collection.branching.stem='group'")
 
     def _goes_on(self, schedule: Schedule, supply: Supply, overdue: list[Group]) -> bool:
         """Whether another step is due."""

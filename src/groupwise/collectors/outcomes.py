@@ -14,7 +14,7 @@ from groupwise.functional.returns import episode_return
 from groupwise.lean_tensordict import TensorDict
 
 MAX_TRIES = 5
-"""A member that is lost more often than this is lost for a reason that trying again does not mend."""
+"""A member that is lost more often than this is lost for a reason that trying again does not fix."""
 
 
 class Outcomes:
@@ -51,7 +51,7 @@ class Outcomes:
             return stopped
         if self._cfg.lost_member == "raise":
             raise EnvError(
-                f"environment {int(np.flatnonzero(rows)[0])} of {self._env_id} failed; mend: the environment, or "
+                f"environment {int(np.flatnonzero(rows)[0])} of {self._env_id} failed; fix: the environment, or "
                 "collection.lost_member='complete' or 'drop'"
             )
         for attempt in self._schedule.finish(rows):
@@ -80,7 +80,7 @@ class Outcomes:
     def _try_again(self, attempt: Attempt) -> None:
         if attempt.tries == MAX_TRIES:
             raise EnvError(
-                f"a member of a group was lost {MAX_TRIES + 1} times in a row in {self._env_id}; mend: the environment, "
+                f"a member of a group was lost {MAX_TRIES + 1} times in a row in {self._env_id}; fix: the environment, "
                 "or collection.lost_member='drop'"
             )
         self._schedule.waiting.appendleft(Attempt(attempt.group, attempt.member, attempt.tries + 1))

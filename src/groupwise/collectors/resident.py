@@ -150,10 +150,10 @@ class ResidentCollector(Collector):
         super().__init__()
         if policy.device.type != env.device.type:
             raise EnvError(
-                f"{env.env_id} is on {env.device}, and the policy on {policy.device}; mend: device={str(policy.device)!r}"
+                f"{env.env_id} is on {env.device}, and the policy on {policy.device}; fix: device={str(policy.device)!r}"
             )
         if compiled and (why := why_not_compiled(env, policy)):
-            raise EnvError(f"compiling was asked for, and {why}; mend: compiled=False")
+            raise EnvError(f"compiling was asked for, and {why}; fix: compiled=False")
         self.env = env
         self.policy = policy
         self.seed = seed
@@ -239,7 +239,7 @@ class ResidentCollector(Collector):
         tensors = [id(tensor) for tensor in chain(self.policy.parameters(), self.policy.buffers())]
         if self._compiled is None or tensors != self._compiled_for:  # others may have taken their places
             turn: Callable[..., Turn] = self._turn
-            self._compiled = Compiled(turn, name="collecting", mend="compile_rollouts='never'")
+            self._compiled = Compiled(turn, name="collecting", fix="compile_rollouts='never'")
             self._compiled_for = tensors
         return as_it_stands if self._compiled.has_failed else self._compiled
 

@@ -223,7 +223,7 @@ class TextCollector(Collector):
         if self._unscored == MAX_UNSCORED:
             raise DataError(
                 f"no completion of {MAX_UNSCORED} iterations in a row could be scored: every reward was None or not finite; "
-                f"mend: the rewards {', '.join(self._rewards.names)}, or the columns that they read"
+                f"fix: the rewards {', '.join(self._rewards.names)}, or the columns that they read"
             )
 
     def _note(self, num_skipped: int) -> None:

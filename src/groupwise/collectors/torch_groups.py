@@ -78,23 +78,23 @@ class TorchGroupCollector(ResidentCollector):
         env, cfg = self.env, self.collection
         if cfg.unfinished != "branch":
             raise EnvError(
-                f"collection.unfinished={cfg.unfinished!r} is what GroupCollector does; mend: that, or 'branch'"
+                f"collection.unfinished={cfg.unfinished!r} is what GroupCollector does; fix: that, or 'branch'"
             )
         if env.num_envs % self.group_size:
             raise EnvError(
                 f"{env.num_envs} rows of {env.env_id} do not make whole groups of {self.group_size}, which "
-                "collection.unfinished='branch' needs; mend: a multiple, or 'finish'"
+                "collection.unfinished='branch' needs; fix: a multiple, or 'finish'"
             )
         if not self.policy.actor_only:
             raise EnvError(
-                "collection.unfinished='branch' keeps no values, and the policy has a critic; mend: an actor_only policy, "
+                "collection.unfinished='branch' keeps no values, and the policy has a critic; fix: an actor_only policy, "
                 "or 'finish'"
             )
         if cfg.zero_variance != "keep" or cfg.branching != BranchCfg():
             name = "branching" if cfg.zero_variance == "keep" else "zero_variance"
             raise EnvError(
                 f"collection.unfinished='branch' keeps all groups and branches by itself, and collection.{name} was set; "
-                f"mend: leave {name} out, or unfinished='finish'"
+                f"fix: leave {name} out, or unfinished='finish'"
             )
 
     def _prepare(self, num_steps: int) -> None:

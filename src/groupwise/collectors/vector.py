@@ -42,7 +42,7 @@ class VectorCollector(Collector):
         """
         if self.env.autoreset == "next_step" and num_steps < 2:
             raise EnvError(
-                f"num_steps is {num_steps}, but {self.env.env_id} resets in a step of its own; mend: at least 2"
+                f"num_steps is {num_steps}, but {self.env.env_id} resets in a step of its own; fix: at least 2"
             )
         obs = self._begin() if self._obs is None else self._obs
         if rollout.shape[1] <= num_steps:

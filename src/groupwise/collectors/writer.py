@@ -51,7 +51,7 @@ class RolloutWriter:
         if not self._resident and action.action.is_floating_point() and not all_finite(action.action):
             bad = ~action.action.isfinite().flatten(1).all(dim=1)
             raise DataError(
-                f"the action of environment {int(bad.nonzero()[0])} at step {step} of the rollout is not finite; mend: the "
+                f"the action of environment {int(bad.nonzero()[0])} at step {step} of the rollout is not finite; fix: the "
                 "environment's observations, or a learning rate that let the policy diverge"
             )
         _write(self._action, step, action.action)

@@ -141,7 +141,7 @@ class RolloutBuffer:
             DataError: nothing was added yet.
         """
         if self._rollout is None:
-            raise DataError("the buffer is empty; mend: buffer.add(rollout) before buffer.get()")
+            raise DataError("the buffer is empty; fix: buffer.add(rollout) before buffer.get()")
         return transition_view(self._rollout).reshape(-1) if flatten else self._rollout
 
     def _allocate(self) -> TensorDict:
@@ -197,7 +197,7 @@ def check_finite(rollout: TensorDict) -> None:
             row, step = (int(i) for i in bad.nonzero()[0])
             raise DataError(
                 f"{name} of environment {row} at step {step} of the rollout is not finite: "
-                f"{tensor[row, step].tolist()}; mend the environment or the policy that produced it"
+                f"{tensor[row, step].tolist()}; fix the environment or the policy that produced it"
             )
 
 

@@ -165,7 +165,7 @@ def _leaf_dtype(space: Any) -> torch.dtype:
     if kind == "unsupported":
         raise UnsupportedSpaceError(
             f"observation space {space} is not supported; supported: Box, Discrete, MultiDiscrete, MultiBinary, and "
-            "Dict or Tuple of them; mend: wrap the environment with gymnasium.wrappers.TransformObservation"
+            "Dict or Tuple of them; fix: wrap the environment with gymnasium.wrappers.TransformObservation"
         )
     if kind != "box":
         return _DTYPES[kind]

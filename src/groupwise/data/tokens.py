@@ -154,7 +154,7 @@ def _where(valid: Tensor, number: Tensor) -> Tensor:
 def _check(number: int, row: TextRow) -> None:
     if not row.prompt or not row.completion:
         empty = "completion" if row.prompt else "prompt"
-        raise DataError(f"row {number} has no {empty}; mend: at least one token, such as the end of text")
+        raise DataError(f"row {number} has no {empty}; fix: at least one token, such as the end of text")
     entries = {
         "log-probabilities": row.log_probs,
         "turns": row.turn,
@@ -165,5 +165,5 @@ def _check(number: int, row: TextRow) -> None:
     for name, values in entries.items():
         if values is not None and len(values) != len(row.completion):
             raise DataError(
-                f"row {number} has {len(values)} {name} for {len(row.completion)} tokens; mend: one for each"
+                f"row {number} has {len(values)} {name} for {len(row.completion)} tokens; fix: one for each"
             )

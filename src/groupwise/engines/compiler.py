@@ -89,14 +89,14 @@ class Compiled(Generic[Out]):
 
     Args:
         name: of what it does, for that warning.
-        mend: what switches compiling off.
+        fix: what switches compiling off.
     """
 
-    def __init__(self, function: Callable[..., Out], *, name: str, mend: str) -> None:
+    def __init__(self, function: Callable[..., Out], *, name: str, fix: str) -> None:
         # held weakly where it is a method: whose it is holds this, and would wait for a search for cycles to be freed
         self._method = WeakMethod(function) if isinstance(function, MethodType) else lambda: function
         self.name = name
-        self.mend = mend
+        self.fix = fix
         self._tried = False
         self._call: Callable[[list[Tensor]], Any] | None = None
         self._draws: list[Callable[[], Tensor]] = []
@@ -139,14 +139,14 @@ class Compiled(Generic[Out]):
         except Exception as error:  # the compiler raises what it likes, and whatever it is, eager torch goes on
             why = str(error).strip().split("\n")[0][:300]
             warnings.warn(
-                f"{self.name} runs without the compiler ({type(error).__name__}: {why}); mend: a C++ compiler on the "
-                f"PATH, or {self.mend}",
+                f"{self.name} runs without the compiler ({type(error).__name__}: {why}); fix: a C++ compiler on the "
+                f"PATH, or {self.fix}",
                 SlowPathWarning,
                 stacklevel=3,
             )
             return out
         self._draws = drawing.draws
-        log.info("%s is compiled; %s switches that off", self.name, self.mend)
+        log.info("%s is compiled; %s switches that off", self.name, self.fix)
         return found  # as later calls round
 
     def _compiled(self, args: Any, out: Out, drawn: list[Tensor]) -> tuple[Callable[[list[Tensor]], Any], Out]:

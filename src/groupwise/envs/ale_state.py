@@ -109,7 +109,7 @@ def _held_action(ale: Any, machine: bytes) -> int:
             return int(action.value)
     _load(ale, machine)
     raise EnvError(
-        "the action that the Atari machine repeats (sticky actions) cannot be told; mend: make the environment with "
+        "the action that the Atari machine repeats (sticky actions) cannot be told; fix: make the environment with "
         "repeat_action_probability=0, or without continuous=True"
     )
 
@@ -151,6 +151,6 @@ def _generator_at(machine: bytes) -> int:
         if at + length + _TAIL == len(machine):
             return at
     raise EnvError(
-        f"the serialised Atari state of {len(machine)} bytes is not laid out as in ale-py 0.12; mend: "
+        f"the serialised Atari state of {len(machine)} bytes is not laid out as in ale-py 0.12; fix: "
         f"{installing('atari')}"
     )

@@ -195,7 +195,7 @@ class Attempt:
             if ended is not None:
                 raise EnvError(
                     f"the actions that led {type(self.env.unwrapped).__name__} to a captured state end the episode "
-                    "earlier when they are replayed; mend: let equal seeds and actions give equal episodes"
+                    "earlier when they are replayed; fix: let equal seeds and actions give equal episodes"
                 )
             if self._actions is not None:
                 self._actions.extend(actions)
@@ -218,7 +218,7 @@ def _adapter(env: gymnasium.Env, method: StartMethod) -> SnapshotAdapter | None:
     adapter = field_copy() if method.states == "fields" else adapter_for(env)
     if adapter is None:
         raise EnvError(
-            f"no adapter captures the states of {type(env.unwrapped).__name__}; mend: give it clone_state() and "
+            f"no adapter captures the states of {type(env.unwrapped).__name__}; fix: give it clone_state() and "
             "restore_state(state), or group_start='seed'"
         )
     return adapter

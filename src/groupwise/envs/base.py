@@ -142,7 +142,7 @@ class GroupEnv(VectorEnv):
         Raises:
             EnvError: this kind of environment cannot (``can_branch`` is False).
         """
-        raise EnvError(f"states of {self.env_id} cannot be captured (tier {self.start_tier!r}); mend: no branching")
+        raise EnvError(f"states of {self.env_id} cannot be captured (tier {self.start_tier!r}); fix: no branching")
 
     def restore(self, mask: Mask, snapshots: Sequence[Snapshot | None], noise_seed: Seeds) -> Nested:
         """Observations [N, ...] after putting the rows of ``mask`` into captured states; other rows keep theirs.
@@ -156,4 +156,4 @@ class GroupEnv(VectorEnv):
         Raises:
             EnvError: this kind of environment cannot (``can_branch`` is False).
         """
-        raise EnvError(f"states of {self.env_id} cannot be restored (tier {self.start_tier!r}); mend: no branching")
+        raise EnvError(f"states of {self.env_id} cannot be restored (tier {self.start_tier!r}); fix: no branching")

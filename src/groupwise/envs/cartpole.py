@@ -133,7 +133,7 @@ class CartPoleGroupEnv(GroupEnv):
             EnvError: a row is held.
         """
         if held := [row for row in rows if self._held[row]]:
-            raise EnvError(f"rows {held} of {self.env_id} are held; mend: take snapshots of rows that are running")
+            raise EnvError(f"rows {held} of {self.env_id} are held; fix: take snapshots of rows that are running")
         return [CartPoleState(self._state[:, row].copy(), int(self._env.steps[row])) for row in rows]
 
     def restore(self, mask: Mask, snapshots: Sequence[Snapshot | None], noise_seed: Seeds) -> Nested:

@@ -27,7 +27,7 @@ VECTORIZATIONS = ("entry_point", "sync", "async")
 NUM_ENVS = 8
 NO_ENTRY_POINT = "it registers no vectorised version"
 NO_STEP_LIMIT = (
-    "no step limit is known, so an attempt might never end; mend: env.max_episode_steps (also where it truncates by "
+    "no step limit is known, so an attempt might never end; fix: env.max_episode_steps (also where it truncates by "
     "itself), or algorithm.attempt_steps"
 )
 _NUM_SEEDS = 16
@@ -49,19 +49,19 @@ def attempt(probe: Callable[[], T]) -> Finding[T]:
         try:
             return Finding(probe())
         except GroupwiseError as error:
-            return none(*reason_and_mend(error))
+            return none(*reason_and_fix(error))
         except Exception as error:
-            return unknown(*reason_and_mend(error))
+            return unknown(*reason_and_fix(error))
 
 
-def reason_and_mend(error: Exception) -> tuple[str, str]:
+def reason_and_fix(error: Exception) -> tuple[str, str]:
     """An error in a line, with its type unless it is one of ours, and what it says is to be done."""
     kind = "" if isinstance(error, GroupwiseError | CannotTellError) else f"{type(error).__name__}: "
-    reason, _, mend = re.sub(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+", "", str(error)).partition(
-        "; mend: "
+    reason, _, fix = re.sub(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+", "", str(error)).partition(
+        "; fix: "
     )
     reason = re.sub(r"^siblings of \S+ cannot share a start( by group_start='\w+')?: ", "", " ".join(reason.split()))
-    return kind + reason, " ".join(mend.split())
+    return kind + reason, " ".join(fix.split())
 
 
 def make_single(cfg: EnvCfg, env: Maker | None) -> gymnasium.Env:
@@ -91,7 +91,7 @@ def observation_support(cfg: EnvCfg, env: Maker | None) -> str:
         if space_kind(leaf) == "unsupported":
             name = f"{'.'.join(path)!r} is a " if path else ""
             raise UnsupportedSpaceError(
-                f"{name}{type(leaf).__name__}, which has no fixed shape; mend: wrap it so that only arrays are left "
+                f"{name}{type(leaf).__name__}, which has no fixed shape; fix: wrap it so that only arrays are left "
                 "(MiniGrid: minigrid.wrappers.ImgObsWrapper)"
             )
     return brief(single.observation_space)
@@ -269,7 +269,7 @@ def _try_process() -> None:
     """Find out by one process, since each imports the script that runs here, and does again what that has no guard for."""
     if exit_code := process_exit_code():
         raise CannotTellError(
-            f"a new process, which imports this script, ended with exit code {exit_code}; mend: put what the script runs "
+            f"a new process, which imports this script, ended with exit code {exit_code}; fix: put what the script runs "
             "under `if __name__ == '__main__':`"
         )
 

@@ -50,7 +50,7 @@ class EnvPoolSource:
         if task not in (known := envpool.list_all_envs()):
             raise UnknownNameError("EnvPool environment", task, known)
         if taken := sorted(set(kwargs) & set(_OURS)):
-            raise EnvError(f"kwargs of {task} hold {', '.join(taken)}, which groupwise sets; mend: leave it out")
+            raise EnvError(f"kwargs of {task} hold {', '.join(taken)}, which groupwise sets; fix: leave it out")
         self.task = task
         limit = {} if max_episode_steps is None else {"max_episode_steps": max_episode_steps}
         self._kwargs = {**kwargs, **limit}
@@ -60,7 +60,7 @@ class EnvPoolSource:
             self.action_space: Any = spec.action_space
         config = spec.config._asdict()
         if config["max_num_players"] > 1:
-            raise EnvError(f"{task} has {config['max_num_players']} players; mend: take an environment with one")
+            raise EnvError(f"{task} has {config['max_num_players']} players; fix: take an environment with one")
         self.max_episode_steps: int | None = config.get("max_episode_steps")
 
     def make(self, seeds: list[int], num_threads: int) -> Any:
@@ -88,7 +88,7 @@ class EnvPoolVectorEnv(VectorEnv):
         """First observations [N, ...]; see ``VectorEnv.reset``. A seed makes a new pool."""
         if mask is not None:
             raise EnvError(
-                f"{self.env_id} resets itself (next_step), so single rows cannot be reset; mend: autoreset='disabled'"
+                f"{self.env_id} resets itself (next_step), so single rows cannot be reset; fix: autoreset='disabled'"
             )
         if self._pool is not None and seed is None:
             return self._tensor(self._pool.reset()[0])
@@ -146,7 +146,7 @@ class EnvPoolGroupEnv(GroupEnv):
     ) -> None:
         if num_envs % block_size:
             raise EnvError(
-                f"{num_envs} rows of {source.task} do not divide into groups of {block_size}; mend: num_envs = "
+                f"{num_envs} rows of {source.task} do not divide into groups of {block_size}; fix: num_envs = "
                 f"{max(1, num_envs // block_size) * block_size}"
             )
         _describe(self, source, num_envs)
@@ -252,7 +252,7 @@ def _outcome(reward: npt.NDArray[np.float32], terminated: Mask, truncated: Mask)
 
 
 def _not_started(env_id: str) -> EnvError:
-    return EnvError(f"{env_id} was stepped before anything started; mend: call start or reset first")
+    return EnvError(f"{env_id} was stepped before anything started; fix: call start or reset first")
 
 
 @contextmanager

@@ -22,24 +22,24 @@ class Finding(Generic[T]):
     """What was found, or why nothing was.
 
     ``value``: what was found, else None. ``verdict``: ``found``; ``none``, it does not work or does not exist; ``unknown``,
-    the trial failed, so nobody can tell. ``reason``: why there is no value, else empty. ``mend``: what to do about it, if
+    the trial failed, so nobody can tell. ``reason``: why there is no value, else empty. ``fix``: what to do about it, if
     there is something to do.
     """
 
     value: T | None
     verdict: Verdict = "found"
     reason: str = ""
-    mend: str = ""
+    fix: str = ""
 
 
-def none(reason: str, mend: str = "") -> Finding[Any]:
+def none(reason: str, fix: str = "") -> Finding[Any]:
     """The finding that there is nothing of the kind, or that it does not work."""
-    return Finding(None, "none", reason, mend)
+    return Finding(None, "none", reason, fix)
 
 
-def unknown(reason: str, mend: str = "") -> Finding[Any]:
+def unknown(reason: str, fix: str = "") -> Finding[Any]:
     """The finding that nobody can tell."""
-    return Finding(None, "unknown", reason, mend)
+    return Finding(None, "unknown", reason, fix)
 
 
 class Branching(NamedTuple):
@@ -194,7 +194,7 @@ def _training_rows(report: EnvReport, told: dict[str, str]) -> list[tuple[str, s
     refusal = "GRPO refuses it, since no way above to share a start works" if startless else training.reason
     return [
         ("training uses", _answer("training uses", none(refusal), str, told)),
-        *([("mend", training.mend)] if training.mend else []),
+        *([("fix", training.fix)] if training.fix else []),
     ]
 
 

@@ -65,7 +65,7 @@ def verify_group_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STE
         report = fault or report._replace(can_branch=True)
     if isinstance(report, Fault):
         what = "siblings of {} cannot share a start" if report.stage == "start" else "states of {} cannot be captured"
-        raise GroupStartError(f"{what.format(env.env_id)}: {report.reason}; mend: {MENDS[report.stage]}")
+        raise GroupStartError(f"{what.format(env.env_id)}: {report.reason}; fix: {MENDS[report.stage]}")
     return report
 
 
@@ -194,7 +194,7 @@ def verify_rows(env: GroupEnv, forget: Callable[[], None], *, seed: int = 0, num
         if (difference := _first_difference(first, trace)) is not None:
             raise GroupStartError(
                 f"siblings of {env.env_id} cannot share a start across processes: rows that were started with the same "
-                f"seed differ {difference.where('at the start')}, though two rows of one process agreed; mend: let "
+                f"seed differ {difference.where('at the start')}, though two rows of one process agreed; fix: let "
                 "nothing depend on the process (its id, files, global generators), or vectorization='sync'"
             )
     forget()
@@ -212,7 +212,7 @@ def _random_actions(env: GroupEnv, seed: int, num_steps: int, *, equal: bool = T
     if space_kind(env.action_space) in ("dict", "tuple", "unsupported"):
         raise UnsupportedSpaceError(
             f"action space {env.action_space} of {env.env_id} is not supported; supported: Box, Discrete, MultiDiscrete, "
-            "MultiBinary; mend: flatten it with gymnasium.wrappers.TransformAction"
+            "MultiBinary; fix: flatten it with gymnasium.wrappers.TransformAction"
         )
     space = copy.deepcopy(env.action_space)
     space.seed(seed)

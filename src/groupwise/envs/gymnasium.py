@@ -54,7 +54,7 @@ class GymnasiumVectorEnv(VectorEnv):
         """First observations [N, ...]; see ``VectorEnv.reset``."""
         if mask is not None and self.autoreset != "disabled":
             raise EnvError(
-                f"{self.env_id} resets itself ({self.autoreset}), so single rows cannot be reset; mend: autoreset='disabled'"
+                f"{self.env_id} resets itself ({self.autoreset}), so single rows cannot be reset; fix: autoreset='disabled'"
             )
         seeds = seed if seed is None or not self._seeds_rows else row_seeds(seed, self.num_envs)
         # Gymnasium pops reset_mask from the dictionary: a reused one would mean a full reset.
@@ -87,7 +87,7 @@ class GymnasiumVectorEnv(VectorEnv):
         if "final_obs" not in info:
             raise EnvError(
                 f"{self.env_id} resets in the same step but gives no info['final_obs'], so truncated episodes have no "
-                "value; mend: autoreset='next_step' or 'disabled'"
+                "value; fix: autoreset='next_step' or 'disabled'"
             )
         final = info["final_obs"]
         if isinstance(final, np.ndarray) and final.dtype == object:
@@ -112,6 +112,6 @@ def _autoreset_of(env: gymnasium.vector.VectorEnv, env_id: str) -> Any:
     if not isinstance(mode, AutoresetMode):
         raise EnvError(
             f"{env_id} does not say who resets its finished rows: metadata['autoreset_mode'] is {mode!r}; "
-            "mend: set it to a gymnasium.vector.AutoresetMode"
+            "fix: set it to a gymnasium.vector.AutoresetMode"
         )
     return mode.name.lower()

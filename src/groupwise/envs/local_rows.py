@@ -129,7 +129,7 @@ class Rows:
             self._arrays["reward_parts"][row] = [info[key] for key in self._cfg.reward_parts]
         except KeyError as error:
             raise EnvError(
-                f"{self._cfg.env_id} has no reward part {error}: its info holds {sorted(info)}; mend: env.reward_parts"
+                f"{self._cfg.env_id} has no reward part {error}: its info holds {sorted(info)}; fix: env.reward_parts"
             ) from error
 
     def _fail(self, row: int, error: Exception) -> None:

@@ -103,11 +103,11 @@ def _make(
     if env is not None and not callable(env):
         raise EnvError(
             f"env is a {type(env).__name__}, expected a Gymnasium id, a callable that returns a gymnasium.Env, a "
-            "GroupEnv or a gymnasium.vector.VectorEnv; mend: pass the class or a lambda instead of one environment"
+            "GroupEnv or a gymnasium.vector.VectorEnv; fix: pass the class or a lambda instead of one environment"
         )
     if grouped and cfg.autoreset != "disabled":
         raise EnvError(
-            f"a grouped environment is reset by its collector, but autoreset is {cfg.autoreset!r}; mend: autoreset='disabled'"
+            f"a grouped environment is reset by its collector, but autoreset is {cfg.autoreset!r}; fix: autoreset='disabled'"
         )
     if env is None:
         refuse_module(cfg.id)
@@ -131,7 +131,7 @@ def _make(
 def _vectorization(cfg: EnvCfg, env: object | None) -> str:
     if env is not None and cfg.vectorization in ("entry_point", "envpool", "torch"):
         raise EnvError(
-            f"a callable cannot be vectorised by {cfg.vectorization!r}; mend: vectorization='sync' or 'async'"
+            f"a callable cannot be vectorised by {cfg.vectorization!r}; fix: vectorization='sync' or 'async'"
         )
     if cfg.vectorization != "auto":
         return cfg.vectorization
@@ -153,7 +153,7 @@ def _from_entry_point(cfg: EnvCfg, grouped: bool, num_envs: int, device: torch.d
     if vector.autoreset != cfg.autoreset:
         raise EnvError(
             f"the vectorised entry point of {cfg.id} resets finished rows by {vector.autoreset!r}, but autoreset is "
-            f"{cfg.autoreset!r}; mend: autoreset={vector.autoreset!r}, or vectorization='sync'"
+            f"{cfg.autoreset!r}; fix: autoreset={vector.autoreset!r}, or vectorization='sync'"
         )
     return vector
 
@@ -163,10 +163,10 @@ def _adopt(
 ) -> VectorEnv:
     env_id = type(env.unwrapped).__name__ if env.spec is None else env.spec.id
     if num_envs not in (None, env.num_envs):
-        raise EnvError(f"{env_id} has {env.num_envs} rows, but num_envs is {num_envs}; mend: leave num_envs out")
+        raise EnvError(f"{env_id} has {env.num_envs} rows, but num_envs is {num_envs}; fix: leave num_envs out")
     if cfg.max_episode_steps is not None:
         raise EnvError(
-            f"max_episode_steps is {cfg.max_episode_steps}, but {env_id} was given ready-made; mend: limit it when you make it"
+            f"max_episode_steps is {cfg.max_episode_steps}, but {env_id} was given ready-made; fix: limit it when you make it"
         )
     if not grouped:
         return GymnasiumVectorEnv(env, env_id=env_id, max_episode_steps=_step_limit(env), device=device)
@@ -185,7 +185,7 @@ def _refuse_what_groups_have(cfg: EnvCfg) -> None:
         value, default = cfg.model_dump()[name], EnvCfg.model_fields[name].default
         if value != default:
             raise EnvError(
-                f"env.{name} = {value!r} is for groups of attempts, and these environments have none; mend: "
+                f"env.{name} = {value!r} is for groups of attempts, and these environments have none; fix: "
                 f"env.{name}={default!r}, or an algorithm with groups (grpo)"
             )
 
@@ -196,7 +196,7 @@ def _refuse_what_arrays_lack(cfg: EnvCfg) -> None:
         if value:
             raise GroupStartError(
                 f"env.group_start is 'native', but env.{name} = {value!r} is only for environments made one by one, whose "
-                f"states are not in arrays; mend: env.group_start='auto', or env.{name}={EnvCfg.model_fields[name].default!r}"
+                f"states are not in arrays; fix: env.group_start='auto', or env.{name}={EnvCfg.model_fields[name].default!r}"
             )
 
 
@@ -205,19 +205,19 @@ def _check_settings(env: VectorEnv, cfg: EnvCfg) -> None:
     for name, value in {"random_prefix": cfg.random_prefix, "reward_parts": cfg.reward_parts}.items():
         if value:
             raise EnvError(
-                f"{env.env_id} vectorises itself, so {name} = {value!r} cannot be had; mend: vectorization='sync'"
+                f"{env.env_id} vectorises itself, so {name} = {value!r} cannot be had; fix: vectorization='sync'"
             )
     if isinstance(env, GroupEnv) and cfg.group_start not in ("auto", env.start_tier):
         raise GroupStartError(
             f"group_start is {cfg.group_start!r}, but {env.env_id} vectorises itself and starts groups by "
-            f"{env.start_tier!r}; mend: group_start='auto', or vectorization='sync'"
+            f"{env.start_tier!r}; fix: group_start='auto', or vectorization='sync'"
         )
 
 
-def _no_shared_start(env: gymnasium.vector.VectorEnv, env_id: str, mend: str) -> GroupStartError:
+def _no_shared_start(env: gymnasium.vector.VectorEnv, env_id: str, fix: str) -> GroupStartError:
     return GroupStartError(
         f"rows of {env_id} ({type(env).__name__}) cannot be started one by one where they are told, so siblings of a "
-        f"group could not share a start; mend: {mend}"
+        f"group could not share a start; fix: {fix}"
     )
 
 

@@ -29,7 +29,7 @@ def unknown_environment(env_id: str, known: Iterable[str]) -> UnknownNameError |
     hint = (
         None
         if nearest(env_id, names)
-        else "no registered id is like it; mend: --plugin FILE.py if it is yours (in Python: register it first)"
+        else "no registered id is like it; fix: --plugin FILE.py if it is yours (in Python: register it first)"
     )
     return UnknownNameError("environment", env_id, names, hint=hint)
 
@@ -43,7 +43,7 @@ def refuse_module(env_id: str) -> None:
     module, colon, name = env_id.partition(":")
     if colon:
         raise EnvError(
-            f"environment {env_id!r} would import {module!r}, and a config imports nothing; mend: import it yourself (on "
+            f"environment {env_id!r} would import {module!r}, and a config imports nothing; fix: import it yourself (on "
             f"the command line: --plugin {module}) and name the id alone, {name!r}"
         )
 
@@ -53,8 +53,8 @@ def _from(package: _Package, env_id: str) -> UnknownNameError | MissingExtraErro
     registering = f"import {module} (command line: --plugin {module})"
     if find_spec(module) is None:
         return MissingExtraError(
-            f"environment {env_id!r} needs {module!r}, which is not installed; mend: {installing(extra)}, "
+            f"environment {env_id!r} needs {module!r}, which is not installed; fix: {installing(extra)}, "
             f"then {registering}"
         )
-    hint = f"{module} (extra {extra!r}) registers it when it is imported, and nobody did; mend: {registering}"
+    hint = f"{module} (extra {extra!r}) registers it when it is imported, and nobody did; fix: {registering}"
     return UnknownNameError("environment", env_id, (), hint=hint)

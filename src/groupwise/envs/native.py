@@ -113,7 +113,7 @@ class TorchGroupEnv(GroupEnv):
     def observe(self, state: Any) -> Nested:
         """Observations [N, ...] of the states; unless you write it, the state itself, which must then be one tensor."""
         if not isinstance(state, Tensor):
-            raise EnvError(f"the state of {self.env_id} has names, so it is no observation; mend: write observe")
+            raise EnvError(f"the state of {self.env_id} has names, so it is no observation; fix: write observe")
         return state
 
     @torch.no_grad()
@@ -259,7 +259,7 @@ class TorchGroupEnv(GroupEnv):
 
     def _begun(self, rows: Rows) -> dict[str, Tensor]:
         if not rows.state:
-            raise EnvError(f"{self.env_id} was stepped before anything started; mend: call start or reset first")
+            raise EnvError(f"{self.env_id} was stepped before anything started; fix: call start or reset first")
         return rows.state
 
     def _named(self, state: State) -> dict[str, Tensor]:
@@ -272,12 +272,12 @@ class TorchGroupEnv(GroupEnv):
     def _check_state(self, after: dict[str, Tensor], before: dict[str, Tensor], versions: list[int]) -> None:
         """Refuse what would go wrong later, far from its cause."""
         if _versions(before) != versions:
-            raise EnvError(f"transition of {self.env_id} wrote into the state it was given; mend: return new tensors")
+            raise EnvError(f"transition of {self.env_id} wrote into the state it was given; fix: return new tensors")
         wanted = {name: (leaf.shape, leaf.dtype) for name, leaf in before.items()}
         got = {name: (leaf.shape, leaf.dtype) for name, leaf in after.items()}
         if got != wanted:
             raise EnvError(
-                f"transition of {self.env_id} returned states {got}, expected {wanted} as from initial; mend: keep shapes and dtypes"
+                f"transition of {self.env_id} returned states {got}, expected {wanted} as from initial; fix: keep shapes and dtypes"
             )
 
     def _check_outcome(self, reward: Tensor, terminated: Tensor) -> None:
@@ -286,7 +286,7 @@ class TorchGroupEnv(GroupEnv):
             raise EnvError(
                 f"transition of {self.env_id} returned rewards {list(reward.shape)} and terminations "
                 f"{list(terminated.shape)} of {terminated.dtype}, expected [{self.num_envs}] and [{self.num_envs}] of "
-                "torch.bool; mend: one number a row"
+                "torch.bool; fix: one number a row"
             )
 
 

@@ -107,7 +107,7 @@ class RowsGroupEnv(GroupEnv):
         if not self.can_branch:
             return super().snapshot(rows)
         if held := [row for row in rows if not self._live[row]]:
-            raise EnvError(f"rows {held} of {self.env_id} are held; mend: take snapshots of rows that are running")
+            raise EnvError(f"rows {held} of {self.env_id} are held; fix: take snapshots of rows that are running")
         return self._rows.snapshot(rows)
 
     def restore(self, mask: Mask, snapshots: Sequence[Snapshot | None], noise_seed: Seeds) -> Nested:

@@ -45,7 +45,7 @@ def from_maker(make: Callable[..., Any], cfg: EnvCfg, num_envs: int, device: tor
     env = make(**settings)
     if not isinstance(env, GroupEnv):
         raise EnvError(
-            f"the callable with num_envs returned a {type(env).__name__}, expected a GroupEnv; mend: a callable that "
+            f"the callable with num_envs returned a {type(env).__name__}, expected a GroupEnv; fix: a callable that "
             "returns one gymnasium.Env has no parameter num_envs"
         )
     return adopt(env, cfg, num_envs)
@@ -58,15 +58,15 @@ def adopt(env: GroupEnv, cfg: EnvCfg, num_envs: int | None) -> GroupEnv:
         EnvError: it has other rows, another step limit or another autoreset mode.
     """
     if num_envs not in (None, env.num_envs):
-        raise EnvError(f"{env.env_id} has {env.num_envs} rows, but num_envs is {num_envs}; mend: leave num_envs out")
+        raise EnvError(f"{env.env_id} has {env.num_envs} rows, but num_envs is {num_envs}; fix: leave num_envs out")
     if cfg.max_episode_steps not in (None, env.max_episode_steps):
         raise EnvError(
             f"max_episode_steps is {cfg.max_episode_steps}, but {env.env_id} ends its episodes after "
-            f"{env.max_episode_steps}; mend: set it there, or take max_episode_steps in its constructor"
+            f"{env.max_episode_steps}; fix: set it there, or take max_episode_steps in its constructor"
         )
     if cfg.autoreset != "disabled":
         raise EnvError(
-            f"{env.env_id} never resets itself, but autoreset is {cfg.autoreset!r}; mend: autoreset='disabled'"
+            f"{env.env_id} never resets itself, but autoreset is {cfg.autoreset!r}; fix: autoreset='disabled'"
         )
     return env
 
@@ -80,16 +80,16 @@ def from_torch(cfg: EnvCfg, num_envs: int, device: torch.device | str = "cpu") -
     """
     if cfg.id not in IN_TORCH:
         raise EnvError(
-            f"{cfg.id} is not written in torch, only {', '.join(IN_TORCH)} are; mend: env.vectorization='auto', or a "
+            f"{cfg.id} is not written in torch, only {', '.join(IN_TORCH)} are; fix: env.vectorization='auto', or a "
             "TorchGroupEnv of yours, given as a class in Python"
         )
     if cfg.kwargs:
-        raise EnvError(f"{cfg.id} in torch takes no env.kwargs, got {cfg.kwargs}; mend: env.vectorization='auto'")
+        raise EnvError(f"{cfg.id} in torch takes no env.kwargs, got {cfg.kwargs}; fix: env.vectorization='auto'")
     module, _, name = IN_TORCH[cfg.id].partition(":")
     return from_maker(getattr(import_module(module), name), cfg, num_envs, device)
 
 
-def torch_mend(env_id: str) -> str:
+def torch_fix(env_id: str) -> str:
     """What to say first to those who need the task in torch, where there is one."""
     return "env.vectorization='torch', or " if env_id in IN_TORCH else ""
 
@@ -111,7 +111,7 @@ def from_envpool(
 
     if cfg.autoreset == "same_step":
         raise EnvError(
-            f"EnvPool shows no final observation of {cfg.id} under same_step; mend: autoreset='disabled' or 'next_step'"
+            f"EnvPool shows no final observation of {cfg.id} under same_step; fix: autoreset='disabled' or 'next_step'"
         )
     source = EnvPoolSource(cfg.id, cfg.kwargs, cfg.max_episode_steps)
     if cfg.autoreset == "disabled":

@@ -56,7 +56,7 @@ def group_env(
     if cfg.group_start == "native":
         raise GroupStartError(
             f"env.group_start is 'native', but {cfg.id} is made of single environments, whose states are not in arrays; "
-            f"mend: env.group_start='auto'{_native_way(cfg, env)}"
+            f"fix: env.group_start='auto'{_native_way(cfg, env)}"
         )
     in_one_process = vectorization == "sync"
     rows = _describe(cfg, _maker(cfg, env, knows_ids=in_one_process), on_error)
@@ -135,11 +135,11 @@ def explained(env_id: str) -> Iterator[None]:
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
         raise unknown_environment(env_id, gymnasium.registry) from error
     except gymnasium.error.DependencyNotInstalled as error:
-        raise MissingExtraError(f"{env_id} needs a package that is not installed: {_mend(str(error))}") from error
+        raise MissingExtraError(f"{env_id} needs a package that is not installed: {_fix(str(error))}") from error
     except ModuleNotFoundError as error:
-        raise MissingExtraError(f"{env_id} needs {error.name!r}, which is not installed; mend: install it") from error
+        raise MissingExtraError(f"{env_id} needs {error.name!r}, which is not installed; fix: install it") from error
     except (gymnasium.error.Error, TypeError) as error:  # TypeError: arguments that it does not take
-        raise EnvError(f"{env_id} cannot be made: {error}; mend: env.kwargs, or env.vectorization") from error
+        raise EnvError(f"{env_id} cannot be made: {error}; fix: env.kwargs, or env.vectorization") from error
 
 
 def _describe(cfg: EnvCfg, make: EnvMaker, on_error: OnError) -> RowCfg:
@@ -193,11 +193,11 @@ def _copying(make: EnvMaker, cfg: EnvCfg) -> EnvMaker:
     return (lambda: TransformObservation(make(), copy.deepcopy, None)) if cfg.autoreset == "same_step" else make
 
 
-def _mend(message: str) -> str:
+def _fix(message: str) -> str:
     """Gymnasium's message; what is to be done about it by the extra of ours that brings what is missing."""
     named = re.search(r"gymnasium\[([\w-]+)\]", message)
     ours = metadata("groupwise").get_all("Provides-Extra") or []
     if named is None or named[1] not in ours:
         return message
     reason = re.split(r",? *(?:you can|run) ", message)[0] or named[1]  # theirs names other commands than ours
-    return f"{reason}; mend: {installing(named[1])}"
+    return f"{reason}; fix: {installing(named[1])}"

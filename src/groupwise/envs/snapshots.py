@@ -181,7 +181,7 @@ class _Own(SnapshotAdapter):
             state = pickle.dumps((own.clone_state(), env.np_random), protocol=pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise EnvError(
-                f"the state that {type(own).__name__}.clone_state() returned cannot be pickled: {error}; mend: return "
+                f"the state that {type(own).__name__}.clone_state() returned cannot be pickled: {error}; fix: return "
                 "plain data (numbers, arrays, dictionaries)"
             ) from error
         return captured._replace(simulator=state)
@@ -198,7 +198,7 @@ class _Own(SnapshotAdapter):
         for outer, layer in enumerate(_layers(env)):
             if isinstance(layer, HasState):
                 return outer, layer
-        raise EnvError(f"{env} has no clone_state and restore_state; mend: add them, or do not ask for its states")
+        raise EnvError(f"{env} has no clone_state and restore_state; fix: add them, or do not ask for its states")
 
 
 class _Mujoco(SnapshotAdapter):
@@ -257,7 +257,7 @@ def _capture(env: gymnasium.Env, outer: int | None = None) -> _Captured:
     try:
         _Pickler(buffer, names).dump(state)
     except _NOT_PICKLED as error:
-        raise EnvError(f"{_culprit(layers[:outer], names)} cannot be copied: {error}; mend: {_MEND}") from error
+        raise EnvError(f"{_culprit(layers[:outer], names)} cannot be copied: {error}; fix: {_MEND}") from error
     return _Captured(_stack(layers), buffer.getvalue())
 
 
@@ -270,7 +270,7 @@ def _restore(env: gymnasium.Env, snapshot: _Captured, outer: int | None = None) 
     if _stack(layers) != snapshot.stack:
         raise EnvError(
             f"a state captured from {' in '.join(reversed(snapshot.stack))} cannot be restored in "
-            f"{' in '.join(reversed(_stack(layers)))}; mend: make both environments by the same callable"
+            f"{' in '.join(reversed(_stack(layers)))}; fix: make both environments by the same callable"
         )
     objects = {key: value for value, key in _named(layers)}
     states = _Unpickler(BytesIO(snapshot.attributes), objects).load()

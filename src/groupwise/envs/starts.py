@@ -52,10 +52,10 @@ def choose_start(cfg: RowCfg, wanted: Literal["auto", "native", "snapshot", "see
 
 def _refusal(env_id: str, wanted: str, faults: dict[StartMethod, Fault]) -> GroupStartError:
     if wanted == "auto":
-        return GroupStartError(f"siblings of {env_id} cannot share a start: {_listed(faults)}; mend: {MENDS['start']}")
+        return GroupStartError(f"siblings of {env_id} cannot share a start: {_listed(faults)}; fix: {MENDS['start']}")
     reasons = next(iter(faults.values())).reason if len(faults) == 1 else _listed(faults)
     return GroupStartError(
-        f"siblings of {env_id} cannot share a start by group_start={wanted!r}: {reasons}; mend: {MENDS['start']}; or "
+        f"siblings of {env_id} cannot share a start by group_start={wanted!r}: {reasons}; fix: {MENDS['start']}; or "
         "group_start='auto', which tries every way"
     )
 
@@ -105,7 +105,7 @@ def _guarded(stage: Literal["start", "branch"], uses_adapter: bool, examine: Cal
         if not uses_adapter:
             raise
         kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
-        return Fault(stage, kind + str(error).partition("; mend: ")[0])
+        return Fault(stage, kind + str(error).partition("; fix: ")[0])
 
 
 def _adapter_name(cfg: RowCfg) -> str | None:
@@ -125,13 +125,13 @@ def _settle(cfg: RowCfg, choice: StartChoice, faults: dict[StartMethod, Fault]) 
         stage = "branch" if all(method.states == "adapter" for method in surprising) else "start"
         warnings.warn(
             f"siblings of {cfg.env_id} share their start by {choice.method}, since better ways failed: "
-            f"{_listed(surprising)}; mend: {MENDS[stage]}",
+            f"{_listed(surprising)}; fix: {MENDS[stage]}",
             GroupStartWarning,
             stacklevel=4,
         )
     if not report.start_varies and cfg.random_prefix == 0:
         log.warning(
-            "%s starts in the same state whatever the seed, so all groups start alike; mend: env.random_prefix, if that "
+            "%s starts in the same state whatever the seed, so all groups start alike; fix: env.random_prefix, if that "
             "is not wanted",
             cfg.env_id,
         )

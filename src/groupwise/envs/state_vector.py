@@ -76,12 +76,12 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
         super().__init__(env, env_id=env_id, max_episode_steps=max_episode_steps, device=device)
         if not isinstance(env, HasStates):
             raise GroupStartError(
-                f"rows of {env_id} cannot be captured, so siblings of a group could not share a start; mend: add "
+                f"rows of {env_id} cannot be captured, so siblings of a group could not share a start; fix: add "
                 "clone_state(rows) and restore_state(states, rows), or pass a callable that returns one gymnasium.Env"
             )
         if self.autoreset != "disabled":
             raise GroupStartError(
-                f"{env_id} resets its rows itself ({self.autoreset}), so none could be held; mend: leave finished rows "
+                f"{env_id} resets its rows itself ({self.autoreset}), so none could be held; fix: leave finished rows "
                 "alone and set metadata['autoreset_mode'] = AutoresetMode.DISABLED"
             )
         self._states: HasStates = env
@@ -126,7 +126,7 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
             EnvError: a row is held, and has moved on unseen.
         """
         if held := [row for row in rows if self._held[row]]:
-            raise EnvError(f"rows {held} of {self.env_id} are held; mend: take snapshots of rows that are running")
+            raise EnvError(f"rows {held} of {self.env_id} are held; fix: take snapshots of rows that are running")
         return list(self._capture(rows))
 
     def restore(self, mask: Mask, snapshots: Sequence[Snapshot | None], noise_seed: Seeds) -> Nested:
@@ -161,7 +161,7 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
         again = self._tensor(self._env.reset(seed=seed)[0])
         if not bool((again[0] == obs[0]).all()):
             raise GroupStartError(
-                f"{self.env_id} began elsewhere when it was reset with the same seed again; mend: let reset draw all its "
+                f"{self.env_id} began elsewhere when it was reset with the same seed again; fix: let reset draw all its "
                 "randomness from self.np_random, after super().reset(seed=seed)"
             )
 
@@ -190,14 +190,14 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
             return
         self._has_told = True
         log.warning(
-            "siblings of %s share all randomness, also after the start; mend: add reseed_noise(seeds, rows), if steps are "
+            "siblings of %s share all randomness, also after the start; fix: add reseed_noise(seeds, rows), if steps are "
             "random",
             self.env_id,
         )
 
     def _shown(self) -> Nested:
         if self._obs is None:
-            raise EnvError(f"{self.env_id} was used before anything started; mend: call start or reset first")
+            raise EnvError(f"{self.env_id} was used before anything started; fix: call start or reset first")
         return self._obs
 
 

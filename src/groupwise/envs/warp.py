@@ -93,12 +93,10 @@ class WarpGroupEnv(TorchGroupEnv):
         device: torch.device | str = "cpu",
     ) -> None:
         if unknown := [name for name in poses if name not in POSES]:
-            raise EnvError(
-                f"poses of {env_id} are {unknown}, expected some of {', '.join(POSES)}; mend: leave them out"
-            )
+            raise EnvError(f"poses of {env_id} are {unknown}, expected some of {', '.join(POSES)}; fix: leave them out")
         for name, number in (("frame_skip", frame_skip), ("nconmax", nconmax), ("njmax", njmax)):
             if number is not None and number < 1:
-                raise EnvError(f"{name} of {env_id} is {number}, expected 1 or more; mend: a larger one")
+                raise EnvError(f"{name} of {env_id} is {number}, expected 1 or more; fix: a larger one")
         self.model = load_model(model, env_id)
         self.frame_skip = frame_skip
         super().__init__(
@@ -168,16 +166,16 @@ class WarpGroupEnv(TorchGroupEnv):
         wanted = [self.num_envs, self.model.nu]
         if list(control.shape) != wanted:
             raise EnvError(
-                f"control of {self.env_id} returned {list(control.shape)}, expected {wanted}; mend: a number for each actuator"
+                f"control of {self.env_id} returned {list(control.shape)}, expected {wanted}; fix: a number for each actuator"
             )
 
     def _check_begin(self, state: dict[str, Tensor]) -> None:
         wanted = {"qpos": (self.num_envs, self.model.nq), "qvel": (self.num_envs, self.model.nv)}
         got = {name: tuple(leaf.shape) for name, leaf in state.items() if name in wanted}
         if got != wanted:
-            raise EnvError(f"begin of {self.env_id} returned {got}, expected {wanted}; mend: a row of each per attempt")
+            raise EnvError(f"begin of {self.env_id} returned {got}, expected {wanted}; fix: a row of each per attempt")
         if taken := sorted({*state} & {*self._zeros, *self._poses}):
-            raise EnvError(f"begin of {self.env_id} returned {taken}, which is kept by itself; mend: other names")
+            raise EnvError(f"begin of {self.env_id} returned {taken}, which is kept by itself; fix: other names")
 
 
 class Worlds:
@@ -216,7 +214,7 @@ class Worlds:
                 self._data = self._mjw.make_data(model, nworld=num_worlds, nconmax=nconmax, njmax=njmax)
             except (NotImplementedError, ValueError) as error:
                 raise EnvError(
-                    f"MuJoCo Warp does not take the model of {env_id}: {line(error)}; mend: the model"
+                    f"MuJoCo Warp does not take the model of {env_id}: {line(error)}; fix: the model"
                 ) from error
             self._wp.synchronize_device()  # torch's stream knows nothing of Warp's
         self._lost = self._set_options()
@@ -318,14 +316,14 @@ def load_model(model: Any, env_id: str) -> Any:
         return model
     if not isinstance(model, str | os.PathLike):
         raise EnvError(
-            f"the model of {env_id} is a {type(model).__name__}, expected MJCF or a mujoco.MjModel; mend: a path or its text"
+            f"the model of {env_id} is a {type(model).__name__}, expected MJCF or a mujoco.MjModel; fix: a path or its text"
         )
     try:
         if isinstance(model, str) and model.lstrip().startswith("<"):
             return mujoco.MjModel.from_xml_string(model)
         return mujoco.MjModel.from_xml_path(str(Path(model)))
     except ValueError as error:
-        raise EnvError(f"the model of {env_id} cannot be read: {line(error)}; mend: the MJCF, or its path") from error
+        raise EnvError(f"the model of {env_id} cannot be read: {line(error)}; fix: the MJCF, or its path") from error
 
 
 def control_space(model: Any) -> spaces.Box:
@@ -354,7 +352,7 @@ def refuse_hidden_state(model: Any, env_id: str) -> None:
     if names := [name for name, count in found.items() if count]:
         raise EnvError(
             f"the model of {env_id} has {', '.join(names)}, whose state is not kept, so siblings would not agree; "
-            "mend: a model without"
+            "fix: a model without"
         )
 
 

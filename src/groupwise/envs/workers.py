@@ -132,7 +132,7 @@ class WorkerRows:
     ) -> list[tuple[list[int], Any]]:
         """Send each worker its rows and what the columns say about them; its places in ``rows`` and what it answered."""
         if not self._workers:
-            raise EnvError(f"the worker processes of {self._env_id} have ended; mend: make the environment again")
+            raise EnvError(f"the worker processes of {self._env_id} have ended; fix: make the environment again")
         places_of: list[list[int]] = [[] for _ in self._workers]
         for place, row in enumerate(rows):
             places_of[self._home[row]].append(place)
@@ -177,7 +177,7 @@ class WorkerRows:
         self.close()
         return EnvError(
             f"{worker.process.name} of {self._env_id} ended with exit code {worker.process.exitcode}; its last words are "
-            "above; mend: a script needs `if __name__ == '__main__':` around what it runs, a simulator may have crashed "
+            "above; fix: a script needs `if __name__ == '__main__':` around what it runs, a simulator may have crashed "
             "or run out of memory; vectorization='sync' shows where"
         )
 
@@ -242,7 +242,7 @@ def _pickled(cfg: RowCfg) -> bytes:
             return payload
         except Exception as error:
             raise EnvError(
-                f"what makes {cfg.env_id} cannot be sent to another process: {error!r}; mend: make locks, files and "
+                f"what makes {cfg.env_id} cannot be sent to another process: {error!r}; fix: make locks, files and "
                 "generators inside the callable, or vectorization='sync'"
             ) from error
 

@@ -173,7 +173,7 @@ def token_mean_weights(
 
 def _given(max_length: int | None, aggregation: Aggregation) -> int:
     if max_length is None:
-        raise ValueError(f"aggregation {aggregation!r} got max_length None; mend: give the most steps of an episode")
+        raise ValueError(f"aggregation {aggregation!r} got max_length None; fix: give the most steps of an episode")
     return max_length
 
 

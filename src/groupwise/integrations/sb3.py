@@ -169,7 +169,7 @@ class GRPO(OnPolicyAlgorithm):
             return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
         except PolicyError as error:
             raise ConfigError(
-                f"{path} was not saved by GRPO: its policy is {error.name}; mend: load it with the class that saved it "
+                f"{path} was not saved by GRPO: its policy is {error.name}; fix: load it with the class that saved it "
                 "(PPO.load, A2C.load, ...), or train a GRPO anew"
             ) from error
 
@@ -178,7 +178,7 @@ class GRPO(OnPolicyAlgorithm):
         """The frozen policy that ``kl_coef`` draws towards."""
         reference = self._core.reference
         if not isinstance(reference, ScoredActor):
-            raise ConfigError("kl_coef is 0, so there is no reference policy; mend: GRPO(..., kl_coef=0.02)")
+            raise ConfigError("kl_coef is 0, so there is no reference policy; fix: GRPO(..., kl_coef=0.02)")
         return reference.actor
 
     def learn(
@@ -204,7 +204,7 @@ class GRPO(OnPolicyAlgorithm):
         if self._core_state is before and not stopped:
             warnings.warn(
                 f"nothing was learned: no group of {self.group_size} attempts was finished in "
-                f"{self.num_timesteps - self._num_timesteps_at_start} steps; mend: more total_timesteps, a smaller "
+                f"{self.num_timesteps - self._num_timesteps_at_start} steps; fix: more total_timesteps, a smaller "
                 "group_size, or an environment with a step limit",
                 stacklevel=2,
             )
@@ -312,7 +312,7 @@ class GRPO(OnPolicyAlgorithm):
     ) -> tuple[int, BaseCallback]:
         """Go on with the attempts under way, or start the first ones by the reset that SB3 does here."""
         if self.env is None:
-            raise EnvError("there is no environment to learn from; mend: model.set_env(env), or load(path, env=env)")
+            raise EnvError("there is no environment to learn from; fix: model.set_env(env), or load(path, env=env)")
         insert_shared_start(self.env)
         begins = reset_num_timesteps or not self._goes_on(self.env)
         if begins:

@@ -112,7 +112,7 @@ class Attempts:
         if found != self.running(env):
             raise EnvError(
                 f"environment {env} should be at {self.running(env)} and is at {found}: something else reset or stepped "
-                "it during learn(); mend: evaluate on an environment of its own"
+                "it during learn(); fix: evaluate on an environment of its own"
             )
 
     def record(self, tick: Tick) -> list[int]:
@@ -125,7 +125,7 @@ class Attempts:
             if not np.isfinite(values).all():
                 env = int(np.flatnonzero(~np.isfinite(values))[0])
                 raise DataError(
-                    f"the {name} of environment {env} is {values[env]}, expected a finite number; mend the environment "
+                    f"the {name} of environment {env} is {values[env]}, expected a finite number; fix the environment "
                     "or the policy that produced it (stable_baselines3's VecCheckNan finds which)"
                 )
         self._ticks.append(tick)

@@ -215,7 +215,7 @@ def _hidden_sizes(net_arch: NetArch | None, features_extractor_class: type[BaseF
         if net_arch.keys() != {"pi"}:
             raise ConfigError(
                 f"net_arch={net_arch!r} describes {sorted(net_arch)}, but without a critic there is a policy network "
-                "only; mend: net_arch=[64, 64] or net_arch=dict(pi=[64, 64])"
+                "only; fix: net_arch=[64, 64] or net_arch=dict(pi=[64, 64])"
             )
         return net_arch["pi"]
     return net_arch

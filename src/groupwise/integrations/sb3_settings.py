@@ -22,15 +22,15 @@ ARGUMENTS = (*CFG_NAMES, *_SAME_NAME, "kl_ref_iterations", "shared_starts")
 SHARED_STARTS = ("verify", "trust", "off")
 _SB3_NAMES = {(cfg,): sb3 for sb3, cfg in CFG_NAMES.items()} | {("reference", "interval"): "kl_ref_iterations"}
 
-_NO_CRITIC = "there is no critic; mend: leave it out"
-_EVERY_STEP = "actions are drawn anew at every step; mend: leave it out, ent_coef is what explores"
-_OWN_STORE = "whole groups have a store of their own; mend: leave it out"
+_NO_CRITIC = "there is no critic; fix: leave it out"
+_EVERY_STEP = "actions are drawn anew at every step; fix: leave it out, ent_coef is what explores"
+_OWN_STORE = "whole groups have a store of their own; fix: leave it out"
 ELSEWHERE = {
-    "clip_range": "the clip is part of the objective; mend: objective=ObjectiveCfg(clip_low=0.2, clip_high=0.2)",
+    "clip_range": "the clip is part of the objective; fix: objective=ObjectiveCfg(clip_low=0.2, clip_high=0.2)",
     "clip_range_vf": _NO_CRITIC,
     "vf_coef": _NO_CRITIC,
-    "gae_lambda": "advantages compare siblings, and no critic looks ahead; mend: leave it out, or choose a credit=...",
-    "normalize_advantage": "credit has a scale; mend: credit=CreditCfg(scale='std'), or 'none'",
+    "gae_lambda": "advantages compare siblings, and no critic looks ahead; fix: leave it out, or choose a credit=...",
+    "normalize_advantage": "credit has a scale; fix: credit=CreditCfg(scale='std'), or 'none'",
     "use_sde": _EVERY_STEP,
     "sde_sample_freq": _EVERY_STEP,
     "rollout_buffer_class": _OWN_STORE,
@@ -40,11 +40,11 @@ ELSEWHERE = {
 _RENAMED = {"lr": "learning_rate"} | {cfg: sb3 for sb3, cfg in CFG_NAMES.items()}
 """Arguments that others know by another name."""
 _ABSENT = {
-    ("credit", "reward", "parts"): "no reward here has parts; mend: credit.reward='total', or another preset",
+    ("credit", "reward", "parts"): "no reward here has parts; fix: credit.reward='total', or another preset",
     ("credit", "baseline", "greedy"): (
-        "no attempt here is deterministic; mend: credit.baseline='leave_one_out', or another preset"
+        "no attempt here is deterministic; fix: credit.baseline='leave_one_out', or another preset"
     ),
-    ("objective", "ratio", "turn"): "no step here belongs to a turn; mend: objective.ratio='token', or another preset",
+    ("objective", "ratio", "turn"): "no step here belongs to a turn; fix: objective.ratio='token', or another preset",
 }
 """Choices that read what the rollouts of SB3's environments do not hold."""
 
@@ -59,7 +59,7 @@ class PolicyError(ConfigError):
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(
-            f"{name} is not a policy without a critic; mend: 'MlpPolicy', 'CnnPolicy', 'MultiInputPolicy' or a subclass of "
+            f"{name} is not a policy without a critic; fix: 'MlpPolicy', 'CnnPolicy', 'MultiInputPolicy' or a subclass of "
             "groupwise.integrations.sb3.ActorPolicy"
         )
 
@@ -75,9 +75,9 @@ def refuse(names: Iterable[str], algorithm: type) -> None:
         if name in ELSEWHERE:
             raise ConfigError(f"GRPO takes no {name}: {ELSEWHERE[name]}")
         if name in _RENAMED:
-            raise ConfigError(f"GRPO takes no {name}: it has another name here; mend: {_RENAMED[name]}=...")
+            raise ConfigError(f"GRPO takes no {name}: it has another name here; fix: {_RENAMED[name]}=...")
         known = _arguments(algorithm)
-        every = f"known: {', '.join(sorted(known))}; mend: one of these, or leave it out"
+        every = f"known: {', '.join(sorted(known))}; fix: one of these, or leave it out"
         raise UnknownNameError("argument of GRPO", name, known, hint=None if nearest(name, known) else every)
 
 
@@ -111,7 +111,7 @@ def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
     tree = {CFG_NAMES.get(name, name): value for name, value in arguments.items()}
     starts, interval = tree.pop("shared_starts"), tree.pop("kl_ref_iterations")
     if starts not in SHARED_STARTS:
-        raise ConfigError(f"shared_starts is {starts!r}, expected 'verify', 'trust' or 'off'; mend: 'verify'")
+        raise ConfigError(f"shared_starts is {starts!r}, expected 'verify', 'trust' or 'off'; fix: 'verify'")
     if interval is not None:
         tree["reference"] = {"refresh": "interval", "interval": interval}
     for part in ("credit", "objective"):

@@ -127,7 +127,7 @@ def insert_shared_start(env: VecEnv) -> None:
     if not isinstance(inner, DummyVecEnv):
         raise EnvError(
             f"{wrapped.count(False)} of the {env.num_envs} environments of this {type(inner).__name__} cannot be told "
-            "where to start; mend: make_vec_env(..., wrapper_class=SharedStart), with "
+            "where to start; fix: make_vec_env(..., wrapper_class=SharedStart), with "
             "`from groupwise.integrations.sb3 import SharedStart`, or wrap each environment in SharedStart yourself"
         )
     inner.envs = [sub if known else SharedStart(sub) for sub, known in zip(inner.envs, wrapped, strict=True)]
@@ -161,7 +161,7 @@ def _check_equal(expected: list[Moment], trace: list[Moment], index: int) -> Non
             when = "at the start" if step == 0 else f"at step {step} of equal actions with equal noise"
             raise GroupStartError(
                 f"siblings cannot share a start: what was started with the same seed differs {when}, in environment "
-                f"{index}; mend: let the environment draw all its randomness from self.np_random, after "
+                f"{index}; fix: let the environment draw all its randomness from self.np_random, after "
                 "super().reset(seed=seed), and keep nothing from one episode to the next; or compare attempts from "
                 "different starts, with shared_starts='off'"
             )

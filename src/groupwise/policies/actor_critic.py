@@ -61,7 +61,7 @@ class ActorCritic(Policy):
     ) -> None:
         super().__init__()
         if actor_only and critic is not None:
-            raise ConfigError("a critic was given with actor_only=True, which has none; mend: drop one of them")
+            raise ConfigError("a critic was given with actor_only=True, which has none; fix: drop one of them")
         self.observation_space = observation_space
         self.action_space = action_space
         self.cfg = cfg
@@ -325,4 +325,4 @@ def _check_finite(obs: Nested, name: str) -> None:
             _check_finite(leaf, f"{name}.{key}")
     elif obs.is_floating_point() and not obs.isfinite().all():
         index = (~obs.isfinite()).nonzero()[0].tolist()
-        raise DataError(f"{name}{index} is {obs[tuple(index)].item()}, expected a finite number; mend its source")
+        raise DataError(f"{name}{index} is {obs[tuple(index)].item()}, expected a finite number; fix its source")

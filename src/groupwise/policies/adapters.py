@@ -70,5 +70,5 @@ def check_adapters(model: Any) -> None:
         if kind.is_prompt_learning:
             raise ConfigError(
                 f"adapters of peft's type {kind.peft_type.value} stand before the prompt, which a CausalLM does not read; "
-                "mend: LoRA, or another type that changes layers"
+                "fix: LoRA, or another type that changes layers"
             )

@@ -116,7 +116,7 @@ class Policy(nn.Module, ABC):
 
     def kl(self, dist: Tensor, other: Tensor) -> Tensor:
         """Exact KL(dist || other) per element, from the flat parameters in ``Evaluation.dist``."""
-        raise TypeError(f"{type(self).__name__} has no closed-form KL; mend: use kl_estimator k1, k2 or k3")
+        raise TypeError(f"{type(self).__name__} has no closed-form KL; fix: use kl_estimator k1, k2 or k3")
 
     def normalize_reward(self, reward: Tensor) -> Tensor:
         """Rewards in the scale that credit is computed in; the identity unless the policy normalises them."""

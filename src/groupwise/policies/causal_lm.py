@@ -146,7 +146,7 @@ class CausalLM(Policy):
         if length is not None and max_new_tokens >= length:
             raise ConfigError(
                 f"sampling.max_new_tokens={max_new_tokens} leaves no room for a prompt: the model has positions for {length} "
-                f"tokens; mend: at most {length - 1}, less the longest prompt"
+                f"tokens; fix: at most {length - 1}, less the longest prompt"
             )
         return None if length is None else length - max_new_tokens
 
@@ -171,7 +171,7 @@ class CausalLM(Policy):
             TypeError: the policy has no value head.
         """
         if self.value_head is None:
-            raise TypeError("an actor_only CausalLM has no value; mend: CausalLM(model, actor_only=False)")
+            raise TypeError("an actor_only CausalLM has no value; fix: CausalLM(model, actor_only=False)")
         filled = rollout["valid"].clone()
         filled[:, 1:] |= rollout["valid"][:, :-1]
         hidden = self._hidden(rollout["obs"], filled, rollout["group_id"], filled, rollout["action"])
@@ -197,11 +197,11 @@ class CausalLM(Policy):
 
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
         """Not one token at a time: ``decoding.complete`` writes whole completions."""
-        raise TypeError("a CausalLM does not act token by token; mend: decoding.complete")
+        raise TypeError("a CausalLM does not act token by token; fix: decoding.complete")
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """Not from arrays: ``decoding.complete`` takes prompts."""
-        raise TypeError("a CausalLM takes prompts, not arrays; mend: decoding.complete")
+        raise TypeError("a CausalLM takes prompts, not arrays; fix: decoding.complete")
 
     def make_reference(self) -> Policy:
         """A frozen policy that scores like this one does now; as long as adapters change nothing, the weights below them."""
@@ -334,15 +334,15 @@ class CausalLM(Policy):
         """
         name, embeddings = type(self.network).__name__, self.network.get_output_embeddings()
         if embeddings is None:
-            raise ConfigError(f"{name} has no output embeddings; mend: a model for causal language modelling")
+            raise ConfigError(f"{name} has no output embeddings; fix: a model for causal language modelling")
         parts = [part for part, _ in embeddings.named_parameters()]
         if parts != ["weight"]:
             raise ConfigError(
-                f"the output embeddings of {name} are {parts}, expected a weight alone; mend: no adapter or bias there"
+                f"the output embeddings of {name} are {parts}, expected a weight alone; fix: no adapter or bias there"
             )
         if self.tokenizer is not None and len(self.tokenizer) > len(self.head):
             raise ConfigError(
-                f"the tokenizer has {len(self.tokenizer)} tokens, and {name} only {len(self.head)}; mend: a tokenizer of that model"
+                f"the tokenizer has {len(self.tokenizer)} tokens, and {name} only {len(self.head)}; fix: a tokenizer of that model"
             )
         tokens = self._some_tokens()
         with self.computing():
@@ -352,7 +352,7 @@ class CausalLM(Policy):
         if off > _TOLERANCE:
             raise ConfigError(
                 f"the logits of {name} are not its hidden states times its output embeddings: they differ by {off:.1%}; "
-                "mend: a model whose logits are not scaled, capped or biased"
+                "fix: a model whose logits are not scaled, capped or biased"
             )
 
 

@@ -53,7 +53,7 @@ class SamplingCfg(Cfg):
                 if data.get(key) is not None:
                     raise ValueError(
                         f"{key}={data[key]!r} is for evaluation only: as the policy changes, a drawn token can leave the "
-                        "set that it keeps, and its log-probability would be minus infinity; mend: top_k, or evaluation.sampling"
+                        "set that it keeps, and its log-probability would be minus infinity; fix: top_k, or evaluation.sampling"
                     )
         return data
 
@@ -61,7 +61,7 @@ class SamplingCfg(Cfg):
     def _check_lengths(self) -> "SamplingCfg":
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
-                f"min_new_tokens={self.min_new_tokens} > max_new_tokens={self.max_new_tokens}; mend: swap them"
+                f"min_new_tokens={self.min_new_tokens} > max_new_tokens={self.max_new_tokens}; fix: swap them"
             )
         return self
 
@@ -106,6 +106,6 @@ class ModelCfg(Cfg):
     def _check_quantization(self) -> "ModelCfg":
         if self.quantization != "none" and self.lora is None:
             raise ValueError(
-                f"quantization={self.quantization!r} holds weights that cannot be trained; got lora=None, mend: lora={{'r': 16}}"
+                f"quantization={self.quantization!r} holds weights that cannot be trained; got lora=None, fix: lora={{'r': 16}}"
             )
         return self

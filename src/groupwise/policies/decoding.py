@@ -147,7 +147,7 @@ class _StopStrings:
 
     def __init__(self, strings: Sequence[str], tokenizer: Any, count: int) -> None:
         if tokenizer is None:
-            raise ConfigError(f"stop={tuple(strings)!r} but no tokenizer that reads texts; mend: give one, or stop=()")
+            raise ConfigError(f"stop={tuple(strings)!r} but no tokenizer that reads texts; fix: give one, or stop=()")
         self._strings, self._tokenizer = strings, tokenizer
         self._least = _BYTES * max(map(len, strings)) + _MORE
         self._tokens: list[list[int]] = [[] for _ in range(count)]
@@ -323,7 +323,7 @@ def left_padded(
     """
     for number, prompt in enumerate(prompts):
         if not len(prompt):
-            raise DataError(f"prompt {number} has no tokens; mend: at least one, such as the beginning-of-text token")
+            raise DataError(f"prompt {number} has no tokens; fix: at least one, such as the beginning-of-text token")
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
     lengths = torch.tensor([len(p) for p in prompts], device=device)

@@ -48,7 +48,7 @@ def make_head(action_space: Any, cfg: PolicyCfg) -> ActionHead:
         return SquashedGaussian(*bounds) if cfg.bounded_action == "squash" else DiagGaussian(*bounds)
     raise UnsupportedSpaceError(
         f"action space {action_space} is not supported; supported: Discrete, MultiDiscrete, MultiBinary and Box of "
-        "floats; mend: wrap the environment with gymnasium.wrappers.TransformAction"
+        "floats; fix: wrap the environment with gymnasium.wrappers.TransformAction"
     )
 
 

@@ -109,7 +109,7 @@ class SquashedGaussian(DiagGaussian):
         if not torch.isfinite(half_range).all() or not (half_range > 0).all():
             raise ConfigError(
                 f"bounded_action='squash' needs low < high, both finite, in every dimension; the box has low={low.tolist()}, "
-                f"high={high.tolist()}; mend: bounded_action='clip'"
+                f"high={high.tolist()}; fix: bounded_action='clip'"
             )
         nodes, weights = np.polynomial.hermite_e.hermegauss(_QUADRATURE_NODES)
         self.log_half_range = float(half_range.log().sum())

@@ -46,7 +46,7 @@ def recompute_layers(model: nn.Module) -> None:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
-            f"{type(model).__name__} has no layers for gradient checkpointing; mend: gradient_checkpointing=False"
+            f"{type(model).__name__} has no layers for gradient checkpointing; fix: gradient_checkpointing=False"
         )
     for layer in layers:
         layer.forward = MethodType(_forward_recomputed, layer)  # bound, so that a copy's layer is the copy

@@ -64,7 +64,7 @@ def find_model(path: str) -> str:
     folder = Path(path).expanduser()
     if path and folder.is_dir():
         return str(folder)
-    wanted = "mend: a folder with config.json and weights, or a hub id"
+    wanted = "fix: a folder with config.json and weights, or a hub id"
     if not path or path[0] in "./~" or path.count("/") > 1:
         raise ConfigError(f"no folder {path!r}; {wanted}")
     from huggingface_hub import HfApi, try_to_load_from_cache
@@ -117,7 +117,7 @@ def _check_targets(model: Any, targets: tuple[str, ...]) -> None:
         if not any(name == target or name.endswith(f".{target}") for name in linear):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise ConfigError(
-                f"lora.targets has {target!r}, and no linear layer below the output head ends so; mend: some of {known}, "
+                f"lora.targets has {target!r}, and no linear layer below the output head ends so; fix: some of {known}, "
                 "or 'all-linear'"
             )
 
@@ -134,7 +134,7 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
     except RuntimeError as error:  # torch lists every tensor of another size
         sizes = [line.strip() for line in str(error).splitlines() if "size mismatch" in line] or [str(error)]
         raise ConfigError(
-            f"the adapters in {path} do not fit their base ({sizes[0]}); mend: the base that they were trained on"
+            f"the adapters in {path} do not fit their base ({sizes[0]}); fix: the base that they were trained on"
         ) from None
     return adapted
 
@@ -145,18 +145,18 @@ def _check_same(cfg: LoRACfg, saved: Any, path: str) -> None:
     ``all-linear``, which is the default, is no such word.
     """
     if saved.peft_type.value != "LORA":
-        raise ConfigError(f"the adapters in {path} are of type {saved.peft_type.value}, not LoRA; mend: lora=None")
+        raise ConfigError(f"the adapters in {path} are of type {saved.peft_type.value}, not LoRA; fix: lora=None")
     for name, wanted, there in (("r", cfg.r, saved.r), ("alpha", cfg.alpha, saved.lora_alpha)):
         if wanted != there:
             raise ConfigError(
-                f"the adapters in {path} have {name}={there}, got lora.{name}={wanted}; mend: lora.{name}={there}, or lora=None"
+                f"the adapters in {path} have {name}={there}, got lora.{name}={wanted}; fix: lora.{name}={there}, or lora=None"
             )
     if cfg.targets == "all-linear" or isinstance(saved.target_modules, str):
         return
     ends = {name.rpartition(".")[2] for name in saved.target_modules}
     if {target.rpartition(".")[2] for target in cfg.targets} != ends:
         raise ConfigError(
-            f"the adapters in {path} are on {', '.join(sorted(ends))}, got lora.targets={cfg.targets}; mend: lora=None"
+            f"the adapters in {path} are on {', '.join(sorted(ends))}, got lora.targets={cfg.targets}; fix: lora=None"
         )
 
 
@@ -213,7 +213,7 @@ def _load_tokenizer(path: str, base: str | None) -> Any:
             return AutoTokenizer.from_pretrained(place)
         except (OSError, ValueError, KeyError):
             continue
-    raise ConfigError(f"{path} has no tokenizer that can be read; mend: tokenizer.save_pretrained({path!r})")
+    raise ConfigError(f"{path} has no tokenizer that can be read; fix: tokenizer.save_pretrained({path!r})")
 
 
 def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
@@ -229,7 +229,7 @@ def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"{path} is no language model that transformers can load ({first}); mend: a folder with config.json and "
+            f"{path} is no language model that transformers can load ({first}); fix: a folder with config.json and "
             "weights of a model for causal language modelling"
         ) from None
 

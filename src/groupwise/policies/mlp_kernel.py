@@ -150,7 +150,7 @@ class VectorNetworks:
         if not 0 <= begin <= part.stop <= self.vector.numel():
             raise ConfigError(
                 "parameters of the policy were moved, converted, replaced or unfrozen after the algorithm was built; "
-                "mend: do it before"
+                "fix: do it before"
             )
         return self.vector.detach()[part].view_as(parameter), self.gradient[part].view_as(parameter)
 
@@ -177,7 +177,7 @@ class _Networks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # else what depends on a second derivative would silently be constant
             raise ConfigError(
-                "the MLP kernel has a first derivative only; mend: mlp_kernel='torch' in the policy's settings"
+                "the MLP kernel has a first derivative only; fix: mlp_kernel='torch' in the policy's settings"
             )
         assert not ctx.needs_input_grad[0]
         _ = ctx.saved_tensors

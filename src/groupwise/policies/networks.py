@@ -220,7 +220,7 @@ class _Image(nn.Module):
         if min(height, width) < network.min_size:
             raise ConfigError(
                 f"cnn={cfg.cnn!r} needs images of {network.min_size}x{network.min_size} or more, "
-                f"the observation is {height}x{width}; mend: cnn='small'"
+                f"the observation is {height}x{width}; fix: cnn='small'"
             )
         self.network = network(channels, height, width)
         self.num_features = network.num_features

@@ -183,7 +183,7 @@ def compare_records(
         ConfigError: reference scores that are missing or equal, or no method that ran in every environment.
     """
     if not records:
-        raise DataError("no runs to compare; mend: give at least one")
+        raise DataError("no runs to compare; fix: give at least one")
     cells: dict[str, dict[str, list[RunRecord]]] = {}
     for record in records:
         cells.setdefault(record.environment, {}).setdefault(record.method, []).append(record)
@@ -218,7 +218,7 @@ def _in_environment(
         _check(run)
     measures = {run.measure for run in runs}
     if len(measures) > 1:
-        raise DataError(f"{environment}: returns of evaluations and of training; mend: all of one kind")
+        raise DataError(f"{environment}: returns of evaluations and of training; fix: all of one kind")
     grid = aggregates.common_grid([run.env_steps for run in runs])
     results = tuple(_of_method(name, many, grid) for name, many in methods.items())
     scores = {result.method: [np.array(result.scores)] for result in results}
@@ -232,7 +232,7 @@ def _check(run: RunRecord) -> None:
             f"{where}: {len(run.returns)} returns at {len(run.env_steps)} steps; expected as many, at least 1"
         )
     if not np.isfinite(run.returns).all():
-        raise DataError(f"{where}: a return is not finite; mend: leave the run out, or train it again")
+        raise DataError(f"{where}: a return is not finite; fix: leave the run out, or train it again")
     if (np.diff(run.env_steps) < 0).any():
         raise DataError(f"{where}: env_steps fall; expected the order of training")
 
@@ -243,7 +243,7 @@ def _of_method(method: str, runs: list[RunRecord], grid: aggregates.Array) -> Me
         where = ", ".join(run.source or "?" for run in runs if run.seed == twice[0])
         raise DataError(
             f"{runs[0].environment}, {method}: seed {twice[0]} came more than once ({where}), and a copy is no evidence; "
-            "mend: leave one out, or give each its name"
+            "fix: leave one out, or give each its name"
         )
     scores = np.array([run.returns[-1] for run in runs], dtype=np.float64)
     curves = np.stack([aggregates.on_grid(grid, run.env_steps, run.returns) for run in runs], axis=1)
@@ -287,7 +287,7 @@ def _over_environments(found: Sequence[EnvironmentResult], reference: Reference)
     for name in names:
         if name not in reference:
             raise ConfigError(
-                f"no reference scores of {name}{nearest(name, reference)}; mend: {{{name!r}: [0 is here, 1 is here], ...}}"
+                f"no reference scores of {name}{nearest(name, reference)}; fix: {{{name!r}: [0 is here, 1 is here], ...}}"
             )
         if len(set(reference[name])) != 2 or len(reference[name]) != 2:
             raise ConfigError(f"reference scores of {name} are {list(reference[name])}: expected two different ones")
@@ -299,7 +299,7 @@ def _over_environments(found: Sequence[EnvironmentResult], reference: Reference)
     everywhere = {method: scores for method, scores in by_method.items() if len(scores) == len(names)}
     if not everywhere:
         raise ConfigError(
-            f"no method has runs in all of {', '.join(names)}; mend: compare without reference scores, or name methods alike"
+            f"no method has runs in all of {', '.join(names)}; fix: compare without reference scores, or name methods alike"
         )
     methods = tuple(
         OverallMethod(
@@ -315,9 +315,9 @@ def _weakness(found: EnvironmentResult) -> list[str]:
     """What is said of methods with too few runs."""
     lone = [result.method for result in found.methods if len(result.seeds) == 1]
     few = [result.method for result in found.methods if 1 < len(result.seeds) < ENOUGH_RUNS]
-    alone = f"{found.environment}: one run of {', '.join(lone)}, which gives no interval; mend: more seeds"
+    alone = f"{found.environment}: one run of {', '.join(lone)}, which gives no interval; fix: more seeds"
     whose = "each method" if len(few) == len(found.methods) else ", ".join(few)
-    narrow = f"{found.environment}: fewer than {ENOUGH_RUNS} runs of {whose}, too few to rely on an interval; mend: more seeds"
+    narrow = f"{found.environment}: fewer than {ENOUGH_RUNS} runs of {whose}, too few to rely on an interval; fix: more seeds"
     return [alone] * bool(lone) + [narrow] * bool(few)
 
 

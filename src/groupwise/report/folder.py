@@ -86,11 +86,11 @@ class RunFolder:
         """
         folder = cls(path)
         if not path.is_dir():
-            raise RunFolderError(f"there is no run folder {str(path)!r}; mend: give the path that training printed")
+            raise RunFolderError(f"there is no run folder {str(path)!r}; fix: give the path that training printed")
         if not folder.config.is_file():
             inside = [child.name for child in sorted(path.iterdir()) if cls(child).config.is_file()]
-            mend = f"one of those in it, as in {path / inside[0]}" if inside else "a folder that training made"
-            raise RunFolderError(f"{path} is no run folder: config.json is missing; mend: give {mend}")
+            fix = f"one of those in it, as in {path / inside[0]}" if inside else "a folder that training made"
+            raise RunFolderError(f"{path} is no run folder: config.json is missing; fix: give {fix}")
         return folder
 
     def read_config(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class RunFolder:
     def _read_provenance(self) -> dict[str, Any]:
         found = _read_object(self.config).get("provenance") or {}
         if not isinstance(found, dict):
-            raise RunFolderError(f"{self.config} is damaged: provenance is no object; mend: delete it")
+            raise RunFolderError(f"{self.config} is damaged: provenance is no object; fix: delete it")
         return found
 
     def _metrics_lines(self) -> Iterator[tuple[dict[str, Any], str]]:
@@ -168,7 +168,7 @@ class RunFolder:
                 if number == len(lines):
                     return
                 raise RunFolderError(
-                    f"{self.metrics}, line {number} is damaged: {error!r}; mend: delete that line"
+                    f"{self.metrics}, line {number} is damaged: {error!r}; fix: delete that line"
                 ) from error
             if not line.endswith(b"\n"):
                 return
@@ -226,7 +226,7 @@ def _claimable(path: Path) -> Path:
 
 def _taken(path: Path) -> RunFolderError:
     return RunFolderError(
-        f"run folder {str(path)!r} is taken; mend: give another one, or go on with `groupwise resume {path}{plugins.options(plugins.loaded())}`"
+        f"run folder {str(path)!r} is taken; fix: give another one, or go on with `groupwise resume {path}{plugins.options(plugins.loaded())}`"
     )
 
 
@@ -238,9 +238,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RunFolderError(f"{path} is damaged: {error}; mend: restore it, or train again") from error
+        raise RunFolderError(f"{path} is damaged: {error}; fix: restore it, or train again") from error
     if not isinstance(data, dict):
-        raise RunFolderError(f"{path} is damaged: it holds no JSON object; mend: restore it, or train again")
+        raise RunFolderError(f"{path} is damaged: it holds no JSON object; fix: restore it, or train again")
     return data
 
 

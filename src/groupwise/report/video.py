@@ -64,7 +64,7 @@ def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
 
     if cfg.vectorization == "envpool" or makes_rows(env):
         raise NoPictureError(
-            f"no video: {cfg.id} makes all its rows at once, and renders none; mend: leave the video out"
+            f"no video: {cfg.id} makes all its rows at once, and renders none; fix: leave the video out"
         )
     make = partial(gymnasium.make, cfg.id) if env is None else env
     assert callable(make)
@@ -77,7 +77,7 @@ def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
         return made
     made.close()
     raise NoPictureError(
-        f"no video: {made} does not render to arrays; mend: leave the video out, or make it with render_mode='rgb_array'"
+        f"no video: {made} does not render to arrays; fix: leave the video out, or make it with render_mode='rgb_array'"
     )
 
 
@@ -151,10 +151,10 @@ def _explained(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise EnvError(f"no video: rendering {name} failed ({reason}); mend: {_mend(error)}") from error
+        raise EnvError(f"no video: rendering {name} failed ({reason}); fix: {_fix(error)}") from error
 
 
-def _mend(error: Exception) -> str:
+def _fix(error: Exception) -> str:
     modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
     if not any(name.startswith(("mujoco.", "gymnasium.envs.mujoco.")) for name in modules):
         return "install what it draws with, or give it a display (as xvfb-run does)"

@@ -71,7 +71,7 @@ class RegexReward(RewardObject):
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"pattern = {pattern!r}: {error}; mend: a regular expression of Python's re") from error
+            raise ConfigError(f"pattern = {pattern!r}: {error}; fix: a regular expression of Python's re") from error
         self._pattern, self._where = pattern, where
         self._sandbox = Sandbox(seconds)
 
@@ -96,11 +96,11 @@ class LengthReward(RewardObject):
 
     def __init__(self, at_most: int | None = None, at_least: int = 0, fade: int = 0) -> None:
         if at_most is None and at_least == 0:
-            raise ConfigError("length has neither at_most nor at_least, so that every length is right; mend: set one")
+            raise ConfigError("length has neither at_most nor at_least, so that every length is right; fix: set one")
         if at_most is not None and at_most < at_least:
-            raise ConfigError(f"at_most={at_most} < at_least={at_least}; mend: swap them")
+            raise ConfigError(f"at_most={at_most} < at_least={at_least}; fix: swap them")
         if fade < 0:
-            raise ConfigError(f"fade={fade}: expected 0 or more tokens; mend: 0 for a reward of 1 or 0")
+            raise ConfigError(f"fade={fade}: expected 0 or more tokens; fix: 0 for a reward of 1 or 0")
         self._least, self._most, self._fade = at_least, math.inf if at_most is None else at_most, fade
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
@@ -157,7 +157,7 @@ class NumericReward(AnswerReward):
         super().__init__(column, where)
         if not 0 <= tolerance < 1:
             raise ConfigError(
-                f"tolerance={tolerance}: expected a part of the number, 0 to 1; mend: 0.01 for one percent"
+                f"tolerance={tolerance}: expected a part of the number, 0 to 1; fix: 0.01 for one percent"
             )
         self._tolerance = Fraction(tolerance)
 
@@ -165,7 +165,7 @@ class NumericReward(AnswerReward):
         wanted = as_number(gold_answer(gold))
         if wanted is None:
             raise ValueError(
-                f"the column {self.columns[0]!r} has {gold!r}, which is no number; mend: the data, or exact"
+                f"the column {self.columns[0]!r} has {gold!r}, which is no number; fix: the data, or exact"
             )
         answer = final_answer(completion, self._where, otherwise=last_number)
         given = None if answer is None else as_number(answer)
@@ -232,7 +232,7 @@ class GymReward(RewardObject):
     def _score(self, given: str | None, task: str, answer: str, metadata: Any) -> float:
         if task in REFUSED_TASKS:
             raise ConfigError(
-                f"{GYM}{task} has many right answers, and its own scorer runs them as code or accepts wrong ones; mend: a "
+                f"{GYM}{task} has many right answers, and its own scorer runs them as code or accepts wrong ones; fix: a "
                 "reward of your own"
             )
         if not given:

@@ -73,15 +73,15 @@ class TextTaskCfg(Cfg):
         for name in ("tool_kwargs", "tool_answer", "max_turns"):
             if self.tool is None and vars(self)[name] != fields[name].default:
                 raise ValueError(
-                    f"{name}={vars(self)[name]!r} does nothing without a tool; mend: tool='calculator', or leave it out"
+                    f"{name}={vars(self)[name]!r} does nothing without a tool; fix: tool='calculator', or leave it out"
                 )
         if self.tool == GIVEN and self.tool_kwargs:
             raise ValueError(
-                f"tool_kwargs={self.tool_kwargs!r} are of a registered tool; got one that was made in Python, mend: make it so"
+                f"tool_kwargs={self.tool_kwargs!r} are of a registered tool; got one that was made in Python, fix: make it so"
             )
         if self.tool_answer.count("{}") != 1:
             raise ValueError(
-                f"tool_answer={self.tool_answer!r}: expected {{}} once, where the answer goes; mend: '<result>{{}}</result>'"
+                f"tool_answer={self.tool_answer!r}: expected {{}} once, where the answer goes; fix: '<result>{{}}</result>'"
             )
         return self
 
@@ -89,7 +89,7 @@ class TextTaskCfg(Cfg):
     def _check_system_prompt(self) -> "TextTaskCfg":
         if self.system_prompt is not None and self.chat == "never":
             raise ValueError(
-                "system_prompt is the first message of a conversation, and chat='never' has none; mend: chat='auto', or "
+                "system_prompt is the first message of a conversation, and chat='never' has none; fix: chat='auto', or "
                 "begin the prompts with it"
             )
         return self

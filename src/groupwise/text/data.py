@@ -50,17 +50,17 @@ def load_examples(source: object, *, prompt_column: str = "prompt", **gym: Any) 
     where, rows = _rows(source)
     rows = [{prompt_column: row} if isinstance(row, str) else row for row in rows]
     if not rows:
-        raise DataError(f"{where} has no examples; mend: at least one prompt")
+        raise DataError(f"{where} has no examples; fix: at least one prompt")
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise DataError(
-                f"{where}, example {number}: expected a mapping of columns or a text; got {short(row)}; mend: {{'prompt': ...}}"
+                f"{where}, example {number}: expected a mapping of columns or a text; got {short(row)}; fix: {{'prompt': ...}}"
             )
     columns = list(dict.fromkeys(column for row in rows for column in row))
     _check_columns(where, columns, prompt_column)
     examples = [_example(f"{where}, example {number}", row, columns, prompt_column) for number, row in enumerate(rows)]
     if len({isinstance(example.prompt, str) for example in examples}) > 1:
-        raise DataError(f"some prompts of {where} are texts and some are messages; mend: all of one kind")
+        raise DataError(f"some prompts of {where} are texts and some are messages; fix: all of one kind")
     return examples
 
 
@@ -98,7 +98,7 @@ def gym_examples(
             return examples[:size]
     raise DataError(
         f"{name} with {dict(kwargs or {})} made only {len(examples)} of {size} prompts that the evaluation does not have; "
-        "mend: a smaller eval_size, or data_kwargs that make it larger"
+        "fix: a smaller eval_size, or data_kwargs that make it larger"
     )
 
 
@@ -119,7 +119,7 @@ def report_overlap(train: Sequence[Example], shared: Sequence[int], rule: Litera
         f"{str(train[shared[0]].prompt)[:80]!r}"
     )
     if rule == "error":
-        raise DataError(f"{said}; mend: take them out of either, or shared_prompts='drop'")
+        raise DataError(f"{said}; fix: take them out of either, or shared_prompts='drop'")
     effect = "training leaves them out" if rule == "drop" else "evaluation tells less of what was not trained on"
     warnings.warn(f"{said}; {effect}", stacklevel=3)
 
@@ -133,7 +133,7 @@ class PromptOrder:
 
     def __init__(self, size: int, seed: int) -> None:
         if size < 1:
-            raise DataError(f"there is no order of {size} examples; mend: at least one")
+            raise DataError(f"there is no order of {size} examples; fix: at least one")
         self.size = size
         self.seed = seed
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
@@ -159,21 +159,21 @@ def _rows(source: object) -> tuple[str, list[Any]]:
     if "pandas" in sys.modules and isinstance(source, sys.modules["pandas"].DataFrame):
         return "the data frame", source.to_dict("records")
     if isinstance(source, Mapping):
-        raise DataError(f"the data are a mapping of {_some(source)}; mend: one of its parts, such as data['train']")
+        raise DataError(f"the data are a mapping of {_some(source)}; fix: one of its parts, such as data['train']")
     if not isinstance(source, Iterable):
-        raise DataError(f"data = {short(source)}: expected a path or an iterable of examples; mend: a list of mappings")
+        raise DataError(f"data = {short(source)}: expected a path or an iterable of examples; fix: a list of mappings")
     return "the data", list(source)
 
 
 def _check_columns(where: str, columns: Sequence[str], prompt_column: str) -> None:
     if prompt_column not in columns:
         raise DataError(
-            f"{where} has no column {prompt_column!r}; it has {_some(columns)}; mend: prompt_column"
+            f"{where} has no column {prompt_column!r}; it has {_some(columns)}; fix: prompt_column"
             f"{nearest(prompt_column, columns)}"
         )
     for column in columns:
         if column in ARGUMENTS:
-            raise DataError(f"{where} has a column {column!r}, which is an argument of every reward; mend: rename it")
+            raise DataError(f"{where} has a column {column!r}, which is an argument of every reward; fix: rename it")
 
 
 def _example(where: str, row: Row, columns: Sequence[str], prompt_column: str) -> Example:
@@ -185,7 +185,7 @@ def _prompt(where: str, prompt: object) -> Prompt:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, Sequence) or not prompt:
-        raise DataError(f"{where}: prompt = {short(prompt)}: expected a text or a list of messages; mend: the row")
+        raise DataError(f"{where}: prompt = {short(prompt)}: expected a text or a list of messages; fix: the row")
     return tuple(_message(where, message) for message in prompt)
 
 
@@ -193,7 +193,7 @@ def _message(where: str, message: object) -> Message:
     said = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     if said.keys() != {"role", "content"} or not all(isinstance(value, str) for value in said.values()):
         raise DataError(
-            f"{where}: message = {short(message)}: expected the texts role and content; mend: "
+            f"{where}: message = {short(message)}: expected the texts role and content; fix: "
             "{'role': 'user', 'content': '...'}"
         )
     return said

@@ -18,13 +18,13 @@ def read(path: Path) -> list[Any]:
     """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise DataError(f"data = {str(path)!r}: expected a file that ends in {', '.join(_READERS)}; mend: convert it")
+        raise DataError(f"data = {str(path)!r}: expected a file that ends in {', '.join(_READERS)}; fix: convert it")
     if not path.is_file():
-        raise DataError(f"{str(path)!r}: there is no such file of prompts; mend: its path, seen from {Path.cwd()}")
+        raise DataError(f"{str(path)!r}: there is no such file of prompts; fix: its path, seen from {Path.cwd()}")
     try:
         return reader(path)
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: {error}; mend: save it as UTF-8") from error
+        raise DataError(f"{path} is not UTF-8: {error}; fix: save it as UTF-8") from error
 
 
 def _read_jsonl(path: Path) -> list[Any]:
@@ -35,7 +35,7 @@ def _read_jsonl(path: Path) -> list[Any]:
 def _read_json(path: Path) -> list[Any]:
     rows = _parse(path.read_text(encoding="utf-8-sig"), str(path))
     if not isinstance(rows, list):
-        raise DataError(f"{path}: expected a list of examples; got {short(rows)}; mend: [{{'prompt': ...}}, ...]")
+        raise DataError(f"{path}: expected a list of examples; got {short(rows)}; fix: [{{'prompt': ...}}, ...]")
     return rows
 
 
@@ -45,7 +45,7 @@ def _read_csv(path: Path) -> list[Any]:
         try:
             return [_whole(row, f"{path}, line {reader.line_num}") for row in reader]
         except csv.Error as error:
-            raise DataError(f"{path}, after line {reader.line_num}: {error}; mend: quote it as CSV") from error
+            raise DataError(f"{path}, after line {reader.line_num}: {error}; fix: quote it as CSV") from error
 
 
 def _read_parquet(path: Path) -> list[Any]:
@@ -56,7 +56,7 @@ def _read_parquet(path: Path) -> list[Any]:
     try:
         rows: list[Any] = read_table(path).to_pylist()
     except ArrowInvalid as error:
-        raise DataError(f"{path} is no Parquet file: {error}; mend: write it again") from error
+        raise DataError(f"{path} is no Parquet file: {error}; fix: write it again") from error
     return rows
 
 
@@ -73,14 +73,14 @@ def _parse(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{where}: not JSON: {error}; mend: one object a line (.jsonl), or a list of them (.json)"
+            f"{where}: not JSON: {error}; fix: one object a line (.jsonl), or a list of them (.json)"
         ) from error
 
 
 def _whole(row: dict[Any, Any], where: str) -> dict[str, str]:
     """The row of a CSV file, if it has as many fields as the file has columns."""
     if None in row or None in row.values():
-        raise DataError(f"{where}: not as many fields as columns; mend: quote fields that hold commas")
+        raise DataError(f"{where}: not as many fields as columns; fix: quote fields that hold commas")
     return row
 
 

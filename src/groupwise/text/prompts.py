@@ -82,9 +82,7 @@ class PromptEncoder:
         if tokens:
             return tokens
         if self._tokenizer.bos_token_id is None:
-            raise DataError(
-                "an empty prompt has no tokens, and the tokenizer none to begin with; mend: write something"
-            )
+            raise DataError("an empty prompt has no tokens, and the tokenizer none to begin with; fix: write something")
         return [self._tokenizer.bos_token_id]
 
     def _messages(self, example: Example) -> list[Message]:
@@ -108,7 +106,7 @@ class PromptEncoder:
             )
         except TemplateError as error:
             raise DataError(
-                f"the chat template refuses {messages}: {error}; mend: other roles, or their order"
+                f"the chat template refuses {messages}: {error}; fix: other roles, or their order"
             ) from error
         return tokens
 
@@ -122,9 +120,9 @@ class PromptEncoder:
             f"{str(too_long[0].example.prompt)[:80]!r}"
         )
         if self._cfg.long_prompts == "error" or len(too_long) == len(encoded):
-            mends = [f"a {'larger max_prompt_tokens' if own else 'smaller max_new_tokens'}", "shorter prompts"]
-            mends += ["long_prompts='drop'"] if len(too_long) < len(encoded) else []
-            raise DataError(f"{said}; mend: {', or '.join(mends)}")
+            fixes = [f"a {'larger max_prompt_tokens' if own else 'smaller max_new_tokens'}", "shorter prompts"]
+            fixes += ["long_prompts='drop'"] if len(too_long) < len(encoded) else []
+            raise DataError(f"{said}; fix: {', or '.join(fixes)}")
         warnings.warn(f"{said}; they are left out", stacklevel=3)
 
     def _no_template(self, what: str) -> ConfigError:
@@ -132,5 +130,5 @@ class PromptEncoder:
             "chat='never'" if self._cfg.chat == "never" else f"{self._tokenizer.name_or_path!r} has no chat template"
         )
         return ConfigError(
-            f"{what} for conversations, but {reason}; mend: the tokenizer of a chat model, chat='auto', or prompts that are texts"
+            f"{what} for conversations, but {reason}; fix: the tokenizer of a chat model, chat='auto', or prompts that are texts"
         )

@@ -53,7 +53,7 @@ def register_reward(name: str) -> Callable[[Reward], Reward]:
 
     def register(reward: Reward) -> Reward:
         if name in REWARDS:
-            raise ConfigError(f"reward {name!r} is registered already; mend: choose another name")
+            raise ConfigError(f"reward {name!r} is registered already; fix: choose another name")
         REWARDS[name] = reward
         return reward
 
@@ -119,7 +119,7 @@ def _check_settings(cfg: RewardCfg, reward: Reward) -> None:
         missing = [name for name in known if named[name].default is inspect.Parameter.empty and name not in cfg.kwargs]
         if missing:
             raise ConfigError(
-                f"reward {cfg.name!r} needs the setting {missing[0]!r}; mend: kwargs={{{missing[0]!r}: ...}}"
+                f"reward {cfg.name!r} needs the setting {missing[0]!r}; fix: kwargs={{{missing[0]!r}: ...}}"
             )
     hints = get_type_hints(reward.__init__ if inspect.isclass(reward) else reward)
     for key in cfg.kwargs.keys() & hints.keys():
@@ -133,7 +133,7 @@ def _check_type(what: str, value: object, hint: Any) -> None:
         return
     except ValidationError as error:
         said = error.errors()[0]["msg"]
-        raise ConfigError(f"{what} = {value!r}: {said[0].lower()}{said[1:]}; mend: kwargs") from error
+        raise ConfigError(f"{what} = {value!r}: {said[0].lower()}{said[1:]}; fix: kwargs") from error
 
 
 def _name(function: Reward) -> str:

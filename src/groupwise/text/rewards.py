@@ -59,7 +59,7 @@ class RewardSet:
     def __init__(self, functions: Sequence[RewardFunction], on_error: OnError = "fail") -> None:
         if not functions:
             raise ConfigError(
-                "no reward says what a completion is worth; mend: reward=my_function, or a registered name"
+                "no reward says what a completion is worth; fix: reward=my_function, or a registered name"
             )
         self.functions = tuple(functions)
         self.names = _distinct([function.name for function in functions])
@@ -80,7 +80,7 @@ class RewardSet:
                 if column not in there:
                     raise DataError(
                         f"reward {name!r} needs the column {column!r}; the {data} have {', '.join(map(repr, there)) or 'none'} "
-                        f"besides the prompt; mend: add it{nearest(column, there)}"
+                        f"besides the prompt; fix: add it{nearest(column, there)}"
                     )
 
     def score(
@@ -242,15 +242,15 @@ def _numbers(name: str, result: Any, count: int) -> list[float | None]:
     """The scores as numbers; None for those that are none or not finite."""
     if inspect.iscoroutine(result):
         result.close()
-        raise RewardError(f"reward {name!r} returned a coroutine; mend: define it with async def")
+        raise RewardError(f"reward {name!r} returned a coroutine; fix: define it with async def")
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
         raise RewardError(
-            f"reward {name!r} returned {short(result)}; expected a list of {count} numbers, one for each completion; mend: its return"
+            f"reward {name!r} returned {short(result)}; expected a list of {count} numbers, one for each completion; fix: its return"
         )
     values = list(result)
     if len(values) != count:
         raise RewardError(
-            f"reward {name!r} returned {len(values)} scores for {count} completions; mend: one for each, None where it "
+            f"reward {name!r} returned {len(values)} scores for {count} completions; fix: one for each, None where it "
             "does not apply"
         )
     return [_number(name, number, value) for number, value in enumerate(values)]
@@ -265,19 +265,19 @@ def _number(name: str, number: int, value: Any) -> float | None:
         score = None
     if score is None or isinstance(value, (str, bytes)):
         raise RewardError(
-            f"reward {name!r} returned {short(value)} for completion {number}; expected a number or None; mend: its return"
+            f"reward {name!r} returned {short(value)} for completion {number}; expected a number or None; fix: its return"
         )
     return score if math.isfinite(score) else None
 
 
 def _raised(name: str, batch: _Batch, number: int, error: Exception) -> RewardError:
-    mend = "on_reward_error='skip', which leaves such completions out"
+    fix = "on_reward_error='skip', which leaves such completions out"
     if "main thread" in str(error):
-        mend = "timeout=None for it, so that it runs in the main thread, which it asks for"
+        fix = "timeout=None for it, so that it runs in the main thread, which it asks for"
     said = "took too long" if isinstance(error, CallTimeoutError) else f"raised {type(error).__name__}: {error}"
     return RewardError(
         f"reward {name!r} {said}\n  prompt: {_beginning(batch.prompts[number])}\n  completion: "
-        f"{_beginning(batch.completions[number])}\nmend: the function, or {mend}"
+        f"{_beginning(batch.completions[number])}\nmend: the function, or {fix}"
     )
 
 

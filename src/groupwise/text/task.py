@@ -98,7 +98,7 @@ class TextTask:
         wanted = [one.name == GIVEN for one in cfg.rewards]
         if len(given) != sum(wanted):
             raise ConfigError(
-                f"{sum(wanted)} reward(s) were given in Python, but now {len(given)}; mend: give them again, in their order, as "
+                f"{sum(wanted)} reward(s) were given in Python, but now {len(given)}; fix: give them again, in their order, as "
                 "reward=..."
             )
         functions = iter(given)
@@ -122,7 +122,7 @@ class TextTask:
         left_out = set(shared)
         kept = [example for number, example in enumerate(train) if number not in left_out]
         if not kept:
-            raise DataError("all training prompts stand in the evaluation data, too; mend: other eval_data")
+            raise DataError("all training prompts stand in the evaluation data, too; fix: other eval_data")
         return TextData(kept, evaluation)
 
     def rewards(self) -> RewardSet:
@@ -164,7 +164,7 @@ def _several(reward: object) -> list[OneReward]:
     for each in rewards:
         if not isinstance(each, (str, RewardCfg)) and not callable(each):
             raise ConfigError(
-                f"reward = {each!r}: expected a function, the name of a registered one, or RewardCfg; mend: reward=my_function"
+                f"reward = {each!r}: expected a function, the name of a registered one, or RewardCfg; fix: reward=my_function"
             )
     return rewards
 
@@ -177,7 +177,7 @@ def _reward_cfg(reward: OneReward, timeout: float | None) -> RewardCfg:
 
 def _weighted(cfgs: Sequence[RewardCfg], weights: Sequence[float]) -> list[RewardCfg]:
     if len(weights) != len(cfgs):
-        raise ConfigError(f"reward_weights = {list(weights)} for {len(cfgs)} rewards; mend: one for each")
+        raise ConfigError(f"reward_weights = {list(weights)} for {len(cfgs)} rewards; fix: one for each")
     return [RewardCfg(**(cfg.model_dump() | {"weight": weight})) for cfg, weight in zip(cfgs, weights, strict=True)]
 
 
@@ -189,5 +189,5 @@ def _given_again(recorded: str, given: object, name: str) -> object:
     if recorded != GIVEN:
         return recorded
     if given is None:
-        raise ConfigError(f"the {name.replace('_', ' ')} were given in Python; mend: give them again as {name}=...")
+        raise ConfigError(f"the {name.replace('_', ' ')} were given in Python; fix: give them again as {name}=...")
     return given

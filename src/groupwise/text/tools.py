@@ -55,7 +55,7 @@ def register_tool(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
     def register(tool: Callable[..., Any]) -> Callable[..., Any]:
         if name in TOOLS:
-            raise ConfigError(f"tool {name!r} is registered already; mend: choose another name")
+            raise ConfigError(f"tool {name!r} is registered already; fix: choose another name")
         TOOLS[name] = tool
         return tool
 
@@ -76,7 +76,7 @@ def make_tool(cfg: TextTaskCfg, given: Callable[[str], str | None] | None = None
         return None
     if cfg.tool == GIVEN:
         if given is None:
-            raise ConfigError("the tool was given in Python; mend: give it again as tool=...")
+            raise ConfigError("the tool was given in Python; fix: give it again as tool=...")
         return given if isinstance(given, Tool) else _FunctionTool(given)
     if cfg.tool not in TOOLS:
         raise UnknownNameError("tool", cfg.tool, TOOLS)
@@ -86,7 +86,7 @@ def make_tool(cfg: TextTaskCfg, given: Callable[[str], str | None] | None = None
         return _FunctionTool(functools.partial(registered, **cfg.tool_kwargs))
     made: Any = registered(**cfg.tool_kwargs)
     if not isinstance(made, Tool):
-        raise ConfigError(f"tool {cfg.tool!r} is a class but no gw.Tool; mend: class {type(made).__name__}(gw.Tool)")
+        raise ConfigError(f"tool {cfg.tool!r} is a class but no gw.Tool; fix: class {type(made).__name__}(gw.Tool)")
     return made
 
 
@@ -105,7 +105,7 @@ def ask(tool: Tool, text: str) -> str | None:
         ) from error
     if answer is None or isinstance(answer, str):
         return answer
-    raise ToolError(f"the tool returned {short(answer)}; expected a text, or None for no call; mend: str(...)")
+    raise ToolError(f"the tool returned {short(answer)}; expected a text, or None for no call; fix: str(...)")
 
 
 @register_tool("calculator")
@@ -208,7 +208,7 @@ def _check_settings(name: str, tool: Callable[..., Any], settings: Mapping[str, 
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in settings:
             raise ConfigError(
-                f"tool {name!r} needs the setting {parameter.name!r}; mend: tool_kwargs={{{parameter.name!r}: ...}}"
+                f"tool {name!r} needs the setting {parameter.name!r}; fix: tool_kwargs={{{parameter.name!r}: ...}}"
             )
     known = [p.name for p in named]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -216,5 +216,5 @@ def _check_settings(name: str, tool: Callable[..., Any], settings: Mapping[str, 
     for key in settings:
         if key not in known:
             raise ConfigError(
-                f"tool {name!r} has no setting {key!r}{nearest(key, known) or '; known: ' + ', '.join(known)}; mend: tool_kwargs"
+                f"tool {name!r} has no setting {key!r}{nearest(key, known) or '; known: ' + ', '.join(known)}; fix: tool_kwargs"
             )

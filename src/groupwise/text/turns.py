@@ -44,7 +44,7 @@ class AnswerEncoder:
         if whole[: len(before)] != before:
             raise ConfigError(
                 "a token of the chat template reaches into what the assistant writes, so that a tool's answer cannot be put "
-                "behind it; mend: another template, or chat='never'"
+                "behind it; fix: another template, or chat='never'"
             )
         return self._behind_end(whole[len(before) :], end)
 
@@ -61,7 +61,7 @@ class AnswerEncoder:
                 return role
         raise ConfigError(
             "the tokenizer's chat template has no message of role 'tool' or 'user' behind the assistant's, where a tool's "
-            "answer could go; mend: another template, or chat='never'"
+            "answer could go; fix: another template, or chat='never'"
         )
 
     def _render(self, role: str, answer: str) -> str:

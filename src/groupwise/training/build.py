@@ -22,7 +22,7 @@ from groupwise.envs.base import GroupEnv, GroupStartReport, VectorEnv
 from groupwise.envs.local_rows import OnError
 from groupwise.envs.make import make_env
 from groupwise.envs.native import TorchGroupEnv
-from groupwise.envs.self_vectorised import torch_mend
+from groupwise.envs.self_vectorised import torch_fix
 from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
@@ -184,18 +184,18 @@ def _note_on_length(cfg: RunCfg) -> list[str]:
 
 def _check(cfg: RunCfg, given: Given, algorithm_type: type[BaseAlgorithm]) -> None:
     if cfg.env.id == GIVEN and given.env is None:
-        raise ConfigError("the environment was given in Python; mend: give it again as env=...")
+        raise ConfigError("the environment was given in Python; fix: give it again as env=...")
     check_trackers(cfg)
     if cfg.evaluation.interval is not None and separate_env(cfg.env, given.env) is None:
         raise no_second_env(given.env)
     if given.policy is not None and given.policy.actor_only and not algorithm_type.actor_only:
         raise ConfigError(
-            f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; mend: actor_only=False"
+            f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; fix: actor_only=False"
         )
     if algorithm_type.grouped and not isinstance(cfg.algorithm, GRPOCfg):
         raise ConfigError(
             f"{algorithm_type.__name__} is grouped, but {type(cfg.algorithm).__name__} has no group_size; "
-            "mend: derive the config from GRPOCfg"
+            "fix: derive the config from GRPOCfg"
         )
 
 
@@ -207,7 +207,7 @@ def _check_obs(cfg: RunCfg, env: VectorEnv) -> None:
     if not isinstance(spec, TensorSpec) or not spec.dtype.is_floating_point or len(spec.shape) != 1:
         raise ConfigError(
             f"credit.baseline='near_states' needs observations that are vectors of floats, and those of {env.env_id} are "
-            f"{env.observation_space}; mend: baseline='mean' with group_key='group_step', which compares steps by their time"
+            f"{env.observation_space}; fix: baseline='mean' with group_key='group_step', which compares steps by their time"
         )
 
 
@@ -289,12 +289,10 @@ def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine
         return GroupCollector(env, policy, greedy_attempts=_greedy_attempts(algorithm), **shared)
     if not isinstance(env, TorchGroupEnv) or _greedy_attempts(algorithm):
         greedy = _greedy_attempts(algorithm) > 0
-        found, mend = (
-            ("credit.baseline is 'greedy'", "") if greedy else (f"{env.env_id} is none", torch_mend(env.env_id))
-        )
+        found, fix = ("credit.baseline is 'greedy'", "") if greedy else (f"{env.env_id} is none", torch_fix(env.env_id))
         raise ConfigError(
             "collection.unfinished='branch' is for simulators in torch, without greedy attempts, and "
-            f"{found}; mend: {mend}collection.unfinished='finish'"
+            f"{found}; fix: {fix}collection.unfinished='finish'"
         )
     recorder: Literal[False] | None = None if cfg.stay_on_device == "auto" else False
     return TorchGroupCollector(env, policy, compiled=compiled, recorder=recorder, **shared)
@@ -309,12 +307,12 @@ def _compiles(cfg: RunCfg, env: VectorEnv, policy: Policy, stays: bool, world_si
     Raises:
         ConfigError: that is asked for where it cannot be.
     """
-    why, mend = why_not_compiled(env, policy), f"{torch_mend(env.env_id)}compile_rollouts='auto'"
+    why, fix = why_not_compiled(env, policy), f"{torch_fix(env.env_id)}compile_rollouts='auto'"
     if why is None and not stays:
-        why, mend = "collection.unfinished is not 'branch'", f"collection.unfinished='branch', or {mend}"
+        why, fix = "collection.unfinished is not 'branch'", f"collection.unfinished='branch', or {fix}"
     elif why is None and cfg.stay_on_device == "never":
-        why, mend = "stay_on_device='never'", f"stay_on_device='auto', or {mend}"
+        why, fix = "stay_on_device='never'", f"stay_on_device='auto', or {fix}"
     if cfg.compile_rollouts == "always" and why is not None:
-        raise ConfigError(f"compile_rollouts='always', but {why}; mend: {mend}")
+        raise ConfigError(f"compile_rollouts='always', but {why}; fix: {fix}")
     worth = cfg.total_steps // (env.num_envs * world_size) >= WORTH_STEPS
     return cfg.compile_rollouts == "always" or (cfg.compile_rollouts == "auto" and why is None and worth)

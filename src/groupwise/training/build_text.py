@@ -52,7 +52,7 @@ class TextParts(Parts):
     def evaluator(self) -> TextEvaluator | None:
         """What completes held-out prompts; None if there are none."""
         if self.cfg.task.eval_data is None:
-            log.warning("no evaluation: no prompts are held out; mend: task.eval_data")
+            log.warning("no evaluation: no prompts are held out; fix: task.eval_data")
             return None
         seed = derive_seed(self.cfg.seed, "evaluation")
         return TextEvaluator.on(self.task, self.held_out, self.cfg, self.policy, seed=seed)
@@ -149,7 +149,7 @@ def load_trained(
     """
     if policy is None and cfg.model.path == GIVEN:
         raise ConfigError(
-            f"{folder.path} was given policy in Python; mend: from Python, give the same again, as policy=..."
+            f"{folder.path} was given policy in Python; fix: from Python, give the same again, as policy=..."
         )
     algorithm_type = algorithm_entry(cfg.algorithm.name).load()
     trained = _policy(cfg, Given(policy=policy), actor_only=algorithm_type.actor_only)
@@ -166,12 +166,12 @@ def _policy(cfg: TextRunCfg, given: Given, *, actor_only: bool) -> CausalLM:
             return load_causal_lm(cfg.model, cfg.sampling, actor_only=actor_only, device=pick_device(cfg.device))
     policy: Policy = given.policy
     if not isinstance(policy, CausalLM):
-        raise ConfigError(f"a text task needs a CausalLM; got {type(policy).__name__}, mend: gw.CausalLM(model, ...)")
+        raise ConfigError(f"a text task needs a CausalLM; got {type(policy).__name__}, fix: gw.CausalLM(model, ...)")
     if policy.tokenizer is None:
-        raise ConfigError("the policy has no tokenizer to read prompts with; mend: CausalLM(model, tokenizer=...)")
+        raise ConfigError("the policy has no tokenizer to read prompts with; fix: CausalLM(model, tokenizer=...)")
     if policy.actor_only and not actor_only:
         raise ConfigError(
-            f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; mend: actor_only=False"
+            f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; fix: actor_only=False"
         )
     return policy
 
@@ -182,7 +182,7 @@ def _check(cfg: TextRunCfg, engine: Engine) -> None:
     if resamples and engine.world_size > 1:
         raise ConfigError(
             "collection.zero_variance='resample' takes as many prompts as it needs, so that several processes would lose "
-            "track of each other's; mend: 'skip', or one process"
+            "track of each other's; fix: 'skip', or one process"
         )
 
 
@@ -197,7 +197,7 @@ def _filled_in(cfg: TextRunCfg, weights: tuple[float, ...], stop: tuple[str, ...
         algorithm = algorithm.model_copy(update={"objective": objective})
     if isinstance(algorithm, GRPOCfg) and algorithm.credit.reward == "parts":
         if len(weights) < 2:
-            raise ConfigError("credit.reward='parts' compares several rewards; got one, mend: credit.reward='total'")
+            raise ConfigError("credit.reward='parts' compares several rewards; got one, fix: credit.reward='total'")
         if not algorithm.credit.part_weights:
             credit = algorithm.credit.model_copy(update={"part_weights": weights})
             algorithm = algorithm.model_copy(update={"credit": credit})

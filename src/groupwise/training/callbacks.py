@@ -318,5 +318,5 @@ def _check_weights(trainer: "Trainer") -> None:
         if not bool(parameter.isfinite().all()):
             raise DivergedError(
                 f"training diverged: {name} holds numbers that are not finite after iteration {trainer.iteration}; the last "
-                "checkpoint is kept; mend: lower learning_rate or max_grad_norm, or look at the rewards"
+                "checkpoint is kept; fix: lower learning_rate or max_grad_norm, or look at the rewards"
             )

@@ -27,7 +27,7 @@ from groupwise.errors import CheckpointError
 
 FORMAT = 1
 POLICY, ALGORITHM, STATE, MANIFEST = "policy.safetensors", "algorithm.safetensors", "state.json", "manifest.json"
-_MEND = "mend: take another checkpoint of the run, or train again"
+_MEND = "fix: take another checkpoint of the run, or train again"
 
 
 class Identity(NamedTuple):
@@ -124,7 +124,7 @@ def find_checkpoint(folder: Path) -> Path:
         CheckpointError: there is none.
     """
     if not has_checkpoint(folder):
-        raise CheckpointError(f"no checkpoint at {folder}; mend: give a run folder that has checkpoints/{folder.name}")
+        raise CheckpointError(f"no checkpoint at {folder}; fix: give a run folder that has checkpoints/{folder.name}")
     return folder if folder.is_dir() else _beside(folder, "previous")
 
 
@@ -140,7 +140,7 @@ def load_policy(policy: nn.Module, weights: Mapping[str, Tensor], where: Path) -
         if have != want:
             raise CheckpointError(
                 f"{where}: tensor {name!r} has shape {have}, but the policy needs {want} (None: absent); "
-                "mend: build the policy with the settings that it was trained with"
+                "fix: build the policy with the settings that it was trained with"
             )
     policy.load_state_dict(dict(weights))
 
@@ -150,7 +150,7 @@ def _check_identity(folder: Path, manifest: Mapping[str, Any], identity: Identit
         if manifest[field] != want:
             raise CheckpointError(
                 f"{folder} belongs to another environment: its {field} is {manifest[field]!r}, "
-                f"here it is {want!r}; mend: use the environment it was trained in"
+                f"here it is {want!r}; fix: use the environment it was trained in"
             )
 
 
@@ -164,7 +164,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing or damaged ({error!r}); {_MEND}") from error
     if version != FORMAT:
         raise CheckpointError(
-            f"{path} has format {version}, this version reads {FORMAT}; mend: use a matching groupwise"
+            f"{path} has format {version}, this version reads {FORMAT}; fix: use a matching groupwise"
         )
     return manifest  # type: ignore[no-any-return]
 
@@ -196,7 +196,7 @@ def _encode(value: object, tensors: dict[str, Tensor], path: str) -> Any:
         return {"$": "dict", "items": [[_encode(key, {}, path), item] for key, item in pairs]}
     raise CheckpointError(
         f"a checkpoint holds plain data and tensors only, but {path!r} is a {type(value).__name__}; "
-        "mend: return such data from state_dict()"
+        "fix: return such data from state_dict()"
     )
 
 

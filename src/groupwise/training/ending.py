@@ -59,7 +59,7 @@ def preparing() -> Iterator[None]:
         name = type(error).__name__
         error.add_note(
             f"groupwise: {name} came while the environments were made and tried out; nothing was trained; once it is "
-            "mended, give the command again"
+            "fixed, give the command again"
         )
         raise
 
@@ -99,7 +99,7 @@ def failure(
     parts = [
         f"groupwise: {type(error).__name__} ended training on {env_id} {where} (step {trainer.env_steps:,})",
         kept,
-        f"when it is mended, go on with: {_resume(folder, given)}",
+        f"when it is fixed, go on with: {_resume(folder, given)}",
     ]
     groups = isinstance(algorithm, GRPOCfg) and algorithm.collection.lost_member == "raise"
     if collecting and groups and _is_of_a_row(error):

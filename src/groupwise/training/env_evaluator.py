@@ -109,6 +109,6 @@ def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None
 def no_second_env(env: object) -> ConfigError:
     """What to say where evaluation needs an environment that cannot be made again."""
     return ConfigError(
-        f"{type(env).__name__} cannot be made a second time for evaluation; mend: leave evaluation.interval out, or give "
+        f"{type(env).__name__} cannot be made a second time for evaluation; fix: leave evaluation.interval out, or give "
         "an id, a callable that returns one gymnasium.Env, or one with a parameter num_envs that returns a GroupEnv"
     )

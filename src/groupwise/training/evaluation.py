@@ -115,7 +115,7 @@ def evaluate_policy(
     returns, lengths = (torch.cat(parts) for parts in zip(*results, strict=True))
     if not bool(returns.isfinite().all()):
         raise DataError(
-            f"return of evaluation episode {int((~returns.isfinite()).nonzero()[0])} is not finite; mend the environment's rewards"
+            f"return of evaluation episode {int((~returns.isfinite()).nonzero()[0])} is not finite; fix the environment's rewards"
         )
     return EvaluationResult(tuple(returns.tolist()), tuple(lengths.tolist()))
 

@@ -22,7 +22,7 @@ def record(cfg: RunCfg, given: Given, policy: Policy, path: Path, seed: int) -> 
         EnvError: its renderer failed.
     """
     if (separate := separate_env(cfg.env, given.env)) is None:
-        raise NoPictureError("no video: the environment was given ready-made; mend: give an id or a callable")
+        raise NoPictureError("no video: the environment was given ready-made; fix: give an id or a callable")
     film(policy, *separate, path, seed=derive_seed(seed, "video"))
 
 

@@ -59,7 +59,7 @@ def naming(settings: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError) and _ON_CPU not in str(error):
             raise
-        raise OutOfMemoryError(f"out of memory; mend: lower {settings}") from error
+        raise OutOfMemoryError(f"out of memory; fix: lower {settings}") from error
 
 
 def rehearse(

@@ -52,7 +52,7 @@ class Given(NamedTuple):
         """
         if unknown := [name for name in objects if name not in cls._fields]:
             raise ConfigError(
-                f"a run is given no {unknown[0]!r} again; mend: {', '.join(cls._fields)}{nearest(unknown[0], cls._fields)}"
+                f"a run is given no {unknown[0]!r} again; fix: {', '.join(cls._fields)}{nearest(unknown[0], cls._fields)}"
             )
         return cls(**objects)
 
@@ -193,7 +193,7 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device = {name!r}, but torch finds no GPU; mend: device='cpu' or 'auto'")
+        raise ConfigError(f"device = {name!r}, but torch finds no GPU; fix: device='cpu' or 'auto'")
     return torch.device(name)
 
 

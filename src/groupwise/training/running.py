@@ -42,7 +42,7 @@ def run(parts: Parts, folder: RunFolder, users: Sequence[Callback], engine: Engi
         begun = trainer.iteration
         summary = _train_and_report(trainer, parts, folder, engine)
         if resume and trainer.iteration == begun and engine.rank == 0:
-            _say(f"nothing was left to train ({summary['stopped']}); mend: give more total_steps")
+            _say(f"nothing was left to train ({summary['stopped']}); fix: give more total_steps")
         if engine.rank == 0:
             parts.illustrate(folder, derive_seed(parts.cfg.seed, "evaluation"))
     return summary

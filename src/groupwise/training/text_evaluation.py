@@ -161,7 +161,7 @@ class TextEvaluator(Evaluator):
         """What evaluates the policy on these examples."""
         assert isinstance(policy, CausalLM)
         if not held_out:
-            raise ConfigError("no prompts are held out; mend: task.eval_data")
+            raise ConfigError("no prompts are held out; fix: task.eval_data")
         encoder = PromptEncoder(policy.tokenizer, cfg.task)
         prompts = encoder.select(held_out, policy.room(cfg.sampling.max_new_tokens))
         return cls(
@@ -190,7 +190,7 @@ class TextEvaluator(Evaluator):
             rewards += self._score(attempts)
         scored = tuple(group for group in rewards if group)
         if not scored:
-            raise DataError("no completion of the held-out prompts could be scored; mend: the rewards, or eval_data")
+            raise DataError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
         return TextEvaluation(scored, tuple(lengths), self._cfg.task.solved_at)
 
     def prepare(self) -> None:

@@ -55,7 +55,7 @@ class Trainer:
         self.callbacks = tuple(callbacks)
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
-                raise ConfigError(f"{callback!r} is no Callback; mend: give instances of subclasses of gw.Callback")
+                raise ConfigError(f"{callback!r} is no Callback; fix: give instances of subclasses of gw.Callback")
         self.engine = engine or Engine()
         self.iteration = 0
         """Finished iterations."""
@@ -221,5 +221,5 @@ def _check_finite(metrics: dict[str, float], iteration: int) -> None:
         if not math.isfinite(value):
             raise DivergedError(
                 f"training diverged: {name} is {value} in iteration {iteration}; the last checkpoint is kept; "
-                "mend: lower learning_rate or max_grad_norm, or look at the rewards"
+                "fix: lower learning_rate or max_grad_norm, or look at the rewards"
             )

@@ -19,7 +19,7 @@ _NUM_EPISODES = 4
 """Episodes compared at least: what one leaves behind need not matter to each next one (BipedalWalker's does to some)."""
 _NUM_TRIES = 8
 """Episodes at most for that many steps; seeds at least before starts count as all alike, or steps as free of noise."""
-MENDS = {
+FIXES = {
     "start": "let the environment draw all its randomness from self.np_random, after super().reset(seed=seed), and keep "
     "nothing from one episode to the next (running statistics, as NormalizeObservation's, belong into the policy: "
     "normalize_obs)",
@@ -65,7 +65,7 @@ def verify_group_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STE
         report = fault or report._replace(can_branch=True)
     if isinstance(report, Fault):
         what = "siblings of {} cannot share a start" if report.stage == "start" else "states of {} cannot be captured"
-        raise GroupStartError(f"{what.format(env.env_id)}: {report.reason}; fix: {MENDS[report.stage]}")
+        raise GroupStartError(f"{what.format(env.env_id)}: {report.reason}; fix: {FIXES[report.stage]}")
     return report
 
 

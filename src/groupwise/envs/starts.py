@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from groupwise.envs.attempts import StartMethod
 from groupwise.envs.base import GroupStartReport
-from groupwise.envs.groups import MENDS, Fault, examine_branching, examine_start, start_repeats
+from groupwise.envs.groups import FIXES, Fault, examine_branching, examine_start, start_repeats
 from groupwise.envs.local_rows import RowCfg
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.snapshots import adapter_for
@@ -52,10 +52,10 @@ def choose_start(cfg: RowCfg, wanted: Literal["auto", "native", "snapshot", "see
 
 def _refusal(env_id: str, wanted: str, faults: dict[StartMethod, Fault]) -> GroupStartError:
     if wanted == "auto":
-        return GroupStartError(f"siblings of {env_id} cannot share a start: {_listed(faults)}; fix: {MENDS['start']}")
+        return GroupStartError(f"siblings of {env_id} cannot share a start: {_listed(faults)}; fix: {FIXES['start']}")
     reasons = next(iter(faults.values())).reason if len(faults) == 1 else _listed(faults)
     return GroupStartError(
-        f"siblings of {env_id} cannot share a start by group_start={wanted!r}: {reasons}; fix: {MENDS['start']}; or "
+        f"siblings of {env_id} cannot share a start by group_start={wanted!r}: {reasons}; fix: {FIXES['start']}; or "
         "group_start='auto', which tries every way"
     )
 
@@ -125,7 +125,7 @@ def _settle(cfg: RowCfg, choice: StartChoice, faults: dict[StartMethod, Fault]) 
         stage = "branch" if all(method.states == "adapter" for method in surprising) else "start"
         warnings.warn(
             f"siblings of {cfg.env_id} share their start by {choice.method}, since better ways failed: "
-            f"{_listed(surprising)}; fix: {MENDS[stage]}",
+            f"{_listed(surprising)}; fix: {FIXES[stage]}",
             GroupStartWarning,
             stacklevel=4,
         )

@@ -277,14 +277,14 @@ def _raised(name: str, batch: _Batch, number: int, error: Exception) -> RewardEr
     said = "took too long" if isinstance(error, CallTimeoutError) else f"raised {type(error).__name__}: {error}"
     return RewardError(
         f"reward {name!r} {said}\n  prompt: {_beginning(batch.prompts[number])}\n  completion: "
-        f"{_beginning(batch.completions[number])}\nmend: the function, or {fix}"
+        f"{_beginning(batch.completions[number])}\nfix: the function, or {fix}"
     )
 
 
 def _too_slow(name: str, function: RewardFunction, batch: _Batch) -> RewardError:
     return RewardError(
         f"reward {name!r} took more than its limit of {function.timeout:g} s for {len(batch)} completions\n  the first prompt: "
-        f"{_beginning(batch.prompts[0])}\n  its completion: {_beginning(batch.completions[0])}\nmend: the function, "
+        f"{_beginning(batch.prompts[0])}\n  its completion: {_beginning(batch.completions[0])}\nfix: the function, "
         "a larger timeout, or on_reward_error='skip', which leaves them out"
     )
 

@@ -100,7 +100,7 @@ def ask(tool: Tool, text: str) -> str | None:
         answer: Any = tool(text)
     except Exception as error:
         raise ToolError(
-            f"the tool raised {type(error).__name__}: {error}\n  it was given: {short(text)}\nmend: the tool; what the model "
+            f"the tool raised {type(error).__name__}: {error}\n  it was given: {short(text)}\nfix: the tool; what the model "
             "should read of its mistakes is to be returned"
         ) from error
     if answer is None or isinstance(answer, str):

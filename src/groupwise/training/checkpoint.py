@@ -27,7 +27,7 @@ from groupwise.errors import CheckpointError
 
 FORMAT = 1
 POLICY, ALGORITHM, STATE, MANIFEST = "policy.safetensors", "algorithm.safetensors", "state.json", "manifest.json"
-_MEND = "fix: take another checkpoint of the run, or train again"
+_FIX = "fix: take another checkpoint of the run, or train again"
 
 
 class Identity(NamedTuple):
@@ -93,7 +93,7 @@ def load_checkpoint(folder: Path, identity: Identity | None = None) -> Checkpoin
         policy, tensors = (safetensors.torch.load(files[name]) for name in (POLICY, ALGORITHM))
         state = _decode(json.loads(files[STATE]), tensors)
     except (KeyError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error!r}; {_MEND}") from error
+        raise CheckpointError(f"{folder} cannot be read: {error!r}; {_FIX}") from error
     return Checkpoint(policy, state)
 
 
@@ -114,7 +114,7 @@ def saved_steps(folder: Path) -> int | None:
     try:
         return int(json.loads(path.read_bytes())["env_steps"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is missing or damaged ({error!r}); {_MEND}") from error
+        raise CheckpointError(f"{path} is missing or damaged ({error!r}); {_FIX}") from error
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -161,7 +161,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         version, _ = manifest["format"], [manifest[key] for key in Identity._fields]
         _ = manifest["sha256"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is missing or damaged ({error!r}); {_MEND}") from error
+        raise CheckpointError(f"{path} is missing or damaged ({error!r}); {_FIX}") from error
     if version != FORMAT:
         raise CheckpointError(
             f"{path} has format {version}, this version reads {FORMAT}; fix: use a matching groupwise"
@@ -173,9 +173,9 @@ def _read_verified(path: Path, digest: str) -> bytes:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} is missing ({error}); {_MEND}") from error
+        raise CheckpointError(f"{path} is missing ({error}); {_FIX}") from error
     if _digest(data) != digest:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; {_MEND}")
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; {_FIX}")
     return data
 
 

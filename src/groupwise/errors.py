@@ -12,7 +12,6 @@ GroupwiseError
 ├── ToolError              a tool that failed, or answered with what is no text (RuntimeError)
 ├── DivergedError          training produced non-finite numbers (RuntimeError)
 │   └── DisagreementError  what writes the texts is no longer the policy that is trained
-├── OutOfMemoryError       too little memory for what was asked; names the setting to lower (RuntimeError)
 ├── CheckpointError        a checkpoint that is damaged or belongs to something else (ValueError)
 ├── RunFolderError         a run folder that does not exist, is damaged or is taken (ValueError)
 └── MissingExtraError      an optional dependency is not installed (ImportError)
@@ -87,10 +86,6 @@ class DivergedError(GroupwiseError, RuntimeError):
 
 class DisagreementError(DivergedError):
     """What writes the texts is no longer the policy that is trained."""
-
-
-class OutOfMemoryError(GroupwiseError, RuntimeError):
-    """Too little memory for what was asked; names the setting to lower."""
 
 
 class CheckpointError(GroupwiseError, ValueError):

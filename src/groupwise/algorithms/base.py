@@ -24,7 +24,7 @@ from groupwise.algorithms.resident import StaysOnDevice
 from groupwise.algorithms.step_metrics import StepMetrics, metric_sums
 from groupwise.algorithms.surrogate import Counts, check_objective, finest_unit, objective_data
 from groupwise.data.minibatch import Epoch, coarsest, cut, shuffle_items, shuffle_transitions, take
-from groupwise.data.rollout import Nested, transition_view
+from groupwise.data.rollout import Nested
 from groupwise.data.row_batches import RowSizes, pack, shuffle_rows
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError
@@ -177,25 +177,6 @@ class BaseAlgorithm(StaysOnDevice, ABC):
         if self.entropy.adaptive:
             out["train/ent_coef"] = self.entropy.coef.clone()
         return out if watch is None else out | watch.metrics(self.engine.sum)
-
-    def rehearse(self, rollout: TensorDict) -> None:
-        """Take the memory that the first optimiser step on a rollout ``[N, T+1]`` of rows takes, and change nothing.
-
-        Its first micro-batch is the largest; with it, what the optimiser will keep of each parameter.
-        """
-        data, _ = self._elements(self.training_data(transition_view(rollout)))
-        group = data["group_id"].amax(dim=1)
-        siblings = torch.cat([(group == number).nonzero()[:2, 0] for number in group.unique()[:2]])
-        with torch.no_grad():
-            self.policy.evaluate(take(data, siblings))  # now it is known whether they share
-        rows = torch.arange(len(data["loss_mask"]), device=self.policy.device)
-        order, slices = pack(_row_sizes(self.policy, data), rows, self.cfg.micro_batch_size)
-        kept = [torch.empty_like(parameter) for parameter in self.trained.tensors for _ in range(2)]
-        largest = take(data, order[slices[0]])
-        evaluation = self._blanked(self.policy.evaluate(largest), largest)
-        torch.autograd.backward([evaluation.log_prob.sum(), evaluation.entropy.sum()])
-        self.trained.zero_grad()
-        del kept
 
     @torch.no_grad()
     def score(self, policy: Policy, data: dict[str, Nested]) -> Evaluation:

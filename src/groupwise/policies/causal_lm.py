@@ -93,7 +93,7 @@ class CausalLM(Policy):
             recompute_layers(self.network)
         self._forward = torch.compile(_last_hidden, dynamic=True) if compile else _last_hidden
         self._prefixes: Literal["untried", "shared", "apart"] = "untried"
-        self.reads_tokens_by: Literal["untried", "own step", "graph", "transformers"] = "untried"
+        self.reads_tokens_by: Literal["untried", "own step", "transformers"] = "untried"
         self._saved = self._names_to_save()
         self.register_state_dict_post_hook(_keep_saved)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_expect_saved)  # type: ignore[no-untyped-call]

@@ -17,7 +17,6 @@ from groupwise.policies.causal_lm import CausalLM
 from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.cpu_attention import autocast_off
 from groupwise.policies.drawing import draw
-from groupwise.policies.graph_step import may_replay, replayed
 from groupwise.policies.llama_step import ROOM, LlamaStep, Prompts, has_llama_shape, linear_map
 
 Head = Callable[[Tensor], Tensor]
@@ -249,7 +248,7 @@ def complete(
     """
     sampling = sampling or policy.sampling
     # a sixth less time for a small model; hooks and modules that we do not know may keep tensors, useless to training then
-    known = policy.reads_tokens_by in ("own step", "graph") and not has_hooks(policy.network)
+    known = policy.reads_tokens_by == "own step" and not has_hooks(policy.network)
     with torch.inference_mode() if known else torch.no_grad(), policy.computing():
         tokens, valid = left_padded(prompts, policy.device)
         rows = seeds.reshape(-1).to(policy.device)
@@ -285,18 +284,16 @@ def _step(policy: CausalLM, prompts: Prompts, token: Tensor, head: Head) -> Llam
     if policy.reads_tokens_by == "untried":
         policy.reads_tokens_by = _tried(policy, prompts, token, head)
         return _step(policy, prompts, token, head)
-    return replayed(policy, prompts) if policy.reads_tokens_by == "graph" else LlamaStep(policy, prompts)
+    return LlamaStep(policy, prompts)
 
 
-def _tried(
-    policy: CausalLM, prompts: Prompts, token: Tensor, head: Head
-) -> Literal["own step", "graph", "transformers"]:
+def _tried(policy: CausalLM, prompts: Prompts, token: Tensor, head: Head) -> Literal["own step", "transformers"]:
     """Find out whether our own step gives the same distributions: both ways behind the same prompts."""
     steps = (LlamaStep(policy, prompts), TransformersStep(policy, prompts._replace(cache=deepcopy(prompts.cache))))
     own, theirs = (_logits(step(token), head).log_softmax(dim=-1) for step in steps)
     off = float((own - theirs).square().mean().sqrt())
     if off <= policy.rounding:
-        return "graph" if may_replay(policy) else "own step"
+        return "own step"
     name = type(policy.network).__name__
     warnings.warn(
         f"{name} reads tokens one by one through its modules: log-probabilities of our own step differ by {off:.2g}, "

@@ -78,12 +78,9 @@ class LlamaStep:
     """Reads a token of each row, behind those that it has read before.
 
     Weights are taken over when it is made: make one for each call that writes.
-
-    Args:
-        room: tokens that the caches can take before they must grow.
     """
 
-    def __init__(self, policy: CausalLM, prompts: Prompts, room: int = ROOM) -> None:
+    def __init__(self, policy: CausalLM, prompts: Prompts) -> None:
         base, cached = policy.network.base_model, prompts.cache.layers
         valid, most = prompts.valid.repeat_interleave(prompts.group_size, dim=0), prompts.max_new_tokens
         self._embed, self._norm = base.embed_tokens, _norm(base.norm)
@@ -92,7 +89,7 @@ class LlamaStep:
         # where heads share their keys, plain products on a CPU take half the time of PyTorch's own kernel
         shared = base.config.num_attention_heads > self._groups and policy.device.type == "cpu"
         self._attend = attend if shared else functional.scaled_dot_product_attention
-        self._stores = [_store(layer, prompts.group_size, room) for layer in cached]
+        self._stores = [_store(layer, prompts.group_size) for layer in cached]
         self._length, self._rows = valid.shape[1], len(valid)
         self._slots: Tensor | None = None  # the places of the rows in the caches, once they are in another order
         self._position = valid.sum(dim=1)
@@ -255,11 +252,11 @@ def _called(policy: CausalLM, modules: Sequence[Any], x: Tensor) -> Tensor:
         return torch.cat([module(x) for module in modules], dim=-1)
 
 
-def _store(layer: Any, group_size: int, room: int) -> Float[Tensor, "2 row group room width"]:
+def _store(layer: Any, group_size: int) -> Float[Tensor, "2 row group room width"]:
     """Keys and values of a layer, repeated, with room; in float32 on a CPU, which is slow to attend in bfloat16."""
     prompts, groups, length, width = layer.keys.shape
     dtype = torch.float32 if layer.values.device.type == "cpu" else layer.values.dtype
-    shape = (2, prompts * group_size, groups, length + room, width)
+    shape = (2, prompts * group_size, groups, length + ROOM, width)
     store = torch.empty(shape, dtype=dtype, device=layer.values.device)
     for half, known in zip(store, (layer.keys, layer.values), strict=True):
         half[:, :, :length] = known.repeat_interleave(group_size, dim=0)

@@ -27,7 +27,6 @@ from groupwise.text.prompts import PromptEncoder
 from groupwise.text.task import TextTask
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
-from groupwise.training.memory import rehearse
 from groupwise.training.parts import Given, Parts, check_trackers, pick_device
 from groupwise.training.text_callbacks import KeepGroups, WatchAgreement
 from groupwise.training.text_evaluation import TextEvaluator, dialogue_of, generator_of, task_of
@@ -118,15 +117,6 @@ def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts
         seed=cfg.seed,
         rank=engine.rank,
         world_size=engine.world_size,
-    )
-    rehearse(
-        algorithm,
-        longest_prompt=max(len(prompt.tokens) for prompt in prompts),
-        sampling=cfg.sampling,
-        num_rows=terms.num_prompts * terms.group_size,
-        group_size=terms.group_size,
-        num_turns=None if tool is None else cfg.task.max_turns,
-        context=policy.context_length,
     )
     assert isinstance(policy.action_spec, TensorSpec)
     buffer = TextBuffer(policy.action_spec, value=not policy.actor_only, device=device)

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_speed import CASES, GROUP, NEW_TOKENS, PROMPTS, micro_batch_tokens, prompt_tokens, reward
 
 import groupwise as gw
+from groupwise.config.policy import SamplingCfg
 from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.cpu_memory import keep_freed_memory
 from groupwise.policies.decoding import complete
 

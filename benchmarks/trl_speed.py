@@ -80,9 +80,9 @@ def run_ours(case: Case, side: Side, folder: Path, turn: Callable[[], None], don
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import groupwise as gw
+    from groupwise.config.policy import SamplingCfg
     from groupwise.data.tokens import TextRow, text_rollout
     from groupwise.policies.causal_lm import CausalLM
-    from groupwise.policies.configs import SamplingCfg
     from groupwise.policies.cpu_memory import keep_freed_memory
     from groupwise.policies.decoding import complete
 

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
-from groupwise import presets
 from groupwise.algorithms.configs import (
     AlgorithmCfg,
     BranchCfg,
@@ -37,6 +36,7 @@ from groupwise.algorithms.objective_configs import (
     VespoCfg,
 )
 from groupwise.cfg import Cfg
+from groupwise.config import presets
 from groupwise.envs.configs import EnvCfg
 from groupwise.policies.configs import EvalSamplingCfg, LoRACfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.settings import (

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 import groupwise as gw
 from groupwise import config
 from groupwise.algorithms.ppo import PPO
-from groupwise.registry import register_algorithm
+from groupwise.config.registry import register_algorithm
 
 TINY: dict[str, Any] = {
     "algorithm": gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64),

@@ -6,8 +6,8 @@ import pytest
 from checked_envs import Alike, BreaksInReset, BreaksInStep, Calm, CannotBeMade, Cheats, Counts, Sound, Speaks
 
 from groupwise.check import check_env
+from groupwise.config.env import EnvCfg
 from groupwise.envs import check
-from groupwise.envs.configs import EnvCfg
 from groupwise.envs.findings import Finding, none, table, unknown
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.torch_control import TorchCartPole

@@ -8,7 +8,7 @@ import pytest
 
 import groupwise
 from groupwise import cli, config
-from groupwise import registry as algorithms
+from groupwise.config import registry as algorithms
 from groupwise.errors import RunFolderError
 from groupwise.training.evaluation import EvaluationResult
 
@@ -306,8 +306,8 @@ def test_plugin_registers_an_algorithm(api, registry, tmp_path, monkeypatch):
     monkeypatch.setattr("groupwise.plugins._loaded", [])  # commands printed later would name it
     plugin = tmp_path / "mine.py"
     plugin.write_text(
-        "from groupwise.algorithms.configs import PPOCfg\n"
-        "from groupwise.registry import register_algorithm\n"
+        "from groupwise.config.algorithm import PPOCfg\n"
+        "from groupwise.config.registry import register_algorithm\n"
         "class MineCfg(PPOCfg):\n"
         "    '''Mine.'''\n"
         "    name: str = 'mine'\n"

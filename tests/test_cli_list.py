@@ -1,7 +1,8 @@
 import pytest
 
-from groupwise import cli, presets, registry
-from groupwise.algorithms.configs import PPOCfg
+from groupwise import cli
+from groupwise.config import presets, registry
+from groupwise.config.algorithm import PPOCfg
 
 
 def listed(capsys, word):

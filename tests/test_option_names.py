@@ -3,9 +3,9 @@ import re
 import pytest
 
 from groupwise import cli
-from groupwise.algorithms.configs import GRPOCfg, PPOCfg
 from groupwise.config import resolve
-from groupwise.envs.configs import EnvCfg
+from groupwise.config.algorithm import GRPOCfg, PPOCfg
+from groupwise.config.env import EnvCfg
 from groupwise.errors import ConfigError
 from groupwise.option_names import check_names
 

@@ -10,16 +10,6 @@ from groupwise.garbage import importing
 
 if TYPE_CHECKING:
     from groupwise.algorithms.base import BaseAlgorithm, Terms
-    from groupwise.algorithms.configs import (
-        AlgorithmCfg,
-        CreditCfg,
-        GRPOCfg,
-        ObjectiveCfg,
-        OptimizerCfg,
-        PPOCfg,
-        ReferenceCfg,
-        ScheduleCfg,
-    )
     from groupwise.algorithms.credit import CreditInput, episode_groups, register_credit
     from groupwise.algorithms.grpo import GRPO
     from groupwise.algorithms.ppo import PPO
@@ -31,8 +21,31 @@ if TYPE_CHECKING:
     from groupwise.collectors.vector import VectorCollector
     from groupwise.comparing import compare
     from groupwise.config import load_config
+    from groupwise.config.algorithm import (
+        AlgorithmCfg,
+        CreditCfg,
+        GRPOCfg,
+        ObjectiveCfg,
+        OptimizerCfg,
+        PPOCfg,
+        ReferenceCfg,
+        ScheduleCfg,
+    )
+    from groupwise.config.env import EnvCfg
+    from groupwise.config.policy import EvalSamplingCfg, LoRACfg, ModelCfg, PolicyCfg, SamplingCfg
+    from groupwise.config.registry import register_algorithm
+    from groupwise.config.run import (
+        AgreementCfg,
+        EvaluationCfg,
+        LoggingCfg,
+        OverlongCfg,
+        RunCfg,
+        StopCfg,
+        TextEvaluationCfg,
+        TextRunCfg,
+    )
+    from groupwise.config.text import RewardCfg, TextTaskCfg
     from groupwise.data.rollout import RolloutBuffer, transition_view
-    from groupwise.envs.configs import EnvCfg
     from groupwise.envs.findings import EnvReport
     from groupwise.envs.groups import verify_group_start
     from groupwise.envs.make import make_env
@@ -68,21 +81,8 @@ if TYPE_CHECKING:
     from groupwise.policies.actor_critic import ActorCritic
     from groupwise.policies.base import Evaluation, Policy
     from groupwise.policies.causal_lm import CausalLM
-    from groupwise.policies.configs import EvalSamplingCfg, LoRACfg, ModelCfg, PolicyCfg, SamplingCfg
-    from groupwise.registry import register_algorithm
     from groupwise.report.comparison import Comparison
     from groupwise.runs import Run
-    from groupwise.settings import (
-        AgreementCfg,
-        EvaluationCfg,
-        LoggingCfg,
-        OverlongCfg,
-        RunCfg,
-        StopCfg,
-        TextEvaluationCfg,
-        TextRunCfg,
-    )
-    from groupwise.text.configs import RewardCfg, TextTaskCfg
     from groupwise.text.data import Example
     from groupwise.text.reward_functions import register_reward
     from groupwise.text.task import TextTask
@@ -187,7 +187,7 @@ __all__ = [
 
 _MODULES = {
     "groupwise.algorithms.base": "BaseAlgorithm Terms",
-    "groupwise.algorithms.configs": "AlgorithmCfg CreditCfg GRPOCfg ObjectiveCfg OptimizerCfg PPOCfg ReferenceCfg ScheduleCfg",
+    "groupwise.config.algorithm": "AlgorithmCfg CreditCfg GRPOCfg ObjectiveCfg OptimizerCfg PPOCfg ReferenceCfg ScheduleCfg",
     "groupwise.algorithms.credit": "CreditInput episode_groups register_credit",
     "groupwise.algorithms.grpo": "GRPO",
     "groupwise.algorithms.ppo": "PPO",
@@ -200,7 +200,7 @@ _MODULES = {
     "groupwise.comparing": "compare",
     "groupwise.config": "load_config",
     "groupwise.data.rollout": "RolloutBuffer transition_view",
-    "groupwise.envs.configs": "EnvCfg",
+    "groupwise.config.env": "EnvCfg",
     "groupwise.envs.findings": "EnvReport",
     "groupwise.envs.groups": "verify_group_start",
     "groupwise.envs.make": "make_env",
@@ -213,12 +213,12 @@ _MODULES = {
     "groupwise.policies.actor_critic": "ActorCritic",
     "groupwise.policies.base": "Evaluation Policy",
     "groupwise.policies.causal_lm": "CausalLM",
-    "groupwise.policies.configs": "EvalSamplingCfg LoRACfg ModelCfg PolicyCfg SamplingCfg",
-    "groupwise.registry": "register_algorithm",
+    "groupwise.config.policy": "EvalSamplingCfg LoRACfg ModelCfg PolicyCfg SamplingCfg",
+    "groupwise.config.registry": "register_algorithm",
     "groupwise.report.comparison": "Comparison",
     "groupwise.runs": "Run",
-    "groupwise.settings": "AgreementCfg EvaluationCfg LoggingCfg OverlongCfg RunCfg StopCfg TextEvaluationCfg TextRunCfg",
-    "groupwise.text.configs": "RewardCfg TextTaskCfg",
+    "groupwise.config.run": "AgreementCfg EvaluationCfg LoggingCfg OverlongCfg RunCfg StopCfg TextEvaluationCfg TextRunCfg",
+    "groupwise.config.text": "RewardCfg TextTaskCfg",
     "groupwise.text.data": "Example",
     "groupwise.text.reward_functions": "register_reward",
     "groupwise.text.task": "TextTask",

@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from groupwise import config
-from groupwise.algorithms.configs import AlgorithmCfg
-from groupwise.cfg import GIVEN
+from groupwise.config.algorithm import AlgorithmCfg
+from groupwise.config.base import GIVEN
+from groupwise.config.env import EnvCfg
+from groupwise.config.policy import LoRACfg, ModelCfg, PolicyCfg
+from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.engines.distributed import from_environment
 from groupwise.envs.base import GroupEnv
-from groupwise.envs.configs import EnvCfg
 from groupwise.errors import ConfigError
 from groupwise.policies.base import Policy
-from groupwise.policies.configs import LoRACfg, ModelCfg, PolicyCfg
 from groupwise.report.folder import RunFolder
 from groupwise.runs import Run, build, build_again, check_given, read_cfg
 from groupwise.seeding import derive_seed
-from groupwise.settings import CommonCfg, RunCfg, TextRunCfg
 from groupwise.text.files import short
 from groupwise.text.task import TextTask
 from groupwise.training import running

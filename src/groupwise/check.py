@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import gymnasium
 
 from groupwise.config import resolve
+from groupwise.config.env import EnvCfg, StartTier
+from groupwise.config.policy import PolicyCfg
 from groupwise.envs import check
 from groupwise.envs.base import GroupEnv, GroupStartReport
 from groupwise.envs.check import Maker, attempt
-from groupwise.envs.configs import EnvCfg, StartTier
 from groupwise.envs.findings import Branching, EnvReport, Finding, Training, none, unknown
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.make import make_env
@@ -23,7 +24,6 @@ from groupwise.envs.noise import generators_kept, global_generators_kept, step_n
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.self_vectorised import makes_rows
 from groupwise.errors import EnvError, GroupwiseError
-from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.distributions import make_head
 
 T = TypeVar("T")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from groupwise import presets
+from groupwise.config import presets
+from groupwise.config.registry import algorithm_entry, algorithm_names
 from groupwise.errors import ConfigError, nearest
-from groupwise.registry import algorithm_entry, algorithm_names
 
 
 class Entry(NamedTuple):

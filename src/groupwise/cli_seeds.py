@@ -14,10 +14,10 @@ from types import FrameType
 from typing import Any
 
 from groupwise.config import to_json
+from groupwise.config.run import CommonCfg
 from groupwise.cpus import num_cpus
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.folder import RunFolder
-from groupwise.settings import CommonCfg
 from groupwise.training.signals import handling
 
 log = logging.getLogger(__name__)

@@ -4,10 +4,10 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from groupwise.cfg import Cfg
+from groupwise.config.base import Cfg
+from groupwise.config.registry import algorithms_with, explain_other_algorithm
+from groupwise.config.run import CommonCfg
 from groupwise.errors import ConfigError
-from groupwise.registry import algorithms_with, explain_other_algorithm
-from groupwise.settings import CommonCfg
 
 Names: TypeAlias = dict[str, Any]
 """Options by the parts of their names: nested, and None where one ends."""

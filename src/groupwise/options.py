@@ -24,16 +24,15 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from groupwise import presets
-from groupwise.algorithms.configs import AlgorithmCfg
-from groupwise.cfg import Cfg
-from groupwise.config import load_config, resolve
-from groupwise.envs.configs import EnvCfg
+from groupwise.config import load_config, presets, resolve
+from groupwise.config.algorithm import AlgorithmCfg
+from groupwise.config.base import Cfg
+from groupwise.config.env import EnvCfg
+from groupwise.config.run import RunCfg, TextRunCfg
+from groupwise.config.text import TextTaskCfg
 from groupwise.envs.names import refuse_module, unknown_environment
 from groupwise.errors import ConfigError
 from groupwise.option_names import check_names, is_absent
-from groupwise.settings import RunCfg, TextRunCfg
-from groupwise.text.configs import TextTaskCfg
 
 
 def parse_options(

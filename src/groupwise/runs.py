@@ -7,12 +7,12 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from groupwise.algorithms.base import BaseAlgorithm
+from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.plugins import blaming_absence
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
-from groupwise.settings import CommonCfg, RunCfg, TextRunCfg
 from groupwise.training.build import build_parts
 from groupwise.training.checkpoint import load_checkpoint, load_policy
 from groupwise.training.ending import closing_after

@@ -5,12 +5,12 @@ import torch
 from tiny_models import tiny_model
 
 from groupwise.algorithms.agreement import Agreement
-from groupwise.algorithms.configs import GRPOCfg
 from groupwise.algorithms.grpo import GRPO
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.policy import SamplingCfg
 from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.functional.reduce import local
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.decoding import complete
 
 

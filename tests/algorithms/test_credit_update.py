@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.algorithms.configs import CreditCfg, GRPOCfg, ObjectiveCfg
 from groupwise.algorithms.grpo import GRPO
+from groupwise.config.algorithm import CreditCfg, GRPOCfg, ObjectiveCfg
+from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.data.spaces import obs_spec
 from groupwise.errors import ConfigError
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.policies.configs import PolicyCfg
 
 OBS = gym.spaces.Box(-1, 1, (3,), np.float32)
 LENGTHS = [[3, 2], [4, 4], [2, 3], [4, 1]]  # of the episodes in each row; two rows are a group

@@ -9,11 +9,11 @@ from objective_updates import (
     updated,
 )
 
-from groupwise.algorithms.configs import GRPOCfg, ObjectiveCfg, PPOCfg
 from groupwise.algorithms.entropy import EntropyControl
 from groupwise.algorithms.grpo import GRPO
-from groupwise.algorithms.objective_configs import EntropyCfg
 from groupwise.algorithms.ppo import PPO
+from groupwise.config.algorithm import GRPOCfg, ObjectiveCfg, PPOCfg
+from groupwise.config.objective import EntropyCfg
 from groupwise.errors import ConfigError
 
 ADAPTIVE = {"control": "adaptive", "target": 0.5, "step": 0.1, "max_coef": 0.25}

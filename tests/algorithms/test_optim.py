@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from groupwise.algorithms import optim
-from groupwise.algorithms.configs import OptimizerCfg, PPOCfg, ScheduleCfg
 from groupwise.algorithms.optim import Schedule, Trained, build_optimizer, schedule_factor
+from groupwise.config.algorithm import OptimizerCfg, PPOCfg, ScheduleCfg
 from groupwise.errors import ConfigError
 
 

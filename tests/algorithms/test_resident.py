@@ -11,9 +11,9 @@ from tape import Tape
 from torch_rollouts import ENVS
 
 import groupwise as gw
-from groupwise.algorithms.configs import CollectionCfg
 from groupwise.algorithms.optim import Schedule
 from groupwise.algorithms.resident import shuffled
+from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.minibatch import Epoch, cut_evenly
 from groupwise.data.rollout import transition_view
 from groupwise.engines.replay import WARM_UP

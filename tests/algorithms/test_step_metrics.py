@@ -8,9 +8,9 @@ import torch
 from small_updates import build, make_rollout, parameters
 
 from groupwise.algorithms import step_metrics
-from groupwise.algorithms.configs import ObjectiveCfg
 from groupwise.algorithms.step_metrics import StepMetrics
 from groupwise.algorithms.surrogate import DIAGNOSTICS, diagnostics
+from groupwise.config.algorithm import ObjectiveCfg
 from groupwise.functional.reduce import local
 
 CPU = torch.device("cpu")

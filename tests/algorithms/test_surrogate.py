@@ -18,12 +18,12 @@ from objective_updates import (
     updated,
 )
 
-from groupwise.algorithms.configs import ObjectiveCfg
 from groupwise.algorithms.surrogate import diagnostics, finest_unit, reference_kl
+from groupwise.config.algorithm import ObjectiveCfg
+from groupwise.config.policy import PolicyCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Evaluation
-from groupwise.policies.configs import PolicyCfg
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from objective_updates import EVERY, make_policy, make_rollout, parameters, same, updated
 
-from groupwise.algorithms.configs import ObjectiveCfg, PPOCfg
 from groupwise.algorithms.ppo import PPO
+from groupwise.config.algorithm import ObjectiveCfg, PPOCfg
 from groupwise.engines.base import Engine
 
 

@@ -12,8 +12,8 @@ from objective_updates import (
     updated,
 )
 
-from groupwise.algorithms.configs import ObjectiveCfg
 from groupwise.algorithms.surrogate import Counts, policy_loss, policy_ratio
+from groupwise.config.algorithm import ObjectiveCfg
 
 
 @pytest.mark.parametrize("name", EVERY)

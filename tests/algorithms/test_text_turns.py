@@ -5,13 +5,13 @@ import torch
 from credit_rollouts import credit, preset
 from tiny_models import tiny_model
 
-from groupwise import presets
-from groupwise.algorithms.configs import GRPOCfg
 from groupwise.algorithms.grpo import GRPO
+from groupwise.config import presets
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.policy import SamplingCfg
 from groupwise.data.rollout import transition_view
 from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import SamplingCfg
 
 PRESETS = ["agilerl_turn", "agilerl_turn_ratio", "gspo", "grpo"]
 

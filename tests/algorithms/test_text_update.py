@@ -6,11 +6,11 @@ from credit_rollouts import PRESETS
 from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from groupwise.algorithms.configs import GRPOCfg
 from groupwise.algorithms.grpo import GRPO
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.policy import SamplingCfg
 from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.decoding import complete
 
 RECOMPUTED = {"old_log_prob": "recomputed"}

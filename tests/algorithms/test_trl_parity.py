@@ -13,12 +13,12 @@ import pytest
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from groupwise.algorithms.configs import GRPOCfg
 from groupwise.algorithms.grpo import GRPO
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.policy import SamplingCfg
+from groupwise.config.presets import objective_preset
 from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import SamplingCfg
-from groupwise.presets import objective_preset
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "trl_parity.json").read_text())

@@ -7,18 +7,18 @@ import pytest
 import torch
 from small_updates import ACT, GRPO_SHAPES, OBS, build, make_policy, make_rollout, parameters, updated
 
-from groupwise.algorithms.configs import (
+from groupwise.algorithms.surrogate import finest_unit
+from groupwise.config.algorithm import (
     CreditCfg,
     ObjectiveCfg,
     OptimizerCfg,
     ReferenceCfg,
     ScheduleCfg,
 )
-from groupwise.algorithms.surrogate import finest_unit
+from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import transition_view
 from groupwise.errors import ConfigError, DataError, UnknownNameError
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.policies.configs import PolicyCfg
 
 
 @pytest.mark.parametrize("objective", GRPO_SHAPES)

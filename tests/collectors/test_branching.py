@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.algorithms.configs import BranchCfg, CollectionCfg
 from groupwise.collectors.branching import Reservoir
 from groupwise.collectors.groups import GroupCollector
+from groupwise.config.algorithm import BranchCfg, CollectionCfg
 from groupwise.errors import EnvError
 from groupwise.policies.base import Action, Evaluation
 

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.algorithms.configs import CollectionCfg
 from groupwise.collectors.carry import pack
 from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.schedule import Attempt, Group
-from groupwise.envs.configs import EnvCfg
+from groupwise.config.algorithm import CollectionCfg
+from groupwise.config.env import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError
 from groupwise.policies.base import Action

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.algorithms.configs import BranchCfg, CollectionCfg, CreditCfg
 from groupwise.algorithms.credit import CreditInput, advantages
 from groupwise.collectors.base import Episode
+from groupwise.config.algorithm import BranchCfg, CollectionCfg, CreditCfg
 from groupwise.data.rollout import transition_view
 from groupwise.errors import EnvError
 

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.algorithms.configs import BranchCfg, CollectionCfg
 from groupwise.collectors.groups import GroupCollector
+from groupwise.config.algorithm import BranchCfg, CollectionCfg
 
 BRANCHINGS = st.builds(
     BranchCfg,

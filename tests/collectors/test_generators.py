@@ -15,9 +15,9 @@ from transformers import (
 )
 
 from groupwise.collectors.generators import NativeGenerator, TransformersGenerator
+from groupwise.config.policy import EvalSamplingCfg, SamplingCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import EvalSamplingCfg, SamplingCfg
 
 PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]]
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": EOS}

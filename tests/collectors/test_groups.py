@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from groupwise.collectors.base import Episode
 from groupwise.collectors.groups import GroupCollector
+from groupwise.config.env import EnvCfg
 from groupwise.data.rollout import RolloutBuffer
-from groupwise.envs.configs import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError, GroupStartError
 

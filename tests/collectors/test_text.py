@@ -5,18 +5,18 @@ import torch
 from tiny_models import tiny_model
 from tiny_tokenizers import character_tokenizer
 
-from groupwise.algorithms.configs import GRPOCfg
 from groupwise.algorithms.grpo import GRPO
 from groupwise.collectors.generators import Generator
 from groupwise.collectors.text import TextCollector, TextTerms
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.policy import SamplingCfg
+from groupwise.config.text import RewardCfg, TextTaskCfg
 from groupwise.data.tokens import TextBuffer
 from groupwise.errors import DataError, RewardError
 from groupwise.functional.shaping import overlong_punishment
 from groupwise.functional.texts import pass_at_k, repeated_ngrams
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.decoding import Completion
-from groupwise.text.configs import RewardCfg, TextTaskCfg
 from groupwise.text.data import Example
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.reward_functions import make_reward

@@ -9,7 +9,7 @@ from tape import Tape
 from torch_rollouts import ENVS, close, named, same
 
 import groupwise as gw
-from groupwise.algorithms.configs import CollectionCfg
+from groupwise.config.algorithm import CollectionCfg
 from groupwise.engines.replay import WARM_UP
 
 

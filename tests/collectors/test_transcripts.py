@@ -9,12 +9,12 @@ from groupwise.collectors.generators import Generator, NativeGenerator, Transfor
 from groupwise.collectors.scoring import score, text_of
 from groupwise.collectors.tool_dialogue import ToolDialogue
 from groupwise.collectors.transcripts import Attempt, write
+from groupwise.config.policy import SamplingCfg
+from groupwise.config.text import TextTaskCfg
 from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.decoding import Completion
 from groupwise.seeding import derive_seed
-from groupwise.text.configs import TextTaskCfg
 from groupwise.text.data import Example
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.reward_functions import RewardFunction

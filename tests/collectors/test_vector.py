@@ -6,8 +6,8 @@ import torch
 from groupwise.collectors.base import Episode
 from groupwise.collectors.vector import VectorCollector, label_episodes
 from groupwise.collectors.writer import RolloutWriter
+from groupwise.config.env import EnvCfg
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
-from groupwise.envs.configs import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import DataError, EnvError
 from groupwise.policies.actor_critic import ActorCritic

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import groupwise as gw
-from groupwise.presets import objective_presets
-from groupwise.settings import RunCfg
+from groupwise.config.presets import objective_presets
+from groupwise.config.run import RunCfg
 
 ROOT = Path(__file__).parents[2]
 

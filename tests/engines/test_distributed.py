@@ -13,14 +13,14 @@ from groupwise.engines.distributed import from_environment
 WORKER = """
 import json, sys
 import gymnasium as gym, numpy as np, torch
-from groupwise.algorithms.configs import CreditCfg, GRPOCfg, ObjectiveCfg, PPOCfg
+from groupwise.config.algorithm import CreditCfg, GRPOCfg, ObjectiveCfg, PPOCfg
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.data.spaces import obs_spec
 from groupwise.engines.distributed import from_environment
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.policies.configs import PolicyCfg
+from groupwise.config.policy import PolicyCfg
 
 torch.set_num_threads(1)
 OBS, ACT, ROWS, STEPS = gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Discrete(3), 8, 12

@@ -4,8 +4,8 @@ import pytest
 import torch
 from gymnasium.envs.classic_control.acrobot import AcrobotEnv
 
+from groupwise.config.env import EnvCfg
 from groupwise.envs.acrobot import AcrobotPhysics, AcrobotVectorEnv
-from groupwise.envs.configs import EnvCfg
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.make import make_env
 from groupwise.envs.rows import RowsGroupEnv

@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.algorithms.configs import GRPOCfg
 from groupwise.api import resume, train
 from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.vector import VectorCollector
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.env import EnvCfg
+from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import RolloutBuffer
-from groupwise.envs.configs import EnvCfg
 from groupwise.envs.envpool import EnvPoolGroupEnv, EnvPoolSource, EnvPoolVectorEnv
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError, UnknownNameError
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.policies.configs import PolicyCfg
 
 pytest.importorskip("envpool")
 

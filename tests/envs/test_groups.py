@@ -3,10 +3,10 @@ import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from noisy_envs import AlwaysThere, Calm, GlobalNoise, GlobalReward, GlobalStart, Noisy, Remembers
 
+from groupwise.config.env import EnvCfg
 from groupwise.envs.attempts import StartMethod
 from groupwise.envs.base import GroupStartReport
 from groupwise.envs.cartpole import CartPoleGroupEnv
-from groupwise.envs.configs import EnvCfg
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.local_rows import RowCfg
 from groupwise.envs.make import make_env

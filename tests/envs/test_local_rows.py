@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from groupwise.config.env import EnvCfg
 from groupwise.envs.base import GroupEnv
-from groupwise.envs.configs import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import DataError
 

@@ -9,8 +9,8 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from noisy_envs import GlobalStart
 
+from groupwise.config.env import EnvCfg
 from groupwise.envs.cartpole import CartPoleGroupEnv
-from groupwise.envs.configs import EnvCfg
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.make import make_env
 from groupwise.envs.rows import RowsGroupEnv

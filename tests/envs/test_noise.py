@@ -7,8 +7,8 @@ import torch
 from checked_envs import Calm
 
 from groupwise.check import check_env
+from groupwise.config.env import EnvCfg
 from groupwise.envs import check
-from groupwise.envs.configs import EnvCfg
 from groupwise.envs.findings import Finding, unknown
 from groupwise.envs.noise import step_noise
 

@@ -7,7 +7,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from groupwise.envs.configs import EnvCfg
+from groupwise.config.env import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.envs.native import TorchGroupEnv
 from groupwise.envs.self_vectorised import IN_TORCH, makes_rows

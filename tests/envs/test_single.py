@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
+from groupwise.config.env import EnvCfg
 from groupwise.envs import single
-from groupwise.envs.configs import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import GroupStartError
 

@@ -6,16 +6,16 @@ import pytest
 from gymnasium.wrappers import NormalizeObservation, TimeLimit
 from noisy_envs import AlwaysThere, Calm, GlobalNoise, GlobalStart, Noisy, Remembers
 
+from groupwise.config.env import EnvCfg
+from groupwise.config.policy import PolicyCfg
+from groupwise.config.run import RunCfg
 from groupwise.envs.attempts import StartMethod
 from groupwise.envs.base import GroupStartReport
-from groupwise.envs.configs import EnvCfg
 from groupwise.envs.local_rows import RowCfg
 from groupwise.envs.make import make_env
 from groupwise.envs.starts import choose_start
 from groupwise.errors import GroupStartError, GroupStartWarning, UnsupportedSpaceError
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.policies.configs import PolicyCfg
-from groupwise.settings import RunCfg
 from groupwise.training.env_evaluator import EnvEvaluator
 from groupwise.training.parts import Given
 

@@ -9,11 +9,11 @@ from tape import Tape
 from torch_rollouts import same
 
 import groupwise as gw
+from groupwise.config.env import EnvCfg
+from groupwise.config.run import RunCfg
 from groupwise.engines.base import Engine
 from groupwise.engines.replay import WARM_UP
-from groupwise.envs.configs import EnvCfg
 from groupwise.functional.row_random import RowRandom
-from groupwise.settings import RunCfg
 from groupwise.training.build import build_parts
 from groupwise.training.parts import Given
 

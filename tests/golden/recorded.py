@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 import groupwise as gw
-from groupwise import config, presets
+from groupwise import config
 from groupwise.algorithms import optim
+from groupwise.config import presets
 
 HERE = Path(__file__).parent
 FILE = HERE / "golden.json"

@@ -10,10 +10,10 @@ from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
 import groupwise as gw
-from groupwise.algorithms.configs import GRPOCfg
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.presets import objective_preset
 from groupwise.integrations.sb3 import GRPO
 from groupwise.integrations.sb3_settings import ARGUMENTS, ELSEWHERE, update_cfg
-from groupwise.presets import objective_preset
 
 CARTPOLE = "CartPole-v1"
 

@@ -9,8 +9,8 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.utils import configure_logger
 
 import groupwise as gw
+from groupwise.config.presets import objective_presets
 from groupwise.integrations.sb3 import GRPO
-from groupwise.presets import objective_presets
 
 
 def test_an_update_takes_the_learning_rate_of_its_rollouts_start():

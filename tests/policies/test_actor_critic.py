@@ -9,12 +9,12 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 from tensordict import TensorDict
 from torch import nn
 
+from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import Nested, allocate
 from groupwise.data.spaces import obs_spec, obs_to_tensor
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError, UnsupportedSpaceError
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.policies.configs import PolicyCfg
 
 BOX = spaces.Box(-10, 10, (3,), np.float32)
 IMAGE = spaces.Box(0, 255, (8, 8, 3), np.uint8)

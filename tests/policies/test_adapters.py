@@ -2,14 +2,14 @@ import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
 
-from groupwise.algorithms.configs import GRPOCfg, ReferenceCfg
 from groupwise.algorithms.grpo import GRPO
+from groupwise.config.algorithm import GRPOCfg, ReferenceCfg
+from groupwise.config.policy import LoRACfg
 from groupwise.data.rollout import transition_view
 from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.errors import ConfigError
 from groupwise.policies.adapters import AdaptersOff
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import LoRACfg
 from groupwise.policies.load_model import with_adapters
 
 ROWS = [TextRow([5, 6, 7], [8 + i, 9], [-3.0, -3.0], float(i), False, i // 2) for i in range(4)]

@@ -17,14 +17,14 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from groupwise.algorithms.configs import GRPOCfg, PPOCfg
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
+from groupwise.config.algorithm import GRPOCfg, PPOCfg
+from groupwise.config.policy import LoRACfg, SamplingCfg
 from groupwise.data.rollout import transition_view
 from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.errors import CheckpointError, ConfigError, SlowPathWarning
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import LoRACfg, SamplingCfg
 from groupwise.policies.load_model import with_adapters
 from groupwise.training.checkpoint import Checkpoint, Identity, load_checkpoint, load_policy, save_checkpoint
 

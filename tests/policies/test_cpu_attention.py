@@ -3,9 +3,9 @@ import torch
 from tiny_models import tiny_model
 from torch.nn.functional import scaled_dot_product_attention
 
+from groupwise.config.policy import SamplingCfg
 from groupwise.policies import cpu_attention
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.cpu_attention import MOST, attend
 from groupwise.policies.decoding import complete
 

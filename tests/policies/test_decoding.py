@@ -3,13 +3,13 @@ import torch
 from tiny_models import EOS, FAMILIES, tiny_model
 from tiny_tokenizers import tiny_tokenizer
 
-from groupwise.algorithms.configs import GRPOCfg
 from groupwise.algorithms.grpo import GRPO
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.policy import SamplingCfg
 from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.errors import DataError
 from groupwise.policies import decoding
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.decoding import Writing, complete
 
 PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15]]

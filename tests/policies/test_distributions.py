@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import distributions
 
+from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.errors import ConfigError, UnsupportedSpaceError
 from groupwise.policies import few_rows
-from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.distributions import make_head
 from groupwise.policies.gaussian_heads import SquashedGaussian
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from groupwise.config.policy import EvalSamplingCfg, SamplingCfg
 from groupwise.policies import drawing
-from groupwise.policies.configs import EvalSamplingCfg, SamplingCfg
 from groupwise.policies.drawing import BLOCK, draw, pick
 
 

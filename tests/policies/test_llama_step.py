@@ -6,10 +6,10 @@ from tiny_models import moved, tiny_model
 from token_steps import exact, read_in_turn, rounded
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from groupwise.config.policy import LoRACfg, SamplingCfg
 from groupwise.errors import SlowPathWarning
 from groupwise.policies import decoding, llama_step
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import LoRACfg, SamplingCfg
 from groupwise.policies.decoding import TransformersStep, complete
 from groupwise.policies.llama_step import LlamaStep, Prompts
 from groupwise.policies.load_model import with_adapters

@@ -8,11 +8,11 @@ from tiny_tokenizers import character_tokenizer, tiny_tokenizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.data.rollout import transition_view
 from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.errors import ConfigError, MissingExtraError
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.policies.load_model import find_model, load_causal_lm, with_adapters
 
 ROWS = [TextRow([5, 6, 7], [8, 9], [0.0] * 2, 1.0, False, 0), TextRow([5, 6, 7], [4], [0.0], 1.0, False, 0)]

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.algorithms.optim import Trained
+from groupwise.config.policy import PolicyCfg
 from groupwise.errors import ConfigError
 from groupwise.policies import mlp_kernel
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.discrete_heads import Categorical
 from groupwise.policies.gaussian_heads import DiagGaussian
 from groupwise.policies.mlp_kernel import ActingNetworks

@@ -6,10 +6,10 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import allocate
 from groupwise.data.spaces import obs_spec, obs_to_tensor
 from groupwise.errors import ConfigError, UnsupportedSpaceError
-from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.networks import MLP, ImageLayout, NatureCNN, ObsEncoder, SmallCNN, image_layout, orthogonal
 
 CFG = PolicyCfg()

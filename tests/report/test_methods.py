@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from groupwise import config, presets
+from groupwise import config
+from groupwise.config import presets
 from groupwise.report.methods import differences, differing, environment_of, labels, method_of, preset_of
 
 

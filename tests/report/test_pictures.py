@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from groupwise.envs.configs import EnvCfg
+from groupwise.config.env import EnvCfg
 from groupwise.errors import EnvError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.report.curve import plot_curve

@@ -6,11 +6,11 @@ from importlib.resources import files
 import torch
 from tensordict import TensorDict
 
-from groupwise.algorithms.configs import CreditCfg
 from groupwise.algorithms.credit import CreditInput, advantages
+from groupwise.config.algorithm import CreditCfg
 from groupwise.engines.base import Engine
 
-PRESETS = json.loads(files("groupwise").joinpath("presets/objectives.json").read_text())
+PRESETS = json.loads(files("groupwise").joinpath("config/presets/objectives.json").read_text())
 
 
 def rollout(episodes, *, steps=None, per_row=1, **more):

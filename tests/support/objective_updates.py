@@ -4,12 +4,12 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from groupwise.algorithms.configs import GRPOCfg, ObjectiveCfg, OptimizerCfg
 from groupwise.algorithms.grpo import GRPO
+from groupwise.config.algorithm import GRPOCfg, ObjectiveCfg, OptimizerCfg
+from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.data.spaces import obs_spec
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.policies.configs import PolicyCfg
 
 OBS = gym.spaces.Box(-1, 1, (3,), np.float32)
 ACT = gym.spaces.Discrete(3)

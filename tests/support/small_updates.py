@@ -4,13 +4,13 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from groupwise.algorithms.configs import GRPOCfg, OptimizerCfg, PPOCfg
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
+from groupwise.config.algorithm import GRPOCfg, OptimizerCfg, PPOCfg
+from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.data.spaces import obs_spec
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.policies.configs import PolicyCfg
 
 SGD = OptimizerCfg(name="sgd")
 OBS = gym.spaces.Box(-1, 1, (3,), np.float32)

@@ -7,8 +7,8 @@ import pytest
 import reasoning_gym
 
 import groupwise.text.builtin_rewards as builtin
+from groupwise.config.text import RewardCfg
 from groupwise.errors import ConfigError, MissingExtraError, UnknownNameError
-from groupwise.text.configs import RewardCfg
 from groupwise.text.data import gym_examples
 from groupwise.text.reward_functions import REWARDS, make_reward
 from groupwise.text.rewards import RewardSet

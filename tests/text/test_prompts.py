@@ -4,8 +4,8 @@ import pytest
 from tiny_tokenizers import END, START, character_tokenizer, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from groupwise.config.text import TextTaskCfg
 from groupwise.errors import ConfigError, DataError
-from groupwise.text.configs import TextTaskCfg
 from groupwise.text.data import Example
 from groupwise.text.prompts import PromptEncoder
 

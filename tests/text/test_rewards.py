@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from groupwise.config.text import RewardCfg
 from groupwise.errors import ConfigError, DataError, RewardError
-from groupwise.text.configs import RewardCfg
 from groupwise.text.reward_functions import REWARDS, RewardFunction, RewardObject, make_reward, register_reward
 from groupwise.text.rewards import RewardSet, TrainingState
 

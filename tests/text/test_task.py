@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from groupwise.cfg import GIVEN
+from groupwise.config.base import GIVEN
+from groupwise.config.text import RewardCfg, TextTaskCfg
 from groupwise.errors import ConfigError, DataError
-from groupwise.text.configs import RewardCfg, TextTaskCfg
 from groupwise.text.task import TextTask
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]

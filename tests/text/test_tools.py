@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.cfg import GIVEN
+from groupwise.config.base import GIVEN
+from groupwise.config.text import TextTaskCfg
 from groupwise.errors import ConfigError, ToolError, UnknownNameError
 from groupwise.text import tools
-from groupwise.text.configs import TextTaskCfg
 from groupwise.text.task import TextTask
 from groupwise.text.tools import Calculator, Tool, ask, calculate, make_tool, register_tool
 

@@ -4,8 +4,8 @@ import pytest
 from tiny_tokenizers import END, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from groupwise.config.text import TextTaskCfg
 from groupwise.errors import ConfigError
-from groupwise.text.configs import TextTaskCfg
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.turns import AnswerEncoder, as_messages
 

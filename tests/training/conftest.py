@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDict
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.algorithms.configs import AlgorithmCfg
 from groupwise.collectors.base import Collector, Episode
+from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.envs.base import EnvStep, GroupEnv
 from groupwise.policies.base import Action, Evaluation, Policy

@@ -9,10 +9,10 @@ import groupwise as gw
 from groupwise.collectors.resident import WORTH_STEPS
 from groupwise.collectors.torch_groups import TorchGroupCollector
 from groupwise.collectors.torch_vector import TorchVectorCollector
+from groupwise.config.env import EnvCfg
+from groupwise.config.run import RunCfg
 from groupwise.engines.base import Engine
-from groupwise.envs.configs import EnvCfg
 from groupwise.report.folder import RunFolder
-from groupwise.settings import RunCfg
 from groupwise.training.build import build_parts
 from groupwise.training.callbacks import SaveCheckpoints
 from groupwise.training.parts import Given, build_callbacks, build_trainer

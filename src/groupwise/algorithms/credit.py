@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from groupwise.algorithms.anchors import anchors
-from groupwise.algorithms.configs import CreditCfg
 from groupwise.algorithms.near_states import above_near_states
+from groupwise.config.algorithm import CreditCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError, UnknownNameError

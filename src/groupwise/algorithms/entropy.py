@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.configs import AlgorithmCfg
+from groupwise.config.algorithm import AlgorithmCfg
 
 
 class EntropyControl:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm, Terms
-from groupwise.algorithms.configs import GRPOCfg
 from groupwise.algorithms.credit import (
     CreditInput,
     advantages,
@@ -24,6 +23,7 @@ from groupwise.algorithms.credit import (
 )
 from groupwise.algorithms.resident import needs_counts
 from groupwise.algorithms.surrogate import DIAGNOSTICS, policy_loss, policy_ratio, reference_kl
+from groupwise.config.algorithm import GRPOCfg
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from groupwise.algorithms.configs import CreditCfg
+from groupwise.config.algorithm import CreditCfg
 from groupwise.data.rollout import Nested
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError

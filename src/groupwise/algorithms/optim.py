@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from groupwise.algorithms.configs import AlgorithmCfg, ScheduleCfg
+from groupwise.config.algorithm import AlgorithmCfg, ScheduleCfg
 from groupwise.errors import ConfigError
 
 FLAT_LIMIT = 2**20

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from groupwise.algorithms.configs import ObjectiveCfg
 from groupwise.algorithms.surrogate import diagnostics
+from groupwise.config.algorithm import ObjectiveCfg
 from groupwise.functional.reduce import AllSum
 from groupwise.policies.base import Batch
 

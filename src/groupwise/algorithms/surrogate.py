@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from groupwise.algorithms.configs import ObjectiveCfg
+from groupwise.config.algorithm import ObjectiveCfg
 from groupwise.data.minibatch import Unit
 from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.errors import ConfigError, DataError

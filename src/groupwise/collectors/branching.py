@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from groupwise.algorithms.configs import BranchCfg
 from groupwise.collectors.schedule import NEVER, Attempt, Group, Schedule
+from groupwise.config.algorithm import BranchCfg
 from groupwise.envs.base import GroupEnv, Snapshot
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Policy

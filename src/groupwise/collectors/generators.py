@@ -19,8 +19,8 @@ from transformers.generation import (
     StoppingCriteriaList,
 )
 
+from groupwise.config.policy import SamplingCfg
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.decoding import Completion, Writing, complete, left_padded
 
 

@@ -7,7 +7,6 @@ from typing import Literal
 import numpy as np
 import torch
 
-from groupwise.algorithms.configs import CollectionCfg
 from groupwise.collectors.base import Collector, Episode
 from groupwise.collectors.branching import Brancher
 from groupwise.collectors.carry import Carry, Versions
@@ -16,6 +15,7 @@ from groupwise.collectors.outcomes import Outcomes
 from groupwise.collectors.schedule import Attempt, Group, Schedule
 from groupwise.collectors.supply import Supply
 from groupwise.collectors.writer import FinalValues, RolloutWriter
+from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested, lengthen
 from groupwise.envs.base import GroupEnv, Mask, Snapshot
 from groupwise.envs.groups import verify_group_start

@@ -3,10 +3,10 @@
 import numpy as np
 import torch
 
-from groupwise.algorithms.configs import CollectionCfg
 from groupwise.collectors.branching import Brancher
 from groupwise.collectors.schedule import Attempt, Group, Schedule
 from groupwise.collectors.supply import Supply
+from groupwise.config.algorithm import CollectionCfg
 from groupwise.envs.base import Mask
 from groupwise.errors import EnvError
 from groupwise.functional.diagnostics import zero_variance_groups

@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from groupwise.algorithms.configs import CollectionCfg
 from groupwise.collectors.branching import Brancher, Start
 from groupwise.collectors.schedule import Group, Schedule
+from groupwise.config.algorithm import CollectionCfg
 from groupwise.seeding import derive_seed
 
 

@@ -11,13 +11,13 @@ from groupwise.collectors.generators import Generator
 from groupwise.collectors.scoring import score
 from groupwise.collectors.text_metrics import Scored, audit
 from groupwise.collectors.transcripts import Attempt, Dialogue, write
+from groupwise.config.policy import SamplingCfg
 from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.errors import DataError
 from groupwise.functional.shaping import overlong_punishment
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Policy
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import SamplingCfg
 from groupwise.seeding import derive_seed
 from groupwise.text.data import PromptOrder
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder

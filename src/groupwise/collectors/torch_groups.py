@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from groupwise.algorithms.configs import BranchCfg, CollectionCfg
 from groupwise.collectors.resident import ResidentCollector, Running, told
 from groupwise.collectors.writer import RolloutWriter
+from groupwise.config.algorithm import BranchCfg, CollectionCfg
 from groupwise.data.rollout import Nested, count_unfinite
 from groupwise.engines.replay import Recorder
 from groupwise.envs.base import EnvStep, GroupStartReport

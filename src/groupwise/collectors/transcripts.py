@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from groupwise.collectors.generators import Generator
-from groupwise.policies.configs import SamplingCfg
+from groupwise.config.policy import SamplingCfg
 from groupwise.policies.decoding import Completion
 from groupwise.seeding import derive_seed
 from groupwise.text.prompts import EncodedPrompt

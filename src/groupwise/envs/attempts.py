@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import gymnasium
 
+from groupwise.config.env import StartTier
 from groupwise.envs.base import Snapshot
-from groupwise.envs.configs import StartTier
 from groupwise.envs.snapshots import SnapshotAdapter, adapter_for, field_copy, reseed_noise
 from groupwise.errors import EnvError
 from groupwise.seeding import derive_seed

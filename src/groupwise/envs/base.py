@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from groupwise.config.env import StartTier
 from groupwise.data.rollout import Nested, Spec
-from groupwise.envs.configs import StartTier
 from groupwise.errors import EnvError
 
 Mask = npt.NDArray[np.bool_]

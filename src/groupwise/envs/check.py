@@ -13,9 +13,9 @@ import gymnasium
 import numpy as np
 import torch
 
+from groupwise.config.env import EnvCfg, StartTier
 from groupwise.data.spaces import leaf_spaces, space_kind, subspaces
 from groupwise.envs.base import GroupEnv, Mask, VectorEnv
-from groupwise.envs.configs import EnvCfg, StartTier
 from groupwise.envs.findings import Branching, Finding, none, unknown
 from groupwise.envs.make import make_env
 from groupwise.envs.single import explained, step_limit, with_limit

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from groupwise.envs.configs import StartTier
+from groupwise.config.env import StartTier
 
 T = TypeVar("T")
 

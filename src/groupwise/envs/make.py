@@ -8,10 +8,10 @@ import gymnasium
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 
+from groupwise.config.env import EnvCfg
 from groupwise.envs import self_vectorised, single
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.cartpole import CartPoleGroupEnv
-from groupwise.envs.configs import EnvCfg
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.local_rows import OnError

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
 
+from groupwise.config.env import EnvCfg
 from groupwise.envs.check import CannotTellError, Maker, make_single
-from groupwise.envs.configs import EnvCfg
 from groupwise.envs.findings import Noise
 from groupwise.envs.snapshots import Generator, noise_state, reseed_noise, seed_in_place, seeded_generators
 from groupwise.seeding import derive_seed

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from groupwise.config.env import EnvCfg
 from groupwise.envs.base import GroupEnv, VectorEnv
-from groupwise.envs.configs import EnvCfg
 from groupwise.errors import EnvError
 
 IN_TORCH = {

@@ -15,10 +15,10 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit, TransformObservation
 
+from groupwise.config.env import EnvCfg
 from groupwise.cpus import num_cpus
 from groupwise.envs.attempts import EnvMaker, StartMethod
 from groupwise.envs.base import VectorEnv
-from groupwise.envs.configs import EnvCfg
 from groupwise.envs.groups import verify_rows
 from groupwise.envs.gymnasium import GymnasiumVectorEnv, SyncRows
 from groupwise.envs.local_rows import OnError, RowCfg

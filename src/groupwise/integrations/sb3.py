@@ -29,7 +29,7 @@ from stable_baselines3.common.utils import LinearSchedule, obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
 from groupwise.algorithms import grpo
-from groupwise.algorithms.configs import CreditCfg, GRPOCfg, ObjectiveCfg
+from groupwise.config.algorithm import CreditCfg, GRPOCfg, ObjectiveCfg
 from groupwise.errors import ConfigError, EnvError
 from groupwise.integrations.sb3_attempts import Attempts, Obs, Tick
 from groupwise.integrations.sb3_policy import (

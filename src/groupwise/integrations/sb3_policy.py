@@ -18,10 +18,10 @@ from stable_baselines3.common.torch_layers import (
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import Tensor, nn
 
+from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import Nested
 from groupwise.errors import ConfigError
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
-from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.distributions import make_head
 
 NetArch = list[int] | dict[str, list[int]]

@@ -9,10 +9,10 @@ from typing import Any
 from pydantic import ValidationError
 from stable_baselines3.common.save_util import load_from_zip_file
 
-from groupwise.algorithms.configs import GRPOCfg
-from groupwise.cfg import complaints, explain
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.base import complaints, explain
+from groupwise.config.presets import objective_preset
 from groupwise.errors import ConfigError, UnknownNameError, nearest
-from groupwise.presets import objective_preset
 
 CFG_NAMES = {"n_steps": "num_steps", "n_epochs": "num_epochs", "batch_size": "minibatch_size"}
 """Arguments that ``GRPOCfg`` has under another name."""

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.data.spaces import is_batched, obs_spec, obs_to_tensor, space_kind, subspaces
 from groupwise.errors import ConfigError, DataError
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.action_head import SMALL
 from groupwise.policies.base import Action, Batch, Evaluation, Policy, has_hooks
-from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.discrete_heads import Bernoulli, Categorical, MultiCategorical
 from groupwise.policies.distributions import make_head
 from groupwise.policies.few_rows import DrawFew

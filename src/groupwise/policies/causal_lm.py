@@ -14,13 +14,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from groupwise.config.policy import SamplingCfg
 from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.functional.vocabulary import token_scores
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.adapters import AdaptersOff, check_adapters, is_adapted
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
-from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.prefixes import Prefixes, find_prefixes
 
 _TOLERANCE = 0.02

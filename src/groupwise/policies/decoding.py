@@ -10,11 +10,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from groupwise.config.policy import SamplingCfg
 from groupwise.errors import ConfigError, DataError, SlowPathWarning
 from groupwise.functional.row_random import hash_pair, mix, unit
 from groupwise.policies.base import has_hooks
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.cpu_attention import autocast_off
 from groupwise.policies.drawing import draw
 from groupwise.policies.llama_step import ROOM, LlamaStep, Prompts, has_llama_shape, linear_map

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise.config.policy import PolicyCfg
 from groupwise.data.spaces import space_kind
 from groupwise.errors import UnsupportedSpaceError
 from groupwise.policies.action_head import ActionHead
-from groupwise.policies.configs import PolicyCfg
 from groupwise.policies.discrete_heads import Bernoulli, Categorical, MultiCategorical
 from groupwise.policies.gaussian_heads import DiagGaussian, SquashedGaussian
 

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from groupwise.policies.configs import EvalSamplingCfg, SamplingCfg
+from groupwise.config.policy import EvalSamplingCfg, SamplingCfg
 
 BLOCK = 256
 """Probabilities summed at once where a drawn number is looked up: a running sum over a whole vocabulary is slow."""

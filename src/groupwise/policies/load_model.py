@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.errors import ConfigError, require_extra
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import LoRACfg, ModelCfg, SamplingCfg
 
 _HUB_SECONDS = 10.0
 _ADAPTER_CONFIG = "adapter_config.json"

@@ -15,11 +15,11 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn.functional import elu, linear, silu
 
+from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import leaf_spaces, obs_spec, space_kind
 from groupwise.errors import ConfigError
 from groupwise.policies import mlp_kernel
-from groupwise.policies.configs import PolicyCfg
 
 HIDDEN_GAIN = math.sqrt(2)
 ACTOR_GAIN = 0.01

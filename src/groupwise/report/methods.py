@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from groupwise import presets
-from groupwise.algorithms.configs import GRPOCfg
+from groupwise.config import presets
+from groupwise.config.algorithm import GRPOCfg
 
 Tree = dict[str, Any]
 Flat = dict[str, Any]

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.envs.configs import EnvCfg
+from groupwise.config.env import EnvCfg
 from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
 

@@ -11,9 +11,9 @@ from copy import deepcopy
 from fractions import Fraction
 from typing import Any, Literal
 
+from groupwise.config.text import GYM
 from groupwise.errors import ConfigError, require_extra
 from groupwise.text.answers import Where, as_number, final_answer, gold_answer, last_number
-from groupwise.text.configs import GYM
 from groupwise.text.data import Completion
 from groupwise.text.reward_functions import RewardObject, register_reward
 from groupwise.text.sandbox import Sandbox, TooSlowError

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from groupwise.config.text import GYM
 from groupwise.errors import DataError, nearest
 from groupwise.seeding import derive_seed
-from groupwise.text.configs import GYM
 from groupwise.text.files import read, short
 from groupwise.text.gym import Row, gym_maker
 from groupwise.text.reward_functions import ARGUMENTS

@@ -5,8 +5,8 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from groupwise.config.text import GYM
 from groupwise.errors import ConfigError, UnknownNameError, nearest, require_extra
-from groupwise.text.configs import GYM
 
 Row = Mapping[str, Any]
 

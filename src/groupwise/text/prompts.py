@@ -4,8 +4,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from groupwise.config.text import TextTaskCfg
 from groupwise.errors import ConfigError, DataError
-from groupwise.text.configs import TextTaskCfg
 from groupwise.text.data import Example, Message
 
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, get_type_hints
 
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
+from groupwise.config.text import RewardCfg
 from groupwise.errors import ConfigError, UnknownNameError, nearest
 from groupwise.text.calls import Function
-from groupwise.text.configs import RewardCfg
 
 Reward = Function
 """Maps keywords to a sequence of numbers or None, sync or async."""

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from groupwise.cfg import GIVEN
+from groupwise.config.base import GIVEN
+from groupwise.config.text import GYM, RewardCfg, TextTaskCfg
 from groupwise.errors import ConfigError, DataError
-from groupwise.text.configs import GYM, RewardCfg, TextTaskCfg
 from groupwise.text.data import Example, gym_examples, load_examples, overlap, report_overlap
 from groupwise.text.reward_functions import Reward, make_reward
 from groupwise.text.rewards import RewardSet

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from groupwise.cfg import GIVEN
+from groupwise.config.base import GIVEN
+from groupwise.config.text import TextTaskCfg
 from groupwise.errors import ConfigError, ToolError, UnknownNameError, nearest
-from groupwise.text.configs import TextTaskCfg
 from groupwise.text.files import short
 
 MAX_BITS = 512

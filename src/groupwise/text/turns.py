@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from groupwise.config.text import TextTaskCfg
 from groupwise.errors import ConfigError
-from groupwise.text.configs import TextTaskCfg
 from groupwise.text.data import Message
 from groupwise.text.prompts import PromptEncoder
 

@@ -8,14 +8,16 @@ from typing import Any, Literal
 import torch
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.algorithms.configs import GRPOCfg
-from groupwise.cfg import GIVEN
 from groupwise.collectors.base import Collector
 from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.resident import WORTH_STEPS, ResidentCollector, why_not_compiled
 from groupwise.collectors.torch_groups import TorchGroupCollector
 from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.collectors.vector import VectorCollector
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.base import GIVEN
+from groupwise.config.registry import algorithm_entry
+from groupwise.config.run import RunCfg
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.engines.base import Engine
 from groupwise.envs.base import GroupEnv, GroupStartReport, VectorEnv
@@ -26,10 +28,8 @@ from groupwise.envs.self_vectorised import torch_fix
 from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
-from groupwise.registry import algorithm_entry
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
-from groupwise.settings import RunCfg
 from groupwise.training.checkpoint import Identity
 from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, separate_env
 from groupwise.training.filming import record_if_possible

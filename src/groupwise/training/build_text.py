@@ -6,22 +6,22 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
-from groupwise.algorithms.configs import GRPOCfg
-from groupwise.cfg import GIVEN
 from groupwise.collectors.text import TextCollector, TextTerms
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.base import GIVEN
+from groupwise.config.policy import SamplingCfg
+from groupwise.config.registry import algorithm_entry
+from groupwise.config.run import TextRunCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.data.tokens import TextBuffer
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, require_extra
 from groupwise.policies.base import Policy
 from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.configs import SamplingCfg
 from groupwise.policies.cpu_memory import keep_freed_memory
 from groupwise.policies.load_model import load_causal_lm
-from groupwise.registry import algorithm_entry
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
-from groupwise.settings import TextRunCfg
 from groupwise.text.data import Example
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.task import TextTask

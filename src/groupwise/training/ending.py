@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from groupwise import plugins
-from groupwise.algorithms.configs import AlgorithmCfg, GRPOCfg
+from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
 from groupwise.errors import DataError, DivergedError, GroupwiseError
 from groupwise.report.folder import RunFolder
 from groupwise.training.checkpoint import saved_steps

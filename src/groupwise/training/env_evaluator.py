@@ -2,13 +2,13 @@
 
 from typing import Literal
 
-from groupwise.algorithms.configs import GRPOCfg
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.env import EnvCfg
+from groupwise.config.run import RunCfg
 from groupwise.envs.base import GroupEnv, GroupStartReport
-from groupwise.envs.configs import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError
 from groupwise.policies.base import Policy
-from groupwise.settings import RunCfg
 from groupwise.training.evaluation import MAX_STEPS, EvaluationResult, evaluate_policy
 from groupwise.training.parts import Evaluator, Given
 

@@ -3,11 +3,11 @@
 import logging
 from pathlib import Path
 
+from groupwise.config.run import RunCfg
 from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
 from groupwise.report.video import NoPictureError, film
 from groupwise.seeding import derive_seed
-from groupwise.settings import RunCfg
 from groupwise.training.env_evaluator import separate_env
 from groupwise.training.parts import Given
 

@@ -13,12 +13,12 @@ import torch
 from groupwise import config
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.base import Collector
+from groupwise.config.run import CommonCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, nearest, require_extra
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
-from groupwise.settings import CommonCfg
 from groupwise.training.base import Callback, Evaluation
 from groupwise.training.callbacks import Evaluate, MetricsLog, Progress, SaveCheckpoints, StopAtScore, TimeLimit
 from groupwise.training.checkpoint import Identity

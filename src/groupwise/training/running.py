@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from groupwise import config
+from groupwise.config.run import CommonCfg
 from groupwise.engines.base import Engine
 from groupwise.errors import RunFolderError
 from groupwise.policies.base import Policy
@@ -16,7 +17,6 @@ from groupwise.report.curve import plot_curve
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import scores_of
 from groupwise.seeding import derive_seed
-from groupwise.settings import CommonCfg
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy
 from groupwise.training.ending import closing_after, failure, finishing_on_signal, interruption, is_interruption

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from groupwise.collectors.text import TextCollector
 from groupwise.collectors.text_metrics import Scored
+from groupwise.config.run import AgreementCfg
 from groupwise.errors import DisagreementError
 from groupwise.lean_tensordict import TensorDict
-from groupwise.settings import AgreementCfg
 from groupwise.training.base import Callback, Evaluation
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from groupwise.collectors.generators import Generator, NativeGenerator, Transfor
 from groupwise.collectors.scoring import score, text_of
 from groupwise.collectors.tool_dialogue import ToolDialogue
 from groupwise.collectors.transcripts import Attempt, Dialogue, write
+from groupwise.config.run import TextRunCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.texts import pass_at_k
 from groupwise.policies.base import Policy
 from groupwise.policies.causal_lm import CausalLM
 from groupwise.report.statistics import half_width_95, wilson_95
 from groupwise.seeding import derive_seed
-from groupwise.settings import TextRunCfg
 from groupwise.text.data import Example
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.rewards import RewardSet

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from groupwise.cfg import Cfg
+from groupwise.config.base import Cfg
 
 StartTier = Literal["native", "snapshot", "seed", "replay"]
 """How siblings share a start, best first: state copied for all rows at once; state captured and restored by an adapter; a seeded reset; a fresh environment, seeded, with the actions so far replayed."""

@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
-from groupwise import presets, registry
-from groupwise.algorithms.configs import CreditCfg, GRPOCfg, ObjectiveCfg
 from groupwise.algorithms.grpo import GRPO
-from groupwise.algorithms.objective_configs import CispoCfg, CorrectionCfg, CovarianceCfg, DppoCfg
-from groupwise.cfg import GIVEN
-from groupwise.config import resolve
+from groupwise.config import presets, registry, resolve
+from groupwise.config.algorithm import CreditCfg, GRPOCfg, ObjectiveCfg
+from groupwise.config.base import GIVEN
+from groupwise.config.objective import CispoCfg, CorrectionCfg, CovarianceCfg, DppoCfg
+from groupwise.config.registry import AlgorithmEntry
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError
-from groupwise.registry import AlgorithmEntry
 from groupwise.training.build import build_parts
 from groupwise.training.parts import Given
 

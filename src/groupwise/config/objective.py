@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from annotated_types import Gt, Le
 from pydantic import model_validator
 
-from groupwise.cfg import Cfg, Fraction, NonNegative, Positive, PositiveInt
+from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt
 
 
 class CispoCfg(Cfg):

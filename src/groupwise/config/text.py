@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from groupwise.cfg import GIVEN, Cfg, Positive, PositiveInt
+from groupwise.config.base import GIVEN, Cfg, Positive, PositiveInt
 
 GYM = "reasoning-gym:"
 """Begins the name of a task of that library."""

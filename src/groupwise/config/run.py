@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt
 from pydantic import AfterValidator, SerializeAsAny, field_validator, model_validator
 
-from groupwise.algorithms.configs import AlgorithmCfg, GRPOCfg
-from groupwise.cfg import Cfg, NonNegative, Positive, PositiveInt
-from groupwise.envs.configs import EnvCfg
-from groupwise.policies.configs import EvalSamplingCfg, ModelCfg, PolicyCfg, SamplingCfg
-from groupwise.registry import algorithm_entry
-from groupwise.run_checks import check_text, check_together
-from groupwise.text.configs import TextTaskCfg
+from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
+from groupwise.config.base import Cfg, NonNegative, Positive, PositiveInt
+from groupwise.config.checks import check_text, check_together
+from groupwise.config.env import EnvCfg
+from groupwise.config.policy import EvalSamplingCfg, ModelCfg, PolicyCfg, SamplingCfg
+from groupwise.config.registry import algorithm_entry
+from groupwise.config.text import TextTaskCfg
 
 DEFAULT_ALGORITHM = "grpo"
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, Len, Lt
 from pydantic import model_validator
 
-from groupwise.cfg import Cfg, Positive, PositiveInt
+from groupwise.config.base import Cfg, Positive, PositiveInt
 
 
 class PolicyCfg(Cfg):

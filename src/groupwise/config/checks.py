@@ -1,8 +1,8 @@
 """Settings of a run that need each other: what would fail after the first rollout, or do nothing, is refused beforehand."""
 
-from groupwise.algorithms.configs import AlgorithmCfg, CollectionCfg, GRPOCfg, PPOCfg
-from groupwise.envs.configs import EnvCfg
-from groupwise.text.configs import TextTaskCfg
+from groupwise.config.algorithm import AlgorithmCfg, CollectionCfg, GRPOCfg, PPOCfg
+from groupwise.config.env import EnvCfg
+from groupwise.config.text import TextTaskCfg
 
 
 def check_together(algorithm: AlgorithmCfg, env: EnvCfg) -> None:

@@ -4,9 +4,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from groupwise.algorithms.configs import AlgorithmCfg, GRPOCfg, PPOCfg
+from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg, PPOCfg
+from groupwise.config.presets import objective_presets
 from groupwise.errors import ConfigError, UnknownNameError
-from groupwise.presets import objective_presets
 
 
 class AlgorithmEntry(NamedTuple):

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from groupwise.config.text import RewardCfg, TextTaskCfg
 from groupwise.errors import ConfigError
-from groupwise.text.configs import RewardCfg, TextTaskCfg
 
 
 def test_tasks_and_rewards_import_neither_torch_nor_model_libraries():

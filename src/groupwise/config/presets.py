@@ -1,4 +1,4 @@
-"""Presets, read from the JSON files beside this module.
+"""Presets, read from the JSON files in ``presets/``.
 
 ``<environment id>.json`` and ``default.json`` hold a partial ``RunCfg`` per algorithm, ``text.json`` a partial ``TextRunCfg``,
 over which goes ``text_lora.json`` where adapters are trained; ``objectives.json`` the credit and
@@ -64,7 +64,7 @@ def choices() -> dict[str, Choice]:
 @functools.cache
 def env_ids() -> tuple[str, ...]:
     """Environments with settings of their own; every other takes those of ``default.json``."""
-    return tuple(sorted(path.stem for path in Path(__file__).parent.glob("*-v*.json")))
+    return tuple(sorted(path.stem for path in Path(__file__).with_name("presets").glob("*-v*.json")))
 
 
 def env_preset(env_id: str) -> dict[str, Tree]:
@@ -78,5 +78,5 @@ def text_preset(*, lora: bool = False) -> dict[str, Tree]:
 
 
 def _read(name: str) -> Tree:
-    tree: Tree = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
+    tree: Tree = json.loads((Path(__file__).with_name("presets") / f"{name}.json").read_text(encoding="utf-8"))
     return tree

@@ -5,16 +5,15 @@ from typing import Literal, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from groupwise import presets
-from groupwise import registry as algorithms
-from groupwise.algorithms.configs import AlgorithmCfg, CreditCfg, GRPOCfg, ObjectiveCfg, PPOCfg
-from groupwise.cfg import Cfg
-from groupwise.config import json_schema, load_config, resolve, to_json
-from groupwise.envs.configs import EnvCfg
+from groupwise.config import json_schema, load_config, presets, resolve, to_json
+from groupwise.config import registry as algorithms
+from groupwise.config.algorithm import AlgorithmCfg, CreditCfg, GRPOCfg, ObjectiveCfg, PPOCfg
+from groupwise.config.base import Cfg
+from groupwise.config.env import EnvCfg
+from groupwise.config.policy import PolicyCfg
+from groupwise.config.registry import algorithm_entry, register_algorithm
+from groupwise.config.run import RunCfg
 from groupwise.errors import ConfigError, UnknownNameError
-from groupwise.policies.configs import PolicyCfg
-from groupwise.registry import algorithm_entry, register_algorithm
-from groupwise.settings import RunCfg
 
 
 @pytest.fixture

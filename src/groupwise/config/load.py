@@ -13,13 +13,19 @@ from typing import Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, create_model
 
-from groupwise import presets
-from groupwise.algorithms.configs import AlgorithmCfg, GRPOCfg
-from groupwise.cfg import Cfg, complaints, explain
+from groupwise.config import presets
+from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
+from groupwise.config.base import Cfg, complaints, explain
+from groupwise.config.presets import Tree
+from groupwise.config.registry import (
+    algorithm_entry,
+    algorithm_types,
+    algorithms_with,
+    default_name,
+    explain_other_algorithm,
+)
+from groupwise.config.run import DEFAULT_ALGORITHM, CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError
-from groupwise.presets import Tree
-from groupwise.registry import algorithm_entry, algorithm_types, algorithms_with, default_name, explain_other_algorithm
-from groupwise.settings import DEFAULT_ALGORITHM, CommonCfg, RunCfg, TextRunCfg
 
 
 def resolve(

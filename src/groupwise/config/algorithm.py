@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 from pydantic import model_validator
 
-from groupwise.algorithms.objective_configs import ObjectiveCfg as ObjectiveCfg
-from groupwise.cfg import Cfg, Fraction, NonNegative, Positive, PositiveInt
+from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt
+from groupwise.config.objective import ObjectiveCfg as ObjectiveCfg
 from groupwise.errors import ConfigError
 
 

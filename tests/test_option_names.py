@@ -19,12 +19,12 @@ def hidden(config):
     [
         ("--algorithm.learning-rat", "; did you mean --algorithm.learning-rate?"),
         ("--total-step=1", "; did you mean --total-steps?"),
-        ("--algorithm.collection.branching.point", "; did you mean --algorithm.collection.branching.points?"),
-        ("--algorithm.colection.branching.point", "; did you mean --algorithm.collection.branching.points?"),
+        ("--algorithm.collection.nois", "; did you mean --algorithm.collection.noise?"),
+        ("--algorithm.colection.nois", "; did you mean --algorithm.collection.noise?"),
         ("--policy.no-normalise-obs", "; did you mean --policy.no-normalize-obs?"),
         ("--evaluation.intervall", "; did you mean --evaluation.interval?"),  # several options end so
         ("--learning_rate", "; did you mean --algorithm.learning-rate?"),
-        ("--horizon", "; did you mean --algorithm.collection.branching.horizon?"),
+        ("--noise", "; did you mean --algorithm.collection.noise?"),
         ("--env.id", ": the environment is the first argument"),
         ("--algorithm.reference", ": it holds several, --algorithm.reference.refresh, --algorithm.reference.interval"),
         ("--qqq", "; --help shows them all"),

@@ -45,8 +45,6 @@ class ScriptedEnv(gymnasium.Env):
 class ScriptedGroupEnv(GroupEnv):
     """Attempt ``k`` (in order of starting) lasts ``lengths[k]`` steps; observes 10 * k + steps taken; reward 1.
 
-    A restored attempt is a new one that goes on with the steps, the length and the rewards of the captured one.
-
     Args:
         rewards: of every step of attempt ``k``.
         fails: attempt ``k`` raises an error at its step ``fails[k]`` (the first is 1).
@@ -57,34 +55,19 @@ class ScriptedGroupEnv(GroupEnv):
     obs_spec = TensorSpec((1,), torch.float32)
     observation_space = gymnasium.spaces.Box(0, 1e6, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
-    can_branch = True
 
     def __init__(self, num_envs, lengths, end="terminated", limit=99, *, rewards=(1.0,), fails=None, block_size=1):
         self.num_envs, self.end, self.max_episode_steps, self.block_size = num_envs, end, limit, block_size
         self.lengths, self.rewards, self.fails = lengths, rewards, fails or {}
-        self.started, self.taken, self.start_calls, self.restore_calls, self.held, self.actions = 0, 0, [], [], [], []
-        self.attempt, self.count, self.script, self.running = (np.zeros(num_envs, np.int64) for _ in range(4))
+        self.started, self.taken, self.start_calls, self.held, self.actions = 0, 0, [], [], []
+        self.attempt, self.count, self.running = (np.zeros(num_envs, np.int64) for _ in range(3))
 
     def start(self, mask, start_seed, noise_seed):
         rows = np.flatnonzero(mask)
         self.start_calls.append((rows.tolist(), start_seed[mask].tolist(), noise_seed[mask].tolist()))
-        self._begin(rows, 0, np.arange(self.started, self.started + len(rows)))
-        return self.obs()
-
-    def _begin(self, rows, count, script):
         self.attempt[rows] = np.arange(self.started, self.started + len(rows))
-        self.count[rows], self.script[rows], self.running[rows] = count, script, 1
+        self.count[rows], self.running[rows] = 0, 1
         self.started += len(rows)
-
-    def snapshot(self, rows):
-        assert (self.running[rows] == 1).all()
-        return [(int(self.count[row]), int(self.script[row])) for row in rows]
-
-    def restore(self, mask, snapshots, noise_seed):
-        rows = np.flatnonzero(mask)
-        self.restore_calls.append((rows.tolist(), [snapshots[row] for row in rows], noise_seed[mask].tolist()))
-        count, script = zip(*(snapshots[row] for row in rows), strict=True)
-        self._begin(rows, count, script)
         return self.obs()
 
     def hold(self, mask):
@@ -97,11 +80,11 @@ class ScriptedGroupEnv(GroupEnv):
         self.actions.append(action.tolist())
         self.count[running] += 1
         failed = running & (self.count == np.array([self.fails.get(k, 0) for k in self.attempt.tolist()]))
-        over = running & ~failed & (self.count == np.array(self.lengths)[self.script % len(self.lengths)])
+        over = running & ~failed & (self.count == np.array(self.lengths)[self.attempt % len(self.lengths)])
         self.running[over | failed] = 0
         terminated = torch.from_numpy(over & (self.end != "truncated"))
         truncated = torch.from_numpy(over & (self.end != "terminated"))
-        reward = np.where(running & ~failed, np.array(self.rewards)[self.script % len(self.rewards)], 0)
+        reward = np.where(running & ~failed, np.array(self.rewards)[self.attempt % len(self.rewards)], 0)
         lost = torch.from_numpy(failed) if failed.any() else None
         return EnvStep(self.obs(), torch.from_numpy(reward.astype(np.float32)), terminated, truncated, failed=lost)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from groupwise.algorithms.credit import CreditInput, advantages
 from groupwise.collectors.base import Episode
-from groupwise.config.algorithm import BranchCfg, CollectionCfg, CreditCfg
+from groupwise.config.algorithm import CollectionCfg, CreditCfg
 from groupwise.data.rollout import transition_view
 from groupwise.errors import EnvError
 
@@ -163,10 +163,6 @@ def test_a_group_takes_a_block_when_all_its_rows_are_free(collect, scripted_grou
         ({"group_size": 3}, r"but a group has 3 attempts; fix: group_size=2"),
         ({"greedy_attempts": 1}, r"but a group has 3 attempts; fix: group_size=1"),
         ({"collection": CollectionCfg(lost_member="complete")}, r"a lost member.*fix: lost_member='drop'"),
-        (
-            {"collection": CollectionCfg(branching=BranchCfg(points=1, stem="single"))},
-            r"a stem cannot.*fix: collection.branching.stem='group'",
-        ),
     ],
 )
 def test_blocks_refuse_what_they_cannot_do(collect, scripted_group, settings, message):

@@ -1,25 +1,16 @@
-"""Settings of groups and branches in any combination."""
+"""Settings of groups in any combination."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.collectors.groups import GroupCollector
-from groupwise.config.algorithm import BranchCfg, CollectionCfg
+from groupwise.config.algorithm import CollectionCfg
 
-BRANCHINGS = st.builds(
-    BranchCfg,
-    points=st.integers(0, 2),
-    at=st.sampled_from(["uniform", "return_spread"]),
-    horizon=st.sampled_from([None, 2]),
-    trained_steps=st.sampled_from([None, 1]),
-)
 COLLECTIONS = st.builds(
     CollectionCfg,
-    unfinished=st.sampled_from(["finish", "carry"]),
     lost_member=st.sampled_from(["complete", "drop"]),
-    zero_variance=st.sampled_from(["keep", "skip", "resample", "harder"]),
-    branching=BRANCHINGS,
+    zero_variance=st.sampled_from(["keep", "skip", "resample"]),
 )
 
 

@@ -236,7 +236,7 @@ def test_a_resumed_collector_goes_on_like_one_that_restarted():
         ({"collection": CollectionCfg()}, "unfinished='finish' is what GroupCollector does"),
         (
             {"collection": CollectionCfg(unfinished="branch", zero_variance="skip")},
-            "keeps all groups and branches by itself, and collection.zero_variance was set",
+            "keeps all groups, and collection.zero_variance was set",
         ),
         ({"actor_only": False}, "keeps no values, and the policy has a critic"),
     ],

@@ -137,7 +137,6 @@ def with_dtype(rollout, key, dtype):
         (lambda r: with_dtype(r, "reward", torch.float64), r"rollout\['reward'\] is torch\.float64 .*expected torch\.float32 of shape \[N, T\+1\]"),
         (lambda r: with_dtype(r, "action", torch.int32), r"rollout\['action'\] is torch\.int32"),
         (lambda r: r.clone(recurse=False).set("greedy", r["step"]), r"rollout\['greedy'\] is torch\.int64 .*expected torch\.bool"),
-        (lambda r: r.clone(recurse=False).set("policy_version", r["valid"]), r"'policy_version'\] is torch\.bool"),
         (lambda r: r[:1], r"rollout has batch \[1, 4\], expected \[2, steps \+ 1\]"),
         (lambda r: r[:, :1], r"rollout has batch \[2, 1\]"),
         (lambda r: r.reshape(-1), r"rollout has batch \[8\]"),

@@ -416,7 +416,7 @@ def test_a_taken_folder_is_noticed_before_environments_are_made(finished: gw.Run
     assert made == []
 
 
-@pytest.mark.parametrize(("unfinished", "noted"), [("finish", True), ("carry", False)])
+@pytest.mark.parametrize(("unfinished", "noted"), [("finish", True), ("branch", False)])
 def test_a_group_larger_than_the_run_is_noted_where_it_is_finished(unfinished: str, noted: bool):
     algorithm = {"group_size": 512, "num_steps": 4, "collection": {"unfinished": unfinished}}
     notes = _note_on_length(resolve("CartPole-v1", algorithm, env={"num_envs": 2}, total_steps=300))

@@ -38,10 +38,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "policy": gw.PolicyCfg(mlp_kernel="compiled"),
         "env": {"num_envs": 4},
     },
-    "grpo-carry": {
-        "algorithm": gw.GRPOCfg(num_steps=16, num_epochs=2, group_size=4, collection={"unfinished": "carry"}),
-        "env": {"num_envs": 4},
-    },
 }
 SLOW = """
 import sys, time

@@ -195,7 +195,6 @@ def test_adapters_train_alone_and_their_reference_is_the_base(model, tmp_path):
         ({"algorithm": gw.GRPOCfg(reference={"refresh": "ema"}, kl_coef=0.1), "lora": {"r": 2}}, "refresh='ema' needs"),
         ({"lora": True}, "lora = True: expected .*fix: lora={'r': 16}"),
         ({"algorithm": gw.GRPOCfg(num_steps=9)}, "num_steps=9 is about environments, .*fix: leave it out"),
-        ({"algorithm": gw.GRPOCfg(collection={"zero_variance": "harder"})}, "'harder' goes back to states .*fix"),
         ({"algorithm": gw.GRPOCfg(credit={"reward": "parts"})}, "compares several rewards; got one, fix"),
         ({"overlong": {"punished_tokens": 5}}, "punished_tokens=5 is more than .*max_new_tokens=4.*fix: fewer"),
         ({"sampling": {"top_p": 0.9}}, "top_p=0.9 is for evaluation only: .*fix: top_k"),

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -62,10 +62,6 @@ class Collector(ABC):
     @abstractmethod
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Experience of about ``num_steps`` steps per row, written into ``rollout``; may return a longer or shorter one."""
-
-    def settle(self) -> Literal["settled", "after next"]:
-        """When ``restart`` throws nothing away that was to be trained on: now, or after the next ``collect``, which sees to it."""
-        return "settled"
 
     @abstractmethod
     def restart(self) -> None:

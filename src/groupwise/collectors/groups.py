@@ -8,16 +8,14 @@ import numpy as np
 import torch
 
 from groupwise.collectors.base import Collector, Episode
-from groupwise.collectors.branching import Brancher
-from groupwise.collectors.carry import Carry, Versions
-from groupwise.collectors.labels import Tally, label, mark_greedy, policy_version
+from groupwise.collectors.labels import Tally, label, mark_greedy
 from groupwise.collectors.outcomes import Outcomes
-from groupwise.collectors.schedule import Attempt, Group, Schedule
+from groupwise.collectors.schedule import Attempt, Schedule
 from groupwise.collectors.supply import Supply
 from groupwise.collectors.writer import FinalValues, RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested, lengthen
-from groupwise.envs.base import GroupEnv, Mask, Snapshot
+from groupwise.envs.base import GroupEnv, Mask
 from groupwise.envs.groups import verify_group_start
 from groupwise.errors import EnvError
 from groupwise.lean_tensordict import TensorDict
@@ -70,20 +68,7 @@ class GroupCollector(Collector):
         """Attempts in a group, the greedy one included."""
         self.seed = seed
         self.rank = rank
-        self._carry: Carry | None = None
-        self._unfinished = self.collection.unfinished
-        """What the next ``collect`` does with unfinished groups."""
         self._metrics: dict[str, float] = {}
-        self.branching = self.collection.branching
-        self._brancher = Brancher(
-            self.branching,
-            env,
-            policy,
-            harder=self.collection.zero_variance == "harder",
-            window=attempt_steps,
-            seed=seed,
-            rank=rank,
-        )
         self._check()
         if verify_start and env.start_report is None:
             env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
@@ -94,40 +79,22 @@ class GroupCollector(Collector):
         """Of the environment, when it was last looked at."""
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
-        """Whole groups, about ``num_steps`` steps a row; as long as the row that was busy longest.
-
-        After an error what was carried over is lost, and counts as dropped.
-        """
-        carry, self._carry = self._carry, None
-        at_stake = carry.steps if carry else 0
-        try:
-            return self._collect(num_steps, rollout, carry)
-        except BaseException:
-            self.dropped_steps += at_stake
-            raise
-
-    def _collect(self, num_steps: int, rollout: TensorDict, carry: Carry | None) -> TensorDict:
+        """Whole groups, about ``num_steps`` steps a row; as long as the row that was busy longest."""
         generator = torch.Generator(self.policy.device)
         generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
-        schedule = Schedule(self.env.num_envs, block_size=self.env.block_size, head=carry.head if carry else 0)
+        schedule = Schedule(self.env.num_envs, block_size=self.env.block_size)
         supply = self._make_supply(schedule, num_steps)
-        rollout, carried = carry.unpack(rollout, schedule, num_steps) if carry else (rollout, None)
-        overdue = self._overdue(carry)
         writer = RolloutWriter(rollout, value=not self.policy.actor_only)
         finals = FinalValues()
-        outcomes = Outcomes(self.collection, schedule, supply, self._brancher, env_id=self.env.env_id)
-        self._brancher.begin(schedule.unfinished())
-        begun = schedule.assign(supply)
-        obs = self._start(begun) if begun or carry is None else carry.obs
+        outcomes = Outcomes(self.collection, schedule, supply, env_id=self.env.env_id)
+        obs = self._start(schedule.assign(supply))
         act = self.policy.acting()
-        while self._goes_on(schedule, supply, overdue):
+        while schedule.running.any():
             t = schedule.tick
             if t == writer.num_steps:
                 rollout = lengthen(rollout, 2 * t + 1)
                 writer = RolloutWriter(rollout, value=not self.policy.actor_only)
             writer.observe(t, obs)
-            if t == self._brancher.due:
-                self._brancher.capture(schedule)
             action = self._act(act, obs, schedule, generator)
             writer.act(t, action)
             step = self.env.step(self.policy.env_action(action.action))
@@ -150,38 +117,17 @@ class GroupCollector(Collector):
         if not self.policy.actor_only:
             finals.fill(rollout, self.policy, obs)
         self._account(label(rollout, schedule), schedule, outcomes.lost_members)
-        if self.collection.unfinished == "carry":
-            self._carry_over(rollout, schedule, carried)
         if self.members > self.group_size:
             rollout["greedy"] = mark_greedy(rollout, schedule)
-        self._unfinished = self.collection.unfinished
         self.iteration += 1
         return rollout
 
-    def settle(self) -> Literal["settled", "after next"]:
-        """When nothing is carried over: now, or after the next ``collect``, which finishes all groups."""
-        if self.collection.unfinished == "finish":
-            return "settled"
-        self._unfinished = "finish"
-        return "after next"
-
     def restart(self) -> None:
-        """Drop what was kept of earlier iterations: the next ``collect`` begins with fresh groups.
-
-        It counts the steps of groups that were carried over as wasted.
-        """
-        self._brancher.forget()
-        if self._carry is not None:
-            self.dropped_steps += self._carry.steps
-            self.env.hold(self._carry.running)
-            self._carry = None
+        """Nothing is under way between two iterations."""
 
     def representative(self) -> Sequence[Episode]:
-        """All episodes of the rollout: they are whole, and of the policy as it is now.
-
-        The latest 100 where groups are carried over: a window favours short episodes.
-        """
-        return super().representative() if self.collection.unfinished == "carry" else self.finished
+        """All episodes of the rollout: they are whole, and of the policy as it is now."""
+        return self.finished
 
     def metrics(self) -> dict[str, float]:
         """``rollout/*`` numbers; ``docs/collection.md`` says what each counts."""
@@ -202,25 +148,8 @@ class GroupCollector(Collector):
             raise EnvError(
                 "collection.unfinished='branch' is what TorchGroupCollector does, with simulators in torch; fix: that, or 'finish'"
             )
-        if self.collection.unfinished == "carry" and not self.policy.actor_only:
-            raise EnvError(
-                "collection.unfinished='carry' keeps no values, and the policy has a critic; fix: an actor_only policy, or "
-                "'finish'"
-            )
-        self._check_branching()
         if env.block_size > 1:
             self._check_blocks()
-
-    def _check_branching(self) -> None:
-        env, harder = self.env, self.collection.zero_variance == "harder"
-        if (self.branching.points or harder) and not env.can_branch:
-            setting = "collection.branching.points=0" if self.branching.points else "collection.zero_variance='skip'"
-            raise EnvError(f"states of {env.env_id} cannot be captured (tier {env.start_tier!r}); fix: {setting}")
-        if self.branching.points and self.branching.stem == "single" and harder:
-            raise EnvError(
-                "collection.zero_variance='harder' looks for states in which siblings' returns differ, and single stems "
-                "have no siblings; fix: collection.branching.stem='group'"
-            )
 
     def _check_blocks(self) -> None:
         env, members = self.env, self.members
@@ -230,19 +159,6 @@ class GroupCollector(Collector):
             raise EnvError(f"{blocks}, but a group has {members} attempts; fix: group_size={size}")
         if self.collection.lost_member == "complete":
             raise EnvError(f"{blocks}, so that a lost member cannot be started again alone; fix: lost_member='drop'")
-        if self.branching.points and self.branching.stem == "single":
-            raise EnvError(f"{blocks}, so that a stem cannot run alone; fix: collection.branching.stem='group'")
-
-    def _goes_on(self, schedule: Schedule, supply: Supply, overdue: list[Group]) -> bool:
-        """Whether another step is due."""
-        if self._unfinished == "finish":
-            return bool(schedule.running.any())
-        return supply.is_open() or any(group.fate == "open" for group in overdue)
-
-    def _overdue(self, carry: Carry | None) -> list[Group]:
-        """Groups that this iteration has to finish."""
-        oldest = self.iteration - self.collection.max_staleness
-        return [group for group in carry.groups if group.born <= oldest] if carry else []
 
     def _act(self, act: Callable[..., Action], obs: Nested, schedule: Schedule, generator: torch.Generator) -> Action:
         """What every row does: its own draw, or the policy's most likely action in greedy attempts."""
@@ -258,20 +174,9 @@ class GroupCollector(Collector):
             action.value,
         )
 
-    def _carry_over(self, rollout: TensorDict, schedule: Schedule, carried: Versions | None) -> None:
-        """Keep unfinished groups for the next iteration; write down which policy sampled each step."""
-        versions = np.full((self.env.num_envs, schedule.tick), self.iteration)
-        if carried is not None:
-            versions[:, : schedule.head] = carried
-        self._carry = Carry(rollout, schedule, versions)
-        age = self.iteration - versions[rollout["loss_mask"][:, :-1].cpu().numpy()]
-        self._metrics["rollout/staleness_mean"] = float(age.mean()) if age.size else 0.0
-        rollout["policy_version"] = policy_version(rollout, versions)
-
     def _make_supply(self, schedule: Schedule, num_steps: int) -> Supply:
         return Supply(
             self.collection,
-            self._brancher,
             schedule,
             budget=self.env.num_envs * num_steps,
             group_size=self.group_size,
@@ -292,23 +197,13 @@ class GroupCollector(Collector):
 
     def _start(self, begun: list[Attempt]) -> Nested:
         """Observations after starting attempts in their rows."""
-        self._brancher.follow(begun)
         num_rows = self.env.num_envs
-        seeded, restored = (np.zeros(num_rows, dtype=np.bool_) for _ in range(2))
+        mask = np.zeros(num_rows, dtype=np.bool_)
         start_seed, noise_seed = (np.zeros(num_rows, dtype=np.int64) for _ in range(2))
-        snapshots: list[Snapshot | None] = [None] * num_rows
         for attempt in begun:
-            row, group = attempt.row, attempt.group
-            noise_seed[row] = self._noise_seed(attempt)
-            if group.role == "branch":
-                restored[row], snapshots[row] = True, group.snapshot
-            else:
-                seeded[row], start_seed[row] = True, group.start_seed
-        if seeded.any():
-            obs = self.env.start(seeded, start_seed, noise_seed)
-        if restored.any():
-            obs = self.env.restore(restored, snapshots, noise_seed)
-        return obs
+            row = attempt.row
+            mask[row], start_seed[row], noise_seed[row] = True, attempt.group.start_seed, self._noise_seed(attempt)
+        return self.env.start(mask, start_seed, noise_seed)
 
     def _noise_seed(self, attempt: Attempt) -> int:
         group = attempt.group
@@ -339,10 +234,4 @@ class GroupCollector(Collector):
             self._metrics |= {
                 "rollout/skipped_groups": float(skipped),
                 "rollout/skipped_steps": tally.skipped / self.last_steps,
-            }
-        if self._brancher.active:
-            branches = sum(group.role == "branch" for group in tally.groups)
-            self._metrics |= {
-                "rollout/branch_groups": float(branches),
-                "rollout/branch_steps": tally.branched / self.last_steps,
             }

@@ -3,9 +3,8 @@
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from groupwise.collectors.base import Episode
@@ -19,13 +18,11 @@ class Tally(NamedTuple):
     episodes: list[Episode]
     """Whole episodes that ended, in the order of their ends."""
     groups: list[Group]
-    """Whole groups, without single stems."""
+    """Whole groups."""
     wasted: int
     """Steps of attempts that will never be trained on."""
     skipped: int
     """Steps of groups that were left out because all members did equally well."""
-    branched: int
-    """Steps of whole groups that began mid-episode."""
     idle_fraction: float
 
 
@@ -36,21 +33,17 @@ def label(rollout: TensorDict, schedule: Schedule) -> Tally:
     """
     history, attempts = schedule.history(), schedule.attempts
     valid = [a.state == "ended" and a.group.fate in ("complete", "skipped") for a in attempts]
-    counts = [
-        v and a.group.fate == "complete" and a.group.role != "stem" and not a.greedy
-        for v, a in zip(valid, attempts, strict=True)
-    ]
+    counts = [v and a.group.fate == "complete" and not a.greedy for v, a in zip(valid, attempts, strict=True)]
     group_number: dict[Group, int] = {}
     group_ids = [
         group_number.setdefault(a.group, len(group_number)) if v else -1 for v, a in zip(valid, attempts, strict=True)
     ]
     began = np.array([*(a.began for a in attempts), 0])
-    trained = np.array([*(a.group.trained_steps or history.shape[1] for a in attempts), 0])
     step = np.arange(history.shape[1]) - began[history]
     is_valid = _table(valid, False)[history]
     labels = {
         "valid": is_valid,
-        "loss_mask": _table(counts, False)[history] & (step < trained[history]),
+        "loss_mask": _table(counts, False)[history],
         "episode_id": np.where(is_valid, (np.cumsum([*valid, False]) - 1)[history], -1),
         "group_id": _table(group_ids, -1)[history],
         "step": np.where(is_valid, step, 0),
@@ -59,20 +52,11 @@ def label(rollout: TensorDict, schedule: Schedule) -> Tally:
         rollout[key][:, :-1] = torch.from_numpy(array)
     return Tally(
         episodes=_episodes(rollout, schedule, history),
-        groups=[group for group in group_number if group.role != "stem"],
+        groups=list(group_number),
         wasted=sum(a.length for a in attempts if _is_wasted(a)),
         skipped=sum(a.length for a in attempts if a.state == "ended" and a.group.fate == "skipped"),
-        branched=sum(a.length for a, v in zip(attempts, valid, strict=True) if v and a.group.role == "branch"),
-        idle_fraction=1.0 - schedule.steps / history[:, schedule.head :].size,
+        idle_fraction=1.0 - schedule.steps / history.size,
     )
-
-
-def policy_version(rollout: TensorDict, versions: npt.NDArray[np.int64]) -> Int[Tensor, "row slot"]:
-    """Iteration in which each step was sampled, -1 outside ``valid``."""
-    out = torch.full_like(rollout["group_id"], -1)
-    valid = rollout["valid"][:, :-1]
-    out[:, :-1] = torch.where(valid, torch.from_numpy(versions).to(valid.device), -1)
-    return out
 
 
 def mark_greedy(rollout: TensorDict, schedule: Schedule) -> Bool[Tensor, "row slot"]:
@@ -90,7 +74,7 @@ def _table(values: list[bool] | list[int], absent: int) -> np.ndarray:
 
 def _is_wasted(attempt: Attempt) -> bool:
     if attempt.state == "ended":
-        return attempt.group.fate == "dropped" or attempt.group.role == "stem"
+        return attempt.group.fate == "dropped"
     return attempt.state == "stopped"
 
 
@@ -101,10 +85,7 @@ def _episodes(rollout: TensorDict, schedule: Schedule, history: np.ndarray) -> l
     whole = [
         (attempt, episode_return)
         for attempt, episode_return in zip(schedule.attempts, returns.tolist(), strict=True)
-        if attempt.state == "ended"
-        and attempt.end > schedule.head
-        and attempt.group.role != "branch"
-        and not attempt.greedy
+        if attempt.state == "ended" and not attempt.greedy
     ]
     whole.sort(key=lambda pair: pair[0].end)
     return [Episode(episode_return, a.length, a.terminated) for a, episode_return in whole]

@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 
-from groupwise.collectors.branching import Brancher
 from groupwise.collectors.schedule import Attempt, Group, Schedule
 from groupwise.collectors.supply import Supply
 from groupwise.config.algorithm import CollectionCfg
@@ -20,14 +19,11 @@ MAX_TRIES = 5
 class Outcomes:
     """Of one iteration."""
 
-    def __init__(
-        self, cfg: CollectionCfg, schedule: Schedule, supply: Supply, brancher: Brancher, *, env_id: str
-    ) -> None:
+    def __init__(self, cfg: CollectionCfg, schedule: Schedule, supply: Supply, *, env_id: str) -> None:
         self.lost_members = 0
         self._cfg = cfg
         self._schedule = schedule
         self._supply = supply
-        self._brancher = brancher
         self._env_id = env_id
 
     def end(self, rows: Mask, terminated: Mask, rollout: TensorDict) -> None:
@@ -36,7 +32,6 @@ class Outcomes:
             group = attempt.group
             attempt.terminated = bool(terminated[attempt.row])
             group.members.append(attempt)
-            self._brancher.after_episode(attempt, rollout)
             if len(group.members) == group.size:
                 self._close(group, rollout)
 
@@ -65,16 +60,13 @@ class Outcomes:
 
     def _close(self, group: Group, rollout: TensorDict) -> None:
         """All members of the group reached their end."""
-        group.fate, group.snapshot = "complete", None
-        if group.role == "stem":
-            return
+        group.fate = "complete"
         if self._cfg.zero_variance != "keep" and did_equally_well(group, rollout):
             group.fate = "skipped"
             self._supply.skip(group)
-        self._brancher.after_group(group, rollout)
 
     def _drop(self, group: Group) -> Mask:
-        group.fate, group.snapshot = "dropped", None
+        group.fate = "dropped"
         return self._schedule.drop(group)
 
     def _try_again(self, attempt: Attempt) -> None:

@@ -3,15 +3,12 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from groupwise.envs.base import Mask, Seeds, Snapshot
-
-if TYPE_CHECKING:
-    from groupwise.collectors.branching import Reservoir
+from groupwise.envs.base import Mask, Seeds
 
 NEVER = np.iinfo(np.int64).max
 
@@ -28,17 +25,9 @@ class Group:
     """Attempts."""
     sampled: int
     """The first so many of them sample their actions, the others act greedily."""
-    role: Literal["whole", "stem", "branch"] = "whole"
-    """Whole episodes, a single one that is only branched from, or attempts that begin mid-episode."""
     start_seed: int = 0
-    snapshot: Snapshot = None
-    """Where a branch begins."""
-    stem: int = -1
-    """Member that is branched from, if any."""
     limit: int | None = None
     """Attempts are cut after so many steps."""
-    trained_steps: int | None = None
-    """Only so many steps of each attempt count."""
     members: list["Attempt"] = field(default_factory=list)
     """Attempts that reached their end."""
     fate: Literal["open", "complete", "skipped", "dropped"] = "open"
@@ -60,8 +49,6 @@ class Attempt:
     state: Literal["waiting", "running", "ended", "stopped"] = "waiting"
     """``stopped``: it will never reach its end."""
     terminated: bool = False
-    reservoir: "Reservoir | None" = None
-    """States that were captured, if it is a stem."""
 
     @property
     def greedy(self) -> bool:
@@ -79,13 +66,11 @@ class Schedule:
 
     Args:
         block_size: rows come in blocks of so many, each for a whole group; 1: each row on its own.
-        head: columns at the rollout's beginning that are taken already.
     """
 
-    def __init__(self, num_rows: int, *, block_size: int = 1, head: int = 0) -> None:
-        self.tick = head
+    def __init__(self, num_rows: int, *, block_size: int = 1) -> None:
+        self.tick = 0
         """Column of the step that comes next."""
-        self.head = head
         self.steps = 0
         """Environment steps taken."""
         self.running: Mask = np.zeros(num_rows, dtype=np.bool_)
@@ -100,7 +85,6 @@ class Schedule:
         self._deadline: Seeds = np.full(num_rows, NEVER, dtype=np.int64)
         self._next_deadline: int = NEVER
         self._nobody: Mask = np.zeros(num_rows, dtype=np.bool_)
-        self._head: Seeds = np.full((num_rows, head), -1, dtype=np.int64)
         self._log: list[Seeds] = []
 
     def assign(self, supply: Callable[[], Group | None]) -> list[Attempt]:
@@ -111,15 +95,6 @@ class Schedule:
         begun = [self._begin(self.waiting.popleft(), row) for row in rows[: len(self.waiting)]]
         self._next_deadline = int(self._deadline.min())
         return begun
-
-    def place(self, attempt: Attempt, row: int, began: int) -> None:
-        """Write an attempt of an earlier iteration into the head, from column ``began`` on."""
-        end = began + attempt.length
-        self._head[row, began:end] = len(self.attempts)
-        attempt.row, attempt.began, attempt.end = row, began, end
-        if attempt.state == "running":
-            self._run(attempt)
-        self.attempts.append(attempt)
 
     def cut(self, ended: Mask) -> Mask:
         """Rows whose attempt reaches its limit with the step that is being taken, without having ended (or failed) in it."""
@@ -153,13 +128,9 @@ class Schedule:
             attempt.state = "stopped"
         return rows
 
-    def unfinished(self) -> list[Attempt]:
-        """Attempts that are running."""
-        return [self.attempts[number] for number in self._current[self.running].tolist()]
-
     def history(self) -> npt.NDArray[np.int64]:
         """Number of the attempt of each row and step [N, T], -1 where there was none."""
-        return np.concatenate([self._head, np.stack(self._log, axis=1)], axis=1)
+        return np.stack(self._log, axis=1)
 
     def _free_rows(self) -> Mask:
         if self._block_size == 1:
@@ -169,13 +140,10 @@ class Schedule:
 
     def _begin(self, attempt: Attempt, row: int) -> Attempt:
         attempt.state, attempt.row, attempt.began = "running", row, self.tick
-        self._run(attempt)
+        limit = attempt.group.limit
+        self._current[row] = len(self.attempts)
+        self._deadline[row] = NEVER if limit is None else attempt.began + limit
+        self.running[row] = True
+        self.greedy[row] = attempt.greedy
         self.attempts.append(attempt)
         return attempt
-
-    def _run(self, attempt: Attempt) -> None:
-        limit = attempt.group.limit
-        self._current[attempt.row] = len(self.attempts)
-        self._deadline[attempt.row] = NEVER if limit is None else attempt.began + limit
-        self.running[attempt.row] = True
-        self.greedy[attempt.row] = attempt.greedy

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from groupwise.collectors.resident import ResidentCollector, Running, told
 from groupwise.collectors.writer import RolloutWriter
-from groupwise.config.algorithm import BranchCfg, CollectionCfg
+from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested, count_unfinite
 from groupwise.engines.replay import Recorder
 from groupwise.envs.base import EnvStep, GroupStartReport
@@ -90,11 +90,10 @@ class TorchGroupCollector(ResidentCollector):
                 "collection.unfinished='branch' keeps no values, and the policy has a critic; fix: an actor_only policy, "
                 "or 'finish'"
             )
-        if cfg.zero_variance != "keep" or cfg.branching != BranchCfg():
-            name = "branching" if cfg.zero_variance == "keep" else "zero_variance"
+        if cfg.zero_variance != "keep":
             raise EnvError(
-                f"collection.unfinished='branch' keeps all groups and branches by itself, and collection.{name} was set; "
-                f"fix: leave {name} out, or unfinished='finish'"
+                "collection.unfinished='branch' keeps all groups, and collection.zero_variance was set; fix: leave it "
+                "out, or unfinished='finish'"
             )
 
     def _prepare(self, num_steps: int) -> None:

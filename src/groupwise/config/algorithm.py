@@ -162,46 +162,19 @@ class ReferenceCfg(Cfg):
     """``ema``: share of the trained policy in the new reference (TRL's default)."""
 
 
-class BranchCfg(Cfg):
-    """Groups that start mid-episode, from states that the policy visited."""
-
-    points: Annotated[int, Ge(0)] = 0
-    """Branch points per stem, the episode that is branched from. 0: no branching."""
-    at: Literal["uniform", "entropy", "return_spread"] = "uniform"
-    """Where: anywhere along the stem alike, or with a probability that grows with the policy's entropy, or with the spread of the siblings' returns from there on."""
-    horizon: PositiveInt | None = None
-    """Branches, and groups from ``harder`` states, are cut (truncated) after so many steps. None: they run to the episode's end."""
-    trained_steps: PositiveInt | None = None
-    """Only the first so many steps of these are trained on; the rest just shows where they led. None: all."""
-    stem: Literal["group", "single"] = "group"
-    """Stems are the members of ordinary groups and are trained on as such, or single episodes that are only branched from."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "BranchCfg":
-        if self.at == "return_spread" and self.stem == "single":
-            raise ValueError(
-                "branching.at='return_spread' compares siblings; got branching.stem='single', fix: 'group'"
-            )
-        return self
-
-
 class CollectionCfg(Cfg):
-    """How groups are collected: noise, what becomes of unfinished groups, lost members and groups without variance, branching."""
+    """How groups are collected: noise, what becomes of unfinished groups, lost members and groups without variance."""
 
     noise: Literal["independent", "shared"] = "independent"
     """Randomness after the start: each member draws its own, or siblings draw the same (they then differ by their actions only)."""
-    unfinished: Literal["finish", "carry", "branch"] = "finish"
-    """When an iteration's steps are taken: finish the groups that are under way; carry them over to the next iteration, where the new policy goes on with them; or cut them, and begin the next iteration's groups in the states that their first members had reached, copied for all siblings. ``branch`` is for simulators in torch, where nothing then waits for the device; ``num_steps`` counts idle steps too."""
-    max_staleness: PositiveInt = 1
-    """``carry``: a group is finished at the latest so many iterations after the one it began in."""
+    unfinished: Literal["finish", "branch"] = "finish"
+    """When an iteration's steps are taken: finish the groups that are under way, or cut them, and begin the next iteration's groups in the states that their first members had reached, copied for all siblings. ``branch`` is for simulators in torch, where nothing then waits for the device; ``num_steps`` counts idle steps too."""
     lost_member: Literal["raise", "complete", "drop"] = "raise"
     """When a member's environment raises an error: pass it on; start the member anew; or drop its group."""
-    zero_variance: Literal["keep", "skip", "resample", "harder"] = "keep"
-    """Groups whose members have equal whole returns, though credit by time may tell them apart: train on them like on any other; leave them out; leave them out and collect others instead; leave them out and start the next groups from states where siblings' returns differed."""
+    zero_variance: Literal["keep", "skip", "resample"] = "keep"
+    """Groups whose members have equal whole returns, though credit by time may tell them apart: train on them like on any other; leave them out; or leave them out and collect others instead."""
     resample_budget: NonNegative = 1.0
     """``resample``: at most so many times the iteration's steps are taken on top of them."""
-    branching: BranchCfg = BranchCfg()
-    """Groups that start mid-episode."""
 
 
 class AlgorithmCfg(Cfg):
@@ -212,7 +185,7 @@ class AlgorithmCfg(Cfg):
     learning_rate: Positive = 3e-4
     """Step size of the optimiser before its schedule."""
     num_steps: PositiveInt = 256
-    """Steps per environment in one iteration. GRPO opens new groups until about ``num_envs * num_steps`` steps are taken, and finishes them (or carries them over, ``collection.unfinished``)."""
+    """Steps per environment in one iteration. GRPO opens new groups until about ``num_envs * num_steps`` steps are taken, and finishes them."""
     num_epochs: PositiveInt = 10
     """Passes over each rollout."""
     minibatch_size: PositiveInt | None = 256

@@ -36,12 +36,7 @@ def check_text(algorithm: AlgorithmCfg, task: TextTaskCfg) -> None:
     fields: dict[str, object] = {"num_steps": algorithm.num_steps}
     defaults: dict[str, object] = {"num_steps": type(algorithm).model_fields["num_steps"].default}
     if isinstance(algorithm, GRPOCfg):
-        if algorithm.collection.zero_variance == "harder":
-            raise ValueError(
-                "algorithm.collection.zero_variance='harder' goes back to states of an environment, which texts have not; "
-                "fix: 'resample', 'skip' or 'keep'"
-            )
-        of_envs = ("noise", "unfinished", "max_staleness", "lost_member", "branching")
+        of_envs = ("noise", "unfinished", "lost_member")
         fields |= {f"collection.{name}": vars(algorithm.collection)[name] for name in of_envs}
         defaults |= {f"collection.{name}": vars(CollectionCfg())[name] for name in of_envs}
         fields["attempt_steps"], defaults["attempt_steps"] = algorithm.attempt_steps, None
@@ -70,23 +65,10 @@ def _refuse_turns(algorithm: AlgorithmCfg) -> None:
 
 
 def _refuse_idle(collection: CollectionCfg) -> None:
-    """Refuse settings that were changed and that nothing would read."""
-    branching, points = collection.branching, collection.branching.points > 0
-    starts_midway = points or collection.zero_variance == "harder"
-    read = {
-        "max_staleness": (collection.unfinished == "carry", "unfinished='carry'"),
-        "resample_budget": (collection.zero_variance == "resample", "zero_variance='resample'"),
-        "branching.at": (starts_midway, "branching.points=1 or more"),
-        "branching.stem": (points, "branching.points=1 or more"),
-        "branching.horizon": (starts_midway, "branching.points=1 or more"),
-        "branching.trained_steps": (starts_midway, "branching.points=1 or more"),
-    }
-    for path, (is_read, fix) in read.items():
-        *outer, name = path.split(".")
-        cfg = branching if outer else collection
-        value, default = vars(cfg)[name], type(cfg).model_fields[name].default
-        if value != default and not is_read:
-            raise ValueError(
-                f"algorithm.collection.{path}={value!r} does nothing without collection.{fix}; fix: set that, too, or "
-                f"leave {path} out"
-            )
+    """Refuse a setting that was changed and that nothing would read."""
+    budget, default = collection.resample_budget, CollectionCfg().resample_budget
+    if budget != default and collection.zero_variance != "resample":
+        raise ValueError(
+            f"algorithm.collection.resample_budget={budget!r} does nothing without collection.zero_variance='resample'; "
+            "fix: set that, too, or leave resample_budget out"
+        )

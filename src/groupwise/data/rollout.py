@@ -40,7 +40,7 @@ _TRANSITION_KEYS: dict[str, torch.dtype] = {
     "step": torch.int64,
 }
 _VALUE_KEYS: dict[str, torch.dtype] = {"value": torch.float32, "next_value": torch.float32}
-_OPTIONAL_KEYS: dict[str, torch.dtype] = {"policy_version": torch.int64, "greedy": torch.bool}
+_OPTIONAL_KEYS: dict[str, torch.dtype] = {"greedy": torch.bool}
 """Of transitions; collectors add them where a setting asks for what they say."""
 _ID_KEYS = ("group_id", "episode_id")
 

@@ -225,8 +225,6 @@ def _block_size(cfg: RunCfg) -> int:
     """Rows that the collector can start together: whole groups, unless rows are left over or attempts begin alone."""
     if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.collection.lost_member == "complete":
         return 1
-    if cfg.algorithm.collection.branching.points and cfg.algorithm.collection.branching.stem == "single":
-        return 1
     members = cfg.algorithm.group_size + _greedy_attempts(cfg.algorithm)
     return members if cfg.env.num_envs % members == 0 else 1
 

@@ -217,11 +217,9 @@ def _terms(cfg: TextRunCfg) -> TextTerms:
     )
     if not isinstance(algorithm, GRPOCfg):
         return terms
-    zero_variance = algorithm.collection.zero_variance
-    assert zero_variance != "harder"
     return terms._replace(
         group_size=algorithm.group_size,
         greedy_attempts=1 if algorithm.credit.baseline == "greedy" else 0,
-        zero_variance=zero_variance,
+        zero_variance=algorithm.collection.zero_variance,
         resample_budget=algorithm.collection.resample_budget,
     )

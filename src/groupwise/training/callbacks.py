@@ -103,7 +103,6 @@ class SaveCheckpoints(Callback):
         self.every = Every(interval)
         self.identity = identity
         self.saved_at = 0
-        self.settled = False
 
     def on_training_start(self, trainer: "Trainer") -> None:
         """Count from the steps of a resumed run."""
@@ -111,12 +110,9 @@ class SaveCheckpoints(Callback):
         self.saved_at = trainer.iteration
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Save when it is time, or an iteration later where the collector has to finish something first."""
-        due = self.every.due(trainer.env_steps)
-        if self.settled or (due and trainer.collector.settle() == "settled"):
+        """Save when it is time."""
+        if self.every.due(trainer.env_steps):
             self._save(trainer)
-        elif due:
-            self.settled = True
 
     def on_training_end(self, trainer: "Trainer") -> None:
         """Save, unless the last iteration was."""
@@ -129,7 +125,7 @@ class SaveCheckpoints(Callback):
 
     def _save(self, trainer: "Trainer") -> None:
         _check_weights(trainer)
-        self.saved_at, self.settled = trainer.iteration, False
+        self.saved_at = trainer.iteration
         trainer.collector.restart()  # before the state is taken: it counts the steps that are dropped
         if self.folder is not None:
             checkpoint = Checkpoint(trainer.algorithm.policy.state_dict(), trainer.state_dict())

@@ -35,8 +35,8 @@ def passes() -> list[dict[str, Any]]:
     from gymnasium.spaces import Box, Discrete
 
     import groupwise as gw
+    from groupwise.algorithms.loss import Counts
     from groupwise.algorithms.step_metrics import StepMetrics
-    from groupwise.algorithms.surrogate import Counts
 
     torch.set_num_threads(1)
     spaces = Box(-1, 1, (4,), np.float32), Discrete(2)

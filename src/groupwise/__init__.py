@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from groupwise.garbage import importing
 
 if TYPE_CHECKING:
+    from groupwise.algorithms.advantages import CreditInput, episode_groups, register_credit
     from groupwise.algorithms.base import BaseAlgorithm, Terms
-    from groupwise.algorithms.credit import CreditInput, episode_groups, register_credit
     from groupwise.algorithms.grpo import GRPO
     from groupwise.algorithms.ppo import PPO
     from groupwise.api import evaluate, resume, sample, train
@@ -188,7 +188,7 @@ __all__ = [
 _MODULES = {
     "groupwise.algorithms.base": "BaseAlgorithm Terms",
     "groupwise.config.algorithm": "AlgorithmCfg CreditCfg GRPOCfg ObjectiveCfg OptimizerCfg PPOCfg ReferenceCfg ScheduleCfg",
-    "groupwise.algorithms.credit": "CreditInput episode_groups register_credit",
+    "groupwise.algorithms.advantages": "CreditInput episode_groups register_credit",
     "groupwise.algorithms.grpo": "GRPO",
     "groupwise.algorithms.ppo": "PPO",
     "groupwise.api": "evaluate resume sample train",

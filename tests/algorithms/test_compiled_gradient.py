@@ -17,9 +17,9 @@ from small_updates import ACT, OBS, build, make_rollout, parameters
 import groupwise as gw
 from groupwise.algorithms import compiled_gradient
 from groupwise.algorithms.compiled_gradient import WORTH_STEPS, CompiledGradient, GradientCompiler
+from groupwise.algorithms.loss import Counts
 from groupwise.algorithms.ppo import PPO
 from groupwise.algorithms.step_metrics import StepMetrics
-from groupwise.algorithms.surrogate import Counts
 from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.functional.reduce import local
 from groupwise.policies.actor_critic import ActorCritic

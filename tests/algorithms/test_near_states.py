@@ -6,7 +6,7 @@ from credit_rollouts import OneOfTwo, credit
 
 import groupwise as gw
 from groupwise.algorithms import near_states
-from groupwise.algorithms.credit import advantages
+from groupwise.algorithms.advantages import advantages
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError
 from groupwise.lean_tensordict import TensorDict

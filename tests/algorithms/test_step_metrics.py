@@ -8,8 +8,8 @@ import torch
 from small_updates import build, make_rollout, parameters
 
 from groupwise.algorithms import step_metrics
+from groupwise.algorithms.loss import DIAGNOSTICS, diagnostics
 from groupwise.algorithms.step_metrics import StepMetrics
-from groupwise.algorithms.surrogate import DIAGNOSTICS, diagnostics
 from groupwise.config.algorithm import ObjectiveCfg
 from groupwise.functional.reduce import local
 

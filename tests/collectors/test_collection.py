@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.algorithms.credit import CreditInput, advantages
+from groupwise.algorithms.advantages import CreditInput, advantages
 from groupwise.collectors.base import Episode
 from groupwise.config.algorithm import CollectionCfg, CreditCfg
 from groupwise.data.rollout import transition_view

@@ -11,7 +11,7 @@ from text_runs import save_model
 
 import groupwise as gw
 from groupwise import api, cli, config
-from groupwise.algorithms import credit
+from groupwise.algorithms import advantages as credit
 from groupwise.config import registry
 from groupwise.text import reward_functions
 from groupwise.training import filming

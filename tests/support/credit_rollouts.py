@@ -6,7 +6,7 @@ from importlib.resources import files
 import torch
 from tensordict import TensorDict
 
-from groupwise.algorithms.credit import CreditInput, advantages
+from groupwise.algorithms.advantages import CreditInput, advantages
 from groupwise.config.algorithm import CreditCfg
 from groupwise.engines.base import Engine
 

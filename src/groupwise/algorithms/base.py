@@ -18,10 +18,10 @@ from torch import Tensor
 from groupwise.algorithms.agreement import Agreement
 from groupwise.algorithms.compiled_gradient import GradientCompiler
 from groupwise.algorithms.entropy import EntropyControl
+from groupwise.algorithms.loss import Counts, check_objective, finest_unit, objective_data
 from groupwise.algorithms.optim import FlatAdam, Optimizer, Schedule, Trained, build_optimizer
 from groupwise.algorithms.resident import StaysOnDevice
 from groupwise.algorithms.step_metrics import StepMetrics, metric_sums
-from groupwise.algorithms.surrogate import Counts, check_objective, finest_unit, objective_data
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.data.minibatch import Epoch, coarsest, cut, shuffle_items, shuffle_transitions, take
 from groupwise.data.rollout import Nested

@@ -12,8 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.base import BaseAlgorithm, Terms
-from groupwise.algorithms.credit import (
+from groupwise.algorithms.advantages import (
     CreditInput,
     advantages,
     check_credit,
@@ -21,8 +20,9 @@ from groupwise.algorithms.credit import (
     episode_groups,
     next_score_average,
 )
+from groupwise.algorithms.base import BaseAlgorithm, Terms
+from groupwise.algorithms.loss import DIAGNOSTICS, policy_loss, policy_ratio, reference_kl
 from groupwise.algorithms.resident import needs_counts
-from groupwise.algorithms.surrogate import DIAGNOSTICS, policy_loss, policy_ratio, reference_kl
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm, Terms
-from groupwise.algorithms.surrogate import DIAGNOSTICS, policy_loss, policy_ratio
+from groupwise.algorithms.loss import DIAGNOSTICS, policy_loss, policy_ratio
 from groupwise.config.algorithm import PPOCfg
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine

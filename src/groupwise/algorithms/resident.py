@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from groupwise.algorithms.loss import finest_unit
 from groupwise.algorithms.optim import FlatAdam, Optimizer, Schedule
-from groupwise.algorithms.surrogate import finest_unit
 from groupwise.config.algorithm import AlgorithmCfg, CreditCfg
 from groupwise.data.minibatch import Epoch, cut_evenly
 from groupwise.data.rollout import leaves

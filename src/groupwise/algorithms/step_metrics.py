@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from groupwise.algorithms.surrogate import diagnostics
+from groupwise.algorithms.loss import diagnostics
 from groupwise.config.algorithm import ObjectiveCfg
 from groupwise.functional.reduce import AllSum
 from groupwise.policies.base import Batch

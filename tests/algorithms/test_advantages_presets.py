@@ -5,8 +5,8 @@ import torch
 from credit_rollouts import TWO, credit, expect, per_episode, preset, rollout
 from tensordict import TensorDict
 
+from groupwise.algorithms.advantages import CreditInput, next_score_average
 from groupwise.algorithms.anchors import anchors
-from groupwise.algorithms.credit import CreditInput, next_score_average
 from groupwise.config.algorithm import CreditCfg
 from groupwise.errors import DataError
 

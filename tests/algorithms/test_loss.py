@@ -18,7 +18,7 @@ from objective_updates import (
     updated,
 )
 
-from groupwise.algorithms.surrogate import diagnostics, finest_unit, reference_kl
+from groupwise.algorithms.loss import diagnostics, finest_unit, reference_kl
 from groupwise.config.algorithm import ObjectiveCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.errors import ConfigError, DataError

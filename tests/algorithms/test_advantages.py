@@ -5,7 +5,7 @@ import torch
 from credit_rollouts import STEP, TWO, credit, per_episode, preset, rollout
 from objective_updates import make_policy
 
-from groupwise.algorithms.credit import CREDIT_RULES, CreditInput, check_credit, register_credit
+from groupwise.algorithms.advantages import CREDIT_RULES, CreditInput, check_credit, register_credit
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import CreditCfg, GRPOCfg
 from groupwise.errors import ConfigError, UnknownNameError

@@ -48,17 +48,19 @@ class ImitateBest(gw.BaseAlgorithm):
         elite = score >= (high - self.cfg.elite * (high - low))[group]
         imitated = gather_segments(elite.float(), batch["episode_id"]) > 0
 
-        data = self.training_data(batch)
+        data = self.policy_inputs(batch)
         data["loss_mask"] = batch["loss_mask"] & imitated  # not in place: others read the rollout after us
-        metrics = self.optimise(data, num_episodes)
-        self.policy.absorb(rollout, self.engine)  # the observation statistics move between updates, never within
+        metrics = self.optimize(data, num_episodes)
+        self.policy.update_normalizers(
+            rollout, self.engine
+        )  # the observation statistics move between updates, never within
         self.iteration += 1
         return metrics | {"train/elite_share": elite.float().mean()}
 
-    def terms(self, batch, evaluation):
-        """``-log_prob - ent_coef * entropy`` of each step; ``optimise`` takes the mean."""
+    def loss(self, batch, evaluation):
+        """``-log_prob - ent_coef * entropy`` of each step; ``optimize`` takes the mean."""
         loss = -evaluation.log_prob - self.cfg.ent_coef * evaluation.entropy
-        return gw.Terms(loss, (loss, evaluation.entropy))
+        return gw.LossOutput(loss, (loss, evaluation.entropy))
 
 
 def main() -> None:

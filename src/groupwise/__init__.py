@@ -10,7 +10,7 @@ from groupwise.garbage import importing
 
 if TYPE_CHECKING:
     from groupwise.algorithms.advantages import CreditInput, episode_groups, register_credit
-    from groupwise.algorithms.base import BaseAlgorithm, Terms
+    from groupwise.algorithms.base import BaseAlgorithm, LossOutput
     from groupwise.algorithms.grpo import GRPO
     from groupwise.algorithms.ppo import PPO
     from groupwise.api import evaluate, resume, sample, train
@@ -124,6 +124,7 @@ __all__ = [
     "GroupwiseError",
     "LoRACfg",
     "LoggingCfg",
+    "LossOutput",
     "MissingExtraError",
     "ModelCfg",
     "ObjectiveCfg",
@@ -143,7 +144,6 @@ __all__ = [
     "ScheduleCfg",
     "SlowPathWarning",
     "StopCfg",
-    "Terms",
     "TextEvaluationCfg",
     "TextRunCfg",
     "TextTask",
@@ -186,7 +186,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "groupwise.algorithms.base": "BaseAlgorithm Terms",
+    "groupwise.algorithms.base": "BaseAlgorithm LossOutput",
     "groupwise.config.algorithm": "AlgorithmCfg CreditCfg GRPOCfg ObjectiveCfg OptimizerCfg PPOCfg ReferenceCfg ScheduleCfg",
     "groupwise.algorithms.advantages": "CreditInput episode_groups register_credit",
     "groupwise.algorithms.grpo": "GRPO",

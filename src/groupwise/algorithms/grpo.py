@@ -20,9 +20,8 @@ from groupwise.algorithms.advantages import (
     episode_groups,
     next_score_average,
 )
-from groupwise.algorithms.base import BaseAlgorithm, Terms
-from groupwise.algorithms.loss import DIAGNOSTICS, policy_loss, policy_ratio, reference_kl
-from groupwise.algorithms.resident import needs_counts
+from groupwise.algorithms.base import BaseAlgorithm, LossOutput
+from groupwise.algorithms.loss import DIAGNOSTICS, diagnostics, policy_loss, policy_ratio, reference_kl
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
@@ -55,35 +54,23 @@ class GRPO(BaseAlgorithm):
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns 0-dim metrics."""
-        metrics = self.learned(rollout)
-        self.iteration += 1
-        self._renew_reference()
-        return metrics
-
-    def learn(self, rollout: TensorDict) -> dict[str, Tensor]:
-        """The update itself."""
         batch = transition_view(rollout)
-        credit = CreditInput(
-            batch=batch,
-            reward=self.policy.normalize_reward(batch["reward"]),
-            parts=self._scaled_parts(batch),
-            cfg=self.cfg.credit,
-            gamma=self.cfg.gamma,
-            num_groups=self.num_ids(batch["group_id"], self.cfg.group_size),
-            num_episodes=self.num_ids(batch["episode_id"]),
-            engine=self.engine,
-            average=self.score_average,
-            spaced=self.resident is not None,
-        )
-        metrics = self.optimise(self._data(credit), credit.num_episodes)
-        self.policy.absorb(rollout, self.engine)
+        credit = self._credit_input(batch)
+        inputs = self.policy_inputs(batch)
+        if self.reference is not None:
+            inputs |= self._reference_scores(inputs)
+        start = self.score(self.policy, inputs) if self._needs_start_scores else None
+        advantage = self._advantage(credit, inputs, start)
+        if not self._can_learn(advantage):
+            inputs["loss_mask"] = torch.zeros_like(inputs["loss_mask"])
+        data = self.loss_inputs(batch, inputs, advantage, credit.num_episodes, start)
+        metrics = self.optimize(data, credit.num_episodes)
+        self.policy.update_normalizers(rollout, self.engine)
+        self.iteration += 1
+        self._sync_reference()
         return metrics | {"rollout/zero_variance_groups": self._zero_variance(credit)}
 
-    def why_not_resident(self) -> str | None:
-        """What keeps updates from staying on the device, None if nothing does."""
-        return super().why_not_resident() or needs_counts(self.cfg.credit)
-
-    def terms(self, batch: Batch, evaluation: Evaluation) -> Terms:
+    def loss(self, batch: Batch, evaluation: Evaluation) -> LossOutput:
         """``policy_loss + kl_coef * KL(policy || reference) - ent_coef * entropy`` of each element."""
         cfg, objective = self.cfg, self.cfg.objective
         ratio = policy_ratio(objective, evaluation.log_prob, batch, self.counts)
@@ -95,9 +82,8 @@ class GRPO(BaseAlgorithm):
                 loss = loss + cfg.kl_coef * distance
         if self.entropy.enabled:
             loss = loss + self.entropy.loss(evaluation.entropy)
-        return Terms(loss, (loss, policy, evaluation.entropy, distance), ratio)
-
-    pure_terms: ClassVar = terms
+        measured = diagnostics(objective, ratio, evaluation.log_prob, batch["old_log_prob"])
+        return LossOutput(loss, (loss, policy, evaluation.entropy, distance, *measured))
 
     def state_dict(self) -> dict[str, object]:
         """Everything but the policy that the next update depends on."""
@@ -112,23 +98,40 @@ class GRPO(BaseAlgorithm):
         if self.reference is not None:
             self.reference.load_state_dict(state["reference"])
 
-    def _scaled_parts(self, batch: TensorDict) -> Tensor | None:
-        """The parts of the reward in the scale that credit is computed in, where it looks at them."""
-        parts = batch.get("reward_parts", None)
-        return parts if parts is None or self.cfg.credit.reward == "total" else self.policy.normalize_reward(parts)
+    def _credit_input(self, batch: TensorDict) -> CreditInput:
+        """What credit reads of the transitions, rewards in the policy's scale."""
+        parts = batch.get("reward_parts", None) if self.cfg.credit.reward == "parts" else None
+        return CreditInput(
+            batch=batch,
+            reward=self.policy.normalize_reward(batch["reward"]),
+            parts=None if parts is None else self.policy.normalize_reward(parts),
+            cfg=self.cfg.credit,
+            gamma=self.cfg.gamma,
+            num_groups=int(batch["group_id"].max()) + 1,
+            num_episodes=int(batch["episode_id"].max()) + 1,
+            engine=self.engine,
+            average=self.score_average,
+        )
 
-    def _data(self, credit: CreditInput) -> dict[str, Nested]:
-        """What the optimisation reads, ``[N, T]``."""
-        data = self.training_data(credit.batch)
-        if self.reference is not None:
-            scores = self.score(self.reference, data)
-            data["ref_log_prob"] = scores.log_prob
-            if self.cfg.objective.kl_estimator == "exact":
-                assert scores.dist is not None
-                data["ref_dist"] = scores.dist
-        start = self.score(self.policy, data) if self._shapes_credit or self._weighs_chance else None
-        advantage = self._advantage(credit, data, start)
-        return self.objective_data(credit.batch, data, advantage, credit.num_episodes, start)
+    def _reference_scores(self, inputs: dict[str, Nested]) -> dict[str, Nested]:
+        """The reference's log-probabilities, and its distributions where the KL is exact."""
+        assert self.reference is not None
+        scores = self.score(self.reference, inputs)
+        if self.cfg.objective.kl_estimator != "exact":
+            return {"ref_log_prob": scores.log_prob}
+        assert scores.dist is not None
+        return {"ref_log_prob": scores.log_prob, "ref_dist": scores.dist}
+
+    def _can_learn(self, advantage: Tensor) -> bool:
+        """Whether anything in the loss has a gradient: an advantage, a KL or an entropy bonus."""
+        if self.cfg.kl_coef > 0 or self.entropy.enabled or self.cfg.objective.trust_region in ("dppo", "kl_cov"):
+            return True
+        return bool(self.engine.sum(advantage.count_nonzero()))
+
+    @property
+    def _needs_start_scores(self) -> bool:
+        """Whether advantages need the policy's scores at the update's start."""
+        return self._shapes_credit or self._weighs_chance
 
     @property
     def _shapes_credit(self) -> bool:
@@ -165,7 +168,7 @@ class GRPO(BaseAlgorithm):
         return advantage
 
     @torch.no_grad()
-    def _renew_reference(self) -> None:
+    def _sync_reference(self) -> None:
         """Replace the reference by the policy, or mix it in, when its interval has passed."""
         cfg = self.cfg.reference
         if self.reference is None or cfg.refresh == "never" or self.iteration % cfg.interval:

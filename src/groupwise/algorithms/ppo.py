@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from groupwise.algorithms.base import BaseAlgorithm, Terms
-from groupwise.algorithms.loss import DIAGNOSTICS, policy_loss, policy_ratio
+from groupwise.algorithms.base import BaseAlgorithm, LossOutput
+from groupwise.algorithms.loss import DIAGNOSTICS, diagnostics, policy_loss, policy_ratio
 from groupwise.config.algorithm import PPOCfg
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
@@ -61,23 +61,16 @@ class PPO(BaseAlgorithm):
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Improve policy and critic by one rollout ``[N, T+1]``; returns 0-dim metrics."""
-        metrics = self.learned(rollout)
-        self.iteration += 1
-        return metrics
-
-    def learn(self, rollout: TensorDict) -> dict[str, Tensor]:
-        """The update itself."""
-        batch = transition_view(rollout)
-        mask = batch["loss_mask"]
-        advantage, target = self.compute_gae(rollout, self.cfg.gamma, self.cfg.gae_lambda)
+        batch, all_sum = transition_view(rollout), self.engine.sum
+        advantage, returns = self.compute_gae(rollout, self.cfg.gamma, self.cfg.gae_lambda)
+        explained = explained_variance(batch["value"], returns, batch["loss_mask"], all_sum=all_sum)
         if self.cfg.normalize_advantage == "batch":
-            advantage = whiten(advantage, mask, all_sum=self.engine.sum)
-        num_episodes = self.num_ids(batch["episode_id"])
-        data = self.objective_data(batch, self.training_data(batch), advantage, num_episodes)
-        data |= {"old_value": batch["value"], "target": target}
-        explained = explained_variance(batch["value"], target, mask, all_sum=self.engine.sum)
-        metrics = self.optimise(data, num_episodes)
-        self.policy.absorb(rollout, self.engine)
+            advantage = whiten(advantage, batch["loss_mask"], all_sum=all_sum)
+        num_episodes = int(batch["episode_id"].max()) + 1
+        data = self.loss_inputs(batch, self.policy_inputs(batch), advantage, num_episodes)
+        metrics = self.optimize(data | {"old_value": batch["value"], "returns": returns}, num_episodes)
+        self.policy.update_normalizers(rollout, self.engine)
+        self.iteration += 1
         return metrics | {"train/explained_variance": explained}
 
     def prepare(self, elements: dict[str, Nested], minibatch: Tensor, num_minibatches: int) -> dict[str, Nested]:
@@ -88,19 +81,18 @@ class PPO(BaseAlgorithm):
             elements["advantage"] = advantage
         return elements
 
-    def terms(self, batch: Batch, evaluation: Evaluation) -> Terms:
+    def loss(self, batch: Batch, evaluation: Evaluation) -> LossOutput:
         """``policy_loss + vf_coef * value_loss - ent_coef * entropy`` of each transition."""
         cfg, objective = self.cfg, self.cfg.objective
         assert evaluation.value is not None
         ratio = policy_ratio(objective, evaluation.log_prob, batch, self.counts)
         policy = policy_loss(objective, ratio, evaluation.log_prob, batch, self.counts)
         if cfg.clip_value is None:
-            value = value_loss(evaluation.value, batch["target"])
+            value = value_loss(evaluation.value, batch["returns"])
         else:
-            value = clipped_value_loss(evaluation.value, batch["old_value"], batch["target"], cfg.clip_value)
+            value = clipped_value_loss(evaluation.value, batch["old_value"], batch["returns"], cfg.clip_value)
         loss = torch.add(policy, value, alpha=cfg.vf_coef)
         if self.entropy.enabled:
             loss = loss + self.entropy.loss(evaluation.entropy)
-        return Terms(loss, (loss, policy, value, evaluation.entropy), ratio)
-
-    pure_terms: ClassVar = terms
+        measured = diagnostics(objective, ratio, evaluation.log_prob, batch["old_log_prob"])
+        return LossOutput(loss, (loss, policy, value, evaluation.entropy, *measured))

@@ -2,14 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from groupwise.envs.base import VectorEnv
 from groupwise.lean_tensordict import TensorDict
-from groupwise.policies.base import Policy
+from groupwise.policies.base import Action, Policy
 
 
 class Episode(NamedTuple):
@@ -39,6 +39,7 @@ class Collector(ABC):
     that a resumed run needs.
     """
 
+    policy: Policy
     iteration: int = 0
     """How many rollouts were collected; streams of the next one are derived from it."""
     last_steps: int = 0
@@ -58,6 +59,10 @@ class Collector(ABC):
 
     def sync(self, policy: Policy) -> None:  # noqa: B027 (in process there is nothing to do)
         """Give the collector the policy to act with. In process it is the same object, and nothing happens."""
+
+    def actor(self) -> Callable[..., Action]:
+        """The policy's ``act``, for many steps in which no parameter changes."""
+        return self.policy.act
 
     @abstractmethod
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:

@@ -88,7 +88,7 @@ class GroupCollector(Collector):
         finals = FinalValues()
         outcomes = Outcomes(self.collection, schedule, supply, env_id=self.env.env_id)
         obs = self._start(schedule.assign(supply))
-        act = self.policy.acting()
+        act = self.actor()
         while schedule.running.any():
             t = schedule.tick
             if t == writer.num_steps:

@@ -7,7 +7,6 @@ A whole rollout is one function of tensors that stay where they are, which a GPU
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,17 +15,13 @@ from torch import Tensor
 
 from groupwise.collectors.base import Collector, Episode, steps_between_restarts
 from groupwise.data.rollout import Nested, check_finite, leaves, lengthen
-from groupwise.engines.compiler import Compiled
 from groupwise.engines.replay import Recorder, Replayed
-from groupwise.envs.base import EnvStep, VectorEnv
+from groupwise.envs.base import EnvStep
 from groupwise.envs.native import Rows, TorchGroupEnv
 from groupwise.errors import EnvError
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed
-
-WORTH_STEPS = 50_000
-"""Steps of every row that must be ahead: compiling takes 5 to 15 seconds, and each step saves a quarter of a millisecond or more."""
 
 LATEST = 100
 """Finished episodes that are told one by one."""
@@ -43,19 +38,6 @@ class Turn(NamedTuple):
     """With the observations at which attempts ended, where they did."""
     others: tuple[Tensor, ...]
     """What else the collector goes on with."""
-
-
-def why_not_compiled(env: VectorEnv, policy: Policy) -> str | None:
-    """What keeps turns of this policy in these environments from being compiled; None if nothing does."""
-    if not isinstance(env, TorchGroupEnv):
-        return f"{env.env_id} is no simulator in torch"
-    if env.device.type != "cpu":
-        return f"{env.env_id} is on {env.device}, where steps are recorded"
-    if not env.traceable:
-        return f"{env.env_id} is not stepped by torch's operations alone"
-    if not policy.acts_purely:
-        return "the policy is not known to act as a function of its parameters and draws alone"
-    return None
 
 
 class Ends(NamedTuple):
@@ -129,8 +111,6 @@ class ResidentCollector(Collector):
 
     Args:
         rank: of this process; each draws its own streams.
-        compiled: whether acting and stepping are compiled together (``Compiled``): worth its seconds where ``WORTH_STEPS`` of
-            every row are ahead, on a CPU.
         recorder: of the rollout; None: the device's, False: none.
 
     Raises:
@@ -144,7 +124,6 @@ class ResidentCollector(Collector):
         *,
         seed: int,
         rank: int,
-        compiled: bool = False,
         recorder: Recorder | Literal[False] | None = None,
     ) -> None:
         super().__init__()
@@ -152,8 +131,6 @@ class ResidentCollector(Collector):
             raise EnvError(
                 f"{env.env_id} is on {env.device}, and the policy on {policy.device}; fix: device={str(policy.device)!r}"
             )
-        if compiled and (why := why_not_compiled(env, policy)):
-            raise EnvError(f"compiling was asked for, and {why}; fix: compiled=False")
         self.env = env
         self.policy = policy
         self.seed = seed
@@ -168,10 +145,6 @@ class ResidentCollector(Collector):
         self._fill = Replayed(
             self._filled, env.device, name="collecting", generators=[self._generator], recorder=recorder
         )
-        self.compiles = compiled
-        """Whether acting and stepping are compiled together, where that succeeds."""
-        self._compiled: Compiled[Turn] | None = None
-        self._compiled_for: list[int] = []
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Exactly ``num_steps`` slots of every row."""
@@ -232,16 +205,8 @@ class ResidentCollector(Collector):
         self.env.close()
 
     def _turning(self) -> Callable[..., Turn]:
-        """``_turn`` for many steps in which no parameter changes, compiled where that was asked for and is possible."""
-        as_it_stands = partial(self._turn, act=self.policy.acting())
-        if not self.compiles or not self.policy.acts_purely:  # somebody may look on by now
-            return as_it_stands
-        tensors = [id(tensor) for tensor in chain(self.policy.parameters(), self.policy.buffers())]
-        if self._compiled is None or tensors != self._compiled_for:  # others may have taken their places
-            turn: Callable[..., Turn] = self._turn
-            self._compiled = Compiled(turn, name="collecting", fix="compile_rollouts='never'")
-            self._compiled_for = tensors
-        return as_it_stands if self._compiled.has_failed else self._compiled
+        """``_turn`` for many steps in which no parameter changes."""
+        return partial(self._turn, act=self.actor())
 
     def _turn(self, rows: Rows, obs: Nested, *others: Tensor, act: Callable[..., Action] | None = None) -> Turn:
         """An action of all rows, and what follows until the next one.

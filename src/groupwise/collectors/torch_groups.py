@@ -55,10 +55,9 @@ class TorchGroupCollector(ResidentCollector):
         seed: int = 0,
         rank: int = 0,
         verify_start: bool = True,
-        compiled: bool = False,
         recorder: Recorder | Literal[False] | None = None,
     ) -> None:
-        super().__init__(env, policy, seed=seed, rank=rank, compiled=compiled, recorder=recorder)
+        super().__init__(env, policy, seed=seed, rank=rank, recorder=recorder)
         self.group_size = group_size
         self.attempt_steps = attempt_steps
         self.collection = collection or CollectionCfg(unfinished="branch")

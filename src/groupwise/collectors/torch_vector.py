@@ -25,10 +25,9 @@ class TorchVectorCollector(ResidentCollector):
         *,
         seed: int = 0,
         rank: int = 0,
-        compiled: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
-        super().__init__(env, policy, seed=seed, rank=rank, compiled=compiled, recorder=recorder)
+        super().__init__(env, policy, seed=seed, rank=rank, recorder=recorder)
         self._running = Running(env.num_envs, env.device)
         self._age = torch.zeros(env.num_envs, dtype=torch.int64, device=env.device)
 

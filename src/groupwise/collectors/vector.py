@@ -53,7 +53,7 @@ class VectorCollector(Collector):
         generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
         writer = RolloutWriter(rollout, value=not self.policy.actor_only)
         finals = FinalValues()
-        act = self.policy.acting()
+        act = self.actor()
         for t in range(num_steps):
             writer.observe(t, obs)
             action = act(obs, generator=generator)

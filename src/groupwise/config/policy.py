@@ -15,8 +15,6 @@ class PolicyCfg(Cfg):
     """Width of each hidden layer."""
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"
     """Between layers."""
-    mlp_kernel: Literal["auto", "by_hand", "compiled", "torch"] = "auto"
-    """MLPs in float32 on a CPU, with tanh or relu: "by_hand" in one operation; "compiled" with the loss around them, from the first update on; "auto" by hand, and compiled where 20,000 optimiser steps are ahead. "torch" layer by layer, as everything else."""
     trunk: Literal["separate", "shared"] = "separate"
     """Whether actor and critic share everything but their heads."""
     cnn: Literal["nature", "small"] = "nature"

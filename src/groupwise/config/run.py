@@ -114,6 +114,8 @@ class CommonCfg(Cfg):
     """Of everything random: weights, actions, environments or completions, order of minibatches and prompts."""
     device: Annotated[str, AfterValidator(_check_device)] = "cpu"
     """Where the policy lives: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` (a GPU if there is one)."""
+    compile: Literal["auto", "off", "on"] = "auto"
+    """``torch.compile``: where it pays, that is, where many optimiser steps are ahead; never; or from the first update on."""
     checkpoint_interval: PositiveInt | None = None
     """Steps between checkpoints; None: a tenth of ``total_steps``, with PPO, and with GRPO's ``unfinished="branch"``, at least five of the longest episodes in every environment (a shorter run has one at its end only), since running episodes are cut there, as truncations, so that a resumed run equals an uninterrupted one bit for bit; changing the interval therefore changes the run."""
     stop: StopCfg = StopCfg()
@@ -164,10 +166,6 @@ class RunCfg(CommonCfg):
     """Networks and normalisers."""
     evaluation: EvaluationCfg = EvaluationCfg()
     """Evaluation during and after training."""
-    stay_on_device: Literal["auto", "never"] = "auto"
-    """Simulators in torch: whether rollouts and updates wait for nothing, and are recorded and replayed on a GPU, where the other settings allow it. ``never``: both are done as for any environment, but for rollouts of ``collection.unfinished="branch"``, which are then not recorded. Minibatches come in another order then, so runs differ."""
-    compile_rollouts: Literal["auto", "always", "never"] = "auto"
-    """Simulators in torch on a CPU: whether acting and stepping are compiled together. ``auto``: where 50,000 steps of every row are ahead, for it takes 5 to 15 seconds. On a GPU they are recorded instead."""
 
     @property
     def subject(self) -> str:

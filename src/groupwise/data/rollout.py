@@ -79,9 +79,6 @@ class RolloutBuffer:
             buffer allocates that much from then on.
         value: whether the policy has a critic (adds ``value`` and ``next_value``).
         reward_parts: how many parts of the reward are kept (adds ``reward_parts``).
-        resident: for a collector that keeps the rollout on the device: one storage, so that it stays where it is (a
-            rollout stays good until the next ``start_rollout``), laid out step by step, and ``add`` leaves it to the collector to look at
-            numbers, which would wait for the device.
     """
 
     def __init__(
@@ -94,7 +91,6 @@ class RolloutBuffer:
         value: bool = False,
         reward_parts: int = 0,
         device: torch.device | str = "cpu",
-        resident: bool = False,
     ) -> None:
         scalars = _TRANSITION_KEYS | (_VALUE_KEYS if value else {})
         self.spec: dict[str, Spec] = {"obs": obs_spec, "action": action_spec}
@@ -104,18 +100,17 @@ class RolloutBuffer:
         self.num_rows = num_rows
         self.num_steps = num_steps
         self.device = torch.device(device)
-        self.resident = resident
-        self._storages: list[TensorDict | None] = [None] if resident else [None, None]
-        self._turn = 0
+        self._storages: list[TensorDict | None] = [None, None]
+        self._current = 0
         self._rollout: TensorDict | None = None
 
     def start_rollout(self) -> TensorDict:
         """Storage ``[N, T+1]`` in which every slot is empty: masks False, ids -1, numbers 0."""
-        self._turn = (self._turn + 1) % len(self._storages)
-        storage = self._storages[self._turn]
+        self._current = 1 - self._current
+        storage = self._storages[self._current]
         if storage is None or storage.shape[1] != self.num_steps + 1:
             storage = self._allocate()
-            self._storages[self._turn] = storage
+            self._storages[self._current] = storage
         else:
             storage.zero_()
         for key in _ID_KEYS:
@@ -129,8 +124,7 @@ class RolloutBuffer:
             DataError: a missing key, a wrong shape or dtype, or a non-finite number in a valid slot (names row and step).
         """
         self._check_layout(rollout)
-        if not self.resident:
-            check_finite(rollout)
+        check_finite(rollout)
         self.num_steps = max(self.num_steps, rollout.shape[1] - 1)
         self._rollout = rollout
 
@@ -145,13 +139,8 @@ class RolloutBuffer:
         return transition_view(self._rollout).reshape(-1) if flatten else self._rollout
 
     def _allocate(self) -> TensorDict:
-        """Storage; where the device writes it step by step, all rows of a step side by side in memory."""
         shape = (self.num_rows, self.num_steps + 1)
-        if not self.resident:
-            return cast(TensorDict, allocate(self.spec, *shape, device=self.device))
-        by_step = cast(TensorDict, allocate(self.spec, *shape[::-1], device=self.device))
-        turned = {key: _turned(leaf) for key, leaf in by_step.items()}
-        return TensorDict(turned, batch_size=list(shape), device=self.device)
+        return cast(TensorDict, allocate(self.spec, *shape, device=self.device))
 
     def _check_layout(self, rollout: TensorDict) -> None:
         if rollout.batch_dims != 2 or rollout.shape[0] != self.num_rows or rollout.shape[1] < 2:
@@ -167,14 +156,6 @@ class RolloutBuffer:
                     f"rollout[{key!r}] is {tensor.dtype} of shape {list(tensor.shape)}, "
                     f"expected {spec.dtype} of shape [{expected}]"
                 )
-
-
-def _turned(stored: Nested) -> Nested:
-    """The same memory with its first two dimensions exchanged."""
-    if isinstance(stored, Tensor):
-        return stored.transpose(0, 1)
-    leaves = {key: _turned(leaf) for key, leaf in stored.items()}
-    return TensorDict(leaves, batch_size=[stored.shape[1], stored.shape[0]], device=stored.device)
 
 
 def _flat(spec: Spec, prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...] | str, TensorSpec]]:

@@ -2,16 +2,11 @@
 
 from abc import ABC, abstractmethod
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from groupwise.data.rollout import TensorSpec
-from groupwise.policies import few_rows
-
-SMALL = 256
-"""Up to so many parameters NumPy draws faster."""
 
 
 class ActionHead(nn.Module, ABC):
@@ -27,21 +22,6 @@ class ActionHead(nn.Module, ABC):
     @abstractmethod
     def sample(self, params: Float[Tensor, "*batch P"], generator: torch.Generator | None = None) -> Tensor:
         """Random actions ``[*batch, ...]``, without gradient."""
-
-    def draw(
-        self, params: Float[Tensor, "batch P"], generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Float[Tensor, " batch"]]:
-        """``sample`` and the ``log_prob`` of it, without gradient."""
-        action = self.sample(params, generator)
-        return action, self.log_prob(params, action)
-
-    def drawing_few(self, log_std: np.ndarray | None) -> few_rows.DrawFew | None:
-        """``draw`` of a few rows in NumPy, whose operations begin faster, from what the network gives; None: there is none.
-
-        Args:
-            log_std: of Gaussians, [D], where it does not depend on the observation; None: the network gives all ``params``.
-        """
-        return None
 
     @abstractmethod
     def mode(self, params: Float[Tensor, "*batch P"]) -> Tensor:
@@ -68,8 +48,3 @@ class ActionHead(nn.Module, ABC):
     def env_action(self, action: Tensor) -> Tensor:
         """What the environment receives for the policy's own actions."""
         return action
-
-
-def is_small(params: Tensor) -> bool:
-    """Whether dispatching torch's operations takes longer than computing them."""
-    return params.numel() <= SMALL and params.dtype == torch.float32 and params.device.type == "cpu"

@@ -1,25 +1,17 @@
 """The control policy: an actor, and for PPO a critic, on any fixed-shape observation and action space."""
 
-from collections.abc import Callable
-from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from groupwise.config.policy import PolicyCfg
-from groupwise.data.rollout import Nested, TensorSpec
-from groupwise.data.spaces import is_batched, obs_spec, obs_to_tensor, space_kind, subspaces
+from groupwise.data.rollout import Nested
+from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind
 from groupwise.errors import ConfigError, DataError
 from groupwise.lean_tensordict import TensorDict
-from groupwise.policies.action_head import SMALL
-from groupwise.policies.base import Action, Batch, Evaluation, Policy, has_hooks
-from groupwise.policies.discrete_heads import Bernoulli, Categorical, MultiCategorical
+from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.distributions import make_head
-from groupwise.policies.few_rows import DrawFew
-from groupwise.policies.gaussian_heads import DiagGaussian, SquashedGaussian
-from groupwise.policies.mlp_kernel import NUMPY_ROWS, ActingNetworks, Layer, VectorNetworks, knows, learns
 from groupwise.policies.networks import ACTOR_GAIN, CRITIC_GAIN, MLP, ObsEncoder, orthogonal
 from groupwise.policies.normalization import ObsNormalizer, RewardNormalizer
 
@@ -27,7 +19,6 @@ if TYPE_CHECKING:
     from groupwise.engines.base import Engine
 
 _DEFAULT = PolicyCfg()
-_OWN_HEADS = (Categorical, MultiCategorical, Bernoulli, DiagGaussian, SquashedGaussian)
 
 
 class ActorCritic(Policy):
@@ -109,67 +100,11 @@ class ActorCritic(Policy):
         action = self.head.mode(params) if deterministic else self.head.sample(params, generator)
         return Action(action, self.head.log_prob(params, action), value)
 
-    def acting(self) -> Callable[..., Action]:
-        """``act`` by the kernel, where it knows all networks and no subclass acts otherwise; see ``Policy``."""
-        layers = self._kernel_layers()
-        if layers is None or type(self).act is not ActorCritic.act:
-            return self.act
-        networks = ActingNetworks(*layers)
-        few = self._acting_on_few(networks)
-
-        @torch.no_grad()
-        def act_on_many(obs: Nested, deterministic: bool, generator: torch.Generator | None) -> Action:
-            outputs, *values = networks(self.encoder(self._normalized(obs)))
-            params = self._with_log_std(outputs)
-            if deterministic:
-                action = self.head.mode(params)
-                log_prob = self.head.log_prob(params, action)
-            else:
-                action, log_prob = self.head.draw(params, generator)
-            return Action(action, log_prob, values[0][:, 0] if values else None)
-
-        def act(obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-            with np.errstate(all="ignore"):  # a policy that diverged is told as in torch, by what it does
-                if few is None or deterministic or len(obs) > few.most_rows:
-                    return act_on_many(obs, deterministic, generator)
-                return few(obs, generator)
-
-        return act
-
-    def _acting_on_few(self, networks: ActingNetworks) -> "_ActingOnFew | None":
-        """``act`` in NumPy, where observations are vectors of floats and the head can draw so."""
-        spec = obs_spec(self.observation_space)
-        log_std = None if self.log_std is None else self.log_std.detach().numpy()
-        draw = self.head.drawing_few(log_std)
-        is_vector = isinstance(spec, TensorSpec) and len(spec.shape) == 1 and spec.dtype == torch.float32
-        if draw is None or not is_vector or type(self.encoder) is not ObsEncoder:
-            return None
-        most_rows = min(NUMPY_ROWS, SMALL // self.head.num_params)
-        return _ActingOnFew(self, networks, draw, most_rows)
-
     def evaluate(self, batch: Batch) -> Evaluation:
         """Scores of ``batch["action"]`` given ``batch["obs"]``, with gradient."""
         params, value = self._forward(batch["obs"])
         log_prob, entropy = self.head.score(params, batch["action"])
         return Evaluation(log_prob, entropy, value, params)
-
-    def evaluating(self, vector: nn.Parameter | None = None) -> Callable[[Batch], Evaluation]:
-        """``evaluate`` with all networks in one operation, where the kernel knows them and no subclass scores otherwise."""
-        layers = self._kernel_layers()
-        if layers is None or type(self).evaluate is not ActorCritic.evaluate:
-            return self.evaluate
-        if vector is not None and not learns([*layers[0], *chain.from_iterable(layers[1])]):
-            return self.evaluate  # some parameters are frozen
-        # NumPy's products round otherwise: a policy would be at a distance from its own copy
-        networks = ActingNetworks(*layers, numpy_rows=0) if vector is None else VectorNetworks(vector, *layers)
-
-        def evaluate(batch: Batch) -> Evaluation:
-            outputs, *values = networks(self.encoder(self._normalized(batch["obs"])))
-            params = self._with_log_std(outputs)
-            log_prob, entropy = self.head.score(params, batch["action"])
-            return Evaluation(log_prob, entropy, values[0].squeeze(-1) if values else None, params)
-
-        return evaluate
 
     @torch.no_grad()
     def value(self, obs: Nested) -> Tensor:
@@ -213,12 +148,12 @@ class ActorCritic(Policy):
         return reward if self.reward_normalizer is None else self.reward_normalizer(reward)
 
     @torch.no_grad()
-    def absorb(self, rollout: TensorDict, engine: "Engine") -> None:
+    def update_normalizers(self, rollout: TensorDict, engine: "Engine") -> None:
         """Take the rollout's valid steps of all ranks into the normalisers' statistics."""
         if self.obs_normalizer is not None:
-            self.obs_normalizer.absorb(rollout["obs"], rollout["valid"], engine.sum)
+            self.obs_normalizer.update(rollout["obs"], rollout["valid"], engine.sum)
         if self.reward_normalizer is not None:
-            self.reward_normalizer.absorb(rollout, engine.sum)
+            self.reward_normalizer.update(rollout, engine.sum)
 
     def _forward(self, obs: Nested) -> tuple[Tensor, Tensor | None]:
         """Flat parameters of the action distribution, and the value if there is a critic."""
@@ -231,38 +166,6 @@ class ActorCritic(Policy):
             features = self.critic_encoder(obs)
         return params, self.critic(features).squeeze(-1)
 
-    @property
-    def has_kernel(self) -> bool:
-        """Whether its networks are computed by hand in training."""
-        return self._kernel_layers() is not None
-
-    @property
-    def compiles(self) -> Literal["never", "auto", "compiled"]:
-        """Small networks of our own kinds are, unless hooks or a subclass stand in the way."""
-        layers = self._kernel_layers()
-        one_tensor = subspaces(self.observation_space) is None
-        plain = one_tensor and type(self).evaluate is ActorCritic.evaluate and type(self.head) in _OWN_HEADS
-        if layers is None or not plain or self.cfg.mlp_kernel not in ("auto", "compiled"):
-            return "never"
-        return self.cfg.mlp_kernel
-
-    @property
-    def acts_purely(self) -> bool:
-        """Networks and heads of our own do, unless hooks or a subclass stand in the way."""
-        own = type(self).act is ActorCritic.act and type(self.head) in _OWN_HEADS
-        return own and self._kernel_layers() is not None
-
-    def _kernel_layers(self) -> tuple[list[Layer], list[list[Layer]]] | None:
-        """The trunk and what stands on it, if the kernel knows every layer, nothing below them learns and nobody looks on."""
-        ends = [self.actor] if self.critic is None else [self.actor, self.critic]
-        trunk, heads = [], [end.layers for end in ends if type(end) is MLP]
-        if self.trunk is not None:
-            trunk, heads = self.trunk.layers, [[Layer(end, None)] for end in ends if isinstance(end, nn.Linear)]
-        learns_features = any(True for _ in self.encoder.parameters())
-        if self.cfg.mlp_kernel == "torch" or learns_features or len(heads) < len(ends) or has_hooks(self):
-            return None
-        return (trunk, heads) if knows([*trunk, *chain.from_iterable(heads)]) else None
-
     def _normalized(self, obs: Nested) -> Nested:
         return obs if self.obs_normalizer is None else self.obs_normalizer(obs)
 
@@ -272,36 +175,10 @@ class ActorCritic(Policy):
         return features if self.trunk is None else self.trunk(features)
 
     def _params(self, features: Tensor) -> Tensor:
-        return self._with_log_std(self.actor(features))
-
-    def _with_log_std(self, outputs: Tensor) -> Tensor:
+        outputs: Tensor = self.actor(features)
         if self.log_std is None:
             return outputs
         return torch.cat([outputs, self.log_std.expand_as(outputs)], dim=-1)
-
-
-class _ActingOnFew:
-    """Acting in NumPy from the observation to the action.
-
-    Args:
-        most_rows: for which it is faster.
-    """
-
-    def __init__(self, policy: ActorCritic, networks: ActingNetworks, draw: DrawFew, most_rows: int) -> None:
-        self.most_rows = most_rows
-        self._networks = networks
-        self._draw = draw
-        self._normalize = None if policy.obs_normalizer is None else policy.obs_normalizer.normalizing_few()
-        self._shape = policy.head.action_spec.shape
-
-    def __call__(self, obs: Any, generator: torch.Generator | None) -> Action:
-        x = obs.numpy()
-        outputs, *values = self._networks.few(x if self._normalize is None else self._normalize(x))
-        action, log_prob = self._draw(outputs, generator)
-        drawn = torch.from_numpy(action)
-        if drawn.dim() != 1 + len(self._shape):
-            drawn = drawn.view(-1, *self._shape)
-        return Action(drawn, torch.from_numpy(log_prob), torch.from_numpy(values[0][:, 0]) if values else None)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ Algorithms and collectors know this module only; no class here knows an environm
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -41,17 +41,17 @@ class Evaluation(NamedTuple):
     dist: Tensor | None = None
     """[..., P] flat parameters of the action distribution; ``Policy.kl`` understands them."""
 
-    def blanked(self, padding: Tensor) -> "Evaluation":
+    def masked(self, padding: Tensor) -> "Evaluation":
         """The same with 0 where there is ``padding``, a mask of the batch's shape."""
 
-        def blank(scores: Tensor) -> Tensor:
+        def fill(scores: Tensor) -> Tensor:
             return scores.masked_fill(padding if scores.dim() == padding.dim() else padding.unsqueeze(-1), 0.0)
 
         return Evaluation(
-            blank(self.log_prob),
-            blank(self.entropy),
-            None if self.value is None else blank(self.value),
-            None if self.dist is None else blank(self.dist),
+            fill(self.log_prob),
+            fill(self.entropy),
+            None if self.value is None else fill(self.value),
+            None if self.dist is None else fill(self.dist),
         )
 
 
@@ -59,7 +59,7 @@ class Policy(nn.Module, ABC):
     """Maps observations to actions, and scores (observation, action) pairs.
 
     It owns its observation and reward normalisers: their statistics stay constant from collection to the end of the
-    update, then ``absorb`` the rollout, so that the ratio is exactly 1 on the first minibatch and no checkpoint can
+    update, then ``update_normalizers`` takes in the rollout, so that the ratio is exactly 1 on the first minibatch and no checkpoint can
     miss them.
     """
 
@@ -80,27 +80,9 @@ class Policy(nn.Module, ABC):
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
         """Actions for B observations, without gradient; ``generator`` makes them repeatable."""
 
-    def acting(self) -> Callable[..., Action]:
-        """``act`` (with its arguments) for many steps in which no parameter changes: what can be prepared is."""
-        return self.act
-
-    @property
-    def acts_purely(self) -> bool:
-        """Whether ``act`` is known to be a function of parameters, buffers, observations and random draws alone, which may be compiled."""
-        return False
-
     @abstractmethod
     def evaluate(self, batch: Batch) -> Evaluation:
         """Scores of ``batch["action"]`` given ``batch["obs"]`` (and what else the policy stored), with gradient."""
-
-    def evaluating(self, vector: nn.Parameter | None = None) -> Callable[[Batch], Evaluation]:
-        """``evaluate`` for many batches, the faster one if there is one. What can be prepared is.
-
-        Args:
-            vector: all parameters are views of it, and what gradient the faster way has arrives there; parameters that it
-                does not serve get their own. None: no gradient is asked for, and no parameter changes meanwhile.
-        """
-        return self.evaluate
 
     @abstractmethod
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
@@ -122,7 +104,7 @@ class Policy(nn.Module, ABC):
         """Rewards in the scale that credit is computed in; the identity unless the policy normalises them."""
         return reward
 
-    def absorb(self, rollout: TensorDict, engine: "Engine") -> None:
+    def update_normalizers(self, rollout: TensorDict, engine: "Engine") -> None:
         """Take the rollout's valid steps into the normalisers' statistics. Called once, after the update."""
 
     def make_reference(self) -> "Policy":
@@ -134,11 +116,6 @@ class Policy(nn.Module, ABC):
     def clone(self) -> "Policy":
         """A deep copy that shares nothing."""
         return copy.deepcopy(self)
-
-    @property
-    def compiles(self) -> Literal["never", "auto", "compiled"]:
-        """Whether ``evaluate`` may be compiled with the loss: it then is a function of parameters, buffers and batch alone."""
-        return "never"
 
     @property
     def shares_beginnings(self) -> bool:

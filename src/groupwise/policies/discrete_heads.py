@@ -10,8 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, pad
 
 from groupwise.data.rollout import TensorSpec
 from groupwise.functional.kl import bernoulli_kl, categorical_kl
-from groupwise.policies import few_rows
-from groupwise.policies.action_head import ActionHead, is_small
+from groupwise.policies.action_head import ActionHead
 
 _LOWEST = torch.finfo(torch.float32).min
 _TINY = torch.finfo(torch.float32).tiny
@@ -33,20 +32,6 @@ class Categorical(ActionHead):
     def sample(self, params: Float[Tensor, "*batch P"], generator: torch.Generator | None = None) -> Tensor:
         """Random indices by the Gumbel-max trick; a choice of probability 0 is never taken."""
         return _sample_index(params, generator)
-
-    def draw(
-        self, params: Float[Tensor, "batch P"], generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Float[Tensor, " batch"]]:
-        """As ``sample`` and ``log_prob``; of a few rows on a CPU in NumPy."""
-        few = self.drawing_few(None) if is_small(params) else None
-        if few is None:
-            return super().draw(params, generator)
-        action, log_prob = few(params.numpy(), generator)
-        return torch.from_numpy(action), torch.from_numpy(log_prob)
-
-    def drawing_few(self, log_std: np.ndarray | None) -> few_rows.DrawFew | None:
-        """``draw`` in NumPy; see ``ActionHead``."""
-        return few_rows.draw_index if type(self) is Categorical else None
 
     def mode(self, params: Float[Tensor, "*batch P"]) -> Tensor:
         """Index of the largest logit, the first one on a tie."""

@@ -11,8 +11,7 @@ from torch.nn.functional import softplus
 from groupwise.data.rollout import TensorSpec
 from groupwise.errors import ConfigError
 from groupwise.functional.kl import gaussian_kl
-from groupwise.policies import few_rows
-from groupwise.policies.action_head import ActionHead, is_small
+from groupwise.policies.action_head import ActionHead
 
 _LOG_2PI = math.log(2 * math.pi)
 _QUADRATURE_NODES = 32
@@ -45,22 +44,6 @@ class DiagGaussian(ActionHead):
         mean, log_std = params.detach().chunk(2, dim=-1)
         noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
         return self._shaped(mean + log_std.exp() * noise)
-
-    def draw(
-        self, params: Float[Tensor, "batch P"], generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Float[Tensor, " batch"]]:
-        """As ``sample`` and ``log_prob``; of a few rows on a CPU in NumPy."""
-        few = self.drawing_few(None) if is_small(params) else None
-        if few is None:
-            return super().draw(params, generator)
-        action, log_prob = few(params.numpy(), generator)
-        return self._shaped(torch.from_numpy(action)), torch.from_numpy(log_prob)
-
-    def drawing_few(self, log_std: np.ndarray | None) -> few_rows.DrawFew | None:
-        """``draw`` in NumPy, of flat actions; see ``ActionHead``."""
-        if type(self) is not DiagGaussian:
-            return None
-        return few_rows.draw_gaussian if log_std is None else few_rows.gaussian(log_std)
 
     def mode(self, params: Float[Tensor, "*batch P"]) -> Tensor:
         """The mean."""

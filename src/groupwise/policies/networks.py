@@ -19,7 +19,6 @@ from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import leaf_spaces, obs_spec, space_kind
 from groupwise.errors import ConfigError
-from groupwise.policies import mlp_kernel
 
 HIDDEN_GAIN = math.sqrt(2)
 ACTOR_GAIN = 0.01
@@ -63,12 +62,6 @@ class MLP(nn.Module):
         self.hidden = nn.ModuleList(orthogonal(nn.Linear(a, b)) for a, b in pairwise(sizes))
         self.head = None if num_outputs is None else orthogonal(nn.Linear(sizes[-1], num_outputs), gain)
         self.activation = cfg.activation
-
-    @property
-    def layers(self) -> list[mlp_kernel.Layer]:
-        """From the first on, each with what follows it."""
-        hidden = [mlp_kernel.Layer(layer, self.activation) for layer in self.hidden]  # type: ignore[arg-type]
-        return hidden if self.head is None else [*hidden, mlp_kernel.Layer(self.head, None)]
 
     def forward(self, x: Float[Tensor, "*batch input"]) -> Float[Tensor, "*batch output"]:
         """Outputs of the last layer."""

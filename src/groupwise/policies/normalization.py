@@ -1,9 +1,7 @@
-"""Normalisers of observations and rewards. Their statistics change in ``absorb`` only, never while acting or training."""
+"""Normalisers of observations and rewards. Their statistics change in ``update`` only, never while acting or training."""
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
@@ -94,21 +92,7 @@ class ObsNormalizer(nn.Module):
             out[path] = statistics.normalize(out[path])
         return out
 
-    def normalizing_few(self) -> Callable[[np.ndarray], np.ndarray]:
-        """The same of a few observations that are one vector each, in NumPy; good until ``absorb``."""
-        statistics: Any = self.statistics[0]
-        shift, scale = statistics.shift.numpy(), statistics.scale.numpy()
-
-        def normalize(obs: np.ndarray) -> np.ndarray:
-            out: np.ndarray = np.subtract(obs, shift)
-            np.multiply(out, scale, out=out)
-            np.minimum(out, _CLIP, out=out)
-            np.maximum(out, -_CLIP, out=out)
-            return out
-
-        return normalize
-
-    def absorb(self, obs: Nested, valid: Bool[Tensor, "*batch"], all_sum: AllSum = local) -> None:
+    def update(self, obs: Nested, valid: Bool[Tensor, "*batch"], all_sum: AllSum = local) -> None:
         """Take the valid observations ``[*batch, ...]`` of all ranks into the statistics."""
         for path, statistics in self._leaves():
             statistics.update(obs if isinstance(obs, Tensor) else obs[path], valid, all_sum)
@@ -132,7 +116,7 @@ class RewardNormalizer(nn.Module):
         """The scaled rewards."""
         return (reward * self.statistics.scale).clamp(-_CLIP, _CLIP)
 
-    def absorb(self, rollout: TensorDict, all_sum: AllSum = local) -> None:
+    def update(self, rollout: TensorDict, all_sum: AllSum = local) -> None:
         """Take the discounted returns of the rollout's valid steps into the statistics."""
         valid = rollout["valid"]
         done = rollout["terminated"] | rollout["truncated"] | ~valid

@@ -1,7 +1,6 @@
 """From a ``RunCfg`` to the parts of a run on an environment."""
 
 import logging
-import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +9,6 @@ import torch
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.base import Collector
 from groupwise.collectors.groups import GroupCollector
-from groupwise.collectors.resident import WORTH_STEPS, ResidentCollector, why_not_compiled
 from groupwise.collectors.torch_groups import TorchGroupCollector
 from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.collectors.vector import VectorCollector
@@ -25,7 +23,7 @@ from groupwise.envs.local_rows import OnError
 from groupwise.envs.make import make_env
 from groupwise.envs.native import TorchGroupEnv
 from groupwise.envs.self_vectorised import torch_fix
-from groupwise.errors import ConfigError, SlowPathWarning
+from groupwise.errors import ConfigError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
@@ -44,8 +42,6 @@ class EnvParts(Parts):
 
     cfg: RunCfg
     env: VectorEnv
-    residence: tuple[str, ...] = ()
-    """What is said of rollouts and updates that stay on the device."""
 
     def evaluator(self) -> EnvEvaluator | None:
         """What plays episodes in environments of its own; None if a ready-made one cannot be made a second time."""
@@ -74,12 +70,11 @@ class EnvParts(Parts):
         return None
 
     def notes(self) -> list[str]:
-        """How siblings share their start, who steps them, how networks are computed, and how many steps the first iteration takes."""
+        """How siblings share their start, who steps them, and how many steps the first iteration takes."""
         report = self.start_report()
         shared = [f"siblings share their start, by {report.tier}: verified"] if report else []
         stepped = [self.env.note] if self.env.note else []
-        networks = _note_on_networks(self.policy, self.algorithm)
-        return [*shared, *stepped, *networks, *self.residence, *_note_on_length(self.cfg)]
+        return [*shared, *stepped, *_note_on_length(self.cfg)]
 
     def facts(self) -> dict[str, Any]:
         """How siblings share their start."""
@@ -121,10 +116,6 @@ def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> EnvParts:
     seed = derive_seed(cfg.seed, "algorithm")
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=seed)
     collector = _build_collector(cfg, env, policy, engine)
-    resident = isinstance(collector, ResidentCollector)
-    residence = residence_of(algorithm, env, resident, cfg.stay_on_device == "auto")
-    if isinstance(collector, ResidentCollector) and collector.compiles:
-        residence += ("acting and stepping will be compiled together; compile_rollouts='never' switches that off",)
     buffer = RolloutBuffer(
         env.num_envs,
         cfg.algorithm.num_steps,
@@ -133,9 +124,8 @@ def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> EnvParts:
         value=not policy.actor_only,
         reward_parts=len(cfg.env.reward_parts),
         device=device,
-        resident=resident,
     )
-    return EnvParts(cfg, given, algorithm, collector, buffer, Identity.of(env), env, residence)
+    return EnvParts(cfg, given, algorithm, collector, buffer, Identity.of(env), env)
 
 
 def build_policy(cfg: RunCfg, env: VectorEnv, given: Given, algorithm_type: type[BaseAlgorithm]) -> Policy:
@@ -152,19 +142,6 @@ def build_policy(cfg: RunCfg, env: VectorEnv, given: Given, algorithm_type: type
             actor_only=algorithm_type.actor_only,
             gamma=cfg.algorithm.gamma,
         )
-
-
-def _note_on_networks(policy: Policy, algorithm: BaseAlgorithm) -> list[str]:
-    if not (isinstance(policy, ActorCritic) and policy.has_kernel):
-        return []
-    later = {
-        "auto": ", and compiled with the loss where many updates are ahead",
-        "compiled": ", and compiled with the loss",
-    }
-    note = "networks are computed by hand, in one operation" + later.get(algorithm.compiles, "")
-    if policy.compiles == "compiled" and algorithm.compiles == "never":
-        note += ", and not compiled, which the objective or the algorithm does not allow"
-    return [f"{note}; policy.mlp_kernel='torch' switches that off"]
 
 
 def _note_on_length(cfg: RunCfg) -> list[str]:
@@ -238,41 +215,12 @@ def _on_error(cfg: RunCfg) -> OnError:
     return "report" if reports else "raise"
 
 
-def residence_of(algorithm: BaseAlgorithm, env: VectorEnv, resident: bool, wanted: bool) -> tuple[str, ...]:
-    """Have updates stay on the device where rollouts do and the algorithm can; what is said of it.
-
-    Args:
-        resident: rollouts do.
-        wanted: ``stay_on_device`` is not ``"never"``.
-
-    Warns:
-        SlowPathWarning: on a GPU, whatever keeps an iteration on simulators in torch from staying there.
-    """
-    if not isinstance(env, TorchGroupEnv):
-        return ()
-    if not wanted:
-        what = (
-            "updates are those of any environment, and nothing is recorded"
-            if resident
-            else "rollouts and updates are those of any environment"
-        )
-        return (f"{what}, since stay_on_device='never'",)
-    why = algorithm.stay_on_device() if resident else "collection.unfinished is not 'branch'"
-    if why is None:
-        return ("rollouts and updates stay on the device; stay_on_device='never' switches that off",)
-    line = f"{'updates wait' if resident else 'rollouts and updates wait'} for the device, since {why}"
-    if env.device.type != "cpu":
-        warnings.warn(line, SlowPathWarning, stacklevel=3)
-    return (line,)
-
-
 def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine) -> Collector:
     algorithm: Any = cfg.algorithm
     stays = not isinstance(algorithm, GRPOCfg) or algorithm.collection.unfinished == "branch"
-    compiled = _compiles(cfg, env, policy, stays, engine.world_size)
     if not isinstance(algorithm, GRPOCfg):
-        if isinstance(env, TorchGroupEnv) and cfg.stay_on_device == "auto":
-            return TorchVectorCollector(env, policy, seed=cfg.seed, rank=engine.rank, compiled=compiled)
+        if isinstance(env, TorchGroupEnv):
+            return TorchVectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
         return VectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
     if not isinstance(env, GroupEnv):
         return VectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
@@ -292,25 +240,4 @@ def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine
             "collection.unfinished='branch' is for simulators in torch, without greedy attempts, and "
             f"{found}; fix: {fix}collection.unfinished='finish'"
         )
-    recorder: Literal[False] | None = None if cfg.stay_on_device == "auto" else False
-    return TorchGroupCollector(env, policy, compiled=compiled, recorder=recorder, **shared)
-
-
-def _compiles(cfg: RunCfg, env: VectorEnv, policy: Policy, stays: bool, world_size: int) -> bool:
-    """Whether acting and stepping are compiled.
-
-    Args:
-        stays: whether rollouts are of the kind that stays on the device.
-
-    Raises:
-        ConfigError: that is asked for where it cannot be.
-    """
-    why, fix = why_not_compiled(env, policy), f"{torch_fix(env.env_id)}compile_rollouts='auto'"
-    if why is None and not stays:
-        why, fix = "collection.unfinished is not 'branch'", f"collection.unfinished='branch', or {fix}"
-    elif why is None and cfg.stay_on_device == "never":
-        why, fix = "stay_on_device='never'", f"stay_on_device='auto', or {fix}"
-    if cfg.compile_rollouts == "always" and why is not None:
-        raise ConfigError(f"compile_rollouts='always', but {why}; fix: {fix}")
-    worth = cfg.total_steps // (env.num_envs * world_size) >= WORTH_STEPS
-    return cfg.compile_rollouts == "always" or (cfg.compile_rollouts == "auto" and why is None and worth)
+    return TorchGroupCollector(env, policy, **shared)

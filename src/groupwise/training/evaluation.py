@@ -137,7 +137,7 @@ def _play_round(
         env.hold(idle)
     returns, lengths = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
     running = torch.ones(count, dtype=torch.bool)
-    act = policy.acting()
+    act = policy.act
     for step in range(max_steps):
         batch[episodes] = obs[rows]
         generator = None if deterministic else _generator(policy.device, derive_seed(seed, "act", step))

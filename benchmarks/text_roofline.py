@@ -23,10 +23,10 @@ from trl_speed import CASES, GROUP, NEW_TOKENS, PROMPTS, micro_batch_tokens, pro
 
 import groupwise as gw
 from groupwise.config.policy import SamplingCfg
-from groupwise.data.tokens import TextRow, text_rollout
-from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.cpu_memory import keep_freed_memory
-from groupwise.policies.decoding import complete
+from groupwise.speed.cpu_memory import keep_freed_memory
+from groupwise.text.decoding import complete
+from groupwise.text.policy import CausalLM
+from groupwise.text.rollout import TextRow, text_rollout
 
 RESULT = Path(__file__).parent / "results" / "text_roofline.json"
 

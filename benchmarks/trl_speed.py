@@ -81,10 +81,10 @@ def run_ours(case: Case, side: Side, folder: Path, turn: Callable[[], None], don
 
     import groupwise as gw
     from groupwise.config.policy import SamplingCfg
-    from groupwise.data.tokens import TextRow, text_rollout
-    from groupwise.policies.causal_lm import CausalLM
-    from groupwise.policies.cpu_memory import keep_freed_memory
-    from groupwise.policies.decoding import complete
+    from groupwise.speed.cpu_memory import keep_freed_memory
+    from groupwise.text.decoding import complete
+    from groupwise.text.policy import CausalLM
+    from groupwise.text.rollout import TextRow, text_rollout
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, side.precision))

@@ -80,10 +80,10 @@ if TYPE_CHECKING:
     )
     from groupwise.policies.actor_critic import ActorCritic
     from groupwise.policies.base import Evaluation, Policy
-    from groupwise.policies.causal_lm import CausalLM
     from groupwise.report.comparison import Comparison
     from groupwise.runs import Run
     from groupwise.text.data import Example
+    from groupwise.text.policy import CausalLM
     from groupwise.text.reward_functions import register_reward
     from groupwise.text.task import TextTask
     from groupwise.text.tools import Calculator, Tool, register_tool
@@ -212,7 +212,7 @@ _MODULES = {
     "groupwise.errors": "CheckpointError ConfigError DataError DisagreementError DivergedError EnvError GroupStartError GroupStartWarning GroupwiseError MissingExtraError RewardError RunFolderError SlowPathWarning ToolError UnknownNameError UnsupportedSpaceError",
     "groupwise.policies.actor_critic": "ActorCritic",
     "groupwise.policies.base": "Evaluation Policy",
-    "groupwise.policies.causal_lm": "CausalLM",
+    "groupwise.text.policy": "CausalLM",
     "groupwise.config.policy": "EvalSamplingCfg LoRACfg ModelCfg PolicyCfg SamplingCfg",
     "groupwise.config.registry": "register_algorithm",
     "groupwise.report.comparison": "Comparison",

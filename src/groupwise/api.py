@@ -31,8 +31,8 @@ from groupwise.training.parts import Given, pick_device
 if TYPE_CHECKING:
     import gymnasium
 
+    from groupwise.text.evaluation import TextEvaluation
     from groupwise.training.evaluation import EvaluationResult
-    from groupwise.training.text_evaluation import TextEvaluation
 
     EnvFactory = Callable[..., gymnasium.Env] | Callable[..., GroupEnv] | GroupEnv | gymnasium.vector.VectorEnv
 
@@ -244,8 +244,8 @@ def sample(
     cfg = run.cfg if isinstance(run, Run) else read_cfg(RunFolder.open(Path(run)))
     if not isinstance(cfg, TextRunCfg):
         raise ConfigError(f"{run} is about {cfg.subject}, which writes no texts; fix: groupwise eval")
-    from groupwise.training.build_text import load_trained
-    from groupwise.training.text_evaluation import write_texts
+    from groupwise.text.build import load_trained
+    from groupwise.text.evaluation import write_texts
 
     trained = run.policy if isinstance(run, Run) else load_trained(cfg, RunFolder(Path(run)), checkpoint, policy)
     tool = run.given.tool if isinstance(run, Run) else tool
@@ -272,7 +272,7 @@ def _refuse_besides(cfg: CommonCfg, settings: dict[str, Any]) -> None:
 def _evaluate_texts(
     run: Run, cfg: TextRunCfg, *, prompts: int | None, attempts: int, deterministic: bool, seed: int
 ) -> "TextEvaluation":
-    from groupwise.training.text_evaluation import TextEvaluator
+    from groupwise.text.evaluation import TextEvaluator
 
     changed = {"prompts": prompts, "attempts": attempts, "deterministic": deterministic}
     evaluation = type(cfg.evaluation)(**dict(cfg.evaluation) | changed)

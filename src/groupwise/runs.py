@@ -73,7 +73,7 @@ class Run:
 def build(cfg: CommonCfg, given: Given, engine: Engine) -> Parts:
     """The parts that the settings describe."""
     if isinstance(cfg, TextRunCfg):
-        from groupwise.training.build_text import build_text_parts
+        from groupwise.text.build import build_text_parts
 
         return build_text_parts(cfg, given, engine)
     assert isinstance(cfg, RunCfg)

@@ -8,10 +8,10 @@ from groupwise.algorithms.agreement import Agreement
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
-from groupwise.data.tokens import TextRow, text_rollout
 from groupwise.functional.reduce import local
-from groupwise.policies.causal_lm import CausalLM
-from groupwise.policies.decoding import complete
+from groupwise.text.decoding import complete
+from groupwise.text.policy import CausalLM
+from groupwise.text.rollout import TextRow, text_rollout
 
 
 class Counting(CausalLM):

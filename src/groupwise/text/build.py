@@ -1,0 +1,225 @@
+"""From a ``TextRunCfg`` to the parts of a run on texts."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.base import GIVEN
+from groupwise.config.policy import SamplingCfg
+from groupwise.config.registry import algorithm_entry
+from groupwise.config.run import TextRunCfg
+from groupwise.data.rollout import TensorSpec
+from groupwise.engines.base import Engine
+from groupwise.errors import ConfigError, require_extra
+from groupwise.policies.base import Policy
+from groupwise.report.folder import RunFolder
+from groupwise.seeding import derive_seed
+from groupwise.speed.cpu_memory import keep_freed_memory
+from groupwise.text.callbacks import KeepGroups, WatchAgreement
+from groupwise.text.collector import TextCollector, TextTerms
+from groupwise.text.data import Example
+from groupwise.text.evaluation import TextEvaluator, dialogue_of, generator_of, task_of
+from groupwise.text.load import load_causal_lm
+from groupwise.text.policy import CausalLM
+from groupwise.text.prompts import PromptEncoder
+from groupwise.text.rollout import TextBuffer
+from groupwise.text.task import TextTask
+from groupwise.training.base import Callback
+from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
+from groupwise.training.parts import Given, Parts, check_trackers, pick_device
+
+log = logging.getLogger(__name__)
+
+SamplingT = TypeVar("SamplingT", bound=SamplingCfg)
+
+
+@dataclass(frozen=True)
+class TextParts(Parts):
+    """Of a run on texts."""
+
+    kind: ClassVar[str] = "task"
+    axes: ClassVar[tuple[str, str]] = ("tokens written", "reward")
+    cfg: TextRunCfg
+    collector: TextCollector
+    task: TextTask
+    held_out: list[Example]
+    """Examples to evaluate on."""
+
+    def evaluator(self) -> TextEvaluator | None:
+        """What completes held-out prompts; None if there are none."""
+        if self.cfg.task.eval_data is None:
+            log.warning("no evaluation: no prompts are held out; fix: task.eval_data")
+            return None
+        seed = derive_seed(self.cfg.seed, "evaluation")
+        return TextEvaluator.on(self.task, self.held_out, self.cfg, self.policy, seed=seed)
+
+    def evaluation_interval(self) -> int | None:
+        """Tokens between two evaluations."""
+        return self.cfg.evaluation.interval
+
+    def notes(self) -> list[str]:
+        """What is trained on, and how much of the model is."""
+        policy = self.policy
+        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+        whole = sum(p.numel() for p in policy.parameters())
+        return [
+            f"{self.collector.num_examples:,} prompts, {self.cfg.num_prompts} an iteration; {trained:,} of {whole:,} "
+            f"parameters are trained; a step is a token that is written"
+        ]
+
+    def own_callbacks(self, folder: RunFolder) -> list[Callback]:
+        """Sampler against trainer, and groups to look at."""
+        built: list[Callback] = [WatchAgreement(self.cfg.agreement)]
+        if self.cfg.evaluation.audit_groups:
+            built.append(KeepGroups(folder.groups, self.collector, self.cfg.evaluation.audit_groups))
+        return built
+
+
+def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts:
+    """Model, prompts, rewards and what trains on them, from a run's settings.
+
+    Raises:
+        ConfigError: settings that exclude each other, or an object that must be given and was not.
+        DataError: prompts that cannot be used.
+        MissingExtraError: the extra ``text`` is not installed.
+    """
+    require_extra("transformers", "text")
+    check_trackers(cfg)
+    algorithm_type = algorithm_entry(cfg.algorithm.name).load()
+    task = task_of(cfg, given)
+    rewards = task.rewards()
+    data = task.load()
+    _check(cfg, engine)
+    device = pick_device(cfg.device)
+    policy = _policy(cfg, given, actor_only=algorithm_type.actor_only).to(device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    encoder = PromptEncoder(policy.tokenizer, cfg.task)
+    prompts = encoder.select(data.train, policy.room(cfg.sampling.max_new_tokens))
+    rewards.check_columns(prompts[0].example.columns)
+    if data.eval:
+        rewards.check_columns(data.eval[0].columns, "eval_data")
+    tool, terms = task.tool(), _terms(cfg)
+    cfg = _filled_in(cfg, rewards.weights, () if tool is None else tool.stop)
+    algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
+    collector = TextCollector(
+        policy,
+        generator_of(cfg, policy),
+        prompts,
+        encoder,
+        rewards,
+        cfg.sampling,
+        terms,
+        dialogue=dialogue_of(tool, encoder, policy, cfg),
+        seed=cfg.seed,
+        rank=engine.rank,
+        world_size=engine.world_size,
+    )
+    assert isinstance(policy.action_spec, TensorSpec)
+    buffer = TextBuffer(policy.action_spec, value=not policy.actor_only, device=device)
+    vocabulary, width = policy.head.shape
+    identity = Identity(cfg.subject, f"{type(policy.network).__name__} of width {width}", f"{vocabulary} tokens")
+    return TextParts(cfg, given, algorithm, collector, buffer, identity, task, data.eval)
+
+
+def load_trained(
+    cfg: TextRunCfg, folder: RunFolder, checkpoint: Literal["latest", "best"], policy: Policy | None = None
+) -> CausalLM:
+    """The policy of an earlier run, which needs neither its prompts nor its rewards.
+
+    Args:
+        policy: the one that the run was given, if it was; it gets the checkpoint's weights.
+
+    Raises:
+        ConfigError: the run was given its policy, and it is missing.
+        CheckpointError: the checkpoint is missing or damaged.
+    """
+    if policy is None and cfg.model.path == GIVEN:
+        raise ConfigError(
+            f"{folder.path} was given policy in Python; fix: from Python, give the same again, as policy=..."
+        )
+    algorithm_type = algorithm_entry(cfg.algorithm.name).load()
+    trained = _policy(cfg, Given(policy=policy), actor_only=algorithm_type.actor_only)
+    where = folder.checkpoints / checkpoint
+    load_policy(trained, load_checkpoint(where).policy, where)
+    return trained
+
+
+def _policy(cfg: TextRunCfg, given: Given, *, actor_only: bool) -> CausalLM:
+    """The policy that was given, or the one that the settings name."""
+    if given.policy is None:
+        with torch.random.fork_rng(devices=[]):  # adapters begin at random
+            torch.manual_seed(derive_seed(cfg.seed, "policy"))
+            return load_causal_lm(cfg.model, cfg.sampling, actor_only=actor_only, device=pick_device(cfg.device))
+    policy: Policy = given.policy
+    if not isinstance(policy, CausalLM):
+        raise ConfigError(f"a text task needs a CausalLM; got {type(policy).__name__}, fix: gw.CausalLM(model, ...)")
+    if policy.tokenizer is None:
+        raise ConfigError("the policy has no tokenizer to read prompts with; fix: CausalLM(model, tokenizer=...)")
+    if policy.actor_only and not actor_only:
+        raise ConfigError(
+            f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; fix: actor_only=False"
+        )
+    return policy
+
+
+def _check(cfg: TextRunCfg, engine: Engine) -> None:
+    algorithm = cfg.algorithm
+    resamples = isinstance(algorithm, GRPOCfg) and algorithm.collection.zero_variance == "resample"
+    if resamples and engine.world_size > 1:
+        raise ConfigError(
+            "collection.zero_variance='resample' takes as many prompts as it needs, so that several processes would lose "
+            "track of each other's; fix: 'skip', or one process"
+        )
+
+
+def _filled_in(cfg: TextRunCfg, weights: tuple[float, ...], stop: tuple[str, ...]) -> TextRunCfg:
+    """The settings with what follows from others: the longest completion, weights of rewards compared one by one, and ``stop``."""
+    cfg = _stopping(cfg, stop)
+    algorithm = cfg.algorithm
+    objective: Any = algorithm.objective
+    if objective.aggregation in ("constant", "seq_mean_token_sum_norm") and objective.max_length is None:
+        num_turns = 1 if cfg.task.tool is None else cfg.task.max_turns
+        objective = objective.model_copy(update={"max_length": num_turns * cfg.sampling.max_new_tokens})
+        algorithm = algorithm.model_copy(update={"objective": objective})
+    if isinstance(algorithm, GRPOCfg) and algorithm.credit.reward == "parts":
+        if len(weights) < 2:
+            raise ConfigError("credit.reward='parts' compares several rewards; got one, fix: credit.reward='total'")
+        if not algorithm.credit.part_weights:
+            credit = algorithm.credit.model_copy(update={"part_weights": weights})
+            algorithm = algorithm.model_copy(update={"credit": credit})
+    return cfg.model_copy(update={"algorithm": algorithm})
+
+
+def _stopping(cfg: TextRunCfg, strings: tuple[str, ...]) -> TextRunCfg:
+    """The settings with turns, in training and evaluation, that end where a tool's calls end."""
+
+    def stopping(sampling: SamplingT) -> SamplingT:
+        return sampling.model_copy(update={"stop": tuple(dict.fromkeys((*sampling.stop, *strings)))})
+
+    evaluation = cfg.evaluation
+    if evaluation.sampling is not None:
+        evaluation = evaluation.model_copy(update={"sampling": stopping(evaluation.sampling)})
+    return cfg.model_copy(update={"sampling": stopping(cfg.sampling), "evaluation": evaluation})
+
+
+def _terms(cfg: TextRunCfg) -> TextTerms:
+    overlong, algorithm = cfg.overlong, cfg.algorithm
+    terms = TextTerms(
+        cfg.num_prompts,
+        mask_truncated=overlong.truncated == "mask",
+        punished_tokens=overlong.punished_tokens,
+        punishment=overlong.punishment,
+        solved_at=cfg.task.solved_at,
+    )
+    if not isinstance(algorithm, GRPOCfg):
+        return terms
+    return terms._replace(
+        group_size=algorithm.group_size,
+        greedy_attempts=1 if algorithm.credit.baseline == "greedy" else 0,
+        zero_variance=algorithm.collection.zero_variance,
+        resample_budget=algorithm.collection.resample_budget,
+    )

@@ -1,0 +1,92 @@
+"""What only runs on texts do besides training: watch that sampler and trainer agree, and keep groups to look at."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from groupwise.config.run import AgreementCfg
+from groupwise.errors import DisagreementError
+from groupwise.lean_tensordict import TensorDict
+from groupwise.text.collector import TextCollector
+from groupwise.text.metrics import Scored
+from groupwise.training.base import Callback, Evaluation
+
+if TYPE_CHECKING:
+    from groupwise.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class WatchAgreement(Callback):
+    """Warns, and then stops the run, when the sampler's probabilities are no longer the trainer's."""
+
+    def __init__(self, cfg: AgreementCfg) -> None:
+        self.cfg = cfg
+        self._warned = False
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Look at the KL of this iteration's first minibatch.
+
+        Raises:
+            DisagreementError: it is past the limit.
+        """
+        found = metrics.get("agreement/kl", 0.0)
+        if self.cfg.stop is not None and found > self.cfg.stop:
+            raise DisagreementError(
+                f"the sampler is no longer the policy that is trained: KL {found:.3g} nats per token in iteration "
+                f"{trainer.iteration}, more than agreement.stop={self.cfg.stop:g} ({_by_depth(metrics)}); the last checkpoint is "
+                "kept; fix: another generator or precision, or objective.correction; agreement.stop=null goes on regardless"
+            )
+        if found > self.cfg.warn and not self._warned:
+            self._warned = True
+            log.warning(
+                "sampler and trainer disagree: KL %.3g nats per token in iteration %d, more than agreement.warn=%g (%s)",
+                found, trainer.iteration, self.cfg.warn, _by_depth(metrics),
+            )  # fmt: skip
+
+
+class KeepGroups(Callback):
+    """Writes some groups of the last rollout as Parquet at each evaluation: what siblings wrote, and what it was worth.
+
+    Args:
+        folder: gets ``<steps>.parquet``.
+    """
+
+    def __init__(self, folder: Path, collector: TextCollector, num_groups: int) -> None:
+        self.folder = folder
+        self.collector = collector
+        self.num_groups = num_groups
+
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: Evaluation) -> None:
+        """Write them."""
+        import pyarrow
+        import pyarrow.parquet
+
+        names = self.collector.reward_names
+        rows = [_record(m, names) for m in self.collector.scored if m.attempt.group < self.num_groups]
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / f"{trainer.env_steps:012d}.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def _record(member: Scored, names: tuple[str, ...]) -> dict[str, object]:
+    attempt = member.attempt
+    prompt = attempt.prompt.example.prompt
+    return {
+        "group": attempt.group,
+        "prompt": prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt),
+        "completion": member.text,
+        "reward": member.reward,
+        **{f"reward_{name}": part for name, part in zip(names, member.parts, strict=True)},
+        "tokens": attempt.written,
+        "turns": attempt.turns,
+        "ended_by": attempt.stop,
+        "greedy": attempt.greedy,
+        "mean_log_prob": sum(attempt.log_probs) / max(attempt.written, 1),
+    }
+
+
+def _by_depth(metrics: dict[str, float]) -> str:
+    """The KL by depth of context, where there are tokens so deep: growing numbers point at positions or caches."""
+    depths = {key.rpartition("_")[2]: value for key, value in metrics.items() if key.startswith("agreement/kl_from_")}
+    return ", ".join(f"from token {depth}: {value:.3g}" for depth, value in depths.items() if value)

@@ -1,0 +1,260 @@
+"""Rollouts of texts: groups of completions of the same prompt, scored by reward functions."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from groupwise.collectors.base import Collector, Episode
+from groupwise.config.policy import SamplingCfg
+from groupwise.errors import DataError
+from groupwise.functional.shaping import overlong_punishment
+from groupwise.lean_tensordict import TensorDict
+from groupwise.policies.base import Policy
+from groupwise.seeding import derive_seed
+from groupwise.text.data import PromptOrder
+from groupwise.text.generation import Generator
+from groupwise.text.metrics import Scored, audit
+from groupwise.text.policy import CausalLM
+from groupwise.text.prompts import EncodedPrompt, PromptEncoder
+from groupwise.text.rewards import RewardSet, TrainingState
+from groupwise.text.rollout import TextRow, text_rollout
+from groupwise.text.scoring import score
+from groupwise.text.transcripts import Attempt, Dialogue, write
+
+log = logging.getLogger(__name__)
+
+MAX_UNSCORED = 3
+"""Iterations in a row in which nothing could be scored, after which something must be wrong."""
+_VALUE_ROWS = 16
+
+
+class TextTerms(NamedTuple):
+    """How completions become rows to train on."""
+
+    num_prompts: int
+    """Of this process, in one iteration."""
+    group_size: int = 1
+    greedy_attempts: Literal[0, 1] = 0
+    """Of each group, in addition."""
+    zero_variance: Literal["keep", "skip", "resample"] = "keep"
+    resample_budget: float = 1.0
+    mask_truncated: bool = False
+    punished_tokens: int = 0
+    punishment: float = 1.0
+    solved_at: float = 1.0
+
+
+class TextCollector(Collector):
+    """Writes, scores and lays out ``num_prompts`` groups an iteration.
+
+    Which prompts come, and what is drawn, follows from the seed and the position in the data alone.
+
+    Args:
+        prompts: to train on.
+        dialogue: who answers the model; None: a completion is one turn.
+        rank, world_size: each process takes prompts of its own.
+    """
+
+    def __init__(
+        self,
+        policy: CausalLM,
+        generator: Generator,
+        prompts: Sequence[EncodedPrompt],
+        encoder: PromptEncoder,
+        rewards: RewardSet,
+        sampling: SamplingCfg,
+        terms: TextTerms,
+        *,
+        dialogue: Dialogue | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        super().__init__()
+        self.scored: list[Scored] = []
+        """Attempts of the last rollout, skipped ones included."""
+        self.position = 0
+        """How many prompts this process has taken, epochs after each other."""
+        self._policy = policy
+        self._generator = generator
+        self._prompts = prompts
+        self._order = PromptOrder(len(prompts), derive_seed(seed, "data"))
+        self._encoder = encoder
+        self._rewards = rewards
+        self._sampling = sampling
+        self._terms = terms
+        self._dialogue = dialogue
+        self._seed, self._rank, self._world_size = seed, rank, world_size
+        self._unscored = 0
+        self._metrics: dict[str, float] = {}
+
+    @property
+    def num_examples(self) -> int:
+        """How many prompts there are to train on."""
+        return len(self._prompts)
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """Names of the functions in ``Scored.parts``."""
+        return self._rewards.names
+
+    def sync(self, policy: Policy) -> None:
+        """Give the generator the weights to write with."""
+        assert isinstance(policy, CausalLM)
+        self._generator.sync(policy)
+
+    def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
+        """The rollout of new groups; as long and as many rows as there are tokens and attempts.
+
+        Raises:
+            RewardError: a reward function failed.
+            DataError: nothing could be scored, several times in a row.
+        """
+        self._rewards.take_logged()  # of a rollout that failed
+        terms = self._terms
+        kept: list[list[Scored]] = []
+        skipped: list[list[Scored]] = []
+        budget = int(terms.num_prompts * (1 + terms.resample_budget))
+        taken, wanted = 0, terms.num_prompts
+        while wanted:
+            for group in self._new_groups(wanted, first=taken):
+                equal = terms.zero_variance != "keep" and did_equally_well(group)
+                (skipped if equal else kept).append(group)
+            taken += wanted
+            missing = terms.num_prompts - len(kept) if terms.zero_variance == "resample" else 0
+            wanted = min(missing, budget - taken)
+        self.position += taken  # only now: a rollout that fails is collected again, from the same prompts
+        self.iteration += 1
+        self.scored = [member for group in (*kept, *skipped) for member in group]
+        self._check_scored()
+        rows = [self._row(member) for group in kept for member in group]
+        rows += [self._row(member)._replace(reward=None) for group in skipped for member in group]
+        self._note(num_skipped=len(skipped))
+        return self._with_values(text_rollout(rows, device=self._policy.device))
+
+    def restart(self) -> None:
+        """Nothing is under way between two iterations."""
+
+    def representative(self) -> Sequence[Episode]:
+        """The attempts of the last rollout: every one of them is whole."""
+        return self.finished
+
+    def metrics(self) -> dict[str, float]:
+        """``rollout/*`` and ``reward/*`` numbers of the last ``collect``."""
+        return super().metrics() | self._metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next rollout depends on: where in the data it begins."""
+        return super().state_dict() | {"position": self.position, "unscored": self._unscored}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved ``state_dict``."""
+        super().load_state_dict(state)
+        self.position, self._unscored = state["position"], state["unscored"]
+
+    def close(self) -> None:
+        """End what the reward functions run in."""
+        self._rewards.close()
+
+    def _new_groups(self, count: int, first: int) -> list[list[Scored]]:
+        """Groups of the next prompts, written and scored; so many of this rollout, ``first``, came before them."""
+        places = [(self.position + first + i) * self._world_size + self._rank for i in range(count)]
+        prompts = [self._prompts[self._order.take(place, 1)[0]] for place in places]
+        attempts = [
+            Attempt(prompt, first + number, self._seed_of(first + number, member), member == self._terms.group_size)
+            for number, prompt in enumerate(prompts)
+            for member in range(self._terms.group_size + self._terms.greedy_attempts)
+        ]
+        write(
+            attempts,
+            self._generator,
+            self._sampling,
+            dialogue=self._dialogue,
+            context=self._policy.context_length,
+        )
+        scored = self._score(attempts)
+        size = self._terms.group_size + self._terms.greedy_attempts
+        return [scored[i : i + size] for i in range(0, len(scored), size)]
+
+    @property
+    def _epoch(self) -> float:
+        return self.position * self._world_size / len(self._prompts)
+
+    def _seed_of(self, group: int, member: int) -> int:
+        return derive_seed(self._seed, "completion", self._rank, self.iteration, group, member)
+
+    def _score(self, attempts: Sequence[Attempt]) -> list[Scored]:
+        state = TrainingState(global_step=self.iteration, epoch=self._epoch)
+        return score(attempts, self._rewards, self._encoder, state)
+
+    def _row(self, member: Scored) -> TextRow:
+        attempt, terms, several = member.attempt, self._terms, len(self._rewards.names) > 1
+        cut = attempt.stop == "length"
+        reward = member.reward
+        if reward is not None and terms.punished_tokens:
+            reward -= terms.punishment * self._overlong(member)
+        return TextRow(
+            attempt.prompt.tokens,
+            attempt.tokens,
+            attempt.log_probs,
+            reward,
+            terminated=not cut,
+            group=attempt.group,
+            turn=None if self._dialogue is None else attempt.turn,
+            support=attempt.support or None,
+            eos_barred=attempt.eos_barred if self._sampling.min_new_tokens else None,
+            trained=not (cut and terms.mask_truncated),
+            greedy=attempt.greedy,
+            reward_parts=tuple(part or 0.0 for part in member.parts) if several else (),
+        )
+
+    def _overlong(self, member: Scored) -> float:
+        last_turn = torch.tensor([len(member.attempt.last_turn())])
+        return float(overlong_punishment(last_turn, self._sampling.max_new_tokens, self._terms.punished_tokens))
+
+    def _check_scored(self) -> None:
+        if any(member.reward is not None for member in self.scored):
+            self._unscored = 0
+            return
+        self._unscored += 1
+        log.warning("no completion of iteration %d could be scored: nothing is learned from it", self.iteration)
+        if self._unscored == MAX_UNSCORED:
+            raise DataError(
+                f"no completion of {MAX_UNSCORED} iterations in a row could be scored: every reward was None or not finite; "
+                f"fix: the rewards {', '.join(self._rewards.names)}, or the columns that they read"
+            )
+
+    def _note(self, num_skipped: int) -> None:
+        """Count what the metrics tell."""
+        scored = [member for member in self.scored if member.reward is not None and not member.attempt.greedy]
+        self.finished = [
+            Episode(float(member.reward or 0.0), member.attempt.written, member.attempt.stop != "length")
+            for member in scored
+        ]
+        self.recent.extend(self.finished)
+        self.last_steps = sum(member.attempt.written for member in self.scored)
+        self._metrics = audit(self.scored, self._rewards.names, self._terms.solved_at)
+        self._metrics["rollout/skipped_groups"] = float(num_skipped)
+        self._metrics["rollout/epoch"] = self._epoch
+        self._metrics |= {f"reward/{name}": value for name, value in self._rewards.take_logged().items()}
+
+    def _with_values(self, rollout: TensorDict) -> TensorDict:
+        """The rollout with what the critic says, if there is one."""
+        if self._policy.actor_only:
+            return rollout
+        parts = [self._policy.values(rollout[i : i + _VALUE_ROWS]) for i in range(0, len(rollout), _VALUE_ROWS)]
+        value = torch.cat(parts)
+        rollout["value"] = value
+        rollout["next_value"] = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
+        return rollout
+
+
+def did_equally_well(group: Sequence[Scored]) -> bool:
+    """Whether members have nothing to learn from each other: their rewards are the same, or fewer than two have any.
+
+    Rewards are those of the functions: a group is not kept for its overlong members' punishment alone.
+    """
+    rewards = {member.reward for member in group if member.reward is not None and not member.attempt.greedy}
+    return len(rewards) < 2

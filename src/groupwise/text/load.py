@@ -1,0 +1,249 @@
+"""Language models from folders and the hub, in the precision and with the adapters that ``ModelCfg`` asks for."""
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
+from groupwise.errors import ConfigError, require_extra
+from groupwise.text.policy import CausalLM
+
+_HUB_SECONDS = 10.0
+_ADAPTER_CONFIG = "adapter_config.json"
+
+
+def load_causal_lm(
+    cfg: ModelCfg,
+    sampling: SamplingCfg | None = None,
+    *,
+    actor_only: bool = True,
+    device: torch.device | str = "cpu",
+) -> CausalLM:
+    """The policy that ``cfg`` describes, with its tokenizer.
+
+    A folder of peft's adapters is loaded onto the base that it names, and these adapters are trained on.
+
+    Raises:
+        ConfigError: no such model, no tokenizer with it, or settings that do not fit it; says which.
+        MissingExtraError: a package for adapters or quantised weights is not installed.
+    """
+    require_extra("transformers", "text")
+    path = find_model(cfg.path)
+    base = _base_of(path)
+    tokenizer = _load_tokenizer(path, base)
+    model = _load_base(cfg, base or path, torch.device(device))
+    if base is not None:
+        model = _with_saved_adapters(cfg, model, path)
+    elif cfg.lora is not None:
+        model = with_adapters(model, cfg.lora)
+    policy = CausalLM(
+        model.to(device),
+        sampling,
+        actor_only=actor_only,
+        tokenizer=tokenizer,
+        autocast=torch.bfloat16 if cfg.precision == "autocast" else None,
+        gradient_checkpointing=cfg.gradient_checkpointing,
+        compile=cfg.compile,
+    )
+    policy.room(policy.sampling.max_new_tokens)
+    return policy
+
+
+def find_model(path: str) -> str:
+    """The folder of a model, or the id of one that is in the hub's cache or on the hub.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = Path(path).expanduser()
+    if path and folder.is_dir():
+        return str(folder)
+    wanted = "fix: a folder with config.json and weights, or a hub id"
+    if not path or path[0] in "./~" or path.count("/") > 1:
+        raise ConfigError(f"no folder {path!r}; {wanted}")
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if any(isinstance(try_to_load_from_cache(path, name), str) for name in ("config.json", _ADAPTER_CONFIG)):
+        return path
+    try:
+        HfApi().model_info(path, timeout=_HUB_SECONDS)  # asks once; loading would try for half a minute
+    except Exception as error:  # of whichever library asks: offline, unknown, not allowed
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"no folder {path!r}, nor such a model on the hub ({why[0]}); {wanted}") from None
+    return path
+
+
+def with_adapters(model: nn.Module, cfg: LoRACfg) -> nn.Module:
+    """The model with fresh adapters in float32 by peft, which change nothing yet; all else is frozen.
+
+    Raises:
+        ConfigError: a target that no linear layer bears, or the output head.
+        MissingExtraError: peft is not installed.
+    """
+    require_extra("peft", "text")
+    from peft import LoraConfig, get_peft_model
+    from transformers.pytorch_utils import Conv1D
+
+    targets: Any = cfg.targets
+    if cfg.targets != "all-linear":
+        _check_targets(model, cfg.targets)
+        targets = list(cfg.targets)
+    lora = LoraConfig(
+        r=cfg.r,
+        lora_alpha=cfg.alpha,
+        lora_dropout=0.0,
+        target_modules=targets,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's transposed layers
+        task_type="CAUSAL_LM",
+    )
+    with _quiet_peft():
+        adapted: nn.Module = get_peft_model(model, lora)
+    return adapted
+
+
+def _check_targets(model: Any, targets: tuple[str, ...]) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    kinds = (nn.Linear, Conv1D)
+    linear = [name for name, part in model.named_modules() if isinstance(part, kinds) and part is not head]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in linear):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise ConfigError(
+                f"lora.targets has {target!r}, and no linear layer below the output head ends so; fix: some of {known}, "
+                "or 'all-linear'"
+            )
+
+
+def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
+    require_extra("peft", "text")
+    from peft import PeftConfig, PeftModel
+
+    if cfg.lora is not None:
+        _check_same(cfg.lora, PeftConfig.from_pretrained(path), path)
+    try:
+        with _quiet_peft():
+            adapted: nn.Module = PeftModel.from_pretrained(model, path, is_trainable=True)
+    except RuntimeError as error:  # torch lists every tensor of another size
+        sizes = [line.strip() for line in str(error).splitlines() if "size mismatch" in line] or [str(error)]
+        raise ConfigError(
+            f"the adapters in {path} do not fit their base ({sizes[0]}); fix: the base that they were trained on"
+        ) from None
+    return adapted
+
+
+def _check_same(cfg: LoRACfg, saved: Any, path: str) -> None:
+    """Saved adapters are as they are: a rank, an alpha or kinds of layers that say otherwise would be dropped without a word.
+
+    ``all-linear``, which is the default, is no such word.
+    """
+    if saved.peft_type.value != "LORA":
+        raise ConfigError(f"the adapters in {path} are of type {saved.peft_type.value}, not LoRA; fix: lora=None")
+    for name, wanted, there in (("r", cfg.r, saved.r), ("alpha", cfg.alpha, saved.lora_alpha)):
+        if wanted != there:
+            raise ConfigError(
+                f"the adapters in {path} have {name}={there}, got lora.{name}={wanted}; fix: lora.{name}={there}, or lora=None"
+            )
+    if cfg.targets == "all-linear" or isinstance(saved.target_modules, str):
+        return
+    ends = {name.rpartition(".")[2] for name in saved.target_modules}
+    if {target.rpartition(".")[2] for target in cfg.targets} != ends:
+        raise ConfigError(
+            f"the adapters in {path} are on {', '.join(sorted(ends))}, got lora.targets={cfg.targets}; fix: lora=None"
+        )
+
+
+@contextmanager
+def _quiet_peft() -> Iterator[None]:
+    """Without the warning that peft reads a name which transformers gives up in its version 6."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        yield
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Without transformers' progress bars, which would stand between the lines of a run."""
+    from transformers.utils import logging as told
+
+    shown = told.is_progress_bar_enabled()
+    told.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            told.enable_progress_bar()
+
+
+def _base_of(path: str) -> str | None:
+    """What a folder of adapters is put onto; None of a whole model.
+
+    Raises:
+        ConfigError: the folder names no base that is there.
+    """
+    config = Path(path) / _ADAPTER_CONFIG
+    if not config.is_file():
+        return None
+    name = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    try:
+        return find_model(name or "")
+    except ConfigError as error:
+        raise ConfigError(f"{config} names its base {name!r}: {error}") from None
+
+
+def _load_tokenizer(path: str, base: str | None) -> Any:
+    """The tokenizer that lies with the model, or with the base of its adapters.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    for place in (path, base):
+        if place is None or (place != path and not Path(place).is_dir()):
+            continue
+        try:
+            return AutoTokenizer.from_pretrained(place)
+        except (OSError, ValueError, KeyError):
+            continue
+    raise ConfigError(f"{path} has no tokenizer that can be read; fix: tokenizer.save_pretrained({path!r})")
+
+
+def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.bfloat16 if cfg.precision == "bfloat16" else torch.float32
+    more: dict[str, Any] = {"dtype": dtype}
+    if cfg.quantization != "none":
+        more |= {"quantization_config": _quantization(cfg), "device_map": {"": device}}
+    try:
+        with _without_bars():
+            return AutoModelForCausalLM.from_pretrained(path, **more)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{path} is no language model that transformers can load ({first}); fix: a folder with config.json and "
+            "weights of a model for causal language modelling"
+        ) from None
+
+
+def _quantization(cfg: ModelCfg) -> Any:
+    """Settings of bitsandbytes.
+
+    Raises:
+        MissingExtraError: bitsandbytes is not installed.
+    """
+    require_extra("bitsandbytes", "quant")
+    from transformers import BitsAndBytesConfig
+
+    if cfg.quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    compute = torch.float32 if cfg.precision == "float32" else torch.bfloat16
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)

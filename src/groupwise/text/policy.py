@@ -1,0 +1,401 @@
+"""A causal language model as a policy: the observation is a token in its context, the action the next token.
+
+Any transformers decoder whose logits are its last hidden states times its output embeddings; the constructor compares
+the two. Scores are those of the distribution that completions are drawn from, temperature included.
+"""
+
+import warnings
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from groupwise.config.policy import SamplingCfg
+from groupwise.data.rollout import Nested, TensorSpec
+from groupwise.errors import ConfigError, SlowPathWarning
+from groupwise.functional.vocabulary import token_scores
+from groupwise.lean_tensordict import TensorDict
+from groupwise.policies.base import Action, Batch, Evaluation, Policy
+from groupwise.text.adapters import AdaptersOff, check_adapters, is_adapted
+from groupwise.text.prefixes import Prefixes, find_prefixes
+
+_TOLERANCE = 0.02
+"""Greatest difference between two ways to the same logits, relative to the largest; bfloat16 rounds to 0.004."""
+_ROUNDING = {"float32": 1e-3, "coarse": 0.1}
+"""Root mean square difference of log-probabilities, in nats, such as between rows that share a prefix and rows on their own.
+
+Rounding alone makes 1e-5 in float32 and up to 0.03 in bfloat16; keys in the wrong place make 1 in a trained model.
+"""
+
+
+class CausalLM(Policy):
+    """Scores tokens with a transformers model, plain or with adapters by peft; dropout is off in every mode.
+
+    Rows of one group that begin alike, as siblings do with their prompt, go through that beginning once. The first time,
+    the result is compared with that of rows on their own; if it differs, or the model's cache is no plain one, rows stay
+    on their own from then on, and a ``SlowPathWarning`` says why.
+
+    ``state_dict`` holds what is trained (with adapters these alone) and each tensor once; the rest is that of ``model``.
+
+    Args:
+        model: what ``AutoModelForCausalLM`` loads, or peft's model around it.
+        eos_ids: tokens that end a completion; by default the model's own and the tokenizer's.
+        actor_only: False adds V of the context before each token: a linear head in float32 on the last hidden state, 0 at first.
+        tokenizer: of the model; saved with it.
+        autocast: type of the network's matrix products, in training and sampling alike. None: that of the weights.
+        gradient_checkpointing: keep only each layer's input for the backward pass, which computes the layer again.
+        compile: ``torch.compile`` what ``evaluate`` computes.
+
+    Raises:
+        ConfigError: the model's logits are not its hidden states times its output embeddings, or it does not fit the tokenizer.
+    """
+
+    scored_by = "row"
+    gives_distribution = False
+    batch_keys: tuple[str, ...] = ("obs", "action", "valid", "group_id")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sampling: SamplingCfg | None = None,
+        eos_ids: Sequence[int] | None = None,
+        *,
+        actor_only: bool = True,
+        tokenizer: Any = None,
+        autocast: torch.dtype | None = None,
+        gradient_checkpointing: bool = False,
+        compile: bool = False,
+    ) -> None:
+        from groupwise.speed.cpu_attention import attend_on_cpus
+        from groupwise.text.layers import recompute_layers, silence_dropout
+
+        super().__init__()
+        self.model: Any = model
+        self.sampling = sampling or SamplingCfg()
+        self.actor_only = actor_only
+        self.tokenizer = tokenizer
+        self.autocast = autocast
+        self.action_spec = TensorSpec((), torch.int64)
+        self.batch_keys = (*type(self).batch_keys, *_choice_keys(self.sampling))
+        self.has_adapters = is_adapted(model)
+        attend_on_cpus(self.network)
+        silence_dropout(model)  # it would make the sampler and the trainer two different policies
+        self.eval()
+        check_adapters(model)
+        self.eos_ids = _eos_ids(self.network, tokenizer) if eos_ids is None else tuple(eos_ids)
+        self._check_head()
+        self.value_head = None if actor_only else self._make_value_head()
+        if gradient_checkpointing:
+            recompute_layers(self.network)
+        self._forward = torch.compile(_last_hidden, dynamic=True) if compile else _last_hidden
+        self._prefixes: Literal["untried", "shared", "apart"] = "untried"
+        self.reads_tokens_by: Literal["untried", "own step", "transformers"] = "untried"
+        self._saved = self._names_to_save()
+        self.register_state_dict_post_hook(_keep_saved)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_expect_saved)  # type: ignore[no-untyped-call]
+
+    def train(self, mode: bool = True) -> "CausalLM":
+        """As any module, but for quantised layers, which stay differentiable."""
+        from groupwise.text.layers import keep_differentiable
+
+        super().train(mode)
+        keep_differentiable(self)
+        return self
+
+    @property
+    def shares_beginnings(self) -> bool:
+        """Whether siblings' prompts are read once: yes, unless the first try has shown that the model's cache forbids it."""
+        return self._prefixes != "apart"
+
+    @property
+    def network(self) -> Any:
+        """The transformers model, adapters included."""
+        return self.model.get_base_model() if self.has_adapters else self.model
+
+    @property
+    def head(self) -> Float[Tensor, "vocabulary width"]:
+        """Weights of the output embeddings."""
+        weight: Tensor = self.network.get_output_embeddings().weight
+        return weight
+
+    @property
+    def rounding(self) -> float:
+        """Greatest root mean square difference of log-probabilities, in nats, between two ways to compute the same."""
+        exact = self.autocast is None and all(p.dtype == torch.float32 for p in self.network.parameters())
+        return _ROUNDING["float32" if exact else "coarse"]
+
+    @property
+    def context_length(self) -> int | None:
+        """How many tokens the model has positions for; None where nothing says so."""
+        config = self.network.config.get_text_config()
+        name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+        known: int | None = config.to_dict().get(name)
+        return known
+
+    def room(self, max_new_tokens: int) -> int | None:
+        """Tokens that a prompt may have; None where the model has no limit.
+
+        Raises:
+            ConfigError: none are left.
+        """
+        length = self.context_length
+        if length is not None and max_new_tokens >= length:
+            raise ConfigError(
+                f"sampling.max_new_tokens={max_new_tokens} leaves no room for a prompt: the model has positions for {length} "
+                f"tokens; fix: at most {length - 1}, less the longest prompt"
+            )
+        return None if length is None else length - max_new_tokens
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
+        mask = batch["loss_mask"]
+        hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], mask, batch["action"])
+        choice = self._choice(batch, mask)
+        scores = token_scores(hidden, self.head, batch["action"][mask], temperature=self.sampling.temperature, **choice)
+        log_prob, entropy = (_spread(score, mask) for score in scores)
+        return Evaluation(log_prob, entropy, None if self.value_head is None else self._value(hidden, mask))
+
+    @torch.no_grad()
+    def values(self, rollout: TensorDict) -> Float[Tensor, "row slot"]:
+        """V of the text up to and with each slot's token, ``[N, T+1]``: at valid slots and at the one behind them; else 0.
+
+        Slot t is the state in which ``action[t]`` was chosen, slot t+1 the one that it led to. So ``value`` is
+        ``values[:, :-1]`` and ``next_value`` is ``values[:, 1:]``: the slot behind the last transition holds the last token.
+        All rows are read at once: give few at a time.
+
+        Raises:
+            TypeError: the policy has no value head.
+        """
+        if self.value_head is None:
+            raise TypeError("an actor_only CausalLM has no value; fix: CausalLM(model, actor_only=False)")
+        filled = rollout["valid"].clone()
+        filled[:, 1:] |= rollout["valid"][:, :-1]
+        hidden = self._hidden(rollout["obs"], filled, rollout["group_id"], filled, rollout["action"])
+        return self._value(hidden, filled)
+
+    def hidden_states(
+        self, tokens: Int[Tensor, "row step"], valid: Bool[Tensor, "row context"], cache: Any = None
+    ) -> Float[Tensor, "row step width"]:
+        """Last hidden states of the tokens; positions count from each row's first valid one, wherever its padding is.
+
+        Args:
+            valid: what is no padding, in the cache (if there is one) and in the tokens behind it.
+            cache: of transformers; read, and written to.
+        """
+        return self._states(_last_hidden, tokens, valid, cache)
+
+    def computing(self) -> AbstractContextManager:
+        """What every forward runs in: ``torch.autocast``, if asked for.
+
+        Entered around many forwards without gradient, weights are cast once for all of them.
+        """
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
+
+    def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
+        """Not one token at a time: ``decoding.complete`` writes whole completions."""
+        raise TypeError("a CausalLM does not act token by token; fix: decoding.complete")
+
+    def predict(self, obs: Any, deterministic: bool = True) -> Any:
+        """Not from arrays: ``decoding.complete`` takes prompts."""
+        raise TypeError("a CausalLM takes prompts, not arrays; fix: decoding.complete")
+
+    def make_reference(self) -> Policy:
+        """A frozen policy that scores like this one does now; as long as adapters change nothing, the weights below them."""
+        return AdaptersOff(self) if self.has_adapters and self._adapters_change_nothing() else super().make_reference()
+
+    @contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """Within it, the policy is the model below its adapters."""
+        with self.model.disable_adapter():
+            yield
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a transformers folder, or with adapters peft's, and the tokenizer if there is one.
+
+        A value head is no part of them; checkpoints hold it.
+        """
+        # peft would ask the hub whether the base's vocabulary has changed
+        more = {"save_embedding_layers": False} if self.has_adapters else {}
+        self.model.save_pretrained(folder, **more)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+    def _hidden(
+        self, tokens: Tensor, valid: Tensor, group: Tensor, mask: Tensor, action: Tensor
+    ) -> Float[Tensor, "token width"]:
+        """Hidden states at the tokens of the mask, each prefix read once if that works."""
+        prefixes = None if self._prefixes == "apart" else find_prefixes(tokens, valid, group)
+        if prefixes is not None and self._prefixes == "untried" and bool(mask.any()):
+            self._try_sharing(prefixes, tokens, valid, mask, action[mask])
+        if prefixes is None or self._prefixes != "shared":
+            return self._hidden_apart(tokens, valid, mask)
+        return self._hidden_shared(prefixes, mask)
+
+    def _hidden_apart(self, tokens: Tensor, valid: Tensor, mask: Tensor) -> Float[Tensor, "token width"]:
+        """Hidden states at the tokens of the mask, every row on its own."""
+        used = valid.any(dim=0).nonzero()
+        width = int(used[-1]) + 1 if len(used) else 1  # these rows may be shorter than the rollout's widest
+        return self._states(self._forward, tokens[:, :width], valid[:, :width])[mask[:, :width]]
+
+    def _hidden_shared(self, prefixes: Prefixes, mask: Tensor) -> Float[Tensor, "token width"]:
+        """Hidden states at the tokens of the mask, each prefix read once.
+
+        Raises:
+            ConfigError: the model's cache is no plain one.
+        """
+        from groupwise.text.layers import prefix_cache, rest_cache
+
+        cache = prefix_cache(self.network.config)
+        with self.computing():  # around both, so that weights are cast once
+            head = self._states(self._forward, prefixes.head, prefixes.head_valid, cache)
+            cache = rest_cache(self.network.config, cache, prefixes.number)
+            context = torch.cat([prefixes.head_valid[prefixes.number], prefixes.tail_valid], dim=1)
+            tail = self._states(self._forward, prefixes.tail, context, cache)
+        return prefixes.gather(head, tail, mask)
+
+    def _states(self, forward: Any, tokens: Tensor, valid: Tensor, cache: Any = None) -> Tensor:
+        # padding behind the text is never looked at: without a mask attention takes its fast path
+        mask = position = None
+        if tokens.shape[1] < valid.shape[1] or bool((valid[:, 1:] & ~valid[:, :-1]).any()):
+            mask, position = valid.long(), (valid.cumsum(dim=1) - 1).clamp(min=0)[:, valid.shape[1] - tokens.shape[1] :]
+        with self.computing():
+            hidden: Tensor = forward(self.network.base_model, tokens, mask, position, cache)
+        return hidden
+
+    @torch.no_grad()
+    def _try_sharing(self, prefixes: Prefixes, tokens: Tensor, valid: Tensor, mask: Tensor, token: Tensor) -> None:
+        """Find out whether prefixes can be shared: both ways on the same rows."""
+        try:
+            shared = self._hidden_shared(prefixes, mask)
+        except ConfigError as error:
+            why = str(error)
+        else:
+            ways = (shared, self._hidden_apart(tokens, valid, mask))
+            one, other = (token_scores(h, self.head, token, temperature=self.sampling.temperature)[0] for h in ways)
+            off = float((one - other).square().mean().sqrt())
+            if off <= self.rounding:
+                self._prefixes = "shared"
+                return
+            why = f"its log-probabilities behind a cache differ by {off:.2g} from those without, at most {self.rounding} is rounding"
+        self._prefixes = "apart"
+        name = type(self.network).__name__
+        warnings.warn(
+            f"{name} reads the prompt that siblings share once for each of them: {why}", SlowPathWarning, stacklevel=5
+        )
+
+    def _value(self, hidden: Tensor, mask: Tensor) -> Float[Tensor, "row step"]:
+        assert self.value_head is not None
+        value: Tensor = self.value_head(hidden.float())
+        return _spread(value[:, 0], mask)
+
+    def _make_value_head(self) -> nn.Linear:
+        head = nn.Linear(self.head.shape[1], 1, device=self.device, dtype=torch.float32)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        return head
+
+    def _names_to_save(self) -> frozenset[str]:
+        """Trained parameters, by the first name of each, and buffers; of a model without trained ones, all."""
+        named = dict(self.named_parameters())
+        trained = {name for name, parameter in named.items() if parameter.requires_grad}
+        return frozenset((trained or set(named)) | {name for name, _ in self.named_buffers()})
+
+    @torch.no_grad()
+    def _adapters_change_nothing(self) -> bool:
+        tokens = self._some_tokens()
+        with_adapters = self.hidden_states(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        with self.adapters_off():
+            without = self.hidden_states(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        return torch.equal(with_adapters, without)
+
+    def _some_tokens(self) -> Int[Tensor, "1 4"]:
+        return torch.arange(4, device=self.device)[None] % len(self.head)
+
+    def _choice(self, batch: Batch, mask: Tensor) -> dict[str, Any]:
+        """What the tokens of the mask were drawn from, as ``token_scores`` takes it; empty: from everything."""
+        choice = {}
+        if "support" in batch:
+            choice["support"] = batch["support"][mask]
+        if "eos_barred" in batch:
+            choice["barred"] = batch["eos_barred"][mask]
+            choice["barred_ids"] = self.eos_ids
+        return choice
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Compare the model's logits with the head's on a few tokens; and the head with the tokenizer.
+
+        Raises:
+            ConfigError: they do not fit.
+        """
+        name, embeddings = type(self.network).__name__, self.network.get_output_embeddings()
+        if embeddings is None:
+            raise ConfigError(f"{name} has no output embeddings; fix: a model for causal language modelling")
+        parts = [part for part, _ in embeddings.named_parameters()]
+        if parts != ["weight"]:
+            raise ConfigError(
+                f"the output embeddings of {name} are {parts}, expected a weight alone; fix: no adapter or bias there"
+            )
+        if self.tokenizer is not None and len(self.tokenizer) > len(self.head):
+            raise ConfigError(
+                f"the tokenizer has {len(self.tokenizer)} tokens, and {name} only {len(self.head)}; fix: a tokenizer of that model"
+            )
+        tokens = self._some_tokens()
+        with self.computing():
+            theirs = self.network(input_ids=tokens).logits[0].float()
+        ours = self.hidden_states(tokens, torch.ones_like(tokens, dtype=torch.bool))[0].float() @ self.head.float().T
+        off = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1))
+        if off > _TOLERANCE:
+            raise ConfigError(
+                f"the logits of {name} are not its hidden states times its output embeddings: they differ by {off:.1%}; "
+                "fix: a model whose logits are not scaled, capped or biased"
+            )
+
+
+def _last_hidden(network: Any, tokens: Tensor, mask: Tensor | None, position: Tensor | None, cache: Any) -> Tensor:
+    output = network(
+        input_ids=tokens,
+        attention_mask=mask,
+        position_ids=position,
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )
+    hidden: Tensor = output.last_hidden_state
+    return hidden
+
+
+def _spread(values: Float[Tensor, " token"], mask: Bool[Tensor, "row step"]) -> Float[Tensor, "row step"]:
+    """Values at the places of the mask, zeros elsewhere."""
+    return torch.zeros_like(mask, dtype=torch.float32).index_put(mask.nonzero(as_tuple=True), values)
+
+
+def _choice_keys(sampling: SamplingCfg) -> tuple[str, ...]:
+    """Keys of the rollout that say what tokens were drawn from, where that is not everything."""
+    keys = {"support": sampling.top_k is not None, "eos_barred": sampling.min_new_tokens > 0}
+    return tuple(key for key, asked in keys.items() if asked)
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a text, by the model's generation settings, else by its config; and by the tokenizer."""
+    found = model.generation_config.eos_token_id
+    found = model.config.eos_token_id if found is None else found
+    own = list(found) if isinstance(found, list | tuple) else [] if found is None else [int(found)]
+    more = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return tuple(dict.fromkeys(own + more))
+
+
+def _keep_saved(
+    policy: CausalLM, state: MutableMapping[str, Tensor], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """Take out of a state dict what nobody trains, and second names of tied weights."""
+    for name in [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in policy._saved]:
+        del state[name]
+
+
+def _expect_saved(policy: CausalLM, keys: Any) -> None:
+    """Miss nothing that ``_keep_saved`` has taken out."""
+    keys.missing_keys[:] = [name for name in keys.missing_keys if name in policy._saved]

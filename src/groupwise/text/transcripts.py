@@ -1,0 +1,146 @@
+"""Attempts at prompts while they are written: what the model wrote, what it was answered, turn after turn."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+
+from groupwise.config.policy import SamplingCfg
+from groupwise.seeding import derive_seed
+from groupwise.text.decoding import Completion
+from groupwise.text.generation import Generator
+from groupwise.text.prompts import EncodedPrompt
+
+
+class Reply(NamedTuple):
+    """What the model is answered."""
+
+    text: str
+    tokens: list[int]
+    """All that stands between its last token and where it writes again."""
+
+
+@dataclass
+class Attempt:
+    """One member's text, in the tokens that were really read and written."""
+
+    prompt: EncodedPrompt
+    group: int
+    seed: int
+    greedy: bool = False
+    tokens: list[int] = field(default_factory=list)
+    """All that stands behind the prompt."""
+    log_probs: list[float] = field(default_factory=list)
+    """Of each token; 0 where the model did not write it."""
+    turn: list[int] = field(default_factory=list)
+    """Which of the model's turns wrote the token; -1: none did."""
+    support: list[list[int]] = field(default_factory=list)
+    eos_barred: list[bool] = field(default_factory=list)
+    stop: Literal["eos", "stop", "length"] = "length"
+    """What ended the model's last turn."""
+    turns: int = 0
+    """How many turns the model has had."""
+    answers: list[str] = field(default_factory=list)
+    """What it was answered after each of them but the last."""
+
+    @property
+    def written(self) -> int:
+        """Tokens that the model wrote."""
+        return sum(turn >= 0 for turn in self.turn)
+
+    def last_turn(self) -> list[int]:
+        """Tokens of the model's last turn."""
+        return self.of_turn(self.turns - 1)
+
+    def of_turn(self, number: int) -> list[int]:
+        """Tokens of one of the model's turns, from 0."""
+        return [token for token, turn in zip(self.tokens, self.turn, strict=True) if turn == number]
+
+    def take(self, completion: Completion) -> None:
+        """Add a turn of the model's."""
+        count = len(completion.tokens)
+        self._add(completion.tokens, completion.log_probs, [self.turns] * count)
+        self.support += completion.support or []
+        self.eos_barred += completion.eos_barred or [False] * count
+        self.stop = completion.stop
+        self.turns += 1
+
+    def answer(self, reply: Reply) -> None:
+        """Add what the model was answered."""
+        count = len(reply.tokens)
+        self._add(reply.tokens, [0.0] * count, [-1] * count)
+        if self.support:
+            self.support += [[-1] * len(self.support[-1])] * count
+        self.eos_barred += [False] * count
+        self.answers.append(reply.text)
+
+    def _add(self, tokens: Sequence[int], log_probs: Sequence[float], turn: Sequence[int]) -> None:
+        self.tokens += tokens
+        self.log_probs += log_probs
+        self.turn += turn
+
+
+class Dialogue(ABC):
+    """Who answers the model, so that it writes several turns."""
+
+    @abstractmethod
+    def reply(self, attempt: Attempt) -> Reply | None:
+        """What answers the attempt's last turn; None: the attempt is over."""
+
+
+def write(
+    attempts: Sequence[Attempt],
+    generator: Generator,
+    sampling: SamplingCfg,
+    *,
+    dialogue: Dialogue | None = None,
+    context: int | None = None,
+) -> None:
+    """Let every attempt be written to its end; those of one group, one behind the other, share the reading of their prompt.
+
+    Args:
+        context: tokens that the model has positions for; an attempt that has no room for another turn ends as cut.
+    """
+    running = list(attempts)
+    while running:
+        for deterministic in (False, True):
+            part = [attempt for attempt in running if attempt.greedy == deterministic]
+            for group in _of_one_size(part):
+                _write_turn(group, generator, sampling, deterministic)
+        running = [] if dialogue is None else [a for a in running if _goes_on(a, dialogue, sampling, context)]
+
+
+def _write_turn(groups: list[list[Attempt]], generator: Generator, sampling: SamplingCfg, deterministic: bool) -> None:
+    """One turn of groups that are equally large and whose members stand at the same text."""
+    texts = [[*members[0].prompt.tokens, *members[0].tokens] for members in groups]
+    seeds = [[derive_seed(member.seed, "turn", member.turns) for member in members] for members in groups]
+    completions = generator.generate(texts, torch.tensor(seeds), sampling, deterministic)
+    for members, written in zip(groups, completions, strict=True):
+        for member, completion in zip(members, written, strict=True):
+            member.take(completion)
+
+
+def _of_one_size(attempts: Sequence[Attempt]) -> list[list[list[Attempt]]]:
+    """Attempts that stand at the same text together, these groups by how large they are."""
+    groups: dict[tuple[int, tuple[int, ...]], list[Attempt]] = {}
+    for attempt in attempts:
+        groups.setdefault((attempt.group, tuple(attempt.tokens)), []).append(attempt)
+    by_size: dict[int, list[list[Attempt]]] = {}
+    for group in groups.values():
+        by_size.setdefault(len(group), []).append(group)
+    return list(by_size.values())
+
+
+def _goes_on(attempt: Attempt, dialogue: Dialogue, sampling: SamplingCfg, context: int | None) -> bool:
+    """Whether the attempt was answered and has another turn."""
+    reply = None if attempt.stop == "length" else dialogue.reply(attempt)
+    if reply is None:
+        return False
+    length = len(attempt.prompt.tokens) + len(attempt.tokens) + len(reply.tokens) + sampling.max_new_tokens
+    if context is not None and length > context:
+        attempt.stop = "length"
+        return False
+    attempt.answer(reply)
+    return True

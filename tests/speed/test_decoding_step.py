@@ -1,0 +1,233 @@
+import warnings
+
+import pytest
+import torch
+from tiny_models import moved, tiny_model
+from token_steps import exact, read_in_turn, rounded
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from groupwise.config.policy import LoRACfg, SamplingCfg
+from groupwise.errors import SlowPathWarning
+from groupwise.speed import decoding_step as llama_step
+from groupwise.speed.decoding_step import LlamaStep, Prompts
+from groupwise.text import decoding
+from groupwise.text.decoding import TransformersStep, complete
+from groupwise.text.load import with_adapters
+from groupwise.text.policy import CausalLM
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "eos_token_id": 3,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15]]
+
+
+def llama(**more):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES | more))
+
+
+def mistral(window):
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window))
+
+
+MODELS = {
+    "llama": tiny_model,
+    "smollm": lambda: tiny_model("smollm"),
+    "qwen2": lambda: tiny_model("qwen2"),
+    "qwen3": lambda: tiny_model("qwen3"),
+    "mistral": lambda: mistral(None),
+    "one head of keys": lambda: llama(num_key_value_heads=1),
+    "a head of keys each": lambda: llama(num_key_value_heads=4),
+    "wide heads": lambda: llama(head_dim=20),
+    "biases": lambda: llama(attention_bias=True, mlp_bias=True),
+    "another activation": lambda: llama(hidden_act="gelu"),
+    "scaled positions": lambda: llama(rope_parameters=LLAMA3),
+    "yarn": lambda: llama(
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "adapters": lambda: with_adapters(tiny_model(), LoRACfg(r=4)),
+    "adapters on queries alone": lambda: with_adapters(tiny_model("qwen2"), LoRACfg(r=4, targets=("q_proj",))),
+}
+
+
+@torch.no_grad()
+def both(policy, lengths=(5, 2, 9), group_size=2, max_new_tokens=80):
+    """Our own step and transformers', behind the same prompts."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(40, (n,), generator=generator).tolist() for n in lengths]
+    tokens, valid = decoding.left_padded(prompts, policy.device)
+    steps = []
+    for kind in (LlamaStep, TransformersStep):
+        cache = DynamicCache(config=policy.network.config)
+        policy.hidden_states(tokens, valid, cache)
+        assert llama_step.has_llama_shape(policy.network, cache)
+        steps.append(kind(policy, Prompts(cache, valid, group_size, max_new_tokens)))
+    return steps
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hidden_states_are_those_of_transformers_while_rows_leave_and_caches_grow(name):
+    by = (
+        0.05 if "adapters" in name else 0.2
+    )  # at 0.2, rounding moves adapters' outputs by more than what `exact` allows
+    policy = CausalLM(moved(MODELS[name](), by=by))
+    read_in_turn(*both(policy), policy.device)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_norms_of_less_precision_than_the_rest_are_rounded_no_further(name):
+    model = moved(MODELS[name](), by=0.05)
+    for part, module in model.named_modules():
+        if part.endswith("norm"):
+            module.bfloat16()
+    policy = CausalLM(model)
+    read_in_turn(*both(policy), policy.device, count=10)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "adapters"])
+@pytest.mark.parametrize("precision", ["weights", "autocast"])
+def test_hidden_states_in_bfloat16_differ_by_rounding(name, precision):
+    model, autocast = moved(MODELS[name](), by=0.05), torch.bfloat16 if precision == "autocast" else None
+    policy = CausalLM(model if autocast else model.bfloat16(), autocast=autocast)
+    with policy.computing():
+        read_in_turn(*both(policy), policy.device, rounded, count=10)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize(("dtype", "compare"), [(torch.float32, exact), (torch.bfloat16, rounded)])
+def test_weights_that_are_laid_out_anew_are_the_same(monkeypatch, name, dtype, compare):
+    monkeypatch.setattr(llama_step, "PACKED", 0)
+    policy = CausalLM(moved(MODELS[name](), by=0.05).to(dtype))
+    ours, theirs = both(policy)
+    monkeypatch.setattr(llama_step.functional, "linear", None)  # nothing but laid out weights is multiplied with
+    token = torch.arange(6)
+    with torch.no_grad():
+        found = ours(token)
+        monkeypatch.undo()
+        compare(found, theirs(token))
+
+
+def test_a_processor_that_knows_no_bfloat16_multiplies_as_it_can(monkeypatch):
+    monkeypatch.setattr(llama_step, "PACKED", 0)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    weight, x = torch.randn(8, 4).bfloat16(), torch.randn(2, 4).bfloat16()
+    assert torch.equal(llama_step.linear_map(weight)(x), x @ weight.T)
+
+
+def test_prompts_of_one_length_need_no_mask():
+    policy = CausalLM(moved(tiny_model()))
+    read_in_turn(*both(policy, lengths=(4, 4, 4)), policy.device)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_known_models_write_with_it(name):
+    policy = CausalLM(moved(MODELS[name]()), SamplingCfg(max_new_tokens=8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        complete(policy, PROMPTS, torch.arange(12).view(3, 4))
+    assert policy.reads_tokens_by == "own step"
+
+
+def doubled_attention(model):
+    model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def hooked_layer(model):
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output + 1)
+
+
+def weights_elsewhere(model):
+    layer = model.model.layers[0].mlp
+    layer.forward = lambda x: layer.down_proj(layer.up_proj(x))
+
+
+def scaled_scores(model):
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 3.0
+
+
+@pytest.mark.parametrize("change", [hooked_layer, weights_elsewhere, scaled_scores])
+def test_a_model_that_computes_otherwise_is_read_by_its_modules(change):
+    model = moved(tiny_model())
+    change(model)
+    policy, plain = (CausalLM(model, SamplingCfg(max_new_tokens=12)) for _ in range(2))
+    plain.reads_tokens_by = "transformers"
+    with pytest.warns(SlowPathWarning, match=r"LlamaForCausalLM reads tokens one by one through its modules"):
+        found = complete(policy, PROMPTS, torch.arange(12).view(3, 4))
+    assert policy.reads_tokens_by == "transformers"
+    assert found == complete(plain, PROMPTS, torch.arange(12).view(3, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        complete(policy, PROMPTS, torch.arange(12).view(3, 4))
+
+
+class OtherMLP(torch.nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.down = mlp.down_proj
+        self.up = mlp.up_proj
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def another_perceptron():
+    model = tiny_model()
+    model.model.layers[1].mlp = OtherMLP(model.model.layers[1].mlp)
+    return model
+
+
+UNKNOWN = {
+    "gpt2": lambda: tiny_model("gpt2"),
+    "window": lambda: mistral(16),
+    "another perceptron": another_perceptron,
+    "angles by length": lambda: llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_other_models_are_read_by_their_modules_without_a_word(name):
+    policy = CausalLM(UNKNOWN[name](), SamplingCfg(max_new_tokens=4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        complete(policy, PROMPTS, torch.arange(3)[:, None])
+    assert policy.reads_tokens_by == "untried"
+
+
+def test_a_hook_on_a_projection_is_called():
+    model = moved(tiny_model())
+    doubled_attention(model)
+    policy = CausalLM(model, SamplingCfg(max_new_tokens=8))
+    complete(policy, PROMPTS, torch.arange(3)[:, None])
+    assert policy.reads_tokens_by == "own step"
+    read_in_turn(*both(policy), policy.device, count=2)
+
+
+def test_new_weights_are_used_by_the_next_call():
+    policy = CausalLM(tiny_model(), SamplingCfg(max_new_tokens=20), eos_ids=())
+    other = CausalLM(moved(tiny_model()), SamplingCfg(max_new_tokens=20), eos_ids=())
+    seeds = torch.arange(6).view(3, 2)
+    before = complete(policy, PROMPTS, seeds)
+    policy.load_state_dict(other.state_dict())
+    assert complete(policy, PROMPTS, seeds) == complete(other, PROMPTS, seeds) != before

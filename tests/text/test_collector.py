@@ -1,0 +1,244 @@
+"""Rollouts of texts by hand: a generator that writes what it is told to, one character a token."""
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tiny_tokenizers import character_tokenizer
+
+from groupwise.algorithms.grpo import GRPO
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.policy import SamplingCfg
+from groupwise.config.text import RewardCfg, TextTaskCfg
+from groupwise.errors import DataError, RewardError
+from groupwise.functional.shaping import overlong_punishment
+from groupwise.functional.texts import pass_at_k, repeated_ngrams
+from groupwise.text.collector import TextCollector, TextTerms
+from groupwise.text.data import Example
+from groupwise.text.decoding import Completion
+from groupwise.text.generation import Generator
+from groupwise.text.policy import CausalLM
+from groupwise.text.prompts import PromptEncoder
+from groupwise.text.reward_functions import make_reward
+from groupwise.text.rewards import RewardSet
+from groupwise.text.rollout import TextBuffer
+
+END = 3
+TOKENIZER = character_tokenizer("0123456789")
+ENCODER = PromptEncoder(TOKENIZER, TextTaskCfg(chat="never"))
+
+
+class Scripted(Generator):
+    """Writes the texts of ``script``, prompt by prompt; a point ends a text."""
+
+    def __init__(self, script):
+        self.script, self.asked = script, []
+
+    def generate(self, prompts, seeds, sampling, deterministic=False):
+        self.asked.append([TOKENIZER.decode(prompt) for prompt in prompts])
+        return [
+            [self._completion("greedy" if deterministic else member, prompt) for member in range(seeds.shape[1])]
+            for prompt in prompts
+        ]
+
+    def _completion(self, member, prompt):
+        texts = self.script[TOKENIZER.decode(prompt)]
+        text = texts[-1] if member == "greedy" else texts[member]
+        tokens = TOKENIZER(text.rstrip("."))["input_ids"] + [END] * text.endswith(".")
+        return Completion(tokens, [-1.0] * len(tokens), "eos" if text.endswith(".") else "length")
+
+
+def value(prompts, completions, **rest):
+    """The number that is written; 9 is unscorable."""
+    return [None if text == "9" else float(text or 0) for text in completions]
+
+
+def length(prompts, completions, **rest):
+    return [float(len(text)) for text in completions]
+
+
+def collector(script, *, prompts=None, functions=(value,), max_new_tokens=5, **terms):
+    policy = CausalLM(tiny_model(vocab_size=len(TOKENIZER)), SamplingCfg(max_new_tokens=max_new_tokens))
+    examples = ENCODER.select([Example(prompt, {}) for prompt in prompts or script])
+    rewards = RewardSet([make_reward(RewardCfg(name="<given in Python>", timeout=None), f) for f in functions])
+    terms = TextTerms(**{"num_prompts": len(script), "group_size": 2} | terms)
+    return TextCollector(policy, Scripted(script), examples, ENCODER, rewards, policy.sampling, terms)
+
+
+def collect(of):
+    buffer = TextBuffer(of._policy.action_spec)
+    rollout = of.collect(0, buffer.start_rollout())
+    buffer.add(rollout)
+    return rollout
+
+
+def rows_of(rollout, of):
+    """Reward, and whether anything of the row counts, by prompt and member."""
+    rows = {}
+    for number, member in enumerate(of.scored):
+        text = TOKENIZER.decode(member.attempt.prompt.tokens)
+        found = (rollout["reward"][number].sum().item(), bool(rollout["loss_mask"][number].any()))
+        rows.setdefault(text, []).append(found)
+    return rows
+
+
+def test_a_rollout_by_hand():
+    of = collector({"12": ["3.", "45"]})
+    rollout = collect(of)
+    one, two = (TOKENIZER(text)["input_ids"] for text in ("12", "345"))
+    # tokens 1 2 | 3 end and 1 2 | 4 5
+    assert rollout["obs"].tolist() == [[*one, two[0], END], [*one, *two[1:]]]
+    assert rollout["loss_mask"].int().tolist() == [[0, 1, 1, 0]] * 2
+    assert rollout["reward"].tolist() == [[0, 0, 3, 0], [0, 0, 45, 0]]
+    assert rollout["terminated"][:, 2].tolist() == [True, False]
+    assert rollout["truncated"][:, 2].tolist() == [False, True]
+    metrics = of.metrics()
+    assert metrics["rollout/return_mean"] == 24
+    assert metrics["rollout/env_steps"] == 4
+    assert metrics["rollout/ended_by_length"] == metrics["rollout/ended_by_eos"] == 0.5
+    assert metrics["rollout/reward_spread"] == 21
+
+
+def test_members_that_nobody_can_score_are_none():
+    of = collector({"1": ["9.", "4."], "2": ["9.", "9."]})
+    assert rows_of(collect(of), of) == {"1": [(0, False), (4, True)], "2": [(0, False)] * 2}
+    assert of.metrics()["rollout/unscorable"] == 3
+
+
+@pytest.mark.parametrize(
+    ("rule", "asked", "skipped"),
+    [("keep", 3, 0), ("skip", 3, 2), ("resample", 4, 3)],
+)
+def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budget(rule, asked, skipped):
+    script = {"1": ["4.", "5."], "2": ["4.", "4."], "3": ["9.", "4."], "4": ["7.", "7."]}
+    of = collector(script, num_prompts=3, zero_variance=rule, resample_budget=1 / 3)
+    of._order.take = lambda place, count: [place % 4]
+    rollout = collect(of)
+    assert sum(map(len, of._generator.asked)) == asked == of.position
+    counts = {prompt: any(c for _, c in rows) for prompt, rows in rows_of(rollout, of).items()}
+    assert counts == {"1": True, "2": rule == "keep", "3": rule == "keep"} | ({"4": False} if asked == 4 else {})
+    assert of.metrics()["rollout/skipped_groups"] == skipped
+    assert of.last_steps == 4 * asked
+
+
+def test_resampling_ends_as_soon_as_there_are_enough():
+    script = {"1": ["4.", "4."], "2": ["4.", "5."], "3": ["1.", "2."]}
+    of = collector(script, num_prompts=1, zero_variance="resample", resample_budget=9)
+    of._order.take = lambda place, count: [place % 3]
+    collect(of)
+    assert of._generator.asked == [["1"], ["2"]]
+    assert of.position == 2
+
+
+def test_overlong_completions_are_punished_linearly():
+    of = collector({"1": ["4.", "44."], "2": ["4444.", "44444"]}, punished_tokens=4, punishment=8.0)
+    # at most 5 tokens, of which the last 4 cost 2 each: lengths 2, 3, 5, 5, the end included
+    rewards = [reward for rows in rows_of(collect(of), of).values() for reward, _ in rows]
+    assert sorted(rewards) == [4 - 2, 44 - 4, 4444 - 8, 44444 - 8]
+    assert of.metrics()["rollout/return_mean"] == pytest.approx((4 + 44 + 4444 + 44444) / 4)
+
+
+def test_a_cut_completion_without_loss_is_still_compared_with():
+    def gradients(**terms):
+        of = collector({"1": ["4.", "5", "6."]}, group_size=3, **terms)
+        objective = {"old_log_prob": "recomputed"}
+        cfg = GRPOCfg(group_size=3, num_epochs=1, minibatch_size=None, optimizer={"name": "sgd"}, objective=objective)
+        algorithm = GRPO(cfg, of._policy)
+        rollout = collect(of)
+        return rollout, algorithm.update(rollout)
+
+    rollout, metrics = gradients(mask_truncated=True)
+    assert rollout["trained"].any(dim=1).tolist() == [True, False, True]
+    assert rollout["loss_mask"].any(dim=1).all()
+    # advantages -1, 0 and 1 over the deviation 1 + 1e-4: that of the cut row is not lost on its siblings
+    assert metrics["train/policy_loss"].item() == pytest.approx(0, abs=1e-6)
+    assert metrics["train/grad_norm"].item() > 0
+
+
+def test_the_greedy_attempt_is_measured_against_and_not_trained_on():
+    of = collector({"1": ["4.", "5.", "7."]}, greedy_attempts=1)
+    rollout = collect(of)
+    assert rollout["greedy"].any(dim=1).tolist() == [False, False, True]
+    assert rollout["loss_mask"].any(dim=1).tolist() == [True, True, False]
+    assert of.metrics()["rollout/return_mean"] == 4.5
+    assert of.last_steps == 6
+
+
+def test_parts_of_the_reward_are_kept_unweighted():
+    of = collector({"1": ["44.", "9."]}, functions=(value, length))
+    rollout = collect(of)
+    assert rollout["reward_parts"].sum(dim=1).tolist() == [[44, 2], [0, 1]]
+    # what one function cannot say, the other does
+    assert rollout["reward"].sum(dim=1).tolist() == [46, 1]
+    assert of.metrics()["reward/value_mean"] == 44
+    assert of.metrics()["reward/length_mean"] == 1.5
+
+
+def test_every_epoch_has_every_prompt_once_and_goes_on_from_the_position():
+    script = {str(i): ["4.", "5."] for i in range(5)}
+    whole, part = (collector(script, num_prompts=2) for _ in range(2))
+    for _ in range(5):
+        collect(whole)
+    asked = [prompt for prompts in whole._generator.asked for prompt in prompts]
+    assert sorted(asked[:5]) == sorted(asked[5:]) == sorted(script)
+    assert asked[:5] != asked[5:]
+    part.load_state_dict(whole.state_dict() | {"position": 4})
+    part.iteration = 2
+    collect(part)
+    assert part._generator.asked == [asked[4:6]]
+
+
+def test_a_rollout_that_fails_is_collected_again_from_the_same_prompts():
+    script = {str(i): ["4.", "5."] for i in range(5)}
+    of, asked = collector(script, num_prompts=2), []
+
+    def failing(prompts, **rest):
+        asked.append(list(dict.fromkeys(prompts)))
+        if len(asked) == 2:
+            raise KeyError("once")
+        return [float(i % 2) for i in range(len(prompts))]
+
+    of._rewards = RewardSet([make_reward(RewardCfg(name="<given in Python>", timeout=None), failing)])
+    collect(of)
+    before = of.state_dict()
+    with pytest.raises(RewardError):
+        collect(of)
+    assert of.state_dict() == before
+    collect(of)
+    assert asked[-1] == of._generator.asked[1] == of._generator.asked[2]
+
+
+def test_processes_take_different_prompts():
+    script = {str(i): ["4.", "5."] for i in range(6)}
+    parts = [collector(script, num_prompts=3) for _ in range(2)]
+    for rank, of in enumerate(parts):
+        of._rank, of._world_size = rank, 2
+        collect(of)
+    assert sorted(parts[0]._generator.asked[0] + parts[1]._generator.asked[0]) == sorted(script)
+
+
+def test_nothing_scored_again_and_again_is_an_error():
+    of = collector({"1": ["9.", "9."]})
+    collect(of)
+    collect(of)
+    with pytest.raises(DataError, match="no completion of 3 iterations in a row could be scored"):
+        collect(of)
+
+
+def test_the_punishment_of_dapo_by_hand():
+    # 20480 tokens, of which the last 4096 are punished
+    lengths = torch.tensor([16384, 16385, 18432, 20480, 30000])
+    assert overlong_punishment(lengths, 20480, 4096).tolist() == [0, 1 / 4096, 0.5, 1, 1]
+
+
+def test_repeated_ngrams_by_hand():
+    assert repeated_ngrams([1, 2, 3, 4, 5, 6]) == 0
+    assert repeated_ngrams([1, 1, 1, 1, 1, 1]) == pytest.approx(2 / 3)  # 3 n-grams, all the same
+    assert repeated_ngrams([1, 2, 3, 4]) == 0
+    assert repeated_ngrams([1, 2, 1, 2, 1], n=2) == 0.5  # 12 21 12 21
+
+
+def test_pass_at_k_by_hand():
+    # of 4 attempts 1 is right: one of 1 drawn 1/4, of 2 drawn 1 - 3/6, of 4 surely
+    assert [pass_at_k(4, 1, k) for k in (1, 2, 4)] == [0.25, 0.5, 1]
+    assert pass_at_k(5, 0, 5) == 0
+    assert pass_at_k(5, 3, 3) == 1

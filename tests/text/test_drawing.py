@@ -1,0 +1,126 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupwise.config.policy import EvalSamplingCfg, SamplingCfg
+from groupwise.text import drawing
+from groupwise.text.drawing import BLOCK, draw, pick
+
+
+@settings(max_examples=30)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6).filter(any), st.floats(0, 1, exclude_max=True))
+def test_a_token_of_no_probability_is_never_drawn(weights, number):
+    probability = torch.tensor([weights])
+    token = pick(probability, torch.tensor([number]))
+    assert probability[0, token] > 0
+
+
+def test_places_of_a_running_sum_by_hand():
+    # the sum reaches 0.2, 0.2, 0.7, 1.0; a chance c asks for 1 - c
+    probability = torch.tensor([[0.2, 0.0, 0.5, 0.3]]).expand(5, 4)
+    chance = torch.tensor([0.0, 0.25, 0.35, 0.75, 0.85])
+    assert pick(probability, chance).tolist() == [3, 3, 2, 2, 0]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.sampled_from([0.0, 1e-9, 0.1, 0.25, 1.0]), min_size=1, max_size=8).filter(any), st.floats(1e-6, 2))
+def test_sums_in_order_are_searched_as_any_others(weights, goal):
+    mass, goal = torch.tensor([weights]), torch.tensor([goal])
+    summed = mass.cumsum(dim=1)
+    one, other = drawing._first_in_order(summed, goal), drawing._first(mass, summed, goal)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_sums_that_rounding_lets_rise_without_mass_never_draw_what_has_none():
+    mass = torch.tensor([[0.2, 0.0, 0.5, 0.0]]).expand(3, 4)
+    summed = torch.tensor([[0.2, 0.25, 0.7, 0.75]]).expand(3, 4)
+    place, goal = drawing._first(mass, summed, torch.tensor([0.2, 0.22, 0.72]))
+    assert place.tolist() == [0, 2, 2]
+    torch.testing.assert_close(goal, torch.tensor([0.2, 0.22, 0.7]))
+
+
+@pytest.mark.parametrize("width", [8, BLOCK + 40])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_show_in_the_log_probability_of_their_row_alone(width, bad):
+    logits = torch.zeros(2, width)
+    expected = draw(logits, torch.tensor([0.3, 0.3]), SamplingCfg())
+    logits[1, 5] = bad
+    for sampling in (SamplingCfg(), SamplingCfg(top_k=3)):
+        drawn = draw(logits, torch.tensor([0.3, 0.3]), sampling)
+        assert 0 <= drawn.token[1] < width
+        assert drawn.log_prob[1].isnan()
+        assert drawn.log_prob[0].isfinite()
+    assert draw(logits, torch.tensor([0.3, 0.3]), SamplingCfg()).token[0] == expected.token[0]
+
+
+@pytest.mark.parametrize("width", [BLOCK, BLOCK + 1, 3 * BLOCK, 1000])
+def test_wide_rows_are_looked_up_as_one_running_sum(width):
+    generator = torch.Generator().manual_seed(0)
+    probability = torch.rand(400, width, generator=generator) * (torch.rand(400, width, generator=generator) < 0.3)
+    probability /= probability.sum(dim=1, keepdim=True)
+    chance = torch.rand(400, generator=generator)
+    summed = probability.double().cumsum(dim=1)
+    place = pick(probability, chance)
+    rows = torch.arange(400)
+    assert (probability[rows, place] > 0).all()
+    # what comes up to and with the place reaches 1 - chance, what comes before it does not, but for rounding
+    assert (summed[rows, place] > 1 - chance - 1e-5).all()
+    assert (summed[rows, place] - probability[rows, place] < 1 - chance + 1e-5).all()
+
+
+def test_only_the_last_of_many_can_be_drawn():
+    probability = torch.zeros(3, 2000)
+    probability[:, 1999] = 1
+    assert pick(probability, torch.tensor([0.0, 0.5, 1 - 2.0**-24])).tolist() == [1999] * 3
+
+
+def test_of_equally_likely_tokens_exactly_top_k_are_kept():
+    logits = torch.zeros(50, 10)
+    logits[:, 7] = 1.0
+    drawn = draw(logits, torch.arange(50) / 50, SamplingCfg(top_k=3))
+    assert drawn.support.shape == (50, 3)
+    assert (drawn.support == 7).any(dim=1).all()
+    assert (drawn.support[:, 1:] > drawn.support[:, :-1]).all()
+    assert (drawn.support == drawn.token[:, None]).any(dim=1).all()
+    # p = e / (e + 2) or 1 / (e + 2)
+    likely = torch.where(drawn.token == 7, 1.0, 0.0) - math.log(math.e + 2)
+    torch.testing.assert_close(drawn.log_prob, likely)
+
+
+def test_a_small_vocabulary_is_kept_whole_and_barred_tokens_are_not_drawn():
+    drawn = draw(torch.zeros(64, 4), torch.arange(64) / 64, SamplingCfg(top_k=50), torch.tensor([1, 2]))
+    assert drawn.support.tolist() == [[0, 1, 2, 3]] * 64
+    assert set(drawn.token.tolist()) == {0, 3}
+    torch.testing.assert_close(drawn.log_prob, torch.full((64,), -math.log(2)))
+
+
+def test_logits_are_not_changed():
+    logits = torch.randn(3, 9)
+    before = logits.clone()
+    draw(logits, torch.rand(3), SamplingCfg(), torch.tensor([0]))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"top_p": 0.5}, [0.5]),
+        ({"top_p": 0.51}, [0.5, 0.3]),
+        ({"top_p": 0.85}, [0.5, 0.3, 0.15]),
+        ({"min_p": 0.25}, [0.5, 0.3, 0.15]),
+        ({"min_p": 0.5}, [0.5, 0.3]),
+        ({"top_p": 0.9, "min_p": 0.5}, [0.5, 0.3]),
+        ({"top_p": 0.6, "top_k": 2}, [0.5]),  # among two: 5/8 and 3/8
+        ({}, [0.5, 0.3, 0.15, 0.05]),
+    ],
+)
+def test_nucleus_by_hand(settings, kept):
+    probability = torch.tensor([0.15, 0.5, 0.05, 0.3])
+    drawn = draw(probability.log().expand(1000, 4), torch.arange(1000) / 1000, EvalSamplingCfg(**settings))
+    found = {
+        round(probability[t].item(), 2): lp for t, lp in zip(drawn.token.tolist(), drawn.log_prob.tolist(), strict=True)
+    }
+    assert found == {p: pytest.approx(math.log(p / sum(kept)), abs=1e-5) for p in kept}

@@ -1,0 +1,261 @@
+"""What every backend of ``Generator`` keeps to. References are full forwards, without a cache and one text at a time."""
+
+import pytest
+import torch
+from tiny_models import EOS, tiny_model
+from tiny_tokenizers import character_tokenizer
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from groupwise.config.policy import EvalSamplingCfg, SamplingCfg
+from groupwise.errors import ConfigError, DataError
+from groupwise.text.generation import NativeGenerator, TransformersGenerator
+from groupwise.text.policy import CausalLM
+
+PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]]
+SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": EOS}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 2, "eos_token_id": EOS}
+SLIDING = {  # windows of 6 tokens, which the longest prompt exceeds and every completion
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=6)),
+    "qwen2-half": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    ),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
+    ),
+}
+FAMILIES = ["llama", "qwen2", "gpt2", *SLIDING]
+
+
+def sharp_model(family="llama", vocab_size=40):
+    """Random weights, large enough that tokens are far from equally likely."""
+    torch.manual_seed(1)
+    model = SLIDING[family]() if family in SLIDING else tiny_model(family, seed=1, vocab_size=vocab_size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    return model
+
+
+@pytest.fixture(params=[NativeGenerator, TransformersGenerator])
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+def seeds(count, group_size=1, first=0):
+    return torch.arange(first, first + count * group_size).view(count, group_size)
+
+
+def read(model, prompt, tokens):
+    """Logits before each of the tokens, by one full forward."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+
+
+def rows(prompts, completions):
+    return [(prompt, c) for prompt, group in zip(prompts, completions, strict=True) for c in group]
+
+
+def test_greedy_tokens_are_those_of_plain_generate(backend, family):
+    model = sharp_model(family)
+    ours = backend(CausalLM(model)).generate(PROMPTS, seeds(3), SamplingCfg(max_new_tokens=24), deterministic=True)
+    for prompt, completion in rows(PROMPTS, ours):
+        ids = torch.tensor([prompt])
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+        assert completion.tokens == theirs[0, len(prompt) :].tolist()
+        assert completion.tokens == read(model, prompt, completion.tokens).argmax(dim=-1).tolist()
+
+
+def test_log_probs_are_those_of_a_full_forward_under_the_processed_distribution(backend, family):
+    model, sampling = sharp_model(family), SamplingCfg(temperature=1.7, top_k=5, min_new_tokens=4, max_new_tokens=20)
+    written = backend(CausalLM(model)).generate(PROMPTS, seeds(3, 3), sampling)
+    for prompt, c in rows(PROMPTS, written):
+        logits = read(model, prompt, c.tokens) / 1.7
+        logits[:4, EOS] = -torch.inf
+        assert c.eos_barred == [place < 4 for place in range(len(c.tokens))]
+        kept = torch.tensor(c.support)
+        assert kept.shape == (len(c.tokens), 5)
+        likeliest = logits.topk(5).indices.sort().values
+        assert torch.equal(kept, likeliest)
+        place = [ids.index(token) for ids, token in zip(c.support, c.tokens, strict=True)]
+        expected = torch.distributions.Categorical(logits=logits.gather(1, kept)).log_prob(torch.tensor(place))
+        torch.testing.assert_close(torch.tensor(c.log_probs), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_without_top_k_and_minimum_everything_can_be_drawn(backend):
+    model, sampling = sharp_model(), SamplingCfg(temperature=0.6, max_new_tokens=20)
+    for prompt, c in rows(PROMPTS, backend(CausalLM(model)).generate(PROMPTS, seeds(3, 2), sampling)):
+        assert c.support is None
+        assert c.eos_barred is None
+        p = torch.distributions.Categorical(logits=read(model, prompt, c.tokens) / 0.6)
+        torch.testing.assert_close(torch.tensor(c.log_probs), p.log_prob(torch.tensor(c.tokens)), rtol=1e-4, atol=1e-4)
+
+
+def test_same_seed_same_text_whatever_else_is_written(backend):
+    generator = backend(CausalLM(sharp_model()))
+    sampling = SamplingCfg(max_new_tokens=16, temperature=1.3)
+    together = generator.generate(PROMPTS, seeds(3, 3), sampling)
+    turned = generator.generate(PROMPTS[::-1], seeds(3, 3).flip(0, 1), sampling)
+    assert [[c.tokens for c in group[::-1]] for group in turned[::-1]] == [[c.tokens for c in g] for g in together]
+    for number, prompt in enumerate(PROMPTS):
+        ((alone,),) = generator.generate([prompt], torch.tensor([[3 * number + 1]]), sampling)
+        assert alone.tokens == together[number][1].tokens
+        assert alone.stop == together[number][1].stop
+    other = generator.generate(PROMPTS, seeds(3, 3, first=100), sampling)
+    assert all(
+        a.tokens != b.tokens for (_, a), (_, b) in zip(rows(PROMPTS, together), rows(PROMPTS, other), strict=True)
+    )
+
+
+@pytest.mark.parametrize("sampling", [SamplingCfg(max_new_tokens=12), SamplingCfg(max_new_tokens=12, top_k=4)])
+def test_backends_draw_the_same(family, sampling):
+    policy = CausalLM(sharp_model(family))
+    native, plain = (
+        b(policy).generate(PROMPTS, seeds(3, 4), sampling) for b in (NativeGenerator, TransformersGenerator)
+    )
+    for (_, a), (_, b) in zip(rows(PROMPTS, native), rows(PROMPTS, plain), strict=True):
+        assert (a.tokens, a.stop, a.support) == (b.tokens, b.stop, b.support)
+
+
+SETTINGS = [
+    SamplingCfg(max_new_tokens=2),
+    SamplingCfg(max_new_tokens=2, temperature=0.5, top_k=3),
+    SamplingCfg(max_new_tokens=2, min_new_tokens=1),
+    EvalSamplingCfg(max_new_tokens=2, top_p=0.6),
+    EvalSamplingCfg(max_new_tokens=2, min_p=0.3, top_k=5),
+]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_pairs_of_tokens_come_as_often_as_they_are_likely(backend, sampling):
+    model = sharp_model(vocab_size=8)
+    policy, count = CausalLM(model), 6_000
+    (group,) = backend(policy).generate([[5, 6]], seeds(1, count), sampling)
+    expected = {}
+    for first, p in stated(model, [5, 6], sampling, 0).items():
+        after = {None: 1.0} if first == EOS else stated(model, [5, 6, first], sampling, 1)
+        expected |= {(first, second): p * q for second, q in after.items()}
+    found = dict.fromkeys(expected, 0)
+    for c in group:
+        found[c.tokens[0], c.tokens[1] if len(c.tokens) > 1 else None] += 1  # KeyError: one that cannot be drawn
+    # five standard errors of a frequency
+    for pair, p in expected.items():
+        assert abs(found[pair] / count - p) < 5 * (p * (1 - p) / count) ** 0.5 + 1e-4, pair
+
+
+def stated(model, context, sampling, step):
+    """Token -> probability, worked out token by token."""
+    with torch.no_grad():
+        logits = (model(input_ids=torch.tensor([context])).logits[0, -1] / sampling.temperature).tolist()
+    allowed = {t: x for t, x in enumerate(logits) if not (step < sampling.min_new_tokens and t == EOS)}
+    ordered = sorted(allowed, key=allowed.get, reverse=True)[: sampling.top_k]
+    weight = torch.tensor([allowed[t] for t in ordered]).softmax(dim=0).tolist()
+    if isinstance(sampling, EvalSamplingCfg):
+        if sampling.top_p is not None:
+            count = next(n for n in range(1, len(weight) + 1) if sum(weight[:n]) >= sampling.top_p - 1e-6)
+            weight = weight[:count]
+        if sampling.min_p is not None:
+            weight = [w for w in weight if w >= sampling.min_p * weight[0]]
+    return {t: w / sum(weight) for t, w in zip(ordered, weight, strict=False)}
+
+
+def test_every_end_of_text_ends_and_the_limit_cuts(backend):
+    policy = CausalLM(sharp_model(), eos_ids=(3, 4, 30))
+    completions = [
+        c for _, c in rows(PROMPTS, backend(policy).generate(PROMPTS, seeds(3, 12), SamplingCfg(max_new_tokens=12)))
+    ]
+    assert {c.stop for c in completions} == {"eos", "length"}
+    assert {c.tokens[-1] for c in completions if c.stop == "eos"} == {3, 4, 30}
+    for c in completions:
+        assert len(c.tokens) == len(c.log_probs)
+        assert not {3, 4, 30} & set(c.tokens[:-1])
+        assert (c.stop == "eos") == (c.tokens[-1] in (3, 4, 30))
+        assert c.stop == "eos" or len(c.tokens) == 12
+
+
+def test_nothing_ends_before_the_minimum(backend):
+    policy = CausalLM(sharp_model(), eos_ids=range(3, 30))
+    sampling = SamplingCfg(max_new_tokens=9, min_new_tokens=5)
+    completions = [c for _, c in rows(PROMPTS, backend(policy).generate(PROMPTS, seeds(3, 8), sampling))]
+    assert {len(c.tokens) for c in completions} > {6}  # five tokens that do not end the text, and one that may
+    assert min(len(c.tokens) for c in completions) == 6
+
+
+@pytest.mark.parametrize("minimum", [0, 3])
+def test_a_stop_string_ends_the_text_that_it_is_completed_in(backend, minimum):
+    tokenizer = character_tokenizer()
+    plus = tokenizer.convert_tokens_to_ids("+")
+    sampling = SamplingCfg(max_new_tokens=14, min_new_tokens=minimum, stop=("1+", "25="), temperature=30)
+    policy = CausalLM(sharp_model(vocab_size=len(tokenizer)), eos_ids=(EOS,))
+    prompt = tokenizer("3 + 1")["input_ids"]  # its last character is half of a stop string
+    (group,) = backend(policy, tokenizer).generate([prompt], seeds(1, 1000), sampling)
+    assert {c.stop for c in group} == {"eos", "stop", "length"}
+    for c in group:
+        texts = [tokenizer.decode(c.tokens[:n]) for n in range(len(c.tokens) + 1)]
+        ends = [n for n in range(minimum + 1, len(texts)) if texts[n].endswith(("1+", "25="))]
+        assert ends == ([len(c.tokens)] if c.stop == "stop" else [])
+    assert any(c.tokens[0] == plus and len(c.tokens) > 1 for c in group)
+    assert minimum == 0 or any("1+" in tokenizer.decode(c.tokens[:3]) for c in group)
+
+
+def test_stop_strings_need_a_tokenizer(backend):
+    with pytest.raises(ConfigError, match=r"stop=\('x',\) but no tokenizer"):
+        backend(CausalLM(tiny_model())).generate([[5]], seeds(1), SamplingCfg(stop=("x",)))
+
+
+def test_prompts_of_any_length_and_no_empty_one(backend):
+    policy = CausalLM(sharp_model())
+    generator, sampling = backend(policy), SamplingCfg(max_new_tokens=3)
+    for length in (1, 300):
+        prompt = [5 + n % 30 for n in range(length)]
+        ((c,),) = generator.generate([prompt], seeds(1), sampling, deterministic=True)
+        assert c.tokens == read(policy.model, prompt, c.tokens).argmax(dim=-1).tolist()
+    with pytest.raises(DataError, match="prompt 1 has no tokens"):
+        generator.generate([[5], []], seeds(2), sampling)
+
+
+def test_the_models_own_generation_settings_say_nothing(backend):
+    model = sharp_model()
+    expected = backend(CausalLM(model)).generate(PROMPTS, seeds(3, 2), SamplingCfg(max_new_tokens=12))
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=0.1,
+        top_k=2,
+        repetition_penalty=3.0,
+        no_repeat_ngram_size=1,
+        suppress_tokens=[expected[0][0].tokens[0]],
+        forced_eos_token_id=7,
+        min_new_tokens=5,
+        max_length=6,
+        num_beams=3,
+        num_return_sequences=2,
+        eos_token_id=EOS,
+    )
+    model.generation_config = settings
+    found = backend(CausalLM(model)).generate(PROMPTS, seeds(3, 2), SamplingCfg(max_new_tokens=12))
+    assert [c.tokens for _, c in rows(PROMPTS, found)] == [c.tokens for _, c in rows(PROMPTS, expected)]
+    assert model.generation_config is settings
+
+
+def test_half_precision_samples_from_the_logits_it_states(backend):
+    model = sharp_model().bfloat16()
+    sampling = SamplingCfg(max_new_tokens=8, top_k=10)
+    for prompt, c in rows(PROMPTS, backend(CausalLM(model)).generate(PROMPTS, seeds(3, 2), sampling)):
+        kept = torch.tensor(c.support)
+        place = (kept == torch.tensor(c.tokens)[:, None]).int().argmax(dim=1)
+        p = torch.distributions.Categorical(logits=read(model, prompt, c.tokens).gather(1, kept))
+        # bfloat16 has steps of 1/256: logits of up to 20, computed in another order
+        torch.testing.assert_close(torch.tensor(c.log_probs), p.log_prob(place), rtol=0.1, atol=0.3)

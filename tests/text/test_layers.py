@@ -1,0 +1,87 @@
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_model
+from torch import nn
+from transformers import OPTConfig, OPTForCausalLM
+from transformers.cache_utils import DynamicCache
+
+from groupwise.text.layers import prefix_cache, recompute_layers, rest_cache, silence_dropout
+
+DROPOUTS = {"gpt2": ["attn_pdrop", "embd_pdrop", "resid_pdrop"]}
+TOKENS = torch.arange(4, 10)[None]
+
+
+def noisy_model(family):
+    config = tiny_model(family).config
+    for name in DROPOUTS.get(family, ["attention_dropout"]):
+        setattr(config, name, 0.5)
+    torch.manual_seed(0)
+    return type(tiny_model(family))(config)
+
+
+def opt():
+    """Its layers drop out by themselves, and whole layers are dropped."""
+    sizes = {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return OPTForCausalLM(OPTConfig(vocab_size=40, **sizes, dropout=0.5, attention_dropout=0.5, layerdrop=0.5))
+
+
+def logits(model):
+    return model(input_ids=TOKENS).logits
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "opt"])
+def test_training_mode_is_evaluation_mode_without_dropout(family):
+    model = opt() if family == "opt" else noisy_model(family)
+    expected = logits(model.eval())
+    assert not torch.equal(logits(model.train()), expected)
+    silence_dropout(model)
+    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model.eval()), expected)
+
+
+def test_only_dropout_is_silenced():
+    layer = nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(2, eps=0.25))
+    layer.dropped_tokens = 7
+    layer.raindrop = 0.5
+    silence_dropout(layer)
+    assert (layer[0].p, layer[1].eps, layer.dropped_tokens, layer.raindrop) == (0.0, 0.25, 7, 0.0)
+
+
+def test_layers_are_computed_again_in_either_mode_but_not_without_gradient():
+    model = tiny_model()
+    recompute_layers(model)
+    calls = []
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    for mode in (True, False):
+        logits(model.train(mode)).sum().backward()
+    assert len(calls) == 4
+    with torch.no_grad():
+        logits(model)
+    assert len(calls) == 5
+
+
+def test_rows_behind_prefixes_leave_the_cache_as_it_was():
+    model = tiny_model()
+    prefixes = prefix_cache(model.config)
+    model(input_ids=torch.tensor([[4, 5], [6, 7]]), past_key_values=prefixes, use_cache=True)
+    assert prefixes.get_seq_length() == 2
+    kept = prefixes.layers[0].keys
+    cache = rest_cache(model.config, prefixes, torch.tensor([1, 0, 1]))
+    rows = torch.tensor([[8], [9], [10]])
+    first, second = (model(input_ids=rows, past_key_values=cache, use_cache=True).logits for _ in range(2))
+    assert torch.equal(first, second)
+    assert prefixes.layers[0].keys is kept
+    plain = model(input_ids=torch.tensor([[6, 7, 8], [4, 5, 9], [6, 7, 10]])).logits[:, -1:]
+    torch.testing.assert_close(first, plain, rtol=1e-5, atol=1e-6)
+    assert kept.requires_grad  # unlike those of generation
+
+
+def test_a_cache_has_a_layer_for_each_of_the_model():
+    model = tiny_model()
+    assert len(prefix_cache(model.config).layers) == len(DynamicCache(config=model.config).layers) == 2

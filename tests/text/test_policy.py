@@ -1,0 +1,441 @@
+import copy
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import EOS, FAMILIES, tiny_model
+from tiny_tokenizers import character_tokenizer
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from groupwise.algorithms.grpo import GRPO
+from groupwise.algorithms.ppo import PPO
+from groupwise.config.algorithm import GRPOCfg, PPOCfg
+from groupwise.config.policy import LoRACfg, SamplingCfg
+from groupwise.data.rollout import transition_view
+from groupwise.errors import CheckpointError, ConfigError, SlowPathWarning
+from groupwise.text.load import with_adapters
+from groupwise.text.policy import CausalLM
+from groupwise.text.rollout import TextRow, text_rollout
+from groupwise.training.checkpoint import Checkpoint, Identity, load_checkpoint, load_policy, save_checkpoint
+
+TEXTS = [([5, 6, 7], [8, EOS, EOS]), ([5, 6, 7], [8, 9]), ([5, 6, 7], [4]), ([11], [12, 13, EOS])]
+ROWS = [TextRow(p, c, [0.0] * len(c), 1.0, c[-1] == EOS, int(p == [11])) for p, c in TEXTS]
+
+
+def batch_of(rows, padding="right"):
+    return dict(transition_view(text_rollout(rows, padding=padding)).items())
+
+
+def make_policy(kind="plain", family="llama", **settings):
+    model = tiny_model(family)
+    return CausalLM(with_adapters(model, LoRACfg(r=2)) if kind == "adapted" else model, **settings)
+
+
+def shake(policy):
+    """Move what is trained, as training would."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def scores_and_gradient(policy, batch, weight):
+    policy.zero_grad()
+    scores = policy.evaluate(batch)
+    ((scores.log_prob + 0.3 * scores.entropy).sum(dim=1) * weight).sum().backward()
+    return scores, torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_those_of_the_models_own_logits_row_by_row(family):
+    model = tiny_model(family)
+    policy = CausalLM(model, SamplingCfg(temperature=0.7))
+    batch = batch_of(ROWS)
+    scores = policy.evaluate(batch)
+    for row, (prompt, completion) in enumerate(TEXTS):
+        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.7
+        dist = torch.distributions.Categorical(logits=logits)
+        chosen = batch["loss_mask"][row]
+        torch.testing.assert_close(scores.log_prob[row][chosen], dist.log_prob(torch.tensor(completion)))
+        torch.testing.assert_close(scores.entropy[row][chosen], dist.entropy())
+    assert (scores.log_prob[~batch["loss_mask"]] == 0).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("change", ["padding", "order", "alone"])
+def test_neither_padding_nor_order_nor_shared_prefixes_change_the_gradient(family, change):
+    policy = CausalLM(tiny_model(family))
+    weight = torch.tensor([1.0, -2.0, 0.5, 3.0])
+    _, expected = scores_and_gradient(policy, batch_of(ROWS), weight)
+    order = [2, 3, 0, 1] if change == "order" else [0, 1, 2, 3]
+    rows = [ROWS[i] for i in order]
+    if change == "alone":  # every row a group of its own: nothing is shared
+        rows = [row._replace(group=number) for number, row in enumerate(rows)]
+    batch = batch_of(rows, padding="left" if change == "padding" else "right")
+    _, gradient = scores_and_gradient(policy, batch, weight[torch.tensor(order)])
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_siblings_read_their_prompt_once():
+    policy = CausalLM(tiny_model())
+    prompt = list(range(4, 24))
+    batch = batch_of([TextRow(prompt, [30 + i, 31], [0.0, 0.0], 1.0, False, 0) for i in range(4)])
+    policy.evaluate(batch)  # the first time, prefixes are compared with rows on their own
+    read = []
+    policy.network.get_input_embeddings().register_forward_hook(lambda layer, args, out: read.append(args[0].numel()))
+    policy.evaluate(batch)
+    # 20 tokens of the prompt once, and of each row its completion but for the last token, which nothing follows
+    assert read == [20, 4]
+
+
+def test_tokens_that_end_a_text_are_the_models_own_and_the_tokenizers_or_given():
+    assert CausalLM(tiny_model()).eos_ids == (EOS,)
+    assert CausalLM(tiny_model(), eos_ids=[1, 2]).eos_ids == (1, 2)
+    model = tiny_model()
+    model.generation_config.eos_token_id = [EOS, 5]
+    assert CausalLM(model).eos_ids == (EOS, 5)
+    tokenizer = character_tokenizer("abc")  # ends with 3
+    model.generation_config.eos_token_id = 5
+    assert CausalLM(model, tokenizer=tokenizer).eos_ids == (5, EOS)
+
+
+def test_logits_that_are_no_plain_product_are_refused():
+    model = tiny_model()
+    model.lm_head.register_forward_hook(lambda module, args, output: output / 2)
+    with pytest.raises(ConfigError, match="not its hidden states times its output embeddings: they differ by"):
+        CausalLM(model)
+
+
+def test_a_head_that_is_more_than_a_weight_is_refused():
+    model = tiny_model()
+    model.lm_head = nn.Linear(32, 40)
+    model.lm_head.bias.data.zero_()  # no difference yet; but it would be trained, and never looked at
+    with pytest.raises(ConfigError, match=r"output embeddings of LlamaForCausalLM are \['weight', 'bias'\]"):
+        CausalLM(model)
+    with warnings.catch_warnings(action="ignore"):
+        adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(ConfigError, match="lora_A"):
+        CausalLM(adapted)
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused():
+    with pytest.raises(ConfigError, match=r"the tokenizer has 43 tokens, and LlamaForCausalLM only 40"):
+        CausalLM(tiny_model(), tokenizer=character_tokenizer("".join(map(chr, range(48, 87)))))
+
+
+def test_the_context_is_as_long_as_the_model_says():
+    assert CausalLM(tiny_model("llama")).context_length == 2048
+    assert CausalLM(tiny_model("gpt2")).context_length == 1024  # GPT-2 calls it n_positions
+
+
+@pytest.mark.parametrize("kind", ["plain", "adapted"])
+def test_a_clone_shares_nothing_and_scores_alike(kind):
+    policy = make_policy(kind, "smollm", actor_only=False, autocast=torch.bfloat16, gradient_checkpointing=True)
+    before = policy.evaluate(batch_of(ROWS)).log_prob
+    clone = policy.clone()
+    shared = {t.data_ptr() for t in policy.parameters()} & {t.data_ptr() for t in clone.parameters()}
+    assert not shared
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.3)
+    assert not torch.equal(policy.evaluate(batch_of(ROWS)).log_prob, before)
+    scores = clone.evaluate(batch_of(ROWS))
+    assert torch.equal(scores.log_prob, before)
+    scores.log_prob.sum().backward()  # layers that are computed again are the copy's
+    assert all(p.grad is None for p in policy.parameters())
+    assert clone.network.lm_head.weight is clone.network.model.embed_tokens.weight
+    assert list(clone.state_dict()) == list(policy.state_dict())
+
+
+def test_a_reference_of_every_weight_is_frozen_and_saved_whole():
+    policy = CausalLM(tiny_model("smollm"))
+    before = policy.evaluate(batch_of(ROWS)).log_prob
+    reference = policy.make_reference()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(reference.evaluate(batch_of(ROWS)).log_prob, before)
+    assert not any(p.requires_grad for p in reference.parameters())
+    assert reference.refreshable
+    saved = reference.state_dict()
+    assert len(saved) == len(list(reference.parameters()))
+    policy.load_state_dict(saved)
+    assert torch.equal(policy.evaluate(batch_of(ROWS)).log_prob, before)
+
+
+@pytest.mark.parametrize(("kind", "number"), [("plain", 20), ("tied", 20), ("adapted", 28), ("value", 22)])
+def test_what_is_trained_is_saved_once(kind, number):
+    # llama's two layers have 9 weights each, embeddings and norm 2, a head that is not tied 1; adapters: 2 layers x 7 x 2
+    policy = {
+        "plain": lambda: CausalLM(tiny_model("llama")),
+        "tied": lambda: CausalLM(tiny_model("smollm")),
+        "adapted": lambda: make_policy("adapted"),
+        "value": lambda: make_policy("plain", "smollm", actor_only=False),
+    }[kind]()
+    saved = policy.state_dict()
+    assert len(saved) == number + (kind == "plain")
+    assert len({t.data_ptr() for t in saved.values()}) == len(saved)
+    assert {t.data_ptr() for t in saved.values()} == {p.data_ptr() for p in policy.parameters() if p.requires_grad}
+
+
+def test_a_model_that_nobody_trains_is_saved_whole():
+    assert len(CausalLM(tiny_model().requires_grad_(False)).state_dict()) == 21
+
+
+@pytest.mark.parametrize("kind", ["plain", "adapted"])
+def test_a_checkpoint_brings_everything_back(kind, tmp_path):
+    policy = make_policy(kind, "smollm", actor_only=False)
+    shake(policy)
+    expected = policy.evaluate(batch_of(ROWS))
+    algorithm = GRPO(GRPOCfg(kl_coef=0.1), policy)
+    algorithm.reference.state_dict()
+    identity = Identity("text", "tokens", "tokens")
+    save_checkpoint(
+        tmp_path / "latest", Checkpoint(policy.state_dict(), {"algorithm": algorithm.state_dict()}), identity
+    )
+    again = make_policy(kind, "smollm", actor_only=False)
+    renewed = GRPO(GRPOCfg(kl_coef=0.1), again)
+    checkpoint = load_checkpoint(tmp_path / "latest", identity)
+    load_policy(again, checkpoint.policy, tmp_path)
+    assert torch.equal(again.evaluate(batch_of(ROWS)).log_prob, expected.log_prob)
+    assert torch.equal(again.evaluate(batch_of(ROWS)).value, expected.value)
+    if kind == "plain":
+        renewed.load_state_dict(checkpoint.state["algorithm"])
+        assert torch.equal(renewed.reference.evaluate(batch_of(ROWS)).log_prob, expected.log_prob)
+    del checkpoint.policy["value_head.bias"]
+    with pytest.raises(CheckpointError, match=r"value_head\.bias"):
+        load_policy(again, checkpoint.policy, tmp_path)
+    with pytest.raises(RuntimeError, match=r"value_head\.bias"):
+        again.load_state_dict(checkpoint.policy)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_folders_are_transformers_and_pefts(family, tmp_path):
+    batch, tokens = batch_of(ROWS), torch.tensor([[5, 6, 7]])
+    for kind in ("plain", "adapted"):
+        policy = make_policy(kind, family, tokenizer=character_tokenizer("abc"))
+        algorithm = GRPO(GRPOCfg(), policy)  # lays what is trained end to end
+        assert len(algorithm.trained.tensors) == 1
+        shake(policy)
+        with torch.no_grad():
+            expected = policy.network(input_ids=tokens).logits
+        policy.save_pretrained(tmp_path / kind)
+        if kind == "plain":
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / kind)
+        else:
+            with warnings.catch_warnings(action="ignore"):
+                model = PeftModel.from_pretrained(tiny_model(family), tmp_path / kind)
+        with torch.no_grad():
+            torch.testing.assert_close(model(input_ids=tokens).logits, expected, rtol=0, atol=0)
+        torch.testing.assert_close(CausalLM(model).evaluate(batch).log_prob, policy.evaluate(batch).log_prob)
+        assert AutoTokenizer.from_pretrained(tmp_path / kind).decode([4, 5, 6]) == "abc"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["plain", "adapted"])
+def test_layers_computed_again_give_the_same_gradient_with_fewer_saved_tensors(family, kind):
+    weight, batch = torch.tensor([1.0, -2.0, 0.5, 3.0]), batch_of(ROWS)
+    plain, thrifty = (make_policy(kind, family, gradient_checkpointing=again) for again in (False, True))
+    for policy in (plain, thrifty):
+        shake(policy)
+        policy.evaluate(batch)  # tries prefixes
+    results = []
+    for policy in (plain, thrifty):
+        kept = []
+        keep = partial(lambda kept, tensor: kept.append(tensor.numel()) or tensor, kept)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            scores, gradient = scores_and_gradient(policy, batch, weight)
+        results.append((scores.log_prob, gradient, sum(kept)))
+    assert plain._prefixes == thrifty._prefixes == "shared"
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=0)
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-5, atol=1e-6)
+    assert results[1][2] < 0.5 * results[0][2]
+
+
+def test_a_model_without_layers_to_compute_again_is_refused():
+    model = tiny_model()
+    model.model.layers = nn.ModuleList()
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no layers for gradient checkpointing"):
+        CausalLM(model, gradient_checkpointing=True)
+
+
+def test_products_in_bfloat16_are_the_same_in_training_and_sampling():
+    policy = CausalLM(tiny_model(), autocast=torch.bfloat16)
+    exact = CausalLM(tiny_model())
+    tokens, valid = torch.tensor([[5, 6, 7, 8]]), torch.ones(1, 4, dtype=torch.bool)
+    products = []
+    policy.network.model.layers[0].mlp.register_forward_hook(lambda layer, args, out: products.append(out.dtype))
+
+    def in_sampling():
+        with torch.autocast("cpu", enabled=False):
+            return (policy.hidden_states(tokens, valid)[0, -2].float() @ policy.head.T).log_softmax(dim=-1)[8]
+
+    sampled = in_sampling()
+    trained = policy.evaluate(batch_of([TextRow([5, 6, 7], [8], [0.0], 1.0, False, 0)]))
+    assert products == [torch.bfloat16] * 2
+    assert all(p.dtype == torch.float32 for p in policy.parameters())
+    assert trained.log_prob.dtype == torch.float32
+    torch.testing.assert_close(trained.log_prob[0, 2], sampled, rtol=1e-6, atol=0)
+    with policy.computing(), torch.no_grad():  # as a generator may, so that weights are cast once
+        assert in_sampling() == sampled
+    off = (trained.log_prob[0, 2] - exact.evaluate(batch_of([ROWS[0]])).log_prob[0, 2]).abs()
+    assert 0 < off < 0.02
+
+
+def test_the_first_ratio_is_exactly_one_though_the_model_has_dropout():
+    model = LlamaForCausalLM(LlamaConfig(**{**tiny_model().config.to_dict(), "attention_dropout": 0.5})).train()
+    policy = CausalLM(model, autocast=torch.bfloat16, gradient_checkpointing=True)
+    with torch.no_grad():
+        start = policy.evaluate(batch_of(ROWS)).log_prob
+    assert torch.equal(policy.evaluate(batch_of(ROWS)).log_prob, start)
+    policy.train()
+    assert torch.equal(policy.evaluate(batch_of(ROWS)).log_prob, start)
+
+
+def test_a_compiled_policy_scores_alike_and_so_does_its_clone(monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    weight, batch = torch.tensor([1.0, -2.0, 0.5, 3.0]), batch_of([r._replace(group=i) for i, r in enumerate(ROWS)])
+    config = LlamaConfig(**{**tiny_model().config.to_dict(), "num_hidden_layers": 1})  # tracing takes seconds a layer
+    model = LlamaForCausalLM(config)
+    plain, compiled = CausalLM(model), CausalLM(copy.deepcopy(model), compile=True)
+    for one, other in zip(
+        scores_and_gradient(plain, batch, weight), scores_and_gradient(compiled, batch, weight), strict=True
+    ):
+        torch.testing.assert_close(other, one)
+    clone = compiled.clone()
+    shake(compiled)
+    torch.testing.assert_close(clone.evaluate(batch).log_prob, plain.evaluate(batch).log_prob)
+
+
+class Broken(LlamaForCausalLM):
+    """Does not look at what lies in a cache."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.register_forward_pre_hook(self._forget, with_kwargs=True)
+
+    @staticmethod
+    def _forget(module, args, kwargs):
+        past = 0 if kwargs.get("past_key_values") is None else kwargs["past_key_values"].get_seq_length()
+        if past:
+            kwargs["attention_mask"] = kwargs["attention_mask"].clone()
+            kwargs["attention_mask"][:, :past] = 0
+        return args, kwargs
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_prefixes_are_shared_only_if_that_changes_nothing(autocast):
+    model = Broken(tiny_model().config)
+    with torch.no_grad():  # logits as far apart as a trained model's
+        model.lm_head.weight.mul_(30)
+        model.model.layers[0].self_attn.o_proj.weight.mul_(30)
+    policy, batch = CausalLM(model, autocast=autocast), batch_of(ROWS)
+    alone = batch_of([row._replace(group=number) for number, row in enumerate(ROWS)])
+    with pytest.warns(
+        SlowPathWarning, match=r"Broken reads the prompt that siblings share once for each .* differ by \d"
+    ):
+        scores = policy.evaluate(batch)
+    assert torch.equal(scores.log_prob, policy.evaluate(alone).log_prob)
+    policy.evaluate(batch)  # warns once
+
+
+def test_prefixes_are_not_shared_where_the_cache_forgets():
+    config = Qwen2Config(
+        **{
+            **tiny_model("qwen2").config.to_dict(),
+            "use_sliding_window": True,
+            "sliding_window": 2,
+            "max_window_layers": 0,
+            "layer_types": None,
+        }
+    )
+    policy = CausalLM(Qwen2ForCausalLM(config))
+    with pytest.warns(SlowPathWarning, match="its cache has a DynamicSlidingWindowLayer, not the keys and values"):
+        policy.evaluate(batch_of(ROWS))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefixes_are_shared_in_every_family_and_precision(family, autocast):
+    policy = CausalLM(tiny_model(family), autocast=autocast)
+    policy.evaluate(
+        batch_of([row._replace(trained=False) for row in ROWS]) | {"loss_mask": torch.zeros(4, 5, dtype=torch.bool)}
+    )
+    assert policy._prefixes == "untried"  # nothing to compare
+    policy.evaluate(batch_of(ROWS))
+    assert policy._prefixes == "shared"
+
+
+@pytest.mark.parametrize("kind", ["plain", "adapted"])
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_values_are_those_of_the_text_up_to_each_token(kind, padding):
+    policy = make_policy(kind, actor_only=False)
+    rollout = text_rollout(ROWS, padding=padding)
+    assert (policy.values(rollout) == 0).all()
+    shake(policy)
+    values = policy.values(rollout)
+    head = policy.value_head
+    for row, (prompt, completion) in enumerate(TEXTS):
+        text = prompt + completion
+        with torch.no_grad():
+            hidden = policy.network.base_model(input_ids=torch.tensor([text])).last_hidden_state[0]
+        expected = hidden @ head.weight[0] + head.bias
+        start = 6 - len(text) if padding == "left" else 0
+        torch.testing.assert_close(values[row, start : start + len(text)], expected, rtol=1e-4, atol=1e-5)
+        assert values[row].count_nonzero() == len(text)
+    batch = dict(transition_view(rollout).items())
+    value = policy.evaluate(batch).value
+    torch.testing.assert_close(value, values[:, :-1] * batch["loss_mask"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_value_head_learns_in_float32_with_the_model_below():
+    policy = make_policy("plain", actor_only=False, autocast=torch.bfloat16)
+    assert (policy.value_head.weight == 0).all()
+    policy.evaluate(batch_of(ROWS)).value.sum().backward()
+    assert policy.value_head.weight.grad.abs().sum() > 0
+    assert policy.value_head.weight.dtype == torch.float32
+    shake(policy)
+    policy.evaluate(batch_of(ROWS)).value.sum().backward()
+    assert policy.network.model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
+
+
+def test_ppo_trains_policy_and_critic_on_texts():
+    policy = make_policy("adapted", actor_only=False)
+    cfg = PPOCfg(learning_rate=0.02, gae_lambda=1.0, gamma=1.0, minibatch_size=100, normalize_advantage="none")
+    ppo = PPO(cfg, policy)
+    losses = []
+    for _ in range(8):
+        rollout = text_rollout([row._replace(terminated=True) for row in ROWS])
+        rollout["value"] = policy.values(rollout)
+        rollout["next_value"] = rollout["value"].roll(-1, dims=1)
+        with torch.no_grad():
+            scores = policy.evaluate(dict(transition_view(rollout).items()))
+        rollout["sample_log_prob"][:, :-1] = scores.log_prob
+        losses.append(float(ppo.update(rollout)["train/value_loss"]))
+    # without discount, every token is worth the 1 that its text gets in the end, and was worth 0 at first
+    assert losses[-1] < 0.1 * losses[0]
+    wrote = transition_view(rollout)["loss_mask"]
+    torch.testing.assert_close(rollout["value"][:, :-1][wrote], torch.ones(9), rtol=0, atol=0.4)
+
+
+def test_without_a_value_head_there_are_no_values():
+    with pytest.raises(TypeError, match="actor_only=False"):
+        CausalLM(tiny_model()).values(text_rollout(ROWS))
+
+
+def test_acting_and_predicting_say_what_to_use():
+    policy = CausalLM(tiny_model())
+    for call in (policy.act, policy.predict):
+        with pytest.raises(TypeError, match=r"decoding\.complete"):
+            call(torch.zeros(1, dtype=torch.long))

@@ -1,0 +1,242 @@
+"""Whole runs on texts: train, resume, evaluate, sample, and what is said of bad input."""
+
+import inspect
+import json
+
+import pyarrow.parquet
+import pytest
+import torch
+from safetensors.torch import load_file
+from text_runs import SETTINGS, copying, numbers, save_model, share_copied, train
+from transformers import AutoModelForCausalLM
+
+import groupwise as gw
+from groupwise import cli
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("lm") / "model")
+
+
+@pytest.fixture(scope="module")
+def copied(model, tmp_path_factory):
+    return train(copying(), model, tmp_path_factory.mktemp("runs") / "copied")
+
+
+OPTIMAL_TOKEN = {"baseline": "optimal_token", "group_key": "group_step", "returns": "return_to_go"}
+
+
+def weights(run):
+    return load_file(run.path / "checkpoints" / "latest" / "policy.safetensors")
+
+
+def timeless(run):
+    return [{k: v for k, v in entry.items() if not k.startswith("time/")} for entry in run.metrics()]
+
+
+def test_a_run_leaves_what_it_reached_and_groups_to_look_at(copied):
+    assert copied.summary["stopped"] == "total_steps"
+    assert copied.summary["task"] == "text"
+    assert copied.summary["episodes"] == 8
+    last = copied.metrics()[-1]
+    assert last["env_steps"] >= 100 == SETTINGS["total_steps"]
+    # 4 prompts x 4 completions of at most 4 tokens
+    assert last["rollout/env_steps"] <= 64
+    assert last["rollout/env_steps"] == pytest.approx(16 * last["rollout/length_mean"])
+    assert last["rollout/ended_by_eos"] + last["rollout/ended_by_length"] == 1
+    assert last["agreement/kl"] < 1e-8
+    table = pyarrow.parquet.read_table(sorted((copied.path / "groups").iterdir())[-1]).to_pylist()
+    assert len(table) == 16
+    assert [row["reward"] for row in table] == pytest.approx(
+        share_copied([row["prompt"] for row in table], [row["completion"] for row in table])
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(algorithm, model, tmp_path):
+    cfg = {"grpo": gw.GRPOCfg(group_size=4, learning_rate=1e-3, kl_coef=0.1), "ppo": gw.PPOCfg(learning_rate=1e-3)}
+    settings = {"num_prompts": 4 if algorithm == "grpo" else 16, "checkpoint_interval": 1}
+    whole = train(copying(), model, tmp_path / "whole", cfg[algorithm], total_steps=200, **settings)
+    part = train(copying(), model, tmp_path / "part", cfg[algorithm], total_steps=80, **settings)
+    assert part.summary["iterations"] < whole.summary["iterations"]
+    task = copying()
+    again = gw.resume(part.path, 200, data=task.data, eval_data=task.eval_data, reward=share_copied)
+    ours, theirs = weights(again), weights(whole)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    ignored = ("eval/", "iteration")
+    kept = [{k: v for k, v in entry.items() if not k.startswith(ignored)} for entry in timeless(again)]
+    assert kept == [{k: v for k, v in entry.items() if not k.startswith(ignored)} for entry in timeless(whole)]
+
+
+def test_a_given_reward_must_be_given_again(copied):
+    with pytest.raises(gw.ConfigError, match=r"was given data and eval_data and reward in Python; fix: .*data=\.\.\."):
+        gw.resume(copied.path)
+
+
+def test_evaluation_tells_mean_and_pass_rates_with_intervals(copied):
+    greedy = gw.evaluate(copied)
+    assert (greedy.episodes, greedy.attempts) == (8, 1)
+    assert greedy.return_mean == pytest.approx(copied.summary["return_mean"])
+    sampled = gw.evaluate(copied, attempts=4)
+    rates = [sampled.pass_at(k) for k in (1, 2, 4)]
+    assert all(low <= mean <= high for mean, low, high in rates)
+    assert rates[0][0] <= rates[1][0] <= rates[2][0]
+    assert gw.evaluate(copied, attempts=4, seed=5).rewards != sampled.rewards
+    assert gw.evaluate(copied, 3).episodes == 3
+
+
+def test_a_run_on_texts_has_no_video(copied):
+    with pytest.raises(gw.ConfigError, match=r"video is of environments; .*fix: groupwise sample"):
+        gw.evaluate(copied, video=True)
+
+
+def test_the_commands(model, tmp_path, capsys):
+    rows = numbers()
+    for name, part in {"train": rows[:40], "test": rows[40:46]}.items():
+        text = "\n".join(json.dumps(row | {"answer": row["prompt"]}) for row in part)
+        (tmp_path / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    task = {"data": f"{tmp_path}/train.jsonl", "eval_data": f"{tmp_path}/test.jsonl", "rewards": [{"name": "exact"}]}
+    settings = {"task": task, "model": {"path": str(model)}, "algorithm": {"group_size": 4}} | SETTINGS
+    (tmp_path / "text.json").write_text(json.dumps(settings), encoding="utf-8")
+    run = f"{tmp_path}/run"
+    assert cli.main(["train", f"{tmp_path}/text.json", "--run-dir", run, "--sampling.temperature", "0.7"]) == 0
+    assert f"next: groupwise eval {run}" in capsys.readouterr().out
+    assert cli.main(["eval", run]) == 0
+    assert capsys.readouterr().out.startswith("return_mean=0 ci95=[0, 0] pass@1=0 ci95=[0, 0.39")
+    assert cli.main(["eval", run, "--attempts", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["episodes"], found["attempts"]) == (6, 2)
+    assert found["pass_at_2"]["ci95"][0] == 0
+    assert cli.main(["sample", run, "123", "--count", "2"]) == 0
+    assert len(capsys.readouterr().out.split("-" * 20)) == 2
+    assert cli.main(["resume", run, "--total-steps", "150"]) == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["sampling"]["temperature"] == 0.7
+
+
+def test_a_trained_model_is_saved_for_transformers(copied, tmp_path):
+    copied.policy.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.tensor([[4, 5, 6]])
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, copied.policy.network(tokens).logits)
+
+
+def test_adapters_begin_as_the_seed_says(model, tmp_path):
+    norms = []
+    for number, seed in enumerate((1, 1, 2)):
+        torch.manual_seed(number)  # who calls may have drawn numbers before
+        run = train(copying(), model, tmp_path / str(number), lora={"r": 2}, seed=seed)
+        norms.append(run.metrics()[0]["train/grad_norm"])
+    assert norms[0] == norms[1] != norms[2]
+
+
+def test_columns_are_wanted_of_held_out_data_too(model, tmp_path):
+    rows = [row | {"answer": row["prompt"]} for row in numbers()[:20]]
+    task = gw.TextTask(rows, reward="exact", eval_data=["123", "321"])
+    with pytest.raises(gw.DataError, match=r"reward 'exact' needs the column 'answer'; the eval_data have none .*fix"):
+        train(task, model, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_score_to_stop_at_wants_held_out_prompts(model, tmp_path):
+    task = gw.TextTask(numbers()[:20], reward=share_copied)
+    with pytest.raises(gw.ConfigError, match=r"stop.return_threshold=0.5 waits for .*fix: task.eval_data"):
+        train(task, model, tmp_path / "run", stop={"return_threshold": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda run: gw.evaluate(run, checkpoint="best"), "checkpoint is for runs that come as a folder; fix: give"),
+        (lambda run: gw.evaluate(run, reward=share_copied, foo=1), "reward, foo are for runs that come as a folder"),
+        (lambda run: gw.sample(run, "12", checkpoint="best"), "checkpoint is for runs that come as a folder"),
+        (lambda run: inspect.unwrap(gw.sample)(run, ["12", "21"]), r"prompt = \['12', '21'\]: expected one text; fix"),
+        (lambda run: gw.evaluate(run.path, rewards=share_copied), "no 'rewards' again; fix: .*did you mean 'reward'"),
+        (lambda run: gw.resume(run.path, totalsteps=3), "no 'totalsteps' again; fix: env, policy"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(copied, call, message):
+    with pytest.raises(gw.ConfigError, match=message):
+        call(copied)
+
+
+def test_adapters_train_alone_and_their_reference_is_the_base(model, tmp_path):
+    run = train(
+        copying(), model, tmp_path / "run", gw.GRPOCfg(group_size=4, kl_coef=0.05, learning_rate=1e-2), lora={"r": 2}
+    )
+    assert all("lora" in name for name in weights(run))
+    assert run.metrics()[0]["train/reference_kl"] == pytest.approx(0, abs=1e-6)
+    assert run.metrics()[-1]["train/reference_kl"] > 0
+    run.policy.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"sampling": {"max_new_tokens": 64}},
+            "max_new_tokens=64 leaves no room for a prompt: .* 64 tokens; fix",
+        ),
+        (
+            {"sampling": {"max_new_tokens": 62}},
+            "prompts have more than 2 tokens .*max_new_tokens leaves .*fix: a smaller max_new",
+        ),
+        ({"algorithm": gw.GRPOCfg(objective={"kl_estimator": "exact"})}, "kl_estimator='exact' .*CausalLM.*fix: 'k3'"),
+        (
+            {"algorithm": gw.GRPOCfg(credit=OPTIMAL_TOKEN)},
+            "'optimal_token' .*CausalLM .*fix: baseline=",
+        ),
+        ({"policy": gw.PolicyCfg(hidden_sizes=(3,))}, "policy = PolicyCfg.*: expected a gw.CausalLM; fix: model="),
+        ({"algorithm": gw.GRPOCfg(reference={"refresh": "ema"}, kl_coef=0.1), "lora": {"r": 2}}, "refresh='ema' needs"),
+        ({"lora": True}, "lora = True: expected .*fix: lora={'r': 16}"),
+        ({"algorithm": gw.GRPOCfg(num_steps=9)}, "num_steps=9 is about environments, .*fix: leave it out"),
+        ({"algorithm": gw.GRPOCfg(credit={"reward": "parts"})}, "compares several rewards; got one, fix"),
+        ({"overlong": {"punished_tokens": 5}}, "punished_tokens=5 is more than .*max_new_tokens=4.*fix: fewer"),
+        ({"sampling": {"top_p": 0.9}}, "top_p=0.9 is for evaluation only: .*fix: top_k"),
+        ({"model": "nowhere/at-all"}, "nowhere/at-all"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_trained(change, message, model, tmp_path):
+    with pytest.raises((gw.ConfigError, gw.DataError), match=message):
+        train(copying(), **{"model": model, "run_dir": tmp_path / "run"} | change)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_knows_nothing_stops_the_run_after_a_while(model, tmp_path, caplog):
+    def silent(prompts, **rest):
+        return [None] * len(prompts)
+
+    with pytest.raises(
+        gw.DataError, match=r"no completion of 3 iterations in a row could be scored: .*fix: the rewards silent"
+    ):
+        train(gw.TextTask(numbers(), reward=silent), model, tmp_path / "run", total_steps=1000)
+    assert caplog.text.count("nothing is learned from it") == 3
+
+
+def test_a_failing_reward_names_itself_and_what_it_was_given(model, tmp_path):
+    def broken(prompts, completions, **rest):
+        raise KeyError("solution")
+
+    with pytest.raises(gw.RewardError, match=r"broken[\s\S]*KeyError[\s\S]*prompt[\s\S]*completion[\s\S]*fix"):
+        train(gw.TextTask(numbers(), reward=broken), model, tmp_path / "run")
+
+
+def test_a_sampler_that_is_another_policy_stops_the_run(model, tmp_path, monkeypatch):
+    from groupwise.text import generation as generators
+
+    honest = generators.complete
+
+    def other(policy, *args, **options):
+        groups = honest(policy, *args, **options)
+        return [[c._replace(log_probs=[p + 0.6 for p in c.log_probs]) for c in group] for group in groups]
+
+    monkeypatch.setattr(generators, "complete", other)
+    with pytest.raises(
+        gw.DisagreementError, match=r"no longer the policy that is trained: KL 0\.149 .*from token 0.*fix"
+    ):
+        train(copying(), model, tmp_path / "run")

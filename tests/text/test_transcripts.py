@@ -1,0 +1,296 @@
+"""Attempts of several turns: written by hand, and by a model whose scores are computed again from the transcript."""
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tiny_tokenizers import END, character_tokenizer, tiny_tokenizer
+
+from groupwise.config.policy import SamplingCfg
+from groupwise.config.text import TextTaskCfg
+from groupwise.seeding import derive_seed
+from groupwise.text.data import Example
+from groupwise.text.decoding import Completion
+from groupwise.text.dialogue import ToolDialogue
+from groupwise.text.generation import Generator, NativeGenerator, TransformersGenerator
+from groupwise.text.policy import CausalLM
+from groupwise.text.prompts import EncodedPrompt, PromptEncoder
+from groupwise.text.reward_functions import RewardFunction
+from groupwise.text.rewards import RewardSet
+from groupwise.text.rollout import TextRow, text_rollout
+from groupwise.text.scoring import score, text_of
+from groupwise.text.tools import Calculator, Tool
+from groupwise.text.transcripts import Attempt, write
+from groupwise.text.turns import AnswerEncoder
+
+CHARACTERS = "0123456789+=<>/calcresut "
+SAMPLING = SamplingCfg(max_new_tokens=30, stop=("</calc>",))
+
+
+class Scripted(Generator):
+    """Writes what it was told to, by the text that stands there; notes what it was asked."""
+
+    def __init__(self, tokenizer, script):
+        self.tokenizer, self.script, self.calls = tokenizer, script, []
+
+    def generate(self, prompts, seeds, sampling, deterministic=False):
+        self.calls.append(([self.tokenizer.decode(p) for p in prompts], seeds.tolist(), deterministic))
+        return [[self.completion(list(p), int(seed)) for seed in row] for p, row in zip(prompts, seeds, strict=True)]
+
+    def completion(self, prompt, seed):
+        text, stop = self.script(self.tokenizer.decode(prompt), seed)
+        tokens = self.tokenizer(text)["input_ids"] + ([END] if stop == "eos" else [])
+        return Completion(tokens, [-0.5] * len(tokens), stop)
+
+
+class Length(Tool):
+    """Always answers: how many characters there are."""
+
+    def __call__(self, text):
+        return str(len(text))
+
+
+def parts(tool=None, *, chat=False, max_turns=2, characters=True, **settings):
+    tokenizer = character_tokenizer(CHARACTERS) if characters else tiny_tokenizer(chat=chat)
+    cfg = TextTaskCfg(tool="calculator", max_turns=max_turns, **settings)
+    encoder = PromptEncoder(tokenizer, cfg)
+    dialogue = ToolDialogue(tool or Calculator(), encoder, AnswerEncoder(tokenizer, cfg, encoder), max_turns)
+    return tokenizer, encoder, dialogue
+
+
+def attempts_at(encoder, prompt, count, group=0, greedy=()):
+    encoded = EncodedPrompt(Example(prompt, {}), tuple(encoder.encode(Example(prompt, {}))))
+    return [Attempt(encoded, group, 10 * group + member, member in greedy) for member in range(count)]
+
+
+def row_of(attempt, reward=0.0):
+    return TextRow(
+        attempt.prompt.tokens,
+        attempt.tokens,
+        attempt.log_probs,
+        reward,
+        terminated=attempt.stop != "length",
+        group=attempt.group,
+        turn=attempt.turn,
+        support=attempt.support or None,
+        eos_barred=attempt.eos_barred,
+        greedy=attempt.greedy,
+    )
+
+
+def test_a_call_is_answered_and_the_model_writes_on():
+    tokenizer, encoder, dialogue = parts()
+    generator = Scripted(
+        tokenizer, lambda text, _: ("3", "eos") if "<result>" in text else ("<calc>1+2</calc>", "stop")
+    )
+    (attempt,) = attempts_at(encoder, "1+2=", 1)
+    write([attempt], generator, SAMPLING, dialogue=dialogue)
+    assert [text for (text,), _, _ in generator.calls] == ["1+2=", "1+2=<calc>1+2</calc><result>3</result>"]
+    ids = tokenizer("<calc>1+2</calc><result>3</result>3")["input_ids"]
+    assert attempt.tokens == [*ids, END]
+    # 16 characters called, 18 answered, one and the end written
+    assert attempt.turn == [0] * 16 + [-1] * 18 + [1] * 2
+    assert attempt.log_probs == [-0.5] * 16 + [0.0] * 18 + [-0.5] * 2
+    assert (attempt.turns, attempt.written, attempt.stop, attempt.answers) == (2, 18, "eos", ["3"])
+    assert attempt.last_turn() == [*tokenizer("3")["input_ids"], END]
+    rollout = text_rollout([row_of(attempt, 1.0)])
+    # the prompt has 4 tokens, so that its last slot chooses the first token written
+    assert rollout["loss_mask"][0].tolist() == [False] * 3 + [True] * 16 + [False] * 18 + [True] * 2 + [False]
+    assert rollout["turn_id"][0].tolist() == [-1] * 3 + [0] * 16 + [-1] * 18 + [1] * 2 + [-1]
+    assert rollout["reward"][0].nonzero().tolist() == [[38]]
+    assert rollout["terminated"][0].nonzero().tolist() == [[38]]
+
+
+@pytest.mark.parametrize(("max_turns", "turns"), [(1, 1), (2, 2), (5, 5)])
+def test_the_tool_is_not_asked_after_the_last_turn(max_turns, turns):
+    tokenizer, encoder, dialogue = parts(max_turns=max_turns)
+    (attempt,) = attempts_at(encoder, "1=", 1)
+    write([attempt], Scripted(tokenizer, lambda *_: ("<calc>1</calc>", "stop")), SAMPLING, dialogue=dialogue)
+    assert (attempt.turns, len(attempt.answers), attempt.stop) == (turns, turns - 1, "stop")
+    assert max(attempt.turn) == turns - 1
+    assert [attempt.of_turn(t) for t in range(turns)] == [tokenizer("<calc>1</calc>")["input_ids"]] * turns
+
+
+def test_members_of_a_group_have_as_many_turns_as_they_call_for():
+    def script(text, seed):
+        return ("<calc>1</calc>", "stop") if text.count("<result>") < calls[seed] else ("1", "eos")
+
+    tokenizer, encoder, dialogue = parts(max_turns=4)
+    attempts = [*attempts_at(encoder, "1=", 3), *attempts_at(encoder, "2=", 2, group=1)]
+    generator = Scripted(tokenizer, script)
+    wanted = dict(zip([attempt.seed for attempt in attempts], [0, 2, 1, 2, 2], strict=True))
+    calls = {_seed_of_turn(a, turn): wanted[a.seed] for a in attempts for turn in range(4)}
+    write(attempts, generator, SAMPLING, dialogue=dialogue)
+    assert [attempt.turns for attempt in attempts] == [1, 3, 2, 3, 3]
+    # first all of both groups; then the two of group 0 that called, which stand at the same text, with both of group 1
+    assert [texts for texts, _, _ in generator.calls[:2]] == [["1="], ["2="]]
+    assert generator.calls[2][0] == ["1=<calc>1</calc><result>1</result>", "2=<calc>1</calc><result>1</result>"]
+    rollout = text_rollout([row_of(attempt) for attempt in attempts])
+    assert rollout["turn_id"].amax(dim=1).tolist() == [0, 2, 1, 2, 2]
+    written = [[attempt.turn.count(t) for t in range(3)] for attempt in attempts]
+    assert [[int((row == t).sum()) for t in range(3)] for row in rollout["turn_id"]] == written
+    assert written[0] == [2, 0, 0]
+    assert written[2] == [14, 2, 0]
+
+
+def _seed_of_turn(attempt, turn):
+    return derive_seed(attempt.seed, "turn", turn)
+
+
+def test_what_was_cut_is_not_answered():
+    tokenizer, encoder, dialogue = parts(Length())
+    (attempt,) = attempts_at(encoder, "1=", 1)
+    write([attempt], Scripted(tokenizer, lambda *_: ("<calc>1</calc>", "length")), SAMPLING, dialogue=dialogue)
+    assert (attempt.turns, attempt.answers, attempt.stop) == (1, [], "length")
+    assert not text_rollout([row_of(attempt)])["terminated"].any()
+
+
+@pytest.mark.parametrize(("context", "turns", "stop"), [(63, 1, "length"), (64, 2, "eos"), (None, 2, "eos")])
+def test_an_attempt_without_room_for_another_turn_was_cut(context, turns, stop):
+    # prompt 2, call 14, answer 18, and room for 30 more
+    tokenizer, encoder, dialogue = parts()
+    generator = Scripted(tokenizer, lambda text, _: ("1", "eos") if "<result>" in text else ("<calc>1</calc>", "stop"))
+    (attempt,) = attempts_at(encoder, "1=", 1)
+    write([attempt], generator, SAMPLING, dialogue=dialogue, context=context)
+    assert (attempt.turns, attempt.stop) == (turns, stop)
+    assert len(attempt.tokens) == (14 if turns == 1 else 14 + 18 + 2)
+
+
+def test_a_chat_model_reads_a_message_and_ends_its_turns_once():
+    tokenizer, encoder, dialogue = parts(Length(), chat=True, characters=False)
+    for stop in ("eos", "stop"):
+        (attempt,) = attempts_at(encoder, "user", 1)
+        generator = Scripted(
+            tokenizer, lambda text, _, stop=stop: ("answer", "eos") if "tool" in text else ("sum", stop)
+        )
+        write([attempt], generator, SAMPLING, dialogue=dialogue)
+        read = tokenizer.decode([*attempt.prompt.tokens, *attempt.tokens])
+        assert read == (
+            "<|im_start|>user\nuser<|im_end|>\n<|im_start|>assistant\nsum<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n"
+            "<|im_start|>assistant\nanswer<|im_end|>"
+        )
+        ends = [turn for token, turn in zip(attempt.tokens, attempt.turn, strict=True) if token == END]
+        # the first end of turn is the model's own only where it wrote it
+        assert ends == ([0, -1, 1] if stop == "eos" else [-1, -1, 1])
+
+
+def test_greedy_members_are_written_greedily_in_every_turn():
+    tokenizer, encoder, dialogue = parts()
+    generator = Scripted(tokenizer, lambda text, _: ("1", "eos") if "<result>" in text else ("<calc>1</calc>", "stop"))
+    attempts = attempts_at(encoder, "1=", 3, greedy={2})
+    write(attempts, generator, SAMPLING, dialogue=dialogue)
+    assert [(len(seeds[0]), greedy) for _, seeds, greedy in generator.calls] == [(2, False), (1, True)] * 2
+    rollout = text_rollout([row_of(attempt, 1.0) for attempt in attempts])
+    assert rollout["greedy"].any(dim=1).tolist() == [False, False, True]
+    assert rollout["loss_mask"].any(dim=1).tolist() == [True, True, False]
+
+
+def completions_seen(prompt, *, chat):
+    tokenizer, encoder, dialogue = parts(Length(), chat=chat, characters=False)
+    attempts = attempts_at(encoder, prompt, 2)
+    once = _seed_of_turn(attempts[1], 0)
+
+    def script(text, seed):
+        return ("answer", "eos") if "result" in text or "tool" in text or seed == once else ("sum", "eos")
+
+    write(attempts[:1], Scripted(tokenizer, script), SAMPLING, dialogue=dialogue)
+    write(attempts[1:], Scripted(tokenizer, script), SAMPLING)
+    seen = []
+
+    def reward(completions, **_):
+        seen.extend(completions)
+        return [float(len(c)) for c in completions]
+
+    scored = score(attempts, RewardSet([RewardFunction("r", reward, timeout=None)]), encoder)
+    assert [member.text for member in scored] == [text_of(attempt, encoder) for attempt in attempts]
+    return seen, [member.text for member in scored]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_of_a_text_rewards_read_a_text_whatever_the_tokenizer(chat):
+    seen, texts = completions_seen("user", chat=chat)
+    assert seen == texts == ["sum<result>3</result>answer", "answer"]
+
+
+def test_of_messages_rewards_read_messages():
+    seen, texts = completions_seen(({"role": "user", "content": "number"},), chat=True)
+    assert seen == [
+        [
+            {"role": "assistant", "content": "sum"},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": "answer"},
+        ],
+        [{"role": "assistant", "content": "answer"}],
+    ]
+    assert texts == ["sum<result>3</result>answer", "answer"]
+
+
+class Digits(Tool):
+    """Ends turns at a few of the tokens; answers with two."""
+
+    stop = tuple("0123")
+
+    def __call__(self, text):
+        return str(10 + len(text))
+
+
+@pytest.mark.parametrize("backend", [NativeGenerator, TransformersGenerator])
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"top_k": 5}, {"top_k": 64}, {"min_new_tokens": 2}],
+    ids=["all", "top-k", "all of top-k", "min length"],
+)
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_scores_are_those_of_the_transcript(padding, sampling, backend):
+    tokenizer, encoder, dialogue = parts(Digits(), max_turns=3, tool_answer="={}+")
+    model = tiny_model(vocab_size=len(tokenizer))
+    cfg = SamplingCfg(temperature=0.9, max_new_tokens=6, stop=Digits.stop, **sampling)
+    policy = CausalLM(model, cfg, tokenizer=tokenizer)
+    attempts = [*attempts_at(encoder, "12", 6), *attempts_at(encoder, "345", 6, group=1)]
+    write(attempts, backend(policy), cfg, dialogue=dialogue)
+    turns = {attempt.turns for attempt in attempts}
+    assert len(turns) > 1
+    assert 3 in turns
+    rollout = text_rollout([row_of(attempt) for attempt in attempts], padding=padding)
+    for attempt, row in zip(attempts, rollout, strict=True):
+        _expect_transcript(attempt, row, model, cfg, tokenizer, encoder, policy)
+
+
+def _expect_transcript(attempt, row, model, cfg, tokenizer, encoder, policy):
+    """Everything in the row again, from the prompt, the turns as texts and the tool."""
+    transcript, turn, first = list(attempt.prompt.tokens), [], []
+    for number in range(attempt.turns):
+        written = attempt.of_turn(number)
+        first += [number_in_turn < cfg.min_new_tokens for number_in_turn in range(len(written))]
+        transcript += written
+        turn += [number] * len(written)
+        if number < attempt.turns - 1:
+            answered = tokenizer(f"={Digits()(encoder.decode(written))}+")["input_ids"]
+            transcript += answered
+            turn += [-1] * len(answered)
+            first += [False] * len(answered)
+    count = len(transcript)
+    valid = row["valid"]
+    start = int(valid.nonzero()[0])
+    assert row["obs"][start : start + count].tolist() == transcript
+    assert row["action"][valid].tolist() == transcript[1:]
+    prompt = len(attempt.prompt.tokens)
+    assert row["turn_id"][valid].tolist() == [-1] * (prompt - 1) + turn
+    assert row["loss_mask"][valid].tolist() == [False] * (prompt - 1) + [t >= 0 for t in turn]
+    with torch.no_grad():
+        logits = model(torch.tensor([transcript])).logits[0, prompt - 1 : -1].double() / cfg.temperature
+    for place in torch.tensor(first).nonzero()[:, 0]:
+        logits[place, list(policy.eos_ids)] = -torch.inf
+    if cfg.top_k:
+        kept = logits.topk(min(cfg.top_k, logits.shape[1])).indices.sort().values
+        logits = torch.full_like(logits, -torch.inf).scatter(1, kept, logits.gather(1, kept))
+        support = row["support"][valid][prompt - 1 :]
+        where = torch.tensor(turn) >= 0
+        assert support[where].tolist() == kept[where].tolist()
+        assert (support[~where] == -1).all()
+    tokens = torch.tensor(transcript[prompt:])
+    expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0] * (torch.tensor(turn) >= 0)
+    found = row["sample_log_prob"][valid][prompt - 1 :].double()
+    where = torch.tensor(turn) >= 0
+    torch.testing.assert_close(found[where], expected[where], atol=1e-5, rtol=1e-5)
+    assert (found[~where] == 0).all()
+    assert row["eos_barred"][valid].tolist() == [False] * (prompt - 1) + first

@@ -1,0 +1,155 @@
+"""Updates on texts of several turns: what was answered trains nothing, ratios and credit of turns, layouts."""
+
+import pytest
+import torch
+from credit_rollouts import credit, preset
+from tiny_models import tiny_model
+
+from groupwise.algorithms.grpo import GRPO
+from groupwise.config import presets
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.policy import SamplingCfg
+from groupwise.data.rollout import transition_view
+from groupwise.text.policy import CausalLM
+from groupwise.text.rollout import TextRow, text_rollout
+
+PRESETS = ["agilerl_turn", "agilerl_turn_ratio", "gspo", "grpo"]
+
+
+def row(prompt, turns, reward, group=0, shift=()):
+    """Turns of the model's and what it was answered, in turn; log-probabilities are the model's, less ``shift`` of each turn."""
+    tokens = [token for part in turns for token in part]
+    turn = [-1 if number % 2 else number // 2 for number, part in enumerate(turns) for _ in part]
+    ids = torch.tensor([[*prompt, *tokens]])
+    with torch.no_grad():
+        scores = tiny_model()(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+    exact = scores.gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+    shifts = [d for part in shift for d in part] or [0.0] * len(tokens)
+    log_probs = [value - d if t >= 0 else 0.0 for value, d, t in zip(exact, shifts, turn, strict=True)]
+    return TextRow(prompt, tokens, log_probs, reward, terminated=True, group=group, turn=turn)
+
+
+def some_rows():
+    first, second = [5, 6, 7], [9]
+    return [
+        row(first, [[10, 11], [20, 21, 22], [12, 3]], 1.0),
+        row(first, [[10, 13, 11], [23], [14, 15, 3]], 0.0),
+        row(first, [[16, 3]], 0.5),
+        row(second, [[10], [20], [11], [21, 22], [12, 3]], 0.3, 1),
+        row(second, [[17, 18, 3]], 0.7, 1),
+        row(second, [[17], [24], [19, 3]], 0.1, 1),
+    ]
+
+
+def updated(rollout, name, **settings):
+    chosen = presets.objective_preset(name).settings
+    fixed = {"group_size": 3, "num_epochs": 1, "minibatch_size": 10_000, "max_grad_norm": None}
+    cfg = GRPOCfg(**fixed | {"optimizer": {"name": "sgd"}, "learning_rate": 0.1} | chosen | settings)
+    policy = CausalLM(tiny_model(), SamplingCfg())
+    metrics = GRPO(cfg, policy).update(rollout)
+    return torch.cat([p.detach().flatten() for p in policy.parameters()]), metrics
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_was_answered_has_neither_loss_nor_gradient(name):
+    rollout = text_rollout(some_rows())
+    answered = rollout["valid"] & (rollout["turn_id"] < 0)
+    answered[:, 0] = False
+    expected, metrics = updated(rollout, name, num_epochs=2)
+    assert metrics["train/grad_norm"] > 1e-3
+    changed = rollout.clone()
+    changed["sample_log_prob"][answered] = -7.0
+    assert torch.equal(updated(changed, name, num_epochs=2)[0], expected)
+    # the test above would tell: the same change of tokens that were written changes the update
+    changed = rollout.clone()
+    changed["sample_log_prob"][rollout["loss_mask"]] -= 7.0
+    assert not torch.equal(updated(changed, name, num_epochs=2)[0], expected)
+
+
+def test_logits_before_what_was_answered_get_no_gradient():
+    rollout = text_rollout(some_rows()[:3])
+    policy = CausalLM(tiny_model(), SamplingCfg())
+    data = transition_view(rollout)
+    seen = []
+    read = policy._hidden
+
+    def hidden(*args):
+        states = read(*args)
+        seen.append(states)
+        states.retain_grad()
+        return states
+
+    policy._hidden = hidden
+    scores = policy.evaluate(dict(data.items()))
+    (scores.log_prob.sum() + scores.entropy.sum()).backward()
+    # states are computed for written tokens alone: 4, 6 and 2 of the three rows
+    assert [len(states) for states in seen] == [12]
+    assert (seen[0].grad.abs().sum(dim=1) > 0).all()
+    assert not scores.log_prob[~data["loss_mask"]].any()
+    assert not scores.entropy[~data["loss_mask"]].any()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("change", ["micro-batches", "padding", "order"])
+def test_an_update_is_the_same_however_its_rows_are_laid_out(name, change):
+    rows = some_rows()
+    expected, _ = updated(text_rollout(rows), name)
+    match change:
+        case "micro-batches":
+            other, _ = updated(text_rollout(rows), name, micro_batch_size=8)
+        case "padding":
+            other, _ = updated(text_rollout(rows, padding="left"), name)
+        case "order":
+            other, _ = updated(text_rollout([rows[i] for i in (4, 1, 3, 0, 5, 2)]), name)
+    torch.testing.assert_close(other, expected, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(expected, torch.cat([p.flatten() for p in tiny_model().parameters()]))
+
+
+def test_the_ratio_of_a_turn_is_the_mean_over_its_own_tokens():
+    # the policy's log-probabilities less the sampler's; 9.0 stands where the model did not write
+    rows = [
+        row([5], [[10, 11], [20], [12, 3]], 1.0, shift=[[0.5, -0.5], [9.0], [1.0, 0.5]]),
+        row([5], [[13, 3]], 0.0, shift=[[0.0, 0.0]]),
+    ]
+    # advantages .5 and -.5; turn 0 has ratio 1, turn 1 exp(.75), of which only 1.2 counts: two of six tokens are clipped
+    _, turn = updated(text_rollout(rows), "agilerl_turn_ratio")
+    assert turn["train/clip_fraction"].item() == pytest.approx(2 / 6)
+    # over all six: (2 * .5 * 1 + 2 * .5 * 1.2 - 2 * .5 * 1) / 6, as a loss
+    assert turn["train/policy_loss"].item() == pytest.approx(-1.2 / 6, abs=1e-5)
+    # token by token, the ratios exp(.5) and exp(-.5) of turn 0 are out of range, too
+    _, token = updated(text_rollout(rows), "dr_grpo", objective=token_ratio())
+    assert token["train/clip_fraction"].item() == pytest.approx(4 / 6)
+
+
+def token_ratio():
+    return presets.objective_preset("agilerl_turn_ratio").settings["objective"] | {"ratio": "token"}
+
+
+def test_credit_of_a_turn_is_among_those_who_played_it():
+    # turn 0 scores 0, 0 and 1 (a single turn has the reward): mean 1/3; turn 1 scores 1 and 0: mean 1/2
+    rows = [
+        row([5], [[10, 11], [20], [12, 3]], 1.0),
+        row([5], [[13], [21, 22], [14, 15, 3]], 0.0),
+        row([5], [[16, 3]], 1.0),
+    ]
+    batch = transition_view(text_rollout(rows))
+    advantage = credit(batch, **preset("agilerl_turn"))
+    third = 1 / 3
+    expected = [
+        [-third, -third, 0.0, 0.5, 0.5, 0.0],
+        [-third, 0.0, 0.0, -0.5, -0.5, -0.5],
+        [2 * third, 2 * third, 0.0, 0.0, 0.0, 0.0],
+    ]
+    torch.testing.assert_close(advantage * batch["loss_mask"], torch.tensor(expected))
+
+
+def test_a_turn_that_one_member_played_has_its_episodes_advantage():
+    rows = [
+        row([5], [[10], [20], [12], [21], [13, 3]], 1.0),
+        row([5], [[11], [20], [12, 3]], 0.0),
+    ]
+    batch = transition_view(text_rollout(rows))
+    advantage = credit(batch, **preset("agilerl_turn")) * batch["loss_mask"]
+    # turns 0 and 1 have no reward; of turn 2 nobody else knows: .5 of the whole episode
+    expected = [[0.0, 0.0, 0.0, 0.0, 0.5, 0.5], [0.0] * 6]
+    torch.testing.assert_close(advantage, torch.tensor(expected))

@@ -1,0 +1,148 @@
+"""The same ``GRPO.update`` that trains control policies, on a language model."""
+
+import pytest
+import torch
+from credit_rollouts import PRESETS
+from tiny_models import tiny_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from groupwise.algorithms.grpo import GRPO
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.policy import SamplingCfg
+from groupwise.text.decoding import complete
+from groupwise.text.policy import CausalLM
+from groupwise.text.rollout import TextRow, text_rollout
+
+RECOMPUTED = {"old_log_prob": "recomputed"}
+
+
+def rows_of(policy, prompts, seeds, score):
+    completions = complete(policy, prompts, seeds)
+    return [
+        TextRow(prompt, c.tokens, c.log_probs, score(prompt, c.tokens), c.stop == "eos", number)
+        for number, (prompt, group) in enumerate(zip(prompts, completions, strict=True))
+        for c in group
+    ]
+
+
+def some_rows(policy):
+    return rows_of(policy, [[5, 6, 7], [9]], torch.arange(8).view(2, 4), lambda _, tokens: float(tokens[0] % 5))
+
+
+@pytest.mark.parametrize("old", ["sampled", "recomputed"])
+def test_the_ratio_is_one_where_nothing_has_changed_yet(old):
+    policy = CausalLM(tiny_model(), SamplingCfg(temperature=0.8, max_new_tokens=12))
+    algorithm = GRPO(
+        GRPOCfg(group_size=4, num_epochs=1, minibatch_size=10_000, objective={"old_log_prob": old}), policy
+    )
+    metrics = algorithm.update(text_rollout(some_rows(policy)))
+    assert metrics["train/approx_kl"].item() == pytest.approx(0, abs=1e-9)
+    assert metrics["train/clip_fraction"].item() == 0
+    assert metrics["train/grad_norm"].item() > 1e-3
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+@pytest.mark.parametrize("change", ["micro-batches", "padding", "order", "unscorable"])
+def test_an_update_is_the_same_however_its_rows_are_laid_out(aggregation, change):
+    def updated(rows, micro_batch_size=None, padding="right"):
+        policy = CausalLM(tiny_model())
+        objective = RECOMPUTED | {"aggregation": aggregation}
+        cfg = GRPOCfg(
+            group_size=4,
+            num_epochs=1,
+            minibatch_size=10_000,
+            micro_batch_size=micro_batch_size,
+            optimizer={"name": "sgd"},
+            learning_rate=0.1,
+            max_grad_norm=None,
+            objective=objective,
+        )
+        GRPO(cfg, policy).update(text_rollout(rows, padding=padding))
+        return torch.cat([p.detach().flatten() for p in policy.parameters()])
+
+    rows = some_rows(CausalLM(tiny_model(), SamplingCfg(max_new_tokens=12)))
+    expected = updated(rows)
+    assert not torch.equal(expected, torch.cat([p.flatten() for p in tiny_model().parameters()]))
+    match change:
+        case "micro-batches":
+            other = updated(rows, micro_batch_size=20)
+        case "padding":
+            other = updated(rows, padding="left")
+        case "order":
+            other = updated([rows[i] for i in (4, 1, 6, 3, 0, 5, 2, 7)])
+        case "unscorable":  # a member that nobody could score is no member
+            other = updated([*rows, rows[0]._replace(reward=None)])
+    torch.testing.assert_close(other, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("returns", "same"), [("outcome", True), ("return_to_go", False)])
+def test_rewards_of_single_tokens_add_up_in_outcomes_and_count_by_place_in_returns_to_go(returns, same):
+    rows = some_rows(CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6, min_new_tokens=3)))
+    early = [row._replace(reward=[row.reward] + [0.0] * (len(row.completion) - 1)) for row in rows]
+    policies = [CausalLM(tiny_model()) for _ in range(2)]
+    for policy, collected in zip(policies, (rows, early), strict=True):
+        cfg = GRPOCfg(
+            group_size=4, num_epochs=1, minibatch_size=10_000, credit={"returns": returns}, objective=RECOMPUTED
+        )
+        GRPO(cfg, policy).update(text_rollout(collected))
+    one, other = (torch.cat([p.detach().flatten() for p in policy.parameters()]) for policy in policies)
+    assert torch.equal(one, other) == same
+
+
+def rows_for(preset, rows):
+    """The rows with what the preset reads besides rewards."""
+    if preset["objective"].get("ratio") == "turn":
+        rows = [row._replace(turn=[0] * len(row.completion)) for row in rows]
+    if preset["credit"].get("reward") == "parts":
+        rows = [row._replace(reward_parts=(row.reward, float(len(row.completion)))) for row in rows]
+    if preset["credit"]["baseline"] == "greedy":
+        rows = [*rows, *(rows[first]._replace(greedy=True) for first in (0, 4))]
+    return rows
+
+
+@pytest.mark.parametrize(
+    "name", sorted(PRESETS.keys() - {"optimal_token_baseline", "near_states"})
+)  # of distributions, and vectors
+def test_every_preset_trains_a_language_model(name):
+    preset = PRESETS[name]
+    divides = preset["objective"].get("aggregation") in ("constant", "seq_mean_token_sum_norm")
+    cfg = GRPOCfg(
+        group_size=4,
+        num_epochs=1,
+        minibatch_size=10_000,
+        kl_coef=0.01,
+        credit=preset["credit"],
+        objective=preset["objective"] | ({"max_length": 6} if divides else {}),
+    )
+    policy = CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6))
+    before = torch.cat([p.detach().flatten() for p in policy.parameters()])
+    metrics = GRPO(cfg, policy).update(text_rollout(rows_for(preset, some_rows(policy))))
+    assert all(value.isfinite() for value in metrics.values())
+    assert not torch.equal(torch.cat([p.detach().flatten() for p in policy.parameters()]), before)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_random_model_learns_to_copy(seed):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=12, **sizes, bos_token_id=2, eos_token_id=1, pad_token_id=0))
+    policy = CausalLM(model, SamplingCfg(max_new_tokens=5))
+    cfg = GRPOCfg(
+        group_size=16, num_epochs=2, minibatch_size=600, learning_rate=2e-3, max_grad_norm=1.0, objective=RECOMPUTED
+    )
+    algorithm = GRPO(cfg, policy)
+    generator = torch.Generator().manual_seed(seed)
+
+    def share_copied(prompt, tokens):
+        wanted = [*prompt[1:], 1]
+        right = sum(a == b for a, b in zip(tokens, wanted, strict=False)) / len(wanted)
+        return right - 0.1 * (len(tokens) != len(wanted))
+
+    for _ in range(120):
+        prompts = [[2, *torch.randint(3, 12, (3,), generator=generator).tolist()] for _ in range(16)]
+        rows = rows_of(policy, prompts, torch.randint(2**31, (16, 16), generator=generator), share_copied)
+        algorithm.update(text_rollout(rows))
+    fresh = [[2, a, b, c] for a in (3, 7, 11) for b in (4, 9, 10) for c in (5, 6, 8)]
+    greedy = complete(policy, fresh, torch.zeros(len(fresh), 1, dtype=torch.long), deterministic=True)
+    # guessing copies one token in twelve
+    assert sum(share_copied(p, c.tokens) for p, (c,) in zip(fresh, greedy, strict=True)) / len(fresh) >= 0.75

@@ -32,7 +32,7 @@ SETTINGS: dict[str, gw.AlgorithmCfg] = {
         minibatch_size=960,
         learning_rate=2e-3,
         credit=CREDIT,
-        collection={"unfinished": "branch"},
+        collection={"partial_groups": "truncate"},
     ),
 }
 

@@ -54,7 +54,7 @@ CREDIT: dict[str, Any] = {
     "eps": 1e-4,
 }
 CREDIT_IN_TORCH: dict[str, Any] = {key: CREDIT[key] for key in ("group_key", "returns", "scale")}
-BRANCH = {"unfinished": "branch"}
+BRANCH = {"partial_groups": "truncate"}
 
 
 def train_ours(algorithm: str, seed: int) -> tuple[float, float]:

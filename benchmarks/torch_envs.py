@@ -82,7 +82,7 @@ def train(task: str, algorithm: str, num_envs: int, device: str, threads: int) -
         update: gw.PPO | gw.GRPO = gw.PPO(gw.PPOCfg(**settings[0], **shared), policy)
         collector: Any = gw.TorchVectorCollector(env, policy, compiled=compiled and env.traceable)
     else:
-        update = gw.GRPO(gw.GRPOCfg(**settings[1], **shared, collection={"unfinished": "branch"}), policy)
+        update = gw.GRPO(gw.GRPOCfg(**settings[1], **shared, collection={"partial_groups": "truncate"}), policy)
         collector = gw.TorchGroupCollector(env, policy, group_size=GROUP, compiled=compiled and env.traceable)
     why = update.stay_on_device()
     assert why is None, why

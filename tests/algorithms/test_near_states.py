@@ -231,7 +231,7 @@ def test_training_with_it(tmp_path):
 
 def test_updates_then_wait_for_the_device():
     cfg = gw.GRPOCfg(
-        group_size=4, num_steps=8, credit=NEAR | {"normalize": "batch"}, collection={"unfinished": "branch"}
+        group_size=4, num_steps=8, credit=NEAR | {"normalize": "batch"}, collection={"partial_groups": "truncate"}
     )
     env = gw.TorchCartPole(8)
     policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=True)

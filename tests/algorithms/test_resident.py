@@ -68,7 +68,7 @@ def build(kind, how, env, num_envs, num_steps, *, seed=0, **policy_cfg):
     )
     if kind == "ppo":
         return gw.PPO(gw.PPOCfg(**cfg), policy, seed=seed), gw.TorchVectorCollector(env, policy, seed=seed), buffer
-    cfg = gw.GRPOCfg(group_size=GROUP, collection=CollectionCfg(unfinished="branch"), **cfg)
+    cfg = gw.GRPOCfg(group_size=GROUP, collection=CollectionCfg(partial_groups="truncate"), **cfg)
     collector = gw.TorchGroupCollector(env, policy, group_size=GROUP, seed=seed)
     return gw.GRPO(cfg, policy, seed=seed), collector, buffer
 

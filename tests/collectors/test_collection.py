@@ -39,7 +39,7 @@ def test_a_lost_member_is_started_anew_at_the_same_start(collect, scripted_group
     # attempts 0 and 1 are group 0. Attempt 1 fails at its second step; attempt 2 takes its place in the same row.
     # Budget 2 * 2 = 4 is taken when row 0 is done, so that no second group opens: 3 + 2 + 3 steps.
     env = scripted_group(2, [3], fails={1: 2})
-    collector, rollout = collect(env, 2, group_size=2, collection=CollectionCfg(lost_member="complete"))
+    collector, rollout = collect(env, 2, group_size=2, collection=CollectionCfg(on_env_error="retry"))
     assert numbers(rollout, "valid") == [[T, T, T, F, F], [F, F, T, T, T]]
     assert numbers(rollout, "loss_mask") == numbers(rollout, "valid")
     assert numbers(rollout, "episode_id") == [[0, 0, 0, -1, -1], [-1, -1, 1, 1, 1]]
@@ -49,14 +49,14 @@ def test_a_lost_member_is_started_anew_at_the_same_start(collect, scripted_group
     assert collector.last_steps == env.taken == 8
     metrics = collector.metrics()
     assert metrics["rollout/wasted_steps"] == 2 / 8
-    assert metrics["rollout/lost_members"] == 1.0
+    assert metrics["rollout/env_errors"] == 1.0
     assert len(set(start_seeds(env))) == 1
     assert len(set(noise_seeds(env))) == 3
 
 
 def test_a_member_that_is_lost_under_shared_noise_tries_other_noise(collect, scripted_group):
     env = scripted_group(2, [3], fails={1: 2})
-    collect(env, 2, group_size=2, collection=CollectionCfg(lost_member="complete", noise="shared"))
+    collect(env, 2, group_size=2, collection=CollectionCfg(on_env_error="retry", noise="shared"))
     first, second, again = noise_seeds(env)
     assert first == second != again
 
@@ -64,14 +64,14 @@ def test_a_member_that_is_lost_under_shared_noise_tries_other_noise(collect, scr
 def test_a_member_that_is_always_lost_is_an_error(collect, scripted_group):
     env = scripted_group(2, [3], fails=dict.fromkeys(range(1, 99), 1))
     with pytest.raises(EnvError, match=r"lost 6 times in a row in Scripted; fix: .*'drop'"):
-        collect(env, 2, group_size=2, collection=CollectionCfg(lost_member="complete"))
+        collect(env, 2, group_size=2, collection=CollectionCfg(on_env_error="retry"))
 
 
 def test_a_group_that_loses_a_member_is_dropped(collect, scripted_group):
     # Three rows, groups of two, budget 9. Attempt 1 fails at its second step, and attempt 0 in row 0 is stopped. 6 steps
     # are taken: the rows take attempt 3 (group 1) and 4 (group 2); at slot 3, with 9 steps, row 2 takes attempt 5.
     env = scripted_group(3, [3], fails={1: 2})
-    collector, rollout = collect(env, 3, group_size=2, collection=CollectionCfg(lost_member="drop"))
+    collector, rollout = collect(env, 3, group_size=2, collection=CollectionCfg(on_env_error="drop"))
     assert numbers(rollout, "valid") == [[F, F, T, T, T, F], [F, F, T, T, T, F], [T] * 6]
     assert numbers(rollout, "episode_id") == [[-1, -1, 1, 1, 1, -1], [-1, -1, 2, 2, 2, -1], [0, 0, 0, 3, 3, 3]]
     assert numbers(rollout, "group_id") == [[-1, -1, 0, 0, 0, -1], [-1, -1, 1, 1, 1, -1], [0, 0, 0, 1, 1, 1]]
@@ -85,7 +85,7 @@ def test_a_group_that_loses_a_member_is_dropped(collect, scripted_group):
 def test_members_of_a_dropped_group_that_wait_never_begin_and_its_rows_are_held(collect, scripted_group):
     # group of three in two rows, budget 2: attempt 1 fails at once, attempt 0 is stopped, attempt 2 never begins
     env = scripted_group(2, [3], fails={1: 1})
-    collector, rollout = collect(env, 1, group_size=3, collection=CollectionCfg(lost_member="drop"))
+    collector, rollout = collect(env, 1, group_size=3, collection=CollectionCfg(on_env_error="drop"))
     assert numbers(rollout, "valid") == [[F], [F]]
     assert env.held == [[0]]
     assert (collector.last_steps, env.taken, env.started) == (2, 2, 2)
@@ -94,7 +94,7 @@ def test_members_of_a_dropped_group_that_wait_never_begin_and_its_rows_are_held(
 
 
 def test_a_failure_is_an_error_unless_it_is_asked_for(collect, scripted_group):
-    with pytest.raises(EnvError, match=r"environment 1 of Scripted failed; fix: .*lost_member='complete' or 'drop'"):
+    with pytest.raises(EnvError, match=r"environment 1 of Scripted failed; fix: .*on_env_error='retry' or 'drop'"):
         collect(scripted_group(2, [3], fails={1: 2}), 2, group_size=2)
 
 
@@ -103,11 +103,11 @@ def test_a_failure_in_the_last_step_of_a_window_is_no_cut(collect, scripted_grou
     with pytest.raises(EnvError, match="environment 1 of Scripted failed"):
         collect(scripted_group(2, [9], fails={1: 2}), 1, group_size=2, attempt_steps=2)
     env = scripted_group(2, [9], fails={1: 2})
-    cfg = CollectionCfg(lost_member="complete")
+    cfg = CollectionCfg(on_env_error="retry")
     collector, rollout = collect(env, 1, group_size=2, attempt_steps=2, collection=cfg)
     assert numbers(rollout, "valid") == [[T] * 4, [F] * 4]
     assert collector.finished == [Episode(2.0, 2, False)] * 2
-    assert collector.metrics()["rollout/lost_members"] == 1.0
+    assert collector.metrics()["rollout/env_errors"] == 1.0
 
 
 @pytest.mark.parametrize("zero_variance", ["keep", "skip"])
@@ -120,8 +120,8 @@ def test_groups_that_did_equally_well_are_masked_and_stay_valid(collect, scripte
     assert numbers(rollout, "loss_mask") == [[counts] * 2] * 2
     assert numbers(rollout, "group_id") == [[0, 0], [0, 0]]
     assert collector.metrics()["rollout/wasted_steps"] == 0.0
-    assert collector.metrics().get("rollout/skipped_groups") == (None if counts else 1.0)
-    assert collector.metrics().get("rollout/skipped_steps") == (None if counts else 1.0)
+    assert collector.metrics().get("rollout/filtered_groups") == (None if counts else 1.0)
+    assert collector.metrics().get("rollout/filtered_steps") == (None if counts else 1.0)
     assert len(collector.finished) == 2
 
 
@@ -144,9 +144,9 @@ def test_resampling_goes_on_until_informative_groups_fill_the_budget(collect, sc
     env = scripted_group(2, [2], rewards=[1, 1, 1, 2, 1, 1, 1, 2, 1, 2, 1, 2])
     cfg = CollectionCfg(zero_variance="resample", resample_budget=budget)
     collector, _ = collect(env, 3, slots=16, group_size=2, collection=cfg)
-    assert (collector.metrics()["rollout/groups"], collector.metrics()["rollout/skipped_groups"]) == (groups, skipped)
+    assert (collector.metrics()["rollout/groups"], collector.metrics()["rollout/filtered_groups"]) == (groups, skipped)
     assert collector.last_steps == env.taken == 4 * groups
-    assert collector.metrics()["rollout/skipped_steps"] == skipped / groups
+    assert collector.metrics()["rollout/filtered_steps"] == skipped / groups
 
 
 def test_a_group_takes_a_block_when_all_its_rows_are_free(collect, scripted_group):
@@ -162,7 +162,7 @@ def test_a_group_takes_a_block_when_all_its_rows_are_free(collect, scripted_grou
     [
         ({"group_size": 3}, r"but a group has 3 attempts; fix: group_size=2"),
         ({"greedy_attempts": 1}, r"but a group has 3 attempts; fix: group_size=1"),
-        ({"collection": CollectionCfg(lost_member="complete")}, r"a lost member.*fix: lost_member='drop'"),
+        ({"collection": CollectionCfg(on_env_error="retry")}, r"cannot be started again.*fix: on_env_error='drop'"),
     ],
 )
 def test_blocks_refuse_what_they_cannot_do(collect, scripted_group, settings, message):
@@ -176,14 +176,14 @@ def test_blocks_refuse_what_they_cannot_do(collect, scripted_group, settings, me
     num_steps=st.integers(1, 6),
     lengths=st.lists(st.integers(1, 7), min_size=1, max_size=9),
     fails=st.dictionaries(st.integers(0, 20), st.integers(1, 4), max_size=6),
-    lost_member=st.sampled_from(["complete", "drop"]),
+    on_env_error=st.sampled_from(["retry", "drop"]),
     zero_variance=st.sampled_from(["keep", "skip", "resample"]),
 )
 def test_every_step_is_trained_on_skipped_or_wasted(
-    collect, scripted_group, num_envs, group_size, num_steps, lengths, fails, lost_member, zero_variance
+    collect, scripted_group, num_envs, group_size, num_steps, lengths, fails, on_env_error, zero_variance
 ):
     env = scripted_group(num_envs, lengths, fails=fails)
-    cfg = CollectionCfg(lost_member=lost_member, zero_variance=zero_variance)
+    cfg = CollectionCfg(on_env_error=on_env_error, zero_variance=zero_variance)
     collector, rollout = collect(env, num_steps, slots=2, actor_only=True, group_size=group_size, collection=cfg)
     metrics, steps = collector.metrics(), collector.last_steps
     assert steps == env.taken
@@ -195,7 +195,7 @@ def test_every_step_is_trained_on_skipped_or_wasted(
 
 def test_advantages_do_not_depend_on_the_order_of_rows(collect, scripted_group):
     env = scripted_group(4, [1, 3, 2, 5], rewards=[1.0, 0.5, 2.0], fails={2: 1})
-    _, rollout = collect(env, 9, slots=16, group_size=3, collection=CollectionCfg(lost_member="drop"))
+    _, rollout = collect(env, 9, slots=16, group_size=3, collection=CollectionCfg(on_env_error="drop"))
     order = torch.tensor([2, 0, 3, 1])
 
     def credit(batch):

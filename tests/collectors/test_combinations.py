@@ -9,7 +9,7 @@ from groupwise.config.algorithm import CollectionCfg
 
 COLLECTIONS = st.builds(
     CollectionCfg,
-    lost_member=st.sampled_from(["complete", "drop"]),
+    on_env_error=st.sampled_from(["retry", "drop"]),
     zero_variance=st.sampled_from(["keep", "skip", "resample"]),
 )
 

@@ -40,7 +40,7 @@ def made(
         group_size=size,
         seed=seed,
         attempt_steps=attempt_steps,
-        collection=CollectionCfg(unfinished="branch", noise=noise),
+        collection=CollectionCfg(partial_groups="truncate", noise=noise),
         recorder=recorder,
         compiled=compiled,
     )
@@ -233,9 +233,9 @@ def test_a_resumed_collector_goes_on_like_one_that_restarted():
     ("how", "says"),
     [
         ({"group_size": 3}, "8 rows of TorchCartPole do not make whole groups of 3"),
-        ({"collection": CollectionCfg()}, "unfinished='finish' is what GroupCollector does"),
+        ({"collection": CollectionCfg()}, "partial_groups='complete' is what GroupCollector does"),
         (
-            {"collection": CollectionCfg(unfinished="branch", zero_variance="skip")},
+            {"collection": CollectionCfg(partial_groups="truncate", zero_variance="skip")},
             "keeps all groups, and collection.zero_variance was set",
         ),
         ({"actor_only": False}, "keeps no values, and the policy has a critic"),
@@ -253,4 +253,4 @@ def test_the_other_collector_refuses_branch():
     env = gw.TorchCartPole(8)
     policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=True)
     with pytest.raises(gw.EnvError, match="is what TorchGroupCollector does"):
-        gw.GroupCollector(env, policy, group_size=4, collection=CollectionCfg(unfinished="branch"))
+        gw.GroupCollector(env, policy, group_size=4, collection=CollectionCfg(partial_groups="truncate"))

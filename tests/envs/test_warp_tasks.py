@@ -240,7 +240,7 @@ STEPS = {"group_key": "group_step", "returns": "return_to_go", "scale": "batch_s
 
 
 def test_training_stays_on_the_device(tmp_path):
-    cfg = gw.GRPOCfg(group_size=4, num_steps=8, num_epochs=1, credit=STEPS, collection={"unfinished": "branch"})
+    cfg = gw.GRPOCfg(group_size=4, num_steps=8, num_epochs=1, credit=STEPS, collection={"partial_groups": "truncate"})
     parts = build_parts(
         RunCfg(algorithm=cfg, env=EnvCfg(id="<given in Python>", num_envs=8)), Given(env=gw.WarpCubePush), Engine()
     )

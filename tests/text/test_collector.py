@@ -116,7 +116,7 @@ def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budg
     assert sum(map(len, of._generator.asked)) == asked == of.position
     counts = {prompt: any(c for _, c in rows) for prompt, rows in rows_of(rollout, of).items()}
     assert counts == {"1": True, "2": rule == "keep", "3": rule == "keep"} | ({"4": False} if asked == 4 else {})
-    assert of.metrics()["rollout/skipped_groups"] == skipped
+    assert of.metrics()["rollout/filtered_groups"] == skipped
     assert of.last_steps == 4 * asked
 
 

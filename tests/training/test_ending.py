@@ -210,7 +210,7 @@ def test_groups_could_do_without_the_attempt():
     algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, attempt_steps=20)
     row, note = train_until_it_breaks(algorithm)
     assert row == "in row 0 of Breaks"
-    assert "; collection.lost_member='complete' or 'drop' would do without the attempt" in note
+    assert "; collection.on_env_error='retry' or 'drop' would do without the attempt" in note
 
 
 def test_groups_could_do_without_a_row_in_another_process(tmp_path: Path):
@@ -236,7 +236,7 @@ def test_groups_could_do_without_a_row_in_another_process(tmp_path: Path):
     finally:
         del gymnasium.registry["BreaksThere-v0"]
     assert "is in mine/checkpoints/latest; " in caught.value.__notes__[-1]
-    assert "; collection.lost_member='complete' or 'drop' would do without" in caught.value.__notes__[-1]
+    assert "; collection.on_env_error='retry' or 'drop' would do without" in caught.value.__notes__[-1]
 
 
 def test_an_error_in_a_rollout_that_is_no_rows_own_is_no_lost_member():
@@ -250,7 +250,7 @@ def test_an_error_in_a_rollout_that_is_no_rows_own_is_no_lost_member():
     with pytest.raises(ZeroDivisionError) as caught:
         gw.train("CartPole-v1", algorithm, policy=policy, run_dir="mine", **TINY)
     assert "in iteration 1 (step 0)" in caught.value.__notes__[-1]
-    assert "lost_member" not in caught.value.__notes__[-1]
+    assert "on_env_error" not in caught.value.__notes__[-1]
 
 
 def test_an_error_of_the_evaluations_environment_saves_the_iteration_and_its_numbers():
@@ -304,7 +304,7 @@ def test_a_policy_that_diverged_leaves_the_last_checkpoint():
     with pytest.raises(gw.DataError, match="is not finite") as caught:
         gw.train("Pendulum-v1", algorithm, run_dir="mine", callbacks=[Diverges()], **settings)
     assert saved_steps(Path("mine/checkpoints/latest")) == 160
-    assert "lost_member" not in caught.value.__notes__[-1]
+    assert "on_env_error" not in caught.value.__notes__[-1]
 
 
 def test_an_error_before_anything_was_learned_promises_nothing():
@@ -416,9 +416,9 @@ def test_a_taken_folder_is_noticed_before_environments_are_made(finished: gw.Run
     assert made == []
 
 
-@pytest.mark.parametrize(("unfinished", "noted"), [("finish", True), ("branch", False)])
-def test_a_group_larger_than_the_run_is_noted_where_it_is_finished(unfinished: str, noted: bool):
-    algorithm = {"group_size": 512, "num_steps": 4, "collection": {"unfinished": unfinished}}
+@pytest.mark.parametrize(("partial_groups", "noted"), [("complete", True), ("truncate", False)])
+def test_a_group_larger_than_the_run_is_noted_where_it_is_finished(partial_groups: str, noted: bool):
+    algorithm = {"group_size": 512, "num_steps": 4, "collection": {"partial_groups": partial_groups}}
     notes = _note_on_length(resolve("CartPole-v1", algorithm, env={"num_envs": 2}, total_steps=300))
     assert ("at least 512 steps (a group of so many attempts is finished)" in " ".join(notes)) is noted
 

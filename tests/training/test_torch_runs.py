@@ -19,7 +19,7 @@ from groupwise.training.parts import Given, build_callbacks, build_trainer
 
 STAYS = "rollouts and updates stay on the device; stay_on_device='never' switches that off"
 STEPS = {"group_key": "group_step", "returns": "return_to_go", "scale": "batch_std"}
-BRANCH = gw.GRPOCfg(group_size=4, num_steps=16, num_epochs=2, credit=STEPS, collection={"unfinished": "branch"})
+BRANCH = gw.GRPOCfg(group_size=4, num_steps=16, num_epochs=2, credit=STEPS, collection={"partial_groups": "truncate"})
 PPO = gw.PPOCfg(num_steps=16, num_epochs=2, minibatch_size=64)
 ALGORITHMS = {"ppo": PPO, "grpo": BRANCH}
 
@@ -38,7 +38,7 @@ def parts_of(algorithm, env=gw.TorchCartPole, **fields):
             BRANCH.model_copy(update={"collection": gw.GRPOCfg().collection}),
             gw.GroupCollector,
             False,
-            "rollouts and updates wait for the device, since collection.unfinished is not 'branch'",
+            "rollouts and updates wait for the device, since collection.partial_groups is not 'truncate'",
         ),
         (
             PPO.model_copy(update={"objective": gw.ObjectiveCfg(ratio="sequence")}),
@@ -157,7 +157,12 @@ def test_rollouts_are_compiled_where_that_is_worth_it(algorithm, compile, row_st
             {},
             r"CartPole-v1 is no simulator in torch; fix: env\.vectorization='torch', or compile_rollouts='auto'",
         ),
-        (FINISH, gw.TorchCartPole, {}, "is not 'branch'; fix: collection.unfinished='branch', or compile_rollouts"),
+        (
+            FINISH,
+            gw.TorchCartPole,
+            {},
+            "is not 'truncate'; fix: collection.partial_groups='truncate', or compile_rollouts",
+        ),
         (
             FINISH,
             "CartPole-v1",

@@ -116,7 +116,7 @@ class GroupCollector(Collector):
         rollout = rollout[:, : schedule.tick + 1]
         if not self.policy.actor_only:
             finals.fill(rollout, self.policy, obs)
-        self._account(label(rollout, schedule), schedule, outcomes.lost_members)
+        self._account(label(rollout, schedule), schedule, outcomes.env_errors)
         if self.members > self.group_size:
             rollout["greedy"] = mark_greedy(rollout, schedule)
         self.iteration += 1
@@ -144,9 +144,9 @@ class GroupCollector(Collector):
                 f"{env.env_id} has no step limit that is known, so an attempt might never end; fix: "
                 "env.max_episode_steps (also where it truncates by itself), or attempt_steps"
             )
-        if self.collection.unfinished == "branch":
+        if self.collection.partial_groups == "truncate":
             raise EnvError(
-                "collection.unfinished='branch' is what TorchGroupCollector does, with simulators in torch; fix: that, or 'finish'"
+                "collection.partial_groups='truncate' is what TorchGroupCollector does, with simulators in torch; fix: that, or 'complete'"
             )
         if env.block_size > 1:
             self._check_blocks()
@@ -157,8 +157,8 @@ class GroupCollector(Collector):
         if env.block_size != members:
             size = env.block_size - members + self.group_size
             raise EnvError(f"{blocks}, but a group has {members} attempts; fix: group_size={size}")
-        if self.collection.lost_member == "complete":
-            raise EnvError(f"{blocks}, so that a lost member cannot be started again alone; fix: lost_member='drop'")
+        if self.collection.on_env_error == "retry":
+            raise EnvError(f"{blocks}, so that an attempt cannot be started again alone; fix: on_env_error='drop'")
 
     def _act(self, act: Callable[..., Action], obs: Nested, schedule: Schedule, generator: torch.Generator) -> Action:
         """What every row does: its own draw, or the policy's most likely action in greedy attempts."""
@@ -214,7 +214,7 @@ class GroupCollector(Collector):
             path += ("again", attempt.tries)
         return derive_seed(self.seed, *path)
 
-    def _account(self, tally: Tally, schedule: Schedule, lost_members: int) -> None:
+    def _account(self, tally: Tally, schedule: Schedule, env_errors: int) -> None:
         """Counters and metrics of the iteration."""
         extra = self.env.extra_steps - self._extra_steps
         self._extra_steps = self.env.extra_steps
@@ -227,11 +227,11 @@ class GroupCollector(Collector):
             "rollout/wasted_steps": (tally.wasted + extra + self.dropped_steps) / self.last_steps,
         }
         self.dropped_steps = 0
-        if self.collection.lost_member != "raise":
-            self._metrics["rollout/lost_members"] = float(lost_members)
+        if self.collection.on_env_error != "raise":
+            self._metrics["rollout/env_errors"] = float(env_errors)
         if self.collection.zero_variance != "keep":
             skipped = sum(group.fate == "skipped" for group in tally.groups)
             self._metrics |= {
-                "rollout/skipped_groups": float(skipped),
-                "rollout/skipped_steps": tally.skipped / self.last_steps,
+                "rollout/filtered_groups": float(skipped),
+                "rollout/filtered_steps": tally.skipped / self.last_steps,
             }

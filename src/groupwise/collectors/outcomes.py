@@ -20,7 +20,7 @@ class Outcomes:
     """Of one iteration."""
 
     def __init__(self, cfg: CollectionCfg, schedule: Schedule, supply: Supply, *, env_id: str) -> None:
-        self.lost_members = 0
+        self.env_errors = 0
         self._cfg = cfg
         self._schedule = schedule
         self._supply = supply
@@ -44,15 +44,15 @@ class Outcomes:
         stopped = np.zeros_like(rows)
         if not rows.any():
             return stopped
-        if self._cfg.lost_member == "raise":
+        if self._cfg.on_env_error == "raise":
             raise EnvError(
                 f"environment {int(np.flatnonzero(rows)[0])} of {self._env_id} failed; fix: the environment, or "
-                "collection.lost_member='complete' or 'drop'"
+                "collection.on_env_error='retry' or 'drop'"
             )
         for attempt in self._schedule.finish(rows):
             attempt.state = "stopped"
-            self.lost_members += 1
-            if self._cfg.lost_member == "drop":
+            self.env_errors += 1
+            if self._cfg.on_env_error == "drop":
                 stopped |= self._drop(attempt.group)
             else:
                 self._try_again(attempt)
@@ -73,7 +73,7 @@ class Outcomes:
         if attempt.tries == MAX_TRIES:
             raise EnvError(
                 f"a member of a group was lost {MAX_TRIES + 1} times in a row in {self._env_id}; fix: the environment, "
-                "or collection.lost_member='drop'"
+                "or collection.on_env_error='drop'"
             )
         self._schedule.waiting.appendleft(Attempt(attempt.group, attempt.member, attempt.tries + 1))
 

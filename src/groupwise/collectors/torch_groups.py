@@ -60,7 +60,7 @@ class TorchGroupCollector(ResidentCollector):
         super().__init__(env, policy, seed=seed, rank=rank, recorder=recorder)
         self.group_size = group_size
         self.attempt_steps = attempt_steps
-        self.collection = collection or CollectionCfg(unfinished="branch")
+        self.collection = collection or CollectionCfg(partial_groups="truncate")
         self._check()
         if verify_start and env.start_report is None:
             env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
@@ -75,24 +75,24 @@ class TorchGroupCollector(ResidentCollector):
 
     def _check(self) -> None:
         env, cfg = self.env, self.collection
-        if cfg.unfinished != "branch":
+        if cfg.partial_groups != "truncate":
             raise EnvError(
-                f"collection.unfinished={cfg.unfinished!r} is what GroupCollector does; fix: that, or 'branch'"
+                f"collection.partial_groups={cfg.partial_groups!r} is what GroupCollector does; fix: that, or 'truncate'"
             )
         if env.num_envs % self.group_size:
             raise EnvError(
                 f"{env.num_envs} rows of {env.env_id} do not make whole groups of {self.group_size}, which "
-                "collection.unfinished='branch' needs; fix: a multiple, or 'finish'"
+                "collection.partial_groups='truncate' needs; fix: a multiple, or 'complete'"
             )
         if not self.policy.actor_only:
             raise EnvError(
-                "collection.unfinished='branch' keeps no values, and the policy has a critic; fix: an actor_only policy, "
-                "or 'finish'"
+                "collection.partial_groups='truncate' keeps no values, and the policy has a critic; fix: an actor_only policy, "
+                "or 'complete'"
             )
         if cfg.zero_variance != "keep":
             raise EnvError(
-                "collection.unfinished='branch' keeps all groups, and collection.zero_variance was set; fix: leave it "
-                "out, or unfinished='finish'"
+                "collection.partial_groups='truncate' keeps all groups, and collection.zero_variance was set; fix: leave it "
+                "out, or partial_groups='complete'"
             )
 
     def _prepare(self, num_steps: int) -> None:

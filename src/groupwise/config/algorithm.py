@@ -167,10 +167,10 @@ class CollectionCfg(Cfg):
 
     noise: Literal["independent", "shared"] = "independent"
     """Randomness after the start: each member draws its own, or siblings draw the same (they then differ by their actions only)."""
-    unfinished: Literal["finish", "branch"] = "finish"
-    """When an iteration's steps are taken: finish the groups that are under way, or cut them, and begin the next iteration's groups in the states that their first members had reached, copied for all siblings. ``branch`` is for simulators in torch, where nothing then waits for the device; ``num_steps`` counts idle steps too."""
-    lost_member: Literal["raise", "complete", "drop"] = "raise"
-    """When a member's environment raises an error: pass it on; start the member anew; or drop its group."""
+    partial_groups: Literal["complete", "truncate"] = "complete"
+    """Groups that still run when the steps of an iteration are taken: run them to their end, or cut them. With ``truncate`` the next groups begin in the states that the first members had reached. It is for torch environments, and ``num_steps`` counts idle steps too."""
+    on_env_error: Literal["raise", "retry", "drop"] = "raise"
+    """When an environment raises an error: raise it, start the attempt again, or drop its group."""
     zero_variance: Literal["keep", "skip", "resample"] = "keep"
     """Groups whose members have equal whole returns, though credit by time may tell them apart: train on them like on any other; leave them out; or leave them out and collect others instead."""
     resample_budget: NonNegative = 1.0

@@ -236,7 +236,7 @@ class TextCollector(Collector):
         self.recent.extend(self.finished)
         self.last_steps = sum(member.attempt.written for member in self.scored)
         self._metrics = audit(self.scored, self._rewards.names, self._terms.solved_at)
-        self._metrics["rollout/skipped_groups"] = float(num_skipped)
+        self._metrics["rollout/filtered_groups"] = float(num_skipped)
         self._metrics["rollout/epoch"] = self._epoch
         self._metrics |= {f"reward/{name}": value for name, value in self._rewards.take_logged().items()}
 

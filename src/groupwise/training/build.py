@@ -147,7 +147,7 @@ def build_policy(cfg: RunCfg, env: VectorEnv, given: Given, algorithm_type: type
 def _note_on_length(cfg: RunCfg) -> list[str]:
     """A line for whoever wonders why more steps are taken than were asked for."""
     at_once, why = cfg.env.num_envs * cfg.algorithm.num_steps, "num_envs * num_steps"
-    if isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.unfinished == "finish":
+    if isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.partial_groups == "complete":
         members = cfg.algorithm.group_size + _greedy_attempts(cfg.algorithm)
         if members > at_once:
             at_once, why = members, "a group of so many attempts is finished"
@@ -200,7 +200,7 @@ def _with_max_length(cfg: RunCfg, env: VectorEnv) -> RunCfg:
 
 def _block_size(cfg: RunCfg) -> int:
     """Rows that the collector can start together: whole groups, unless rows are left over or attempts begin alone."""
-    if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.collection.lost_member == "complete":
+    if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.collection.on_env_error == "retry":
         return 1
     members = cfg.algorithm.group_size + _greedy_attempts(cfg.algorithm)
     return members if cfg.env.num_envs % members == 0 else 1
@@ -211,13 +211,13 @@ def _greedy_attempts(algorithm: GRPOCfg) -> Literal[0, 1]:
 
 
 def _on_error(cfg: RunCfg) -> OnError:
-    reports = isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.lost_member != "raise"
+    reports = isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.on_env_error != "raise"
     return "report" if reports else "raise"
 
 
 def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine) -> Collector:
     algorithm: Any = cfg.algorithm
-    stays = not isinstance(algorithm, GRPOCfg) or algorithm.collection.unfinished == "branch"
+    stays = not isinstance(algorithm, GRPOCfg) or algorithm.collection.partial_groups == "truncate"
     if not isinstance(algorithm, GRPOCfg):
         if isinstance(env, TorchGroupEnv):
             return TorchVectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
@@ -237,7 +237,7 @@ def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine
         greedy = _greedy_attempts(algorithm) > 0
         found, fix = ("credit.baseline is 'greedy'", "") if greedy else (f"{env.env_id} is none", torch_fix(env.env_id))
         raise ConfigError(
-            "collection.unfinished='branch' is for simulators in torch, without greedy attempts, and "
-            f"{found}; fix: {fix}collection.unfinished='finish'"
+            "collection.partial_groups='truncate' is for simulators in torch, without greedy attempts, and "
+            f"{found}; fix: {fix}collection.partial_groups='complete'"
         )
     return TorchGroupCollector(env, policy, **shared)

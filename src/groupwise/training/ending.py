@@ -101,9 +101,9 @@ def failure(
         kept,
         f"when it is fixed, go on with: {_resume(folder, given)}",
     ]
-    groups = isinstance(algorithm, GRPOCfg) and algorithm.collection.lost_member == "raise"
+    groups = isinstance(algorithm, GRPOCfg) and algorithm.collection.on_env_error == "raise"
     if collecting and groups and _is_of_a_row(error):
-        parts.append("collection.lost_member='complete' or 'drop' would do without the attempt")
+        parts.append("collection.on_env_error='retry' or 'drop' would do without the attempt")
     return "; ".join(parts)
 
 

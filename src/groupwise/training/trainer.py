@@ -200,8 +200,8 @@ class Trainer:
         names = sorted({*metrics, "rollout/return_mean", "rollout/length_mean"})
         pairs = [(metrics.get(name, 0.0), float(name in metrics)) for name in names]
         totals = self.engine.sum(torch.tensor(pairs, dtype=torch.float64, device=self.algorithm.policy.device)).tolist()
-        groups = ("groups", "skipped_groups")
-        counts = {f"rollout/{name}" for name in ("env_steps", "episodes", "lost_members", *groups)}
+        groups = ("groups", "filtered_groups")
+        counts = {f"rollout/{name}" for name in ("env_steps", "episodes", "env_errors", *groups)}
         return {
             n: total if n in counts else total / ranks for n, (total, ranks) in zip(names, totals, strict=True) if ranks
         }

@@ -12,6 +12,7 @@ from groupwise.data.rollout import transition_view
 from groupwise.errors import EnvError
 
 T, F = True, False
+SAMPLING = st.sampled_from([{}, {"filter_groups": True}, {"filter_groups": True, "dynamic_sampling": 1.0}])
 
 
 def numbers(rollout, key):
@@ -110,12 +111,12 @@ def test_a_failure_in_the_last_step_of_a_window_is_no_cut(collect, scripted_grou
     assert collector.metrics()["rollout/env_errors"] == 1.0
 
 
-@pytest.mark.parametrize("zero_variance", ["keep", "skip"])
-def test_groups_that_did_equally_well_are_masked_and_stay_valid(collect, scripted_group, zero_variance):
+@pytest.mark.parametrize("filter_groups", [False, True])
+def test_groups_that_did_equally_well_are_masked_and_stay_valid(collect, scripted_group, filter_groups):
     # Groups of two in two rows, budget 4. Rewards 1 a step: group 0 lasts 2 and 2 steps, so that no other opens.
     env = scripted_group(2, [2])
-    collector, rollout = collect(env, 2, group_size=2, collection=CollectionCfg(zero_variance=zero_variance))
-    counts = zero_variance == "keep"
+    collector, rollout = collect(env, 2, group_size=2, collection=CollectionCfg(filter_groups=filter_groups))
+    counts = not filter_groups
     assert numbers(rollout, "valid") == [[T, T], [T, T]]
     assert numbers(rollout, "loss_mask") == [[counts] * 2] * 2
     assert numbers(rollout, "group_id") == [[0, 0], [0, 0]]
@@ -128,7 +129,7 @@ def test_groups_that_did_equally_well_are_masked_and_stay_valid(collect, scripte
 def test_equal_returns_count_not_equal_lengths(collect, scripted_group):
     # returns 4 * 1 and 2 * 2 in group 0, 2 * 1 and 2 * 3 in group 1
     env = scripted_group(4, [4, 2, 2, 2], rewards=[1.0, 2.0, 1.0, 3.0])
-    _, rollout = collect(env, 2, group_size=2, collection=CollectionCfg(zero_variance="skip"))
+    _, rollout = collect(env, 2, group_size=2, collection=CollectionCfg(filter_groups=True))
     assert numbers(rollout, "loss_mask") == [[F] * 4, [F] * 4, [T, T, F, F], [T, T, F, F]]
 
 
@@ -142,7 +143,7 @@ def test_resampling_goes_on_until_informative_groups_fill_the_budget(collect, sc
     # again (9): after group 1 8 < 9 steps are taken, only 4 of them informative: group 2 opens. With 18: after group 2
     # 12 are taken, still 4 informative: group 3 opens, and 8 >= 6 are informative.
     env = scripted_group(2, [2], rewards=[1, 1, 1, 2, 1, 1, 1, 2, 1, 2, 1, 2])
-    cfg = CollectionCfg(zero_variance="resample", resample_budget=budget)
+    cfg = CollectionCfg(filter_groups=True, dynamic_sampling=budget)
     collector, _ = collect(env, 3, slots=16, group_size=2, collection=cfg)
     assert (collector.metrics()["rollout/groups"], collector.metrics()["rollout/filtered_groups"]) == (groups, skipped)
     assert collector.last_steps == env.taken == 4 * groups
@@ -177,18 +178,18 @@ def test_blocks_refuse_what_they_cannot_do(collect, scripted_group, settings, me
     lengths=st.lists(st.integers(1, 7), min_size=1, max_size=9),
     fails=st.dictionaries(st.integers(0, 20), st.integers(1, 4), max_size=6),
     on_env_error=st.sampled_from(["retry", "drop"]),
-    zero_variance=st.sampled_from(["keep", "skip", "resample"]),
+    sampling=SAMPLING,
 )
-def test_every_step_is_trained_on_skipped_or_wasted(
-    collect, scripted_group, num_envs, group_size, num_steps, lengths, fails, on_env_error, zero_variance
+def test_every_step_is_trained_on_filtered_or_wasted(
+    collect, scripted_group, num_envs, group_size, num_steps, lengths, fails, on_env_error, sampling
 ):
     env = scripted_group(num_envs, lengths, fails=fails)
-    cfg = CollectionCfg(on_env_error=on_env_error, zero_variance=zero_variance)
+    cfg = CollectionCfg(on_env_error=on_env_error, **sampling)
     collector, rollout = collect(env, num_steps, slots=2, actor_only=True, group_size=group_size, collection=cfg)
     metrics, steps = collector.metrics(), collector.last_steps
     assert steps == env.taken
-    wasted, skipped = (metrics.get(f"rollout/{name}_steps", 0.0) * steps for name in ("wasted", "skipped"))
-    assert rollout["loss_mask"].sum() + skipped + wasted == pytest.approx(steps)
+    wasted, filtered = (metrics.get(f"rollout/{name}_steps", 0.0) * steps for name in ("wasted", "filtered"))
+    assert rollout["loss_mask"].sum() + filtered + wasted == pytest.approx(steps)
     assert rollout["valid"].sum() == pytest.approx(steps - wasted)
     assert_whole_groups(rollout, group_size)
 

@@ -10,7 +10,8 @@ from groupwise.config.algorithm import CollectionCfg
 COLLECTIONS = st.builds(
     CollectionCfg,
     on_env_error=st.sampled_from(["retry", "drop"]),
-    zero_variance=st.sampled_from(["keep", "skip", "resample"]),
+    filter_groups=st.booleans(),
+    dynamic_sampling=st.sampled_from([0.0, 1.0]),
 )
 
 

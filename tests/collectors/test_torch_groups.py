@@ -235,8 +235,8 @@ def test_a_resumed_collector_goes_on_like_one_that_restarted():
         ({"group_size": 3}, "8 rows of TorchCartPole do not make whole groups of 3"),
         ({"collection": CollectionCfg()}, "partial_groups='complete' is what GroupCollector does"),
         (
-            {"collection": CollectionCfg(partial_groups="truncate", zero_variance="skip")},
-            "keeps all groups, and collection.zero_variance was set",
+            {"collection": CollectionCfg(partial_groups="truncate", filter_groups=True)},
+            "keeps all groups, and collection.filter_groups was set",
         ),
         ({"actor_only": False}, "keeps no values, and the policy has a critic"),
     ],

@@ -30,11 +30,11 @@ def test_parts_that_are_named_and_turns_that_are_steps_are_fine():
 
 def test_a_setting_that_nothing_reads_is_refused():
     with pytest.raises(
-        ConfigError, match=r"resample_budget=2\.0 does nothing without collection\.zero_variance.*; fix: "
+        ConfigError, match=r"dynamic_sampling=2\.0 does nothing without collection\.filter_groups.*; fix: "
     ):
-        resolve("CartPole-v1", {"collection": {"resample_budget": 2.0}})
-    resolve("CartPole-v1", {"collection": {"resample_budget": 2.0, "zero_variance": "resample"}})
+        resolve("CartPole-v1", {"collection": {"dynamic_sampling": 2.0}})
+    resolve("CartPole-v1", {"collection": {"dynamic_sampling": 2.0, "filter_groups": True}})
 
 
 def test_a_default_that_was_written_down_is_no_mistake():
-    resolve("CartPole-v1", {"collection": {"resample_budget": 1.0}})
+    resolve("CartPole-v1", {"collection": {"dynamic_sampling": 0.0}})

@@ -401,8 +401,8 @@ def test_an_error_names_choices_that_are_numbers(registry):
 
 @pytest.mark.parametrize("preset", ["remax", "rae", "reinforce_plus_plus", "gdpo"])
 def test_groups_that_teach_although_equal_are_not_left_out(preset):
-    with pytest.raises(ConfigError, match=r"learns from groups of equal whole return.*fix: 'keep'"):
-        resolve("CartPole-v1", {"name": "grpo", "collection": {"zero_variance": "skip"}}, preset=preset)
+    with pytest.raises(ConfigError, match=r"learns from groups of equal whole return.*fix: filter_groups=False"):
+        resolve("CartPole-v1", {"name": "grpo", "collection": {"filter_groups": True}}, preset=preset)
 
 
 @pytest.mark.parametrize("choices", [{"early_finisher": "absorb"}, {"lone_member": "trajectory"}])

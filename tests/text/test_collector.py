@@ -105,24 +105,26 @@ def test_members_that_nobody_can_score_are_none():
 
 
 @pytest.mark.parametrize(
-    ("rule", "asked", "skipped"),
-    [("keep", 3, 0), ("skip", 3, 2), ("resample", 4, 3)],
+    ("filtered", "dynamic_sampling", "asked", "skipped"),
+    [(False, 0.0, 3, 0), (True, 0.0, 3, 2), (True, 1 / 3, 4, 3)],
 )
-def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budget(rule, asked, skipped):
+def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budget(
+    filtered, dynamic_sampling, asked, skipped
+):
     script = {"1": ["4.", "5."], "2": ["4.", "4."], "3": ["9.", "4."], "4": ["7.", "7."]}
-    of = collector(script, num_prompts=3, zero_variance=rule, resample_budget=1 / 3)
+    of = collector(script, num_prompts=3, filter_groups=filtered, dynamic_sampling=dynamic_sampling)
     of._order.take = lambda place, count: [place % 4]
     rollout = collect(of)
     assert sum(map(len, of._generator.asked)) == asked == of.position
     counts = {prompt: any(c for _, c in rows) for prompt, rows in rows_of(rollout, of).items()}
-    assert counts == {"1": True, "2": rule == "keep", "3": rule == "keep"} | ({"4": False} if asked == 4 else {})
+    assert counts == {"1": True, "2": not filtered, "3": not filtered} | ({"4": False} if asked == 4 else {})
     assert of.metrics()["rollout/filtered_groups"] == skipped
     assert of.last_steps == 4 * asked
 
 
 def test_resampling_ends_as_soon_as_there_are_enough():
     script = {"1": ["4.", "4."], "2": ["4.", "5."], "3": ["1.", "2."]}
-    of = collector(script, num_prompts=1, zero_variance="resample", resample_budget=9)
+    of = collector(script, num_prompts=1, filter_groups=True, dynamic_sampling=9)
     of._order.take = lambda place, count: [place % 3]
     collect(of)
     assert of._generator.asked == [["1"], ["2"]]

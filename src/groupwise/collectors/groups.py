@@ -229,7 +229,7 @@ class GroupCollector(Collector):
         self.dropped_steps = 0
         if self.collection.on_env_error != "raise":
             self._metrics["rollout/env_errors"] = float(env_errors)
-        if self.collection.zero_variance != "keep":
+        if self.collection.filter_groups:
             skipped = sum(group.fate == "skipped" for group in tally.groups)
             self._metrics |= {
                 "rollout/filtered_groups": float(skipped),

@@ -61,7 +61,7 @@ class Outcomes:
     def _close(self, group: Group, rollout: TensorDict) -> None:
         """All members of the group reached their end."""
         group.fate = "complete"
-        if self._cfg.zero_variance != "keep" and did_equally_well(group, rollout):
+        if self._cfg.filter_groups and did_equally_well(group, rollout):
             group.fate = "skipped"
             self._supply.skip(group)
 

@@ -28,10 +28,9 @@ class Supply:
         rank: int,
         iteration: int,
     ) -> None:
-        self._cfg = cfg
         self._schedule = schedule
         self._budget = budget
-        self._most = budget * (1 + cfg.resample_budget) if cfg.zero_variance == "resample" else budget
+        self._most = budget * (1 + cfg.dynamic_sampling)
         self._group_size = group_size
         self._greedy = greedy
         self._limit = limit
@@ -53,5 +52,4 @@ class Supply:
 
     def skip(self, group: Group) -> None:
         """Take note that the members of a group did equally well."""
-        if self._cfg.zero_variance == "resample":
-            self._replaced += sum(attempt.length for attempt in group.members)
+        self._replaced += sum(attempt.length for attempt in group.members)

@@ -89,9 +89,9 @@ class TorchGroupCollector(ResidentCollector):
                 "collection.partial_groups='truncate' keeps no values, and the policy has a critic; fix: an actor_only policy, "
                 "or 'complete'"
             )
-        if cfg.zero_variance != "keep":
+        if cfg.filter_groups:
             raise EnvError(
-                "collection.partial_groups='truncate' keeps all groups, and collection.zero_variance was set; fix: leave it "
+                "collection.partial_groups='truncate' keeps all groups, and collection.filter_groups was set; fix: leave it "
                 "out, or partial_groups='complete'"
             )
 

@@ -163,7 +163,7 @@ class ReferenceCfg(Cfg):
 
 
 class CollectionCfg(Cfg):
-    """How groups are collected: noise, what becomes of unfinished groups, lost members and groups without variance."""
+    """How groups are collected: noise, partial groups, errors of environments, groups without variance."""
 
     noise: Literal["independent", "shared"] = "independent"
     """Randomness after the start: each member draws its own, or siblings draw the same (they then differ by their actions only)."""
@@ -171,10 +171,10 @@ class CollectionCfg(Cfg):
     """Groups that still run when the steps of an iteration are taken: run them to their end, or cut them. With ``truncate`` the next groups begin in the states that the first members had reached. It is for torch environments, and ``num_steps`` counts idle steps too."""
     on_env_error: Literal["raise", "retry", "drop"] = "raise"
     """When an environment raises an error: raise it, start the attempt again, or drop its group."""
-    zero_variance: Literal["keep", "skip", "resample"] = "keep"
-    """Groups whose members have equal whole returns, though credit by time may tell them apart: train on them like on any other; leave them out; or leave them out and collect others instead."""
-    resample_budget: NonNegative = 1.0
-    """``resample``: at most so many times the iteration's steps are taken on top of them."""
+    filter_groups: bool = False
+    """Leave out groups in which all whole returns are equal (zero variance), though credit by time may tell their members apart."""
+    dynamic_sampling: NonNegative = 0.0
+    """With ``filter_groups``: collect other groups in place of those, with at most so many times the steps of an iteration on top (DAPO). 0: none."""
 
 
 class AlgorithmCfg(Cfg):
@@ -274,9 +274,9 @@ class GRPOCfg(AlgorithmCfg):
         tell such members apart, and leaving them out is then the user's choice.
         """
         learns = self.credit.reward == "parts" or self.credit.baseline in ("greedy", "ema", "none")
-        if learns and self.collection.zero_variance != "keep":
+        if learns and self.collection.filter_groups:
             raise ValueError(
                 f"credit.reward={self.credit.reward!r} with credit.baseline={self.credit.baseline!r} learns from groups "
-                f"of equal whole return, which collection.zero_variance={self.collection.zero_variance!r} leaves out; fix: 'keep'"
+                f"of equal whole return, which collection.filter_groups leaves out; fix: filter_groups=False"
             )
         return self

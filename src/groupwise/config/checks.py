@@ -66,9 +66,8 @@ def _refuse_turns(algorithm: AlgorithmCfg) -> None:
 
 def _refuse_idle(collection: CollectionCfg) -> None:
     """Refuse a setting that was changed and that nothing would read."""
-    budget, default = collection.resample_budget, CollectionCfg().resample_budget
-    if budget != default and collection.zero_variance != "resample":
+    if collection.dynamic_sampling and not collection.filter_groups:
         raise ValueError(
-            f"algorithm.collection.resample_budget={budget!r} does nothing without collection.zero_variance='resample'; "
-            "fix: set that, too, or leave resample_budget out"
+            f"algorithm.collection.dynamic_sampling={collection.dynamic_sampling!r} does nothing without "
+            "collection.filter_groups=True; fix: set that, too, or leave dynamic_sampling out"
         )

@@ -168,11 +168,11 @@ def _policy(cfg: TextRunCfg, given: Given, *, actor_only: bool) -> CausalLM:
 
 def _check(cfg: TextRunCfg, engine: Engine) -> None:
     algorithm = cfg.algorithm
-    resamples = isinstance(algorithm, GRPOCfg) and algorithm.collection.zero_variance == "resample"
+    resamples = isinstance(algorithm, GRPOCfg) and algorithm.collection.dynamic_sampling > 0
     if resamples and engine.world_size > 1:
         raise ConfigError(
-            "collection.zero_variance='resample' takes as many prompts as it needs, so that several processes would lose "
-            "track of each other's; fix: 'skip', or one process"
+            "collection.dynamic_sampling takes as many prompts as it needs, so that several processes would lose "
+            "track of each other's; fix: dynamic_sampling=0, or one process"
         )
 
 
@@ -220,6 +220,6 @@ def _terms(cfg: TextRunCfg) -> TextTerms:
     return terms._replace(
         group_size=algorithm.group_size,
         greedy_attempts=1 if algorithm.credit.baseline == "greedy" else 0,
-        zero_variance=algorithm.collection.zero_variance,
-        resample_budget=algorithm.collection.resample_budget,
+        filter_groups=algorithm.collection.filter_groups,
+        dynamic_sampling=algorithm.collection.dynamic_sampling,
     )

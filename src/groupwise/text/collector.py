@@ -38,8 +38,8 @@ class TextTerms(NamedTuple):
     group_size: int = 1
     greedy_attempts: Literal[0, 1] = 0
     """Of each group, in addition."""
-    zero_variance: Literal["keep", "skip", "resample"] = "keep"
-    resample_budget: float = 1.0
+    filter_groups: bool = False
+    dynamic_sampling: float = 0.0
     mask_truncated: bool = False
     punished_tokens: int = 0
     punishment: float = 1.0
@@ -116,15 +116,14 @@ class TextCollector(Collector):
         terms = self._terms
         kept: list[list[Scored]] = []
         skipped: list[list[Scored]] = []
-        budget = int(terms.num_prompts * (1 + terms.resample_budget))
+        budget = int(terms.num_prompts * (1 + terms.dynamic_sampling))
         taken, wanted = 0, terms.num_prompts
         while wanted:
             for group in self._new_groups(wanted, first=taken):
-                equal = terms.zero_variance != "keep" and did_equally_well(group)
+                equal = terms.filter_groups and did_equally_well(group)
                 (skipped if equal else kept).append(group)
             taken += wanted
-            missing = terms.num_prompts - len(kept) if terms.zero_variance == "resample" else 0
-            wanted = min(missing, budget - taken)
+            wanted = min(terms.num_prompts - len(kept), budget - taken)
         self.position += taken  # only now: a rollout that fails is collected again, from the same prompts
         self.iteration += 1
         self.scored = [member for group in (*kept, *skipped) for member in group]

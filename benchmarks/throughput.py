@@ -66,7 +66,7 @@ def train_ours(algorithm: str, seed: int) -> tuple[float, float]:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     ppo, rows = algorithm == "ppo", NUM_ENVS[algorithm]
-    linear = gw.ScheduleCfg(name="linear")
+    linear = {"name": "linear"}
     cfg = gw.PPOCfg(**PPO, schedule=linear) if ppo else gw.GRPOCfg(**GRPO, credit=CREDIT, schedule=linear)
     env = gw.make_env(gw.EnvCfg(id="CartPole-v1", num_envs=rows), grouped=not ppo)
     policy = gw.ActorCritic(env.observation_space, env.action_space, gamma=cfg.gamma, actor_only=not ppo)
@@ -102,7 +102,7 @@ def train_in_torch(seed: int) -> tuple[float, float]:
             self.seen.append((time.perf_counter(), trainer.env_steps))
 
     clock = Clock()
-    linear = gw.ScheduleCfg(name="linear")
+    linear = {"name": "linear"}
     with tempfile.TemporaryDirectory() as folder:
         run = gw.train(
             gw.TorchCartPole,

@@ -29,7 +29,7 @@ def rate(args: Any, kernel: Any) -> None:
         num_epochs=settings.num_epochs,
         minibatch_size=settings.minibatch_size,
         learning_rate=settings.learning_rate,
-        schedule=gw.ScheduleCfg(name="linear" if settings.annealed else "none"),
+        schedule="linear" if settings.annealed else "none",
         gamma=settings.gamma,
         gae_lambda=settings.gae_lambda,
         ent_coef=settings.ent_coef,

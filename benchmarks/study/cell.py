@@ -93,7 +93,7 @@ def scaled(cfg: Any, tuned: dict[str, Any]) -> Any:
         "minibatch_size": round(algorithm.minibatch_size * tuned.get("minibatch_size", 1.0)),
     }
     if "schedule" in tuned:
-        update["schedule"] = algorithm.schedule.model_copy(update={"name": tuned["schedule"]})
+        update["schedule"] = type(algorithm)(schedule=tuned["schedule"]).schedule
     if hasattr(algorithm, "gae_lambda"):
         update["gae_lambda"] = 1 - (1 - algorithm.gae_lambda) * tuned.get("one_minus_lambda", 1.0)
         return cfg.model_copy(update={"algorithm": algorithm.model_copy(update=update)})

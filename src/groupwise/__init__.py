@@ -26,10 +26,8 @@ if TYPE_CHECKING:
         CreditCfg,
         GRPOCfg,
         ObjectiveCfg,
-        OptimizerCfg,
         PPOCfg,
         ReferenceCfg,
-        ScheduleCfg,
     )
     from groupwise.config.env import EnvCfg
     from groupwise.config.policy import EvalSamplingCfg, LoRACfg, ModelCfg, PolicyCfg, SamplingCfg
@@ -128,7 +126,6 @@ __all__ = [
     "MissingExtraError",
     "ModelCfg",
     "ObjectiveCfg",
-    "OptimizerCfg",
     "OverlongCfg",
     "PPOCfg",
     "Policy",
@@ -141,7 +138,6 @@ __all__ = [
     "RunCfg",
     "RunFolderError",
     "SamplingCfg",
-    "ScheduleCfg",
     "SlowPathWarning",
     "StopCfg",
     "TextEvaluationCfg",
@@ -187,7 +183,7 @@ __all__ = [
 
 _MODULES = {
     "groupwise.algorithms.base": "BaseAlgorithm LossOutput",
-    "groupwise.config.algorithm": "AlgorithmCfg CreditCfg GRPOCfg ObjectiveCfg OptimizerCfg PPOCfg ReferenceCfg ScheduleCfg",
+    "groupwise.config.algorithm": "AlgorithmCfg CreditCfg GRPOCfg ObjectiveCfg PPOCfg ReferenceCfg",
     "groupwise.algorithms.advantages": "CreditInput episode_groups register_credit",
     "groupwise.algorithms.grpo": "GRPO",
     "groupwise.algorithms.ppo": "PPO",

@@ -6,7 +6,7 @@ import torch
 
 from groupwise.algorithms import optim
 from groupwise.algorithms.optim import Schedule, Trained, build_optimizer, schedule_factor
-from groupwise.config.algorithm import OptimizerCfg, PPOCfg, ScheduleCfg
+from groupwise.config.algorithm import AdaptiveKLCfg, LinearCfg, PPOCfg
 from groupwise.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ from groupwise.errors import ConfigError
     ],
 )
 def test_schedule_factor(cfg, progress, expected):
-    assert schedule_factor(ScheduleCfg(**cfg), progress) == pytest.approx(expected)
+    assert schedule_factor(PPOCfg(schedule=cfg).schedule, progress) == pytest.approx(expected)
 
 
 def optimizer():
@@ -38,7 +38,7 @@ def optimizer():
 
 def test_schedule_sets_the_rate_of_the_optimiser():
     sgd = optimizer()
-    schedule = Schedule(ScheduleCfg(name="linear"), sgd, 0.4)
+    schedule = Schedule(LinearCfg(), sgd, 0.4)
     schedule.set_progress(0.75)
     assert sgd.param_groups[0]["lr"] == pytest.approx(0.1)
     assert schedule.rate == pytest.approx(0.1)
@@ -46,7 +46,7 @@ def test_schedule_sets_the_rate_of_the_optimiser():
 
 def test_adaptive_kl_moves_the_rate_against_the_kl_within_bounds():
     sgd = optimizer()
-    cfg = ScheduleCfg(name="adaptive_kl", desired_kl=0.01, min_factor=0.5, max_factor=2.0)
+    cfg = AdaptiveKLCfg(desired_kl=0.01, min_factor=0.5, max_factor=2.0)
     schedule = Schedule(cfg, sgd, 0.3)
     schedule.adapt(0.0201)
     assert schedule.rate == pytest.approx(0.2)
@@ -66,9 +66,9 @@ def test_adaptive_kl_moves_the_rate_against_the_kl_within_bounds():
 
 def test_schedule_goes_on_from_its_state():
     first, second = optimizer(), optimizer()
-    schedule = Schedule(ScheduleCfg(name="adaptive_kl"), first, 0.3)
+    schedule = Schedule(AdaptiveKLCfg(), first, 0.3)
     schedule.adapt(1.0)
-    resumed = Schedule(ScheduleCfg(name="adaptive_kl"), second, 0.3)
+    resumed = Schedule(AdaptiveKLCfg(), second, 0.3)
     resumed.load_state_dict(schedule.state_dict())
     assert second.param_groups[0]["lr"] == first.param_groups[0]["lr"] == pytest.approx(0.2)
 
@@ -89,7 +89,9 @@ def test_schedule_goes_on_from_its_state():
 def test_optimisers(name, expected):
     parameter = torch.nn.Parameter(torch.ones(1))
     frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)
-    cfg = PPOCfg(learning_rate=0.1, optimizer=OptimizerCfg(name=name, eps=1e-9, weight_decay=0.5))
+    cfg = PPOCfg(
+        learning_rate=0.1, optimizer={"name": name, "weight_decay": 0.5} | ({} if name == "sgd" else {"eps": 1e-9})
+    )
     trained = Trained([parameter, frozen])
     built = build_optimizer(cfg, trained)
     trained.zero_grad()
@@ -113,7 +115,7 @@ def test_parameters_end_to_end_train_like_single_ones(name, monkeypatch):
         network, x = small_network(), torch.linspace(-1, 1, 15).reshape(5, 3)
         trained = Trained(network.parameters())
         assert len(trained.tensors) == (1 if limit else 4)
-        built = build_optimizer(PPOCfg(learning_rate=0.01, optimizer=OptimizerCfg(name=name)), trained)
+        built = build_optimizer(PPOCfg(learning_rate=0.01, optimizer=name), trained)
         for _ in range(20):
             trained.zero_grad()
             (network(x) - 1).square().mean().backward()
@@ -181,9 +183,7 @@ def test_a_loop_of_ones_own_trains(name, monkeypatch):
     for limit in (optim.FLAT_LIMIT, 0):
         monkeypatch.setattr(optim, "FLAT_LIMIT", limit)
         network, x = small_network(), torch.linspace(-1, 1, 15).reshape(5, 3)
-        built = build_optimizer(
-            PPOCfg(learning_rate=0.01, optimizer=OptimizerCfg(name=name)), Trained(network.parameters())
-        )
+        built = build_optimizer(PPOCfg(learning_rate=0.01, optimizer=name), Trained(network.parameters()))
         for _ in range(5):
             built.zero_grad()
             (network(x) - 1).square().mean().backward()
@@ -197,7 +197,7 @@ def test_a_loop_of_ones_own_trains(name, monkeypatch):
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_the_vectors_adam_is_the_libraries(name):
     torch.manual_seed(0)
-    cfg = PPOCfg(learning_rate=0.1, optimizer=OptimizerCfg(name=name, weight_decay=0.1))
+    cfg = PPOCfg(learning_rate=0.1, optimizer={"name": name, "weight_decay": 0.1})
     vector, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     ours = build_optimizer(cfg, Trained([vector]))
     settings = {"lr": 0.1, "betas": cfg.optimizer.betas, "eps": cfg.optimizer.eps, "weight_decay": 0.1, "fused": True}
@@ -220,7 +220,7 @@ def test_the_vectors_adam_is_the_libraries(name):
 def test_the_vectors_adam_and_the_librarys_read_each_others_state(stepped):
     """Runs kept by other versions go on, and the other way round."""
     torch.manual_seed(0)
-    cfg = PPOCfg(learning_rate=0.1, optimizer=OptimizerCfg(name="adam"))
+    cfg = PPOCfg(learning_rate=0.1, optimizer="adam")
     first, second, third = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
     theirs = torch.optim.Adam([first], lr=0.03, betas=(0.5, 0.7), eps=1e-3, fused=True)
     ours, again = build_optimizer(cfg, Trained([second])), torch.optim.Adam([third], fused=True)

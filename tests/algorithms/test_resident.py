@@ -13,7 +13,7 @@ from torch_rollouts import ENVS
 import groupwise as gw
 from groupwise.algorithms.optim import Schedule
 from groupwise.algorithms.resident import shuffled
-from groupwise.config.algorithm import CollectionCfg
+from groupwise.config.algorithm import AdaptiveKLCfg, CollectionCfg
 from groupwise.data.minibatch import Epoch, cut_evenly
 from groupwise.data.rollout import transition_view
 from groupwise.engines.replay import WARM_UP
@@ -259,7 +259,7 @@ def test_the_order_is_one_of_all_and_another_each_time():
 
 @pytest.mark.parametrize("kl", [0.0, 0.001, 0.006, 0.02, 0.03])
 def test_both_ways_to_adapt_the_rate_agree(kl):
-    cfg = gw.ScheduleCfg(name="adaptive_kl", min_factor=0.5, max_factor=2.0)
+    cfg = AdaptiveKLCfg(min_factor=0.5, max_factor=2.0)
     one, two = (Schedule(cfg, torch.optim.SGD([torch.zeros(1)], lr=0.1), 0.1) for _ in range(2))
     two.stay_on(torch.device("cpu"))
     for _ in range(3):

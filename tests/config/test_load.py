@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from groupwise.config import json_schema, load_config, presets, resolve, to_json
 from groupwise.config import registry as algorithms
-from groupwise.config.algorithm import AlgorithmCfg, CreditCfg, GRPOCfg, ObjectiveCfg, PPOCfg
+from groupwise.config.algorithm import AlgorithmCfg, CreditCfg, GRPOCfg, LinearCfg, ObjectiveCfg, PPOCfg, StepCfg
 from groupwise.config.base import Cfg
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import PolicyCfg
@@ -429,3 +429,34 @@ def test_a_reference_is_renewed_only_where_there_is_one():
     ):
         GRPOCfg(reference={"refresh": "ema"})
     assert GRPOCfg(reference={"refresh": "ema"}, kl_coef=0.1).reference.refresh == "ema"
+
+
+# --- choices with parameters of their own ---
+
+
+@pytest.mark.parametrize("given", ["linear", {"name": "linear"}, LinearCfg(), {"name": "linear", "final": 0.0}])
+def test_a_choice_is_given_by_name_fields_or_config(given):
+    assert resolve("CartPole-v1", {"name": "grpo", "schedule": given}).algorithm.schedule == LinearCfg()
+    assert GRPOCfg(schedule=given).schedule == LinearCfg()
+
+
+def test_another_choice_drops_the_parameters_of_the_one_below(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text('{"env": {"id": "CartPole-v1"}, "algorithm": {"schedule": {"name": "linear", "final": 0.25}}}')
+    assert load_config(path, {"schedule": {"name": "step", "decay": 0.1}}).algorithm.schedule == StepCfg(decay=0.1)
+    assert load_config(path, {"schedule": "linear"}).algorithm.schedule == LinearCfg(final=0.25)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"schedule": "linaer"}, "schedule = 'linaer': expected one of none, linear, .*; did you mean 'linear'"),
+        ({"schedule": {"name": "linear", "decay": 1}}, "unknown key 'decay' in .*schedule; known: final, name"),
+        ({"optimizer": {"name": "sgd", "momentum": 3}}, "optimizer.momentum = 3: input should be less"),
+    ],
+)
+def test_a_wrong_choice_is_named_by_its_path(given, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve("CartPole-v1", {"name": "grpo", **given})
+    with pytest.raises(ConfigError, match=message):
+        GRPOCfg(**given)

@@ -6,13 +6,13 @@ import torch
 
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
-from groupwise.config.algorithm import GRPOCfg, OptimizerCfg, PPOCfg
+from groupwise.config.algorithm import GRPOCfg, PPOCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.data.spaces import obs_spec
 from groupwise.policies.actor_critic import ActorCritic
 
-SGD = OptimizerCfg(name="sgd")
+SGD = "sgd"
 OBS = gym.spaces.Box(-1, 1, (3,), np.float32)
 ACT = gym.spaces.Discrete(3)
 

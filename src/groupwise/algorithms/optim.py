@@ -7,22 +7,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.config.algorithm import AlgorithmCfg, ScheduleCfg
+from groupwise.config.algorithm import (
+    AdamCfg,
+    AdamWCfg,
+    AdaptiveKLCfg,
+    AlgorithmCfg,
+    CosineCfg,
+    ExponentialCfg,
+    LinearCfg,
+    RMSpropCfg,
+    ScheduleCfg,
+    SGDCfg,
+    StepCfg,
+)
 
 
 def build_optimizer(cfg: AlgorithmCfg, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimiser that ``cfg.optimizer`` describes, at ``cfg.learning_rate``."""
-    choice = cfg.optimizer
-    settings: dict[str, Any] = {"lr": cfg.learning_rate, "weight_decay": choice.weight_decay}
-    match choice.name:
-        case "adam" | "adamw":
-            decoupled = choice.name == "adamw"
-            settings |= {"betas": choice.betas, "eps": choice.eps, "decoupled_weight_decay": decoupled}
-            return torch.optim.Adam(parameters, fused=True, **settings)
-        case "rmsprop":
-            return torch.optim.RMSprop(parameters, momentum=choice.momentum, eps=choice.eps, **settings)
-        case "sgd":
-            return torch.optim.SGD(parameters, momentum=choice.momentum, **settings)
+    chosen = cfg.optimizer
+    settings: dict[str, Any] = {"lr": cfg.learning_rate, **chosen.model_dump(exclude={"name"})}
+    match chosen:
+        case AdamCfg():
+            decoupled = isinstance(chosen, AdamWCfg)
+            return torch.optim.Adam(parameters, fused=True, decoupled_weight_decay=decoupled, **settings)
+        case RMSpropCfg():
+            return torch.optim.RMSprop(parameters, **settings)
+        case SGDCfg():
+            return torch.optim.SGD(parameters, **settings)
 
 
 class Schedule:
@@ -34,7 +45,7 @@ class Schedule:
         self.learning_rate = learning_rate
         self.factor = 1.0
         """The rate in force, as a share of ``learning_rate``."""
-        self.adaptive = cfg.name == "adaptive_kl"
+        self.adaptive = isinstance(cfg, AdaptiveKLCfg)
 
     def set_progress(self, progress: float) -> None:
         """Set the rate for a share of training done, in [0, 1]."""
@@ -46,12 +57,13 @@ class Schedule:
 
         Source: the rule of rsl_rl's PPO, factors 1.5 beyond [desired / 2, desired * 2].
         """
-        if not self.adaptive:
+        cfg = self.cfg
+        if not isinstance(cfg, AdaptiveKLCfg):
             return
-        if kl > 2 * self.cfg.desired_kl:
-            self._apply(max(self.factor / 1.5, self.cfg.min_factor))
-        elif 0 < kl < self.cfg.desired_kl / 2:
-            self._apply(min(self.factor * 1.5, self.cfg.max_factor))
+        if kl > 2 * cfg.desired_kl:
+            self._apply(max(self.factor / 1.5, cfg.min_factor))
+        elif 0 < kl < cfg.desired_kl / 2:
+            self._apply(min(self.factor * 1.5, cfg.max_factor))
 
     @property
     def rate(self) -> float:
@@ -78,15 +90,14 @@ class Schedule:
 
 def schedule_factor(cfg: ScheduleCfg, progress: float) -> float:
     """Share of the learning rate at a share ``progress`` of training."""
-    match cfg.name:
-        case "linear":
-            return 1 - progress * (1 - cfg.final)
-        case "cosine":
+    match cfg:
+        case CosineCfg():
             return cfg.final + (1 - cfg.final) * (1 + math.cos(math.pi * progress)) / 2
-        case "step":
-            # the tolerance keeps 0.75 / 0.25 at 3 whatever the rounding
-            return cfg.decay ** math.floor(progress / cfg.interval + 1e-9)
-        case "exponential":
+        case LinearCfg():
+            return 1 - progress * (1 - cfg.final)
+        case ExponentialCfg():
             return float(cfg.decay ** (progress / cfg.interval))
+        case StepCfg():  # the tolerance keeps 0.75 / 0.25 at 3 whatever the rounding
+            return cfg.decay ** math.floor(progress / cfg.interval + 1e-9)
         case _:
             return 1.0

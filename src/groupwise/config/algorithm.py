@@ -1,47 +1,119 @@
 """Settings of the algorithms. Imports no torch, so that the command line answers at once."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from annotated_types import Ge, Gt, Le
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt
+from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt, choice
 from groupwise.config.objective import ObjectiveCfg as ObjectiveCfg
 from groupwise.errors import ConfigError
 
 
-class OptimizerCfg(Cfg):
-    """Which optimiser, and its settings other than the learning rate."""
+class AdamCfg(Cfg):
+    """Adam, with L2 weight decay."""
 
-    name: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
-    """Optimiser from ``torch.optim``."""
+    name: Literal["adam"] = "adam"
+    """``torch.optim.Adam``."""
     eps: Positive = 1e-5
-    """Added to the denominator (adam, adamw, rmsprop). 1e-5 is the reference PPO's, not torch's 1e-8."""
+    """Added to the denominator. 1e-5 is the reference PPO's, not torch's 1e-8."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """Decay of the moments (adam, adamw)."""
-    momentum: Fraction = 0.0
-    """Momentum (sgd, rmsprop)."""
+    """Decay of the moments."""
     weight_decay: NonNegative = 0.0
-    """Decoupled for adamw, L2 for the others."""
+    """Weight decay."""
 
 
-class ScheduleCfg(Cfg):
-    """How the learning rate changes over training."""
+class AdamWCfg(AdamCfg):
+    """Adam with decoupled weight decay."""
 
-    name: Literal["none", "linear", "cosine", "step", "exponential", "adaptive_kl"] = "none"
-    """``linear`` and ``cosine`` fall to ``final``; ``step`` and ``exponential`` multiply by ``decay``; ``adaptive_kl`` follows the measured KL (PPO and GRPO)."""
+    name: Literal["adamw"] = "adamw"  # type: ignore[assignment]
+    """``torch.optim.AdamW``."""
+
+
+class SGDCfg(Cfg):
+    """Stochastic gradient descent."""
+
+    name: Literal["sgd"] = "sgd"
+    """``torch.optim.SGD``."""
+    momentum: Fraction = 0.0
+    """Momentum."""
+    weight_decay: NonNegative = 0.0
+    """L2 weight decay."""
+
+
+class RMSpropCfg(SGDCfg):
+    """RMSprop."""
+
+    name: Literal["rmsprop"] = "rmsprop"  # type: ignore[assignment]
+    """``torch.optim.RMSprop``."""
+    eps: Positive = 1e-5
+    """Added to the denominator."""
+
+
+class ConstantCfg(Cfg):
+    """The learning rate stays."""
+
+    name: Literal["none"] = "none"
+    """Constant."""
+
+
+class LinearCfg(Cfg):
+    """The learning rate falls linearly over training."""
+
+    name: Literal["linear"] = "linear"
+    """Linear."""
     final: Fraction = 0.0
-    """Share of the learning rate left at the end (linear, cosine)."""
+    """Share of the learning rate left at the end."""
+
+
+class CosineCfg(LinearCfg):
+    """The learning rate falls along half a cosine."""
+
+    name: Literal["cosine"] = "cosine"  # type: ignore[assignment]
+    """Cosine."""
+
+
+class StepCfg(Cfg):
+    """The learning rate drops at intervals."""
+
+    name: Literal["step"] = "step"
+    """Steps."""
     decay: Annotated[float, Gt(0), Le(1)] = 0.5
-    """``step``: factor at each interval; ``exponential``: factor over one interval, applied continuously."""
+    """Factor over one interval."""
     interval: Annotated[float, Gt(0), Le(1)] = 0.25
-    """Share of training between two decays (step, exponential)."""
+    """Share of training between two decays."""
+
+
+class ExponentialCfg(StepCfg):
+    """The learning rate decays continuously, by ``decay`` over one interval."""
+
+    name: Literal["exponential"] = "exponential"  # type: ignore[assignment]
+    """Exponential."""
+
+
+class AdaptiveKLCfg(Cfg):
+    """The learning rate follows the measured KL, by rsl_rl's rule."""
+
+    name: Literal["adaptive_kl"] = "adaptive_kl"
+    """By the KL."""
     desired_kl: Positive = 0.01
-    """``adaptive_kl``: above twice this the rate is divided by 1.5, below half of it multiplied. Default: rsl_rl's."""
+    """Above twice this the rate is divided by 1.5, below half of it multiplied. Default: rsl_rl's."""
     min_factor: Positive = 0.01
-    """``adaptive_kl``: least rate, as a share of ``learning_rate``."""
+    """Least rate, as a share of ``learning_rate``."""
     max_factor: Positive = 10.0
-    """``adaptive_kl``: greatest rate, as a multiple of ``learning_rate``."""
+    """Greatest rate, as a multiple of ``learning_rate``."""
+
+
+OptimizerCfg: TypeAlias = Annotated[
+    AdamCfg | AdamWCfg | SGDCfg | RMSpropCfg, Field(discriminator="name"), choice("adam")
+]
+"""Which optimiser, and its settings other than the learning rate."""
+ScheduleCfg: TypeAlias = Annotated[
+    ConstantCfg | LinearCfg | CosineCfg | StepCfg | ExponentialCfg | AdaptiveKLCfg,
+    Field(discriminator="name"),
+    choice("none"),
+]
+"""How the learning rate changes over training."""
 
 
 class CreditCfg(Cfg):
@@ -204,10 +276,10 @@ class AlgorithmCfg(Cfg):
     """Sets ``objective.clip_low`` and ``objective.clip_high`` together."""
     objective: ObjectiveCfg = ObjectiveCfg()
     """Ratio, trust region, aggregation, KL."""
-    optimizer: OptimizerCfg = OptimizerCfg()
-    """Optimiser."""
-    schedule: ScheduleCfg = ScheduleCfg()
-    """Learning rate over training."""
+    optimizer: OptimizerCfg = AdamCfg()
+    """Optimiser, by name or with its settings: ``adam``, ``adamw``, ``sgd`` or ``rmsprop``."""
+    schedule: ScheduleCfg = ConstantCfg()
+    """Learning rate over training, likewise: ``none``, ``linear``, ``cosine``, ``step``, ``exponential`` or ``adaptive_kl``."""
 
     @model_validator(mode="before")
     @classmethod

@@ -210,8 +210,7 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if not isinstance(value, Cfg):
         return value
-    tree = {key: _plain(item) for key, item in value if key in value.model_fields_set}
-    return {**tree, "name": value.name} if isinstance(value, AlgorithmCfg) else tree
+    return {key: _plain(item) for key, item in value if key in value.model_fields_set or key == "name"}
 
 
 def _merge(low: Tree, high: Tree, parent: type[Cfg], algorithm_type: type[AlgorithmCfg]) -> Tree:
@@ -220,8 +219,13 @@ def _merge(low: Tree, high: Tree, parent: type[Cfg], algorithm_type: type[Algori
     for key, value in high.items():
         of_algorithm = key == "algorithm" and issubclass(parent, CommonCfg)
         child = algorithm_type if of_algorithm else parent.child_type(key, high)
+        if len(parent.kinds(key)) > 1 and isinstance(value, str):
+            value = {"name": value}
         both = isinstance(value, dict) and isinstance(low.get(key), dict)
-        merged[key] = _merge(low[key], value, child, algorithm_type) if child and both else value
+        below = low[key] if both else {}
+        if child and both and not of_algorithm and value.get("name", below.get("name")) != below.get("name"):
+            below = {}  # parameters of another choice do not fit
+        merged[key] = _merge(below, value, child, algorithm_type) if child and both else value
     return merged
 
 

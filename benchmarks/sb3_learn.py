@@ -18,7 +18,7 @@ import torch
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 
-from groupwise.integrations.sb3 import GRPO
+from groupwise.contrib.sb3 import GRPO
 
 RESULT = Path(__file__).parent / "results" / "sb3_learn.json"
 STEPS = 100_000

@@ -12,7 +12,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecNormalize
 
 from groupwise import CreditCfg
-from groupwise.integrations.sb3 import GRPO
+from groupwise.contrib.sb3 import GRPO
 
 
 def main() -> None:

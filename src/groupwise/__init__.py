@@ -55,9 +55,9 @@ if TYPE_CHECKING:
         TorchMountainCarContinuous,
         TorchPendulum,
     )
-    from groupwise.envs.torch_reaching import TorchPointMass, TorchReacher
-    from groupwise.envs.warp import WarpGroupEnv
-    from groupwise.envs.warp_tasks import WarpCubePush, WarpHalfCheetah
+    from groupwise.contrib.torch_reaching import TorchPointMass, TorchReacher
+    from groupwise.contrib.warp import WarpGroupEnv
+    from groupwise.contrib.warp_tasks import WarpCubePush, WarpHalfCheetah
     from groupwise.errors import (
         CheckpointError,
         ConfigError,
@@ -202,9 +202,9 @@ _MODULES = {
     "groupwise.envs.make": "make_env",
     "groupwise.envs.native": "TorchGroupEnv",
     "groupwise.envs.torch_control": "TorchAcrobot TorchCartPole TorchMountainCar TorchMountainCarContinuous TorchPendulum",
-    "groupwise.envs.torch_reaching": "TorchPointMass TorchReacher",
-    "groupwise.envs.warp": "WarpGroupEnv",
-    "groupwise.envs.warp_tasks": "WarpCubePush WarpHalfCheetah",
+    "groupwise.contrib.torch_reaching": "TorchPointMass TorchReacher",
+    "groupwise.contrib.warp": "WarpGroupEnv",
+    "groupwise.contrib.warp_tasks": "WarpCubePush WarpHalfCheetah",
     "groupwise.errors": "CheckpointError ConfigError DataError DisagreementError DivergedError EnvError GroupStartError GroupStartWarning GroupwiseError MissingExtraError RewardError RunFolderError SlowPathWarning ToolError UnknownNameError UnsupportedSpaceError",
     "groupwise.policies.actor_critic": "ActorCritic",
     "groupwise.policies.base": "Evaluation Policy",

@@ -3,7 +3,7 @@
 GroupwiseError
 ├── ConfigError            a setting that is unknown, mistyped or impossible (ValueError)
 │   ├── UnknownNameError   a name nobody registered; says which is nearest
-│   └── PolicyError        a policy that GRPO behind Stable-Baselines3's interface cannot train (integrations.sb3_settings)
+│   └── PolicyError        a policy that GRPO behind Stable-Baselines3's interface cannot train (contrib.sb3.settings)
 ├── EnvError               an environment that cannot be used as asked (ValueError)
 │   ├── UnsupportedSpaceError
 │   └── GroupStartError    siblings cannot be made to share a start

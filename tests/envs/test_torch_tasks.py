@@ -16,8 +16,8 @@ from groupwise.envs.torch_control import (
     TorchMountainCarContinuous,
     TorchPendulum,
 )
-from groupwise.envs.torch_reaching import TorchPointMass, TorchReacher
-from groupwise.envs.warp_tasks import WarpCubePush, WarpHalfCheetah
+from groupwise.contrib.torch_reaching import TorchPointMass, TorchReacher
+from groupwise.contrib.warp_tasks import WarpCubePush, WarpHalfCheetah
 from groupwise.functional.row_random import RowRandom
 
 LIMITS = {

@@ -6,7 +6,7 @@ from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 
-from groupwise.integrations.sb3 import GRPO
+from groupwise.contrib.sb3 import GRPO
 
 SMALL = {"n_steps": 16, "batch_size": 32, "n_epochs": 2, "policy_kwargs": {"net_arch": [8]}, "seed": 0}
 

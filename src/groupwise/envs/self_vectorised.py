@@ -17,7 +17,7 @@ IN_TORCH = {
     "Acrobot-v1": "groupwise.envs.torch_control:TorchAcrobot",
     "MountainCar-v0": "groupwise.envs.torch_control:TorchMountainCar",
     "MountainCarContinuous-v0": "groupwise.envs.torch_control:TorchMountainCarContinuous",
-    "HalfCheetah-v5": "groupwise.envs.warp_tasks:WarpHalfCheetah",
+    "HalfCheetah-v5": "groupwise.contrib.warp_tasks:WarpHalfCheetah",
 }
 """Gymnasium's tasks of which there is one in torch, step by step the same up to rounding."""
 
@@ -107,7 +107,7 @@ def from_envpool(
         UnknownNameError: EnvPool has no such environment.
         EnvError: the settings do not fit.
     """
-    from groupwise.envs.envpool import EnvPoolGroupEnv, EnvPoolSource, EnvPoolVectorEnv
+    from groupwise.contrib.envpool import EnvPoolGroupEnv, EnvPoolSource, EnvPoolVectorEnv
 
     if cfg.autoreset == "same_step":
         raise EnvError(

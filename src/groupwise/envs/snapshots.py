@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils import EzPickle
 
-from groupwise.envs.ale_state import ale_noise, capture_ale, reseed_ale, restore_ale
+from groupwise.contrib.atari import ale_noise, capture_ale, reseed_ale, restore_ale
 from groupwise.envs.base import Snapshot
 from groupwise.errors import EnvError
 from groupwise.seeding import derive_seed

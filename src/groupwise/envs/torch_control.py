@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from groupwise.envs.native import TorchGroupEnv
-from groupwise.envs.two_links import TwoLinks, absolute, relative, runge_kutta
+from groupwise.contrib.two_links import TwoLinks, absolute, relative, runge_kutta
 from groupwise.functional.row_random import RowRandom
 
 

@@ -60,7 +60,7 @@ class PolicyError(ConfigError):
         self.name = name
         super().__init__(
             f"{name} is not a policy without a critic; fix: 'MlpPolicy', 'CnnPolicy', 'MultiInputPolicy' or a subclass of "
-            "groupwise.integrations.sb3.ActorPolicy"
+            "groupwise.contrib.sb3.ActorPolicy"
         )
 
 

@@ -305,7 +305,7 @@ import sys
 import groupwise as gw
 gw.WarpHalfCheetah
 assert not {"warp", "mujoco", "mujoco_warp"} & set(sys.modules), sys.modules
-from groupwise.envs.warp import imported
+from groupwise.contrib.warp import imported
 warp, _ = imported()
 assert warp.config.log_level == warp.LOG_WARNING
 """

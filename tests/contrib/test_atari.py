@@ -2,7 +2,7 @@ import ale_py
 import gymnasium
 import pytest
 
-from groupwise.envs.ale_state import ale_noise, capture_ale, repeats_ahead, reseed_ale, restore_ale
+from groupwise.contrib.atari import ale_noise, capture_ale, repeats_ahead, reseed_ale, restore_ale
 from groupwise.errors import EnvError
 
 gymnasium.register_envs(ale_py)

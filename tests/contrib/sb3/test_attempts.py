@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from groupwise.errors import DataError, EnvError
-from groupwise.integrations.sb3_attempts import Attempts, Tick
-from groupwise.integrations.sb3_start import Running
+from groupwise.contrib.sb3.attempts import Attempts, Tick
+from groupwise.contrib.sb3.start import Running
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from stable_baselines3.common.logger import configure
 from stable_baselines3.common.vec_env import VecNormalize
 
 import groupwise as gw
-from groupwise.integrations.sb3 import GRPO
+from groupwise.contrib.sb3 import GRPO
 
 
 def test_a_callback_that_stops_the_training_breaks_nothing():

@@ -31,15 +31,15 @@ from stable_baselines3.common.vec_env import VecEnv
 from groupwise.algorithms import grpo
 from groupwise.config.algorithm import CreditCfg, GRPOCfg, ObjectiveCfg
 from groupwise.errors import ConfigError, EnvError
-from groupwise.integrations.sb3_attempts import Attempts, Obs, Tick
-from groupwise.integrations.sb3_policy import (
+from groupwise.contrib.sb3.attempts import Attempts, Obs, Tick
+from groupwise.contrib.sb3.policy import (
     ActorPolicy,
     CnnActorPolicy,
     MultiInputActorPolicy,
     ScoredActor,
 )
-from groupwise.integrations.sb3_settings import ARGUMENTS, PolicyError, refuse, refuse_loading, update_cfg
-from groupwise.integrations.sb3_start import SharedStart, insert_shared_start, verify_shared_start
+from groupwise.contrib.sb3.settings import ARGUMENTS, PolicyError, refuse, refuse_loading, update_cfg
+from groupwise.contrib.sb3.start import SharedStart, insert_shared_start, verify_shared_start
 from groupwise.seeding import derive_seed
 
 __all__ = ["GRPO", "ActorPolicy", "CnnActorPolicy", "MultiInputActorPolicy", "SharedStart"]

@@ -31,7 +31,7 @@ from stable_baselines3.common.vec_env import (
 )
 
 import groupwise as gw
-from groupwise.integrations.sb3 import GRPO, ActorPolicy, SharedStart
+from groupwise.contrib.sb3 import GRPO, ActorPolicy, SharedStart
 
 
 class MatrixActions(Corridor):

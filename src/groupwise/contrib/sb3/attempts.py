@@ -10,7 +10,7 @@ import torch
 
 from groupwise.data.rollout import Nested
 from groupwise.errors import DataError, EnvError
-from groupwise.integrations.sb3_start import Running, Start
+from groupwise.contrib.sb3.start import Running, Start
 from groupwise.lean_tensordict import TensorDict
 from groupwise.seeding import derive_seed
 

@@ -10,7 +10,7 @@ from stable_baselines3.common.utils import configure_logger
 
 import groupwise as gw
 from groupwise.config.presets import objective_presets
-from groupwise.integrations.sb3 import GRPO
+from groupwise.contrib.sb3 import GRPO
 
 
 def test_an_update_takes_the_learning_rate_of_its_rollouts_start():
@@ -175,7 +175,7 @@ LENGTHS = (3, 2, 3, 2)
 
 def through_sb3(model: GRPO, obs, action, reward, old) -> None:
     """Attempts 0, 2 in environment 0 and 1, 3 in environment 1, one after another."""
-    from groupwise.integrations.sb3_attempts import Attempts, Tick
+    from groupwise.contrib.sb3.attempts import Attempts, Tick
 
     model.set_logger(configure_logger())
     model.rollout_buffer = Attempts(2, 2, seed=0, first_group=0, starts="shared")

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from groupwise.envs.warp import WarpGroupEnv, WarpState
+from groupwise.contrib.warp import WarpGroupEnv, WarpState
 from groupwise.functional.row_random import RowRandom
 
 

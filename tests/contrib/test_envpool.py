@@ -11,7 +11,7 @@ from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import RolloutBuffer
-from groupwise.envs.envpool import EnvPoolGroupEnv, EnvPoolSource, EnvPoolVectorEnv
+from groupwise.contrib.envpool import EnvPoolGroupEnv, EnvPoolSource, EnvPoolVectorEnv
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError, UnknownNameError

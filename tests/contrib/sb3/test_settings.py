@@ -12,8 +12,8 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 import groupwise as gw
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.presets import objective_preset
-from groupwise.integrations.sb3 import GRPO
-from groupwise.integrations.sb3_settings import ARGUMENTS, ELSEWHERE, update_cfg
+from groupwise.contrib.sb3 import GRPO
+from groupwise.contrib.sb3.settings import ARGUMENTS, ELSEWHERE, update_cfg
 
 CARTPOLE = "CartPole-v1"
 

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.envs.native import TorchGroupEnv
-from groupwise.envs.two_links import TwoLinks, absolute, on_links, relative, runge_kutta
+from groupwise.contrib.two_links import TwoLinks, absolute, on_links, relative, runge_kutta
 from groupwise.functional.row_random import RowRandom
 
 

@@ -128,7 +128,7 @@ def insert_shared_start(env: VecEnv) -> None:
         raise EnvError(
             f"{wrapped.count(False)} of the {env.num_envs} environments of this {type(inner).__name__} cannot be told "
             "where to start; fix: make_vec_env(..., wrapper_class=SharedStart), with "
-            "`from groupwise.integrations.sb3 import SharedStart`, or wrap each environment in SharedStart yourself"
+            "`from groupwise.contrib.sb3 import SharedStart`, or wrap each environment in SharedStart yourself"
         )
     inner.envs = [sub if known else SharedStart(sub) for sub, known in zip(inner.envs, wrapped, strict=True)]
 

@@ -18,6 +18,7 @@ import torch
 from throughput import CREDIT
 
 import groupwise as gw
+from groupwise.contrib.warp_tasks import WarpCubePush
 
 RESULT = Path(__file__).parent / "results" / "cube_push.json"
 STEPS = 200_000
@@ -42,7 +43,7 @@ Act = Callable[[torch.Tensor], torch.Tensor]
 @torch.no_grad()
 def played(act: Act, seed: int) -> dict[str, float]:
     """What the actions come to over fresh episodes."""
-    env = gw.WarpCubePush(EPISODES)
+    env = WarpCubePush(EPISODES)
     obs, returns = env.reset(seed=seed), torch.zeros(EPISODES)
     for _ in range(env.max_episode_steps or 0):
         step = env.step(act(obs))
@@ -55,7 +56,7 @@ def learned(name: str, seed: int, folder: str) -> dict[str, Any]:
     """One run, and how its policy does."""
     start = time.perf_counter()
     run = gw.train(
-        gw.WarpCubePush,
+        WarpCubePush,
         SETTINGS[name],
         num_envs=64,
         total_steps=STEPS,

@@ -13,6 +13,7 @@ Numbers of environments that are not asked for keep their earlier results.
 
 import argparse
 import json
+import pkgutil
 import os
 import platform
 import statistics
@@ -41,9 +42,9 @@ ARM: tuple[dict[str, Any], dict[str, Any]] = (
     {"num_epochs": 4, "learning_rate": 1e-3, "gamma": 0.97, "group_size": GROUP, "credit": CREDIT},
 )
 TASKS = {
-    "cartpole": ("TorchCartPole", PPO, GRPO),
-    "cheetah": ("WarpHalfCheetah", ARM[0] | {"gamma": 0.99}, ARM[1] | {"gamma": 0.99}),
-    "cube": ("WarpCubePush", *ARM),
+    "cartpole": ("groupwise.envs.torch_control:TorchCartPole", PPO, GRPO),
+    "cheetah": ("groupwise.contrib.warp_tasks:WarpHalfCheetah", ARM[0] | {"gamma": 0.99}, ARM[1] | {"gamma": 0.99}),
+    "cube": ("groupwise.contrib.warp_tasks:WarpCubePush", *ARM),
 }
 """Class, and settings of PPO and GRPO."""
 PEERS = ("leanrl", "rsl_rl")
@@ -64,7 +65,7 @@ def train(task: str, algorithm: str, num_envs: int, device: str, threads: int) -
     torch.manual_seed(0)
     ppo, num_steps = algorithm == "ppo", STEPS[num_envs]
     name, *settings = TASKS[task]
-    env = getattr(gw, name)(num_envs, device=device)
+    env = pkgutil.resolve_name(name)(num_envs, device=device)
     compiled = device == "cpu"  # as long runs choose by themselves; on a GPU graphs are replayed instead
     networks = gw.PolicyCfg(mlp_kernel="compiled" if compiled else "auto")
     policy = gw.ActorCritic(env.observation_space, env.action_space, networks, actor_only=not ppo).to(device)
@@ -141,7 +142,7 @@ def train_peer(peer: str, task: str, num_envs: int, device: str, threads: int) -
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     name, ppo, _ = TASKS[task]
-    env = getattr(gw, name)(num_envs, device=device)
+    env = pkgutil.resolve_name(name)(num_envs, device=device)
     settings = ppo | {"num_steps": STEPS[num_envs], "num_minibatches": 8}
     if peer == "leanrl":
         from peers import leanrl_ppo

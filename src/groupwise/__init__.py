@@ -49,15 +49,11 @@ if TYPE_CHECKING:
     from groupwise.envs.make import make_env
     from groupwise.envs.native import TorchGroupEnv
     from groupwise.envs.torch_control import (
-        TorchAcrobot,
         TorchCartPole,
         TorchMountainCar,
         TorchMountainCarContinuous,
         TorchPendulum,
     )
-    from groupwise.contrib.torch_reaching import TorchPointMass, TorchReacher
-    from groupwise.contrib.warp import WarpGroupEnv
-    from groupwise.contrib.warp_tasks import WarpCubePush, WarpHalfCheetah
     from groupwise.errors import (
         CheckpointError,
         ConfigError,
@@ -146,23 +142,17 @@ __all__ = [
     "TextTaskCfg",
     "Tool",
     "ToolError",
-    "TorchAcrobot",
     "TorchCartPole",
     "TorchGroupCollector",
     "TorchGroupEnv",
     "TorchMountainCar",
     "TorchMountainCarContinuous",
     "TorchPendulum",
-    "TorchPointMass",
-    "TorchReacher",
     "TorchVectorCollector",
     "Trainer",
     "UnknownNameError",
     "UnsupportedSpaceError",
     "VectorCollector",
-    "WarpCubePush",
-    "WarpGroupEnv",
-    "WarpHalfCheetah",
     "__version__",
     "check_env",
     "compare",
@@ -201,10 +191,7 @@ _MODULES = {
     "groupwise.envs.groups": "verify_group_start",
     "groupwise.envs.make": "make_env",
     "groupwise.envs.native": "TorchGroupEnv",
-    "groupwise.envs.torch_control": "TorchAcrobot TorchCartPole TorchMountainCar TorchMountainCarContinuous TorchPendulum",
-    "groupwise.contrib.torch_reaching": "TorchPointMass TorchReacher",
-    "groupwise.contrib.warp": "WarpGroupEnv",
-    "groupwise.contrib.warp_tasks": "WarpCubePush WarpHalfCheetah",
+    "groupwise.envs.torch_control": "TorchCartPole TorchMountainCar TorchMountainCarContinuous TorchPendulum",
     "groupwise.errors": "CheckpointError ConfigError DataError DisagreementError DivergedError EnvError GroupStartError GroupStartWarning GroupwiseError MissingExtraError RewardError RunFolderError SlowPathWarning ToolError UnknownNameError UnsupportedSpaceError",
     "groupwise.policies.actor_critic": "ActorCritic",
     "groupwise.policies.base": "Evaluation Policy",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.contrib.torch_reaching import TorchPointMass, TorchReacher
+from groupwise.contrib.torch_tasks import TorchPointMass, TorchReacher
 from groupwise.functional.row_random import RowRandom
 
 PI = math.pi

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.contrib.two_links import TwoLinks, absolute, on_links, relative, runge_kutta
+from groupwise.contrib.torch_tasks import TwoLinks, absolute, on_links, relative, runge_kutta
 
 
 def column(first, second):

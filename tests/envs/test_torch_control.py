@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
+from groupwise.contrib.torch_tasks import TorchAcrobot
 from groupwise.envs.torch_control import (
-    TorchAcrobot,
     TorchCartPole,
     TorchMountainCar,
     TorchMountainCarContinuous,

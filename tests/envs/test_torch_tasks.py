@@ -10,13 +10,12 @@ from no_waiting import NoWaiting
 
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.torch_control import (
-    TorchAcrobot,
     TorchCartPole,
     TorchMountainCar,
     TorchMountainCarContinuous,
     TorchPendulum,
 )
-from groupwise.contrib.torch_reaching import TorchPointMass, TorchReacher
+from groupwise.contrib.torch_tasks import TorchAcrobot, TorchPointMass, TorchReacher
 from groupwise.contrib.warp_tasks import WarpCubePush, WarpHalfCheetah
 from groupwise.functional.row_random import RowRandom
 
@@ -31,8 +30,16 @@ LIMITS = {
     WarpHalfCheetah: 1000,
     WarpCubePush: 60,
 }
-tasks = pytest.mark.parametrize("task", LIMITS)
-all_in_torch = pytest.mark.parametrize("task", [task for task in LIMITS if not task.__name__.startswith("Warp")])
+
+
+def marked(tasks):
+    """Those of contrib with its marker."""
+    contrib = pytest.mark.contrib
+    return [pytest.param(task, marks=contrib) if "contrib" in task.__module__ else task for task in tasks]
+
+
+tasks = pytest.mark.parametrize("task", marked(LIMITS))
+all_in_torch = pytest.mark.parametrize("task", marked(task for task in LIMITS if not task.__name__.startswith("Warp")))
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import torch
 
 import groupwise as gw
+from groupwise.contrib.torch_tasks import TorchPointMass, TorchReacher
 from groupwise.envs.native import TorchGroupEnv
 from groupwise.lean_tensordict import TensorDict
 
@@ -39,9 +40,9 @@ ENVS = {
     "cut often": lambda n: gw.TorchCartPole(n, max_episode_steps=7),
     "pendulum": lambda n: gw.TorchPendulum(n, max_episode_steps=9),
     "named": Corridor,
-    "point mass": gw.TorchPointMass,
+    "point mass": TorchPointMass,
     "never cut": lambda n: Corridor(n, max_episode_steps=None),
-    "reacher": lambda n: gw.TorchReacher(n, max_episode_steps=8),
+    "reacher": lambda n: TorchReacher(n, max_episode_steps=8),
 }
 
 

@@ -10,9 +10,11 @@ So a machine plays some frames from the state before it is put there.
 import struct
 from typing import Any, NamedTuple
 
+import gymnasium
 import numpy as np
 import numpy.typing as npt
 
+from groupwise.envs.snapshots import SnapshotAdapter, attribute
 from groupwise.errors import EnvError, installing
 
 # Layout of the serialised state: six integers, the length of the console's part, that part, two integers. The
@@ -34,6 +36,28 @@ class AleState(NamedTuple):
     machine: bytes
     held: int
     """The action that sticks."""
+
+
+class AleAdapter(SnapshotAdapter):
+    """Atari environments: their attributes, and the machine with the action that sticks."""
+
+    name = "ale"
+
+    def capture_simulator(self, env: gymnasium.Env) -> "AleState":
+        return capture_ale(_machine(env))
+
+    def restore_simulator(self, env: gymnasium.Env, state: "AleState") -> None:
+        restore_ale(_machine(env), state)
+
+    def reseed(self, env: gymnasium.Env, seed: int) -> None:
+        reseed_ale(_machine(env), seed)
+
+    def noise(self, env: gymnasium.Env) -> bytes | None:
+        return ale_noise(_machine(env))
+
+
+def _machine(env: gymnasium.Env) -> Any:
+    return attribute(env, "ale_py._ale_py.ALEInterface")
 
 
 def capture_ale(ale: Any) -> AleState:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from groupwise.config.env import EnvCfg
 from groupwise.cpus import num_cpus
 from groupwise.data.rollout import Nested, allocate
 from groupwise.data.spaces import obs_spec, obs_to_tensor
@@ -28,6 +29,29 @@ log = logging.getLogger(__name__)
 
 _OURS = ("num_envs", "batch_size", "seed", "env_seed", "gym_reset_return_info")
 """Arguments of ``envpool.make`` that are set here."""
+
+
+def make(
+    cfg: EnvCfg, num_envs: int, *, block_size: int = 1, device: torch.device | str = "cpu"
+) -> "EnvPoolGroupEnv | EnvPoolVectorEnv":
+    """EnvPool's version of ``cfg.id``: rows that start where they are told under ``disabled``, else EnvPool as it is.
+
+    Args:
+        block_size: neighbours that start together, see ``EnvPoolGroupEnv``.
+
+    Raises:
+        MissingExtraError: EnvPool is not installed.
+        UnknownNameError: EnvPool has no such environment.
+        EnvError: the settings do not fit.
+    """
+    if cfg.autoreset == "same_step":
+        raise EnvError(
+            f"EnvPool shows no final observation of {cfg.id} under same_step; fix: autoreset='disabled' or 'next_step'"
+        )
+    source = EnvPoolSource(cfg.id, cfg.kwargs, cfg.max_episode_steps)
+    if cfg.autoreset == "disabled":
+        return EnvPoolGroupEnv(source, num_envs, block_size=block_size, device=device)
+    return EnvPoolVectorEnv(source, num_envs, device=device)
 
 
 class EnvPoolSource:

@@ -14,7 +14,7 @@ from groupwise.errors import EnvError
 IN_TORCH = {
     "CartPole-v1": "groupwise.envs.torch_control:TorchCartPole",
     "Pendulum-v1": "groupwise.envs.torch_control:TorchPendulum",
-    "Acrobot-v1": "groupwise.envs.torch_control:TorchAcrobot",
+    "Acrobot-v1": "groupwise.contrib.torch_tasks:TorchAcrobot",
     "MountainCar-v0": "groupwise.envs.torch_control:TorchMountainCar",
     "MountainCarContinuous-v0": "groupwise.envs.torch_control:TorchMountainCarContinuous",
     "HalfCheetah-v5": "groupwise.contrib.warp_tasks:WarpHalfCheetah",
@@ -85,8 +85,7 @@ def from_torch(cfg: EnvCfg, num_envs: int, device: torch.device | str = "cpu") -
         )
     if cfg.kwargs:
         raise EnvError(f"{cfg.id} in torch takes no env.kwargs, got {cfg.kwargs}; fix: env.vectorization='auto'")
-    module, _, name = IN_TORCH[cfg.id].partition(":")
-    return from_maker(getattr(import_module(module), name), cfg, num_envs, device)
+    return from_maker(_resolve(IN_TORCH[cfg.id]), cfg, num_envs, device)
 
 
 def torch_fix(env_id: str) -> str:
@@ -107,16 +106,14 @@ def from_envpool(
         UnknownNameError: EnvPool has no such environment.
         EnvError: the settings do not fit.
     """
-    from groupwise.contrib.envpool import EnvPoolGroupEnv, EnvPoolSource, EnvPoolVectorEnv
+    make: Callable[..., VectorEnv] = _resolve("groupwise.contrib.envpool:make")
+    return make(cfg, num_envs, block_size=block_size if grouped else 1, device=device)
 
-    if cfg.autoreset == "same_step":
-        raise EnvError(
-            f"EnvPool shows no final observation of {cfg.id} under same_step; fix: autoreset='disabled' or 'next_step'"
-        )
-    source = EnvPoolSource(cfg.id, cfg.kwargs, cfg.max_episode_steps)
-    if cfg.autoreset == "disabled":
-        return EnvPoolGroupEnv(source, num_envs, block_size=block_size if grouped else 1, device=device)
-    return EnvPoolVectorEnv(source, num_envs, device=device)
+
+def _resolve(path: str) -> Any:
+    """What ``module:attribute`` names."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _parameters(env: Callable[..., Any]) -> set[str]:

@@ -7,8 +7,8 @@ that is restored is shared with it or with another environment.
 import pickle
 import random
 import types
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from io import BytesIO
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -17,7 +17,6 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils import EzPickle
 
-from groupwise.contrib.atari import ale_noise, capture_ale, reseed_ale, restore_ale
 from groupwise.envs.base import Snapshot
 from groupwise.errors import EnvError
 from groupwise.seeding import derive_seed
@@ -33,11 +32,12 @@ _NO_STATE = (
 )
 _MUJOCO_DATA = "mujoco._structs.MjData"
 _MUJOCO_MODEL = "mujoco._structs.MjModel"
-_ALE = "ale_py._ale_py.ALEInterface"
+_SIMULATORS = {"ale_py._ale_py.ALEInterface": "groupwise.contrib.atari:AleAdapter"}
+"""Adapters of further simulators (``module:attribute``), by the class of the environment's attribute that holds one."""
 _STAYING_KINDS = {
     _MUJOCO_DATA,
     _MUJOCO_MODEL,
-    _ALE,
+    *_SIMULATORS,
     "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer",
     "pygame.surface.Surface",
     "pygame.time.Clock",
@@ -59,70 +59,96 @@ class HasState(Protocol):
         """Go back to what ``clone_state`` returned, here or in another environment made alike."""
 
 
-class SnapshotAdapter(ABC):
-    """How one kind of environment is captured and restored."""
+class SnapshotAdapter:
+    """Captures and restores every attribute of every layer, and a simulator's own state where a subclass has one.
 
-    name: str
+    The attributes alone are blind to state that is kept elsewhere, so verify what is restored.
+    """
 
-    @abstractmethod
+    name = "fields"
+
     def capture(self, env: gymnasium.Env) -> Snapshot:
         """The state of the whole wrapper stack and the simulator: picklable, and good for any number of restores.
 
         Raises:
             EnvError: some of it cannot be copied; names it.
         """
+        return _capture(env)._replace(simulator=self.capture_simulator(env))
 
-    @abstractmethod
     def restore(self, env: gymnasium.Env, snapshot: Snapshot) -> None:
         """Put an environment into a captured state: the one that was captured, or another one made alike.
 
         Raises:
             EnvError: the environment is wrapped otherwise than the captured one was.
         """
+        _restore(env, snapshot)
+        self.restore_simulator(env, snapshot.simulator)
+
+    def capture_simulator(self, env: gymnasium.Env) -> Any:
+        """What the attributes do not hold."""
+
+    def restore_simulator(self, env: gymnasium.Env, state: Any) -> None:
+        """Put the simulator where ``capture_simulator`` found it."""
+
+    def reseed(self, env: gymnasium.Env, seed: int) -> None:
+        """Let the simulator's own randomness follow from ``seed``."""
+
+    def noise(self, env: gymnasium.Env) -> bytes | None:
+        """Where the simulator's own generator stands; None without one."""
+        return None
 
 
 def adapter_for(env: gymnasium.Env) -> SnapshotAdapter | None:
     """The adapter that knows this environment's simulator, or the environment's own way; None if there is neither."""
     kinds = {_kind(value) for value in vars(env.unwrapped).values()}
     own = next((layer for layer in _layers(env) if isinstance(layer, HasState)), None)
-    if _ALE in kinds and own in (None, env.unwrapped):  # Atari's own pair leaves the sticky actions out
-        return _Ale()
+    if own in (None, env.unwrapped) and (further := _further_adapter(env)):
+        return further  # Atari's own pair leaves the sticky actions out
     if own is not None:
         return _Own()
     return _Mujoco() if {_MUJOCO_DATA, _MUJOCO_MODEL} <= kinds else None
 
 
+def _further_adapter(env: gymnasium.Env) -> SnapshotAdapter | None:
+    """The adapter of a simulator that ``_SIMULATORS`` knows."""
+    for value in vars(env.unwrapped).values():
+        if path := _SIMULATORS.get(_kind(value)):
+            module, _, name = path.partition(":")
+            adapter: SnapshotAdapter = getattr(import_module(module), name)()
+            return adapter
+    return None
+
+
 def field_copy() -> SnapshotAdapter:
     """Copies every attribute of every layer. Blind to state that is kept elsewhere, so verify what it restores."""
-    return _Fields()
+    return SnapshotAdapter()
 
 
 def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
     """Let everything random after the start follow from ``noise_seed``.
 
     That is ``np_random``, generators that the environment or a wrapper keeps as attributes or in a dictionary, list or
-    tuple that is one, and ALE's own.
+    tuple that is one, and the simulator's own.
     """
     for name, generator in _kept_generators(env):
         seed_in_place(generator, derive_seed(noise_seed, name))
     env.unwrapped.np_random = np.random.default_rng(noise_seed)
-    ale = _attribute(env.unwrapped, _ALE)
-    if ale is not None:
-        reseed_ale(ale, noise_seed)
+    if (further := _further_adapter(env)) is not None:
+        further.reseed(env, noise_seed)
 
 
 Generator: TypeAlias = np.random.Generator | np.random.RandomState | random.Random
 
 
 def seeded_generators(env: gymnasium.Env) -> list[Generator]:
-    """The generators that ``reseed_noise`` seeds, ALE's apart."""
+    """The generators that ``reseed_noise`` seeds, a simulator's apart."""
     return [env.unwrapped.np_random, *(generator for _, generator in _kept_generators(env))]
 
 
 def noise_state(env: gymnasium.Env) -> tuple[bytes, bytes | None]:
     """Where the generators stand that ``reseed_noise`` seeds, to be compared: moved, they were drawn from."""
-    ale = _attribute(env.unwrapped, _ALE)
-    return pickle.dumps(seeded_generators(env)), None if ale is None else ale_noise(ale)
+    further = _further_adapter(env)
+    return pickle.dumps(seeded_generators(env)), None if further is None else further.noise(env)
 
 
 def seed_in_place(generator: Generator, seed: int) -> None:
@@ -157,16 +183,6 @@ class _Captured(NamedTuple):
     """Classes of the layers, outermost first."""
     attributes: bytes
     simulator: Any = None
-
-
-class _Fields(SnapshotAdapter):
-    name = "fields"
-
-    def capture(self, env: gymnasium.Env) -> Snapshot:
-        return _capture(env)
-
-    def restore(self, env: gymnasium.Env, snapshot: Snapshot) -> None:
-        _restore(env, snapshot)
 
 
 class _Own(SnapshotAdapter):
@@ -206,35 +222,23 @@ class _Mujoco(SnapshotAdapter):
 
     name = "mujoco"
 
-    def capture(self, env: gymnasium.Env) -> Snapshot:
+    def capture_simulator(self, env: gymnasium.Env) -> Any:
         import mujoco
 
         model, data = self._parts(env)
         copy = mujoco.MjData(model)
         mujoco.mj_copyData(copy, model, data)
-        return _capture(env)._replace(simulator=copy)
+        return copy
 
-    def restore(self, env: gymnasium.Env, snapshot: Snapshot) -> None:
+    def restore_simulator(self, env: gymnasium.Env, state: Any) -> None:
         import mujoco
 
         model, data = self._parts(env)
-        _restore(env, snapshot)
-        mujoco.mj_copyData(data, model, snapshot.simulator)
+        mujoco.mj_copyData(data, model, state)
 
     @staticmethod
     def _parts(env: gymnasium.Env) -> tuple[Any, Any]:
-        return _attribute(env.unwrapped, _MUJOCO_MODEL), _attribute(env.unwrapped, _MUJOCO_DATA)
-
-
-class _Ale(SnapshotAdapter):
-    name = "ale"
-
-    def capture(self, env: gymnasium.Env) -> Snapshot:
-        return _capture(env)._replace(simulator=capture_ale(_attribute(env.unwrapped, _ALE)))
-
-    def restore(self, env: gymnasium.Env, snapshot: Snapshot) -> None:
-        _restore(env, snapshot)
-        restore_ale(_attribute(env.unwrapped, _ALE), snapshot.simulator)
+        return attribute(env, _MUJOCO_MODEL), attribute(env, _MUJOCO_DATA)
 
 
 def _layers(env: gymnasium.Env) -> Iterator[gymnasium.Env]:
@@ -245,8 +249,9 @@ def _layers(env: gymnasium.Env) -> Iterator[gymnasium.Env]:
     yield env
 
 
-def _attribute(env: gymnasium.Env, kind: str) -> Any:
-    return next((value for value in vars(env).values() if _kind(value) == kind), None)
+def attribute(env: gymnasium.Env, kind: str) -> Any:
+    """The attribute of the innermost environment whose class has this full name; None without one."""
+    return next((value for value in vars(env.unwrapped).values() if _kind(value) == kind), None)
 
 
 def _capture(env: gymnasium.Env, outer: int | None = None) -> _Captured:

@@ -9,7 +9,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from groupwise.envs.native import TorchGroupEnv
-from groupwise.contrib.two_links import TwoLinks, absolute, relative, runge_kutta
 from groupwise.functional.row_random import RowRandom
 
 
@@ -102,66 +101,6 @@ class TorchPendulum(TorchGroupEnv):
         """Cosine and sine of the angle, and the angular velocity [N, 3]."""
         angle, speed = state.unbind(1)
         return torch.stack([angle.cos(), angle.sin(), speed], dim=1)
-
-
-class TorchAcrobot(TorchGroupEnv):
-    """Gymnasium's Acrobot-v1, in float32. Its starts are as wide but not the same: they come from other streams.
-
-    Source: Sutton, Barto, "Reinforcement Learning: An Introduction", 2018, whose equations are Gymnasium's default
-    (``book_or_nips = "book"``); constants and the method of Runge and Kutta as in Gymnasium's ``AcrobotEnv``.
-    """
-
-    GRAVITY = 9.8
-    SECONDS = 0.2
-    LENGTH = 1.0
-    CENTRE = 0.5
-    INERTIA = 1.0
-    """Of each link about its centre of mass; a link weighs 1 kg."""
-    MAX_RATES = (4 * math.pi, 9 * math.pi)
-    HEIGHT = 1.0
-
-    def __init__(self, num_envs: int, *, max_episode_steps: int = 500, device: torch.device | str = "cpu") -> None:
-        high = np.array([1.0, 1.0, 1.0, 1.0, *self.MAX_RATES], dtype=np.float32)
-        super().__init__(
-            num_envs,
-            env_id="TorchAcrobot",
-            observation_space=spaces.Box(-high, high, dtype=np.float32),
-            action_space=spaces.Discrete(3),
-            max_episode_steps=max_episode_steps,
-            device=device,
-        )
-        second = self.CENTRE**2 + self.INERTIA
-        self._links = TwoLinks((second + self.LENGTH**2, second), self.LENGTH * self.CENTRE, device)
-        weight = [[self.GRAVITY * (self.CENTRE + self.LENGTH)], [self.GRAVITY * self.CENTRE]]
-        self._weight = torch.tensor(weight, dtype=torch.float32, device=device)
-        # what the elbow gives to the second link, the first one bears
-        self._elbow = torch.tensor([[-1.0], [1.0]], dtype=torch.float32, device=device)
-        self._max_rates = torch.tensor(self.MAX_RATES, dtype=torch.float32, device=device)[:, None]
-
-    def initial(self, random: RowRandom) -> Float[Tensor, "row 4"]:
-        """Angles of both joints from hanging straight down, and their rates [N, 4], each within 0.1."""
-        return random.uniform(4, low=-0.1, high=0.1)
-
-    def transition(
-        self, state: Float[Tensor, "row 4"], action: Int[Tensor, " row"], random: RowRandom
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One step of 0.2 s with a torque of -1, 0 or 1 N m at the elbow; costs 1 until the tip is high enough."""
-        angle, rate = state.T.chunk(2)
-        push = (action - 1) * self._elbow
-
-        def acceleration(angle: Tensor, rate: Tensor) -> Tensor:
-            return self._links.acceleration(angle, rate, torch.addcmul(push, self._weight, angle.sin(), value=-1))
-
-        angle, rate = runge_kutta(acceleration, absolute(angle), absolute(rate), self.SECONDS)
-        high = angle.cos().sum(0) < -self.HEIGHT
-        angle, rate = relative(angle), relative(rate).clamp(-self._max_rates, self._max_rates)
-        angle = torch.sub(angle, torch.round(angle / (2 * math.pi)), alpha=2 * math.pi)
-        return torch.cat([angle, rate]).T, high.to(torch.float32) - 1.0, high
-
-    def observe(self, state: Float[Tensor, "row 4"]) -> Float[Tensor, "row 6"]:
-        """Cosine and sine of the first angle, then of the second one, and both rates [N, 6]."""
-        first, second, first_rate, second_rate = state.unbind(1)
-        return torch.stack([first.cos(), first.sin(), second.cos(), second.sin(), first_rate, second_rate], dim=1)
 
 
 class _MountainCar(TorchGroupEnv):

@@ -14,10 +14,6 @@ import warnings
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from groupwise.errors import require_extra
-
-require_extra("stable_baselines3", "sb3")
-
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -41,8 +37,6 @@ from groupwise.contrib.sb3.policy import (
 from groupwise.contrib.sb3.settings import ARGUMENTS, PolicyError, refuse, refuse_loading, update_cfg
 from groupwise.contrib.sb3.start import SharedStart, insert_shared_start, verify_shared_start
 from groupwise.seeding import derive_seed
-
-__all__ = ["GRPO", "ActorPolicy", "CnnActorPolicy", "MultiInputActorPolicy", "SharedStart"]
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 

@@ -8,7 +8,7 @@ PEERS := .venv-peers
 PEERS_PIP := python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-text test check format learn bench bench-peers docs clean
+.PHONY: help demo demo-text test test-contrib check format learn bench bench-peers docs clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | sort
@@ -55,6 +55,9 @@ demo-text: $(VENV)/.text  ## Train a tiny language model with GRPO, a minute or 
 
 test: check  ## Every check and every test
 	$(BIN)/python -m pytest -n 2
+
+test-contrib: $(VENV)/.dev  ## Tests of contrib: SB3, Atari, MuJoCo Warp, further torch tasks
+	$(BIN)/python -m pytest -n 2 -m contrib
 
 check: $(VENV)/.dev  ## Format, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -13,8 +13,8 @@ Numbers of environments that are not asked for keep their earlier results.
 
 import argparse
 import json
-import pkgutil
 import os
+import pkgutil
 import platform
 import statistics
 import subprocess
@@ -137,7 +137,6 @@ def train_peer(peer: str, task: str, num_envs: int, device: str, threads: int) -
     import torch
 
     sys.path.insert(0, str(Path(__file__).parent))
-    import groupwise as gw
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)

@@ -10,8 +10,8 @@ from groupwise.collectors.vector import VectorCollector
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import PolicyCfg
-from groupwise.data.rollout import RolloutBuffer
 from groupwise.contrib.envpool import EnvPoolGroupEnv, EnvPoolSource, EnvPoolVectorEnv
+from groupwise.data.rollout import RolloutBuffer
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError, UnknownNameError

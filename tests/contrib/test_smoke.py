@@ -17,5 +17,5 @@ def test_sb3_takes_an_update():
     pytest.importorskip("stable_baselines3")
     from groupwise.contrib.sb3 import GRPO
 
-    model = GRPO("MlpPolicy", "CartPole-v1", n_steps=64, seed=0, device="cpu").learn(64)
-    assert model.num_timesteps >= 64
+    model = GRPO("MlpPolicy", "CartPole-v1", n_steps=256, seed=0, device="cpu").learn(512)
+    assert model.num_timesteps >= 512

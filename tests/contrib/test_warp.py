@@ -10,7 +10,8 @@ import torch
 from gymnasium import spaces
 
 import groupwise as gw
-from groupwise.envs import warp
+from groupwise.contrib import warp
+from groupwise.contrib.warp import WarpGroupEnv
 from groupwise.functional.row_random import RowRandom
 
 BALL = """
@@ -33,7 +34,7 @@ BALL = """
 """Steps of 0.002 s; the first actuator follows its control with a lag of 0.1 s."""
 
 
-class Ball(gw.WarpGroupEnv):
+class Ball(WarpGroupEnv):
     def __init__(self, num_envs, *, model=BALL, frame_skip=2, poses=("site_xpos",), **kwargs):
         box = spaces.Box(-np.inf, np.inf, (4,), np.float32)
         kwargs = {"max_episode_steps": 40, "nconmax": 2, "njmax": 8} | kwargs
@@ -303,7 +304,7 @@ def test_the_simulator_comes_when_it_is_used_and_is_quiet():
     code = """
 import sys
 import groupwise as gw
-gw.WarpHalfCheetah
+from groupwise.contrib.warp_tasks import WarpHalfCheetah
 assert not {"warp", "mujoco", "mujoco_warp"} & set(sys.modules), sys.modules
 from groupwise.contrib.warp import imported
 warp, _ = imported()

@@ -11,6 +11,7 @@ from torch_rollouts import same
 import groupwise as gw
 from groupwise.config.env import EnvCfg
 from groupwise.config.run import RunCfg
+from groupwise.contrib.warp_tasks import WarpCubePush, WarpHalfCheetah
 from groupwise.engines.base import Engine
 from groupwise.engines.replay import WARM_UP
 from groupwise.functional.row_random import RowRandom
@@ -40,7 +41,7 @@ def gait():
 def walked(gait):
     """Differences from Gymnasium after each step [20, 96] of positions, velocities and rewards, and who was on the ground."""
     states, actions = gait
-    env, single = gw.WarpHalfCheetah(96), gymnasium.make("HalfCheetah-v5").unwrapped
+    env, single = WarpHalfCheetah(96), gymnasium.make("HalfCheetah-v5").unwrapped
     single.reset(seed=0)
     state = {**env.initial(seeded(96)), "qpos": torch.tensor(states[:, :9]), "qvel": torch.tensor(states[:, 9:])}
     found = []
@@ -60,7 +61,7 @@ def walked(gait):
 
 
 def test_spaces_and_limit_of_the_cheetah_are_gymnasiums():
-    env, single = gw.WarpHalfCheetah(1), gymnasium.make("HalfCheetah-v5")
+    env, single = WarpHalfCheetah(1), gymnasium.make("HalfCheetah-v5")
     assert env.action_space == single.action_space
     assert env.observation_space.shape == single.observation_space.shape
     assert env.max_episode_steps == single.spec.max_episode_steps
@@ -87,7 +88,7 @@ def test_rounding_grows_but_the_cheetah_stays_with_gymnasium(walked, steps, shar
 
 
 def test_starts_of_the_cheetah_are_as_wide_as_gymnasiums():
-    state = gw.WarpHalfCheetah(4000).begin(seeded(4000))
+    state = WarpHalfCheetah(4000).begin(seeded(4000))
     assert state["qpos"].abs().max() <= 0.1
     torch.testing.assert_close(state["qpos"].std(0), torch.full((9,), 0.2 / 12**0.5), rtol=0.05, atol=0)
     torch.testing.assert_close(state["qvel"].std(0), torch.full((9,), 0.1), rtol=0.05, atol=0)
@@ -104,7 +105,7 @@ def on_table(env, *rows):
 
 def test_an_arm_at_rest_leaves_the_cube_and_pays_for_both_distances():
     # the arm stretched to .65 m sideways, cube at (.3, .4), goal .13 from it: -.13 - .25 * |(.3, -.25)|
-    env = gw.WarpCubePush(2)
+    env = WarpCubePush(2)
     state = on_table(env, (np.pi / 2, 0.0, 0.0, 0.3, 0.4, 0.42, 0.45), (np.pi / 2, 0.0, 0.0, 0.3, 0.4, 0.3, 0.421))
     after, reward, terminated = env.transition(state, torch.zeros(2, 3), seeded(2))
     reach = 0.25 * (0.3**2 + 0.25**2) ** 0.5
@@ -118,7 +119,7 @@ def test_an_arm_at_rest_leaves_the_cube_and_pays_for_both_distances():
 
 def test_a_finger_that_turns_takes_the_cube_along():
     """The stretched arm sweeps towards a cube beside its finger; no joint turns faster than 2 rad/s."""
-    env = gw.WarpCubePush(1)
+    env = WarpCubePush(1)
     state = on_table(env, (0.0, 0.0, 0.0, 0.65, 0.1, 0.5, 0.4))
     for _ in range(12):
         state, _, _ = env.transition(state, torch.tensor([[1.0, 0.0, 0.0]]), seeded(1))
@@ -129,7 +130,7 @@ def test_a_finger_that_turns_takes_the_cube_along():
 
 
 def test_starts_on_the_table_are_as_described():
-    env = gw.WarpCubePush(2000)
+    env = WarpCubePush(2000)
     state = env.initial(seeded(2000))
     cube, finger, goal = state["qpos"][:, 3:5], state["site_xpos"][:, 0, :2], state["goal"]
     assert (cube.norm(dim=1) - 0.33).abs().max() <= 0.03001
@@ -142,7 +143,7 @@ def test_starts_on_the_table_are_as_described():
     assert not env.solved(state).any()
 
 
-TASKS = {"cheetah": lambda n: gw.WarpHalfCheetah(n, max_episode_steps=5), "cube": gw.WarpCubePush}
+TASKS = {"cheetah": lambda n: WarpHalfCheetah(n, max_episode_steps=5), "cube": WarpCubePush}
 tasks = pytest.mark.parametrize("task", TASKS)
 
 
@@ -242,11 +243,11 @@ STEPS = {"group_key": "group_step", "returns": "return_to_go", "scale": "batch_s
 def test_training_stays_on_the_device(tmp_path):
     cfg = gw.GRPOCfg(group_size=4, num_steps=8, num_epochs=1, credit=STEPS, collection={"partial_groups": "truncate"})
     parts = build_parts(
-        RunCfg(algorithm=cfg, env=EnvCfg(id="<given in Python>", num_envs=8)), Given(env=gw.WarpCubePush), Engine()
+        RunCfg(algorithm=cfg, env=EnvCfg(id="<given in Python>", num_envs=8)), Given(env=WarpCubePush), Engine()
     )
     assert any(note.startswith("rollouts and updates stay on the device") for note in parts.notes())
     logged = {"logging": {"progress": "none"}, "num_envs": 8, "total_steps": 128, "seed": 0}
-    run, again = (gw.train(gw.WarpCubePush, cfg, run_dir=tmp_path / name, **logged) for name in "ab")
+    run, again = (gw.train(WarpCubePush, cfg, run_dir=tmp_path / name, **logged) for name in "ab")
     assert [entry["env_steps"] for entry in run.metrics()] == [64, 128]
     for one, other in zip(run.policy.parameters(), again.policy.parameters(), strict=True):
         assert torch.equal(one, other)

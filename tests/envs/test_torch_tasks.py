@@ -8,6 +8,8 @@ import pytest
 import torch
 from no_waiting import NoWaiting
 
+from groupwise.contrib.torch_tasks import TorchAcrobot, TorchPointMass, TorchReacher
+from groupwise.contrib.warp_tasks import WarpCubePush, WarpHalfCheetah
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.torch_control import (
     TorchCartPole,
@@ -15,8 +17,6 @@ from groupwise.envs.torch_control import (
     TorchMountainCarContinuous,
     TorchPendulum,
 )
-from groupwise.contrib.torch_tasks import TorchAcrobot, TorchPointMass, TorchReacher
-from groupwise.contrib.warp_tasks import WarpCubePush, WarpHalfCheetah
 from groupwise.functional.row_random import RowRandom
 
 LIMITS = {

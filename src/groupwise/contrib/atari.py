@@ -38,28 +38,6 @@ class AleState(NamedTuple):
     """The action that sticks."""
 
 
-class AleAdapter(SnapshotAdapter):
-    """Atari environments: their attributes, and the machine with the action that sticks."""
-
-    name = "ale"
-
-    def capture_simulator(self, env: gymnasium.Env) -> "AleState":
-        return capture_ale(_machine(env))
-
-    def restore_simulator(self, env: gymnasium.Env, state: "AleState") -> None:
-        restore_ale(_machine(env), state)
-
-    def reseed(self, env: gymnasium.Env, seed: int) -> None:
-        reseed_ale(_machine(env), seed)
-
-    def noise(self, env: gymnasium.Env) -> bytes | None:
-        return ale_noise(_machine(env))
-
-
-def _machine(env: gymnasium.Env) -> Any:
-    return attribute(env, "ale_py._ale_py.ALEInterface")
-
-
 def capture_ale(ale: Any) -> AleState:
     """The state of an ``ALEInterface``, which is left in it, with an old screen until the next frame.
 
@@ -178,3 +156,29 @@ def _generator_at(machine: bytes) -> int:
         f"the serialised Atari state of {len(machine)} bytes is not laid out as in ale-py 0.12; fix: "
         f"{installing('atari')}"
     )
+
+
+class AleAdapter(SnapshotAdapter):
+    """Atari environments: their attributes, and the machine with the action that sticks."""
+
+    name = "ale"
+
+    def capture_simulator(self, env: gymnasium.Env) -> AleState:
+        """The machine, and the action that sticks."""
+        return capture_ale(_machine(env))
+
+    def restore_simulator(self, env: gymnasium.Env, state: AleState) -> None:
+        """Put the machine back."""
+        restore_ale(_machine(env), state)
+
+    def reseed(self, env: gymnasium.Env, seed: int) -> None:
+        """Seed the generator of sticky actions."""
+        reseed_ale(_machine(env), seed)
+
+    def noise(self, env: gymnasium.Env) -> bytes | None:
+        """Where the generator of sticky actions stands."""
+        return ale_noise(_machine(env))
+
+
+def _machine(env: gymnasium.Env) -> Any:
+    return attribute(env, "ale_py._ale_py.ALEInterface")

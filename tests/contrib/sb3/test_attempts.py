@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.errors import DataError, EnvError
 from groupwise.contrib.sb3.attempts import Attempts, Tick
 from groupwise.contrib.sb3.start import Running
+from groupwise.errors import DataError, EnvError
 
 CPU = torch.device("cpu")
 

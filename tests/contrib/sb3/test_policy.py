@@ -8,9 +8,9 @@ from stable_baselines3.common.distributions import make_proba_distribution
 from stable_baselines3.common.torch_layers import CombinedExtractor, NatureCNN
 from torch import nn
 
-from groupwise.errors import ConfigError, UnsupportedSpaceError
 from groupwise.contrib.sb3 import ActorPolicy, CnnActorPolicy, MultiInputActorPolicy
 from groupwise.contrib.sb3.policy import ScoredActor
+from groupwise.errors import ConfigError, UnsupportedSpaceError
 
 VECTOR = spaces.Box(-1, 1, (5,), np.float32)
 IMAGE = spaces.Box(0, 255, (3, 36, 36), np.uint8)

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from groupwise.contrib.sb3.start import Running, Start
 from groupwise.data.rollout import Nested
 from groupwise.errors import DataError, EnvError
-from groupwise.contrib.sb3.start import Running, Start
 from groupwise.lean_tensordict import TensorDict
 from groupwise.seeding import derive_seed
 

@@ -26,7 +26,6 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from groupwise.algorithms import grpo
 from groupwise.config.algorithm import CreditCfg, GRPOCfg, ObjectiveCfg
-from groupwise.errors import ConfigError, EnvError
 from groupwise.contrib.sb3.attempts import Attempts, Obs, Tick
 from groupwise.contrib.sb3.policy import (
     ActorPolicy,
@@ -35,7 +34,8 @@ from groupwise.contrib.sb3.policy import (
     ScoredActor,
 )
 from groupwise.contrib.sb3.settings import ARGUMENTS, PolicyError, refuse, refuse_loading, update_cfg
-from groupwise.contrib.sb3.start import SharedStart, insert_shared_start, verify_shared_start
+from groupwise.contrib.sb3.start import insert_shared_start, verify_shared_start
+from groupwise.errors import ConfigError, EnvError
 from groupwise.seeding import derive_seed
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")

@@ -23,7 +23,7 @@ from trl_speed import CASES, GROUP, NEW_TOKENS, PROMPTS, micro_batch_tokens, pro
 
 import groupwise as gw
 from groupwise.config.policy import SamplingCfg
-from groupwise.speed.cpu_memory import keep_freed_memory
+from groupwise.text.build import speed_up
 from groupwise.text.decoding import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rollout import TextRow, text_rollout
@@ -51,6 +51,7 @@ def measure(folder: Path, precision: str, steps: int) -> dict[str, dict[str, flo
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     prompts = prompt_tokens(case, AutoTokenizer.from_pretrained(folder))
     policy = CausalLM(model, SamplingCfg(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS))
+    speed_up(policy)
     size = micro_batch_tokens(case.ours.rows, max(map(len, prompts)))
     cfg = gw.GRPOCfg(
         group_size=GROUP,
@@ -61,7 +62,6 @@ def measure(folder: Path, precision: str, steps: int) -> dict[str, dict[str, flo
         objective={"old_log_prob": "recomputed"},
     )
     algorithm = gw.GRPO(cfg, policy)
-    keep_freed_memory()
     seconds: dict[str, list[float]] = {"writing": [], "training": []}
     for step in range(steps + 1):
         start = perf_counter()

@@ -81,7 +81,7 @@ def run_ours(case: Case, side: Side, folder: Path, turn: Callable[[], None], don
 
     import groupwise as gw
     from groupwise.config.policy import SamplingCfg
-    from groupwise.speed.cpu_memory import keep_freed_memory
+    from groupwise.text.build import speed_up
     from groupwise.text.decoding import complete
     from groupwise.text.policy import CausalLM
     from groupwise.text.rollout import TextRow, text_rollout
@@ -90,6 +90,7 @@ def run_ours(case: Case, side: Side, folder: Path, turn: Callable[[], None], don
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, side.precision))
     prompts = prompt_tokens(case, tokenizer)
     policy = CausalLM(model, SamplingCfg(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS))
+    speed_up(policy)
     cfg = gw.GRPOCfg(
         group_size=GROUP,
         num_epochs=1,
@@ -101,7 +102,6 @@ def run_ours(case: Case, side: Side, folder: Path, turn: Callable[[], None], don
         objective={"old_log_prob": "recomputed"},
     )
     algorithm = gw.GRPO(cfg, policy)
-    keep_freed_memory()  # as `gw.train` does
     step = 0
     while True:
         turn()

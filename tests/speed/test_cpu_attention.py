@@ -5,7 +5,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.speed import cpu_attention
-from groupwise.speed.cpu_attention import MOST, attend
+from groupwise.speed.cpu_attention import MOST, attend, attend_on_cpus
 from groupwise.text.decoding import complete
 from groupwise.text.policy import CausalLM
 
@@ -113,6 +113,7 @@ def test_a_model_attends_to_padded_texts_with_it_and_to_plain_ones_as_before(fam
 
     expected = [log_probs(width) for width in (9, MOST + 1)]
     policy = CausalLM(model, SamplingCfg(max_new_tokens=4), eos_ids=())
+    attend_on_cpus(policy.network)
     calls.clear()
     found = [log_probs(width) for width in (9, MOST + 1)]
     assert calls == [(2, 4, 9, 8)] * 2  # layers; the longer texts went another way
@@ -126,6 +127,7 @@ def test_a_model_attends_to_padded_texts_with_it_and_to_plain_ones_as_before(fam
 
 def test_tokens_are_written_with_it(calls):
     policy = CausalLM(tiny_model("gpt2"), SamplingCfg(max_new_tokens=4), eos_ids=())
+    attend_on_cpus(policy.network)
     calls.clear()
     complete(policy, [[5] * 20, [8]], torch.arange(4).view(2, 2))
     assert calls == [(2, 4, 20, 8)] * 2 + [(4, 4, 1, 8)] * 2 * 3  # prompts, then tokens that were read one by one
@@ -134,10 +136,12 @@ def test_tokens_are_written_with_it(calls):
 def test_a_model_with_another_attention_keeps_it():
     model = tiny_model()
     model.set_attn_implementation("eager")
-    CausalLM(model)
+    attend_on_cpus(CausalLM(model).network)
     assert model.config._attn_implementation == "eager"
 
 
 def test_a_saved_model_does_not_ask_for_it(tmp_path):
-    CausalLM(tiny_model()).save_pretrained(tmp_path)
+    policy = CausalLM(tiny_model())
+    attend_on_cpus(policy.network)
+    policy.save_pretrained(tmp_path)
     assert cpu_attention.NAME not in (tmp_path / "config.json").read_text()

@@ -8,10 +8,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 
 from groupwise.config.policy import LoRACfg, SamplingCfg
 from groupwise.errors import SlowPathWarning
-from groupwise.speed import decoding_step as llama_step
-from groupwise.speed.decoding_step import LlamaStep, Prompts
+from groupwise.speed import decoding_step
+from groupwise.speed.decoding_step import FastDecoder, LlamaStep
 from groupwise.text import decoding
-from groupwise.text.decoding import TransformersStep, complete
+from groupwise.text.decoding import Prompts, TransformersStep, complete
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
 
@@ -70,6 +70,12 @@ MODELS = {
 }
 
 
+def fast(model, sampling, **more):
+    policy = CausalLM(model, sampling, **more)
+    policy.decoder = FastDecoder()
+    return policy
+
+
 @torch.no_grad()
 def both(policy, lengths=(5, 2, 9), group_size=2, max_new_tokens=80):
     """Our own step and transformers', behind the same prompts."""
@@ -80,7 +86,7 @@ def both(policy, lengths=(5, 2, 9), group_size=2, max_new_tokens=80):
     for kind in (LlamaStep, TransformersStep):
         cache = DynamicCache(config=policy.network.config)
         policy.hidden_states(tokens, valid, cache)
-        assert llama_step.has_llama_shape(policy.network, cache)
+        assert decoding_step.has_llama_shape(policy.network, cache)
         steps.append(kind(policy, Prompts(cache, valid, group_size, max_new_tokens)))
     return steps
 
@@ -116,10 +122,10 @@ def test_hidden_states_in_bfloat16_differ_by_rounding(name, precision):
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 @pytest.mark.parametrize(("dtype", "compare"), [(torch.float32, exact), (torch.bfloat16, rounded)])
 def test_weights_that_are_laid_out_anew_are_the_same(monkeypatch, name, dtype, compare):
-    monkeypatch.setattr(llama_step, "PACKED", 0)
+    monkeypatch.setattr(decoding_step, "PACKED", 0)
     policy = CausalLM(moved(MODELS[name](), by=0.05).to(dtype))
     ours, theirs = both(policy)
-    monkeypatch.setattr(llama_step.functional, "linear", None)  # nothing but laid out weights is multiplied with
+    monkeypatch.setattr(decoding_step.functional, "linear", None)  # nothing but laid out weights is multiplied with
     token = torch.arange(6)
     with torch.no_grad():
         found = ours(token)
@@ -128,11 +134,11 @@ def test_weights_that_are_laid_out_anew_are_the_same(monkeypatch, name, dtype, c
 
 
 def test_a_processor_that_knows_no_bfloat16_multiplies_as_it_can(monkeypatch):
-    monkeypatch.setattr(llama_step, "PACKED", 0)
+    monkeypatch.setattr(decoding_step, "PACKED", 0)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", None)
     weight, x = torch.randn(8, 4).bfloat16(), torch.randn(2, 4).bfloat16()
-    assert torch.equal(llama_step.linear_map(weight)(x), x @ weight.T)
+    assert torch.equal(decoding_step.linear_map(weight)(x), x @ weight.T)
 
 
 def test_prompts_of_one_length_need_no_mask():
@@ -142,11 +148,11 @@ def test_prompts_of_one_length_need_no_mask():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_known_models_write_with_it(name):
-    policy = CausalLM(moved(MODELS[name]()), SamplingCfg(max_new_tokens=8))
+    policy = fast(moved(MODELS[name]()), SamplingCfg(max_new_tokens=8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         complete(policy, PROMPTS, torch.arange(12).view(3, 4))
-    assert policy.reads_tokens_by == "own step"
+    assert policy.decoder.reads_by == "own step"
 
 
 def doubled_attention(model):
@@ -171,11 +177,10 @@ def scaled_scores(model):
 def test_a_model_that_computes_otherwise_is_read_by_its_modules(change):
     model = moved(tiny_model())
     change(model)
-    policy, plain = (CausalLM(model, SamplingCfg(max_new_tokens=12)) for _ in range(2))
-    plain.reads_tokens_by = "transformers"
+    policy, plain = fast(model, SamplingCfg(max_new_tokens=12)), CausalLM(model, SamplingCfg(max_new_tokens=12))
     with pytest.warns(SlowPathWarning, match=r"LlamaForCausalLM reads tokens one by one through its modules"):
         found = complete(policy, PROMPTS, torch.arange(12).view(3, 4))
-    assert policy.reads_tokens_by == "transformers"
+    assert policy.decoder.reads_by == "modules"
     assert found == complete(plain, PROMPTS, torch.arange(12).view(3, 4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is said once
@@ -208,26 +213,47 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_other_models_are_read_by_their_modules_without_a_word(name):
-    policy = CausalLM(UNKNOWN[name](), SamplingCfg(max_new_tokens=4))
+    policy = fast(UNKNOWN[name](), SamplingCfg(max_new_tokens=4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         complete(policy, PROMPTS, torch.arange(3)[:, None])
-    assert policy.reads_tokens_by == "untried"
+    assert policy.decoder.reads_by == "untried"
 
 
 def test_a_hook_on_a_projection_is_called():
     model = moved(tiny_model())
     doubled_attention(model)
-    policy = CausalLM(model, SamplingCfg(max_new_tokens=8))
+    policy = fast(model, SamplingCfg(max_new_tokens=8))
     complete(policy, PROMPTS, torch.arange(3)[:, None])
-    assert policy.reads_tokens_by == "own step"
+    assert policy.decoder.reads_by == "own step"
     read_in_turn(*both(policy), policy.device, count=2)
 
 
 def test_new_weights_are_used_by_the_next_call():
-    policy = CausalLM(tiny_model(), SamplingCfg(max_new_tokens=20), eos_ids=())
-    other = CausalLM(moved(tiny_model()), SamplingCfg(max_new_tokens=20), eos_ids=())
+    policy = fast(tiny_model(), SamplingCfg(max_new_tokens=20), eos_ids=())
+    other = fast(moved(tiny_model()), SamplingCfg(max_new_tokens=20), eos_ids=())
     seeds = torch.arange(6).view(3, 2)
     before = complete(policy, PROMPTS, seeds)
     policy.load_state_dict(other.state_dict())
     assert complete(policy, PROMPTS, seeds) == complete(other, PROMPTS, seeds) != before
+
+
+@pytest.mark.parametrize(("family", "inference"), [("llama", [False, True, True]), ("gpt2", [False, False, False])])
+def test_only_a_model_that_we_know_writes_in_inference_mode(monkeypatch, family, inference):
+    # another may keep tensors in its modules, which training could then not use
+    policy, seen, decode = fast(tiny_model(family), SamplingCfg(max_new_tokens=4)), [], decoding._decode
+    monkeypatch.setattr(decoding, "_decode", lambda *a: seen.append(torch.is_inference_mode_enabled()) or decode(*a))
+    for _ in range(3):
+        complete(policy, PROMPTS, torch.arange(3)[:, None])
+    assert seen == inference
+
+
+def test_what_a_hook_keeps_while_completions_are_written_can_be_trained_on():
+    model, kept = tiny_model(), []
+    policy = fast(model, SamplingCfg(max_new_tokens=4))
+    complete(policy, PROMPTS, torch.arange(3)[:, None])
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda _, __, output: kept.append(output))
+    complete(policy, PROMPTS, torch.arange(3)[:, None])
+    scale = torch.ones(1, requires_grad=True)
+    (kept[0] * scale).sum().backward()
+    assert scale.grad.isfinite()

@@ -1,12 +1,15 @@
 """One token of each row through a model of the Llama shape, without what its modules do around their arithmetic.
 
 The shape: root mean square norms, rotary positions, attention of grouped queries, a gated perceptron (Llama, SmolLM,
-Mistral, Qwen2, Qwen3). transformers computes the same, and reads the prompts; ``decoding`` compares the two.
+Mistral, Qwen2, Qwen3). transformers computes the same, and reads the prompts; ``FastDecoder`` compares the two.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.cache_utils import DynamicLayer
 
+from groupwise.errors import SlowPathWarning
 from groupwise.policies.base import has_hooks
 from groupwise.speed.cpu_attention import attend, autocast_off
+from groupwise.text.decoding import ROOM, Decoder, Head, Prompts, Step, TransformersStep
 from groupwise.text.policy import CausalLM
 
 _Map = Callable[[Tensor], Tensor]
 
-ROOM = 64
-"""Tokens that a cache grows by."""
 PACKED = 2**18
 """Weights in a matrix from which on it pays to lay them out anew."""
 _BATCH = 32
@@ -31,17 +34,54 @@ _ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions whose angles do not depend on how long the text is."""
 
 
-class Prompts(NamedTuple):
-    """What has been read before the first step."""
+class FastDecoder(Decoder):
+    """Reads tokens by ``LlamaStep`` where the model has its shape, once that has been seen to agree with its modules."""
 
-    cache: Any
-    """Of transformers, after one pass over the prompts."""
-    valid: Bool[Tensor, "prompt width"]
-    """What of them is no padding."""
-    group_size: int
-    """Rows that follow each."""
-    max_new_tokens: int
-    """The most that a row may have to read."""
+    def __init__(self) -> None:
+        self.reads_by: Literal["untried", "own step", "modules"] = "untried"
+
+    def context(self, policy: CausalLM) -> AbstractContextManager:
+        """``inference_mode``, a sixth less time for a small model; hooks and unknown modules may keep tensors for training."""
+        known = self.reads_by == "own step" and not has_hooks(policy.network)
+        return torch.inference_mode() if known else torch.no_grad()
+
+    def head(self, policy: CausalLM) -> Head:
+        """The output embeddings, laid out for the processor."""
+        product = linear_map(policy.head.float())
+
+        def logits(hidden: Tensor) -> Tensor:
+            with autocast_off(hidden.device.type):
+                return product(hidden.float())
+
+        return logits
+
+    def step(self, policy: CausalLM, prompts: Prompts, token: Int[Tensor, " row"], head: Head) -> Step:
+        """What reads the rows' tokens, of which ``token`` are the first.
+
+        Warns:
+            SlowPathWarning: the model computes something else, so that its modules read from now on.
+        """
+        if self.reads_by == "modules" or not has_llama_shape(policy.network, prompts.cache):
+            return TransformersStep(policy, prompts)
+        if self.reads_by == "untried":
+            off = _difference(policy, prompts, token, head)
+            self.reads_by = "own step" if off <= policy.rounding else "modules"
+            if self.reads_by == "modules":
+                warnings.warn(
+                    f"{type(policy.network).__name__} reads tokens one by one through its modules: log-probabilities of our "
+                    f"own step differ by {off:.2g}, at most {policy.rounding} is rounding",
+                    SlowPathWarning,
+                    stacklevel=4,
+                )
+                return TransformersStep(policy, prompts)
+        return LlamaStep(policy, prompts)
+
+
+def _difference(policy: CausalLM, prompts: Prompts, token: Tensor, head: Head) -> float:
+    """Root mean square difference of log-probabilities between the two steps behind the same prompts."""
+    steps = (LlamaStep(policy, prompts), TransformersStep(policy, prompts._replace(cache=deepcopy(prompts.cache))))
+    own, theirs = (head(step(token)).log_softmax(dim=-1) for step in steps)
+    return float((own - theirs).square().mean().sqrt())
 
 
 def has_llama_shape(network: Any, cache: Any) -> bool:
@@ -74,7 +114,7 @@ class _Layer(NamedTuple):
     down: _Map
 
 
-class LlamaStep:
+class LlamaStep(Step):
     """Reads a token of each row, behind those that it has read before.
 
     Weights are taken over when it is made: make one for each call that writes.

@@ -17,7 +17,9 @@ from groupwise.errors import ConfigError, require_extra
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
+from groupwise.speed.cpu_attention import attend_on_cpus
 from groupwise.speed.cpu_memory import keep_freed_memory
+from groupwise.speed.decoding_step import FastDecoder
 from groupwise.text.callbacks import KeepGroups, WatchAgreement
 from groupwise.text.collector import TextCollector, TextTerms
 from groupwise.text.data import Example
@@ -95,8 +97,7 @@ def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts
     _check(cfg, engine)
     device = pick_device(cfg.device)
     policy = _policy(cfg, given, actor_only=algorithm_type.actor_only).to(device)
-    if device.type == "cpu":
-        keep_freed_memory()
+    speed_up(policy)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
     prompts = encoder.select(data.train, policy.room(cfg.sampling.max_new_tokens))
     rewards.check_columns(prompts[0].example.columns)
@@ -125,6 +126,14 @@ def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts
     return TextParts(cfg, given, algorithm, collector, buffer, identity, task, data.eval)
 
 
+def speed_up(policy: CausalLM) -> None:
+    """Install the fast paths of language models: they change numbers by no more than rounding."""
+    policy.decoder = FastDecoder()
+    attend_on_cpus(policy.network)
+    if policy.device.type == "cpu":
+        keep_freed_memory()
+
+
 def load_trained(
     cfg: TextRunCfg, folder: RunFolder, checkpoint: Literal["latest", "best"], policy: Policy | None = None
 ) -> CausalLM:
@@ -143,6 +152,7 @@ def load_trained(
         )
     algorithm_type = algorithm_entry(cfg.algorithm.name).load()
     trained = _policy(cfg, Given(policy=policy), actor_only=algorithm_type.actor_only)
+    speed_up(trained)
     where = folder.checkpoints / checkpoint
     load_policy(trained, load_checkpoint(where).policy, where)
     return trained

@@ -1,28 +1,30 @@
 """Writing completions with a language model: each prompt read once, its cache repeated for the group."""
 
-import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from copy import deepcopy
-from typing import Any, Literal, NamedTuple
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from groupwise.config.policy import SamplingCfg
-from groupwise.errors import ConfigError, DataError, SlowPathWarning
+from groupwise.errors import ConfigError, DataError
 from groupwise.functional.row_random import hash_pair, mix, unit
-from groupwise.policies.base import has_hooks
-from groupwise.speed.cpu_attention import autocast_off
-from groupwise.speed.decoding_step import ROOM, LlamaStep, Prompts, has_llama_shape, linear_map
 from groupwise.text.drawing import draw
-from groupwise.text.policy import CausalLM
+
+if TYPE_CHECKING:
+    from groupwise.text.policy import CausalLM
 
 Head = Callable[[Tensor], Tensor]
-"""Logits of hidden states."""
+"""Logits of hidden states, in float32."""
 _BYTES, _MORE = 4, 8
 """Tokens that a character may take, and tokens kept besides: of what is cut off, a character's last bytes may remain."""
+ROOM = 64
+"""Tokens that a cache grows by."""
 _STOPS: tuple[Literal["length", "eos", "stop"], ...] = ("length", "eos", "stop")
 
 
@@ -205,10 +207,35 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not follow tr
         return grown
 
 
-class TransformersStep:
+class Prompts(NamedTuple):
+    """What has been read before the first step."""
+
+    cache: Any
+    """Of transformers, after one pass over the prompts."""
+    valid: Bool[Tensor, "prompt width"]
+    """What of them is no padding."""
+    group_size: int
+    """Rows that follow each."""
+    max_new_tokens: int
+    """The most that a row may have to read."""
+
+
+class Step(ABC):
+    """Reads tokens one by one."""
+
+    @abstractmethod
+    def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
+        """The last hidden state of each row, its token read."""
+
+    @abstractmethod
+    def keep(self, kept: Bool[Tensor, " row"]) -> None:
+        """Drop the other rows."""
+
+
+class TransformersStep(Step):
     """Reads a token of each row, behind those that it has read before, through the model's own modules."""
 
-    def __init__(self, policy: CausalLM, prompts: Prompts) -> None:
+    def __init__(self, policy: "CausalLM", prompts: Prompts) -> None:
         self._policy, self._cache = policy, prompts.cache
         self._valid = prompts.valid.repeat_interleave(prompts.group_size, dim=0)
         layers = self._cache.layers
@@ -226,8 +253,30 @@ class TransformersStep:
         self._cache.batch_select_indices(kept.nonzero()[:, 0])
 
 
+class Decoder:
+    """How a policy reads the tokens that it has written: by its model's own modules. Others replace ``policy.decoder``."""
+
+    def context(self, policy: "CausalLM") -> AbstractContextManager:
+        """What completions are written in."""
+        return torch.no_grad()
+
+    def head(self, policy: "CausalLM") -> Head:
+        """The output embeddings, for one call of ``complete``."""
+        weight = policy.head.float()
+
+        def logits(hidden: Tensor) -> Tensor:
+            with torch.autocast(hidden.device.type, enabled=False):
+                return functional.linear(hidden.float(), weight)
+
+        return logits
+
+    def step(self, policy: "CausalLM", prompts: Prompts, token: Int[Tensor, " row"], head: Head) -> Step:
+        """What reads the rows' tokens, of which ``token`` are the first."""
+        return TransformersStep(policy, prompts)
+
+
 def complete(
-    policy: CausalLM,
+    policy: "CausalLM",
     prompts: Sequence[Sequence[int]],
     seeds: Int[Tensor, "prompt member"],
     sampling: SamplingCfg | None = None,
@@ -247,9 +296,7 @@ def complete(
         ConfigError: stop strings without a tokenizer.
     """
     sampling = sampling or policy.sampling
-    # a sixth less time for a small model; hooks and modules that we do not know may keep tensors, useless to training then
-    known = policy.reads_tokens_by == "own step" and not has_hooks(policy.network)
-    with torch.inference_mode() if known else torch.no_grad(), policy.computing():
+    with policy.decoder.context(policy), policy.computing():
         tokens, valid = left_padded(prompts, policy.device)
         rows = seeds.reshape(-1).to(policy.device)
         writing = Writing(rows, sampling, policy.eos_ids, tokenizer, deterministic=deterministic)
@@ -258,56 +305,23 @@ def complete(
 
 
 def _decode(
-    policy: CausalLM, tokens: Tensor, valid: Tensor, group_size: int, writing: Writing, max_new_tokens: int
+    policy: "CausalLM", tokens: Tensor, valid: Tensor, group_size: int, writing: Writing, max_new_tokens: int
 ) -> None:
     """Write until every row is finished."""
-    head = linear_map(policy.head.float())  # half precision is converted here, once, and not at each token
+    head = policy.decoder.head(policy)  # half precision is converted here, once, and not at each token
     cache: Any = DynamicCache(config=policy.network.config)
     hidden = policy.hidden_states(tokens, valid, cache)[:, -1]
-    logits = _logits(hidden, head).repeat_interleave(group_size, dim=0)
+    logits = head(hidden).repeat_interleave(group_size, dim=0)
     token, goes_on = writing.write(logits)
     if not len(writing.running):
         return
-    step = _step(policy, Prompts(cache, valid, group_size, max_new_tokens), token, head)
+    step = policy.decoder.step(policy, Prompts(cache, valid, group_size, max_new_tokens), token, head)
     del cache  # it is the step's
     while len(writing.running):
         if len(writing.running) < len(token):  # finished rows leave the batch
             token = token[goes_on]
             step.keep(goes_on)
-        token, goes_on = writing.write(_logits(step(token), head))
-
-
-def _step(policy: CausalLM, prompts: Prompts, token: Tensor, head: Head) -> LlamaStep | TransformersStep:
-    """What reads tokens one by one: our own step for models that it knows, once it has been seen to agree."""
-    if policy.reads_tokens_by == "transformers" or not has_llama_shape(policy.network, prompts.cache):
-        return TransformersStep(policy, prompts)
-    if policy.reads_tokens_by == "untried":
-        policy.reads_tokens_by = _tried(policy, prompts, token, head)
-        return _step(policy, prompts, token, head)
-    return LlamaStep(policy, prompts)
-
-
-def _tried(policy: CausalLM, prompts: Prompts, token: Tensor, head: Head) -> Literal["own step", "transformers"]:
-    """Find out whether our own step gives the same distributions: both ways behind the same prompts."""
-    steps = (LlamaStep(policy, prompts), TransformersStep(policy, prompts._replace(cache=deepcopy(prompts.cache))))
-    own, theirs = (_logits(step(token), head).log_softmax(dim=-1) for step in steps)
-    off = float((own - theirs).square().mean().sqrt())
-    if off <= policy.rounding:
-        return "own step"
-    name = type(policy.network).__name__
-    warnings.warn(
-        f"{name} reads tokens one by one through its modules: log-probabilities of our own step differ by {off:.2g}, "
-        f"at most {policy.rounding} is rounding",
-        SlowPathWarning,
-        stacklevel=5,
-    )
-    return "transformers"
-
-
-def _logits(hidden: Float[Tensor, "row width"], head: Head) -> Float[Tensor, "row vocabulary"]:
-    """Of the tokens after these, in float32."""
-    with autocast_off(hidden.device.type):
-        return head(hidden.float())
+        token, goes_on = writing.write(head(step(token)))
 
 
 def left_padded(

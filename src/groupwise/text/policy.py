@@ -70,7 +70,7 @@ class CausalLM(Policy):
         gradient_checkpointing: bool = False,
         compile: bool = False,
     ) -> None:
-        from groupwise.speed.cpu_attention import attend_on_cpus
+        from groupwise.text.decoding import Decoder
         from groupwise.text.layers import recompute_layers, silence_dropout
 
         super().__init__()
@@ -82,7 +82,6 @@ class CausalLM(Policy):
         self.action_spec = TensorSpec((), torch.int64)
         self.batch_keys = (*type(self).batch_keys, *_choice_keys(self.sampling))
         self.has_adapters = is_adapted(model)
-        attend_on_cpus(self.network)
         silence_dropout(model)  # it would make the sampler and the trainer two different policies
         self.eval()
         check_adapters(model)
@@ -93,7 +92,8 @@ class CausalLM(Policy):
             recompute_layers(self.network)
         self._forward = torch.compile(_last_hidden, dynamic=True) if compile else _last_hidden
         self._prefixes: Literal["untried", "shared", "apart"] = "untried"
-        self.reads_tokens_by: Literal["untried", "own step", "transformers"] = "untried"
+        self.decoder = Decoder()
+        """How tokens are read one by one, in generation."""
         self._saved = self._names_to_save()
         self.register_state_dict_post_hook(_keep_saved)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_expect_saved)  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ from trl_speed import CASES, GROUP, NEW_TOKENS, PROMPTS, micro_batch_tokens, pro
 import groupwise as gw
 from groupwise.config.policy import SamplingCfg
 from groupwise.text.build import speed_up
-from groupwise.text.decoding import complete
+from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rollout import TextRow, text_rollout
 

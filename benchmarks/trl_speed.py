@@ -82,7 +82,7 @@ def run_ours(case: Case, side: Side, folder: Path, turn: Callable[[], None], don
     import groupwise as gw
     from groupwise.config.policy import SamplingCfg
     from groupwise.text.build import speed_up
-    from groupwise.text.decoding import complete
+    from groupwise.text.generation import complete
     from groupwise.text.policy import CausalLM
     from groupwise.text.rollout import TextRow, text_rollout
 

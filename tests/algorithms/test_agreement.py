@@ -9,7 +9,7 @@ from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.functional.reduce import local
-from groupwise.text.decoding import complete
+from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rollout import TextRow, text_rollout
 

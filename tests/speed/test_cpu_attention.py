@@ -6,7 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from groupwise.config.policy import SamplingCfg
 from groupwise.speed import cpu_attention
 from groupwise.speed.cpu_attention import MOST, attend, attend_on_cpus
-from groupwise.text.decoding import complete
+from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 
 

@@ -10,8 +10,8 @@ from groupwise.config.policy import LoRACfg, SamplingCfg
 from groupwise.errors import SlowPathWarning
 from groupwise.speed import decoding_step
 from groupwise.speed.decoding_step import FastDecoder, LlamaStep
-from groupwise.text import decoding
-from groupwise.text.decoding import Prompts, TransformersStep, complete
+from groupwise.text import generation
+from groupwise.text.generation import Prompts, TransformersStep, complete
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
 
@@ -81,7 +81,7 @@ def both(policy, lengths=(5, 2, 9), group_size=2, max_new_tokens=80):
     """Our own step and transformers', behind the same prompts."""
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(40, (n,), generator=generator).tolist() for n in lengths]
-    tokens, valid = decoding.left_padded(prompts, policy.device)
+    tokens, valid = generation.left_padded(prompts, policy.device)
     steps = []
     for kind in (LlamaStep, TransformersStep):
         cache = DynamicCache(config=policy.network.config)
@@ -241,8 +241,8 @@ def test_new_weights_are_used_by_the_next_call():
 @pytest.mark.parametrize(("family", "inference"), [("llama", [False, True, True]), ("gpt2", [False, False, False])])
 def test_only_a_model_that_we_know_writes_in_inference_mode(monkeypatch, family, inference):
     # another may keep tensors in its modules, which training could then not use
-    policy, seen, decode = fast(tiny_model(family), SamplingCfg(max_new_tokens=4)), [], decoding._decode
-    monkeypatch.setattr(decoding, "_decode", lambda *a: seen.append(torch.is_inference_mode_enabled()) or decode(*a))
+    policy, seen, decode = fast(tiny_model(family), SamplingCfg(max_new_tokens=4)), [], generation._decode
+    monkeypatch.setattr(generation, "_decode", lambda *a: seen.append(torch.is_inference_mode_enabled()) or decode(*a))
     for _ in range(3):
         complete(policy, PROMPTS, torch.arange(3)[:, None])
     assert seen == inference

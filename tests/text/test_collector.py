@@ -14,13 +14,13 @@ from groupwise.functional.shaping import overlong_punishment
 from groupwise.functional.texts import pass_at_k, repeated_ngrams
 from groupwise.text.collector import TextCollector, TextTerms
 from groupwise.text.data import Example
-from groupwise.text.decoding import Completion
 from groupwise.text.generation import Generator
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.reward_functions import make_reward
 from groupwise.text.rewards import RewardSet
 from groupwise.text.rollout import TextBuffer
+from groupwise.text.sampling import Completion
 
 END = 3
 TOKENIZER = character_tokenizer("0123456789")

@@ -148,7 +148,7 @@ def test_without_a_tool_turns_are_refused(preset, message, model, tmp_path):
 
 
 def test_ppo_and_the_other_generator_have_turns_too(model, tmp_path):
-    run = train(counting(), model, tmp_path / "run", gw.PPOCfg(), num_prompts=8, generator="transformers")
+    run = train(counting(), model, tmp_path / "run", gw.PPOCfg(), num_prompts=8)
     assert all(entry["agreement/kl"] < 1e-8 and entry["rollout/turns_mean"] > 1 for entry in run.metrics())
 
 

@@ -9,14 +9,14 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.config.text import TextTaskCfg
 from groupwise.seeding import derive_seed
 from groupwise.text.data import Example
-from groupwise.text.decoding import Completion
 from groupwise.text.dialogue import ToolDialogue
-from groupwise.text.generation import Generator, NativeGenerator, TransformersGenerator
+from groupwise.text.generation import Generator
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.reward_functions import RewardFunction
 from groupwise.text.rewards import RewardSet
 from groupwise.text.rollout import TextRow, text_rollout
+from groupwise.text.sampling import Completion
 from groupwise.text.scoring import score, text_of
 from groupwise.text.tools import Calculator, Tool
 from groupwise.text.transcripts import Attempt, write
@@ -233,20 +233,19 @@ class Digits(Tool):
         return str(10 + len(text))
 
 
-@pytest.mark.parametrize("backend", [NativeGenerator, TransformersGenerator])
 @pytest.mark.parametrize(
     "sampling",
     [{}, {"top_k": 5}, {"top_k": 64}, {"min_new_tokens": 2}],
     ids=["all", "top-k", "all of top-k", "min length"],
 )
 @pytest.mark.parametrize("padding", ["left", "right"])
-def test_scores_are_those_of_the_transcript(padding, sampling, backend):
+def test_scores_are_those_of_the_transcript(padding, sampling):
     tokenizer, encoder, dialogue = parts(Digits(), max_turns=3, tool_answer="={}+")
     model = tiny_model(vocab_size=len(tokenizer))
     cfg = SamplingCfg(temperature=0.9, max_new_tokens=6, stop=Digits.stop, **sampling)
     policy = CausalLM(model, cfg, tokenizer=tokenizer)
     attempts = [*attempts_at(encoder, "12", 6), *attempts_at(encoder, "345", 6, group=1)]
-    write(attempts, backend(policy), cfg, dialogue=dialogue)
+    write(attempts, Generator(policy), cfg, dialogue=dialogue)
     turns = {attempt.turns for attempt in attempts}
     assert len(turns) > 1
     assert 3 in turns

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
-from groupwise.text.decoding import complete
+from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rollout import TextRow, text_rollout
 

@@ -193,8 +193,6 @@ class TextRunCfg(CommonCfg):
     """How it writes completions in training."""
     num_prompts: PositiveInt = 8
     """Prompts in one iteration; GRPO has each completed ``group_size`` times."""
-    generator: Literal["native", "transformers"] = "native"
-    """What writes completions: decoding of groups, or ``model.generate`` of transformers."""
     overlong: OverlongCfg = OverlongCfg()
     """Completions that are too long."""
     agreement: AgreementCfg = AgreementCfg()

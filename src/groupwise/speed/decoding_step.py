@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.base import has_hooks
 from groupwise.speed.cpu_attention import attend, autocast_off
-from groupwise.text.decoding import ROOM, Decoder, Head, Prompts, Step, TransformersStep
+from groupwise.text.generation import ROOM, Decoder, Head, Prompts, Step, TransformersStep
 from groupwise.text.policy import CausalLM
 
 _Map = Callable[[Tensor], Tensor]

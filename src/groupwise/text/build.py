@@ -23,7 +23,8 @@ from groupwise.speed.decoding_step import FastDecoder
 from groupwise.text.callbacks import KeepGroups, WatchAgreement
 from groupwise.text.collector import TextCollector, TextTerms
 from groupwise.text.data import Example
-from groupwise.text.evaluation import TextEvaluator, dialogue_of, generator_of, task_of
+from groupwise.text.evaluation import TextEvaluator, dialogue_of, task_of
+from groupwise.text.generation import Generator
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
@@ -108,7 +109,7 @@ def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
     collector = TextCollector(
         policy,
-        generator_of(cfg, policy),
+        Generator(policy),
         prompts,
         encoder,
         rewards,

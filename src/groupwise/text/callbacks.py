@@ -35,7 +35,7 @@ class WatchAgreement(Callback):
             raise DisagreementError(
                 f"the sampler is no longer the policy that is trained: KL {found:.3g} nats per token in iteration "
                 f"{trainer.iteration}, more than agreement.stop={self.cfg.stop:g} ({_by_depth(metrics)}); the last checkpoint is "
-                "kept; fix: another generator or precision, or objective.correction; agreement.stop=null goes on regardless"
+                "kept; fix: another precision, or objective.correction; agreement.stop=null goes on regardless"
             )
         if found > self.cfg.warn and not self._warned:
             self._warned = True

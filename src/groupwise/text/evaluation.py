@@ -12,7 +12,7 @@ from groupwise.report.statistics import half_width_95, wilson_95
 from groupwise.seeding import derive_seed
 from groupwise.text.data import Example
 from groupwise.text.dialogue import ToolDialogue
-from groupwise.text.generation import Generator, NativeGenerator, TransformersGenerator
+from groupwise.text.generation import Generator
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.rewards import RewardSet
@@ -169,7 +169,7 @@ class TextEvaluator(Evaluator):
             prompts,
             encoder,
             task.rewards(),
-            generator_of(cfg, policy),
+            Generator(policy),
             dialogue=dialogue_of(task.tool(), encoder, policy, cfg),
             context=policy.context_length,
             seed=seed,
@@ -244,20 +244,13 @@ def write_texts(
     (chosen,) = encoder.select([Example(prompt, {})], policy.room(cfg.sampling.max_new_tokens))
     attempts = [Attempt(chosen, 0, derive_seed(seed, "sample", i), deterministic) for i in range(count)]
     dialogue = dialogue_of(make_tool(cfg.task, tool), encoder, policy, cfg)
-    write(attempts, generator_of(cfg, policy), cfg.sampling, dialogue=dialogue, context=policy.context_length)
+    write(attempts, Generator(policy), cfg.sampling, dialogue=dialogue, context=policy.context_length)
     return [text_of(attempt, encoder) for attempt in attempts]
 
 
 def task_of(cfg: TextRunCfg, given: Given) -> TextTask:
     """The task that the settings describe."""
     return TextTask.from_cfg(cfg.task, data=given.data, eval_data=given.eval_data, reward=given.reward, tool=given.tool)
-
-
-def generator_of(cfg: TextRunCfg, policy: CausalLM) -> Generator:
-    """What writes the policy's completions."""
-    kinds: dict[str, Any] = {"native": NativeGenerator, "transformers": TransformersGenerator}
-    made: Generator = kinds[cfg.generator](policy)
-    return made
 
 
 def dialogue_of(tool: Tool | None, encoder: PromptEncoder, policy: CausalLM, cfg: TextRunCfg) -> Dialogue | None:

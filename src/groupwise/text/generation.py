@@ -1,36 +1,43 @@
-"""Who writes the completions: backends of one protocol.
-
-All of them draw the same tokens from the same seeds, up to the rounding of logits, and say what they drew from.
-"""
+"""Generation of completions: each prompt read once, its cache repeated for the group."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers.generation import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from torch.nn import functional
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from groupwise.config.policy import SamplingCfg
-from groupwise.text.decoding import Completion, Writing, complete, left_padded
-from groupwise.text.policy import CausalLM
+from groupwise.errors import DataError
+from groupwise.text.sampling import Completion, Writing
+
+if TYPE_CHECKING:
+    from groupwise.text.policy import CausalLM
+
+Head = Callable[[Tensor], Tensor]
+"""Logits of hidden states, in float32."""
+ROOM = 64
+"""Tokens that a cache grows by."""
 
 
-class Generator(ABC):
-    """Writes completions with the weights that it was given last."""
+class Generator:
+    """Writes completions with the policy's weights. Subclass it to write elsewhere, such as on a server.
 
-    def sync(self, policy: CausalLM) -> None:  # noqa: B027 (in process there is nothing to do)
-        """Give the generator the weights to write with. In process they are the policy's own, and nothing happens."""
+    Args:
+        tokenizer: needed where the sampling has stop strings; by default the policy's.
+    """
 
-    @abstractmethod
+    def __init__(self, policy: "CausalLM", tokenizer: Any = None) -> None:
+        self._policy = policy
+        self._tokenizer = policy.tokenizer if tokenizer is None else tokenizer
+
+    def sync(self, policy: "CausalLM") -> None:
+        """Take the weights to write with. In process they are the policy's own, and nothing happens."""
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -38,9 +45,7 @@ class Generator(ABC):
         sampling: SamplingCfg,
         deterministic: bool = False,
     ) -> list[list[Completion]]:
-        """Completions of each prompt, one for each of its seeds.
-
-        A completion follows from its prompt and its seed, whatever else is written in the same call.
+        """Completions of each prompt, one for each of its seeds, whatever else is written in the same call.
 
         Args:
             deterministic: take the likeliest token each time; seeds do not matter then.
@@ -49,103 +54,170 @@ class Generator(ABC):
             DataError: a prompt without tokens.
             ConfigError: stop strings without a tokenizer.
         """
-
-
-class NativeGenerator(Generator):
-    """Reads each prompt once for all its members and drops finished rows from the batch.
-
-    Args:
-        tokenizer: needed where the sampling has stop strings; by default the policy's.
-    """
-
-    def __init__(self, policy: CausalLM, tokenizer: Any = None) -> None:
-        self._policy = policy
-        self._tokenizer = policy.tokenizer if tokenizer is None else tokenizer
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Int[Tensor, "prompt member"],
-        sampling: SamplingCfg,
-        deterministic: bool = False,
-    ) -> list[list[Completion]]:
-        """Completions of each prompt, one for each of its seeds."""
         return complete(self._policy, prompts, seeds, sampling, tokenizer=self._tokenizer, deterministic=deterministic)
 
 
-class TransformersGenerator(Generator):
-    """``model.generate`` of transformers, without the model's own generation settings.
+class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not follow transformers
+    """A layer's cache that writes into room it has: ``torch.cat`` would copy all of it at each token."""
 
-    Every member reads its prompt, and a finished row stays in the batch until the last one is: slower than the native
-    backend, but it runs whatever transformers runs.
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self._length = keys.shape[-2]
+        self._store = (keys, values)
+        self.keys, self.values = keys, values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """All keys and values, the new ones included."""
+        end = self._length + key_states.shape[-2]
+        if end > self._store[0].shape[-2]:
+            self._store = (self._grown(self._store[0], end), self._grown(self._store[1], end))
+        for store, new in zip(self._store, (key_states, value_states), strict=True):
+            store[..., self._length : end, :] = new
+        self._length = end
+        self.keys, self.values = (store[..., :end, :] for store in self._store)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows."""
+        self._store = (self._store[0][indices], self._store[1][indices])
+        self.keys, self.values = (store[..., : self._length, :] for store in self._store)
+
+    def _grown(self, store: Tensor, end: int) -> Tensor:
+        grown = store.new_empty(*store.shape[:-2], end + ROOM, store.shape[-1])
+        grown[..., : self._length, :] = store[..., : self._length, :]
+        return grown
+
+
+class Prompts(NamedTuple):
+    """What has been read before the first step."""
+
+    cache: Any
+    """Of transformers, after one pass over the prompts."""
+    valid: Bool[Tensor, "prompt width"]
+    """What of them is no padding."""
+    group_size: int
+    """Rows that follow each."""
+    max_new_tokens: int
+    """The most that a row may have to read."""
+
+
+class Step(ABC):
+    """Reads tokens one by one."""
+
+    @abstractmethod
+    def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
+        """The last hidden state of each row, its token read."""
+
+    @abstractmethod
+    def keep(self, kept: Bool[Tensor, " row"]) -> None:
+        """Drop the other rows."""
+
+
+class TransformersStep(Step):
+    """Reads a token of each row, behind those that it has read before, through the model's own modules."""
+
+    def __init__(self, policy: "CausalLM", prompts: Prompts) -> None:
+        self._policy, self._cache = policy, prompts.cache
+        self._valid = prompts.valid.repeat_interleave(prompts.group_size, dim=0)
+        layers = self._cache.layers
+        self._cache.batch_repeat_interleave(prompts.group_size)
+        self._cache.layers = [RoomyLayer(c.keys, c.values) if type(c) is DynamicLayer else c for c in layers]
+
+    def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
+        """The last hidden state of each row, its token read."""
+        self._valid = torch.cat([self._valid, self._valid.new_ones(len(token), 1)], dim=1)
+        return self._policy.hidden_states(token[:, None], self._valid, self._cache)[:, -1]
+
+    def keep(self, kept: Bool[Tensor, " row"]) -> None:
+        """Drop the other rows."""
+        self._valid = self._valid[kept]
+        self._cache.batch_select_indices(kept.nonzero()[:, 0])
+
+
+class Decoder:
+    """How a policy reads the tokens that it has written: by its model's own modules. Others replace ``policy.decoder``."""
+
+    def context(self, policy: "CausalLM") -> AbstractContextManager:
+        """What completions are written in."""
+        return torch.no_grad()
+
+    def head(self, policy: "CausalLM") -> Head:
+        """The output embeddings, for one call of ``complete``."""
+        weight = policy.head.float()
+
+        def logits(hidden: Tensor) -> Tensor:
+            with torch.autocast(hidden.device.type, enabled=False):
+                return functional.linear(hidden.float(), weight)
+
+        return logits
+
+    def step(self, policy: "CausalLM", prompts: Prompts, token: Int[Tensor, " row"], head: Head) -> Step:
+        """What reads the rows' tokens, of which ``token`` are the first."""
+        return TransformersStep(policy, prompts)
+
+
+def complete(
+    policy: "CausalLM",
+    prompts: Sequence[Sequence[int]],
+    seeds: Int[Tensor, "prompt member"],
+    sampling: SamplingCfg | None = None,
+    *,
+    tokenizer: Any = None,
+    deterministic: bool = False,
+) -> list[list[Completion]]:
+    """Completions of each prompt, one for each of its seeds.
 
     Args:
-        tokenizer: needed where the sampling has stop strings; by default the policy's.
+        sampling: by default the policy's.
+        tokenizer: of transformers; only needed where the sampling has stop strings.
+        deterministic: take the likeliest token each time; seeds do not matter then.
+
+    Raises:
+        DataError: a prompt without tokens.
+        ConfigError: stop strings without a tokenizer.
     """
-
-    def __init__(self, policy: CausalLM, tokenizer: Any = None) -> None:
-        self._policy = policy
-        self._tokenizer = policy.tokenizer if tokenizer is None else tokenizer
-
-    @torch.no_grad()
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Int[Tensor, "prompt member"],
-        sampling: SamplingCfg,
-        deterministic: bool = False,
-    ) -> list[list[Completion]]:
-        """Completions of each prompt, one for each of its seeds."""
-        policy, group_size = self._policy, seeds.shape[1]
-        rows = seeds.reshape(-1).to(policy.device)
-        writing = Writing(rows, sampling, policy.eos_ids, self._tokenizer, deterministic=deterministic)
+    sampling = sampling or policy.sampling
+    with policy.decoder.context(policy), policy.computing():
         tokens, valid = left_padded(prompts, policy.device)
-        with policy.computing(), _without_settings(policy.network):
-            policy.network.generate(
-                input_ids=tokens.repeat_interleave(group_size, dim=0),
-                attention_mask=valid.long().repeat_interleave(group_size, dim=0),
-                do_sample=False,
-                max_new_tokens=sampling.max_new_tokens,
-                logits_processor=LogitsProcessorList([_Write(writing)]),
-                stopping_criteria=StoppingCriteriaList([_Finished(writing)]),
-            )
-        return writing.groups(group_size)
+        rows = seeds.reshape(-1).to(policy.device)
+        writing = Writing(rows, sampling, policy.eos_ids, tokenizer, deterministic=deterministic)
+        _decode(policy, tokens, valid, seeds.shape[1], writing, sampling.max_new_tokens)
+    return writing.groups(seeds.shape[1])
 
 
-class _Write(LogitsProcessor):  # type: ignore[misc]  # mypy does not follow transformers
-    """Draws the next tokens and leaves no other to choose."""
-
-    def __init__(self, writing: Writing) -> None:
-        self._writing = writing
-
-    def __call__(
-        self, input_ids: Int[Tensor, "row place"], scores: Float[Tensor, "row vocabulary"]
-    ) -> Float[Tensor, "row vocabulary"]:
-        token = torch.zeros_like(input_ids[:, 0])  # a finished row goes on with anything
-        rows = self._writing.running
-        if len(rows):
-            token[rows] = self._writing.write(scores[rows])[0]
-        return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
-
-
-class _Finished(StoppingCriteria):  # type: ignore[misc]  # mypy does not follow transformers
-    """Which rows are finished."""
-
-    def __init__(self, writing: Writing) -> None:
-        self._writing = writing
-
-    def __call__(self, input_ids: Int[Tensor, "row place"], scores: Any, **kwargs: Any) -> Bool[Tensor, " row"]:
-        finished = torch.ones_like(input_ids[:, 0], dtype=torch.bool)
-        finished[self._writing.running] = False
-        return finished
+def _decode(
+    policy: "CausalLM", tokens: Tensor, valid: Tensor, group_size: int, writing: Writing, max_new_tokens: int
+) -> None:
+    """Write until every row is finished."""
+    head = policy.decoder.head(policy)  # half precision is converted here, once, and not at each token
+    cache: Any = DynamicCache(config=policy.network.config)
+    hidden = policy.hidden_states(tokens, valid, cache)[:, -1]
+    logits = head(hidden).repeat_interleave(group_size, dim=0)
+    token, goes_on = writing.write(logits)
+    if not len(writing.running):
+        return
+    step = policy.decoder.step(policy, Prompts(cache, valid, group_size, max_new_tokens), token, head)
+    del cache  # it is the step's
+    while len(writing.running):
+        if len(writing.running) < len(token):  # finished rows leave the batch
+            token = token[goes_on]
+            step.keep(goes_on)
+        token, goes_on = writing.write(head(step(token)))
 
 
-@contextmanager
-def _without_settings(model: Any) -> Iterator[None]:
-    """Within it the model has no generation settings, which ``generate`` would fill its arguments up with."""
-    settings = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = settings
+def left_padded(
+    prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Int[Tensor, "prompt width"], Bool[Tensor, "prompt width"]]:
+    """The prompts' tokens, and what of them is no padding.
+
+    Raises:
+        DataError: a prompt without tokens.
+    """
+    for number, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise DataError(f"prompt {number} has no tokens; fix: at least one, such as the beginning-of-text token")
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    return tokens, torch.arange(width, device=device) >= (width - lengths)[:, None]

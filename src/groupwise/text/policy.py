@@ -70,7 +70,7 @@ class CausalLM(Policy):
         gradient_checkpointing: bool = False,
         compile: bool = False,
     ) -> None:
-        from groupwise.text.decoding import Decoder
+        from groupwise.text.generation import Decoder
         from groupwise.text.layers import recompute_layers, silence_dropout
 
         super().__init__()

@@ -9,9 +9,9 @@ import torch
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.seeding import derive_seed
-from groupwise.text.decoding import Completion
 from groupwise.text.generation import Generator
 from groupwise.text.prompts import EncodedPrompt
+from groupwise.text.sampling import Completion
 
 
 class Reply(NamedTuple):

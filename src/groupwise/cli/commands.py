@@ -181,12 +181,12 @@ def _train(argv: Sequence[str], plugins: list[Path]) -> int:
     parser.add_argument("--seeds")
     options, rest = parser.parse_known_args(argv)
 
-    from groupwise import cli_seeds
+    from groupwise.cli import seeds
 
-    seeds = cli_seeds.parse_seeds(options.seeds) if options.seeds is not None else []
+    seeds = seeds.parse_seeds(options.seeds) if options.seeds is not None else []
     cfg = _parse_config(rest, "groupwise train", TRAIN_HELP)
     if seeds:
-        return cli_seeds.train_seeds(cfg, seeds, plugins)
+        return seeds.train_seeds(cfg, seeds, plugins)
 
     with importing():
         from groupwise import api
@@ -214,7 +214,7 @@ def _check_env(argv: Sequence[str], plugins: list[Path]) -> int:
             f"that observation and action are supported, which it tells, too; fix: {prog} {target}"
         )
 
-    from groupwise.options import parse_env_options
+    from groupwise.cli.options import parse_env_options
 
     env = parse_env_options(target, CHECK_SETTINGS, options, prog=prog, description=CHECK_HELP)
 
@@ -243,7 +243,7 @@ def _parse_config(argv: Sequence[str], prog: str, description: str) -> Any:
     parser.add_argument("--preset")
     chosen, options = parser.parse_known_args(argv[1:])
 
-    from groupwise.options import parse_options
+    from groupwise.cli.options import parse_options
 
     return parse_options(argv[0], chosen.algorithm, chosen.preset, options, prog=prog, description=description)
 
@@ -316,9 +316,9 @@ def _sample(argv: Sequence[str], plugins: list[Path]) -> int:
 
 
 def _compare(argv: Sequence[str], plugins: list[Path]) -> int:
-    from groupwise import cli_compare
+    from groupwise.cli import compare
 
-    cli_compare.run(Parser(prog="groupwise compare", description=cli_compare.HELP), argv)
+    compare.run(Parser(prog="groupwise compare", description=compare.HELP), argv)
     return 0
 
 
@@ -329,7 +329,7 @@ def _add_checkpoint(parser: Parser) -> None:
 
 
 def _resume(argv: Sequence[str], plugins: list[Path]) -> int:
-    from groupwise.options import whole_number
+    from groupwise.cli.options import whole_number
 
     parser = Parser(prog="groupwise resume", description=RESUME_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
@@ -346,7 +346,7 @@ def _resume(argv: Sequence[str], plugins: list[Path]) -> int:
 
 
 def _print_run(run: Any) -> None:
-    from groupwise.cli_seeds import number
+    from groupwise.cli.seeds import number
 
     for key, value in run.summary.items():
         if value is not None:
@@ -359,11 +359,7 @@ def _list(argv: Sequence[str], plugins: list[Path]) -> int:
     parser = Parser(prog="groupwise list", description=LIST_HELP)
     parser.add_argument("text", nargs="?", default="", help="show only entries that contain this, such as dapo or kl")
 
-    from groupwise import cli_list
+    from groupwise.cli import listing
 
-    cli_list.show(parser.parse_args(argv).text)
+    listing.show(parser.parse_args(argv).text)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,11 +3,11 @@ import re
 import pytest
 
 from groupwise import cli
+from groupwise.cli.option_names import check_names
 from groupwise.config import resolve
 from groupwise.config.algorithm import GRPOCfg, PPOCfg
 from groupwise.config.env import EnvCfg
 from groupwise.errors import ConfigError
-from groupwise.option_names import check_names
 
 
 def hidden(config):

@@ -128,7 +128,7 @@ def test_a_signal_reaches_the_running_seeds_once_and_says_how_to_go_on_with_each
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(subprocess, "Popen", learn)
-    monkeypatch.setattr("groupwise.cli_seeds.num_cpus", lambda: 1)
+    monkeypatch.setattr("groupwise.cli.seeds.num_cpus", lambda: 1)
     plugin = tmp_path / "my plugin.py"
     plugin.touch()
     before = signal.getsignal(number)

@@ -24,6 +24,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
+from groupwise.cli.option_names import check_names, is_absent
 from groupwise.config import load_config, presets, resolve
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import Cfg
@@ -32,7 +33,6 @@ from groupwise.config.run import RunCfg, TextRunCfg
 from groupwise.config.text import TextTaskCfg
 from groupwise.envs.names import refuse_module, unknown_environment
 from groupwise.errors import ConfigError
-from groupwise.option_names import check_names, is_absent
 
 
 def parse_options(

@@ -350,7 +350,7 @@ def test_module_runs_as_the_console_script_does():
     done = subprocess.run([sys.executable, "-m", "groupwise", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"groupwise {groupwise.__version__}\n"
     done = subprocess.run(
-        [sys.executable, "-m", "groupwise.cli", "nonsense"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "groupwise", "nonsense"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
 

@@ -17,7 +17,7 @@ SCORE = EvaluationResult((11.0, 12.5, 14.0), (12, 12, 13))
 
 @pytest.fixture
 def api(monkeypatch):
-    """Stands in for ``groupwise.api`` and keeps what it was called with."""
+    """Stands in for ``groupwise.run`` and keeps what it was called with."""
     calls: list[tuple] = []
     run = SimpleNamespace(
         path=Path("runs/x"), summary={"return_mean": 500.0, "ci95": [490.0, 510.0], "stopped": "total_steps", "x": None}
@@ -30,12 +30,11 @@ def api(monkeypatch):
 
         return call
 
-    fake = ModuleType("groupwise.api")
+    fake = ModuleType("groupwise.run")
     fake.train_from_config = record("train", run)
     fake.resume = record("resume", run)
     fake.evaluate = record("evaluate", SCORE)
-    monkeypatch.setitem(sys.modules, "groupwise.api", fake)
-    monkeypatch.setattr(groupwise, "api", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "groupwise.run", fake)
     return calls
 
 
@@ -193,7 +192,7 @@ def test_errors_of_training_are_one_line_too(api, capsys, monkeypatch):
     def fail(cfg):
         raise RunFolderError("run folder 'x' is taken")
 
-    monkeypatch.setattr(sys.modules["groupwise.api"], "train_from_config", fail)
+    monkeypatch.setattr(sys.modules["groupwise.run"], "train_from_config", fail)
     assert cli.main(["train", "CartPole-v1"]) == 2
     assert capsys.readouterr().err == "groupwise: error: run folder 'x' is taken\n"
 
@@ -204,7 +203,7 @@ def test_what_is_noted_on_an_error_stands_below_it(api, capsys, monkeypatch):
         error.add_note("go on with: groupwise resume x")
         raise error
 
-    monkeypatch.setattr(sys.modules["groupwise.api"], "train_from_config", fail)
+    monkeypatch.setattr(sys.modules["groupwise.run"], "train_from_config", fail)
     assert cli.main(["train", "CartPole-v1"]) == 2
     assert capsys.readouterr().err == "groupwise: error: broken\ngo on with: groupwise resume x\n"
 
@@ -213,7 +212,7 @@ def test_interrupt_says_how_to_go_on(api, capsys, monkeypatch):
     def interrupt(cfg):
         raise KeyboardInterrupt("interrupted; go on with: groupwise resume runs/x")
 
-    monkeypatch.setattr(sys.modules["groupwise.api"], "train_from_config", interrupt)
+    monkeypatch.setattr(sys.modules["groupwise.run"], "train_from_config", interrupt)
     assert cli.main(["train", "CartPole-v1"]) == 130
     assert capsys.readouterr().err == "groupwise: interrupted; go on with: groupwise resume runs/x\n"
 
@@ -249,7 +248,7 @@ def test_eval_says_where_the_video_is(api, capsys):
 
 def test_one_episode_gives_no_interval(api, capsys, monkeypatch):
     one = EvaluationResult((7.0,), (3,))
-    monkeypatch.setattr(sys.modules["groupwise.api"], "evaluate", lambda *args, **options: one)
+    monkeypatch.setattr(sys.modules["groupwise.run"], "evaluate", lambda *args, **options: one)
     assert cli.main(["eval", "runs/x", "--episodes", "1"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "return_mean=7 ci95=none episodes=1\n"
@@ -349,9 +348,7 @@ def test_quick_commands_never_import_torch(argv):
 def test_module_runs_as_the_console_script_does():
     done = subprocess.run([sys.executable, "-m", "groupwise", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"groupwise {groupwise.__version__}\n"
-    done = subprocess.run(
-        [sys.executable, "-m", "groupwise", "nonsense"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", "groupwise", "nonsense"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
 
 

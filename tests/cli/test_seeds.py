@@ -11,23 +11,21 @@ from typing import NamedTuple
 
 import pytest
 
-import groupwise
 from groupwise import cli, config
 
 
 @pytest.fixture
 def api(monkeypatch):
-    """Stands in for ``groupwise.api`` and keeps the configs that were to be trained."""
+    """Stands in for ``groupwise.run`` and keeps the configs that were to be trained."""
     configs = []
 
     def train(cfg):
         configs.append(cfg)
         return SimpleNamespace(path=Path("runs/x"), summary={})
 
-    fake = ModuleType("groupwise.api")
+    fake = ModuleType("groupwise.run")
     fake.train_from_config = train
-    monkeypatch.setitem(sys.modules, "groupwise.api", fake)
-    monkeypatch.setattr(groupwise, "api", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "groupwise.run", fake)
     return configs
 
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.api import resume, train
 from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.vector import VectorCollector
 from groupwise.config.algorithm import GRPOCfg
@@ -16,6 +15,7 @@ from groupwise.envs.groups import verify_group_start
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError, UnknownNameError
 from groupwise.policies.actor_critic import ActorCritic
+from groupwise.run import resume, train
 
 pytest.importorskip("envpool")
 

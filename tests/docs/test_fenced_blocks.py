@@ -10,7 +10,8 @@ import pytest
 from text_runs import save_model
 
 import groupwise as gw
-from groupwise import api, cli, config
+from groupwise import cli, config
+from groupwise import run as commands
 from groupwise.algorithms import advantages as credit
 from groupwise.config import registry
 from groupwise.text import reward_functions
@@ -91,7 +92,7 @@ def test_command_is_right(page: Path, command: str, run: gw.Run, tmp_path: Path,
     (tmp_path / "runs").mkdir()
     for name in ("my_run", "grpo", "ppo"):
         (tmp_path / "runs" / name).symlink_to(run.path)
-    monkeypatch.setattr(api, "resume", lambda path, total_steps: api.Run.load(path))
+    monkeypatch.setattr(commands, "resume", lambda path, total_steps: gw.Run.load(path))
 
     words = shlex.split(re.split(r" [|>] ", command)[0], comments=True)
     for word in words:

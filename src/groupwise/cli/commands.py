@@ -1,4 +1,4 @@
-"""The command line: parses, calls ``groupwise.api``, prints.
+"""The command line: parses, calls ``groupwise.run``, prints.
 
 Only the commands that train or play import torch, and only once their arguments are known to be right.
 """
@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 from groupwise import plugins
 from groupwise.errors import ConfigError, GroupwiseError, UnknownNameError
-from groupwise.garbage import importing
 
 USAGE = """usage: groupwise COMMAND ...
 
@@ -181,17 +180,16 @@ def _train(argv: Sequence[str], plugins: list[Path]) -> int:
     parser.add_argument("--seeds")
     options, rest = parser.parse_known_args(argv)
 
-    from groupwise.cli import seeds
+    from groupwise.cli.seeds import parse_seeds, train_seeds
 
-    seeds = seeds.parse_seeds(options.seeds) if options.seeds is not None else []
+    seeds = parse_seeds(options.seeds) if options.seeds is not None else []
     cfg = _parse_config(rest, "groupwise train", TRAIN_HELP)
     if seeds:
-        return seeds.train_seeds(cfg, seeds, plugins)
+        return train_seeds(cfg, seeds, plugins)
 
-    with importing():
-        from groupwise import api
+    from groupwise.run import train_from_config
 
-    _print_run(api.train_from_config(cfg))
+    _print_run(train_from_config(cfg))
     return 0
 
 
@@ -263,11 +261,10 @@ def _eval(argv: Sequence[str], plugins: list[Path]) -> int:
         if (number := vars(options)[name]) is not None and number < 1:
             raise ConfigError(f"--{name} {number}: expected at least 1")
 
-    with importing():
-        from groupwise import api
     from groupwise.report.folder import RunFolder
+    from groupwise.run import evaluate
 
-    found = api.evaluate(
+    found = evaluate(
         options.run,
         options.episodes,
         attempts=options.attempts,
@@ -300,10 +297,9 @@ def _sample(argv: Sequence[str], plugins: list[Path]) -> int:
     if options.count < 1:
         raise ConfigError(f"--count {options.count}: expected at least 1")
 
-    with importing():
-        from groupwise import api
+    from groupwise.run import sample
 
-    texts = api.sample(
+    texts = sample(
         options.run,
         options.prompt,
         options.count,
@@ -338,10 +334,9 @@ def _resume(argv: Sequence[str], plugins: list[Path]) -> int:
     )
     options = parser.parse_args(argv)
 
-    with importing():
-        from groupwise import api
+    from groupwise.run import resume
 
-    _print_run(api.resume(options.run, options.total_steps))
+    _print_run(resume(options.run, options.total_steps))
     return 0
 
 

@@ -19,7 +19,6 @@ from groupwise.collectors.base import Collector
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError
-from groupwise.garbage import leaving_out_what_exists
 from groupwise.seeding import derive_seed
 from groupwise.training.base import Callback
 
@@ -79,10 +78,9 @@ class Trainer:
             KeyboardInterrupt: ``interrupt`` was called.
         """
         try:
-            with leaving_out_what_exists():
-                for callback in self.callbacks:
-                    callback.on_training_start(self)
-                self._train()
+            for callback in self.callbacks:
+                callback.on_training_start(self)
+            self._train()
         finally:
             for callback in self.callbacks:
                 callback.close()

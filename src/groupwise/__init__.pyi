@@ -1,0 +1,41 @@
+"""The public names, each with its home. ``__init__.py`` reads this file, so that they stand here alone."""
+
+# fmt: off
+# ruff: noqa: I001
+from groupwise.algorithms.advantages import CreditInput as CreditInput, episode_groups as episode_groups, register_credit as register_credit
+from groupwise.algorithms.base import BaseAlgorithm as BaseAlgorithm, LossOutput as LossOutput
+from groupwise.algorithms.grpo import GRPO as GRPO
+from groupwise.algorithms.ppo import PPO as PPO
+from groupwise.check import check_env as check_env
+from groupwise.collectors.groups import GroupCollector as GroupCollector
+from groupwise.collectors.torch_groups import TorchGroupCollector as TorchGroupCollector
+from groupwise.collectors.torch_vector import TorchVectorCollector as TorchVectorCollector
+from groupwise.collectors.vector import VectorCollector as VectorCollector
+from groupwise.comparing import compare as compare
+from groupwise.config import load_config as load_config
+from groupwise.config.algorithm import AlgorithmCfg as AlgorithmCfg, CreditCfg as CreditCfg, GRPOCfg as GRPOCfg, ObjectiveCfg as ObjectiveCfg, PPOCfg as PPOCfg, ReferenceCfg as ReferenceCfg
+from groupwise.config.env import EnvCfg as EnvCfg
+from groupwise.config.policy import EvalSamplingCfg as EvalSamplingCfg, LoRACfg as LoRACfg, ModelCfg as ModelCfg, PolicyCfg as PolicyCfg, SamplingCfg as SamplingCfg
+from groupwise.config.registry import register_algorithm as register_algorithm
+from groupwise.config.run import AgreementCfg as AgreementCfg, EvaluationCfg as EvaluationCfg, LoggingCfg as LoggingCfg, OverlongCfg as OverlongCfg, RunCfg as RunCfg, StopCfg as StopCfg, TextEvaluationCfg as TextEvaluationCfg, TextRunCfg as TextRunCfg
+from groupwise.config.text import RewardCfg as RewardCfg, TextTaskCfg as TextTaskCfg
+from groupwise.data.rollout import RolloutBuffer as RolloutBuffer, transition_view as transition_view
+from groupwise.envs.findings import EnvReport as EnvReport
+from groupwise.envs.groups import verify_group_start as verify_group_start
+from groupwise.envs.make import make_env as make_env
+from groupwise.envs.native import TorchGroupEnv as TorchGroupEnv
+from groupwise.envs.torch_control import TorchCartPole as TorchCartPole, TorchMountainCar as TorchMountainCar, TorchMountainCarContinuous as TorchMountainCarContinuous, TorchPendulum as TorchPendulum
+from groupwise.errors import CheckpointError as CheckpointError, ConfigError as ConfigError, DataError as DataError, DisagreementError as DisagreementError, DivergedError as DivergedError, EnvError as EnvError, GroupStartError as GroupStartError, GroupStartWarning as GroupStartWarning, GroupwiseError as GroupwiseError, MissingExtraError as MissingExtraError, RewardError as RewardError, RunFolderError as RunFolderError, SlowPathWarning as SlowPathWarning, ToolError as ToolError, UnknownNameError as UnknownNameError, UnsupportedSpaceError as UnsupportedSpaceError
+from groupwise.policies.actor_critic import ActorCritic as ActorCritic
+from groupwise.policies.base import Evaluation as Evaluation, Policy as Policy
+from groupwise.report.comparison import Comparison as Comparison
+from groupwise.run import Run as Run, evaluate as evaluate, resume as resume, sample as sample, train as train
+from groupwise.text.data import Example as Example
+from groupwise.text.policy import CausalLM as CausalLM
+from groupwise.text.reward_functions import register_reward as register_reward
+from groupwise.text.task import TextTask as TextTask
+from groupwise.text.tools import Calculator as Calculator, Tool as Tool, register_tool as register_tool
+from groupwise.training.base import Callback as Callback
+from groupwise.training.trainer import Trainer as Trainer
+
+__version__: str

@@ -8,8 +8,6 @@ from groupwise.data.rollout import (
     all_finite,
     allocate,
     check_finite,
-    count_unfinite,
-    leaves,
     lengthen,
     transition_view,
 )
@@ -18,9 +16,9 @@ from groupwise.errors import DataError
 OBS = {"image": TensorSpec((2, 2), torch.uint8), "inner": {"speed": TensorSpec((3,), torch.float32)}}
 
 
-def make_buffer(num_steps=3, *, value=True, obs_spec=None, resident=False):
+def make_buffer(num_steps=3, *, value=True, obs_spec=None):
     spec = {"obs_spec": obs_spec or OBS, "action_spec": TensorSpec((), torch.int64)}
-    return RolloutBuffer(2, num_steps, **spec, value=value, resident=resident)
+    return RolloutBuffer(2, num_steps, **spec, value=value)
 
 
 def test_allocate_follows_a_nested_spec():
@@ -165,31 +163,3 @@ def test_finite_numbers_whose_sum_is_not_are_finite(dtype):
         large[3] = number
         assert not all_finite(large)
     assert not all_finite(torch.tensor([float("inf"), -float("inf")]))
-
-
-def test_resident_storage_stays_where_it_is_step_by_step_and_comes_back_empty():
-    buffer = make_buffer(resident=True)
-    first = buffer.start_rollout()
-    first["reward"].fill_(7.0)
-    second = buffer.start_rollout()
-    assert [a.data_ptr() for a in leaves(first)] == [b.data_ptr() for b in leaves(second)]
-    assert second["reward"].eq(0).all()
-    assert second["episode_id"].eq(-1).all()
-    assert second.shape == (2, 4)
-    for tensor in leaves(second):
-        assert tensor.shape[:2] == (2, 4)
-        assert tensor[:, 1].is_contiguous()
-    assert len(leaves(second)) == len({t.data_ptr() for t in leaves(second)}) == 14
-
-
-def test_resident_storage_is_not_looked_at_but_its_layout_is():
-    buffer = make_buffer(resident=True)
-    rollout = buffer.start_rollout()
-    rollout["valid"][0, 0] = True
-    rollout["reward"][0, 0] = torch.nan
-    rollout["obs", "inner", "speed"][0, 0] = torch.inf
-    rollout["reward"][1, 1] = torch.nan  # not valid
-    buffer.add(rollout)
-    assert int(count_unfinite(rollout)) == 2
-    with pytest.raises(DataError, match="has no key"):
-        buffer.add(rollout.exclude("reward"))

@@ -5,8 +5,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from groupwise.envs.base import VectorEnv
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Action, Policy
@@ -79,13 +77,6 @@ class Collector(ABC):
         favours short episodes, and one in which none ends must not freeze the number.
         """
         return self.finished if len(self.finished) >= 100 else self.recent
-
-    def pending(self) -> Tensor | None:
-        """Numbers of the last ``collect`` that are still on a device, and should cross with those of the update; None: none."""
-        return None
-
-    def receive(self, numbers: Sequence[float]) -> None:  # noqa: B027 (in process there is nothing to do)
-        """Take in what ``pending`` was, before ``last_steps`` and ``metrics`` are asked."""
 
     def metrics(self) -> dict[str, float]:
         """``rollout/*`` numbers of the last ``collect``."""

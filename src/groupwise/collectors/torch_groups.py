@@ -1,46 +1,48 @@
-"""Groups of attempts in step with each other from simulators in torch, without waiting for the device: GRPO on a GPU."""
+"""Groups of attempts from torch environments, all rows in step: GRPO on a GPU."""
 
-from typing import Literal
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from groupwise.collectors.resident import ResidentCollector, Running, told
+from groupwise.collectors.base import Collector, Episode, steps_between_restarts
+from groupwise.collectors.torch_step import StepOutput, check_device
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
-from groupwise.data.rollout import Nested, count_unfinite
-from groupwise.engines.replay import Recorder
+from groupwise.data.rollout import Nested, lengthen
 from groupwise.envs.base import EnvStep, GroupStartReport
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.native import Rows, TorchGroupEnv
 from groupwise.errors import EnvError
 from groupwise.functional.row_random import hash_pair
 from groupwise.lean_tensordict import TensorDict
-from groupwise.policies.base import Policy
+from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed
 
+Seeds = tuple[Int[Tensor, " row"], Int[Tensor, " row"]]
+"""Of starts and of noise."""
 
-class TorchGroupCollector(ResidentCollector):
-    """Windows of groups: the rows of a group are neighbours, which start, and start again, together.
 
-    Members that ended wait for their siblings. The window's last step cuts those that are under way; where the first
-    member was among them, the next window's group begins in the state that it had reached, copied for all siblings, else
-    at a new start. That member is chosen without looking at how it did, so groups begin in states that the policy reaches
-    by itself, and the attempts of the first members, from start to end across windows, are what ``rollout/return_mean``
-    is about.
+class TorchGroupCollector(Collector):
+    """Windows of groups, without a host sync in any step. The rows of a group are neighbours and start together.
 
-    Ids in the rollout are below N * T and not dense: a group's is the number of its first row's slot among those of all
-    groups' first rows, an episode's the number of its first slot.
+    Members that ended wait for their siblings. The last step of the window cuts those that still run. Where the first
+    member was among them, the group of the next window begins in the state that it had reached, copied for all siblings;
+    else at a new start. The first member is chosen without looking at returns, so groups begin in states that the policy
+    reaches by itself. Its episodes, which go on across windows, are those of ``rollout/return_mean``.
+
+    Ids in the rollout are below N * T and not dense: a group has the number of its first row's slot among those of all
+    first rows, an episode the number of its first slot.
 
     Args:
         attempt_steps: attempts are cut (truncated) after so many steps; the next group begins at a new start.
-        verify_start: try out, before anything is learned, that siblings share their start bit for bit; False where
-            that was done already.
+        verify_start: check, before anything is learned, that siblings share their start bit for bit.
 
     Raises:
-        EnvError: rows do not make whole groups, the policy has a critic, or ``collection`` asks for what only
-            ``GroupCollector`` does.
+        EnvError: rows do not make whole groups, the policy has a critic or is on another device, or ``collection`` asks
+            for what only ``GroupCollector`` does.
         GroupStartError: siblings do not share a start.
     """
 
@@ -55,12 +57,16 @@ class TorchGroupCollector(ResidentCollector):
         seed: int = 0,
         rank: int = 0,
         verify_start: bool = True,
-        recorder: Recorder | Literal[False] | None = None,
     ) -> None:
-        super().__init__(env, policy, seed=seed, rank=rank, recorder=recorder)
+        super().__init__()
+        self.env = env
+        self.policy = policy
         self.group_size = group_size
         self.attempt_steps = attempt_steps
         self.collection = collection or CollectionCfg(partial_groups="truncate")
+        self.seed = seed
+        self.rank = rank
+        self.restart_gap = steps_between_restarts(env)
         self._check()
         if verify_start and env.start_report is None:
             env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
@@ -68,13 +74,12 @@ class TorchGroupCollector(ResidentCollector):
         """What the check of the shared start found."""
         rows = torch.arange(env.num_envs, device=env.device)
         self._group, self._member = rows // group_size, rows % group_size
-        self._branches = torch.zeros(env.num_envs // group_size, dtype=torch.bool, device=env.device)
-        """Groups that begin where their first member was cut."""
-        self._start_stream, self._noise_stream = (torch.zeros_like(rows[0]) for _ in range(2))
-        self._running = Running(len(self._branches), env.device)
+        self._metrics: dict[str, float] = {}
+        self.restart()
 
     def _check(self) -> None:
         env, cfg = self.env, self.collection
+        check_device(env, self.policy)
         if cfg.partial_groups != "truncate":
             raise EnvError(
                 f"collection.partial_groups={cfg.partial_groups!r} is what GroupCollector does; fix: that, or 'truncate'"
@@ -86,113 +91,178 @@ class TorchGroupCollector(ResidentCollector):
             )
         if not self.policy.actor_only:
             raise EnvError(
-                "collection.partial_groups='truncate' keeps no values, and the policy has a critic; fix: an actor_only policy, "
-                "or 'complete'"
+                "collection.partial_groups='truncate' keeps no values, and the policy has a critic; fix: an actor_only "
+                "policy, or 'complete'"
             )
         if cfg.filter_groups:
             raise EnvError(
-                "collection.partial_groups='truncate' keeps all groups, and collection.filter_groups was set; fix: leave it "
-                "out, or partial_groups='complete'"
+                "collection.partial_groups='truncate' keeps all groups, and collection.filter_groups was set; fix: leave "
+                "it out, or partial_groups='complete'"
             )
 
-    def _prepare(self, num_steps: int) -> None:
-        self._start_stream.fill_(derive_seed(self.seed, "start", self.rank, self.iteration))
-        self._noise_stream.fill_(derive_seed(self.seed, "noise", self.rank, self.iteration))
-        if not self._goes_on:
-            self._branches.zero_()
-            self._running.forget()
-        if self._rows is None:
-            everyone = torch.ones_like(self.env.rows.held)
-            seeds = torch.zeros_like(self.env.rows.elapsed)
-            self._put(self.env.started(self.env.rows, everyone, seeds, seeds))
+    def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
+        """Exactly ``num_steps`` slots of every row."""
+        if rollout.shape[1] <= num_steps:
+            rollout = lengthen(rollout, num_steps + 1)
+        rollout = rollout[:, : num_steps + 1]
+        generator = torch.Generator(self.policy.device)
+        generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
+        self._fill(rollout, generator)
+        self.iteration += 1
+        return rollout
 
-    @torch.inference_mode()
-    def _filled(self) -> Float[Tensor, " number"]:
-        assert self._rollout is not None
-        assert self._rows is not None
-        env, rollout = self.env, self._rollout
-        num_steps = rollout.shape[1] - 1
-        writer = RolloutWriter(rollout, value=False, resident=True)
-        running = rollout["valid"].unbind(1)
-        turn, slots = self._turning(), torch.arange(1, num_steps + 1, device=env.device)
-        seeds = self._seeds(num_steps)
-        rows = self._opened(self._rows, *seeds[0])
-        began = torch.zeros_like(self._group)
-        obs, starts = env.observed(rows), [began]
-        for t, (slot, more) in enumerate(zip(slots.unbind(), (slots < num_steps).unbind(), strict=True)):
-            writer.observe(t, obs)
-            running[t].copy_(~rows.held)
-            action, rows, obs, step, (began,) = turn(rows, obs, began, slot, more, *seeds[t + 1])
-            writer.act(t, action)
-            writer.outcome(t, step, step.truncated)
-            starts.append(began)
-        cut = ~rows.held
-        rollout["truncated"][:, num_steps - 1].logical_or_(cut)
-        writer.observe(num_steps, obs)
-        self._rows.copy_(rows)
-        return self._label(rollout, torch.stack(starts[:-1]).T, cut)
+    def restart(self) -> None:
+        """Drop running attempts: the next ``collect`` begins with fresh ones."""
+        num_groups, device = self.env.num_envs // self.group_size, self.env.device
+        self._goes_on = torch.zeros(num_groups, dtype=torch.bool, device=device)
+        """Groups that begin where their first member was cut."""
+        self._return = torch.zeros(num_groups, dtype=torch.float64, device=device)
+        """Of the first member so far."""
+        self._length = torch.zeros(num_groups, dtype=torch.int64, device=device)
 
-    def _next(self, rows: Rows, action: Tensor, *others: Tensor) -> tuple[Rows, Nested, EnvStep, tuple[Tensor, ...]]:
-        """``others``: the slot at which each row's attempt began, the number of the next slot, whether the window has it, and
-        seeds of starts and of noise there.
+    def metrics(self) -> dict[str, float]:
+        """``rollout/*`` numbers of the last ``collect``."""
+        return super().metrics() | self._metrics
+
+    def close(self) -> None:
+        """Free the environments."""
+        self.env.close()
+
+    def stepper(self, generator: torch.Generator) -> Callable[..., StepOutput]:
+        """What acts and steps all rows in one rollout. Replace it to compile ``step``."""
+        return partial(self.step, partial(self.actor(), generator=generator))
+
+    def step(
+        self,
+        act: Callable[[Nested], Action],
+        rows: Rows,
+        obs: Nested,
+        began: Int[Tensor, " row"],
+        slot: Int[Tensor, ""],
+        may_start: Bool[Tensor, ""],
+        *seeds: Int[Tensor, " row"],
+    ) -> StepOutput:
+        """An action of all rows, a step, and new starts of groups that ended. A pure function of tensors.
+
+        Args:
+            began: slot at which each row's attempt began.
+            slot: number of the next slot.
+            may_start: whether the window has that slot.
+            seeds: of starts and of noise there.
         """
-        began, slot, more, start_seed, noise_seed = others
-        rows, step = self._stepped(rows, action, slot - began)
-        over = self._whole(rows.held) & more
-        rows = self.env.started(rows, over, start_seed, noise_seed)
-        return rows, self.env.observed(rows), step, (torch.where(over, slot, began),)
+        action = act(obs)
+        rows, result = self._stepped(rows, self.policy.env_action(action.action), slot - began)
+        over = self._whole_groups(rows.held) & may_start
+        rows = self.env.started(rows, over, *seeds)
+        return StepOutput(action, rows, self.env.observed(rows), result, (torch.where(over, slot, began),))
 
     def _stepped(self, rows: Rows, action: Tensor, age: Int[Tensor, " row"]) -> tuple[Rows, EnvStep]:
-        """The rows after a step, with attempts that reach ``attempt_steps`` at this age held and cut."""
-        rows, step = self.env.stepped(rows, action)
+        """The rows after a step. Attempts that reach ``attempt_steps`` at this age are cut."""
+        rows, result = self.env.stepped(rows, action)
         if self.attempt_steps is None:
-            return rows, step
+            return rows, result
         cut = ~rows.held & (age >= self.attempt_steps)
-        return rows._replace(held=rows.held | cut), step._replace(truncated=step.truncated | cut)
+        return rows._replace(held=rows.held | cut), result._replace(truncated=result.truncated | cut)
 
-    def _opened(self, rows: Rows, start_seed: Int[Tensor, " row"], noise_seed: Int[Tensor, " row"]) -> Rows:
-        """The rows at the window's beginning: each group at a new start, or where its first member was cut."""
-        branches = self._branches[self._group]
-        rows = self.env.copied(rows, branches, self._group * self.group_size, noise_seed)
-        return self.env.started(rows, ~branches, start_seed, noise_seed)
+    @torch.inference_mode()
+    def _fill(self, rollout: TensorDict, generator: torch.Generator) -> None:
+        """Act, step, write and label."""
+        env, num_steps = self.env, rollout.shape[1] - 1
+        writer = RolloutWriter(rollout, value=False)
+        step, seeds = self.stepper(generator), self._seeds(num_steps)
+        slots = torch.arange(1, num_steps + 1, device=env.device)
+        rows = self._first_rows(*seeds[0])
+        obs, began = env.observed(rows), torch.zeros_like(self._group)
+        valid, starts = [], []
+        for t, (slot, may_start) in enumerate(zip(slots, slots < num_steps, strict=True)):
+            writer.observe(t, obs)
+            valid.append(~rows.held)
+            starts.append(began)
+            action, rows, obs, result, (began,) = step(rows, obs, began, slot, may_start, *seeds[t + 1])
+            writer.act(t, action)
+            writer.outcome(t, result, result.truncated)
+        writer.observe(num_steps, obs)
+        env.rows = rows
+        rollout["truncated"][:, num_steps - 1].logical_or_(~rows.held)
+        self._label(rollout, torch.stack(valid, dim=1), torch.stack(starts, dim=1))
+        self._count(rollout, torch.stack(starts, dim=1), ~rows.held)
 
-    def _seeds(self, num_steps: int) -> list[tuple[Int[Tensor, " row"], Int[Tensor, " row"]]]:
-        """Of starts and of noise, of groups that begin at each step of the window; behind it, where none does, some."""
-        step = torch.arange(num_steps, device=self._group.device)[:, None]
-        group = torch.arange(len(self._branches), device=self._group.device) * num_steps + step
-        start = hash_pair(self._start_stream, group)[:, self._group]
-        noise = self._group * num_steps + step
+    def _first_rows(self, start_seed: Int[Tensor, " row"], noise_seed: Int[Tensor, " row"]) -> Rows:
+        """The rows at the beginning of the window."""
+        goes_on, rows = self._goes_on[self._group], self.env.rows
+        if not rows.state:
+            rows = self.env.started(rows, torch.ones_like(goes_on), start_seed, noise_seed)
+        rows = self.env.copied(rows, goes_on, self._group * self.group_size, noise_seed)
+        return self.env.started(rows, ~goes_on, start_seed, noise_seed)
+
+    def _seeds(self, num_steps: int) -> list[Seeds]:
+        """Of groups that begin at each slot of the window; the last ones are for the slot behind it, where none does."""
+        slot, group = torch.arange(num_steps, device=self.env.device)[:, None], self._group
+        noise = group * num_steps + slot
         if self.collection.noise == "independent":
             noise = noise * self.group_size + self._member
-        found = list(zip(start.unbind(), hash_pair(self._noise_stream, noise).unbind(), strict=True))
+        start = hash_pair(self._stream("start"), group * num_steps + slot)
+        found = list(zip(start, hash_pair(self._stream("noise"), noise), strict=True))
         return [*found, found[-1]]
 
-    def _whole(self, mask: Bool[Tensor, " row"]) -> Bool[Tensor, " row"]:
+    def _stream(self, name: str) -> Int[Tensor, ""]:
+        return torch.tensor(derive_seed(self.seed, name, self.rank, self.iteration), device=self.env.device)
+
+    def _whole_groups(self, mask: Bool[Tensor, " row"]) -> Bool[Tensor, " row"]:
         """Rows whose whole group is in the mask."""
         return mask.view(-1, self.group_size).all(dim=1)[self._group]
 
-    def _label(
-        self, rollout: TensorDict, began: Int[Tensor, "row step"], goes_on: Bool[Tensor, " row"]
-    ) -> Float[Tensor, " number"]:
-        """Fill masks, ids and steps; what is told of the rollout."""
-        num_steps = began.shape[1]
-        valid = rollout["valid"][:, :-1]
-        slot = torch.arange(num_steps, device=began.device)
-        rollout["loss_mask"][:, :-1].copy_(valid)
-        rollout["step"][:, :-1].copy_(torch.where(valid, slot - began, 0))
-        row = torch.arange(len(began), device=began.device)
-        for key, number in (("group_id", self._group), ("episode_id", row)):
-            rollout[key][:, :-1].copy_(torch.where(valid, number[:, None] * num_steps + began, -1))
+    def _label(self, rollout: TensorDict, valid: Bool[Tensor, "row step"], began: Int[Tensor, "row step"]) -> None:
+        """Fill masks, ids and steps."""
+        num_rows, num_steps = valid.shape
+        slot, row = torch.arange(num_steps, device=valid.device), torch.arange(num_rows, device=valid.device)
+        labels = {
+            "valid": valid,
+            "loss_mask": valid,
+            "step": torch.where(valid, slot - began, 0),
+            "group_id": torch.where(valid, self._group[:, None] * num_steps + began, -1),
+            "episode_id": torch.where(valid, row[:, None] * num_steps + began, -1),
+        }
+        for key, label in labels.items():
+            rollout[key][:, :-1] = label
 
+    def _count(self, rollout: TensorDict, began: Int[Tensor, "row step"], running: Bool[Tensor, " row"]) -> None:
+        """Count steps, groups and episodes.
+
+        Args:
+            running: attempts that the end of the window cut.
+        """
         first = slice(0, None, self.group_size)
-        self._branches.copy_(goes_on[first])
-        terminated, truncated = rollout["terminated"][first, :-1], rollout["truncated"][first, :-1]
+        began, self._goes_on = began[first], running[first]
+        valid = rollout["valid"][:, :-1]
+        groups = len(began) + (began[:, 1:] != began[:, :-1]).sum()
+        steps, num_groups = torch.stack([valid.sum(), groups]).tolist()
+        reward, terminated, truncated = (rollout[key][first, :-1] for key in ("reward", "terminated", "truncated"))
         ended = terminated | truncated
-        ended = torch.cat([ended[:, :-1], ended[:, -1:] & ~goes_on[first, None]], dim=1)
-        ends = self._running.follow(rollout["reward"][first, :-1], terminated, ended, began[first], goes_on[first])
-        groups = len(self._branches) + (began[first, 1:] != began[first, :-1]).sum()
-        return told(ends, count_unfinite(rollout), valid.sum(), groups, valid.double().mean())
+        ended[:, -1] &= ~self._goes_on
+        self.finished = self._finished(reward, terminated, ended, began)
+        self.recent.extend(self.finished)
+        self.last_steps = steps
+        self._metrics = {
+            "rollout/groups": float(num_groups),
+            "rollout/idle_fraction": 1 - steps / valid.numel(),
+            "rollout/wasted_steps": 0.0,
+        }
 
-    def _more(self, numbers: list[float]) -> dict[str, float]:
-        groups, busy = numbers
-        return {"rollout/groups": groups, "rollout/idle_fraction": 1 - busy, "rollout/wasted_steps": 0.0}
+    def _finished(
+        self,
+        reward: Float[Tensor, "group step"],
+        terminated: Bool[Tensor, "group step"],
+        ended: Bool[Tensor, "group step"],
+        began: Int[Tensor, "group step"],
+    ) -> list[Episode]:
+        """Episodes of the first members that ended, in the order of their ends. Keeps what the others have come to."""
+        total = reward.double().cumsum(dim=1)
+        slot = torch.arange(reward.shape[1], device=reward.device)
+        earlier = began == 0  # they may have begun in an earlier window
+        returns = total - (total - reward).gather(1, began) + torch.where(earlier, self._return[:, None], 0.0)
+        length = slot - began + 1 + torch.where(earlier, self._length[:, None], 0)
+        self._return = torch.where(self._goes_on, returns[:, -1], 0.0)
+        self._length = torch.where(self._goes_on, length[:, -1], 0)
+        numbers = torch.stack([part.T[ended.T].double() for part in (returns, length, terminated)]).tolist()
+        return [Episode(total, int(steps), bool(end)) for total, steps, end in zip(*numbers, strict=True)]

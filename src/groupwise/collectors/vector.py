@@ -53,14 +53,7 @@ class VectorCollector(Collector):
         generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
         writer = RolloutWriter(rollout, value=not self.policy.actor_only)
         finals = FinalValues()
-        act = self.actor()
-        for t in range(num_steps):
-            writer.observe(t, obs)
-            action = act(obs, generator=generator)
-            writer.act(t, action)
-            step = self.env.step(self.policy.env_action(action.action))
-            writer.outcome(t, step, step.truncated)
-            obs = step.obs if self.env.autoreset == "next_step" else self._after_ends(t, step, finals)
+        obs = self._fill(num_steps, writer, finals, generator, obs)
         writer.observe(num_steps, obs)
         if not self.policy.actor_only:
             finals.fill(rollout, self.policy, obs)
@@ -88,6 +81,20 @@ class VectorCollector(Collector):
         self._age = np.zeros(rows, dtype=np.int64)
         self._return = np.zeros(rows, dtype=np.float64)
         return self.env.reset(seed=derive_seed(self.seed, "env", self.rank, self.iteration))
+
+    def _fill(
+        self, num_steps: int, writer: RolloutWriter, finals: FinalValues, generator: torch.Generator, obs: Nested
+    ) -> Nested:
+        """Act, step and write; the observations to act on next."""
+        act = self.actor()
+        for t in range(num_steps):
+            writer.observe(t, obs)
+            action = act(obs, generator=generator)
+            writer.act(t, action)
+            step = self.env.step(self.policy.env_action(action.action))
+            writer.outcome(t, step, step.truncated)
+            obs = step.obs if self.env.autoreset == "next_step" else self._after_ends(t, step, finals)
+        return obs
 
     def _after_ends(self, t: int, step: EnvStep, finals: FinalValues) -> Nested:
         """The observations to act on next, after finished rows were reset and what cut ones saw last was kept."""

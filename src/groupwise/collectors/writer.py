@@ -20,13 +20,9 @@ class RolloutWriter:
     """Writes through views of a rollout's tensors, taken once: far cheaper than ``rollout[:, t] = ...``.
 
     On a CPU they are NumPy's: one view does for all steps, where torch, which takes longer to find a step, needs one each.
-
-    Args:
-        resident: write by torch's operations alone, and leave looking at actions to who looks at the whole rollout.
     """
 
-    def __init__(self, rollout: TensorDict, *, value: bool, resident: bool = False) -> None:
-        self._resident = resident
+    def __init__(self, rollout: TensorDict, *, value: bool) -> None:
         self.num_steps = rollout.shape[1] - 1
         self._obs = self._columns(rollout["obs"])
         self._action = self._columns(rollout["action"])
@@ -46,9 +42,10 @@ class RolloutWriter:
         """Write what the policy did there.
 
         Raises:
-            DataError: an action is not finite; environments answer that in ways that hide the cause.
+            DataError: an action on the CPU is not finite; environments answer that in ways that hide the cause.
         """
-        if not self._resident and action.action.is_floating_point() and not all_finite(action.action):
+        on_cpu = action.action.device.type == "cpu"  # elsewhere this would wait for the device
+        if on_cpu and action.action.is_floating_point() and not all_finite(action.action):
             bad = ~action.action.isfinite().flatten(1).all(dim=1)
             raise DataError(
                 f"the action of environment {int(bad.nonzero()[0])} at step {step} of the rollout is not finite; fix: the "
@@ -73,7 +70,7 @@ class RolloutWriter:
         """What holds a step of all rows, by its number."""
         if not isinstance(stored, Tensor):
             return {key: self._columns(leaf) for key, leaf in stored.items()}
-        by_numpy = stored.device.type == "cpu" and not self._resident and stored.dtype != torch.bfloat16
+        by_numpy = stored.device.type == "cpu" and stored.dtype != torch.bfloat16
         return stored.numpy().swapaxes(0, 1) if by_numpy else stored.unbind(1)
 
 

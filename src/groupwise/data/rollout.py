@@ -182,16 +182,6 @@ def check_finite(rollout: TensorDict) -> None:
             )
 
 
-def count_unfinite(rollout: TensorDict) -> Tensor:
-    """How many valid slots ``check_finite`` would refuse, each key by itself: 0-dim, without waiting for the device."""
-    return torch.stack([_unfinite(tensor, rollout["valid"]).sum() for _, tensor in _numbers(rollout)]).sum()
-
-
-def leaves(rollout: TensorDict) -> list[Tensor]:
-    """All of the rollout's tensors."""
-    return [tensor for _, tensor in _leaves(rollout, "rollout")]
-
-
 def _numbers(rollout: TensorDict) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of floating-point numbers, by name."""
     for key in ("reward", "reward_parts", "obs", "action", "sample_log_prob", "value", "next_value"):

@@ -40,19 +40,6 @@ class Rows(NamedTuple):
     reset_seed: Int[Tensor, " row"]
     num_resets: Int[Tensor, " row"]
 
-    def tensors(self) -> list[Tensor]:
-        """All of them, in a fixed order."""
-        return [*self.state.values(), *self[1:]]
-
-    def clone(self) -> "Rows":
-        """A copy that shares nothing."""
-        return Rows({name: leaf.clone() for name, leaf in self.state.items()}, *(part.clone() for part in self[1:]))
-
-    def copy_(self, other: "Rows") -> None:
-        """Write what ``other`` holds into these tensors."""
-        for mine, its in zip(self.tensors(), other.tensors(), strict=True):
-            mine.copy_(its)
-
 
 class TorchGroupEnv(GroupEnv):
     """A simulator in torch, on any device. Write three functions; starts, noise, limits and branching are done here.
@@ -67,7 +54,7 @@ class TorchGroupEnv(GroupEnv):
     recorded keeps those it was made with.
 
     ``stepped``, ``started``, ``renewed`` and ``copied`` are ``step``, ``start``, ``reset`` and branching as functions of
-    ``Rows``, for collectors that record them: these leave the environment itself where it is.
+    ``Rows``, for the collectors of torch environments: these leave the environment itself where it is.
 
     Args:
         observation_space, action_space: Gymnasium's spaces of a single row.
@@ -146,6 +133,10 @@ class TorchGroupEnv(GroupEnv):
     def rows(self) -> Rows:
         """Where the rows stand."""
         return self._rows
+
+    @rows.setter
+    def rows(self, rows: Rows) -> None:
+        self._rows = rows
 
     @torch.no_grad()
     def stepped(self, rows: Rows, action: Tensor) -> tuple[Rows, EnvStep]:

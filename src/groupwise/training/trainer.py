@@ -177,14 +177,11 @@ class Trainer:
             callback.on_iteration_end(self, rollout, metrics)
 
     def _to_floats(self, metrics: dict[str, Tensor]) -> dict[str, float]:
-        """Python numbers, and those that the collector kept back, by one transfer from the device."""
-        pending, device = self.collector.pending(), self.algorithm.policy.device
+        """Python numbers, by one transfer from the device."""
+        device = self.algorithm.policy.device
         parts = [value.detach().to(device, torch.float64).reshape(-1) for value in metrics.values()]
-        kept = [] if pending is None else [pending.to(device, torch.float64)]
-        numbers = torch.cat([torch.empty(0, dtype=torch.float64, device=device), *parts, *kept]).tolist()
-        if pending is not None:
-            self.collector.receive(numbers[len(metrics) :])
-        return dict(zip(metrics, numbers[: len(metrics)], strict=True))
+        numbers = torch.cat([torch.empty(0, dtype=torch.float64, device=device), *parts]).tolist()
+        return dict(zip(metrics, numbers, strict=True))
 
     def _sum(self, number: int) -> int:
         if self.engine.world_size == 1:

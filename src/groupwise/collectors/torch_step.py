@@ -1,0 +1,36 @@
+"""What the collectors of torch environments share: acting and stepping as one function of tensors, without a host sync."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from groupwise.data.rollout import Nested
+from groupwise.envs.base import EnvStep
+from groupwise.envs.native import Rows, TorchGroupEnv
+from groupwise.errors import EnvError
+from groupwise.policies.base import Action, Policy
+
+
+class StepOutput(NamedTuple):
+    """An action of all rows, and what follows until the next one."""
+
+    action: Action
+    rows: Rows
+    obs: Nested
+    """[N, ...] of the rows, for the next action."""
+    result: EnvStep
+    """With the observations at which attempts ended, where they did."""
+    others: tuple[Tensor, ...] = ()
+    """What else the collector goes on with."""
+
+
+def check_device(env: TorchGroupEnv, policy: Policy) -> None:
+    """Refuse a policy and an environment on different devices.
+
+    Raises:
+        EnvError: they are.
+    """
+    if policy.device.type != env.device.type:
+        raise EnvError(
+            f"{env.env_id} is on {env.device}, and the policy on {policy.device}; fix: device={str(policy.device)!r}"
+        )

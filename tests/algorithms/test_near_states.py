@@ -227,12 +227,3 @@ def test_training_with_it(tmp_path):
     run = gw.train("CartPole-v1", cfg, total_steps=300, run_dir=tmp_path / "run", logging={"progress": "none"})
     assert run.summary["env_steps"] >= 300
     assert all(torch.isfinite(parameter).all() for parameter in run.policy.parameters())
-
-
-def test_updates_then_wait_for_the_device():
-    cfg = gw.GRPOCfg(
-        group_size=4, num_steps=8, credit=NEAR | {"normalize": "batch"}, collection={"partial_groups": "truncate"}
-    )
-    env = gw.TorchCartPole(8)
-    policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=True)
-    assert gw.GRPO(cfg, policy).stay_on_device() == "credit.baseline='near_states' looks for steps that count"

@@ -1,6 +1,5 @@
 """Windows that stay on the device are those of the reference collector, number for number."""
 
-
 import pytest
 import torch
 from hypothesis import given, settings

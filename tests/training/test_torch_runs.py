@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import groupwise as gw
-from groupwise.collectors.resident import WORTH_STEPS
 from groupwise.collectors.torch_groups import TorchGroupCollector
 from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.config.env import EnvCfg
@@ -15,9 +14,8 @@ from groupwise.engines.base import Engine
 from groupwise.report.folder import RunFolder
 from groupwise.training.build import build_parts
 from groupwise.training.callbacks import SaveCheckpoints
-from groupwise.training.parts import Given, build_callbacks, build_trainer
+from groupwise.training.parts import Given, build_callbacks
 
-STAYS = "rollouts and updates stay on the device; stay_on_device='never' switches that off"
 STEPS = {"group_key": "group_step", "returns": "return_to_go", "scale": "batch_std"}
 BRANCH = gw.GRPOCfg(group_size=4, num_steps=16, num_epochs=2, credit=STEPS, collection={"partial_groups": "truncate"})
 PPO = gw.PPOCfg(num_steps=16, num_epochs=2, minibatch_size=64)
@@ -30,70 +28,22 @@ def parts_of(algorithm, env=gw.TorchCartPole, **fields):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "collector", "stays", "says"),
+    ("algorithm", "collector"),
     [
-        (PPO, TorchVectorCollector, True, STAYS),
-        (BRANCH, TorchGroupCollector, True, STAYS),
-        (
-            BRANCH.model_copy(update={"collection": gw.GRPOCfg().collection}),
-            gw.GroupCollector,
-            False,
-            "rollouts and updates wait for the device, since collection.partial_groups is not 'truncate'",
-        ),
-        (
-            PPO.model_copy(update={"objective": gw.ObjectiveCfg(ratio="sequence")}),
-            TorchVectorCollector,
-            False,
-            "updates wait for the device, since the objective keeps episodes whole in a minibatch",
-        ),
+        (PPO, TorchVectorCollector),
+        (BRANCH, TorchGroupCollector),
+        (BRANCH.model_copy(update={"collection": gw.GRPOCfg().collection}), gw.GroupCollector),
     ],
 )
-def test_the_fastest_way_that_the_settings_allow_is_taken_and_told(algorithm, collector, stays, says):
+def test_torch_environments_have_collectors_of_their_own(algorithm, collector):
     parts = parts_of(algorithm)
     assert type(parts.collector) is collector
-    assert (parts.algorithm.resident is not None) == stays
-    assert parts.buffer.resident == isinstance(parts.collector, TorchVectorCollector | TorchGroupCollector)
-    assert says in parts.notes()
     parts.collector.collect(16, parts.buffer.start_rollout())
-
-
-def test_what_stays_on_the_device_can_be_switched_off():
-    """Then PPO is what its parts are anywhere: the same parameters as without any of it, bit for bit."""
-    parts = parts_of(PPO, stay_on_device="never", total_steps=8 * 16 * 3)
-    assert type(parts.collector) is gw.VectorCollector
-    assert "rollouts and updates are those of any environment, since stay_on_device='never'" in parts.notes()
-    build_trainer(parts, [], Engine()).train()
-
-    env = gw.TorchCartPole(8)
-    reference = build_parts(parts.cfg, Given(env=gw.TorchCartPole), Engine()).algorithm.policy
-    algorithm = gw.PPO(PPO, reference, seed=parts.algorithm.seed)
-    buffer = gw.RolloutBuffer(8, 16, obs_spec=env.obs_spec, action_spec=reference.action_spec, value=True)
-    collector = gw.VectorCollector(env, reference, seed=parts.cfg.seed)
-    for _ in range(3):
-        buffer.add(collector.collect(16, buffer.start_rollout()))
-        algorithm.update(buffer.get())
-    for one, other in zip(reference.parameters(), parts.algorithm.policy.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_groups_that_are_cut_are_not_recorded_where_that_is_switched_off():
-    parts = parts_of(BRANCH, stay_on_device="never")
-    assert type(parts.collector) is TorchGroupCollector
-    assert parts.algorithm.resident is None
-    said = "updates are those of any environment, and nothing is recorded, since stay_on_device='never'"
-    assert said in parts.notes()
-    parts.collector.collect(16, parts.buffer.start_rollout())
-    with pytest.raises(
-        gw.ConfigError, match=r"stay_on_device='never'; fix: stay_on_device='auto', or compile_rollouts"
-    ):
-        parts_of(BRANCH, stay_on_device="never", compile_rollouts="always")
 
 
 def test_other_environments_are_trained_on_as_before():
     parts = build_parts(RunCfg(algorithm=PPO, env=EnvCfg(num_envs=2)), Given(), Engine())
     assert type(parts.collector) is gw.VectorCollector
-    assert parts.algorithm.resident is None
-    assert not any("device" in note for note in parts.notes())
     parts.close()
 
 
@@ -122,61 +72,6 @@ def written(run):
     return [{k: v for k, v in entry.items() if not k.startswith("time/")} for entry in run.metrics()]
 
 
-COMPILED = "acting and stepping will be compiled together; compile_rollouts='never' switches that off"
-FINISH = BRANCH.model_copy(update={"collection": gw.GRPOCfg().collection})
-
-
-@pytest.mark.parametrize("algorithm", [PPO, BRANCH])
-@pytest.mark.parametrize(
-    ("compile", "row_steps", "compiled"),
-    [
-        ("auto", WORTH_STEPS - 1, False),
-        ("auto", WORTH_STEPS, True),
-        ("never", 10 * WORTH_STEPS, False),
-        ("always", 1, True),
-    ],
-)
-def test_rollouts_are_compiled_where_that_is_worth_it(algorithm, compile, row_steps, compiled):
-    cfg = RunCfg(
-        algorithm=algorithm,
-        env=EnvCfg(id="<given in Python>", num_envs=8),
-        compile_rollouts=compile,
-        total_steps=8 * row_steps,
-    )
-    parts = build_parts(cfg, Given(env=gw.TorchCartPole), Engine())
-    assert parts.collector.compiles == compiled
-    assert (COMPILED in parts.notes()) == compiled
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "env", "policy", "says"),
-    [
-        (
-            PPO,
-            "CartPole-v1",
-            {},
-            r"CartPole-v1 is no simulator in torch; fix: env\.vectorization='torch', or compile_rollouts='auto'",
-        ),
-        (
-            FINISH,
-            gw.TorchCartPole,
-            {},
-            "is not 'truncate'; fix: collection.partial_groups='truncate', or compile_rollouts",
-        ),
-        (
-            FINISH,
-            "CartPole-v1",
-            {},
-            r"CartPole-v1 is no simulator in torch; fix: env\.vectorization='torch', or compile_rollouts='auto'",
-        ),
-        (PPO, gw.TorchCartPole, {"mlp_kernel": "torch"}, "the policy is not known to act as a function"),
-    ],
-)
-def test_compiling_what_cannot_be_is_refused(algorithm, env, policy, says):
-    with pytest.raises(gw.ConfigError, match=says):
-        gw.train(env, algorithm, num_envs=8, total_steps=8, policy=policy, compile_rollouts="always")
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_task_by_its_id_is_trained_on_as_its_class_and_resumed_by_itself(name, tmp_path):
     shared = {"total_steps": 500, "policy": gw.PolicyCfg(normalize_obs=False, normalize_reward=False)}
@@ -192,15 +87,13 @@ def test_a_task_by_its_id_is_trained_on_as_its_class_and_resumed_by_itself(name,
     assert gw.evaluate(by_id.path, 3).episodes == 3
 
 
-@pytest.mark.parametrize("how", ["as it stands", "compiled"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_resumed_run_equals_an_uninterrupted_one(name, how, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
     class Stop(gw.Callback):
         def on_checkpoint(self, trainer, path):
             trainer.interrupt()
 
     settings = {"num_envs": 8, "total_steps": 900, "checkpoint_interval": 256, "logging": {"progress": "none"}}
-    settings["compile_rollouts"] = "always" if how == "compiled" else "never"
     whole = gw.train(gw.TorchCartPole, ALGORITHMS[name], run_dir=tmp_path / "whole", **settings)
     with pytest.raises(KeyboardInterrupt):
         gw.train(gw.TorchCartPole, ALGORITHMS[name], run_dir=tmp_path / "part", callbacks=[Stop()], **settings)

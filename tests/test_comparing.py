@@ -35,7 +35,7 @@ def test_runs_that_differ_in_their_seed_are_one_method(runs):
     assert (grpo.seconds, grpo.memory_mib) == (3.0, 100.0)  # medians of 2 3 4
     assert grpo.sources == ("g/seed_0", "g/seed_1", "g/seed_2")
     assert found.settings["algorithm.name"] == {"grpo": "grpo", "ppo": "ppo"}
-    assert "algorithm.objective.clip_low" not in found.settings
+    assert "algorithm.objective.trust_region.clip_low" not in found.settings
     assert found.improvements[0].probability.value == 1.0
 
 

@@ -185,7 +185,7 @@ NOT_COMPILED = {
     "a layer that was frozen meanwhile": with_frozen_layer,
     "ratios of sequences": lambda: build("ppo", policy=of_policy(), objective={"ratio": "sequence"}),
     "an entropy weight that adapts": lambda: build(
-        "ppo", policy=of_policy(), objective={"entropy": {"control": "adaptive", "target": 0.5}}
+        "ppo", policy=of_policy(), objective={"entropy": {"name": "adaptive", "target": 0.5}}
     ),
     "a sampler that is compared": lambda: build("ppo", policy=of_policy(), objective={"old_log_prob": "recomputed"}),
 }

@@ -13,14 +13,14 @@ from groupwise.algorithms.entropy import EntropyControl
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
 from groupwise.config.algorithm import GRPOCfg, ObjectiveCfg, PPOCfg
-from groupwise.config.objective import EntropyCfg
+from groupwise.config.objective import AdaptiveEntropyCfg
 from groupwise.errors import ConfigError
 
-ADAPTIVE = {"control": "adaptive", "target": 0.5, "step": 0.1, "max_coef": 0.25}
+ADAPTIVE = {"name": "adaptive", "target": 0.5, "step": 0.1, "max_coef": 0.25}
 
 
 def entropy_control(ent_coef=0.0, **entropy):
-    cfg = GRPOCfg(ent_coef=ent_coef, objective=ObjectiveCfg(entropy=EntropyCfg(**entropy)))
+    cfg = GRPOCfg(ent_coef=ent_coef, objective=ObjectiveCfg(entropy=entropy))
     return EntropyControl(cfg, torch.device("cpu"))
 
 
@@ -78,7 +78,7 @@ def test_the_bonus_keeps_the_entropy_up():
 def test_the_weight_goes_on_where_it_was(kind):
     actor_only = kind == "grpo"
     cls, cfg_cls = (GRPO, GRPOCfg) if actor_only else (PPO, PPOCfg)
-    objective = ObjectiveCfg(entropy=EntropyCfg(control="adaptive", target=1.0, step=0.013))
+    objective = ObjectiveCfg(entropy=AdaptiveEntropyCfg(target=1.0, step=0.013))
     cfg = cfg_cls(num_epochs=3, minibatch_size=30, learning_rate=0.05, ent_coef=0.01, objective=objective)
     one = cls(cfg, make_policy(actor_only))
     rollout = make_rollout(one.policy)
@@ -95,6 +95,6 @@ def test_adapting_needs_an_algorithm_that_measures_the_entropy():
     class Silent(GRPO):
         metric_names = ("loss",)
 
-    objective = ObjectiveCfg(entropy=EntropyCfg(control="adaptive"))
+    objective = ObjectiveCfg(entropy=AdaptiveEntropyCfg())
     with pytest.raises(ConfigError, match="Silent does not measure; fix"):
         Silent(GRPOCfg(objective=objective), make_policy())

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from objective_updates import (
-    COVARIANCE,
+    CLIP_COV,
     EVERY,
     MISMATCH,
     OBS,
@@ -55,12 +55,12 @@ def test_the_highest_entropies_alone_have_a_policy_loss():
 
 
 def test_clip_cov_leaves_out_a_random_share_that_changes_with_the_update():
-    data = factors({"trust_region": "clip_cov", "covariance": {"fraction": 0.1, "low": 0.0, "high": 9.0}})
+    data = factors({"trust_region": CLIP_COV | {"fraction": 0.1}})
     out = data["policy_factor"] == 0
     assert out.sum() == 6  # of 68 steps
     centred = (data["advantage"] - data["advantage"].mean()) * (data["old_log_prob"] - data["old_log_prob"].mean())
     assert (centred[out] > 0).all()
-    algorithm = build({"trust_region": "clip_cov", "covariance": COVARIANCE})
+    algorithm = build({"trust_region": CLIP_COV})
     rollout = make_rollout(algorithm.policy)
     data = algorithm.training_data(rollout[:, :-1])
     drawn = []
@@ -75,7 +75,7 @@ def test_clip_cov_leaves_out_a_random_share_that_changes_with_the_update():
 
 
 def test_correction_weighs_by_the_mismatch_at_the_updates_start():
-    objective = MISMATCH | {"correction": {"weight": "token_truncate", "high": 1.5}}
+    objective = MISMATCH | {"correction": {"name": "tis", "high": 1.5}}
     policy = make_policy()
     rollout = make_rollout(policy)
     data = factors(objective, rollout, policy)
@@ -88,7 +88,7 @@ def test_correction_weighs_by_the_mismatch_at_the_updates_start():
 
 def test_the_kl_has_its_own_way_through_factors_of_zero():
     # a mask that nothing passes leaves the pull to the reference alone
-    nothing = MISMATCH | {"correction": {"weight": "token_mask", "low": 1e6, "high": 1e7}}
+    nothing = MISMATCH | {"correction": {"name": "mis", "low": 1e6, "high": 1e7}}
     policy = make_policy()
     start = parameters(build({}, make_policy()))
     alone, metrics = updated(nothing, policy=policy, kl_coef=0.0)
@@ -140,16 +140,16 @@ def test_the_kl_is_weighed_and_clamped_by_hand(objective, value, gradient):
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        ({"trust_region": "two_sided", "two_sided": 1.1}, "must exceed 1 \\+ clip_high = 1.2"),
-        ({"trust_region": "gmpo", "ratio": "sequence"}, "gmpo averages.*fix: ratio='token'"),
-        ({"trust_region": "vespo"}, "whole episodes; got ratio='token', fix: ratio='sequence_product'"),
-        ({"correction": {"weight": "token_mask"}}, "fix: old_log_prob='recomputed'"),
+        ({"trust_region": {"name": "two_sided", "delta": 1.1}}, "must exceed 1 \\+ clip_high = 1.2"),
+        ({"trust_region": "gmpo", "ratio": "sequence"}, "trust_region='gmpo' needs.*fix: ratio='token'"),
+        ({"trust_region": "vespo"}, "got ratio='token', fix: ratio='sequence_product'"),
+        ({"correction": "mis"}, "fix: old_log_prob='recomputed'"),
         ({"kl_estimator": "exact", "kl_weight": "ratio"}, "fix: kl_weight='none'"),
-        ({"cispo": {"low": 2.0, "high": 1.0}}, "expected low < high"),
-        ({"covariance": {"low": 2.0, "high": 1.0}}, "expected low < high"),
-        (MISMATCH | {"correction": {"weight": "token_mask", "low": 4.0}}, "expected low < high"),
-        (MISMATCH | {"correction": {"weight": "token_truncate", "low": 0.5}}, "low=0.5 is for masks"),
-        ({"entropy": {"min_coef": 2.0}}, "fix: swap them"),
+        ({"trust_region": {"name": "cispo", "low": 2.0, "high": 1.0}}, "expected low < high"),
+        ({"trust_region": CLIP_COV | {"low": 2.0, "high": 1.0}}, "expected low < high"),
+        (MISMATCH | {"correction": {"name": "mis", "low": 4.0}}, "expected low < high"),
+        (MISMATCH | {"correction": {"name": "tis", "low": 0.5}}, "unknown key 'low' in correction"),
+        ({"entropy": {"name": "adaptive", "min_coef": 2.0}}, "fix: swap them"),
         ({"top_entropy": 0.0}, "greater than 0"),
     ],
 )

@@ -33,7 +33,7 @@ def made_up_batch(seed, name):
     advantage = torch.randn(4, 1 if name in ("gmpo", "gspo") else 5, generator=g).expand(4, 5).contiguous()
     batch = {"old_log_prob": log_prob.clone(), "sample_log_prob": log_prob.clone(), "loss_mask": mask}
     batch |= {"advantage": advantage, "episode_id": episode, "turn": episode * 3 + torch.arange(5) // 2}
-    return log_prob, batch | {"held": torch.rand(4, 5, generator=g) < 0.5}
+    return log_prob, batch | {"pulled": torch.rand(4, 5, generator=g) < 0.5}
 
 
 @settings(max_examples=10)
@@ -92,17 +92,17 @@ def test_the_way_back_is_always_open(name, advantage):
 
 
 WIDE = {
-    "dual_clip": {"trust_region": "dual_clip", "dual_clip": 1e6},
-    "two_sided": {"trust_region": "two_sided", "two_sided": 1e6},
-    "clip_cov": {"trust_region": "clip_cov", "covariance": {"low": 50.0, "high": 60.0}},
-    "off_policy": {"correction": {"off_policy_limit": 50.0}},
+    "dual_clip": {"trust_region": {"name": "dual_clip", "bound": 1e6}},
+    "two_sided": {"trust_region": {"name": "two_sided", "delta": 1e6}},
+    "clip_cov": {"trust_region": {"name": "clip_cov", "low": 50.0, "high": 60.0}},
+    "off_policy": {"off_policy_mask_threshold": 50.0},
 }
 UNCLIPPED = {
-    "clip": {"clip_low": 50.0, "clip_high": 50.0},
-    "cispo": {"trust_region": "cispo", "cispo": {"high": None}},
-    "sapo": {"trust_region": "sapo", "sapo": {"positive": 1e-3, "negative": 1e-3}},
-    "kl_cov": {"trust_region": "kl_cov", "covariance": {"penalty": 0.0}},
-    "dppo": {"trust_region": "dppo", "dppo": {"low": 2.0, "high": 2.0, "max_ratio": None}},
+    "clip": {"trust_region": {"clip_low": 50.0, "clip_high": 50.0}},
+    "cispo": {"trust_region": {"name": "cispo", "high": None}},
+    "sapo": {"trust_region": {"name": "sapo", "positive": 1e-3, "negative": 1e-3}},
+    "kl_cov": {"trust_region": {"name": "kl_cov", "penalty": 0.0}},
+    "dppo": {"trust_region": {"name": "dppo", "low": 2.0, "high": 2.0, "max_ratio": None}},
 }
 
 

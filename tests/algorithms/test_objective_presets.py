@@ -82,10 +82,10 @@ def test_the_sum_over_a_length_is_no_mean_over_episodes():
         close(weight[MASK], [each] * 5)
 
 
-@pytest.mark.parametrize(("clip_high", "two_sided"), [(0.2, 1.1), (3.0, 4.0), (7.5, 4.0)])
-def test_the_mend_of_a_bound_within_the_clip_is_accepted(clip_high, two_sided):
-    choices = {"trust_region": "two_sided", "clip_high": clip_high}
-    with pytest.raises(ValueError, match=f"two_sided={two_sided} must exceed") as found:
-        ObjectiveCfg(**choices, two_sided=two_sided)
-    (fix,) = re.findall(r"fix: two_sided=([\d.]+)", str(found.value))
-    assert ObjectiveCfg(**choices, two_sided=float(fix)).two_sided > 1 + clip_high
+@pytest.mark.parametrize(("clip_high", "delta"), [(0.2, 1.1), (3.0, 4.0), (7.5, 4.0)])
+def test_the_fix_of_a_bound_within_the_clip_is_accepted(clip_high, delta):
+    choices = {"name": "two_sided", "clip_high": clip_high}
+    with pytest.raises(ValueError, match=f"delta={delta} must exceed") as found:
+        ObjectiveCfg(trust_region=choices | {"delta": delta})
+    (fix,) = re.findall(r"fix: delta=([\d.]+)", str(found.value))
+    assert ObjectiveCfg(trust_region=choices | {"delta": float(fix)}).trust_region.delta > 1 + clip_high

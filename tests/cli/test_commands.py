@@ -80,7 +80,7 @@ def test_options_with_underscores_equals_sign_flags_and_json(api):
     argv += ["--policy.no-normalize-reward", "--env.kwargs", '{"g": 9.0}', "--algorithm.max-grad-norm", "None"]
     assert cli.main(argv) == 0
     cfg = trained(api)
-    assert (cfg.algorithm.objective.clip_low, cfg.algorithm.objective.clip_high) == (0.3, 0.3)
+    assert cfg.algorithm.objective.trust_region.clip_range == (0.3, 0.3)
     assert (cfg.policy.normalize_obs, cfg.policy.normalize_reward) == (True, False)
     assert (cfg.env.kwargs, cfg.algorithm.max_grad_norm) == ({"g": 9.0}, None)
 

@@ -75,8 +75,10 @@ def test_user_beats_objective_preset():
 
 def test_clip_coef_of_the_user_sets_both_sides_over_a_preset():
     objective = resolve("CartPole-v1", GRPOCfg(clip_coef=0.3), preset="sb3_outcome").algorithm.objective
-    assert (objective.clip_low, objective.clip_high, objective.ratio) == (0.3, 0.3, "sequence_product")
-    assert resolve("X-v0", {"clip_coef": "0.3"}).algorithm.objective.clip_high == 0.3  # text as in a hand-written file
+    assert (objective.trust_region.clip_range, objective.ratio) == ((0.3, 0.3), "sequence_product")
+    assert (
+        resolve("X-v0", {"clip_coef": "0.3"}).algorithm.objective.trust_region.clip_high == 0.3
+    )  # text as in a hand-written file
 
 
 def test_unknown_environment_takes_the_default_preset():
@@ -128,11 +130,6 @@ def test_every_objective_preset_is_valid_and_names_its_source(name):
 
 def test_every_choice_of_credit_and_objective_is_described():
     parts = {"credit": CreditCfg, "objective": ObjectiveCfg}
-    parts |= {
-        f"objective.{name}": type(field.default)
-        for name, field in ObjectiveCfg.model_fields.items()
-        if isinstance(field.default, Cfg)
-    }
     literals = {
         f"{part}.{name}.{choice}"
         for part, cfg_type in parts.items()
@@ -140,7 +137,15 @@ def test_every_choice_of_credit_and_objective_is_described():
         if get_origin(field.annotation) is Literal
         for choice in get_args(field.annotation)
     }
-    assert presets.choices().keys() == literals
+    members = {
+        f"{part}.{name}.{kind.model_fields['name'].default}"
+        for part, cfg_type in parts.items()
+        for name in cfg_type.model_fields
+        for family in cfg_type.kinds(name)
+        for kind in family.members()
+    }
+    assert presets.choices().keys() == literals | members
+    assert all(choice.note and choice.source for choice in presets.choices().values())
 
 
 def test_every_field_is_documented_and_no_config_is_long():

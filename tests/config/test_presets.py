@@ -1,6 +1,6 @@
 """The presets that name papers and libraries: each trains, and says what its source says."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 import gymnasium
 import numpy as np
@@ -12,10 +12,13 @@ from groupwise.algorithms.grpo import GRPO
 from groupwise.config import presets, registry, resolve
 from groupwise.config.algorithm import CreditCfg, GRPOCfg, ObjectiveCfg
 from groupwise.config.base import GIVEN
-from groupwise.config.objective import CispoCfg, CorrectionCfg, CovarianceCfg, DppoCfg
 from groupwise.config.registry import AlgorithmEntry
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError
+from groupwise.recipes.corrections.mis import MisCfg
+from groupwise.recipes.trust_regions.cispo import CispoCfg
+from groupwise.recipes.trust_regions.clip_cov import ClipCovCfg
+from groupwise.recipes.trust_regions.dppo import DppoCfg
 from groupwise.training.build import build_parts
 from groupwise.training.parts import Given
 
@@ -123,8 +126,8 @@ def test_choices_that_libraries_have_are_in_a_preset(choice, name):
 
 def test_every_sampler_correction_is_in_a_preset():
     objectives = [ObjectiveCfg(**preset.settings["objective"]) for preset in presets.objective_presets().values()]
-    weights = get_args(CorrectionCfg.model_fields["weight"].annotation)
-    assert {objective.correction.weight for objective in objectives} == set(weights)
+    found = {(objective.correction.name, getattr(objective.correction, "level", None)) for objective in objectives}
+    assert found == {("none", None), *((name, level) for name in ("tis", "mis") for level in ("token", "sequence"))}
 
 
 def test_icepop_says_whose_numbers_it_has():
@@ -132,19 +135,16 @@ def test_icepop_says_whose_numbers_it_has():
 
 
 def test_presets_of_one_name_in_several_libraries_are_those_libraries():
-    def cispo(name):
-        return ObjectiveCfg(**presets.objective_preset(name).settings["objective"]).cispo
+    def objective(name):
+        return ObjectiveCfg(**presets.objective_preset(name).settings["objective"])
 
-    assert cispo("cispo") == CispoCfg(low=None, high=5.0)
-    assert cispo("cispo_verl") == CispoCfg(low=0.8, high=1.2)
-    assert cispo("cispo_agilerl") == CispoCfg(low=None, high=1.2)
-    prime = ObjectiveCfg(**presets.objective_preset("prime_rl").settings["objective"])
-    assert prime.dppo == DppoCfg(divergence="tv", low=0.2, high=0.2, max_ratio=None, pull=1e-3)
-    kl = ObjectiveCfg(**presets.objective_preset("dppo_kl").settings["objective"])
-    assert (kl.dppo.divergence, kl.dppo.low, kl.dppo.high) == ("kl", 0.05, 0.05)
-    assert ObjectiveCfg(**presets.objective_preset("trl").settings["objective"]).correction == CorrectionCfg(
-        weight="sequence_mask", high=3.0
-    )
-    assert ObjectiveCfg(**presets.objective_preset("clip_cov").settings["objective"]).covariance == CovarianceCfg(
-        fraction=2e-4, low=1.0, high=5.0
-    )
+    def region(name):
+        return objective(name).trust_region
+
+    assert region("cispo") == CispoCfg(low=None, high=5.0)
+    assert region("cispo_verl") == CispoCfg(low=0.8, high=1.2)
+    assert region("cispo_agilerl") == CispoCfg(low=None, high=1.2)
+    assert region("prime_rl") == DppoCfg(divergence="tv", low=0.2, high=0.2, max_ratio=None, pull=1e-3)
+    assert (region("dppo_kl").divergence, region("dppo_kl").low, region("dppo_kl").high) == ("kl", 0.05, 0.05)
+    assert objective("trl").correction == MisCfg(level="sequence", high=3.0)
+    assert region("clip_cov") == ClipCovCfg(fraction=2e-4, low=1.0, high=5.0)

@@ -104,9 +104,11 @@ def test_a_run_on_a_preset_is_known_by_it(name):
 
 
 def test_explicit_none_of_a_preset_counts():
-    [low] = [p.settings["objective"]["cispo"]["low"] for n, p in presets.objective_presets().items() if n == "cispo"]
+    [low] = [
+        p.settings["objective"]["trust_region"]["low"] for n, p in presets.objective_presets().items() if n == "cispo"
+    ]
     assert low is None
-    assert preset_of(method(preset="cispo") | {"algorithm.objective.cispo.low": 0.1}) is None
+    assert preset_of(method(preset="cispo") | {"algorithm.objective.trust_region.low": 0.1}) is None
 
 
 # --- differences ---

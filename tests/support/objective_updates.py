@@ -15,23 +15,23 @@ OBS = gym.spaces.Box(-1, 1, (3,), np.float32)
 ACT = gym.spaces.Discrete(3)
 ROWS, STEPS = 8, 12
 
-COVARIANCE = {"fraction": 0.2, "low": 0.0, "high": 9.0}
+CLIP_COV = {"name": "clip_cov", "fraction": 0.2, "low": 0.0, "high": 9.0}
 MISMATCH = {"old_log_prob": "recomputed"}
 REGIONS = {
     "clip": {},
-    "clip_higher": {"clip_high": 0.28},
-    "dual_clip": {"trust_region": "dual_clip", "dual_clip": 1.3},
-    "two_sided": {"trust_region": "two_sided", "two_sided": 1.3},
+    "clip_higher": {"trust_region": {"clip_high": 0.28}},
+    "dual_clip": {"trust_region": {"name": "dual_clip", "bound": 1.3}},
+    "two_sided": {"trust_region": {"name": "two_sided", "delta": 1.3}},
     "cispo_trl": {"trust_region": "cispo"},
-    "cispo_verl": {"trust_region": "cispo", "cispo": {"low": 0.8, "high": 1.2}},
-    "cispo_open": {"trust_region": "cispo", "cispo": {"high": None}},
+    "cispo_verl": {"trust_region": {"name": "cispo", "low": 0.8, "high": 1.2}},
+    "cispo_open": {"trust_region": {"name": "cispo", "high": None}},
     "sapo": {"trust_region": "sapo"},
     "gmpo": {"trust_region": "gmpo", "aggregation": "seq_mean_token_mean"},
     "vespo": {"trust_region": "vespo", "ratio": "sequence_product"},
-    "clip_cov": {"trust_region": "clip_cov", "covariance": COVARIANCE},
-    "kl_cov": {"trust_region": "kl_cov", "covariance": COVARIANCE | {"penalty": 0.5}},
-    "dppo_tv": {"trust_region": "dppo", "dppo": {"low": 0.05, "high": 0.05}},
-    "dppo_kl": {"trust_region": "dppo", "dppo": {"divergence": "kl", "low": 0.005, "high": 0.005, "pull": 0.1}},
+    "clip_cov": {"trust_region": CLIP_COV},
+    "kl_cov": {"trust_region": {"name": "kl_cov", "fraction": 0.2, "penalty": 0.5}},
+    "dppo_tv": {"trust_region": {"name": "dppo", "low": 0.05, "high": 0.05}},
+    "dppo_kl": {"trust_region": {"name": "dppo", "divergence": "kl", "low": 0.005, "high": 0.005, "pull": 0.1}},
     "reinforce": {"trust_region": "reinforce"},
     "none": {"trust_region": "none"},
 }
@@ -43,14 +43,14 @@ OTHERS = {
     "constant": {"aggregation": "constant", "max_length": 12},
     "sum_norm": {"aggregation": "seq_mean_token_sum_norm", "max_length": 120},
     "top_entropy": {"top_entropy": 0.3},
-    "token_truncate": MISMATCH | {"correction": {"weight": "token_truncate", "high": 1.5}},
-    "token_mask": MISMATCH | {"correction": {"weight": "token_mask", "low": 0.7, "high": 1.5}},
-    "sequence_truncate": MISMATCH | {"correction": {"weight": "sequence_truncate", "high": 1.5}},
-    "sequence_mask": MISMATCH | {"correction": {"weight": "sequence_mask", "high": 2.0}},
-    "off_policy": {"correction": {"off_policy_limit": 0.02}},
+    "token_truncate": MISMATCH | {"correction": {"name": "tis", "high": 1.5}},
+    "token_mask": MISMATCH | {"correction": {"name": "mis", "low": 0.7, "high": 1.5}},
+    "sequence_truncate": MISMATCH | {"correction": {"name": "tis", "level": "sequence", "high": 1.5}},
+    "sequence_mask": MISMATCH | {"correction": {"name": "mis", "level": "sequence", "high": 2.0}},
+    "off_policy": {"off_policy_mask_threshold": 0.02},
     "everything": MISMATCH
-    | {"trust_region": "clip_cov", "covariance": COVARIANCE, "top_entropy": 0.5, "ratio": "sequence_token"}
-    | {"correction": {"weight": "token_mask", "off_policy_limit": 0.02}},
+    | {"trust_region": CLIP_COV, "top_entropy": 0.5, "ratio": "sequence_token"}
+    | {"correction": "mis", "off_policy_mask_threshold": 0.02},
     "k1": {"kl_estimator": "k1"},
     "k2": {"kl_estimator": "k2"},
     "k3+": {"kl_estimator": "k3+"},
@@ -58,7 +58,7 @@ OTHERS = {
     "exact": {"kl_estimator": "exact"},
     "kl_ratio": {"kl_weight": "ratio"},
     "kl_clamp": {"kl_clamp": 1e-4},
-    "adaptive_entropy": {"entropy": {"control": "adaptive", "target": 1.0, "step": 0.05}},
+    "adaptive_entropy": {"entropy": {"name": "adaptive", "target": 1.0, "step": 0.05}},
 }
 EVERY = REGIONS | OTHERS
 

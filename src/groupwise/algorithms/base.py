@@ -73,7 +73,7 @@ class BaseAlgorithm(ABC):
         self.entropy = EntropyController(cfg, policy.device)
         if self.entropy.adaptive and "entropy" not in self.metric_names:
             raise ConfigError(
-                f"objective.entropy.control='adaptive' needs the entropy, which {type(self).__name__} does not measure; "
+                f"objective.entropy='adaptive' needs the entropy, which {type(self).__name__} does not measure; "
                 "fix: 'constant', or 'entropy' among its metric_names"
             )
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from groupwise.algorithms.optim import Schedule
 from groupwise.config.algorithm import AlgorithmCfg
+from groupwise.config.objective import AdaptiveEntropyCfg
 
 
 class KLController:
@@ -36,7 +37,7 @@ class EntropyController:
 
     def __init__(self, cfg: AlgorithmCfg, device: torch.device) -> None:
         self.cfg = cfg.objective.entropy
-        self.adaptive = self.cfg.control == "adaptive"
+        self.adaptive = isinstance(self.cfg, AdaptiveEntropyCfg)
         self.enabled = self.adaptive or cfg.ent_coef != 0
         self.coef = torch.tensor(cfg.ent_coef, dtype=torch.float32, device=device)
         self.in_force = torch.ones((), device=device)
@@ -49,7 +50,7 @@ class EntropyController:
 
     def adapt(self, step_metrics: dict[str, Tensor]) -> None:
         """Change the weight by the mean entropy of an optimiser step (0-dim, over all ranks)."""
-        if not self.adaptive:
+        if not isinstance(self.cfg, AdaptiveEntropyCfg):
             return
         self.in_force = (step_metrics["entropy"] <= self.cfg.target).to(self.coef)
         change = self.cfg.step * (2 * self.in_force - 1)

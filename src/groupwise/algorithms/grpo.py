@@ -124,7 +124,7 @@ class GRPO(BaseAlgorithm):
 
     def _can_learn(self, advantage: Tensor) -> bool:
         """Whether anything in the loss has a gradient: an advantage, a KL or an entropy bonus."""
-        if self.cfg.kl_coef > 0 or self.entropy.enabled or self.cfg.objective.trust_region in ("dppo", "kl_cov"):
+        if self.cfg.kl_coef > 0 or self.entropy.enabled or self.cfg.objective.trust_region.learns_alone:
             return True
         return bool(self.engine.sum(advantage.count_nonzero()))
 

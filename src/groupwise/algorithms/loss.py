@@ -2,6 +2,7 @@
 
 What depends on the whole rollout (corrections, covariances, quantiles of the entropy) is computed once, at the update's
 start, by ``objective_data``; the rest looks at single elements or at whole episodes. So no split changes the gradient.
+Trust regions other than PPO's clip, and corrections, are in ``recipes/``.
 """
 
 from collections.abc import Callable
@@ -11,11 +12,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from groupwise.config.algorithm import ObjectiveCfg
+from groupwise.config.objective import ClipCfg, ObjectiveCfg
 from groupwise.data.minibatch import Unit
-from groupwise.data.rollout import Nested, TensorSpec
+from groupwise.data.rollout import Nested
 from groupwise.errors import ConfigError, DataError
-from groupwise.functional import correction, kl, objective, selection, trust_regions
+from groupwise.functional import correction, kl, objective, selection
 from groupwise.functional.reduce import AllSum, local
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Batch, Evaluation, Policy
@@ -29,89 +30,19 @@ class Counts(NamedTuple):
     """Ids in ``turn``; 0 unless the ratio is of turns."""
 
 
-def check_objective(cfg: ObjectiveCfg, policy: Policy) -> None:
-    """Refuse what cannot work with this policy.
+class UpdateStart(NamedTuple):
+    """What is known when an update begins."""
 
-    Raises:
-        ConfigError: a divisor is missing, or probabilities are asked of a policy that has densities, or whole distributions
-            of one that gives none.
-    """
-    if cfg.aggregation in ("constant", "seq_mean_token_sum_norm") and cfg.max_length is None:
-        raise ConfigError(
-            f"aggregation={cfg.aggregation!r} divides by objective.max_length, which is None; fix: set it to the longest episode"
-        )
-    if cfg.kl_estimator == "exact" and not policy.gives_distribution:
-        raise ConfigError(
-            f"kl_estimator='exact' compares whole distributions, and {type(policy).__name__} gives the probabilities of single "
-            "tokens; fix: 'k3'"
-        )
-    spec = policy.action_spec
-    if cfg.trust_region == "dppo" and isinstance(spec, TensorSpec) and spec.dtype.is_floating_point:
-        raise ConfigError(
-            "trust_region='dppo' compares probabilities, and this policy's continuous actions have densities; fix: 'clip'"
-        )
-
-
-def finest_unit(cfg: ObjectiveCfg) -> Unit:
-    """What a minibatch must keep whole: an episode, where anything looks at episodes or counts them."""
-    by_step = (
-        cfg.ratio == "token"
-        and cfg.trust_region != "gmpo"
-        and cfg.correction.off_policy_limit is None
-        and cfg.aggregation in ("token_mean", "seq_mean_token_sum_norm")
-    )
-    return "transition" if by_step else "episode"
-
-
-def objective_data(
-    cfg: ObjectiveCfg,
-    batch: TensorDict,
-    advantage: Float[Tensor, "row step"],
-    mask: Bool[Tensor, "row step"],
-    num_episodes: int,
-    score: Callable[[], Evaluation],
-    *,
-    seed: int,
-    single_pass: bool = False,
-    all_sum: AllSum = local,
-) -> dict[str, Nested]:
-    """What the objective reads of each step besides the advantage, ``[N, T]``.
-
-    Args:
-        mask: steps that are trained on.
-        score: what the policy says of every step at the update's start; called only if something needs it.
-        seed: of this update's random choices, the same on every rank.
-        single_pass: the update is one optimiser step. What the policy says in it is then what it said at the start, and a
-            recomputed ``old_log_prob`` is left to it.
-
-    Raises:
-        DataError: ratios of turns, and the rollout has no ``turn_id``.
-    """
-    recomputed = cfg.old_log_prob == "recomputed"
-    compares = cfg.correction.weight != "none" or cfg.trust_region in ("clip_cov", "kl_cov")
-    left_out = recomputed and single_pass and not compares
-    scores = score() if (recomputed and not left_out) or cfg.top_entropy < 1 else None
-    sampled = batch["sample_log_prob"]
-    old = scores.log_prob if recomputed and scores else sampled
-    data: dict[str, Nested] = {} if left_out else {"old_log_prob": old}
-    if cfg.trust_region == "dppo" or cfg.correction.off_policy_limit is not None:
-        data["sample_log_prob"] = sampled
-    if cfg.ratio == "turn":
-        data["turn"] = _turns(batch)
-    factors = []
-    if cfg.correction.weight != "none":
-        factors.append(_correction(cfg, old, batch, mask, num_episodes))
-    if cfg.top_entropy < 1 and scores:
-        factors.append(selection.highest(scores.entropy, cfg.top_entropy, mask, all_sum).to(old))
-    if cfg.trust_region in ("clip_cov", "kl_cov"):
-        held = _held_back(cfg, old, advantage, mask, batch, seed, all_sum)
-        if cfg.trust_region == "clip_cov":
-            factors.append((~held).to(old))
-        else:
-            data["held"] = held
-    if factors:
-        data["policy_factor"] = torch.stack(factors).prod(dim=0)
-    return data
+    batch: TensorDict
+    """Transitions ``[N, T]`` of the rollout."""
+    advantage: Float[Tensor, "row step"]
+    mask: Bool[Tensor, "row step"]
+    """Steps that are trained on."""
+    old_log_prob: Float[Tensor, "row step"]
+    num_episodes: int
+    seed: int
+    """Of this update's random choices, the same on every rank."""
+    all_sum: AllSum
 
 
 def policy_ratio(cfg: ObjectiveCfg, log_prob: Tensor, batch: Batch, counts: Counts) -> Tensor:
@@ -132,21 +63,18 @@ def policy_ratio(cfg: ObjectiveCfg, log_prob: Tensor, batch: Batch, counts: Coun
 
 def policy_loss(cfg: ObjectiveCfg, ratio: Tensor, log_prob: Tensor, batch: Batch, counts: Counts) -> Tensor:
     """Policy loss of each element: its trust region's, times what the correction and the selections leave of it."""
-    loss = _trust_region_loss(cfg, ratio, log_prob, batch, counts)
+    region, advantage = cfg.trust_region, batch["advantage"]
+    if isinstance(region, ClipCfg):
+        loss = objective.clip_loss(ratio, advantage, region.clip_low, region.clip_high)
+    else:
+        loss = region.loss(ratio, log_prob, batch, counts)
     if "policy_factor" in batch:
         loss = loss * batch["policy_factor"]
-    limit = cfg.correction.off_policy_limit
+    limit = cfg.off_policy_mask_threshold
     if limit is None:
         return loss
-    keeps = correction.off_policy_keeps(
-        log_prob,
-        batch["sample_log_prob"],
-        batch["advantage"],
-        batch["loss_mask"],
-        batch["episode_id"],
-        counts.episodes,
-        limit,
-    )
+    where = batch["loss_mask"], batch["episode_id"], counts.episodes
+    keeps = correction.off_policy_keeps(log_prob, batch["sample_log_prob"], advantage, *where, limit)
     return loss.masked_fill(~keeps, 0)
 
 
@@ -166,89 +94,91 @@ def reference_kl(cfg: ObjectiveCfg, policy: Policy, evaluation: Evaluation, batc
 
 
 DIAGNOSTICS = ("approx_kl", "clip_fraction", "clip_fraction_low", "clip_fraction_high")
-"""What ``diagnostics`` says, in its order."""
+"""Names of what ``diagnostics`` returns, in its order."""
 
 
 @torch.no_grad()
 def diagnostics(cfg: ObjectiveCfg, ratio: Tensor, log_prob: Tensor, old_log_prob: Tensor) -> tuple[Tensor, ...]:
     """Approximate KL from the old policy, and 1.0 where the ratio stands outside the clip range, below, above, of each element."""
-    low, high = (ratio < 1 - cfg.clip_low).to(ratio.dtype), (ratio > 1 + cfg.clip_high).to(ratio.dtype)
+    clip_low, clip_high = cfg.trust_region.clip_range
+    low, high = (ratio < 1 - clip_low).to(ratio.dtype), (ratio > 1 + clip_high).to(ratio.dtype)
     return kl.k3(old_log_prob, log_prob), low + high, low, high
 
 
-def _trust_region_loss(cfg: ObjectiveCfg, ratio: Tensor, log_prob: Tensor, batch: Batch, counts: Counts) -> Tensor:
-    advantage, clip = batch["advantage"], (cfg.clip_low, cfg.clip_high)
-    match cfg.trust_region:
-        case "clip" | "clip_cov":
-            return objective.clip_loss(ratio, advantage, *clip)
-        case "dual_clip":
-            return objective.dual_clip_loss(ratio, advantage, *clip, cfg.dual_clip)
-        case "two_sided":
-            return trust_regions.two_sided_loss(ratio, advantage, *clip, cfg.two_sided)
-        case "cispo":
-            return trust_regions.cispo_loss(log_prob, ratio, advantage, cfg.cispo.low, cfg.cispo.high)
-        case "sapo":
-            return trust_regions.sapo_loss(ratio, advantage, cfg.sapo.positive, cfg.sapo.negative)
-        case "gmpo":
-            where = batch["loss_mask"], batch["episode_id"], counts.episodes
-            return trust_regions.gmpo_loss(log_prob, batch["old_log_prob"], advantage, *where, *clip)
-        case "vespo":
-            v = cfg.vespo
-            positive, negative = (v.positive_power, v.positive_decay), (v.negative_power, v.negative_decay)
-            return trust_regions.vespo_loss(log_prob, ratio, advantage, positive=positive, negative=negative)
-        case "kl_cov":
-            old, held = batch["old_log_prob"], batch["held"]
-            return trust_regions.kl_cov_loss(log_prob, old, ratio, advantage, held, cfg.covariance.penalty)
-        case "dppo":
-            return _dppo_loss(cfg, ratio, log_prob, batch)
-        case "reinforce":
-            return trust_regions.reinforce_loss(log_prob, advantage)
-        case "none":
-            return objective.unclipped_loss(ratio, advantage)
-
-
-def _dppo_loss(cfg: ObjectiveCfg, ratio: Tensor, log_prob: Tensor, batch: Batch) -> Tensor:
-    numbers, advantage = cfg.dppo, batch["advantage"]
-    keeps = trust_regions.dppo_keeps(
-        log_prob, batch["sample_log_prob"], advantage, numbers.divergence, numbers.low, numbers.high
-    )
-    loss = trust_regions.dppo_loss(log_prob, ratio, advantage, keeps, numbers.max_ratio)
-    if numbers.pull:
-        loss = loss + numbers.pull * (log_prob - batch["old_log_prob"]).square()
-    return loss
-
-
-def _correction(cfg: ObjectiveCfg, old_log_prob: Tensor, batch: TensorDict, mask: Tensor, num_episodes: int) -> Tensor:
-    """Factor of each element's policy loss for a sampler that is not the trainer."""
-    level, _, form = cfg.correction.weight.partition("_")
-    sampled = batch["sample_log_prob"]
-    if level == "token":
-        weight = correction.token_weight(old_log_prob, sampled)
-    else:
-        where = mask, batch["episode_id"], num_episodes
-        weight = correction.sequence_weight(old_log_prob, sampled, *where)
-    if form == "truncate":
-        return correction.truncated(weight, cfg.correction.high)
-    return correction.masked(weight, cfg.correction.low, cfg.correction.high)
-
-
-def _held_back(
+def objective_data(
     cfg: ObjectiveCfg,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
     batch: TensorDict,
+    advantage: Float[Tensor, "row step"],
+    mask: Bool[Tensor, "row step"],
+    num_episodes: int,
+    score: Callable[[], Evaluation],
+    *,
     seed: int,
-    all_sum: AllSum,
-) -> Bool[Tensor, "row step"]:
-    """Steps whose advantage and log-probability go together too well, by ``cfg.covariance``."""
-    numbers = cfg.covariance
-    together = selection.covariance(old_log_prob, advantage, mask, all_sum)
-    if cfg.trust_region == "kl_cov":
-        return selection.top_fraction(together, numbers.fraction, mask, all_sum)
-    candidate = (together > numbers.low) & (together < numbers.high) & mask
-    noise = selection.element_noise(seed, batch["sample_log_prob"], advantage, batch["step"])
-    return selection.random_fraction(noise, numbers.fraction, candidate, mask, all_sum)
+    single_pass: bool = False,
+    all_sum: AllSum = local,
+) -> dict[str, Nested]:
+    """What the objective reads of each step besides the advantage, ``[N, T]``.
+
+    Args:
+        mask: steps that are trained on.
+        score: the policy's scores of every step at the update's start; called only if something needs them.
+        seed: of this update's random choices, the same on every rank.
+        single_pass: the update is one optimiser step. The policy's scores in it are those at the start, and a recomputed
+            ``old_log_prob`` is left to it.
+
+    Raises:
+        DataError: ratios of turns, and the rollout has no ``turn_id``.
+    """
+    region, corrects = cfg.trust_region, cfg.correction.name != "none"
+    recomputes, sampled = cfg.old_log_prob == "recomputed", batch["sample_log_prob"]
+    left_out = recomputes and single_pass and not corrects and not region.needs_old_log_prob
+    scores = score() if (recomputes and not left_out) or cfg.top_entropy < 1 else None
+    old = scores.log_prob if recomputes and scores else sampled
+    start = UpdateStart(batch, advantage, mask, old, num_episodes, seed, all_sum)
+    data: dict[str, Nested] = {} if left_out else {"old_log_prob": old}
+    if cfg.off_policy_mask_threshold is not None:
+        data["sample_log_prob"] = sampled
+    if cfg.ratio == "turn":
+        data["turn"] = _turns(batch)
+    factors = [cfg.correction.factor(start)] if corrects else []
+    if cfg.top_entropy < 1 and scores:
+        factors.append(selection.highest(scores.entropy, cfg.top_entropy, mask, all_sum).to(old))
+    more = region.at_start(start)
+    if "policy_factor" in more:
+        factors.append(more["policy_factor"])
+    if factors:
+        more = more | {"policy_factor": torch.stack(factors).prod(dim=0)}
+    return data | more
+
+
+def check_objective(cfg: ObjectiveCfg, policy: Policy) -> None:
+    """Refuse what cannot work with this policy.
+
+    Raises:
+        ConfigError: a divisor is missing, or probabilities are asked of a policy that has densities, or whole distributions
+            of one that gives none.
+    """
+    if cfg.aggregation in ("constant", "seq_mean_token_sum_norm") and cfg.max_length is None:
+        raise ConfigError(
+            f"aggregation={cfg.aggregation!r} divides by objective.max_length, which is None; fix: set it to the longest episode"
+        )
+    if cfg.kl_estimator == "exact" and not policy.gives_distribution:
+        raise ConfigError(
+            f"kl_estimator='exact' compares whole distributions, and {type(policy).__name__} gives the probabilities of single "
+            "tokens; fix: 'k3'"
+        )
+    cfg.trust_region.check_policy(policy)
+
+
+def finest_unit(cfg: ObjectiveCfg) -> Unit:
+    """What a minibatch must keep whole: an episode, where anything looks at episodes or counts them."""
+    by_step = (
+        cfg.ratio == "token"
+        and not cfg.trust_region.whole_episodes
+        and cfg.off_policy_mask_threshold is None
+        and cfg.aggregation in ("token_mean", "seq_mean_token_sum_norm")
+    )
+    return "transition" if by_step else "episode"
 
 
 def _turns(batch: TensorDict) -> Tensor:

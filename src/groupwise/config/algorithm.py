@@ -6,6 +6,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import Field, model_validator
 
 from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt, choice
+from groupwise.config.objective import ClippedCfg, TrustRegionCfg
 from groupwise.config.objective import ObjectiveCfg as ObjectiveCfg
 from groupwise.errors import ConfigError
 
@@ -273,7 +274,7 @@ class AlgorithmCfg(Cfg):
     target_kl: Positive | None = None
     """Ends the iteration's update when the mean approximate KL of a minibatch exceeds 1.5 times this (SB3's rule)."""
     clip_coef: Positive | None = None
-    """Sets ``objective.clip_low`` and ``objective.clip_high`` together."""
+    """Sets ``clip_low`` and ``clip_high`` of ``objective.trust_region`` together."""
     objective: ObjectiveCfg = ObjectiveCfg()
     """Ratio, trust region, aggregation, KL."""
     optimizer: OptimizerCfg = AdamCfg()
@@ -292,9 +293,15 @@ class AlgorithmCfg(Cfg):
         except (TypeError, ValueError):
             return data  # the field's own check says what is wrong
         objective = data.get("objective", {})
-        values = objective.model_dump(exclude_unset=True) if isinstance(objective, ObjectiveCfg) else dict(objective)
-        both = {"clip_low": coef, "clip_high": coef}
-        return {**data, "clip_coef": None, "objective": values | both}
+        values = dict(objective) if isinstance(objective, dict | ObjectiveCfg) else {}
+        region: TrustRegionCfg = TrustRegionCfg.model_validate(values.get("trust_region", {}))
+        if not isinstance(region, ClippedCfg):
+            raise ValueError(
+                f"clip_coef={coef} sets the range of a clip, which trust_region={region.name!r} has not; fix: leave it out"
+            )
+        given = {name: value for name, value in region if name in region.model_fields_set}
+        both = given | {"clip_low": coef, "clip_high": coef}
+        return {**data, "clip_coef": None, "objective": values | {"trust_region": both}}
 
 
 class PPOCfg(AlgorithmCfg):

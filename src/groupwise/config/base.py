@@ -68,7 +68,8 @@ class Cfg(BaseModel):
         value = fields.get(key)
         name = value.get("name") if isinstance(value, Mapping) else value if isinstance(value, str) else None
         named = [kind for kind in kinds if "name" in kind.model_fields and kind.model_fields["name"].default == name]
-        return next(iter([*named, *kinds]), None)
+        found = next(iter([*named, *kinds]), None)
+        return found and found.type_for(value)
 
     @classmethod
     def kinds(cls, key: str) -> "list[type[Cfg]]":
@@ -76,6 +77,11 @@ class Cfg(BaseModel):
         annotation = cls.model_fields[key].annotation if key in cls.model_fields else None
         found = [annotation, *get_args(annotation)]  # of ``LoRACfg | None``, too
         return [kind for kind in found if isinstance(kind, type) and issubclass(kind, Cfg)]
+
+    @classmethod
+    def type_for(cls, value: object) -> "type[Cfg]":
+        """The class that reads ``value`` where this one is asked for."""
+        return cls
 
 
 def complaints(error: ValidationError) -> list[dict[str, Any]]:

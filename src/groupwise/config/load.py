@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError, create_model
 from groupwise.config import presets
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
 from groupwise.config.base import Cfg, complaints, explain
+from groupwise.config.choices import Choice, merge_choice
 from groupwise.config.presets import Tree
 from groupwise.config.registry import (
     algorithm_entry,
@@ -210,7 +211,7 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if not isinstance(value, Cfg):
         return value
-    return {key: _plain(item) for key, item in value if key in value.model_fields_set or key == "name"}
+    return {key: _plain(item) for key, item in value if key in value.model_fields_set or (key == "name" and not isinstance(value, Choice))}
 
 
 def _merge(low: Tree, high: Tree, parent: type[Cfg], algorithm_type: type[AlgorithmCfg]) -> Tree:
@@ -218,6 +219,9 @@ def _merge(low: Tree, high: Tree, parent: type[Cfg], algorithm_type: type[Algori
     merged = dict(low)
     for key, value in high.items():
         of_algorithm = key == "algorithm" and issubclass(parent, CommonCfg)
+        if families := [kind for kind in parent.kinds(key) if issubclass(kind, Choice)]:
+            merged[key] = merge_choice(low[key], value, families[0]) if key in low else value
+            continue
         child = algorithm_type if of_algorithm else parent.child_type(key, high)
         if len(parent.kinds(key)) > 1 and isinstance(value, str):
             value = {"name": value}

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from groupwise.config import choices as choices_by_name
+from groupwise.config.algorithm import CreditCfg, ObjectiveCfg
 from groupwise.errors import UnknownNameError
 
 Tree = dict[str, Any]
@@ -57,8 +59,15 @@ def objective_preset(name: str) -> ObjectivePreset:
 
 @functools.cache
 def choices() -> dict[str, Choice]:
-    """What is known of each choice, keyed like ``credit.scale.std``."""
-    return {name: Choice(**data) for name, data in _read("choices").items()}
+    """What is known of each choice, keyed like ``credit.scale.std``; those with settings of their own describe themselves."""
+    plain = {name: Choice(**data) for name, data in _read("choices").items()}
+    return plain | {
+        f"{part}.{field}.{kind.model_fields['name'].default}": Choice(kind.note(), kind.source)
+        for part, cfg_type in (("credit", CreditCfg), ("objective", ObjectiveCfg))
+        for field, info in cfg_type.model_fields.items()
+        if isinstance(info.annotation, type) and issubclass(info.annotation, choices_by_name.Choice)
+        for kind in info.annotation.members()
+    }
 
 
 @functools.cache

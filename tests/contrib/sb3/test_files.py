@@ -70,7 +70,9 @@ def all_parameters(model: GRPO) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 def test_save_and_load(tmp_path, kl_coef):
-    model = corridor(kl_coef=kl_coef, credit="rloo", objective=gw.ObjectiveCfg(clip_low=0.1)).learn(60)
+    model = corridor(kl_coef=kl_coef, credit="rloo", objective=gw.ObjectiveCfg(trust_region={"clip_low": 0.1})).learn(
+        60
+    )
     obs = np.stack([model.observation_space.sample() for _ in range(10)])
     model.save(tmp_path / "model.zip")
     env = make_vec_env(Corridor, n_envs=2)
@@ -89,7 +91,7 @@ def test_save_and_load(tmp_path, kl_coef):
             actions.append(one.predict(obs, deterministic=deterministic)[0])
         np.testing.assert_array_equal(*actions)
     assert loaded.credit == gw.CreditCfg(baseline="leave_one_out", scale="none", kl_placement="reward")
-    assert loaded.objective.clip_low == 0.1
+    assert loaded.objective.trust_region.clip_low == 0.1
     assert (loaded.num_timesteps, loaded._core.iteration) == (model.num_timesteps, model._core.iteration)
     steps, next_group = model.num_timesteps, model._next_group
     starts = Starts()

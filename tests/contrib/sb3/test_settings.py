@@ -35,7 +35,10 @@ def refused(**arguments) -> str:
         ({"kl_coef": -1.0}, "kl_coef = -1.0: input should be greater than or equal to 0"),
         ({"credit": {"scal": "none"}}, "unknown key 'scal' in credit; did you mean 'scale'?"),
         ({"credit": {"scale": "stdev"}}, "credit.scale = 'stdev': expected one of std"),
-        ({"objective": {"clip_low": 0}}, "objective.clip_low = 0: input should be greater than 0"),
+        (
+            {"objective": {"trust_region": {"clip_low": 0}}},
+            "objective.trust_region.clip_low = 0: input should be greater than 0",
+        ),
         (
             {"credit": {"group_key": "group_step"}},
             "credit: group_key='group_step' compares returns from a step on; got",
@@ -63,7 +66,7 @@ def test_every_wrong_argument_is_named():
 @pytest.mark.parametrize(
     ("argument", "value", "counterpart"),
     [
-        ("clip_range", 0.1, r"fix: objective=ObjectiveCfg\(clip_low=0.2, clip_high=0.2\)"),
+        ("clip_range", 0.1, r"fix: objective={'trust_region': {'clip_low': 0.2, 'clip_high': 0.2}}"),
         ("clip_range_vf", 0.1, "there is no critic; fix: leave it out"),
         ("vf_coef", 0.5, "there is no critic; fix: leave it out"),
         ("gae_lambda", 0.95, "no critic looks ahead; fix: leave it out"),

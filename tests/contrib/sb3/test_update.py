@@ -126,9 +126,9 @@ def test_an_unknown_way_to_share_starts_is_refused(wrong):
 
 
 def test_credit_and_objective_may_be_plain_settings():
-    model = corridor(credit={"scale": "none"}, objective={"clip_low": 0.1})
+    model = corridor(credit={"scale": "none"}, objective={"trust_region": {"clip_low": 0.1}})
     assert model.credit == gw.CreditCfg(scale="none")
-    assert model.objective == gw.ObjectiveCfg(clip_low=0.1)
+    assert model.objective == gw.ObjectiveCfg(trust_region={"clip_low": 0.1})
     model.learn(32)
 
 

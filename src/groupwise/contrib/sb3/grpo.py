@@ -363,7 +363,7 @@ class GRPO(OnPolicyAlgorithm):
         if self.policy.log_std is not None:
             record("train/std", self.policy.log_std.exp().mean().item())
         record("train/n_updates", self._n_updates, exclude="tensorboard")
-        record("train/clip_range", self.objective.clip_high)
+        record("train/clip_range", self.objective.trust_region.clip_range[1])
         record("rollout/groups", num_groups)
         record("rollout/zero_variance_groups", metrics["rollout/zero_variance_groups"])
 

@@ -26,7 +26,7 @@ _NO_CRITIC = "there is no critic; fix: leave it out"
 _EVERY_STEP = "actions are drawn anew at every step; fix: leave it out, ent_coef is what explores"
 _OWN_STORE = "whole groups have a store of their own; fix: leave it out"
 ELSEWHERE = {
-    "clip_range": "the clip is part of the objective; fix: objective=ObjectiveCfg(clip_low=0.2, clip_high=0.2)",
+    "clip_range": "the clip is part of the objective; fix: objective={'trust_region': {'clip_low': 0.2, 'clip_high': 0.2}}",
     "clip_range_vf": _NO_CRITIC,
     "vf_coef": _NO_CRITIC,
     "gae_lambda": "advantages compare siblings, and no critic looks ahead; fix: leave it out, or choose a credit=...",

@@ -1,0 +1,1 @@
+"""Trust regions besides PPO's clip, and policy gradients without one."""

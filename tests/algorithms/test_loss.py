@@ -39,8 +39,8 @@ def factors(objective, rollout=None, policy=None, **cfg):
     """Factor of each step's policy loss (1 where there is none), flat over the steps that count."""
     algorithm = build(objective, policy, **cfg)
     seen = []
-    weigh = algorithm._weigh
-    algorithm._weigh = lambda shuffled, slices: seen.append(shuffled) or weigh(shuffled, slices)
+    weigh = algorithm._weighted
+    algorithm._weighted = lambda shuffled, slices: seen.append(shuffled) or weigh(shuffled, slices)
     algorithm.update(make_rollout(algorithm.policy) if rollout is None else rollout)
     return seen[0]
 
@@ -62,11 +62,11 @@ def test_clip_cov_leaves_out_a_random_share_that_changes_with_the_update():
     assert (centred[out] > 0).all()
     algorithm = build({"trust_region": CLIP_COV})
     rollout = make_rollout(algorithm.policy)
-    data = algorithm.training_data(rollout[:, :-1])
+    data = algorithm.policy_inputs(rollout[:, :-1])
     drawn = []
     for iteration in (0, 0, 1):
         algorithm.iteration = iteration
-        more = algorithm.objective_data(
+        more = algorithm.loss_inputs(
             rollout[:, :-1], data, torch.randn(ROWS, STEPS, generator=torch.Generator().manual_seed(1)), 8
         )
         drawn.append(more["policy_factor"])

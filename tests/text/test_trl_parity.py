@@ -54,11 +54,11 @@ PER_EPISODE = ("seq_mean_token_mean", "seq_mean_token_sum", "constant")
 class Watched(GRPO):
     """Keeps what it minimised."""
 
-    def terms(self, batch, evaluation):
-        terms = super().terms(batch, evaluation)
-        self.loss = (batch["weight"] * terms.loss).sum().item()
+    def loss(self, batch, evaluation):
+        out = super().loss(batch, evaluation)
+        self.minimised = (batch["weight"] * out.loss).sum().item()
         self.seen = batch
-        return terms
+        return out
 
 
 @functools.cache
@@ -131,7 +131,7 @@ def test_advantages_loss_and_gradient_are_those_of_trl(record):
     # masked episodes do not count here; TRL takes them into its mean over episodes, as zeros
     counted = len(ours) / len(BATCH["rewards"]) if algorithm.cfg.objective.aggregation in PER_EPISODE else 1.0
     assert ours == pytest.approx({number: record["advantages"][number] for number in ours}, abs=1e-5)
-    assert algorithm.loss * counted == pytest.approx(record["loss"], abs=1e-5)
+    assert algorithm.minimised * counted == pytest.approx(record["loss"], abs=1e-5)
     assert metrics["train/grad_norm"].item() * counted == pytest.approx(record["grad_norm"], rel=1e-5)
     assert slope(algorithm) * counted == pytest.approx(record["slope"], rel=2e-5, abs=1e-5 * record["grad_norm"])
 

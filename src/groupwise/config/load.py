@@ -211,7 +211,11 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if not isinstance(value, Cfg):
         return value
-    return {key: _plain(item) for key, item in value if key in value.model_fields_set or (key == "name" and not isinstance(value, Choice))}
+    return {
+        key: _plain(item)
+        for key, item in value
+        if key in value.model_fields_set or (key == "name" and not isinstance(value, Choice))
+    }
 
 
 def _merge(low: Tree, high: Tree, parent: type[Cfg], algorithm_type: type[AlgorithmCfg]) -> Tree:

@@ -14,52 +14,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
-from groupwise.algorithms.configs import (
-    AlgorithmCfg,
-    BranchCfg,
-    CollectionCfg,
-    CreditCfg,
-    GRPOCfg,
-    ObjectiveCfg,
-    OptimizerCfg,
-    PPOCfg,
-    ReferenceCfg,
-    ScheduleCfg,
-)
-from groupwise.algorithms.objective_configs import (
-    CispoCfg,
-    CorrectionCfg,
-    CovarianceCfg,
-    DppoCfg,
-    EntropyCfg,
-    SapoCfg,
-    VespoCfg,
-)
-from groupwise.cfg import Cfg
 from groupwise.config import presets
-from groupwise.envs.configs import EnvCfg
-from groupwise.policies.configs import EvalSamplingCfg, LoRACfg, ModelCfg, PolicyCfg, SamplingCfg
-from groupwise.settings import (
-    AgreementCfg,
-    CommonCfg,
-    EvaluationCfg,
-    LoggingCfg,
-    OverlongCfg,
-    RunCfg,
-    StopCfg,
-    TextEvaluationCfg,
-    TextRunCfg,
-)
-from groupwise.text.configs import RewardCfg, TextTaskCfg
+from groupwise.config.algorithm import GRPOCfg, PPOCfg
+from groupwise.config.base import Cfg
+from groupwise.config.run import RunCfg, TextRunCfg
 
 FOLDER = Path(__file__).parent / "generated"
-
-CLASSES: tuple[type[Cfg], ...] = (
-    CommonCfg, RunCfg, TextRunCfg, EnvCfg, AlgorithmCfg, GRPOCfg, PPOCfg, CollectionCfg, BranchCfg, CreditCfg, ObjectiveCfg, CorrectionCfg, CispoCfg, SapoCfg, VespoCfg, DppoCfg,
-    CovarianceCfg, EntropyCfg, ReferenceCfg, OptimizerCfg, ScheduleCfg,
-    PolicyCfg, TextTaskCfg, RewardCfg, ModelCfg, LoRACfg, SamplingCfg, EvalSamplingCfg, OverlongCfg, AgreementCfg, EvaluationCfg, TextEvaluationCfg,
-    StopCfg, LoggingCfg,
-)  # fmt: skip
 
 NOTE = "<!-- Written by docs/generate.py. Change the code or the preset files, then run it again. -->"
 
@@ -72,15 +32,43 @@ def pages() -> dict[Path, str]:
 def settings_page() -> str:
     """Every config class with its fields: type, default, docstring."""
     sections = [
-        "# Every setting",
+        "# Settings",
         NOTE,
-        "A setting is named by the fields that lead to it: `algorithm.credit.scale`. In a JSON file they are nested "
-        "objects; on the command line it is `--algorithm.credit.scale`, with `-` in place of `_`. `null` is `None` in "
-        "Python and on the command line. The defaults are those of the classes; the "
-        "[preset of the environment](presets.md#settings-per-environment) goes over them.",
-        *(_class_section(cls) for cls in CLASSES),
+        "The path of a setting names it: `algorithm.credit.scale`. In a JSON file these are nested objects. On the command "
+        "line it is `--algorithm.credit.scale`, with `-` in place of `_`. `null` is `None` in Python and on the command "
+        "line. The defaults are those of the classes; the "
+        "[preset of the environment](presets.md#settings-per-environment) overrides them.",
+        *(_class_section(cls) for cls in config_classes()),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def config_classes() -> list[type[Cfg]]:
+    """Every class of settings that a run can hold, those it is made of behind it."""
+    found: list[type[Cfg]] = []
+
+    def visit(cls: type[Cfg]) -> None:
+        if cls in found or cls is Cfg:
+            return
+        for base in cls.__bases__:
+            if issubclass(base, Cfg):
+                visit(base)
+        found.append(cls)
+        for field in cls.model_fields.values():
+            for part in _config_types(field.annotation):
+                visit(part)
+
+    for cls in (RunCfg, GRPOCfg, PPOCfg, TextRunCfg):
+        visit(cls)
+    return found
+
+
+def _config_types(kind: Any) -> Iterable[type[Cfg]]:
+    """The settings classes in a type, such as those of a union."""
+    if isinstance(kind, type) and issubclass(kind, Cfg):
+        yield kind
+    for part in get_args(kind):
+        yield from _config_types(part)
 
 
 def _class_section(cls: type[Cfg]) -> str:

@@ -62,13 +62,7 @@ FAMILIES: dict[str, list[str]] = {
 }
 
 NOTE = "<!-- Written by docs/check_envs.py from environments.json. -->"
-NOISE = {
-    "none": "no",
-    "drawn": "drawn, no effect seen",
-    "seen": "yes",
-    "stray": "yes, by a generator that nobody seeds",
-}
-TIERS = ("native", "snapshot", "seed", "replay")
+START_MODES = ("native", "snapshot", "seed", "replay")
 WAYS = ("entry_point", "sync", "async")
 
 
@@ -78,12 +72,11 @@ def main(arguments: list[str]) -> None:
     data: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {"found": {}}
     if arguments != ["--page"]:
         from groupwise.check import check_env
-        from groupwise.envs.findings import plain
 
         register()
         data["versions"] = {name: version(name) for name in ("gymnasium", "ale-py", "Box2D", "minigrid", "mujoco")}
         for name in arguments or names:
-            data["found"][name] = plain(check_env(checked(name)))
+            data["found"][name] = check_env(checked(name)).to_dict()
             print(name, "trains" if data["found"][name]["training"]["value"] else "refused", flush=True)
             data["found"] = {name: data["found"][name] for name in names if name in data["found"]}
             DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -125,17 +118,15 @@ def page(data: dict[str, Any]) -> str:
             [
                 "# Environments",
                 NOTE,
-                f"{len(found)} environments as `groupwise check-env` finds them ({versions}). `yes` in the columns of the tiers: "
+                f"{len(found)} environments as `groupwise check-env` finds them ({versions}). `yes` in the columns of the start modes: "
                 "siblings of a group share their start in this way, bit for bit, and the check proves it. "
-                "`drawn, no effect seen`: steps draw random numbers, but siblings with numbers of their own did not part in "
-                "some tens of random steps. `needs a step limit`: GRPO trains once `env.max_episode_steps` is given. Some have only one outcome (CliffWalking, Taxi), some Atari games hear no action "
+                "`steps random`: siblings with random numbers of their own parted in some tens of random steps. `needs a step limit`: GRPO trains once `env.max_episode_steps` is given. Some have only one outcome (CliffWalking, Taxi), some Atari games hear no action "
                 "in their first seconds. What the columns mean: [starts](../starts.md).",
                 *(text for title, names in present.items() if names for text in facts(title, names, found)),
                 "## Times",
                 "Microseconds, and environment steps a second with 8 environments and random actions. **They depend on the "
                 "machine** and on what else it does (here: 2 cores, busy with other work), so compare them within a row only. A start is "
-                "that of a sibling, where another one has started before. States are captured and restored about 16 steps into "
-                "an episode; where they are replayed, restoring takes longer the further in it is.",
+                "that of a sibling, where another one has started before.",
                 *(text for title, names in present.items() if names for text in times(title, names, found)),
             ]
         )
@@ -145,7 +136,7 @@ def page(data: dict[str, Any]) -> str:
 
 def facts(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
     """What holds on any machine, and the reasons below."""
-    header = ("environment", "observation", "action", "step limit", "start depends on seed", "steps random", *TIERS, "mid-episode", "own vectorised version", "training uses")  # fmt: skip
+    header = ("environment", "observation", "action", "step limit", "start depends on seed", "steps random", *START_MODES, "training uses")  # fmt: skip
     rows: list[tuple[str, ...]] = []
     notes: dict[str, list[str]] = {}
     for name in names:
@@ -163,10 +154,8 @@ def facts(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
                 said(report["action"]),
                 said(report["max_episode_steps"]),
                 said(report["start_varies"]),
-                said(report["noise"], NOISE.__getitem__),
-                *(said(report["tiers"][tier], lambda _: "yes") for tier in TIERS),
-                said(report["branching"], lambda branching: branching["states"]),
-                said(report["entry_point_autoreset"], lambda mode: f"resets itself: {mode}"),
+                said(report["noise_varies"]),
+                *(said(report["start_modes"][mode], lambda _: "yes") for mode in START_MODES),
                 trained(report),
             )
         )
@@ -178,29 +167,26 @@ def trained(report: dict[str, Any]) -> str:
     """What training uses, or that nothing but a step limit is missing."""
     if report["training"]["reason"] and report["training"]["reason"] == report["max_episode_steps"]["reason"]:
         return "needs a step limit"
-    return said(report["training"], lambda used: f"{used['tier']}, {used['vectorization']}")
+    return said(report["training"], lambda used: f"{used['start_mode']}, {used['vectorization']}")
 
 
 def refusals(report: dict[str, Any]) -> dict[str, Any]:
     """Findings without a value that are worth a reason: the first one, where all others follow from it."""
     if report["observation"]["value"] is None:
         return {"observation": report["observation"]}
-    single = {key: report[key] for key in ("action", "start_varies", "noise", "branching", "training")}
-    findings = {**{f"tier {tier}": finding for tier, finding in report["tiers"].items()}, **single}
+    single = {key: report[key] for key in ("action", "start_varies", "noise_varies", "training")}
+    findings = {**{f"start mode {mode}": finding for mode, finding in report["start_modes"].items()}, **single}
     return {what: finding for what, finding in findings.items() if finding["value"] is None}
 
 
 def times(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
     """What was measured."""
-    header = ("environment", *(f"start by {tier}" for tier in TIERS), "capture", "restore", *(f"steps/s {way}" for way in WAYS))  # fmt: skip
+    header = ("environment", *(f"start by {mode}" for mode in START_MODES), *(f"steps/s {way}" for way in WAYS))  # fmt: skip
     rows = []
     for name in names:
         report = found[name]
-        branching = report["branching"]["value"] or {}
         numbers = [
-            *(report["tiers"][tier]["value"] for tier in TIERS),
-            branching.get("capture_us"),
-            branching.get("restore_us"),
+            *(report["start_modes"][mode]["value"] for mode in START_MODES),
             *(report["steps_per_second"][way]["value"] for way in WAYS),
         ]
         rows.append((f"`{name}`", *map(rounded, numbers)))
@@ -211,7 +197,7 @@ def said(finding: dict[str, Any], show: Callable[[Any], str | None] = str) -> st
     """A finding in a word or two."""
     value = finding["value"]
     if value is None:
-        return "unknown" if finding["verdict"] == "unknown" else "no"
+        return "no"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"{show(value)}"
 
 

@@ -6,6 +6,7 @@ from groupwise.algorithms.advantages import CreditInput as CreditInput, episode_
 from groupwise.algorithms.base import BaseAlgorithm as BaseAlgorithm, LossOutput as LossOutput
 from groupwise.algorithms.grpo import GRPO as GRPO
 from groupwise.algorithms.ppo import PPO as PPO
+from groupwise.check import EnvReport as EnvReport
 from groupwise.check import check_env as check_env
 from groupwise.collectors.groups import GroupCollector as GroupCollector
 from groupwise.collectors.torch_groups import TorchGroupCollector as TorchGroupCollector
@@ -20,7 +21,6 @@ from groupwise.config.registry import register_algorithm as register_algorithm
 from groupwise.config.run import AgreementCfg as AgreementCfg, EvaluationCfg as EvaluationCfg, LoggingCfg as LoggingCfg, OverlongCfg as OverlongCfg, RunCfg as RunCfg, StopCfg as StopCfg, TextEvaluationCfg as TextEvaluationCfg, TextRunCfg as TextRunCfg
 from groupwise.config.text import RewardCfg as RewardCfg, TextTaskCfg as TextTaskCfg
 from groupwise.data.rollout import RolloutBuffer as RolloutBuffer, transition_view as transition_view
-from groupwise.envs.findings import EnvReport as EnvReport
 from groupwise.envs.groups import verify_group_start as verify_group_start
 from groupwise.envs.make import make_env as make_env
 from groupwise.envs.native import TorchGroupEnv as TorchGroupEnv

@@ -1,40 +1,131 @@
-"""What an environment offers to training, found out by trying."""
+"""What an environment offers to training, found out by trying for some seconds."""
 
 import logging
 import multiprocessing.spawn
+import re
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import gymnasium
+import numpy as np
+import torch
 
 from groupwise.config import resolve
 from groupwise.config.env import EnvCfg, StartTier
 from groupwise.config.policy import PolicyCfg
-from groupwise.envs import check
-from groupwise.envs.base import GroupEnv, GroupStartReport
-from groupwise.envs.check import Maker, attempt
-from groupwise.envs.findings import Branching, EnvReport, Finding, Training, none, unknown
-from groupwise.envs.groups import verify_group_start
+from groupwise.data.spaces import obs_spec, space_kind, subspaces
+from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.make import make_env
 from groupwise.envs.names import refuse_module
-from groupwise.envs.noise import generators_kept, global_generators_kept, step_noise
-from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.self_vectorised import makes_rows
+from groupwise.envs.single import explained, step_limit, with_limit
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.policies.distributions import make_head
 
+START_MODES: tuple[StartTier, ...] = ("native", "snapshot", "seed", "replay")
+VECTORIZATIONS = ("entry_point", "sync", "async")
+NUM_ENVS = 8
+_BUDGET_S = 0.3
+_NO_ENTRY_POINT = "it registers no vectorised version"
+_GROUP_SETTINGS = {"group_start": "auto", "random_prefix": 0, "reward_parts": ()}
+
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Finding(Generic[T]):
+    """What was found; or None, the reason, and how to fix it where that is known."""
+
+    value: T | None
+    reason: str = ""
+    fix: str = ""
+
+
+class Training(NamedTuple):
+    """What GRPO does with the environment by default."""
+
+    start_mode: StartTier
+    """How siblings share a start."""
+    vectorization: str
+    """``own``: the callable makes all rows; else as ``env.vectorization``."""
+    num_envs: int
+    rejected: tuple[str, ...]
+    """Why better start modes were not taken."""
+
+
+@dataclass(frozen=True)
+class EnvReport:
+    """What ``check_env`` found out about an environment; printed, the table of ``groupwise check-env``.
+
+    ``observation``, ``action``: the spaces in words, if they are supported. ``max_episode_steps``: the step limit, which
+    GRPO needs. ``start_varies``: whether the start depends on the seed. ``noise_varies``: whether siblings drift apart
+    under equal actions. ``start_modes``: microseconds of a sibling's start, for each mode that passes its check.
+    ``steps_per_second``: with 8 environments and random actions, by vectorisation. ``training``: what GRPO does by
+    default; its value is None where GRPO refuses the environment.
+    """
+
+    env_id: str
+    observation: Finding[str]
+    action: Finding[str]
+    max_episode_steps: Finding[int]
+    start_varies: Finding[bool]
+    noise_varies: Finding[bool]
+    start_modes: dict[str, Finding[float]]
+    steps_per_second: dict[str, Finding[float]]
+    training: Finding[Training]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Dictionaries, lists, texts and numbers."""
+        found = asdict(self)
+        if self.training.value is not None:
+            found["training"]["value"] = self.training.value._asdict()
+        return found
+
+    def __str__(self) -> str:
+        """A table, each reason once."""
+        shown: dict[str, str] = {}
+        lines = [self.env_id]
+        for question, finding, words in self._rows():
+            answer = words
+            if finding.value is None:
+                seen = shown.setdefault(finding.reason, question)
+                answer = f"no: {finding.reason}" if seen == question else f"no, see {seen!r}"
+            lines.append(f"{question:<26}{answer}")
+        if self.training.fix:
+            lines.append(f"{'fix':<26}{self.training.fix}")
+        return "\n".join(lines)
+
+    def _rows(self) -> Iterator[tuple[str, Finding[Any], str]]:
+        yield "observation", self.observation, f"{self.observation.value}"
+        yield "action", self.action, f"{self.action.value}"
+        yield "step limit", self.max_episode_steps, f"{self.max_episode_steps.value}"
+        yield "start depends on the seed", self.start_varies, "yes" if self.start_varies.value else "no"
+        yield "steps are random", self.noise_varies, "yes" if self.noise_varies.value else "not that it showed"
+        for mode, cost in self.start_modes.items():
+            yield f"shared start: {mode}", cost, f"yes, {cost.value or 0:,.1f} us"
+        for way, speed in self.steps_per_second.items():
+            yield f"steps/s: {way}", speed, f"{speed.value or 0:,.0f}"
+        yield "training uses", self.training, _describe(self.training.value)
+
+
+def _describe(used: Training | None) -> str:
+    if used is None:
+        return ""
+    words = f"{used.num_envs} environments by {used.vectorization}, shared starts: {used.start_mode}"
+    return "; ".join([words, *(f"not {why}" for why in used.rejected)])
 
 
 def check_env(env: object) -> EnvReport:
     """What an environment offers to training, found out by trying for some seconds.
 
     Args:
-        env: a Gymnasium id, an ``EnvCfg`` (for ``kwargs`` and the step limit), or a callable that returns one environment
-            or, given ``num_envs``, a whole ``GroupEnv``. With ``vectorization="envpool"`` EnvPool's version is tried out, with ``"torch"`` ours.
+        env: a Gymnasium id, an ``EnvCfg`` (for ``kwargs`` and the step limit), or a callable that returns one
+            environment or, given ``num_envs``, a whole ``GroupEnv``.
 
     Raises:
         UnknownNameError: nobody registered this id.
@@ -43,178 +134,228 @@ def check_env(env: object) -> EnvReport:
         RuntimeError: called while a child process imports the script, which then has no ``__main__`` guard.
     """
     multiprocessing.spawn.get_preparation_data("groupwise check")  # raises in such a child, before anything is tried
+    cfg, make = _source(env)
+    with _quiet():
+        if cfg.vectorization in ("envpool", "torch") or (make is not None and makes_rows(make)):
+            return _check_rows(cfg, make)
+        return _check_single(cfg, make)
+
+
+def _source(env: object) -> tuple[EnvCfg, Callable[..., Any] | None]:
+    """The settings, as training would have them, and the callable."""
     if isinstance(env, EnvCfg | str):
-        given, make = EnvCfg(id=env) if isinstance(env, str) else env, None
-    elif callable(env):
-        given, make = EnvCfg(id="<given in Python>"), env
-    else:
-        raise EnvError(
-            f"env is a {type(env).__name__} that is made already, expected a Gymnasium id, an EnvCfg or a callable that "
-            f"makes one, since several are tried; fix: check_env({_maker_of(env)})"
-        )
-    with _quiet(), global_generators_kept():
-        return _check(given, make)
-
-
-def _maker_of(made: object) -> str:
-    """What to write instead of an environment that is made already."""
-    if isinstance(made, gymnasium.Env) and made.spec is not None and made.spec.id in gymnasium.registry:
-        return f"lambda: gymnasium.make({made.spec.id!r}, ...)"
-    return f"lambda: {type(made).__name__}(...)"
-
-
-def _check(given: EnvCfg, make: Maker | None) -> EnvReport:
-    cfg = given
-    if make is None:
-        refuse_module(given.id)  # before anything could import it
-        # the environment's preset says how training makes it
-        cfg = resolve(given.id, env={name: vars(given)[name] for name in given.model_fields_set - {"id"}}).env
-    if cfg.vectorization in ("envpool", "torch") or (make is not None and makes_rows(make)):
-        return _check_rows(cfg, make)
-    try:
-        single = check.make_single(given, make)
-    except GroupwiseError:
-        raise
-    except Exception as error:
-        return _broken(given.id, error)
-    env_id = type(single.unwrapped).__name__ if single.spec is None else single.spec.id
-    single.close()
-    with generators_kept(single):
-        return _check_single(cfg, make, env_id, single.action_space)
-
-
-def _check_single(cfg: EnvCfg, make: Maker | None, env_id: str, action_space: Any) -> EnvReport:
-    """The report on an environment that is made one by one."""
-    ways = (*check.VECTORIZATIONS, "envpool") if make is None and check.in_envpool(cfg.id) else check.VECTORIZATIONS
-    observation = attempt(lambda: check.observation_support(cfg, make))
-    action = attempt(lambda: _action_support(action_space))
-    limit = attempt(lambda: check.known_step_limit(cfg, make))
-    trial = attempt if observation.value is not None else partial(_attempt_nothing, observation.fix)
-    training, branching, siblings_differ = _trained(cfg, make, trial)
-    if action.value is None:
-        training = none("its actions are not supported", action.fix)
-    training = _limited(training, limit)
-    return EnvReport(
-        env_id,
-        observation,
-        action,
-        limit,
-        attempt(lambda: check.start_varies(cfg, make)),
-        Finding("seen") if siblings_differ else attempt(lambda: step_noise(cfg, make)),
-        {tier: trial(partial(check.tier_cost, cfg, make, tier)) for tier in check.TIERS},
-        branching,
-        attempt(lambda: check.entry_point_autoreset(cfg, make)),
-        {way: trial(partial(check.steps_per_second, cfg, make, way)) for way in ways},
-        training,
+        given = EnvCfg(id=env) if isinstance(env, str) else env
+        refuse_module(given.id)
+        return resolve(given.id, env={name: vars(given)[name] for name in given.model_fields_set - {"id"}}).env, None
+    if callable(env):
+        return EnvCfg(id="<given in Python>"), env
+    made = f"lambda: {type(env).__name__}(...)"
+    if isinstance(env, gymnasium.Env) and env.spec is not None and env.spec.id in gymnasium.registry:
+        made = f"lambda: gymnasium.make({env.spec.id!r}, ...)"
+    raise EnvError(
+        f"env is a {type(env).__name__} that is made already, expected a Gymnasium id, an EnvCfg or a callable that "
+        f"makes one, since several are tried; fix: check_env({made})"
     )
 
 
-def _check_rows(cfg: EnvCfg, make: Maker | None) -> EnvReport:
-    """The report on an environment that makes all its rows itself."""
-    plain = check.without_group_settings(cfg).model_copy(update={"autoreset": "disabled"})
+def _check_single(cfg: EnvCfg, make: Callable[..., Any] | None) -> EnvReport:
+    """The report on an environment that is made one by one."""
     try:
-        env = make_env(plain, grouped=True, num_envs=check.NUM_ENVS, env=make, verify=False)
+        single = _make_single(cfg, make)
+    except GroupwiseError:
+        raise
+    except Exception as error:
+        return _broken(cfg.id, error)
+    name = type(single.unwrapped).__name__ if single.spec is None else single.spec.id
+    limit = _known(step_limit(single))
+    single.close()
+    ways = (*VECTORIZATIONS, "envpool") if make is None and _in_envpool(cfg.id) else VECTORIZATIONS
+    return _report(
+        name,
+        single,
+        limit,
+        cfg,
+        make,
+        {mode: _attempt(lambda mode=mode: _start_us(cfg, make, mode)) for mode in START_MODES},
+        {way: _attempt(lambda way=way: _steps_per_second(cfg, make, way)) for way in ways},
+    )
+
+
+def _check_rows(cfg: EnvCfg, make: Callable[..., Any] | None) -> EnvReport:
+    """The report on an environment that makes all its rows itself."""
+    plain = cfg.model_copy(update={**_GROUP_SETTINGS, "autoreset": "disabled"})
+    try:
+        env = make_env(plain, grouped=True, num_envs=NUM_ENVS, env=make, verify=False)
     except GroupwiseError:
         raise
     except Exception as error:
         return _broken(cfg.id, error)
     try:
-        found = attempt(lambda: verify_group_start(env))
-        limit = attempt(lambda: check.stated(env.max_episode_steps))
-        training, branching, siblings_differ = _trained(cfg, make, attempt)
-        together = found.reason or "siblings stayed together in some tens of steps"
-        return EnvReport(
-            env.env_id,
-            attempt(lambda: check.brief(env.observation_space)),
-            attempt(lambda: _action_support(env.action_space)),
-            limit,
-            unknown(found.reason) if found.value is None else Finding(found.value.start_varies),
-            Finding("seen") if siblings_differ else unknown(together),
-            {tier: _cost_of_rows(env, tier, found) for tier in check.TIERS},
-            branching,
-            none("its rows are reset by the collector"),
-            _speed_of_rows(cfg, make, env),
-            _limited(training, limit),
-        )
+        only = Finding[float](None, f"it makes its rows itself, and starts them by {env.start_tier}")
+        own: dict[str, Finding[float]] = {env.start_tier: _attempt(lambda: _median_start_us(env, env.num_envs))}
+        speed = _attempt(lambda: _speed(env))
+        way = "own" if make is not None else cfg.vectorization
+        modes = {mode: own.get(mode, only) for mode in START_MODES}
+        return _report(env.env_id, env, _known(env.max_episode_steps), cfg, make, modes, {way: speed})
     finally:
         env.close()
 
 
-def _speed_of_rows(cfg: EnvCfg, make: Maker | None, env: GroupEnv) -> dict[str, Finding[float]]:
-    if make is None and cfg.vectorization == "envpool":
-        return {"envpool": attempt(lambda: check.steps_per_second(cfg, make, "envpool"))}
-    return {"own" if make is not None else cfg.vectorization: attempt(lambda: check.speed(env))}
+def _report(
+    name: str,
+    env: Any,
+    limit: Finding[int],
+    cfg: EnvCfg,
+    make: Callable[..., Any] | None,
+    modes: dict[str, Finding[float]],
+    speeds: dict[str, Finding[float]],
+) -> EnvReport:
+    observation = _attempt(lambda: (obs_spec(env.observation_space), _brief(env.observation_space))[1])
+    action = _attempt(lambda: (make_head(env.action_space, PolicyCfg()), _brief(env.action_space))[1])
+    start_varies, noise_varies, training = _training(cfg, make)
+    for needed in (observation, action, limit):
+        if needed.value is None:
+            training = Finding(None, needed.reason, needed.fix)
+            break
+    return EnvReport(name, observation, action, limit, start_varies, noise_varies, modes, speeds, training)
 
 
-def _cost_of_rows(env: GroupEnv, tier: StartTier, found: Finding[GroupStartReport]) -> Finding[float]:
-    if tier != env.start_tier:
-        return none(f"it makes its rows itself, and starts them by {env.start_tier}")
-    if found.value is None:
-        return Finding(None, found.verdict, found.reason, found.fix)
-    return attempt(lambda: check.start_us(env, env.num_envs) / env.num_envs)
+def _training(cfg: EnvCfg, make: Callable[..., Any] | None) -> tuple[Finding[bool], Finding[bool], Finding[Training]]:
+    """Whether starts and steps vary, and what training would use."""
+    made = _attempt(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
+    env = made.value
+    if env is None or env.start_report is None:
+        refused: Finding[Any] = Finding(None, made.reason, made.fix)
+        return refused, refused, refused
+    env.close()
+    report = env.start_report
+    way: str = "own" if make is not None and makes_rows(make) else cfg.vectorization
+    if way == "auto":
+        way = "entry_point" if env.start_tier == "native" else "sync"
+    training = Training(env.start_tier, way, cfg.num_envs, report.passed_over)
+    return Finding(report.start_varies), Finding(report.noise_varies), Finding(training)
+
+
+def _start_us(cfg: EnvCfg, make: Callable[..., Any] | None, mode: StartTier) -> float:
+    """Microseconds that a row's start takes when a sibling has started there before, by this mode, which is verified."""
+    native = mode == "native"
+    if native and not _offers_entry_point(cfg, make):
+        raise EnvError(_NO_ENTRY_POINT)
+    asked = {"group_start": mode, "vectorization": "entry_point" if native else "sync", "autoreset": "disabled"}
+    env = make_env(cfg.model_copy(update=asked), grouped=True, num_envs=NUM_ENVS if native else 2, env=make)
+    try:
+        return _median_start_us(env, NUM_ENVS if native else 1)
+    finally:
+        env.close()
+
+
+def _median_start_us(env: GroupEnv, rows: int, times: int = 20) -> float:
+    """Median microseconds a row of starting so many rows at once where they have started before."""
+    seeds = np.zeros(env.num_envs, np.int64)
+    env.start(np.ones(env.num_envs, np.bool_), seeds, seeds)
+    chosen = np.arange(env.num_envs) < rows
+    took = []
+    while len(took) < times and (len(took) < 3 or sum(took) < _BUDGET_S):
+        begun = time.perf_counter()
+        env.start(chosen, seeds, seeds)
+        took.append(time.perf_counter() - begun)
+    return float(np.median(took)) * 1e6 / rows
+
+
+def _steps_per_second(cfg: EnvCfg, make: Callable[..., Any] | None, way: str) -> float:
+    """Of 8 environments with random actions. ``sync`` and ``async`` are rows of groups; the others reset themselves."""
+    if way == "entry_point" and not _offers_entry_point(cfg, make):
+        raise EnvError(_NO_ENTRY_POINT)
+    grouped = way in ("sync", "async")
+    asked = {**_GROUP_SETTINGS, "vectorization": way, "autoreset": "disabled" if grouped else "next_step"}
+    env = make_env(cfg.model_copy(update=asked), grouped=grouped, num_envs=NUM_ENVS, env=make, verify=False)
+    try:
+        return _speed(env)
+    finally:
+        env.close()
+
+
+def _speed(env: VectorEnv) -> float:
+    """Environment steps a second with random actions; rows that nobody resets are reset where they end."""
+    env.reset(seed=0)
+    env.action_space.seed(0)
+    samples = [[np.asarray(env.action_space.sample()) for _ in range(env.num_envs)] for _ in range(64)]
+    actions = [torch.from_numpy(np.stack(sample)) for sample in samples]
+    count, begun = 0, time.perf_counter()
+    while count < 8 or time.perf_counter() - begun < _BUDGET_S:
+        step = env.step(actions[count % len(actions)])
+        if env.autoreset == "disabled" and (over := (step.terminated | step.truncated).cpu().numpy()).any():
+            env.reset(mask=over)
+        count += 1
+    return count * env.num_envs / (time.perf_counter() - begun)
+
+
+def _attempt(probe: Callable[[], T]) -> Finding[T]:
+    """What ``probe`` finds, or the reason why it fails."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return Finding(probe())
+        except Exception as error:
+            return Finding(None, *_reason_and_fix(error))
+
+
+def _reason_and_fix(error: Exception) -> tuple[str, str]:
+    """An error in a line, with its type unless it is one of ours, and its fix."""
+    kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
+    text = re.sub(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+", "", str(error))
+    reason, _, fix = " ".join(text.split()).partition("; fix: ")
+    return kind + re.sub(r"^siblings of \S+ cannot share a start( by group_start='\w+')?: ", "", reason), fix
+
+
+def _known(limit: int | None) -> Finding[int]:
+    if limit is not None:
+        return Finding(limit)
+    return Finding(
+        None,
+        "no step limit is known, so an attempt might never end",
+        "env.max_episode_steps (also where it truncates by itself), or algorithm.attempt_steps",
+    )
 
 
 def _broken(env_id: str, error: Exception) -> EnvReport:
     """The report on an environment that cannot even be made."""
-    reason, fix = check.reason_and_fix(error)
-    nothing = unknown(f"cannot be made: {reason}", fix)
-    tiers: dict[str, Finding[float]] = dict.fromkeys(check.TIERS, nothing)
-    speeds: dict[str, Finding[float]] = dict.fromkeys(check.VECTORIZATIONS, nothing)
-    return EnvReport(
-        env_id,
-        nothing,
-        nothing,
-        nothing,
-        nothing,
-        nothing,
-        tiers,
-        nothing,
-        nothing,
-        speeds,
-        replace(nothing, verdict="none"),
-    )
+    reason, fix = _reason_and_fix(error)
+    nothing: Finding[Any] = Finding(None, f"cannot be made: {reason}", fix)
+    modes, speeds = dict.fromkeys(START_MODES, nothing), dict.fromkeys(VECTORIZATIONS, nothing)
+    return EnvReport(env_id, nothing, nothing, nothing, nothing, nothing, {**modes}, speeds, nothing)
 
 
-def _attempt_nothing(fix: str, probe: Callable[[], T]) -> Finding[T]:
-    return none("its observations are not supported", fix)
+def _make_single(cfg: EnvCfg, make: Callable[..., Any] | None) -> gymnasium.Env:
+    with explained(cfg.id):
+        made = gymnasium.make(cfg.id, **with_limit(cfg)) if make is None else make(**cfg.kwargs)
+    if not isinstance(made, gymnasium.Env):
+        raise EnvError(f"the callable returned a {type(made).__name__}, expected a gymnasium.Env")
+    return made
 
 
-def _trained(
-    cfg: EnvCfg, make: Maker | None, trial: Callable[[Callable[[], GroupEnv]], Finding[GroupEnv]]
-) -> tuple[Finding[Training], Finding[Branching], bool]:
-    """What training would use, its branching, and whether siblings with noise of their own drifted apart."""
-    made = trial(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
-    if made.value is None or made.value.start_report is None:
-        refused = none(made.reason, made.fix)  # whatever stopped it stops training, too
-        return refused, Finding(None, made.verdict, "groups cannot start at all"), False
-    env, report = made.value, made.value.start_report
-    try:
-        vectorization: str = cfg.vectorization
-        if make is not None and makes_rows(make):
-            vectorization = "own"
-        elif vectorization == "auto":
-            vectorization = "sync" if isinstance(env, RowsGroupEnv) else "entry_point"
-        chosen = Training(env.start_tier, vectorization, cfg.num_envs, env.autoreset, report.passed_over)
-        return Finding(chosen), attempt(lambda: check.branching(env)), report.noise_varies
-    finally:
-        env.close()
+def _offers_entry_point(cfg: EnvCfg, make: Callable[..., Any] | None) -> bool:
+    return make is None and gymnasium.spec(cfg.id).vector_entry_point is not None
 
 
-def _limited(training: Finding[Training], limit: Finding[int]) -> Finding[Training]:
-    """``training``, if attempts are sure to end."""
-    if training.value is None or limit.value is not None:
-        return training
-    return none(limit.reason, limit.fix)
+def _in_envpool(env_id: str) -> bool:
+    if find_spec("envpool") is None:
+        return False
+    import envpool
+
+    return env_id in envpool.list_all_envs()
 
 
-def _action_support(space: Any) -> str:
-    make_head(space, PolicyCfg())
-    return check.brief(space)
+def _brief(space: Any) -> str:
+    """A space in a few words, without its bounds."""
+    if (children := subspaces(space)) is not None:
+        return f"{type(space).__name__}({', '.join(f'{name}: {_brief(child)}' for name, child in children.items())})"
+    return f"Box{list(space.shape)} {space.dtype}" if space_kind(space) == "box" else str(space)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the environments' makers from telling what the report says."""
+    """Keep the environments' makers from logging what the report says."""
     logger = logging.getLogger("groupwise.envs")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -4,14 +4,14 @@ import sys
 import gymnasium
 import pytest
 
-from groupwise import cli
-from groupwise.envs import check
+from groupwise import check, cli
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
     """Times are not what is tested."""
     monkeypatch.setattr(check, "_BUDGET_S", 0.01)
+    monkeypatch.setattr(check, "VECTORIZATIONS", ("entry_point", "sync"))  # processes take seconds to begin
 
 
 def test_check_env_command_prints_a_table(capsys):
@@ -19,16 +19,15 @@ def test_check_env_command_prints_a_table(capsys):
     printed = capsys.readouterr().out
     assert "Pendulum-v1" in printed
     assert "Box[3] float32" in printed
-    assert "starts by seed" in printed
+    assert "shared starts: seed" in printed
 
 
 def test_check_env_command_prints_json(capsys):
     assert cli.main(["check-env", "FrozenLake-v1", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["start_varies"] == {"value": False, "verdict": "found", "reason": "", "fix": ""}
-    assert printed["tiers"]["native"]["verdict"] == "none"
-    assert printed["training"]["value"]["tier"] == "seed"
-    assert printed["branching"]["value"]["states"] == "fields"
+    assert printed["start_varies"] == {"value": False, "reason": "", "fix": ""}
+    assert printed["start_modes"]["native"]["value"] is None
+    assert printed["training"]["value"]["start_mode"] == "seed"
 
 
 PLUGIN = """

@@ -1,6 +1,5 @@
 """What any model simulated by MuJoCo Warp does, shown with a ball that falls and is pushed along the floor."""
 
-import pickle
 import subprocess
 import sys
 
@@ -148,30 +147,6 @@ class Shaken(Ball):
 def test_controls_can_be_noisy_and_siblings_draw_their_own():
     report = gw.verify_group_start(Shaken(4))
     assert (report.tier, report.start_varies, report.noise_varies) == ("native", True, True)
-
-
-def test_captured_rows_go_on_bit_for_bit_beside_any_others():
-    """Activations and the solver's warm start, in contact with the floor, among rows that do something else."""
-    env = Ball(4, frame_skip=20, max_episode_steps=None)
-    draws = torch.Generator().manual_seed(0)
-    pushes = 2 * torch.rand(12, 2, generator=draws) - 1
-    env.start(*everyone(4), everyone(4)[1])
-    for push in pushes[:6]:
-        env.step(push.expand(4, 2))
-    [captured] = pickle.loads(pickle.dumps(env.snapshot([2])))
-    assert set(captured.state) == {"qpos", "qvel", "qacc_warmstart", "act", "goal", "site_xpos"}
-    expected = [env.step(push.expand(4, 2)) for push in pushes[6:]]
-    other = Ball(7, frame_skip=20, max_episode_steps=None)
-    other.start(*everyone(7), everyone(7)[1] + 5)
-    rows = np.arange(7) == 5
-    other.step(torch.rand(7, 2, generator=draws))
-    other.restore(rows, [captured if row else None for row in rows], everyone(7)[1])
-    for push, step in zip(pushes[6:], expected, strict=True):
-        actions = torch.rand(7, 2, generator=draws)
-        actions[5] = push
-        found = other.step(actions)
-        assert torch.equal(found.obs[5], step.obs[2])
-        assert torch.equal(found.reward[5], step.reward[2])
 
 
 def test_branches_copy_all_that_a_row_is_and_held_rows_stay():

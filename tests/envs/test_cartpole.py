@@ -5,8 +5,6 @@ import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 
 from groupwise.envs.cartpole import CartPoleGroupEnv
-from groupwise.envs.cartpole_physics import CartPolePhysics
-from groupwise.errors import EnvError
 
 ALL = np.ones(4, np.bool_)
 SEEDS = np.array([3, 11, 3, 2**31 - 1], np.int64)
@@ -112,15 +110,6 @@ def test_starting_no_row_disturbs_none():
     before = env.start(ALL, SEEDS, SEEDS)
     nobody = np.zeros(4, np.bool_)
     assert torch.equal(env.start(nobody, SEEDS, SEEDS), before)
-    assert torch.equal(env.restore(nobody, [None] * 4, SEEDS), before)
-
-
-def test_a_captured_state_does_not_change_with_its_row():
-    env = make()
-    before = env.start(ALL, SEEDS, SEEDS)
-    (snapshot,) = env.snapshot([1])
-    env.start(ALL, SEEDS + 1, SEEDS)
-    assert torch.equal(env.restore(ALL, [snapshot] * 4, SEEDS), before[[1] * 4])
 
 
 def test_rows_can_be_held_from_outside():
@@ -182,98 +171,12 @@ def test_observations_kept_by_the_caller_do_not_change():
     assert torch.equal(first, copy)
 
 
-def test_captured_states_go_on_bit_for_bit_in_any_row():
-    env = make(max_episode_steps=6)
-    env.start(ALL, SEEDS, SEEDS)
-    for action in actions(3):
-        before = env.step(action)
-    (snapshot,) = env.snapshot([1])
-    expected = [env.step(action.expand(4)) for action in torch.tensor([[1], [0], [1]])]
-    assert expected[-1].truncated.tolist() == [True] * 4
-    env.start(ALL, SEEDS + 1, SEEDS)
-    env.step(actions(1)[0])
-    mask = np.array([True, False, False, True])
-    obs = env.restore(mask, [snapshot, None, None, snapshot], SEEDS)
-    assert torch.equal(obs[[0, 3]], before.obs[[1, 1]])
-    for action, there in zip(torch.tensor([[1], [0], [1]]), expected, strict=True):
-        step = env.step(action.expand(4))
-        assert torch.equal(step.obs[[0, 3]], there.obs[[1, 1]])
-        assert step.truncated.tolist() == [bool(there.truncated[1]), False, False, bool(there.truncated[1])]
-    again = env.restore(mask, [snapshot, None, None, snapshot], SEEDS)
-    assert torch.equal(again[[0, 3]], before.obs[[1, 1]])
-
-
-def test_held_rows_have_no_state_to_capture():
-    env = make()
-    env.start(ALL, SEEDS, SEEDS)
-    env.hold(np.array([True, False, False, False]))
-    with pytest.raises(EnvError, match=r"rows \[0\] of CartPole-v1 are held; fix"):
-        env.snapshot([1, 0])
-
-
 class Heavier(CartPoleVectorEnv):
     """Steps its own way."""
 
     def step(self, action):
         obs, reward, terminated, truncated, info = super().step(action)
         return obs, 2 * reward, terminated, truncated, info
-
-
-def in_gymnasium(monkeypatch, num_envs, **kwargs):
-    """The same rows, stepped by Gymnasium."""
-    with monkeypatch.context() as patch:
-        patch.setattr(CartPolePhysics, "knows", lambda env: False)
-        return make(num_envs, **kwargs)
-
-
-@pytest.mark.parametrize("num_envs", [1, 2, 3, 8, 33, 256])
-def test_physics_are_gymnasiums_bit_for_bit(num_envs):
-    env = CartPoleVectorEnv(num_envs)
-    env.reset(seed=0)
-    physics, random = CartPolePhysics(env), np.random.default_rng(num_envs)
-    fell = 0
-    for _ in range(100):
-        state = random.uniform(-1, 1, (4, num_envs)) * [[3], [4], [0.3], [4]]
-        action = random.integers(0, 2, num_envs)
-        env.state, env.prev_done[:] = state.copy(), False
-        _, _, expected, _, _ = env.step(action)
-        found, terminated = physics(state, action)
-        assert np.array_equal(found, env.state)
-        assert np.array_equal(terminated, expected)
-        fell += terminated.sum()
-    assert 0 < fell < 100 * num_envs
-
-
-@pytest.mark.parametrize("constant", ["gravity", "force_mag", "length", "total_mass", "tau", "x_threshold", "masspole"])
-def test_physics_follow_constants_that_somebody_changed(constant):
-    env = CartPoleVectorEnv(8)
-    env.reset(seed=0)
-    physics = CartPolePhysics(env)
-    setattr(env, constant, getattr(env, constant) / 4)
-    state = np.random.default_rng(0).uniform(-2, 2, (4, 8))
-    env.state = state.copy()
-    _, _, expected, _, _ = env.step(np.arange(8) % 2)
-    found, terminated = physics(state, np.arange(8) % 2)
-    assert np.array_equal(found, env.state)
-    assert np.array_equal(terminated, expected)
-
-
-@pytest.mark.parametrize("kwargs", [{}, {"sutton_barto_reward": True}, {"max_episode_steps": 15}])
-def test_rows_step_as_in_gymnasium_also_where_some_are_held(monkeypatch, kwargs):
-    ours, theirs = make(9, **kwargs), in_gymnasium(monkeypatch, 9, **kwargs)
-    assert torch.equal(ours.reset(seed=3), theirs.reset(seed=3))
-    ends = 0
-    for number, action in enumerate(actions(300, 9)):
-        found, expected = ours.step(action), theirs.step(action)
-        for one, other in zip(found[:4], expected[:4], strict=True):
-            assert one.dtype == other.dtype
-            assert torch.equal(one, other)
-            assert torch.equal(torch.signbit(one.float()), torch.signbit(other.float()))
-        ends += int((found.terminated | found.truncated).sum())
-        if number % 11 == 0:
-            chosen = np.arange(9) % 3 == number % 3
-            assert torch.equal(ours.reset(mask=chosen), theirs.reset(mask=chosen))
-    assert ends > 20
 
 
 def test_the_environment_that_was_given_shows_where_its_rows_are():
@@ -286,20 +189,5 @@ def test_the_environment_that_was_given_shows_where_its_rows_are():
 
 
 def test_what_steps_its_own_way_is_stepped_that_way():
-    assert not CartPolePhysics.knows(Heavier(1))
-    other = CartPoleVectorEnv(1)
-    other.kinematics_integrator = "semi-implicit euler"
-    assert not CartPolePhysics.knows(other)
     env = CartPoleGroupEnv(Heavier(2), env_id="Heavier")
     assert env.step(torch.tensor([0, 1])).reward.tolist() == [2.0, 2.0]
-
-
-def test_an_action_that_is_none_is_refused():
-    with pytest.raises(IndexError):
-        make(2).step(torch.tensor([0, 2]))
-
-
-def test_the_log_says_who_steps(caplog):
-    with caplog.at_level("INFO"):
-        make()
-    assert "CartPole-v1 is stepped by groupwise" in caplog.text

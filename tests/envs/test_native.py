@@ -1,5 +1,3 @@
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -148,7 +146,6 @@ def test_starting_one_row_disturbs_no_other():
     for env in (calm, busy):
         env.start(ALL, STARTS, NOISE)
     busy.start(mask(1), NOISE, NOISE[::-1].copy())
-    busy.restore(mask(2), busy.snapshot([0]) * N, NOISE[::-1].copy())
     for _ in range(3):
         assert torch.equal(calm.step(still()).obs[[0, 3]], busy.step(still()).obs[[0, 3]])
 
@@ -211,52 +208,13 @@ def test_a_reset_row_counts_its_steps_anew():
     assert [row[1] for row in ends] == [False, True, False]
 
 
-def test_snapshots_go_on_in_any_row_with_noise_of_their_own():
-    env = Drift(limit=6)
-    env.start(ALL, STARTS, NOISE)
-    for _ in range(2):
-        there = env.step(push(0.1, -0.1, 0.1, -0.1)).obs
-    captured = pickle.loads(pickle.dumps(env.snapshot([0, 1])))
-    env.step(push(9.0, 9.0, 9.0, 9.0))
-    obs = env.restore(mask(0, 2, 3), [captured[0], None, captured[0], captured[1]], np.array([7, 0, 7, 9]))
-    assert torch.equal(obs[[0, 2, 3]], there[[0, 0, 1]])
-    step = env.step(still())
-    assert torch.equal(step.obs[0], step.obs[2])
-    assert float(step.reward[1]) == 0.0  # still held
-    env.restore(mask(0, 2), [captured[0], None, captured[0], None], np.array([7, 0, 8, 0]))
-    step = env.step(still())
-    assert not torch.equal(step.obs[0], step.obs[2])
-    # two steps before the snapshot, one after: the limit of six comes after three more
-    ends = [env.step(still()).truncated.tolist() for _ in range(3)]
-    assert [row[0] for row in ends] == [False, False, True]
-    assert [row[3] for row in ends] == [False, True, False]
-
-
-def test_snapshots_serve_an_environment_that_has_not_started():
-    env = Drift()
-    there = env.start(ALL, STARTS, NOISE)
-    fresh = Drift()
-    obs = fresh.restore(mask(1), [None, env.snapshot([3])[0], None, None], NOISE)
-    assert torch.equal(obs[1], there[3])
-    assert fresh.step(push(9.0, 9.0, 9.0, 9.0)).terminated.tolist() == [False, True, False, False]
-
-
-def test_restoring_nothing_changes_nothing():
-    env = Drift()
-    there = env.start(ALL, STARTS, NOISE)
-    assert torch.equal(env.restore(mask(), [None] * N, NOISE), there)
-
-
-def test_observations_and_snapshots_kept_by_the_caller_do_not_change():
+def test_observations_kept_by_the_caller_do_not_change():
     env = Drift()
     first = env.start(ALL, STARTS, NOISE)
-    kept, [captured] = first.clone(), env.snapshot([0])
-    x = captured.state["x"].copy()
+    kept = first.clone()
     env.step(push(1.0, 1.0, 1.0, 1.0))
     env.start(mask(0), NOISE, NOISE)
     assert torch.equal(first, kept)
-    assert captured.state["x"] == x
-    assert captured.state["wind"].base is None  # else one kept snapshot would hold the memory of all
 
 
 def test_the_number_of_rows_changes_no_row():
@@ -320,4 +278,4 @@ def test_held_rows_do_not_age():
     env.step(still())
     env.hold(mask(2))
     env.step(still())
-    assert [captured.elapsed for captured in env.snapshot([0, 2])] == [2, 1]
+    assert env.rows.elapsed[[0, 2]].tolist() == [2, 1]

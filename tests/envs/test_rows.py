@@ -1,6 +1,5 @@
 import logging
 import os
-import pickle
 import signal
 
 import gymnasium
@@ -51,7 +50,7 @@ class Fragile(Noisy):
         return super().step(action)
 
 
-def make(env=Noisy, num_envs=3, workers=0, method=("seed", "fields"), **settings):
+def make(env=Noisy, num_envs=3, workers=0, method=("seed",), **settings):
     cfg = RowCfg(env, "Noisy", Noisy.observation_space, Noisy.action_space, 5, StartMethod(*method), **settings)
     return RowsGroupEnv(cfg, num_envs, num_workers=workers)
 
@@ -144,38 +143,6 @@ def test_resets_as_any_vector_environment_with_streams_of_their_own():
     assert torch.equal(env.reset(mask=mask(1, 0, 0))["at"][0], again[0])
 
 
-def test_rows_go_back_to_captured_states():
-    env = make()
-    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
-    before = env.step(STILL).obs["at"].clone()
-    first, last = env.snapshot([0, 2])
-    moved = env.step(STILL).obs["at"].clone()
-    obs = env.restore(mask(0, 1, 1), [None, first, last], seeds(0, 5, 5))
-    assert obs["at"].flatten().tolist() == [moved[0], before[0], before[2]]
-    env.hold(mask(1, 0, 0))
-    with pytest.raises(EnvError, match=r"rows \[0\] of Noisy are held; fix"):
-        env.snapshot([0, 1])
-
-
-def test_rows_that_capture_nothing_say_so():
-    env = make(method=("seed", "none"))
-    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
-    assert not env.can_branch
-    with pytest.raises(EnvError, match=r"states of Noisy cannot be captured .*fix"):
-        env.snapshot([0])
-
-
-@pytest.mark.parametrize("method", [("seed", "actions"), ("replay", "actions")])
-def test_steps_outside_step_are_counted(method):
-    env = make(method=method)
-    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
-    env.step(STILL)
-    env.step(STILL)
-    snapshot = env.snapshot([1])[0]
-    env.restore(mask(1, 0, 1), [snapshot, None, snapshot], seeds(1, 1, 1))
-    assert env.extra_steps == 4
-
-
 def test_parts_of_the_reward_are_read_from_info():
     env = make(reward_parts=("cost", "bonus"))
     env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
@@ -249,10 +216,8 @@ def story(env):
     for number in range(8):
         step = env.step(go(0.25, -0.25, 0.125 * number))
         said += [step.obs.clone(), step.reward.clone(), step.truncated.clone(), step.reward_parts.clone()]
-        if number == 1:
-            captured = env.snapshot([2, 0])
         if number == 3:
-            said.append(env.restore(mask(0, 1, 1), [None, *captured], seeds(0, 5, 6)).clone())
+            said.append(env.start(mask(0, 1, 1), seeds(0, 9, 9), seeds(0, 5, 6)).clone())
         if number == 5:
             env.hold(mask(0, 1, 0))
     said.append(env.start(mask(1, 0, 0), seeds(7, 0, 0), seeds(8, 0, 0)).clone())
@@ -261,22 +226,15 @@ def story(env):
 
 @pytest.fixture(scope="module")
 def workers():
-    env = make(workers=2, method=("seed", "actions"), reward_parts=("bonus", "cost"), random_prefix=2)
+    env = make(workers=2, method=("seed",), reward_parts=("bonus", "cost"), random_prefix=2)
     yield env
     env.close()
 
 
 def test_workers_say_what_one_process_says(workers):
-    local = make(method=("seed", "actions"), reward_parts=("bonus", "cost"), random_prefix=2)
+    local = make(method=("seed",), reward_parts=("bonus", "cost"), random_prefix=2)
     for ours, theirs in zip(story(local), story(workers), strict=True):
         assert (ours == theirs).all()
-
-
-def test_states_captured_in_workers_are_pickled(workers):
-    workers.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
-    obs = workers.step(STILL).obs.clone()
-    (snapshot,) = pickle.loads(pickle.dumps(workers.snapshot([2])))
-    assert (workers.restore(mask(1, 0, 0), [snapshot, None, None], seeds(1, 1, 1))[0] == obs[2]).all()
 
 
 def test_an_error_in_a_worker_comes_back_and_a_dead_worker_is_named():
@@ -342,7 +300,8 @@ def test_parts_of_rows_that_take_no_step_are_0_as_their_rewards(workers):
 
 
 def test_rows_in_any_order_reach_their_workers(workers):
-    workers.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
-    obs = workers.step(STILL).obs.clone()
-    captured = workers.snapshot([2, 0, 1])
-    assert (workers.restore(ALL, captured, seeds(1, 1, 1)) == obs[[2, 0, 1]]).all()
+    local = make(method=("seed",), reward_parts=("bonus", "cost"), random_prefix=2)
+    for env in (local, workers):
+        env.start(mask(0, 0, 1), seeds(0, 0, 3), seeds(0, 0, 3))
+        env.start(mask(1, 1, 0), seeds(1, 2, 0), seeds(1, 2, 0))
+    assert (local.step(STILL).obs == workers.step(STILL).obs).all()

@@ -1,5 +1,3 @@
-import pickle
-
 import gymnasium
 import numpy as np
 import pytest
@@ -163,22 +161,6 @@ def test_rows_that_nobody_started_are_held():
     step = env.step(still())
     assert step.reward.eq(0).tolist() == [False, False, True, True]
     assert torch.equal(step.obs[2:], shown[2:])
-
-
-def test_snapshots_go_on_in_any_row():
-    env = adapt()
-    env.start(ALL, STARTS, NOISE)
-    there = env.step(still()).obs
-    assert env.can_branch
-    captured = pickle.loads(pickle.dumps(env.snapshot([1])))[0]
-    env.step(push(9.0, 9.0, 9.0, 9.0))
-    obs = env.restore(mask(0, 3), [captured, None, None, captured], np.array([7, 0, 0, 8]))
-    assert torch.equal(obs[[0, 3]], there[[1, 1]])
-    step = env.step(still())
-    assert not torch.equal(step.obs[0], step.obs[3])
-    assert step.obs[:, 1].tolist()[0] == 2.0  # one step before the snapshot, one after
-    with pytest.raises(EnvError, match=r"rows \[1\] of Walkers are held"):
-        env.snapshot([0, 1])
 
 
 def test_masked_reset_is_the_environments_own():

@@ -93,7 +93,7 @@ def test_pendulum_follows_gymnasium_step_by_step():
     single.reset(seed=0)
     draws = np.random.default_rng(0)
     for count in range(1, 201):
-        single.unwrapped.state = env.snapshot([1])[0].state[""].astype(np.float64)
+        single.unwrapped.state = env.rows.state[""][1].double().numpy()
         torque = draws.uniform(-3, 3)  # beyond the bounds, too
         step = env.step(torch.full((4, 1), torque))
         expected, reward, terminated, truncated, _ = single.step(np.array([torque]))
@@ -162,7 +162,7 @@ def follow(ours, policy, tolerance):
     obs = env.start(ALL, SEEDS, SEEDS)
     single.reset(seed=0)
     for count in range(1, 1001):
-        single.unwrapped.state = env.snapshot([1])[0].state[""].astype(np.float64)
+        single.unwrapped.state = env.rows.state[""][1].double().numpy()
         action = policy(obs[1].numpy())
         step = env.step(torch.from_numpy(np.stack([action] * 4)))
         expected, reward, terminated, truncated, _ = single.step(action)

@@ -217,10 +217,9 @@ def _check_env(argv: Sequence[str], plugins: list[Path]) -> int:
     env = parse_env_options(target, CHECK_SETTINGS, options, prog=prog, description=CHECK_HELP)
 
     from groupwise.check import check_env
-    from groupwise.envs.findings import plain
 
     report = check_env(env)
-    print(json.dumps(plain(report)) if "--json" in argv else report)
+    print(json.dumps(report.to_dict()) if "--json" in argv else report)
     return int(report.training.value is None)
 
 

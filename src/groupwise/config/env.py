@@ -22,7 +22,7 @@ class EnvCfg(Cfg):
     max_episode_steps: Annotated[int, Ge(1)] | None = None
     """Episodes are cut (truncated) after so many steps. None: the limit that the environment was registered with."""
     vectorization: Literal["auto", "entry_point", "sync", "async", "envpool", "torch"] = "auto"
-    """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in processes of their own; ``envpool``: EnvPool's C++ version of that name (extra ``envpool``); ``torch``: the task as a simulator in torch, in float32, on the device that is trained on (Gymnasium's classic control; HalfCheetah-v5 by MuJoCo Warp, extra ``mujoco-warp``). ``auto`` looks it up in the committed table ``envs/vectorization.json``, and steps Acrobot, where attempts share no start (PPO), by exact arithmetic of its own, as ``entry_point`` and ``auto`` do CartPole."""
+    """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in processes of their own; ``envpool``: EnvPool's C++ version of that name (extra ``envpool``); ``torch``: the task as a simulator in torch, in float32, on the device that is trained on (Gymnasium's classic control; HalfCheetah-v5 by MuJoCo Warp, extra ``mujoco-warp``). ``auto`` looks it up in the committed table ``envs/vectorization.json``."""
     group_start: Literal["auto", "native", "snapshot", "seed", "replay"] = "auto"
     """How siblings of a group share their start. ``auto`` takes the best tier that passes its check; a named one must pass. Only with groups, as the next two."""
     random_prefix: Annotated[int, Ge(0)] = 0

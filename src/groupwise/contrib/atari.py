@@ -83,14 +83,6 @@ def repeats_ahead(machine: bytes, stickiness: float) -> int:
     return repeats
 
 
-def ale_noise(ale: Any) -> bytes | None:
-    """Where the generator of sticky actions stands; None if no action sticks."""
-    if _stickiness(ale) == 0:
-        return None
-    machine = ale.cloneState(include_rng=True).serialize()
-    return bytes(machine[_generator_at(machine) : -_TAIL])
-
-
 def _stickiness(ale: Any) -> float:
     return float(ale.getFloat("repeat_action_probability"))
 
@@ -174,10 +166,6 @@ class AleAdapter(SnapshotAdapter):
     def reseed(self, env: gymnasium.Env, seed: int) -> None:
         """Seed the generator of sticky actions."""
         reseed_ale(_machine(env), seed)
-
-    def noise(self, env: gymnasium.Env) -> bytes | None:
-        """Where the generator of sticky actions stands."""
-        return ale_noise(_machine(env))
 
 
 def _machine(env: gymnasium.Env) -> Any:

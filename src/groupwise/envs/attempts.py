@@ -1,7 +1,4 @@
-"""One Gymnasium environment that begins where it is told: at a seed's start, or in a state captured before.
-
-Wrappers are part of it: they are reset, captured and replayed with the environment inside.
-"""
+"""One Gymnasium environment that begins where it is told. Wrappers are part of it: reset and captured with it."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -10,28 +7,28 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import gymnasium
 
 from groupwise.config.env import StartTier
-from groupwise.envs.base import Snapshot
-from groupwise.envs.snapshots import SnapshotAdapter, adapter_for, field_copy, reseed_noise
+from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, field_copy, reseed_noise
 from groupwise.errors import EnvError
 from groupwise.seeding import derive_seed
 
 EnvMaker: TypeAlias = Callable[[], gymnasium.Env]
-StateSource = Literal["adapter", "fields", "actions", "none"]
-"""Where states come from: an adapter for this kind of environment; a copy of all fields; the actions that led there; nowhere."""
+StateSource = Literal["adapter", "fields"]
+"""What captures states: an adapter for this kind of environment; a copy of all fields."""
 
 _STARTS_KEPT = 64
 
 
 class StartMethod(NamedTuple):
-    """How attempts share a start, and how they branch off later."""
+    """How attempts share a start."""
 
     tier: StartTier
     """``snapshot``, ``seed`` or ``replay``."""
-    states: StateSource
+    states: StateSource | None = None
+    """Of ``snapshot``: what captures states."""
 
     def __str__(self) -> str:
         """Tier and source of states, for messages."""
-        return f"{self.tier} (states by {self.states})"
+        return f"{self.tier} (states by {self.states})" if self.states else self.tier
 
 
 class Captured(NamedTuple):
@@ -40,20 +37,6 @@ class Captured(NamedTuple):
     state: Snapshot
     obs: Any
     """What was last observed there."""
-
-
-class Segment(NamedTuple):
-    """Actions taken while one stream of noise was in force."""
-
-    noise_seed: int
-    actions: Sequence[Any]
-
-
-class Path(NamedTuple):
-    """How to get to a state: the start, then actions."""
-
-    start_seed: int
-    segments: tuple[Segment, ...]
 
 
 class StartCache:
@@ -96,39 +79,16 @@ class Attempt:
         self._starts = starts
         self._adapter = _adapter(self.env, method)
         self._was_reset = False
-        self._start_seed = 0
-        self._segments: list[Segment] = []
-        self._actions: list[Any] | None = [] if method.states == "actions" else None
 
     def start(self, start_seed: int, noise_seed: int) -> Any:
         """The first observation of an attempt from this seed's start, with noise of its own afterwards."""
         obs = self._shared_start(start_seed) if self._method.tier == "snapshot" else self._begin(start_seed)
-        self._start_seed, self._segments = start_seed, []
-        self._reseed(noise_seed)
+        reseed_noise(self.env, noise_seed)
         return obs
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """As the environment's."""
-        if self._actions is not None:
-            self._actions.append(action.copy())  # a view of memory that the policy will use again
         return self.env.step(action)
-
-    def snapshot(self, obs: Any) -> Captured | Path:
-        """The state it is in, for any attempt of the same kind.
-
-        Args:
-            obs: what was last observed.
-        """
-        if self._adapter is not None:
-            return Captured(self._adapter.capture(self.env), copy.deepcopy(obs))
-        segments = (Segment(segment.noise_seed, tuple(segment.actions)) for segment in self._segments)
-        return Path(self._start_seed, tuple(segments))
-
-    def restore(self, snapshot: Captured | Path, noise_seed: int) -> Any:
-        """The observation in the captured state; from there on noise follows from ``noise_seed``."""
-        obs = self._replay(snapshot) if isinstance(snapshot, Path) else self._put(snapshot)
-        self._reseed(noise_seed)
-        return obs
 
     def renew(self) -> None:
         """Go on with a fresh environment; the old one is not asked to close, since it may be broken."""
@@ -186,34 +146,13 @@ class Attempt:
         length = derive_seed(seed, "prefix length") % (self._random_prefix + 1)
         return [space.sample() for _ in range(length)]
 
-    def _replay(self, path: Path) -> Any:
-        obs = self._begin(path.start_seed)
-        self._start_seed, self._segments = path.start_seed, []
-        for noise_seed, actions in path.segments:
-            self._reseed(noise_seed)
-            obs, ended = self._play(obs, actions)
-            if ended is not None:
-                raise EnvError(
-                    f"the actions that led {type(self.env.unwrapped).__name__} to a captured state end the episode "
-                    "earlier when they are replayed; fix: let equal seeds and actions give equal episodes"
-                )
-            if self._actions is not None:
-                self._actions.extend(actions)
-        return obs
-
-    def _reseed(self, noise_seed: int) -> None:
-        reseed_noise(self.env, noise_seed)
-        if self._actions is not None:
-            self._actions = []
-            self._segments.append(Segment(noise_seed, self._actions))
-
     def _state_adapter(self) -> SnapshotAdapter:
         assert self._adapter is not None, "only methods with an adapter capture"
         return self._adapter
 
 
 def _adapter(env: gymnasium.Env, method: StartMethod) -> SnapshotAdapter | None:
-    if method.states in ("actions", "none"):
+    if method.states is None:
         return None
     adapter = field_copy() if method.states == "fields" else adapter_for(env)
     if adapter is None:

@@ -5,8 +5,7 @@ rows that start where they are told, alone, and are held once they have finished
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +13,9 @@ from torch import Tensor
 
 from groupwise.config.env import StartTier
 from groupwise.data.rollout import Nested, Spec
-from groupwise.errors import EnvError
 
 Mask = npt.NDArray[np.bool_]
 Seeds = npt.NDArray[np.int64]
-Snapshot: TypeAlias = Any
-"""A captured state: opaque to all but the environment that made it, and picklable."""
 
 
 class EnvStep(NamedTuple):
@@ -54,8 +50,6 @@ class VectorEnv(ABC):
     max_episode_steps: int | None
     autoreset: Literal["next_step", "same_step", "disabled"]
     """As Gymnasium's AutoresetMode: who resets a finished row, and when. ``disabled``: the caller does."""
-    note: str | None = None
-    """What whoever watches a run begin is told about how rows are stepped."""
 
     @abstractmethod
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
@@ -85,17 +79,10 @@ class GroupStartReport(NamedTuple):
     """Whether another start seed gives another start."""
     noise_varies: bool
     """Whether siblings with their own noise seeds drifted apart under equal actions."""
-    can_branch: bool = False
-    """Whether attempts can begin in states captured in the middle of an episode."""
     states: str | None = None
-    """What captures states: the name of an adapter, ``fields``, ``actions``; None where the environment itself does."""
+    """What captures states: the name of an adapter, or ``fields``; None where nothing does."""
     passed_over: tuple[str, ...] = ()
     """Why better tiers were not taken."""
-
-
-def stand_in_note(env_id: str) -> str:
-    """What is said where arithmetic of ours stands in for Gymnasium's."""
-    return f"{env_id} is stepped by groupwise, bit for bit as by Gymnasium; env.vectorization='sync' has Gymnasium's"
 
 
 def wants_own_noise(start_seed: Seeds, noise_seed: Seeds) -> bool:
@@ -116,10 +103,8 @@ class GroupEnv(VectorEnv):
     """How siblings share a start."""
     block_size: int = 1
     """Rows come in blocks of so many neighbours, which can only start together; 1: each row on its own."""
-    can_branch: bool = False
-    """Whether ``snapshot`` and ``restore`` work."""
     extra_steps: int = 0
-    """Environment steps taken outside ``step`` since the environment was made: prefixes and replays."""
+    """Environment steps taken outside ``step`` since the environment was made: random prefixes."""
     start_report: GroupStartReport | None = None
     """What the check of the shared start found; None if nobody checked."""
 
@@ -135,25 +120,3 @@ class GroupEnv(VectorEnv):
     @abstractmethod
     def hold(self, mask: Mask) -> None:
         """Hold the rows of ``mask`` until they are started again: their attempts were cut from outside."""
-
-    def snapshot(self, rows: Sequence[int]) -> list[Snapshot]:
-        """The states that these rows are in now, each good for any number of ``restore`` calls in any row.
-
-        Raises:
-            EnvError: this kind of environment cannot (``can_branch`` is False).
-        """
-        raise EnvError(f"states of {self.env_id} cannot be captured (tier {self.start_tier!r}); fix: no branching")
-
-    def restore(self, mask: Mask, snapshots: Sequence[Snapshot | None], noise_seed: Seeds) -> Nested:
-        """Observations [N, ...] after putting the rows of ``mask`` into captured states; other rows keep theirs.
-
-        The step limit goes on counting from where the snapshot was taken.
-
-        Args:
-            snapshots: [N] one for each row of ``mask``, None elsewhere.
-            noise_seed: as in ``start``.
-
-        Raises:
-            EnvError: this kind of environment cannot (``can_branch`` is False).
-        """
-        raise EnvError(f"states of {self.env_id} cannot be restored (tier {self.start_tier!r}); fix: no branching")

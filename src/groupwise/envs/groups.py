@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ import torch
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import space_kind
-from groupwise.envs.base import GroupEnv, GroupStartReport, Mask, Seeds, Snapshot
+from groupwise.envs.base import GroupEnv, GroupStartReport, Mask, Seeds
 from groupwise.errors import GroupStartError, UnsupportedSpaceError
 from groupwise.seeding import derive_seed
 
@@ -19,14 +19,12 @@ _NUM_EPISODES = 4
 """Episodes compared at least: what one leaves behind need not matter to each next one (BipedalWalker's does to some)."""
 _NUM_TRIES = 8
 """Episodes at most for that many steps; seeds at least before starts count as all alike, or steps as free of noise."""
-FIXES = {
-    "start": "let the environment draw all its randomness from self.np_random, after super().reset(seed=seed), and keep "
+FIX = (
+    "let the environment draw all its randomness from self.np_random, after super().reset(seed=seed), and keep "
     "nothing from one episode to the next (running statistics, as NormalizeObservation's, belong into the policy: "
-    "normalize_obs)",
-    "branch": "let what captures and restores states (clone_state and restore_state, if they are yours) cover all that "
-    "later steps depend on",
-}
-"""What to do about a fault, by its stage."""
+    "normalize_obs)"
+)
+"""What to do where siblings start apart."""
 
 _Trace = list[dict[str, npt.NDArray[Any]]]
 
@@ -36,15 +34,15 @@ class _Difference(NamedTuple):
     key: str
     row: int
 
-    def where(self, first: str) -> str:
-        when = first if self.step == 0 else f"at step {self.step} of equal actions with equal noise"
+    @property
+    def where(self) -> str:
+        when = "at the start" if self.step == 0 else f"at step {self.step} of equal actions with equal noise"
         return f"{when}, in {self.key!r} of row {self.row}"
 
 
 class Fault(NamedTuple):
     """Why siblings cannot share a start."""
 
-    stage: Literal["start", "branch"]
     reason: str
 
 
@@ -53,19 +51,15 @@ def verify_group_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STE
 
     Rows with equal seeds must agree bit for bit at the start and for ``num_steps`` steps of equal random actions (over
     several episodes where they are short), among each other and with a second try after all have gone their own ways.
-    Rows that differ in their noise seed only must agree at the start. Where ``can_branch``, the same holds for rows that
-    are put into a state captured half-way. Leaves the environment somewhere; start or reset it afterwards.
+    Rows that differ in their noise seed only must agree at the start. Leaves the environment somewhere; start or reset
+    it afterwards.
 
     Raises:
         GroupStartError: names the environment, the step and the key where they differ.
     """
     report = examine_start(env, seed=seed, num_steps=num_steps)
-    if isinstance(report, GroupStartReport) and env.can_branch:
-        fault = examine_branching(env, noise_varies=report.noise_varies, seed=seed, num_steps=num_steps)
-        report = fault or report._replace(can_branch=True)
     if isinstance(report, Fault):
-        what = "siblings of {} cannot share a start" if report.stage == "start" else "states of {} cannot be captured"
-        raise GroupStartError(f"{what.format(env.env_id)}: {report.reason}; fix: {FIXES[report.stage]}")
+        raise GroupStartError(f"siblings of {env.env_id} cannot share a start: {report.reason}; fix: {FIX}")
     return report
 
 
@@ -97,9 +91,7 @@ def _examine_episode(env: GroupEnv, seed: int, num_steps: int) -> _Episode | Fau
     apart = _started(env, start, _own(env, seed, "noise"), actions)
     for trace in (first, again, apart[:1]):
         if (difference := _first_difference(first, trace)) is not None:
-            return Fault(
-                "start", f"rows that were started with the same seed differ {difference.where('at the start')}"
-            )
+            return Fault(f"rows that were started with the same seed differ {difference.where}")
     return _Episode(len(first) - 1, _first_difference(first, apart) is not None)
 
 
@@ -112,55 +104,6 @@ def _start_varies(env: GroupEnv, seed: int) -> bool:
         if _first_difference(first, _started(env, others, noise, [])) is not None:
             return True
     return False
-
-
-def examine_branching(env: GroupEnv, *, noise_varies: bool, seed: int = 0, num_steps: int = NUM_STEPS) -> Fault | None:
-    """Where rows differ that were put into a state captured half-way; None if nowhere.
-
-    Args:
-        noise_varies: whether steps are random; only if they are not, it is known how the state goes on.
-    """
-    actions = _random_actions(env, seed, num_steps)
-    start, noise, new_noise = _equal(env, seed, "start"), _equal(env, seed, "noise"), _equal(env, seed, "new noise")
-    plain = _started(env, start, noise, actions)
-    half = (len(plain) - 1) // 2
-    actions, rest = actions[:half], actions[half:]
-
-    _started(env, start, noise, actions)
-    captured = env.snapshot([0]) * env.num_envs
-    if (difference := _first_difference(plain[half + 1 :], _trace(env, None, rest))) is not None:
-        return Fault("branch", f"capturing a state changes what follows: rows differ {difference.where('at once')}")
-
-    # put back at once, a row still has what the snapshot may lack; after a walk of its own it has not
-    _started(env, start, noise, actions)
-    first = _restored(env, captured, new_noise, rest)
-    _scatter(env, seed, num_steps)
-    again = _restored(env, captured, new_noise, rest)
-    apart = _restored(env, captured, _own(env, seed, "noise"), rest[:0])
-    pairs = [(first, first), (first, again), (first, apart), (plain[half:], first[:1])]
-    if not noise_varies and not _noise_shows(env, captured, plain[half:], first, rest, seed):
-        pairs.append((plain[half:], first))
-    for reference, trace in pairs:
-        if (difference := _first_difference(reference, trace)) is not None:
-            return Fault(
-                "branch", f"rows that were put into the same captured state differ {difference.where('there')}"
-            )
-    return None
-
-
-def _noise_shows(
-    env: GroupEnv,
-    captured: Sequence[Snapshot],
-    plain: _Trace,
-    restored: _Trace,
-    actions: Sequence[torch.Tensor],
-    seed: int,
-) -> bool:
-    """Whether it is rare noise, missed by the check of the start, that parts ``restored`` from ``plain``."""
-    if _first_difference(plain, restored) is None:
-        return False
-    own = (_own(env, derive_seed(seed, "rare", number), "noise") for number in range(_NUM_TRIES))
-    return any(_first_difference(restored, _restored(env, captured, noise, actions)) is not None for noise in own)
 
 
 def start_repeats(env: GroupEnv, forget: Callable[[], None], *, seed: int = 0, num_steps: int = NUM_STEPS) -> bool:
@@ -194,7 +137,7 @@ def verify_rows(env: GroupEnv, forget: Callable[[], None], *, seed: int = 0, num
         if (difference := _first_difference(first, trace)) is not None:
             raise GroupStartError(
                 f"siblings of {env.env_id} cannot share a start across processes: rows that were started with the same "
-                f"seed differ {difference.where('at the start')}, though two rows of one process agreed; fix: let "
+                f"seed differ {difference.where}, though two rows of one process agreed; fix: let "
                 "nothing depend on the process (its id, files, global generators), or vectorization='sync'"
             )
     forget()
@@ -236,15 +179,9 @@ def _started(env: GroupEnv, start_seed: Seeds, noise_seed: Seeds, actions: Seque
     return _trace(env, env.start(_everybody(env), start_seed, noise_seed), actions)
 
 
-def _restored(
-    env: GroupEnv, captured: Sequence[Snapshot], noise_seed: Seeds, actions: Sequence[torch.Tensor]
-) -> _Trace:
-    return _trace(env, env.restore(_everybody(env), captured, noise_seed), actions)
-
-
-def _trace(env: GroupEnv, obs: Nested | None, actions: Sequence[torch.Tensor]) -> _Trace:
+def _trace(env: GroupEnv, obs: Nested, actions: Sequence[torch.Tensor]) -> _Trace:
     """Everything the environment said, ``obs`` first, up to the first end of an episode."""
-    trace = [] if obs is None else [_arrays(obs, "obs")]
+    trace = [_arrays(obs, "obs")]
     for action in actions:
         step = env.step(action)
         if step.failed is not None:

@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy.typing as npt
 
 from groupwise.envs.attempts import Attempt, EnvMaker, StartCache, StartMethod
-from groupwise.envs.base import Snapshot
 from groupwise.envs.board import OUTCOMES, Arrays, ObsWriter, step_arrays
 from groupwise.errors import DataError, EnvError
 
@@ -48,7 +47,6 @@ class Rows:
             Attempt(cfg.make, cfg.method, random_prefix=cfg.random_prefix, starts=self._starts) for _ in range(num_rows)
         ]
         self._writer = ObsWriter(cfg.observation_space, arrays)
-        self._obs: list[Any] = [None] * num_rows
         self._outcomes = [arrays[name] for name in OUTCOMES]
         self._of_step = step_arrays(arrays)
         self._failures: list[str] = []
@@ -56,7 +54,7 @@ class Rows:
 
     def step(self, rows: Sequence[int], actions: npt.NDArray[Any]) -> bool:
         """One step of these rows; whether any ended or failed. The others get reward 0 and are not done."""
-        attempts, shown, write, parts = self.attempts, self._obs, self._writer.write, self._cfg.reward_parts
+        attempts, write, parts = self.attempts, self._writer.write, self._cfg.reward_parts
         reward, terminated, truncated, _ = self._outcomes
         for array in self._of_step:
             array.fill(0)
@@ -68,7 +66,6 @@ class Rows:
                 self._fail(row, error)
                 any_ended = True
                 continue
-            shown[row] = obs
             try:
                 write(row, obs)
             except DataError as error:
@@ -83,15 +80,6 @@ class Rows:
         """Start these rows."""
         for row, start, noise in zip(rows, start_seeds, noise_seeds, strict=True):
             self._show(row, self.attempts[row].start(start, noise))
-
-    def snapshot(self, rows: Sequence[int]) -> list[Snapshot]:
-        """The states of these rows."""
-        return [self.attempts[row].snapshot(self._obs[row]) for row in rows]
-
-    def restore(self, rows: Sequence[int], snapshots: Sequence[Snapshot], noise_seeds: Sequence[int]) -> None:
-        """Put these rows into captured states."""
-        for row, snapshot, noise in zip(rows, snapshots, noise_seeds, strict=True):
-            self._show(row, self.attempts[row].restore(snapshot, noise))
 
     @property
     def extra_steps(self) -> int:
@@ -113,7 +101,6 @@ class Rows:
             attempt.close()
 
     def _show(self, row: int, obs: Any) -> None:
-        self._obs[row] = obs
         try:
             self._writer.write(row, obs)
         except DataError as error:

@@ -1,7 +1,7 @@
 """Simulators written in torch: three pure functions on a batch of states make a whole environment."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -11,21 +11,13 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec
-from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, Snapshot
+from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
 from groupwise.errors import EnvError
 from groupwise.functional.row_random import RowRandom, hash_pair, mix
 from groupwise.seeding import derive_seed
 
 State: TypeAlias = Tensor | Mapping[str, Tensor]
 """A batch of states: one tensor [N, ...], or named ones."""
-
-
-class TorchSnapshot(NamedTuple):
-    """One row's state, on the CPU."""
-
-    state: dict[str, np.ndarray]
-    elapsed: int
-    """Steps since the start of the attempt."""
 
 
 class Rows(NamedTuple):
@@ -42,7 +34,7 @@ class Rows(NamedTuple):
 
 
 class TorchGroupEnv(GroupEnv):
-    """A simulator in torch, on any device. Write three functions; starts, noise, limits and branching are done here.
+    """A simulator in torch, on any device. Write three functions; starts, noise and limits are done here.
 
     - ``initial(random)``: the states [N, ...] in which attempts begin;
     - ``transition(state, action, random)``: the next states, rewards [N] and whether each terminated [N];
@@ -53,8 +45,8 @@ class TorchGroupEnv(GroupEnv):
     Tensors of the environment that they read may be written into; Python's numbers may not change, for what is compiled or
     recorded keeps those it was made with.
 
-    ``stepped``, ``started``, ``renewed`` and ``copied`` are ``step``, ``start``, ``reset`` and branching as functions of
-    ``Rows``, for the collectors of torch environments: these leave the environment itself where it is.
+    ``stepped``, ``started``, ``renewed`` and ``copied`` are functions of ``Rows`` for the collectors of torch
+    environments: they leave the environment itself where it is.
 
     Args:
         observation_space, action_space: Gymnasium's spaces of a single row.
@@ -63,7 +55,6 @@ class TorchGroupEnv(GroupEnv):
     """
 
     start_tier = "native"
-    can_branch = True
     traceable: bool = True
     """Whether all that happens in a step is operations of torch, which a compiler can see."""
 
@@ -199,32 +190,6 @@ class TorchGroupEnv(GroupEnv):
     def observed(self, rows: Rows) -> Nested:
         """Observations [N, ...] of rows."""
         return self.observe(self._user(rows.state))
-
-    def snapshot(self, rows: Sequence[int]) -> list[Snapshot]:
-        """The states of these rows, on the CPU; see ``GroupEnv.snapshot``."""
-        index = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        leaves = {name: leaf[index].cpu().numpy() for name, leaf in self._begun(self._rows).items()}
-        elapsed = self._rows.elapsed[index].tolist()
-        return [
-            TorchSnapshot({name: leaf[i].copy() for name, leaf in leaves.items()}, steps)
-            for i, steps in enumerate(elapsed)
-        ]
-
-    @torch.no_grad()
-    def restore(self, mask: Mask, snapshots: Sequence[Snapshot | None], noise_seed: Seeds) -> Nested:
-        """Observations [N, ...] after putting the rows of ``mask`` into captured states; see ``GroupEnv.restore``."""
-        chosen: dict[int, Any] = {row: snapshots[row] for row in np.flatnonzero(mask).tolist()}
-        state = self._rows.state or self._named(self.initial(self._random(self._rows.noise_seed)))
-        rows = self._rows._replace(state=state)
-        if chosen:
-            index = self._to_device(np.array(list(chosen)))
-            captured = {name: np.stack([snapshot.state[name] for snapshot in chosen.values()]) for name in state}
-            state = {name: leaf.index_copy(0, index, self._to_device(captured[name])) for name, leaf in state.items()}
-            elapsed = np.array([chosen[row].elapsed if row in chosen else 0 for row in range(self.num_envs)])
-            seeds = self._to_device(elapsed), self._to_device(noise_seed)
-            rows = self._begin(rows._replace(state=state), self._to_device(mask), *seeds)
-        self._rows = rows
-        return self.observed(rows)
 
     def close(self) -> None:
         """Nothing to free."""

@@ -1,7 +1,6 @@
 """Copies of one Gymnasium environment as rows that start where they are told, each alone."""
 
 import logging
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -9,11 +8,10 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec
-from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, Snapshot
+from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
 from groupwise.envs.board import OUTCOMES, allocate_arrays, layout_of, obs_tensor
 from groupwise.envs.local_rows import RowCfg, Rows
 from groupwise.envs.workers import WorkerRows
-from groupwise.errors import EnvError
 from groupwise.seeding import derive_seed
 
 log = logging.getLogger(__name__)
@@ -40,7 +38,6 @@ class RowsGroupEnv(GroupEnv):
         self.obs_spec = obs_spec(cfg.observation_space)
         self.max_episode_steps = cfg.max_episode_steps
         self.start_tier = cfg.method.tier
-        self.can_branch = cfg.method.states != "none"
         self.device = torch.device(device)
         self._cfg = cfg
         self._live: Mask = np.zeros(num_envs, dtype=np.bool_)
@@ -97,24 +94,6 @@ class RowsGroupEnv(GroupEnv):
             failed=failed,
             reward_parts=self._reward_parts,
         )
-
-    def snapshot(self, rows: Sequence[int]) -> list[Snapshot]:
-        """The states of these rows; see ``GroupEnv.snapshot``.
-
-        Raises:
-            EnvError: a row is held, or states come from nowhere.
-        """
-        if not self.can_branch:
-            return super().snapshot(rows)
-        if held := [row for row in rows if not self._live[row]]:
-            raise EnvError(f"rows {held} of {self.env_id} are held; fix: take snapshots of rows that are running")
-        return self._rows.snapshot(rows)
-
-    def restore(self, mask: Mask, snapshots: Sequence[Snapshot | None], noise_seed: Seeds) -> Nested:
-        """Observations [N, ...] after putting the rows of ``mask`` into captured states; see ``GroupEnv.restore``."""
-        rows = np.flatnonzero(mask).tolist()
-        self._rows.restore(rows, [snapshots[row] for row in rows], noise_seed[mask].tolist())
-        return self._begun(mask)
 
     def forget_starts(self) -> None:
         """Drop the captured starts, so that the next attempt at each resets anew."""

@@ -1,7 +1,6 @@
 """Rows made of single Gymnasium environments: a registered id, or a callable of the user's."""
 
 import copy
-import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,12 +26,7 @@ from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.starts import choose_start
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError, installing
 
-log = logging.getLogger(__name__)
-
 _NATIVE_ENTRY_POINT = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
-_ACROBOT_ENTRY_POINT = "gymnasium.envs.classic_control.acrobot:AcrobotEnv"
-_STAND_IN_ROWS = 4
-"""From so many rows on arrays are faster than single environments."""
 _VECTORIZERS: dict[str, type[SyncVectorEnv] | type[AsyncVectorEnv]] = {"sync": SyncRows, "async": AsyncVectorEnv}
 
 
@@ -65,7 +59,7 @@ def group_env(
         method, report = choose_start(rows, cfg.group_start)
         rows = rows._replace(method=method)
     elif cfg.group_start == "replay":
-        rows = rows._replace(method=StartMethod("replay", "none"))
+        rows = rows._replace(method=StartMethod("replay"))
     made = RowsGroupEnv(rows, num_envs, num_workers=0 if in_one_process else num_cpus(), device=device)
     made.start_report = report
     if verify and not in_one_process:
@@ -90,36 +84,13 @@ def vector_env(
     vectorization: str,
     device: torch.device | str,
 ) -> VectorEnv:
-    """Gymnasium's own vectorisation, in any autoreset mode; or an exact stand-in where nobody asked for it by name."""
-    if env is None and cfg.vectorization == "auto" and (stand_in := _stand_in(cfg, num_envs, device)) is not None:
-        return stand_in
+    """Gymnasium's own vectorisation, in any autoreset mode."""
     rows = _describe(cfg, _maker(cfg, env), "raise")
     with explained(cfg.id):
         vector = _VECTORIZERS[vectorization](
             [_copying(rows.make, cfg)] * num_envs, copy=False, autoreset_mode=AutoresetMode[cfg.autoreset.upper()]
         )
     return GymnasiumVectorEnv(vector, env_id=rows.env_id, max_episode_steps=rows.max_episode_steps, device=device)
-
-
-def _stand_in(cfg: EnvCfg, num_envs: int, device: torch.device | str) -> VectorEnv | None:
-    """Rows in arrays that do bit for bit what Gymnasium's would, where that is faster; None if there are none."""
-    spec = gymnasium.registry.get(cfg.id)
-    if (
-        spec is None
-        or spec.entry_point != _ACROBOT_ENTRY_POINT
-        or num_envs < _STAND_IN_ROWS
-        or cfg.autoreset != "disabled"
-    ):
-        return None
-    from groupwise.envs.acrobot import AcrobotPhysics, AcrobotVectorEnv
-
-    with explained(cfg.id):
-        probe = gymnasium.make(cfg.id, **with_limit(cfg))
-    if not AcrobotPhysics.knows(probe):
-        return None
-    env = AcrobotVectorEnv(probe, num_envs, device=device)
-    log.info(env.note)
-    return env
 
 
 def with_limit(cfg: EnvCfg) -> dict[str, Any]:
@@ -157,7 +128,7 @@ def _describe(cfg: EnvCfg, make: EnvMaker, on_error: OnError) -> RowCfg:
         observation_space=probe.observation_space,
         action_space=probe.action_space,
         max_episode_steps=limit,
-        method=StartMethod("seed", "none"),
+        method=StartMethod("seed"),
         random_prefix=cfg.random_prefix,
         reward_parts=cfg.reward_parts,
         on_error=on_error,

@@ -17,7 +17,6 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils import EzPickle
 
-from groupwise.envs.base import Snapshot
 from groupwise.errors import EnvError
 from groupwise.seeding import derive_seed
 
@@ -46,6 +45,10 @@ _STAYING_KINDS = {
     "_thread.lock",
     "_thread.RLock",
 }
+
+
+Snapshot: TypeAlias = Any
+"""A captured state: opaque to all but the adapter that made it, and picklable."""
 
 
 @runtime_checkable
@@ -93,10 +96,6 @@ class SnapshotAdapter:
     def reseed(self, env: gymnasium.Env, seed: int) -> None:
         """Let the simulator's own randomness follow from ``seed``."""
 
-    def noise(self, env: gymnasium.Env) -> bytes | None:
-        """Where the simulator's own generator stands; None without one."""
-        return None
-
 
 def adapter_for(env: gymnasium.Env) -> SnapshotAdapter | None:
     """The adapter that knows this environment's simulator, or the environment's own way; None if there is neither."""
@@ -138,17 +137,6 @@ def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
 
 
 Generator: TypeAlias = np.random.Generator | np.random.RandomState | random.Random
-
-
-def seeded_generators(env: gymnasium.Env) -> list[Generator]:
-    """The generators that ``reseed_noise`` seeds, a simulator's apart."""
-    return [env.unwrapped.np_random, *(generator for _, generator in _kept_generators(env))]
-
-
-def noise_state(env: gymnasium.Env) -> tuple[bytes, bytes | None]:
-    """Where the generators stand that ``reseed_noise`` seeds, to be compared: moved, they were drawn from."""
-    further = _further_adapter(env)
-    return pickle.dumps(seeded_generators(env)), None if further is None else further.noise(env)
 
 
 def seed_in_place(generator: Generator, seed: int) -> None:

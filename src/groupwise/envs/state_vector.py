@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from groupwise.data.rollout import Nested
-from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, Snapshot, wants_own_noise
+from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, wants_own_noise
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.errors import EnvError, GroupStartError
 
@@ -63,7 +63,6 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
     """
 
     start_tier = "snapshot"
-    can_branch = True
 
     def __init__(
         self,
@@ -119,21 +118,6 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
         self._held = self._held | (terminated | truncated).numpy()
         return EnvStep(self._obs, torch.where(live, stepped.reward, 0.0), terminated, truncated)
 
-    def snapshot(self, rows: Sequence[int]) -> list[Snapshot]:
-        """The states of these rows; see ``GroupEnv.snapshot``.
-
-        Raises:
-            EnvError: a row is held, and has moved on unseen.
-        """
-        if held := [row for row in rows if self._held[row]]:
-            raise EnvError(f"rows {held} of {self.env_id} are held; fix: take snapshots of rows that are running")
-        return list(self._capture(rows))
-
-    def restore(self, mask: Mask, snapshots: Sequence[Snapshot | None], noise_seed: Seeds) -> Nested:
-        """Observations [N, ...] after putting the rows of ``mask`` into captured states; see ``GroupEnv.restore``."""
-        chosen: dict[int, Any] = {row: snapshots[row] for row in np.flatnonzero(mask).tolist()}
-        return self._place(chosen, noise_seed)
-
     def _start_states(self, seeds: list[int]) -> dict[int, _Captured]:
         """The states in which attempts with these seeds begin; the rows are afterwards where they were."""
         new = [seed for seed in seeds if seed not in self._starts]
@@ -164,12 +148,6 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
                 f"{self.env_id} began elsewhere when it was reset with the same seed again; fix: let reset draw all its "
                 "randomness from self.np_random, after super().reset(seed=seed)"
             )
-
-    def _capture(self, rows: Sequence[int]) -> list[_Captured]:
-        obs = self._shown()
-        return [
-            _Captured(state, _row(obs, row)) for row, state in zip(rows, self._states.clone_state(rows), strict=True)
-        ]
 
     def _place(self, captured: dict[int, _Captured], noise_seed: Seeds) -> Nested:
         obs = self._shown()

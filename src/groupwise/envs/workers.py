@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from gymnasium.envs.registration import EnvSpec
 
-from groupwise.envs.base import Snapshot
 from groupwise.envs.board import Layout, SharedArrays, step_arrays
 from groupwise.envs.local_rows import RowCfg, Rows
 from groupwise.errors import EnvError
@@ -90,18 +89,6 @@ class WorkerRows:
     def start(self, rows: Sequence[int], start_seeds: Sequence[int], noise_seeds: Sequence[int]) -> None:
         """Start these rows."""
         self._ask("start", rows, start_seeds, noise_seeds)
-
-    def snapshot(self, rows: Sequence[int]) -> list[Snapshot]:
-        """The states of these rows, pickled."""
-        snapshots: list[Snapshot] = [None] * len(rows)
-        for places, own in self._ask("snapshot", rows):
-            for place, snapshot in zip(places, own, strict=True):
-                snapshots[place] = snapshot
-        return snapshots
-
-    def restore(self, rows: Sequence[int], snapshots: Sequence[Snapshot], noise_seeds: Sequence[int]) -> None:
-        """Put these rows into captured states."""
-        self._ask("restore", rows, snapshots, noise_seeds)
 
     def take_failures(self) -> list[str]:
         """What is to be logged about rows that failed; each worker's first with its traceback."""
@@ -182,14 +169,6 @@ class WorkerRows:
         )
 
 
-def process_exit_code() -> int | None:
-    """0 if a new process can begin; 1 if its import of the program's script failed, as it does without a guard."""
-    process = _context().Process(daemon=True)
-    process.start()
-    process.join()
-    return process.exitcode
-
-
 def _context() -> ForkServerContext:
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -221,8 +200,6 @@ def _answer(rows: Rows, command: str, args: tuple[Any, ...]) -> _Reply:
         "step": rows.step,
         "start": rows.start,
         "forget_starts": rows.forget_starts,
-        "snapshot": lambda own: [cloudpickle.dumps(state) for state in rows.snapshot(own)],
-        "restore": lambda own, states, noise: rows.restore(own, [cloudpickle.loads(state) for state in states], noise),
     }
     try:
         result = commands[command](*args)

@@ -70,11 +70,10 @@ class EnvParts(Parts):
         return None
 
     def notes(self) -> list[str]:
-        """How siblings share their start, who steps them, and how many steps the first iteration takes."""
+        """How siblings share their start, and how many steps the first iteration takes."""
         report = self.start_report()
         shared = [f"siblings share their start, by {report.tier}: verified"] if report else []
-        stepped = [self.env.note] if self.env.note else []
-        return [*shared, *stepped, *_note_on_length(self.cfg)]
+        return [*shared, *_note_on_length(self.cfg)]
 
     def facts(self) -> dict[str, Any]:
         """How siblings share their start."""

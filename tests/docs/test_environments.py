@@ -91,7 +91,9 @@ def test_box2d_cannot_be_copied():
 
 
 def test_cartpole_alone_is_native():
-    assert [name for name, report in FOUND.items() if report["start_modes"]["native"]["value"] is not None] == ["CartPole-v1"]
+    assert [name for name, report in FOUND.items() if report["start_modes"]["native"]["value"] is not None] == [
+        "CartPole-v1"
+    ]
 
 
 KNOWN = {

@@ -3,15 +3,15 @@
 Only the commands that train or play import torch, and only once their arguments are known to be right.
 """
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from groupwise import plugins
+from groupwise.cli.parser import Parser
 from groupwise.errors import ConfigError, GroupwiseError, UnknownNameError
 
 USAGE = """usage: groupwise COMMAND ...
@@ -38,33 +38,29 @@ Start with:
   groupwise train CartPole-v1
 """
 
-TRAIN_HELP = """Train a policy.
+TRAIN_HELP = """Train a policy on a Gymnasium environment, or as a JSON file says.
 
-Examples:
-  groupwise train CartPole-v1                      GRPO, settings tuned for it
+  groupwise train CartPole-v1
   groupwise train CartPole-v1 --algorithm ppo --seed 3
+  groupwise train CartPole-v1 --preset dr_grpo --seeds 0-9
   groupwise train my_run.json --algorithm.learning-rate 3e-4
-  groupwise train CartPole-v1 --preset dr_grpo     a paper's credit and objective
-  groupwise train CartPole-v1 --seeds 0-9          a run per seed, in parallel
 
-Besides the options below, whose defaults are those of this environment:
-  --algorithm NAME   grpo, ppo, or one that a plugin registers (default: grpo)
-  --preset NAME      credit and objective of a paper; see: groupwise list
-  --seeds 0-9        or 0,3,5: a folder per seed under --run-dir
-  --plugin FILE.py, --debug
+Options, with the defaults of this environment:
+  --algorithm NAME                    grpo, ppo, or one that a plugin registers (grpo)
+  --preset NAME                       credit and objective of a paper; see: groupwise list
+  --seeds 0-9                         or 0,3,5: a run per seed, in parallel
+  --plugin FILE.py                    import a file of yours first
 """
 
 CONFIG_HELP = """Print the full settings of a run as JSON: a file that train takes.
 
-Examples:
   groupwise config CartPole-v1 --algorithm ppo > my_run.json
   groupwise config my_run.json --algorithm.gamma 0.98
   groupwise config --schema                        JSON Schema, for your editor
 
-It takes the options of train:
-  --algorithm NAME   grpo, ppo, or one that a plugin registers (default: grpo)
-  --preset NAME      credit and objective of a paper; see: groupwise list
-  --plugin FILE.py, --debug
+Options, as of train:
+  --algorithm NAME                    grpo, ppo, or one that a plugin registers (grpo)
+  --preset NAME                       credit and objective of a paper; see: groupwise list
 """
 
 
@@ -112,17 +108,6 @@ CHECK_SETTINGS = ("kwargs", "max_episode_steps", "vectorization", "group_start",
 LIST_HELP = "Print algorithms, presets, and the choices of credit and objective with their sources."
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises instead of exiting, and takes no abbreviations, which would swallow fields of ``RunCfg``."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise what argparse has to say."""
-        raise ConfigError(f"{message}; see: {self.prog} --help")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code.
 
@@ -147,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except SystemExit as stop:  # argparse and tyro leave this way after --help and after a usage error
+    except SystemExit as stop:  # argparse leaves this way after --help
         return stop.code if isinstance(stop.code, int) else 0
 
 
@@ -227,7 +212,7 @@ def _with_target(argv: Sequence[str], prog: str) -> Sequence[str]:
     """``argv`` if a target comes first; help without one is about CartPole."""
     if argv and not argv[0].startswith("-"):
         return argv
-    if {"-h", "--help"}.isdisjoint(argv):
+    if {"-h", "--help", "--help-all"}.isdisjoint(argv):
         raise ConfigError(f"expected an environment id or a JSON file first, as in: {prog} CartPole-v1")
     return ["CartPole-v1", *argv]
 

@@ -1,68 +1,102 @@
-"""From the options of ``train`` and ``config``, which are the fields of ``RunCfg``, to a ``RunCfg``.
+"""Options of ``train``, ``config`` and ``check-env``: the fields of the settings, as ``--any.field VALUE``.
 
-tyro parses and documents them; ``groupwise.config`` judges the values, so that a wrong one reads the same from a file,
-from Python and from the command line. Imports no torch.
+argparse reads the words; ``groupwise.config`` judges the values, so that a wrong one reads the same from a file, from
+Python and from the command line. Imports no torch.
 """
 
-import io
+import argparse
 import json
 import math
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
-from itertools import dropwhile, takewhile
-from typing import Any, Literal, get_args, get_origin
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-import tyro
-from pydantic import create_model
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    StructConstructorSpec,
-    StructFieldSpec,
-    StructTypeInfo,
-)
-
-from groupwise.cli.option_names import check_names, is_absent
+from groupwise.cli.parser import Parser
 from groupwise.config import load_config, presets, resolve
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import Cfg
 from groupwise.config.env import EnvCfg
-from groupwise.config.run import RunCfg, TextRunCfg
+from groupwise.config.registry import algorithms_with, explain_other_algorithm
+from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.config.text import TextTaskCfg
 from groupwise.envs.names import refuse_module, unknown_environment
 from groupwise.errors import ConfigError
 
+COMMON = {
+    "task.data": "file of prompts",
+    "model.path": "folder or hub id",
+    "seed": "of everything random",
+    "total_steps": "environment steps or tokens in all",
+    "run_dir": "new folder; none: a fresh one under runs/",
+    "device": "cpu, cuda, cuda:1 or auto",
+    "env.num_envs": "environments stepped together",
+    "num_prompts": "prompts in one iteration",
+    "sampling.max_new_tokens": "longest completion",
+    "algorithm.group_size": "attempts at the same start",
+    "algorithm.learning_rate": "before its schedule",
+    "algorithm.num_steps": "per environment in one iteration",
+    "algorithm.num_epochs": "passes over each rollout",
+    "algorithm.minibatch_size": "steps in one optimiser step",
+    "algorithm.gamma": "discount",
+    "algorithm.ent_coef": "weight of the entropy bonus",
+    "algorithm.kl_coef": "weight of the KL to a reference policy",
+    "policy.hidden_sizes": "width of each hidden layer",
+    "evaluation.interval": "steps between two; none: a tenth of all",
+    "stop.return_threshold": "stop at this evaluation score",
+}
+"""What ``--help`` shows, in this order and in few words; ``--help-all`` shows everything."""
+
+
+class Option(NamedTuple):
+    """A setting on the command line."""
+
+    path: str
+    """Of fields, with dots."""
+    annotation: Any
+    default: Any
+    text: str
+    """What it means."""
+    choice: bool = False
+    """Whether it names one of several groups of settings."""
+
+    @property
+    def flag(self) -> str:
+        """How it is spelt."""
+        return f"--{self.path.replace('_', '-')}"
+
+    @property
+    def off(self) -> str:
+        """How a switch is turned off."""
+        head, _, last = self.flag.removeprefix("--").rpartition(".")
+        return f"--{head}{'.' if head else ''}no-{last}"
+
 
 def parse_options(
-    target: str, algorithm: str | None, preset: str | None, options: Sequence[str], *, prog: str, description: str
+    target: str, algorithm: str | None, preset: str | None, words: Sequence[str], *, prog: str, description: str
 ) -> RunCfg | TextRunCfg:
-    """The config of a target (environment id or JSON file) with ``--any.field VALUE`` options over it.
-
-    Resolves twice: without the options, for the defaults that the help shows, then with those that differ from them.
+    """The settings of a target (environment id or JSON file) with ``--any.field VALUE`` options over them.
 
     Raises:
         ConfigError: a setting is wrong, or cannot be read.
         SystemExit: help was asked for.
     """
+    words = _spelt_alike(words)
     default = _resolve(target, algorithm, preset, {})
-    check_names(options, default, _hidden)
-    with _in_a_line():
-        changed: Any = tyro.cli(
-            type(default),
-            prog=f"{prog} {target}",
-            description=description,
-            args=options,
-            default=default,
-            config=(tyro.conf.AvoidSubcommands,),
-            registry=_RULES,
-        )
+    choices = [option for option in options_of(default) if option.choice]
+    if chosen := _read(choices, words, prog)[0]:  # the options of a choice are those of what is chosen
+        default = _resolve(target, algorithm, preset, chosen)
+    options = list(options_of(default))
+    _show_help(options, words, f"{prog} {target}", description)
+    changed, rest = _read(options, words, prog)
+    _refuse(rest, options, default)
     return _resolve(target, algorithm, preset, changed) if changed else default
 
 
 def parse_env_options(
-    target: str, names: Sequence[str], options: Sequence[str], *, prog: str, description: str
+    target: str, names: Sequence[str], words: Sequence[str], *, prog: str, description: str
 ) -> EnvCfg:
     """The environment of a target with ``--env.field VALUE`` options over it.
 
@@ -73,142 +107,40 @@ def parse_env_options(
         ConfigError: a setting is wrong, cannot be read, or is no option here.
         SystemExit: help was asked for.
     """
-    known = [f"--env.{name.replace('_', '-')}" for name in names]
-    for option in (word.partition("=")[0] for word in options if word.startswith("--") and word != "--help"):
-        if option.replace("_", "-") not in known:
-            raise ConfigError(f"{prog} takes no {option}; it takes {', '.join(known)}")
+    words = _spelt_alike(words)
     default = _resolve_env(target, {})
-    fields: dict[str, Any] = {
-        name: (info.annotation, info) for name, info in EnvCfg.model_fields.items() if name in names
-    }
-    shown = create_model("Environment", __base__=Cfg, __doc__="Environment.", **fields)
-    around = create_model("Trial", __base__=Cfg, env=(shown, ...))
-    with _in_a_line():
-        changed: Any = tyro.cli(
-            around,
-            prog=f"{prog} {target}",
-            description=description,
-            args=options,
-            default=around(env=shown(**{name: vars(default.env)[name] for name in names})),
-            registry=_RULES,
-        )
+    options = [option for option in options_of(default) if option.path in {f"env.{name}" for name in names}]
+    _show_help(options, [*words, *(["--help-all"] if "--help" in words else [])], f"{prog} {target}", description)
+    changed, rest = _read(options, words, prog)
+    for word in rest:
+        if word.startswith("--"):
+            raise ConfigError(f"{prog} takes no {word}; it takes {', '.join(option.flag for option in options)}")
+    _refuse(rest, options, default)
     return (_resolve_env(target, changed) if changed else default).env
 
 
-def _resolve_env(target: str, changed: dict[str, Any]) -> RunCfg:
-    cfg = _resolve(target, None, None, changed)
-    if not isinstance(cfg, RunCfg):
-        raise ConfigError(f"{target} is about a text task, which has no environment; fix: an environment's id or file")
-    return cfg
+def options_of(config: Cfg, prefix: str = "") -> Iterator[Option]:
+    """An option for every setting but those that the target, ``--algorithm`` or only a file says."""
+    kind = type(config)
+    for name, field in kind.model_fields.items():
+        value, path, text = vars(config)[name], f"{prefix}{name}", " ".join((field.description or "").split())
+        kinds = kind.kinds(name)
+        if _is_hidden(kind, name) or (value is None and kinds):
+            continue
+        if len(kinds) > 1:
+            names: Any = Literal[tuple(kind.model_fields["name"].default for kind in kinds)]
+            yield Option(path, names, value.name, text, choice=True)
+            yield from (option for option in options_of(value, f"{path}.") if option.path != f"{path}.name")
+        elif isinstance(value, Cfg):
+            yield from options_of(value, f"{path}.")
+        else:
+            yield Option(path, field.annotation, value, text)
 
 
-@contextmanager
-def _in_a_line() -> Iterator[None]:
-    """Turn the box that tyro draws around a complaint into an error like any other."""
-    box = io.StringIO()
-    try:
-        with redirect_stderr(box):
-            yield
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        inside = [line.strip("│| ") for line in box.getvalue().splitlines()[1:]]  # the first has the title
-        said = takewhile(_has_words, dropwhile(lambda line: not _has_words(line), inside))
-        raise ConfigError(_plainly(" ".join(said))) from stop
-
-
-def _has_words(line: str) -> bool:
-    return re.search(r"\w", line) is not None
-
-
-def _plainly(said: str) -> str:
-    """What tyro says in our words, with what is to be done."""
-    if match := re.fullmatch(r"Error parsing (\S+): (.*)", said):
-        option, why = match.groups()
-        why = re.sub(r"no type matching (.*) could be instantiated from (.*)\.", r"expected \1, got \2", why)
-        return f"{option}: {why}; fix: a value as --help shows it"
-    if match := re.fullmatch(r"Unrecognized options: (.*)", said):
-        return f"{match[1]!r} belongs to no option; fix: leave it out, or name its option (--help shows them all)"
-    return f"{said.rstrip('.')}; fix: see --help"
-
-
-def _resolve(target: str, algorithm: str | None, preset: str | None, changed: dict[str, Any]) -> RunCfg | TextRunCfg:
-    fields = {key: value for key, value in changed.items() if key != "algorithm"}
-    settings = changed.get("algorithm", {}) | ({"name": algorithm} if algorithm else {})
-    if target.endswith(".json"):
-        return load_config(target, settings or None, preset, **fields)
-    _check_env_id(target)
-    return resolve(target, settings or None, preset, **fields)
-
-
-def _check_env_id(env_id: str) -> None:
-    """Catch a typo before anything slow is imported."""
-    refuse_module(env_id)
-    if env_id in presets.env_ids():
-        return
-    from gymnasium.envs.registration import registry
-
-    if env_id not in registry:
-        raise unknown_environment(env_id, registry)
-
-
-def _hidden(config: type[Cfg]) -> tuple[str, ...]:
-    """Fields that are no options, since the target or ``--algorithm`` says them, or a file must: a list of functions."""
-    if issubclass(config, AlgorithmCfg):
-        return ("name",)
-    return {EnvCfg: ("id",), TextTaskCfg: ("rewards",)}.get(config, ())
-
-
-_RULES = ConstructorRegistry()
-"""How tyro turns options into a nested dict of the fields that differ from their defaults."""
-
-
-@_RULES.struct_rule
-def _fields_of_config(info: StructTypeInfo) -> StructConstructorSpec | None:
-    if not (isinstance(info.type, type) and issubclass(info.type, Cfg)):
-        return None
-    defaults = dict(info.default)
-    fields = [
-        StructFieldSpec(name, _type_of(field.annotation, defaults[name]), defaults[name], field.description)
-        for name, field in info.type.model_fields.items()
-        if name not in _hidden(info.type) and not is_absent(info.type, name, defaults)
-    ]
-
-    def changed(**options: Any) -> dict[str, Any]:
-        return {
-            name: v for name, v in options.items() if v != ({} if isinstance(defaults[name], Cfg) else defaults[name])
-        }
-
-    return StructConstructorSpec(changed, tuple(fields))
-
-
-def _type_of(annotation: Any, default: object) -> Any:
-    return type(default) if isinstance(default, Cfg) else annotation
-
-
-@_RULES.primitive_rule
-def _text_of_choice(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str] | None:
-    if get_origin(info.type) is not Literal:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="{" + ",".join(get_args(info.type)) + "}",
-        instance_from_str=lambda args: args[0],
-        is_instance=lambda value: isinstance(value, str),
-        str_from_instance=lambda value: [value],
-    )
-
-
-@_RULES.primitive_rule
-def _whole_number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
-    if info.type is not int:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="INT",
-        instance_from_str=lambda args: whole_number(args[0]),
-        is_instance=lambda value: isinstance(value, int),
-        str_from_instance=lambda value: [str(value)],
+def _is_hidden(kind: type[Cfg], name: str) -> bool:
+    return (issubclass(kind, AlgorithmCfg) and name == "name") or (kind, name) in (
+        (EnvCfg, "id"),
+        (TextTaskCfg, "rewards"),
     )
 
 
@@ -223,28 +155,192 @@ def whole_number(text: str) -> int:
     except ValueError:
         number = math.nan
     if not number.is_integer():
-        raise ValueError(f"expected a whole number such as 100000 or 1e5, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number such as 100000 or 1e5, got {text!r}")
     return int(number)
 
 
-@_RULES.primitive_rule
-def _dict_from_json(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[dict[str, Any]] | None:
-    if get_origin(info.type) is not dict:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=lambda args: _read_object(args[0]),
-        is_instance=lambda value: isinstance(value, dict),
-        str_from_instance=lambda value: [json.dumps(value)],
-    )
+# --- reading ---
 
 
-def _read_object(text: str) -> dict[str, Any]:
+def _read(options: Sequence[Option], words: Sequence[str], prog: str) -> tuple[dict[str, Any], list[str]]:
+    """The settings that the words give, as a tree, and the words that are left."""
+    parser = Parser(prog=prog.partition(" --")[0], add_help=False, argument_default=argparse.SUPPRESS)
+    for option in options:
+        kinds = set(_kinds(option.annotation))
+        if kinds == {bool}:
+            parser.add_argument(option.flag, dest=option.path, action="store_true")
+            parser.add_argument(option.off, dest=option.path, action="store_false")
+            continue
+        several = tuple in kinds
+        names = [option.flag, *([f"{option.flag}.name"] if option.choice else [])]
+        parser.add_argument(*names, dest=option.path, type=_reader(kinds), nargs="*" if several else None)
+    given, rest = parser.parse_known_args(words)
+    chosen = {option.path for option in options if option.choice}
+    tree: dict[str, Any] = {}
+    for path, value in vars(given).items():
+        *outer, last = (f"{path}.name" if path in chosen else path).split(".")
+        inside = tree
+        for name in outer:
+            inside = inside.setdefault(name, {})
+        inside[last] = None if value == [None] else value
+    return tree, rest
+
+
+def _reader(kinds: set[Any]) -> Any:
+    """What reads a word for a setting of these types; numbers with a point and texts are left to the config's checks."""
+
+    def read(word: str) -> Any:
+        if type(None) in kinds and word in ("None", "none", "null") and word not in kinds:
+            return None
+        if dict in kinds:
+            return _object(word)
+        if int in kinds and float not in kinds and str not in kinds:
+            return whole_number(word)
+        return word
+
+    return read
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """The plain types of an annotation: of ``tuple[int, ...] | None`` tuple, int and None; of a Literal its values."""
+    origin = get_origin(annotation)
+    if origin is Literal:
+        yield from get_args(annotation)
+    elif origin is dict:
+        yield dict
+    elif origin is None:
+        yield annotation
+    elif "__metadata__" in dir(annotation):  # Annotated
+        yield from _kinds(get_args(annotation)[0])
+    else:
+        if origin is tuple:
+            yield tuple
+        for inner in get_args(annotation):
+            yield from _kinds(inner)
+
+
+def _object(word: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = json.loads(word)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{text!r} is broken JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"{word!r} is broken JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{text!r}: expected a JSON object like '{{\"continuous\": true}}'")
+        raise argparse.ArgumentTypeError(f"{word!r}: expected a JSON object like '{{\"continuous\": true}}'")
     return value
+
+
+def _spelt_alike(words: Sequence[str]) -> list[str]:
+    """The words with every option spelt with hyphens."""
+    found = []
+    for word in words:
+        name, sign, value = word.partition("=")
+        found.append(f"{name.replace('_', '-')}{sign}{value}" if word.startswith("--") else word)
+    return found
+
+
+# --- mistakes ---
+
+
+def _refuse(rest: Sequence[str], options: Sequence[Option], default: CommonCfg) -> None:
+    """Refuse words that belong to no option.
+
+    Raises:
+        ConfigError: names whose it is, or the nearest.
+    """
+    unknown = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]}{_hint(unknown[0], options, default)}")
+    if rest:
+        raise ConfigError(f"{rest[0]!r} belongs to no option; fix: leave it out, or name its option (see --help)")
+
+
+def _hint(flag: str, options: Sequence[Option], default: CommonCfg) -> str:
+    known = [spelt for option in options for spelt in (option.flag, option.off)]
+    path = flag.removeprefix("--").replace("-", "_").split(".")
+    own = type(default.algorithm).model_fields
+    if path == ["env", "id"]:
+        return ": the environment is the first argument"
+    if path[0] == "algorithm" and len(path) > 1 and path[1] not in own and algorithms_with(path[1]):
+        return f": {explain_other_algorithm(path[1], default.algorithm.name)}"
+    if inside := [option.flag for option in options if option.flag.startswith(f"{flag}.")]:
+        return f": it holds several, {', '.join(inside)}"
+    last = {name.removeprefix("--").rpartition(".")[2] for name in known}
+    like = get_close_matches(flag.removeprefix("--").rpartition(".")[2], last, n=1, cutoff=0.7)
+    near = get_close_matches(flag, known, n=1, cutoff=0.8) or [
+        name for name in known if name.removeprefix("--").rpartition(".")[2] in like
+    ]
+    return f"; did you mean {' or '.join(near[:3])}?" if near else "; --help-all shows them all"
+
+
+# --- help ---
+
+
+def _show_help(options: Sequence[Option], words: Sequence[str], prog: str, description: str) -> None:
+    """Print the help if the words ask for it: the options that people use, or all of them."""
+    if {"-h", "--help", "--help-all"}.isdisjoint(words):
+        return
+    print(f"usage: {prog} [options]\n\n{description.rstrip()}")
+    if "--help-all" in words:
+        width = min(shutil.get_terminal_size().columns, 120)
+        print("\n".join(line for option in options for line in _in_full(option, width)))
+    else:
+        by_path = {option.path: option for option in options}
+        common = [by_path[path] for path in COMMON if path in by_path]
+        print("\n".join(map(_in_a_line, common)))
+        print(f"\n{len(options) - len(common)} further settings: --help-all")
+    raise SystemExit(0)
+
+
+def _in_a_line(option: Option) -> str:
+    return f"{f'  {option.flag} {_metavar(option)}':<38}{COMMON[option.path]} ({_shown(option.default)})"
+
+
+def _in_full(option: Option, width: int) -> list[str]:
+    body = f"{option.text.replace('``', '')} (default: {_shown(option.default)})"
+    wrapped = textwrap.wrap(body, width, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False)
+    return [f"  {option.flag} {_metavar(option)}", *wrapped]
+
+
+def _metavar(option: Option) -> str:
+    kinds = list(_kinds(option.annotation))
+    if kinds == [bool]:
+        return f"| {option.off}"
+    names = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", dict: "JSON", type(None): "none"}
+    parts = [names.get(kind, str(kind)) for kind in dict.fromkeys(kinds) if kind not in (tuple, ...)]
+    return "|".join(parts) + (" ..." if tuple in kinds else "")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return json.dumps(value)
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value).replace("None", "none")
+
+
+# --- settings of a target ---
+
+
+def _resolve(target: str, algorithm: str | None, preset: str | None, changed: dict[str, Any]) -> RunCfg | TextRunCfg:
+    fields = {key: value for key, value in changed.items() if key != "algorithm"}
+    settings = changed.get("algorithm", {}) | ({"name": algorithm} if algorithm else {})
+    if target.endswith(".json"):
+        return load_config(target, settings or None, preset, **fields)
+    _check_env_id(target)
+    return resolve(target, settings or None, preset, **fields)
+
+
+def _resolve_env(target: str, changed: dict[str, Any]) -> RunCfg:
+    cfg = _resolve(target, None, None, changed)
+    if not isinstance(cfg, RunCfg):
+        raise ConfigError(f"{target} is about a text task, which has no environment; fix: an environment's id or file")
+    return cfg
+
+
+def _check_env_id(env_id: str) -> None:
+    """Catch a typo before anything slow is imported."""
+    refuse_module(env_id)
+    if env_id in presets.env_ids():
+        return
+    from gymnasium.envs.registration import registry
+
+    if env_id not in registry:
+        raise unknown_environment(env_id, registry)

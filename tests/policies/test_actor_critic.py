@@ -70,7 +70,7 @@ def rollout_of(space, n=4, steps=5):
 def test_ratio_is_one_before_the_first_step(obs, action, setting):
     space = OBSERVATIONS[obs]
     policy = ActorCritic(space, ACTIONS[action], SETTINGS[setting])
-    policy.absorb(rollout_of(space), Engine())
+    policy.update_normalizers(rollout_of(space), Engine())
     batch = batch_of(space, 6)
     acted = policy.act(batch, generator=seeded())
     scored = policy.evaluate({"obs": batch, "action": acted.action})
@@ -171,7 +171,7 @@ def test_clone_shares_nothing():
     with torch.no_grad():
         for parameter in clone.parameters():
             parameter += 1
-    clone.absorb(rollout_of(BOX), Engine())
+    clone.update_normalizers(rollout_of(BOX), Engine())
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
     assert not any(p.requires_grad for p in policy.make_reference().parameters())
     assert all(p.requires_grad for p in policy.parameters())
@@ -181,7 +181,7 @@ def test_clone_shares_nothing():
 def test_state_dict_round_trip(obs):
     space = OBSERVATIONS[obs]
     a, b = (ActorCritic(space, ACTIONS["box"], SETTINGS["normalised"]) for _ in range(2))
-    a.absorb(rollout_of(space), Engine())
+    a.update_normalizers(rollout_of(space), Engine())
     b.load_state_dict(a.state_dict())
     batch = batch_of(space, 5)
     for ours, theirs in zip(a.act(batch, generator=seeded()), b.act(batch, generator=seeded()), strict=True):
@@ -189,7 +189,7 @@ def test_state_dict_round_trip(obs):
     assert torch.equal(a.normalize_reward(torch.ones(2)), b.normalize_reward(torch.ones(2)))
 
 
-def test_normalisers_change_in_absorb_only():
+def test_normalisers_change_in_update_normalizers_only():
     policy = ActorCritic(BOX, DISCRETE, SETTINGS["normalised"])
     rollout = rollout_of(BOX)
     start = {name: tensor.clone() for name, tensor in policy.named_buffers()}
@@ -198,28 +198,28 @@ def test_normalisers_change_in_absorb_only():
     policy.normalize_reward(rollout["reward"])
     policy.predict(np.zeros(3))
     assert all(torch.equal(tensor, start[name]) for name, tensor in policy.named_buffers())
-    policy.absorb(rollout, Engine())
+    policy.update_normalizers(rollout, Engine())
     valid = rollout["obs"][:, :-1].reshape(-1, 3).double()
     torch.testing.assert_close(policy.obs_normalizer.statistics[0].mean, valid.mean(0))
     torch.testing.assert_close(policy.obs_normalizer.statistics[0].var, valid.var(0, unbiased=False))
     assert not torch.equal(policy.normalize_reward(rollout["reward"]), rollout["reward"])
 
 
-def test_without_normalisers_rewards_pass_and_absorb_does_nothing():
+def test_without_normalisers_rewards_pass_and_update_normalizers_does_nothing():
     policy = ActorCritic(BOX, DISCRETE)
     reward = torch.tensor([1e9])
-    policy.absorb(rollout_of(BOX), Engine())
+    policy.update_normalizers(rollout_of(BOX), Engine())
     assert policy.normalize_reward(reward) is reward
 
 
-def test_absorb_sums_over_ranks():
+def test_update_normalizers_sums_over_ranks():
     class TwoEqualRanks(Engine):
         def sum(self, tensor):
             return 2 * tensor
 
     one, two = (ActorCritic(BOX, DISCRETE, SETTINGS["normalised"]) for _ in range(2))
-    one.absorb(rollout_of(BOX), Engine())
-    two.absorb(rollout_of(BOX), TwoEqualRanks())
+    one.update_normalizers(rollout_of(BOX), Engine())
+    two.update_normalizers(rollout_of(BOX), TwoEqualRanks())
     a, b = one.obs_normalizer.statistics[0], two.obs_normalizer.statistics[0]
     torch.testing.assert_close(a.var, b.var)
     assert b.count == 2 * a.count

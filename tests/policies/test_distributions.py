@@ -12,7 +12,6 @@ from torch import distributions
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.errors import ConfigError, UnsupportedSpaceError
-from groupwise.policies import few_rows
 from groupwise.policies.distributions import make_head
 from groupwise.policies.gaussian_heads import SquashedGaussian
 
@@ -268,10 +267,3 @@ def test_squash_needs_a_real_box(high):
     low = torch.tensor([-1.0, -1.0])
     with pytest.raises(ConfigError, match="fix: bounded_action='clip'"):
         SquashedGaussian(low, torch.tensor([1.0, high]))
-
-
-def test_a_draw_of_zero_forbids_no_choice(monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda shape, generator=None: torch.zeros(shape))
-    index, log_prob = few_rows.draw_index(np.array([[0.0, 3.0, 1.0]], np.float32), None)
-    assert index.tolist() == [1]
-    assert log_prob.tolist() == pytest.approx([-np.log(1 + np.exp(-3) + np.exp(-2))])

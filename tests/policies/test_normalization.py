@@ -107,7 +107,7 @@ def test_obs_normalizer_leaves_the_rest_alone():
         {"x": torch.tensor([[0.0, 1.0], [2.0, 1.0], [4.0, 1.0]]), "n": torch.tensor([0, 1, 2]), "t": tree}, [3]
     )
     before = obs.clone()
-    normalizer.absorb(obs, full(3))
+    normalizer.update(obs, full(3))
     out = normalizer(obs)
     # 1, 2, 3 has mean 2 and population variance 2/3: (1 - 2) / sqrt(2/3) = -1.2247449
     torch.testing.assert_close(out["t", "1"], torch.tensor([-1.2247449, 0.0, 1.2247449]))
@@ -120,7 +120,7 @@ def test_obs_normalizer_leaves_the_rest_alone():
 def test_obs_normalizer_of_integers_does_nothing():
     obs = torch.tensor([1, 2])
     normalizer = ObsNormalizer(spaces.Discrete(3))
-    normalizer.absorb(obs, full(2))
+    normalizer.update(obs, full(2))
     assert normalizer(obs) is obs
 
 
@@ -137,7 +137,7 @@ def test_reward_normalizer_by_hand(end):
     flags = {"terminated": [0, 0, 0, 0, 0], "truncated": [0, 0, 0, 0, 0]} | {end: [0, 1, 0, 0, 0]}
     rollout = rollout_of([1.0, 2.0, float("nan"), 6.0, 9.0], **flags, valid=[1, 1, 0, 1, 0])
     normalizer = RewardNormalizer(0.5)
-    normalizer.absorb(rollout)
+    normalizer.update(rollout)
     # 6 / 1.8856181 = 3.1819805; the sign and zero of a reward never change
     torch.testing.assert_close(normalizer(torch.tensor([6.0, 0.0, -6.0])), torch.tensor([3.1819805, 0.0, -3.1819805]))
 

@@ -9,7 +9,7 @@ from objective_updates import (
     updated,
 )
 
-from groupwise.algorithms.entropy import EntropyControl
+from groupwise.algorithms.controllers import EntropyController
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
 from groupwise.config.algorithm import GRPOCfg, ObjectiveCfg, PPOCfg
@@ -21,7 +21,7 @@ ADAPTIVE = {"name": "adaptive", "target": 0.5, "step": 0.1, "max_coef": 0.25}
 
 def entropy_control(ent_coef=0.0, **entropy):
     cfg = GRPOCfg(ent_coef=ent_coef, objective=ObjectiveCfg(entropy=entropy))
-    return EntropyControl(cfg, torch.device("cpu"))
+    return EntropyController(cfg, torch.device("cpu"))
 
 
 def test_the_bonus_rises_while_the_entropy_is_low_and_is_off_while_it_is_high():
@@ -29,7 +29,7 @@ def test_the_bonus_rises_while_the_entropy_is_low_and_is_off_while_it_is_high():
     one = torch.ones(1)
     trace = [control.loss(one).item()]
     for entropy in (0.4, 0.5, 0.6, 0.3, 0.2, 0.9, 0.9, 0.9, 0.1):
-        control.adapt(torch.tensor(entropy))
+        control.adapt({"entropy": torch.tensor(entropy)})
         trace.append(round(control.loss(one).item(), 6) + 0.0)
     # coefficients .1 .2 .25 (greatest) .15 .25 .25 .15 .05 0 (least) .1, no bonus after entropies above .5
     assert trace == pytest.approx([-0.1, -0.2, -0.25, 0.0, -0.25, -0.25, 0.0, 0.0, 0.0, -0.1])
@@ -37,7 +37,7 @@ def test_the_bonus_rises_while_the_entropy_is_low_and_is_off_while_it_is_high():
 
 def test_a_constant_bonus_never_moves():
     control = entropy_control(ent_coef=0.3)
-    control.adapt(torch.tensor(0.0))
+    control.adapt({"entropy": torch.tensor(0.0)})
     assert control.loss(torch.tensor(2.0)).item() == pytest.approx(-0.6)
     assert control.enabled
     assert not entropy_control().enabled
@@ -47,7 +47,7 @@ def test_a_saved_control_goes_on_where_it_was():
     # coefficients .1 .2 .25 .15, then .25; the first of them in force until the entropy .9
     one = entropy_control(ent_coef=0.1, **ADAPTIVE)
     for entropy, coef, in_force in [(0.4, 0.2, 1.0), (0.4, 0.25, 1.0), (0.9, 0.15, 0.0), (0.1, 0.25, 1.0)]:
-        one.adapt(torch.tensor(entropy))
+        one.adapt({"entropy": torch.tensor(entropy)})
         two = entropy_control(ent_coef=0.1, **ADAPTIVE)
         two.load_state_dict(one.state_dict())
         assert two.state_dict() == one.state_dict() == pytest.approx({"coef": coef, "in_force": in_force})

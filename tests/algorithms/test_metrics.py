@@ -1,0 +1,264 @@
+"""Means of an update's metrics: over the elements of each step by their shares, over the steps that were taken."""
+
+import pytest
+import torch
+from small_updates import build, make_rollout, parameters
+from tiny_models import tiny_model
+
+from groupwise.algorithms.grpo import GRPO
+from groupwise.algorithms.loss import DIAGNOSTICS, diagnostics
+from groupwise.algorithms.metrics import SamplerMismatch, UpdateStats
+from groupwise.config.algorithm import GRPOCfg, ObjectiveCfg
+from groupwise.config.policy import SamplingCfg
+from groupwise.data.tokens import TextRow, text_rollout
+from groupwise.functional.reduce import local
+from groupwise.policies.causal_lm import CausalLM
+from groupwise.policies.decoding import complete
+
+CPU = torch.device("cpu")
+
+
+def stats_of(*names, all_sum=local):
+    return UpdateStats(names, CPU, all_sum)
+
+
+def add(stats, *sums):
+    stats.add(torch.tensor(sums))
+
+
+def end(stats, norm=0.0):
+    stats.end_step(torch.tensor(norm))
+
+
+def numbers(means):
+    return {name.removeprefix("train/"): pytest.approx(value.item(), abs=1e-6) for name, value in means.items()}
+
+
+def two_steps(stats):
+    # step one: 1/4 * 2 + 1/4 * 4 + 1/2 * 10 = 6.5 and 1/4 * 1 + 0 + 1/2 * 3 = 1.75; step two: 8 and -1
+    add(stats, 1.5, 0.25)
+    add(stats, 5.0, 1.5)
+    end(stats, 3.0)
+    add(stats, 8.0, -1.0)
+    end(stats, 5.0)
+
+
+MEANS = {"a": 7.25, "b": 0.375, "grad_norm": 4.0, "optimizer_steps": 2.0}
+
+
+def test_means_by_hand():
+    stats = stats_of("a", "b")
+    two_steps(stats)
+    assert stats.steps == 2
+    assert numbers(stats.means()) == MEANS
+    assert all(value.shape == () for value in stats.means().values())
+
+
+def test_a_step_that_is_not_taken_does_not_count():
+    stats = stats_of("a", "b")
+    two_steps(stats)
+    add(stats, 100.0, 100.0)
+    assert numbers(stats.means()) == MEANS
+
+
+def test_an_update_without_steps_has_means_of_0():
+    nothing = {"a": 0.0, "grad_norm": 0.0, "optimizer_steps": 0.0}
+    assert numbers(stats_of("a").means()) == nothing
+    stats = stats_of("a")
+    add(stats, 5.0)
+    assert numbers(stats.means()) == nothing
+
+
+def test_the_current_step_by_hand():
+    stats = stats_of("a", "b")
+    two_steps(stats)
+    add(stats, 1.5, 0.25)
+    add(stats, 5.0, 1.5)
+    assert numbers(stats.step_means()) == {"a": 6.5, "b": 1.75}
+    assert numbers(stats.step_means()) == {"a": 6.5, "b": 1.75}  # looking changes nothing
+
+
+def test_diagnostics_by_hand():
+    # clip range 0.8 to 1.2; approx_kl is ratio - 1 - log ratio: 1 - log 2 at 2, log 2 - 1/2 at 1/2
+    ratio, old = torch.tensor([2.0, 1.0, 0.5]), torch.tensor([-1.0, -7.0, -2.0])
+    kl, clipped, low, high = diagnostics(ObjectiveCfg(), ratio, old + ratio.log(), old)
+    torch.testing.assert_close(kl, torch.tensor([0.306853, 0.0, 0.193147]))
+    assert (clipped.tolist(), low.tolist(), high.tolist()) == ([1, 0, 1], [0, 0, 1], [1, 0, 0])
+
+
+def of_rank(steps, all_sum):
+    """Means of a rank, given its sums in each step; none where it has no share."""
+    stats = stats_of("a", all_sum=all_sum)
+    current = []
+    for micro_batches in steps:
+        for value in micro_batches:
+            add(stats, value)
+        current.append(stats.step_means()["a"])
+        end(stats, 1.0)
+    return torch.stack([*current, stats.means()["train/a"]])
+
+
+def test_two_ranks_have_the_means_of_their_union(two_ranks):
+    union = of_rank([[0.25, 3.25], [7.0]], local)
+    assert union.tolist() == [3.5, 7.0, 5.25]
+    for here, there in [([[0.25], [7.0]], [[3.25], []]), ([[3.25], []], [[0.25], [7.0]])]:
+        torch.testing.assert_close(two_ranks(of_rank, (here,), (there,)), union)
+    alone = [[0.25, 3.25], [7.0]], [[], []]
+    for here, there in [alone, alone[::-1]]:
+        torch.testing.assert_close(two_ranks(of_rank, (here,), (there,)), union)
+
+
+def test_sums_over_ranks_do_not_depend_on_what_a_rank_has():
+    """One rank that adds up more often than the others would wait for them for ever."""
+    calls = []
+
+    def all_sum(tensor):
+        calls.append(tensor.shape)
+        return tensor
+
+    for rounds in (0, 1, 4):
+        stats = stats_of("a", all_sum=all_sum)
+        for _ in range(4):
+            for _ in range(rounds):
+                add(stats, 1.0)
+            end(stats)
+        stats.means()
+    assert calls == [(1,)] * 3
+
+
+SETTINGS = {
+    "minibatches": {"num_epochs": 3, "minibatch_size": 30},
+    "micro-batches": {"num_epochs": 2, "minibatch_size": 40, "micro_batch_size": 7},
+    "one minibatch": {"num_epochs": 4},
+    "target_kl": {"num_epochs": 2, "minibatch_size": 30, "target_kl": 100.0},
+    "stopped": {"num_epochs": 9, "minibatch_size": 30, "target_kl": 0.005},
+    "episodes": {"minibatch_size": 30, "objective": {"aggregation": "seq_mean_token_mean"}},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+def test_an_updates_metrics_are_those_of_its_elements_one_by_one(monkeypatch, kind, settings):
+    algorithm = build(kind, **SETTINGS[settings], learning_rate=2.0, max_grad_norm=0.5)
+    loss, step, names = algorithm.loss, algorithm.optimizer.step, algorithm.metric_names
+    steps, current, norms = [], [], []
+
+    def recorded_loss(batch, evaluation):
+        found = loss(batch, evaluation)
+        for i, counts in enumerate(batch["loss_mask"]):
+            assert counts
+            current.append([float(values[i].detach()) for values in found.metrics])
+        return found
+
+    def recorded_step():
+        steps.append(torch.tensor(current, dtype=torch.float64).mean(dim=0))
+        norms.append(torch.stack([p.grad.norm() for p in algorithm.parameters]).norm())
+        current.clear()
+        step()
+
+    monkeypatch.setattr(algorithm, "loss", recorded_loss)
+    monkeypatch.setattr(algorithm.optimizer, "step", recorded_step)
+    found = algorithm.update(make_rollout(algorithm.policy))
+    assert found["train/optimizer_steps"] == len(steps) > 0
+    assert bool(current) is (settings == "stopped")  # the last step was measured and not taken
+    expected = torch.stack(steps).mean(dim=0).tolist()
+    for name, value in zip(names, expected, strict=True):
+        assert found[f"train/{name}"].item() == pytest.approx(value, abs=1e-5), name
+    clipped = torch.stack(norms)
+    assert clipped.max() <= 0.5 + 1e-5
+    assert found["train/grad_norm"] >= clipped.mean() - 1e-6  # the norm before clipping
+    assert settings in ("episodes", "stopped") or found["train/clip_fraction"] > 0
+
+
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+def test_looking_at_single_steps_changes_neither_metrics_nor_parameters(kind):
+    ends = []
+    for watched in ({}, {"target_kl": 1e9}):
+        algorithm = build(kind, num_epochs=3, minibatch_size=30, **watched)
+        metrics = algorithm.update(make_rollout(algorithm.policy))
+        ends.append((parameters(algorithm), metrics))
+    (one, first), (other, second) = ends
+    assert torch.equal(one, other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_metrics_carry_no_gradient():
+    algorithm = build("grpo")
+    assert "approx_kl" in DIAGNOSTICS
+    assert not any(value.requires_grad for value in algorithm.update(make_rollout(algorithm.policy)).values())
+
+
+def test_sampler_mismatch_by_hand_and_by_depth():
+    mismatch = SamplerMismatch(CPU)
+    batch = {
+        "loss_mask": torch.tensor([[True, True, True, False]]),
+        "step": torch.tensor([[127, 128, 600, 9]]),
+        "sample_log_prob": torch.tensor([[-1.0, -2.0, -3.0, -4.0]]),
+        "old_log_prob": torch.tensor([[-1.1, -1.8, -3.0, 7.0]]),
+    }
+    mismatch.add(batch)
+    found = mismatch.metrics(local)
+    # exp(-0.1) + 0.1 - 1 = 0.004837; exp(0.2) - 0.2 - 1 = 0.021403; and 0
+    assert found["agreement/kl_from_0"].item() == pytest.approx(0.004837, abs=1e-6)
+    assert found["agreement/kl_from_128"].item() == pytest.approx(0.021403, abs=1e-6)
+    assert found["agreement/kl_from_512"].item() == 0
+    assert found["agreement/kl"].item() == pytest.approx((0.004837 + 0.021403) / 3, abs=1e-6)
+
+
+class Counting(CausalLM):
+    calls = 0
+
+    def evaluate(self, batch):
+        self.calls += 1
+        return super().evaluate(batch)
+
+
+def rows_of(policy, off_by=0.0):
+    completions = complete(policy, [[5, 6, 7], [9]], torch.arange(8).view(2, 4))
+    return [
+        TextRow([5, 6, 7] if g == 0 else [9], c.tokens, [p + off_by for p in c.log_probs], c.tokens[0] % 5, True, g)
+        for g, group in enumerate(completions)
+        for c in group
+    ]
+
+
+def updated(rows, **settings):
+    policy = Counting(tiny_model(), SamplingCfg(max_new_tokens=6))
+    cfg = {"group_size": 4, "num_epochs": 1, "minibatch_size": None, "optimizer": {"name": "sgd"}, "learning_rate": 0.1}
+    metrics = GRPO(GRPOCfg(**cfg | {"objective": {"old_log_prob": "recomputed"}} | settings), policy).update(
+        text_rollout(rows)
+    )
+    return policy, metrics
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 12])
+def test_an_update_tells_a_sampler_that_is_another_policy(micro_batch_size):
+    rows = rows_of(CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6)))
+    assert updated(rows, micro_batch_size=micro_batch_size)[1]["agreement/kl"].item() < 1e-10
+    shifted = [row._replace(log_probs=[p + 0.1 for p in row.log_probs]) for row in rows]
+    _, metrics = updated(shifted, micro_batch_size=micro_batch_size, num_epochs=3)
+    # only the first step's forward passes are compared: in the others the policy has changed
+    assert metrics["agreement/kl"].item() == pytest.approx(0.004837, abs=1e-5)
+
+
+def test_where_probabilities_are_taken_as_sampled_nothing_is_compared():
+    rows = rows_of(CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6)))
+    assert not [name for name in updated(rows, objective={})[1] if name.startswith("agreement")]
+
+
+def test_a_single_pass_needs_no_forward_of_its_own_for_the_old_probabilities():
+    rows = rows_of(CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6)), off_by=-0.5)
+    once, _ = updated(rows)
+    twice, _ = updated(rows, minibatch_size=20)
+    assert (once.calls, twice.calls) == (1, 1 + 2)
+    # the ratio is 1 there, whatever the sampler said: as if it had been asked beforehand
+    policy = CausalLM(tiny_model())
+    scored = policy.evaluate(text_rollout(rows)[:, :-1].to_dict()).log_prob
+    rollout = text_rollout(rows)
+    rollout["sample_log_prob"][:, :-1] = scored.detach()
+    GRPO(
+        GRPOCfg(group_size=4, num_epochs=1, minibatch_size=None, optimizer={"name": "sgd"}, learning_rate=0.1), policy
+    ).update(rollout)
+    for ours, theirs in zip(once.parameters(), policy.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)

@@ -342,3 +342,30 @@ def test_a_mixed_reference_has_mixed_statistics_too():
         target = dict(policy.named_buffers())[name]
         if buffer.is_floating_point():
             torch.testing.assert_close(buffer, torch.lerp(before[name], target, 0.25))
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [({}, 0), ({"ent_coef": 0.01}, 3), ({"kl_coef": 0.1}, 3), ({"objective": {"trust_region": "kl_cov"}}, 3)],
+)
+def test_a_rollout_of_equal_groups_takes_no_optimiser_step_unless_something_else_has_a_gradient(settings, steps):
+    algorithm = build("grpo", num_epochs=3, optimizer="adam", **settings)
+    rollout = make_rollout(algorithm.policy)
+    algorithm.update(rollout)  # moments that would move the parameters on
+    before = parameters(algorithm)
+    equal = rollout.clone()
+    equal["reward"].zero_()
+    metrics = algorithm.update(equal)
+    assert metrics["train/optimizer_steps"].item() == steps
+    assert torch.equal(parameters(algorithm), before) is (steps == 0)
+
+
+def test_an_update_of_equal_groups_alone_still_moves_the_normalisers():
+    algorithm = build("grpo", policy=make_policy(True, normalize_obs=True))
+    rollout = make_rollout(algorithm.policy).clone()
+    rollout["reward"].zero_()
+    counts = [name for name, _ in algorithm.policy.named_buffers() if name.endswith("count")]
+    metrics = algorithm.update(rollout)
+    assert metrics["train/optimizer_steps"] == 0
+    assert metrics["train/grad_norm"] == 0
+    assert all(algorithm.policy.get_buffer(name) > 0 for name in counts)

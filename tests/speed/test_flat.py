@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from groupwise.algorithms import optim
-from groupwise.algorithms.optim import Schedule, Trained, build_optimizer, schedule_factor
-from groupwise.config.algorithm import AdaptiveKLCfg, LinearCfg, PPOCfg
+from groupwise.algorithms.optim import Trained, build_optimizer
+from groupwise.config.algorithm import PPOCfg
 from groupwise.errors import ConfigError
 
 

@@ -64,7 +64,7 @@ def test_a_member_that_is_lost_under_shared_noise_tries_other_noise(collect, scr
 
 def test_a_member_that_is_always_lost_is_an_error(collect, scripted_group):
     env = scripted_group(2, [3], fails=dict.fromkeys(range(1, 99), 1))
-    with pytest.raises(EnvError, match=r"lost 6 times in a row in Scripted; fix: .*'drop'"):
+    with pytest.raises(EnvError, match=r"failed 6 times in a row in Scripted; fix: .*'drop'"):
         collect(env, 2, group_size=2, collection=CollectionCfg(on_env_error="retry"))
 
 

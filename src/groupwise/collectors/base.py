@@ -70,7 +70,7 @@ class Collector(ABC):
     def restart(self) -> None:
         """Drop running episodes: the next ``collect`` begins with fresh ones, as after a resume."""
 
-    def representative(self) -> Sequence[Episode]:
+    def recent_episodes(self) -> Sequence[Episode]:
         """The episodes that ``rollout/*_mean`` are over.
 
         The latest 100 finished ones (or all that finished in this rollout, if more), whenever they began: a window
@@ -80,7 +80,7 @@ class Collector(ABC):
 
     def metrics(self) -> dict[str, float]:
         """``rollout/*`` numbers of the last ``collect``."""
-        episodes = self.representative()
+        episodes = self.recent_episodes()
         out = {"rollout/env_steps": float(self.last_steps), "rollout/episodes": float(len(self.finished))}
         if episodes:
             out["rollout/return_mean"] = sum(e.episode_return for e in episodes) / len(episodes)

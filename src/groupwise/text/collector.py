@@ -136,7 +136,7 @@ class TextCollector(Collector):
     def restart(self) -> None:
         """Nothing is under way between two iterations."""
 
-    def representative(self) -> Sequence[Episode]:
+    def recent_episodes(self) -> Sequence[Episode]:
         """The attempts of the last rollout: every one of them is whole."""
         return self.finished
 

@@ -1,0 +1,283 @@
+"""Groups while they are collected: which row runs which attempt, and what becomes of each group."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from groupwise.collectors.base import Episode
+from groupwise.config.algorithm import CollectionCfg
+from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
+from groupwise.errors import EnvError
+from groupwise.functional.returns import episode_return
+from groupwise.lean_tensordict import TensorDict
+
+MAX_RETRIES = 5
+"""An attempt that fails more often fails for a reason that another try does not fix."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Attempts that begin in the same state."""
+
+    number: int
+    """Among the groups of the iteration."""
+    start_seed: int
+    members: list["Attempt"] = field(default_factory=list)
+    """Attempts that reached their end."""
+    status: Literal["open", "complete", "filtered", "dropped"] = "open"
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One member's episode."""
+
+    group: Group
+    member: int
+    greedy: bool
+    """Takes the policy's most likely actions."""
+    retries: int = 0
+    row: int = -1
+    start: int = -1
+    """Column of the rollout that holds its first step."""
+    end: int = -1
+    """Column behind its last step."""
+    ended: bool = False
+    """Reached its end, and was not stopped before."""
+    terminated: bool = False
+
+    @property
+    def length(self) -> int:
+        """Steps it took."""
+        return self.end - self.start
+
+    @property
+    def in_whole_group(self) -> bool:
+        """Whether all members of its group, itself included, reached their ends."""
+        return self.ended and self.group.status in ("complete", "filtered")
+
+
+class GroupQueue:
+    """Attempts in the order in which rows take them. Opens groups until the iteration has its steps.
+
+    Args:
+        num_steps: environment steps of the iteration.
+        extra_steps: at most so many more, in place of steps of filtered groups.
+        start_seed: of each group, by its number.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        extra_steps: float,
+        *,
+        group_size: int,
+        greedy_attempts: int,
+        start_seed: Callable[[int], int],
+    ) -> None:
+        self.steps = 0
+        """Environment steps taken."""
+        self.filtered_steps = 0
+        self.members = group_size + greedy_attempts
+        self._num_steps, self._extra_steps = num_steps, extra_steps
+        self._group_size = group_size
+        self._start_seed = start_seed
+        self._num_groups = 0
+        self._waiting: deque[Attempt] = deque()
+
+    def take(self, count: int) -> list[Attempt]:
+        """The next ``count`` attempts, or as many as there are."""
+        while len(self._waiting) < count and self._has_steps_left():
+            group = Group(self._num_groups, self._start_seed(self._num_groups))
+            self._waiting.extend(Attempt(group, i, greedy=i >= self._group_size) for i in range(self.members))
+            self._num_groups += 1
+        return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+
+    def retry(self, attempt: Attempt) -> None:
+        """Have the attempt made again, before all others."""
+        self._waiting.appendleft(Attempt(attempt.group, attempt.member, attempt.greedy, attempt.retries + 1))
+
+    def drop(self, group: Group) -> None:
+        """Make no more attempts of this group."""
+        self._waiting = deque(attempt for attempt in self._waiting if attempt.group is not group)
+
+    def _has_steps_left(self) -> bool:
+        return self.steps - min(self.filtered_steps, self._extra_steps) < self._num_steps
+
+
+class Ends(NamedTuple):
+    """Rows whose attempts end with a step."""
+
+    terminated: Mask
+    truncated: Mask
+    """By the environment, or cut by ``attempt_steps``."""
+    cut: Mask
+    """By ``attempt_steps``: the environment would go on."""
+    failed: Mask
+    """The environment raised an error."""
+    any: bool
+    """Whether any attempt ends."""
+
+
+class GroupTracker:
+    """Which attempt each row runs, step by step."""
+
+    def __init__(
+        self,
+        queue: GroupQueue,
+        cfg: CollectionCfg,
+        env: GroupEnv,
+        *,
+        attempt_steps: int | None,
+    ) -> None:
+        num_rows = env.num_envs
+        self.step = 0
+        """Column of the step that comes next."""
+        self.running: Mask = np.zeros(num_rows, dtype=np.bool_)
+        self.greedy: Mask = np.zeros(num_rows, dtype=np.bool_)
+        """Rows that act greedily."""
+        self.attempts: list[Attempt] = []
+        """In the order in which they began."""
+        self.env_errors = 0
+        self.queue = queue
+        self._cfg = cfg
+        self._attempt_steps = attempt_steps
+        self._block_size = env.block_size
+        self._env_id = env.env_id
+        self._nobody: Mask = np.zeros(num_rows, dtype=np.bool_)
+        self._current: Seeds = np.full(num_rows, -1, dtype=np.int64)
+        """Number of the attempt that each row runs, -1 for none."""
+        self._start: Seeds = np.zeros(num_rows, dtype=np.int64)
+        self._history: list[Seeds] = []
+
+    def assign(self) -> list[Attempt]:
+        """The attempts that free rows begin now."""
+        blocks = self.running.reshape(-1, self._block_size).any(axis=1)
+        free = np.flatnonzero(~blocks.repeat(self._block_size)).tolist()
+        attempts = self.queue.take(len(free))
+        for attempt, row in zip(attempts, free, strict=False):
+            attempt.row, attempt.start = row, self.step
+            self._current[row], self._start[row] = len(self.attempts), self.step
+            self.running[row], self.greedy[row] = True, attempt.greedy
+            self.attempts.append(attempt)
+        return attempts
+
+    def count_step(self, step: EnvStep) -> Ends:
+        """Count the step that every running row took; who ends with it."""
+        terminated, truncated = step.terminated.cpu().numpy(), step.truncated.cpu().numpy()
+        failed = self._nobody if step.failed is None else step.failed.cpu().numpy() & self.running
+        self._history.append(self._current.copy())
+        self.queue.steps += int(np.count_nonzero(self.running))
+        self.step += 1
+        ended, cut = terminated | truncated | failed, self._nobody
+        if self._attempt_steps is not None:
+            cut = self.running & (self.step - self._start >= self._attempt_steps) & ~ended
+        return Ends(terminated, truncated | cut, cut, failed, any=bool((ended | cut).any()))
+
+    def end(self, ends: Ends, rollout: TensorDict) -> Mask:
+        """Free the rows of attempts that ended, and close their groups; rows that stopped though their environments go on."""
+        for attempt in self._free(ends.terminated | ends.truncated):
+            group = attempt.group
+            attempt.ended, attempt.terminated = True, bool(ends.terminated[attempt.row])
+            group.members.append(attempt)
+            if len(group.members) == self.queue.members:
+                self._complete(group, rollout)
+        return ends.cut | self._fail(ends.failed) if ends.failed.any() else ends.cut
+
+    def history(self) -> Seeds:
+        """Number of the attempt of each row and step [N, T], -1 where there was none."""
+        return np.stack(self._history, axis=1)
+
+    def _complete(self, group: Group, rollout: TensorDict) -> None:
+        group.status = "complete"
+        if self._cfg.filter_groups and has_equal_returns(group, rollout):
+            group.status = "filtered"
+            self.queue.filtered_steps += sum(attempt.length for attempt in group.members)
+
+    def _fail(self, rows: Mask) -> Mask:
+        """Retry attempts that failed, or drop their groups; the siblings' rows, which are stopped then."""
+        stopped = self._nobody
+        if self._cfg.on_env_error == "raise":
+            raise EnvError(
+                f"environment {int(np.flatnonzero(rows)[0])} of {self._env_id} failed; fix: the environment, or "
+                "collection.on_env_error='retry' or 'drop'"
+            )
+        for attempt in self._free(rows):
+            self.env_errors += 1
+            if self._cfg.on_env_error == "drop":
+                stopped = stopped | self._drop(attempt.group)
+            elif attempt.retries < MAX_RETRIES:
+                self.queue.retry(attempt)
+            else:
+                raise EnvError(
+                    f"an attempt failed {MAX_RETRIES + 1} times in a row in {self._env_id}; fix: the environment, or "
+                    "collection.on_env_error='drop'"
+                )
+        return stopped
+
+    def _drop(self, group: Group) -> Mask:
+        group.status = "dropped"
+        self.queue.drop(group)
+        siblings = self._nobody.copy()
+        siblings[[attempt.row for attempt in self.attempts if attempt.group is group and attempt.end < 0]] = True
+        self._free(siblings)
+        return siblings
+
+    def _free(self, rows: Mask) -> list[Attempt]:
+        """The attempts of these rows, which are free from now on."""
+        attempts = [self.attempts[number] for number in self._current[rows].tolist()]
+        for attempt in attempts:
+            attempt.end = self.step
+        self._current[rows] = -1
+        self.running[rows] = self.greedy[rows] = False
+        return attempts
+
+
+def has_equal_returns(group: Group, rollout: TensorDict) -> bool:
+    """Whether ``rollout/zero_variance_groups`` counts the group."""
+    reward = rollout["reward"]
+    members = [attempt for attempt in group.members if not attempt.greedy]
+    rewards = torch.cat([reward[a.row, a.start : a.end] for a in members])
+    lengths = torch.tensor([a.length for a in members])
+    member = torch.arange(len(members)).repeat_interleave(lengths).to(reward.device)
+    returns = episode_return(rewards, member, len(members))
+    return len(members) > 1 and bool((returns == returns[0]).all())
+
+
+def write_labels(rollout: TensorDict, tracker: GroupTracker) -> None:
+    """Fill masks, ids and steps. Only attempts of whole groups are valid; other slots look empty."""
+    number, attempts = tracker.history(), tracker.attempts
+    whole = [attempt.in_whole_group for attempt in attempts]
+    group_ids = {group: i for i, group in enumerate(dict.fromkeys(a.group for a in attempts if a.in_whole_group))}
+
+    def slots(values: list[bool] | list[int]) -> np.ndarray:
+        return np.array([*values, 0])[number]  # -1, where there was no attempt, finds the last
+
+    valid = slots(whole).astype(np.bool_)
+    trained = slots([a.group.status == "complete" and not a.greedy for a in attempts]).astype(np.bool_)
+    labels = {
+        "valid": valid,
+        "loss_mask": valid & trained,
+        "episode_id": np.where(valid, slots((np.cumsum(whole) - 1).tolist()), -1),
+        "group_id": np.where(valid, slots([group_ids.get(a.group, -1) for a in attempts]), -1),
+        "step": np.where(valid, np.arange(tracker.step) - slots([a.start for a in attempts]), 0),
+    }
+    for key, array in labels.items():
+        rollout[key][:, :-1] = torch.from_numpy(array)
+    if any(attempt.greedy for attempt in attempts):
+        greedy = torch.zeros_like(rollout["valid"])
+        greedy[:, :-1] = torch.from_numpy(valid & slots([a.greedy for a in attempts]).astype(np.bool_))
+        rollout["greedy"] = greedy
+
+
+def finished_episodes(rollout: TensorDict, tracker: GroupTracker) -> list[Episode]:
+    """Episodes that reached their ends, in the order of these, without greedy ones."""
+    number, reward = tracker.history(), rollout["reward"][:, :-1].cpu().numpy()
+    taken = number >= 0
+    returns = np.bincount(number[taken], weights=reward[taken], minlength=len(tracker.attempts)).tolist()
+    ended = [pair for pair in zip(tracker.attempts, returns, strict=True) if pair[0].ended and not pair[0].greedy]
+    ended.sort(key=lambda pair: pair[0].end)
+    return [Episode(total, attempt.length, attempt.terminated) for attempt, total in ended]

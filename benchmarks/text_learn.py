@@ -33,7 +33,7 @@ SETTINGS = {
     "num_prompts": 8,
     "sampling": {"max_new_tokens": 6, "stop": ["\n"]},
     "total_steps": 8_000,
-    "evaluation": {"interval": 1_600, "prompts": None, "audit_groups": 0},
+    "evaluation": {"interval": 1_600, "prompts": None, "num_logged_groups": 0},
     "logging": {"progress": "lines", "interval": 20},
 }
 ATTEMPTS = 8

@@ -193,7 +193,7 @@ def _read_run(path: Path, name: str | None) -> _Run:
         {
             key: value
             for key, value in flat(config.get("evaluation", {})).items()
-            if key not in ("interval", "audit_groups")
+            if key not in ("interval", "num_logged_groups")
         },
         config["seed"],
         config["total_steps"],

@@ -30,7 +30,7 @@ def test_settings_survive_json():
     [
         ({"rewards": ({"name": "exact", "wieght": 2},)}, "unknown key 'wieght' in rewards.0"),
         ({"rewards": ({"name": "exact", "timeout": 0},)}, "rewards.0.timeout = 0: input should be greater than 0"),
-        ({"long_prompts": "cut"}, "long_prompts = 'cut': expected one of error, drop"),
+        ({"on_long_prompt": "cut"}, "on_long_prompt = 'cut': expected one of error, drop"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens = 0"),
         ({"chat": "always"}, "chat = 'always': expected one of auto, never"),
     ],

@@ -93,7 +93,7 @@ def check_text_copy(out: str, run_dir: Path) -> None:
         rf"return_mean={NUMBER} ci95=\[{NUMBER}, {NUMBER}\] pass@1={NUMBER} .* prompts=145 attempts=1", out
     )
     assert re.search(r"^123 -> \d*$", out, re.MULTILINE)
-    assert metrics_of(run_dir)[-1]["agreement/kl"] < 1e-8
+    assert metrics_of(run_dir)[-1]["rollout/sampler_kl"] < 1e-8
 
 
 CASES = {

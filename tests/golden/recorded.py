@@ -40,7 +40,7 @@ class Keep(gw.Callback):
 
 def numbers(metrics):
     """The metrics as plain floats; times and what evaluation or memory adds do not count."""
-    kept = {k: float(v) for k, v in sorted(metrics.items()) if k.startswith(("train/", "rollout/"))}
+    kept = {k: float(v) for k, v in sorted(metrics.items()) if k.startswith(("train/", "rollout/", "completions/"))}
     return {k: v if math.isfinite(v) else str(v) for k, v in kept.items()}
 
 

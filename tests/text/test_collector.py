@@ -10,7 +10,7 @@ from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.text import RewardCfg, TextTaskCfg
 from groupwise.errors import DataError, RewardError
-from groupwise.functional.shaping import overlong_punishment
+from groupwise.functional.shaping import overlong_penalty
 from groupwise.functional.texts import pass_at_k, repeated_ngrams
 from groupwise.text.collector import TextCollector, TextTerms
 from groupwise.text.data import Example
@@ -94,8 +94,8 @@ def test_a_rollout_by_hand():
     metrics = of.metrics()
     assert metrics["rollout/return_mean"] == 24
     assert metrics["rollout/env_steps"] == 4
-    assert metrics["rollout/ended_by_length"] == metrics["rollout/ended_by_eos"] == 0.5
-    assert metrics["rollout/reward_spread"] == 21
+    assert metrics["completions/clipped_ratio"] == metrics["rollout/ended_by_eos"] == 0.5
+    assert metrics["rollout/reward_std"] == 21
 
 
 def test_members_that_nobody_can_score_are_none():
@@ -132,7 +132,7 @@ def test_resampling_ends_as_soon_as_there_are_enough():
 
 
 def test_overlong_completions_are_punished_linearly():
-    of = collector({"1": ["4.", "44."], "2": ["4444.", "44444"]}, punished_tokens=4, punishment=8.0)
+    of = collector({"1": ["4.", "44."], "2": ["4444.", "44444"]}, overlong_buffer=4, penalty=8.0)
     # at most 5 tokens, of which the last 4 cost 2 each: lengths 2, 3, 5, 5, the end included
     rewards = [reward for rows in rows_of(collect(of), of).values() for reward, _ in rows]
     assert sorted(rewards) == [4 - 2, 44 - 4, 4444 - 8, 44444 - 8]
@@ -229,7 +229,7 @@ def test_nothing_scored_again_and_again_is_an_error():
 def test_the_punishment_of_dapo_by_hand():
     # 20480 tokens, of which the last 4096 are punished
     lengths = torch.tensor([16384, 16385, 18432, 20480, 30000])
-    assert overlong_punishment(lengths, 20480, 4096).tolist() == [0, 1 / 4096, 0.5, 1, 1]
+    assert overlong_penalty(lengths, 20480, 4096).tolist() == [0, 1 / 4096, 0.5, 1, 1]
 
 
 def test_repeated_ngrams_by_hand():

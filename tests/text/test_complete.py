@@ -7,10 +7,10 @@ from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import DataError
-from groupwise.text.generation import RoomyLayer, complete
+from groupwise.text.generation import PreallocatedCacheLayer, complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rollout import TextRow, text_rollout
-from groupwise.text.sampling import Writing
+from groupwise.text.sampling import DecodingState
 
 PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15]]
 
@@ -73,7 +73,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
 
 
 def test_completions_can_be_had_before_they_are_finished():
-    writing = Writing(torch.arange(3), SamplingCfg(max_new_tokens=6), [3])
+    writing = DecodingState(torch.arange(3), SamplingCfg(max_new_tokens=6), [3])
     logits = torch.full((3, 8), -10.0)
     logits[:, 5] = 10
     writing.write(logits)
@@ -85,7 +85,7 @@ def test_completions_can_be_had_before_they_are_finished():
 def test_caches_grow_in_place_and_lose_rows():
     torch.manual_seed(0)
     states = torch.randn(3, 2, 150, 4)
-    layer = RoomyLayer(states[:, :, :5], states[:, :, :5])
+    layer = PreallocatedCacheLayer(states[:, :, :5], states[:, :, :5])
     copies = 0
     for i in range(5, 150):
         before = layer.keys.data_ptr()
@@ -108,7 +108,7 @@ def test_an_empty_prompt_is_refused():
 def written(texts, sampling, tokenizer):
     """What becomes of the texts when the model's logits leave it no choice but their tokens."""
     scripts = [tokenizer(text)["input_ids"] for text in texts]
-    writing = Writing(torch.arange(len(texts)), sampling, [EOS], tokenizer)
+    writing = DecodingState(torch.arange(len(texts)), sampling, [EOS], tokenizer)
     for step in range(sampling.max_new_tokens):
         logits = torch.full((len(writing.running), len(tokenizer)), -60.0)
         for place, row in enumerate(writing.running.tolist()):

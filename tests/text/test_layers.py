@@ -5,7 +5,7 @@ from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from groupwise.text.layers import prefix_cache, recompute_layers, rest_cache, silence_dropout
+from groupwise.text.layers import prefix_cache, recompute_layers, silence_dropout, suffix_cache
 
 DROPOUTS = {"gpt2": ["attn_pdrop", "embd_pdrop", "resid_pdrop"]}
 TOKENS = torch.arange(4, 10)[None]
@@ -72,7 +72,7 @@ def test_rows_behind_prefixes_leave_the_cache_as_it_was():
     model(input_ids=torch.tensor([[4, 5], [6, 7]]), past_key_values=prefixes, use_cache=True)
     assert prefixes.get_seq_length() == 2
     kept = prefixes.layers[0].keys
-    cache = rest_cache(model.config, prefixes, torch.tensor([1, 0, 1]))
+    cache = suffix_cache(model.config, prefixes, torch.tensor([1, 0, 1]))
     rows = torch.tensor([[8], [9], [10]])
     first, second = (model(input_ids=rows, past_key_values=cache, use_cache=True).logits for _ in range(2))
     assert torch.equal(first, second)

@@ -46,8 +46,8 @@ def test_a_run_leaves_what_it_reached_and_groups_to_look_at(copied):
     # 4 prompts x 4 completions of at most 4 tokens
     assert last["rollout/env_steps"] <= 64
     assert last["rollout/env_steps"] == pytest.approx(16 * last["rollout/length_mean"])
-    assert last["rollout/ended_by_eos"] + last["rollout/ended_by_length"] == 1
-    assert last["agreement/kl"] < 1e-8
+    assert last["rollout/ended_by_eos"] + last["completions/clipped_ratio"] == 1
+    assert last["rollout/sampler_kl"] < 1e-8
     table = pyarrow.parquet.read_table(sorted((copied.path / "groups").iterdir())[-1]).to_pylist()
     assert len(table) == 16
     assert [row["reward"] for row in table] == pytest.approx(
@@ -196,7 +196,7 @@ def test_adapters_train_alone_and_their_reference_is_the_base(model, tmp_path):
         ({"lora": True}, "lora = True: expected .*fix: lora={'r': 16}"),
         ({"algorithm": gw.GRPOCfg(num_steps=9)}, "num_steps=9 is about environments, .*fix: leave it out"),
         ({"algorithm": gw.GRPOCfg(credit={"reward": "parts"})}, "compares several rewards; got one, fix"),
-        ({"overlong": {"punished_tokens": 5}}, "punished_tokens=5 is more than .*max_new_tokens=4.*fix: fewer"),
+        ({"overlong": {"overlong_buffer": 5}}, "overlong_buffer=5 is more than .*max_new_tokens=4.*fix: fewer"),
         ({"sampling": {"top_p": 0.9}}, "top_p=0.9 is for evaluation only: .*fix: top_k"),
         ({"model": "nowhere/at-all"}, "nowhere/at-all"),
     ],
@@ -237,6 +237,6 @@ def test_a_sampler_that_is_another_policy_stops_the_run(model, tmp_path, monkeyp
 
     monkeypatch.setattr(generators, "complete", other)
     with pytest.raises(
-        gw.DisagreementError, match=r"no longer the policy that is trained: KL 0\.149 .*from token 0.*fix"
+        gw.SamplerMismatchError, match=r"no longer the policy that is trained: KL 0\.149 .*from token 0.*fix"
     ):
         train(copying(), model, tmp_path / "run")

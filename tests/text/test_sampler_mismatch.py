@@ -41,16 +41,16 @@ def updated(rows, **settings):
 @pytest.mark.parametrize("micro_batch_size", [None, 12])
 def test_an_update_tells_a_sampler_that_is_another_policy(micro_batch_size):
     rows = rows_of(CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6)))
-    assert updated(rows, micro_batch_size=micro_batch_size)[1]["agreement/kl"].item() < 1e-10
+    assert updated(rows, micro_batch_size=micro_batch_size)[1]["rollout/sampler_kl"].item() < 1e-10
     shifted = [row._replace(log_probs=[p + 0.1 for p in row.log_probs]) for row in rows]
     _, metrics = updated(shifted, micro_batch_size=micro_batch_size, num_epochs=3)
     # only the first step's forward passes are compared: in the others the policy has changed
-    assert metrics["agreement/kl"].item() == pytest.approx(0.004837, abs=1e-5)
+    assert metrics["rollout/sampler_kl"].item() == pytest.approx(0.004837, abs=1e-5)
 
 
 def test_where_probabilities_are_taken_as_sampled_nothing_is_compared():
     rows = rows_of(CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6)))
-    assert not [name for name in updated(rows, objective={})[1] if name.startswith("agreement")]
+    assert not [name for name in updated(rows, objective={})[1] if name.startswith("rollout/sampler_kl")]
 
 
 def test_a_single_pass_needs_no_forward_of_its_own_for_the_old_probabilities():

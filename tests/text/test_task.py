@@ -25,8 +25,8 @@ def test_paths_and_names_are_recorded_and_objects_are_said_to_be_given(tmp_path)
     assert task.cfg.data == str(tmp_path / "a.jsonl")
     assert [reward.name for reward in task.cfg.rewards] == [GIVEN, "exact", "length"]
     assert task.functions == (right, None, None)
-    given = TextTask(ROWS, reward=right, eval_data=["x"], solved_at=0.5)
-    assert (given.cfg.data, given.cfg.eval_data, given.cfg.solved_at) == (GIVEN, GIVEN, 0.5)
+    given = TextTask(ROWS, reward=right, eval_data=["x"], success_threshold=0.5)
+    assert (given.cfg.data, given.cfg.eval_data, given.cfg.success_threshold) == (GIVEN, GIVEN, 0.5)
     assert (given.data, given.eval_data) == (ROWS, ["x"])
     assert TextTaskCfg(**json.loads(given.cfg.model_dump_json())) == given.cfg
 
@@ -126,10 +126,10 @@ def test_shared_prompts_are_left_out_of_training_with_a_warning():
 
 def test_shared_prompts_can_be_kept_or_refused():
     with pytest.warns(UserWarning, match="evaluation tells less"):
-        train, _ = TextTask(ROWS, reward=right, eval_data=["1+2="], shared_prompts="keep").load()
+        train, _ = TextTask(ROWS, reward=right, eval_data=["1+2="], eval_overlap="keep").load()
     assert len(train) == 2
     with pytest.raises(DataError, match=r"1 of 2 training prompts .*; fix: take them out of either"):
-        TextTask(ROWS, reward=right, eval_data=["1+2="], shared_prompts="error").load()
+        TextTask(ROWS, reward=right, eval_data=["1+2="], eval_overlap="error").load()
     with (
         pytest.raises(DataError, match="all training prompts stand in the evaluation data"),
         pytest.warns(UserWarning, match="2 of 2"),

@@ -81,7 +81,7 @@ def test_sampler_and_trainer_agree_over_turns(sampling, model, tmp_path):
     settings = {"sampling": {"max_new_tokens": 4} | sampling, "total_steps": 60}
     run = train(counting(), model, tmp_path / "run", **settings)
     for entry in run.metrics():
-        assert entry["agreement/kl"] < 1e-8
+        assert entry["rollout/sampler_kl"] < 1e-8
         assert 1 < entry["rollout/turns_mean"] < 3
     assert run.metrics()[-1]["train/grad_norm"] > 0
 
@@ -125,7 +125,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model, tmp_path):
 @pytest.mark.parametrize("preset", ["agilerl_turn", "agilerl_turn_ratio", "remax", "dr_grpo"])
 def test_turns_are_open_to_ratios_and_credit(preset, model, tmp_path):
     run = train(counting(), model, tmp_path / "run", gw.GRPOCfg(group_size=4, learning_rate=1e-3), preset=preset)
-    assert all(entry["agreement/kl"] < 1e-8 for entry in run.metrics())
+    assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in run.metrics())
     assert max(entry["train/grad_norm"] for entry in run.metrics()) > 0
     if preset == "dr_grpo":  # the longest completion is three turns of four tokens
         assert run.cfg.algorithm.objective.max_length == 12
@@ -149,7 +149,7 @@ def test_without_a_tool_turns_are_refused(preset, message, model, tmp_path):
 
 def test_ppo_and_the_other_generator_have_turns_too(model, tmp_path):
     run = train(counting(), model, tmp_path / "run", gw.PPOCfg(), num_prompts=8)
-    assert all(entry["agreement/kl"] < 1e-8 and entry["rollout/turns_mean"] > 1 for entry in run.metrics())
+    assert all(entry["rollout/sampler_kl"] < 1e-8 and entry["rollout/turns_mean"] > 1 for entry in run.metrics())
 
 
 def test_evaluation_plays_the_same_turns(counted):
@@ -196,7 +196,7 @@ def test_of_messages_rewards_get_messages(tmp_path):
     settings = {"tool": Count(), "max_turns": 2}
     run = train(gw.TextTask(rows[:40], reward=first_digit, eval_data=rows[60:64], **settings), model, tmp_path / "run")
     assert roles == {("assistant",), ("assistant", "tool", "assistant")}
-    assert all(entry["agreement/kl"] < 1e-8 for entry in run.metrics())
+    assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in run.metrics())
 
 
 def test_a_registered_tool_works_from_the_command_line(model, tmp_path, monkeypatch, capsys):

@@ -316,4 +316,4 @@ def _flat(data: dict[str, Nested]) -> dict[str, Nested]:
 
 def _row_sizes(policy: Policy, rows: Batch) -> RowSizes:
     sizes = RowSizes.of(rows["valid"], rows["loss_mask"], rows["group_id"])
-    return sizes if policy.shares_beginnings else sizes.apart()
+    return sizes if policy.shares_prefixes else sizes.apart()

@@ -73,8 +73,10 @@ class SamplerMismatch:
         self._sums[1].index_add_(0, depth, torch.ones_like(distance))
 
     def metrics(self, all_sum: AllSum) -> dict[str, Tensor]:
-        """``agreement/kl`` over all tokens, and of each depth, 0 where there are none so deep."""
+        """``rollout/sampler_kl`` over all tokens, and of each depth, 0 where there are none so deep."""
         total, count = all_sum(self._sums)
         means = total / count.clamp(min=1)
-        by_depth = {f"agreement/kl_from_{depth}": mean for depth, mean in zip(DEPTHS, means.unbind(), strict=True)}
-        return {"agreement/kl": total.sum() / count.sum().clamp(min=1)} | by_depth
+        by_depth = {
+            f"rollout/sampler_kl_from_{depth}": mean for depth, mean in zip(DEPTHS, means.unbind(), strict=True)
+        }
+        return {"rollout/sampler_kl": total.sum() / count.sum().clamp(min=1)} | by_depth

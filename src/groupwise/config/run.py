@@ -43,7 +43,7 @@ class TextEvaluationCfg(Cfg):
     """Take the likeliest token each time; needs ``attempts=1``. False samples."""
     sampling: EvalSamplingCfg | None = None
     """How completions are sampled. None: as in training."""
-    audit_groups: Annotated[int, Ge(0)] = 4
+    num_logged_groups: Annotated[int, Ge(0)] = 4
     """So many groups of the last rollout are kept with each evaluation, in ``groups/`` of the run folder."""
 
     @model_validator(mode="after")
@@ -82,13 +82,13 @@ class OverlongCfg(Cfg):
 
     truncated: Literal["train", "mask"] = "train"
     """Completions that were cut: trained on like others, or without a loss, though siblings are compared with them."""
-    punished_tokens: Annotated[int, Ge(0)] = 0
-    """Over the last so many tokens before the limit the reward falls by up to ``punishment``, linearly; cut completions lose all of it. 0: no punishment."""
-    punishment: NonNegative = 1.0
+    overlong_buffer: Annotated[int, Ge(0)] = 0
+    """Over the last so many tokens before the limit the reward falls by up to ``penalty``, linearly; cut completions lose all of it. 0: no penalty."""
+    penalty: NonNegative = 1.0
     """Most that is taken off the reward."""
 
 
-class AgreementCfg(Cfg):
+class SamplerMismatchCfg(Cfg):
     """How far the sampler's probabilities may be from the trainer's at an update's start: KL in nats per token."""
 
     warn: Positive = 0.01
@@ -195,7 +195,7 @@ class TextRunCfg(CommonCfg):
     """Prompts in one iteration; GRPO has each completed ``group_size`` times."""
     overlong: OverlongCfg = OverlongCfg()
     """Completions that are too long."""
-    agreement: AgreementCfg = AgreementCfg()
+    sampler_mismatch: SamplerMismatchCfg = SamplerMismatchCfg()
     """Sampler against trainer."""
     evaluation: TextEvaluationCfg = TextEvaluationCfg()
     """Evaluation during and after training."""
@@ -214,9 +214,9 @@ class TextRunCfg(CommonCfg):
                 f"stop.return_threshold={self.stop.return_threshold} waits for a score of held-out prompts, and there are none; "
                 "fix: task.eval_data"
             )
-        if self.overlong.punished_tokens > self.sampling.max_new_tokens:
+        if self.overlong.overlong_buffer > self.sampling.max_new_tokens:
             raise ValueError(
-                f"overlong.punished_tokens={self.overlong.punished_tokens} is more than sampling.max_new_tokens="
+                f"overlong.overlong_buffer={self.overlong.overlong_buffer} is more than sampling.max_new_tokens="
                 f"{self.sampling.max_new_tokens}, so that every completion would be punished; fix: fewer"
             )
         return self

@@ -38,7 +38,7 @@ class TextTaskCfg(Cfg):
     """Evaluation prompts that reasoning-gym makes."""
     data_seed: int = 0
     """Which ones. Training and evaluation never draw from the same numbers."""
-    shared_prompts: Literal["drop", "keep", "error"] = "drop"
+    eval_overlap: Literal["drop", "keep", "error"] = "drop"
     """Training prompts that stand in the evaluation data, too: left out of training; kept; or refused. Both of the former warn. What reasoning-gym makes twice is replaced without a word."""
     prompt_column: str = "prompt"
     """Where the prompt stands: a text, or a list of messages ``{"role": ..., "content": ...}``. All other columns go to the rewards."""
@@ -50,13 +50,13 @@ class TextTaskCfg(Cfg):
     """What else the template takes, such as ``{"enable_thinking": false}``."""
     max_prompt_tokens: PositiveInt | None = None
     """A prompt of more tokens is too long. None: only the model's context limits it."""
-    long_prompts: Literal["error", "drop"] = "error"
+    on_long_prompt: Literal["error", "drop"] = "error"
     """What becomes of prompts that are too long: refused, or left out with a warning. They are never cut."""
     rewards: tuple[RewardCfg, ...] = ()
     """Functions whose weighted scores add up. Empty: for reasoning-gym data, ``reasoning_gym``."""
     on_reward_error: Literal["fail", "skip", "zero"] = "fail"
     """When a function fails or takes too long: the run stops; the completions that it failed on have no reward, so that they neither count nor are compared; or the function's score for them is 0."""
-    solved_at: float = 1.0
+    success_threshold: float = 1.0
     """From this reward on a completion counts as right (pass@k)."""
     tool: str | None = None
     """What the model can call, to write on when it has read the answer, which is not trained on: ``calculator``, or your own registered one. ``<given in Python>`` stands for an object that was passed in. None: a completion is one turn."""

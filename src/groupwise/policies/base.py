@@ -118,7 +118,7 @@ class Policy(nn.Module, ABC):
         return copy.deepcopy(self)
 
     @property
-    def shares_beginnings(self) -> bool:
+    def shares_prefixes(self) -> bool:
         """Whether rows of one group that begin alike are read once there, so that micro-batches count it once."""
         return False
 

@@ -117,7 +117,7 @@ class _Layer(NamedTuple):
 class LlamaStep(Step):
     """Reads a token of each row, behind those that it has read before.
 
-    Weights are taken over when it is made: make one for each call that writes.
+    Weights are taken over when it is made: make one for each call that generates.
     """
 
     def __init__(self, policy: CausalLM, prompts: Prompts) -> None:
@@ -133,7 +133,7 @@ class LlamaStep(Step):
         self._length, self._rows = valid.shape[1], len(valid)
         self._slots: Tensor | None = None  # the places of the rows in the caches, once they are in another order
         self._position = valid.sum(dim=1)
-        self._turns = self._angles(base.rotary_emb, self._length + most)
+        self._rotary = self._angles(base.rotary_emb, self._length + most)
         self._mask = self._additive(valid, most)
 
     def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
@@ -164,7 +164,7 @@ class LlamaStep(Step):
         """Last hidden states of rows as the caches have them, their tokens written to the caches."""
         with autocast_off(token.device.type):
             hidden = self._embed(token)
-            cos, sin = self._turns[self._position].unbind(1)
+            cos, sin = self._rotary[self._position].unbind(1)
             for layer, store in zip(self._layers, self._stores, strict=True):
                 hidden = hidden + self._attention(layer, store, layer.norm(hidden), (cos, sin), mask)
                 gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
@@ -172,13 +172,13 @@ class LlamaStep(Step):
             return self._norm(hidden)
 
     def _attention(
-        self, layer: _Layer, store: Tensor, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None
+        self, layer: _Layer, store: Tensor, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None
     ) -> Float[Tensor, "row width"]:
         qkv = layer.qkv(x).view(self._rows, -1, self._head_width)
         qk, value = qkv.tensor_split([-self._groups], dim=1)
         if layer.head_norm is not None:
             qk = layer.head_norm(qk)
-        qk = torch.addcmul(qk * turn[0], qk.roll(self._head_width // 2, dims=-1), turn[1])
+        qk = torch.addcmul(qk * rotary[0], qk.roll(self._head_width // 2, dims=-1), rotary[1])
         query, key = qk.tensor_split([-self._groups], dim=1)
         keys, values = self._extended(store, key, value)
         # queries that share their keys are as good as a row of queries to one head

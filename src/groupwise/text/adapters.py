@@ -43,9 +43,9 @@ class AdaptersOff(Policy):
         return self._policy[0].predict(obs, deterministic)
 
     @property
-    def shares_beginnings(self) -> bool:
+    def shares_prefixes(self) -> bool:
         """As the policy itself."""
-        return self._policy[0].shares_beginnings
+        return self._policy[0].shares_prefixes
 
     @property
     def device(self) -> torch.device:

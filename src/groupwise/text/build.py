@@ -20,7 +20,7 @@ from groupwise.seeding import derive_seed
 from groupwise.speed.cpu_attention import attend_on_cpus
 from groupwise.speed.cpu_memory import keep_freed_memory
 from groupwise.speed.decoding_step import FastDecoder
-from groupwise.text.callbacks import KeepGroups, WatchAgreement
+from groupwise.text.callbacks import CheckSamplerMismatch, LogGroups
 from groupwise.text.collector import TextCollector, TextTerms
 from groupwise.text.data import Example
 from groupwise.text.evaluation import TextEvaluator, dialogue_of, task_of
@@ -75,9 +75,9 @@ class TextParts(Parts):
 
     def own_callbacks(self, folder: RunFolder) -> list[Callback]:
         """Sampler against trainer, and groups to look at."""
-        built: list[Callback] = [WatchAgreement(self.cfg.agreement)]
-        if self.cfg.evaluation.audit_groups:
-            built.append(KeepGroups(folder.groups, self.collector, self.cfg.evaluation.audit_groups))
+        built: list[Callback] = [CheckSamplerMismatch(self.cfg.sampler_mismatch)]
+        if self.cfg.evaluation.num_logged_groups:
+            built.append(LogGroups(folder.groups, self.collector, self.cfg.evaluation.num_logged_groups))
         return built
 
 
@@ -100,7 +100,7 @@ def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts
     policy = _policy(cfg, given, actor_only=algorithm_type.actor_only).to(device)
     speed_up(policy)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
-    prompts = encoder.select(data.train, policy.room(cfg.sampling.max_new_tokens))
+    prompts = encoder.select(data.train, policy.max_prompt_length(cfg.sampling.max_new_tokens))
     rewards.check_columns(prompts[0].example.columns)
     if data.eval:
         rewards.check_columns(data.eval[0].columns, "eval_data")
@@ -222,9 +222,9 @@ def _terms(cfg: TextRunCfg) -> TextTerms:
     terms = TextTerms(
         cfg.num_prompts,
         mask_truncated=overlong.truncated == "mask",
-        punished_tokens=overlong.punished_tokens,
-        punishment=overlong.punishment,
-        solved_at=cfg.task.solved_at,
+        overlong_buffer=overlong.overlong_buffer,
+        penalty=overlong.penalty,
+        success_threshold=cfg.task.success_threshold,
     )
     if not isinstance(algorithm, GRPOCfg):
         return terms

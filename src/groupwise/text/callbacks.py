@@ -4,8 +4,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from groupwise.config.run import AgreementCfg
-from groupwise.errors import DisagreementError
+from groupwise.config.run import SamplerMismatchCfg
+from groupwise.errors import SamplerMismatchError
 from groupwise.lean_tensordict import TensorDict
 from groupwise.text.collector import TextCollector
 from groupwise.text.metrics import Scored
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class WatchAgreement(Callback):
+class CheckSamplerMismatch(Callback):
     """Warns, and then stops the run, when the sampler's probabilities are no longer the trainer's."""
 
-    def __init__(self, cfg: AgreementCfg) -> None:
+    def __init__(self, cfg: SamplerMismatchCfg) -> None:
         self.cfg = cfg
         self._warned = False
 
@@ -28,24 +28,24 @@ class WatchAgreement(Callback):
         """Look at the KL of this iteration's first minibatch.
 
         Raises:
-            DisagreementError: it is past the limit.
+            SamplerMismatchError: it is past the limit.
         """
-        found = metrics.get("agreement/kl", 0.0)
+        found = metrics.get("rollout/sampler_kl", 0.0)
         if self.cfg.stop is not None and found > self.cfg.stop:
-            raise DisagreementError(
+            raise SamplerMismatchError(
                 f"the sampler is no longer the policy that is trained: KL {found:.3g} nats per token in iteration "
-                f"{trainer.iteration}, more than agreement.stop={self.cfg.stop:g} ({_by_depth(metrics)}); the last checkpoint is "
-                "kept; fix: another precision, or objective.correction; agreement.stop=null goes on regardless"
+                f"{trainer.iteration}, more than sampler_mismatch.stop={self.cfg.stop:g} ({_by_depth(metrics)}); the last checkpoint is "
+                "kept; fix: another precision, or objective.correction; sampler_mismatch.stop=null goes on regardless"
             )
         if found > self.cfg.warn and not self._warned:
             self._warned = True
             log.warning(
-                "sampler and trainer disagree: KL %.3g nats per token in iteration %d, more than agreement.warn=%g (%s)",
+                "sampler and trainer disagree: KL %.3g nats per token in iteration %d, more than sampler_mismatch.warn=%g (%s)",
                 found, trainer.iteration, self.cfg.warn, _by_depth(metrics),
             )  # fmt: skip
 
 
-class KeepGroups(Callback):
+class LogGroups(Callback):
     """Writes some groups of the last rollout as Parquet at each evaluation: what siblings wrote, and what it was worth.
 
     Args:
@@ -88,5 +88,7 @@ def _record(member: Scored, names: tuple[str, ...]) -> dict[str, object]:
 
 def _by_depth(metrics: dict[str, float]) -> str:
     """The KL by depth of context, where there are tokens so deep: growing numbers point at positions or caches."""
-    depths = {key.rpartition("_")[2]: value for key, value in metrics.items() if key.startswith("agreement/kl_from_")}
+    depths = {
+        key.rpartition("_")[2]: value for key, value in metrics.items() if key.startswith("rollout/sampler_kl_from_")
+    }
     return ", ".join(f"from token {depth}: {value:.3g}" for depth, value in depths.items() if value)

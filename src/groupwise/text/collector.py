@@ -9,13 +9,13 @@ import torch
 from groupwise.collectors.base import Collector, Episode
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import DataError
-from groupwise.functional.shaping import overlong_punishment
+from groupwise.functional.shaping import overlong_penalty
 from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
 from groupwise.text.data import PromptOrder
 from groupwise.text.generation import Generator
-from groupwise.text.metrics import Scored, audit
+from groupwise.text.metrics import Scored, text_metrics
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.rewards import RewardSet, TrainingState
@@ -41,9 +41,9 @@ class TextTerms(NamedTuple):
     filter_groups: bool = False
     dynamic_sampling: float = 0.0
     mask_truncated: bool = False
-    punished_tokens: int = 0
-    punishment: float = 1.0
-    solved_at: float = 1.0
+    overlong_buffer: int = 0
+    penalty: float = 1.0
+    success_threshold: float = 1.0
 
 
 class TextCollector(Collector):
@@ -192,8 +192,8 @@ class TextCollector(Collector):
         attempt, terms, several = member.attempt, self._terms, len(self._rewards.names) > 1
         cut = attempt.stop == "length"
         reward = member.reward
-        if reward is not None and terms.punished_tokens:
-            reward -= terms.punishment * self._overlong(member)
+        if reward is not None and terms.overlong_buffer:
+            reward -= terms.penalty * self._overlong(member)
         return TextRow(
             attempt.prompt.tokens,
             attempt.tokens,
@@ -211,7 +211,7 @@ class TextCollector(Collector):
 
     def _overlong(self, member: Scored) -> float:
         last_turn = torch.tensor([len(member.attempt.last_turn())])
-        return float(overlong_punishment(last_turn, self._sampling.max_new_tokens, self._terms.punished_tokens))
+        return float(overlong_penalty(last_turn, self._sampling.max_new_tokens, self._terms.overlong_buffer))
 
     def _check_scored(self) -> None:
         if any(member.reward is not None for member in self.scored):
@@ -234,7 +234,7 @@ class TextCollector(Collector):
         ]
         self.recent.extend(self.finished)
         self.last_steps = sum(member.attempt.written for member in self.scored)
-        self._metrics = audit(self.scored, self._rewards.names, self._terms.solved_at)
+        self._metrics = text_metrics(self.scored, self._rewards.names, self._terms.success_threshold)
         self._metrics["rollout/filtered_groups"] = float(num_skipped)
         self._metrics["rollout/epoch"] = self._epoch
         self._metrics |= {f"reward/{name}": value for name, value in self._rewards.take_logged().items()}
@@ -253,7 +253,7 @@ class TextCollector(Collector):
 def did_equally_well(group: Sequence[Scored]) -> bool:
     """Whether members have nothing to learn from each other: their rewards are the same, or fewer than two have any.
 
-    Rewards are those of the functions: a group is not kept for its overlong members' punishment alone.
+    Rewards are those of the functions: a group is not kept for its overlong members' penalty alone.
     """
     rewards = {member.reward for member in group if member.reward is not None and not member.attempt.greedy}
     return len(rewards) < 2

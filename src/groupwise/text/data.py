@@ -119,7 +119,7 @@ def report_overlap(train: Sequence[Example], shared: Sequence[int], rule: Litera
         f"{str(train[shared[0]].prompt)[:80]!r}"
     )
     if rule == "error":
-        raise DataError(f"{said}; fix: take them out of either, or shared_prompts='drop'")
+        raise DataError(f"{said}; fix: take them out of either, or eval_overlap='drop'")
     effect = "training leaves them out" if rule == "drop" else "evaluation tells less of what was not trained on"
     warnings.warn(f"{said}; {effect}", stacklevel=3)
 

@@ -34,7 +34,7 @@ class TextEvaluation(NamedTuple):
     """Of each prompt's attempts that could be scored; prompts without any are left out."""
     lengths: tuple[int, ...]
     """Tokens of each attempt."""
-    solved_at: float
+    success_threshold: float
     """From this reward on an attempt is right."""
 
     @property
@@ -75,7 +75,7 @@ class TextEvaluation(NamedTuple):
 
     def pass_at(self, k: int) -> tuple[float, float, float]:
         """Share of prompts that k attempts solve, and its 95 % interval (Wilson's, over prompts)."""
-        mean = fmean(pass_at_k(len(r), sum(one >= self.solved_at for one in r), k) for r in self.rewards)
+        mean = fmean(pass_at_k(len(r), sum(one >= self.success_threshold for one in r), k) for r in self.rewards)
         return (mean, *wilson_95(mean, self.episodes))
 
     def __repr__(self) -> str:
@@ -163,7 +163,7 @@ class TextEvaluator(Evaluator):
         if not held_out:
             raise ConfigError("no prompts are held out; fix: task.eval_data")
         encoder = PromptEncoder(policy.tokenizer, cfg.task)
-        prompts = encoder.select(held_out, policy.room(cfg.sampling.max_new_tokens))
+        prompts = encoder.select(held_out, policy.max_prompt_length(cfg.sampling.max_new_tokens))
         return cls(
             cfg,
             prompts,
@@ -191,7 +191,7 @@ class TextEvaluator(Evaluator):
         scored = tuple(group for group in rewards if group)
         if not scored:
             raise DataError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
-        return TextEvaluation(scored, tuple(lengths), self._cfg.task.solved_at)
+        return TextEvaluation(scored, tuple(lengths), self._cfg.task.success_threshold)
 
     def prepare(self) -> None:
         """Nothing: prompts were encoded when this was made."""
@@ -241,7 +241,7 @@ def write_texts(
     """
     assert isinstance(policy, CausalLM)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
-    (chosen,) = encoder.select([Example(prompt, {})], policy.room(cfg.sampling.max_new_tokens))
+    (chosen,) = encoder.select([Example(prompt, {})], policy.max_prompt_length(cfg.sampling.max_new_tokens))
     attempts = [Attempt(chosen, 0, derive_seed(seed, "sample", i), deterministic) for i in range(count)]
     dialogue = dialogue_of(make_tool(cfg.task, tool), encoder, policy, cfg)
     write(attempts, Generator(policy), cfg.sampling, dialogue=dialogue, context=policy.context_length)

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import DataError
-from groupwise.text.sampling import Completion, Writing
+from groupwise.text.sampling import Completion, DecodingState
 
 if TYPE_CHECKING:
     from groupwise.text.policy import CausalLM
@@ -57,7 +57,7 @@ class Generator:
         return complete(self._policy, prompts, seeds, sampling, tokenizer=self._tokenizer, deterministic=deterministic)
 
 
-class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not follow transformers
+class PreallocatedCacheLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not follow transformers
     """A layer's cache that writes into room it has: ``torch.cat`` would copy all of it at each token."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -122,7 +122,9 @@ class TransformersStep(Step):
         self._valid = prompts.valid.repeat_interleave(prompts.group_size, dim=0)
         layers = self._cache.layers
         self._cache.batch_repeat_interleave(prompts.group_size)
-        self._cache.layers = [RoomyLayer(c.keys, c.values) if type(c) is DynamicLayer else c for c in layers]
+        self._cache.layers = [
+            PreallocatedCacheLayer(c.keys, c.values) if type(c) is DynamicLayer else c for c in layers
+        ]
 
     def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
         """The last hidden state of each row, its token read."""
@@ -181,29 +183,29 @@ def complete(
     with policy.decoder.context(policy), policy.computing():
         tokens, valid = left_padded(prompts, policy.device)
         rows = seeds.reshape(-1).to(policy.device)
-        writing = Writing(rows, sampling, policy.eos_ids, tokenizer, deterministic=deterministic)
-        _decode(policy, tokens, valid, seeds.shape[1], writing, sampling.max_new_tokens)
-    return writing.groups(seeds.shape[1])
+        state = DecodingState(rows, sampling, policy.eos_ids, tokenizer, deterministic=deterministic)
+        _decode(policy, tokens, valid, seeds.shape[1], state, sampling.max_new_tokens)
+    return state.groups(seeds.shape[1])
 
 
 def _decode(
-    policy: "CausalLM", tokens: Tensor, valid: Tensor, group_size: int, writing: Writing, max_new_tokens: int
+    policy: "CausalLM", tokens: Tensor, valid: Tensor, group_size: int, state: DecodingState, max_new_tokens: int
 ) -> None:
     """Write until every row is finished."""
     head = policy.decoder.head(policy)  # half precision is converted here, once, and not at each token
     cache: Any = DynamicCache(config=policy.network.config)
     hidden = policy.hidden_states(tokens, valid, cache)[:, -1]
     logits = head(hidden).repeat_interleave(group_size, dim=0)
-    token, goes_on = writing.write(logits)
-    if not len(writing.running):
+    token, goes_on = state.write(logits)
+    if not len(state.running):
         return
     step = policy.decoder.step(policy, Prompts(cache, valid, group_size, max_new_tokens), token, head)
     del cache  # it is the step's
-    while len(writing.running):
-        if len(writing.running) < len(token):  # finished rows leave the batch
+    while len(state.running):
+        if len(state.running) < len(token):  # finished rows leave the batch
             token = token[goes_on]
             step.keep(goes_on)
-        token, goes_on = writing.write(head(step(token)))
+        token, goes_on = state.write(head(step(token)))
 
 
 def left_padded(

@@ -73,7 +73,7 @@ def keep_differentiable(model: nn.Module) -> None:
             module.train()
 
 
-class PrefixLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not follow transformers
+class PrefixCacheLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not follow transformers
     """A layer's cache that keeps the keys and values of one pass, with their gradient."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -82,10 +82,10 @@ class PrefixLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not follow t
         return key_states, value_states
 
 
-class RestLayer(DynamicLayer):  # type: ignore[misc]
+class SuffixCacheLayer(DynamicLayer):  # type: ignore[misc]
     """A layer's cache that is only read: what comes behind the prefixes is not kept, so that it may be computed twice."""
 
-    def __init__(self, prefix: PrefixLayer, number: Int[Tensor, " row"]) -> None:
+    def __init__(self, prefix: PrefixCacheLayer, number: Int[Tensor, " row"]) -> None:
         super().__init__()
         self.keys, self.values, self.is_initialized = prefix.keys, prefix.values, True
         self.number = number
@@ -106,11 +106,11 @@ def prefix_cache(config: Any) -> Any:
     odd = {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}
     if odd:
         raise ConfigError(f"its cache has a {' and a '.join(sorted(odd))}, not the keys and values of every token")
-    cache.layers = [PrefixLayer() for _ in cache.layers]
+    cache.layers = [PrefixCacheLayer() for _ in cache.layers]
     return cache
 
 
-def rest_cache(config: Any, prefixes: Any, number: Int[Tensor, " row"]) -> Any:
+def suffix_cache(config: Any, prefixes: Any, number: Int[Tensor, " row"]) -> Any:
     """The cache for a pass over rows behind their prefixes.
 
     Args:
@@ -118,5 +118,5 @@ def rest_cache(config: Any, prefixes: Any, number: Int[Tensor, " row"]) -> Any:
         number: which prefix each row has.
     """
     cache: Any = DynamicCache(config=config)
-    cache.layers = [RestLayer(layer, number) for layer in prefixes.layers]
+    cache.layers = [SuffixCacheLayer(layer, number) for layer in prefixes.layers]
     return cache

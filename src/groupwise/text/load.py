@@ -51,7 +51,7 @@ def load_causal_lm(
         gradient_checkpointing=cfg.gradient_checkpointing,
         compile=cfg.compile,
     )
-    policy.room(policy.sampling.max_new_tokens)
+    policy.max_prompt_length(policy.sampling.max_new_tokens)
     return policy
 
 

@@ -19,7 +19,7 @@ class Scored(NamedTuple):
     """What each reward function says."""
 
 
-def audit(scored: Sequence[Scored], reward_names: Sequence[str], solved_at: float) -> dict[str, float]:
+def text_metrics(scored: Sequence[Scored], reward_names: Sequence[str], success_threshold: float) -> dict[str, float]:
     """Numbers of the attempts that were sampled: what they are worth, how long they are and why they ended, how they repeat."""
     sampled = [member for member in scored if not member.attempt.greedy]
     worth = [member for member in sampled if member.reward is not None]
@@ -32,24 +32,28 @@ def audit(scored: Sequence[Scored], reward_names: Sequence[str], solved_at: floa
         "rollout/turns_mean": fmean(member.attempt.turns for member in sampled),
         "rollout/repeated_ngrams": fmean(repeated_ngrams(member.attempt.tokens) for member in sampled),
     }
-    for stop in ("eos", "stop", "length"):
-        metrics[f"rollout/ended_by_{stop}"] = sum(member.attempt.stop == stop for member in sampled) / count
+    for stop, name in (
+        ("eos", "rollout/ended_by_eos"),
+        ("stop", "rollout/ended_by_stop"),
+        ("length", "completions/clipped_ratio"),
+    ):
+        metrics[name] = sum(member.attempt.stop == stop for member in sampled) / count
     for number, name in enumerate(reward_names):
         values = [value for member in sampled if (value := member.parts[number]) is not None]
         if values:
             metrics[f"reward/{name}_mean"] = fmean(values)
     groups = _groups(worth)
     if groups:
-        metrics["rollout/reward_spread"] = fmean(pstdev(group) for group in groups)
-        metrics |= {f"rollout/{name}": value for name, value in pass_rates(groups, solved_at).items()}
+        metrics["rollout/reward_std"] = fmean(pstdev(group) for group in groups)
+        metrics |= {f"rollout/{name}": value for name, value in pass_rates(groups, success_threshold).items()}
     return metrics
 
 
-def pass_rates(groups: Sequence[Sequence[float]], solved_at: float) -> dict[str, float]:
+def pass_rates(groups: Sequence[Sequence[float]], success_threshold: float) -> dict[str, float]:
     """pass@1, and pass@k for the size of the smallest group, averaged over the groups of rewards."""
     size = min(map(len, groups))
     return {
-        f"pass_at_{k}": fmean(pass_at_k(len(g), sum(reward >= solved_at for reward in g), k) for g in groups)
+        f"pass_at_{k}": fmean(pass_at_k(len(g), sum(reward >= success_threshold for reward in g), k) for g in groups)
         for k in sorted({1, size})
     }
 

@@ -107,7 +107,7 @@ class CausalLM(Policy):
         return self
 
     @property
-    def shares_beginnings(self) -> bool:
+    def shares_prefixes(self) -> bool:
         """Whether siblings' prompts are read once: yes, unless the first try has shown that the model's cache forbids it."""
         return self._prefixes != "apart"
 
@@ -136,7 +136,7 @@ class CausalLM(Policy):
         known: int | None = config.to_dict().get(name)
         return known
 
-    def room(self, max_new_tokens: int) -> int | None:
+    def max_prompt_length(self, max_new_tokens: int) -> int | None:
         """Tokens that a prompt may have; None where the model has no limit.
 
         Raises:
@@ -247,12 +247,12 @@ class CausalLM(Policy):
         Raises:
             ConfigError: the model's cache is no plain one.
         """
-        from groupwise.text.layers import prefix_cache, rest_cache
+        from groupwise.text.layers import prefix_cache, suffix_cache
 
         cache = prefix_cache(self.network.config)
         with self.computing():  # around both, so that weights are cast once
             head = self._states(self._forward, prefixes.head, prefixes.head_valid, cache)
-            cache = rest_cache(self.network.config, cache, prefixes.number)
+            cache = suffix_cache(self.network.config, cache, prefixes.number)
             context = torch.cat([prefixes.head_valid[prefixes.number], prefixes.tail_valid], dim=1)
             tail = self._states(self._forward, prefixes.tail, context, cache)
         return prefixes.gather(head, tail, mask)

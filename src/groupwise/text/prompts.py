@@ -54,7 +54,7 @@ class PromptEncoder:
             context: tokens that the model leaves for a prompt.
 
         Raises:
-            DataError: a prompt is too long and ``long_prompts="error"``, or all are.
+            DataError: a prompt is too long and ``on_long_prompt="error"``, or all are.
         """
         encoded = [EncodedPrompt(example, tuple(self.encode(example))) for example in examples]
         limit = min((n for n in (self._cfg.max_prompt_tokens, context) if n is not None), default=None)
@@ -119,9 +119,9 @@ class PromptEncoder:
             f"{'max_prompt_tokens' if own else 'what max_new_tokens leaves of the context'}; the first: "
             f"{str(too_long[0].example.prompt)[:80]!r}"
         )
-        if self._cfg.long_prompts == "error" or len(too_long) == len(encoded):
+        if self._cfg.on_long_prompt == "error" or len(too_long) == len(encoded):
             fixes = [f"a {'larger max_prompt_tokens' if own else 'smaller max_new_tokens'}", "shorter prompts"]
-            fixes += ["long_prompts='drop'"] if len(too_long) < len(encoded) else []
+            fixes += ["on_long_prompt='drop'"] if len(too_long) < len(encoded) else []
             raise DataError(f"{said}; fix: {', or '.join(fixes)}")
         warnings.warn(f"{said}; they are left out", stacklevel=3)
 

@@ -35,7 +35,7 @@ class Completion(NamedTuple):
     """With ``min_new_tokens``: where tokens that end the text could not be drawn."""
 
 
-class Writing:
+class DecodingState:
     """Completions while they are written, a token of each unfinished one at a time.
 
     A row's choices follow from its seed and its own tokens alone, up to the rounding of logits in another batch.

@@ -107,7 +107,7 @@ class TextTask:
         return task
 
     def load(self) -> TextData:
-        """The examples; what training and evaluation share is dealt with as ``shared_prompts`` says.
+        """The examples; what training and evaluation share is dealt with as ``eval_overlap`` says.
 
         Raises:
             DataError: no examples, examples that cannot be read, or shared prompts that are refused.
@@ -116,8 +116,8 @@ class TextTask:
         train = self._examples(self.data, "train", evaluation)
         shared = overlap(train, evaluation)
         if shared:
-            report_overlap(train, shared, self.cfg.shared_prompts)
-        if self.cfg.shared_prompts == "keep":
+            report_overlap(train, shared, self.cfg.eval_overlap)
+        if self.cfg.eval_overlap == "keep":
             return TextData(train, evaluation)
         left_out = set(shared)
         kept = [example for number, example in enumerate(train) if number not in left_out]

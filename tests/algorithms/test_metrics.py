@@ -194,7 +194,7 @@ def test_sampler_mismatch_by_hand_and_by_depth():
     mismatch.add(batch)
     found = mismatch.metrics(local)
     # exp(-0.1) + 0.1 - 1 = 0.004837; exp(0.2) - 0.2 - 1 = 0.021403; and 0
-    assert found["agreement/kl_from_0"].item() == pytest.approx(0.004837, abs=1e-6)
-    assert found["agreement/kl_from_128"].item() == pytest.approx(0.021403, abs=1e-6)
-    assert found["agreement/kl_from_512"].item() == 0
-    assert found["agreement/kl"].item() == pytest.approx((0.004837 + 0.021403) / 3, abs=1e-6)
+    assert found["rollout/sampler_kl_from_0"].item() == pytest.approx(0.004837, abs=1e-6)
+    assert found["rollout/sampler_kl_from_128"].item() == pytest.approx(0.021403, abs=1e-6)
+    assert found["rollout/sampler_kl_from_512"].item() == 0
+    assert found["rollout/sampler_kl"].item() == pytest.approx((0.004837 + 0.021403) / 3, abs=1e-6)

@@ -5,7 +5,6 @@ import torch
 from tiny_models import tiny_model
 
 from groupwise.algorithms.grpo import GRPO
-from groupwise.algorithms.metrics import SamplerMismatch
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.text.generation import complete

@@ -1,6 +1,6 @@
 """Callbacks of your own.
 
-One logs what the rollout shows, the other stops the training at a score and does not forget when the run is resumed.
+One logs a statistic of the rollout. The other stops the run at a score, and keeps its count across a resume.
 
     python examples/callbacks.py
 """
@@ -10,20 +10,20 @@ import argparse
 import groupwise as gw
 
 
-class WatchTheCart(gw.Callback):
-    """Logs how far the cart strays from the middle. What is added to ``metrics`` goes to every log."""
+class CartDistance(gw.Callback):
+    """Logs the mean distance of the cart from the middle. Values added to ``metrics`` go to every log."""
 
     def on_iteration_end(self, trainer, rollout, metrics):
         steps = gw.transition_view(rollout)
-        # Slots that are not valid hold no step of an episode: rows end early, or wait for the last group to finish.
+        # Other slots hold no step of an episode.
         position = steps["obs"][..., 0][steps["valid"]]
         metrics["rollout/cart_distance"] = position.abs().mean().item()
 
 
 class StopWhenSolved(gw.Callback):
-    """Stops when evaluations have reached the score several times in a row: one may be luck.
+    """Stops when several evaluations in a row reach the score.
 
-    For a single time there is ``stop={"return_threshold": 475}``, without a callback.
+    For a single evaluation, ``stop={"return_threshold": 475}`` needs no callback.
     """
 
     def __init__(self, score: float, times: int) -> None:
@@ -37,7 +37,7 @@ class StopWhenSolved(gw.Callback):
         if self.reached == self.times:
             trainer.stop(f"solved: {self.score:g} or more, {self.times} times in a row")
 
-    def state_dict(self):  # without these two, a resumed run would count from 0 again
+    def state_dict(self):  # a resumed run continues from this count
         return {"reached": self.reached}
 
     def load_state_dict(self, state):
@@ -58,7 +58,7 @@ def main() -> None:
         total_steps=args.total_steps,
         run_dir=args.run_dir,
         evaluation={"interval": args.total_steps // 20},
-        callbacks=[WatchTheCart(), StopWhenSolved(args.score, times=2)],
+        callbacks=[CartDistance(), StopWhenSolved(args.score, times=2)],
     )
     first, last = run.metrics()[0], run.metrics()[-1]
     print(f"stopped by {run.summary['stopped']}, after {last['env_steps']:,} steps")

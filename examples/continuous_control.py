@@ -1,7 +1,6 @@
 """Continuous actions: Pendulum-v1 with PPO and with GRPO.
 
-Observations and rewards are normalised, actions squashed into their bounds. A good policy scores about -200. Of the
-seeds 0 to 3, each came within about 50 of that on three: one seed proves little.
+Observations and rewards are normalised, actions are squashed into their bounds. A good policy scores about -200.
 
     python examples/continuous_control.py
     python examples/continuous_control.py --algorithm ppo
@@ -17,14 +16,12 @@ import groupwise as gw
 
 def policy_for(algorithm: str) -> gw.PolicyCfg:
     return gw.PolicyCfg(
-        # Angle and speed differ in scale. The statistics belong to the policy: they are part of its checkpoint, and
-        # predict() applies them.
+        # Angle and speed differ in scale. The statistics belong to the policy, so checkpoints hold them and predict()
+        # applies them.
         normalize_obs=True,
-        # PPO's critic must predict returns, and -1500 is far from where a network starts. GRPO's advantages are
-        # normalised over the batch, so it has no use for this.
+        # PPO's critic must predict returns of -1500, far from the initial output of a network. GRPO has no critic.
         normalize_reward=algorithm == "ppo",
-        # tanh maps the Gaussian into the torque's bounds, and its log-probability accounts for that. "clip" would cut
-        # off the tails on their way to the environment, so that all actions beyond the bound act alike.
+        # tanh maps the Gaussian into the bounds of the torque, and the log-probability accounts for it.
         bounded_action="squash",
     )
 
@@ -40,7 +37,7 @@ def main() -> None:
     for algorithm in [args.algorithm] if args.algorithm else ["ppo", "grpo"]:
         run_dir = args.run_dir and args.run_dir / algorithm
         policy = policy_for(algorithm)
-        # Horizon, discount and group size come from Pendulum's preset for the algorithm; the policy is ours.
+        # All other settings come from the preset of Pendulum for the algorithm.
         run = gw.train(
             "Pendulum-v1", algorithm, policy=policy, seed=args.seed, total_steps=args.total_steps, run_dir=run_dir
         )
@@ -50,7 +47,7 @@ def main() -> None:
         env = gymnasium.make("Pendulum-v1")
         obs, _ = env.reset(seed=0)
         action = run.policy.predict(obs)
-        assert env.action_space.contains(action)  # whatever the network says
+        assert env.action_space.contains(action)
         print(f"{algorithm}: first torque {action[0]:.2f}, of {env.action_space}")
         env.close()
 

@@ -1,8 +1,7 @@
-"""An algorithm of your own: imitate the best attempts of each group, and forget the others.
+"""Your own algorithm: imitate the best episodes of each group.
 
-Known as the cross-entropy method, or on language models as best-of-n imitation. It needs neither critic nor advantages
-nor a ratio to an old policy, yet it gets groups, minibatches, several processes, checkpoints and the command line from
-the library:
+This is the cross-entropy method; on language models, best-of-n imitation. It has no critic, no advantages and no ratio.
+Groups, minibatches, several processes, checkpoints and the command line come from the library:
 
     python examples/custom_algorithm.py
     groupwise train CartPole-v1 --plugin examples/custom_algorithm.py --algorithm imitate_best --algorithm.elite 0.2
@@ -19,19 +18,19 @@ from groupwise.functional.returns import episode_return
 
 
 class ImitateBestCfg(gw.GRPOCfg):
-    """Settings of ``ImitateBest``; derived from ``GRPOCfg``, which has the group size and lends its presets."""
+    """Settings of ``ImitateBest``. ``GRPOCfg`` has the group size and the presets of environments."""
 
     name: Literal["imitate_best"] = "imitate_best"
     """Name in the registry."""
     elite: Annotated[float, Ge(0), Le(1)] = 0.5
-    """Attempts in this upper share of their group's range of returns are imitated; 0 takes the best alone."""
+    """Episodes in this upper share of their group's range of returns are imitated; 0 takes the best alone."""
     num_epochs: Annotated[int, Ge(1)] = 2
-    """Passes over each rollout: few, for no ratio keeps the policy near the one that acted."""
+    """Passes over each rollout. Few, because no clip limits the update."""
 
 
 @gw.register_algorithm(ImitateBestCfg)
 class ImitateBest(gw.BaseAlgorithm):
-    """Maximises the likelihood of what the best attempts of each group did."""
+    """Maximises the likelihood of the actions in the best episodes of each group."""
 
     grouped = True
     actor_only = True
@@ -44,12 +43,12 @@ class ImitateBest(gw.BaseAlgorithm):
         group, _ = gw.episode_groups(batch, num_episodes)
         score = episode_return(batch["reward"], batch["episode_id"], num_episodes)
         low, high = segment_min_max(score, group, int(group.max()) + 1)
-        # Where all did equally well all are imitated. That moves nothing on average, and never leaves an empty batch.
+        # A group with equal returns is imitated as a whole, so that no batch is empty.
         elite = score >= (high - self.cfg.elite * (high - low))[group]
         imitated = gather_segments(elite.float(), batch["episode_id"]) > 0
 
         data = self.policy_inputs(batch)
-        data["loss_mask"] = batch["loss_mask"] & imitated  # not in place: others read the rollout after us
+        data["loss_mask"] = batch["loss_mask"] & imitated  # not in place: nothing writes into a rollout
         metrics = self.optimize(data, num_episodes)
         self.policy.update_normalizers(
             rollout, self.engine
@@ -73,7 +72,7 @@ def main() -> None:
     run = gw.train("CartPole-v1", cfg, seed=0, total_steps=args.total_steps // 2, run_dir=args.run_dir)
     print(f"half way: {run.summary['return_mean']:.1f}")
 
-    # The name in config.json leads back to the class, so files, resume and the command line know it as one of theirs.
+    # The registered name in config.json leads back to the class.
     assert gw.load_config(run.path / "config.json") == run.cfg
     run = gw.resume(run.path, args.total_steps)
     print(f"{run.cfg.algorithm.name} with elite {run.cfg.algorithm.elite}: {run.summary['return_mean']:.1f} in the end")

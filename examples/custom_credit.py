@@ -1,7 +1,7 @@
-"""A credit rule of your own: an attempt is worth the share of its siblings that it beat.
+"""Your own credit rule: the advantage of an episode is the share of other members that it beat.
 
-GRPO standardises returns, so one freak attempt shrinks the differences between all the others. Counting wins asks only
-who was better, and by how much does not matter. A rule maps a whole rollout to advantages; the rest stays GRPO's.
+GRPO standardises returns, so one outlier shrinks the differences between all others. Counting wins ignores by how much
+a member was better. A rule maps a rollout to advantages; everything else is GRPO.
 
     python examples/custom_credit.py
     groupwise train CartPole-v1 --plugin examples/custom_credit.py --algorithm.credit.rule wins
@@ -19,9 +19,9 @@ from groupwise.functional.returns import episode_return
 
 @gw.register_credit("wins")
 def wins(credit: gw.CreditInput) -> Tensor:
-    """Share of siblings beaten less share of siblings lost to, in [-1, 1], at every step of the attempt."""
+    """Share of members beaten less share of members lost to, in [-1, 1], at every step of the episode."""
     batch = credit.batch
-    # Ids say who belongs together. Rows do not: siblings may have run one after another in the same row.
+    # Ids say which episodes are one group. Rows do not: members may run one after another in one row.
     group, scored = gw.episode_groups(batch, credit.num_episodes)
     score = episode_return(credit.reward, batch["episode_id"], credit.num_episodes)
     siblings = (group[:, None] == group) & scored & scored[:, None]
@@ -31,7 +31,7 @@ def wins(credit: gw.CreditInput) -> Tensor:
 
 
 def show() -> None:
-    """The rule by itself: it is a function, so it can be tried on four attempts of one step each."""
+    """Try the rule on four episodes of one step each."""
     rollout = {
         "reward": torch.tensor([[1.0], [2.0], [3.0], [1000.0]]),
         "episode_id": torch.arange(4)[:, None],
@@ -50,10 +50,10 @@ def main() -> None:
 
     show()
     cfg = gw.GRPOCfg(
-        group_size=16,  # one number for a whole attempt is a coarse signal: more siblings refine it
+        group_size=16,  # one number per episode is a coarse signal; more members refine it
         num_steps=500,
         credit=gw.CreditCfg(rule="wins"),
-        # Attempts weigh alike. Over all steps together, a long win would outweigh the short losses it is compared with.
+        # Episodes weigh alike. In a mean over steps, long wins would outweigh short losses.
         objective=gw.ObjectiveCfg(aggregation="seq_mean_token_mean"),
     )
     run = gw.train("CartPole-v1", cfg, seed=0, total_steps=args.total_steps, run_dir=args.run_dir)

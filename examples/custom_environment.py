@@ -1,7 +1,7 @@
-"""An environment of your own, and what GRPO asks of it: siblings share a start, but not what happens afterwards.
+"""Your own environment for GRPO: the members of a group share a start, and draw their own noise afterwards.
 
-That works by itself if all randomness comes from ``self.np_random``. The start is then drawn from one seed, which
-siblings share, and everything later from another, which they do not.
+This works if all randomness comes from ``self.np_random``. The start is then drawn from the seed of the group, and
+everything later from the seed of the member.
 
     python examples/custom_environment.py
 """
@@ -25,12 +25,12 @@ class Sailing(gymnasium.Env):
     action_space = spaces.Discrete(3)
 
     def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)  # makes self.np_random; without it, equal seeds would not give equal starts
+        super().reset(seed=seed)  # makes self.np_random
         self.offset, self.drift = self.np_random.uniform(-0.5, 0.5), 0.0
         return self._obs(), {}
 
     def step(self, action):
-        gust = self.np_random.normal(0.0, 0.05)  # np.random.normal would be refused: siblings must be repeatable
+        gust = self.np_random.normal(0.0, 0.05)  # np.random.normal would be refused
         self.drift += 0.05 * (int(action) - 1) + gust
         self.offset += 0.1 * self.drift
         aground = abs(self.offset) > 1.0
@@ -40,8 +40,8 @@ class Sailing(gymnasium.Env):
         return np.array([self.offset, self.drift], np.float32)
 
 
-def show_siblings() -> None:
-    """Four boats at one start, all on the same course: only the gusts tell them apart."""
+def show_group() -> None:
+    """Four boats at one start with the same actions: only the gusts differ."""
     env = gw.make_env(gw.EnvCfg(num_envs=4), grouped=True, env=Sailing)
     everyone = np.ones(4, dtype=bool)
     obs = env.start(everyone, start_seed=np.full(4, 7), noise_seed=np.arange(4))
@@ -58,15 +58,14 @@ def main() -> None:
     parser.add_argument("--run-dir")
     args = parser.parse_args()
 
-    show_siblings()
+    show_group()
 
     cfg = gw.GRPOCfg(group_size=8, num_steps=128)
-    # Before anything is learned, siblings are tried out; an environment that cheats is refused with a hint.
-    # The boat may sail on for ever, so episodes need a limit. It cuts them, it does not end them.
+    # The shared start is checked before training. The boat may sail on for ever, so episodes need a step limit.
     run = gw.train(Sailing, cfg, max_episode_steps=MAX_STEPS, total_steps=args.total_steps, run_dir=args.run_dir)
     print(f"trained: {run.summary['return_mean']:.1f} of at most {MAX_STEPS}")
 
-    # The run folder cannot hold Python code, so whoever loads the run gives the environment again.
+    # The run folder cannot hold Python code, so pass the environment again.
     result = gw.evaluate(run.path, episodes=10, env=Sailing)
     print(f"loaded again: {result.return_mean:.1f} over {result.episodes} fresh episodes")
 

@@ -1,7 +1,7 @@
 """GRPO from scratch on CartPole-v1, in one file: PyTorch, NumPy, Gymnasium and nothing else.
 
-A policy makes four attempts at the same start. Attempts that did better than their siblings become more likely, the
-others less. That is GRPO; the critic, which tells PPO what "better" means, is not there.
+A policy plays four episodes from the same start. Episodes that did better than the others become more likely, the
+others less. That is GRPO. PPO uses a critic instead of the comparison.
 
     python grpo_from_scratch.py                             # 100,000 steps, then 100 greedy episodes as a test
     python grpo_from_scratch.py --variant outcome --seed 1  # another rule of credit; also --algorithm ppo, --help
@@ -33,22 +33,22 @@ def network(inputs: int, outputs: int, last_gain: float) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-# ------------------------------------------------------------------------------------------------- the attempts
+# ------------------------------------------------------------------------------------------------- the episodes
 @dataclass
 class Group:
-    """Attempts side by side: G members, padded to the T steps of the longest."""
+    """Episodes from one start, side by side: G members, padded to the T steps of the longest."""
 
     obs: Tensor  #        [G, T+1, 4]  what the member saw; after its last step, the final observation
     action: Tensor  #     [G, T]
     log_probs: Tensor  #  [G, T, 2]    log pi_old(. | s), of both actions
     reward: Tensor  #     [G, T]       0 once the member's episode is over
     alive: Tensor  #      [G, T]       True where the member still acted
-    terminated: Tensor  # [G]          True where a fall ended the episode, False where only the time limit did
+    terminated: Tensor  # [G]          True where a fall ended the episode, False for the time limit
 
 
 @torch.no_grad()
 def play(envs: list[gym.Env], seeds: list[int], actor: nn.Module, greedy: bool = False) -> Group:
-    """Play an episode in each environment. Equal seeds make equal starts; the noise of the actions is never shared."""
+    """Play an episode in each environment. Equal seeds give equal starts; each member samples its own actions."""
     obs = np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)])
     running, terminated = np.ones(len(envs), bool), np.zeros(len(envs), bool)
     all_obs, steps = [obs], []
@@ -82,32 +82,32 @@ def normalise(x: Tensor, alive: Tensor, over: tuple[int, ...]) -> Tensor:
 
 
 def outcome(reward: Tensor, alive: Tensor, gamma: float) -> Tensor:
-    """DeepSeek's GRPO: an attempt has one score, and all of its steps share the credit for it."""
+    """DeepSeek's GRPO: an episode has one score, and all of its steps get the same advantage."""
     score = returns(reward, gamma)[:, :1]  #                          R_i = sum_t gamma^t r_it
     return normalise(score, alive[:, :1], over=(0,)) * alive  #       A_it = (R_i - mean_j R_j) / std_j R_j
 
 
 def return_to_go(reward: Tensor, alive: Tensor, gamma: float) -> Tensor:
-    """Credit for the future only; but late steps, which have little of it left, are compared with early ones."""
+    """Credit for future rewards only. Late steps, with few rewards left, are compared with early ones."""
     return normalise(returns(reward, gamma), alive, over=(0, 1))  #   A_it = (R_it - mean_jk R_jk) / std_jk R_jk
 
 
 def per_step(reward: Tensor, alive: Tensor, gamma: float) -> Tensor:
-    """Each step is compared with the same step of the siblings that are still alive."""
+    """Each step is compared with the same step of the members that are still alive."""
     return normalise(returns(reward, gamma), alive, over=(0,))  #     A_it = (R_it - mean_j R_jt) / std_j R_jt
 
 
 def leave_one_out(reward: Tensor, alive: Tensor, gamma: float) -> Tensor:
-    """Each step is compared with all other siblings; those that fell count with the 0 they still get."""
-    total = returns(reward, gamma)  # 0 after the end: right after a fall; after a time limit nobody here lives on
+    """Each step is compared with all other members; ended ones count as 0."""
+    total = returns(reward, gamma)  # 0 after the end
     others = (total.sum(0) - total) / (len(total) - 1)  #             b_it = mean of R_jt over all j but i
     return (total - others) * alive  #                                A_it = R_it - b_it
 
 
 def gae(group: Group, value: Tensor, gamma: float, gae_lambda: float = 0.95) -> Tensor:
-    """PPO's credit: each step is compared with what the critic expected; `value` is V of ``group.obs``, [G, T+1]."""
+    """PPO: each step is compared with the prediction of the critic; `value` is V of ``group.obs``, [G, T+1]."""
     last = group.alive & ~torch.cat([group.alive[:, 1:], torch.zeros_like(group.alive[:, :1])], dim=1)
-    fell = last & group.terminated[:, None]  # no reward follows a fall; after a time limit V says what would have
+    fell = last & group.terminated[:, None]  # V = 0 after a fall, not after a time limit
     delta = group.reward + gamma * value[:, 1:] * ~fell - value[:, :-1]  #         d_t = r_t + gamma V(s_t+1) - V(s_t)
     for t in reversed(range(delta.shape[1] - 1)):
         delta[:, t] += gamma * gae_lambda * ~last[:, t] * delta[:, t + 1]  #       A_t = d_t + gamma lambda A_t+1
@@ -119,7 +119,7 @@ VARIANTS = {"per_step": per_step, "outcome": outcome, "return_to_go": return_to_
 
 @torch.no_grad()
 def advantages(groups: list[Group], critic: nn.Module, s: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Return the advantage of every live step of the batch, and what PPO's critic should have said there; both flat."""
+    """Return the advantage of every live step of the batch and the target of PPO's critic there; both flat."""
     raw = target = torch.cat([returns(g.reward, s.gamma)[g.alive] for g in groups])
     if s.algorithm == "grpo":
         raw = torch.cat([VARIANTS[s.variant](g.reward, g.alive, s.gamma)[g.alive] for g in groups])
@@ -133,7 +133,7 @@ def advantages(groups: list[Group], critic: nn.Module, s: argparse.Namespace) ->
 
 # --------------------------------------------------------------------------------------------------- the update
 def update(groups: list[Group], nets: dict[str, nn.Module], optimizer: torch.optim.Adam, s: argparse.Namespace) -> dict:
-    """Improve the actor (and PPO's critic) on one batch; return the means of the numbers worth watching."""
+    """Improve the actor (and PPO's critic) on one batch; return the mean metrics."""
     advantage, target = advantages(groups, nets["critic"], s)
     obs = torch.cat([g.obs[:, :-1][g.alive] for g in groups])
     action = torch.cat([g.action[g.alive] for g in groups])[:, None]
@@ -184,7 +184,7 @@ def train(s: argparse.Namespace) -> tuple[nn.Module, list[dict[str, float]]]:
         while taken < s.steps:  # whole episodes only: a batch is as many groups as fill it
             seeds = rng.integers(TEST_SEEDS, size=s.group_size).tolist()
             if s.algorithm == "grpo":
-                seeds = seeds[:1] * s.group_size  # siblings share their start; PPO and REINFORCE have no use for that
+                seeds = seeds[:1] * s.group_size  # members share their start; PPO and REINFORCE need no groups
             groups.append(play(envs, seeds, nets["actor"]))
             taken += int(groups[-1].alive.sum())
         step += taken
@@ -211,21 +211,21 @@ def plot(history: list[dict[str, float]], path: str) -> None:
 
 
 def settings(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the settings: the algorithm's own defaults, and over them what the command line says."""
+    """Return the settings: the defaults of the algorithm, overridden by the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", choices=DEFAULTS, default="grpo")
     parser.add_argument("--variant", choices=VARIANTS, default="per_step", help="GRPO's rule of credit")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--total-steps", type=int, default=100_000, help="environment steps in the whole run, at least")
     parser.add_argument("--steps", type=int, default=1000, help="environment steps in an iteration, at least")
-    parser.add_argument("--group-size", type=int, default=4, help="attempts at each start, 2 or more")
+    parser.add_argument("--group-size", type=int, default=4, help="episodes from each start, 2 or more")
     parser.add_argument("--gamma", type=float, default=0.99, help="discount; 1 for GRPO unless given")
     parser.add_argument("--epochs", type=int, default=10, help="passes over each batch; 1 for REINFORCE unless given")
     parser.add_argument("--minibatch", type=int, default=128, help="steps in one gradient step; REINFORCE takes all")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of Adam; 0.01 for REINFORCE unless given")
     parser.add_argument("--clip", type=float, default=0.2, help="the ratio is clipped at 1 - clip and 1 + clip")
     parser.add_argument("--kl-coef", type=float, default=0.0, help="weight of the KL to the reference policy")
-    parser.add_argument("--reference-every", type=int, default=0, help="iterations between its renewals; 0 is never")
+    parser.add_argument("--reference-every", type=int, default=0, help="iterations between its updates; 0: never")
     parser.add_argument("--plot", metavar="PNG", help="draw the logged numbers (needs matplotlib)")
     parser.add_argument("--render", action="store_true", help="show one greedy episode in a window (needs pygame)")
     parser.set_defaults(**DEFAULTS[parser.parse_known_args(arguments)[0].algorithm])
@@ -234,7 +234,7 @@ def settings(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     s, started = settings(), time.perf_counter()
-    torch.set_num_threads(1)  # on networks this small, more threads only get in each other's way
+    torch.set_num_threads(1)  # more threads are slower on small networks
     actor, history = train(s)
     print(f"trained in {time.perf_counter() - started:.1f} s")
     seeds = np.random.default_rng(s.seed).integers(TEST_SEEDS, 2 * TEST_SEEDS, size=100).tolist()

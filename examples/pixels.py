@@ -1,6 +1,6 @@
 """Learning from pixels: catch a falling ball.
 
-The policy sees a small grey image and nothing else; one reward at the end says whether it caught the ball.
+The policy sees a small grey image. One reward at the end says whether it caught the ball.
 
     python examples/pixels.py
 """
@@ -19,8 +19,7 @@ HEIGHT, WIDTH = 10, 5
 class Catch(gymnasium.Env):
     """A ball falls from a random column, straight down; a paddle at the bottom moves left, stays, or moves right."""
 
-    # uint8 in [0, 255] is what marks an observation as an image. It is scaled to [0, 1] on its way into the network;
-    # channels may come last, as here, or first.
+    # uint8 in [0, 255] marks an observation as an image. The policy scales it to [0, 1]. Channels may be last or first.
     observation_space = spaces.Box(0, 255, (HEIGHT, WIDTH, 1), np.uint8)
     action_space = spaces.Discrete(3)
 
@@ -44,7 +43,7 @@ class Catch(gymnasium.Env):
         return image
 
 
-# A registered environment has a name, so its run folders can be evaluated and resumed without giving it again.
+# A registered environment has an id, so its runs can be evaluated and resumed without passing it again.
 gymnasium.register("Catch-v0", entry_point=Catch, max_episode_steps=HEIGHT)
 
 
@@ -56,14 +55,14 @@ def main() -> None:
 
     cfg = gw.GRPOCfg(
         group_size=8,
-        num_steps=72,  # 8 attempts of 9 steps in each environment
+        num_steps=72,  # 8 episodes of 9 steps in each environment
         num_epochs=4,
         minibatch_size=128,
         learning_rate=1e-3,
-        # There is one reward, at the end: nothing finer than the whole attempt could be credited.
+        # There is one reward, at the end, so whole episodes are compared.
         credit=gw.CreditCfg(group_key="group", returns="outcome"),
     )
-    # "nature", the default, is Atari's network and needs images of 36x36 and more.
+    # The default, "nature", needs images of 36x36 and more.
     policy = gw.PolicyCfg(cnn="small", hidden_sizes=(64,), normalize_obs=False)
     run = gw.train("Catch-v0", cfg, policy=policy, total_steps=args.total_steps, run_dir=args.run_dir)
     print(f"catches {run.summary['return_mean']:.0%} of {run.summary['episodes']} balls")

@@ -1,6 +1,6 @@
 """groupwise from Python.
 
-Train in one call, use the policy, score it; then train again from the parts, as one does to change how they combine.
+Train in one call, use the policy, score it. Then train again from the parts, as you do to change how they combine.
 
     python examples/python_api.py
 """
@@ -16,12 +16,12 @@ EVALUATED_EPISODES = 20
 
 
 def train_in_one_call(total_steps: int, run_dir: str | None) -> gw.Run:
-    # Fields that are not given come from CartPole's preset, then from the class.
+    # Other fields come from the preset of CartPole, then from the class.
     return gw.train("CartPole-v1", gw.GRPOCfg(group_size=8), seed=0, total_steps=total_steps, run_dir=run_dir)
 
 
 def play(policy: gw.Policy) -> float:
-    """The return of one greedy episode, played as any program would that was given a policy."""
+    """The return of one greedy episode."""
     env = gymnasium.make("CartPole-v1")
     obs, _ = env.reset(seed=1)
     score, over = 0.0, False
@@ -35,7 +35,7 @@ def play(policy: gw.Policy) -> float:
 
 
 def ppo_from_parts(total_steps: int) -> gw.Policy:
-    cfg = gw.PPOCfg(gamma=0.98, gae_lambda=0.8, learning_rate=1e-3)  # parts know no presets
+    cfg = gw.PPOCfg(gamma=0.98, gae_lambda=0.8, learning_rate=1e-3)  # parts apply no presets
     num_steps = 32
     env = gw.make_env(gw.EnvCfg(id="CartPole-v1", num_envs=8))
     policy = gw.ActorCritic(env.observation_space, env.action_space)
@@ -57,7 +57,7 @@ def grpo_from_parts(total_steps: int) -> gw.Policy:
     credit = gw.CreditCfg(group_key="group_step", returns="return_to_go", scale="population_std")
     cfg = gw.GRPOCfg(group_size=4, gamma=1.0, learning_rate=1e-3, minibatch_size=128, credit=credit)
     num_steps = 250
-    # grouped: rows start where they are told, so that siblings share their starts. There is no critic to build.
+    # grouped: rows start where they are told, so members share a start. GRPO needs no critic.
     env = gw.make_env(gw.EnvCfg(id="CartPole-v1", num_envs=4), grouped=True)
     policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=True)
     collector = gw.GroupCollector(env, policy, group_size=cfg.group_size)
@@ -68,14 +68,14 @@ def grpo_from_parts(total_steps: int) -> gw.Policy:
         rollout = collector.collect(num_steps, rollout=buffer.start_rollout())
         buffer.add(rollout)
         metrics = algo.update(buffer.get(flatten=False))
-        steps += collector.last_steps  # groups are finished, so an iteration takes a few steps more than asked
+        steps += collector.last_steps  # groups are completed, so an iteration takes a few steps more
     report("GRPO from parts", collector, metrics)
     env.close()
     return policy
 
 
 def report(name: str, collector: gw.GroupCollector | gw.VectorCollector, metrics: dict[str, torch.Tensor]) -> None:
-    # Metrics stay tensors until somebody looks: on a GPU every float() waits for the device.
+    # Metrics are tensors; on a GPU every float() waits for the device.
     numbers = collector.metrics() | {key: float(value) for key, value in metrics.items()}
     score, entropy = numbers.get("rollout/return_mean", float("nan")), numbers["train/entropy"]
     print(f"{name}: {collector.iteration} iterations, return {score:.1f}, entropy {entropy:.2f}")
@@ -94,8 +94,8 @@ def main() -> None:
     print(f"over {result.episodes} fresh episodes: {result.return_mean:.1f} [{low:.1f}, {high:.1f}]")
     print(f"all of it is in {run.path}; load it again with gw.Run.load")
 
-    torch.manual_seed(0)  # of the weights: gw.train derives them from its seed, parts leave that to you
-    torch.set_num_threads(1)  # likewise: more threads only wait for each other on networks this small
+    torch.manual_seed(0)  # initial weights: gw.train derives them from its seed
+    torch.set_num_threads(1)  # more threads are slower on small networks
     ppo_from_parts(args.total_steps)
     grpo_from_parts(args.total_steps)
 

@@ -21,9 +21,9 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/sb3_grpo"))
     args = parser.parse_args()
 
-    # Any number of environments, in any SB3 wrapper. GRPO makes siblings of a group begin in the same state itself.
+    # Any number of environments, in any SB3 wrapper. GRPO makes the members of a group start in the same state.
     env = VecNormalize(make_vec_env("CartPole-v1", n_envs=2), norm_reward=False)
-    # An environment of its own for evaluation; the callback hands it the statistics of the one above.
+    # A separate environment for evaluation; the callback copies the statistics of the one above.
     eval_env = VecNormalize(make_vec_env("CartPole-v1", seed=1), norm_reward=False, training=False)
     evaluation = EvalCallback(
         eval_env, eval_freq=5_000, best_model_save_path=str(args.run_dir), n_eval_episodes=10, verbose=0
@@ -34,9 +34,9 @@ def main() -> None:
         env,
         n_steps=512,  # of each environment
         group_size=4,
-        # how rewards become advantages, choice by choice; or the name of a preset, such as "dr_grpo"
+        # or the name of a preset, such as "dr_grpo"
         credit=CreditCfg(group_key="group_step", returns="return_to_go", scale="population_std"),
-        policy_kwargs={"net_arch": [64, 64]},  # there is no critic, so there is nothing else to describe
+        policy_kwargs={"net_arch": [64, 64]},  # the actor; there is no critic
         seed=0,
     )
     model.learn(args.total_steps, callback=evaluation)

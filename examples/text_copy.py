@@ -1,8 +1,8 @@
-"""A language model of 120,000 random weights learns to copy three digits, from a reward alone.
+"""A language model with 120,000 random weights learns to copy three digits from a reward.
 
     python examples/text_copy.py                 about a minute on two cores; no download
 
-Nothing here is special to small models: with a folder of a real model, its own tokenizer comes along, and the rest stays.
+With the folder of a real model, which brings its own tokenizer, the rest stays the same.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def make_model(folder: Path, seed: int) -> None:
 def share_copied(
     prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: object
 ) -> list[float]:
-    """Share of the three digits and the end that stand in their places, less a tenth for another length; 1 is perfect."""
+    """Share of the three digits and the end that are right, less a tenth for another length; 1 is perfect."""
     scores = []
     for prompt, text, tokens in zip(prompts, completions, completion_ids, strict=True):
         right = sum(a == b for a, b in zip(prompt, text, strict=False)) + (len(text) == 3 and len(tokens) == 4)

@@ -1,6 +1,6 @@
-"""A simulator in torch: three functions on a batch of states make an environment of any number of rows, on any device.
+"""A simulator in torch: three functions on a batch of states make an environment with any number of rows.
 
-Shared starts, noise, step limits and branching come from ``gw.TorchGroupEnv``. Nothing in it loops over rows.
+Shared starts, noise and step limits come from ``gw.TorchGroupEnv``. Nothing in it loops over rows.
 
     python examples/torch_native.py
 """
@@ -29,21 +29,21 @@ class Fleet(gw.TorchGroupEnv):
         )
 
     def initial(self, random):
-        offset = random.uniform(low=-0.5, high=0.5)  # [N]; torch.rand would be refused: siblings must share their start
+        offset = random.uniform(low=-0.5, high=0.5)  # [N]; torch.rand would be refused
         return {"offset": offset, "drift": torch.zeros_like(offset)}
 
     def transition(self, state, action, random):
         drift = state["drift"] + 0.05 * (action - 1) + random.normal(std=0.05)
         offset = state["offset"] + 0.1 * drift
-        # the next state, the reward, and whether the episode is over, each [N]
+        # next state, reward, and whether the episode is over, each [N]
         return {"offset": offset, "drift": drift}, 1.0 - offset.abs(), offset.abs() > 1.0
 
     def observe(self, state):
         return torch.stack([state["offset"], state["drift"]], dim=1)
 
 
-def show_siblings() -> None:
-    """Four boats at one start, all on the same course: only the gusts tell them apart."""
+def show_group() -> None:
+    """Four boats at one start with the same actions: only the gusts differ."""
     env = Fleet(4)
     everyone = np.ones(4, dtype=bool)
     obs = env.start(everyone, start_seed=np.full(4, 7), noise_seed=np.arange(4))
@@ -69,11 +69,11 @@ def main() -> None:
     parser.add_argument("--run-dir")
     args = parser.parse_args()
 
-    show_siblings()
+    show_group()
     show_speed()
 
     cfg = gw.GRPOCfg(group_size=8, num_steps=64)
-    # The class, not an instance: evaluation makes boats of its own.
+    # The class, not an instance: evaluation makes its own.
     run = gw.train(Fleet, cfg, num_envs=64, total_steps=args.total_steps, run_dir=args.run_dir)
     print(f"trained: {run.summary['return_mean']:.1f} of at most 100")
 

@@ -109,7 +109,7 @@ def checked(name: str) -> str | Callable[[], Any]:
 
 
 def page(data: dict[str, Any]) -> str:
-    """The page: what holds anywhere, then what was measured here, family by family."""
+    """The page: findings, then times, family by family."""
     found = data["found"]
     present = {title: [name for name in names if name in found] for title, names in FAMILIES.items()}
     versions = ", ".join(f"{name} {number}" for name, number in data["versions"].items())
@@ -118,15 +118,14 @@ def page(data: dict[str, Any]) -> str:
             [
                 "# Environments",
                 NOTE,
-                f"{len(found)} environments as `groupwise check-env` finds them ({versions}). `yes` in the columns of the start modes: "
-                "siblings of a group share their start in this way, bit for bit, and the check proves it. "
-                "`steps random`: siblings with random numbers of their own parted in some tens of random steps. `needs a step limit`: GRPO trains once `env.max_episode_steps` is given. Some have only one outcome (CliffWalking, Taxi), some Atari games hear no action "
-                "in their first seconds. What the columns mean: [starts](../starts.md).",
+                f"The result of `groupwise check-env` for {len(found)} environments ({versions}).",
+                "- `yes` in the column of a [start mode](../starts.md): a group shares its start in this mode, bit for bit.\n"
+                "- `steps random`: members with their own random numbers drifted apart within some tens of random steps.\n"
+                "- `needs a step limit`: GRPO trains once you set `env.max_episode_steps`.",
                 *(text for title, names in present.items() if names for text in facts(title, names, found)),
                 "## Times",
-                "Microseconds, and environment steps a second with 8 environments and random actions. **They depend on the "
-                "machine** and on what else it does (here: 2 cores, busy with other work), so compare them within a row only. A start is "
-                "that of a sibling, where another one has started before.",
+                "Starts in microseconds per member. Environment steps per second with 8 environments and random actions. "
+                "**Both depend on the machine** (here 2 cores, busy with other work), so compare them within a row only.",
                 *(text for title, names in present.items() if names for text in times(title, names, found)),
             ]
         )
@@ -135,7 +134,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def facts(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
-    """What holds on any machine, and the reasons below."""
+    """Table of the findings that hold on any machine, and the reasons below it."""
     header = ("environment", "observation", "action", "step limit", "start depends on seed", "steps random", *START_MODES, "training uses")  # fmt: skip
     rows: list[tuple[str, ...]] = []
     notes: dict[str, list[str]] = {}
@@ -150,28 +149,28 @@ def facts(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
         rows.append(
             (
                 f"`{name}`",
-                said(report["observation"]),
-                said(report["action"]),
-                said(report["max_episode_steps"]),
-                said(report["start_varies"]),
-                said(report["noise_varies"]),
-                *(said(report["start_modes"][mode], lambda _: "yes") for mode in START_MODES),
-                trained(report),
+                shown(report["observation"]),
+                shown(report["action"]),
+                shown(report["max_episode_steps"]),
+                shown(report["start_varies"]),
+                shown(report["noise_varies"]),
+                *(shown(report["start_modes"][mode], lambda _: "yes") for mode in START_MODES),
+                used(report),
             )
         )
     remarks = "\n".join(f"- {', '.join(concerned)}, {note}" for note, concerned in notes.items())
     return [f"## {title}", table(header, rows), *([remarks] if remarks else [])]
 
 
-def trained(report: dict[str, Any]) -> str:
-    """What training uses, or that nothing but a step limit is missing."""
+def used(report: dict[str, Any]) -> str:
+    """What training uses, or that only a step limit is missing."""
     if report["training"]["reason"] and report["training"]["reason"] == report["max_episode_steps"]["reason"]:
         return "needs a step limit"
-    return said(report["training"], lambda used: f"{used['start_mode']}, {used['vectorization']}")
+    return shown(report["training"], lambda value: f"{value['start_mode']}, {value['vectorization']}")
 
 
 def refusals(report: dict[str, Any]) -> dict[str, Any]:
-    """Findings without a value that are worth a reason: the first one, where all others follow from it."""
+    """Findings that need a reason: only the first one where the others follow from it."""
     if report["observation"]["value"] is None:
         return {"observation": report["observation"]}
     single = {key: report[key] for key in ("action", "start_varies", "noise_varies", "training")}
@@ -180,7 +179,7 @@ def refusals(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def times(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
-    """What was measured."""
+    """Table of the times."""
     header = ("environment", *(f"start by {mode}" for mode in START_MODES), *(f"steps/s {way}" for way in WAYS))  # fmt: skip
     rows = []
     for name in names:
@@ -193,7 +192,7 @@ def times(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
     return [f"### {title}: times", table(header, rows)]
 
 
-def said(finding: dict[str, Any], show: Callable[[Any], str | None] = str) -> str:
+def shown(finding: dict[str, Any], show: Callable[[Any], str | None] = str) -> str:
     """A finding in a word or two."""
     value = finding["value"]
     if value is None:

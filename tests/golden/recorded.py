@@ -9,6 +9,7 @@ import math
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -20,8 +21,11 @@ HERE = Path(__file__).parent
 FILE = HERE / "golden.json"
 sys.path.insert(0, str(HERE.parent / "support"))
 
-REFERENCE = {"compile": "off"}
-"""Every fast path of control off."""
+def reference_path():
+    """Every fast path of control off."""
+    return patch("groupwise.training.build.install")
+
+
 QUIET = {"logging": {"progress": "none"}, "evaluation": {"episodes": 2}}
 CONTROL = ("CartPole-v1", "Pendulum-v1")
 ALGORITHMS = ("ppo", "grpo")
@@ -67,7 +71,7 @@ def trained(env, algorithm):
     """Three iterations of the environment's own preset."""
     keep, cfg = Keep(), config.resolve(env, algorithm)
     steps = 3 * cfg.env.num_envs * cfg.algorithm.num_steps
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, reference_path():
         run = gw.train(
             env,
             algorithm,
@@ -75,7 +79,6 @@ def trained(env, algorithm):
             run_dir=Path(folder) / "run",
             total_steps=steps,
             callbacks=[keep],
-            **REFERENCE,
             **QUIET,
         )
         return {"parameters": digest(run.policy), "metrics": keep.metrics}
@@ -85,9 +88,9 @@ def resumed(algorithm):
     """Two iterations, and two more from the checkpoint that they end with."""
     keep, cfg = Keep(), config.resolve("CartPole-v1", algorithm)
     steps = cfg.env.num_envs * cfg.algorithm.num_steps
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, reference_path():
         path = Path(folder) / "run"
-        gw.train("CartPole-v1", algorithm, seed=4, run_dir=path, total_steps=2 * steps, **REFERENCE, **QUIET)
+        gw.train("CartPole-v1", algorithm, seed=4, run_dir=path, total_steps=2 * steps, **QUIET)
         run = gw.resume(path, total_steps=4 * steps, callbacks=[keep])
         return {"parameters": digest(run.policy), "metrics": keep.metrics}
 

@@ -28,6 +28,7 @@ from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
+from groupwise.speed.install import install
 from groupwise.training.checkpoint import Identity
 from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, separate_env
 from groupwise.training.filming import record_if_possible
@@ -115,6 +116,7 @@ def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> EnvParts:
     seed = derive_seed(cfg.seed, "algorithm")
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=seed)
     collector = _build_collector(cfg, env, policy, engine)
+    install(cfg, algorithm, collector)
     buffer = RolloutBuffer(
         env.num_envs,
         cfg.algorithm.num_steps,

@@ -7,6 +7,10 @@ import ast
 from importlib import import_module
 from pathlib import Path
 
+from groupwise.speed import lean_imports
+
+lean_imports.install()
+
 
 def _homes() -> dict[str, str]:
     """The module of each public name."""

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from credit_rollouts import OneOfTwo, credit
+from tensordict import TensorDict
 
 import groupwise as gw
 from groupwise.algorithms import near_states
 from groupwise.algorithms.advantages import advantages
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError
-from groupwise.lean_tensordict import TensorDict
 
 NEAR = {"group_key": "group", "returns": "return_to_go", "baseline": "near_states", "scale": "none", "near_states": 1}
 

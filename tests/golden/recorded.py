@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 FILE = HERE / "golden.json"
 sys.path.insert(0, str(HERE.parent / "support"))
 
+
 def reference_path():
     """Every fast path of control off."""
     return patch("groupwise.training.build.install")

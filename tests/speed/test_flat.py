@@ -1,178 +1,104 @@
+"""Parameters as one vector train like single ones."""
+
 import copy
-import math
 
 import pytest
 import torch
+from small_updates import build, make_policy, make_rollout
 
-from groupwise.algorithms import optim
-from groupwise.algorithms.optim import Trained, build_optimizer
-from groupwise.config.algorithm import PPOCfg
 from groupwise.errors import ConfigError
+from groupwise.speed.flat import FlatAdam, flatten
+
+ADAM = {"optimizer": {"name": "adam"}, "learning_rate": 1e-2}
 
 
-def small_network():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-
-
-@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "rmsprop"])
-def test_parameters_end_to_end_train_like_single_ones(name, monkeypatch):
-    ends, norms = [], []
-    for limit in (optim.FLAT_LIMIT, 0):
-        monkeypatch.setattr(optim, "FLAT_LIMIT", limit)
-        network, x = small_network(), torch.linspace(-1, 1, 15).reshape(5, 3)
-        trained = Trained(network.parameters())
-        assert len(trained.tensors) == (1 if limit else 4)
-        built = build_optimizer(PPOCfg(learning_rate=0.01, optimizer=name), trained)
-        for _ in range(20):
-            trained.zero_grad()
-            (network(x) - 1).square().mean().backward()
-            trained.gather_grad()
-            norms.append(trained.clip_grad(0.5))
-            built.step()
-        ends.append(torch.cat([p.detach().flatten() for p in network.parameters()]))
-    torch.testing.assert_close(*ends, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(norms[:20], norms[20:])
-    assert norms[0] > 0.5
-
-
-def test_gradients_of_parameters_and_of_the_vector_come_together():
-    network = small_network()
-    trained = Trained(network.parameters())
-    trained.zero_grad()
-    network(torch.ones(2, 3)).sum().backward()
-    own = torch.cat([p.grad.flatten() for p in network.parameters()])
-    assert own.abs().max() > 0
-    trained.gather_grad()
-    assert torch.equal(trained.tensors[0].grad, own)
-    trained.zero_grad()
-    trained.tensors[0].grad = torch.ones_like(own)
-    network[2](torch.ones(2, 4)).sum().backward()  # leaves the first layer without a gradient
-    trained.gather_grad()
-    assert trained.tensors[0].grad[:16].tolist() == [1.0] * 16
-    assert trained.tensors[0].grad[16:].tolist() == [3.0] * 5
-    trained.zero_grad()
-    trained.tensors[0].grad = torch.ones_like(own)
-    network(torch.ones(2, 3)).sum().backward()
-    trained.gather_grad()
-    assert torch.equal(trained.tensors[0].grad, 1 + own)
-    trained.zero_grad()
-    trained.gather_grad()
-    assert not trained.tensors[0].grad.any()
-
-
-def test_gathered_gradients_are_views_that_clipping_reaches():
-    """As an optimiser over the single parameters needs them."""
-    network = small_network()
-    trained = Trained(network.parameters())
-    trained.zero_grad()
-    network(torch.ones(2, 3)).sum().backward()
-    trained.gather_grad()
-    norm = trained.clip_grad(0.1)
-    parts = torch.stack([p.grad.norm() for p in network.parameters()])
-    assert norm > 0.1
-    assert parts.norm().item() == pytest.approx(0.1, abs=1e-6)
-
-
-def test_a_gradient_that_is_not_a_number_is_not_hidden_by_clipping():
-    network = small_network()
-    trained = Trained(network.parameters())
-    trained.zero_grad()
-    (network(torch.ones(2, 3)).sum() * math.nan).backward()
-    trained.gather_grad()
-    assert trained.clip_grad(0.5).isnan()
-    assert trained.tensors[0].grad.isnan().all()
-
-
-@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "rmsprop"])
-def test_a_loop_of_ones_own_trains(name, monkeypatch):
-    """Zero, backward, step, as with any optimiser of torch."""
-    ends = []
-    for limit in (optim.FLAT_LIMIT, 0):
-        monkeypatch.setattr(optim, "FLAT_LIMIT", limit)
-        network, x = small_network(), torch.linspace(-1, 1, 15).reshape(5, 3)
-        built = build_optimizer(PPOCfg(learning_rate=0.01, optimizer=name), Trained(network.parameters()))
-        for _ in range(5):
-            built.zero_grad()
-            (network(x) - 1).square().mean().backward()
-            built.step()
-        ends.append(torch.cat([p.detach().flatten() for p in network.parameters()]))
-    torch.testing.assert_close(*ends, atol=1e-6, rtol=1e-5)
-    untrained = torch.cat([p.detach().flatten() for p in small_network().parameters()])
-    assert (ends[0] - untrained).abs().max() > 1e-3
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+@pytest.mark.parametrize(
+    "more", [{}, {"num_epochs": 3, "minibatch_size": 40, "micro_batch_size": 7, "max_grad_norm": 0.5}]
+)
+def test_updates_give_the_references_parameters_and_metrics(kind, more):
+    reference, fast = (build(kind, **ADAM | more) for _ in range(2))
+    assert flatten(fast) is not None
+    for seed in range(5):
+        rollout = make_rollout(reference.policy, seed)
+        expected, found = reference.update(rollout), fast.update(rollout)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+    for one, other in zip(fast.policy.parameters(), reference.policy.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
-def test_the_vectors_adam_is_the_libraries(name):
+def test_the_vectors_adam_is_torchs(name):
     torch.manual_seed(0)
-    cfg = PPOCfg(learning_rate=0.1, optimizer={"name": name, "weight_decay": 0.1})
-    vector, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    ours = build_optimizer(cfg, Trained([vector]))
-    settings = {"lr": 0.1, "betas": cfg.optimizer.betas, "eps": cfg.optimizer.eps, "weight_decay": 0.1, "fused": True}
-    theirs = (torch.optim.Adam if name == "adam" else torch.optim.AdamW)([other], **settings)
-    for step in range(6):
-        if step == 3:  # a reloaded one goes on
-            saved, ours = ours.state_dict(), build_optimizer(cfg, Trained([vector]))
-            ours.load_state_dict(saved)
-            saved["state"][0]["exp_avg"].zero_()
-        ours.param_groups[0]["params"][0].grad = torch.randn(3)
-        other.grad = ours.param_groups[0]["params"][0].grad.clone()
-        ours.step()
-        theirs.step()
-        assert torch.equal(vector.detach(), other.detach())
-    for key, value in theirs.state_dict()["state"][0].items():
-        assert torch.equal(ours.state_dict()["state"][0][key], value)
+    settings = {"betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    algorithm = build("ppo", optimizer={"name": name, **settings}, learning_rate=0.03)
+    single = copy.deepcopy(algorithm.policy)
+    torchs = torch.optim.Adam(single.parameters(), lr=0.03, decoupled_weight_decay=name == "adamw", **settings)
+    flat = flatten(algorithm)
+    for _ in range(4):
+        algorithm.optimizer.zero_grad()
+        for parameter, other in zip(algorithm.policy.parameters(), single.parameters(), strict=True):
+            other.grad = torch.randn_like(other)
+            parameter.grad.add_(other.grad)
+        algorithm.optimizer.step()
+        torchs.step()
+    torch.testing.assert_close(flat.vector, torch.nn.utils.parameters_to_vector(single.parameters()))
 
 
-@pytest.mark.parametrize("stepped", [True, False])
-def test_the_vectors_adam_and_the_librarys_read_each_others_state(stepped):
-    """Runs kept by other versions go on, and the other way round."""
-    torch.manual_seed(0)
-    cfg = PPOCfg(learning_rate=0.1, optimizer="adam")
-    first, second, third = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
-    theirs = torch.optim.Adam([first], lr=0.03, betas=(0.5, 0.7), eps=1e-3, fused=True)
-    ours, again = build_optimizer(cfg, Trained([second])), torch.optim.Adam([third], fused=True)
-
-    def step(optimizer, grad):
-        vector = optimizer.param_groups[0]["params"][0]
-        vector.grad = grad.clone()
-        optimizer.step()
-        return vector.detach().clone()
-
-    if stepped:
-        step(theirs, torch.tensor([1.0, 2.0, -3.0]))
-    ours.load_state_dict(theirs.state_dict())
-    saved = ours.state_dict()
-    assert saved["param_groups"][0]["params"] == [0]
-    assert bool(saved["state"]) is stepped
-    again.load_state_dict(copy.deepcopy(saved))  # torch takes the tensors as they are
-    with torch.no_grad():
-        ours.param_groups[0]["params"][0].copy_(first)
-        third.copy_(first)
-    grad = torch.tensor([-1.0, 0.5, 2.0])
-    expected = step(theirs, grad)
-    assert torch.equal(step(ours, grad), expected)
-    assert torch.equal(step(again, grad), expected)
+def test_training_goes_on_from_a_saved_state():
+    one, other = (build("ppo", **ADAM) for _ in range(2))
+    flatten(one), flatten(other)
+    rollout = make_rollout(one.policy)
+    one.update(rollout)
+    other.policy.load_state_dict(one.policy.state_dict())
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    for algorithm in (one, other):
+        algorithm.update(rollout)
+    assert torch.equal(one.parameters[0], other.parameters[0])
 
 
-def test_a_policy_converted_behind_the_optimisers_back_is_an_error():
-    network = small_network()
-    trained = Trained(network.parameters())
-    network.double()
-    with pytest.raises(ConfigError, match="moved or converted after"):
-        trained.zero_grad()
-    with pytest.raises(ConfigError, match="moved or converted after"):
-        trained.put_grad(torch.zeros(sum(p.numel() for p in network.parameters())), add=False)
+def test_a_gradient_set_to_none_comes_back():
+    algorithm = build("ppo", **ADAM)
+    flat = flatten(algorithm)
+    algorithm.policy.zero_grad(set_to_none=True)
+    before = flat.vector.detach().clone()
+    algorithm.update(make_rollout(algorithm.policy))
+    assert not torch.equal(before, flat.vector)
 
 
-def test_parameters_of_several_types_stay_single():
-    network = small_network()
-    network[2].double()
-    assert len(Trained(network.parameters()).tensors) == 4
+def test_what_is_large_of_several_types_or_moved_by_another_optimiser_stays_single(monkeypatch):
+    assert flatten(build("ppo", optimizer={"name": "sgd"})) is None
+    mixed = make_policy(actor_only=False)
+    mixed.critic.double()
+    assert flatten(build("ppo", policy=mixed, **ADAM)) is None
+    monkeypatch.setattr("groupwise.speed.flat.LIMIT", 10)
+    algorithm = build("ppo", **ADAM)
+    assert flatten(algorithm) is None
+    assert not isinstance(algorithm.optimizer, FlatAdam)
 
 
-def test_loading_weights_reaches_the_optimiser():
-    network, other = small_network(), torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    trained = Trained(network.parameters())
-    network.load_state_dict(other.state_dict())
-    assert torch.equal(trained.tensors[0].detach(), torch.cat([p.detach().flatten() for p in other.parameters()]))
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda policy: policy.double().float(),
+        lambda policy: policy.critic.double().float(),
+        lambda policy: setattr(policy.actor.hidden[0].bias, "data", torch.ones(8)),
+    ],
+    ids=["the policy", "a part", "a parameter's data"],
+)
+def test_parameters_that_were_replaced_are_refused(change):
+    """They would never be trained."""
+    algorithm = build("ppo", **ADAM)
+    flatten(algorithm)
+    rollout = make_rollout(algorithm.policy)
+    change(algorithm.policy)
+    with pytest.raises(ConfigError, match="after the algorithm was built; fix: do it before"):
+        algorithm.update(rollout)
+
+
+def test_loaded_weights_reach_the_vector():
+    algorithm = build("ppo", **ADAM)
+    flat = flatten(algorithm)
+    algorithm.policy.load_state_dict({name: torch.ones_like(v) for name, v in algorithm.policy.state_dict().items()})
+    assert (flat.vector == 1).all()

@@ -3,11 +3,11 @@
 import gymnasium as gym
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 import groupwise as gw
 from groupwise.contrib.torch_tasks import TorchPointMass, TorchReacher
 from groupwise.envs.native import TorchGroupEnv
-from groupwise.lean_tensordict import TensorDict
 
 
 class Corridor(TorchGroupEnv):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
+from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.anchors import anchors
@@ -28,7 +29,6 @@ from groupwise.functional.advantages import (
 )
 from groupwise.functional.reduce import gather_segments, segment_min_max, segment_sum, whiten
 from groupwise.functional.returns import episode_return, return_to_go, running_sum
-from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Policy
 
 

@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
+from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
@@ -27,7 +28,6 @@ from groupwise.data.row_batches import RowSizes, pack, shuffle_rows
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError
 from groupwise.functional.reduce import loss_weights, token_mean_weights
-from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Batch, Evaluation, Policy
 from groupwise.seeding import derive_seed
 

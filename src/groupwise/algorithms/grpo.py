@@ -10,6 +10,7 @@ rollout came from an environment or a language model.
 from typing import ClassVar
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.advantages import (
@@ -29,7 +30,6 @@ from groupwise.errors import ConfigError
 from groupwise.functional.advantages import choice_variance, kl_shaping
 from groupwise.functional.diagnostics import zero_variance_groups
 from groupwise.functional.returns import episode_return
-from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Batch, Evaluation, Policy
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
+from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.config.objective import ClipCfg, ObjectiveCfg
@@ -18,7 +19,6 @@ from groupwise.data.rollout import Nested
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional import correction, kl, objective, selection
 from groupwise.functional.reduce import AllSum, local
-from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Batch, Evaluation, Policy
 
 

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
+from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.config.algorithm import CreditCfg
@@ -13,7 +14,6 @@ from groupwise.errors import DataError
 from groupwise.functional.advantages import gae
 from groupwise.functional.neighbours import Neighbours, nearest
 from groupwise.functional.returns import return_to_go
-from groupwise.lean_tensordict import TensorDict
 
 POOL = 4096
 """States that others are compared with at most, evenly spaced over the rollouts of all ranks; distances cost the product of both."""

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float
+from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
@@ -22,7 +23,6 @@ from groupwise.functional import advantages
 from groupwise.functional.diagnostics import explained_variance
 from groupwise.functional.objective import clipped_value_loss, value_loss
 from groupwise.functional.reduce import whiten, whiten_segments
-from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Batch, Evaluation, Policy
 
 

@@ -5,8 +5,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from tensordict import TensorDict
+
 from groupwise.envs.base import VectorEnv
-from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Action, Policy
 
 

@@ -7,13 +7,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 from groupwise.collectors.base import Episode
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
 from groupwise.errors import EnvError
 from groupwise.functional.returns import episode_return
-from groupwise.lean_tensordict import TensorDict
 
 MAX_RETRIES = 5
 """An attempt that fails more often fails for a reason that another try does not fix."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 from groupwise.collectors.base import Collector, Episode
 from groupwise.collectors.group_tracker import Attempt, GroupQueue, GroupTracker, finished_episodes, write_labels
@@ -16,7 +17,6 @@ from groupwise.data.rollout import Nested, lengthen
 from groupwise.envs.base import GroupEnv
 from groupwise.envs.groups import verify_group_start
 from groupwise.errors import EnvError
-from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed
 

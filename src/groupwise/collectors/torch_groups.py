@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
+from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.collectors.base import Collector, Episode, steps_between_restarts
@@ -17,7 +18,6 @@ from groupwise.envs.groups import verify_group_start
 from groupwise.envs.native import Rows, TorchGroupEnv
 from groupwise.errors import EnvError
 from groupwise.functional.row_random import hash_pair
-from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed
 

@@ -3,13 +3,13 @@
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from tensordict import TensorDict
 
 from groupwise.collectors.base import Collector, Episode, steps_between_restarts
 from groupwise.collectors.writer import FinalValues, RolloutWriter
 from groupwise.data.rollout import Nested, lengthen
 from groupwise.envs.base import EnvStep, VectorEnv
 from groupwise.errors import EnvError
-from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
 

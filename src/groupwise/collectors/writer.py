@@ -5,12 +5,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from jaxtyping import Bool
+from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.data.rollout import Nested, all_finite
 from groupwise.envs.base import EnvStep
 from groupwise.errors import DataError
-from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Action, Policy
 
 _Columns: TypeAlias = np.ndarray | tuple[Tensor, ...] | dict[str, Any]  # Any: _Columns again

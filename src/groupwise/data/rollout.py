@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.errors import DataError
-from groupwise.lean_tensordict import TensorDict
 
 
 class TensorSpec(NamedTuple):

@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.data.rollout import Nested, Spec, TensorSpec
 from groupwise.errors import DataError, UnsupportedSpaceError
-from groupwise.lean_tensordict import TensorDict
 
 SpaceKind = Literal["box", "discrete", "multi_discrete", "multi_binary", "dict", "tuple", "unsupported"]
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import leaf_spaces, obs_spec, obs_to_tensor, space_kind, subspaces
-from groupwise.lean_tensordict import TensorDict
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 Layout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]

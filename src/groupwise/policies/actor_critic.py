@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind
 from groupwise.errors import ConfigError, DataError
-from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.distributions import make_head
 from groupwise.policies.networks import ACTOR_GAIN, CRITIC_GAIN, MLP, ObsEncoder, orthogonal

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from groupwise.data.rollout import Nested, Spec
-from groupwise.lean_tensordict import TensorDict
 
 if TYPE_CHECKING:
     from groupwise.engines.base import Engine

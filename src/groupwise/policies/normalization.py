@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Shaped
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import leaf_spaces, space_kind
 from groupwise.functional.reduce import AllSum, local
 from groupwise.functional.returns import return_to_go
-from groupwise.lean_tensordict import TensorDict
 
 _EPS = 1e-8
 _CLIP = 10.0

@@ -92,6 +92,8 @@ class _LeanImports(MetaPathFinder, Loader):
     def _mark(self) -> None:
         """Mark what waits, and from now on at once."""
         self._waits = False
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
         for mark, function in self._waiting:
             mark(function)
         self._waiting.clear()

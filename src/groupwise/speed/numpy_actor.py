@@ -52,9 +52,7 @@ class NumPyActor:
         self._shape = (-1, *policy.action_spec.shape)  # type: ignore[union-attr]
         self._max_rows = min(MAX_ROWS, MAX_PARAMS // policy.head.num_params)
 
-    def __call__(
-        self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None
-    ) -> Action:
+    def __call__(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
         """As ``policy.act``."""
         if deterministic or not isinstance(obs, Tensor) or len(obs) > self._max_rows:
             return self._policy.act(obs, deterministic, generator)

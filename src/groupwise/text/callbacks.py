@@ -4,9 +4,10 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tensordict import TensorDict
+
 from groupwise.config.run import SamplerMismatchCfg
 from groupwise.errors import SamplerMismatchError
-from groupwise.lean_tensordict import TensorDict
 from groupwise.text.collector import TextCollector
 from groupwise.text.metrics import Scored
 from groupwise.training.base import Callback, Evaluation

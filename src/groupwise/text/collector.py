@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+from tensordict import TensorDict
 
 from groupwise.collectors.base import Collector, Episode
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import DataError
 from groupwise.functional.shaping import overlong_penalty
-from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
 from groupwise.text.data import PromptOrder

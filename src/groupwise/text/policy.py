@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.functional.vocabulary import token_scores
-from groupwise.lean_tensordict import TensorDict
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.text.adapters import AdaptersOff, check_adapters, is_adapted
 from groupwise.text.prefixes import Prefixes, find_prefixes

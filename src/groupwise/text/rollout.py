@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.errors import DataError
-from groupwise.lean_tensordict import TensorDict
 
 
 class TextRow(NamedTuple):

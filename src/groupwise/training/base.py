@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from groupwise.lean_tensordict import TensorDict
+from tensordict import TensorDict
 
 if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
+from tensordict import TensorDict
+
 from groupwise.errors import DivergedError
-from groupwise.lean_tensordict import TensorDict
 from groupwise.training.base import Callback, Evaluation
 from groupwise.training.checkpoint import Checkpoint, Identity, save_checkpoint
 

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tensordict import TensorDict
+
 from groupwise.errors import require_extra
-from groupwise.lean_tensordict import TensorDict
 from groupwise.training.base import Callback
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 import torch
+from tensordict import TensorDict
 
 from groupwise.contrib.sb3.start import Running, Start
 from groupwise.data.rollout import Nested
 from groupwise.errors import DataError, EnvError
-from groupwise.lean_tensordict import TensorDict
 from groupwise.seeding import derive_seed
 
 Obs = npt.NDArray[Any] | dict[str, npt.NDArray[Any]]

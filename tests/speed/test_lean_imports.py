@@ -1,15 +1,9 @@
 """A training starts without the compiler, and who wants the compiler finds tensordict's marks in it."""
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-import groupwise
-
-SOURCE = Path(groupwise.__file__).parent
 
 MARKS = """
 import torch._dynamo, tensordict.base as base, tensordict.utils as utils
@@ -46,11 +40,11 @@ print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
     "before",
     [
         "import tensordict",
-        "import groupwise.lean_tensordict",
-        "import tensordict, groupwise.lean_tensordict",
-        "import torch._dynamo, groupwise.lean_tensordict",
-        "import groupwise.lean_tensordict, importlib.util; assert importlib.util.find_spec('torch._dynamo').origin",
-        "import groupwise.lean_tensordict, torch; torch.compile(lambda x: x)",
+        "import groupwise, tensordict",
+        "import tensordict, groupwise",
+        "import torch._dynamo, groupwise",
+        "import groupwise, tensordict, importlib.util; assert importlib.util.find_spec('torch._dynamo').origin",
+        "import groupwise, tensordict, torch; torch.compile(lambda x: x)",
     ],
 )
 def test_the_compiler_knows_the_marks_whoever_is_imported_first(before):
@@ -59,7 +53,7 @@ def test_the_compiler_knows_the_marks_whoever_is_imported_first(before):
 
 def test_an_import_of_the_compiler_that_failed_can_be_repeated():
     code = """
-import groupwise.lean_tensordict, tensordict.utils as utils
+import groupwise, tensordict.utils as utils
 sys.modules["torch._dynamo.config"] = None
 try:
     import torch._dynamo
@@ -73,27 +67,11 @@ print(utils._lock_warn._dynamo_marked_constant)
     assert said(code) == ["refused False", "True"]
 
 
-def test_marks_are_set_at_once_where_tensordict_imports_the_compiler_itself():
-    """As other versions of it may do."""
-    code = """
-import importlib
-import_module = importlib.import_module
-def both(*args, **more):
-    module = import_module(*args, **more)
-    if args == ("tensordict",):
-        import torch._dynamo
-    return module
-importlib.import_module = both
-import groupwise.lean_tensordict
-"""
-    assert said(code + MARKS) == MARKED
-
-
 def test_torch_gets_its_own_functions_back():
     code = """
 import torch.compiler as c
 before = c.allow_in_graph, c.assume_constant_result
-import groupwise.lean_tensordict
+import groupwise, tensordict
 print(before == (c.allow_in_graph, c.assume_constant_result), c.allow_in_graph.__module__)
 """
     assert said(code) == ["True torch.compiler"]
@@ -101,7 +79,8 @@ print(before == (c.allow_in_graph, c.assume_constant_result), c.allow_in_graph._
 
 def test_compiled_functions_take_tensordicts():
     code = """
-from groupwise.lean_tensordict import TensorDict
+import groupwise
+from tensordict import TensorDict
 import torch
 def double(td):
     return td + td
@@ -112,19 +91,14 @@ print(out["a"].tolist(), out["b", "c"].sum().item(), type(out).__name__)
     assert said(code) == ["[0.0, 2.0, 4.0] 12.0 TensorDict"]
 
 
-def imported(path):
-    """Names of the modules that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield str(node.module)
-
-
-def test_every_module_takes_tensordict_from_the_lean_one():
-    direct = {
-        str(path.relative_to(SOURCE))
-        for path in SOURCE.rglob("*.py")
-        if any(name.split(".")[0] == "tensordict" for name in imported(path))
-    }
-    assert direct == {"lean_tensordict.py"}
+def test_an_optimiser_made_before_the_compiler_is_one_like_others():
+    code = """
+import groupwise as gw, torch
+gw.PPO
+optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
+print("torch._dynamo" in sys.modules)
+import torch._dynamo
+optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+print(len(optimizer.param_groups))
+"""
+    assert said(code) == ["False", "2"]

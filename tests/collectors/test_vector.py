@@ -276,10 +276,10 @@ def test_labels_are_those_of_a_walk_from_slot_to_slot(seed):
             count += 1
 
 
-def test_numbers_of_half_precision_are_written_as_they_are():
+def test_numbers_of_half_precision_are_written_as_they_are(fake_policy):
     buffer = RolloutBuffer(2, 1, obs_spec=TensorSpec((1,), torch.float32), action_spec=TensorSpec((), torch.int64))
     rollout = buffer.start_rollout()
-    writer = RolloutWriter(rollout, value=False)
+    writer = RolloutWriter(rollout, fake_policy(True))
     log_prob = torch.tensor([-0.5, -1.5], dtype=torch.bfloat16, requires_grad=True)
     writer.act(0, Action(torch.tensor([1, 0]), log_prob))
     assert rollout["sample_log_prob"][:, 0].tolist() == [-0.5, -1.5]

@@ -11,9 +11,9 @@ from tensordict import TensorDict
 
 from groupwise.collectors.base import Collector, Episode
 from groupwise.collectors.group_tracker import Attempt, GroupQueue, GroupTracker, finished_episodes, write_labels
-from groupwise.collectors.writer import FinalValues, RolloutWriter
+from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
-from groupwise.data.rollout import Nested, lengthen
+from groupwise.data.rollout import Nested
 from groupwise.envs.base import GroupEnv
 from groupwise.envs.groups import verify_group_start
 from groupwise.errors import EnvError
@@ -78,15 +78,11 @@ class GroupCollector(Collector):
         generator = torch.Generator(self.policy.device)
         generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
         tracker = self._make_tracker(num_steps)
-        has_critic = not self.policy.actor_only
-        writer, final_values = RolloutWriter(rollout, value=has_critic), FinalValues()
+        writer = RolloutWriter(rollout, self.policy)
         act = self.actor()
         obs = self._start(tracker.assign())
         while tracker.running.any():
             t = tracker.step
-            if t == writer.num_steps:
-                rollout = lengthen(rollout, 2 * t + 1)
-                writer = RolloutWriter(rollout, value=has_critic)
             writer.observe(t, obs)
             action = self._act(act, obs, tracker, generator)
             writer.act(t, action)
@@ -95,17 +91,13 @@ class GroupCollector(Collector):
             writer.outcome(t, step, torch.from_numpy(ends.truncated))
             obs = step.obs
             if ends.any:
-                if has_critic:
-                    final_values.remember(t, ends.truncated & ~ends.terminated, obs)
-                stopped = tracker.end(ends, rollout)
+                writer.cut(t, ends.truncated & ~ends.terminated, obs)
+                stopped = tracker.end(ends, writer.rollout)
                 begun = tracker.assign()
                 if (idle := stopped & ~tracker.running).any():
                     self.env.hold(idle)
                 obs = self._start(begun) if begun else obs
-        writer.observe(tracker.step, obs)
-        rollout = rollout[:, : tracker.step + 1]
-        if has_critic:
-            final_values.fill(rollout, self.policy, obs)
+        rollout = writer.finish(tracker.step, obs)
         write_labels(rollout, tracker)
         self._count(rollout, tracker)
         self.iteration += 1

@@ -12,7 +12,7 @@ from groupwise.collectors.base import Collector, Episode, steps_between_restarts
 from groupwise.collectors.torch_step import StepOutput, check_device
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
-from groupwise.data.rollout import Nested, lengthen
+from groupwise.data.rollout import Nested
 from groupwise.envs.base import EnvStep, GroupStartReport
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.native import Rows, TorchGroupEnv
@@ -102,12 +102,9 @@ class TorchGroupCollector(Collector):
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Exactly ``num_steps`` slots of every row."""
-        if rollout.shape[1] <= num_steps:
-            rollout = lengthen(rollout, num_steps + 1)
-        rollout = rollout[:, : num_steps + 1]
         generator = torch.Generator(self.policy.device)
         generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
-        self._fill(rollout, generator)
+        rollout = self._fill(num_steps, RolloutWriter(rollout, self.policy), generator)
         self.iteration += 1
         return rollout
 
@@ -165,11 +162,9 @@ class TorchGroupCollector(Collector):
         return rows._replace(held=rows.held | cut), result._replace(truncated=result.truncated | cut)
 
     @torch.inference_mode()
-    def _fill(self, rollout: TensorDict, generator: torch.Generator) -> None:
-        """Act, step, write and label."""
-        env, num_steps = self.env, rollout.shape[1] - 1
-        writer = RolloutWriter(rollout, value=False)
-        step, seeds = self.stepper(generator), self._seeds(num_steps)
+    def _fill(self, num_steps: int, writer: RolloutWriter, generator: torch.Generator) -> TensorDict:
+        """Act, step, write and label; the rollout."""
+        env, step, seeds = self.env, self.stepper(generator), self._seeds(num_steps)
         slots = torch.arange(1, num_steps + 1, device=env.device)
         rows = self._first_rows(*seeds[0])
         obs, began = env.observed(rows), torch.zeros_like(self._group)
@@ -181,11 +176,12 @@ class TorchGroupCollector(Collector):
             action, rows, obs, result, (began,) = step(rows, obs, began, slot, may_start, *seeds[t + 1])
             writer.act(t, action)
             writer.outcome(t, result, result.truncated)
-        writer.observe(num_steps, obs)
+        rollout = writer.finish(num_steps, obs)
         env.rows = rows
         rollout["truncated"][:, num_steps - 1].logical_or_(~rows.held)
         self._label(rollout, torch.stack(valid, dim=1), torch.stack(starts, dim=1))
         self._count(rollout, torch.stack(starts, dim=1), ~rows.held)
+        return rollout
 
     def _first_rows(self, start_seed: Int[Tensor, " row"], noise_seed: Int[Tensor, " row"]) -> Rows:
         """The rows at the beginning of the window."""

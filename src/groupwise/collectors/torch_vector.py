@@ -7,7 +7,7 @@ import torch
 
 from groupwise.collectors.torch_step import StepOutput, check_device
 from groupwise.collectors.vector import VectorCollector
-from groupwise.collectors.writer import FinalValues, RolloutWriter
+from groupwise.collectors.writer import RolloutWriter
 from groupwise.data.rollout import Nested
 from groupwise.envs.native import Rows, TorchGroupEnv
 from groupwise.policies.base import Action, Policy
@@ -34,9 +34,7 @@ class TorchVectorCollector(VectorCollector):
         return StepOutput(action, rows, self.env.observed(rows), result)
 
     @torch.inference_mode()
-    def _fill(
-        self, num_steps: int, writer: RolloutWriter, finals: FinalValues, generator: torch.Generator, obs: Nested
-    ) -> Nested:
+    def _fill(self, num_steps: int, writer: RolloutWriter, generator: torch.Generator, obs: Nested) -> Nested:
         step, rows = self.stepper(generator), self.env.rows
         results = []
         for t in range(num_steps):
@@ -49,5 +47,5 @@ class TorchVectorCollector(VectorCollector):
         if not self.policy.actor_only:
             cut = torch.stack([result.truncated & ~result.terminated for result in results]).cpu().numpy()
             for t, result in enumerate(results):
-                finals.remember(t, cut[t], result.obs)
+                writer.cut(t, cut[t], result.obs)
         return obs

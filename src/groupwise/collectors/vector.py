@@ -6,8 +6,8 @@ from jaxtyping import Bool, Float, Int
 from tensordict import TensorDict
 
 from groupwise.collectors.base import Collector, Episode, steps_between_restarts
-from groupwise.collectors.writer import FinalValues, RolloutWriter
-from groupwise.data.rollout import Nested, lengthen
+from groupwise.collectors.writer import RolloutWriter
+from groupwise.data.rollout import Nested
 from groupwise.envs.base import EnvStep, VectorEnv
 from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
@@ -45,18 +45,11 @@ class VectorCollector(Collector):
                 f"num_steps is {num_steps}, but {self.env.env_id} resets in a step of its own; fix: at least 2"
             )
         obs = self._begin() if self._obs is None else self._obs
-        if rollout.shape[1] <= num_steps:
-            rollout = lengthen(rollout, num_steps + 1)
-        if rollout.shape[1] > num_steps + 1:
-            rollout = rollout[:, : num_steps + 1]
         generator = torch.Generator(self.policy.device)
         generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
-        writer = RolloutWriter(rollout, value=not self.policy.actor_only)
-        finals = FinalValues()
-        obs = self._fill(num_steps, writer, finals, generator, obs)
-        writer.observe(num_steps, obs)
-        if not self.policy.actor_only:
-            finals.fill(rollout, self.policy, obs)
+        writer = RolloutWriter(rollout, self.policy)
+        obs = self._fill(num_steps, writer, generator, obs)
+        rollout = writer.finish(num_steps, obs)
         self._label(rollout)
         self._obs = obs
         self.last_steps = self.env.num_envs * num_steps
@@ -82,9 +75,7 @@ class VectorCollector(Collector):
         self._return = np.zeros(rows, dtype=np.float64)
         return self.env.reset(seed=derive_seed(self.seed, "env", self.rank, self.iteration))
 
-    def _fill(
-        self, num_steps: int, writer: RolloutWriter, finals: FinalValues, generator: torch.Generator, obs: Nested
-    ) -> Nested:
+    def _fill(self, num_steps: int, writer: RolloutWriter, generator: torch.Generator, obs: Nested) -> Nested:
         """Act, step and write; the observations to act on next."""
         act = self.actor()
         for t in range(num_steps):
@@ -93,19 +84,18 @@ class VectorCollector(Collector):
             writer.act(t, action)
             step = self.env.step(self.policy.env_action(action.action))
             writer.outcome(t, step, step.truncated)
-            obs = step.obs if self.env.autoreset == "next_step" else self._after_ends(t, step, finals)
+            obs = step.obs if self.env.autoreset == "next_step" else self._after_ends(t, step, writer)
         return obs
 
-    def _after_ends(self, t: int, step: EnvStep, finals: FinalValues) -> Nested:
+    def _after_ends(self, t: int, step: EnvStep, writer: RolloutWriter) -> Nested:
         """The observations to act on next, after finished rows were reset and what cut ones saw last was kept."""
         terminated, truncated = step.terminated.cpu().numpy(), step.truncated.cpu().numpy()
         done = terminated | truncated
         if not done.any():
             return step.obs
         final_obs = step.obs if self.env.autoreset == "disabled" else step.final_obs
-        if not self.policy.actor_only:
-            assert final_obs is not None
-            finals.remember(t, truncated & ~terminated, final_obs)
+        assert final_obs is not None
+        writer.cut(t, truncated & ~terminated, final_obs)
         return self.env.reset(mask=done) if self.env.autoreset == "disabled" else step.obs
 
     def _label(self, rollout: TensorDict) -> None:

@@ -8,7 +8,7 @@ from jaxtyping import Bool
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.data.rollout import Nested, all_finite
+from groupwise.data.rollout import Nested, all_finite, lengthen
 from groupwise.envs.base import EnvStep
 from groupwise.errors import DataError
 from groupwise.policies.base import Action, Policy
@@ -19,24 +19,22 @@ _Columns: TypeAlias = np.ndarray | tuple[Tensor, ...] | dict[str, Any]  # Any: _
 class RolloutWriter:
     """Writes through views of a rollout's tensors, taken once: far cheaper than ``rollout[:, t] = ...``.
 
-    On a CPU they are NumPy's: one view does for all steps, where torch, which takes longer to find a step, needs one each.
+    A rollout that is full is lengthened.
+
+    Args:
+        policy: gives the values of final observations, where it has a critic.
     """
 
-    def __init__(self, rollout: TensorDict, *, value: bool) -> None:
-        self.num_steps = rollout.shape[1] - 1
-        self._obs = self._columns(rollout["obs"])
-        self._action = self._columns(rollout["action"])
-        self._log_prob = self._columns(rollout["sample_log_prob"])
-        self._value = self._columns(rollout["value"]) if value else None
-        self._reward = self._columns(rollout["reward"])
-        parts = rollout.get("reward_parts", None)
-        self._reward_parts = None if parts is None else self._columns(parts)
-        self._terminated = self._columns(rollout["terminated"])
-        self._truncated = self._columns(rollout["truncated"])
+    def __init__(self, rollout: TensorDict, policy: Policy) -> None:
+        self._policy = policy
+        self._final_obs: list[Nested] = []
+        self._cut_rows: list[Tensor] = []
+        self._cut_steps: list[Tensor] = []
+        self._open(rollout)
 
     def observe(self, step: int, obs: Nested) -> None:
         """Write the observations [N, ...] of a slot."""
-        _write(self._obs, step, obs)
+        _write(self._columns["obs"], step, obs)
 
     def act(self, step: int, action: Action) -> None:
         """Write what the policy did there.
@@ -44,64 +42,71 @@ class RolloutWriter:
         Raises:
             DataError: an action on the CPU is not finite; environments answer that in ways that hide the cause.
         """
-        on_cpu = action.action.device.type == "cpu"  # elsewhere this would wait for the device
-        if on_cpu and action.action.is_floating_point() and not all_finite(action.action):
-            bad = ~action.action.isfinite().flatten(1).all(dim=1)
-            raise DataError(
-                f"the action of environment {int(bad.nonzero()[0])} at step {step} of the rollout is not finite; fix: the "
-                "environment's observations, or a learning rate that let the policy diverge"
-            )
-        _write(self._action, step, action.action)
-        _write(self._log_prob, step, action.log_prob)
-        if self._value is not None:
-            assert action.value is not None
-            _write(self._value, step, action.value)
+        if step == self.rollout.shape[1] - 1:
+            self._open(lengthen(self.rollout, 2 * step + 1))
+        if action.action.device.type == "cpu":  # elsewhere the check would wait for the device
+            _check_finite(action.action, step)
+        _write(self._columns["action"], step, action.action)
+        _write(self._columns["sample_log_prob"], step, action.log_prob)
+        if action.value is not None and "value" in self._columns:
+            _write(self._columns["value"], step, action.value)
 
     def outcome(self, step: int, outcome: EnvStep, truncated: Tensor) -> None:
         """Write what the environments answered [N], but for ``truncated``, which the collector may have a say in."""
-        _write(self._reward, step, outcome.reward)
-        if self._reward_parts is not None:
+        _write(self._columns["reward"], step, outcome.reward)
+        _write(self._columns["terminated"], step, outcome.terminated)
+        _write(self._columns["truncated"], step, truncated)
+        if "reward_parts" in self._columns:
             assert outcome.reward_parts is not None
-            _write(self._reward_parts, step, outcome.reward_parts)
-        _write(self._terminated, step, outcome.terminated)
-        _write(self._truncated, step, truncated)
+            _write(self._columns["reward_parts"], step, outcome.reward_parts)
 
-    def _columns(self, stored: Nested) -> _Columns:
-        """What holds a step of all rows, by its number."""
-        if not isinstance(stored, Tensor):
-            return {key: self._columns(leaf) for key, leaf in stored.items()}
-        by_numpy = stored.device.type == "cpu" and stored.dtype != torch.bfloat16
-        return stored.numpy().swapaxes(0, 1) if by_numpy else stored.unbind(1)
+    def cut(self, step: int, rows: Bool[np.ndarray, " row"], obs: Nested) -> None:
+        """Keep the final observations of the rows that were truncated at ``step``, out of ``obs`` [N, ...], for their values."""
+        if not self._policy.actor_only and rows.any():
+            index = torch.from_numpy(np.flatnonzero(rows))
+            self._final_obs.append(obs[index.to(obs.device)])
+            self._cut_rows.append(index)
+            self._cut_steps.append(torch.full_like(index, step))
 
+    def finish(self, num_steps: int, obs: Nested) -> TensorDict:
+        """The rollout of so many steps, with ``obs`` [N, ...] in its last slot and all values."""
+        self.observe(num_steps, obs)
+        rollout = self.rollout if self.rollout.shape[1] == num_steps + 1 else self.rollout[:, : num_steps + 1]
+        if not self._policy.actor_only:
+            self._fill_values(rollout, obs)
+        return rollout
 
-class FinalValues:
-    """Values of the observations at which episodes were cut, computed in one forward pass when the rollout is full."""
+    def _open(self, rollout: TensorDict) -> None:
+        self.rollout = rollout
+        self._columns = {key: _columns(stored) for key, stored in rollout.items()}
 
-    def __init__(self) -> None:
-        self._obs: list[Nested] = []
-        self._rows: list[Tensor] = []
-        self._steps: list[int] = []
-
-    def remember(self, step: int, cut: Bool[np.ndarray, " row"], obs: Nested) -> None:
-        """Keep the final observations of the rows that were cut at ``step``, out of all rows' ``obs`` [N, ...]."""
-        if cut.any():
-            rows = torch.from_numpy(np.flatnonzero(cut)).to(obs.device)
-            self._obs.append(obs[rows])
-            self._rows.append(rows)
-            self._steps.append(step)
-
-    def fill(self, rollout: TensorDict, policy: Policy, last_obs: Nested) -> None:
-        """Complete ``value`` and ``next_value``; ``last_obs`` are the observations of the last slot."""
+    def _fill_values(self, rollout: TensorDict, last_obs: Nested) -> None:
+        """Complete ``value`` and ``next_value`` with one forward pass."""
         value, next_value = rollout["value"], rollout["next_value"]
-        values = policy.value(torch.cat([last_obs, *self._obs])).to(value.device)
-        num_rows = rollout.shape[0]
-        value[:, -1] = values[:num_rows]
+        values = self._policy.value(torch.cat([last_obs, *self._final_obs])).to(value.device)
+        value[:, -1] = values[: len(value)]
         next_value[:, :-1] = value[:, 1:]
         next_value[rollout["terminated"]] = 0.0
-        if self._rows:
-            rows = torch.cat(self._rows)
-            steps = torch.tensor(self._steps).repeat_interleave(torch.tensor([len(rows) for rows in self._rows]))
-            next_value[rows.to(value.device), steps.to(value.device)] = values[num_rows:]
+        if self._cut_rows:
+            rows, steps = (torch.cat(parts).to(value.device) for parts in (self._cut_rows, self._cut_steps))
+            next_value[rows, steps] = values[len(value) :]
+
+
+def _check_finite(action: Tensor, step: int) -> None:
+    if action.is_floating_point() and not all_finite(action):
+        bad = ~action.isfinite().flatten(1).all(dim=1)
+        raise DataError(
+            f"the action of environment {int(bad.nonzero()[0])} at step {step} of the rollout is not finite; fix: the "
+            "environment's observations, or a learning rate that let the policy diverge"
+        )
+
+
+def _columns(stored: Nested) -> _Columns:
+    """What holds a step of all rows, by its number. NumPy finds it faster than torch."""
+    if not isinstance(stored, Tensor):
+        return {key: _columns(leaf) for key, leaf in stored.items()}
+    by_numpy = stored.device.type == "cpu" and stored.dtype != torch.bfloat16
+    return stored.numpy().swapaxes(0, 1) if by_numpy else stored.unbind(1)
 
 
 def _write(columns: _Columns, step: int, value: Nested) -> None:

@@ -43,9 +43,8 @@ PER_STEP: dict[str, Any] = {
 }
 NEAR: dict[str, Any] = PER_STEP | {
     "group_key": "group",
-    "baseline": "near_states",
+    "baseline": "knn",
     "scale": "none",
-    "gae_lambda": 0.95,
     "normalize": "batch",
 }
 METHODS: dict[str, dict[str, Any]] = {

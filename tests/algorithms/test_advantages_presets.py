@@ -3,10 +3,8 @@
 import pytest
 import torch
 from credit_rollouts import TWO, credit, expect, per_episode, preset, rollout
-from tensordict import TensorDict
 
-from groupwise.algorithms.advantages import CreditInput, next_score_average
-from groupwise.algorithms.anchors import anchors
+from groupwise.algorithms.advantages import CreditInput
 from groupwise.config.algorithm import CreditCfg
 from groupwise.errors import DataError
 
@@ -110,10 +108,11 @@ def test_rae_compares_with_the_past():
 @pytest.mark.parametrize("decay", [0.5, 0.9])
 def test_the_average_takes_in_scorable_attempts(decay):
     batch = rollout([*TWO, (0, [9.0], "unscorable")])
-    given = CreditInput(batch, batch["reward"], CreditCfg(baseline="ema", scale="none", ema_decay=decay), 1.0, 1, 3)
-    assert next_score_average(given) == 2.0
+    cfg = CreditCfg(baseline={"name": "ema", "decay": decay}, scale="none")
+    given = CreditInput(batch, batch["reward"], cfg, 1.0, 1, 3)
+    assert cfg.baseline.next_state(given) == 2.0
     # two attempts of mean 2
-    after = next_score_average(given._replace(average=torch.tensor(6.0)))
+    after = cfg.baseline.next_state(given._replace(state=torch.tensor(6.0)))
     torch.testing.assert_close(after, torch.tensor(2 + 4 * decay**2))
 
 
@@ -125,12 +124,12 @@ def test_gdpo_normalises_each_part():
     # one of three in each part: 1.154701 for it, -.577350 for the others; their sum has deviation 1 already
     expect(batch, [[0.577350], [-1.154701], [0.577350]], name="gdpo", eps=0)
     expect(batch, [[0.577350], [-1.154701], [0.577350]], name="gdpo", eps=0.0, normalize="none")
-    weighted = {"part_weights": (1.0, 0.0), "normalize": "none", "eps": 0.0}
+    weighted = {"reward": {"name": "parts", "weights": (1.0, 0.0)}, "normalize": "none", "eps": 0.0}
     expect(batch, [[1.154701], [-0.577350], [-0.577350]], name="gdpo", **weighted)
-    both = {"part_weights": (1.0, 0.5), "normalize": "none", "eps": 0.0}
+    both = {"reward": {"name": "parts", "weights": (1.0, 0.5)}, "normalize": "none", "eps": 0.0}
     expect(batch, [[0.866026], [-0.866026], [0.0]], name="gdpo", **both)
     with pytest.raises(DataError, match="3 weights for 2 parts"):
-        credit(batch, **preset("gdpo", part_weights=(1.0, 1.0, 1.0)))
+        credit(batch, **preset("gdpo", reward={"name": "parts", "weights": (1.0, 1.0, 1.0)}))
     with pytest.raises(DataError, match=r"no 'reward_parts'; fix: .*env\.reward_parts"):
         credit(rollout(TWO), **preset("gdpo"))
 
@@ -150,7 +149,7 @@ def test_optimal_token_baseline(per_row):
     fallback = [[1.5, 0.666667, 1.0], [-0.5, -0.333333]]
     batch = rollout(TWO, variance=CHANCE)
     expect(batch, fallback, name="optimal_token_baseline", lone_member="trajectory")
-    with pytest.raises(DataError, match="choice_variance"):
+    with pytest.raises(DataError, match=r"CreditInput\.start"):
         credit(rollout(TWO), **preset("optimal_token_baseline"))
 
 
@@ -174,12 +173,10 @@ def test_gigpo(obs, per_row):
         return
     # episodes +-1; t1 of the first met the start of the second: discounted 1 and .5, mean .75
     expect_discounted(batch, [[1.0, 1.25, 1.0], [-1.25, -1.0]], "gigpo_no_std")
-    expect_discounted(batch, [[1.0, 1.5, 1.0], [-1.5, -1.0]], "gigpo_no_std", anchor_weight=2.0)
+    expect_discounted(batch, [[1.0, 1.5, 1.0], [-1.5, -1.0]], "gigpo_no_std", baseline={"name": "gigpo", "weight": 2.0})
     # over their deviations: 1 / 1.414214 and .25 / .353553, both .707107
     one = 0.707107
     expect_discounted(batch, [[one, 2 * one, one], [-2 * one, -one]], "gigpo", eps=0.0)
-    # leave one out: 3 - 1, and 1 - .5
-    expect_discounted(batch, [[2.0, 2.5, 2.0], [-2.5, -2.0]], "gigpo_no_std", baseline="leave_one_out")
 
 
 def expect_discounted(batch, expected, name, **changes):
@@ -192,25 +189,8 @@ def test_parts_have_anchors_of_their_own():
     # both parts are the whole reward, with weights 2 and .5: 2.5 times the episode's +-1 and twice the anchors' +-.25
     parts = [[[r, r] for r in rewards] for _, rewards, _ in TWO]
     batch = rollout(TWO, obs=OBS, reward_parts=parts)
-    changes = {"anchor_weight": 2.0, "reward": "parts", "part_weights": (2.0, 0.5)}
+    changes = {"baseline": {"name": "gigpo", "weight": 2.0}, "reward": {"name": "parts", "weights": (2.0, 0.5)}}
     expect_discounted(batch, [[2.5, 3.75, 2.5], [-3.75, -2.5]], "gigpo_no_std", **changes)
-
-
-def test_anchors_are_of_one_group_and_of_members_only():
-    group_id = torch.tensor([[0, 0, 1, 1], [0, 0, 1, -1]])
-    obs = torch.tensor([[1, 2, 1, 2], [2, 2, 1, 1]])[..., None]
-    member = torch.ones(2, 4).bool()
-    member[1, 1], member[1, 3] = False, False
-    ids, number = anchors(obs, group_id, member)
-    assert number == 4
-    assert ids.tolist() == [[0, 1, 2, 3], [1, -1, 2, -1]]
-    nested = TensorDict({"b": obs, "a": {"image": torch.zeros(2, 4, 3, 3)}}, batch_size=[2, 4])
-    assert torch.equal(anchors(nested, group_id, member)[0], ids)
-    nested["a", "image"][1, 0, 2, 2] = 1.0
-    assert anchors(nested, group_id, member)[0].tolist() == [[0, 1, 2, 3], [4, -1, 2, -1]]
-    assert anchors(torch.tensor([[1e-9, 2e-9, 1e-9]]), torch.zeros(1, 3).long(), torch.ones(1, 3).bool())[1] == 2
-    nobody, number = anchors(nested, group_id, member & False)
-    assert (number, nobody.tolist()) == (0, [[-1] * 4] * 2)
 
 
 def test_turns_are_compared_once_each():

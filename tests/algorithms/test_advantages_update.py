@@ -187,23 +187,23 @@ def test_the_moving_average_goes_on_where_it_was():
     rollouts = [make_rollout(one.policy, seed) for seed in range(3)]
     totals = [torch.stack([r["reward"][e].sum() for e in episodes(r)]) for r in rollouts]
     one.update(rollouts[0])
-    assert one.state_dict()["score_average"] == one.score_average
-    torch.testing.assert_close(one.score_average, totals[0].mean())
+    assert one.state_dict()["baseline_state"] == one.baseline_state
+    torch.testing.assert_close(one.baseline_state, totals[0].mean())
     two = build(**cfg)
     two.policy.load_state_dict(one.policy.state_dict())
     two.load_state_dict(copy.deepcopy(one.state_dict()))
-    before = one.score_average
+    before = one.baseline_state
     for algorithm in (one, two):
         algorithm.update(rollouts[1])
     # the second rollout is measured against the first alone, and then enters: 8 attempts
     first = next(iter(episodes(rollouts[1])))
     torch.testing.assert_close(one.advantage[first][0], totals[1][0] - before)
     share = 0.95**8
-    torch.testing.assert_close(one.score_average, share * before + (1 - share) * totals[1].mean())
+    torch.testing.assert_close(one.baseline_state, share * before + (1 - share) * totals[1].mean())
     for algorithm in (one, two):
         algorithm.update(rollouts[2])
     assert torch.equal(one.advantage, two.advantage)
-    assert torch.equal(one.score_average, two.score_average)
+    assert torch.equal(one.baseline_state, two.baseline_state)
 
 
 def test_the_moving_average_starts_at_the_first_rollout_with_attempts():
@@ -212,10 +212,10 @@ def test_the_moving_average_starts_at_the_first_rollout_with_attempts():
     empty = rollout.clone()
     empty["loss_mask"].fill_(False)
     algorithm.update(empty)
-    assert algorithm.score_average is None
+    assert algorithm.baseline_state is None
     algorithm.update(rollout)
     torch.testing.assert_close(
-        algorithm.score_average, torch.stack([rollout["reward"][e].sum() for e in episodes(rollout)]).mean()
+        algorithm.baseline_state, torch.stack([rollout["reward"][e].sum() for e in episodes(rollout)]).mean()
     )
     assert algorithm.advantage.min() < 0, "never the raw scores"
 
@@ -223,9 +223,9 @@ def test_the_moving_average_starts_at_the_first_rollout_with_attempts():
 def test_other_baselines_keep_no_average():
     algorithm = build()
     algorithm.update(make_rollout(algorithm.policy))
-    assert algorithm.state_dict()["score_average"] is None
+    assert algorithm.state_dict()["baseline_state"] is None
     algorithm.load_state_dict(copy.deepcopy(algorithm.state_dict()))
-    assert algorithm.score_average is None
+    assert algorithm.baseline_state is None
 
 
 OPTIMAL = {"baseline": "optimal_token", "group_key": "group_step", "returns": "return_to_go", "scale": "none"}
@@ -289,8 +289,8 @@ def test_parts_come_in_the_scale_of_the_policys_rewards():
         ({}, 1.0),
         ({"reward": "parts"}, 0.0),
         # the second part differs in no group
-        ({"reward": "parts", "part_weights": (0.0, 1.0, 0.0)}, 1.0),
-        ({"reward": "parts", "part_weights": (0.0, 1.0, 2.0)}, 0.0),
+        ({"reward": {"name": "parts", "weights": (0.0, 1.0, 0.0)}}, 1.0),
+        ({"reward": {"name": "parts", "weights": (0.0, 1.0, 2.0)}}, 0.0),
     ],
 )
 def test_a_group_has_variance_where_a_part_that_counts_has(credit, expected):

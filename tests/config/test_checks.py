@@ -23,7 +23,7 @@ def test_what_would_fail_after_the_first_rollout_leaves_no_folder(preset, messag
 
 def test_parts_that_are_named_and_turns_that_are_steps_are_fine():
     parts = resolve("CartPole-v1", preset="gdpo", env={"reward_parts": ("a", "b")})
-    assert parts.algorithm.credit.reward == "parts"
+    assert parts.algorithm.credit.reward.name == "parts"
     turns = resolve("CartPole-v1", {"credit": {"group_key": "group_step", "returns": "turn"}})
     assert turns.algorithm.credit.returns == "turn"
 

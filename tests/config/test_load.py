@@ -179,8 +179,8 @@ def test_partial_file_is_resolved_and_overridden(write):
 
 def test_file_may_name_a_preset_and_the_argument_beats_it(write):
     path = write({"env": {"id": "CartPole-v1"}, "preset": "rloo"})
-    assert load_config(path).algorithm.credit.baseline == "leave_one_out"
-    assert load_config(path, preset="grpo").algorithm.credit.baseline == "mean"
+    assert load_config(path).algorithm.credit.baseline.name == "leave_one_out"
+    assert load_config(path, preset="grpo").algorithm.credit.baseline.name == "mean"
 
 
 def test_config_of_a_run_folder_is_a_config_file(write):
@@ -248,7 +248,7 @@ def test_file_that_is_no_text_is_named(tmp_path):
         ({"credit": {"returns": "outcome"}}, {}, r"algorithm\.credit: .*fix.*\(from the preset: .*group_key"),
         (None, {"env": 3}, r"env = 3: expected an object"),
         ("grpoo", {}, r"unknown algorithm 'grpoo': did you mean 'grpo'"),
-        ("near_states", {}, r"unknown algorithm 'near_states': a preset of that name.*fix: preset='near_states'"),
+        ("knn", {}, r"unknown algorithm 'knn': a preset of that name.*fix: preset='knn'"),
     ],
 )
 def test_wrong_settings_name_key_value_and_fix(algorithm, fields, message):
@@ -320,7 +320,7 @@ def test_registered_subclass_survives_the_round_trip(registry, write):
 def test_subclass_inherits_the_presets_of_its_base(registry):
     register_algorithm(MineCfg)(Mine)
     assert resolve("CartPole-v1", "mine").algorithm.group_size == 4
-    assert resolve("CartPole-v1", "mine", preset="rloo").algorithm.credit.baseline == "leave_one_out"
+    assert resolve("CartPole-v1", "mine", preset="rloo").algorithm.credit.baseline.name == "leave_one_out"
 
 
 def test_algorithm_without_presets_takes_class_defaults(registry):

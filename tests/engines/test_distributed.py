@@ -29,7 +29,7 @@ CASES = {
     "ppo_minibatch": (PPO, PPOCfg, dict(target_kl=1.0)),
     "grpo": (GRPO, GRPOCfg, dict(kl_coef=0.1, objective=ObjectiveCfg(aggregation="seq_mean_token_mean"))),
     "grpo_minibatches": (GRPO, GRPOCfg, dict(minibatch_size=9, objective=ObjectiveCfg(aggregation="seq_mean_token_mean"))),
-    "grpo_near_states": (GRPO, GRPOCfg, dict(credit=CreditCfg(group_key="group", returns="return_to_go", baseline="near_states", scale="none", near_states=3))),
+    "grpo_knn": (GRPO, GRPOCfg, dict(credit=CreditCfg(group_key="group", returns="return_to_go", baseline={"name": "knn", "k": 3}, scale="none"))),
     "grpo_batch_std": (GRPO, GRPOCfg, dict(credit=CreditCfg(scale="batch_std"), objective=ObjectiveCfg(ratio="sequence"))),
 }
 
@@ -95,7 +95,7 @@ def results(tmp_path_factory):
     return {name: json.loads((folder / name).read_text()) for name in ("one.0", "two.0", "two.1")}
 
 
-@pytest.mark.parametrize("case", ["ppo", "ppo_minibatch", "grpo", "grpo_near_states", "grpo_batch_std"])
+@pytest.mark.parametrize("case", ["ppo", "ppo_minibatch", "grpo", "grpo_knn", "grpo_batch_std"])
 def test_two_processes_are_one_on_the_union(results, case):
     one, first, second = (results[name][case] for name in ("one.0", "two.0", "two.1"))
     assert first == second

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from groupwise.algorithms.advantages import CreditInput, advantages
 from groupwise.config.algorithm import CreditCfg
 from groupwise.engines.base import Engine
+from groupwise.policies.base import Evaluation
 
 PRESETS = json.loads(files("groupwise").joinpath("config/presets/objectives.json").read_text())
 
@@ -62,18 +63,27 @@ class OneOfTwo(Engine):
         self.sum = all_sum
 
 
+def at_start(batch):
+    """Scores of a policy of two actions, by which each step's action 0 has the variance that the batch says."""
+    if "variance" not in batch.keys():  # noqa: SIM118  iterating goes over rows
+        return None
+    p = 1 - (batch["variance"] / 2).sqrt()  # variance 2 (1 - p)^2
+    zeros = torch.zeros_like(batch["reward"])
+    return Evaluation(zeros, zeros, dist=torch.stack([p, 1 - p], dim=-1).log())
+
+
 def credit(batch, gamma=1.0, average=None, engine=None, **choices):
     return advantages(
         CreditInput(
-            batch=batch,
+            batch=batch.set("action", torch.zeros_like(batch["step"])),
             reward=batch["reward"],
             cfg=CreditCfg(**choices),
             gamma=gamma,
             num_groups=int(batch["group_id"].max()) + 1,
             num_episodes=int(batch["episode_id"].max()) + 1,
             engine=engine or Engine(),
-            average=average,
-            choice_variance=batch.get("variance", None),
+            state=average,
+            start=at_start(batch),
         )
     )
 

@@ -101,7 +101,7 @@ def rows_for(preset, rows):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(PRESETS.keys() - {"optimal_token_baseline", "near_states"})
+    "name", sorted(PRESETS.keys() - {"optimal_token_baseline", "knn"})
 )  # of distributions, and vectors
 def test_every_preset_trains_a_language_model(name):
     preset = PRESETS[name]

@@ -19,7 +19,6 @@ from groupwise.algorithms.advantages import (
     check_credit,
     compared_rewards,
     episode_groups,
-    next_score_average,
 )
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
 from groupwise.algorithms.loss import DIAGNOSTICS, diagnostics, policy_loss, policy_ratio, reference_kl
@@ -27,7 +26,7 @@ from groupwise.config.algorithm import GRPOCfg
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError
-from groupwise.functional.advantages import choice_variance, kl_shaping
+from groupwise.functional.advantages import kl_shaping
 from groupwise.functional.diagnostics import zero_variance_groups
 from groupwise.functional.returns import episode_return
 from groupwise.policies.base import Batch, Evaluation, Policy
@@ -50,7 +49,7 @@ class GRPO(BaseAlgorithm):
                 f"reference.refresh={cfg.reference.refresh!r} needs a reference with weights of its own, and this one is the "
                 "policy without its adapters; fix: refresh='never', or train every weight"
             )
-        self.score_average: Tensor | None = None
+        self.baseline_state: Tensor | None = None
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns 0-dim metrics."""
@@ -87,20 +86,20 @@ class GRPO(BaseAlgorithm):
 
     def state_dict(self) -> dict[str, object]:
         """Everything but the policy that the next update depends on."""
-        state = super().state_dict() | {"score_average": self.score_average}
+        state = super().state_dict() | {"baseline_state": self.baseline_state}
         return state if self.reference is None else state | {"reference": self.reference.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from a saved ``state_dict``."""
         super().load_state_dict(state)
-        average = state["score_average"]
-        self.score_average = None if average is None else average.to(self.policy.device)
+        remembered = state["baseline_state"]
+        self.baseline_state = None if remembered is None else remembered.to(self.policy.device)
         if self.reference is not None:
             self.reference.load_state_dict(state["reference"])
 
     def _credit_input(self, batch: TensorDict) -> CreditInput:
         """What credit reads of the transitions, rewards in the policy's scale."""
-        parts = batch.get("reward_parts", None) if self.cfg.credit.reward == "parts" else None
+        parts = batch.get("reward_parts", None) if self.cfg.credit.reward.name == "parts" else None
         return CreditInput(
             batch=batch,
             reward=self.policy.normalize_reward(batch["reward"]),
@@ -110,7 +109,7 @@ class GRPO(BaseAlgorithm):
             num_groups=int(batch["group_id"].max()) + 1,
             num_episodes=int(batch["episode_id"].max()) + 1,
             engine=self.engine,
-            average=self.score_average,
+            state=self.baseline_state,
         )
 
     def _reference_scores(self, inputs: dict[str, Nested]) -> dict[str, Nested]:
@@ -131,17 +130,12 @@ class GRPO(BaseAlgorithm):
     @property
     def _needs_start_scores(self) -> bool:
         """Whether advantages need the policy's scores at the update's start."""
-        return self._shapes_credit or self._weighs_chance
+        return self._shapes_credit or self.cfg.credit.baseline.needs_scores
 
     @property
     def _shapes_credit(self) -> bool:
         """Whether the KL to the reference enters the advantages."""
         return self.reference is not None and self.cfg.credit.kl_placement != "loss"
-
-    @property
-    def _weighs_chance(self) -> bool:
-        """Whether the baseline asks how much chance was in each choice."""
-        return self.cfg.credit.baseline == "optimal_token"
 
     def _advantage(self, credit: CreditInput, data: dict[str, Nested], start: Evaluation | None) -> Tensor:
         """Advantages ``[N, T]``, with the KL to the reference where ``kl_placement`` puts it."""
@@ -152,15 +146,10 @@ class GRPO(BaseAlgorithm):
             # at the update's start the ratio is 1
             at_start = data | {"old_log_prob": start.log_prob}
             distance = self.cfg.kl_coef * reference_kl(self.cfg.objective, self.policy, start, at_start)
-        if self._weighs_chance:
-            assert start is not None
-            assert start.dist is not None
-            credit = credit._replace(choice_variance=choice_variance(start.dist, credit.batch["action"]))
+        credit = credit._replace(start=start)
         if cfg.kl_placement == "reward":
             credit = credit._replace(reward=credit.reward - distance.masked_fill(~credit.batch["loss_mask"], 0))
-        # a rollout without any step that counts has no mean for the average to start at
-        if cfg.baseline == "ema" and bool(self.engine.sum(credit.batch["loss_mask"].sum())):
-            self.score_average = next_score_average(credit)
+        self.baseline_state = cfg.baseline.next_state(credit)
         advantage = advantages(credit)
         if cfg.kl_placement == "advantage":
             mask = credit.batch["loss_mask"]

@@ -6,9 +6,9 @@ from annotated_types import Ge, Gt, Le
 from pydantic import Field, model_validator
 
 from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt, choice
+from groupwise.config.credit import CreditCfg as CreditCfg
 from groupwise.config.objective import ClippedCfg, TrustRegionCfg
 from groupwise.config.objective import ObjectiveCfg as ObjectiveCfg
-from groupwise.errors import ConfigError
 
 
 class AdamCfg(Cfg):
@@ -115,113 +115,6 @@ ScheduleCfg: TypeAlias = Annotated[
     choice("none"),
 ]
 """How the learning rate changes over training."""
-
-
-class CreditCfg(Cfg):
-    """How rewards of a group become advantages: a composition of independent choices."""
-
-    rule: str = "composed"
-    """``composed`` of the choices below, or the name of a registered credit rule."""
-    reward: Literal["total", "parts"] = "total"
-    """The reward, or each part of it (``env.reward_parts``) on its own: their advantages are added up (GDPO)."""
-    part_weights: tuple[float, ...] = ()
-    """``parts``: weight of each part's advantage. Empty: 1 each."""
-    group_key: Literal["group", "group_step"] = "group"
-    """What is compared: all of the group, or only the same time step (with ``turn``: the same turn) of its members."""
-    returns: Literal["outcome", "process", "return_to_go", "turn"] = "outcome"
-    """Score: sum of the episode's rewards; DeepSeekMath's normalised step rewards summed from here on; discounted reward from here on; sum of the turn's rewards (each step is a turn where the rollout has no ``turn_id``)."""
-    baseline: Literal[
-        "mean", "leave_one_out", "length_weighted", "optimal_token", "second_best", "greedy", "ema", "near_states", "none"
-    ] = "mean"  # fmt: skip
-    """Subtracted from the score: the mean of what it is compared with; the mean without itself; the mean weighted by the episodes' lengths (OPO), or by how much chance each path has seen (optimal token baseline); the second best, for the best only (Pass@k); the score of a deterministic attempt (ReMax); a moving average over the iterations (RAE); the mean of returns from the nearest states that other attempts of the batch visited, at every step, with ``gae_lambda``; nothing, with ``normalize``."""
-    scale: Literal["std", "population_std", "batch_std", "mean", "nonzero_share", "none"] = "std"
-    """Divided by: unbiased or population deviation of what it is compared with; unbiased deviation of all scores in the batch; mean of what it is compared with (MaxRL); share of the batch's scores that are not 0 (GPG); or nothing."""
-    early_finisher: Literal["absorb", "mask", "trajectory"] = "mask"
-    """With ``group_step``, at steps after a sibling ended: a *terminated* sibling counts with return 0 and a truncated one is absent; every ended sibling is absent; the step takes the trajectory's advantage instead."""
-    lone_member: Literal["zero", "trajectory"] = "zero"
-    """With ``group_step``, where nothing is left to compare with: advantage 0, or the trajectory's advantage (0 in a group of one)."""
-    eps: NonNegative = 1e-4
-    """Added to the deviation, in units of the score. 1e-8 turns float noise into full-size advantages."""
-    near_states: PositiveInt = 16
-    """``near_states``: how many of them. Fewer are nearer, more are surer."""
-    gae_lambda: Fraction = 0.95
-    """``near_states``: how far rewards themselves count, before the values of near states stand for those behind; as in PPO. 1: all the way."""
-    anchor_weight: NonNegative = 0.0
-    """Weight of a second advantage, which compares the discounted returns of all steps of the group that saw the same observation (GiGPO's omega). 0: none."""
-    normalize: Literal["none", "batch", "informative"] = "none"
-    """Advantages in the end to mean 0 and deviation 1 over all steps of the batch and all ranks: not at all; all of them; those of groups in which anything differed, while the others stay 0."""
-    ema_decay: Fraction = 0.95
-    """``ema``: share of the moving average that one attempt leaves. Default: SPIRAL's."""
-    kl_placement: Literal["loss", "reward", "advantage"] = "loss"
-    """Where ``kl_coef`` times the KL goes: to the loss; off each step's reward, before credit; or into the advantage, as the episode's mean less each step's, at the update's start."""
-
-    def check_steps(self) -> None:
-        """Refuse rules for single steps where whole attempts are compared.
-
-        Not a validator: what is set here may go over a preset that compares steps.
-
-        Raises:
-            ConfigError: ``composed`` would not read ``early_finisher`` or ``lone_member``.
-        """
-        given = (self.early_finisher, self.lone_member)
-        if self.rule == "composed" and self.group_key == "group" and given != ("mask", "zero"):
-            raise ConfigError(
-                f"credit.early_finisher={given[0]!r} and credit.lone_member={given[1]!r} say what single steps are compared with; got credit.group_key='group', fix: group_key='group_step' with returns='return_to_go', or leave both out"
-            )
-
-    @model_validator(mode="after")
-    def _check_key(self) -> "CreditCfg":
-        if self.baseline == "near_states":
-            self._check_near_states()
-        if self.group_key == "group_step" and self.returns not in ("return_to_go", "turn"):
-            raise ValueError(
-                f"group_key='group_step' compares returns from a step on; got returns={self.returns!r}, fix: returns='return_to_go'"
-            )
-        if self.returns == "turn" and self.group_key != "group_step":
-            raise ValueError(
-                f"returns='turn' compares the same turn; got group_key={self.group_key!r}, fix: group_key='group_step'"
-            )
-        if self.part_weights and self.reward != "parts":
-            raise ValueError(
-                f"part_weights={self.part_weights} weigh parts; got reward={self.reward!r}, fix: reward='parts'"
-            )
-        if self.kl_placement == "reward" and self.reward == "parts":
-            raise ValueError(
-                "kl_placement='reward' takes the KL off the total reward; got reward='parts', fix: kl_placement='loss'"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_baseline(self) -> "CreditCfg":
-        of_outcomes = ("length_weighted", "second_best", "greedy", "ema")
-        if self.baseline in of_outcomes and self.returns != "outcome":
-            raise ValueError(
-                f"baseline={self.baseline!r} is one of whole episodes; got returns={self.returns!r}, fix: returns='outcome'"
-            )
-        if self.baseline in ("greedy", "ema") and self.scale in ("std", "population_std", "mean"):
-            raise ValueError(
-                f"scale={self.scale!r} is the group's, which baseline={self.baseline!r} does not compare with; fix: scale='none' or 'batch_std'"
-            )
-        if self.baseline == "ema" and self.reward == "parts":
-            raise ValueError("baseline='ema' keeps one average; got reward='parts', fix: reward='total'")
-        found = (self.group_key, self.returns, self.early_finisher)
-        if self.baseline == "optimal_token" and found != ("group_step", "return_to_go", "mask"):
-            raise ValueError(
-                f"baseline='optimal_token' weighs the members that live at a step; got group_key={found[0]!r}, returns={found[1]!r}, early_finisher={found[2]!r}, fix: 'group_step', 'return_to_go', 'mask'"
-            )
-        if self.baseline == "none" and (self.group_key, self.scale, self.normalize) != ("group", "none", "batch"):
-            raise ValueError(
-                f"baseline='none' leaves raw scores; got group_key={self.group_key!r}, scale={self.scale!r}, normalize={self.normalize!r}, fix: 'group', 'none', 'batch'"
-            )
-        return self
-
-    def _check_near_states(self) -> None:
-        wanted = {"returns": "return_to_go", "group_key": "group", "scale": "none", "reward": "total"}
-        for name, value in wanted.items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"baseline='near_states' compares returns from states on, whoever visited them; got {name}={getattr(self, name)!r}, fix: {name}={value!r}, or baseline='mean'"
-                )
 
 
 class ReferenceCfg(Cfg):
@@ -352,10 +245,10 @@ class GRPOCfg(AlgorithmCfg):
         That is more than what teaches nothing: credit by time (returns-to-go, process rewards, turns, anchors) may still
         tell such members apart, and leaving them out is then the user's choice.
         """
-        learns = self.credit.reward == "parts" or self.credit.baseline in ("greedy", "ema", "none")
+        learns = self.credit.reward.name == "parts" or not self.credit.baseline.within_group
         if learns and self.collection.filter_groups:
             raise ValueError(
-                f"credit.reward={self.credit.reward!r} with credit.baseline={self.credit.baseline!r} learns from groups "
+                f"credit.reward={self.credit.reward.name!r} with credit.baseline={self.credit.baseline.name!r} learns from groups "
                 f"of equal whole return, which collection.filter_groups leaves out; fix: filter_groups=False"
             )
         return self

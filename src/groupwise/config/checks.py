@@ -17,7 +17,7 @@ def check_together(algorithm: AlgorithmCfg, env: EnvCfg) -> None:
             "ratio='token' or 'sequence', another preset, or GRPO by hand on rollouts that have turn_id"
         )
     if isinstance(algorithm, GRPOCfg):
-        if algorithm.credit.rule == "composed" and algorithm.credit.reward == "parts" and not env.reward_parts:
+        if algorithm.credit.rule == "composed" and algorithm.credit.reward.name == "parts" and not env.reward_parts:
             raise ValueError(
                 "algorithm.credit.reward='parts' compares the parts of a reward, and env.reward_parts names none; fix: "
                 "env.reward_parts=('reward_forward', ...), as the environment's info calls them, or credit.reward='total'"

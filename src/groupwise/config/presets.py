@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from groupwise.config import choices as choices_by_name
-from groupwise.config.algorithm import CreditCfg, ObjectiveCfg
+from groupwise.config.credit import CreditCfg
+from groupwise.config.objective import ObjectiveCfg
 from groupwise.errors import UnknownNameError
 
 Tree = dict[str, Any]

@@ -230,7 +230,7 @@ def _terms(cfg: TextRunCfg) -> TextTerms:
         return terms
     return terms._replace(
         group_size=algorithm.group_size,
-        greedy_attempts=1 if algorithm.credit.baseline == "greedy" else 0,
+        greedy_attempts=algorithm.credit.baseline.greedy_attempts,
         filter_groups=algorithm.collection.filter_groups,
         dynamic_sampling=algorithm.collection.dynamic_sampling,
     )

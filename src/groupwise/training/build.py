@@ -179,12 +179,12 @@ def _check(cfg: RunCfg, given: Given, algorithm_type: type[BaseAlgorithm]) -> No
 
 def _check_obs(cfg: RunCfg, env: VectorEnv) -> None:
     """Refuse credit that asks how near observations are, where they are no vectors of floats, before a rollout is collected."""
-    if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.credit.baseline != "near_states":
+    if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.credit.baseline.name != "knn":
         return
     spec = env.obs_spec
     if not isinstance(spec, TensorSpec) or not spec.dtype.is_floating_point or len(spec.shape) != 1:
         raise ConfigError(
-            f"credit.baseline='near_states' needs observations that are vectors of floats, and those of {env.env_id} are "
+            f"credit.baseline='knn' needs observations that are vectors of floats, and those of {env.env_id} are "
             f"{env.observation_space}; fix: baseline='mean' with group_key='group_step', which compares steps by their time"
         )
 
@@ -208,7 +208,7 @@ def _block_size(cfg: RunCfg) -> int:
 
 
 def _greedy_attempts(algorithm: GRPOCfg) -> Literal[0, 1]:
-    return 1 if algorithm.credit.baseline == "greedy" else 0
+    return algorithm.credit.baseline.greedy_attempts
 
 
 def _on_error(cfg: RunCfg) -> OnError:

@@ -105,9 +105,9 @@ def test_what_the_update_remembers_is_saved(tmp_path):
     credit = gw.CreditCfg(baseline="ema", scale="none")
     model = corridor(credit=credit).learn(60)
     model.save(tmp_path / "model")
-    average = GRPO.load(tmp_path / "model")._core.score_average
+    average = GRPO.load(tmp_path / "model")._core.baseline_state
     assert average is not None
-    torch.testing.assert_close(average, model._core.score_average)
+    torch.testing.assert_close(average, model._core.baseline_state)
 
 
 def test_a_loaded_model_goes_on_like_the_saved_one(tmp_path):

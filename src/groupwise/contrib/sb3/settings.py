@@ -11,6 +11,7 @@ from stable_baselines3.common.save_util import load_from_zip_file
 
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.base import complaints, explain
+from groupwise.config.choices import Choice
 from groupwise.config.presets import objective_preset
 from groupwise.errors import ConfigError, UnknownNameError, nearest
 
@@ -127,7 +128,8 @@ def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
 
 def _check_present(cfg: GRPOCfg) -> None:
     for (part, name, value), why in _ABSENT.items():
-        if vars(vars(cfg)[part])[name] == value:
+        found = vars(vars(cfg)[part])[name]
+        if (found.name if isinstance(found, Choice) else found) == value:
             raise ConfigError(f"GRPO cannot take {part}.{name}={value!r} in Stable-Baselines3: {why}")
 
 

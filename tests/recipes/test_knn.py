@@ -6,12 +6,16 @@ from credit_rollouts import OneOfTwo, credit
 from tensordict import TensorDict
 
 import groupwise as gw
-from groupwise.algorithms import near_states
 from groupwise.algorithms.advantages import advantages
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError
+from groupwise.recipes import knn_values
 
-NEAR = {"group_key": "group", "returns": "return_to_go", "baseline": "near_states", "scale": "none", "near_states": 1}
+CREDIT = {"group_key": "group", "returns": "return_to_go", "scale": "none"}
+
+
+def knn(k=1, gae_lambda=0.95):
+    return CREDIT | {"baseline": {"name": "knn", "k": k, "gae_lambda": gae_lambda}}
 
 
 def rollout():
@@ -32,8 +36,8 @@ def rollout():
     )
 
 
-def credit_of(batch, gamma=0.5, **options):
-    cfg = gw.CreditCfg(**NEAR | options)
+def credit_of(batch, gamma=0.5, k=1, gae_lambda=0.95, **options):
+    cfg = gw.CreditCfg(**knn(k, gae_lambda) | options)
     return advantages(gw.CreditInput(batch, batch["reward"], cfg, gamma, num_groups=1, num_episodes=2))
 
 
@@ -69,7 +73,7 @@ def test_the_clock_is_neither_praised_nor_blamed(gae_lambda):
         },
         batch_size=[rows, steps],
     )
-    found = credit_of(batch, gamma=0.9, near_states=8, gae_lambda=gae_lambda)
+    found = credit_of(batch, gamma=0.9, k=8, gae_lambda=gae_lambda)
     assert found.abs().max() < 0.25  # of a value of 10: what ten rounds leave
 
 
@@ -107,14 +111,14 @@ def test_ranks_exchange_what_the_next_round_reads_and_no_more(cut, rounds):
             return super().gather(tensor)
 
     engine = Counting()
-    credit(steps_of_one(cut), gamma=0.9, engine=engine, **NEAR)
+    credit(steps_of_one(cut), gamma=0.9, engine=engine, **knn())
     assert engine.calls == 4 + rounds  # numbers of episodes, states, episodes, returns
 
 
 @pytest.mark.parametrize("pool", [4096, 20])
 def test_two_ranks_are_one_batch(two_ranks, monkeypatch, pool):
     """Attempts of one rank are near those of the other; some are cut, and one rank has more than the other."""
-    monkeypatch.setattr(near_states, "POOL", pool)
+    monkeypatch.setattr(knn_values, "POOL", pool)
     rows, steps = 7, 9
     generator = torch.Generator().manual_seed(0)
     last = torch.arange(steps) == torch.randint(4, steps, (rows, 1), generator=generator)
@@ -133,7 +137,7 @@ def test_two_ranks_are_one_batch(two_ranks, monkeypatch, pool):
         },
         batch_size=[rows, steps],
     )
-    choices = NEAR | {"near_states": 3, "gae_lambda": 0.9, "normalize": "batch"}
+    choices = knn(3, 0.9) | {"normalize": "batch"}
     expected = credit(whole, gamma=0.9, **choices)
     there = whole[4:].clone()
     there["episode_id"] -= 4
@@ -151,7 +155,7 @@ def test_a_rank_without_a_step_that_counts_has_the_others_values_but_no_steps(tw
     nothing["loss_mask"] = torch.zeros(2, 3, dtype=torch.bool)
 
     def on_rank(rank, batch, all_sum):
-        return credit(batch, gamma=0.5, engine=OneOfTwo(rank, all_sum), **NEAR)
+        return credit(batch, gamma=0.5, engine=OneOfTwo(rank, all_sum), **knn())
 
     expected = credit_of(batch)
     torch.testing.assert_close(two_ranks(on_rank, (0, batch), (1, nothing)), expected)
@@ -169,7 +173,7 @@ def test_normalised_over_the_batch():
 
 def test_no_more_states_than_the_pool_holds_are_looked_at(monkeypatch):
     """Evenly spaced: of five, at most two are every third, the first ones of both attempts."""
-    monkeypatch.setattr(near_states, "POOL", 2)
+    monkeypatch.setattr(knn_values, "POOL", 2)
     found = credit_of(rollout(), gae_lambda=1.0)
     # behind the cut stands 1.75: the first attempt's values are 3 + 1.75 / 4
     torch.testing.assert_close(found[0], torch.tensor([1.75, 1.5, 1.0]) - 3.4375)
@@ -211,19 +215,19 @@ def test_what_has_no_distance_is_refused(obs, says):
     ],
 )
 def test_settings_that_contradict_it_are_refused(change):
-    with pytest.raises(ValueError, match=r"compares returns from states on.*fix: .*, or baseline='mean'"):
-        gw.CreditCfg(**NEAR | change)
+    with pytest.raises(ValueError, match=r"baseline='knn' needs.*fix: .*, or baseline='mean'"):
+        gw.CreditCfg(**knn() | change)
 
 
 def test_environments_without_vectors_are_refused_before_a_rollout(tmp_path):
     with pytest.raises(gw.ConfigError, match=r"those of FrozenLake-v1 are Discrete\(16\); fix: baseline='mean'"):
-        gw.train("FrozenLake-v1", preset="near_states", total_steps=100, run_dir=tmp_path / "run")
+        gw.train("FrozenLake-v1", preset="knn", total_steps=100, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_training_with_it(tmp_path):
     """The whole way, where attempts end early and late; what the policy learns is the business of ``make learn``."""
-    cfg = gw.GRPOCfg(num_steps=64, credit=NEAR | {"near_states": 4, "normalize": "batch"})
+    cfg = gw.GRPOCfg(num_steps=64, credit=knn(4) | {"normalize": "batch"})
     run = gw.train("CartPole-v1", cfg, total_steps=300, run_dir=tmp_path / "run", logging={"progress": "none"})
     assert run.summary["env_steps"] >= 300
     assert all(torch.isfinite(parameter).all() for parameter in run.policy.parameters())

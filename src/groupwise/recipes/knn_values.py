@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.config.algorithm import CreditCfg
+from groupwise.algorithms.advantages import CreditInput
 from groupwise.data.rollout import Nested
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError
@@ -38,31 +38,25 @@ class Steps(NamedTuple):
     """This rank's."""
 
 
-def above_near_states(
-    batch: TensorDict, reward: Float[Tensor, "row step"], gamma: float, cfg: CreditCfg, engine: Engine
-) -> Float[Tensor, "row step"]:
-    """Generalised advantage estimate of each step, with values of near states in the place of a critic's.
+def knn_advantage(credit: CreditInput, k: int, gae_lambda: float) -> Float[Tensor, "row step"]:
+    """Generalised advantage estimate of each step, with values of the ``k`` nearest states in the place of a critic's.
 
     0 everywhere where the rollout has one attempt only.
-
-    Args:
-        batch: transitions [N, T].
-        reward: as credit sees it.
-        engine: whose ranks' attempts tell each other's values.
 
     Raises:
         DataError: observations are no vectors of numbers.
     """
+    batch, reward, gamma, engine = credit.batch, credit.reward, credit.gamma, credit.engine
     steps = gathered(batch, reward, gamma, engine)
     if bool((steps.episode == steps.episode[:1]).all()):  # of all ranks, so that all of them go on or none does
         return torch.zeros_like(reward)
     total = len(steps.state)
     pool = torch.arange(0, total, -(-total // POOL), device=reward.device)
-    near = nearest(steps.state, steps.episode, pool, k=cfg.near_states, asked=steps.own)
+    near = nearest(steps.state, steps.episode, pool, k=k, asked=steps.own)
     value = torch.zeros_like(reward)
     value[batch["loss_mask"]] = values(near, pool, steps, engine)
     ends = (batch["terminated"], batch["truncated"])
-    return gae(reward, value, next_values(value, ends[1]), *ends, gamma=gamma, gae_lambda=cfg.gae_lambda)
+    return gae(reward, value, next_values(value, ends[1]), *ends, gamma=gamma, gae_lambda=gae_lambda)
 
 
 def gathered(batch: TensorDict, reward: Float[Tensor, "row step"], gamma: float, engine: Engine) -> Steps:
@@ -110,7 +104,7 @@ def _vectors(obs: Nested) -> Float[Tensor, "row step feature"]:
     if not isinstance(obs, Tensor) or not obs.is_floating_point() or obs.dim() != 3:
         found = f"{obs.dtype} of shape {list(obs.shape)}" if isinstance(obs, Tensor) else "several tensors"
         raise DataError(
-            f"credit.baseline='near_states' needs observations that are vectors of floats [N, T, D], to tell how near they are; "
+            f"credit.baseline='knn' needs observations that are vectors of floats [N, T, D], to tell how near they are; "
             f"got {found}; fix: baseline='mean' with group_key='group_step', which compares steps by their time"
         )
     return obs

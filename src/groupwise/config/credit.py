@@ -1,0 +1,153 @@
+"""Settings of credit: how rewards of a group become advantages. Imports no torch."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import SerializeAsAny, model_validator
+
+from groupwise.config.base import Cfg, NonNegative
+from groupwise.config.choices import Choice, recipes_in, register_recipe
+from groupwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from groupwise.algorithms.advantages import CreditInput, Scores
+    from groupwise.policies.base import Policy
+
+
+class BaselineCfg(Choice):
+    """What is subtracted from the score. Derive yours, override what differs, and ``@register_recipe`` it."""
+
+    family: ClassVar = "baseline"
+    default: ClassVar = "mean"
+    known: ClassVar = recipes_in("baselines")
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Values of other settings of credit that it works with. Empty: any."""
+    within_group: ClassVar[bool] = True
+    """Whether a group of equal returns has advantages 0."""
+    greedy_attempts: ClassVar[Literal[0, 1]] = 0
+    """Deterministic attempts that each group plays besides its members, not trained on."""
+    needs_scores: ClassVar[bool] = False
+    """Whether it reads ``CreditInput.start``."""
+
+    def check_policy(self, policy: "Policy") -> None:
+        """Refuse policies that it cannot work with, by a ``ConfigError``."""
+
+    def advantage(self, credit: "CreditInput", compare: "Callable[[CreditInput], Tensor]") -> "Tensor":
+        """Advantage of each step; ``compare`` is the comparison that the other settings name."""
+        return compare(credit)
+
+    def of_episodes(self, scores: "Scores") -> "Tensor":
+        """Advantage of each episode among its group's."""
+        return scores.relative()
+
+    def of_steps(self, scores: "Scores") -> "Tensor":
+        """Advantage of each step among those of its key."""
+        return scores.relative()
+
+    def next_state(self, credit: "CreditInput") -> "Tensor | None":
+        """What it remembers of this rollout for the next one, where ``CreditInput.state`` is what it remembered before."""
+        return None
+
+
+@register_recipe
+class MeanCfg(BaselineCfg):
+    """The mean of those compared."""
+
+    name: Literal["mean"] = "mean"
+    """Name in the registry."""
+    source: ClassVar = "https://arxiv.org/abs/2402.03300"
+
+
+class RewardCfg(Choice):
+    """What is compared."""
+
+    family: ClassVar = "reward"
+    default: ClassVar = "total"
+    known: ClassVar = {}
+
+
+@register_recipe
+class TotalCfg(RewardCfg):
+    """The reward as one number."""
+
+    name: Literal["total"] = "total"
+    """Name in the registry."""
+    source: ClassVar = "https://arxiv.org/abs/2402.03300"
+
+
+@register_recipe
+class PartsCfg(RewardCfg):
+    """Each part of the reward (``env.reward_parts``) on its own, advantages added up (GDPO)."""
+
+    name: Literal["parts"] = "parts"
+    """Name in the registry."""
+    weights: tuple[float, ...] = ()
+    """Weight of each part's advantage. Empty: 1 each."""
+    source: ClassVar = "https://arxiv.org/abs/2601.05242"
+
+
+class CreditCfg(Cfg):
+    """How rewards of a group become advantages: a composition of independent choices."""
+
+    rule: str = "composed"
+    """``composed`` of the choices below, or the name of a registered credit rule."""
+    reward: SerializeAsAny[RewardCfg] = TotalCfg()
+    """The reward, ``"total"``, or each of its ``"parts"``, which may have weights."""
+    group_key: Literal["group", "group_step"] = "group"
+    """What is compared: all of the group, or only the same time step (with ``turn``: the same turn) of its members."""
+    returns: Literal["outcome", "process", "return_to_go", "turn"] = "outcome"
+    """Score: sum of the episode's rewards; DeepSeekMath's normalised step rewards summed from here on; discounted reward from here on; sum of the turn's rewards (each step is a turn where the rollout has no ``turn_id``)."""
+    baseline: SerializeAsAny[BaselineCfg] = MeanCfg()
+    """Subtracted from the score: ``"mean"``, or with its parameters ``{"name": "knn", "k": 16}``. ``groupwise list baseline`` names all."""
+    scale: Literal["std", "population_std", "batch_std", "mean", "nonzero_share", "none"] = "std"
+    """Divided by: unbiased or population deviation of what it is compared with; unbiased deviation of all scores in the batch; mean of what it is compared with (MaxRL); share of the batch's scores that are not 0 (GPG); or nothing."""
+    early_finisher: Literal["absorb", "mask", "trajectory"] = "mask"
+    """With ``group_step``, at steps after a sibling ended: a *terminated* sibling counts with return 0 and a truncated one is absent; every ended sibling is absent; the step takes the trajectory's advantage instead."""
+    lone_member: Literal["zero", "trajectory"] = "zero"
+    """With ``group_step``, where nothing is left to compare with: advantage 0, or the trajectory's advantage (0 in a group of one)."""
+    eps: NonNegative = 1e-4
+    """Added to the deviation, in units of the score. 1e-8 turns float noise into full-size advantages."""
+    normalize: Literal["none", "batch", "informative"] = "none"
+    """Advantages in the end to mean 0 and deviation 1 over all steps of the batch and all ranks: not at all; all of them; those of groups in which anything differed, while the others stay 0."""
+    kl_placement: Literal["loss", "reward", "advantage"] = "loss"
+    """Where ``kl_coef`` times the KL goes: to the loss; off each step's reward, before credit; or into the advantage, as the episode's mean less each step's, at the update's start."""
+
+    def check_steps(self) -> None:
+        """Refuse rules for single steps where whole attempts are compared.
+
+        Not a validator: what is set here may go over a preset that compares steps.
+
+        Raises:
+            ConfigError: ``composed`` would not read ``early_finisher`` or ``lone_member``.
+        """
+        given = (self.early_finisher, self.lone_member)
+        if self.rule == "composed" and self.group_key == "group" and given != ("mask", "zero"):
+            raise ConfigError(
+                f"credit.early_finisher={given[0]!r} and credit.lone_member={given[1]!r} say what single steps are compared with; got credit.group_key='group', fix: group_key='group_step' with returns='return_to_go', or leave both out"
+            )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "CreditCfg":
+        for field, allowed in self.baseline.needs.items():
+            value = vars(self)[field]
+            found = value.name if isinstance(value, Choice) else value
+            if found not in allowed:
+                raise ValueError(
+                    f"baseline={self.baseline.name!r} needs {field}={' or '.join(map(repr, allowed))}; got {field}={found!r}, "
+                    f"fix: {field}={allowed[0]!r}, or baseline='mean'"
+                )
+        if self.group_key == "group_step" and self.returns not in ("return_to_go", "turn"):
+            raise ValueError(
+                f"group_key='group_step' compares returns from a step on; got returns={self.returns!r}, fix: returns='return_to_go'"
+            )
+        if self.returns == "turn" and self.group_key != "group_step":
+            raise ValueError(
+                f"returns='turn' compares the same turn; got group_key={self.group_key!r}, fix: group_key='group_step'"
+            )
+        if self.kl_placement == "reward" and self.reward.name == "parts":
+            raise ValueError(
+                "kl_placement='reward' takes the KL off the total reward; got reward='parts', fix: kl_placement='loss'"
+            )
+        return self

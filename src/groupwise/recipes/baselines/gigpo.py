@@ -1,0 +1,38 @@
+"""GiGPO: the group's mean, and a second advantage among all steps of the group that saw the same observation."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from groupwise.config.base import NonNegative
+from groupwise.config.choices import register_recipe
+from groupwise.config.credit import BaselineCfg
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from groupwise.algorithms.advantages import CreditInput
+
+
+@register_recipe
+class GigpoCfg(BaselineCfg):
+    """The mean, and a second comparison of steps that saw the same observation (GiGPO)."""
+
+    name: Literal["gigpo"] = "gigpo"
+    """Name in the registry."""
+    weight: NonNegative = 1.0
+    """Weight of the second advantage, the paper's omega."""
+    source: ClassVar = "https://arxiv.org/abs/2505.10978"
+
+    def advantage(self, credit: "CreditInput", compare: "Callable[[CreditInput], Tensor]") -> "Tensor":
+        """The group's comparison, plus ``weight`` times that of discounted returns at the same observation.
+
+        As in the paper (eq. 5 to 7), that includes the attempt's own earlier and later visits. A step whose observation
+        nobody else saw gets 0 from it.
+        """
+        from groupwise.algorithms.advantages import Scores
+        from groupwise.functional.returns import return_to_go
+        from groupwise.recipes.anchors import anchors
+
+        key, num_keys = anchors(credit.batch["obs"], credit.batch["group_id"], credit.live)
+        score = return_to_go(credit.reward, credit.done, credit.gamma)
+        return compare(credit) + self.weight * Scores(credit, score, key, num_keys, credit.live).relative()

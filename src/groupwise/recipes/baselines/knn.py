@@ -1,0 +1,41 @@
+"""Values of states by what other attempts earned from the states nearest to them: a baseline at every step, no critic.
+
+The values are those of the paper, of the batch's other attempts; advantages are PPO's. Not a paper's combination.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from groupwise.config.base import Fraction, PositiveInt
+from groupwise.config.choices import register_recipe
+from groupwise.config.credit import BaselineCfg
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from groupwise.algorithms.advantages import CreditInput
+
+
+@register_recipe
+class KnnCfg(BaselineCfg):
+    """The mean of returns from the nearest states of other attempts, with generalised advantages."""
+
+    name: Literal["knn"] = "knn"
+    """Name in the registry."""
+    k: PositiveInt = 16
+    """How many states. Fewer are nearer, more are surer."""
+    gae_lambda: Fraction = 0.95
+    """How far rewards themselves count, before the values of near states stand for those behind; as in PPO. 1: all the way."""
+    source: ClassVar = "https://arxiv.org/abs/1606.04460"
+    needs: ClassVar = {
+        "returns": ("return_to_go",),
+        "group_key": ("group",),
+        "scale": ("none",),
+        "reward": ("total",),
+    }
+
+    def advantage(self, credit: "CreditInput", compare: "Callable[[CreditInput], Tensor]") -> "Tensor":
+        """Generalised advantage estimate of each step; observations are vectors of floats."""
+        from groupwise.recipes.knn_values import knn_advantage
+
+        return knn_advantage(credit, self.k, self.gae_lambda)

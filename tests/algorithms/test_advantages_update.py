@@ -22,16 +22,16 @@ LENGTHS = [[3, 2], [4, 4], [2, 3], [4, 1]]  # of the episodes in each row; two r
 class Watched(GRPO):
     """Keeps the advantages that the objective was given."""
 
-    def objective_data(self, batch, data, advantage, num_episodes, start=None):
+    def loss_inputs(self, batch, data, advantage, num_episodes, start=None):
         self.advantage = advantage.clone()
-        return super().objective_data(batch, data, advantage, num_episodes, start)
+        return super().loss_inputs(batch, data, advantage, num_episodes, start)
 
 
 class TwiceScored(Watched):
     """Lets the objective score the policy anew."""
 
-    def objective_data(self, batch, data, advantage, num_episodes, start=None):
-        return super().objective_data(batch, data, advantage, num_episodes)
+    def loss_inputs(self, batch, data, advantage, num_episodes, start=None):
+        return super().loss_inputs(batch, data, advantage, num_episodes)
 
 
 def build(space=None, moved=0.0, kind=Watched, normalize_reward=False, **cfg):

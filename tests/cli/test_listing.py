@@ -42,7 +42,7 @@ def test_list_fits_the_terminal_and_says_what_each_preset_chooses(capsys, monkey
 def test_list_shows_what_is_asked_for(capsys):
     assert cli.main(["list", "cispo"]) == 0
     out = capsys.readouterr().out
-    assert "objective: token, cispo, cispo (low 0.8, high 1.2), token_mean" in out
+    assert "objective: token, cispo (low 0.8, high 1.2), token_mean" in out
     assert "--algorithm.objective.trust-region" in out
     assert "embodichain" not in out
     assert cli.main(["list", "Top_Entropy 0.2"]) == 0

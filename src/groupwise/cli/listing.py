@@ -79,7 +79,8 @@ def _choices_of(tree: dict[str, Any]) -> str:
     parts = []
     for key, value in tree.items():
         if isinstance(value, dict):
-            parts.append(f"{key} ({_choices_of(value)})")
+            rest = {name: item for name, item in value.items() if name != "name"}
+            parts.append(f"{value.get('name', key)} ({_choices_of(rest)})")
         else:
             parts.append(value if isinstance(value, str) and value != "none" else f"{key} {value}")
     return ", ".join(parts)

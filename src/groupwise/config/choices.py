@@ -33,7 +33,7 @@ class Choice(Cfg):
     """The family by name: classes, or modules that register one when they are imported."""
 
     def __init__(self, /, **fields: Any) -> None:
-        super().__init__(**{"name": type(self).model_fields["name"].default} | fields)
+        super().__init__(**{"name": type(self).own_name()} | fields)
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as in Cfg
 
@@ -51,6 +51,12 @@ class Choice(Cfg):
         if not isinstance(found, type):
             raise UnknownNameError(cls.family, name, cls.known)
         return found
+
+    @classmethod
+    def own_name(cls) -> str | None:
+        """The name that it registers under; None if it gives none."""
+        default = cls.model_fields["name"].default
+        return default if isinstance(default, str) else None
 
     @classmethod
     def members(cls) -> "list[type[Choice]]":
@@ -115,8 +121,8 @@ def register_recipe(choice: C) -> C:
     Raises:
         ConfigError: ``name`` has no default, or belongs to another class.
     """
-    name = choice.model_fields["name"].default
-    if not isinstance(name, str):
+    name = choice.own_name()
+    if name is None:
         raise ConfigError(f"{choice.__name__} has no name; fix: name: Literal['my_name'] = 'my_name'")
     taken = choice.known.get(name)
     own = choice.__module__ if isinstance(taken, str) else (choice.__module__, choice.__qualname__)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from groupwise.engines.base import Engine
 from groupwise.errors import DataError, DivergedError
 from groupwise.training.base import Callback
 from groupwise.training.trainer import Trainer
@@ -223,13 +224,16 @@ def test_state_of_callbacks_returns_to_them_even_to_two_of_a_class(parts: Any):
 
 
 def test_numbers_are_pooled_over_ranks(parts: Any):
-    class TwoRanks:
-        """The other rank took 6 steps, and has finished no episode yet."""
+    class TwoRanks(Engine):
+        """The other rank took 6 steps more."""
 
         rank, world_size = 0, 2
 
-        def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor + (6 if tensor.dim() == 0 and tensor > 1 else 0)
+        def sum_int(self, number: int) -> int:
+            return number + (6 if number > 1 else 0)
+
+        def pool(self, metrics: dict[str, float], counts: Any) -> dict[str, float]:
+            return {name: value * (2 if name in counts else 1) for name, value in metrics.items()}
 
     recorder = Recorder()
     trainer = parts.trainer(recorder, total_steps=16)
@@ -237,3 +241,4 @@ def test_numbers_are_pooled_over_ranks(parts: Any):
     trainer.train()
     assert trainer.env_steps == 16
     assert recorder.metrics[0]["rollout/return_mean"] == 1.0
+    assert recorder.metrics[0]["rollout/env_steps"] == 20

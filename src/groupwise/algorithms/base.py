@@ -117,7 +117,7 @@ class BaseAlgorithm(ABC):
     def backward(self, batch: dict[str, Nested]) -> Float[Tensor, " metric"]:
         """Add the gradient of a micro-batch to that of the parameters; returns the sums of its metrics."""
         loss, metrics = self.loss_and_metrics(batch)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return metrics
 
     def loss_and_metrics(self, batch: dict[str, Nested]) -> tuple[Float[Tensor, ""], Float[Tensor, " metric"]]:

@@ -31,6 +31,10 @@ def steps_between_restarts(env: VectorEnv) -> int:
     return EPISODES_BETWEEN_RESTARTS * env.num_envs * min(env.max_episode_steps or _LENGTH_IF_UNLIMITED, _LONGEST)
 
 
+COUNTS = frozenset(f"rollout/{name}" for name in ("env_steps", "episodes", "env_errors", "groups", "filtered_groups"))
+"""Metrics that add up over ranks; of the others the mean is meant."""
+
+
 class Collector(ABC):
     """Collects rollouts; counts steps and episodes.
 

@@ -5,7 +5,7 @@ transition (an observation, its value); keys of transitions are padding there. `
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -100,22 +100,20 @@ class RolloutBuffer:
         self.num_rows = num_rows
         self.num_steps = num_steps
         self.device = torch.device(device)
-        self._storages: list[TensorDict | None] = [None, None]
-        self._current = 0
+        self._layout = dict(_leaves(self.spec))
+        self._storages = [self._allocate(), self._allocate()]
         self._rollout: TensorDict | None = None
 
     def start_rollout(self) -> TensorDict:
         """Storage ``[N, T+1]`` in which every slot is empty: masks False, ids -1, numbers 0."""
-        self._current = 1 - self._current
-        storage = self._storages[self._current]
-        if storage is None or storage.shape[1] != self.num_steps + 1:
-            storage = self._allocate()
-            self._storages[self._current] = storage
+        self._storages.reverse()
+        if self._storages[0].shape[1] == self.num_steps + 1:
+            self._storages[0].zero_()
         else:
-            storage.zero_()
+            self._storages[0] = self._allocate()
         for key in _ID_KEYS:
-            storage[key].fill_(-1)
-        return storage
+            self._storages[0][key].fill_(-1)
+        return self._storages[0]
 
     def add(self, rollout: TensorDict) -> None:
         """Take a collected rollout after checking it.
@@ -145,11 +143,12 @@ class RolloutBuffer:
     def _check_layout(self, rollout: TensorDict) -> None:
         if rollout.batch_dims != 2 or rollout.shape[0] != self.num_rows or rollout.shape[1] < 2:
             raise DataError(f"rollout has batch {list(rollout.shape)}, expected [{self.num_rows}, steps + 1]")
-        optional = {key: TensorSpec((), dtype) for key, dtype in _OPTIONAL_KEYS.items() if key in set(rollout.keys())}
-        for key, spec in _flat(self.spec | optional):
-            tensor = rollout.get(key, None)
+        found = dict(rollout.items(include_nested=True, leaves_only=True))
+        optional = {key: TensorSpec((), dtype) for key, dtype in _OPTIONAL_KEYS.items() if key in found}
+        for key, spec in (self._layout | optional).items():
+            tensor = found.get(key)
             if tensor is None:
-                raise DataError(f"rollout has no key {key!r}; it needs {[k for k, _ in _flat(self.spec)]}")
+                raise DataError(f"rollout has no key {key!r}; it needs {[*self._layout]}")
             if tensor.shape[2:] != spec.shape or tensor.dtype != spec.dtype:
                 expected = ", ".join(("N", "T+1", *map(str, spec.shape)))
                 raise DataError(
@@ -158,10 +157,11 @@ class RolloutBuffer:
                 )
 
 
-def _flat(spec: Spec, prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...] | str, TensorSpec]]:
+def _leaves(spec: Spec, prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...] | str, TensorSpec]]:
+    """Each tensor's key, as TensorDict writes it, and what it holds."""
     if isinstance(spec, TensorSpec):
         return [(prefix if len(prefix) > 1 else prefix[0], spec)]
-    return [pair for name, leaf in spec.items() for pair in _flat(leaf, (*prefix, name))]
+    return [pair for name, leaf in spec.items() for pair in _leaves(leaf, (*prefix, name))]
 
 
 def check_finite(rollout: TensorDict) -> None:
@@ -170,40 +170,21 @@ def check_finite(rollout: TensorDict) -> None:
     Raises:
         DataError: names the key, the row (environment) and the step of the first one.
     """
-    for name, tensor in _numbers(rollout):
-        if all_finite(tensor):
+    valid = rollout["valid"]
+    for key, tensor in rollout.items(include_nested=True, leaves_only=True):
+        if not tensor.is_floating_point() or all_finite(tensor):
             continue
-        bad = _unfinite(tensor, rollout["valid"])
+        bad = valid & ~tensor.isfinite().reshape(*valid.shape, -1).all(dim=-1)
         if bad.any():
-            row, step = (int(i) for i in bad.nonzero()[0])
+            row, step = bad.nonzero()[0].tolist()
+            name = key if isinstance(key, str) else ".".join(key)
             raise DataError(
                 f"{name} of environment {row} at step {step} of the rollout is not finite: "
                 f"{tensor[row, step].tolist()}; fix the environment or the policy that produced it"
             )
 
 
-def _numbers(rollout: TensorDict) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of floating-point numbers, by name."""
-    for key in ("reward", "reward_parts", "obs", "action", "sample_log_prob", "value", "next_value"):
-        for name, tensor in _leaves(rollout.get(key, None), key):
-            if tensor.is_floating_point():
-                yield name, tensor
-
-
-def _unfinite(tensor: Tensor, valid: Tensor) -> Tensor:
-    """True where a valid slot holds a number that is NaN or infinite."""
-    return ~torch.isfinite(tensor).reshape(*valid.shape, -1).all(dim=-1) & valid
-
-
 def all_finite(tensor: Tensor) -> bool:
     """Whether no number is NaN or infinite. One pass; torch's own test takes four, and eight times as long on a CPU."""
     # where the sum of finite numbers overflows, each is looked at
     return math.isfinite(tensor.sum(dtype=torch.float32).item()) or bool(tensor.isfinite().all())
-
-
-def _leaves(tensor: Nested | None, name: str) -> list[tuple[str, Tensor]]:
-    if tensor is None:
-        return []
-    if isinstance(tensor, Tensor):
-        return [(name, tensor)]
-    return [pair for key, leaf in tensor.items() for pair in _leaves(leaf, f"{name}.{key}")]

@@ -3,7 +3,7 @@
 ``functional`` takes ``engine.sum`` as a plain callable; algorithms hold an ``Engine`` and never know which.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,14 @@ class Engine:
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum of the tensor over all ranks, without gradient."""
         return tensor
+
+    def sum_int(self, number: int) -> int:
+        """Sum of a Python number over all ranks."""
+        return number
+
+    def pool(self, metrics: dict[str, float], counts: Container[str]) -> dict[str, float]:
+        """Metrics over all ranks: ``counts`` are added, other numbers are means over the ranks that have them."""
+        return metrics
 
     def gather(self, rows: Tensor) -> tuple[Tensor, slice]:
         """Rows ``[n, ...]`` of all ranks, one rank's behind another's, and which of them are this one's.

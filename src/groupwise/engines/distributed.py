@@ -5,7 +5,7 @@ process on the union of the data.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ class DistributedEngine(Engine):
     """
 
     def __init__(self, device: str = "cpu") -> None:
+        self.device = device
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
@@ -31,6 +32,19 @@ class DistributedEngine(Engine):
         total = tensor.detach().clone()
         dist.all_reduce(total)
         return total
+
+    def sum_int(self, number: int) -> int:
+        """Sum of a Python number over all ranks."""
+        return int(self.sum(torch.tensor(number, device=self.device)))
+
+    def pool(self, metrics: dict[str, float], counts: Container[str]) -> dict[str, float]:
+        """Metrics over all ranks: ``counts`` are added, other numbers are means over the ranks that have them."""
+        known: list[list[str] | None] = [None] * self.world_size
+        dist.all_gather_object(known, sorted(metrics))
+        names = sorted({name for some in known if some for name in some})
+        pairs = [(metrics.get(name, 0.0), float(name in metrics)) for name in names]
+        totals = self.sum(torch.tensor(pairs, dtype=torch.float64, device=self.device)).tolist()
+        return {n: total if n in counts else total / ranks for n, (total, ranks) in zip(names, totals, strict=True)}
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace each gradient, in place, by its sum over all ranks, in one exchange; a missing one counts as 0."""

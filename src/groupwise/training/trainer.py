@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.collectors.base import Collector
+from groupwise.collectors.base import COUNTS, Collector
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError
@@ -132,8 +132,8 @@ class Trainer:
 
     def _train(self) -> None:
         try:
-            while self._sum(self.is_done()) == 0:
-                if self._sum(self.interrupted) > 0:
+            while not self.engine.sum_int(self.is_done()):
+                if self.engine.sum_int(self.interrupted):
                     raise KeyboardInterrupt
                 self._iterate()
             for callback in self.callbacks:
@@ -163,10 +163,10 @@ class Trainer:
         updated = time.perf_counter()
         self.iteration += 1
         _check_finite(metrics, self.iteration)
-        steps = self._sum(self.collector.last_steps)
+        steps = self.engine.sum_int(self.collector.last_steps)
         self.env_steps += steps
         self.seconds += updated - start
-        metrics |= self._pool(self.collector.metrics()) | {
+        metrics |= self.engine.pool(self.collector.metrics(), COUNTS) | {
             "time/total_seconds": self.seconds,
             "time/collect_seconds": collected - start,
             "time/update_seconds": updated - update_start,
@@ -182,24 +182,6 @@ class Trainer:
         parts = [value.detach().to(device, torch.float64).reshape(-1) for value in metrics.values()]
         numbers = torch.cat([torch.empty(0, dtype=torch.float64, device=device), *parts]).tolist()
         return dict(zip(metrics, numbers, strict=True))
-
-    def _sum(self, number: int) -> int:
-        if self.engine.world_size == 1:
-            return number
-        return int(self.engine.sum(torch.tensor(number, device=self.algorithm.policy.device)))
-
-    def _pool(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The collectors' metrics over all ranks: counts add up, other numbers are means over the ranks that have them."""
-        if self.engine.world_size == 1:
-            return metrics
-        names = sorted({*metrics, "rollout/return_mean", "rollout/length_mean"})
-        pairs = [(metrics.get(name, 0.0), float(name in metrics)) for name in names]
-        totals = self.engine.sum(torch.tensor(pairs, dtype=torch.float64, device=self.algorithm.policy.device)).tolist()
-        groups = ("groups", "filtered_groups")
-        counts = {f"rollout/{name}" for name in ("env_steps", "episodes", "env_errors", *groups)}
-        return {
-            n: total if n in counts else total / ranks for n, (total, ranks) in zip(names, totals, strict=True) if ranks
-        }
 
 
 def _seed_everything(seed: int) -> None:

@@ -62,7 +62,7 @@ FAMILIES: dict[str, list[str]] = {
 }
 
 NOTE = "<!-- Written by docs/check_envs.py from environments.json. -->"
-START_MODES = ("native", "snapshot", "seed", "replay")
+START_MODES = ("native", "snapshot", "seed", "fresh")
 WAYS = ("entry_point", "sync", "async")
 
 

@@ -27,7 +27,7 @@ def test_a_sound_environment(monkeypatch):
     assert report.action == Finding("Discrete(2)")
     assert report.max_episode_steps == Finding(20)
     assert (report.start_varies.value, report.noise_varies.value) == (True, True)
-    assert {mode for mode, found in report.start_modes.items() if found.value} == {"snapshot", "seed", "replay"}
+    assert {mode for mode, found in report.start_modes.items() if found.value} == {"snapshot", "seed", "fresh"}
     assert all(found.value is None or found.value > 0 for found in report.start_modes.values())
     assert report.steps_per_second["entry_point"] == Finding(None, "it registers no vectorised version")
     assert set(report.steps_per_second) == {"entry_point", "sync", "async"}
@@ -61,7 +61,7 @@ def test_settings_of_the_environment_count():
         check_env(EnvCfg(id="FrozenLake-v1", kwargs={"sticky": False}))
 
 
-@pytest.mark.parametrize("setting", [{"random_prefix": 5}, {"reward_parts": ("bonus",)}, {"group_start": "seed"}])
+@pytest.mark.parametrize("setting", [{"num_random_noops": 5}, {"reward_parts": ("bonus",)}, {"start_mode": "seed"}])
 def test_what_only_groups_have_does_not_stand_in_the_way_of_speeds(setting):
     speeds = check_env(EnvCfg(**setting)).steps_per_second
     assert {way: found.reason for way, found in speeds.items()} == dict.fromkeys(speeds, "")
@@ -128,11 +128,11 @@ def test_a_cheat_is_refused_with_the_reason_and_the_fix():
     report = check_env(Cheats)
     assert report.training.value is None
     assert report.training.reason.count("rows that were started with the same seed differ") == 1
-    assert report.start_modes["seed"] == report.start_modes["replay"]
+    assert report.start_modes["seed"] == report.start_modes["fresh"]
     seed = report.start_modes["seed"]
     assert seed.reason == "rows that were started with the same seed differ at the start, in 'obs' of row 1"
     text = str(report)
-    assert "shared start: replay      no, see 'shared start: seed'" in text
+    assert "shared start: fresh       no, see 'shared start: seed'" in text
     assert "fix                       let the environment draw all its randomness from self.np_random" in text
 
 

@@ -65,7 +65,7 @@ class Rows:
         if not hasattr(env.action_space, "n"):
             self.bounds = [torch.as_tensor(b, device=env.device) for b in (env.action_space.low, env.action_space.high)]
         rows = env.seeded(env.rows, 0)
-        self.rows = env.renewed(rows, torch.ones_like(rows.held))
+        self.rows = env.renewed(rows, torch.ones_like(rows.paused))
         self.running = torch.zeros(env.num_envs, device=env.device)
         self.ended = torch.zeros(2, device=env.device)
         """Sum of the returns of episodes that ended, and how many they are."""

@@ -28,7 +28,7 @@ class Rows(VecEnv):  # type: ignore[misc]
         self.ended = torch.zeros(2, device=env.device)
         """Sum of the returns of episodes that ended, and how many they are."""
         rows = env.seeded(env.rows, 0)
-        self.rows = env.renewed(rows, torch.ones_like(rows.held))
+        self.rows = env.renewed(rows, torch.ones_like(rows.paused))
 
     def get_observations(self) -> TensorDict:
         """What all rows see."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from groupwise.config import resolve
-from groupwise.config.env import EnvCfg, StartTier
+from groupwise.config.env import EnvCfg, StartMode
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.spaces import obs_spec, space_kind, subspaces
 from groupwise.envs.base import GroupEnv, VectorEnv
@@ -27,12 +27,12 @@ from groupwise.envs.single import explained, step_limit, with_limit
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.policies.distributions import make_head
 
-START_MODES: tuple[StartTier, ...] = ("native", "snapshot", "seed", "replay")
+START_MODES: tuple[StartMode, ...] = ("native", "snapshot", "seed", "fresh")
 VECTORIZATIONS = ("entry_point", "sync", "async")
 NUM_ENVS = 8
 _BUDGET_S = 0.3
 _NO_ENTRY_POINT = "it registers no vectorised version"
-_GROUP_SETTINGS = {"group_start": "auto", "random_prefix": 0, "reward_parts": ()}
+_GROUP_SETTINGS = {"start_mode": "auto", "num_random_noops": 0, "reward_parts": ()}
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Finding(Generic[T]):
 class Training(NamedTuple):
     """What GRPO does with the environment by default."""
 
-    start_mode: StartTier
+    start_mode: StartMode
     """How siblings share a start."""
     vectorization: str
     """``own``: the callable makes all rows; else as ``env.vectorization``."""
@@ -191,8 +191,8 @@ def _check_rows(cfg: EnvCfg, make: Callable[..., Any] | None) -> EnvReport:
     except Exception as error:
         return _broken(cfg.id, error)
     try:
-        only = Finding[float](None, f"it makes its rows itself, and starts them by {env.start_tier}")
-        own: dict[str, Finding[float]] = {env.start_tier: _attempt(lambda: _median_start_us(env, env.num_envs))}
+        only = Finding[float](None, f"it makes its rows itself, and starts them by {env.start_mode}")
+        own: dict[str, Finding[float]] = {env.start_mode: _attempt(lambda: _median_start_us(env, env.num_envs))}
         speed = _attempt(lambda: _speed(env))
         way = "own" if make is not None else cfg.vectorization
         modes = {mode: own.get(mode, only) for mode in START_MODES}
@@ -231,17 +231,17 @@ def _training(cfg: EnvCfg, make: Callable[..., Any] | None) -> tuple[Finding[boo
     report = env.start_report
     way: str = "own" if make is not None and makes_rows(make) else cfg.vectorization
     if way == "auto":
-        way = "entry_point" if env.start_tier == "native" else "sync"
-    training = Training(env.start_tier, way, cfg.num_envs, report.passed_over)
+        way = "entry_point" if env.start_mode == "native" else "sync"
+    training = Training(env.start_mode, way, cfg.num_envs, report.rejected)
     return Finding(report.start_varies), Finding(report.noise_varies), Finding(training)
 
 
-def _start_us(cfg: EnvCfg, make: Callable[..., Any] | None, mode: StartTier) -> float:
+def _start_us(cfg: EnvCfg, make: Callable[..., Any] | None, mode: StartMode) -> float:
     """Microseconds that a row's start takes when a sibling has started there before, by this mode, which is verified."""
     native = mode == "native"
     if native and not _offers_entry_point(cfg, make):
         raise EnvError(_NO_ENTRY_POINT)
-    asked = {"group_start": mode, "vectorization": "entry_point" if native else "sync", "autoreset": "disabled"}
+    asked = {"start_mode": mode, "vectorization": "entry_point" if native else "sync", "autoreset": "disabled"}
     env = make_env(cfg.model_copy(update=asked), grouped=True, num_envs=NUM_ENVS if native else 2, env=make)
     try:
         return _median_start_us(env, NUM_ENVS if native else 1)
@@ -305,7 +305,7 @@ def _reason_and_fix(error: Exception) -> tuple[str, str]:
     kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
     text = re.sub(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+", "", str(error))
     reason, _, fix = " ".join(text.split()).partition("; fix: ")
-    return kind + re.sub(r"^siblings of \S+ cannot share a start( by group_start='\w+')?: ", "", reason), fix
+    return kind + re.sub(r"^siblings of \S+ cannot share a start( by start_mode='\w+')?: ", "", reason), fix
 
 
 def _known(limit: int | None) -> Finding[int]:

@@ -50,7 +50,7 @@ class ScriptedGroupEnv(GroupEnv):
         fails: attempt ``k`` raises an error at its step ``fails[k]`` (the first is 1).
     """
 
-    start_tier = "native"
+    start_mode = "native"
     env_id = "Scripted"
     obs_spec = TensorSpec((1,), torch.float32)
     observation_space = gymnasium.spaces.Box(0, 1e6, (1,), np.float32)
@@ -59,7 +59,7 @@ class ScriptedGroupEnv(GroupEnv):
     def __init__(self, num_envs, lengths, end="terminated", limit=99, *, rewards=(1.0,), fails=None, block_size=1):
         self.num_envs, self.end, self.max_episode_steps, self.block_size = num_envs, end, limit, block_size
         self.lengths, self.rewards, self.fails = lengths, rewards, fails or {}
-        self.started, self.taken, self.start_calls, self.held, self.actions = 0, 0, [], [], []
+        self.started, self.taken, self.start_calls, self.paused, self.actions = 0, 0, [], [], []
         self.attempt, self.count, self.running = (np.zeros(num_envs, np.int64) for _ in range(3))
 
     def start(self, mask, start_seed, noise_seed):
@@ -70,8 +70,8 @@ class ScriptedGroupEnv(GroupEnv):
         self.started += len(rows)
         return self.obs()
 
-    def hold(self, mask):
-        self.held.append(np.flatnonzero(mask).tolist())
+    def pause(self, mask):
+        self.paused.append(np.flatnonzero(mask).tolist())
         self.running[mask] = 0
 
     def step(self, action):

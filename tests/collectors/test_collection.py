@@ -83,12 +83,12 @@ def test_a_group_that_loses_a_member_is_dropped(collect, scripted_group):
     assert len(collector.finished) == 4
 
 
-def test_members_of_a_dropped_group_that_wait_never_begin_and_its_rows_are_held(collect, scripted_group):
+def test_members_of_a_dropped_group_that_wait_never_begin_and_its_rows_are_paused(collect, scripted_group):
     # group of three in two rows, budget 2: attempt 1 fails at once, attempt 0 is stopped, attempt 2 never begins
     env = scripted_group(2, [3], fails={1: 1})
     collector, rollout = collect(env, 1, group_size=3, collection=CollectionCfg(on_env_error="drop"))
     assert numbers(rollout, "valid") == [[F], [F]]
-    assert env.held == [[0]]
+    assert env.paused == [[0]]
     assert (collector.last_steps, env.taken, env.started) == (2, 2, 2)
     assert collector.metrics()["rollout/wasted_steps"] == 1.0
     assert collector.metrics()["rollout/episodes"] == 0.0

@@ -131,7 +131,7 @@ def limited(collector, rollout, row):
     """Whether the environment's limit or the collector's, and not the window, cut the attempt at the last step."""
     if collector.attempt_steps is not None and int(rollout["step"][row, -2]) + 1 >= collector.attempt_steps:
         return True
-    return bool(collector.env.rows.held[row])
+    return bool(collector.env.rows.paused[row])
 
 
 def starts_agree(rollout, size, last):

@@ -57,7 +57,7 @@ def leaves(obs):
 @pytest.mark.parametrize("task", TASKS)
 def test_siblings_share_start_and_noise(task):
     report = verify_group_start(make(task))
-    assert (report.tier, report.noise_varies) == ("seed", False)
+    assert (report.start_mode, report.noise_varies) == ("seed", False)
     assert report.start_varies == (task != "FrozenLake-v1")
 
 
@@ -129,15 +129,15 @@ def test_limit_truncates_with_the_final_observation():
     assert step.truncated.all()
     assert not step.terminated.any()
     assert (step.obs[:, 1] > first[:, 1] + 0.5).all()  # three pushes of 0.195 each
-    held = env.step(torch.ones(N, dtype=torch.int64))
-    assert torch.equal(held.obs, step.obs)
-    assert not held.truncated.any()
+    paused = env.step(torch.ones(N, dtype=torch.int64))
+    assert torch.equal(paused.obs, step.obs)
+    assert not paused.truncated.any()
 
 
 def test_rows_can_be_held_from_outside():
     env = make()
     before = env.start(ALL, STARTS, NOISE).clone()
-    env.hold(mask(0, 7))
+    env.pause(mask(0, 7))
     step = env.step(torch.ones(N, dtype=torch.int64))
     assert torch.equal(step.obs[[0, 7]], before[[0, 7]])
     assert step.reward.tolist() == [0.0] + [1.0] * 6 + [0.0]
@@ -162,7 +162,7 @@ def test_reset_repeats_with_its_seed_and_single_rows_go_on():
 def test_reset_rows_run_again():
     env = make()
     env.reset(seed=4)
-    env.hold(mask(2, 7))
+    env.pause(mask(2, 7))
     env.reset(mask=mask(2))
     assert env.step(torch.ones(N, dtype=torch.int64)).reward.tolist() == [1.0] * 7 + [0.0]
     env.reset()
@@ -334,7 +334,7 @@ def test_trains_evaluates_and_resumes(tmp_path):
     cfg = GRPOCfg(group_size=4, num_steps=32)
     settings = {"evaluation": {"episodes": 4}, "logging": {"progress": "none"}}
     run = train(env, cfg, total_steps=300, run_dir=tmp_path / "run", **settings)
-    assert run.summary["group_start"] == "by seed, verified"
+    assert run.summary["start_mode"] == "seed, verified"
     assert run.summary["return_mean"] > 0
     further = run.summary["env_steps"] + 1
     assert resume(run.path, total_steps=further).summary["env_steps"] >= further

@@ -146,7 +146,7 @@ class Shaken(Ball):
 
 def test_controls_can_be_noisy_and_siblings_draw_their_own():
     report = gw.verify_group_start(Shaken(4))
-    assert (report.tier, report.start_varies, report.noise_varies) == ("native", True, True)
+    assert (report.start_mode, report.start_varies, report.noise_varies) == ("native", True, True)
 
 
 def test_branches_copy_all_that_a_row_is_and_held_rows_stay():
@@ -159,7 +159,7 @@ def test_branches_copy_all_that_a_row_is_and_held_rows_stay():
     for leaf in rows.state.values():
         assert torch.equal(leaf[1], leaf[0])
         assert torch.equal(leaf[2], leaf[3])
-    rows = rows._replace(held=torch.tensor([False, True, False, False]))
+    rows = rows._replace(paused=torch.tensor([False, True, False, False]))
     after, step = env.stepped(rows, torch.ones(4, 2))
     for name, leaf in after.state.items():
         assert torch.equal(leaf[1], rows.state[name][1])

@@ -2,10 +2,10 @@ import gymnasium
 import numpy as np
 import pytest
 
-from groupwise.envs.attempts import Attempt, Captured, StartCache, StartMethod
+from groupwise.envs.attempts import Captured, EnvRow, StartCache, StartMethod
 from groupwise.errors import EnvError
 
-METHODS = [StartMethod("seed"), StartMethod("snapshot", "fields"), StartMethod("replay")]
+METHODS = [StartMethod("seed"), StartMethod("snapshot", "fields"), StartMethod("fresh")]
 
 
 class Walk(gymnasium.Env):
@@ -48,9 +48,9 @@ class Frail(Walk):
         return obs, reward, bool(action[0] > 0), False, {}
 
 
-def attempts(method, make=Walk, count=2, random_prefix=0):
+def attempts(method, make=Walk, count=2, num_random_noops=0):
     starts = StartCache()
-    return [Attempt(make, method, random_prefix=random_prefix, starts=starts) for _ in range(count)]
+    return [EnvRow(make, method, num_random_noops=num_random_noops, starts=starts) for _ in range(count)]
 
 
 def walk(attempt, obs, actions=(0.5, -0.25, 0.125)):
@@ -95,7 +95,7 @@ def test_the_cache_forgets_the_oldest_start():
 
 
 def test_fresh_environments_do_not_remember():
-    one, other = attempts(StartMethod("replay"), Remembers)
+    one, other = attempts(StartMethod("fresh"), Remembers)
     walk(one, one.start(1, 1))
     walk(one, one.start(2, 1))
     assert one.start(5, 1).tolist() == other.start(5, 1).tolist()
@@ -106,7 +106,7 @@ def test_fresh_environments_do_not_remember():
 
 def test_replay_makes_one_environment_an_attempt():
     Walk.made = 0
-    (attempt,) = attempts(StartMethod("replay"), count=1)
+    (attempt,) = attempts(StartMethod("fresh"), count=1)
     for seed in range(4):
         attempt.start(seed, 0)
     assert Walk.made == 4
@@ -114,18 +114,18 @@ def test_replay_makes_one_environment_an_attempt():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_prefix_follows_from_the_start_seed(method):
-    one, other = attempts(method, random_prefix=6)
+    one, other = attempts(method, num_random_noops=6)
     lengths = set()
     for seed in range(30):
         before = one.extra_steps + other.extra_steps
         assert one.start(seed, 1).tolist() == other.start(seed, 2).tolist()
         steps = one.extra_steps + other.extra_steps - before
-        lengths.add(steps if method.tier == "snapshot" else steps / 2)
+        lengths.add(steps if method.mode == "snapshot" else steps / 2)
     assert lengths == set(range(7))  # every length, 0 and the longest included
 
 
 def test_a_prefix_stops_before_the_episode_ends():
-    (attempt,) = attempts(StartMethod("seed"), Frail, count=1, random_prefix=8)
+    (attempt,) = attempts(StartMethod("seed"), Frail, count=1, num_random_noops=8)
     for seed in range(20):
         attempt.start(seed, 1)
         taken = attempt.extra_steps

@@ -67,10 +67,10 @@ def test_finished_rows_are_held_until_started_again():
     for action in actions(3):
         last = env.step(action)
     assert last.truncated.all()
-    held = env.step(actions(1)[0])
-    assert torch.equal(held.obs, last.obs)
-    assert not (held.truncated | held.terminated).any()
-    assert held.reward.eq(0).all()
+    paused = env.step(actions(1)[0])
+    assert torch.equal(paused.obs, last.obs)
+    assert not (paused.truncated | paused.terminated).any()
+    assert paused.reward.eq(0).all()
     mask = np.array([False, True, False, False])
     obs = env.start(mask, SEEDS, SEEDS)
     assert torch.equal(obs[[0, 2, 3]], last.obs[[0, 2, 3]])
@@ -97,7 +97,7 @@ def test_a_pole_that_fell_lies_still_and_starts_again_at_once():
         assert np.array_equal(step.obs[row].numpy(), expected[0])
         assert not step.terminated[row]
     # those that have fallen since then are over once: they earn nothing and do not end again
-    env.hold(mask)
+    env.pause(mask)
     for _ in range(20):
         last, step = step, env.step(push)
     assert torch.equal(step.obs, last.obs)
@@ -115,7 +115,7 @@ def test_starting_no_row_disturbs_none():
 def test_rows_can_be_held_from_outside():
     env = make()
     before = env.start(ALL, SEEDS, SEEDS)
-    env.hold(np.array([True, False, False, True]))
+    env.pause(np.array([True, False, False, True]))
     step = env.step(actions(1)[0])
     assert torch.equal(step.obs[[0, 3]], before[[0, 3]])
     assert not torch.equal(step.obs[1], before[1])
@@ -146,7 +146,7 @@ def test_fresh_environments_begin_alike():
 def test_a_reset_of_all_rows_lets_the_held_ones_go_on():
     env = make()
     env.start(ALL, SEEDS, SEEDS)
-    env.hold(ALL)
+    env.pause(ALL)
     env.reset(seed=1)
     assert env.step(actions(1)[0]).reward.tolist() == [1.0] * 4
 

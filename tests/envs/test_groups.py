@@ -5,7 +5,6 @@ from noisy_envs import AlwaysThere, Calm, GlobalNoise, GlobalReward, GlobalStart
 from groupwise.config.env import EnvCfg
 from groupwise.envs.attempts import StartMethod
 from groupwise.envs.base import GroupStartReport
-from groupwise.envs.cartpole import CartPoleGroupEnv
 from groupwise.envs.groups import verify_group_start
 from groupwise.envs.local_rows import RowCfg
 from groupwise.envs.make import make_env
@@ -128,21 +127,3 @@ def test_lunar_lander_passes_and_its_noise_is_independent():
     env = make_env(EnvCfg(id="LunarLander-v3", num_envs=2), grouped=True)
     assert verify_group_start(env) == GroupStartReport("LunarLander-v3", "seed", True, True)
     env.close()
-
-
-class Distracted(CartPoleGroupEnv):
-    """Puts rows nearly where they were."""
-
-    def restore(self, mask, snapshots, noise_seed):
-        first = next(snapshot for snapshot in snapshots if snapshot is not None)
-        moved = first._replace(state=first.state + np.array([0, 1e-9, 0, 0]))
-        return super().restore(mask, [moved] * self.num_envs, noise_seed)
-
-
-class Restless(CartPoleGroupEnv):
-    """Moves when its state is captured."""
-
-    def snapshot(self, rows):
-        captured = super().snapshot(rows)
-        self._state[:, rows] += 1e-3
-        return captured

@@ -247,7 +247,7 @@ def test_a_ready_vector_environment_takes_no_step_limit():
         make_env(EnvCfg(max_episode_steps=7), env=env)
 
 
-@pytest.mark.parametrize("setting", [{"random_prefix": 3}, {"reward_parts": ("x",)}, {"group_start": "seed"}])
+@pytest.mark.parametrize("setting", [{"num_random_noops": 3}, {"reward_parts": ("x",)}, {"start_mode": "seed"}])
 def test_what_the_vectorised_version_cannot_do_is_done_in_single_environments_or_refused(setting):
     env = make_env(EnvCfg(num_envs=2, **setting), grouped=True, verify=False)
     assert type(env) is RowsGroupEnv
@@ -261,7 +261,7 @@ def test_what_the_vectorised_version_cannot_do_is_done_in_single_environments_or
 @pytest.mark.parametrize("env", [None, lambda: gymnasium.make("CartPole-v1")])
 @pytest.mark.parametrize(
     ("setting", "default"),
-    [({"random_prefix": 3}, "0"), ({"reward_parts": ("x",)}, r"\(\)"), ({"group_start": "seed"}, "'auto'")],
+    [({"num_random_noops": 3}, "0"), ({"reward_parts": ("x",)}, r"\(\)"), ({"start_mode": "seed"}, "'auto'")],
 )
 def test_what_only_groups_have_is_refused_without_them(setting, default, env):
     (name,) = setting
@@ -270,7 +270,7 @@ def test_what_only_groups_have_is_refused_without_them(setting, default, env):
 
 
 def test_the_prefix_and_the_parts_reach_the_rows():
-    cfg = EnvCfg(id="Pendulum-v1", num_envs=4, random_prefix=20)
+    cfg = EnvCfg(id="Pendulum-v1", num_envs=4, num_random_noops=20)
     env = make_env(cfg, grouped=True)
     env.reset(seed=0)
     assert env.extra_steps > 0
@@ -291,7 +291,7 @@ def test_what_is_registered_here_is_known_in_workers(monkeypatch):
 def test_cartpole_of_single_environments_is_the_vectorised_one_bit_for_bit():
     ours = make_env(EnvCfg(num_envs=3), grouped=True)
     rows = make_env(EnvCfg(num_envs=3, vectorization="sync"), grouped=True)
-    assert (ours.start_report.tier, rows.start_report.tier) == ("native", "seed")
+    assert (ours.start_report.start_mode, rows.start_report.start_mode) == ("native", "seed")
     start = np.array([3, 4, 3], np.int64)
     everybody = np.ones(3, np.bool_)
     assert torch.equal(ours.start(everybody, start, start), rows.start(everybody, start, start))
@@ -305,10 +305,10 @@ def test_cartpole_of_single_environments_is_the_vectorised_one_bit_for_bit():
 @pytest.mark.parametrize("vectorization", ["auto", "entry_point", "sync"])
 @pytest.mark.parametrize(
     ("setting", "fix"),
-    [({"random_prefix": 3}, "env.random_prefix=0"), ({"reward_parts": ("x",)}, r"env.reward_parts=\(\)")],
+    [({"num_random_noops": 3}, "env.num_random_noops=0"), ({"reward_parts": ("x",)}, r"env.reward_parts=\(\)")],
 )
 def test_native_starts_and_what_they_lack_are_refused_together(vectorization, setting, fix):
-    cfg = EnvCfg(group_start="native", vectorization=vectorization, **setting)
+    cfg = EnvCfg(start_mode="native", vectorization=vectorization, **setting)
     with pytest.raises(GroupStartError, match=rf"'native', but env.{next(iter(setting))} = .*fix: .*'auto', or {fix}$"):
         make_env(cfg, grouped=True)
     as_mended = EnvCfg(vectorization=vectorization.replace("entry_point", "auto"), **setting)
@@ -317,15 +317,15 @@ def test_native_starts_and_what_they_lack_are_refused_together(vectorization, se
 
 @pytest.mark.parametrize(
     ("env_id", "fix"),
-    [("CartPole-v1", "env.group_start='auto', or env.vectorization='auto'"), ("Acrobot-v1", "env.group_start='auto'")],
+    [("CartPole-v1", "env.start_mode='auto', or env.vectorization='auto'"), ("Acrobot-v1", "env.start_mode='auto'")],
 )
 def test_single_environments_told_to_start_natively_say_where_that_can_be_had(env_id, fix):
     with pytest.raises(GroupStartError, match=rf"states are not in arrays; fix: {fix}$"):
-        make_env(EnvCfg(id=env_id, group_start="native", vectorization="sync"), grouped=True)
+        make_env(EnvCfg(id=env_id, start_mode="native", vectorization="sync"), grouped=True)
 
 
 def test_a_cheat_with_a_tier_by_name_is_refused():
     with pytest.raises(
-        GroupStartError, match=r"by group_start='snapshot': the captured start .*fix: let the env.*np_random"
+        GroupStartError, match=r"by start_mode='snapshot': the captured start .*fix: let the env.*np_random"
     ):
-        make_env(EnvCfg(num_envs=2, group_start="snapshot"), env=GlobalStart, grouped=True)
+        make_env(EnvCfg(num_envs=2, start_mode="snapshot"), env=GlobalStart, grouped=True)

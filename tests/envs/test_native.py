@@ -99,7 +99,7 @@ def test_start_and_steps_never_share_numbers():
 
 def test_check_of_the_start_passes_and_reports_noise():
     report = verify_group_start(Drift())
-    assert (report.tier, report.start_varies, report.noise_varies) == ("native", True, True)
+    assert (report.start_mode, report.start_varies, report.noise_varies) == ("native", True, True)
     assert verify_group_start(Drift(calm=True)).noise_varies is False
 
 
@@ -114,27 +114,27 @@ def test_finished_rows_are_held_until_started_again():
     ended = env.step(push(9.0, 0.0, 0.0, 0.0))
     assert ended.terminated.tolist() == [True, False, False, False]
     assert float(ended.reward[0]) == -float((first[0, 0] + 9.0).abs())  # the last reward counts
-    held = env.step(push(1.0, 0.5, 0.0, 0.0))
-    assert torch.equal(held.obs[0], ended.obs[0])
-    assert float(held.reward[0]) == 0.0
-    assert not held.terminated[0]
-    torch.testing.assert_close(held.obs[1, 0], first[1, 0] + 0.5)
+    paused = env.step(push(1.0, 0.5, 0.0, 0.0))
+    assert torch.equal(paused.obs[0], ended.obs[0])
+    assert float(paused.reward[0]) == 0.0
+    assert not paused.terminated[0]
+    torch.testing.assert_close(paused.obs[1, 0], first[1, 0] + 0.5)
     again = env.start(mask(0), np.array([8, 0, 0, 0]), NOISE)
     assert torch.equal(again[0], first[1])  # any row may start anywhere
-    assert torch.equal(again[1:], held.obs[1:])
+    assert torch.equal(again[1:], paused.obs[1:])
     assert not env.step(still()).reward.eq(0).any()
 
 
 def test_rows_can_be_held_from_outside():
     env = Drift()
     before = env.start(ALL, STARTS, NOISE)
-    env.hold(mask(1, 2))
+    env.pause(mask(1, 2))
     step = env.step(push(0.5, 0.5, 0.5, 0.5))
     assert torch.equal(step.obs[[1, 2]], before[[1, 2]])
     assert step.reward.eq(0).tolist() == [False, True, True, False]
 
 
-def test_rows_that_never_started_are_held():
+def test_rows_that_never_started_are_paused():
     env = Drift()
     env.start(mask(2), STARTS, NOISE)
     step = env.step(push(9.0, 9.0, 9.0, 9.0))
@@ -276,6 +276,6 @@ def test_held_rows_do_not_age():
     env = Drift()
     env.start(ALL, STARTS, NOISE)
     env.step(still())
-    env.hold(mask(2))
+    env.pause(mask(2))
     env.step(still())
     assert env.rows.elapsed[[0, 2]].tolist() == [2, 1]

@@ -111,7 +111,7 @@ def test_finished_rows_are_held_and_started_again_alone():
 def test_every_row_gets_its_own_action():
     env = make()
     env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
-    env.hold(mask(1, 0, 0))
+    env.pause(mask(1, 0, 0))
     assert env.step(go(0.5, 0.25, -0.5)).reward.tolist() == [0.0, 0.75, 1.5]
 
 
@@ -124,7 +124,7 @@ def test_held_rows_take_no_step_inside():
 
     env = make(count)
     env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
-    env.hold(mask(0, 0, 1))
+    env.pause(mask(0, 0, 1))
     for _ in range(9):
         env.step(STILL)
     assert [env.steps_taken for env in inner] == [5, 5, 0]
@@ -167,7 +167,7 @@ def test_an_error_is_passed_on_with_its_row():
     assert caught.value.__notes__ == ["in row 1 of Noisy"]
 
 
-def test_a_failed_row_is_reported_replaced_and_held(caplog):
+def test_a_failed_row_is_reported_replaced_and_paused(caplog):
     env = make(Fragile, on_error="report")
     env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
     assert env.step(STILL).failed is None
@@ -178,7 +178,7 @@ def test_a_failed_row_is_reported_replaced_and_held(caplog):
         assert step.reward.tolist() == [1.0, 0.0, 1.0]
         assert torch.equal(step.obs["at"][1], shown[1])
         failed = step.failed
-        assert env.step(go(0.0, 1.0, 0.0)).failed is None  # held
+        assert env.step(go(0.0, 1.0, 0.0)).failed is None  # paused
         assert failed.tolist() == [False, True, False]
         env.start(mask(0, 1, 0), seeds(5, 5, 5), seeds(5, 5, 5))
         assert env.step(go(0.0, 0.5, 0.0)).reward.tolist() == [1.0, 0.5, 1.0]
@@ -211,7 +211,7 @@ def test_an_observation_unlike_its_space_is_refused(obs):
 
 
 def story(env):
-    """Everything that an environment says while rows end, are held, started, captured and put back."""
+    """Everything that an environment says while rows end, are paused, started, captured and put back."""
     said = [env.start(ALL, seeds(1, 1, 3), seeds(1, 2, 3)).clone()]
     for number in range(8):
         step = env.step(go(0.25, -0.25, 0.125 * number))
@@ -219,20 +219,20 @@ def story(env):
         if number == 3:
             said.append(env.start(mask(0, 1, 1), seeds(0, 9, 9), seeds(0, 5, 6)).clone())
         if number == 5:
-            env.hold(mask(0, 1, 0))
+            env.pause(mask(0, 1, 0))
     said.append(env.start(mask(1, 0, 0), seeds(7, 0, 0), seeds(8, 0, 0)).clone())
     return [*said, env.step(STILL).obs.clone(), torch.tensor(env.extra_steps)]
 
 
 @pytest.fixture(scope="module")
 def workers():
-    env = make(workers=2, method=("seed",), reward_parts=("bonus", "cost"), random_prefix=2)
+    env = make(workers=2, method=("seed",), reward_parts=("bonus", "cost"), num_random_noops=2)
     yield env
     env.close()
 
 
 def test_workers_say_what_one_process_says(workers):
-    local = make(method=("seed",), reward_parts=("bonus", "cost"), random_prefix=2)
+    local = make(method=("seed",), reward_parts=("bonus", "cost"), num_random_noops=2)
     for ours, theirs in zip(story(local), story(workers), strict=True):
         assert (ours == theirs).all()
 
@@ -292,7 +292,7 @@ def test_parts_of_rows_that_take_no_step_are_0_as_their_rewards(workers):
     env = make(Fragile, workers=workers, reward_parts=("bonus", "cost"), on_error="report")
     env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
     assert env.step(go(0.5, 0.5, 0.5)).reward_parts.tolist() == [[1.0, -0.5]] * 3
-    env.hold(mask(1, 0, 0))
+    env.pause(mask(1, 0, 0))
     step = env.step(go(0.25, 1.0, 0.25))
     assert step.failed.tolist() == [False, True, False]
     assert step.reward_parts.tolist() == [[0.0, 0.0], [0.0, 0.0], [1.0, -0.25]]
@@ -300,7 +300,7 @@ def test_parts_of_rows_that_take_no_step_are_0_as_their_rewards(workers):
 
 
 def test_rows_in_any_order_reach_their_workers(workers):
-    local = make(method=("seed",), reward_parts=("bonus", "cost"), random_prefix=2)
+    local = make(method=("seed",), reward_parts=("bonus", "cost"), num_random_noops=2)
     for env in (local, workers):
         env.start(mask(0, 0, 1), seeds(0, 0, 3), seeds(0, 0, 3))
         env.start(mask(1, 1, 0), seeds(1, 2, 0), seeds(1, 2, 0))

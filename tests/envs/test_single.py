@@ -68,7 +68,7 @@ def test_rows_of_workers_that_agree_are_taken():
     env = make(Calm, "async")
     same = np.zeros(2, np.int64)
     obs = env.start(np.ones(2, np.bool_), same, same)
-    assert env.start_report.tier == "seed"
+    assert env.start_report.start_mode == "seed"
     assert obs[0] == obs[1]
     env.close()
 

@@ -89,7 +89,7 @@ def test_the_best_way_that_works_is_taken_without_a_word(env, method, states):
     choice = choose(env)
     assert choice.method == method
     report = choice.report
-    assert (report.tier, report.states) == (method.tier, states)
+    assert (report.start_mode, report.states) == (method.mode, states)
 
 
 @pytest.mark.parametrize(
@@ -97,18 +97,18 @@ def test_the_best_way_that_works_is_taken_without_a_word(env, method, states):
     [
         (Forgetful, "seed", r"snapshot \(states by adapter\): rows .* differ at step 1 .*fix: .*np_random"),
         (Raising, "seed", r"snapshot \(states by adapter\): KeyError: 'no such slot'"),
-        (Remembers, "replay", r"seed: .*at the start, in 'obs' of row 0.*captured start of a seed.*fix: .*np_random"),
+        (Remembers, "fresh", r"seed: .*at the start, in 'obs' of row 0.*captured start of a seed.*fix: .*np_random"),
     ],
 )
 def test_falling_to_the_next_way_warns_and_says_why(env, tier, reason):
     with pytest.warns(GroupStartWarning, match=rf"siblings of Env share their start by {tier}.*{reason}"):
         choice = choose(env)
-    assert choice.report.tier == choice.method.tier == tier
-    assert choice.report.passed_over
+    assert choice.report.start_mode == choice.method.mode == tier
+    assert choice.report.rejected
 
 
 def test_a_state_that_is_written_into_later_does_no_harm():
-    assert choose(SharedMemory).report.tier == "snapshot"
+    assert choose(SharedMemory).report.start_mode == "snapshot"
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_a_state_that_is_written_into_later_does_no_harm():
     [
         (
             GlobalNoise,
-            "seed, snapshot (states by fields), replay: rows that were started with "
+            "seed, snapshot (states by fields), fresh: rows that were started with "
             "the same seed differ at step 1 of equal actions with equal noise, in 'obs' of row 1",
         ),
         (
             GlobalStart,
-            "seed, replay: rows that were started with the same seed differ at the "
+            "seed, fresh: rows that were started with the same seed differ at the "
             "start, in 'obs' of row 1; snapshot (states by fields): the captured start of a seed is another one when it is "
             "captured again",
         ),
@@ -133,14 +133,14 @@ def test_a_cheating_environment_is_refused_with_each_reason_once(env, reasons):
     told, _, fix = str(caught.value).partition("; fix: ")
     assert told == f"siblings of Env cannot share a start: {reasons}"
     assert fix.startswith("let the environment draw all its randomness from self.np_random")
-    assert "group_start" not in fix  # no way would do
+    assert "start_mode" not in fix  # no way would do
 
 
-@pytest.mark.parametrize("wanted", ["snapshot", "seed", "replay"])
+@pytest.mark.parametrize("wanted", ["snapshot", "seed", "fresh"])
 def test_a_named_way_is_taken_alone(wanted):
     choice = choose(Own, wanted)
-    assert (choice.method.tier, choice.report.tier) == (wanted, wanted)
-    assert choice.report.passed_over == ()
+    assert (choice.method.mode, choice.report.start_mode) == (wanted, wanted)
+    assert choice.report.rejected == ()
 
 
 @pytest.mark.filterwarnings("error")
@@ -149,20 +149,20 @@ def test_a_named_way_is_taken_alone(wanted):
     [
         (Remembers, "seed", "rows that were started"),
         (Locked, "snapshot", "Locked.draws"),
-        (GlobalNoise, "replay", "rows that were started"),
+        (GlobalNoise, "fresh", "rows that were started"),
         (GlobalStart, "snapshot", "the captured start of a seed is another one when it is captured again"),
         (RaisingLocked, "snapshot", r"snapshot \(states by adapter\): Key.*; snapshot \(states by fields\): Rai"),
     ],
 )
 def test_a_named_way_that_fails_is_an_error_with_the_fix(env, wanted, reason):
-    message = rf"^siblings of Env cannot share a start by group_start='{wanted}': {reason}.*; fix: .*np_random.*'auto'"
+    message = rf"^siblings of Env cannot share a start by start_mode='{wanted}': {reason}.*; fix: .*np_random.*'auto'"
     with pytest.raises(GroupStartError, match=message):
         choose(env, wanted)
 
 
 def test_single_environments_have_no_native_starts():
-    with pytest.raises(GroupStartError, match=r"group_start is 'native'.*fix: env.group_start='auto'$"):
-        make_env(EnvCfg(group_start="native"), env=Noisy, grouped=True)
+    with pytest.raises(GroupStartError, match=r"start_mode is 'native'.*fix: env.start_mode='auto'$"):
+        make_env(EnvCfg(start_mode="native"), env=Noisy, grouped=True)
 
 
 def test_an_error_of_the_environment_is_the_users_to_see():
@@ -187,14 +187,14 @@ def test_rows_that_may_fail_are_examined_up_to_there():
 @pytest.mark.parametrize(("prefix", "told"), [(0, True), (5, False)])
 def test_starts_that_do_not_vary_are_told(caplog, prefix, told):
     with caplog.at_level(logging.WARNING):
-        choice = choose(AlwaysThere, random_prefix=prefix)
+        choice = choose(AlwaysThere, num_random_noops=prefix)
     assert choice.report.start_varies is not told
-    assert ("fix: env.random_prefix" in caplog.text) == told
+    assert ("fix: env.num_random_noops" in caplog.text) == told
 
 
 def test_running_statistics_are_found_out_and_the_mend_is_named():
-    with pytest.warns(GroupStartWarning, match=r"by replay.*seed: .* differ at the start.*fix: .*normalize_obs"):
-        assert choose(lambda: NormalizeObservation(TimeLimit(Noisy(), 20))).method.tier == "replay"
+    with pytest.warns(GroupStartWarning, match=r"by fresh.*seed: .* differ at the start.*fix: .*normalize_obs"):
+        assert choose(lambda: NormalizeObservation(TimeLimit(Noisy(), 20))).method.mode == "fresh"
 
 
 def test_environments_for_evaluation_are_not_tried_out():
@@ -206,7 +206,7 @@ def test_environments_for_evaluation_are_not_tried_out():
             type(self).made += 1
 
     env = make_env(EnvCfg(num_envs=2), env=Counted, grouped=True, verify=False)
-    assert (Counted.made, env.start_report, env.start_tier) == (3, None, "seed")
+    assert (Counted.made, env.start_report, env.start_mode) == (3, None, "seed")
     assert all(attempt.env.episodes == 0 for attempt in env._rows.attempts)
 
 
@@ -219,7 +219,7 @@ def test_evaluation_does_not_depend_on_earlier_ones_where_used_environments_star
     cfg = RunCfg(env=EnvCfg(id="<given in Python>", max_episode_steps=9))
     policy = ActorCritic(Noisy.observation_space, Noisy.action_space, PolicyCfg(), actor_only=True)
     evaluator = EnvEvaluator(cfg, Given(env=Rewarding), policy, episodes=2, deterministic=True, seed=0)
-    evaluator.start_as(GroupStartReport("Rewarding", "replay", True, True))
+    evaluator.start_as(GroupStartReport("Rewarding", "fresh", True, True))
     with closing(evaluator):
         assert evaluator() == evaluator()
 
@@ -227,7 +227,7 @@ def test_evaluation_does_not_depend_on_earlier_ones_where_used_environments_star
 def test_what_was_found_comes_with_the_environment():
     env = make_env(EnvCfg(num_envs=2, max_episode_steps=9), env=Noisy, grouped=True)
     assert env.start_report == ("Noisy", "seed", True, True, None, ())
-    assert (env.start_tier, env.max_episode_steps) == ("seed", 9)
+    assert (env.start_mode, env.max_episode_steps) == ("seed", 9)
 
 
 def test_actions_that_no_policy_has_are_refused_by_name():

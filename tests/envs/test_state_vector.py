@@ -82,7 +82,7 @@ def mask(*rows):
 
 def test_siblings_share_the_start_and_then_draw_their_own_noise():
     report = verify_group_start(adapt())
-    assert (report.tier, report.start_varies, report.noise_varies) == ("snapshot", True, True)
+    assert (report.start_mode, report.start_varies, report.noise_varies) == ("snapshot", True, True)
 
 
 def test_without_noise_of_their_own_siblings_share_it_and_the_report_says_so():
@@ -134,11 +134,11 @@ def test_finished_rows_are_held_until_started_again():
     ended = env.step(push(9.0, 0.0, 0.0, 0.0))
     assert ended.terminated.tolist() == [True, False, False, False]
     kept = ended.obs.clone()
-    held = env.step(still())
-    assert torch.equal(held.obs[0], kept[0])
-    assert not torch.equal(held.obs[1], kept[1])
-    assert (float(held.reward[0]), bool(held.terminated[0]), bool(held.truncated[0])) == (0.0, False, False)
-    env.hold(mask(1))
+    paused = env.step(still())
+    assert torch.equal(paused.obs[0], kept[0])
+    assert not torch.equal(paused.obs[1], kept[1])
+    assert (float(paused.reward[0]), bool(paused.terminated[0]), bool(paused.truncated[0])) == (0.0, False, False)
+    env.pause(mask(1))
     assert float(env.step(still()).reward[1]) == 0.0
     env.start(mask(0), STARTS, NOISE)
     assert env.step(still()).reward.eq(0).tolist() == [False, True, False, False]
@@ -155,7 +155,7 @@ def test_truncation_is_the_environments_own():
     assert env.step(still()).reward.eq(0).tolist() == [True, True, True, False]
 
 
-def test_rows_that_nobody_started_are_held():
+def test_rows_that_nobody_started_are_paused():
     env = adapt()
     shown = env.start(mask(0, 1), STARTS, NOISE)
     step = env.step(still())
@@ -174,10 +174,10 @@ def test_masked_reset_is_the_environments_own():
     assert torch.equal(adapt().reset(seed=5), adapt().reset(seed=5))
 
 
-def test_a_reset_row_runs_again_and_leaves_the_others_held():
+def test_a_reset_row_runs_again_and_leaves_the_others_paused():
     env = adapt()
     env.start(ALL, STARTS, NOISE)
-    env.hold(ALL)
+    env.pause(ALL)
     env.reset(mask=mask(1))
     assert env.step(still()).reward.eq(0).tolist() == [True, False, True, True]
     env.reset(seed=1)

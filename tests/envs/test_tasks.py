@@ -25,7 +25,7 @@ MUJOCO = [
         "Walker2d",
     )
 ]
-TIERS = dict.fromkeys(MUJOCO, "snapshot") | {"CartPole-v1": "native"} | dict.fromkeys(BOX2D[2:], "replay")
+TIERS = dict.fromkeys(MUJOCO, "snapshot") | {"CartPole-v1": "native"} | dict.fromkeys(BOX2D[2:], "fresh")
 
 
 @pytest.mark.parametrize("env_id", CLASSIC + BOX2D + MUJOCO)
@@ -33,7 +33,7 @@ TIERS = dict.fromkeys(MUJOCO, "snapshot") | {"CartPole-v1": "native"} | dict.fro
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing Box2D warns, and crashes where that is an error
 def test_siblings_share_their_start_and_groups_do_not(env_id):
     env = make_env(EnvCfg(id=env_id, num_envs=4), grouped=True)
-    assert env.start_tier == TIERS.get(env_id, "seed")
+    assert env.start_mode == TIERS.get(env_id, "seed")
     start, noise = np.array([3, 3, 8, 8]), np.array([5, 5, 5, 5])
     obs = env.start(np.ones(4, np.bool_), start, noise)
     assert torch.equal(obs[0], obs[1])

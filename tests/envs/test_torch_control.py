@@ -105,7 +105,7 @@ def test_pendulum_follows_gymnasium_step_by_step():
 
 
 def test_the_pendulum_is_no_faster_than_its_bound():
-    # level: 7.9 + (1.5 * 10 + 3 * 2) * .05 = 8.95, held at 8; it turns by 8 * .05
+    # level: 7.9 + (1.5 * 10 + 3 * 2) * .05 = 8.95, paused at 8; it turns by 8 * .05
     zero = torch.zeros(1, dtype=torch.int64)
     for side in (1.0, -1.0):
         state, push = side * torch.tensor([[math.pi / 2, 7.9]]), torch.tensor([[side * 2.0]])

@@ -62,7 +62,7 @@ def alike(env, seed):
 @tasks
 def test_siblings_share_their_start_and_nothing_is_random_afterwards(task):
     report = verify_group_start(task(4))
-    assert (report.tier, report.start_varies, report.noise_varies) == ("native", True, False)
+    assert (report.start_mode, report.start_varies, report.noise_varies) == ("native", True, False)
 
 
 @tasks

@@ -50,7 +50,7 @@ class CountdownEnv(GroupEnv):
     action_space = "Countdown actions"
     obs_spec = TensorSpec((1,), torch.float32)
     max_episode_steps = None
-    start_tier = "seed"
+    start_mode = "seed"
 
     def __init__(self, num_envs: int) -> None:
         self.num_envs = num_envs
@@ -64,7 +64,7 @@ class CountdownEnv(GroupEnv):
         ]
         return self._obs()
 
-    def hold(self, mask: Any) -> None:
+    def pause(self, mask: Any) -> None:
         self.left = np.where(mask, 0, self.left)
 
     def reset(self, *, seed: int | None = None, mask: Any = None) -> torch.Tensor:

@@ -97,12 +97,12 @@ Examples:
   groupwise check-env Ant-v5 --env.kwargs '{"healthy_reward": 0.5}' --json
   groupwise check-env Mine-v0 --plugin my_env.py
 
-  groupwise check-env ALE/Pong-v5 --plugin ale_py --env.random-prefix 30
+  groupwise check-env ALE/Pong-v5 --plugin ale_py --env.num-random-noops 30
 
 Besides --json it takes the settings of the environment that count here:
 """
 
-CHECK_SETTINGS = ("kwargs", "max_episode_steps", "vectorization", "group_start", "random_prefix", "reward_parts")
+CHECK_SETTINGS = ("kwargs", "max_episode_steps", "vectorization", "start_mode", "num_random_noops", "reward_parts")
 """Of ``EnvCfg``, what makes a difference to the trials."""
 
 LIST_HELP = "Print algorithms, presets, and the choices of credit and objective with their sources."

@@ -69,7 +69,7 @@ class GroupCollector(Collector):
             env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
         self.start_report = env.start_report
         """What the check of the shared start found."""
-        log.info("siblings share their start: %s", self.start_report)
+        log.info("Group starts: %s", self.start_report)
         self._extra_steps = env.extra_steps
         """Of the environment, when it was last looked at."""
 
@@ -95,7 +95,7 @@ class GroupCollector(Collector):
                 stopped = tracker.end(ends, writer.rollout)
                 begun = tracker.assign()
                 if (idle := stopped & ~tracker.running).any():
-                    self.env.hold(idle)
+                    self.env.pause(idle)
                 obs = self._start(begun) if begun else obs
         rollout = writer.finish(tracker.step, obs)
         write_labels(rollout, tracker)

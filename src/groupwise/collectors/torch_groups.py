@@ -15,7 +15,7 @@ from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested
 from groupwise.envs.base import EnvStep, GroupStartReport
 from groupwise.envs.groups import verify_group_start
-from groupwise.envs.native import Rows, TorchGroupEnv
+from groupwise.envs.native import TorchGroupEnv, TorchRows
 from groupwise.errors import EnvError
 from groupwise.functional.row_random import hash_pair
 from groupwise.policies.base import Action, Policy
@@ -132,7 +132,7 @@ class TorchGroupCollector(Collector):
     def step(
         self,
         act: Callable[[Nested], Action],
-        rows: Rows,
+        rows: TorchRows,
         obs: Nested,
         began: Int[Tensor, " row"],
         slot: Int[Tensor, ""],
@@ -149,17 +149,17 @@ class TorchGroupCollector(Collector):
         """
         action = act(obs)
         rows, result = self._stepped(rows, self.policy.env_action(action.action), slot - began)
-        over = self._whole_groups(rows.held) & may_start
+        over = self._whole_groups(rows.paused) & may_start
         rows = self.env.started(rows, over, *seeds)
         return StepOutput(action, rows, self.env.observed(rows), result, (torch.where(over, slot, began),))
 
-    def _stepped(self, rows: Rows, action: Tensor, age: Int[Tensor, " row"]) -> tuple[Rows, EnvStep]:
+    def _stepped(self, rows: TorchRows, action: Tensor, age: Int[Tensor, " row"]) -> tuple[TorchRows, EnvStep]:
         """The rows after a step. Attempts that reach ``attempt_steps`` at this age are cut."""
         rows, result = self.env.stepped(rows, action)
         if self.attempt_steps is None:
             return rows, result
-        cut = ~rows.held & (age >= self.attempt_steps)
-        return rows._replace(held=rows.held | cut), result._replace(truncated=result.truncated | cut)
+        cut = ~rows.paused & (age >= self.attempt_steps)
+        return rows._replace(paused=rows.paused | cut), result._replace(truncated=result.truncated | cut)
 
     @torch.inference_mode()
     def _fill(self, num_steps: int, writer: RolloutWriter, generator: torch.Generator) -> TensorDict:
@@ -171,19 +171,19 @@ class TorchGroupCollector(Collector):
         valid, starts = [], []
         for t, (slot, may_start) in enumerate(zip(slots, slots < num_steps, strict=True)):
             writer.observe(t, obs)
-            valid.append(~rows.held)
+            valid.append(~rows.paused)
             starts.append(began)
             action, rows, obs, result, (began,) = step(rows, obs, began, slot, may_start, *seeds[t + 1])
             writer.act(t, action)
             writer.outcome(t, result, result.truncated)
         rollout = writer.finish(num_steps, obs)
         env.rows = rows
-        rollout["truncated"][:, num_steps - 1].logical_or_(~rows.held)
+        rollout["truncated"][:, num_steps - 1].logical_or_(~rows.paused)
         self._label(rollout, torch.stack(valid, dim=1), torch.stack(starts, dim=1))
-        self._count(rollout, torch.stack(starts, dim=1), ~rows.held)
+        self._count(rollout, torch.stack(starts, dim=1), ~rows.paused)
         return rollout
 
-    def _first_rows(self, start_seed: Int[Tensor, " row"], noise_seed: Int[Tensor, " row"]) -> Rows:
+    def _first_rows(self, start_seed: Int[Tensor, " row"], noise_seed: Int[Tensor, " row"]) -> TorchRows:
         """The rows at the beginning of the window."""
         goes_on, rows = self._goes_on[self._group], self.env.rows
         if not rows.state:

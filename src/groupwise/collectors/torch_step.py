@@ -6,7 +6,7 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested
 from groupwise.envs.base import EnvStep
-from groupwise.envs.native import Rows, TorchGroupEnv
+from groupwise.envs.native import TorchGroupEnv, TorchRows
 from groupwise.errors import EnvError
 from groupwise.policies.base import Action, Policy
 
@@ -15,7 +15,7 @@ class StepOutput(NamedTuple):
     """An action of all rows, and what follows until the next one."""
 
     action: Action
-    rows: Rows
+    rows: TorchRows
     obs: Nested
     """[N, ...] of the rows, for the next action."""
     result: EnvStep

@@ -9,7 +9,7 @@ from groupwise.collectors.torch_step import StepOutput, check_device
 from groupwise.collectors.vector import VectorCollector
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.data.rollout import Nested
-from groupwise.envs.native import Rows, TorchGroupEnv
+from groupwise.envs.native import TorchGroupEnv, TorchRows
 from groupwise.policies.base import Action, Policy
 
 
@@ -26,7 +26,7 @@ class TorchVectorCollector(VectorCollector):
         """What acts and steps all rows in one rollout. Replace it to compile ``step``."""
         return partial(self.step, partial(self.actor(), generator=generator))
 
-    def step(self, act: Callable[[Nested], Action], rows: Rows, obs: Nested) -> StepOutput:
+    def step(self, act: Callable[[Nested], Action], rows: TorchRows, obs: Nested) -> StepOutput:
         """An action of all rows, a step, and new starts where episodes ended. A pure function of tensors."""
         action = act(obs)
         rows, result = self.env.stepped(rows, self.policy.env_action(action.action))

@@ -6,7 +6,7 @@ from annotated_types import Ge
 
 from groupwise.config.base import Cfg
 
-StartTier = Literal["native", "snapshot", "seed", "replay"]
+StartMode = Literal["native", "snapshot", "seed", "fresh"]
 """How siblings share a start, best first: state copied for all rows at once; state captured and restored by an adapter; a seeded reset; a fresh environment, seeded, with the actions so far replayed."""
 
 
@@ -23,9 +23,9 @@ class EnvCfg(Cfg):
     """Episodes are cut (truncated) after so many steps. None: the limit that the environment was registered with."""
     vectorization: Literal["auto", "entry_point", "sync", "async", "envpool", "torch"] = "auto"
     """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in processes of their own; ``envpool``: EnvPool's C++ version of that name (extra ``envpool``); ``torch``: the task as a simulator in torch, in float32, on the device that is trained on (Gymnasium's classic control; HalfCheetah-v5 by MuJoCo Warp, extra ``mujoco-warp``). ``auto`` looks it up in the committed table ``envs/vectorization.json``."""
-    group_start: Literal["auto", "native", "snapshot", "seed", "replay"] = "auto"
+    start_mode: Literal["auto", "native", "snapshot", "seed", "fresh"] = "auto"
     """How siblings of a group share their start. ``auto`` takes the best tier that passes its check; a named one must pass. Only with groups, as the next two."""
-    random_prefix: Annotated[int, Ge(0)] = 0
+    num_random_noops: Annotated[int, Ge(0)] = 0
     """Up to so many random actions (0 to this, drawn from the start's seed) before a group starts, for environments whose resets are all alike. They count towards the step limit, as Gymnasium counts. 0: none."""
     reward_parts: tuple[str, ...] = ()
     """Entries of ``info`` that the reward is made of, such as ``reward_forward``; stored beside the reward for credit that needs them."""

@@ -2,7 +2,7 @@
 
 EnvPool fixes its seeds when a pool is made and gives no access to states. So a group starts in a fresh pool, all of
 whose members have the group's seed; making one costs 0.1 to 2 ms a row, 100 ms for Atari. Members that are over are
-held by stepping the others alone. There is one seed for the start and for everything after it: siblings share
+paused by stepping the others alone. There is one seed for the start and for everything after it: siblings share
 their noise.
 """
 
@@ -151,7 +151,7 @@ class _Pool(NamedTuple):
 
 
 class EnvPoolGroupEnv(GroupEnv):
-    """EnvPool's rows, started where they are told by making a pool for them, and held by leaving them out of the step.
+    """EnvPool's rows, started where they are told by making a pool for them, and paused by leaving them out of the step.
 
     Rows that start together live in one pool, so it is fastest where whole groups do. ``noise_seed`` has no effect.
 
@@ -163,7 +163,7 @@ class EnvPoolGroupEnv(GroupEnv):
         EnvError: the rows do not divide into blocks.
     """
 
-    start_tier = "seed"
+    start_mode = "seed"
 
     def __init__(
         self, source: EnvPoolSource, num_envs: int, *, block_size: int = 1, device: torch.device | str = "cpu"
@@ -179,7 +179,7 @@ class EnvPoolGroupEnv(GroupEnv):
         self._source = source
         self._pools: list[_Pool] = []
         self._obs = allocate(self.obs_spec, num_envs, device=device)
-        self._held: Mask = np.ones(num_envs, dtype=np.bool_)
+        self._paused: Mask = np.ones(num_envs, dtype=np.bool_)
         self._has_told = False
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
@@ -192,7 +192,7 @@ class EnvPoolGroupEnv(GroupEnv):
             chosen = slice(None) if mask is None else mask[pool.rows]
             if len(pool.members[chosen]):
                 self._show(obs, pool.rows[chosen], pool.env.reset(pool.members[chosen])[0])
-        self._held = np.zeros_like(self._held) if mask is None else self._held & ~mask
+        self._paused = np.zeros_like(self._paused) if mask is None else self._paused & ~mask
         self._obs = obs
         return obs
 
@@ -206,32 +206,32 @@ class EnvPoolGroupEnv(GroupEnv):
         num_threads = max(1, num_cpus() * len(rows) // self.num_envs)
         env, first = self._source.make(start_seed[rows].tolist(), num_threads)
         self._pools.append(_Pool(env, rows, np.arange(len(rows), dtype=np.int32)))
-        self._held = self._held & ~mask
+        self._paused = self._paused & ~mask
         self._obs = self._obs.clone()
         self._show(self._obs, rows, first)
         return self._obs
 
-    def hold(self, mask: Mask) -> None:
-        """Hold the rows of ``mask`` until they are started again."""
-        self._held = self._held | mask
+    def pause(self, mask: Mask) -> None:
+        """Pause the rows of ``mask`` until they are started again."""
+        self._paused = self._paused | mask
 
     def step(self, action: Tensor) -> EnvStep:
-        """One step of every row that is not held with environment actions [N, ...]."""
+        """One step of every row that is not paused with environment actions [N, ...]."""
         if not self._pools:
             raise _not_started(self.env_id)
         actions, waiting = action.cpu().numpy(), []
         for pool in self._pools:  # all of them work at once
-            live = ~self._held[pool.rows]
+            live = ~self._paused[pool.rows]
             if live.any():
                 pool.env.send(actions[pool.rows[live]], pool.members[live])
                 waiting.append((pool.env, pool.rows[live]))
         reward = np.zeros(self.num_envs, dtype=np.float32)
-        terminated, truncated = np.zeros_like(self._held), np.zeros_like(self._held)
+        terminated, truncated = np.zeros_like(self._paused), np.zeros_like(self._paused)
         self._obs = self._obs.clone()
         for env, rows in waiting:
             obs, reward[rows], terminated[rows], truncated[rows], _ = env.recv()
             self._show(self._obs, rows, obs)
-        self._held = self._held | terminated | truncated
+        self._paused = self._paused | terminated | truncated
         return EnvStep(self._obs, *_outcome(reward, terminated, truncated))
 
     def close(self) -> None:

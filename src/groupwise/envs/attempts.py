@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import gymnasium
 
-from groupwise.config.env import StartTier
+from groupwise.config.env import StartMode
 from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, field_copy, reseed_noise
 from groupwise.errors import EnvError
 from groupwise.seeding import derive_seed
@@ -21,14 +21,14 @@ _STARTS_KEPT = 64
 class StartMethod(NamedTuple):
     """How attempts share a start."""
 
-    tier: StartTier
-    """``snapshot``, ``seed`` or ``replay``."""
+    mode: StartMode
+    """``snapshot``, ``seed`` or ``fresh``."""
     states: StateSource | None = None
     """Of ``snapshot``: what captures states."""
 
     def __str__(self) -> str:
         """Tier and source of states, for messages."""
-        return f"{self.tier} (states by {self.states})" if self.states else self.tier
+        return f"{self.mode} (states by {self.states})" if self.states else self.mode
 
 
 class Captured(NamedTuple):
@@ -60,29 +60,29 @@ class StartCache:
         self._starts.clear()
 
 
-class Attempt:
+class EnvRow:
     """One environment with all its wrappers, and how it got where it is.
 
     Args:
         make: a fresh environment at each call.
-        random_prefix: up to so many random actions follow the reset; how many and which follows from the start seed.
+        num_random_noops: up to so many random actions follow the reset; how many and which follows from the start seed.
         starts: for ``snapshot``, where rows of one process find the starts of their siblings.
     """
 
-    def __init__(self, make: EnvMaker, method: StartMethod, *, random_prefix: int, starts: StartCache) -> None:
+    def __init__(self, make: EnvMaker, method: StartMethod, *, num_random_noops: int, starts: StartCache) -> None:
         self.env = make()
         self.extra_steps = 0
         """Environment steps taken outside ``step``."""
         self._make = make
         self._method = method
-        self._random_prefix = random_prefix
+        self._num_random_noops = num_random_noops
         self._starts = starts
         self._adapter = _adapter(self.env, method)
         self._was_reset = False
 
     def start(self, start_seed: int, noise_seed: int) -> Any:
         """The first observation of an attempt from this seed's start, with noise of its own afterwards."""
-        obs = self._shared_start(start_seed) if self._method.tier == "snapshot" else self._begin(start_seed)
+        obs = self._shared_start(start_seed) if self._method.mode == "snapshot" else self._begin(start_seed)
         reseed_noise(self.env, noise_seed)
         return obs
 
@@ -132,18 +132,18 @@ class Attempt:
         return obs, None
 
     def _reset(self, seed: int) -> Any:
-        if self._method.tier == "replay" and self._was_reset:
+        if self._method.mode == "fresh" and self._was_reset:
             self.env.close()
             self.env = self._make()
         self._was_reset = True
         return self.env.reset(seed=seed)[0]
 
     def _prefix(self, seed: int) -> list[Any]:
-        if self._random_prefix == 0:
+        if self._num_random_noops == 0:
             return []
         space = copy.deepcopy(self.env.action_space)
         space.seed(derive_seed(seed, "prefix"))
-        length = derive_seed(seed, "prefix length") % (self._random_prefix + 1)
+        length = derive_seed(seed, "prefix length") % (self._num_random_noops + 1)
         return [space.sample() for _ in range(length)]
 
     def _state_adapter(self) -> SnapshotAdapter:
@@ -158,6 +158,6 @@ def _adapter(env: gymnasium.Env, method: StartMethod) -> SnapshotAdapter | None:
     if adapter is None:
         raise EnvError(
             f"no adapter captures the states of {type(env.unwrapped).__name__}; fix: give it clone_state() and "
-            "restore_state(state), or group_start='seed'"
+            "restore_state(state), or start_mode='seed'"
         )
     return adapter

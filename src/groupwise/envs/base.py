@@ -1,7 +1,7 @@
 """Vectorised environments in tensors, as collectors see them.
 
 Nothing here imports a simulator. ``VectorEnv`` is enough for PPO; ``GroupEnv`` adds what comparing siblings needs:
-rows that start where they are told, alone, and are held once they have finished.
+rows that start where they are told, alone, and are paused once they have finished.
 """
 
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from groupwise.config.env import StartTier
+from groupwise.config.env import StartMode
 from groupwise.data.rollout import Nested, Spec
 
 Mask = npt.NDArray[np.bool_]
@@ -31,7 +31,7 @@ class EnvStep(NamedTuple):
     final_obs: Nested | None = None
     """[N, ...] only under ``same_step`` and only where an episode ended: the observation before the reset, other rows are padding. None when no episode ended."""
     failed: Tensor | None = None
-    """[N] bool: rows whose environment raised an error, and was replaced and held. None when none did, or errors are raised."""
+    """[N] bool: rows whose environment raised an error, and was replaced and paused. None when none did, or errors are raised."""
     reward_parts: Tensor | None = None
     """[N, R] float32: the parts that the reward is made of, where they were asked for."""
 
@@ -73,15 +73,15 @@ class GroupStartReport(NamedTuple):
     """What was found out about siblings that share a start, by trying."""
 
     env_id: str
-    tier: StartTier
-    """How siblings share a start, see ``GroupEnv.start_tier``."""
+    start_mode: StartMode
+    """How siblings share a start, see ``GroupEnv.start_mode``."""
     start_varies: bool
     """Whether another start seed gives another start."""
     noise_varies: bool
     """Whether siblings with their own noise seeds drifted apart under equal actions."""
     states: str | None = None
     """What captures states: the name of an adapter, or ``fields``; None where nothing does."""
-    passed_over: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
     """Why better tiers were not taken."""
 
 
@@ -94,12 +94,12 @@ def wants_own_noise(start_seed: Seeds, noise_seed: Seeds) -> bool:
 class GroupEnv(VectorEnv):
     """N environments whose rows start independently, where they are told.
 
-    A finished row that was not started again is held: ``step`` takes no environment step there, and returns its
+    A finished row that was not started again is paused: ``step`` takes no environment step there, and returns its
     last observation with reward 0 and not done. Rows must be started (or all reset) before the first ``step``.
     """
 
     autoreset = "disabled"
-    start_tier: StartTier
+    start_mode: StartMode
     """How siblings share a start."""
     block_size: int = 1
     """Rows come in blocks of so many neighbours, which can only start together; 1: each row on its own."""
@@ -118,5 +118,5 @@ class GroupEnv(VectorEnv):
         """
 
     @abstractmethod
-    def hold(self, mask: Mask) -> None:
-        """Hold the rows of ``mask`` until they are started again: their attempts were cut from outside."""
+    def pause(self, mask: Mask) -> None:
+        """Pause the rows of ``mask`` until they are started again: their attempts were cut from outside."""

@@ -21,14 +21,14 @@ def _start_state(seed: int) -> npt.NDArray[np.float64]:
 
 
 class CartPoleGroupEnv(GroupEnv):
-    """Gymnasium's ``CartPoleVectorEnv``, whose rows start one by one and are held once they have finished.
+    """Gymnasium's ``CartPoleVectorEnv``, whose rows start one by one and are paused once they have finished.
 
     Gymnasium's class cannot disable autoreset, take a seed for each row or reset some rows, but its state is public:
     so it is set from outside. Every row behaves bit for bit like the single environment. After the start nothing is
     random, so the noise seed has no effect.
     """
 
-    start_tier = "native"
+    start_mode = "native"
 
     def __init__(self, env: CartPoleVectorEnv, *, env_id: str, device: torch.device | str = "cpu") -> None:
         self.env_id = env_id
@@ -39,14 +39,14 @@ class CartPoleGroupEnv(GroupEnv):
         self.max_episode_steps = env.max_episode_steps
         self.device = torch.device(device)
         self._env: Any = env  # Gymnasium declares its public state as None
-        self._held: Mask = np.zeros(env.num_envs, dtype=np.bool_)
+        self._paused: Mask = np.zeros(env.num_envs, dtype=np.bool_)
         self.reset(seed=0)
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, 4]. All rows draw from one stream, as Gymnasium's class does."""
         if mask is None:
             self._env.reset(seed=seed)
-            self._held[:] = False
+            self._paused[:] = False
         else:
             drawn = self._env.np_random.uniform(self._env.low, self._env.high, size=(4, int(mask.sum())))
             self._begin(mask, drawn)
@@ -58,22 +58,22 @@ class CartPoleGroupEnv(GroupEnv):
             self._begin(mask, np.stack([_start_state(seed) for seed in start_seed[mask].tolist()], axis=1))
         return self._obs()
 
-    def hold(self, mask: Mask) -> None:
-        """Hold the rows of ``mask`` until they are started again."""
-        self._held |= mask
+    def pause(self, mask: Mask) -> None:
+        """Pause the rows of ``mask`` until they are started again."""
+        self._paused |= mask
 
     def step(self, action: Tensor) -> EnvStep:
-        """One step of every row that is not held with actions [N]."""
-        env, before, held = self._env, self._env.state, self._held
+        """One step of every row that is not paused with actions [N]."""
+        env, before, paused = self._env, self._env.state, self._paused
         obs, reward, terminated, truncated, _ = env.step(action.cpu().numpy())
         env.prev_done[:] = False  # or the next step would reset the finished rows
-        if held.any():
-            env.state[:, held] = before[:, held]
-            obs[held] = before.T[held]
-            reward[held] = 0.0
-            terminated[held] = False
-            truncated[held] = False
-        self._held = held | terminated | truncated
+        if paused.any():
+            env.state[:, paused] = before[:, paused]
+            obs[paused] = before.T[paused]
+            reward[paused] = 0.0
+            terminated[paused] = False
+            truncated[paused] = False
+        self._paused = paused | terminated | truncated
         shown = torch.from_numpy(obs).to(self.device)
         return EnvStep(shown, torch.from_numpy(reward), torch.from_numpy(terminated), torch.from_numpy(truncated))
 
@@ -84,7 +84,7 @@ class CartPoleGroupEnv(GroupEnv):
     def _begin(self, mask: Mask, state: npt.NDArray[np.float64]) -> None:
         self._env.state[:, mask] = state
         self._env.steps[mask] = 0
-        self._held[mask] = False
+        self._paused[mask] = False
 
     def _obs(self) -> Tensor:
         return torch.from_numpy(self._env.state.T.astype(np.float32)).to(self.device)

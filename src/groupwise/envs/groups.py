@@ -73,7 +73,7 @@ def examine_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STEPS) -
         compared, noise_varies = compared + found.steps, noise_varies or found.noise_varies
         if compared >= num_steps and number + 1 >= _NUM_EPISODES:
             break
-    return GroupStartReport(env.env_id, env.start_tier, _start_varies(env, seed), noise_varies)
+    return GroupStartReport(env.env_id, env.start_mode, _start_varies(env, seed), noise_varies)
 
 
 class _Episode(NamedTuple):

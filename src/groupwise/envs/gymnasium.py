@@ -98,7 +98,7 @@ class GymnasiumVectorEnv(VectorEnv):
         return self._tensor(final)
 
 
-class SyncRows(SyncVectorEnv):
+class LeanSyncVectorEnv(SyncVectorEnv):
     """Rows in this process that gather of ``info`` what is read: putting the rest into arrays takes a tenth of a step of 8 HalfCheetahs."""
 
     def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:

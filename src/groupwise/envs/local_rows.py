@@ -6,12 +6,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy.typing as npt
 
-from groupwise.envs.attempts import Attempt, EnvMaker, StartCache, StartMethod
+from groupwise.envs.attempts import EnvMaker, EnvRow, StartCache, StartMethod
 from groupwise.envs.board import OUTCOMES, Arrays, ObsWriter, step_arrays
 from groupwise.errors import DataError, EnvError
 
 OnError: TypeAlias = Literal["raise", "report"]
-"""What becomes of an error in an environment's ``step``: it is passed on, or the row is reported as failed and held."""
+"""What becomes of an error in an environment's ``step``: it is passed on, or the row is reported as failed and paused."""
 
 
 class RowCfg(NamedTuple):
@@ -24,12 +24,12 @@ class RowCfg(NamedTuple):
     max_episode_steps: int | None
     """At which the environment truncates; None if it does not."""
     method: StartMethod
-    random_prefix: int = 0
+    num_random_noops: int = 0
     reward_parts: tuple[str, ...] = ()
     on_error: OnError = "raise"
 
 
-class Rows:
+class LocalRows:
     """Attempts that are stepped one after another in this process, and write into arrays what they say.
 
     Args:
@@ -44,7 +44,8 @@ class Rows:
         self._starts = StartCache()
         num_rows = len(arrays["reward"])
         self.attempts = [
-            Attempt(cfg.make, cfg.method, random_prefix=cfg.random_prefix, starts=self._starts) for _ in range(num_rows)
+            EnvRow(cfg.make, cfg.method, num_random_noops=cfg.num_random_noops, starts=self._starts)
+            for _ in range(num_rows)
         ]
         self._writer = ObsWriter(cfg.observation_space, arrays)
         self._outcomes = [arrays[name] for name in OUTCOMES]

@@ -111,7 +111,7 @@ def _make(
         )
     if env is None:
         refuse_module(cfg.id)
-    if cfg.group_start == "native":
+    if cfg.start_mode == "native":
         _refuse_what_arrays_lack(cfg)
     num_envs = num_envs or cfg.num_envs
     if env is not None and self_vectorised.makes_rows(env):
@@ -135,8 +135,8 @@ def _vectorization(cfg: EnvCfg, env: object | None) -> str:
         )
     if cfg.vectorization != "auto":
         return cfg.vectorization
-    offered = cfg.autoreset != "same_step" and cfg.group_start in ("auto", "native")
-    if env is not None or cfg.random_prefix or cfg.reward_parts or not offered:  # no entry point has these
+    offered = cfg.autoreset != "same_step" and cfg.start_mode in ("auto", "native")
+    if env is not None or cfg.num_random_noops or cfg.reward_parts or not offered:  # no entry point has these
         return "sync"
     table: dict[str, str] = json.loads(files("groupwise.envs").joinpath("vectorization.json").read_text())
     return table.get(cfg.id, "sync")
@@ -181,7 +181,7 @@ def _adopt(
 
 def _refuse_what_groups_have(cfg: EnvCfg) -> None:
     """Refuse what would be ignored where rows do not start where they are told."""
-    for name in ("random_prefix", "reward_parts", "group_start"):
+    for name in ("num_random_noops", "reward_parts", "start_mode"):
         value, default = cfg.model_dump()[name], EnvCfg.model_fields[name].default
         if value != default:
             raise EnvError(
@@ -192,25 +192,25 @@ def _refuse_what_groups_have(cfg: EnvCfg) -> None:
 
 def _refuse_what_arrays_lack(cfg: EnvCfg) -> None:
     """Refuse both settings together: each by itself would be told to give way to the other."""
-    for name, value in {"random_prefix": cfg.random_prefix, "reward_parts": cfg.reward_parts}.items():
+    for name, value in {"num_random_noops": cfg.num_random_noops, "reward_parts": cfg.reward_parts}.items():
         if value:
             raise GroupStartError(
-                f"env.group_start is 'native', but env.{name} = {value!r} is only for environments made one by one, whose "
-                f"states are not in arrays; fix: env.group_start='auto', or env.{name}={EnvCfg.model_fields[name].default!r}"
+                f"env.start_mode is 'native', but env.{name} = {value!r} is only for environments made one by one, whose "
+                f"states are not in arrays; fix: env.start_mode='auto', or env.{name}={EnvCfg.model_fields[name].default!r}"
             )
 
 
 def _check_settings(env: VectorEnv, cfg: EnvCfg) -> None:
     """Refuse what only environments made one by one can do."""
-    for name, value in {"random_prefix": cfg.random_prefix, "reward_parts": cfg.reward_parts}.items():
+    for name, value in {"num_random_noops": cfg.num_random_noops, "reward_parts": cfg.reward_parts}.items():
         if value:
             raise EnvError(
                 f"{env.env_id} vectorises itself, so {name} = {value!r} cannot be had; fix: vectorization='sync'"
             )
-    if isinstance(env, GroupEnv) and cfg.group_start not in ("auto", env.start_tier):
+    if isinstance(env, GroupEnv) and cfg.start_mode not in ("auto", env.start_mode):
         raise GroupStartError(
-            f"group_start is {cfg.group_start!r}, but {env.env_id} vectorises itself and starts groups by "
-            f"{env.start_tier!r}; fix: group_start='auto', or vectorization='sync'"
+            f"start_mode is {cfg.start_mode!r}, but {env.env_id} vectorises itself and starts groups by "
+            f"{env.start_mode!r}; fix: start_mode='auto', or vectorization='sync'"
         )
 
 

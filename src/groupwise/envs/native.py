@@ -20,7 +20,7 @@ State: TypeAlias = Tensor | Mapping[str, Tensor]
 """A batch of states: one tensor [N, ...], or named ones."""
 
 
-class Rows(NamedTuple):
+class TorchRows(NamedTuple):
     """Where the rows of a ``TorchGroupEnv`` stand, and all that their next step depends on; tensors [N, ...]."""
 
     state: dict[str, Tensor]
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     elapsed: Int[Tensor, " row"]
     """Steps since the start of the attempt."""
     noise_seed: Int[Tensor, " row"]
-    held: Bool[Tensor, " row"]
+    paused: Bool[Tensor, " row"]
     reset_seed: Int[Tensor, " row"]
     num_resets: Int[Tensor, " row"]
 
@@ -45,7 +45,7 @@ class TorchGroupEnv(GroupEnv):
     Tensors of the environment that they read may be written into; Python's numbers may not change, for what is compiled or
     recorded keeps those it was made with.
 
-    ``stepped``, ``started``, ``renewed`` and ``copied`` are functions of ``Rows`` for the collectors of torch
+    ``stepped``, ``started``, ``renewed`` and ``copied`` are functions of ``TorchRows`` for the collectors of torch
     environments: they leave the environment itself where it is.
 
     Args:
@@ -54,7 +54,7 @@ class TorchGroupEnv(GroupEnv):
         device: where states live.
     """
 
-    start_tier = "native"
+    start_mode = "native"
     traceable: bool = True
     """Whether all that happens in a step is operations of torch, which a compiler can see."""
 
@@ -77,8 +77,8 @@ class TorchGroupEnv(GroupEnv):
         self.device = torch.device(device)
         self._is_single = False  # whether the user's state is one tensor, which is kept as {"": tensor}
         zeros = torch.zeros(num_envs, dtype=torch.int64, device=device)
-        held = torch.ones(num_envs, dtype=torch.bool, device=device)
-        self._rows = Rows({}, zeros, zeros, held, mix(torch.arange(num_envs, device=device)), zeros)
+        paused = torch.ones(num_envs, dtype=torch.bool, device=device)
+        self._rows = TorchRows({}, zeros, zeros, paused, mix(torch.arange(num_envs, device=device)), zeros)
 
     @abstractmethod
     def initial(self, random: RowRandom) -> State:
@@ -99,7 +99,7 @@ class TorchGroupEnv(GroupEnv):
         """First observations [N, ...]; see ``VectorEnv.reset``."""
         if seed is not None:
             self._rows = self.seeded(self._rows, seed)
-        chosen = torch.ones_like(self._rows.held) if mask is None else self._to_device(mask)
+        chosen = torch.ones_like(self._rows.paused) if mask is None else self._to_device(mask)
         self._rows = self.renewed(self._rows, chosen)
         return self.observed(self._rows)
 
@@ -110,28 +110,28 @@ class TorchGroupEnv(GroupEnv):
         self._rows = self.started(self._rows, self._to_device(mask), *seeds)
         return self.observed(self._rows)
 
-    def hold(self, mask: Mask) -> None:
-        """Hold the rows of ``mask`` until they are started again."""
-        self._rows = self._rows._replace(held=self._rows.held | self._to_device(mask))
+    def pause(self, mask: Mask) -> None:
+        """Pause the rows of ``mask`` until they are started again."""
+        self._rows = self._rows._replace(paused=self._rows.paused | self._to_device(mask))
 
     @torch.no_grad()
     def step(self, action: Tensor) -> EnvStep:
-        """One step of every row that is not held with actions [N, ...]."""
+        """One step of every row that is not paused with actions [N, ...]."""
         self._rows, step = self.stepped(self._rows, action)
         return step
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> TorchRows:
         """Where the rows stand."""
         return self._rows
 
     @rows.setter
-    def rows(self, rows: Rows) -> None:
+    def rows(self, rows: TorchRows) -> None:
         self._rows = rows
 
     @torch.no_grad()
-    def stepped(self, rows: Rows, action: Tensor) -> tuple[Rows, EnvStep]:
-        """The rows after one step of every row that is not held with actions [N, ...], and what it returned."""
+    def stepped(self, rows: TorchRows, action: Tensor) -> tuple[TorchRows, EnvStep]:
+        """The rows after one step of every row that is not paused with actions [N, ...], and what it returned."""
         before = self._begun(rows)
         versions = _versions(before)
         random = RowRandom(rows.noise_seed, rows.elapsed + 1)  # step 0 of the stream is for starts
@@ -139,12 +139,12 @@ class TorchGroupEnv(GroupEnv):
         after = self._named(state)
         self._check_state(after, before, versions)
         self._check_outcome(reward, terminated)
-        live = ~rows.held
+        live = ~rows.paused
         elapsed = rows.elapsed + live
         terminated = terminated & live
         truncated = self._cut(elapsed) & live
         rows = rows._replace(
-            state=_select(live, after, before), elapsed=elapsed, held=rows.held | terminated | truncated
+            state=_select(live, after, before), elapsed=elapsed, paused=rows.paused | terminated | truncated
         )
         reward = torch.where(live, reward.to(torch.float32), 0.0)
         return rows, EnvStep(self.observed(rows), reward, terminated, truncated)
@@ -152,23 +152,23 @@ class TorchGroupEnv(GroupEnv):
     @torch.no_grad()
     def started(
         self,
-        rows: Rows,
+        rows: TorchRows,
         chosen: Bool[Tensor, " row"],
         start_seed: Int[Tensor, " row"],
         noise_seed: Int[Tensor, " row"],
-    ) -> Rows:
+    ) -> TorchRows:
         """The rows after starting the chosen ones; see ``start``."""
         fresh = self._named(self.initial(self._random(start_seed)))
         state = _select(chosen, fresh, rows.state) if rows.state else fresh
         return self._begin(rows._replace(state=state), chosen, torch.zeros_like(rows.elapsed), noise_seed)
 
     @torch.no_grad()
-    def renewed(self, rows: Rows, chosen: Bool[Tensor, " row"]) -> Rows:
+    def renewed(self, rows: TorchRows, chosen: Bool[Tensor, " row"]) -> TorchRows:
         """The rows after resetting the chosen ones, each by its own stream."""
         seeds = hash_pair(rows.reset_seed, rows.num_resets)
         return self.started(rows._replace(num_resets=rows.num_resets + chosen), chosen, seeds, seeds)
 
-    def seeded(self, rows: Rows, seed: int) -> Rows:
+    def seeded(self, rows: TorchRows, seed: int) -> TorchRows:
         """The rows with new streams of resets; nothing else changes."""
         number = torch.arange(self.num_envs, device=self.device)
         streams = mix(derive_seed(seed, "reset") + (number << 32))
@@ -177,17 +177,17 @@ class TorchGroupEnv(GroupEnv):
     @torch.no_grad()
     def copied(
         self,
-        rows: Rows,
+        rows: TorchRows,
         chosen: Bool[Tensor, " row"],
         source: Int[Tensor, " row"],
         noise_seed: Int[Tensor, " row"],
-    ) -> Rows:
+    ) -> TorchRows:
         """The rows after putting the chosen ones where the ``source`` rows stand; the step limit counts on from there."""
         theirs = {name: leaf[source] for name, leaf in self._begun(rows).items()}
         moved = rows._replace(state=_select(chosen, theirs, rows.state))
         return self._begin(moved, chosen, rows.elapsed[source], noise_seed)
 
-    def observed(self, rows: Rows) -> Nested:
+    def observed(self, rows: TorchRows) -> Nested:
         """Observations [N, ...] of rows."""
         return self.observe(self._user(rows.state))
 
@@ -195,11 +195,11 @@ class TorchGroupEnv(GroupEnv):
         """Nothing to free."""
 
     @staticmethod
-    def _begin(rows: Rows, chosen: Bool[Tensor, " row"], elapsed: Tensor, noise_seed: Tensor) -> Rows:
+    def _begin(rows: TorchRows, chosen: Bool[Tensor, " row"], elapsed: Tensor, noise_seed: Tensor) -> TorchRows:
         return rows._replace(
             elapsed=torch.where(chosen, elapsed, rows.elapsed),
             noise_seed=torch.where(chosen, noise_seed, rows.noise_seed),
-            held=rows.held & ~chosen,
+            paused=rows.paused & ~chosen,
         )
 
     def _random(self, start_seed: Tensor) -> RowRandom:
@@ -213,7 +213,7 @@ class TorchGroupEnv(GroupEnv):
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _begun(self, rows: Rows) -> dict[str, Tensor]:
+    def _begun(self, rows: TorchRows) -> dict[str, Tensor]:
         if not rows.state:
             raise EnvError(f"{self.env_id} was stepped before anything started; fix: call start or reset first")
         return rows.state

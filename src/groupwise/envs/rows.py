@@ -10,7 +10,7 @@ from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
 from groupwise.envs.board import OUTCOMES, allocate_arrays, layout_of, obs_tensor
-from groupwise.envs.local_rows import RowCfg, Rows
+from groupwise.envs.local_rows import LocalRows, RowCfg
 from groupwise.envs.workers import WorkerRows
 from groupwise.seeding import derive_seed
 
@@ -37,7 +37,7 @@ class RowsGroupEnv(GroupEnv):
         self.action_space = cfg.action_space
         self.obs_spec = obs_spec(cfg.observation_space)
         self.max_episode_steps = cfg.max_episode_steps
-        self.start_tier = cfg.method.tier
+        self.start_mode = cfg.method.mode
         self.device = torch.device(device)
         self._cfg = cfg
         self._live: Mask = np.zeros(num_envs, dtype=np.bool_)
@@ -45,13 +45,13 @@ class RowsGroupEnv(GroupEnv):
         self._reset_seed = 0
         self._num_resets = [0] * num_envs
         layout = layout_of(cfg.observation_space, len(cfg.reward_parts))
-        self._rows: Rows | WorkerRows
+        self._rows: LocalRows | WorkerRows
         if num_workers:
             self._rows = WorkerRows(cfg, layout, num_envs, num_workers)
             arrays = self._rows.arrays
         else:
             arrays = allocate_arrays(layout, num_envs)
-            self._rows = Rows(cfg, arrays)
+            self._rows = LocalRows(cfg, arrays)
         self._obs = obs_tensor(cfg.observation_space, arrays)
         self._reward, self._terminated, self._truncated, self._failed = (
             torch.from_numpy(arrays[name]) for name in OUTCOMES
@@ -75,13 +75,13 @@ class RowsGroupEnv(GroupEnv):
         self._rows.start(np.flatnonzero(mask).tolist(), start_seed[mask].tolist(), noise_seed[mask].tolist())
         return self._begun(mask)
 
-    def hold(self, mask: Mask) -> None:
-        """Hold the rows of ``mask`` until they are started again."""
+    def pause(self, mask: Mask) -> None:
+        """Pause the rows of ``mask`` until they are started again."""
         self._live &= ~mask
         self._live_rows = np.flatnonzero(self._live).tolist()
 
     def step(self, action: Tensor) -> EnvStep:
-        """One step of every row that is not held with environment actions [N, ...]."""
+        """One step of every row that is not paused with environment actions [N, ...]."""
         actions = action.cpu().numpy()
         if len(self._live_rows) < self.num_envs:
             actions = actions[self._live_rows]
@@ -104,8 +104,8 @@ class RowsGroupEnv(GroupEnv):
         self._rows.close()
 
     def _settle(self) -> Tensor | None:
-        """Hold the rows that just ended; which of them failed."""
-        self.hold((self._terminated | self._truncated | self._failed).numpy())
+        """Pause the rows that just ended; which of them failed."""
+        self.pause((self._terminated | self._truncated | self._failed).numpy())
         for failure in self._rows.take_failures():
             log.error(failure)
         return self._failed.clone() if self._failed.any() else None

@@ -19,7 +19,7 @@ from groupwise.cpus import num_cpus
 from groupwise.envs.attempts import EnvMaker, StartMethod
 from groupwise.envs.base import VectorEnv
 from groupwise.envs.groups import verify_rows
-from groupwise.envs.gymnasium import GymnasiumVectorEnv, SyncRows
+from groupwise.envs.gymnasium import GymnasiumVectorEnv, LeanSyncVectorEnv
 from groupwise.envs.local_rows import OnError, RowCfg
 from groupwise.envs.names import unknown_environment
 from groupwise.envs.rows import RowsGroupEnv
@@ -27,7 +27,10 @@ from groupwise.envs.starts import choose_start
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError, installing
 
 _NATIVE_ENTRY_POINT = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
-_VECTORIZERS: dict[str, type[SyncVectorEnv] | type[AsyncVectorEnv]] = {"sync": SyncRows, "async": AsyncVectorEnv}
+_VECTORIZERS: dict[str, type[SyncVectorEnv] | type[AsyncVectorEnv]] = {
+    "sync": LeanSyncVectorEnv,
+    "async": AsyncVectorEnv,
+}
 
 
 def group_env(
@@ -42,24 +45,24 @@ def group_env(
 ) -> RowsGroupEnv:
     """Rows that start where they are told, in the best way that works.
 
-    Where nobody verifies: in seeded resets, or in fresh environments if ``cfg.group_start`` is ``replay``.
+    Where nobody verifies: in seeded resets, or in fresh environments if ``cfg.start_mode`` is ``fresh``.
 
     Raises:
         GroupStartError: siblings could not share a start.
     """
-    if cfg.group_start == "native":
+    if cfg.start_mode == "native":
         raise GroupStartError(
-            f"env.group_start is 'native', but {cfg.id} is made of single environments, whose states are not in arrays; "
-            f"fix: env.group_start='auto'{_native_way(cfg, env)}"
+            f"env.start_mode is 'native', but {cfg.id} is made of single environments, whose states are not in arrays; "
+            f"fix: env.start_mode='auto'{_native_way(cfg, env)}"
         )
     in_one_process = vectorization == "sync"
     rows = _describe(cfg, _maker(cfg, env, knows_ids=in_one_process), on_error)
     report = None
     if verify:
-        method, report = choose_start(rows, cfg.group_start)
+        method, report = choose_start(rows, cfg.start_mode)
         rows = rows._replace(method=method)
-    elif cfg.group_start == "replay":
-        rows = rows._replace(method=StartMethod("replay"))
+    elif cfg.start_mode == "fresh":
+        rows = rows._replace(method=StartMethod("fresh"))
     made = RowsGroupEnv(rows, num_envs, num_workers=0 if in_one_process else num_cpus(), device=device)
     made.start_report = report
     if verify and not in_one_process:
@@ -129,7 +132,7 @@ def _describe(cfg: EnvCfg, make: EnvMaker, on_error: OnError) -> RowCfg:
         action_space=probe.action_space,
         max_episode_steps=limit,
         method=StartMethod("seed"),
-        random_prefix=cfg.random_prefix,
+        num_random_noops=cfg.num_random_noops,
         reward_parts=cfg.reward_parts,
         on_error=on_error,
     )

@@ -23,7 +23,7 @@ class StartChoice(NamedTuple):
     report: GroupStartReport
 
 
-def choose_start(cfg: RowCfg, wanted: Literal["auto", "native", "snapshot", "seed", "replay"]) -> StartChoice:
+def choose_start(cfg: RowCfg, wanted: Literal["auto", "native", "snapshot", "seed", "fresh"]) -> StartChoice:
     """How siblings in rows of this kind share their start: by the first method that passes every check.
 
     Tried with two rows of this process, in this order: states captured by an adapter, seeded resets, states captured
@@ -43,7 +43,7 @@ def choose_start(cfg: RowCfg, wanted: Literal["auto", "native", "snapshot", "see
         found = examine_method(cfg._replace(method=method))
         if not isinstance(found, Fault):
             name = adapter if method.states == "adapter" else method.states
-            report = found._replace(states=name, passed_over=tuple(_reasons(faults)))
+            report = found._replace(states=name, rejected=tuple(_reasons(faults)))
             _warn(cfg, method, report)
             return StartChoice(method, report)
         faults[method] = found
@@ -53,7 +53,7 @@ def choose_start(cfg: RowCfg, wanted: Literal["auto", "native", "snapshot", "see
 def examine_method(cfg: RowCfg) -> GroupStartReport | Fault:
     """What two rows show that start by ``cfg.method``, or where they differ."""
     env = RowsGroupEnv(cfg, 2)
-    captures = cfg.method.tier == "snapshot"
+    captures = cfg.method.mode == "snapshot"
     try:
         report = examine_start(env)
         if captures and isinstance(report, GroupStartReport) and not start_repeats(env, env.forget_starts):
@@ -76,8 +76,8 @@ def _methods(wanted: str, *, known: bool) -> Iterator[StartMethod]:
         yield StartMethod("seed")
     if wanted in ("auto", "snapshot"):
         yield StartMethod("snapshot", "fields")
-    if wanted in ("auto", "replay"):
-        yield StartMethod("replay")
+    if wanted in ("auto", "fresh"):
+        yield StartMethod("fresh")
 
 
 def _adapter_name(cfg: RowCfg) -> str | None:
@@ -89,16 +89,16 @@ def _adapter_name(cfg: RowCfg) -> str | None:
 
 def _warn(cfg: RowCfg, method: StartMethod, report: GroupStartReport) -> None:
     """Say what is surprising about the choice."""
-    if report.passed_over:
+    if report.rejected:
         warnings.warn(
             f"siblings of {cfg.env_id} share their start by {method}, since better ways failed: "
-            f"{'; '.join(report.passed_over)}; fix: {FIX}",
+            f"{'; '.join(report.rejected)}; fix: {FIX}",
             GroupStartWarning,
             stacklevel=4,
         )
-    if not report.start_varies and cfg.random_prefix == 0:
+    if not report.start_varies and cfg.num_random_noops == 0:
         log.warning(
-            "%s starts in the same state whatever the seed, so all groups start alike; fix: env.random_prefix, if that "
+            "%s starts in the same state whatever the seed, so all groups start alike; fix: env.num_random_noops, if that "
             "is not wanted",
             cfg.env_id,
         )
@@ -109,8 +109,8 @@ def _refusal(env_id: str, wanted: str, faults: dict[StartMethod, Fault]) -> Grou
     if wanted == "auto":
         return GroupStartError(f"siblings of {env_id} cannot share a start: {'; '.join(reasons)}; fix: {FIX}")
     return GroupStartError(
-        f"siblings of {env_id} cannot share a start by group_start={wanted!r}: {'; '.join(reasons)}; fix: {FIX}; or "
-        "group_start='auto', which tries every way"
+        f"siblings of {env_id} cannot share a start by start_mode={wanted!r}: {'; '.join(reasons)}; fix: {FIX}; or "
+        "start_mode='auto', which tries every way"
     )
 
 

@@ -62,7 +62,7 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
         GroupStartError: the environment offers less.
     """
 
-    start_tier = "snapshot"
+    start_mode = "snapshot"
 
     def __init__(
         self,
@@ -80,12 +80,12 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
             )
         if self.autoreset != "disabled":
             raise GroupStartError(
-                f"{env_id} resets its rows itself ({self.autoreset}), so none could be held; fix: leave finished rows "
+                f"{env_id} resets its rows itself ({self.autoreset}), so none could be paused; fix: leave finished rows "
                 "alone and set metadata['autoreset_mode'] = AutoresetMode.DISABLED"
             )
         self._states: HasStates = env
         self._noise = env if isinstance(env, HasNoise) else None
-        self._held: Mask = np.ones(self.num_envs, dtype=np.bool_)
+        self._paused: Mask = np.ones(self.num_envs, dtype=np.bool_)
         self._obs: Nested | None = None
         self._starts: dict[int, _Captured] = {}
         self._has_told = False
@@ -93,9 +93,9 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, ...]; see ``VectorEnv.reset``."""
         fresh = super().reset(seed=seed, mask=mask).clone()
-        chosen = np.ones_like(self._held) if mask is None else mask
+        chosen = np.ones_like(self._paused) if mask is None else mask
         self._obs = fresh if self._obs is None else _put(self._obs, chosen, fresh)
-        self._held = self._held & ~chosen
+        self._paused = self._paused & ~chosen
         return self._obs
 
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
@@ -105,24 +105,24 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
         starts = self._start_states(sorted(set(seeds.values())))
         return self._place({row: starts[seed] for row, seed in seeds.items()}, noise_seed)
 
-    def hold(self, mask: Mask) -> None:
-        """Hold the rows of ``mask`` until they are started again."""
-        self._held = self._held | mask
+    def pause(self, mask: Mask) -> None:
+        """Pause the rows of ``mask`` until they are started again."""
+        self._paused = self._paused | mask
 
     def step(self, action: Tensor) -> EnvStep:
-        """One step of the environment; rows that are held show what they showed before."""
-        before, live = self._shown(), torch.from_numpy(~self._held)
+        """One step of the environment; rows that are paused show what they showed before."""
+        before, live = self._shown(), torch.from_numpy(~self._paused)
         stepped = super().step(action)
-        self._obs = _put(before, ~self._held, stepped.obs)
+        self._obs = _put(before, ~self._paused, stepped.obs)
         terminated, truncated = stepped.terminated & live, stepped.truncated & live
-        self._held = self._held | (terminated | truncated).numpy()
+        self._paused = self._paused | (terminated | truncated).numpy()
         return EnvStep(self._obs, torch.where(live, stepped.reward, 0.0), terminated, truncated)
 
     def _start_states(self, seeds: list[int]) -> dict[int, _Captured]:
         """The states in which attempts with these seeds begin; the rows are afterwards where they were."""
         new = [seed for seed in seeds if seed not in self._starts]
         if new:
-            running = np.flatnonzero(~self._held).tolist()
+            running = np.flatnonzero(~self._paused).tolist()
             kept = self._states.clone_state(running) if running else []
             for seed in new:
                 self._starts[seed] = self._start_state(seed)
@@ -160,7 +160,7 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
         self._obs = obs.clone()
         for row, item in captured.items():
             self._obs[row] = item.obs
-        self._held[rows] = False
+        self._paused[rows] = False
         return self._obs
 
     def _tell_of_noise(self, start_seed: Seeds, noise_seed: Seeds) -> None:

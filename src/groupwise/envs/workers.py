@@ -19,7 +19,7 @@ import torch
 from gymnasium.envs.registration import EnvSpec
 
 from groupwise.envs.board import Layout, SharedArrays, step_arrays
-from groupwise.envs.local_rows import RowCfg, Rows
+from groupwise.envs.local_rows import LocalRows, RowCfg
 from groupwise.errors import EnvError
 
 _SECONDS_TO_CLOSE = 5.0
@@ -44,7 +44,7 @@ class _Worker(NamedTuple):
 
 
 class WorkerRows:
-    """``Rows`` of several processes. Each step is one message to every process that has something to do.
+    """``LocalRows`` of several processes. Each step is one message to every process that has something to do.
 
     Processes begin afresh (forkserver) instead of as copies of this one, which may hold threads and a GPU.
 
@@ -184,7 +184,7 @@ def _work(connection: Connection, payload: bytes, shared: SharedArrays, rows: sl
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent was interrupted, too, and says when to end
     torch.set_num_threads(1)
     try:
-        local = Rows(cloudpickle.loads(payload), shared.arrays(rows), rows.start)
+        local = LocalRows(cloudpickle.loads(payload), shared.arrays(rows), rows.start)
     except Exception:
         connection.send(_Reply(None, error=traceback.format_exc()))
         return
@@ -195,7 +195,7 @@ def _work(connection: Connection, payload: bytes, shared: SharedArrays, rows: sl
     local.close()
 
 
-def _answer(rows: Rows, command: str, args: tuple[Any, ...]) -> _Reply:
+def _answer(rows: LocalRows, command: str, args: tuple[Any, ...]) -> _Reply:
     commands: dict[str, Callable[..., Any]] = {
         "step": rows.step,
         "start": rows.start,

@@ -73,13 +73,13 @@ class EnvParts(Parts):
     def notes(self) -> list[str]:
         """How siblings share their start, and how many steps the first iteration takes."""
         report = self.start_report()
-        shared = [f"siblings share their start, by {report.tier}: verified"] if report else []
+        shared = [f"Group starts: shared ({report.start_mode}), verified."] if report else []
         return [*shared, *_note_on_length(self.cfg)]
 
     def facts(self) -> dict[str, Any]:
         """How siblings share their start."""
         report = self.start_report()
-        return {"group_start": f"by {report.tier}, verified"} if report else {}
+        return {"start_mode": f"{report.start_mode}, verified"} if report else {}
 
     def illustrate(self, folder: RunFolder, seed: int) -> None:
         """Film an episode, where the environment renders."""

@@ -33,7 +33,7 @@ class EnvEvaluator(Evaluator):
         self.episodes = episodes
         self.deterministic = deterministic
         self.seed = seed
-        self._group_start: Literal["auto", "replay"] = "auto"
+        self._start_mode: Literal["auto", "fresh"] = "auto"
         self._env: GroupEnv | None = None
 
     def start_as(self, report: GroupStartReport | None) -> None:
@@ -41,8 +41,8 @@ class EnvEvaluator(Evaluator):
 
         Else a resumed run, whose environments are fresh, would come to other scores than an uninterrupted one.
         """
-        if report is not None and report.tier == "replay":
-            self._group_start = "replay"
+        if report is not None and report.start_mode == "fresh":
+            self._start_mode = "fresh"
 
     def __call__(self) -> EvaluationResult:
         """Play the episodes."""
@@ -80,7 +80,7 @@ class EnvEvaluator(Evaluator):
         cfg, source = separate
         processes = cfg.num_envs if cfg.vectorization == "async" else MAX_EVALUATION_ENVS
         num_envs = min(self.episodes, processes)
-        cfg = cfg.model_copy(update={"group_start": self._group_start})
+        cfg = cfg.model_copy(update={"start_mode": self._start_mode})
         return make_env(cfg, grouped=True, num_envs=num_envs, env=source, verify=False, device=self.policy.device)
 
 
@@ -95,7 +95,7 @@ def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None
         return None
 
     vectorization = "auto" if cfg.vectorization == "entry_point" else cfg.vectorization
-    plain = {"autoreset": "disabled", "group_start": "auto", "random_prefix": 0, "reward_parts": ()}
+    plain = {"autoreset": "disabled", "start_mode": "auto", "num_random_noops": 0, "reward_parts": ()}
     cfg = cfg.model_copy(update={**plain, "vectorization": vectorization})
     if not isinstance(env, gymnasium.vector.VectorEnv):
         return cfg, env

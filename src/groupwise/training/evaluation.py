@@ -134,7 +134,7 @@ def _play_round(
     )
     idle = np.arange(env.num_envs) >= count
     if idle.any():
-        env.hold(idle)
+        env.pause(idle)
     returns, lengths = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
     running = torch.ones(count, dtype=torch.bool)
     act = policy.act
@@ -153,7 +153,7 @@ def _play_round(
 
 
 def _place(action: Tensor, num_rows: int) -> Tensor:
-    """Actions for all rows: those of the playing rows, then zeros that held rows ignore."""
+    """Actions for all rows: those of the playing rows, then zeros that paused rows ignore."""
     idle = torch.zeros(num_rows - len(action), *action.shape[1:], dtype=action.dtype, device=action.device)
     return torch.cat([action, idle]) if len(idle) else action
 

@@ -6,14 +6,17 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
 from groupwise.collectors.base import Episode
 from groupwise.config.algorithm import CollectionCfg
-from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
+from groupwise.envs.base import EnvStep, GroupEnv, Mask
 from groupwise.errors import EnvError
 from groupwise.functional.returns import episode_return
+
+Numbers = npt.NDArray[np.int64]
 
 MAX_RETRIES = 5
 """An attempt that fails more often fails for a reason that another try does not fix."""
@@ -64,16 +67,15 @@ class GroupQueue:
     """Attempts in the order in which rows take them. Opens groups until the iteration has its steps.
 
     Args:
-        num_steps: environment steps of the iteration.
-        extra_steps: at most so many more, in place of steps of filtered groups.
+        num_steps: environment steps of the iteration, those of filtered groups not counted.
+        most_steps: environment steps at most.
         start_seed: of each group, by its number.
     """
 
     def __init__(
         self,
         num_steps: int,
-        extra_steps: float,
-        *,
+        most_steps: float,
         group_size: int,
         greedy_attempts: int,
         start_seed: Callable[[int], int],
@@ -82,7 +84,7 @@ class GroupQueue:
         """Environment steps taken."""
         self.filtered_steps = 0
         self.members = group_size + greedy_attempts
-        self._num_steps, self._extra_steps = num_steps, extra_steps
+        self._num_steps, self._most_steps = num_steps, most_steps
         self._group_size = group_size
         self._start_seed = start_seed
         self._num_groups = 0
@@ -105,7 +107,7 @@ class GroupQueue:
         self._waiting = deque(attempt for attempt in self._waiting if attempt.group is not group)
 
     def _has_steps_left(self) -> bool:
-        return self.steps - min(self.filtered_steps, self._extra_steps) < self._num_steps
+        return self.steps < self._most_steps and self.steps - self.filtered_steps < self._num_steps
 
 
 class Ends(NamedTuple):
@@ -125,20 +127,10 @@ class Ends(NamedTuple):
 class GroupTracker:
     """Which attempt each row runs, step by step."""
 
-    def __init__(
-        self,
-        queue: GroupQueue,
-        cfg: CollectionCfg,
-        env: GroupEnv,
-        *,
-        attempt_steps: int | None,
-    ) -> None:
-        num_rows = env.num_envs
+    def __init__(self, queue: GroupQueue, cfg: CollectionCfg, env: GroupEnv, *, attempt_steps: int | None) -> None:
         self.step = 0
         """Column of the step that comes next."""
-        self.running: Mask = np.zeros(num_rows, dtype=np.bool_)
-        self.greedy: Mask = np.zeros(num_rows, dtype=np.bool_)
-        """Rows that act greedily."""
+        self.running, self.greedy, self._nobody = np.zeros((3, env.num_envs), dtype=np.bool_)
         self.attempts: list[Attempt] = []
         """In the order in which they began."""
         self.env_errors = 0
@@ -147,11 +139,11 @@ class GroupTracker:
         self._attempt_steps = attempt_steps
         self._block_size = env.block_size
         self._env_id = env.env_id
-        self._nobody: Mask = np.zeros(num_rows, dtype=np.bool_)
-        self._current: Seeds = np.full(num_rows, -1, dtype=np.int64)
+        self._current = np.full(env.num_envs, -1)
         """Number of the attempt that each row runs, -1 for none."""
-        self._start: Seeds = np.zeros(num_rows, dtype=np.int64)
-        self._history: list[Seeds] = []
+        self._start = np.zeros(env.num_envs, dtype=np.int64)
+        """Column at which that attempt began."""
+        self._history: list[Numbers] = []
 
     def assign(self) -> list[Attempt]:
         """The attempts that free rows begin now."""
@@ -187,7 +179,7 @@ class GroupTracker:
                 self._complete(group, rollout)
         return ends.cut | self._fail(ends.failed) if ends.failed.any() else ends.cut
 
-    def history(self) -> Seeds:
+    def history(self) -> Numbers:
         """Number of the attempt of each row and step [N, T], -1 where there was none."""
         return np.stack(self._history, axis=1)
 

@@ -1,7 +1,7 @@
 """Whole groups of attempts at shared starts: what GRPO learns from."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -14,7 +14,7 @@ from groupwise.collectors.group_tracker import Attempt, GroupQueue, GroupTracker
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested
-from groupwise.envs.base import GroupEnv
+from groupwise.envs.base import GroupEnv, Mask
 from groupwise.envs.groups import verify_group_start
 from groupwise.errors import EnvError
 from groupwise.policies.base import Action, Policy
@@ -84,7 +84,9 @@ class GroupCollector(Collector):
         while tracker.running.any():
             t = tracker.step
             writer.observe(t, obs)
-            action = self._act(act, obs, tracker, generator)
+            action = act(obs, generator=generator)
+            if tracker.greedy.any():
+                action = with_greedy(action, act(obs, deterministic=True), tracker.greedy)
             writer.act(t, action)
             step = self.env.step(self.policy.env_action(action.action))
             ends = tracker.count_step(step)
@@ -120,30 +122,10 @@ class GroupCollector(Collector):
 
     def _make_tracker(self, num_steps: int) -> GroupTracker:
         steps = self.env.num_envs * num_steps
-        queue = GroupQueue(
-            steps,
-            steps * self.collection.dynamic_sampling,
-            group_size=self.group_size,
-            greedy_attempts=self.greedy_attempts,
-            start_seed=partial(derive_seed, self.seed, "start", self.rank, self.iteration),
-        )
+        start_seed = partial(derive_seed, self.seed, "start", self.rank, self.iteration)
+        most_steps = steps * (1 + self.collection.dynamic_sampling)
+        queue = GroupQueue(steps, most_steps, self.group_size, self.greedy_attempts, start_seed)
         return GroupTracker(queue, self.collection, self.env, attempt_steps=self.attempt_steps)
-
-    def _act(
-        self, act: Callable[..., Action], obs: Nested, tracker: GroupTracker, generator: torch.Generator
-    ) -> Action:
-        """A draw for every row, or the policy's most likely action in greedy attempts."""
-        action = act(obs, generator=generator)
-        if not self.greedy_attempts or not tracker.greedy.any():
-            return action
-        mode = act(obs, deterministic=True)
-        greedy = torch.from_numpy(tracker.greedy).to(action.log_prob.device)
-        wide = greedy.view(-1, *[1] * (action.action.dim() - 1))
-        return Action(
-            torch.where(wide, mode.action, action.action),
-            torch.where(greedy, mode.log_prob, action.log_prob),
-            action.value,
-        )
 
     def _start(self, begun: list[Attempt]) -> Nested:
         """Observations after starting attempts in their rows."""
@@ -202,3 +184,14 @@ class GroupCollector(Collector):
             raise EnvError(f"{blocks}, but a group has {members} attempts; fix: {fix}")
         if self.collection.on_env_error == "retry":
             raise EnvError(f"{blocks}, so that an attempt cannot be started again alone; fix: on_env_error='drop'")
+
+
+def with_greedy(sampled: Action, mode: Action, greedy: Mask) -> Action:
+    """What was sampled, with the policy's most likely action in greedy rows."""
+    rows = torch.from_numpy(greedy).to(sampled.log_prob.device)
+    wide = rows.view(-1, *[1] * (sampled.action.dim() - 1))
+    return Action(
+        torch.where(wide, mode.action, sampled.action),
+        torch.where(rows, mode.log_prob, sampled.log_prob),
+        sampled.value,
+    )

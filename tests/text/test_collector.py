@@ -59,7 +59,7 @@ def length(prompts, completions, **rest):
 def collector(script, *, prompts=None, functions=(value,), max_new_tokens=5, **terms):
     policy = CausalLM(tiny_model(vocab_size=len(TOKENIZER)), SamplingCfg(max_new_tokens=max_new_tokens))
     examples = ENCODER.select([Example(prompt, {}) for prompt in prompts or script])
-    rewards = RewardSet([make_reward(RewardCfg(name="<given in Python>", timeout=None), f) for f in functions])
+    rewards = RewardSet([make_reward(RewardCfg(name="<given in Python>"), f) for f in functions])
     terms = TextTerms(**{"num_prompts": len(script), "group_size": 2} | terms)
     return TextCollector(policy, Scripted(script), examples, ENCODER, rewards, policy.sampling, terms)
 
@@ -199,7 +199,7 @@ def test_a_rollout_that_fails_is_collected_again_from_the_same_prompts():
             raise KeyError("once")
         return [float(i % 2) for i in range(len(prompts))]
 
-    of._rewards = RewardSet([make_reward(RewardCfg(name="<given in Python>", timeout=None), failing)])
+    of._rewards = RewardSet([make_reward(RewardCfg(name="<given in Python>"), failing)])
     collect(of)
     before = of.state_dict()
     with pytest.raises(RewardError):

@@ -4,8 +4,6 @@ import asyncio
 import functools
 import math
 import threading
-import time
-import warnings
 
 import numpy as np
 import pytest
@@ -19,8 +17,8 @@ from groupwise.text.rewards import RewardSet, TrainingState
 USER = {"role": "user", "content": "1+1="}
 
 
-def reward_set(*functions, on_error="fail", timeout=60.0, weights=None):
-    cfgs = [RewardCfg(name="given", weight=w, timeout=timeout) for w in weights or [1.0] * len(functions)]
+def reward_set(*functions, on_error="fail", weights=None):
+    cfgs = [RewardCfg(name="given", weight=w) for w in weights or [1.0] * len(functions)]
     return RewardSet([make_reward(cfg, function) for cfg, function in zip(cfgs, functions, strict=True)], on_error)
 
 
@@ -161,75 +159,24 @@ async def async_fails_on_b(completions, **_):
 
 
 @pytest.mark.parametrize("function", [fails_on_b, async_fails_on_b])
-@pytest.mark.parametrize("timeout", [None, 60.0])
-def test_an_exception_names_function_prompt_and_completion(function, timeout):
+def test_an_exception_ends_the_run_and_names_the_function(function):
     with pytest.raises(RewardError) as caught:
-        score(reward_set(function, timeout=timeout), completions=["a", "b", "c"], prompts=["first", "second", "third"])
+        score(reward_set(function), completions=["a", "b", "c"])
     message = str(caught.value)
-    assert message.startswith(f"reward '{function.__name__}' raised KeyError: 'no b'\n")
-    assert "prompt: 'second'" in message
-    assert "completion: 'b'" in message
-    assert "fix: the function, or on_reward_error='skip'" in message
+    assert message.startswith(f"reward '{function.__name__}' raised KeyError: 'no b'; fix: the function")
+    assert "on_reward_error='skip'" in message
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_an_error_that_ends_the_run_is_looked_for_no_longer_than_needed():
-    asked = []
-
-    def expensive(completions, **_):
-        asked.append("".join(completions))
-        return fails_on_b(completions)
-
-    with pytest.raises(RewardError, match="completion: 'b'"):
-        score(reward_set(expensive), completions=["a", "b", "c"])
-    assert asked == ["abc", "a", "b"]
-
-
 @pytest.mark.parametrize("function", [fails_on_b, async_fails_on_b])
-@pytest.mark.parametrize(("on_error", "expected", "part"), [("skip", None, None), ("zero", 2, 0.0)])
-def test_only_the_member_on_which_it_fails_is_lost(function, on_error, expected, part):
-    rewards = reward_set(function, lambda completions, **_: [2.0] * len(completions), on_error=on_error)
-    with pytest.warns(UserWarning, match=rf"reward '{function.__name__}' raised KeyError: 'no b'; 1 of 3 completions"):
+def test_with_skip_the_completions_of_the_call_have_no_reward_and_the_next_call_works(function):
+    rewards = reward_set(function, lambda completions, **_: [2.0] * len(completions), on_error="skip")
+    with pytest.warns(UserWarning, match=rf"reward '{function.__name__}' raised KeyError: 'no b'; the completions"):
         scores = score(rewards, completions=["a", "b", "c"])
-    assert scores.reward == (3, expected, 3)
-    assert scores.parts == ((1, part, 1), (2, 2, 2))
-
-
-def test_members_that_are_left_are_scored_together():
-    # scores that compare the completions of a call: alone, each would be the best of one
-    def best(completions, **_):
-        if "bad" in completions:
-            raise ValueError("bad")
-        return [float(len(c) == max(map(len, completions))) for c in completions]
-
-    with pytest.warns(UserWarning, match="1 of 3"):
-        scores = score(reward_set(best, on_error="skip"), completions=["x", "bad", "xxxx"])
-    assert scores.reward == (0, None, 1)
-
-
-def test_a_function_that_fails_once_scores_all_when_it_is_asked_again():
-    calls = []
-
-    def flaky(completions, **_):
-        calls.append(len(completions))
-        if len(calls) == 1:
-            raise ConnectionError
-        return [1] * len(completions)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert score(reward_set(flaky, on_error="skip")).reward == (1, 1)
-    assert calls == [2, 1, 1, 2]
-
-
-def test_a_function_that_fails_on_everything_loses_everything():
-    def down(**_):
-        raise ConnectionError("down")
-
-    with pytest.warns(UserWarning, match="2 of 2 completions have no reward"):
-        assert score(reward_set(down, on_error="skip")).reward == (None, None)
-    with pytest.warns(UserWarning, match="1 of 1 completions score 0"):
-        assert score(reward_set(down, on_error="zero"), completions=["a"]).reward == (0,)
+    assert scores.reward == (None, None, None)
+    assert scores.parts == ((None, None, None), (2, 2, 2))
+    assert score(rewards, completions=["a", "c"]).reward == (3, 3)
+    rewards.close()
 
 
 async def async_needs(completions, gold):
@@ -242,68 +189,6 @@ def test_a_missing_argument_is_an_exception_of_the_function(function):
         score(reward_set(function))
 
 
-def test_looking_for_culprits_takes_no_longer_than_the_limit():
-    calls = []
-
-    def slow_and_broken(completions, **_):
-        calls.append(len(completions))
-        if len(completions) > 1:
-            raise ValueError
-        time.sleep(0.15)
-        return [1]
-
-    with pytest.warns(UserWarning, match="reward 'slow_and_broken' raised ValueError"):
-        scores = score(reward_set(slow_and_broken, on_error="skip", timeout=0.4), completions=["a"] * 9)
-    assert scores.reward == (None,) * 9
-    assert calls.count(1) <= 3
-
-
-def sleeps(**_):
-    time.sleep(30)
-
-
-async def async_sleeps(**_):
-    await asyncio.sleep(30)
-
-
-async def blocks(**_):
-    time.sleep(2.5)
-
-
-def spins(**_):
-    ends = time.monotonic() + 2
-    while time.monotonic() < ends:
-        pass
-
-
-@pytest.mark.parametrize("function", [sleeps, async_sleeps, blocks, spins])
-def test_a_function_that_hangs_is_left_behind(function):
-    began = time.monotonic()
-    with pytest.raises(
-        RewardError, match=rf"reward '{function.__name__}' took more than its limit of 0.2 s for 2 compl"
-    ):
-        score(reward_set(function, timeout=0.2))
-    assert time.monotonic() - began < 2
-
-
-@pytest.mark.parametrize(("on_error", "expected"), [("skip", (None, None)), ("zero", (1, 1))])
-def test_a_hanging_function_follows_the_rule_and_the_next_call_works(on_error, expected):
-    hanging = threading.Event()
-    hanging.set()
-
-    async def sometimes(completions, **_):
-        if hanging.is_set():
-            time.sleep(2.5)
-        return [5] * len(completions)
-
-    rewards = reward_set(sometimes, lambda **_: [1, 1], on_error=on_error, timeout=0.2)
-    with pytest.warns(UserWarning, match=r"'sometimes' took more than 0.2 s; 2 of 2 completions"):
-        assert score(rewards).reward == expected
-    hanging.clear()
-    assert score(rewards).reward == (6, 6), "in another event loop, since the first one is held"
-    rewards.close()
-
-
 def test_async_functions_run_at_the_same_time_in_one_loop():
     here = []
 
@@ -313,7 +198,7 @@ def test_async_functions_run_at_the_same_time_in_one_loop():
             await asyncio.sleep(0.001)
         return [1, 1]
 
-    rewards = reward_set(meet, meet, timeout=5.0)
+    rewards = reward_set(meet, meet)
     assert rewards.names == ("meet", "meet_2")
     assert score(rewards).reward == (2, 2)
     score(rewards)
@@ -335,15 +220,18 @@ def test_async_functions_run_while_sync_ones_do():
     assert score(reward_set(waits, sets)).reward == (1, 1)
 
 
-def test_without_a_limit_a_function_runs_in_the_main_thread():
-    def signals(**_):
-        if threading.current_thread() is not threading.main_thread():
-            raise ValueError("signal only works in main thread of the main interpreter")
+def test_functions_run_in_the_main_thread_even_where_a_loop_runs_already():
+    def where(**_):
+        assert threading.current_thread() is threading.main_thread()
         return [1, 1]
 
-    assert score(reward_set(signals, timeout=None)).reward == (1, 1)
-    with pytest.raises(RewardError, match="fix: the function, or timeout=None for it"):
-        score(reward_set(signals))
+    async def later(**_):
+        return [1, 1]
+
+    async def notebook():
+        return score(reward_set(where, later)).reward
+
+    assert asyncio.run(notebook()) == (2, 2)
 
 
 def test_objects_and_partial_functions_are_functions():
@@ -370,17 +258,6 @@ def test_what_functions_log_is_collected_once():
     score(rewards)
     assert rewards.take_logged() == {"share": 3.0}
     assert rewards.take_logged() == {}
-
-
-def test_what_is_logged_while_culprits_are_looked_for_is_lost():
-    def logs(completions, log_metric, **_):
-        log_metric("asked", len(completions))
-        return fails_on_b(completions)
-
-    rewards = reward_set(logs, on_error="skip")
-    with pytest.warns(UserWarning, match="1 of 3"):
-        score(rewards, completions=["a", "b", "c"])
-    assert rewards.take_logged() == {"asked": 3.0}
 
 
 def test_missing_columns_are_named_before_anything_is_scored():

@@ -218,11 +218,11 @@ def test_a_reward_that_knows_nothing_stops_the_run_after_a_while(model, tmp_path
     assert caplog.text.count("nothing is learned from it") == 3
 
 
-def test_a_failing_reward_names_itself_and_what_it_was_given(model, tmp_path):
+def test_a_failing_reward_names_itself(model, tmp_path):
     def broken(prompts, completions, **rest):
         raise KeyError("solution")
 
-    with pytest.raises(gw.RewardError, match=r"broken[\s\S]*KeyError[\s\S]*prompt[\s\S]*completion[\s\S]*fix"):
+    with pytest.raises(gw.RewardError, match=r"reward 'broken' raised KeyError: 'solution'; fix"):
         train(gw.TextTask(numbers(), reward=broken), model, tmp_path / "run")
 
 

@@ -32,8 +32,8 @@ def test_paths_and_names_are_recorded_and_objects_are_said_to_be_given(tmp_path)
 
 
 def test_weights_and_time_limits():
-    task = TextTask(ROWS, reward=[right, longest], reward_weights=[1.0, 0.1], reward_timeout=None)
-    assert [(reward.weight, reward.timeout) for reward in task.cfg.rewards] == [(1, None), (0.1, None)]
+    task = TextTask(ROWS, reward=[right, longest], reward_weights=[1.0, 0.1])
+    assert [reward.weight for reward in task.cfg.rewards] == [1, 0.1]
     scores = task.rewards().score(["p"], ["22"], [[1]], {"answer": ["22"]})
     assert scores.reward == (pytest.approx(1.2),)
     with pytest.raises(ConfigError, match=r"reward_weights = \[1.0\] for 2 rewards; fix: one for each"):
@@ -78,9 +78,8 @@ def test_objects_that_are_missing_are_named(given, message):
         ({"reward": right, "promt_column": "x"}, "unknown key 'promt_column'; did you mean 'prompt_column'"),
         (
             {"reward": right, "on_reward_error": "ignore"},
-            "on_reward_error = 'ignore': expected one of fail, skip, zero",
+            "on_reward_error = 'ignore': expected one of fail, skip",
         ),
-        ({"reward": right, "reward_timeout": 0.0}, "timeout = 0.0"),
     ],
 )
 def test_impossible_settings(settings, message):

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from groupwise.config.base import GIVEN, Cfg, Positive, PositiveInt
+from groupwise.config.base import GIVEN, Cfg, PositiveInt
 
 GYM = "reasoning-gym:"
 """Begins the name of a task of that library."""
@@ -17,8 +17,6 @@ class RewardCfg(Cfg):
     """A registered one: ``regex``, ``length``, ``exact``, ``numeric``, ``math``, ``reasoning_gym``, or your own. ``<given in Python>`` stands for a function that was passed in."""
     weight: float = 1.0
     """Its scores count so many times."""
-    timeout: Positive | None = 60.0
-    """Seconds that it may take for all completions of a call; after them it is left behind, and ``on_reward_error`` says what follows. None: no limit, and it runs in the thread of the training loop, as functions that use signals must."""
     kwargs: dict[str, Any] = {}
     """Its own settings."""
 
@@ -54,8 +52,8 @@ class TextTaskCfg(Cfg):
     """What becomes of prompts that are too long: refused, or left out with a warning. They are never cut."""
     rewards: tuple[RewardCfg, ...] = ()
     """Functions whose weighted scores add up. Empty: for reasoning-gym data, ``reasoning_gym``."""
-    on_reward_error: Literal["fail", "skip", "zero"] = "fail"
-    """When a function fails or takes too long: the run stops; the completions that it failed on have no reward, so that they neither count nor are compared; or the function's score for them is 0."""
+    on_reward_error: Literal["fail", "skip"] = "fail"
+    """When a function raises: the run stops, or the completions of that call have no reward, so that they neither count nor are compared. A function may return None for a completion that it cannot score."""
     success_threshold: float = 1.0
     """From this reward on a completion counts as right (pass@k)."""
     tool: str | None = None

@@ -2,16 +2,15 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, get_type_hints
 
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from groupwise.config.text import RewardCfg
 from groupwise.errors import ConfigError, UnknownNameError, nearest
-from groupwise.text.calls import Function
 
-Reward = Function
+Reward = Callable[..., Any]
 """Maps keywords to a sequence of numbers or None, sync or async."""
 REWARDS: dict[str, Reward] = {}
 """Registered ones; of a class, an object is made with the settings."""
@@ -26,9 +25,17 @@ class RewardFunction(NamedTuple):
     call: Any
     """A ``Reward``, perhaps a ``RewardObject``."""
     weight: float = 1.0
-    timeout: float | None = 60.0
     settings: frozenset[str] = frozenset()
     """Arguments that are bound already, whatever columns there are."""
+
+    def accepted(self, keywords: dict[str, Any]) -> dict[str, Any]:
+        """Those of the keywords that the function takes."""
+        try:
+            named = inspect.signature(self.call).parameters
+        except ValueError:  # it is written in C and does not say
+            return keywords
+        anything = any(p.kind is p.VAR_KEYWORD for p in named.values())
+        return {k: v for k, v in keywords.items() if k not in self.settings and (anything or k in named)}
 
 
 class RewardObject:
@@ -71,7 +78,7 @@ def make_reward(cfg: RewardCfg, given: Reward | None = None) -> RewardFunction:
         ConfigError: it does not take those settings.
     """
     if given is not None:
-        return RewardFunction(_name(given), given, cfg.weight, cfg.timeout)
+        return RewardFunction(_name(given), given, cfg.weight)
     import groupwise.text.builtin_rewards  # noqa: F401  registers them
 
     if cfg.name not in REWARDS:
@@ -79,18 +86,16 @@ def make_reward(cfg: RewardCfg, given: Reward | None = None) -> RewardFunction:
     reward = REWARDS[cfg.name]
     _check_settings(cfg, reward)
     if inspect.isclass(reward):
-        return RewardFunction(cfg.name, reward(**cfg.kwargs), cfg.weight, cfg.timeout)
+        return RewardFunction(cfg.name, reward(**cfg.kwargs), cfg.weight)
     call = functools.partial(reward, **cfg.kwargs)
-    return RewardFunction(cfg.name, call, cfg.weight, cfg.timeout, frozenset(cfg.kwargs))
+    return RewardFunction(cfg.name, call, cfg.weight, frozenset(cfg.kwargs))
 
 
-def parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter] | None:
-    """What the function names; None if it takes anything."""
-    try:
-        named = inspect.signature(function.call).parameters
-    except ValueError:  # it is written in C and does not say
-        return None
-    return None if any(p.kind is p.VAR_KEYWORD for p in named.values()) else named
+def is_async(function: Reward) -> bool:
+    """Whether a call returns a coroutine: of functions, partial functions and objects that are called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def needed_columns(function: RewardFunction) -> list[str]:

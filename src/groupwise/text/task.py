@@ -32,8 +32,6 @@ class TextTask:
             reasoning-gym data, its own.
         eval_data: held out for evaluation; like ``data``.
         reward_weights: one for each reward, in place of theirs.
-        reward_timeout: seconds that each function which is passed in may take for all completions of an iteration. None:
-            no limit, and it runs in the thread of the training loop, as functions that use signals must.
         tool: what the model can call: a ``Tool``, a function from the text of a turn to the answer (None: no call), or the
             name of a registered one.
         settings: other fields of ``TextTaskCfg``.
@@ -49,12 +47,11 @@ class TextTask:
         reward: object = None,
         eval_data: object = None,
         reward_weights: Sequence[float] | None = None,
-        reward_timeout: float | None = 60.0,
         tool: "str | Callable[[str], str | None] | None" = None,
         **settings: Any,
     ) -> None:
         rewards = _several(reward)
-        cfgs = [_reward_cfg(one, reward_timeout) for one in rewards]
+        cfgs = [_reward_cfg(one) for one in rewards]
         if reward_weights is not None:
             cfgs = _weighted(cfgs, reward_weights)
         self.cfg = TextTaskCfg(
@@ -169,10 +166,10 @@ def _several(reward: object) -> list[OneReward]:
     return rewards
 
 
-def _reward_cfg(reward: OneReward, timeout: float | None) -> RewardCfg:
+def _reward_cfg(reward: OneReward) -> RewardCfg:
     if isinstance(reward, RewardCfg):
         return reward
-    return RewardCfg(name=reward) if isinstance(reward, str) else RewardCfg(name=GIVEN, timeout=timeout)
+    return RewardCfg(name=reward) if isinstance(reward, str) else RewardCfg(name=GIVEN)
 
 
 def _weighted(cfgs: Sequence[RewardCfg], weights: Sequence[float]) -> list[RewardCfg]:

@@ -50,7 +50,7 @@ def measure(folder: Path, precision: str, steps: int) -> dict[str, dict[str, flo
     dtype = getattr(torch, precision)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     prompts = prompt_tokens(case, AutoTokenizer.from_pretrained(folder))
-    policy = CausalLM(model, SamplingCfg(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS))
+    policy = CausalLM(model, SamplingCfg(max_new_tokens=NEW_TOKENS), eos_ids=())
     speed_up(policy)
     size = micro_batch_tokens(case.ours.rows, max(map(len, prompts)))
     cfg = gw.GRPOCfg(
@@ -69,7 +69,7 @@ def measure(folder: Path, precision: str, steps: int) -> dict[str, dict[str, flo
         between = perf_counter()
         scores = iter(reward(["".join(map(chr, c.tokens)) for group in groups for c in group]))
         rows = [
-            TextRow(prompt, c.tokens, c.log_probs, next(scores), False, number, eos_barred=c.eos_barred)
+            TextRow(prompt, c.tokens, c.log_probs, next(scores), False, number)
             for number, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
             for c in group
         ]

@@ -89,7 +89,7 @@ def run_ours(case: Case, side: Side, folder: Path, turn: Callable[[], None], don
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, side.precision))
     prompts = prompt_tokens(case, tokenizer)
-    policy = CausalLM(model, SamplingCfg(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS))
+    policy = CausalLM(model, SamplingCfg(max_new_tokens=NEW_TOKENS), eos_ids=())
     speed_up(policy)
     cfg = gw.GRPOCfg(
         group_size=GROUP,
@@ -110,7 +110,7 @@ def run_ours(case: Case, side: Side, folder: Path, turn: Callable[[], None], don
         texts = tokenizer.batch_decode([c.tokens for group in groups for c in group], skip_special_tokens=True)
         rewards = iter(reward(texts))
         rows = [
-            TextRow(prompt, c.tokens, c.log_probs, next(rewards), c.stop == "eos", number, eos_barred=c.eos_barred)
+            TextRow(prompt, c.tokens, c.log_probs, next(rewards), c.stop == "eos", number)
             for number, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
             for c in group
         ]

@@ -179,26 +179,23 @@ def test_a_frozen_head_gets_no_gradient_and_hidden_states_do():
     assert hidden.grad.abs().sum() > 0
 
 
-def masked(hidden, weight, token, temperature, support, barred, barred_ids):
+def masked(hidden, weight, token, temperature, support):
     """The whole matrix at once in float64, what cannot be drawn at minus infinity, by torch's own distribution."""
     logits = hidden.double() @ weight.double().T / temperature
     keep = torch.ones_like(logits, dtype=torch.bool)
     for row, ids in enumerate(support.tolist()):
         if ids[0] >= 0:
             keep[row] = torch.isin(torch.arange(len(weight)), torch.tensor(ids))
-        if barred[row]:
-            keep[row, barred_ids] = False
     p = torch.distributions.Categorical(logits=logits.masked_fill(~keep, -torch.inf))
     return p.log_prob(token), torch.stack([torch.distributions.Categorical(probs=q[q > 0]).entropy() for q in p.probs])
 
 
 def some_choice(generator, count, vocabulary, kept, unrestricted):
-    """Supports, marks of what is barred, and a token that could be drawn, of each row; ids 0 and 1 can be barred."""
+    """Supports, and a token that could be drawn, of each row."""
     support = torch.stack([torch.randperm(vocabulary, generator=generator)[:kept] for _ in range(count)])
     support[torch.rand(count, generator=generator) < unrestricted] = -1
-    barred = torch.rand(count, generator=generator) < 0.5
     token = torch.where(support[:, 0] >= 0, support.amax(dim=1), 2)
-    return support, barred & (token > 1), token
+    return support, token
 
 
 @settings(deadline=None)
@@ -218,19 +215,16 @@ def test_among_what_could_be_drawn_value_and_gradient_are_those_of_a_masked_soft
     generator = torch.Generator().manual_seed(seed)
     hidden, weight = (torch.randn(n, 5, generator=generator) for n in (count, 9))
     leaves = leaves_of(trained, hidden, weight)
-    support, barred, token = some_choice(generator, count, 9, kept, unrestricted)
-    barred_ids = [0, 1]
+    support, token = some_choice(generator, count, 9, kept, unrestricted)
     ours = token_scores(
         hidden,
         weight,
         token,
         temperature=temperature,
         support=support,
-        barred=barred,
-        barred_ids=barred_ids,
         chunk_elements=chunk,
     )
-    theirs = masked(hidden, weight, token, temperature, support, barred, barred_ids)
+    theirs = masked(hidden, weight, token, temperature, support)
     upstream = torch.randn(2, count, generator=generator)
     for scores, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(scores, expected.float(), rtol=1e-4, atol=1e-5)
@@ -242,20 +236,12 @@ def test_among_what_could_be_drawn_value_and_gradient_are_those_of_a_masked_soft
 
 
 def test_a_support_by_hand():
-    # logits [0, ln 3, 9, ln 2]; among ids 0 and 1: p = [1/4, 3/4]; with id 0 barred among 0, 1, 3: 3/5 and 2/5
+    # logits [0, ln 3, 9, ln 2]; among ids 0 and 1: p = [1/4, 3/4]
     hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [math.log(3)], [9.0], [math.log(2)]])
     scores = token_scores(hidden, weight, torch.tensor([1, 0]), support=torch.tensor([[0, 1], [1, 0]]))
     torch.testing.assert_close(scores.log_prob, torch.tensor([math.log(3 / 4), math.log(1 / 4)]))
-    barred = token_scores(
-        hidden[:1],
-        weight,
-        torch.tensor([3]),
-        support=torch.tensor([[3, 0, 1]]),
-        barred=torch.tensor([True]),
-        barred_ids=(0,),
-    )
-    torch.testing.assert_close(barred.log_prob, torch.tensor([math.log(2 / 5)]))
-    torch.testing.assert_close(barred.entropy, torch.tensor([-0.4 * math.log(0.4) - 0.6 * math.log(0.6)]))
+    entropy = -0.25 * math.log(0.25) - 0.75 * math.log(0.75)
+    torch.testing.assert_close(scores.entropy, torch.tensor([entropy, entropy]))
 
 
 def test_half_precision_supports_are_multiplied_in_full_precision():
@@ -285,15 +271,12 @@ class Largest(TorchDispatchMode):
 def test_never_holds_more_than_it_is_allowed(support, trained):
     hidden, weight = torch.randn(300, 4), torch.randn(100, 4)
     leaves_of(trained, hidden, weight)
-    barred = torch.ones(300, dtype=torch.bool)
     with Largest() as seen:
         scores = token_scores(
             hidden,
             weight,
             torch.ones(300, dtype=torch.long),
             support=support,
-            barred=barred,
-            barred_ids=(0,),
             chunk_elements=800,
         )
         scores.log_prob.sum().backward()

@@ -87,12 +87,10 @@ def test_greedy_tokens_are_those_of_plain_generate(backend, family):
 
 
 def test_log_probs_are_those_of_a_full_forward_under_the_processed_distribution(backend, family):
-    model, sampling = sharp_model(family), SamplingCfg(temperature=1.7, top_k=5, min_new_tokens=4, max_new_tokens=20)
+    model, sampling = sharp_model(family), SamplingCfg(temperature=1.7, top_k=5, max_new_tokens=20)
     written = backend(CausalLM(model)).generate(PROMPTS, seeds(3, 3), sampling)
     for prompt, c in rows(PROMPTS, written):
         logits = read(model, prompt, c.tokens) / 1.7
-        logits[:4, EOS] = -torch.inf
-        assert c.eos_barred == [place < 4 for place in range(len(c.tokens))]
         kept = torch.tensor(c.support)
         assert kept.shape == (len(c.tokens), 5)
         likeliest = logits.topk(5).indices.sort().values
@@ -102,11 +100,10 @@ def test_log_probs_are_those_of_a_full_forward_under_the_processed_distribution(
         torch.testing.assert_close(torch.tensor(c.log_probs), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_without_top_k_and_minimum_everything_can_be_drawn(backend):
+def test_without_top_k_everything_can_be_drawn(backend):
     model, sampling = sharp_model(), SamplingCfg(temperature=0.6, max_new_tokens=20)
     for prompt, c in rows(PROMPTS, backend(CausalLM(model)).generate(PROMPTS, seeds(3, 2), sampling)):
         assert c.support is None
-        assert c.eos_barred is None
         p = torch.distributions.Categorical(logits=read(model, prompt, c.tokens) / 0.6)
         torch.testing.assert_close(torch.tensor(c.log_probs), p.log_prob(torch.tensor(c.tokens)), rtol=1e-4, atol=1e-4)
 
@@ -130,7 +127,6 @@ def test_same_seed_same_text_whatever_else_is_written(backend):
 SETTINGS = [
     SamplingCfg(max_new_tokens=2),
     SamplingCfg(max_new_tokens=2, temperature=0.5, top_k=3),
-    SamplingCfg(max_new_tokens=2, min_new_tokens=1),
     EvalSamplingCfg(max_new_tokens=2, top_p=0.6),
     EvalSamplingCfg(max_new_tokens=2, min_p=0.3, top_k=5),
 ]
@@ -142,8 +138,8 @@ def test_pairs_of_tokens_come_as_often_as_they_are_likely(backend, sampling):
     policy, count = CausalLM(model), 6_000
     (group,) = backend(policy).generate([[5, 6]], seeds(1, count), sampling)
     expected = {}
-    for first, p in stated(model, [5, 6], sampling, 0).items():
-        after = {None: 1.0} if first == EOS else stated(model, [5, 6, first], sampling, 1)
+    for first, p in stated(model, [5, 6], sampling).items():
+        after = {None: 1.0} if first == EOS else stated(model, [5, 6, first], sampling)
         expected |= {(first, second): p * q for second, q in after.items()}
     found = dict.fromkeys(expected, 0)
     for c in group:
@@ -153,13 +149,12 @@ def test_pairs_of_tokens_come_as_often_as_they_are_likely(backend, sampling):
         assert abs(found[pair] / count - p) < 5 * (p * (1 - p) / count) ** 0.5 + 1e-4, pair
 
 
-def stated(model, context, sampling, step):
+def stated(model, context, sampling):
     """Token -> probability, worked out token by token."""
     with torch.no_grad():
         logits = (model(input_ids=torch.tensor([context])).logits[0, -1] / sampling.temperature).tolist()
-    allowed = {t: x for t, x in enumerate(logits) if not (step < sampling.min_new_tokens and t == EOS)}
-    ordered = sorted(allowed, key=allowed.get, reverse=True)[: sampling.top_k]
-    weight = torch.tensor([allowed[t] for t in ordered]).softmax(dim=0).tolist()
+    ordered = sorted(range(len(logits)), key=logits.__getitem__, reverse=True)[: sampling.top_k]
+    weight = torch.tensor([logits[t] for t in ordered]).softmax(dim=0).tolist()
     if isinstance(sampling, EvalSamplingCfg):
         if sampling.top_p is not None:
             count = next(n for n in range(1, len(weight) + 1) if sum(weight[:n]) >= sampling.top_p - 1e-6)
@@ -183,29 +178,19 @@ def test_every_end_of_text_ends_and_the_limit_cuts(backend):
         assert c.stop == "eos" or len(c.tokens) == 12
 
 
-def test_nothing_ends_before_the_minimum(backend):
-    policy = CausalLM(sharp_model(), eos_ids=range(3, 30))
-    sampling = SamplingCfg(max_new_tokens=9, min_new_tokens=5)
-    completions = [c for _, c in rows(PROMPTS, backend(policy).generate(PROMPTS, seeds(3, 8), sampling))]
-    assert {len(c.tokens) for c in completions} > {6}  # five tokens that do not end the text, and one that may
-    assert min(len(c.tokens) for c in completions) == 6
-
-
-@pytest.mark.parametrize("minimum", [0, 3])
-def test_a_stop_string_ends_the_text_that_it_is_completed_in(backend, minimum):
+def test_a_stop_string_ends_the_text_that_it_is_completed_in(backend):
     tokenizer = character_tokenizer()
     plus = tokenizer.convert_tokens_to_ids("+")
-    sampling = SamplingCfg(max_new_tokens=14, min_new_tokens=minimum, stop=("1+", "25="), temperature=30)
+    sampling = SamplingCfg(max_new_tokens=14, stop=("1+", "25="), temperature=30)
     policy = CausalLM(sharp_model(vocab_size=len(tokenizer)), eos_ids=(EOS,))
     prompt = tokenizer("3 + 1")["input_ids"]  # its last character is half of a stop string
     (group,) = backend(policy, tokenizer).generate([prompt], seeds(1, 1000), sampling)
     assert {c.stop for c in group} == {"eos", "stop", "length"}
     for c in group:
         texts = [tokenizer.decode(c.tokens[:n]) for n in range(len(c.tokens) + 1)]
-        ends = [n for n in range(minimum + 1, len(texts)) if texts[n].endswith(("1+", "25="))]
+        ends = [n for n in range(1, len(texts)) if texts[n].endswith(("1+", "25="))]
         assert ends == ([len(c.tokens)] if c.stop == "stop" else [])
     assert any(c.tokens[0] == plus and len(c.tokens) > 1 for c in group)
-    assert minimum == 0 or any("1+" in tokenizer.decode(c.tokens[:3]) for c in group)
 
 
 def test_stop_strings_need_a_tokenizer(backend):

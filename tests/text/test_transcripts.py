@@ -72,7 +72,6 @@ def row_of(attempt, reward=0.0):
         group=attempt.group,
         turn=attempt.turn,
         support=attempt.support or None,
-        eos_barred=attempt.eos_barred,
         greedy=attempt.greedy,
     )
 
@@ -200,7 +199,7 @@ def completions_seen(prompt, *, chat):
         seen.extend(completions)
         return [float(len(c)) for c in completions]
 
-    scored = score(attempts, RewardSet([RewardFunction("r", reward, timeout=None)]), encoder)
+    scored = score(attempts, RewardSet([RewardFunction("r", reward)]), encoder)
     assert [member.text for member in scored] == [text_of(attempt, encoder) for attempt in attempts]
     return seen, [member.text for member in scored]
 
@@ -235,8 +234,8 @@ class Digits(Tool):
 
 @pytest.mark.parametrize(
     "sampling",
-    [{}, {"top_k": 5}, {"top_k": 64}, {"min_new_tokens": 2}],
-    ids=["all", "top-k", "all of top-k", "min length"],
+    [{}, {"top_k": 5}, {"top_k": 64}],
+    ids=["all", "top-k", "all of top-k"],
 )
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_scores_are_those_of_the_transcript(padding, sampling):
@@ -256,17 +255,15 @@ def test_scores_are_those_of_the_transcript(padding, sampling):
 
 def _expect_transcript(attempt, row, model, cfg, tokenizer, encoder, policy):
     """Everything in the row again, from the prompt, the turns as texts and the tool."""
-    transcript, turn, first = list(attempt.prompt.tokens), [], []
+    transcript, turn = list(attempt.prompt.tokens), []
     for number in range(attempt.turns):
         written = attempt.of_turn(number)
-        first += [number_in_turn < cfg.min_new_tokens for number_in_turn in range(len(written))]
         transcript += written
         turn += [number] * len(written)
         if number < attempt.turns - 1:
             answered = tokenizer(f"={Digits()(encoder.decode(written))}+")["input_ids"]
             transcript += answered
             turn += [-1] * len(answered)
-            first += [False] * len(answered)
     count = len(transcript)
     valid = row["valid"]
     start = int(valid.nonzero()[0])
@@ -277,8 +274,6 @@ def _expect_transcript(attempt, row, model, cfg, tokenizer, encoder, policy):
     assert row["loss_mask"][valid].tolist() == [False] * (prompt - 1) + [t >= 0 for t in turn]
     with torch.no_grad():
         logits = model(torch.tensor([transcript])).logits[0, prompt - 1 : -1].double() / cfg.temperature
-    for place in torch.tensor(first).nonzero()[:, 0]:
-        logits[place, list(policy.eos_ids)] = -torch.inf
     if cfg.top_k:
         kept = logits.topk(min(cfg.top_k, logits.shape[1])).indices.sort().values
         logits = torch.full_like(logits, -torch.inf).scatter(1, kept, logits.gather(1, kept))
@@ -292,4 +287,3 @@ def _expect_transcript(attempt, row, model, cfg, tokenizer, encoder, policy):
     where = torch.tensor(turn) >= 0
     torch.testing.assert_close(found[where], expected[where], atol=1e-5, rtol=1e-5)
     assert (found[~where] == 0).all()
-    assert row["eos_barred"][valid].tolist() == [False] * (prompt - 1) + first

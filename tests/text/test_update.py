@@ -77,7 +77,7 @@ def test_an_update_is_the_same_however_its_rows_are_laid_out(aggregation, change
 
 @pytest.mark.parametrize(("returns", "same"), [("outcome", True), ("return_to_go", False)])
 def test_rewards_of_single_tokens_add_up_in_outcomes_and_count_by_place_in_returns_to_go(returns, same):
-    rows = some_rows(CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6, min_new_tokens=3)))
+    rows = some_rows(CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6)))
     early = [row._replace(reward=[row.reward] + [0.0] * (len(row.completion) - 1)) for row in rows]
     policies = [CausalLM(tiny_model()) for _ in range(2)]
     for policy, collected in zip(policies, (rows, early), strict=True):

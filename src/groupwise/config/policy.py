@@ -38,8 +38,6 @@ class SamplingCfg(Cfg):
     """Only so many of the likeliest tokens can be drawn; they are stored with each token, and training scores among them. None: all."""
     max_new_tokens: PositiveInt = 64
     """A completion is cut (truncated) after so many tokens; over several turns, each turn's part of it."""
-    min_new_tokens: Annotated[int, Ge(0)] = 0
-    """A token that ends the text cannot be drawn among so many first ones."""
     stop: tuple[Annotated[str, Len(1)], ...] = ()
     """Texts that end a completion, which keeps them."""
 
@@ -54,14 +52,6 @@ class SamplingCfg(Cfg):
                         "set that it keeps, and its log-probability would be minus infinity; fix: top_k, or evaluation.sampling"
                     )
         return data
-
-    @model_validator(mode="after")
-    def _check_lengths(self) -> "SamplingCfg":
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens={self.min_new_tokens} > max_new_tokens={self.max_new_tokens}; fix: swap them"
-            )
-        return self
 
 
 class EvalSamplingCfg(SamplingCfg):

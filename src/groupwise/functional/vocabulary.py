@@ -4,19 +4,19 @@ Axes: token = the positions that are scored, width = the model's hidden size, vo
 could be drawn at a position. A tile is some tokens by some of the ids they choose from.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = 2**22
 """Logits held at once: 16 MiB, of which two or three copies live for a moment."""
 _NEVER = -1e30
-"""Logit of what cannot be drawn: its probability is 0, and 0 times it is 0, as of minus infinity it would not be."""
+"""Below every logit; unlike minus infinity, 0 times it is 0."""
 
 
 class TokenScores(NamedTuple):
@@ -34,8 +34,6 @@ def token_scores(
     *,
     temperature: float = 1.0,
     support: Int[Tensor, "token kept"] | None = None,
-    barred: Bool[Tensor, " token"] | None = None,
-    barred_ids: Sequence[int] = (),
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> TokenScores:
     """Log-probability of each token, and entropy, under ``softmax(hidden @ weight.T / temperature)``.
@@ -47,15 +45,14 @@ def token_scores(
     Args:
         hidden: last hidden state at the position *before* each token.
         support: ids that the softmax is over, each once and the token among them; rows of -1: over all ids.
-        barred: where the softmax is not over ``barred_ids``.
         chunk_elements: most logits held at once; with a support most numbers of its weights, but for one token at least all.
     """
-    choice = _Choice(temperature, chunk_elements, support, barred, tuple(barred_ids))
+    choice = _Choice(temperature, chunk_elements, support)
     if support is None or bool((support[:, 0] >= 0).all()):
         return _scores(hidden, weight, token, choice)
     some = support[:, 0] >= 0
     places = some.nonzero()[:, 0], (~some).nonzero()[:, 0]
-    choices = choice.at(places[0], support), choice.at(places[1], None)
+    choices = choice._replace(support=support[places[0]]), choice._replace(support=None)
     parts = (_scores(hidden[rows], weight, token[rows], its) for rows, its in zip(places, choices, strict=True))
     back = torch.cat(places).argsort()
     # each score by itself: where the entropies have no gradient, their part of it is not computed
@@ -68,13 +65,6 @@ class _Choice(NamedTuple):
     temperature: float
     chunk_elements: int
     support: Tensor | None
-    barred: Tensor | None
-    barred_ids: tuple[int, ...]
-
-    def at(self, rows: Tensor, support: Tensor | None) -> "_Choice":
-        """What there was at some of the tokens, which have this support."""
-        support, barred = (None if of is None else of[rows] for of in (support, self.barred))
-        return self._replace(support=support, barred=barred)
 
     def parts(self, count: int, weight: Tensor) -> Iterator[tuple[slice, list[slice]]]:
         """Tokens that are scored together, and the places of their ids, tile by tile: four times as wide as high."""
@@ -93,15 +83,7 @@ class _Choice(NamedTuple):
             logits = _product(hidden[rows], weight[tile], space)
         else:
             logits = torch.einsum("tw,tkw->tk", hidden[rows].float(), weight[self.support[rows]].float())
-        logits.div_(self.temperature)
-        if self.barred is None:
-            return logits
-        for barred in self.barred_ids:
-            if self.support is not None:
-                logits.masked_fill_(self.barred[rows, None] & (self.support[rows] == barred), _NEVER)
-            elif tile.start <= barred < tile.stop:
-                logits[:, barred - tile.start].masked_fill_(self.barred[rows], _NEVER)
-        return logits
+        return logits.div_(self.temperature)
 
     def place(self, token: Tensor, rows: slice, tile: slice) -> tuple[Tensor, Tensor]:
         """[row, 1] where each token stands in the tile, and whether it does."""

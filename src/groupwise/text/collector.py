@@ -203,7 +203,6 @@ class TextCollector(Collector):
             group=attempt.group,
             turn=None if self._dialogue is None else attempt.turn,
             support=attempt.support or None,
-            eos_barred=attempt.eos_barred if self._sampling.min_new_tokens else None,
             trained=not (cut and terms.mask_truncated),
             greedy=attempt.greedy,
             reward_parts=tuple(part or 0.0 for part in member.parts) if several else (),

@@ -80,7 +80,8 @@ class CausalLM(Policy):
         self.tokenizer = tokenizer
         self.autocast = autocast
         self.action_spec = TensorSpec((), torch.int64)
-        self.batch_keys = (*type(self).batch_keys, *_choice_keys(self.sampling))
+        more = () if self.sampling.top_k is None else ("support",)
+        self.batch_keys = (*type(self).batch_keys, *more)
         self.has_adapters = is_adapted(model)
         silence_dropout(model)  # it would make the sampler and the trainer two different policies
         self.eval()
@@ -154,8 +155,10 @@ class CausalLM(Policy):
         """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
         mask = batch["loss_mask"]
         hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], mask, batch["action"])
-        choice = self._choice(batch, mask)
-        scores = token_scores(hidden, self.head, batch["action"][mask], temperature=self.sampling.temperature, **choice)
+        support = batch["support"][mask] if "support" in batch else None
+        scores = token_scores(
+            hidden, self.head, batch["action"][mask], temperature=self.sampling.temperature, support=support
+        )
         log_prob, entropy = (_spread(score, mask) for score in scores)
         return Evaluation(log_prob, entropy, None if self.value_head is None else self._value(hidden, mask))
 
@@ -315,16 +318,6 @@ class CausalLM(Policy):
     def _some_tokens(self) -> Int[Tensor, "1 4"]:
         return torch.arange(4, device=self.device)[None] % len(self.head)
 
-    def _choice(self, batch: Batch, mask: Tensor) -> dict[str, Any]:
-        """What the tokens of the mask were drawn from, as ``token_scores`` takes it; empty: from everything."""
-        choice = {}
-        if "support" in batch:
-            choice["support"] = batch["support"][mask]
-        if "eos_barred" in batch:
-            choice["barred"] = batch["eos_barred"][mask]
-            choice["barred_ids"] = self.eos_ids
-        return choice
-
     @torch.no_grad()
     def _check_head(self) -> None:
         """Compare the model's logits with the head's on a few tokens; and the head with the tokenizer.
@@ -371,12 +364,6 @@ def _last_hidden(network: Any, tokens: Tensor, mask: Tensor | None, position: Te
 def _spread(values: Float[Tensor, " token"], mask: Bool[Tensor, "row step"]) -> Float[Tensor, "row step"]:
     """Values at the places of the mask, zeros elsewhere."""
     return torch.zeros_like(mask, dtype=torch.float32).index_put(mask.nonzero(as_tuple=True), values)
-
-
-def _choice_keys(sampling: SamplingCfg) -> tuple[str, ...]:
-    """Keys of the rollout that say what tokens were drawn from, where that is not everything."""
-    keys = {"support": sampling.top_k is not None, "eos_barred": sampling.min_new_tokens > 0}
-    return tuple(key for key, asked in keys.items() if asked)
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -33,8 +33,6 @@ class TextRow(NamedTuple):
     """Which of the model's turns wrote the token, from 0; -1: none did. None: one turn wrote all."""
     support: Sequence[Sequence[int]] | None = None
     """The tokens that could be drawn, equally many each time. None: all of them."""
-    eos_barred: Sequence[bool] | None = None
-    """Where tokens that end the text could not be drawn. None: nowhere."""
     trained: bool = True
     """False: the row is compared with its siblings, but has no loss."""
     greedy: bool = False
@@ -50,7 +48,7 @@ def text_rollout(
 
     Slot t holds token t and, as its action, token t+1; a completion's reward stands at its last token. ``step``
     counts from the prompt's first token, so that siblings' steps correspond. Keys that no row has are left out:
-    ``turn_id``, ``support`` (-1 where any token could be drawn), ``eos_barred``, ``trained``, ``greedy``, ``reward_parts``.
+    ``turn_id``, ``support`` (-1 where any token could be drawn), ``trained``, ``greedy``, ``reward_parts``.
 
     Raises:
         DataError: a prompt or completion without tokens, or not one entry for each token.
@@ -117,9 +115,6 @@ def _optional(rows: Sequence[TextRow], first: Sequence[int], valid: Tensor, last
         anything = [-1] * width
         support = [row.support or [anything] * len(row.completion) for row in rows]
         keys["support"] = _spread(support, first, valid.shape[1], torch.full((width,), -1))
-    if any(row.eos_barred is not None for row in rows):
-        barred = [row.eos_barred or [False] * len(row.completion) for row in rows]
-        keys["eos_barred"] = _spread(barred, first, valid.shape[1], torch.tensor(False))
     if not all(row.trained for row in rows):
         keys["trained"] = valid & torch.tensor([row.trained for row in rows])[:, None]
     if any(row.greedy for row in rows):
@@ -159,7 +154,6 @@ def _check(number: int, row: TextRow) -> None:
         "log-probabilities": row.log_probs,
         "turns": row.turn,
         "supports": row.support,
-        "entries of eos_barred": row.eos_barred,
         "rewards": row.reward if isinstance(row.reward, Sequence) else None,
     }
     for name, values in entries.items():

@@ -31,8 +31,6 @@ class Completion(NamedTuple):
     """What ended it: a token that ends texts, a stop string, or ``max_new_tokens``."""
     support: list[list[int]] | None = None
     """With ``top_k``: the tokens that could be drawn at each place, by rising id."""
-    eos_barred: list[bool] | None = None
-    """With ``min_new_tokens``: where tokens that end the text could not be drawn."""
 
 
 class DecodingState:
@@ -81,12 +79,10 @@ class DecodingState:
         """The next token of each unfinished row, and whether the row goes on after it."""
         step, everyone = self._step, len(self.running) == len(self._stops)
         rows: slice | Tensor = slice(None) if everyone else self.running  # a slice is the faster index
-        may_end = step >= self._sampling.min_new_tokens
         drawn = draw(
             logits,
             self._chances[rows, step],
             self._sampling,
-            None if may_end else self._ends,
             deterministic=self._deterministic,
         )
         self._tokens[rows, step], self._log_probs[rows, step] = drawn.token, drawn.log_prob
@@ -95,7 +91,7 @@ class DecodingState:
         stop = torch.isin(drawn.token, self._ends).long()
         if self._strings is not None:
             complete = self._strings.completed(self.running.tolist(), drawn.token.tolist())
-            stop[torch.tensor(complete, device=stop.device) & (stop == 0) & may_end] = _STOPS.index("stop")
+            stop[torch.tensor(complete, device=stop.device) & (stop == 0)] = _STOPS.index("stop")
         self._step = step + 1
         goes_on = stop == 0
         some_stop = not goes_on.all()
@@ -111,16 +107,12 @@ class DecodingState:
 
     def completions(self) -> list[Completion]:
         """Of all rows, in their order; of unfinished ones, what there is."""
-        lengths, sampling = self._lengths.clamp(max=self._step).tolist(), self._sampling
+        lengths = self._lengths.clamp(max=self._step).tolist()
         supports = self._supports_of_rows() if self._supports else [None] * len(lengths)
         rows = zip(
             self._tokens.tolist(), self._log_probs.tolist(), self._stops.tolist(), lengths, supports, strict=True
         )
-        barred = [step < sampling.min_new_tokens for step in range(sampling.max_new_tokens)]
-        return [
-            Completion(t[:n], lp[:n], _STOPS[stop], support, barred[:n] if sampling.min_new_tokens else None)
-            for t, lp, stop, n, support in rows
-        ]
+        return [Completion(t[:n], lp[:n], _STOPS[stop], support) for t, lp, stop, n, support in rows]
 
     def groups(self, size: int) -> list[list[Completion]]:
         """The completions, so many rows to a prompt."""
@@ -181,7 +173,6 @@ def draw(
     logits: Float[Tensor, "row vocabulary"],
     chance: Float[Tensor, " row"],
     sampling: SamplingCfg,
-    barred: Int[Tensor, " barred"] | None = None,
     *,
     deterministic: bool = False,
 ) -> Drawn:
@@ -191,13 +182,10 @@ def draw(
 
     Args:
         chance: uniform in [0, 1); equal numbers draw equal tokens.
-        barred: tokens that cannot be drawn.
         deterministic: the likeliest token instead, of equally likely ones the first.
     """
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
-    if barred is not None:
-        logits = logits.index_fill(1, barred, -torch.inf)
     support = None
     if sampling.top_k is not None:
         kept = logits.topk(min(sampling.top_k, logits.shape[1]), sorted=False).indices

@@ -37,7 +37,6 @@ class Attempt:
     turn: list[int] = field(default_factory=list)
     """Which of the model's turns wrote the token; -1: none did."""
     support: list[list[int]] = field(default_factory=list)
-    eos_barred: list[bool] = field(default_factory=list)
     stop: Literal["eos", "stop", "length"] = "length"
     """What ended the model's last turn."""
     turns: int = 0
@@ -63,7 +62,6 @@ class Attempt:
         count = len(completion.tokens)
         self._add(completion.tokens, completion.log_probs, [self.turns] * count)
         self.support += completion.support or []
-        self.eos_barred += completion.eos_barred or [False] * count
         self.stop = completion.stop
         self.turns += 1
 
@@ -73,7 +71,6 @@ class Attempt:
         self._add(reply.tokens, [0.0] * count, [-1] * count)
         if self.support:
             self.support += [[-1] * len(self.support[-1])] * count
-        self.eos_barred += [False] * count
         self.answers.append(reply.text)
 
     def _add(self, tokens: Sequence[int], log_probs: Sequence[float], turn: Sequence[int]) -> None:

@@ -29,13 +29,11 @@ COLLECTIONS = st.builds(
 def test_settings_can_be_combined(
     buffer_for, fake_policy, scripted_group, num_envs, group_size, num_steps, lengths, fails, rewards, **choices
 ):
-    def run(*, restart_at):
+    def run():
         env, policy = scripted_group(num_envs, lengths, fails=fails, rewards=rewards), fake_policy(True)
         collector = GroupCollector(env, policy, verify_start=False, group_size=group_size, **choices)
         buffer, total, rollouts = buffer_for(env, policy, 4), 0, []
-        for iteration in range(3):
-            if iteration == restart_at:
-                collector.restart()
+        for _ in range(3):
             rollout = collector.collect(num_steps, buffer.start_rollout())
             buffer.add(rollout)
             rollouts.append(rollout.clone())
@@ -56,5 +54,5 @@ def test_settings_can_be_combined(
             mine = rollout["episode_id"][valid] == episode
             assert steps[mine].tolist() == list(range(int(mine.sum())))
 
-    for first, again in zip(run(restart_at=2), run(restart_at=2), strict=True):
+    for first, again in zip(run(), run(), strict=True):
         assert (first == again).all()

@@ -87,10 +87,6 @@ class CountdownEnv(GroupEnv):
 class OneEpisodeCollector(Collector):
     """Each rollout is one episode a row; its return is the number of the rollout."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[str] = []
-
     def sync(self, policy: Policy) -> None:
         self.policy = policy
 
@@ -103,9 +99,6 @@ class OneEpisodeCollector(Collector):
         self.finished = [Episode(float(self.iteration), num_steps, True)]
         self.recent.extend(self.finished)
         return rollout
-
-    def restart(self) -> None:
-        self.events.append(f"restart after {self.iteration}")
 
     def close(self) -> None:
         pass

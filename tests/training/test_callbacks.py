@@ -60,12 +60,11 @@ def test_best_return_survives_a_resume(parts: Any, tmp_path: Path):
     assert load_checkpoint(tmp_path / "best").state["return_mean"] == 5.0
 
 
-def test_checkpoints_come_every_interval_and_at_the_end_and_restart_episodes(parts: Any, tmp_path: Path):
+def test_checkpoints_come_every_interval_and_at_the_end(parts: Any, tmp_path: Path):
     hears = AtEvaluation()
     trainer = parts.trainer(hears, SaveCheckpoints(tmp_path / "latest", 20, HERE), total_steps=50)
     trainer.train()
     assert hears.checkpoints == [20, 40, 50]
-    assert trainer.collector.events == ["restart after 2", "restart after 4", "restart after 5"]
     assert load_checkpoint(tmp_path / "latest", HERE).state["env_steps"] == 50
 
 
@@ -73,13 +72,6 @@ def test_a_checkpoint_at_the_last_iteration_is_not_written_twice(parts: Any, tmp
     hears = AtEvaluation()
     parts.trainer(hears, SaveCheckpoints(tmp_path / "latest", 20, HERE), total_steps=40).train()
     assert hears.checkpoints == [20, 40]
-
-
-def test_ranks_that_do_not_write_restart_their_episodes_too(parts: Any, tmp_path: Path):
-    trainer = parts.trainer(SaveCheckpoints(None, 20, HERE), total_steps=40)
-    trainer.train()
-    assert trainer.collector.events == ["restart after 2", "restart after 4"]
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_iteration_is_in_the_file_when_it_ends(parts: Any, tmp_path: Path):

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -65,6 +66,25 @@ def test_tied_and_strided_weights_are_saved(tmp_path: Path):
     assert torch.equal(loaded["c"], weight.T)
 
 
+def test_arrays_come_back_with_their_layout_since_arithmetic_depends_on_it(tmp_path: Path):
+    state = {
+        "tensor": torch.arange(24.0).reshape(2, 3, 4).permute(1, 2, 0),
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3).T,
+        "scalar": np.float32(0.1),
+        "part": torch.arange(6.0).reshape(2, 3)[:, :2],
+    }
+    save_checkpoint(tmp_path / "latest", Checkpoint({}, state), HERE)
+    loaded = load_checkpoint(tmp_path / "latest").state
+    assert loaded["tensor"].stride() == state["tensor"].stride()
+    assert torch.equal(loaded["tensor"], state["tensor"])
+    assert loaded["array"].strides == state["array"].strides
+    assert loaded["array"].dtype == np.int16
+    assert (loaded["array"] == state["array"]).all()
+    assert type(loaded["scalar"]) is np.float32
+    assert loaded["scalar"] == state["scalar"]
+    assert torch.equal(loaded["part"], state["part"])
+
+
 def test_nothing_but_plain_data_is_saved(tmp_path: Path):
     with pytest.raises(CheckpointError, match="'/callbacks/Mine' is a object"):
         save_checkpoint(tmp_path / "latest", Checkpoint({}, {"callbacks": {"Mine": object()}}), HERE)
@@ -102,10 +122,11 @@ def test_missing_checkpoint_is_named(tmp_path: Path):
         load_checkpoint(tmp_path / "latest")
 
 
-def test_newer_format_is_refused(tmp_path: Path):
+@pytest.mark.parametrize(("version", "made"), [(99, "later"), (1, "earlier")])
+def test_another_format_is_refused(version: int, made: str, tmp_path: Path):
     path = saved(tmp_path / "latest") / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
-    with pytest.raises(CheckpointError, match="format 99"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": version}))
+    with pytest.raises(CheckpointError, match=rf"{made} version of groupwise \(format {version}, .*fix: train again"):
         load_checkpoint(tmp_path / "latest")
 
 

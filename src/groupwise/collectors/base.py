@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from tensordict import TensorDict
 
-from groupwise.envs.base import VectorEnv
 from groupwise.policies.base import Action, Policy
 
 
@@ -19,18 +18,6 @@ class Episode(NamedTuple):
     terminated: bool
 
 
-EPISODES_BETWEEN_RESTARTS = 5
-"""Of the longest kind, in each row: about a tenth of the steps then lie in episodes that are cut, and episodes do reach their end."""
-_LENGTH_IF_UNLIMITED = 1_000
-_LONGEST = 10_000
-"""Limits beyond are no lengths of episodes."""
-
-
-def steps_between_restarts(env: VectorEnv) -> int:
-    """Environment steps between two restarts that each cut the episode that runs in every row."""
-    return EPISODES_BETWEEN_RESTARTS * env.num_envs * min(env.max_episode_steps or _LENGTH_IF_UNLIMITED, _LONGEST)
-
-
 COUNTS = frozenset(f"rollout/{name}" for name in ("env_steps", "episodes", "env_errors", "groups", "filtered_groups"))
 """Metrics that add up over ranks; of the others the mean is meant."""
 
@@ -38,8 +25,7 @@ COUNTS = frozenset(f"rollout/{name}" for name in ("env_steps", "episodes", "env_
 class Collector(ABC):
     """Collects rollouts; counts steps and episodes.
 
-    All its randomness follows from ``seed`` and ``iteration``, so setting ``iteration`` on a fresh collector is all
-    that a resumed run needs.
+    All its randomness follows from ``seed`` and ``iteration``. A resumed run needs these, ``state_dict``, and nothing else.
     """
 
     policy: Policy
@@ -47,12 +33,6 @@ class Collector(ABC):
     """How many rollouts were collected; streams of the next one are derived from it."""
     last_steps: int = 0
     """Environment steps that the last ``collect`` took, wasted ones included."""
-
-    dropped_steps: int = 0
-    """Environment steps that ``restart`` threw away since the last ``collect``, which the next one counts as wasted."""
-
-    restart_gap: int = 0
-    """Environment steps that should lie between two restarts, as each of them drops running episodes; 0: none does."""
 
     def __init__(self) -> None:
         self.finished: list[Episode] = []
@@ -70,10 +50,6 @@ class Collector(ABC):
     @abstractmethod
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Experience of about ``num_steps`` steps per row, written into ``rollout``; may return a longer or shorter one."""
-
-    @abstractmethod
-    def restart(self) -> None:
-        """Drop running episodes: the next ``collect`` begins with fresh ones, as after a resume."""
 
     def recent_episodes(self) -> Sequence[Episode]:
         """The episodes that ``rollout/*_mean`` are over.
@@ -93,13 +69,12 @@ class Collector(ABC):
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data that the next rollouts depend on, besides ``iteration``."""
-        return {"recent": [list(episode) for episode in self.recent], "dropped_steps": self.dropped_steps}
+        """Plain data that the next rollouts depend on, besides ``iteration``: where it can be captured, running episodes too."""
+        return {"recent": [list(episode) for episode in self.recent]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved ``state_dict``; the collector must be fresh."""
         self.recent.extend(Episode(*episode) for episode in state["recent"])
-        self.dropped_steps = state["dropped_steps"]
 
     @abstractmethod
     def close(self) -> None:

@@ -105,9 +105,6 @@ class GroupCollector(Collector):
         self.iteration += 1
         return rollout
 
-    def restart(self) -> None:
-        """Nothing runs between two iterations."""
-
     def recent_episodes(self) -> Sequence[Episode]:
         """All episodes of the rollout: they are whole, and of the policy as it is now."""
         return self.finished

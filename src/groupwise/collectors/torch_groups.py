@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.collectors.base import Collector, Episode, steps_between_restarts
+from groupwise.collectors.base import Collector, Episode
 from groupwise.collectors.torch_step import StepOutput, check_device
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
@@ -66,7 +67,6 @@ class TorchGroupCollector(Collector):
         self.collection = collection or CollectionCfg(partial_groups="truncate")
         self.seed = seed
         self.rank = rank
-        self.restart_gap = steps_between_restarts(env)
         self._check()
         if verify_start and env.start_report is None:
             env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
@@ -75,7 +75,12 @@ class TorchGroupCollector(Collector):
         rows = torch.arange(env.num_envs, device=env.device)
         self._group, self._member = rows // group_size, rows % group_size
         self._metrics: dict[str, float] = {}
-        self.restart()
+        num_groups, device = env.num_envs // group_size, env.device
+        self._goes_on = torch.zeros(num_groups, dtype=torch.bool, device=device)
+        """Groups that begin where their first member was cut."""
+        self._return = torch.zeros(num_groups, dtype=torch.float64, device=device)
+        """Of the first member so far."""
+        self._length = torch.zeros(num_groups, dtype=torch.int64, device=device)
 
     def _check(self) -> None:
         env, cfg = self.env, self.collection
@@ -108,14 +113,18 @@ class TorchGroupCollector(Collector):
         self.iteration += 1
         return rollout
 
-    def restart(self) -> None:
-        """Drop running attempts: the next ``collect`` begins with fresh ones."""
-        num_groups, device = self.env.num_envs // self.group_size, self.env.device
-        self._goes_on = torch.zeros(num_groups, dtype=torch.bool, device=device)
-        """Groups that begin where their first member was cut."""
-        self._return = torch.zeros(num_groups, dtype=torch.float64, device=device)
-        """Of the first member so far."""
-        self._length = torch.zeros(num_groups, dtype=torch.int64, device=device)
+    def state_dict(self) -> dict[str, Any]:
+        """With the running attempts."""
+        running = {"goes_on": self._goes_on, "return": self._return, "length": self._length}
+        return super().state_dict() | {"running": running | {"rank": self.rank, "env": self.env.state_dict()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved ``state_dict``, with the attempts that were running if this process saved them."""
+        super().load_state_dict(state)
+        running, device = state["running"], self.env.device
+        if running["rank"] == self.rank:
+            self.env.load_state_dict(running["env"])
+            self._goes_on, self._return, self._length = (running[k].to(device) for k in ("goes_on", "return", "length"))
 
     def metrics(self) -> dict[str, float]:
         """``rollout/*`` numbers of the last ``collect``."""

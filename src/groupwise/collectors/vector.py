@@ -1,11 +1,14 @@
 """Fixed windows of experience from environments that never stop: what PPO learns from."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from tensordict import TensorDict
+from torch import Tensor
 
-from groupwise.collectors.base import Collector, Episode, steps_between_restarts
+from groupwise.collectors.base import Collector, Episode
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.data.rollout import Nested
 from groupwise.envs.base import EnvStep, VectorEnv
@@ -19,6 +22,10 @@ _OUTCOMES = ("reward", "terminated", "truncated")
 class VectorCollector(Collector):
     """Steps every row ``num_steps`` times; episodes go on across windows. Works in every autoreset mode.
 
+    A checkpoint keeps the running episodes where ``env.state_dict`` captures them (classic control, MuJoCo, environments in
+    torch, and others made of numbers and arrays). Elsewhere, and on ranks other than the one that saves, they begin anew
+    when a run resumes, and only then.
+
     Args:
         env: gives observations on the policy's device.
         rank: of this process; each draws its own streams.
@@ -30,7 +37,6 @@ class VectorCollector(Collector):
         self.policy = policy
         self.seed = seed
         self.rank = rank
-        self.restart_gap = steps_between_restarts(env)
         self._obs: Nested | None = None
         self._idle_fraction = 0.0
 
@@ -44,7 +50,7 @@ class VectorCollector(Collector):
             raise EnvError(
                 f"num_steps is {num_steps}, but {self.env.env_id} resets in a step of its own; fix: at least 2"
             )
-        obs = self._begin() if self._obs is None else self._obs
+        obs, self._obs = self._begin() if self._obs is None else self._obs, None  # None: not where a rollout ended
         generator = torch.Generator(self.policy.device)
         generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
         writer = RolloutWriter(rollout, self.policy)
@@ -56,9 +62,25 @@ class VectorCollector(Collector):
         self.iteration += 1
         return rollout
 
-    def restart(self) -> None:
-        """Drop running episodes: the next ``collect`` resets all rows with the seed of its iteration."""
-        self._obs = None
+    def state_dict(self) -> dict[str, Any]:
+        """With the running episodes, where the environment's state can be captured; else they begin anew after a resume."""
+        env = None if self._obs is None else self.env.state_dict()
+        if env is None or self._obs is None:
+            return super().state_dict()
+        obs = self._obs.clone() if isinstance(self._obs, Tensor) else self._obs.clone().to_dict()
+        running = {"rank": self.rank, "env": env, "obs": obs, "dead": self._dead, "age": self._age}
+        return super().state_dict() | {"running": running | {"return": self._return}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved ``state_dict``, with the episodes that were running if this process saved them."""
+        super().load_state_dict(state)
+        running = state.get("running")
+        if running is None or running["rank"] != self.rank:
+            return
+        self.env.load_state_dict(running["env"])
+        obs, device = running["obs"], self.policy.device
+        self._obs = obs.to(device) if isinstance(obs, Tensor) else TensorDict(obs, [self.env.num_envs], device=device)
+        self._dead, self._age, self._return = running["dead"], running["age"], running["return"]
 
     def metrics(self) -> dict[str, float]:
         """``rollout/*`` numbers; ``rollout/idle_fraction`` is the share of steps lost to ``next_step`` resets."""

@@ -117,7 +117,7 @@ class CommonCfg(Cfg):
     compile: Literal["auto", "off", "on"] = "auto"
     """``torch.compile``: where it pays, that is, where many optimiser steps are ahead; never; or from the first update on."""
     checkpoint_interval: PositiveInt | None = None
-    """Steps between checkpoints; None: a tenth of ``total_steps``, with PPO, and with GRPO's ``partial_groups="truncate"``, at least five of the longest episodes in every environment (a shorter run has one at its end only), since running episodes are cut there, as truncations, so that a resumed run equals an uninterrupted one bit for bit; changing the interval therefore changes the run."""
+    """Steps between checkpoints; None: a tenth of ``total_steps``. It does not change what is learned. A resumed run equals an uninterrupted one bit for bit where the state of the environments can be saved; elsewhere PPO's running episodes begin anew on resume."""
     stop: StopCfg = StopCfg()
     """Ends training early."""
     logging: LoggingCfg = LoggingCfg()

@@ -5,6 +5,7 @@ rows that start where they are told, alone, and are paused once they have finish
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from groupwise.config.env import StartMode
 from groupwise.data.rollout import Nested, Spec
+from groupwise.errors import EnvError
 
 Mask = npt.NDArray[np.bool_]
 Seeds = npt.NDArray[np.int64]
@@ -63,6 +65,18 @@ class VectorEnv(ABC):
     @abstractmethod
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row with environment actions [N, ...]."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The state of all rows as plain data, arrays and tensors; None where it cannot be captured."""
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved ``state_dict``.
+
+        Raises:
+            EnvError: the state is of another environment, or this one cannot restore any.
+        """
+        raise EnvError(f"the state of {self.env_id} cannot be restored; fix: start its episodes anew")
 
     @abstractmethod
     def close(self) -> None:

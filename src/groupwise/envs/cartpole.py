@@ -1,5 +1,6 @@
 """Gymnasium's vectorised CartPole with rows that start where they are told."""
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec
+from groupwise.envs import states
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
 
 
@@ -76,6 +78,16 @@ class CartPoleGroupEnv(GroupEnv):
         self._paused = paused | terminated | truncated
         shown = torch.from_numpy(obs).to(self.device)
         return EnvStep(shown, torch.from_numpy(reward), torch.from_numpy(terminated), torch.from_numpy(truncated))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The state of all rows as plain data."""
+        env = states.capture(self._env)
+        return None if env is None else {"env": env, "paused": self._paused.copy()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved ``state_dict``."""
+        states.restore(self._env, state["env"])
+        self._paused = state["paused"].copy()
 
     def close(self) -> None:
         """Free the environment."""

@@ -1,5 +1,6 @@
 """Gymnasium's vector environments as tensors, in any of its three autoreset modes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec, obs_to_tensor
+from groupwise.envs import states
 from groupwise.envs.base import EnvStep, Mask, VectorEnv
 from groupwise.errors import EnvError
 from groupwise.seeding import row_seeds
@@ -75,6 +77,15 @@ class GymnasiumVectorEnv(VectorEnv):
             torch.from_numpy(truncated),
             final_obs,
         )
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The state of all rows as plain data; None for rows in other processes and simulators that cannot be read."""
+        return states.capture(self._env)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved ``state_dict``."""
+        self._env.reset(seed=0)  # some of what an environment is made of is made by its first reset
+        states.restore(self._env, state)
 
     def close(self) -> None:
         """Free simulators and processes."""

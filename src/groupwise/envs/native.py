@@ -191,6 +191,16 @@ class TorchGroupEnv(GroupEnv):
         """Observations [N, ...] of rows."""
         return self.observe(self._user(rows.state))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the rows stand, as tensors."""
+        return self._rows._asdict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved ``state_dict``."""
+        leaves = {name: leaf.to(self.device) for name, leaf in state["state"].items()}
+        self._is_single = set(leaves) == {""}
+        self._rows = TorchRows(leaves, *(state[name].to(self.device) for name in TorchRows._fields[1:]))
+
     def close(self) -> None:
         """Nothing to free."""
 

@@ -270,15 +270,15 @@ def _restore(env: gymnasium.Env, snapshot: _Captured, outer: int | None = None) 
     for layer, (staying, state) in zip(layers[:outer], states, strict=True):
         here = vars(layer)
         for name in [name for name in here if name not in state and name not in staying]:
-            if not _stays(here[name]):
+            if not stays(here[name]):
                 del here[name]
-        here.update({name: value for name, value in state.items() if name not in here or not _stays(here[name])})
+        here.update({name: value for name, value in state.items() if name not in here or not stays(here[name])})
 
 
 def _attributes(layer: gymnasium.Env) -> tuple[list[str], dict[str, Any]]:
     """Names of the attributes that stay, and the other attributes."""
     attributes = vars(layer)
-    staying = [name for name, value in attributes.items() if _stays(value)]
+    staying = [name for name, value in attributes.items() if stays(value)]
     return staying, {name: value for name, value in attributes.items() if name not in staying}
 
 
@@ -286,7 +286,7 @@ def _stack(layers: list[gymnasium.Env]) -> tuple[str, ...]:
     return tuple(type(layer).__qualname__ for layer in layers)
 
 
-def _stays(value: Any) -> bool:
+def stays(value: Any) -> bool:
     """Whether an attribute keeps its place: it is no state, or its adapter sees to it."""
     return isinstance(value, _NO_STATE) or _kind(value) in _STAYING_KINDS
 
@@ -303,7 +303,7 @@ def _named(layers: list[gymnasium.Env]) -> Iterator[tuple[Any, _Key]]:
     for index, layer in enumerate(layers):
         yield layer, (index, "")
         for name, value in vars(layer).items():
-            if _stays(value):
+            if stays(value):
                 yield value, (index, name)
 
 

@@ -133,9 +133,6 @@ class TextCollector(Collector):
         self._note(num_skipped=len(skipped))
         return self._with_values(text_rollout(rows, device=self._policy.device))
 
-    def restart(self) -> None:
-        """Nothing is under way between two iterations."""
-
     def recent_episodes(self) -> Sequence[Episode]:
         """The attempts of the last rollout: every one of them is whole."""
         return self.finished

@@ -92,14 +92,10 @@ class Evaluate(Callback):
 class SaveCheckpoints(Callback):
     """Saves every ``interval`` environment steps and at the end, also an early one.
 
-    Every rank has one, because episodes restart at each checkpoint, as they do when a run resumes from it: a resumed
-    run then equals the uninterrupted one.
-
-    Args:
-        folder: where to write; None on all ranks but 0.
+    A run is the same at every interval: what runs goes on.
     """
 
-    def __init__(self, folder: Path | None, interval: int, identity: Identity) -> None:
+    def __init__(self, folder: Path, interval: int, identity: Identity) -> None:
         self.folder = folder
         self.every = Every(interval)
         self.identity = identity
@@ -127,12 +123,10 @@ class SaveCheckpoints(Callback):
     def _save(self, trainer: "Trainer") -> None:
         _check_weights(trainer)
         self.saved_at = trainer.iteration
-        trainer.collector.restart()  # before the state is taken: it counts the steps that are dropped
-        if self.folder is not None:
-            checkpoint = Checkpoint(trainer.algorithm.policy.state_dict(), trainer.state_dict())
-            save_checkpoint(self.folder, checkpoint, self.identity)
-            for callback in trainer.callbacks:
-                callback.on_checkpoint(trainer, self.folder)
+        checkpoint = Checkpoint(trainer.algorithm.policy.state_dict(), trainer.state_dict())
+        save_checkpoint(self.folder, checkpoint, self.identity)
+        for callback in trainer.callbacks:
+            callback.on_checkpoint(trainer, self.folder)
 
 
 class MetricsLog(Callback):

@@ -18,14 +18,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from groupwise.envs.base import VectorEnv
 from groupwise.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 POLICY, ALGORITHM, STATE, MANIFEST = "policy.safetensors", "algorithm.safetensors", "state.json", "manifest.json"
 _FIX = "fix: take another checkpoint of the run, or train again"
 
@@ -163,8 +165,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is missing or damaged ({error!r}); {_FIX}") from error
     if version != FORMAT:
+        made = f"by a {'later' if version > FORMAT else 'earlier'} version of groupwise"
         raise CheckpointError(
-            f"{path} has format {version}, this version reads {FORMAT}; fix: use a matching groupwise"
+            f"{folder} was made {made} (format {version}, this one reads format {FORMAT}); fix: train again, or use that version"
         )
     return manifest  # type: ignore[no-any-return]
 
@@ -181,11 +184,17 @@ def _read_verified(path: Path, digest: str) -> bytes:
 
 def _encode(value: object, tensors: dict[str, Tensor], path: str) -> Any:
     """JSON of nested plain data; tensors go to ``tensors`` under their path. ``{"$": kind, ...}`` marks what JSON lacks."""
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        return {**_encode(torch.from_numpy(np.array(value)), tensors, path), "$": kind}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        tensors[path] = value
-        return {"$": "tensor", "path": path}
+        order = sorted(
+            range(value.dim()), key=value.stride, reverse=True
+        )  # of a transposed one: arithmetic depends on it
+        tensors[path] = value.permute(order)
+        return {"$": "tensor", "path": path, "order": order}
     if isinstance(value, list | tuple):
         items = [_encode(item, tensors, f"{path}/{i}") for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$": "tuple", "items": items}
@@ -207,13 +216,22 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return value
     match value.get("$"):
         case "tensor":
-            return tensors[value["path"]]
+            return _in_memory_as_saved(tensors, value)
+        case "array":
+            return _in_memory_as_saved(tensors, value).numpy()
+        case "scalar":
+            return tensors[value["path"]].numpy()[()]
         case "tuple":
             return tuple(_decode(value["items"], tensors))
         case "dict":
             return {_decode(key, tensors): _decode(item, tensors) for key, item in value["items"]}
         case _:
             return {key: _decode(item, tensors) for key, item in value.items()}
+
+
+def _in_memory_as_saved(tensors: Mapping[str, Tensor], value: Mapping[str, Any]) -> Tensor:
+    order = value["order"]
+    return tensors[value["path"]].permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

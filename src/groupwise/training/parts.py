@@ -146,13 +146,12 @@ def build_callbacks(
 ) -> list[Callback]:
     """The user's callbacks and those that the settings ask for, in the order of ``callbacks.py``.
 
-    Ranks other than 0 write and decide nothing: they have the user's, and restart their episodes at checkpoints.
+    Ranks other than 0 write and decide nothing: they have the user's.
     """
     cfg = parts.cfg
-    tenth = max(1, cfg.total_steps // 10)
-    interval = cfg.checkpoint_interval or max(tenth, parts.collector.restart_gap * parts.algorithm.engine.world_size)
     if rank != 0:
-        return [*users, SaveCheckpoints(None, interval, parts.identity)]
+        return [*users]
+    tenth = max(1, cfg.total_steps // 10)
     stop, logging = cfg.stop, cfg.logging
     built: list[Callback] = [*users, *parts.own_callbacks(folder)]
     if stop.time_limit is not None:
@@ -170,7 +169,7 @@ def build_callbacks(
     if logging.progress != "none":
         title = f"{parts.identity.env_id}: {cfg.algorithm.name}, seed {cfg.seed}, in {folder.path}"
         built.append(Progress(logging.progress, logging.interval, "\n".join([title, *parts.notes()])))
-    return [*built, SaveCheckpoints(folder.latest, interval, parts.identity)]
+    return [*built, SaveCheckpoints(folder.latest, cfg.checkpoint_interval or tenth, parts.identity)]
 
 
 @contextmanager

@@ -1,0 +1,123 @@
+"""Episodes that run when a checkpoint is saved go on bit for bit after a resume."""
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from groupwise.collectors.vector import VectorCollector
+from groupwise.config.env import EnvCfg
+from groupwise.data.rollout import RolloutBuffer
+from groupwise.envs.make import make_env
+from groupwise.policies.actor_critic import ActorCritic
+from groupwise.training.checkpoint import Checkpoint, Identity, load_checkpoint, save_checkpoint
+
+STEPS = 16
+
+
+class Walk(gymnasium.Env):
+    """Its state is numbers, besides one thing."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, thing: object = None) -> None:
+        self.thing = thing
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count, self.place = 0, self.np_random.normal()
+        return np.array([self.place], np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        self.place += 0.1 * (2 * action - 1) + 0.1 * self.np_random.normal()
+        return np.array([self.place], np.float32), -abs(self.place), False, self.count == 50, {}
+
+
+class Run:
+    """A collector, whose state goes through a checkpoint on the disk."""
+
+    def __init__(self, cfg: EnvCfg, env: Any = None) -> None:
+        self.env = make_env(cfg, env=env)
+        torch.manual_seed(0)
+        self.policy = ActorCritic(self.env.observation_space, self.env.action_space)
+        self.buffer = RolloutBuffer(
+            self.env.num_envs,
+            STEPS,
+            obs_spec=self.env.obs_spec,
+            action_spec=self.policy.action_spec,
+            value=True,
+        )
+        self.collector = VectorCollector(self.env, self.policy, seed=1)
+
+    def collect(self, rollouts: int) -> list[Any]:
+        return [self.collector.collect(STEPS, self.buffer.start_rollout()).clone() for _ in range(rollouts)]
+
+    def save(self, folder: Path) -> None:
+        state = {"iteration": self.collector.iteration, "collector": self.collector.state_dict()}
+        save_checkpoint(folder, Checkpoint({}, state), Identity.of(self.env))
+
+    def load(self, folder: Path) -> None:
+        state = load_checkpoint(folder, Identity.of(self.env)).state
+        self.collector.iteration = state["iteration"]
+        self.collector.load_state_dict(state["collector"])
+
+
+RUNS: dict[str, tuple[EnvCfg, Any]] = {
+    "CartPole-v1, a vector": (EnvCfg(id="CartPole-v1", vectorization="entry_point", autoreset="next_step"), None),
+    "CartPole-v1": (EnvCfg(id="CartPole-v1", autoreset="disabled"), None),
+    "CartPole-v1, one by one": (EnvCfg(id="CartPole-v1", vectorization="sync"), None),
+    "CartPole-v1, in torch": (EnvCfg(id="CartPole-v1", vectorization="torch", autoreset="disabled"), None),
+    "Pendulum-v1": (EnvCfg(id="Pendulum-v1", vectorization="sync", autoreset="same_step", max_episode_steps=20), None),
+    "Acrobot-v1": (EnvCfg(id="Acrobot-v1", vectorization="sync", autoreset="next_step", max_episode_steps=21), None),
+    "MountainCar-v0": (EnvCfg(id="MountainCar-v0", vectorization="sync", max_episode_steps=20), None),
+    "HalfCheetah-v5": (EnvCfg(id="HalfCheetah-v5", max_episode_steps=20), None),
+    "Ant-v5": (EnvCfg(id="Ant-v5", autoreset="same_step"), None),
+    "a class of the user's": (EnvCfg(), Walk),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_running_episodes_go_on_bit_for_bit(name: str, tmp_path: Path):
+    if name in ("HalfCheetah-v5", "Ant-v5"):
+        pytest.importorskip("mujoco")
+    cfg, env = RUNS[name]
+    cfg = cfg.model_copy(update={"num_envs": 3})
+    whole, first, second = (Run(cfg, env) for _ in range(3))
+    expected = whole.collect(5)
+    first.collect(2)
+    first.save(tmp_path / "latest")
+    first.collect(1)  # what is saved does not change with what runs on
+    second.load(tmp_path / "latest")
+    assert all((a == b).all() for a, b in zip(expected[2:], second.collect(3), strict=True))
+    assert list(second.collector.recent) == list(whole.collector.recent)
+    assert (expected[2]["step"][:, 0] > 0).any()  # some episode was running
+
+
+def test_episodes_that_cannot_be_saved_begin_anew_on_resume_only(tmp_path: Path):
+    whole, second = (Run(EnvCfg(num_envs=3), lambda: Walk(object())) for _ in range(2))
+    whole.collect(2)
+    whole.save(tmp_path / "latest")
+    second.load(tmp_path / "latest")
+    assert (whole.collect(1)[0]["step"][:, 0] == 2 * STEPS).all()
+    assert (second.collect(1)[0]["step"][:, 0] == 0).all()
+
+
+def test_another_rank_and_a_rollout_that_failed_begin_anew(tmp_path: Path):
+    first, other = Run(EnvCfg(num_envs=3), Walk), Run(EnvCfg(num_envs=3), Walk)
+    first.collect(1)
+    first.save(tmp_path / "latest")
+    other.collector.rank = 1
+    other.load(tmp_path / "latest")
+    assert (other.collect(1)[0]["step"][:, 0] == 0).all()
+
+    step, first.env.step = first.env.step, lambda action: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        first.collect(1)
+    first.env.step = step
+    assert "running" not in first.collector.state_dict()
+    assert (first.collect(1)[0]["step"][:, 0] == 0).all()

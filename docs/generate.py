@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from groupwise.config import presets
 from groupwise.config.algorithm import GRPOCfg, PPOCfg
 from groupwise.config.base import Cfg
+from groupwise.config.choices import Choice
 from groupwise.config.run import RunCfg, TextRunCfg
 
 FOLDER = Path(__file__).parent / "generated"
@@ -39,12 +40,13 @@ def settings_page() -> str:
         "line. The defaults are those of the classes; the "
         "[preset of the environment](presets.md#settings-per-environment) overrides them.",
         *(_class_section(cls) for cls in config_classes()),
+        *(_choice_section(name, members) for name, members in families().items()),
     ]
     return "\n\n".join(sections) + "\n"
 
 
 def config_classes() -> list[type[Cfg]]:
-    """Every class of settings that a run can hold, those it is made of behind it."""
+    """Every class of settings that a run can hold, except the members of a choice."""
     found: list[type[Cfg]] = []
 
     def visit(cls: type[Cfg]) -> None:
@@ -55,12 +57,27 @@ def config_classes() -> list[type[Cfg]]:
                 visit(base)
         found.append(cls)
         for field in cls.model_fields.values():
-            for part in _config_types(field.annotation):
-                visit(part)
+            if not _members(field.annotation):
+                for part in _config_types(field.annotation):
+                    visit(part)
 
     for cls in (RunCfg, GRPOCfg, PPOCfg, TextRunCfg):
         visit(cls)
     return found
+
+
+def families() -> dict[str, list[type[Cfg]]]:
+    """The members of each choice, a setting that carries parameters of its own, by the name of its field."""
+    fields = {name: field for cls in config_classes() for name, field in cls.model_fields.items()}
+    return {name: _members(field.annotation) for name, field in fields.items() if _members(field.annotation)}
+
+
+def _members(kind: Any) -> list[type[Cfg]]:
+    """The classes of a choice: a registered family, or a union of classes with a name. Empty if it is none."""
+    if isinstance(kind, type) and issubclass(kind, Choice):
+        return list(kind.members())
+    parts = list(_config_types(kind))
+    return parts if len(parts) > 1 and all("name" in part.model_fields for part in parts) else []
 
 
 def _config_types(kind: Any) -> Iterable[type[Cfg]]:
@@ -75,13 +92,43 @@ def _class_section(cls: type[Cfg]) -> str:
     base = cls.__bases__[0]
     inherited = set(base.model_fields) - {"name"} if issubclass(base, Cfg) else set()
     rows = [
-        (f"`{name}`", _type(_annotation(field)), _default(field), field.description or "")
+        (f"`{name}`", _choice_type(name, field), _default(field), field.description or "")
         for name, field in cls.model_fields.items()
         if name not in inherited
     ]
-    more = f" It also has every field of [`{base.__name__}`](#{base.__name__.lower()})." if inherited else ""
-    summary = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
-    return "\n\n".join([f"## {cls.__name__}", summary + more, _table(("field", "type", "default", "meaning"), rows)])
+    more = f" It also has the fields of [`{base.__name__}`](#{base.__name__.lower()})." if inherited else ""
+    return "\n\n".join(
+        [f"## {cls.__name__}", _summary(cls) + more, _table(("field", "type", "default", "meaning"), rows)]
+    )
+
+
+def _choice_type(name: str, field: FieldInfo) -> str:
+    """The type of a field; a link to its choices where it has parameters of its own."""
+    return f"one of [{name}](#choices-of-{_anchor(name)})" if _members(field.annotation) else _type(_annotation(field))
+
+
+def _choice_section(name: str, members: list[type[Cfg]]) -> str:
+    """Each member of a choice with its parameters."""
+    rows = []
+    for cls in members:
+        fields = {key: field for key, field in cls.model_fields.items() if key != "name"}
+        parameters = [
+            f"`{key}` ({_type(_annotation(field))}; default {_default(field)}): {field.description or ''}"
+            for key, field in fields.items()
+        ]
+        rows.append((f"`{cls.model_fields['name'].default}`", _summary(cls), "<br>".join(parameters) or "none"))
+    example = f'`{name}: "{members[0].model_fields["name"].default}"`'
+    text = f"Give a name, such as {example}, or an object of a name and parameters."
+    return "\n\n".join([f"## Choices of {name}", text, _table(("name", "what it does", "parameters"), rows)])
+
+
+def _anchor(name: str) -> str:
+    return name.lower().replace(" ", "-")
+
+
+def _summary(cls: type[Cfg]) -> str:
+    """The first paragraph of the docstring."""
+    return " ".join((cls.__doc__ or "").split("\n\n")[0].split())
 
 
 def _annotation(field: FieldInfo) -> Any:
@@ -122,6 +169,8 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.default
+    if isinstance(value, Cfg) and _members(field.annotation):
+        return f"`{json.dumps(value.model_dump()['name'])}`"
     if isinstance(value, Cfg):
         return f"`{type(value).__name__}()`"
     return f"`{json.dumps(value)}`"

@@ -62,9 +62,9 @@ class Variant(NamedTuple):
 BRANCHES = {"points": 2, "horizon": 100, "trained_steps": 10}
 VARIANTS = {
     "preset": Variant("preset", "the preset"),
-    "absorb": Variant("early finisher", "absorb", {"credit": {"early_finisher": "absorb"}}),
-    "trajectory": Variant("early finisher", "trajectory", {"credit": {"early_finisher": "trajectory"}}),
-    "lone_trajectory": Variant("early finisher", "mask, lone: trajectory", {"credit": {"lone_member": "trajectory"}}),
+    "absorb": Variant("early finisher", "absorb", {"credit": {"finished_members": "zero"}}),
+    "trajectory": Variant("early finisher", "trajectory", {"credit": {"finished_members": "trajectory"}}),
+    "lone_trajectory": Variant("early finisher", "mask, lone: trajectory", {"credit": {"singleton": "trajectory"}}),
     "unshared": Variant("starts", "not shared", shared=False),
     "size_2": Variant("group size", "2", {"group_size": 2}),
     "size_8": Variant("group size", "8", {"group_size": 8}),

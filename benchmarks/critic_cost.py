@@ -37,8 +37,8 @@ PER_STEP: dict[str, Any] = {
     "returns": "return_to_go",
     "baseline": "mean",
     "scale": "population_std",
-    "early_finisher": "mask",
-    "lone_member": "zero",
+    "finished_members": "mask",
+    "singleton": "zero",
     "normalize": "none",
 }
 NEAR: dict[str, Any] = PER_STEP | {

@@ -38,15 +38,15 @@ def test_two_trajectories(choices, expected, per_row):
     [
         # lengths 2 and 1, reward 1: returns to go [2,1] and [1]; t0: mean 1.5
         # absorbed: the terminated sibling counts with 0 at t1, mean .5
-        ("terminated", {"early_finisher": "absorb"}, [[0.5, 0.5], [-0.5]]),
+        ("terminated", {"finished_members": "zero"}, [[0.5, 0.5], [-0.5]]),
         # truncated siblings are absent, not worth 0: nothing to compare with at t1
-        ("truncated", {"early_finisher": "absorb"}, [[0.5, 0.0], [-0.5]]),
-        ("terminated", {"early_finisher": "mask"}, [[0.5, 0.0], [-0.5]]),
+        ("truncated", {"finished_members": "zero"}, [[0.5, 0.0], [-0.5]]),
+        ("terminated", {"finished_members": "mask"}, [[0.5, 0.0], [-0.5]]),
         # trajectory advantage: outcomes 2 and 1, mean 1.5
-        ("terminated", {"early_finisher": "mask", "lone_member": "trajectory"}, [[0.5, 0.5], [-0.5]]),
-        ("terminated", {"early_finisher": "trajectory"}, [[0.5, 0.5], [-0.5]]),
+        ("terminated", {"finished_members": "mask", "singleton": "trajectory"}, [[0.5, 0.5], [-0.5]]),
+        ("terminated", {"finished_members": "trajectory"}, [[0.5, 0.5], [-0.5]]),
         # leave one out doubles the distance of two
-        ("terminated", {"early_finisher": "absorb", "baseline": "leave_one_out"}, [[1.0, 1.0], [-1.0]]),
+        ("terminated", {"finished_members": "zero", "baseline": "leave_one_out"}, [[1.0, 1.0], [-1.0]]),
     ],
 )
 def test_members_that_ended_early(end, choices, expected):
@@ -57,7 +57,7 @@ def test_members_that_ended_early(end, choices, expected):
 def test_an_absorbed_sibling_is_company():
     # returns to go 4 3 and 5: t0 mean 4.5; t1: 3 beside 0, not the trajectory's -.5
     batch = rollout([(0, [1.0, 3.0], "terminated"), (0, [5.0], "terminated")])
-    choices = STEP | {"early_finisher": "absorb", "lone_member": "trajectory"}
+    choices = STEP | {"finished_members": "zero", "singleton": "trajectory"}
     assert per_episode(credit(batch, **choices), batch) == [[-0.5, 1.5], [0.5]]
 
 
@@ -65,24 +65,24 @@ def test_trajectory_rule_starts_where_the_first_sibling_ends():
     # lengths 3, 2, 1: returns to go [3,2,1], [2,1], [1]
     # t0 all three: mean 2; t1 one is gone: trajectory advantages 3-2 and 2-2; t2 likewise
     batch = rollout([(0, [1.0] * n, "terminated") for n in (3, 2, 1)])
-    out = per_episode(credit(batch, **STEP, early_finisher="trajectory"), batch)
+    out = per_episode(credit(batch, **STEP, finished_members="trajectory"), batch)
     assert out == [[1.0, 1.0, 1.0], [0.0, 0.0], [-1.0]]
     # the lone rule still compares the two that are left at t1: [2, 1], mean 1.5
-    out = per_episode(credit(batch, **STEP, lone_member="trajectory"), batch)
+    out = per_episode(credit(batch, **STEP, singleton="trajectory"), batch)
     assert out == [[1.0, 0.5, 1.0], [0.0, -0.5], [-1.0]]
 
 
 def test_trajectory_fallback_discounts_like_the_steps_it_stands_in_for():
     # gamma .5: discounted outcomes 1 + .5 = 1.5 and 1, mean 1.25
     batch = rollout([(0, [1.0, 1.0], "terminated"), (0, [1.0], "terminated")])
-    out = per_episode(credit(batch, gamma=0.5, **STEP, lone_member="trajectory"), batch)
+    out = per_episode(credit(batch, gamma=0.5, **STEP, singleton="trajectory"), batch)
     assert out == [[0.25, 0.25], [-0.25]]
 
 
 def test_a_lone_survivor_has_no_signal_under_mask_and_some_under_absorb():
     batch = rollout([(0, [1.0] * n, "terminated") for n in (10, 10, 10, 50)])
-    masked = per_episode(credit(batch, **STEP, early_finisher="mask"), batch)[3]
-    absorbed = per_episode(credit(batch, **STEP, early_finisher="absorb"), batch)[3]
+    masked = per_episode(credit(batch, **STEP, finished_members="mask"), batch)[3]
+    absorbed = per_episode(credit(batch, **STEP, finished_members="zero"), batch)[3]
     assert masked[10:] == [0.0] * 40
     assert min(absorbed) > 0
 
@@ -103,7 +103,7 @@ def test_constant_step_rewards_say_nothing_to_process_supervision():
 
 @pytest.mark.parametrize(
     "choices",
-    [preset("grpo"), preset("rloo"), preset("sb3_process"), preset("embodichain"), STEP | {"early_finisher": "absorb"}],
+    [preset("grpo"), preset("rloo"), preset("sb3_process"), preset("embodichain"), STEP | {"finished_members": "zero"}],
 )
 def test_an_unscorable_member_is_no_member(choices):
     siblings = [(0, [1.0, 2.0], "terminated"), (0, [0.0, 1.0], "terminated")]
@@ -118,7 +118,7 @@ def test_an_unscorable_member_is_no_member(choices):
 def test_a_member_that_does_not_count_is_not_absorbed_either(end):
     # returns to go 3 2 and 1 0, means 2 and 1; a third that ended after one step would be a 0 at the second
     batch = rollout([(0, [1.0, 2.0], "terminated"), (0, [1.0, 0.0], "terminated"), (0, [9.0], end)])
-    out = per_episode(credit(batch, **STEP, early_finisher="absorb"), batch)
+    out = per_episode(credit(batch, **STEP, finished_members="zero"), batch)
     assert out == [[1.0, 1.0], [-1.0, -1.0], [0.0]]
 
 
@@ -169,8 +169,8 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
         ({"baseline": "ema", "scale": "none", "reward": "parts"}, "got reward='parts', fix: reward='total'"),
         ({"baseline": "optimal_token"}, "got group_key='group', fix: group_key='group_step'"),
         (
-            {"baseline": "optimal_token", **STEP, "early_finisher": "absorb"},
-            "early_finisher='absorb', fix: early_finisher='mask'",
+            {"baseline": "optimal_token", **STEP, "finished_members": "zero"},
+            "finished_members='zero', fix: finished_members='mask'",
         ),
         ({"baseline": "none", "scale": "none"}, "normalize='none', fix: normalize='batch'"),
         ({"baseline": "none", "scale": "none", "normalize": "informative"}, "normalize='informative', fix"),
@@ -186,9 +186,9 @@ def test_compositions_that_make_no_sense_are_refused(choices, message):
 @pytest.mark.parametrize(
     ("choices", "found"),
     [
-        ({"early_finisher": "absorb"}, "credit.early_finisher='absorb' and credit.lone_member='zero' say"),
-        ({"lone_member": "trajectory"}, "credit.early_finisher='mask' and credit.lone_member='trajectory' say"),
-        ({"returns": "return_to_go", "early_finisher": "trajectory"}, "credit.early_finisher='trajectory' and"),
+        ({"finished_members": "zero"}, "credit.finished_members='zero' and credit.singleton='zero' say"),
+        ({"singleton": "trajectory"}, "credit.finished_members='mask' and credit.singleton='trajectory' say"),
+        ({"returns": "return_to_go", "finished_members": "trajectory"}, "credit.finished_members='trajectory' and"),
     ],
 )
 def test_rules_for_single_steps_are_refused_where_whole_attempts_are_compared(choices, found):
@@ -200,7 +200,7 @@ def test_rules_for_single_steps_are_refused_where_whole_attempts_are_compared(ch
 
 def test_a_rule_of_the_users_own_may_read_the_rules_for_single_steps(monkeypatch):
     monkeypatch.setitem(CREDIT_RULES, "own", lambda given: given.reward)
-    check_credit(CreditCfg(rule="own", early_finisher="absorb", lone_member="trajectory"), make_policy())
+    check_credit(CreditCfg(rule="own", finished_members="zero", singleton="trajectory"), make_policy())
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_optimal_token_baseline(per_row):
     # the longest takes its episode's advantage, 3 - 2, at t2
     fallback = [[1.5, 0.666667, 1.0], [-0.5, -0.333333]]
     batch = rollout(TWO, variance=CHANCE)
-    expect(batch, fallback, name="optimal_token_baseline", lone_member="trajectory")
+    expect(batch, fallback, name="optimal_token_baseline", singleton="trajectory")
     with pytest.raises(DataError, match=r"CreditInput\.start"):
         credit(rollout(TWO), **preset("optimal_token_baseline"))
 
@@ -201,17 +201,17 @@ def test_turns_are_compared_once_each():
     # the lone turn takes its episode's: 8, 2, 4, mean 14 / 3
     expect(batch, [[-1.0, -1.0, 0.5, 3.333333], [-1.0, -1.0, -0.5], [2.0]], name="agilerl_turn")
     zero = [[-1.0, -1.0, 0.5, 0.0], [-1.0, -1.0, -0.5], [2.0]]
-    expect(batch, zero, name="agilerl_turn", lone_member="zero")
+    expect(batch, zero, name="agilerl_turn", singleton="zero")
     # deviations: -1 -1 2, squares 6 over 2; .5 and .5 over 1
     root = 3**0.5
     scaled = [[-1 / root, -1 / root, 0.707107, 0.0], [-1 / root, -1 / root, -0.707107], [2 / root]]
-    expect(batch, scaled, name="agilerl_turn", lone_member="zero", scale="std")
+    expect(batch, scaled, name="agilerl_turn", singleton="zero", scale="std")
     # absorbed: 2, 1 and a 0 in turn 1; 5 and two 0 in turn 2
     absorbed = [[-1.0, -1.0, 1.0, 3.333333], [-1.0, -1.0, 0.0], [2.0]]
-    expect(batch, absorbed, name="agilerl_turn", early_finisher="absorb")
+    expect(batch, absorbed, name="agilerl_turn", finished_members="zero")
     # the trajectory's, from the first turn that somebody missed
     whole = [[-1.0, -1.0, 3.333333, 3.333333], [-1.0, -1.0, -2.666667], [2.0]]
-    expect(batch, whole, name="agilerl_turn", early_finisher="trajectory")
+    expect(batch, whole, name="agilerl_turn", finished_members="trajectory")
 
 
 def test_each_step_is_a_turn_where_there_are_none():

@@ -410,7 +410,7 @@ def test_groups_that_teach_although_equal_are_not_left_out(preset):
         resolve("CartPole-v1", {"name": "grpo", "collection": {"filter_groups": True}}, preset=preset)
 
 
-@pytest.mark.parametrize("choices", [{"early_finisher": "absorb"}, {"lone_member": "trajectory"}])
+@pytest.mark.parametrize("choices", [{"finished_members": "zero"}, {"singleton": "trajectory"}])
 @pytest.mark.parametrize("given", [lambda c: GRPOCfg(credit=c), lambda c: {"credit": c}], ids=["config", "dictionary"])
 def test_rules_for_single_steps_go_over_a_preset_that_compares_steps(choices, given):
     credit = resolve("CartPole-v1", given(choices)).algorithm.credit
@@ -424,8 +424,8 @@ def test_rules_for_single_steps_go_over_a_preset_that_compares_steps(choices, gi
 
 
 def test_a_credit_rule_of_ones_own_reads_what_it_likes():
-    own = {"rule": "own", "early_finisher": "absorb", "lone_member": "trajectory"}
-    assert resolve("CartPole-v1", {"credit": own}, preset="grpo").algorithm.credit.early_finisher == "absorb"
+    own = {"rule": "own", "finished_members": "zero", "singleton": "trajectory"}
+    assert resolve("CartPole-v1", {"credit": own}, preset="grpo").algorithm.credit.finished_members == "zero"
 
 
 def test_a_reference_is_renewed_only_where_there_is_one():

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.functional.advantages import absorbed_count, comparable, group_relative
+from groupwise.functional.advantages import finished_count, comparable, group_relative
 from groupwise.functional.returns import episode_return, return_to_go
 
 NAN = float("nan")
@@ -174,7 +174,7 @@ def test_lone_survivor_has_no_signal_among_live_members_but_has_it_among_absorbe
     live = group_relative(score, key, 50, **kw)
     assert live[3, :10].all()
     assert not live[3, 10:].any()
-    zeros = absorbed_count(group_id, step, ended, 1, 50)
+    zeros = finished_count(group_id, step, ended, 1, 50)
     absorbed = group_relative(score, key, 50, **kw, zeros=zeros)
     # the survivor has 40..1 to go, three siblings have 0: it is 3/4 of its return above their mean
     torch.testing.assert_close(absorbed[3, 10:], torch.arange(40.0, 0.0, -1.0) * 0.75)
@@ -325,7 +325,7 @@ def test_outcome_credit_of_episodes_gathers_rewards_wherever_their_rows_are():
     assert out.tolist() == [-1.0, 0.0, 1.0]
 
 
-# ----------------------------------------------------------------------------------- comparable and absorbed_count
+# ----------------------------------------------------------------------------------- comparable and finished_count
 
 
 def test_comparable_by_hand():
@@ -338,24 +338,24 @@ def test_comparable_by_hand():
     assert comparable(key, 4, member, zeros).tolist() == [True, True, False, False, False, True, False]
 
 
-def test_absorbed_count_by_hand():
+def test_finished_count_by_hand():
     # group 0 ends at step 1 (one member) and 2 (the other); group 1 at step 0, while its sibling was truncated
     step = torch.tensor([[0, 1, 0, 0], [0, 1, 2, -1]])
     group_id = torch.tensor([[0, 0, 1, 1], [0, 0, 0, -1]])
     ended = bools([0, 1, 1, 0], [0, 0, 1, 1])
-    out = absorbed_count(group_id, step, ended, 2, 4)
+    out = finished_count(group_id, step, ended, 2, 4)
     assert out.tolist() == [0.0, 0.0, 1.0, 2.0, 0.0, 1.0, 1.0, 1.0]
 
 
-def test_absorbed_count_ignores_what_is_outside():
+def test_finished_count_ignores_what_is_outside():
     # steps 3 and 7 of 4 leave no step behind them, -1 is no step, -1 no group; none may reach the next group's counts
     step = torch.tensor([[3, 7, -1, 2]])
     group_id = torch.tensor([[0, 0, 0, -1]])
-    assert not absorbed_count(group_id, step, torch.ones(1, 4).bool(), 2, 4).any()
-    last = absorbed_count(torch.zeros(1, 1).long(), torch.tensor([[2]]), bools([1]), 2, 4)
+    assert not finished_count(group_id, step, torch.ones(1, 4).bool(), 2, 4).any()
+    last = finished_count(torch.zeros(1, 1).long(), torch.tensor([[2]]), bools([1]), 2, 4)
     assert last.tolist() == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_absorbed_count_adds_up_members_that_end_together():
+def test_finished_count_adds_up_members_that_end_together():
     step, group_id, ended = lengths_10_10_10_50()
-    assert absorbed_count(group_id, step, ended, 1, 60).tolist() == [0.0] * 10 + [3.0] * 40 + [4.0] * 10
+    assert finished_count(group_id, step, ended, 1, 60).tolist() == [0.0] * 10 + [3.0] * 40 + [4.0] * 10

@@ -56,7 +56,7 @@ CALLS = {
     advantages.choice_variance: ((X, STEP[:, 0]), {}),
     advantages.kl_shaping: ((X, IDS, 4, MASK), {}),
     advantages.comparable: ((IDS, 4, MASK, PER_KEY), {}),
-    advantages.absorbed_count: ((IDS, STEP, MASK, 4, 6), {}),
+    advantages.finished_count: ((IDS, STEP, MASK, 4, 6), {}),
     objective.bounded_exp: ((X,), {}),
     objective.token_ratio: ((X, Y), {}),
     objective.sequence_ratio: ((X, Y, MASK, IDS, 4), {}),

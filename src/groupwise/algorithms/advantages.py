@@ -17,7 +17,7 @@ from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError, UnknownNameError
 from groupwise.functional.advantages import (
     Baseline,
-    absorbed_count,
+    finished_count,
     baseline_relative,
     comparable,
     group_relative,
@@ -185,13 +185,13 @@ def _at_moment(
     num_keys = credit.num_groups * moments
     key = torch.where(member, batch["group_id"] * moments + moment, -1)
     zeros = None
-    if cfg.early_finisher == "absorb":
+    if cfg.finished_members == "zero":
         ended = batch["terminated"] & credit.live
-        zeros = absorbed_count(batch["group_id"], moment, ended, credit.num_groups, moments)
+        zeros = finished_count(batch["group_id"], moment, ended, credit.num_groups, moments)
     advantage = cfg.baseline.of_steps(Scores(credit, score, key, num_keys, batch["loss_mask"], zeros))
-    if cfg.early_finisher == "trajectory":
+    if cfg.finished_members == "trajectory":
         among_all = _complete(credit, key, num_keys)
-    elif cfg.lone_member == "trajectory":
+    elif cfg.singleton == "trajectory":
         among_all = comparable(key, num_keys, member, zeros)
     else:
         return advantage

@@ -103,9 +103,9 @@ class CreditCfg(Cfg):
     """Subtracted from the score: ``"mean"``, or with its parameters ``{"name": "knn", "k": 16}``. ``groupwise list baseline`` names all."""
     scale: Literal["std", "population_std", "batch_std", "mean", "nonzero_share", "none"] = "std"
     """Divided by: unbiased or population deviation of what it is compared with; unbiased deviation of all scores in the batch; mean of what it is compared with (MaxRL); share of the batch's scores that are not 0 (GPG); or nothing."""
-    early_finisher: Literal["absorb", "mask", "trajectory"] = "mask"
+    finished_members: Literal["zero", "mask", "trajectory"] = "mask"
     """With ``group_step``, at steps after a sibling ended: a *terminated* sibling counts with return 0 and a truncated one is absent; every ended sibling is absent; the step takes the trajectory's advantage instead."""
-    lone_member: Literal["zero", "trajectory"] = "zero"
+    singleton: Literal["zero", "trajectory"] = "zero"
     """With ``group_step``, where nothing is left to compare with: advantage 0, or the trajectory's advantage (0 in a group of one)."""
     eps: NonNegative = 1e-4
     """Added to the deviation, in units of the score. 1e-8 turns float noise into full-size advantages."""
@@ -120,12 +120,12 @@ class CreditCfg(Cfg):
         Not a validator: what is set here may go over a preset that compares steps.
 
         Raises:
-            ConfigError: ``composed`` would not read ``early_finisher`` or ``lone_member``.
+            ConfigError: ``composed`` would not read ``finished_members`` or ``singleton``.
         """
-        given = (self.early_finisher, self.lone_member)
+        given = (self.finished_members, self.singleton)
         if self.rule == "composed" and self.group_key == "group" and given != ("mask", "zero"):
             raise ConfigError(
-                f"credit.early_finisher={given[0]!r} and credit.lone_member={given[1]!r} say what single steps are compared with; got credit.group_key='group', fix: group_key='group_step' with returns='return_to_go', or leave both out"
+                f"credit.finished_members={given[0]!r} and credit.singleton={given[1]!r} say what single steps are compared with; got credit.group_key='group', fix: group_key='group_step' with returns='return_to_go', or leave both out"
             )
 
     @model_validator(mode="after")

@@ -191,7 +191,7 @@ def comparable(
     return mask & (gather_segments(size if zeros is None else size + zeros, key) > 1)
 
 
-def absorbed_count(
+def finished_count(
     group_id: Int[Tensor, "row step"],
     step: Int[Tensor, "row step"],
     ended: Bool[Tensor, "row step"],
@@ -268,7 +268,7 @@ def _all_equal(
     mask: Bool[Tensor, "*batch"],
     zeros: Float[Tensor, " key"],
 ) -> Bool[Tensor, "*batch"]:
-    """Whether the members of each element's key, absorbed zeros included, all have the same score."""
+    """Whether the members of each element's key, zeros of finished members included, all have the same score."""
     lowest, highest = segment_min_max(score, key, zeros.shape[0], mask)
     lowest = torch.where(zeros > 0, lowest.clamp(max=0), lowest)
     highest = torch.where(zeros > 0, highest.clamp(min=0), highest)
@@ -300,7 +300,7 @@ def _batch_scale(
 def _batch_deviation(
     score: Float[Tensor, "*batch"], mask: Bool[Tensor, "*batch"], zeros: Float[Tensor, " key"], all_sum: AllSum
 ) -> Float[Tensor, ""]:
-    """Unbiased deviation of the members' scores over all keys and ranks, absorbed zeros included."""
+    """Unbiased deviation of the members' scores over all keys and ranks, zeros of finished members included."""
     num_zeros = zeros.sum()
     sums = torch.stack([score.masked_fill(~mask, 0).sum(), mask.sum() + num_zeros])
     total, count = all_sum(sums).unbind()

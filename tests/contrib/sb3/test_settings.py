@@ -44,8 +44,8 @@ def refused(**arguments) -> str:
             "credit: group_key='group_step' compares returns from a step on; got",
         ),
         (
-            {"credit": {"lone_member": "trajectory"}},
-            "credit.early_finisher='mask' and credit.lone_member='trajectory' say",
+            {"credit": {"singleton": "trajectory"}},
+            "credit.finished_members='mask' and credit.singleton='trajectory' say",
         ),
     ],
 )

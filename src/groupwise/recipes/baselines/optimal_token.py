@@ -20,7 +20,7 @@ class OptimalTokenCfg(BaselineCfg):
     name: Literal["optimal_token"] = "optimal_token"
     """Name in the registry."""
     source: ClassVar = "https://github.com/volcengine/verl"
-    needs: ClassVar = {"group_key": ("group_step",), "returns": ("return_to_go",), "early_finisher": ("mask",)}
+    needs: ClassVar = {"group_key": ("group_step",), "returns": ("return_to_go",), "finished_members": ("mask",)}
     needs_scores: ClassVar = True
 
     def check_policy(self, policy: "Policy") -> None:

@@ -231,7 +231,7 @@ def test_other_baselines_keep_no_average():
 OPTIMAL = {"baseline": "optimal_token", "group_key": "group_step", "returns": "return_to_go", "scale": "none"}
 
 
-@pytest.mark.parametrize("objective", [{"old_log_prob": "recomputed"}, {"top_entropy": 0.5}])
+@pytest.mark.parametrize("objective", [{"old_log_prob": "recomputed"}, {"top_entropy_quantile": 0.5}])
 @pytest.mark.parametrize("credit", [{"kl_placement": "reward"}, {"kl_placement": "advantage"}, OPTIMAL])
 @pytest.mark.parametrize("micro_batch_size", [None, 5])
 def test_the_policy_is_scored_once_for_credit_and_objective(monkeypatch, credit, objective, micro_batch_size):

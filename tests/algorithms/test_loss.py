@@ -46,7 +46,7 @@ def factors(objective, rollout=None, policy=None, **cfg):
 
 
 def test_the_highest_entropies_alone_have_a_policy_loss():
-    data = factors({"top_entropy": 0.3})
+    data = factors({"top_entropy_quantile": 0.3})
     policy = make_policy()
     entropy = policy.evaluate({"obs": data["obs"], "action": data["action"]}).entropy.detach()
     # of 5 + 6 + ... + 12 = 68 steps the quantile 0.7 stands at place 46.9: 21 steps are above
@@ -75,7 +75,7 @@ def test_clip_cov_leaves_out_a_random_share_that_changes_with_the_update():
 
 
 def test_correction_weighs_by_the_mismatch_at_the_updates_start():
-    objective = MISMATCH | {"correction": {"name": "tis", "high": 1.5}}
+    objective = MISMATCH | {"importance_sampling_correction": {"name": "tis", "high": 1.5}}
     policy = make_policy()
     rollout = make_rollout(policy)
     data = factors(objective, rollout, policy)
@@ -88,7 +88,7 @@ def test_correction_weighs_by_the_mismatch_at_the_updates_start():
 
 def test_the_kl_has_its_own_way_through_factors_of_zero():
     # a mask that nothing passes leaves the pull to the reference alone
-    nothing = MISMATCH | {"correction": {"name": "mis", "low": 1e6, "high": 1e7}}
+    nothing = MISMATCH | {"importance_sampling_correction": {"name": "mis", "low": 1e6, "high": 1e7}}
     policy = make_policy()
     start = parameters(build({}, make_policy()))
     alone, metrics = updated(nothing, policy=policy, kl_coef=0.0)
@@ -143,14 +143,17 @@ def test_the_kl_is_weighed_and_clamped_by_hand(objective, value, gradient):
         ({"trust_region": {"name": "two_sided", "delta": 1.1}}, "must exceed 1 \\+ clip_high = 1.2"),
         ({"trust_region": "gmpo", "ratio": "sequence"}, "trust_region='gmpo' needs.*fix: ratio='token'"),
         ({"trust_region": "vespo"}, "got ratio='token', fix: ratio='sequence_product'"),
-        ({"correction": "mis"}, "fix: old_log_prob='recomputed'"),
+        ({"importance_sampling_correction": "mis"}, "fix: old_log_prob='recomputed'"),
         ({"kl_estimator": "exact", "kl_weight": "ratio"}, "fix: kl_weight='none'"),
         ({"trust_region": {"name": "cispo", "low": 2.0, "high": 1.0}}, "expected low < high"),
         ({"trust_region": CLIP_COV | {"low": 2.0, "high": 1.0}}, "expected low < high"),
-        (MISMATCH | {"correction": {"name": "mis", "low": 4.0}}, "expected low < high"),
-        (MISMATCH | {"correction": {"name": "tis", "low": 0.5}}, "unknown key 'low' in correction"),
+        (MISMATCH | {"importance_sampling_correction": {"name": "mis", "low": 4.0}}, "expected low < high"),
+        (
+            MISMATCH | {"importance_sampling_correction": {"name": "tis", "low": 0.5}},
+            "unknown key 'low' in importance_sampling_correction",
+        ),
         ({"entropy": {"name": "adaptive", "min_coef": 2.0}}, "fix: swap them"),
-        ({"top_entropy": 0.0}, "greater than 0"),
+        ({"top_entropy_quantile": 0.0}, "greater than 0"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(objective, message):

@@ -126,7 +126,13 @@ def test_choices_that_libraries_have_are_in_a_preset(choice, name):
 
 def test_every_sampler_correction_is_in_a_preset():
     objectives = [ObjectiveCfg(**preset.settings["objective"]) for preset in presets.objective_presets().values()]
-    found = {(objective.correction.name, getattr(objective.correction, "level", None)) for objective in objectives}
+    found = {
+        (
+            objective.importance_sampling_correction.name,
+            getattr(objective.importance_sampling_correction, "level", None),
+        )
+        for objective in objectives
+    }
     assert found == {("none", None), *((name, level) for name in ("tis", "mis") for level in ("token", "sequence"))}
 
 
@@ -146,5 +152,5 @@ def test_presets_of_one_name_in_several_libraries_are_those_libraries():
     assert region("cispo_agilerl") == CispoCfg(low=None, high=1.2)
     assert region("prime_rl") == DppoCfg(divergence="tv", low=0.2, high=0.2, max_ratio=None, pull=1e-3)
     assert (region("dppo_kl").divergence, region("dppo_kl").low, region("dppo_kl").high) == ("kl", 0.05, 0.05)
-    assert objective("trl").correction == MisCfg(level="sequence", high=3.0)
+    assert objective("trl").importance_sampling_correction == MisCfg(level="sequence", high=3.0)
     assert region("clip_cov") == ClipCovCfg(fraction=2e-4, low=1.0, high=5.0)

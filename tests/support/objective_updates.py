@@ -42,15 +42,16 @@ OTHERS = {
     "luspo": {"ratio": "sequence", "aggregation": "seq_mean_token_sum"},
     "constant": {"aggregation": "constant", "max_length": 12},
     "sum_norm": {"aggregation": "seq_mean_token_sum_norm", "max_length": 120},
-    "top_entropy": {"top_entropy": 0.3},
-    "token_truncate": MISMATCH | {"correction": {"name": "tis", "high": 1.5}},
-    "token_mask": MISMATCH | {"correction": {"name": "mis", "low": 0.7, "high": 1.5}},
-    "sequence_truncate": MISMATCH | {"correction": {"name": "tis", "level": "sequence", "high": 1.5}},
-    "sequence_mask": MISMATCH | {"correction": {"name": "mis", "level": "sequence", "high": 2.0}},
+    "top_entropy": {"top_entropy_quantile": 0.3},
+    "token_truncate": MISMATCH | {"importance_sampling_correction": {"name": "tis", "high": 1.5}},
+    "token_mask": MISMATCH | {"importance_sampling_correction": {"name": "mis", "low": 0.7, "high": 1.5}},
+    "sequence_truncate": MISMATCH
+    | {"importance_sampling_correction": {"name": "tis", "level": "sequence", "high": 1.5}},
+    "sequence_mask": MISMATCH | {"importance_sampling_correction": {"name": "mis", "level": "sequence", "high": 2.0}},
     "off_policy": {"off_policy_mask_threshold": 0.02},
     "everything": MISMATCH
-    | {"trust_region": CLIP_COV, "top_entropy": 0.5, "ratio": "sequence_token"}
-    | {"correction": "mis", "off_policy_mask_threshold": 0.02},
+    | {"trust_region": CLIP_COV, "top_entropy_quantile": 0.5, "ratio": "sequence_token"}
+    | {"importance_sampling_correction": "mis", "off_policy_mask_threshold": 0.02},
     "k1": {"kl_estimator": "k1"},
     "k2": {"kl_estimator": "k2"},
     "k3+": {"kl_estimator": "k3+"},

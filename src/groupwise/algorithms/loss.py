@@ -129,10 +129,10 @@ def objective_data(
     Raises:
         DataError: ratios of turns, and the rollout has no ``turn_id``.
     """
-    region, corrects = cfg.trust_region, cfg.correction.name != "none"
+    region, corrects = cfg.trust_region, cfg.importance_sampling_correction.name != "none"
     recomputes, sampled = cfg.old_log_prob == "recomputed", batch["sample_log_prob"]
     left_out = recomputes and single_pass and not corrects and not region.needs_old_log_prob
-    scores = score() if (recomputes and not left_out) or cfg.top_entropy < 1 else None
+    scores = score() if (recomputes and not left_out) or cfg.top_entropy_quantile < 1 else None
     old = scores.log_prob if recomputes and scores else sampled
     start = UpdateStart(batch, advantage, mask, old, num_episodes, seed, all_sum)
     data: dict[str, Nested] = {} if left_out else {"old_log_prob": old}
@@ -140,9 +140,9 @@ def objective_data(
         data["sample_log_prob"] = sampled
     if cfg.ratio == "turn":
         data["turn"] = _turns(batch)
-    factors = [cfg.correction.factor(start)] if corrects else []
-    if cfg.top_entropy < 1 and scores:
-        factors.append(selection.highest(scores.entropy, cfg.top_entropy, mask, all_sum).to(old))
+    factors = [cfg.importance_sampling_correction.factor(start)] if corrects else []
+    if cfg.top_entropy_quantile < 1 and scores:
+        factors.append(selection.highest(scores.entropy, cfg.top_entropy_quantile, mask, all_sum).to(old))
     more = region.at_start(start)
     if "policy_factor" in more:
         factors.append(more["policy_factor"])

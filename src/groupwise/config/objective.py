@@ -142,9 +142,9 @@ class ObjectiveCfg(Cfg):
     """Level of the probability ratio: per step (token), geometric mean over the turn (needs ``turn_id`` in the rollout) or over the episode (GSPO), the latter with per-step gradient (GSPO-token), or the product over the episode (explodes with length)."""
     trust_region: SerializeAsAny[TrustRegionCfg] = ClipCfg()
     """What keeps a step from going too far: ``"cispo"``, or with its parameters ``{"name": "cispo", "high": 1.2}``. ``groupwise list trust-region`` names all."""
-    top_entropy: Annotated[float, Gt(0), Le(1)] = 1.0
+    top_entropy_quantile: Annotated[float, Gt(0), Le(1)] = 1.0
     """Share of the rollout's steps, those of highest entropy at the update's start, that have a policy loss."""
-    correction: SerializeAsAny[CorrectionCfg] = NoCorrectionCfg()
+    importance_sampling_correction: SerializeAsAny[CorrectionCfg] = NoCorrectionCfg()
     """What is done about a sampler whose probabilities differ from the trainer's. Needs ``old_log_prob="recomputed"``."""
     off_policy_mask_threshold: Positive | None = None
     """Steps of negative advantage do not count where the episode's mean of ``sample_log_prob - log_prob``, under the policy as it is now, exceeds this (TRL suggests 0.5, AgileRL 0.03). None: no limit."""
@@ -173,9 +173,9 @@ class ObjectiveCfg(Cfg):
                 f"trust_region={region.name!r} needs ratio={region.needs_ratio!r}; got ratio={self.ratio!r}, "
                 f"fix: ratio={region.needs_ratio!r}"
             )
-        if self.correction.name != "none" and self.old_log_prob == "sampled":
+        if self.importance_sampling_correction.name != "none" and self.old_log_prob == "sampled":
             raise ValueError(
-                f"correction={self.correction.name!r} compares old_log_prob with the sampler's, which "
+                f"importance_sampling_correction={self.importance_sampling_correction.name!r} compares old_log_prob with the sampler's, which "
                 "old_log_prob='sampled' makes the same; fix: old_log_prob='recomputed'"
             )
         if self.kl_estimator == "exact" and self.kl_weight == "ratio":

@@ -36,7 +36,7 @@ class CheckSamplerMismatch(Callback):
             raise SamplerMismatchError(
                 f"the sampler is no longer the policy that is trained: KL {found:.3g} nats per token in iteration "
                 f"{trainer.iteration}, more than sampler_mismatch.stop={self.cfg.stop:g} ({_by_depth(metrics)}); the last checkpoint is "
-                "kept; fix: another precision, or objective.correction; sampler_mismatch.stop=null goes on regardless"
+                "kept; fix: another precision, or objective.importance_sampling_correction; sampler_mismatch.stop=null goes on regardless"
             )
         if found > self.cfg.warn and not self._warned:
             self._warned = True

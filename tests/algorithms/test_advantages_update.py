@@ -101,7 +101,7 @@ def test_kl_in_the_reward_is_taken_off_each_steps_reward():
         mean = sum(outcome[4 * (i // 4) : 4 * (i // 4) + 4]) / 4
         torch.testing.assert_close(advantage[e], torch.full_like(advantage[e], outcome[i] - mean), atol=1e-5, rtol=1e-4)
     assert metrics["train/loss"] == metrics["train/policy_loss"]
-    assert metrics["train/reference_kl"] != 0
+    assert metrics["train/kl"] != 0
 
 
 def test_kl_in_the_advantage_is_the_episodes_mean_less_each_steps():
@@ -134,7 +134,7 @@ def test_in_the_loss_the_kl_is_a_term_of_it():
     algorithm = build(moved=0.3, kl_coef=0.5)
     rollout = make_rollout(algorithm.policy)
     advantage, metrics = updated(algorithm, rollout)
-    expected = metrics["train/policy_loss"] + 0.5 * metrics["train/reference_kl"]
+    expected = metrics["train/policy_loss"] + 0.5 * metrics["train/kl"]
     torch.testing.assert_close(metrics["train/loss"], expected)
     assert torch.equal(advantage, updated(build(moved=0.3), rollout)[0])
 

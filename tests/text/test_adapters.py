@@ -87,8 +87,8 @@ def test_the_kl_to_the_reference_is_exactly_zero_at_first(make, estimator):
     cfg = GRPOCfg(kl_coef=0.1, num_epochs=1, minibatch_size=10_000, max_grad_norm=None, learning_rate=0.05)
     cfg = cfg.model_copy(update={"objective": cfg.objective.model_copy(update={"kl_estimator": estimator})})
     algorithm = GRPO(cfg, make())
-    assert algorithm.update(text_rollout(ROWS))["train/reference_kl"] == 0
-    assert algorithm.update(text_rollout(ROWS))["train/reference_kl"] != 0
+    assert algorithm.update(text_rollout(ROWS))["train/kl"] == 0
+    assert algorithm.update(text_rollout(ROWS))["train/kl"] != 0
 
 
 def test_only_adapters_move():

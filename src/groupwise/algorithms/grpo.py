@@ -37,7 +37,7 @@ class GRPO(BaseAlgorithm):
 
     grouped: ClassVar = True
     actor_only: ClassVar = True
-    metric_names: ClassVar = ("loss", "policy_loss", "entropy", "reference_kl", *DIAGNOSTICS)
+    metric_names: ClassVar = ("loss", "policy_loss", "entropy", "kl", *DIAGNOSTICS)
     cfg: GRPOCfg
 
     def __init__(self, cfg: GRPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:

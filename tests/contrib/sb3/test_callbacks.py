@@ -99,7 +99,7 @@ def test_logged_names(tmp_path):
     model.logger.close()
     with open(tmp_path / "progress.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    train = "loss policy_gradient_loss entropy_loss approx_kl clip_fraction clip_range grad_norm learning_rate n_updates std reference_kl"
+    train = "loss policy_gradient_loss entropy_loss approx_kl clip_fraction clip_range grad_norm learning_rate n_updates std kl"
     names = {f"train/{name}" for name in train.split()}
     names |= {"rollout/ep_rew_mean", "rollout/ep_len_mean", "rollout/groups", "rollout/zero_variance_groups"}
     names |= {"time/fps", "time/iterations", "time/time_elapsed", "time/total_timesteps"}
@@ -108,7 +108,7 @@ def test_logged_names(tmp_path):
     assert last["train/entropy_loss"] == pytest.approx(-1.42, abs=0.1)  # a Gaussian of deviation 1 has 1.419 nats
     assert last["train/std"] == pytest.approx(1, abs=0.1)
     assert last["train/clip_range"] == 0.2
-    assert last["train/reference_kl"] > 0
+    assert last["train/kl"] > 0
     assert last["rollout/ep_len_mean"] == 20
     assert last["rollout/groups"] >= 1
     assert last["rollout/zero_variance_groups"] == 0

@@ -359,7 +359,7 @@ class GRPO(OnPolicyAlgorithm):
         for name in ("loss", "approx_kl", "clip_fraction", "grad_norm"):
             record(f"train/{name}", metrics[f"train/{name}"])
         if self.kl_coef > 0:
-            record("train/reference_kl", metrics["train/reference_kl"])
+            record("train/kl", metrics["train/kl"])
         if self.policy.log_std is not None:
             record("train/std", self.policy.log_std.exp().mean().item())
         record("train/n_updates", self._n_updates, exclude="tensorboard")

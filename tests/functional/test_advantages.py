@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.functional.advantages import finished_count, comparable, group_relative
+from groupwise.functional.advantages import comparable, finished_count, group_relative
 from groupwise.functional.returns import episode_return, return_to_go
 
 NAN = float("nan")

@@ -17,9 +17,9 @@ from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError, UnknownNameError
 from groupwise.functional.advantages import (
     Baseline,
-    finished_count,
     baseline_relative,
     comparable,
+    finished_count,
     group_relative,
 )
 from groupwise.functional.reduce import gather_segments, segment_min_max, segment_sum, whiten

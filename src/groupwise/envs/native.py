@@ -257,7 +257,9 @@ class TorchGroupEnv(GroupEnv):
 
 
 def _versions(state: Mapping[str, Tensor]) -> list[int]:
-    """How often each tensor was written into; nobody counts under ``torch.inference_mode``."""
+    """How often each tensor was written into; nobody counts under ``torch.inference_mode`` or in what is compiled."""
+    if torch.compiler.is_compiling():
+        return []
     return [leaf._version for leaf in state.values() if not leaf.is_inference()]
 
 

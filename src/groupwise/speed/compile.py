@@ -64,7 +64,7 @@ def why_not_compiled(algorithm: BaseAlgorithm) -> str | None:
     return None
 
 
-def compile_once(function: Any) -> Callable[..., Any]:
+def compile_once(function: Any, **options: Any) -> Callable[..., Any]:
     """``function`` compiled at its first call, for good.
 
     The compiler keeps what it compiled with a function's code. Without guards, code that is shared with another closure
@@ -72,7 +72,7 @@ def compile_once(function: Any) -> Callable[..., Any]:
     """
     code = function.__code__.replace()
     own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, options=OPTIONS)
+    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, options=OPTIONS | options)
     return compiled
 
 
@@ -106,11 +106,11 @@ class CompiledBackward:
 
     def _compile(self, batch: Batch) -> None:
         function = _Gradient(self._algorithm, self._flat, batch)
-        compiled = compile_once(function.compute)
         vector, rows = self._flat.vector.detach(), len(batch["loss_mask"])
         try:
             with warnings.catch_warnings(), torch.no_grad():  # the compiler's own
                 warnings.simplefilter("ignore")
+                compiled = compile_once(function.compute)
                 example = function.values(function.example(batch))
                 for value in example:
                     torch._dynamo.mark_dynamic(value, 0)

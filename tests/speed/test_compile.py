@@ -1,0 +1,117 @@
+"""Compiled updates give the reference's parameters and metrics."""
+
+import warnings
+
+import gymnasium as gym
+import pytest
+import torch
+from compiled_cases import check_compiled
+from small_updates import OBS, build, make_rollout
+
+import groupwise as gw
+from groupwise.collectors.base import Collector
+from groupwise.config.policy import PolicyCfg
+from groupwise.errors import ConfigError, SlowPathWarning
+from groupwise.policies.actor_critic import ActorCritic
+from groupwise.speed import install
+from groupwise.speed.compile import CompiledBackward, why_not_compiled
+from groupwise.speed.flat import flatten
+from groupwise.speed.numpy_actor import NumPyActor
+
+ADAM = {"optimizer": {"name": "adam"}, "learning_rate": 1e-3}
+PPO = ("ppo", {"num_epochs": 3, "minibatch_size": 30, "max_grad_norm": 0.5})
+
+
+def make(kind, settings):
+    torch.manual_seed(1)
+    cfg = PolicyCfg(hidden_sizes=(16, 8))
+    policy = ActorCritic(OBS, gym.spaces.Discrete(3), cfg, actor_only=kind == "grpo")
+    return build(kind, policy=policy, **ADAM | settings)
+
+
+def compiled(algorithm):
+    algorithm.backward = CompiledBackward(algorithm, flatten(algorithm))
+    return algorithm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["updates", "a_run"])
+def test_compiled_is_the_reference(case, tmp_path):
+    check_compiled(case, tmp_path)
+
+
+def test_a_function_that_cannot_be_compiled_warns_once_and_the_reference_goes_on(monkeypatch):
+    reference, fast = (make(*PPO) for _ in range(2))
+    compiled(fast)
+
+    def fail(*args, **more):
+        raise OSError("no compiler")
+
+    monkeypatch.setattr("groupwise.speed.compile.compile_once", fail)
+    rollout = make_rollout(reference.policy)
+    with pytest.warns(SlowPathWarning, match="no compiler"):
+        fast.update(rollout)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast.update(rollout)
+    for _ in range(2):
+        reference.update(rollout)
+    for one, other in zip(fast.policy.parameters(), reference.policy.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+class OwnLoss(gw.PPO):
+    def loss(self, batch, evaluation):
+        return super().loss(batch, evaluation)
+
+
+def test_what_is_no_function_of_the_micro_batch_is_not_compiled():
+    assert why_not_compiled(make(*PPO)) is None
+    sequence = {"objective": {"ratio": "sequence"}}
+    adaptive = {"objective": {"entropy": {"name": "adaptive", "target": 0.1}}, "ent_coef": 0.01}
+    for settings in (sequence, adaptive, {"objective": {"old_log_prob": "recomputed"}}):
+        assert why_not_compiled(make("grpo", settings)), settings
+    hooked = make(*PPO)
+    hooked.policy.actor.register_forward_hook(lambda module, inputs, output: None)
+    assert "hooks" in why_not_compiled(hooked)
+    own = make(*PPO)
+    own.__class__ = OwnLoss
+    assert "subclass" in why_not_compiled(own)
+
+
+class Stepping(Collector):
+    """Collects nothing."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy = policy
+
+    def collect(self, num_steps, rollout):
+        raise NotImplementedError
+
+    def restart(self):
+        raise NotImplementedError
+
+    def close(self):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("how", "total_steps", "is_compiled"),
+    [("auto", 19_999, False), ("auto", 20_000, True), ("off", 10**6, False), ("on", 1, True)],
+)
+def test_runs_of_many_optimiser_steps_are_compiled(how, total_steps, is_compiled):
+    algorithm = make("ppo", {"num_epochs": 10, "minibatch_size": 10, "num_steps": 20})
+    cfg = gw.RunCfg(env={"num_envs": 5}, algorithm=algorithm.cfg, compile=how, total_steps=total_steps)
+    collector = Stepping(algorithm.policy)
+    install.install(cfg, algorithm, collector)
+    assert isinstance(algorithm.backward, CompiledBackward) is is_compiled
+    assert isinstance(collector.actor(), NumPyActor)
+    assert len(algorithm.parameters) == 1
+
+
+def test_asking_for_what_cannot_be_compiled_is_an_error():
+    algorithm = build("ppo", optimizer={"name": "sgd"})
+    cfg = gw.RunCfg(algorithm=algorithm.cfg, compile="on")
+    with pytest.raises(ConfigError, match="the optimiser is not Adam; fix: compile='auto'"):
+        install.install(cfg, algorithm, Stepping(algorithm.policy))

@@ -1,0 +1,115 @@
+"""What is compared where the compiler runs: in a process of its own, for the compiler does not see through jaxtyping's checks."""
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import gymnasium as gym
+import torch
+from small_updates import OBS, build, make_rollout
+
+import groupwise as gw
+from groupwise.config.policy import PolicyCfg
+from groupwise.policies.actor_critic import ActorCritic
+from groupwise.speed.compile import CompiledBackward
+from groupwise.speed.flat import flatten
+from groupwise.speed.rollouts import CompiledStepper
+
+ROWS, STEPS = 24, 20
+UPDATES = {
+    "ppo": ("ppo", {"num_epochs": 3, "minibatch_size": 30, "max_grad_norm": 0.5}, {}),
+    "ppo, one minibatch, scaled observations": ("ppo", {"num_epochs": 2}, {"normalize_obs": True}),
+    "grpo, micro-batches, kl": ("grpo", {"minibatch_size": 40, "micro_batch_size": 7, "kl_coef": 0.1}, {}),
+}
+
+
+def check_compiled(case, folder):
+    """Run a case; raises where it fails."""
+    command = [sys.executable, "-W", "error::UserWarning", __file__, case, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def make(kind, settings, network):
+    torch.manual_seed(1)
+    cfg = PolicyCfg(hidden_sizes=(16, 8), **network)
+    policy = ActorCritic(OBS, gym.spaces.Discrete(3), cfg, actor_only=kind == "grpo")
+    return build(kind, policy=policy, optimizer={"name": "adam"}, **{"learning_rate": 1e-3} | settings)
+
+
+def close(found, expected, name="", **tolerance):
+    torch.testing.assert_close(found, expected, **tolerance, msg=lambda text: f"{name}: {text}")
+
+
+def updates(folder):
+    """Of several algorithms in one process: what was compiled for one is not taken for another."""
+    pairs = [(make(*case), make(*case)) for case in UPDATES.values()]
+    for _, fast in pairs:
+        fast.backward = CompiledBackward(fast, flatten(fast))
+    for seed in range(10):
+        for reference, fast in pairs:
+            rollout = make_rollout(reference.policy, seed)
+            expected, found = reference.update(rollout), fast.update(rollout)
+            for name, value in expected.items():
+                close(found[name], value, name, rtol=1e-3, atol=1e-5)
+    for reference, fast in pairs:
+        assert not fast.backward.failed
+        for one, other in zip(fast.policy.parameters(), reference.policy.parameters(), strict=True):
+            close(one, other, rtol=0, atol=1e-5)
+
+
+def a_run(folder):
+    """With continuous actions, and episodes that end with each rollout; compiled it resumes bit for bit."""
+    cfg = gw.PPOCfg(num_steps=16, num_epochs=2, minibatch_size=32)
+    env = gw.EnvCfg(id="Pendulum-v1", num_envs=4, max_episode_steps=16)
+    more = {"seed": 3, "logging": {"progress": "none"}, "evaluation": {"episodes": 1}}
+    off, on = (
+        gw.train(env, cfg, compile=how, run_dir=folder / how, total_steps=64 * 4, **more) for how in ("off", "on")
+    )
+    gw.train(env, cfg, compile="on", run_dir=folder / "part", total_steps=64 * 2, **more)
+    later = gw.resume(folder / "part", total_steps=64 * 4)
+    for reference, compiled, resumed in zip(*(run.policy.parameters() for run in (off, on, later)), strict=True):
+        close(compiled, reference, rtol=0, atol=1e-4)
+        assert torch.equal(compiled, resumed)
+
+
+def collecting(kind):
+    torch.manual_seed(0)
+    env = gw.TorchCartPole(ROWS)
+    policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=kind == "grpo")
+    collector = (
+        gw.TorchVectorCollector(env, policy, seed=1)
+        if kind == "ppo"
+        else gw.TorchGroupCollector(env, policy, group_size=8, attempt_steps=30, seed=1)
+    )
+    specs = {"obs_spec": env.obs_spec, "action_spec": policy.action_spec}
+    return collector, gw.RolloutBuffer(ROWS, STEPS, value=kind == "ppo", **specs)
+
+
+def rollouts(kind, folder):
+    """From the same draws; changes of parameters in place are seen."""
+    (reference, buffer), (fast, other) = collecting(kind), collecting(kind)
+    stepper = fast.stepper = CompiledStepper(fast)
+    for _ in range(4):
+        expected = reference.collect(STEPS, rollout=buffer.start_rollout())
+        found = fast.collect(STEPS, rollout=other.start_rollout())
+        assert not stepper.failed
+        for key in expected.keys():  # noqa: SIM118  iterating goes over rows
+            close(found[key], expected[key], str(key), rtol=1e-3, atol=1e-3)
+        with torch.no_grad():
+            for policy in (reference.policy, fast.policy):
+                policy.actor.head.bias.add_(torch.tensor([0.1, 0.0]))
+    assert fast.metrics().keys() == reference.metrics().keys()
+
+
+CASES = {
+    "updates": updates,
+    "a_run": a_run,
+    "ppo_rollouts": partial(rollouts, "ppo"),
+    "grpo_rollouts": partial(rollouts, "grpo"),
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    CASES[sys.argv[1]](Path(sys.argv[2]))

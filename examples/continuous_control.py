@@ -22,7 +22,7 @@ def policy_for(algorithm: str) -> gw.PolicyCfg:
         # PPO's critic must predict returns of -1500, far from the initial output of a network. GRPO has no critic.
         normalize_reward=algorithm == "ppo",
         # tanh maps the Gaussian into the bounds of the torque, and the log-probability accounts for it.
-        bounded_action="squash",
+        squash_output=True,
     )
 
 

@@ -40,7 +40,13 @@ def test_micro_batches_never_change_the_gradient(objective, micro):
 
 @pytest.mark.parametrize("normalize", ["none", "batch", "minibatch"])
 def test_micro_batches_never_change_ppos_gradient(normalize):
-    cfg = {"minibatch_size": 25, "num_epochs": 2, "ent_coef": 0.01, "normalize_advantage": normalize, "clip_value": 0.2}
+    cfg = {
+        "minibatch_size": 25,
+        "num_epochs": 2,
+        "ent_coef": 0.01,
+        "normalize_advantage": normalize,
+        "clip_range_vf": 0.2,
+    }
     whole, _ = updated("ppo", **cfg)
     cut, _ = updated("ppo", micro_batch_size=7, **cfg)
     torch.testing.assert_close(cut, whole, atol=1e-6, rtol=1e-5)

@@ -39,7 +39,7 @@ SETTINGS = {
     "plain": SMALL,
     "shared": SMALL.model_copy(update={"trunk": "shared"}),
     "normalised": SMALL.model_copy(update={"normalize_obs": True, "normalize_reward": True}),
-    "squash": SMALL.model_copy(update={"bounded_action": "squash"}),
+    "squash": SMALL.model_copy(update={"squash_output": True}),
 }
 
 

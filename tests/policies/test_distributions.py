@@ -32,7 +32,7 @@ SPACES = {
 
 
 def head_of(name):
-    return make_head(SPACES[name], PolicyCfg(bounded_action="squash" if name.startswith("squash") else "clip"))
+    return make_head(SPACES[name], PolicyCfg(squash_output=name.startswith("squash")))
 
 
 def params_of(head, *batch, seed=0):
@@ -162,7 +162,7 @@ def test_squashed_ratio_is_exact_at_saturation():
 @given(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3))
 def test_squashed_env_action_never_leaves_the_box(u, bound):
     low, high = np.float32(bound), np.float32(bound + 0.3)
-    head = make_head(spaces.Box(low, high, (1,), np.float32), PolicyCfg(bounded_action="squash"))
+    head = make_head(spaces.Box(low, high, (1,), np.float32), PolicyCfg(squash_output=True))
     assert low <= head.env_action(torch.tensor([u])).item() <= high
 
 
@@ -265,5 +265,5 @@ def test_unsupported_space_says_what_to_do(space):
 @pytest.mark.parametrize("high", [np.inf, -1.0])
 def test_squash_needs_a_real_box(high):
     low = torch.tensor([-1.0, -1.0])
-    with pytest.raises(ConfigError, match="fix: bounded_action='clip'"):
+    with pytest.raises(ConfigError, match="fix: squash_output=False"):
         SquashedGaussian(low, torch.tensor([1.0, high]))

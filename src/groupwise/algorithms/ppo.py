@@ -87,10 +87,10 @@ class PPO(BaseAlgorithm):
         assert evaluation.value is not None
         ratio = policy_ratio(objective, evaluation.log_prob, batch, self.counts)
         policy = policy_loss(objective, ratio, evaluation.log_prob, batch, self.counts)
-        if cfg.clip_value is None:
+        if cfg.clip_range_vf is None:
             value = value_loss(evaluation.value, batch["returns"])
         else:
-            value = clipped_value_loss(evaluation.value, batch["old_value"], batch["returns"], cfg.clip_value)
+            value = clipped_value_loss(evaluation.value, batch["old_value"], batch["returns"], cfg.clip_range_vf)
         loss = torch.add(policy, value, alpha=cfg.vf_coef)
         if self.entropy.enabled:
             loss = loss + self.entropy.loss(evaluation.entropy)

@@ -206,7 +206,7 @@ class PPOCfg(AlgorithmCfg):
     """Lambda of the generalised advantage estimate."""
     vf_coef: NonNegative = 0.5
     """Weight of the value loss."""
-    clip_value: Positive | None = None
+    clip_range_vf: Positive | None = None
     """Clips the value's change like the ratio, in units of the return; None does not (it rarely helps)."""
     normalize_advantage: Literal["none", "batch", "minibatch"] = "minibatch"
     """Advantages to mean 0 and deviation 1: never, over the whole rollout, or over each minibatch (SB3's choice)."""

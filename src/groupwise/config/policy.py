@@ -21,8 +21,8 @@ class PolicyCfg(Cfg):
     """Encoder of image observations: "nature" for 36x36 and larger, "small" (two 3x3 layers) below."""
     log_std_init: float = 0.0
     """Initial log deviation of Gaussian actions (Box spaces)."""
-    bounded_action: Literal["clip", "squash"] = "clip"
-    """Bounded Box actions: a Gaussian whose sample is clipped into the box on its way to the environment, or squashed into it by tanh."""
+    squash_output: bool = False
+    """Bounded Box actions: squash the Gaussian's sample into the box by tanh, in place of clipping it on its way to the environment."""
     normalize_obs: bool = False
     """Scale observations to running mean 0 and deviation 1 (float observations only)."""
     normalize_reward: bool = False

@@ -9,7 +9,7 @@ A head has no parameters and remembers nothing; its constants move with the poli
 | MultiDiscrete | MultiCategorical | logits of each choice, one after another | indices from 0, int64 |
 | MultiBinary | Bernoulli | logits | int8 |
 | Box of floats | DiagGaussian | mean, log_std | the unclipped sample |
-| bounded Box, ``bounded_action="squash"`` | SquashedGaussian | mean, log_std of the latent | the latent, before tanh |
+| bounded Box, ``squash_output=True`` | SquashedGaussian | mean, log_std of the latent | the latent, before tanh |
 
 The rollout stores the policy's own action, never what the environment received: the probability ratio is then exact
 where the box's bound was hit. ``env_action`` maps one to the other.
@@ -34,7 +34,7 @@ def make_head(action_space: Any, cfg: PolicyCfg) -> ActionHead:
 
     Raises:
         UnsupportedSpaceError: no head exists for the space.
-        ConfigError: ``bounded_action="squash"`` on a Box that is not bounded everywhere.
+        ConfigError: ``squash_output=True`` on a Box that is not bounded everywhere.
     """
     kind = space_kind(action_space)
     if kind == "discrete":
@@ -45,7 +45,7 @@ def make_head(action_space: Any, cfg: PolicyCfg) -> ActionHead:
         return Bernoulli(tuple(action_space.shape))
     if kind == "box" and action_space.dtype.kind == "f":
         bounds = _inner_float32(action_space.low, action_space.high)
-        return SquashedGaussian(*bounds) if cfg.bounded_action == "squash" else DiagGaussian(*bounds)
+        return SquashedGaussian(*bounds) if cfg.squash_output else DiagGaussian(*bounds)
     raise UnsupportedSpaceError(
         f"action space {action_space} is not supported; supported: Discrete, MultiDiscrete, MultiBinary and Box of "
         "floats; fix: wrap the environment with gymnasium.wrappers.TransformAction"

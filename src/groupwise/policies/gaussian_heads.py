@@ -91,8 +91,8 @@ class SquashedGaussian(DiagGaussian):
         half_range = 0.5 * high.double().sub(low.double()).flatten()
         if not torch.isfinite(half_range).all() or not (half_range > 0).all():
             raise ConfigError(
-                f"bounded_action='squash' needs low < high, both finite, in every dimension; the box has low={low.tolist()}, "
-                f"high={high.tolist()}; fix: bounded_action='clip'"
+                f"squash_output=True needs low < high, both finite, in every dimension; the box has low={low.tolist()}, "
+                f"high={high.tolist()}; fix: squash_output=False"
             )
         nodes, weights = np.polynomial.hermite_e.hermegauss(_QUADRATURE_NODES)
         self.log_half_range = float(half_range.log().sum())

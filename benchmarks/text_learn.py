@@ -34,7 +34,7 @@ SETTINGS = {
     "sampling": {"max_new_tokens": 6, "stop": ["\n"]},
     "total_steps": 8_000,
     "evaluation": {"interval": 1_600, "prompts": None, "num_logged_groups": 0},
-    "logging": {"progress": "lines", "interval": 20},
+    "logging": {"progress": "lines"},
 }
 ATTEMPTS = 8
 ALGORITHM = {"group_size": 8, "learning_rate": 2e-4}

@@ -63,7 +63,7 @@ def main() -> None:
         credit=gw.CreditCfg(group_key="group", returns="outcome"),
     )
     # The default, "nature", needs images of 36x36 and more.
-    policy = gw.PolicyCfg(cnn="small", hidden_sizes=(64,), normalize_obs=False)
+    policy = gw.PolicyCfg(hidden_sizes=(64,), normalize_obs=False)
     run = gw.train("Catch-v0", cfg, policy=policy, total_steps=args.total_steps, run_dir=args.run_dir)
     print(f"catches {run.summary['return_mean']:.0%} of {run.summary['episodes']} balls")
 

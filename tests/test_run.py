@@ -262,24 +262,23 @@ def test_trackers_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "    def log(self, metrics, step): print(json.dumps([step, len(metrics) > 5]), file=open('log', 'a'))\n"
         "    def finish(self): print('finished', file=open('log', 'a'))\n"
         "def init(**kwargs):\n"
-        "    print(json.dumps([kwargs['mode'], len(kwargs['id']), kwargs['config']['seed']]), file=open('log', 'a'))\n"
+        "    print(json.dumps([kwargs['project'], len(kwargs['id']), kwargs['config']['seed']]), file=open('log', 'a'))\n"
         "    return Run()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    track = {"tensorboard": True, "wandb": "offline", "progress": "none"}
+    track = {"report_to": ["tensorboard", "wandb"], "progress": "none"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tensorboard's own, on import
         run = gw.train("CartPole-v1", run_dir="mine", seed=4, **TINY | {"logging": track})
     assert len(list((run.path / "tensorboard").iterdir())) == 1
-    assert Path("log").read_text().splitlines() == ['["offline", 32, 4]', "[64, true]", "[128, true]", "finished"]
+    assert Path("log").read_text().splitlines() == ['["groupwise", 32, 4]', "[64, true]", "[128, true]", "finished"]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_missing_tracker_is_named_before_training(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("groupwise.errors.find_spec", lambda module: None)
-    track = {"tensorboard": {"tensorboard": True}, "wandb": {"wandb": "offline"}}[name]
     with pytest.raises(gw.MissingExtraError, match=rf"'{name}' is not installed; fix: pip install -e '\.\[track\]'"):
-        gw.train("CartPole-v1", **TINY | {"logging": track})
+        gw.train("CartPole-v1", **TINY | {"logging": {"report_to": [name]}})
     assert not Path("runs").exists()
 
 
@@ -289,7 +288,7 @@ def test_longest_episode_is_filled_in_where_the_loss_needs_it():
     run = gw.train("CartPole-v1", **TINY_GRPO | {"algorithm": cfg})
     assert run.cfg.algorithm.objective.max_length == 500
     assert json.loads((run.path / "config.json").read_text())["algorithm"]["objective"]["max_length"] == 500
-    windowed = gw.GRPOCfg(num_steps=16, num_epochs=1, group_size=2, attempt_steps=20, **constant)
+    windowed = gw.GRPOCfg(num_steps=16, num_epochs=1, group_size=2, collection={"attempt_steps": 20}, **constant)
     assert gw.train("CartPole-v1", **TINY_GRPO | {"algorithm": windowed}).cfg.algorithm.objective.max_length == 20
 
 
@@ -430,7 +429,7 @@ class Endless(gymnasium.Env[Any, Any]):
 
 
 @pytest.mark.parametrize(
-    ("cfg", "limit"), [(gw.GRPOCfg(group_size=2, attempt_steps=6), None), (gw.GRPOCfg(group_size=2), 6)]
+    ("cfg", "limit"), [(gw.GRPOCfg(group_size=2, collection={"attempt_steps": 6}), None), (gw.GRPOCfg(group_size=2), 6)]
 )
 def test_evaluation_keeps_to_the_window_or_the_limit_of_training(cfg: gw.GRPOCfg, limit: int | None, tmp_path: Path):
     run = gw.train(

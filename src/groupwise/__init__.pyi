@@ -14,7 +14,7 @@ from groupwise.collectors.torch_vector import TorchVectorCollector as TorchVecto
 from groupwise.collectors.vector import VectorCollector as VectorCollector
 from groupwise.comparing import compare as compare
 from groupwise.config import load_config as load_config
-from groupwise.config.algorithm import AlgorithmCfg as AlgorithmCfg, CreditCfg as CreditCfg, GRPOCfg as GRPOCfg, ObjectiveCfg as ObjectiveCfg, PPOCfg as PPOCfg, ReferenceCfg as ReferenceCfg
+from groupwise.config.algorithm import AlgorithmCfg as AlgorithmCfg, CreditCfg as CreditCfg, GRPOCfg as GRPOCfg, ObjectiveCfg as ObjectiveCfg, PPOCfg as PPOCfg
 from groupwise.config.env import EnvCfg as EnvCfg
 from groupwise.config.policy import EvalSamplingCfg as EvalSamplingCfg, LoRACfg as LoRACfg, ModelCfg as ModelCfg, PolicyCfg as PolicyCfg, SamplingCfg as SamplingCfg
 from groupwise.config.registry import register_algorithm as register_algorithm

@@ -314,7 +314,7 @@ def _known(limit: int | None) -> Finding[int]:
     return Finding(
         None,
         "no step limit is known, so an attempt might never end",
-        "env.max_episode_steps (also where it truncates by itself), or algorithm.attempt_steps",
+        "env.max_episode_steps (also where it truncates by itself), or algorithm.collection.attempt_steps",
     )
 
 

@@ -12,7 +12,6 @@ from groupwise.config.algorithm import (
     AdaptiveKLCfg,
     CreditCfg,
     ObjectiveCfg,
-    ReferenceCfg,
 )
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import transition_view
@@ -190,13 +189,13 @@ def test_no_reference_without_kl_and_an_exact_one_with_it():
 @pytest.mark.parametrize(
     ("reference", "expected"),
     [
-        (ReferenceCfg(), [0.0, 0.0]),
-        (ReferenceCfg(refresh="interval", interval=2), [0.0, 1.0]),
-        (ReferenceCfg(refresh="ema", mix=0.25), [0.25, None]),
+        ({}, [0.0, 0.0]),
+        ({"ref_model_sync_steps": 2}, [0.0, 1.0]),
+        ({"ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.25}, [0.25, None]),
     ],
 )
 def test_reference_renewal(reference, expected):
-    algorithm = build("grpo", kl_coef=1e-9, reference=reference)
+    algorithm = build("grpo", kl_coef=1e-9, **reference)
     start = parameters(algorithm)
     for share in expected:
         algorithm.update(make_rollout(algorithm.policy))
@@ -229,7 +228,7 @@ def test_gradient_clipping_bounds_the_step():
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
 def test_state_goes_on_where_it_was(kind):
     cfg = {"optimizer": "adam", "minibatch_size": 20, "num_epochs": 2, "learning_rate": 1e-2}
-    cfg |= {"kl_coef": 0.1, "reference": ReferenceCfg(refresh="ema")} if kind == "grpo" else {}
+    cfg |= {"kl_coef": 0.1, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.6} if kind == "grpo" else {}
     one = build(kind, **cfg)
     rollouts = [make_rollout(one.policy, seed=s) for s in range(3)]
     one.update(rollouts[0])
@@ -341,7 +340,7 @@ def test_a_policy_in_training_mode_is_scored_without_dropout():
 
 def test_a_mixed_reference_has_mixed_statistics_too():
     policy = make_policy(True, normalize_obs=True)
-    algorithm = build("grpo", policy=policy, kl_coef=1e-9, reference=ReferenceCfg(refresh="ema", mix=0.25))
+    algorithm = build("grpo", policy=policy, kl_coef=1e-9, ref_model_sync_steps=1, ref_model_mixup_alpha=0.25)
     before = {name: buffer.clone() for name, buffer in algorithm.reference.named_buffers()}
     algorithm.update(make_rollout(policy))
     for name, buffer in algorithm.reference.named_buffers():

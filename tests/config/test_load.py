@@ -205,8 +205,8 @@ def test_settings_of_another_algorithm_are_refused(write):
         ({"task": {}, "model": {"lora": {"rank": 3}}}, r"run\.json: unknown key 'rank' in model\.lora"),
         ({"task": {}, "sampling": {"top_p": 0.9}}, r"run\.json: sampling: top_p=0\.9 is for evaluation only: .*fix"),
         (
-            {"task": {}, "algorithm": {"attempt_steps": 9}},
-            r"run\.json: algorithm.attempt_steps=9 is about environments",
+            {"task": {}, "algorithm": {"collection": {"attempt_steps": 9}}},
+            r"run\.json: algorithm.collection.attempt_steps=9 is about environments",
         ),
         ({"env": "CartPole-v1"}, r"run\.json: env = 'CartPole-v1': expected an object"),
         ({"env": {"id": "CartPole-v1"}, "seeed": 1}, r"run\.json: unknown key 'seeed'; did you mean 'seed'\?"),
@@ -432,8 +432,8 @@ def test_a_reference_is_renewed_only_where_there_is_one():
     with pytest.raises(
         ConfigError, match=r"refresh='ema' renews a reference, and kl_coef=0 has none; fix: kl_coef > 0"
     ):
-        GRPOCfg(reference={"refresh": "ema"})
-    assert GRPOCfg(reference={"refresh": "ema"}, kl_coef=0.1).reference.refresh == "ema"
+        GRPOCfg(ref_model_sync_steps=2)
+    assert GRPOCfg(ref_model_sync_steps=2, kl_coef=0.1).ref_model_sync_steps == 2
 
 
 # --- choices with parameters of their own ---

@@ -34,7 +34,7 @@ ACTIONS = {
     "multi_binary": spaces.MultiBinary(3),
     "box": spaces.Box(-1, 2, (2, 2), np.float64),
 }
-SMALL = PolicyCfg(cnn="small", hidden_sizes=(16,))
+SMALL = PolicyCfg(hidden_sizes=(16,))
 SETTINGS = {
     "plain": SMALL,
     "shared": SMALL.model_copy(update={"trunk": "shared"}),

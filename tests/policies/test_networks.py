@@ -9,7 +9,7 @@ from torch import nn
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import allocate
 from groupwise.data.spaces import obs_spec, obs_to_tensor
-from groupwise.errors import ConfigError, UnsupportedSpaceError
+from groupwise.errors import UnsupportedSpaceError
 from groupwise.policies.networks import MLP, ImageLayout, NatureCNN, ObsEncoder, SmallCNN, image_layout, orthogonal
 
 CFG = PolicyCfg()
@@ -84,9 +84,10 @@ def test_small_cnn_takes_any_size(size):
     assert SmallCNN(3, *size)(torch.zeros(2, 3, *size)).shape == (2, 128)
 
 
-def test_image_too_small_for_nature():
-    with pytest.raises(ConfigError, match=r"36x36 or more, the observation is 7x7; fix: cnn='small'"):
-        ObsEncoder(spaces.Box(0, 255, (7, 7, 3), np.uint8), CFG)
+@pytest.mark.parametrize(("size", "network"), [(36, NatureCNN), (35, SmallCNN)])
+def test_small_images_have_a_small_network(size, network):
+    encoder = ObsEncoder(spaces.Box(0, 255, (size, size, 3), np.uint8), CFG)
+    assert isinstance(encoder.encoders[0].network, network)
 
 
 def test_channel_axis_does_not_matter():
@@ -101,7 +102,7 @@ def test_channel_axis_does_not_matter():
 
 
 def test_image_is_scaled_to_one():
-    encoder = ObsEncoder(spaces.Box(0, 255, (8, 8, 3), np.uint8), PolicyCfg(cnn="small"))
+    encoder = ObsEncoder(spaces.Box(0, 255, (8, 8, 3), np.uint8), CFG)
     white = torch.full((1, 8, 8, 3), 255, dtype=torch.uint8)
     torch.testing.assert_close(encoder(white), encoder.encoders[0].network(torch.ones(1, 3, 8, 8)))
 

@@ -75,10 +75,10 @@ class Own(ActorCritic):
 
 OTHERS = {
     "another activation": lambda: make(activation="silu"),
-    "an image": lambda: make(obs=Box(0, 255, (1, 12, 12), np.uint8), cnn="small"),
+    "an image": lambda: make(obs=Box(0, 255, (1, 12, 12), np.uint8)),
     "doubles": lambda: make().double(),
     "several choices": lambda: make(MultiDiscrete([2, 3])),
-    "squashed": lambda: make(BOX, bounded_action="squash"),
+    "squashed": lambda: make(BOX, squash_output=True),
     "a subclass": lambda: Own(OBS, Discrete(2)),
 }
 

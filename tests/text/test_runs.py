@@ -192,7 +192,10 @@ def test_adapters_train_alone_and_their_reference_is_the_base(model, tmp_path):
             "'optimal_token' .*CausalLM .*fix: baseline=",
         ),
         ({"policy": gw.PolicyCfg(hidden_sizes=(3,))}, "policy = PolicyCfg.*: expected a gw.CausalLM; fix: model="),
-        ({"algorithm": gw.GRPOCfg(reference={"refresh": "ema"}, kl_coef=0.1), "lora": {"r": 2}}, "refresh='ema' needs"),
+        (
+            {"algorithm": gw.GRPOCfg(ref_model_sync_steps=1, kl_coef=0.1), "lora": {"r": 2}},
+            "ref_model_sync_steps=1 needs",
+        ),
         ({"lora": True}, "lora = True: expected .*fix: lora={'r': 16}"),
         ({"algorithm": gw.GRPOCfg(num_steps=9)}, "num_steps=9 is about environments, .*fix: leave it out"),
         ({"algorithm": gw.GRPOCfg(credit={"reward": "parts"})}, "compares several rewards; got one, fix"),

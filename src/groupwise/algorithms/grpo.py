@@ -44,10 +44,10 @@ class GRPO(BaseAlgorithm):
         check_credit(cfg.credit, policy)
         super().__init__(cfg, policy, engine, seed=seed)
         self.reference = policy.make_reference() if cfg.kl_coef > 0 else None
-        if self.reference is not None and cfg.reference.refresh != "never" and not self.reference.refreshable:
+        if self.reference is not None and cfg.ref_model_sync_steps is not None and not self.reference.refreshable:
             raise ConfigError(
-                f"reference.refresh={cfg.reference.refresh!r} needs a reference with weights of its own, and this one is the "
-                "policy without its adapters; fix: refresh='never', or train every weight"
+                f"ref_model_sync_steps={cfg.ref_model_sync_steps} needs a reference with weights of its own, and this one is the "
+                "policy without its adapters; fix: None, or train every weight"
             )
         self.baseline_state: Tensor | None = None
 
@@ -159,10 +159,9 @@ class GRPO(BaseAlgorithm):
     @torch.no_grad()
     def _sync_reference(self) -> None:
         """Replace the reference by the policy, or mix it in, when its interval has passed."""
-        cfg = self.cfg.reference
-        if self.reference is None or cfg.refresh == "never" or self.iteration % cfg.interval:
+        every, mix = self.cfg.ref_model_sync_steps, self.cfg.ref_model_mixup_alpha
+        if self.reference is None or every is None or self.iteration % every:
             return
-        mix = 1.0 if cfg.refresh == "interval" else cfg.mix
         for parameter, target in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
             parameter.lerp_(target, mix)
         for buffer, source in zip(self.reference.buffers(), self.policy.buffers(), strict=True):

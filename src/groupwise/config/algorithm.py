@@ -117,17 +117,6 @@ ScheduleCfg: TypeAlias = Annotated[
 """How the learning rate changes over training."""
 
 
-class ReferenceCfg(Cfg):
-    """When the reference policy (``kl_coef > 0``) is renewed from the trained one."""
-
-    refresh: Literal["never", "interval", "ema"] = "never"
-    """``never``: frozen at the start; ``interval``: replaced; ``ema``: mixed towards the trained policy."""
-    interval: PositiveInt = 1
-    """Iterations between refreshes (interval, ema)."""
-    mix: Fraction = 0.6
-    """``ema``: share of the trained policy in the new reference (TRL's default)."""
-
-
 class CollectionCfg(Cfg):
     """How groups are collected: noise, partial groups, errors of environments, groups without variance."""
 
@@ -135,6 +124,8 @@ class CollectionCfg(Cfg):
     """Randomness after the start: each member draws its own, or siblings draw the same (they then differ by their actions only)."""
     partial_groups: Literal["complete", "truncate"] = "complete"
     """Groups that still run when the steps of an iteration are taken: run them to their end, or cut them. With ``truncate`` the next groups begin in the states that the first members had reached. It is for torch environments, and ``num_steps`` counts idle steps too."""
+    attempt_steps: PositiveInt | None = None
+    """Window: attempts are cut (truncated) after so many steps. None: whole episodes."""
     on_env_error: Literal["raise", "retry", "drop"] = "raise"
     """When an environment raises an error: raise it, start the attempt again, or drop its group."""
     filter_groups: bool = False
@@ -221,20 +212,20 @@ class GRPOCfg(AlgorithmCfg):
     """Attempts at the same start."""
     credit: CreditCfg = CreditCfg()
     """From rewards to advantages."""
-    attempt_steps: PositiveInt | None = None
-    """Window: attempts are cut (truncated) after so many steps. None: whole episodes."""
     collection: CollectionCfg = CollectionCfg()
     """How groups are collected."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL to a reference policy; 0 makes no reference."""
-    reference: ReferenceCfg = ReferenceCfg()
-    """When the reference is renewed."""
+    ref_model_sync_steps: PositiveInt | None = None
+    """Iterations between two renewals of the reference from the trained policy. None: the reference stays as at the start."""
+    ref_model_mixup_alpha: Fraction = 1.0
+    """Share of the trained policy in the renewed reference. 1 replaces it; TRL's default is 0.6."""
 
     @model_validator(mode="after")
     def _check_reference(self) -> "GRPOCfg":
-        if self.kl_coef == 0 and self.reference.refresh != "never":
+        if self.kl_coef == 0 and self.ref_model_sync_steps is not None:
             raise ValueError(
-                f"reference.refresh={self.reference.refresh!r} renews a reference, and kl_coef=0 has none; fix: kl_coef > 0, or 'never'"
+                f"ref_model_sync_steps={self.ref_model_sync_steps} renews a reference, and kl_coef=0 has none; fix: kl_coef > 0, or None"
             )
         return self
 

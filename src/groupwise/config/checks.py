@@ -36,10 +36,9 @@ def check_text(algorithm: AlgorithmCfg, task: TextTaskCfg) -> None:
     fields: dict[str, object] = {"num_steps": algorithm.num_steps}
     defaults: dict[str, object] = {"num_steps": type(algorithm).model_fields["num_steps"].default}
     if isinstance(algorithm, GRPOCfg):
-        of_envs = ("noise", "partial_groups", "on_env_error")
+        of_envs = ("noise", "attempt_steps", "partial_groups", "on_env_error")
         fields |= {f"collection.{name}": vars(algorithm.collection)[name] for name in of_envs}
         defaults |= {f"collection.{name}": vars(CollectionCfg())[name] for name in of_envs}
-        fields["attempt_steps"], defaults["attempt_steps"] = algorithm.attempt_steps, None
         _refuse_idle(algorithm.collection)
     for name, value in fields.items():
         if value != defaults[name]:

@@ -17,8 +17,6 @@ class PolicyCfg(Cfg):
     """Between layers."""
     trunk: Literal["separate", "shared"] = "separate"
     """Whether actor and critic share everything but their heads."""
-    cnn: Literal["nature", "small"] = "nature"
-    """Encoder of image observations: "nature" for 36x36 and larger, "small" (two 3x3 layers) below."""
     log_std_init: float = 0.0
     """Initial log deviation of Gaussian actions (Box spaces)."""
     squash_output: bool = False

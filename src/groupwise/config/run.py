@@ -67,14 +67,10 @@ class StopCfg(Cfg):
 class LoggingCfg(Cfg):
     """Where metrics go besides ``metrics.jsonl``, and what the terminal shows."""
 
-    tensorboard: bool = False
-    """Also write TensorBoard events (extra ``track``)."""
-    wandb: Literal["off", "online", "offline"] = "off"
-    """Also send metrics to Weights & Biases, or keep them for ``wandb sync`` (extra ``track``)."""
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Trackers that get the metrics, too (extra ``track``). Weights & Biases works offline with ``WANDB_MODE=offline``."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """``bar``: live; ``lines``: a plain line each ``interval``; ``auto``: a bar on a terminal, else lines."""
-    interval: Annotated[float, Gt(0)] = 5.0
-    """Seconds between two plain lines."""
+    """``bar``: live; ``lines``: a plain line every five seconds; ``auto``: a bar on a terminal, else lines."""
 
 
 class OverlongCfg(Cfg):

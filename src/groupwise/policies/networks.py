@@ -18,7 +18,6 @@ from torch.nn.functional import elu, linear, silu
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import leaf_spaces, obs_spec, space_kind
-from groupwise.errors import ConfigError
 
 HIDDEN_GAIN = math.sqrt(2)
 ACTOR_GAIN = 0.01
@@ -208,13 +207,8 @@ class _OneHot(nn.Module):
 class _Image(nn.Module):
     def __init__(self, layout: ImageLayout, cfg: PolicyCfg) -> None:
         super().__init__()
-        network = NatureCNN if cfg.cnn == "nature" else SmallCNN
         channels, height, width, self.channels_first = layout
-        if min(height, width) < network.min_size:
-            raise ConfigError(
-                f"cnn={cfg.cnn!r} needs images of {network.min_size}x{network.min_size} or more, "
-                f"the observation is {height}x{width}; fix: cnn='small'"
-            )
+        network = NatureCNN if min(height, width) >= NatureCNN.min_size else SmallCNN
         self.network = network(channels, height, width)
         self.num_features = network.num_features
 

@@ -194,7 +194,7 @@ def _with_max_length(cfg: RunCfg, env: VectorEnv) -> RunCfg:
     objective = cfg.algorithm.objective
     if objective.aggregation not in ("constant", "seq_mean_token_sum_norm") or objective.max_length is not None:
         return cfg
-    window = cfg.algorithm.attempt_steps if isinstance(cfg.algorithm, GRPOCfg) else None
+    window = cfg.algorithm.collection.attempt_steps if isinstance(cfg.algorithm, GRPOCfg) else None
     objective = objective.model_copy(update={"max_length": window or env.max_episode_steps})
     return cfg.model_copy(update={"algorithm": cfg.algorithm.model_copy(update={"objective": objective})})
 
@@ -227,7 +227,7 @@ def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine
         return VectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
     shared: dict[str, Any] = {
         "group_size": algorithm.group_size,
-        "attempt_steps": algorithm.attempt_steps,
+        "attempt_steps": algorithm.collection.attempt_steps,
         "collection": algorithm.collection,
         "seed": cfg.seed,
         "rank": engine.rank,

@@ -222,7 +222,11 @@ class Progress(Callback):
     """
 
     def __init__(
-        self, mode: Literal["auto", "bar", "lines"], interval: float, title: str = "", console: "Console | None" = None
+        self,
+        mode: Literal["auto", "bar", "lines"],
+        interval: float = 5.0,
+        title: str = "",
+        console: "Console | None" = None,
     ) -> None:
         from rich.console import Console
 

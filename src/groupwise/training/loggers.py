@@ -1,7 +1,7 @@
 """Adaptors to experiment trackers. ``metrics.jsonl`` stays the source of truth."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
@@ -43,7 +43,7 @@ class TensorBoard(Callback):
 
 
 class WandB(Callback):
-    """Sends the metrics to Weights & Biases, or keeps them in the run folder when offline.
+    """Sends the metrics to Weights & Biases, or keeps them in the run folder with ``WANDB_MODE=offline``.
 
     Args:
         run_id: unique; a resumed run goes on under the same one.
@@ -57,14 +57,12 @@ class WandB(Callback):
         folder: Path,
         run_id: str,
         config: dict[str, Any],
-        mode: Literal["online", "offline"],
         project: str = "groupwise",
     ) -> None:
         require_extra("wandb", "track")
         self.folder = folder
         self.run_id = run_id
         self.config = config
-        self.mode = mode
         self.project = project
         self._run: Any = None
 
@@ -74,7 +72,7 @@ class WandB(Callback):
 
         self._run = wandb.init(
             project=self.project, id=self.run_id, name=self.folder.name, dir=str(self.folder),
-            config=self.config, mode=self.mode, resume="allow",
+            config=self.config, resume="allow",
         )  # fmt: skip
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:

@@ -162,13 +162,13 @@ def build_callbacks(
     if stop.return_threshold is not None:
         built.append(StopAtScore(stop.return_threshold))
     built.append(MetricsLog(folder.metrics))
-    if logging.tensorboard:
+    if "tensorboard" in logging.report_to:
         built.append(TensorBoard(folder.tensorboard))
-    if logging.wandb != "off":
-        built.append(WandB(folder.path, folder.read_id(), json.loads(config.to_json(cfg)), logging.wandb))
+    if "wandb" in logging.report_to:
+        built.append(WandB(folder.path, folder.read_id(), json.loads(config.to_json(cfg))))
     if logging.progress != "none":
         title = f"{parts.identity.env_id}: {cfg.algorithm.name}, seed {cfg.seed}, in {folder.path}"
-        built.append(Progress(logging.progress, logging.interval, "\n".join([title, *parts.notes()])))
+        built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
     return [*built, SaveCheckpoints(folder.latest, cfg.checkpoint_interval or tenth, parts.identity)]
 
 
@@ -202,6 +202,5 @@ def check_trackers(cfg: CommonCfg) -> None:
     Raises:
         MissingExtraError: one is not.
     """
-    for package, wanted in {"tensorboard": cfg.logging.tensorboard, "wandb": cfg.logging.wandb != "off"}.items():
-        if wanted:
-            require_extra(package, "track")
+    for package in cfg.logging.report_to:
+        require_extra(package, "track")

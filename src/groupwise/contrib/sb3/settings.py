@@ -21,7 +21,7 @@ _SAME_NAME = ("gamma", "ent_coef", "max_grad_norm", "target_kl", "group_size", "
 ARGUMENTS = (*CFG_NAMES, *_SAME_NAME, "kl_ref_iterations", "shared_starts")
 """What ``update_cfg`` makes settings of."""
 SHARED_STARTS = ("verify", "trust", "off")
-_SB3_NAMES = {(cfg,): sb3 for sb3, cfg in CFG_NAMES.items()} | {("reference", "interval"): "kl_ref_iterations"}
+_SB3_NAMES = {(cfg,): sb3 for sb3, cfg in CFG_NAMES.items()} | {("ref_model_sync_steps",): "kl_ref_iterations"}
 
 _NO_CRITIC = "there is no critic; fix: leave it out"
 _EVERY_STEP = "actions are drawn anew at every step; fix: leave it out, ent_coef is what explores"
@@ -114,7 +114,7 @@ def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
     if starts not in SHARED_STARTS:
         raise ConfigError(f"shared_starts is {starts!r}, expected 'verify', 'trust' or 'off'; fix: 'verify'")
     if interval is not None:
-        tree["reference"] = {"refresh": "interval", "interval": interval}
+        tree["ref_model_sync_steps"] = interval
     for part in ("credit", "objective"):
         if isinstance(tree[part], str):
             tree[part] = objective_preset(tree[part]).settings[part]

@@ -430,7 +430,7 @@ def test_a_credit_rule_of_ones_own_reads_what_it_likes():
 
 def test_a_reference_is_renewed_only_where_there_is_one():
     with pytest.raises(
-        ConfigError, match=r"refresh='ema' renews a reference, and kl_coef=0 has none; fix: kl_coef > 0"
+        ConfigError, match=r"ref_model_sync_steps=2 renews a reference, and kl_coef=0 has none; fix: kl_coef > 0"
     ):
         GRPOCfg(ref_model_sync_steps=2)
     assert GRPOCfg(ref_model_sync_steps=2, kl_coef=0.1).ref_model_sync_steps == 2

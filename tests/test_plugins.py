@@ -34,8 +34,8 @@ def test_the_printed_commands_work_as_they_stand_and_an_error_names_what_lacks()
     trained = groupwise(f"train OfAPlugin-v0 --algorithm ppo {settings} --plugin 'my env.py'")
     assert trained.returncode == 0, trained.stderr
     following = trained.stdout.splitlines()[-1]
-    assert following == "next: groupwise eval r --plugin 'my env.py'"
-    again = groupwise(following.removeprefix("next: groupwise ") + " --episodes 2")
+    assert following == "Next:  groupwise eval r --plugin 'my env.py'"
+    again = groupwise(following.removeprefix("Next:  groupwise ") + " --episodes 2")
     assert again.returncode == 0, again.stderr
     without = groupwise("resume r")
     assert without.returncode == 2

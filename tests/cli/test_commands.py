@@ -20,9 +20,9 @@ SCORE = EvaluationResult((11.0, 12.5, 14.0), (12, 12, 13))
 def api(monkeypatch):
     """Stands in for ``groupwise.run`` and keeps what it was called with."""
     calls: list[tuple] = []
-    run = SimpleNamespace(
-        path=Path("runs/x"), summary={"return_mean": 500.0, "ci95": [490.0, 510.0], "stopped": "total_steps", "x": None}
-    )
+    summary = {"seconds": 6.1, "return_mean": 500.0, "ci95": [490.0, 510.0], "episodes": 20, "stopped": "total_steps"}
+    summary |= {"best_return_mean": 500.0, "best_env_steps": 23_457, "env_steps": 100_000}
+    run = SimpleNamespace(path=Path("runs/x"), summary=summary, cfg=config.resolve("CartPole-v1"))
 
     def record(name, result):
         def call(*args, **kwargs):
@@ -56,9 +56,10 @@ def trained(api):
 def test_train_takes_the_environment_s_preset(api, capsys):
     assert cli.main(["train", "CartPole-v1"]) == 0
     assert trained(api) == config.resolve("CartPole-v1")
-    out = capsys.readouterr().out
-    assert "return_mean: 500\nci95: [490, 510]\nstopped: total_steps\n" in out
-    assert "run folder: runs/x\nnext: groupwise eval runs/x" in out
+    assert capsys.readouterr().out == (
+        "Done in 6.1 s: greedy return 500.0 (20 episodes, 95 % interval 490 to 510). Best 500.0 at step 23,457.\n"
+        "Next:  groupwise eval runs/x\n"
+    )
 
 
 def test_train_options_reach_the_config(api):

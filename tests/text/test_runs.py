@@ -104,7 +104,7 @@ def test_the_commands(model, tmp_path, capsys):
     (tmp_path / "text.json").write_text(json.dumps(settings), encoding="utf-8")
     run = f"{tmp_path}/run"
     assert cli.main(["train", f"{tmp_path}/text.json", "--run-dir", run, "--sampling.temperature", "0.7"]) == 0
-    assert f"next: groupwise eval {run}" in capsys.readouterr().out
+    assert f"Next:  groupwise eval {run}" in capsys.readouterr().out
     assert cli.main(["eval", run]) == 0
     assert capsys.readouterr().out.startswith("return_mean=0 ci95=[0, 0] pass@1=0 ci95=[0, 0.39")
     assert cli.main(["eval", run, "--attempts", "2", "--json"]) == 0

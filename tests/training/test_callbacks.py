@@ -111,7 +111,7 @@ def test_plain_lines_come_at_the_interval_and_at_the_end(interval: float, count:
     parts.trainer(Evaluate(scores(2.5, 2.5), 20, None, HERE), progress, total_steps=40).train()
     lines = out.getvalue().splitlines()
     assert len(lines) == count  # a file is no terminal, and a narrow one wraps no line
-    assert "40 / 40 steps (100%)" in lines[-1]
+    assert "100%          40 / 40 steps" in lines[-1]
     assert "return" in lines[-1]
     assert "eval    2.500" in lines[-1]
 

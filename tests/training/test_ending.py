@@ -207,7 +207,9 @@ def test_an_error_of_the_environment_says_what_is_kept_and_how_to_go_on():
 
 
 def test_groups_could_do_without_the_attempt():
-    algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"attempt_steps": 20})
+    algorithm = gw.GRPOCfg(
+        num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"attempt_steps": 20}
+    )
     row, note = train_until_it_breaks(algorithm)
     assert row == "in row 0 of Breaks"
     assert "; collection.on_env_error='retry' or 'drop' would do without the attempt" in note
@@ -227,7 +229,9 @@ def test_groups_could_do_without_a_row_in_another_process(tmp_path: Path):
         def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
             (tmp_path / "flag").touch()
 
-    algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"attempt_steps": 20})
+    algorithm = gw.GRPOCfg(
+        num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"attempt_steps": 20}
+    )
     env = gw.EnvCfg(id="BreaksThere-v0", kwargs={"flag": str(tmp_path / "flag")}, vectorization="async")
     gymnasium.register("BreaksThere-v0", BreaksThere)
     try:
@@ -299,7 +303,9 @@ def test_a_policy_that_diverged_leaves_the_last_checkpoint():
                     for parameter in trainer.algorithm.policy.parameters():
                         parameter.fill_(3e38)
 
-    algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"attempt_steps": 20})
+    algorithm = gw.GRPOCfg(
+        num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"attempt_steps": 20}
+    )
     settings = TINY | {"checkpoint_interval": 160, "total_steps": 999}  # an iteration takes 80 steps
     with pytest.raises(gw.DataError, match="is not finite") as caught:
         gw.train("Pendulum-v1", algorithm, run_dir="mine", callbacks=[Diverges()], **settings)

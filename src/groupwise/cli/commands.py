@@ -325,13 +325,18 @@ def _resume(argv: Sequence[str], plugins: list[Path]) -> int:
 
 
 def _print_run(run: Any) -> None:
-    from groupwise.cli.seeds import number
-
-    for key, value in run.summary.items():
-        if value is not None:
-            numbers = ", ".join(map(number, value)) if isinstance(value, list) else ""
-            print(f"{key}: {f'[{numbers}]' if numbers else number(value) if isinstance(value, float) else value}")
-    print(f"run folder: {run.path}\nnext: groupwise eval {run.path}{plugins.options(plugins.loaded())}")
+    """What a run reached, in a sentence or two, and what to do next."""
+    found = run.summary
+    reached = [f"Done in {found['seconds']:.1f} s"]
+    if (score := found.get("return_mean")) is not None:
+        kind = "greedy return" if run.cfg.evaluation.deterministic else "return"
+        interval = "95 % interval {:.4g} to {:.4g}".format(*found["ci95"]) if found.get("ci95") else "no interval"
+        reached.append(f": {kind} {score:.1f} ({found['episodes']} episodes, {interval})")
+        reached.append(f". Best {found['best_return_mean']:.1f} at step {found['best_env_steps']:,}")
+    print("".join(reached) + ".")
+    if found["stopped"] != "total_steps":
+        print(f"Stopped at step {found['env_steps']:,}: {found['stopped']}.")
+    print(f"Next:  groupwise eval {run.path}{plugins.options(plugins.loaded())}")
 
 
 def _list(argv: Sequence[str], plugins: list[Path]) -> int:

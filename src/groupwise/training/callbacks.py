@@ -257,7 +257,9 @@ class Progress(Callback):
         elif trainer.is_done() or time.perf_counter() - self._shown >= self.interval:
             self._shown = time.perf_counter()
             share = min(1.0, trainer.env_steps / trainer.total_steps)
-            self._print(f"{trainer.env_steps:>11,} / {trainer.total_steps:,} steps ({share:4.0%})  {text}")
+            left = max(0, trainer.total_steps - trainer.env_steps) / max(metrics["time/steps_per_second"], 1e-9)
+            ahead = f"{int(left) // 60}:{int(left) % 60:02} left"
+            self._print(f"{share:5.0%}{trainer.env_steps:>12,} / {trainer.total_steps:,} steps   {text}   {ahead}")
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -270,7 +272,9 @@ class Progress(Callback):
             parts.append(f"return {_score(metrics['rollout/return_mean'])}")
         if self._evaluated is not None:
             parts.append(f"eval {_score(self._evaluated)}")
-        return "  ".join([*parts, f"{metrics['time/steps_per_second']:8,.0f} steps/s"])
+        speed = metrics["time/steps_per_second"]
+        rate = f"{speed / 1000:.1f}k" if speed >= 1000 else f"{speed:.0f}"
+        return "   ".join([*parts, f"{rate} steps/s"])
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)

@@ -167,7 +167,7 @@ def build_callbacks(
     if "wandb" in logging.report_to:
         built.append(WandB(folder.path, folder.read_id(), json.loads(config.to_json(cfg))))
     if logging.progress != "none":
-        title = f"{parts.identity.env_id}: {cfg.algorithm.name}, seed {cfg.seed}, in {folder.path}"
+        title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"
         built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
     return [*built, SaveCheckpoints(folder.latest, cfg.checkpoint_interval or tenth, parts.identity)]
 

@@ -11,7 +11,8 @@ from typing import Any
 from plan import CANDIDATE, REFERENCES, REMEDIES, TASKS, Task, task_of
 from run import HERE, RESULTS
 
-from groupwise.report.comparison import (
+from groupwise.comparison.plot import plot_comparison
+from groupwise.comparison.results import (
     ENOUGH_RUNS,
     Comparison,
     EnvironmentResult,
@@ -21,7 +22,6 @@ from groupwise.report.comparison import (
     figure,
     shown,
 )
-from groupwise.report.comparison_plot import plot_comparison
 
 DOCS = HERE.parent.parent / "docs"
 TABLES = DOCS / "generated" / "study.md"

@@ -12,7 +12,7 @@ from groupwise.collectors.groups import GroupCollector as GroupCollector
 from groupwise.collectors.torch_groups import TorchGroupCollector as TorchGroupCollector
 from groupwise.collectors.torch_vector import TorchVectorCollector as TorchVectorCollector
 from groupwise.collectors.vector import VectorCollector as VectorCollector
-from groupwise.comparing import compare as compare
+from groupwise.comparison.runs import compare as compare
 from groupwise.config import load_config as load_config
 from groupwise.config.algorithm import AlgorithmCfg as AlgorithmCfg, CreditCfg as CreditCfg, GRPOCfg as GRPOCfg, ObjectiveCfg as ObjectiveCfg, PPOCfg as PPOCfg
 from groupwise.config.env import EnvCfg as EnvCfg
@@ -28,7 +28,7 @@ from groupwise.envs.torch_control import TorchCartPole as TorchCartPole, TorchMo
 from groupwise.errors import CheckpointError as CheckpointError, ConfigError as ConfigError, DataError as DataError, SamplerMismatchError as SamplerMismatchError, DivergedError as DivergedError, EnvError as EnvError, GroupStartError as GroupStartError, GroupStartWarning as GroupStartWarning, GroupwiseError as GroupwiseError, MissingExtraError as MissingExtraError, RewardError as RewardError, RunFolderError as RunFolderError, SlowPathWarning as SlowPathWarning, ToolError as ToolError, UnknownNameError as UnknownNameError, UnsupportedSpaceError as UnsupportedSpaceError
 from groupwise.policies.actor_critic import ActorCritic as ActorCritic
 from groupwise.policies.base import Evaluation as Evaluation, Policy as Policy
-from groupwise.report.comparison import Comparison as Comparison
+from groupwise.comparison.results import Comparison as Comparison
 from groupwise.run import Run as Run, evaluate as evaluate, resume as resume, sample as sample, train as train
 from groupwise.text.data import Example as Example
 from groupwise.text.policy import CausalLM as CausalLM

@@ -12,8 +12,7 @@ from groupwise.config.env import EnvCfg
 from groupwise.errors import EnvError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.report.curve import plot_curve
-from groupwise.report.scores import scores_of
-from groupwise.report.statistics import half_width_95
+from groupwise.report.scores import half_width_95, scores_of
 from groupwise.report.video import NoPictureError, film, record_video, rendering_env
 
 TRAINING = {"env_steps": 10, "rollout/return_mean": 3.0}

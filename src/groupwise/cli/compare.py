@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from groupwise.comparing import compare_pairs
+from groupwise.comparison.aggregates import Estimate
+from groupwise.comparison.methods import setting
+from groupwise.comparison.results import Comparison, EnvironmentResult, Improvement, Overall, figure, shown
+from groupwise.comparison.runs import compare_pairs
 from groupwise.errors import ConfigError
-from groupwise.report.aggregates import Estimate
-from groupwise.report.comparison import Comparison, EnvironmentResult, Improvement, Overall, figure, shown
-from groupwise.report.methods import setting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +35,7 @@ def run(parser: ArgumentParser, argv: Sequence[str]) -> None:
     """Compare the runs that the arguments name; print tables or JSON, and write files if asked to.
 
     Raises:
-        GroupwiseError: what ``groupwise.compare`` raises, or arguments that are wrong.
+        GroupwiseError: what ``groupwise.comparison`` raises, or arguments that are wrong.
     """
     parser.add_argument("runs", nargs="+", metavar="[NAME=]RUNS", help="folder of a run, or one that holds several")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write comparison.json and comparison.png there")

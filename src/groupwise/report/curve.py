@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.report.statistics import half_width_95
+from groupwise.report.scores import half_width_95
 
 TRAINING, EVALUATION = "#4c72b0", "#c44e52"
 

@@ -8,7 +8,7 @@ from groupwise.config.run import TextRunCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.texts import pass_at_k
 from groupwise.policies.base import Policy
-from groupwise.report.statistics import half_width_95, wilson_95
+from groupwise.report.scores import half_width_95, wilson_95
 from groupwise.seeding import derive_seed
 from groupwise.text.data import Example
 from groupwise.text.dialogue import ToolDialogue

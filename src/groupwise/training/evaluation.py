@@ -11,7 +11,7 @@ from groupwise.data.rollout import Nested, allocate
 from groupwise.envs.base import GroupEnv
 from groupwise.errors import DataError
 from groupwise.policies.base import Policy
-from groupwise.report.statistics import half_width_95
+from groupwise.report.scores import half_width_95
 from groupwise.seeding import derive_seed
 
 MAX_STEPS = 100_000

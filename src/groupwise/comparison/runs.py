@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from groupwise.comparison.methods import Flat, differences, differing, environment_of, flat, labels, method_of, setting
+from groupwise.comparison.results import Comparison, Measure, Reference, RunRecord, compare_records
 from groupwise.errors import ConfigError, RunFolderError
-from groupwise.report.comparison import Comparison, Measure, Reference, RunRecord, compare_records
 from groupwise.report.folder import RunFolder
-from groupwise.report.methods import Flat, differences, differing, environment_of, flat, labels, method_of, setting
 
 Paths = Path | str | Sequence[Path | str]
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from groupwise import config
+from groupwise.comparison.methods import differences, differing, environment_of, labels, method_of, preset_of
 from groupwise.config import presets
-from groupwise.report.methods import differences, differing, environment_of, labels, method_of, preset_of
 
 
 def method(algorithm: Any = "grpo", **fields: Any) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from groupwise.comparison import aggregates
+from groupwise.comparison.aggregates import Band, Estimate, Number
 from groupwise.errors import ConfigError, DataError, nearest
-from groupwise.report import aggregates
-from groupwise.report.aggregates import Band, Estimate, Number
 
 Measure = Literal["evaluation", "training"]
 """Returns of evaluations, or of training's own episodes."""
@@ -150,7 +150,7 @@ class Comparison:
 
     def save(self, folder: Path | str) -> None:
         """Write ``comparison.json`` and ``comparison.png`` into a folder, which is made if need be."""
-        from groupwise.report.comparison_plot import plot_comparison
+        from groupwise.comparison.plot import plot_comparison
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

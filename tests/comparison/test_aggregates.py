@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from groupwise.report.aggregates import (
+from groupwise.comparison.aggregates import (
     GRID,
     band,
     bootstrap_interval,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from groupwise.comparison.plot import plot_comparison
+from groupwise.comparison.results import RunRecord, compare_records, figure
 from groupwise.errors import ConfigError, DataError
-from groupwise.report.comparison import RunRecord, compare_records, figure
-from groupwise.report.comparison_plot import plot_comparison
 
 
 def records(environment: str, method: str, finals, **fields) -> list[RunRecord]:

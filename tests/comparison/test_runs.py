@@ -224,7 +224,7 @@ def test_names_of_two_things_are_refused(runs):
 
 
 def test_a_name_that_settings_make_too_is_refused(runs):
-    from groupwise.comparing import compare_pairs
+    from groupwise.comparison.runs import compare_pairs
 
     with pytest.raises(ConfigError, match="'ppo' names two methods"):
         compare_pairs([("ppo", "g"), (None, "p")])

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from groupwise.report.aggregates import Estimate
-from groupwise.report.comparison import Comparison, Curve, EnvironmentResult, Overall
+from groupwise.comparison.aggregates import Estimate
+from groupwise.comparison.results import Comparison, Curve, EnvironmentResult, Overall
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

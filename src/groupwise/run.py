@@ -419,10 +419,11 @@ def read_cfg(folder: RunFolder) -> CommonCfg:
     """Settings of an earlier run.
 
     Raises:
-        RunFolderError: they do not fit.
+        RunFolderError: they do not fit, or another version wrote them.
     """
     with blaming_absence(folder.path, folder.read_plugins()):
         try:
+            folder.check_format()
             tree = folder.read_config()
             return (TextRunCfg if "task" in tree else RunCfg).model_validate(tree)
         except ValidationError as error:

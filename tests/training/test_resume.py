@@ -169,3 +169,17 @@ def test_nothing_restarts_where_no_checkpoint_is_resumed(tmp_path: Path):
     )
     assert sum(row["rollout/episodes"] for row in run.metrics()) == 8 * 4
     assert {row["rollout/length_mean"] for row in run.metrics() if "rollout/length_mean" in row} == {40.0}
+
+
+def test_a_run_of_an_earlier_version_is_refused_in_a_line(uninterrupted: gw.Run, tmp_path: Path):
+    path = Path(shutil.copytree(uninterrupted.path, tmp_path / "old"))
+    settings = json.loads((path / "config.json").read_text())
+    del settings["provenance"]["format"]
+    settings["stay_on_device"] = "auto"
+    (path / "config.json").write_text(json.dumps(settings))
+    for again in (gw.resume, gw.evaluate, gw.Run.load):
+        with pytest.raises(
+            gw.RunFolderError, match=r"old was made by an earlier version .*format 1.*; fix: train again"
+        ) as caught:
+            again(path)
+        assert "\n" not in str(caught.value)

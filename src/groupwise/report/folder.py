@@ -27,6 +27,8 @@ from uuid import uuid4
 from groupwise import plugins
 from groupwise.errors import RunFolderError
 
+FORMAT = 2
+"""Of run folders; 1 had other names of settings."""
 _PACKAGES = ("groupwise", "torch", "tensordict", "gymnasium", "numpy")
 
 
@@ -101,6 +103,18 @@ class RunFolder:
         """
         config = _read_object(self.config)
         return {key: value for key, value in config.items() if key != "provenance"}
+
+    def check_format(self) -> None:
+        """Refuse settings that were written by another version, whose names may differ.
+
+        Raises:
+            RunFolderError: they were.
+        """
+        if (found := self._read_provenance().get("format", 1)) != FORMAT:
+            made = f"by {'an earlier' if found < FORMAT else 'a later'} version of groupwise"
+            raise RunFolderError(
+                f"{self.path} was made {made} (format {found}, this one reads format {FORMAT}); fix: train again, or use that version"
+            )
 
     def read_id(self) -> str:
         """A name for trackers that no other run has, wherever the folder lies."""
@@ -178,6 +192,7 @@ class RunFolder:
 def provenance() -> dict[str, Any]:
     """Versions, git state, plugins and command: what is needed to repeat a run besides its settings."""
     return {
+        "format": FORMAT,
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "git": _git_state(),
         "run_id": uuid4().hex,

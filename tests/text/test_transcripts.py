@@ -9,7 +9,6 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.config.text import TextTaskCfg
 from groupwise.seeding import derive_seed
 from groupwise.text.data import Example
-from groupwise.text.dialogue import ToolDialogue
 from groupwise.text.generation import Generator
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
@@ -17,9 +16,8 @@ from groupwise.text.reward_functions import RewardFunction
 from groupwise.text.rewards import RewardSet
 from groupwise.text.rollout import TextRow, text_rollout
 from groupwise.text.sampling import Completion
-from groupwise.text.scoring import score, text_of
 from groupwise.text.tools import Calculator, Tool
-from groupwise.text.transcripts import Attempt, write
+from groupwise.text.transcripts import ToolDialogue, Transcript, score, text_of, write
 from groupwise.text.turns import AnswerEncoder
 
 CHARACTERS = "0123456789+=<>/calcresut "
@@ -59,7 +57,7 @@ def parts(tool=None, *, chat=False, max_turns=2, characters=True, **settings):
 
 def attempts_at(encoder, prompt, count, group=0, greedy=()):
     encoded = EncodedPrompt(Example(prompt, {}), tuple(encoder.encode(Example(prompt, {}))))
-    return [Attempt(encoded, group, 10 * group + member, member in greedy) for member in range(count)]
+    return [Transcript(encoded, group, 10 * group + member, member in greedy) for member in range(count)]
 
 
 def row_of(attempt, reward=0.0):

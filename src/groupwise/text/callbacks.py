@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from groupwise.config.run import SamplerMismatchCfg
 from groupwise.errors import SamplerMismatchError
 from groupwise.text.collector import TextCollector
-from groupwise.text.metrics import Scored
+from groupwise.text.transcripts import Scored
 from groupwise.training.base import Callback, Evaluation
 
 if TYPE_CHECKING:

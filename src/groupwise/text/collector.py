@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from statistics import fmean, pstdev
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,17 +12,16 @@ from groupwise.collectors.base import Collector, Episode
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import DataError
 from groupwise.functional.shaping import overlong_penalty
+from groupwise.functional.texts import pass_at_k, repeated_ngrams
 from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
 from groupwise.text.data import PromptOrder
 from groupwise.text.generation import Generator
-from groupwise.text.metrics import Scored, text_metrics
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.rewards import RewardSet, TrainingState
 from groupwise.text.rollout import TextRow, text_rollout
-from groupwise.text.scoring import score
-from groupwise.text.transcripts import Attempt, Dialogue, write
+from groupwise.text.transcripts import Scored, ToolDialogue, Transcript, score, write
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class TextCollector(Collector):
         sampling: SamplingCfg,
         terms: TextTerms,
         *,
-        dialogue: Dialogue | None = None,
+        dialogue: ToolDialogue | None = None,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
@@ -159,7 +159,7 @@ class TextCollector(Collector):
         places = [(self.position + first + i) * self._world_size + self._rank for i in range(count)]
         prompts = [self._prompts[self._order.take(place, 1)[0]] for place in places]
         attempts = [
-            Attempt(prompt, first + number, self._seed_of(first + number, member), member == self._terms.group_size)
+            Transcript(prompt, first + number, self._seed_of(first + number, member), member == self._terms.group_size)
             for number, prompt in enumerate(prompts)
             for member in range(self._terms.group_size + self._terms.greedy_attempts)
         ]
@@ -181,7 +181,7 @@ class TextCollector(Collector):
     def _seed_of(self, group: int, member: int) -> int:
         return derive_seed(self._seed, "completion", self._rank, self.iteration, group, member)
 
-    def _score(self, attempts: Sequence[Attempt]) -> list[Scored]:
+    def _score(self, attempts: Sequence[Transcript]) -> list[Scored]:
         state = TrainingState(global_step=self.iteration, epoch=self._epoch)
         return score(attempts, self._rewards, self._encoder, state)
 
@@ -253,3 +253,49 @@ def did_equally_well(group: Sequence[Scored]) -> bool:
     """
     rewards = {member.reward for member in group if member.reward is not None and not member.attempt.greedy}
     return len(rewards) < 2
+
+
+def text_metrics(scored: Sequence[Scored], reward_names: Sequence[str], success_threshold: float) -> dict[str, float]:
+    """Numbers of the attempts that were sampled: what they are worth, how long they are and why they ended, how they repeat."""
+    sampled = [member for member in scored if not member.attempt.greedy]
+    worth = [member for member in sampled if member.reward is not None]
+    lengths = [member.attempt.written for member in sampled]
+    count = len(sampled)
+    metrics = {
+        "rollout/unscorable": count - float(len(worth)),
+        "rollout/length_max": float(max(lengths)),
+        "rollout/length_min": float(min(lengths)),
+        "rollout/turns_mean": fmean(member.attempt.turns for member in sampled),
+        "rollout/repeated_ngrams": fmean(repeated_ngrams(member.attempt.tokens) for member in sampled),
+    }
+    for stop, name in (
+        ("eos", "rollout/ended_by_eos"),
+        ("stop", "rollout/ended_by_stop"),
+        ("length", "completions/clipped_ratio"),
+    ):
+        metrics[name] = sum(member.attempt.stop == stop for member in sampled) / count
+    for number, name in enumerate(reward_names):
+        values = [value for member in sampled if (value := member.parts[number]) is not None]
+        if values:
+            metrics[f"reward/{name}_mean"] = fmean(values)
+    groups = _rewards_by_group(worth)
+    if groups:
+        metrics["rollout/reward_std"] = fmean(pstdev(group) for group in groups)
+        metrics |= {f"rollout/{name}": value for name, value in pass_rates(groups, success_threshold).items()}
+    return metrics
+
+
+def pass_rates(groups: Sequence[Sequence[float]], success_threshold: float) -> dict[str, float]:
+    """pass@1, and pass@k for the size of the smallest group, averaged over the groups of rewards."""
+    size = min(map(len, groups))
+    return {
+        f"pass_at_{k}": fmean(pass_at_k(len(g), sum(reward >= success_threshold for reward in g), k) for g in groups)
+        for k in sorted({1, size})
+    }
+
+
+def _rewards_by_group(worth: Sequence[Scored]) -> list[list[float]]:
+    groups: dict[int, list[float]] = {}
+    for member in worth:
+        groups.setdefault(member.attempt.group, []).append(member.reward or 0.0)
+    return list(groups.values())

@@ -11,15 +11,13 @@ from groupwise.policies.base import Policy
 from groupwise.report.scores import half_width_95, wilson_95
 from groupwise.seeding import derive_seed
 from groupwise.text.data import Example
-from groupwise.text.dialogue import ToolDialogue
 from groupwise.text.generation import Generator
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.rewards import RewardSet
-from groupwise.text.scoring import score, text_of
 from groupwise.text.task import TextTask
 from groupwise.text.tools import Tool, make_tool
-from groupwise.text.transcripts import Attempt, Dialogue, write
+from groupwise.text.transcripts import ToolDialogue, Transcript, score, text_of, write
 from groupwise.text.turns import AnswerEncoder
 from groupwise.training.evaluation import shown
 from groupwise.training.parts import Evaluator, Given
@@ -131,7 +129,7 @@ class TextEvaluator(Evaluator):
         rewards: RewardSet,
         generator: Generator,
         *,
-        dialogue: Dialogue | None = None,
+        dialogue: ToolDialogue | None = None,
         context: int | None = None,
         seed: int,
     ) -> None:
@@ -200,11 +198,11 @@ class TextEvaluator(Evaluator):
         """End what the reward functions run in."""
         self._rewards.close()
 
-    def _attempts(self, first: int, prompts: Sequence[EncodedPrompt]) -> list[Attempt]:
+    def _attempts(self, first: int, prompts: Sequence[EncodedPrompt]) -> list[Transcript]:
         """What is written behind prompts, whose numbers begin at ``first``."""
         evaluation = self._cfg.evaluation
         attempts = [
-            Attempt(prompt, number, derive_seed(self._seed, "eval", number, member), evaluation.deterministic)
+            Transcript(prompt, number, derive_seed(self._seed, "eval", number, member), evaluation.deterministic)
             for number, prompt in enumerate(prompts, start=first)
             for member in range(evaluation.attempts)
         ]
@@ -212,7 +210,7 @@ class TextEvaluator(Evaluator):
         write(attempts, self._generator, sampling, dialogue=self._dialogue, context=self._context)
         return attempts
 
-    def _score(self, attempts: Sequence[Attempt]) -> list[tuple[float, ...]]:
+    def _score(self, attempts: Sequence[Transcript]) -> list[tuple[float, ...]]:
         """Rewards of each prompt's attempts."""
         size = self._cfg.evaluation.attempts
         said = [member.reward for member in score(attempts, self._rewards, self._encoder)]
@@ -242,7 +240,7 @@ def write_texts(
     assert isinstance(policy, CausalLM)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
     (chosen,) = encoder.select([Example(prompt, {})], policy.max_prompt_length(cfg.sampling.max_new_tokens))
-    attempts = [Attempt(chosen, 0, derive_seed(seed, "sample", i), deterministic) for i in range(count)]
+    attempts = [Transcript(chosen, 0, derive_seed(seed, "sample", i), deterministic) for i in range(count)]
     dialogue = dialogue_of(make_tool(cfg.task, tool), encoder, policy, cfg)
     write(attempts, Generator(policy), cfg.sampling, dialogue=dialogue, context=policy.context_length)
     return [text_of(attempt, encoder) for attempt in attempts]
@@ -253,7 +251,7 @@ def task_of(cfg: TextRunCfg, given: Given) -> TextTask:
     return TextTask.from_cfg(cfg.task, data=given.data, eval_data=given.eval_data, reward=given.reward, tool=given.tool)
 
 
-def dialogue_of(tool: Tool | None, encoder: PromptEncoder, policy: CausalLM, cfg: TextRunCfg) -> Dialogue | None:
+def dialogue_of(tool: Tool | None, encoder: PromptEncoder, policy: CausalLM, cfg: TextRunCfg) -> ToolDialogue | None:
     """Who answers the model; None if it has no tool."""
     if tool is None:
         return None

@@ -1,6 +1,5 @@
-"""Attempts at prompts while they are written: what the model wrote, what it was answered, turn after turn."""
+"""Transcripts: what the model wrote at a prompt and what it was answered, turn after turn; and what that is worth."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -9,9 +8,13 @@ import torch
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.seeding import derive_seed
+from groupwise.text.data import Completion as CompletionText
 from groupwise.text.generation import Generator
-from groupwise.text.prompts import EncodedPrompt
+from groupwise.text.prompts import EncodedPrompt, PromptEncoder
+from groupwise.text.rewards import RewardSet, TrainingState
 from groupwise.text.sampling import Completion
+from groupwise.text.tools import Tool, ask
+from groupwise.text.turns import AnswerEncoder, as_messages
 
 
 class Reply(NamedTuple):
@@ -23,7 +26,7 @@ class Reply(NamedTuple):
 
 
 @dataclass
-class Attempt:
+class Transcript:
     """One member's text, in the tokens that were really read and written."""
 
     prompt: EncodedPrompt
@@ -79,20 +82,41 @@ class Attempt:
         self.turn += turn
 
 
-class Dialogue(ABC):
-    """Who answers the model, so that it writes several turns."""
+class ToolDialogue:
+    """Asks the tool after each turn but the last.
 
-    @abstractmethod
-    def reply(self, attempt: Attempt) -> Reply | None:
-        """What answers the attempt's last turn; None: the attempt is over."""
+    Args:
+        max_turns: of the model.
+    """
+
+    def __init__(self, tool: Tool, encoder: PromptEncoder, answers: AnswerEncoder, max_turns: int) -> None:
+        self._tool = tool
+        self._encoder = encoder
+        self._answers = answers
+        self._max_turns = max_turns
+
+    def reply(self, attempt: Transcript) -> Reply | None:
+        """The tool's answer to the attempt's last turn.
+
+        Raises:
+            ToolError: it failed.
+        """
+        if attempt.turns >= self._max_turns:
+            return None
+        turn = attempt.last_turn()
+        answer = ask(self._tool, self._encoder.decode(turn))
+        if answer is None:
+            return None
+        end = turn[-1] if attempt.stop == "eos" else None
+        return Reply(answer, self._answers.encode(answer, end))
 
 
 def write(
-    attempts: Sequence[Attempt],
+    attempts: Sequence[Transcript],
     generator: Generator,
     sampling: SamplingCfg,
     *,
-    dialogue: Dialogue | None = None,
+    dialogue: ToolDialogue | None = None,
     context: int | None = None,
 ) -> None:
     """Let every attempt be written to its end; those of one group, one behind the other, share the reading of their prompt.
@@ -109,7 +133,9 @@ def write(
         running = [] if dialogue is None else [a for a in running if _goes_on(a, dialogue, sampling, context)]
 
 
-def _write_turn(groups: list[list[Attempt]], generator: Generator, sampling: SamplingCfg, deterministic: bool) -> None:
+def _write_turn(
+    groups: list[list[Transcript]], generator: Generator, sampling: SamplingCfg, deterministic: bool
+) -> None:
     """One turn of groups that are equally large and whose members stand at the same text."""
     texts = [[*members[0].prompt.tokens, *members[0].tokens] for members in groups]
     seeds = [[derive_seed(member.seed, "turn", member.turns) for member in members] for members in groups]
@@ -119,18 +145,18 @@ def _write_turn(groups: list[list[Attempt]], generator: Generator, sampling: Sam
             member.take(completion)
 
 
-def _of_one_size(attempts: Sequence[Attempt]) -> list[list[list[Attempt]]]:
+def _of_one_size(attempts: Sequence[Transcript]) -> list[list[list[Transcript]]]:
     """Attempts that stand at the same text together, these groups by how large they are."""
-    groups: dict[tuple[int, tuple[int, ...]], list[Attempt]] = {}
+    groups: dict[tuple[int, tuple[int, ...]], list[Transcript]] = {}
     for attempt in attempts:
         groups.setdefault((attempt.group, tuple(attempt.tokens)), []).append(attempt)
-    by_size: dict[int, list[list[Attempt]]] = {}
+    by_size: dict[int, list[list[Transcript]]] = {}
     for group in groups.values():
         by_size.setdefault(len(group), []).append(group)
     return list(by_size.values())
 
 
-def _goes_on(attempt: Attempt, dialogue: Dialogue, sampling: SamplingCfg, context: int | None) -> bool:
+def _goes_on(attempt: Transcript, dialogue: ToolDialogue, sampling: SamplingCfg, context: int | None) -> bool:
     """Whether the attempt was answered and has another turn."""
     reply = None if attempt.stop == "length" else dialogue.reply(attempt)
     if reply is None:
@@ -141,3 +167,55 @@ def _goes_on(attempt: Attempt, dialogue: Dialogue, sampling: SamplingCfg, contex
         return False
     attempt.answer(reply)
     return True
+
+
+class Scored(NamedTuple):
+    """An attempt, and what it is worth."""
+
+    attempt: Transcript
+    text: str
+    reward: float | None
+    """None: nobody can say."""
+    parts: Sequence[float | None]
+    """What each reward function says."""
+
+
+def score(
+    attempts: Sequence[Transcript], rewards: RewardSet, encoder: PromptEncoder, state: TrainingState | None = None
+) -> list[Scored]:
+    """The attempts with their texts and rewards.
+
+    Raises:
+        RewardError: a reward function failed.
+    """
+    examples = [attempt.prompt.example for attempt in attempts]
+    names = dict.fromkeys(name for example in examples for name in example.columns)
+    columns = {name: [example.columns.get(name) for example in examples] for name in names}
+    texts = [text_of(attempt, encoder) for attempt in attempts]
+    completions = [_completion(attempt, text, encoder) for attempt, text in zip(attempts, texts, strict=True)]
+    ids = [attempt.tokens for attempt in attempts]
+    scores = rewards.score([example.prompt for example in examples], completions, ids, columns, state)
+    return [
+        Scored(attempt, text, reward, parts)
+        for attempt, text, reward, *parts in zip(attempts, texts, scores.reward, *scores.parts, strict=True)
+    ]
+
+
+def text_of(attempt: Transcript, encoder: PromptEncoder) -> str:
+    """All that was written, with the answers in between as they stand in a text."""
+    if not attempt.answers:
+        return encoder.decode(attempt.tokens)
+    answers = [encoder.inline(answer) for answer in attempt.answers]
+    return "".join(
+        part for pair in zip(_texts_of_turns(attempt, encoder), [*answers, ""], strict=True) for part in pair
+    )
+
+
+def _completion(attempt: Transcript, text: str, encoder: PromptEncoder) -> CompletionText:
+    if isinstance(attempt.prompt.example.prompt, str) or not attempt.answers:
+        return text
+    return as_messages(_texts_of_turns(attempt, encoder), attempt.answers)
+
+
+def _texts_of_turns(attempt: Transcript, encoder: PromptEncoder) -> list[str]:
+    return [encoder.decode(attempt.of_turn(number)) for number in range(attempt.turns)]

@@ -18,7 +18,7 @@ from groupwise.config.algorithm import AlgorithmCfg as AlgorithmCfg, CreditCfg a
 from groupwise.config.env import EnvCfg as EnvCfg
 from groupwise.config.policy import EvalSamplingCfg as EvalSamplingCfg, LoRACfg as LoRACfg, ModelCfg as ModelCfg, PolicyCfg as PolicyCfg, SamplingCfg as SamplingCfg
 from groupwise.config.registry import register_algorithm as register_algorithm
-from groupwise.config.run import SamplerMismatchCfg as SamplerMismatchCfg, EvaluationCfg as EvaluationCfg, LoggingCfg as LoggingCfg, OverlongCfg as OverlongCfg, RunCfg as RunCfg, StopCfg as StopCfg, TextEvaluationCfg as TextEvaluationCfg, TextRunCfg as TextRunCfg
+from groupwise.config.run import SamplerMismatchCfg as SamplerMismatchCfg, EvaluationCfg as EvaluationCfg, LoggingCfg as LoggingCfg, RunCfg as RunCfg, StopCfg as StopCfg, TextEvaluationCfg as TextEvaluationCfg, TextRunCfg as TextRunCfg
 from groupwise.config.text import RewardCfg as RewardCfg, TextTaskCfg as TextTaskCfg
 from groupwise.data.rollout import RolloutBuffer as RolloutBuffer, transition_view as transition_view
 from groupwise.envs.groups import verify_group_start as verify_group_start

@@ -178,7 +178,7 @@ def test_a_model_that_computes_otherwise_is_read_by_its_modules(change):
     model = moved(tiny_model())
     change(model)
     policy, plain = fast(model, SamplingCfg(max_new_tokens=12)), CausalLM(model, SamplingCfg(max_new_tokens=12))
-    with pytest.warns(SlowPathWarning, match=r"LlamaForCausalLM reads tokens one by one through its modules"):
+    with pytest.warns(SlowPathWarning, match=r"LlamaForCausalLM decodes through its own modules"):
         found = complete(policy, PROMPTS, torch.arange(12).view(3, 4))
     assert policy.decoder.reads_by == "modules"
     assert found == complete(plain, PROMPTS, torch.arange(12).view(3, 4))

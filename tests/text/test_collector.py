@@ -132,10 +132,10 @@ def test_resampling_ends_as_soon_as_there_are_enough():
 
 
 def test_overlong_completions_are_punished_linearly():
-    of = collector({"1": ["4.", "44."], "2": ["4444.", "44444"]}, overlong_buffer=4, penalty=8.0)
-    # at most 5 tokens, of which the last 4 cost 2 each: lengths 2, 3, 5, 5, the end included
+    of = collector({"1": ["4.", "44."], "2": ["4444.", "44444"]}, overlong_buffer=4)
+    # at most 5 tokens, of which the last 4 cost 1/4 each: lengths 2, 3, 5, 5, the end included
     rewards = [reward for rows in rows_of(collect(of), of).values() for reward, _ in rows]
-    assert sorted(rewards) == [4 - 2, 44 - 4, 4444 - 8, 44444 - 8]
+    assert sorted(rewards) == [4 - 0.25, 44 - 0.5, 4444 - 1, 44444 - 1]
     assert of.metrics()["rollout/return_mean"] == pytest.approx((4 + 44 + 4444 + 44444) / 4)
 
 

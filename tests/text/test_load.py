@@ -89,7 +89,7 @@ def test_precision_is_that_of_weights_and_products(folder, precision, weights, a
 def test_settings_reach_the_policy(folder, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda function, **settings: compiled.append(settings) or function)
-    policy = load_causal_lm(ModelCfg(path=folder(), gradient_checkpointing=True, compile=True))
+    policy = load_causal_lm(ModelCfg(path=folder(), gradient_checkpointing=True), compile=True)
     assert compiled == [{"dynamic": True}]
     calls = []
     policy.network.model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))

@@ -106,11 +106,8 @@ def test_gym_data_of_both_parts_share_nothing():
     train, evaluation = task.load()
     assert (len(train), len(evaluation)) == (80, 30)
     assert not {e.prompt for e in train} & {e.prompt for e in evaluation}
-    zero, one = (
-        TextTask("reasoning-gym:chain_sum", data_size=80, data_kwargs=small, data_seed=seed).load() for seed in (0, 1)
-    )
-    assert zero.train != one.train
-    assert zero.eval == []
+    alone = TextTask("reasoning-gym:chain_sum", data_size=80, data_kwargs=small).load()
+    assert alone.eval == []
 
 
 def test_shared_prompts_are_left_out_of_training_with_a_warning():

@@ -85,8 +85,6 @@ class ModelCfg(Cfg):
     """Train adapters. None: every weight."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass, which then computes the layer again: less memory, a third more time."""
-    compile: bool = False
-    """``torch.compile`` the training forward: slow to start, for GPUs and long runs."""
 
     @model_validator(mode="after")
     def _check_quantization(self) -> "ModelCfg":

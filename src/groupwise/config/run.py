@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt
 from pydantic import AfterValidator, SerializeAsAny, field_validator, model_validator
 
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
-from groupwise.config.base import Cfg, NonNegative, Positive, PositiveInt
+from groupwise.config.base import Cfg, Positive, PositiveInt
 from groupwise.config.checks import check_text, check_together
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import EvalSamplingCfg, ModelCfg, PolicyCfg, SamplingCfg
@@ -73,17 +73,6 @@ class LoggingCfg(Cfg):
     """``bar``: live; ``lines``: a plain line every five seconds; ``auto``: a bar on a terminal, else lines."""
 
 
-class OverlongCfg(Cfg):
-    """What becomes of completions that reach the length limit, or come near it (DAPO, https://arxiv.org/abs/2503.14476)."""
-
-    truncated: Literal["train", "mask"] = "train"
-    """Completions that were cut: trained on like others, or without a loss, though siblings are compared with them."""
-    overlong_buffer: Annotated[int, Ge(0)] = 0
-    """Over the last so many tokens before the limit the reward falls by up to ``penalty``, linearly; cut completions lose all of it. 0: no penalty."""
-    penalty: NonNegative = 1.0
-    """Most that is taken off the reward."""
-
-
 class SamplerMismatchCfg(Cfg):
     """How far the sampler's probabilities may be from the trainer's at an update's start: KL in nats per token."""
 
@@ -111,7 +100,7 @@ class CommonCfg(Cfg):
     device: Annotated[str, AfterValidator(_check_device)] = "cpu"
     """Where the policy lives: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` (a GPU if there is one)."""
     compile: Literal["auto", "off", "on"] = "auto"
-    """``torch.compile``: where it pays, that is, where many optimiser steps are ahead; never; or from the first update on."""
+    """``torch.compile``: where it pays, that is, where many optimiser steps are ahead; never; or from the first update on (of a language model, only then)."""
     checkpoint_interval: PositiveInt | None = None
     """Steps between checkpoints; None: a tenth of ``total_steps``. It does not change what is learned. A resumed run equals an uninterrupted one bit for bit where the state of the environments can be saved; elsewhere PPO's running episodes begin anew on resume."""
     stop: StopCfg = StopCfg()
@@ -189,8 +178,10 @@ class TextRunCfg(CommonCfg):
     """How it writes completions in training."""
     num_prompts: PositiveInt = 8
     """Prompts in one iteration; GRPO has each completed ``group_size`` times."""
-    overlong: OverlongCfg = OverlongCfg()
-    """Completions that are too long."""
+    mask_truncated_completions: bool = False
+    """Completions that reach the length limit have no loss, though siblings are compared with them (DAPO's overlong filtering). Default: TRL's."""
+    overlong_buffer: Annotated[int, Ge(0)] = 0
+    """Over the last so many tokens before the limit the reward falls linearly by up to 1; truncated completions lose all of it. 0: no penalty. Source: DAPO, https://arxiv.org/abs/2503.14476."""
     sampler_mismatch: SamplerMismatchCfg = SamplerMismatchCfg()
     """Sampler against trainer."""
     evaluation: TextEvaluationCfg = TextEvaluationCfg()
@@ -210,9 +201,9 @@ class TextRunCfg(CommonCfg):
                 f"stop.return_threshold={self.stop.return_threshold} waits for a score of held-out prompts, and there are none; "
                 "fix: task.eval_data"
             )
-        if self.overlong.overlong_buffer > self.sampling.max_new_tokens:
+        if self.overlong_buffer > self.sampling.max_new_tokens:
             raise ValueError(
-                f"overlong.overlong_buffer={self.overlong.overlong_buffer} is more than sampling.max_new_tokens="
+                f"overlong_buffer={self.overlong_buffer} is more than sampling.max_new_tokens="
                 f"{self.sampling.max_new_tokens}, so that every completion would be punished; fix: fewer"
             )
         return self

@@ -34,8 +34,6 @@ class TextTaskCfg(Cfg):
     """Training prompts that reasoning-gym makes."""
     eval_size: PositiveInt = 100
     """Evaluation prompts that reasoning-gym makes."""
-    data_seed: int = 0
-    """Which ones. Training and evaluation never draw from the same numbers."""
     eval_overlap: Literal["drop", "keep", "error"] = "drop"
     """Training prompts that stand in the evaluation data, too: left out of training; kept; or refused. Both of the former warn. What reasoning-gym makes twice is replaced without a word."""
     prompt_column: str = "prompt"

@@ -56,7 +56,7 @@ class FastDecoder(Decoder):
         return logits
 
     def step(self, policy: CausalLM, prompts: Prompts, token: Int[Tensor, " row"], head: Head) -> Step:
-        """What reads the rows' tokens, of which ``token`` are the first.
+        """The step that extends the rows, whose first tokens are ``token``.
 
         Warns:
             SlowPathWarning: the model computes something else, so that its modules read from now on.
@@ -68,7 +68,7 @@ class FastDecoder(Decoder):
             self.reads_by = "own step" if off <= policy.rounding else "modules"
             if self.reads_by == "modules":
                 warnings.warn(
-                    f"{type(policy.network).__name__} reads tokens one by one through its modules: log-probabilities of our "
+                    f"{type(policy.network).__name__} decodes through its own modules (no fast step): log-probabilities of our "
                     f"own step differ by {off:.2g}, at most {policy.rounding} is rounding",
                     SlowPathWarning,
                     stacklevel=4,
@@ -115,7 +115,7 @@ class _Layer(NamedTuple):
 
 
 class LlamaStep(Step):
-    """Reads a token of each row, behind those that it has read before.
+    """Extends each row by one token.
 
     Weights are taken over when it is made: make one for each call that generates.
     """
@@ -137,7 +137,7 @@ class LlamaStep(Step):
         self._mask = self._additive(valid, most)
 
     def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
-        """The last hidden state of each row, its token read."""
+        """The last hidden state of each row, after its token."""
         if self._slots is not None:
             token = torch.empty_like(token).index_copy_(0, self._slots, token)
         self._grow()

@@ -1,1 +1,1 @@
-"""Tasks of language models: prompts, the tokens that they are, and functions that score what is written after them."""
+"""Everything that only language models need: policy, generation, rollout, rewards, data, tools."""

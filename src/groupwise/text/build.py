@@ -8,6 +8,7 @@ import torch
 
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.base import GIVEN
+from groupwise.config.credit import PartsCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.registry import algorithm_entry
 from groupwise.config.run import TextRunCfg
@@ -52,7 +53,7 @@ class TextParts(Parts):
     """Examples to evaluate on."""
 
     def evaluator(self) -> TextEvaluator | None:
-        """What completes held-out prompts; None if there are none."""
+        """The evaluator on held-out prompts; None if there are none."""
         if self.cfg.task.eval_data is None:
             log.warning("no evaluation: no prompts are held out; fix: task.eval_data")
             return None
@@ -64,13 +65,13 @@ class TextParts(Parts):
         return self.cfg.evaluation.interval
 
     def notes(self) -> list[str]:
-        """What is trained on, and how much of the model is."""
+        """How many prompts there are, and how many parameters are trained."""
         policy = self.policy
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
         whole = sum(p.numel() for p in policy.parameters())
         return [
             f"{self.collector.num_examples:,} prompts, {self.cfg.num_prompts} an iteration; {trained:,} of {whole:,} "
-            f"parameters are trained; a step is a token that is written"
+            f"parameters are trained; a step is a generated token"
         ]
 
     def own_callbacks(self, folder: RunFolder) -> list[Callback]:
@@ -164,7 +165,13 @@ def _policy(cfg: TextRunCfg, given: Given, *, actor_only: bool) -> CausalLM:
     if given.policy is None:
         with torch.random.fork_rng(devices=[]):  # adapters begin at random
             torch.manual_seed(derive_seed(cfg.seed, "policy"))
-            return load_causal_lm(cfg.model, cfg.sampling, actor_only=actor_only, device=pick_device(cfg.device))
+            return load_causal_lm(
+                cfg.model,
+                cfg.sampling,
+                actor_only=actor_only,
+                device=pick_device(cfg.device),
+                compile=cfg.compile == "on",
+            )
     policy: Policy = given.policy
     if not isinstance(policy, CausalLM):
         raise ConfigError(f"a text task needs a CausalLM; got {type(policy).__name__}, fix: gw.CausalLM(model, ...)")
@@ -196,11 +203,11 @@ def _filled_in(cfg: TextRunCfg, weights: tuple[float, ...], stop: tuple[str, ...
         num_turns = 1 if cfg.task.tool is None else cfg.task.max_turns
         objective = objective.model_copy(update={"max_length": num_turns * cfg.sampling.max_new_tokens})
         algorithm = algorithm.model_copy(update={"objective": objective})
-    if isinstance(algorithm, GRPOCfg) and algorithm.credit.reward == "parts":
+    if isinstance(algorithm, GRPOCfg) and isinstance(algorithm.credit.reward, PartsCfg):
         if len(weights) < 2:
             raise ConfigError("credit.reward='parts' compares several rewards; got one, fix: credit.reward='total'")
-        if not algorithm.credit.part_weights:
-            credit = algorithm.credit.model_copy(update={"part_weights": weights})
+        if not algorithm.credit.reward.weights:
+            credit = algorithm.credit.model_copy(update={"reward": PartsCfg(weights=weights)})
             algorithm = algorithm.model_copy(update={"credit": credit})
     return cfg.model_copy(update={"algorithm": algorithm})
 
@@ -218,12 +225,11 @@ def _stopping(cfg: TextRunCfg, strings: tuple[str, ...]) -> TextRunCfg:
 
 
 def _terms(cfg: TextRunCfg) -> TextTerms:
-    overlong, algorithm = cfg.overlong, cfg.algorithm
+    algorithm = cfg.algorithm
     terms = TextTerms(
         cfg.num_prompts,
-        mask_truncated=overlong.truncated == "mask",
-        overlong_buffer=overlong.overlong_buffer,
-        penalty=overlong.penalty,
+        mask_truncated=cfg.mask_truncated_completions,
+        overlong_buffer=cfg.overlong_buffer,
         success_threshold=cfg.task.success_threshold,
     )
     if not isinstance(algorithm, GRPOCfg):

@@ -1,4 +1,4 @@
-"""What only runs on texts do besides training: watch that sampler and trainer agree, and keep groups to look at."""
+"""Callbacks of text runs: check the sampler against the trainer, and log groups to look at."""
 
 import logging
 from pathlib import Path
@@ -34,7 +34,7 @@ class CheckSamplerMismatch(Callback):
         found = metrics.get("rollout/sampler_kl", 0.0)
         if self.cfg.stop is not None and found > self.cfg.stop:
             raise SamplerMismatchError(
-                f"the sampler is no longer the policy that is trained: KL {found:.3g} nats per token in iteration "
+                f"the sampler is not the policy that is trained: KL {found:.3g} nats per token in iteration "
                 f"{trainer.iteration}, more than sampler_mismatch.stop={self.cfg.stop:g} ({_by_depth(metrics)}); the last checkpoint is "
                 "kept; fix: another precision, or objective.importance_sampling_correction; sampler_mismatch.stop=null goes on regardless"
             )
@@ -47,7 +47,7 @@ class CheckSamplerMismatch(Callback):
 
 
 class LogGroups(Callback):
-    """Writes some groups of the last rollout as Parquet at each evaluation: what siblings wrote, and what it was worth.
+    """Logs some groups of the last rollout as Parquet at each evaluation: completions and rewards.
 
     Args:
         folder: gets ``<steps>.parquet``.

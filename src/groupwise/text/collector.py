@@ -42,12 +42,11 @@ class TextTerms(NamedTuple):
     dynamic_sampling: float = 0.0
     mask_truncated: bool = False
     overlong_buffer: int = 0
-    penalty: float = 1.0
     success_threshold: float = 1.0
 
 
 class TextCollector(Collector):
-    """Writes, scores and lays out ``num_prompts`` groups an iteration.
+    """Generates and scores ``num_prompts`` groups per iteration.
 
     Which prompts come, and what is drawn, follows from the seed and the position in the data alone.
 
@@ -151,11 +150,11 @@ class TextCollector(Collector):
         self.position, self._unscored = state["position"], state["unscored"]
 
     def close(self) -> None:
-        """End what the reward functions run in."""
+        """Close the reward functions."""
         self._rewards.close()
 
     def _new_groups(self, count: int, first: int) -> list[list[Scored]]:
-        """Groups of the next prompts, written and scored; so many of this rollout, ``first``, came before them."""
+        """Groups of the next prompts, generated and scored; ``first`` groups of this rollout precede them."""
         places = [(self.position + first + i) * self._world_size + self._rank for i in range(count)]
         prompts = [self._prompts[self._order.take(place, 1)[0]] for place in places]
         attempts = [
@@ -190,7 +189,7 @@ class TextCollector(Collector):
         cut = attempt.stop == "length"
         reward = member.reward
         if reward is not None and terms.overlong_buffer:
-            reward -= terms.penalty * self._overlong(member)
+            reward -= self._overlong(member)
         return TextRow(
             attempt.prompt.tokens,
             attempt.tokens,
@@ -214,7 +213,7 @@ class TextCollector(Collector):
             self._unscored = 0
             return
         self._unscored += 1
-        log.warning("no completion of iteration %d could be scored: nothing is learned from it", self.iteration)
+        log.warning("no completion of iteration %d could be scored: the update is skipped", self.iteration)
         if self._unscored == MAX_UNSCORED:
             raise DataError(
                 f"no completion of {MAX_UNSCORED} iterations in a row could be scored: every reward was None or not finite; "
@@ -222,7 +221,7 @@ class TextCollector(Collector):
             )
 
     def _note(self, num_skipped: int) -> None:
-        """Count what the metrics tell."""
+        """Update the metrics."""
         scored = [member for member in self.scored if member.reward is not None and not member.attempt.greedy]
         self.finished = [
             Episode(float(member.reward or 0.0), member.attempt.written, member.attempt.stop != "length")
@@ -256,7 +255,7 @@ def did_equally_well(group: Sequence[Scored]) -> bool:
 
 
 def text_metrics(scored: Sequence[Scored], reward_names: Sequence[str], success_threshold: float) -> dict[str, float]:
-    """Numbers of the attempts that were sampled: what they are worth, how long they are and why they ended, how they repeat."""
+    """Metrics of the sampled completions: rewards, lengths, why they ended, repetition."""
     sampled = [member for member in scored if not member.attempt.greedy]
     worth = [member for member in sampled if member.reward is not None]
     lengths = [member.attempt.written for member in sampled]

@@ -195,11 +195,11 @@ class TextEvaluator(Evaluator):
         """Nothing: prompts were encoded when this was made."""
 
     def close(self) -> None:
-        """End what the reward functions run in."""
+        """Close the reward functions."""
         self._rewards.close()
 
     def _attempts(self, first: int, prompts: Sequence[EncodedPrompt]) -> list[Transcript]:
-        """What is written behind prompts, whose numbers begin at ``first``."""
+        """Completions of the prompts, whose numbers begin at ``first``."""
         evaluation = self._cfg.evaluation
         attempts = [
             Transcript(prompt, number, derive_seed(self._seed, "eval", number, member), evaluation.deterministic)

@@ -1,4 +1,4 @@
-"""Generation of completions: each prompt read once, its cache repeated for the group."""
+"""Generation of completions: each group's prompt is encoded once (prefix sharing)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ ROOM = 64
 
 
 class Generator:
-    """Writes completions with the policy's weights. Subclass it to write elsewhere, such as on a server.
+    """Generates completions with the policy's weights. Subclass it for another backend, such as a server.
 
     Args:
         tokenizer: needed where the sampling has stop strings; by default the policy's.
@@ -58,7 +58,7 @@ class Generator:
 
 
 class PreallocatedCacheLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not follow transformers
-    """A layer's cache that writes into room it has: ``torch.cat`` would copy all of it at each token."""
+    """A layer's preallocated cache: ``torch.cat`` would copy all of it at each token."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class PreallocatedCacheLayer(DynamicLayer):  # type: ignore[misc]  # mypy does n
 
 
 class Prompts(NamedTuple):
-    """What has been read before the first step."""
+    """The encoded prompts, before the first step."""
 
     cache: Any
     """Of transformers, after one pass over the prompts."""
@@ -103,11 +103,11 @@ class Prompts(NamedTuple):
 
 
 class Step(ABC):
-    """Reads tokens one by one."""
+    """Extends rows by one token each."""
 
     @abstractmethod
     def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
-        """The last hidden state of each row, its token read."""
+        """The last hidden state of each row, after its token."""
 
     @abstractmethod
     def keep(self, kept: Bool[Tensor, " row"]) -> None:
@@ -115,7 +115,7 @@ class Step(ABC):
 
 
 class TransformersStep(Step):
-    """Reads a token of each row, behind those that it has read before, through the model's own modules."""
+    """Extends each row by one token, through the model's own modules."""
 
     def __init__(self, policy: "CausalLM", prompts: Prompts) -> None:
         self._policy, self._cache = policy, prompts.cache
@@ -127,7 +127,7 @@ class TransformersStep(Step):
         ]
 
     def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
-        """The last hidden state of each row, its token read."""
+        """The last hidden state of each row, after its token."""
         self._valid = torch.cat([self._valid, self._valid.new_ones(len(token), 1)], dim=1)
         return self._policy.hidden_states(token[:, None], self._valid, self._cache)[:, -1]
 
@@ -138,10 +138,10 @@ class TransformersStep(Step):
 
 
 class Decoder:
-    """How a policy reads the tokens that it has written: by its model's own modules. Others replace ``policy.decoder``."""
+    """The decoding step of a policy: its model's own modules. ``speed/`` replaces ``policy.decoder``."""
 
     def context(self, policy: "CausalLM") -> AbstractContextManager:
-        """What completions are written in."""
+        """The context of a generation: no gradient."""
         return torch.no_grad()
 
     def head(self, policy: "CausalLM") -> Head:
@@ -155,7 +155,7 @@ class Decoder:
         return logits
 
     def step(self, policy: "CausalLM", prompts: Prompts, token: Int[Tensor, " row"], head: Head) -> Step:
-        """What reads the rows' tokens, of which ``token`` are the first."""
+        """The step that extends the rows, whose first tokens are ``token``."""
         return TransformersStep(policy, prompts)
 
 

@@ -24,10 +24,14 @@ def load_causal_lm(
     *,
     actor_only: bool = True,
     device: torch.device | str = "cpu",
+    compile: bool = False,
 ) -> CausalLM:
     """The policy that ``cfg`` describes, with its tokenizer.
 
     A folder of peft's adapters is loaded onto the base that it names, and these adapters are trained on.
+
+    Args:
+        compile: ``torch.compile`` what the policy's ``evaluate`` computes.
 
     Raises:
         ConfigError: no such model, no tokenizer with it, or settings that do not fit it; says which.
@@ -49,7 +53,7 @@ def load_causal_lm(
         tokenizer=tokenizer,
         autocast=torch.bfloat16 if cfg.precision == "autocast" else None,
         gradient_checkpointing=cfg.gradient_checkpointing,
-        compile=cfg.compile,
+        compile=compile,
     )
     policy.max_prompt_length(policy.sampling.max_new_tokens)
     return policy

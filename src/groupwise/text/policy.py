@@ -94,7 +94,7 @@ class CausalLM(Policy):
         self._forward = torch.compile(_last_hidden, dynamic=True) if compile else _last_hidden
         self._prefixes: Literal["untried", "shared", "apart"] = "untried"
         self.decoder = Decoder()
-        """How tokens are read one by one, in generation."""
+        """The decoding step in generation."""
         self._saved = self._names_to_save()
         self.register_state_dict_post_hook(_keep_saved)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_expect_saved)  # type: ignore[no-untyped-call]
@@ -109,7 +109,7 @@ class CausalLM(Policy):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether siblings' prompts are read once: yes, unless the first try has shown that the model's cache forbids it."""
+        """Whether a group's prompt is encoded once. False after a first try has shown that the model's cache forbids it."""
         return self._prefixes != "apart"
 
     @property
@@ -192,19 +192,19 @@ class CausalLM(Policy):
         return self._states(_last_hidden, tokens, valid, cache)
 
     def computing(self) -> AbstractContextManager:
-        """What every forward runs in: ``torch.autocast``, if asked for.
+        """The context of every forward: ``torch.autocast``, if asked for.
 
         Entered around many forwards without gradient, weights are cast once for all of them.
         """
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """Not one token at a time: ``decoding.complete`` writes whole completions."""
-        raise TypeError("a CausalLM does not act token by token; fix: decoding.complete")
+        """Not one token at a time: ``generation.complete`` generates whole completions."""
+        raise TypeError("a CausalLM does not act token by token; fix: generation.complete")
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """Not from arrays: ``decoding.complete`` takes prompts."""
-        raise TypeError("a CausalLM takes prompts, not arrays; fix: decoding.complete")
+        """Not from arrays: ``generation.complete`` takes prompts."""
+        raise TypeError("a CausalLM takes prompts, not arrays; fix: generation.complete")
 
     def make_reference(self) -> Policy:
         """A frozen policy that scores like this one does now; as long as adapters change nothing, the weights below them."""
@@ -230,7 +230,7 @@ class CausalLM(Policy):
     def _hidden(
         self, tokens: Tensor, valid: Tensor, group: Tensor, mask: Tensor, action: Tensor
     ) -> Float[Tensor, "token width"]:
-        """Hidden states at the tokens of the mask, each prefix read once if that works."""
+        """Hidden states at the tokens of the mask, each prefix encoded once if that works."""
         prefixes = None if self._prefixes == "apart" else find_prefixes(tokens, valid, group)
         if prefixes is not None and self._prefixes == "untried" and bool(mask.any()):
             self._try_sharing(prefixes, tokens, valid, mask, action[mask])
@@ -245,7 +245,7 @@ class CausalLM(Policy):
         return self._states(self._forward, tokens[:, :width], valid[:, :width])[mask[:, :width]]
 
     def _hidden_shared(self, prefixes: Prefixes, mask: Tensor) -> Float[Tensor, "token width"]:
-        """Hidden states at the tokens of the mask, each prefix read once.
+        """Hidden states at the tokens of the mask, each prefix encoded once.
 
         Raises:
             ConfigError: the model's cache is no plain one.
@@ -287,7 +287,9 @@ class CausalLM(Policy):
         self._prefixes = "apart"
         name = type(self.network).__name__
         warnings.warn(
-            f"{name} reads the prompt that siblings share once for each of them: {why}", SlowPathWarning, stacklevel=5
+            f"{name} encodes each group's prompt once per completion (no prefix sharing): {why}",
+            SlowPathWarning,
+            stacklevel=5,
         )
 
     def _value(self, hidden: Tensor, mask: Tensor) -> Float[Tensor, "row step"]:

@@ -1,4 +1,4 @@
-"""What the rows of a group have in common at their beginning, so that a language model reads it once."""
+"""The common prefix of a group's rows, which a language model encodes once (prefix sharing)."""
 
 from typing import NamedTuple
 

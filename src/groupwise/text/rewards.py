@@ -27,7 +27,7 @@ OnError = Literal["fail", "skip"]
 
 
 class TrainingState(NamedTuple):
-    """How far training is; functions get it as ``trainer_state``."""
+    """Progress of training; functions get it as ``trainer_state``."""
 
     global_step: int = 0
     """Iterations so far."""
@@ -41,9 +41,9 @@ class Scores(NamedTuple):
     """Of each completion."""
 
     reward: tuple[float | None, ...]
-    """Weighted sum of what the functions say. None: none of them says anything, so that the completion is unscorable."""
+    """Weighted sum of the functions' scores. None: no function has a score, so that the completion is unscorable."""
     parts: tuple[tuple[float | None, ...], ...]
-    """What each function says, unweighted. None: it does not apply."""
+    """Score of each function, unweighted. None: it does not apply."""
 
 
 class RewardSet:
@@ -88,7 +88,7 @@ class RewardSet:
         columns: Mapping[str, Sequence[Any]],
         state: TrainingState | None = None,
     ) -> Scores:
-        """What the completions are worth.
+        """Rewards of the completions.
 
         Args:
             prompts: of each completion, as the data have it; where it is messages, functions get the completion as

@@ -1,4 +1,4 @@
-"""Completions while they are written: which token comes next, and what ends a text."""
+"""Sampling: which token comes next, and what ends a completion."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -21,7 +21,7 @@ _STOPS: tuple[Literal["length", "eos", "stop"], ...] = ("length", "eos", "stop")
 
 
 class Completion(NamedTuple):
-    """What was written after a prompt."""
+    """One completion of a prompt."""
 
     tokens: list[int]
     """With the token that ended it."""
@@ -34,7 +34,7 @@ class Completion(NamedTuple):
 
 
 class DecodingState:
-    """Completions while they are written, a token of each unfinished one at a time.
+    """The state of decoding: all completions, a token of each unfinished one at a time.
 
     A row's choices follow from its seed and its own tokens alone, up to the rounding of logits in another batch.
 

@@ -1,4 +1,4 @@
-"""The task of a language model: data to prompt it with, and what its completions are worth."""
+"""The task of a language model: prompts and rewards."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -148,9 +148,7 @@ class TextTask:
         cfg = self.cfg
         if isinstance(source, str) and source.startswith(GYM):
             size = cfg.data_size if part == "train" else cfg.eval_size
-            return gym_examples(
-                source, size=size, seed=cfg.data_seed, part=part, kwargs=cfg.data_kwargs, without=without
-            )
+            return gym_examples(source, size=size, seed=0, part=part, kwargs=cfg.data_kwargs, without=without)
         return load_examples(source, prompt_column=cfg.prompt_column)
 
 

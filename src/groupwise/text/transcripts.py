@@ -1,4 +1,4 @@
-"""Transcripts: what the model wrote at a prompt and what it was answered, turn after turn; and what that is worth."""
+"""Transcripts: the turns of the model and the tool's answers at a prompt, and their rewards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,23 +18,23 @@ from groupwise.text.turns import AnswerEncoder, as_messages
 
 
 class Reply(NamedTuple):
-    """What the model is answered."""
+    """The tool's answer."""
 
     text: str
     tokens: list[int]
-    """All that stands between its last token and where it writes again."""
+    """All tokens between two turns of the model."""
 
 
 @dataclass
 class Transcript:
-    """One member's text, in the tokens that were really read and written."""
+    """One completion of a group, in the tokens that were really sampled."""
 
     prompt: EncodedPrompt
     group: int
     seed: int
     greedy: bool = False
     tokens: list[int] = field(default_factory=list)
-    """All that stands behind the prompt."""
+    """All tokens after the prompt."""
     log_probs: list[float] = field(default_factory=list)
     """Of each token; 0 where the model did not write it."""
     turn: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Transcript:
     turns: int = 0
     """How many turns the model has had."""
     answers: list[str] = field(default_factory=list)
-    """What it was answered after each of them but the last."""
+    """The tool's answer after each turn but the last."""
 
     @property
     def written(self) -> int:
@@ -69,7 +69,7 @@ class Transcript:
         self.turns += 1
 
     def answer(self, reply: Reply) -> None:
-        """Add what the model was answered."""
+        """Add the tool's answer."""
         count = len(reply.tokens)
         self._add(reply.tokens, [0.0] * count, [-1] * count)
         if self.support:
@@ -119,7 +119,7 @@ def write(
     dialogue: ToolDialogue | None = None,
     context: int | None = None,
 ) -> None:
-    """Let every attempt be written to its end; those of one group, one behind the other, share the reading of their prompt.
+    """Generate every transcript to its end; members of a group share the encoding of their prompt.
 
     Args:
         context: tokens that the model has positions for; an attempt that has no room for another turn ends as cut.
@@ -170,14 +170,14 @@ def _goes_on(attempt: Transcript, dialogue: ToolDialogue, sampling: SamplingCfg,
 
 
 class Scored(NamedTuple):
-    """An attempt, and what it is worth."""
+    """A transcript and its reward."""
 
     attempt: Transcript
     text: str
     reward: float | None
-    """None: nobody can say."""
+    """None: unscorable."""
     parts: Sequence[float | None]
-    """What each reward function says."""
+    """Score of each reward function."""
 
 
 def score(

@@ -342,9 +342,7 @@ def test_prefixes_are_shared_only_if_that_changes_nothing(autocast):
         model.model.layers[0].self_attn.o_proj.weight.mul_(30)
     policy, batch = CausalLM(model, autocast=autocast), batch_of(ROWS)
     alone = batch_of([row._replace(group=number) for number, row in enumerate(ROWS)])
-    with pytest.warns(
-        SlowPathWarning, match=r"Broken encodes each group's prompt once per completion .* differ by \d"
-    ):
+    with pytest.warns(SlowPathWarning, match=r"Broken encodes each group's prompt once per completion .* differ by \d"):
         scores = policy.evaluate(batch)
     assert torch.equal(scores.log_prob, policy.evaluate(alone).log_prob)
     policy.evaluate(batch)  # warns once

@@ -145,9 +145,7 @@ def made(task, kind):
     env = TASKS[task](8)
     torch.manual_seed(0)
     groups = kind is gw.TorchGroupCollector
-    policy = gw.ActorCritic(
-        env.observation_space, env.action_space, gw.PolicyCfg(hidden_sizes=(8,), mlp_kernel="torch"), actor_only=groups
-    )
+    policy = gw.ActorCritic(env.observation_space, env.action_space, gw.PolicyCfg(hidden_sizes=(8,)), actor_only=groups)
     spec = {"obs_spec": env.obs_spec, "action_spec": policy.action_spec, "value": not groups}
     buffer = gw.RolloutBuffer(8, 7, **spec)
     more = {"group_size": 4} if groups else {}

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -17,12 +17,10 @@ from tensordict import TensorDict
 
 import groupwise as gw
 from groupwise.config import resolve
-from groupwise.engines.base import Engine
 from groupwise.report.folder import RunFolder
-from groupwise.training.build import _note_on_length, build_parts
+from groupwise.training.build import _note_on_length
 from groupwise.training.checkpoint import saved_steps
 from groupwise.training.ending import finishing_on_signal
-from groupwise.training.parts import Given
 
 PPO = gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64)
 TINY: dict[str, Any] = {
@@ -437,33 +435,3 @@ def test_a_rollout_longer_than_the_run_is_noted(total_steps: int, noted: bool, c
     assert (
         not noted or "at least 64 steps (num_envs * num_steps), so that the first one reaches total_steps = 63\n" in err
     )
-
-
-@pytest.mark.parametrize(("kernel", "noted"), [("auto", True), ("torch", False)])
-def test_a_kernel_for_networks_is_noted(
-    kernel: Literal["auto", "torch"], noted: bool, capsys: pytest.CaptureFixture[str]
-):
-    policy = gw.PolicyCfg(mlp_kernel=kernel)
-    gw.train("CartPole-v1", PPO, policy=policy, **TINY | {"logging": {"progress": "lines"}})
-    assert ("policy.mlp_kernel='torch' switches that off" in capsys.readouterr().err) is noted
-
-
-@pytest.mark.parametrize(
-    ("kernel", "ratio", "said"),
-    [
-        ("by_hand", "token", "in one operation; policy"),
-        ("auto", "token", "in one operation, and compiled with the loss where many updates are ahead; policy"),
-        ("compiled", "token", "in one operation, and compiled with the loss; policy"),
-        ("auto", "sequence", "in one operation; policy"),
-        (
-            "compiled",
-            "sequence",
-            "in one operation, and not compiled, which the objective or the algorithm does not allow",
-        ),
-    ],
-)
-def test_compiling_is_told_where_it_is_done(kernel: Any, ratio: Any, said: str):
-    cfg = gw.RunCfg(algorithm=gw.PPOCfg(objective=gw.ObjectiveCfg(ratio=ratio)), policy=gw.PolicyCfg(mlp_kernel=kernel))
-    parts = build_parts(cfg, Given(), Engine())
-    assert any(said in note for note in parts.notes())
-    parts.close()

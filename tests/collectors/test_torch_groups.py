@@ -47,24 +47,24 @@ def told_again(collector, rollout, before):
     size, limit = collector.group_size, collector.attempt_steps
     rows, slots = rollout.shape
     num_steps = slots - 1
-    finished, goes_on = [], []
+    finished, goes_on, number = [], [], -1
     labels = {key: torch.full((rows, num_steps), -1) for key in ("group_id", "episode_id", "step")}
     done = rollout["terminated"] | rollout["truncated"]
     for group in range(rows // size):
         members = range(group * size, (group + 1) * size)
-        running, began = set(members), 0
+        running, began, number = set(members), 0, number + 1
         so_far = before[group] or (0.0, 0)
         for t in range(num_steps):
             if not running:
-                running, began, so_far = set(members), t, (0.0, 0)
+                running, began, so_far, number = set(members), t, (0.0, 0), number + 1
             for row in members:
                 assert bool(rollout["valid"][row, t]) == (row in running)
                 if row not in running:
                     assert not bool(done[row, t])
                     assert rollout["reward"][row, t] == 0
                     continue
-                labels["group_id"][row, t] = group * num_steps + began
-                labels["episode_id"][row, t] = row * num_steps + began
+                labels["group_id"][row, t] = number
+                labels["episode_id"][row, t] = number * size + row - members[0]
                 labels["step"][row, t] = t - began
             if members[0] in running:
                 so_far = so_far[0] + float(rollout["reward"][members[0], t]), so_far[1] + 1

@@ -34,9 +34,6 @@ class TorchGroupCollector(Collector):
     else at a new start. The first member is chosen without looking at returns, so groups begin in states that the policy
     reaches by itself. Its episodes, which go on across windows, are those of ``rollout/return_mean``.
 
-    Ids in the rollout are below N * T and not dense: a group has the number of its first row's slot among those of all
-    first rows, an episode the number of its first slot.
-
     Args:
         attempt_steps: attempts are cut (truncated) after so many steps; the next group begins at a new start.
         verify_start: check, before anything is learned, that siblings share their start bit for bit.
@@ -219,14 +216,16 @@ class TorchGroupCollector(Collector):
 
     def _label(self, rollout: TensorDict, valid: Bool[Tensor, "row step"], began: Int[Tensor, "row step"]) -> None:
         """Fill masks, ids and steps."""
-        num_rows, num_steps = valid.shape
-        slot, row = torch.arange(num_steps, device=valid.device), torch.arange(num_rows, device=valid.device)
+        slot = torch.arange(valid.shape[1], device=valid.device)
+        starts = (began == slot)[:: self.group_size]
+        number = starts.flatten().cumsum(dim=0).view_as(starts) - 1
+        group_id = number[self._group].gather(1, began)
         labels = {
             "valid": valid,
             "loss_mask": valid,
             "step": torch.where(valid, slot - began, 0),
-            "group_id": torch.where(valid, self._group[:, None] * num_steps + began, -1),
-            "episode_id": torch.where(valid, row[:, None] * num_steps + began, -1),
+            "group_id": torch.where(valid, group_id, -1),
+            "episode_id": torch.where(valid, group_id * self.group_size + self._member[:, None], -1),
         }
         for key, label in labels.items():
             rollout[key][:, :-1] = label
@@ -240,8 +239,7 @@ class TorchGroupCollector(Collector):
         first = slice(0, None, self.group_size)
         began, self._goes_on = began[first], running[first]
         valid = rollout["valid"][:, :-1]
-        groups = len(began) + (began[:, 1:] != began[:, :-1]).sum()
-        steps, num_groups = torch.stack([valid.sum(), groups]).tolist()
+        steps, last_group = torch.stack([valid.sum(), rollout["group_id"].max()]).tolist()
         reward, terminated, truncated = (rollout[key][first, :-1] for key in ("reward", "terminated", "truncated"))
         ended = terminated | truncated
         ended[:, -1] &= ~self._goes_on
@@ -249,7 +247,7 @@ class TorchGroupCollector(Collector):
         self.recent.extend(self.finished)
         self.last_steps = steps
         self._metrics = {
-            "rollout/groups": float(num_groups),
+            "rollout/groups": float(last_group + 1),
             "rollout/idle_fraction": 1 - steps / valid.numel(),
             "rollout/wasted_steps": 0.0,
         }

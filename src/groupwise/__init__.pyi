@@ -21,9 +21,9 @@ from groupwise.config.registry import register_algorithm as register_algorithm
 from groupwise.config.run import SamplerMismatchCfg as SamplerMismatchCfg, EvaluationCfg as EvaluationCfg, LoggingCfg as LoggingCfg, RunCfg as RunCfg, StopCfg as StopCfg, TextEvaluationCfg as TextEvaluationCfg, TextRunCfg as TextRunCfg
 from groupwise.config.text import RewardCfg as RewardCfg, TextTaskCfg as TextTaskCfg
 from groupwise.data.rollout import RolloutBuffer as RolloutBuffer, transition_view as transition_view
-from groupwise.envs.groups import verify_group_start as verify_group_start
+from groupwise.envs.starts import verify_group_start as verify_group_start
 from groupwise.envs.make import make_env as make_env
-from groupwise.envs.native import TorchGroupEnv as TorchGroupEnv
+from groupwise.envs.torch_env import TorchGroupEnv as TorchGroupEnv
 from groupwise.envs.torch_control import TorchCartPole as TorchCartPole, TorchMountainCar as TorchMountainCar, TorchMountainCarContinuous as TorchMountainCarContinuous, TorchPendulum as TorchPendulum
 from groupwise.errors import CheckpointError as CheckpointError, ConfigError as ConfigError, DataError as DataError, SamplerMismatchError as SamplerMismatchError, DivergedError as DivergedError, EnvError as EnvError, GroupStartError as GroupStartError, GroupStartWarning as GroupStartWarning, GroupwiseError as GroupwiseError, MissingExtraError as MissingExtraError, RewardError as RewardError, RunFolderError as RunFolderError, SlowPathWarning as SlowPathWarning, ToolError as ToolError, UnknownNameError as UnknownNameError, UnsupportedSpaceError as UnsupportedSpaceError
 from groupwise.policies.actor_critic import ActorCritic as ActorCritic

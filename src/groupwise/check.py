@@ -6,10 +6,11 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import gymnasium
 import numpy as np
@@ -20,9 +21,8 @@ from groupwise.config.env import EnvCfg, StartMode
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.spaces import obs_spec, space_kind, subspaces
 from groupwise.envs.base import GroupEnv, VectorEnv
-from groupwise.envs.make import make_env
+from groupwise.envs.make import make_env, makes_rows
 from groupwise.envs.names import refuse_module
-from groupwise.envs.self_vectorised import makes_rows
 from groupwise.envs.single import explained, step_limit, with_limit
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.policies.distributions import make_head
@@ -35,6 +35,8 @@ _NO_ENTRY_POINT = "it registers no vectorised version"
 _GROUP_SETTINGS = {"start_mode": "auto", "num_random_noops": 0, "reward_parts": ()}
 
 T = TypeVar("T")
+Maker: TypeAlias = Callable[..., Any] | None
+"""What makes the environment, where there is no id."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def check_env(env: object) -> EnvReport:
         return _check_single(cfg, make)
 
 
-def _source(env: object) -> tuple[EnvCfg, Callable[..., Any] | None]:
+def _source(env: object) -> tuple[EnvCfg, Maker]:
     """The settings, as training would have them, and the callable."""
     if isinstance(env, EnvCfg | str):
         given = EnvCfg(id=env) if isinstance(env, str) else env
@@ -158,7 +160,7 @@ def _source(env: object) -> tuple[EnvCfg, Callable[..., Any] | None]:
     )
 
 
-def _check_single(cfg: EnvCfg, make: Callable[..., Any] | None) -> EnvReport:
+def _check_single(cfg: EnvCfg, make: Maker) -> EnvReport:
     """The report on an environment that is made one by one."""
     try:
         single = _make_single(cfg, make)
@@ -170,18 +172,12 @@ def _check_single(cfg: EnvCfg, make: Callable[..., Any] | None) -> EnvReport:
     limit = _known(step_limit(single))
     single.close()
     ways = (*VECTORIZATIONS, "envpool") if make is None and _in_envpool(cfg.id) else VECTORIZATIONS
-    return _report(
-        name,
-        single,
-        limit,
-        cfg,
-        make,
-        {mode: _attempt(lambda mode=mode: _start_us(cfg, make, mode)) for mode in START_MODES},
-        {way: _attempt(lambda way=way: _steps_per_second(cfg, make, way)) for way in ways},
-    )
+    modes: dict[str, Finding[float]] = {mode: _attempt(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
+    speeds = {way: _attempt(partial(_steps_per_second, cfg, make, way)) for way in ways}
+    return _report(name, single, limit, cfg, make, modes, speeds)
 
 
-def _check_rows(cfg: EnvCfg, make: Callable[..., Any] | None) -> EnvReport:
+def _check_rows(cfg: EnvCfg, make: Maker) -> EnvReport:
     """The report on an environment that makes all its rows itself."""
     plain = cfg.model_copy(update={**_GROUP_SETTINGS, "autoreset": "disabled"})
     try:
@@ -190,15 +186,14 @@ def _check_rows(cfg: EnvCfg, make: Callable[..., Any] | None) -> EnvReport:
         raise
     except Exception as error:
         return _broken(cfg.id, error)
-    try:
+    with closing(env):
         only = Finding[float](None, f"it makes its rows itself, and starts them by {env.start_mode}")
-        own: dict[str, Finding[float]] = {env.start_mode: _attempt(lambda: _median_start_us(env, env.num_envs))}
-        speed = _attempt(lambda: _speed(env))
-        way = "own" if make is not None else cfg.vectorization
-        modes = {mode: own.get(mode, only) for mode in START_MODES}
-        return _report(env.env_id, env, _known(env.max_episode_steps), cfg, make, modes, {way: speed})
-    finally:
-        env.close()
+        modes: dict[str, Finding[float]] = {mode: only for mode in START_MODES}
+        modes[env.start_mode] = _attempt(lambda: _median_start_us(env, NUM_ENVS))
+        speeds: dict[str, Finding[float]] = {
+            "own" if make is not None else cfg.vectorization: _attempt(lambda: _speed(env))
+        }
+        return _report(env.env_id, env, _known(env.max_episode_steps), cfg, make, modes, speeds)
 
 
 def _report(
@@ -206,7 +201,7 @@ def _report(
     env: Any,
     limit: Finding[int],
     cfg: EnvCfg,
-    make: Callable[..., Any] | None,
+    make: Maker,
     modes: dict[str, Finding[float]],
     speeds: dict[str, Finding[float]],
 ) -> EnvReport:
@@ -220,7 +215,7 @@ def _report(
     return EnvReport(name, observation, action, limit, start_varies, noise_varies, modes, speeds, training)
 
 
-def _training(cfg: EnvCfg, make: Callable[..., Any] | None) -> tuple[Finding[bool], Finding[bool], Finding[Training]]:
+def _training(cfg: EnvCfg, make: Maker) -> tuple[Finding[bool], Finding[bool], Finding[Training]]:
     """Whether starts and steps vary, and what training would use."""
     made = _attempt(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
     env = made.value
@@ -236,17 +231,16 @@ def _training(cfg: EnvCfg, make: Callable[..., Any] | None) -> tuple[Finding[boo
     return Finding(report.start_varies), Finding(report.noise_varies), Finding(training)
 
 
-def _start_us(cfg: EnvCfg, make: Callable[..., Any] | None, mode: StartMode) -> float:
+def _start_us(cfg: EnvCfg, make: Maker, mode: StartMode) -> float:
     """Microseconds that a row's start takes when a sibling has started there before, by this mode, which is verified."""
     native = mode == "native"
     if native and not _offers_entry_point(cfg, make):
         raise EnvError(_NO_ENTRY_POINT)
     asked = {"start_mode": mode, "vectorization": "entry_point" if native else "sync", "autoreset": "disabled"}
-    env = make_env(cfg.model_copy(update=asked), grouped=True, num_envs=NUM_ENVS if native else 2, env=make)
-    try:
+    with closing(
+        make_env(cfg.model_copy(update=asked), grouped=True, num_envs=NUM_ENVS if native else 2, env=make)
+    ) as env:
         return _median_start_us(env, NUM_ENVS if native else 1)
-    finally:
-        env.close()
 
 
 def _median_start_us(env: GroupEnv, rows: int, times: int = 20) -> float:
@@ -254,7 +248,7 @@ def _median_start_us(env: GroupEnv, rows: int, times: int = 20) -> float:
     seeds = np.zeros(env.num_envs, np.int64)
     env.start(np.ones(env.num_envs, np.bool_), seeds, seeds)
     chosen = np.arange(env.num_envs) < rows
-    took = []
+    took: list[float] = []
     while len(took) < times and (len(took) < 3 or sum(took) < _BUDGET_S):
         begun = time.perf_counter()
         env.start(chosen, seeds, seeds)
@@ -262,17 +256,16 @@ def _median_start_us(env: GroupEnv, rows: int, times: int = 20) -> float:
     return float(np.median(took)) * 1e6 / rows
 
 
-def _steps_per_second(cfg: EnvCfg, make: Callable[..., Any] | None, way: str) -> float:
+def _steps_per_second(cfg: EnvCfg, make: Maker, way: str) -> float:
     """Of 8 environments with random actions. ``sync`` and ``async`` are rows of groups; the others reset themselves."""
     if way == "entry_point" and not _offers_entry_point(cfg, make):
         raise EnvError(_NO_ENTRY_POINT)
     grouped = way in ("sync", "async")
     asked = {**_GROUP_SETTINGS, "vectorization": way, "autoreset": "disabled" if grouped else "next_step"}
-    env = make_env(cfg.model_copy(update=asked), grouped=grouped, num_envs=NUM_ENVS, env=make, verify=False)
-    try:
+    with closing(
+        make_env(cfg.model_copy(update=asked), grouped=grouped, num_envs=NUM_ENVS, env=make, verify=False)
+    ) as env:
         return _speed(env)
-    finally:
-        env.close()
 
 
 def _speed(env: VectorEnv) -> float:
@@ -322,11 +315,12 @@ def _broken(env_id: str, error: Exception) -> EnvReport:
     """The report on an environment that cannot even be made."""
     reason, fix = _reason_and_fix(error)
     nothing: Finding[Any] = Finding(None, f"cannot be made: {reason}", fix)
-    modes, speeds = dict.fromkeys(START_MODES, nothing), dict.fromkeys(VECTORIZATIONS, nothing)
-    return EnvReport(env_id, nothing, nothing, nothing, nothing, nothing, {**modes}, speeds, nothing)
+    modes: dict[str, Finding[float]] = {mode: nothing for mode in START_MODES}
+    speeds = dict.fromkeys(VECTORIZATIONS, nothing)
+    return EnvReport(env_id, nothing, nothing, nothing, nothing, nothing, modes, speeds, nothing)
 
 
-def _make_single(cfg: EnvCfg, make: Callable[..., Any] | None) -> gymnasium.Env:
+def _make_single(cfg: EnvCfg, make: Maker) -> gymnasium.Env:
     with explained(cfg.id):
         made = gymnasium.make(cfg.id, **with_limit(cfg)) if make is None else make(**cfg.kwargs)
     if not isinstance(made, gymnasium.Env):
@@ -334,7 +328,7 @@ def _make_single(cfg: EnvCfg, make: Callable[..., Any] | None) -> gymnasium.Env:
     return made
 
 
-def _offers_entry_point(cfg: EnvCfg, make: Callable[..., Any] | None) -> bool:
+def _offers_entry_point(cfg: EnvCfg, make: Maker) -> bool:
     return make is None and gymnasium.spec(cfg.id).vector_entry_point is not None
 
 

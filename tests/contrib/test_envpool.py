@@ -11,8 +11,8 @@ from groupwise.config.env import EnvCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.contrib.envpool import EnvPoolGroupEnv, EnvPoolSource, EnvPoolVectorEnv
 from groupwise.data.rollout import RolloutBuffer
-from groupwise.envs.groups import verify_group_start
 from groupwise.envs.make import make_env
+from groupwise.envs.starts import verify_group_start
 from groupwise.errors import EnvError, UnknownNameError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.run import resume, train

@@ -1,6 +1,3 @@
-import json
-from importlib.resources import files
-
 import gymnasium
 import numpy as np
 import pytest
@@ -12,7 +9,7 @@ from noisy_envs import GlobalStart
 from groupwise.config.env import EnvCfg
 from groupwise.envs.cartpole import CartPoleGroupEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
-from groupwise.envs.make import make_env
+from groupwise.envs.make import VECTORISED, make_env
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError, UnknownNameError
 
@@ -42,10 +39,8 @@ def test_cartpole_in_every_mode(autoreset, vectorization):
     env.close()
 
 
-def test_the_table_names_real_environments_and_modes():
-    table = json.loads(files("groupwise.envs").joinpath("vectorization.json").read_text())
-    assert set(table) <= set(gymnasium.registry)
-    assert set(table.values()) <= {"entry_point", "sync", "async"}
+def test_what_is_vectorised_by_default_offers_it():
+    assert all(gymnasium.spec(env_id).vector_entry_point for env_id in VECTORISED)
 
 
 def test_cartpole_takes_its_own_vectorised_version_by_default():

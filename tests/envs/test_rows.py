@@ -8,8 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from groupwise.envs.attempts import StartMethod
-from groupwise.envs.local_rows import RowCfg
+from groupwise.envs.local_rows import RowCfg, StartMethod
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.errors import DataError, EnvError
 

@@ -9,9 +9,8 @@ from noisy_envs import AlwaysThere, GlobalNoise, GlobalStart, Noisy, Remembers
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import RunCfg
-from groupwise.envs.attempts import StartMethod
 from groupwise.envs.base import GroupStartReport
-from groupwise.envs.local_rows import RowCfg
+from groupwise.envs.local_rows import RowCfg, StartMethod
 from groupwise.envs.make import make_env
 from groupwise.envs.starts import choose_start
 from groupwise.errors import GroupStartError, GroupStartWarning, UnsupportedSpaceError

@@ -5,7 +5,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from groupwise.envs.groups import verify_group_start
+from groupwise.envs.starts import verify_group_start
 from groupwise.envs.state_vector import StateVectorGroupEnv
 from groupwise.errors import EnvError, GroupStartError
 

@@ -8,7 +8,7 @@ from no_waiting import NoWaiting
 
 from groupwise.contrib.torch_tasks import TorchAcrobot, TorchPointMass, TorchReacher
 from groupwise.contrib.warp_tasks import WarpCubePush, WarpHalfCheetah
-from groupwise.envs.groups import verify_group_start
+from groupwise.envs.starts import verify_group_start
 from groupwise.envs.torch_control import (
     TorchCartPole,
     TorchMountainCar,

@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 import groupwise as gw
 from groupwise.contrib.torch_tasks import TorchPointMass, TorchReacher
-from groupwise.envs.native import TorchGroupEnv
+from groupwise.envs.torch_env import TorchGroupEnv
 
 
 class Corridor(TorchGroupEnv):

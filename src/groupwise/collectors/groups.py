@@ -15,7 +15,7 @@ from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested
 from groupwise.envs.base import GroupEnv, Mask
-from groupwise.envs.groups import verify_group_start
+from groupwise.envs.starts import verify_group_start
 from groupwise.errors import EnvError
 from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed

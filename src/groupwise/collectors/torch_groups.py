@@ -15,8 +15,8 @@ from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested
 from groupwise.envs.base import EnvStep, GroupStartReport
-from groupwise.envs.groups import verify_group_start
-from groupwise.envs.native import TorchGroupEnv, TorchRows
+from groupwise.envs.starts import verify_group_start
+from groupwise.envs.torch_env import TorchGroupEnv, TorchRows
 from groupwise.errors import EnvError
 from groupwise.functional.row_random import hash_pair
 from groupwise.policies.base import Action, Policy

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested
 from groupwise.envs.base import EnvStep
-from groupwise.envs.native import TorchGroupEnv, TorchRows
+from groupwise.envs.torch_env import TorchGroupEnv, TorchRows
 from groupwise.errors import EnvError
 from groupwise.policies.base import Action, Policy
 

@@ -9,7 +9,7 @@ from groupwise.collectors.torch_step import StepOutput, check_device
 from groupwise.collectors.vector import VectorCollector
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.data.rollout import Nested
-from groupwise.envs.native import TorchGroupEnv, TorchRows
+from groupwise.envs.torch_env import TorchGroupEnv, TorchRows
 from groupwise.policies.base import Action, Policy
 
 

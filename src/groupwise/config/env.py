@@ -7,7 +7,7 @@ from annotated_types import Ge
 from groupwise.config.base import Cfg
 
 StartMode = Literal["native", "snapshot", "seed", "fresh"]
-"""How siblings share a start, best first: state copied for all rows at once; state captured and restored by an adapter; a seeded reset; a fresh environment, seeded, with the actions so far replayed."""
+"""How siblings share a start, best first: state set for all rows at once; state captured and restored by an adapter; a seeded reset; a seeded reset of a fresh environment."""
 
 
 class EnvCfg(Cfg):
@@ -22,9 +22,9 @@ class EnvCfg(Cfg):
     max_episode_steps: Annotated[int, Ge(1)] | None = None
     """Episodes are cut (truncated) after so many steps. None: the limit that the environment was registered with."""
     vectorization: Literal["auto", "entry_point", "sync", "async", "envpool", "torch"] = "auto"
-    """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in processes of their own; ``envpool``: EnvPool's C++ version of that name (extra ``envpool``); ``torch``: the task as a simulator in torch, in float32, on the device that is trained on (Gymnasium's classic control; HalfCheetah-v5 by MuJoCo Warp, extra ``mujoco-warp``). ``auto`` looks it up in the committed table ``envs/vectorization.json``."""
+    """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in processes of their own; ``envpool``: EnvPool's C++ version of that name (extra ``envpool``); ``torch``: the task as a simulator in torch, in float32, on the device that is trained on (Gymnasium's classic control; HalfCheetah-v5 by MuJoCo Warp, extra ``mujoco-warp``). ``auto``: ``entry_point`` for CartPole, else ``sync``."""
     start_mode: Literal["auto", "native", "snapshot", "seed", "fresh"] = "auto"
-    """How siblings of a group share their start. ``auto`` takes the best tier that passes its check; a named one must pass. Only with groups, as the next two."""
+    """How siblings of a group share their start. ``auto`` takes the best mode that passes its check; a named one must pass. Only with groups, as the next two."""
     num_random_noops: Annotated[int, Ge(0)] = 0
     """Up to so many random actions (0 to this, drawn from the start's seed) before a group starts, for environments whose resets are all alike. They count towards the step limit, as Gymnasium counts. 0: none."""
     reward_parts: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from gymnasium import spaces
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from groupwise.envs.native import TorchGroupEnv
+from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.errors import EnvError, require_extra
 from groupwise.functional.row_random import RowRandom
 

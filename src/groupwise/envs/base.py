@@ -96,7 +96,7 @@ class GroupStartReport(NamedTuple):
     states: str | None = None
     """What captures states: the name of an adapter, or ``fields``; None where nothing does."""
     rejected: tuple[str, ...] = ()
-    """Why better tiers were not taken."""
+    """Why better modes were not taken."""
 
 
 def wants_own_noise(start_seed: Seeds, noise_seed: Seeds) -> bool:

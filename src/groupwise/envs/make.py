@@ -1,24 +1,138 @@
 """From a config, and perhaps an object of the user's, to environments in tensors."""
 
-import json
-from importlib.resources import files
-from typing import Literal, overload
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Literal, overload
 
 import gymnasium
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 
 from groupwise.config.env import EnvCfg
-from groupwise.envs import self_vectorised, single
+from groupwise.envs import single
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.cartpole import CartPoleGroupEnv
-from groupwise.envs.groups import verify_group_start
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.local_rows import OnError
 from groupwise.envs.names import refuse_module
 from groupwise.envs.rows import RowsGroupEnv
+from groupwise.envs.starts import verify_group_start
 from groupwise.envs.state_vector import HasStates, StateVectorGroupEnv
 from groupwise.errors import EnvError, GroupStartError
+
+VECTORISED = ("CartPole-v0", "CartPole-v1")
+"""Gymnasium's tasks whose own vectorised version is taken by default."""
+IN_TORCH = {
+    "CartPole-v1": "groupwise.envs.torch_control:TorchCartPole",
+    "Pendulum-v1": "groupwise.envs.torch_control:TorchPendulum",
+    "Acrobot-v1": "groupwise.contrib.torch_tasks:TorchAcrobot",
+    "MountainCar-v0": "groupwise.envs.torch_control:TorchMountainCar",
+    "MountainCarContinuous-v0": "groupwise.envs.torch_control:TorchMountainCarContinuous",
+    "HalfCheetah-v5": "groupwise.contrib.warp_tasks:WarpHalfCheetah",
+}
+"""Gymnasium's tasks of which there is one in torch, step by step the same up to rounding."""
+
+
+def makes_rows(env: object) -> bool:
+    """Whether ``env`` is a callable that returns a whole ``GroupEnv``: one that asks for ``num_envs``."""
+    return callable(env) and "num_envs" in _parameters(env)
+
+
+def _from_maker(make: Callable[..., Any], cfg: EnvCfg, num_envs: int, device: torch.device | str = "cpu") -> GroupEnv:
+    """The ``GroupEnv`` that ``make`` returns for so many rows.
+
+    Args:
+        make: called with ``num_envs``, with ``device`` if it asks for that, and with ``cfg.kwargs``.
+
+    Raises:
+        EnvError: it returned something else, or a setting cannot be met.
+    """
+    settings = {"num_envs": num_envs, **cfg.kwargs}
+    parameters = _parameters(make)
+    if "device" in parameters:
+        settings["device"] = device
+    if cfg.max_episode_steps is not None and "max_episode_steps" in parameters:
+        settings["max_episode_steps"] = cfg.max_episode_steps
+    env = make(**settings)
+    if not isinstance(env, GroupEnv):
+        raise EnvError(
+            f"the callable with num_envs returned a {type(env).__name__}, expected a GroupEnv; fix: a callable that "
+            "returns one gymnasium.Env has no parameter num_envs"
+        )
+    return _adopt_rows(env, cfg, num_envs)
+
+
+def _adopt_rows(env: GroupEnv, cfg: EnvCfg, num_envs: int | None) -> GroupEnv:
+    """``env`` itself, if it is what the settings say.
+
+    Raises:
+        EnvError: it has other rows, another step limit or another autoreset mode.
+    """
+    if num_envs not in (None, env.num_envs):
+        raise EnvError(f"{env.env_id} has {env.num_envs} rows, but num_envs is {num_envs}; fix: leave num_envs out")
+    if cfg.max_episode_steps not in (None, env.max_episode_steps):
+        raise EnvError(
+            f"max_episode_steps is {cfg.max_episode_steps}, but {env.env_id} ends its episodes after "
+            f"{env.max_episode_steps}; fix: set it there, or take max_episode_steps in its constructor"
+        )
+    if cfg.autoreset != "disabled":
+        raise EnvError(
+            f"{env.env_id} never resets itself, but autoreset is {cfg.autoreset!r}; fix: autoreset='disabled'"
+        )
+    return env
+
+
+def _from_torch(cfg: EnvCfg, num_envs: int, device: torch.device | str = "cpu") -> GroupEnv:
+    """The task ``cfg.id`` in torch.
+
+    Raises:
+        EnvError: there is none in torch, or arguments are given, of which it takes none.
+        MissingExtraError: its simulator is not installed.
+    """
+    if cfg.id not in IN_TORCH:
+        raise EnvError(
+            f"{cfg.id} is not written in torch, only {', '.join(IN_TORCH)} are; fix: env.vectorization='auto', or a "
+            "TorchGroupEnv of yours, given as a class in Python"
+        )
+    if cfg.kwargs:
+        raise EnvError(f"{cfg.id} in torch takes no env.kwargs, got {cfg.kwargs}; fix: env.vectorization='auto'")
+    return _from_maker(_resolve(IN_TORCH[cfg.id]), cfg, num_envs, device)
+
+
+def torch_fix(env_id: str) -> str:
+    """What to say first to those who need the task in torch, where there is one."""
+    return "env.vectorization='torch', or " if env_id in IN_TORCH else ""
+
+
+def _from_envpool(
+    cfg: EnvCfg, grouped: bool, num_envs: int, block_size: int = 1, device: torch.device | str = "cpu"
+) -> VectorEnv:
+    """EnvPool's version of ``cfg.id``.
+
+    Args:
+        block_size: neighbours that start together, see ``EnvPoolGroupEnv``.
+
+    Raises:
+        MissingExtraError: EnvPool is not installed.
+        UnknownNameError: EnvPool has no such environment.
+        EnvError: the settings do not fit.
+    """
+    make: Callable[..., VectorEnv] = _resolve("groupwise.contrib.envpool:make")
+    return make(cfg, num_envs, block_size=block_size if grouped else 1, device=device)
+
+
+def _resolve(path: str) -> Any:
+    """What ``module:attribute`` names."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _parameters(env: Callable[..., Any]) -> set[str]:
+    try:
+        return set(inspect.signature(env).parameters)
+    except (TypeError, ValueError):  # some built-in callables do not say
+        return set()
 
 
 @overload
@@ -97,7 +211,7 @@ def _make(
     device: torch.device | str,
 ) -> VectorEnv:
     if isinstance(env, GroupEnv):
-        return self_vectorised.adopt(env, cfg, num_envs)
+        return _adopt_rows(env, cfg, num_envs)
     if isinstance(env, gymnasium.vector.VectorEnv):
         return _adopt(env, cfg, grouped, num_envs, device)
     if env is not None and not callable(env):
@@ -114,13 +228,13 @@ def _make(
     if cfg.start_mode == "native":
         _refuse_what_arrays_lack(cfg)
     num_envs = num_envs or cfg.num_envs
-    if env is not None and self_vectorised.makes_rows(env):
-        return self_vectorised.from_maker(env, cfg, num_envs, device)
+    if env is not None and makes_rows(env):
+        return _from_maker(env, cfg, num_envs, device)
     vectorization = _vectorization(cfg, env)
     if vectorization == "torch":
-        return self_vectorised.from_torch(cfg, num_envs, device)
+        return _from_torch(cfg, num_envs, device)
     if vectorization == "envpool":
-        return self_vectorised.from_envpool(cfg, grouped, num_envs, block_size, device)
+        return _from_envpool(cfg, grouped, num_envs, block_size, device)
     if vectorization == "entry_point":
         return _from_entry_point(cfg, grouped, num_envs, device)
     if grouped:
@@ -138,8 +252,7 @@ def _vectorization(cfg: EnvCfg, env: object | None) -> str:
     offered = cfg.autoreset != "same_step" and cfg.start_mode in ("auto", "native")
     if env is not None or cfg.num_random_noops or cfg.reward_parts or not offered:  # no entry point has these
         return "sync"
-    table: dict[str, str] = json.loads(files("groupwise.envs").joinpath("vectorization.json").read_text())
-    return table.get(cfg.id, "sync")
+    return "entry_point" if cfg.id in VECTORISED else "sync"
 
 
 def _from_entry_point(cfg: EnvCfg, grouped: bool, num_envs: int, device: torch.device | str) -> VectorEnv:

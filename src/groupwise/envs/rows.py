@@ -8,8 +8,8 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec
+from groupwise.envs.arrays import OUTCOMES, allocate_arrays, layout_of, obs_tensor
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
-from groupwise.envs.board import OUTCOMES, allocate_arrays, layout_of, obs_tensor
 from groupwise.envs.local_rows import LocalRows, RowCfg
 from groupwise.envs.workers import WorkerRows
 from groupwise.seeding import derive_seed

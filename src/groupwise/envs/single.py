@@ -16,14 +16,12 @@ from gymnasium.wrappers import TimeLimit, TransformObservation
 
 from groupwise.config.env import EnvCfg
 from groupwise.cpus import num_cpus
-from groupwise.envs.attempts import EnvMaker, StartMethod
 from groupwise.envs.base import VectorEnv
-from groupwise.envs.groups import verify_rows
 from groupwise.envs.gymnasium import GymnasiumVectorEnv, LeanSyncVectorEnv
-from groupwise.envs.local_rows import OnError, RowCfg
+from groupwise.envs.local_rows import EnvMaker, OnError, RowCfg, StartMethod
 from groupwise.envs.names import unknown_environment
 from groupwise.envs.rows import RowsGroupEnv
-from groupwise.envs.starts import choose_start
+from groupwise.envs.starts import choose_start, verify_rows
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError, installing
 
 _NATIVE_ENTRY_POINT = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"

@@ -8,7 +8,7 @@ from gymnasium import spaces
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from groupwise.envs.native import TorchGroupEnv
+from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.functional.row_random import RowRandom
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from gymnasium.envs.registration import EnvSpec
 
-from groupwise.envs.board import Layout, SharedArrays, step_arrays
+from groupwise.envs.arrays import Layout, SharedArrays, step_arrays
 from groupwise.envs.local_rows import LocalRows, RowCfg
 from groupwise.errors import EnvError
 

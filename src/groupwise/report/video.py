@@ -60,7 +60,7 @@ def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
     """
     import gymnasium
 
-    from groupwise.envs.self_vectorised import makes_rows
+    from groupwise.envs.make import makes_rows
 
     if cfg.vectorization == "envpool" or makes_rows(env):
         raise NoPictureError(

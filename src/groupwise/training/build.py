@@ -20,9 +20,8 @@ from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.engines.base import Engine
 from groupwise.envs.base import GroupEnv, GroupStartReport, VectorEnv
 from groupwise.envs.local_rows import OnError
-from groupwise.envs.make import make_env
-from groupwise.envs.native import TorchGroupEnv
-from groupwise.envs.self_vectorised import torch_fix
+from groupwise.envs.make import make_env, torch_fix
+from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.errors import ConfigError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy

@@ -8,11 +8,10 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from groupwise.config.env import EnvCfg
-from groupwise.envs.make import make_env
-from groupwise.envs.native import TorchGroupEnv
-from groupwise.envs.self_vectorised import IN_TORCH, makes_rows
+from groupwise.envs.make import IN_TORCH, make_env, makes_rows
 from groupwise.envs.state_vector import StateVectorGroupEnv
 from groupwise.envs.torch_control import TorchCartPole, TorchPendulum
+from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError
 from groupwise.report.video import NoPictureError, rendering_env
 from groupwise.training.env_evaluator import separate_env

@@ -3,12 +3,11 @@ import pytest
 from noisy_envs import AlwaysThere, Calm, GlobalNoise, GlobalReward, GlobalStart, Noisy, Remembers
 
 from groupwise.config.env import EnvCfg
-from groupwise.envs.attempts import StartMethod
 from groupwise.envs.base import GroupStartReport
-from groupwise.envs.groups import verify_group_start
-from groupwise.envs.local_rows import RowCfg
+from groupwise.envs.local_rows import RowCfg, StartMethod
 from groupwise.envs.make import make_env
 from groupwise.envs.rows import RowsGroupEnv
+from groupwise.envs.starts import verify_group_start
 from groupwise.errors import GroupStartError
 
 

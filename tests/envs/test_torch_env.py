@@ -3,8 +3,8 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from groupwise.envs.groups import verify_group_start
-from groupwise.envs.native import TorchGroupEnv
+from groupwise.envs.starts import verify_group_start
+from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.errors import EnvError, GroupStartError
 
 N = 4

@@ -2,7 +2,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from groupwise.envs.attempts import Captured, EnvRow, StartCache, StartMethod
+from groupwise.envs.local_rows import Captured, EnvRow, StartCache, StartMethod
 from groupwise.errors import EnvError
 
 METHODS = [StartMethod("seed"), StartMethod("snapshot", "fields"), StartMethod("fresh")]

@@ -188,7 +188,7 @@ def _check_rows(cfg: EnvCfg, make: Maker) -> EnvReport:
         return _broken(cfg.id, error)
     with closing(env):
         only = Finding[float](None, f"it makes its rows itself, and starts them by {env.start_mode}")
-        modes: dict[str, Finding[float]] = {mode: only for mode in START_MODES}
+        modes: dict[str, Finding[float]] = dict.fromkeys([*START_MODES], only)
         modes[env.start_mode] = _attempt(lambda: _median_start_us(env, NUM_ENVS))
         speeds: dict[str, Finding[float]] = {
             "own" if make is not None else cfg.vectorization: _attempt(lambda: _speed(env))
@@ -315,7 +315,7 @@ def _broken(env_id: str, error: Exception) -> EnvReport:
     """The report on an environment that cannot even be made."""
     reason, fix = _reason_and_fix(error)
     nothing: Finding[Any] = Finding(None, f"cannot be made: {reason}", fix)
-    modes: dict[str, Finding[float]] = {mode: nothing for mode in START_MODES}
+    modes: dict[str, Finding[float]] = dict.fromkeys([*START_MODES], nothing)
     speeds = dict.fromkeys(VECTORIZATIONS, nothing)
     return EnvReport(env_id, nothing, nothing, nothing, nothing, nothing, modes, speeds, nothing)
 

@@ -18,6 +18,7 @@ from groupwise.cli.parser import Parser
 from groupwise.config import load_config, presets, resolve
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import Cfg
+from groupwise.config.choices import Choice
 from groupwise.config.env import EnvCfg
 from groupwise.config.registry import algorithms_with, explain_other_algorithm
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
@@ -127,7 +128,10 @@ def options_of(config: Cfg, prefix: str = "") -> Iterator[Option]:
         kinds = kind.kinds(name)
         if _is_hidden(kind, name) or (value is None and kinds):
             continue
-        if len(kinds) > 1:
+        if isinstance(value, Choice):
+            yield Option(path, Literal[tuple(sorted(value.known))], value.name, text, choice=True)
+            yield from (option for option in options_of(value, f"{path}.") if option.path != f"{path}.name")
+        elif len(kinds) > 1:
             names: Any = Literal[tuple(kind.model_fields["name"].default for kind in kinds)]
             yield Option(path, names, value.name, text, choice=True)
             yield from (option for option in options_of(value, f"{path}.") if option.path != f"{path}.name")

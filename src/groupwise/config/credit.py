@@ -60,7 +60,7 @@ class MeanCfg(BaselineCfg):
     source: ClassVar = "https://arxiv.org/abs/2402.03300"
 
 
-class RewardCfg(Choice):
+class CreditRewardCfg(Choice):
     """What is compared."""
 
     family: ClassVar = "reward"
@@ -69,7 +69,7 @@ class RewardCfg(Choice):
 
 
 @register_recipe
-class TotalCfg(RewardCfg):
+class TotalCfg(CreditRewardCfg):
     """The reward as one number."""
 
     name: Literal["total"] = "total"
@@ -78,7 +78,7 @@ class TotalCfg(RewardCfg):
 
 
 @register_recipe
-class PartsCfg(RewardCfg):
+class PartsCfg(CreditRewardCfg):
     """Each part of the reward (``env.reward_parts``) on its own, advantages added up (GDPO)."""
 
     name: Literal["parts"] = "parts"
@@ -93,7 +93,7 @@ class CreditCfg(Cfg):
 
     rule: str = "composed"
     """``composed`` of the choices below, or the name of a registered credit rule."""
-    reward: SerializeAsAny[RewardCfg] = TotalCfg()
+    reward: SerializeAsAny[CreditRewardCfg] = TotalCfg()
     """The reward, ``"total"``, or each of its ``"parts"``, which may have weights."""
     group_key: Literal["group", "group_step"] = "group"
     """What is compared: all of the group, or only the same time step (with ``turn``: the same turn) of its members."""

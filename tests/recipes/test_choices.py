@@ -1,0 +1,169 @@
+"""Choices by name, with parameters of their own: how they are read, merged, saved and registered."""
+
+import json
+import subprocess
+import sys
+from typing import Literal
+
+import pytest
+from objective_updates import make_policy, make_rollout
+
+import groupwise as gw
+from groupwise.cli.options import parse_options
+from groupwise.config import load_config, resolve, to_json
+from groupwise.config.choices import register_recipe
+from groupwise.config.credit import BaselineCfg, CreditCfg
+from groupwise.config.objective import ClipCfg, CorrectionCfg, EntropyCfg, ObjectiveCfg, TrustRegionCfg
+from groupwise.errors import ConfigError
+from groupwise.recipes.trust_regions.cispo import CispoCfg
+from groupwise.recipes.trust_regions.sapo import SapoCfg
+
+FAMILIES = (TrustRegionCfg, BaselineCfg, CorrectionCfg, EntropyCfg)
+
+
+@pytest.fixture
+def families(monkeypatch):
+    """Registrations of a test do not outlive it."""
+    for family in FAMILIES:
+        monkeypatch.setattr(family, "known", dict(family.known))
+
+
+@pytest.mark.parametrize(
+    "given", ["cispo", {"name": "cispo"}, CispoCfg(), {"name": "cispo", "high": 5.0}, {"name": "cispo", "low": None}]
+)
+def test_a_name_alone_stands_for_its_defaults(given):
+    assert ObjectiveCfg(trust_region=given).trust_region == CispoCfg(low=None, high=5.0)
+
+
+def test_parameters_without_a_name_are_the_defaults():
+    assert ObjectiveCfg(trust_region={"clip_high": 0.3}).trust_region == ClipCfg(clip_high=0.3)
+    assert ObjectiveCfg().trust_region == ClipCfg()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_member_of_a_family_has_a_name_a_note_and_a_source(family):
+    for kind in family.members():
+        assert kind.named(kind.own_name()) is kind
+        assert kind.note()
+        assert kind.source == "groupwise" or kind.source.startswith("https://")
+        assert all(field.description for field in kind.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("cisp", r"trust_region: unknown trust region 'cisp': did you mean 'cispo'"),
+        ({"name": "cispo", "hgh": 4}, r"unknown key 'hgh' in trust_region; did you mean 'high'\?"),
+        ({"name": "cispo", "high": -1}, r"trust_region\.high = -1: input should be greater than 0"),
+        ({"high": 1.2}, r"unknown key 'high' in trust_region"),
+    ],
+)
+def test_mistakes_name_the_nearest(given, message):
+    with pytest.raises(ConfigError, match=message):
+        ObjectiveCfg(trust_region=given)
+
+
+@pytest.mark.parametrize(
+    ("preset", "given", "expected"),
+    [
+        ("cispo_verl", {"high": 2.0}, CispoCfg(low=0.8, high=2.0)),
+        ("cispo_verl", {"name": "cispo", "high": 2.0}, CispoCfg(low=0.8, high=2.0)),
+        ("cispo_verl", "cispo", CispoCfg(low=0.8, high=1.2)),
+        ("cispo_verl", "sapo", SapoCfg()),
+        ("cispo_verl", {"name": "sapo", "positive": 2.0}, SapoCfg(positive=2.0)),
+    ],
+)
+def test_over_a_preset_parameters_are_merged_and_other_names_replace(preset, given, expected):
+    found = resolve("CartPole-v1", {"objective": {"trust_region": given}}, preset=preset)
+    assert found.algorithm.objective.trust_region == expected
+    config = gw.GRPOCfg(objective=ObjectiveCfg(trust_region=given)) if given != {"high": 2.0} else None
+    if config:
+        assert resolve("CartPole-v1", config, preset=preset).algorithm.objective.trust_region == expected
+
+
+def test_clip_coef_sets_the_range_of_whatever_clips():
+    region = resolve("CartPole-v1", gw.GRPOCfg(clip_coef=0.3), preset="verl").algorithm.objective.trust_region
+    assert (region.name, region.clip_range) == ("dual_clip", (0.3, 0.3))
+    with pytest.raises(
+        ConfigError, match=r"clip_coef=0\.3 sets the range of a clip, which trust_region='cispo' has not"
+    ):
+        gw.GRPOCfg(clip_coef=0.3, objective={"trust_region": "cispo"})
+
+
+def test_a_config_comes_back_from_its_json(tmp_path):
+    cfg = resolve("CartPole-v1", {"credit": {"baseline": "leave_one_out"}}, preset="cispo_verl")
+    path = tmp_path / "run.json"
+    path.write_text(to_json(cfg))
+    assert load_config(path) == cfg
+    assert json.loads(path.read_text())["algorithm"]["objective"]["trust_region"] == {
+        "name": "cispo",
+        "low": 0.8,
+        "high": 1.2,
+    }
+
+
+def test_a_choice_and_its_parameters_on_the_command_line():
+    words = ["--algorithm.objective.trust-region", "cispo", "--algorithm.objective.trust-region.high", "4"]
+    words += ["--algorithm.credit.baseline", "leave_one_out"]
+    algorithm = parse_options("CartPole-v1", None, None, words, prog="train", description="").algorithm
+    assert algorithm.objective.trust_region == CispoCfg(high=4.0)
+    assert algorithm.credit.baseline.name == "leave_one_out"
+    with pytest.raises(ConfigError, match="trust-region"):
+        parse_options("CartPole-v1", None, None, [words[0], "cisp"], prog="train", description="")
+
+
+def test_a_recipe_of_the_users_own(families, tmp_path):
+    @register_recipe
+    class HalfCfg(TrustRegionCfg):
+        """Half the policy gradient."""
+
+        name: Literal["half"] = "half"
+        share: float = 0.5
+
+        def loss(self, ratio, log_prob, batch, counts):
+            return -self.share * ratio * batch["advantage"]
+
+    @register_recipe
+    class ZeroCfg(BaselineCfg):
+        """Twice the mean's advantage."""
+
+        name: Literal["twice"] = "twice"
+
+        def of_episodes(self, scores):
+            return 2 * scores.relative()
+
+    path = tmp_path / "run.json"
+    credit = {"baseline": "twice"}
+    path.write_text(json.dumps({"env": {"id": "X-v0"}, "algorithm": {"objective": {"trust_region": "half"}}}))
+    cfg = load_config(path, {"credit": credit | {"group_key": "group", "returns": "outcome"}}).algorithm
+    assert cfg.objective.trust_region == HalfCfg()
+    one, two = (
+        gw.GRPO(
+            gw.GRPOCfg(credit=CreditCfg(**kind), objective=objective, num_epochs=1, minibatch_size=None), make_policy()
+        )
+        for kind, objective in (
+            ({}, {"trust_region": "none"}),
+            (credit, {"trust_region": {"name": "half", "share": 1.0}}),
+        )
+    )
+    losses = [float(algorithm.update(make_rollout(algorithm.policy))["train/policy_loss"]) for algorithm in (one, two)]
+    assert losses[1] == pytest.approx(2 * losses[0], rel=1e-5)
+    with pytest.raises(ConfigError, match="trust region 'clip' is registered already"):
+
+        @register_recipe
+        class OtherCfg(TrustRegionCfg):
+            name: Literal["clip"] = "clip"
+
+    with pytest.raises(ConfigError, match="NamelessCfg has no name"):
+
+        @register_recipe
+        class NamelessCfg(TrustRegionCfg):
+            pass
+
+
+def test_settings_of_every_recipe_are_read_without_torch():
+    code = (
+        "import sys; from groupwise.config import json_schema, presets; presets.choices(); json_schema(); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

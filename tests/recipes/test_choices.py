@@ -108,7 +108,7 @@ def test_a_choice_and_its_parameters_on_the_command_line():
     algorithm = parse_options("CartPole-v1", None, None, words, prog="train", description="").algorithm
     assert algorithm.objective.trust_region == CispoCfg(high=4.0)
     assert algorithm.credit.baseline.name == "leave_one_out"
-    with pytest.raises(ConfigError, match="trust-region"):
+    with pytest.raises(ConfigError, match="unknown trust region 'cisp'"):
         parse_options("CartPole-v1", None, None, [words[0], "cisp"], prog="train", description="")
 
 

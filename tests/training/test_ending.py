@@ -241,7 +241,7 @@ def test_groups_could_do_without_a_row_in_another_process(tmp_path: Path):
     assert "; collection.on_env_error='retry' or 'drop' would do without" in caught.value.__notes__[-1]
 
 
-def test_an_error_in_a_rollout_that_is_no_rows_own_is_no_lost_member():
+def test_an_error_in_a_rollout_that_is_no_rows_own_is_no_failed_attempt():
     class Policy(gw.ActorCritic):
         def act(self, *args: Any, **kwargs: Any) -> Any:
             raise ZeroDivisionError
@@ -323,7 +323,7 @@ def test_an_error_while_the_environment_is_tried_out_says_that_nothing_was_train
     assert not Path("mine").exists()
 
 
-def test_an_error_outside_of_collecting_is_no_lost_member():
+def test_an_error_outside_of_collecting_is_no_failed_attempt():
     class Raises(gw.Callback):
         def on_rollout_end(self, trainer: gw.Trainer, rollout: TensorDict) -> None:
             raise ZeroDivisionError

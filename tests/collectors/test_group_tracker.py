@@ -1,4 +1,4 @@
-"""What becomes of steps: shared noise, lost members, groups without variance, and what is called wasted."""
+"""What becomes of steps: shared noise, attempts that fail, filtered groups, and what counts as wasted."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_shared_noise_is_one_stream_a_group(collect, scripted_group):
     assert not set(noise) & set(start_seeds(env))
 
 
-def test_a_lost_member_is_started_anew_at_the_same_start(collect, scripted_group):
+def test_an_attempt_that_failed_is_retried_at_the_same_start(collect, scripted_group):
     # attempts 0 and 1 are group 0. Attempt 1 fails at its second step; attempt 2 takes its place in the same row.
     # Budget 2 * 2 = 4 is taken when row 0 is done, so that no second group opens: 3 + 2 + 3 steps.
     env = scripted_group(2, [3], fails={1: 2})
@@ -55,20 +55,20 @@ def test_a_lost_member_is_started_anew_at_the_same_start(collect, scripted_group
     assert len(set(noise_seeds(env))) == 3
 
 
-def test_a_member_that_is_lost_under_shared_noise_tries_other_noise(collect, scripted_group):
+def test_a_retry_under_shared_noise_has_other_noise(collect, scripted_group):
     env = scripted_group(2, [3], fails={1: 2})
     collect(env, 2, group_size=2, collection=CollectionCfg(on_env_error="retry", noise="shared"))
     first, second, again = noise_seeds(env)
     assert first == second != again
 
 
-def test_a_member_that_is_always_lost_is_an_error(collect, scripted_group):
+def test_an_attempt_that_always_fails_is_an_error(collect, scripted_group):
     env = scripted_group(2, [3], fails=dict.fromkeys(range(1, 99), 1))
     with pytest.raises(EnvError, match=r"failed 6 times in a row in Scripted; fix: .*'drop'"):
         collect(env, 2, group_size=2, collection=CollectionCfg(on_env_error="retry"))
 
 
-def test_a_group_that_loses_a_member_is_dropped(collect, scripted_group):
+def test_a_group_with_a_failed_attempt_is_dropped(collect, scripted_group):
     # Three rows, groups of two, budget 9. Attempt 1 fails at its second step, and attempt 0 in row 0 is stopped. 6 steps
     # are taken: the rows take attempt 3 (group 1) and 4 (group 2); at slot 3, with 9 steps, row 2 takes attempt 5.
     env = scripted_group(3, [3], fails={1: 2})
@@ -112,7 +112,7 @@ def test_a_failure_in_the_last_step_of_a_window_is_no_cut(collect, scripted_grou
 
 
 @pytest.mark.parametrize("filter_groups", [False, True])
-def test_groups_that_did_equally_well_are_masked_and_stay_valid(collect, scripted_group, filter_groups):
+def test_groups_of_equal_returns_are_masked_and_stay_valid(collect, scripted_group, filter_groups):
     # Groups of two in two rows, budget 4. Rewards 1 a step: group 0 lasts 2 and 2 steps, so that no other opens.
     env = scripted_group(2, [2])
     collector, rollout = collect(env, 2, group_size=2, collection=CollectionCfg(filter_groups=filter_groups))

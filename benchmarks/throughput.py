@@ -2,8 +2,7 @@
 
 Each run trains 500,000 steps on one thread in a process of its own: PPO and GRPO here, GRPO on the same task in torch with
 compiled updates, and Stable-Baselines3's PPO at the settings of ours, in turn; then the first two again beside a process that
-keeps one core busy. Timed is training alone, without imports and set-up, of the compiled run behind its first iteration, which
-compiles. Afterwards the greedy policy plays 100 fresh episodes, which are not timed. The seeds are none
+keeps one core busy. Timed is training alone, without imports and set-up, ours behind the first iteration, in which a run compiles. Afterwards the greedy policy plays 100 fresh episodes, which are not timed. The seeds are none
 that the settings were tuned on.
 
     python benchmarks/throughput.py            # or: --seeds 945 946
@@ -54,38 +53,11 @@ CREDIT: dict[str, Any] = {
     "eps": 1e-4,
 }
 CREDIT_IN_TORCH: dict[str, Any] = {key: CREDIT[key] for key in ("group_key", "returns", "scale")}
-BRANCH = {"partial_groups": "truncate"}
+TRUNCATE = {"partial_groups": "truncate"}
 
 
-def train_ours(algorithm: str, seed: int) -> tuple[float, float]:
-    """Steps per second of training, and the greedy policy's mean return."""
-    import torch
-
-    import groupwise as gw
-
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    ppo, rows = algorithm == "ppo", NUM_ENVS[algorithm]
-    linear = {"name": "linear"}
-    cfg = gw.PPOCfg(**PPO, schedule=linear) if ppo else gw.GRPOCfg(**GRPO, credit=CREDIT, schedule=linear)
-    env = gw.make_env(gw.EnvCfg(id="CartPole-v1", num_envs=rows), grouped=not ppo)
-    policy = gw.ActorCritic(env.observation_space, env.action_space, gamma=cfg.gamma, actor_only=not ppo)
-    buffer = gw.RolloutBuffer(rows, cfg.num_steps, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=ppo)
-    collector = (
-        gw.VectorCollector(env, policy, seed=seed)
-        if ppo
-        else gw.GroupCollector(env, policy, group_size=GRPO["group_size"], seed=seed)
-    )
-    update = gw.PPO(cfg, policy) if ppo else gw.GRPO(cfg, policy)
-    trainer = gw.Trainer(update, collector, buffer, num_steps=cfg.num_steps, total_steps=STEPS, seed=seed)
-    start = time.perf_counter()
-    trainer.train()
-    rate = trainer.env_steps / (time.perf_counter() - start)
-    return rate, played(policy, seed)
-
-
-def train_in_torch(seed: int) -> tuple[float, float]:
-    """As ``train_ours``, of GRPO on the task in torch, with ``gw.train`` and all that it writes."""
+def train_ours(name: str, seed: int) -> tuple[float, float]:
+    """Steps per second of ``gw.train`` and all that it writes, behind the first iteration, and the greedy policy's mean return."""
     import torch
 
     import groupwise as gw
@@ -103,12 +75,19 @@ def train_in_torch(seed: int) -> tuple[float, float]:
 
     clock = Clock()
     linear = {"name": "linear"}
+    in_torch = name == "grpo-torch"
+    if name == "ppo":
+        cfg: Any = gw.PPOCfg(**PPO, schedule=linear)
+    elif in_torch:
+        cfg = gw.GRPOCfg(**IN_TORCH, credit=CREDIT_IN_TORCH, schedule=linear, collection=TRUNCATE)
+    else:
+        cfg = gw.GRPOCfg(**GRPO, credit=CREDIT, schedule=linear)
     with tempfile.TemporaryDirectory() as folder:
         run = gw.train(
-            gw.TorchCartPole,
-            gw.GRPOCfg(**IN_TORCH, credit=CREDIT_IN_TORCH, schedule=linear, collection=BRANCH),
-            policy={"mlp_kernel": "compiled"},
-            num_envs=NUM_ENVS["grpo-torch"],
+            gw.TorchCartPole if in_torch else "CartPole-v1",
+            cfg,
+            compile="on" if in_torch else "off",
+            num_envs=NUM_ENVS[name],
             seed=seed,
             total_steps=STEPS,
             run_dir=f"{folder}/run",
@@ -160,7 +139,7 @@ def train_sb3(seed: int) -> tuple[float, float]:
 
 def worker(name: str, seed: int) -> None:
     """Print one run as JSON."""
-    train = {"sb3": train_sb3, "grpo-torch": train_in_torch}.get(name, partial(train_ours, name))
+    train = train_sb3 if name == "sb3" else partial(train_ours, name)
     rate, score = train(seed)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps({"steps_per_second": round(rate), "return": score, "memory_mib": round(memory)}))
@@ -202,7 +181,7 @@ def main() -> None:
             "num_envs": NUM_ENVS,
             "ppo": PPO,
             "grpo": GRPO | {"credit": CREDIT},
-            "grpo-torch": IN_TORCH | {"credit": CREDIT_IN_TORCH, "collection": BRANCH, "mlp_kernel": "compiled"},
+            "grpo-torch": IN_TORCH | {"credit": CREDIT_IN_TORCH, "collection": TRUNCATE, "compile": "on"},
             "schedule": "linear",
         },
         "runs": runs,

@@ -1,6 +1,6 @@
 """Env steps per second of whole training of PPO and GRPO on simulators in torch: CartPole, 1,024 to 65,536 environments.
 
-Rollouts and updates stay on the device; on a GPU both are replayed as CUDA graphs, on a CPU both are compiled. Each run trains in a process of its own;
+On a CPU rollouts and updates are compiled. Each run trains in a process of its own;
 the first iterations, in which that happens, are not timed. Both learn what they are timed at: the mean return of
 training episodes stands beside the rate (of the latest in ours, of all timed ones in the peers). A plain compiled loop in the way of LeanRL, and rsl_rl where it can be imported, run PPO on the same environment in turn.
 
@@ -19,6 +19,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,38 +63,26 @@ def train(task: str, algorithm: str, num_envs: int, device: str, threads: int) -
     import groupwise as gw
 
     torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    ppo, num_steps = algorithm == "ppo", STEPS[num_envs]
-    name, *settings = TASKS[task]
-    env = pkgutil.resolve_name(name)(num_envs, device=device)
-    compiled = device == "cpu"  # as long runs choose by themselves; on a GPU graphs are replayed instead
-    networks = gw.PolicyCfg(mlp_kernel="compiled" if compiled else "auto")
-    policy = gw.ActorCritic(env.observation_space, env.action_space, networks, actor_only=not ppo).to(device)
-    buffer = gw.RolloutBuffer(
-        num_envs,
-        num_steps,
-        obs_spec=env.obs_spec,
-        action_spec=policy.action_spec,
-        value=ppo,
-        device=device,
-        resident=True,
-    )
-    shared = {"num_steps": num_steps, "minibatch_size": minibatch_size(num_envs)}
-    if ppo:
-        update: gw.PPO | gw.GRPO = gw.PPO(gw.PPOCfg(**settings[0], **shared), policy)
-        collector: Any = gw.TorchVectorCollector(env, policy, compiled=compiled and env.traceable)
-    else:
-        update = gw.GRPO(gw.GRPOCfg(**settings[1], **shared, collection={"partial_groups": "truncate"}), policy)
-        collector = gw.TorchGroupCollector(env, policy, group_size=GROUP, compiled=compiled and env.traceable)
-    why = update.stay_on_device()
-    assert why is None, why
+    name, ppo, grpo = TASKS[task]
+    shared = {"num_steps": STEPS[num_envs], "minibatch_size": minibatch_size(num_envs)}
+    cfg: Any = gw.PPOCfg(**ppo, **shared)
+    if algorithm == "grpo":
+        cfg = gw.GRPOCfg(**grpo, **shared, collection={"partial_groups": "truncate"})
     clock = Clock(WARM_UP[device], torch.cuda.synchronize if device == "cuda" else None)
-    trainer = gw.Trainer(
-        update, collector, buffer, num_steps=num_steps, total_steps=10**15, callbacks=[clock.callback(gw.Callback)]
-    )
-    trainer.train()
-    recorded = update.resident is not None and update.resident.is_recorded
-    return clock.found | {"return": trainer.metrics.get("rollout/return_mean"), "cuda_graphs": recorded}
+    with tempfile.TemporaryDirectory() as folder:
+        run = gw.train(
+            pkgutil.resolve_name(name),
+            cfg,
+            num_envs=num_envs,
+            device=device,
+            compile="on" if device == "cpu" else "off",
+            total_steps=10**12,
+            run_dir=f"{folder}/run",
+            callbacks=[clock.callback(gw.Callback)],
+            logging={"progress": "none"},
+            evaluation={"interval": 10**12, "episodes": 1},
+        )
+    return clock.found | {"return": run.summary["training_return_mean"]}
 
 
 class Clock:

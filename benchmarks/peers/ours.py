@@ -1,7 +1,6 @@
 """groupwise: PPO, or with ``--algorithm grpo`` GRPO, or with ``--vectorization envpool`` in EnvPool's environments.
 
-A rate is of a bare ``Trainer``, at the same settings as the peers'. A pass is of ``gw.train``, as a user calls it, with
-the preset and a run folder.
+Both are of ``gw.train``, as a user calls it: a rate at the peers' settings, a pass with the preset and all that a run writes.
 """
 
 import argparse
@@ -15,14 +14,10 @@ from worker import Watch, parse
 ENVS = ("CartPole-v1", "Acrobot-v1", "HalfCheetah-v5", "LunarLander-v3", "Pendulum-v1")
 
 
-def rate(args: Any, kernel: Any) -> None:
-    """PPO without a run folder; compiled, it compiles in the first iteration, which is not timed."""
-    import torch
-
+def rate(args: Any, how: Any) -> None:
+    """PPO at the peers' settings; compiled, it compiles in the first iteration, which is not timed."""
     import groupwise as gw
 
-    torch.set_num_threads(1)  # as gw.train does for small networks
-    torch.manual_seed(args.seed)
     settings: Settings = args.cfg
     cfg = gw.PPOCfg(
         num_steps=settings.num_steps,
@@ -35,21 +30,22 @@ def rate(args: Any, kernel: Any) -> None:
         ent_coef=settings.ent_coef,
         clip_coef=0.2,
     )
-    rows = settings.num_envs
-    env = gw.make_env(gw.EnvCfg(id=args.env, num_envs=rows), grouped=False)
-    networks = gw.PolicyCfg(normalize_obs=settings.normalized, normalize_reward=settings.normalized, mlp_kernel=kernel)
-    policy = gw.ActorCritic(env.observation_space, env.action_space, networks, gamma=cfg.gamma)
-    buffer = gw.RolloutBuffer(rows, cfg.num_steps, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=True)
-    trainer = gw.Trainer(
-        gw.PPO(cfg, policy),
-        gw.VectorCollector(env, policy, seed=args.seed),
-        buffer,
-        num_steps=cfg.num_steps,
-        total_steps=args.steps,
-        seed=args.seed,
-        callbacks=[listener(args)],
-    )
-    trainer.train()
+    normalized = {"normalize_obs": settings.normalized, "normalize_reward": settings.normalized}
+    with tempfile.TemporaryDirectory() as folder:
+        gw.train(
+            args.env,
+            cfg,
+            policy=gw.PolicyCfg(**normalized),
+            num_envs=settings.num_envs,
+            compile=how,
+            seed=args.seed,
+            total_steps=args.steps,
+            run_dir=f"{folder}/run",
+            callbacks=[listener(args)],
+            checkpoint_interval=10 * args.steps,
+            logging={"progress": "none"},
+            evaluation={"interval": 10 * args.steps, "episodes": 1},
+        )
 
 
 def until_pass(args: Any, algorithm: str, vectorization: str) -> None:
@@ -92,11 +88,11 @@ def listener(args: Any) -> Any:
 if __name__ == "__main__":
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--algorithm", choices=["ppo", "grpo"], default="ppo")
-    own.add_argument("--kernel", choices=["by_hand", "compiled"], default="by_hand")
+    own.add_argument("--compile", choices=["off", "on"], default="off")
     own.add_argument("--vectorization", choices=["auto", "envpool"], default="auto")
     chosen, sys.argv[1:] = own.parse_known_args()
     args = parse("zoo", ENVS)
     if args.task == "rate":
-        rate(args, chosen.kernel)
+        rate(args, chosen.compile)
     else:
         until_pass(args, chosen.algorithm, chosen.vectorization)

@@ -51,7 +51,7 @@ LIBRARIES = {
     "torchrl": Library("torchrl_ppo.py", ".venv-peers-torchrl"),
     "jax": Library("jax_ppo.py", ".venv-peers-jax"),
     "groupwise-ppo": OURS,
-    "groupwise-compiled": OURS._replace(options=("--kernel", "compiled")),
+    "groupwise-compiled": OURS._replace(options=("--compile", "on")),
     "groupwise-grpo": OURS._replace(options=("--algorithm", "grpo")),
     "groupwise-ppo-envpool": OURS._replace(options=("--vectorization", "envpool")),
 }

@@ -8,7 +8,7 @@ PEERS := .venv-peers
 PEERS_PIP := python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-text test test-contrib check format learn bench bench-peers docs clean
+.PHONY: help demo demo-text test test-all check format learn bench bench-peers docs clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | sort
@@ -53,11 +53,11 @@ demo: $(VENV)/.core  ## Train CartPole with GRPO, show what it reached
 demo-text: $(VENV)/.text  ## Train a tiny language model with GRPO, a minute or two
 	$(BIN)/python examples/text_copy.py
 
-test: check  ## Every check and every test
-	$(BIN)/python -m pytest -n 2
+test: check  ## Every check; tests of the core, of texts and of fast paths, without slow ones
+	$(BIN)/python -m pytest -n 2 -m "not learn and not contrib and not slow"
 
-test-contrib: $(VENV)/.dev  ## Tests of contrib: SB3, Atari, MuJoCo Warp, further torch tasks
-	$(BIN)/python -m pytest -n 2 -m contrib
+test-all: check  ## Every check and every test
+	$(BIN)/python -m pytest -n 2 --durations=20
 
 check: $(VENV)/.dev  ## Format, lint, types, layers
 	$(BIN)/ruff format --check .

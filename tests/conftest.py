@@ -1,6 +1,7 @@
 """Settings that every test shares."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,30 @@ torch.set_num_threads(1)
 # compile and import times would trip a deadline on a busy machine; the seed is fixed so that a red run repeats
 settings.register_profile("groupwise", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("groupwise")
+
+
+HERE = Path(__file__).parent
+KINDS = {"text", "speed", "contrib"}
+SLOW = {
+    "docs/test_benchmark_scripts.py",
+    "docs/test_fenced_blocks.py",
+    "examples/test_examples.py",
+    "training/test_peak_memory.py",
+    "training/test_two_processes.py",
+}
+"""Files that take long, of what other tests look at too."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark each test by its folder: text, speed, contrib, or core; and slow, if its file is."""
+    for item in items:
+        path = item.path.relative_to(HERE)
+        kind = path.parts[0] if path.parts[0] in KINDS else "core"
+        if kind != "contrib" or path.name != "test_smoke.py":
+            item.add_marker(kind)
+        if path.as_posix() in SLOW:
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

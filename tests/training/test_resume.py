@@ -32,11 +32,6 @@ RUNS: dict[str, dict[str, Any]] = {
         ),
         "env": {"num_envs": 4},
     },
-    "grpo-compiled": {
-        "algorithm": gw.GRPOCfg(num_steps=50, num_epochs=2, group_size=4),
-        "compile": "on",
-        "env": {"num_envs": 4},
-    },
 }
 SLOW = """
 import sys, time

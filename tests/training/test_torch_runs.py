@@ -1,7 +1,5 @@
 """Whole runs on simulators in torch: what is chosen, said, saved and resumed."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,10 +9,8 @@ from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.config.env import EnvCfg
 from groupwise.config.run import RunCfg
 from groupwise.engines.base import Engine
-from groupwise.report.folder import RunFolder
 from groupwise.training.build import build_parts
-from groupwise.training.callbacks import SaveCheckpoints
-from groupwise.training.parts import Given, build_callbacks
+from groupwise.training.parts import Given
 
 STEPS = {"group_key": "group_step", "returns": "return_to_go", "scale": "batch_std"}
 BRANCH = gw.GRPOCfg(group_size=4, num_steps=16, num_epochs=2, credit=STEPS, collection={"partial_groups": "truncate"})
@@ -114,23 +110,3 @@ def test_numbers_that_are_not_finite_end_the_run(tmp_path):
 
     with pytest.raises(gw.DataError, match="reward of environment 0 at step 0 of the rollout is not finite"):
         gw.train(lambda num_envs: Failing(num_envs), PPO, num_envs=4, total_steps=100, run_dir=tmp_path / "run")
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(
-    ("ranks", "total_steps", "interval"), [(1, 100_000, 20_000), (2, 100_000, 40_000), (2, 10**6, 10**5)]
-)
-def test_checkpoints_that_cut_episodes_are_five_of_the_longest_apart(algorithm, ranks, total_steps, interval, tmp_path):
-    """Of 500 steps, in 8 environments on each rank."""
-    parts = parts_of(ALGORITHMS[algorithm], total_steps=total_steps)
-    parts.algorithm.engine = SimpleNamespace(world_size=ranks)
-    (saves,) = build_callbacks(parts, RunFolder(tmp_path), [], None, rank=1)
-    assert isinstance(saves, SaveCheckpoints)
-    assert saves.every.interval == interval
-
-
-def test_groups_that_are_finished_lose_nothing_at_a_checkpoint(tmp_path):
-    finish = BRANCH.model_copy(update={"collection": gw.GRPOCfg().collection})
-    parts = parts_of(finish, total_steps=1_000)
-    (saves,) = build_callbacks(parts, RunFolder(tmp_path), [], None, rank=1)
-    assert saves.every.interval == 100

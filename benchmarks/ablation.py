@@ -88,19 +88,19 @@ def run(task: Task, variant: Variant, seed: int) -> Curve:
 
     from groupwise import config
     from groupwise.engines.base import Engine
-    from groupwise.training.build import build_parts
+    from groupwise.training.build import build_components
+    from groupwise.training.components import UserObjects, build_trainer
     from groupwise.training.env_evaluator import EnvEvaluator
-    from groupwise.training.parts import Given, build_trainer
 
     torch.set_num_threads(1)
     algorithm = {"name": variant.name, **variant.algorithm}
     preset = PRESETS / f"{task.env}.{variant.name}.json"
     cfg = config.load_config(preset, algorithm, seed=seed, total_steps=round(task.steps * (1 - OVERSHOOT)))
-    parts = build_parts(cfg, Given(), Engine())
+    parts = build_components(cfg, UserObjects(), Engine())
     if not variant.shared:
         parts.env.start = _apart(parts.env.start)  # type: ignore[attr-defined]
     evaluator = EnvEvaluator(
-        cfg, Given(), parts.algorithm.policy, episodes=task.episodes, deterministic=True, seed=10_000 + seed
+        cfg, UserObjects(), parts.algorithm.policy, episodes=task.episodes, deterministic=True, seed=10_000 + seed
     )
     curve: Curve = {"steps": [], "return": []}
     build_trainer(parts, [_recorder(task, evaluator, curve)], Engine()).train()

@@ -27,12 +27,12 @@ from groupwise.text.files import short
 from groupwise.text.task import TextTask
 from groupwise.training import running
 from groupwise.training.base import Callback
-from groupwise.training.build import build_parts
+from groupwise.training.build import build_components
 from groupwise.training.checkpoint import load_checkpoint, load_policy, saved_steps
+from groupwise.training.components import Components, UserObjects, pick_device
 from groupwise.training.ending import closing_after, preparing
 from groupwise.training.env_evaluator import EnvEvaluator
 from groupwise.training.filming import record
-from groupwise.training.parts import Given, Parts, pick_device
 
 if TYPE_CHECKING:
     import gymnasium
@@ -57,7 +57,7 @@ class Run:
     """What trained the policy, as it was left."""
     summary: dict[str, Any]
     """What the run reached and why it ended."""
-    given: Given = field(default=Given(), repr=False)
+    given: UserObjects = field(default=UserObjects(), repr=False)
     """Python objects that the run was given."""
 
     def __repr__(self) -> str:
@@ -87,7 +87,7 @@ class Run:
             RunFolderError: ``path`` is no run folder, or a damaged one.
             CheckpointError: the checkpoint is missing, damaged or of another environment or architecture.
         """
-        folder, objects = RunFolder.open(Path(path)), Given.again(given)
+        folder, objects = RunFolder.open(Path(path)), UserObjects.again(given)
         check_given(folder, objects)
         parts = build_again(read_cfg(folder), objects, folder, Engine())
         with closing_after(parts.close):
@@ -145,7 +145,7 @@ def train(
     settings = {key: value for key, value in named.items() if value is not None}
     if isinstance(env, CommonCfg):
         _refuse_besides(env, settings | {"algorithm": algorithm, "preset": preset})
-        return train_from_config(env, Given(policy=given), callbacks)
+        return train_from_config(env, UserObjects(policy=given), callbacks)
     if isinstance(env, TextTask):
         cfg: CommonCfg = _text_cfg(env, algorithm, preset, policy, settings)
         return train_from_config(cfg, _given_texts(env)._replace(policy=given), callbacks)
@@ -153,7 +153,7 @@ def train(
     env_id, env_fields = _describe_env(env)
     env_fields |= {key: settings.pop(key) for key in ("num_envs", "max_episode_steps") if key in settings}
     cfg = config.resolve(env_id, algorithm, preset, env=env_fields, **settings)
-    return train_from_config(cfg, Given(None if isinstance(env, str | EnvCfg) else env, given), callbacks)
+    return train_from_config(cfg, UserObjects(None if isinstance(env, str | EnvCfg) else env, given), callbacks)
 
 
 def _check_policy_fields(fields: object) -> None:
@@ -164,13 +164,13 @@ def _check_policy_fields(fields: object) -> None:
         )
 
 
-def train_from_config(cfg: CommonCfg, given: Given | None = None, callbacks: Sequence[Callback] = ()) -> Run:
+def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callbacks: Sequence[Callback] = ()) -> Run:
     """A policy trained as ``cfg`` says; see ``train``.
 
     Args:
         given: used instead of what ``cfg`` names.
     """
-    given, engine = given or Given(), from_environment(pick_device(cfg.device).type)
+    given, engine = given or UserObjects(), from_environment(pick_device(cfg.device).type)
     if engine.world_size > 1 and cfg.run_dir is None:
         raise ConfigError("several processes train together, and all must know the run folder; fix: set run_dir")
     if cfg.run_dir is not None and engine.rank == 0:
@@ -206,7 +206,7 @@ def resume(
     """
     if total_steps is not None and total_steps < 1:
         raise ConfigError(f"total_steps = {total_steps}: expected at least 1")
-    folder, objects = RunFolder.open(Path(path)), Given.again(given)
+    folder, objects = RunFolder.open(Path(path)), UserObjects.again(given)
     check_given(folder, objects)
     cfg = read_cfg(folder)
     if total_steps is not None:
@@ -367,10 +367,10 @@ def _text_cfg(
     return config.resolve_text(algorithm, preset, task=task.cfg, model=fields, **settings)
 
 
-def _given_texts(task: TextTask) -> Given:
+def _given_texts(task: TextTask) -> UserObjects:
     data, eval_data = (None if isinstance(d, str | Path) else d for d in (task.data, task.eval_data))
     reward = [f for f in task.functions if f is not None] or None
-    return Given(data=data, eval_data=eval_data, reward=reward, tool=task.given_tool)
+    return UserObjects(data=data, eval_data=eval_data, reward=reward, tool=task.given_tool)
 
 
 def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]]:
@@ -386,23 +386,23 @@ def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]
     return GIVEN, {"num_envs": env.num_envs}
 
 
-def build(cfg: CommonCfg, given: Given, engine: Engine) -> Parts:
+def build(cfg: CommonCfg, given: UserObjects, engine: Engine) -> Components:
     """The parts that the settings describe."""
     if isinstance(cfg, TextRunCfg):
-        from groupwise.text.build import build_text_parts
+        from groupwise.text.build import build_text_components
 
-        return build_text_parts(cfg, given, engine)
+        return build_text_components(cfg, given, engine)
     assert isinstance(cfg, RunCfg)
-    return build_parts(cfg, given, engine)
+    return build_components(cfg, given, engine)
 
 
-def build_again(cfg: CommonCfg, given: Given, folder: RunFolder, engine: Engine) -> Parts:
+def build_again(cfg: CommonCfg, given: UserObjects, folder: RunFolder, engine: Engine) -> Components:
     """The parts of an earlier run, which may need its plugins."""
     with blaming_absence(folder.path, folder.read_plugins()):
         return build(cfg, given, engine)
 
 
-def check_given(folder: RunFolder, given: Given) -> None:
+def check_given(folder: RunFolder, given: UserObjects) -> None:
     """Refuse to go on without the Python objects that an earlier run was given.
 
     Raises:

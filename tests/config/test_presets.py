@@ -19,8 +19,8 @@ from groupwise.recipes.corrections.mis import MisCfg
 from groupwise.recipes.trust_regions.cispo import CispoCfg
 from groupwise.recipes.trust_regions.clip_cov import ClipCovCfg
 from groupwise.recipes.trust_regions.dppo import DppoCfg
-from groupwise.training.build import build_parts
-from groupwise.training.parts import Given
+from groupwise.training.build import build_components
+from groupwise.training.components import UserObjects
 
 
 def parameters(policy):
@@ -49,14 +49,14 @@ class Paid(gymnasium.Env):
 
 @pytest.mark.parametrize("name", sorted(presets.objective_presets().keys() - {"gdpo", "agilerl_turn_ratio"}))
 def test_every_preset_trains(name):
-    start, end = trained(resolve("CartPole-v1", SMALL, preset=name, env={"num_envs": 4}), Given())
+    start, end = trained(resolve("CartPole-v1", SMALL, preset=name, env={"num_envs": 4}), UserObjects())
     # every step of CartPole has the same reward, from which process supervision learns nothing
     assert torch.equal(end, start) == (name == "sb3_process_deepseek")
 
 
 def test_gdpo_trains_on_the_parts_of_a_reward():
     env = {"num_envs": 4, "max_episode_steps": 3, "reward_parts": ("earned", "lost")}
-    start, end = trained(resolve(GIVEN, SMALL, preset="gdpo", env=env), Given(env=Paid))
+    start, end = trained(resolve(GIVEN, SMALL, preset="gdpo", env=env), UserObjects(env=Paid))
     assert not torch.equal(end, start)
 
 
@@ -69,8 +69,8 @@ class TurnsCfg(GRPOCfg):
 def test_a_ratio_of_turns_trains_on_turns_and_says_what_it_needs(monkeypatch):
     monkeypatch.setattr(registry, "_ALGORITHMS", registry._ALGORITHMS | {"turns": AlgorithmEntry(TurnsCfg, GRPO)})
     settings = TurnsCfg(**SMALL.model_dump(exclude_unset=True, exclude={"name"}))
-    parts = build_parts(
-        resolve("CartPole-v1", settings, preset="agilerl_turn_ratio", env={"num_envs": 4}), Given(), Engine()
+    parts = build_components(
+        resolve("CartPole-v1", settings, preset="agilerl_turn_ratio", env={"num_envs": 4}), UserObjects(), Engine()
     )
     parts.buffer.add(parts.collector.collect(12, rollout=parts.buffer.start_rollout()))
     rollout = parts.buffer.get()
@@ -88,7 +88,7 @@ SMALL = GRPOCfg(num_steps=12, num_epochs=2, minibatch_size=24, group_size=4, kl_
 
 def trained(cfg, given):
     """The policy's parameters before and after two iterations, in which every metric is finite."""
-    parts = build_parts(cfg, given, Engine())
+    parts = build_components(cfg, given, Engine())
     start = parameters(parts.algorithm.policy)
     for _ in range(2):
         parts.buffer.add(parts.collector.collect(12, rollout=parts.buffer.start_rollout()))

@@ -15,8 +15,8 @@ from groupwise.envs.make import make_env
 from groupwise.envs.starts import choose_start
 from groupwise.errors import GroupStartError, GroupStartWarning, UnsupportedSpaceError
 from groupwise.policies.actor_critic import ActorCritic
+from groupwise.training.components import UserObjects
 from groupwise.training.env_evaluator import EnvEvaluator
-from groupwise.training.parts import Given
 
 
 class Locked(Noisy):
@@ -217,7 +217,7 @@ def test_evaluation_does_not_depend_on_earlier_ones_where_used_environments_star
 
     cfg = RunCfg(env=EnvCfg(id="<given in Python>", max_episode_steps=9))
     policy = ActorCritic(Noisy.observation_space, Noisy.action_space, PolicyCfg(), actor_only=True)
-    evaluator = EnvEvaluator(cfg, Given(env=Rewarding), policy, episodes=2, deterministic=True, seed=0)
+    evaluator = EnvEvaluator(cfg, UserObjects(env=Rewarding), policy, episodes=2, deterministic=True, seed=0)
     evaluator.start_as(GroupStartReport("Rewarding", "fresh", True, True))
     with closing(evaluator):
         assert evaluator() == evaluator()

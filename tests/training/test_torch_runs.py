@@ -9,8 +9,8 @@ from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.config.env import EnvCfg
 from groupwise.config.run import RunCfg
 from groupwise.engines.base import Engine
-from groupwise.training.build import build_parts
-from groupwise.training.parts import Given
+from groupwise.training.build import build_components
+from groupwise.training.components import UserObjects
 
 STEPS = {"group_key": "group_step", "returns": "return_to_go", "scale": "batch_std"}
 BRANCH = gw.GRPOCfg(group_size=4, num_steps=16, num_epochs=2, credit=STEPS, collection={"partial_groups": "truncate"})
@@ -20,7 +20,7 @@ ALGORITHMS = {"ppo": PPO, "grpo": BRANCH}
 
 def parts_of(algorithm, env=gw.TorchCartPole, **fields):
     cfg = RunCfg(algorithm=algorithm, env=EnvCfg(id="<given in Python>", num_envs=8), **fields)
-    return build_parts(cfg, Given(env=env), Engine())
+    return build_components(cfg, UserObjects(env=env), Engine())
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_torch_environments_have_collectors_of_their_own(algorithm, collector):
 
 
 def test_other_environments_are_trained_on_as_before():
-    parts = build_parts(RunCfg(algorithm=PPO, env=EnvCfg(num_envs=2)), Given(), Engine())
+    parts = build_components(RunCfg(algorithm=PPO, env=EnvCfg(num_envs=2)), UserObjects(), Engine())
     assert type(parts.collector) is gw.VectorCollector
     parts.close()
 
@@ -61,7 +61,7 @@ def test_other_environments_are_trained_on_as_before():
 def test_branch_needs_a_simulator_in_torch(algorithm, env, says):
     cfg = RunCfg(algorithm=algorithm, env=EnvCfg(id="<given in Python>" if env else "CartPole-v1", num_envs=8))
     with pytest.raises(gw.ConfigError, match=says):
-        build_parts(cfg, Given(env=env), Engine())
+        build_components(cfg, UserObjects(env=env), Engine())
 
 
 def written(run):

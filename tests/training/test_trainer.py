@@ -134,10 +134,10 @@ def test_an_error_in_the_midst_of_an_iteration_leaves_nothing_to_save(parts: Any
 
 
 @pytest.mark.parametrize("error", [DataError("an action is not finite"), DivergedError("so is a weight")])
-@pytest.mark.parametrize("where", ["collecting", "telling"])
+@pytest.mark.parametrize("where", ["collecting", "callbacks"])
 def test_what_diverged_is_not_to_be_saved(where: str, error: Exception, parts: Any):
     recorder = Recorder()
-    trainer = parts.trainer(recorder, *([Raises("on_iteration_end", error)] if where == "telling" else []))
+    trainer = parts.trainer(recorder, *([Raises("on_iteration_end", error)] if where == "callbacks" else []))
     collect = trainer.collector.collect
 
     def fail(*args: Any, **kwargs: Any) -> TensorDict:

@@ -33,7 +33,7 @@ from groupwise.text.rollout import TextBuffer
 from groupwise.text.task import TextTask
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
-from groupwise.training.parts import Given, Parts, check_trackers, pick_device
+from groupwise.training.components import Components, UserObjects, check_trackers, pick_device
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ SamplingT = TypeVar("SamplingT", bound=SamplingCfg)
 
 
 @dataclass(frozen=True)
-class TextParts(Parts):
+class TextComponents(Components):
     """Of a run on texts."""
 
     kind: ClassVar[str] = "task"
@@ -82,7 +82,7 @@ class TextParts(Parts):
         return built
 
 
-def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts:
+def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -> TextComponents:
     """Model, prompts, rewards and what trains on them, from a run's settings.
 
     Raises:
@@ -125,7 +125,7 @@ def build_text_parts(cfg: TextRunCfg, given: Given, engine: Engine) -> TextParts
     buffer = TextBuffer(policy.action_spec, value=not policy.actor_only, device=device)
     vocabulary, width = policy.head.shape
     identity = Identity(cfg.subject, f"{type(policy.network).__name__} of width {width}", f"{vocabulary} tokens")
-    return TextParts(cfg, given, algorithm, collector, buffer, identity, task, data.eval)
+    return TextComponents(cfg, given, algorithm, collector, buffer, identity, task, data.eval)
 
 
 def speed_up(policy: CausalLM) -> None:
@@ -153,14 +153,14 @@ def load_trained(
             f"{folder.path} was given policy in Python; fix: from Python, give the same again, as policy=..."
         )
     algorithm_type = algorithm_entry(cfg.algorithm.name).load()
-    trained = _policy(cfg, Given(policy=policy), actor_only=algorithm_type.actor_only)
+    trained = _policy(cfg, UserObjects(policy=policy), actor_only=algorithm_type.actor_only)
     speed_up(trained)
     where = folder.checkpoints / checkpoint
     load_policy(trained, load_checkpoint(where).policy, where)
     return trained
 
 
-def _policy(cfg: TextRunCfg, given: Given, *, actor_only: bool) -> CausalLM:
+def _policy(cfg: TextRunCfg, given: UserObjects, *, actor_only: bool) -> CausalLM:
     """The policy that was given, or the one that the settings name."""
     if given.policy is None:
         with torch.random.fork_rng(devices=[]):  # adapters begin at random

@@ -19,8 +19,8 @@ from groupwise.text.task import TextTask
 from groupwise.text.tools import Tool, make_tool
 from groupwise.text.transcripts import ToolDialogue, Transcript, score, text_of, write
 from groupwise.text.turns import AnswerEncoder
+from groupwise.training.components import Evaluator, UserObjects
 from groupwise.training.evaluation import shown
-from groupwise.training.parts import Evaluator, Given
 
 _PROMPTS_AT_ONCE = 32
 
@@ -143,7 +143,7 @@ class TextEvaluator(Evaluator):
         self._seed = seed
 
     @classmethod
-    def of(cls, cfg: TextRunCfg, given: Given, policy: Policy, *, seed: int) -> "TextEvaluator":
+    def of(cls, cfg: TextRunCfg, given: UserObjects, policy: Policy, *, seed: int) -> "TextEvaluator":
         """What evaluates the policy of a run, from its settings.
 
         Raises:
@@ -246,7 +246,7 @@ def write_texts(
     return [text_of(attempt, encoder) for attempt in attempts]
 
 
-def task_of(cfg: TextRunCfg, given: Given) -> TextTask:
+def task_of(cfg: TextRunCfg, given: UserObjects) -> TextTask:
     """The task that the settings describe."""
     return TextTask.from_cfg(cfg.task, data=given.data, eval_data=given.eval_data, reward=given.reward, tool=given.tool)
 

@@ -36,7 +36,7 @@ class Evaluation(Protocol):
 
 
 class Callback:
-    """Hears the events of a training run; override what you need. It may add to ``metrics``, which are logged after it."""
+    """Receives training events; override what you need. Values added to ``metrics`` are logged."""
 
     def on_training_start(self, trainer: "Trainer") -> None:
         """Before the first iteration, also of a resumed run."""

@@ -29,15 +29,15 @@ from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
 from groupwise.speed.install import install
 from groupwise.training.checkpoint import Identity
+from groupwise.training.components import Components, UserObjects, check_trackers, pick_device, threads
 from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, separate_env
 from groupwise.training.filming import record_if_possible
-from groupwise.training.parts import Given, Parts, check_trackers, pick_device, threads
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class EnvParts(Parts):
+class EnvComponents(Components):
     """Of a run on an environment."""
 
     cfg: RunCfg
@@ -75,12 +75,12 @@ class EnvParts(Parts):
         shared = [f"Group starts: shared ({report.start_mode}), verified."] if report else []
         return [*shared, *_note_on_length(self.cfg)]
 
-    def facts(self) -> dict[str, Any]:
+    def summary_fields(self) -> dict[str, Any]:
         """How siblings share their start."""
         report = self.start_report()
         return {"start_mode": f"{report.start_mode}, verified"} if report else {}
 
-    def illustrate(self, folder: RunFolder, seed: int) -> None:
+    def render(self, folder: RunFolder, seed: int) -> None:
         """Film an episode, where the environment renders."""
         record_if_possible(self.cfg, self.given, self.policy, folder.video, seed)
 
@@ -92,7 +92,7 @@ class EnvParts(Parts):
             super().close()
 
 
-def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> EnvParts:
+def build_components(cfg: RunCfg, given: UserObjects, engine: Engine) -> EnvComponents:
     """Environments, policy and what trains it, from a run's settings.
 
     Raises:
@@ -125,10 +125,10 @@ def build_parts(cfg: RunCfg, given: Given, engine: Engine) -> EnvParts:
         reward_parts=len(cfg.env.reward_parts),
         device=device,
     )
-    return EnvParts(cfg, given, algorithm, collector, buffer, Identity.of(env), env)
+    return EnvComponents(cfg, given, algorithm, collector, buffer, Identity.of(env), env)
 
 
-def build_policy(cfg: RunCfg, env: VectorEnv, given: Given, algorithm_type: type[BaseAlgorithm]) -> Policy:
+def build_policy(cfg: RunCfg, env: VectorEnv, given: UserObjects, algorithm_type: type[BaseAlgorithm]) -> Policy:
     """The policy that was given, or a new one whose weights follow from the run's seed."""
     if given.policy is not None:
         return given.policy
@@ -159,7 +159,7 @@ def _note_on_length(cfg: RunCfg) -> list[str]:
     ]
 
 
-def _check(cfg: RunCfg, given: Given, algorithm_type: type[BaseAlgorithm]) -> None:
+def _check(cfg: RunCfg, given: UserObjects, algorithm_type: type[BaseAlgorithm]) -> None:
     if cfg.env.id == GIVEN and given.env is None:
         raise ConfigError("the environment was given in Python; fix: give it again as env=...")
     check_trackers(cfg)

@@ -9,8 +9,8 @@ from groupwise.envs.base import GroupEnv, GroupStartReport
 from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError
 from groupwise.policies.base import Policy
+from groupwise.training.components import Evaluator, UserObjects
 from groupwise.training.evaluation import MAX_STEPS, EvaluationResult, evaluate_policy
-from groupwise.training.parts import Evaluator, Given
 
 MAX_EVALUATION_ENVS = 128
 _MAKE_VEC_KWARGS = {"num_envs", "vectorization_mode", "vector_kwargs"}
@@ -25,7 +25,7 @@ class EnvEvaluator(Evaluator):
     """
 
     def __init__(
-        self, cfg: RunCfg, given: Given, policy: Policy, *, episodes: int, deterministic: bool, seed: int
+        self, cfg: RunCfg, given: UserObjects, policy: Policy, *, episodes: int, deterministic: bool, seed: int
     ) -> None:
         self.cfg = cfg
         self.given = given

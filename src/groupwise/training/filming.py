@@ -8,13 +8,13 @@ from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
 from groupwise.report.video import NoPictureError, film
 from groupwise.seeding import derive_seed
+from groupwise.training.components import UserObjects
 from groupwise.training.env_evaluator import separate_env
-from groupwise.training.parts import Given
 
 log = logging.getLogger(__name__)
 
 
-def record(cfg: RunCfg, given: Given, policy: Policy, path: Path, seed: int) -> None:
+def record(cfg: RunCfg, given: UserObjects, policy: Policy, path: Path, seed: int) -> None:
     """Write an episode of the greedy policy.
 
     Raises:
@@ -26,7 +26,7 @@ def record(cfg: RunCfg, given: Given, policy: Policy, path: Path, seed: int) -> 
     film(policy, *separate, path, seed=derive_seed(seed, "video"))
 
 
-def record_if_possible(cfg: RunCfg, given: Given, policy: Policy, path: Path, seed: int) -> None:
+def record_if_possible(cfg: RunCfg, given: UserObjects, policy: Policy, path: Path, seed: int) -> None:
     """Write it if that works: what was trained is worth more than a picture of it."""
     try:
         record(cfg, given, policy, path, seed)

@@ -19,16 +19,18 @@ from groupwise.report.scores import scores_of
 from groupwise.seeding import derive_seed
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy
+from groupwise.training.components import Components, Evaluator, build_callbacks, build_trainer, threads
 from groupwise.training.ending import closing_after, failure, finishing_on_signal, interruption, is_interruption
 from groupwise.training.memory import peak_memory
-from groupwise.training.parts import Evaluator, Parts, build_callbacks, build_trainer, threads
 from groupwise.training.trainer import Trainer
 
 SMALL_TENSOR = 2**17
 """Elements; networks whose largest matrix is no larger run fastest on one thread."""
 
 
-def run(parts: Parts, folder: RunFolder, users: Sequence[Callback], engine: Engine, *, resume: bool) -> dict[str, Any]:
+def run(
+    parts: Components, folder: RunFolder, users: Sequence[Callback], engine: Engine, *, resume: bool
+) -> dict[str, Any]:
     """Train to the end; what was reached, and why it ended."""
     with (
         threads_for(parts.policy),
@@ -44,12 +46,12 @@ def run(parts: Parts, folder: RunFolder, users: Sequence[Callback], engine: Engi
         if resume and trainer.iteration == begun and engine.rank == 0:
             _say(f"nothing was left to train ({summary['stopped']}); fix: give more total_steps")
         if engine.rank == 0:
-            parts.illustrate(folder, derive_seed(parts.cfg.seed, "evaluation"))
+            parts.render(folder, derive_seed(parts.cfg.seed, "evaluation"))
     return summary
 
 
 @contextmanager
-def _evaluator_of(parts: Parts, engine: Engine) -> Iterator[Evaluator | None]:
+def _evaluator_of(parts: Components, engine: Engine) -> Iterator[Evaluator | None]:
     """What evaluates, on the one rank that does; closed in the end."""
     evaluator = parts.evaluator() if engine.rank == 0 else None
     with nullcontext() if evaluator is None else closing_after(evaluator.close):
@@ -68,7 +70,7 @@ def threads_for(policy: Policy) -> AbstractContextManager[None]:
     return threads(1 if small else torch.get_num_threads())
 
 
-def _take_up(trainer: Trainer, parts: Parts, folder: RunFolder, engine: Engine) -> None:
+def _take_up(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine) -> None:
     """Put the latest checkpoint into the trainer; a run killed before its first one begins again.
 
     Once that has worked, the folder is brought in line with it.
@@ -86,7 +88,7 @@ def _take_up(trainer: Trainer, parts: Parts, folder: RunFolder, engine: Engine) 
         _say(f"resuming from step {trainer.env_steps:,} of {parts.cfg.total_steps:,}{where}")
 
 
-def _peaks(folder: RunFolder, parts: Parts) -> dict[str, float]:
+def _peaks(folder: RunFolder, parts: Components) -> dict[str, float]:
     """Peak memory, of earlier processes of a resumed run, too, whose summary can be read."""
     try:
         before = folder.read_summary()
@@ -99,7 +101,7 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _train_and_report(trainer: Trainer, parts: Parts, folder: RunFolder, engine: Engine) -> dict[str, Any]:
+def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine) -> dict[str, Any]:
     """Train; whatever happens, leave a summary and a curve of what there is."""
     cfg, given, stopped = parts.cfg, parts.given.names(), "failed"
     try:
@@ -117,7 +119,7 @@ def _train_and_report(trainer: Trainer, parts: Parts, folder: RunFolder, engine:
         if engine.rank == 0:
             metrics = folder.read_metrics()
             summary |= scores_of(metrics) | _peaks(folder, parts)
-            summary |= parts.facts()
+            summary |= parts.summary_fields()
             folder.write_summary(summary)
             plot_curve(metrics, folder.curve, f"{cfg.subject}, {cfg.algorithm.name}, seed {cfg.seed}", *parts.axes)
     return summary

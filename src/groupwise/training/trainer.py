@@ -67,7 +67,7 @@ class Trainer:
         """Whether somebody asked to end training early, and to go on later."""
         self.metrics: dict[str, float] = {}
         """Of the last finished iteration."""
-        self.doing: Literal["collecting", "updating", "telling"] = "telling"
+        self.doing: Literal["collecting", "updating", "callbacks"] = "callbacks"
         """What is under way, or was when an error came: a rollout, the update on it, or what callbacks do between iterations."""
 
     def train(self) -> None:
@@ -172,7 +172,7 @@ class Trainer:
             "time/update_seconds": updated - update_start,
             "time/steps_per_second": steps / (updated - start),
         }
-        self.metrics, self.doing = metrics, "telling"
+        self.metrics, self.doing = metrics, "callbacks"
         for callback in self.callbacks:
             callback.on_iteration_end(self, rollout, metrics)
 

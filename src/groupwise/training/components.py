@@ -28,7 +28,7 @@ from groupwise.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 
-class Given(NamedTuple):
+class UserObjects(NamedTuple):
     """Python objects that a run was given instead of settings."""
 
     env: object | None = None
@@ -44,7 +44,7 @@ class Given(NamedTuple):
     """What a language model can call."""
 
     @classmethod
-    def again(cls, objects: Mapping[str, Any]) -> "Given":
+    def again(cls, objects: Mapping[str, Any]) -> "UserObjects":
         """Those that a run is given again by name.
 
         Raises:
@@ -78,7 +78,7 @@ class Evaluator(ABC):
 
 
 @dataclass(frozen=True)
-class Parts(ABC):
+class Components(ABC):
     """What training is made of."""
 
     kind: ClassVar[str] = "env"
@@ -88,7 +88,7 @@ class Parts(ABC):
 
     cfg: CommonCfg
     """With the settings that only the environment or the data could tell."""
-    given: Given
+    given: UserObjects
     algorithm: BaseAlgorithm
     collector: Collector
     buffer: RolloutBuffer
@@ -111,7 +111,7 @@ class Parts(ABC):
         """Lines about the run for who watches it begin."""
         return []
 
-    def facts(self) -> dict[str, Any]:
+    def summary_fields(self) -> dict[str, Any]:
         """What the summary says besides scores."""
         return {}
 
@@ -119,7 +119,7 @@ class Parts(ABC):
         """Callbacks that this kind of run has."""
         return []
 
-    def illustrate(self, folder: RunFolder, seed: int) -> None:  # noqa: B027 (not every run has pictures)
+    def render(self, folder: RunFolder, seed: int) -> None:  # noqa: B027 (not every run has pictures)
         """Leave a picture of what was trained, if that works."""
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class Parts(ABC):
         self.collector.close()
 
 
-def build_trainer(parts: Parts, callbacks: Sequence[Callback], engine: Engine) -> Trainer:
+def build_trainer(parts: Components, callbacks: Sequence[Callback], engine: Engine) -> Trainer:
     """The loop over the parts."""
     return Trainer(
         parts.algorithm,
@@ -142,7 +142,7 @@ def build_trainer(parts: Parts, callbacks: Sequence[Callback], engine: Engine) -
 
 
 def build_callbacks(
-    parts: Parts, folder: RunFolder, users: Sequence[Callback], evaluator: Evaluator | None, rank: int
+    parts: Components, folder: RunFolder, users: Sequence[Callback], evaluator: Evaluator | None, rank: int
 ) -> list[Callback]:
     """The user's callbacks and those that the settings ask for, in the order of ``callbacks.py``.
 

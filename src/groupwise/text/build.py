@@ -21,6 +21,7 @@ from groupwise.seeding import derive_seed
 from groupwise.speed.cpu_attention import attend_on_cpus
 from groupwise.speed.cpu_memory import keep_freed_memory
 from groupwise.speed.decoding_step import FastDecoder
+from groupwise.speed.flat import flatten
 from groupwise.text.callbacks import CheckSamplerMismatch, LogGroups
 from groupwise.text.collector import TextCollector, TextTerms
 from groupwise.text.data import Example
@@ -108,6 +109,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     tool, terms = task.tool(), _terms(cfg)
     cfg = _filled_in(cfg, rewards.weights, () if tool is None else tool.stop)
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
+    flatten(algorithm)
     collector = TextCollector(
         policy,
         Generator(policy),

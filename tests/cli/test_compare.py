@@ -96,7 +96,7 @@ def test_notes_and_left_out_runs_are_printed(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "arguments are required: [NAME=]RUNS; see: groupwise compare --help"),
+        ([], "arguments are required: [NAME=]RUNS; fix: see groupwise compare --help"),
         (["nowhere"], "there is no run folder 'nowhere'"),
         (["=nowhere"], "expected a folder of runs, or NAME=FOLDER"),
         (["mine="], "expected a folder of runs, or NAME=FOLDER"),

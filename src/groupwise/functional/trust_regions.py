@@ -131,14 +131,14 @@ def kl_cov_loss(
     old_log_prob: Float[Tensor, "*batch"],
     ratio: Float[Tensor, "*batch"],
     advantage: Float[Tensor, "*batch"],
-    held: Bool[Tensor, "*batch"],
+    pulled: Bool[Tensor, "*batch"],
     penalty: float,
 ) -> Float[Tensor, "*batch"]:
-    """``-ratio * A``, plus ``penalty * |log_prob - old_log_prob|`` on the steps that are held back.
+    """``-ratio * A``, plus ``penalty * |log_prob - old_log_prob|`` on the steps that are pulled back.
 
     Source: KL-Cov, https://arxiv.org/abs/2505.22617.
     """
-    distance = (log_prob - old_log_prob).abs().masked_fill(~held, 0)
+    distance = (log_prob - old_log_prob).abs().masked_fill(~pulled, 0)
     return -ratio * advantage + penalty * distance
 
 

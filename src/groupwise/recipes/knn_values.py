@@ -75,7 +75,7 @@ def gathered(batch: TensorDict, reward: Float[Tensor, "row step"], gamma: float,
 
 
 def values(near: Neighbours, pool: Int[Tensor, " pooled"], steps: Steps, engine: Engine) -> Float[Tensor, " own"]:
-    """Mean of the discounted returns from near states on; behind an attempt that was cut stands the value of its last step.
+    """Mean of the discounted returns from the nearest states; behind a truncated attempt stands the value of its last step.
 
     Without that, states just before a cut would seem worth little, and so would all states near them. The values that stand
     there are means of returns that may have been cut themselves: ``V = mean(score + tail V_last)`` is iterated.

@@ -25,7 +25,7 @@ class KnnCfg(BaselineCfg):
     k: PositiveInt = 16
     """How many states. Fewer are nearer, more are surer."""
     gae_lambda: Fraction = 0.95
-    """How far rewards themselves count, before the values of near states stand for those behind; as in PPO. 1: all the way."""
+    """Lambda of the generalised advantage estimate, as in PPO. 1: returns, without bootstrapping from values."""
     source: ClassVar = "https://arxiv.org/abs/1606.04460"
     needs: ClassVar = {
         "returns": ("return_to_go",),

@@ -9,7 +9,7 @@ import random
 from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -33,7 +33,8 @@ class _CannotCaptureError(Exception):
 def capture(env: gymnasium.Env | VectorEnv) -> dict[str, Any] | None:
     """The attributes of an environment, its wrappers and everything inside as plain data; None if they hold anything else."""
     try:
-        return _captured(env, set(), iter(range(_MOST_VALUES)))
+        captured: dict[str, Any] = _captured(env, set(), iter(range(_MOST_VALUES)))
+        return captured
     except _CannotCaptureError:
         return None
 
@@ -77,7 +78,7 @@ def _captured(value: Any, seen: set[int], budget: Iterator[int]) -> Any:
         }
     for kind, container in _CONTAINERS.items():
         if type(value) is container:
-            return {"kind": kind, "items": [_captured(item, seen, budget) for item in value]}
+            return {"kind": kind, "items": [_captured(item, seen, budget) for item in cast(Any, value)]}
     if type(value) is dict:
         return {
             "kind": "dict",
@@ -116,9 +117,9 @@ def _restored(now: Any, saved: Any) -> Any:
             before = now if isinstance(now, dict) else {}
             return {key: _restored(before.get(key), part) for key, part in saved["items"]}
         case kind:
-            before = list(now) if isinstance(now, list | tuple | deque) else []
-            before += [None] * len(saved["items"])
-            items = [_restored(mine, item) for mine, item in zip(before, saved["items"], strict=False)]
+            old = list(now) if isinstance(now, list | tuple | deque) else []
+            old += [None] * len(saved["items"])
+            items = [_restored(mine, item) for mine, item in zip(old, saved["items"], strict=False)]
             return deque(items, now.maxlen) if kind == "deque" else _CONTAINERS[kind](items)
     return now
 
@@ -132,7 +133,7 @@ def _mujoco_arrays(data: Any) -> dict[str, np.ndarray]:
     parts: dict[str, list[np.ndarray]] = {}
     for array in _mujoco_views(data):
         parts.setdefault(array.dtype.name, []).append(array.reshape(-1))
-    return {name: np.concatenate(arrays) for name, arrays in parts.items()} | {"time": np.float64(data.time)}
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()} | {"time": np.array(data.time)}
 
 
 def _put_mujoco(data: Any, saved: Mapping[str, Any]) -> None:

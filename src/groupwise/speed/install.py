@@ -23,7 +23,7 @@ def install(cfg: RunCfg, algorithm: BaseAlgorithm, collector: Collector) -> None
     if cfg.compile == "off":
         return
     world_size = algorithm.engine.world_size
-    why = "parameters are many or of several types, or the optimiser is not Adam"
+    why: str | None = "parameters are many or of several types, or the optimiser is not Adam"
     if flat is not None:
         why = compiling.why_not_compiled(algorithm)
         pays = optimizer_steps(cfg, world_size) >= compiling.WORTH_STEPS
@@ -33,7 +33,7 @@ def install(cfg: RunCfg, algorithm: BaseAlgorithm, collector: Collector) -> None
         raise ConfigError(f"compile='on', but the update cannot be compiled: {why}; fix: compile='auto'")
     pays = cfg.total_steps // (cfg.env.num_envs * world_size) >= rollouts.WORTH_STEPS
     if (pays or cfg.compile == "on") and rollouts.why_not_compiled(collector) is None:
-        collector.stepper = rollouts.CompiledStepper(collector)
+        collector.stepper = rollouts.CompiledStepper(collector)  # type: ignore[attr-defined, arg-type]
 
 
 def optimizer_steps(cfg: RunCfg, world_size: int = 1) -> int:

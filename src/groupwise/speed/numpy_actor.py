@@ -5,7 +5,7 @@ The random numbers are those of the action heads, so actions agree with ``policy
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -66,10 +66,12 @@ class NumPyActor:
     def _normalized(self, obs: Rows) -> Rows:
         if self._policy.obs_normalizer is None:
             return obs
-        (statistics,) = self._policy.obs_normalizer.statistics
-        scaled = np.subtract(obs, statistics.shift.numpy())
+        statistics: Any = self._policy.obs_normalizer.statistics[0]
+        scaled: Rows = np.subtract(obs, statistics.shift.numpy())
         np.multiply(scaled, statistics.scale.numpy(), out=scaled)
-        return np.minimum(np.maximum(scaled, -_CLIP, out=scaled), _CLIP, out=scaled)
+        np.maximum(scaled, -_CLIP, out=scaled)
+        np.minimum(scaled, _CLIP, out=scaled)
+        return scaled
 
 
 def numpy_actor(policy: Policy) -> Callable[..., Action]:
@@ -95,7 +97,7 @@ def _is_plain(policy: ActorCritic) -> bool:
     )
 
 
-def _linears(network: nn.Module) -> list[nn.Module]:
+def _linears(network: nn.Module) -> list[Any]:
     if not isinstance(network, MLP):
         return [network]
     return [*network.hidden, *([] if network.head is None else [network.head])]

@@ -118,53 +118,53 @@ ScheduleCfg: TypeAlias = Annotated[
 
 
 class CollectionCfg(Cfg):
-    """How groups are collected: noise, partial groups, errors of environments, groups without variance."""
+    """How groups are collected."""
 
     noise: Literal["independent", "shared"] = "independent"
-    """Randomness after the start: each member draws its own, or siblings draw the same (they then differ by their actions only)."""
+    """Noise after the start: each member draws its own, or all draw the same."""
     partial_groups: Literal["complete", "truncate"] = "complete"
-    """Groups that still run when the steps of an iteration are taken: run them to their end, or cut them. With ``truncate`` the next groups begin in the states that the first members had reached. It is for torch environments, and ``num_steps`` counts idle steps too."""
+    """Groups that are still running when the steps of an iteration are taken: complete or truncate them. ``truncate`` needs a simulator in torch."""
     attempt_steps: PositiveInt | None = None
-    """Window: attempts are cut (truncated) after so many steps. None: whole episodes."""
+    """Episodes of a group are truncated after so many steps. None: whole episodes."""
     on_env_error: Literal["raise", "retry", "drop"] = "raise"
-    """When an environment raises an error: raise it, start the attempt again, or drop its group."""
+    """When an environment raises an error: raise it, start the member again, or drop its group."""
     filter_groups: bool = False
-    """Leave out groups in which all whole returns are equal (zero variance), though credit by time may tell their members apart."""
+    """Leave groups without variance out of the loss."""
     dynamic_sampling: NonNegative = 0.0
-    """With ``filter_groups``: collect other groups in place of those, with at most so many times the steps of an iteration on top (DAPO). 0: none."""
+    """With ``filter_groups``: collect further groups in their place, with at most so many times the steps of an iteration on top (DAPO)."""
 
 
 class AlgorithmCfg(Cfg):
-    """Settings every algorithm has. Subclass it for your own algorithm and give ``name`` a default."""
+    """Settings of every algorithm. Subclass it for your own and give ``name`` a default."""
 
     name: str
     """Name in the registry."""
     learning_rate: Positive = 3e-4
-    """Step size of the optimiser before its schedule."""
+    """Learning rate, before its schedule."""
     num_steps: PositiveInt = 256
-    """Steps per environment in one iteration. GRPO opens new groups until about ``num_envs * num_steps`` steps are taken, and finishes them."""
+    """Steps per environment in one iteration. GRPO opens groups until ``num_envs * num_steps`` steps are taken, and completes them."""
     num_epochs: PositiveInt = 10
     """Passes over each rollout."""
     minibatch_size: PositiveInt | None = 256
-    """Steps (transitions) in one optimiser step, over all ranks; a rollout is split evenly into the nearest whole number of minibatches. None: one, the whole rollout."""
+    """Steps in one optimiser step, over all ranks. The rollout is split into parts of equal size. None: the whole rollout."""
     micro_batch_size: PositiveInt | None = None
-    """Most steps in one forward and backward pass; of texts, all tokens that are read, padding included, the prompt that siblings share once. Bounds memory, never changes the gradient. None: the whole minibatch."""
+    """Most steps, or tokens with padding, in one forward pass. Bounds memory, never changes the gradient. None: the whole minibatch."""
     gamma: Fraction = 0.99
     """Discount."""
     ent_coef: float = 0.0
-    """Weight of the entropy bonus; where ``objective.entropy`` adapts it, its first value."""
+    """Weight of the entropy bonus; its first value with an adaptive one."""
     max_grad_norm: Positive | None = 0.5
-    """Greatest global norm of the gradient; None does not clip."""
+    """Largest global norm of the gradient. None: no clipping."""
     target_kl: Positive | None = None
-    """Ends the iteration's update when the mean approximate KL of a minibatch exceeds 1.5 times this (SB3's rule)."""
+    """Stops the update when the approximate KL of a minibatch exceeds 1.5 times this (SB3's rule). None: never."""
     clip_coef: Positive | None = None
-    """Sets ``clip_low`` and ``clip_high`` of ``objective.trust_region`` together."""
+    """Sets ``clip_low`` and ``clip_high`` of the trust region together."""
     objective: ObjectiveCfg = ObjectiveCfg()
     """Ratio, trust region, aggregation, KL."""
     optimizer: OptimizerCfg = AdamCfg()
-    """Optimiser, by name or with its settings: ``adam``, ``adamw``, ``sgd`` or ``rmsprop``."""
+    """The optimiser, by name or with its parameters."""
     schedule: ScheduleCfg = ConstantCfg()
-    """Learning rate over training, likewise: ``none``, ``linear``, ``cosine``, ``step``, ``exponential`` or ``adaptive_kl``."""
+    """The schedule of the learning rate, by name or with its parameters."""
 
     @model_validator(mode="before")
     @classmethod
@@ -189,37 +189,37 @@ class AlgorithmCfg(Cfg):
 
 
 class PPOCfg(AlgorithmCfg):
-    """Proximal policy optimisation with a critic."""
+    """Proximal policy optimisation, with a critic."""
 
     name: Literal["ppo"] = "ppo"
     """Name in the registry."""
     gae_lambda: Fraction = 0.95
-    """Lambda of the generalised advantage estimate."""
+    """Lambda of generalised advantage estimation."""
     vf_coef: NonNegative = 0.5
     """Weight of the value loss."""
     clip_range_vf: Positive | None = None
-    """Clips the value's change like the ratio, in units of the return; None does not (it rarely helps)."""
+    """Clips the change of the value, in units of the return. None: no clipping."""
     normalize_advantage: Literal["none", "batch", "minibatch"] = "minibatch"
-    """Advantages to mean 0 and deviation 1: never, over the whole rollout, or over each minibatch (SB3's choice)."""
+    """Scale advantages to mean 0 and deviation 1: never, over the rollout, or over each minibatch (SB3)."""
 
 
 class GRPOCfg(AlgorithmCfg):
-    """Group relative policy optimisation: no critic, siblings of the same start are compared."""
+    """Group relative policy optimisation: compares the members of a group, without a critic."""
 
     name: Literal["grpo"] = "grpo"
     """Name in the registry."""
     group_size: Annotated[int, Ge(2)] = 8
-    """Attempts at the same start."""
+    """Members of a group."""
     credit: CreditCfg = CreditCfg()
     """From rewards to advantages."""
     collection: CollectionCfg = CollectionCfg()
     """How groups are collected."""
     kl_coef: NonNegative = 0.0
-    """Weight of the KL to a reference policy; 0 makes no reference."""
+    """Weight of the KL to a reference policy. 0: no reference."""
     ref_model_sync_steps: PositiveInt | None = None
-    """Iterations between two renewals of the reference from the trained policy. None: the reference stays as at the start."""
+    """Iterations between updates of the reference. None: it is frozen."""
     ref_model_mixup_alpha: Fraction = 1.0
-    """Share of the trained policy in the renewed reference. 1 replaces it; TRL's default is 0.6."""
+    """Weight of the policy in an updated reference. 1: replaces it (TRL: 0.6)."""
 
     @model_validator(mode="after")
     def _check_reference(self) -> "GRPOCfg":

@@ -89,30 +89,30 @@ class PartsCfg(CreditRewardCfg):
 
 
 class CreditCfg(Cfg):
-    """How rewards of a group become advantages: a composition of independent choices."""
+    """How rewards become advantages: a composition of independent choices."""
 
     rule: str = "composed"
-    """``composed`` of the choices below, or the name of a registered credit rule."""
+    """``composed`` of the choices below, or the name of your registered credit rule."""
     reward: SerializeAsAny[CreditRewardCfg] = TotalCfg()
-    """The reward, ``"total"``, or each of its ``"parts"``, which may have weights."""
+    """The whole reward, or each of its parts on its own, with the advantages added (GDPO)."""
     group_key: Literal["group", "group_step"] = "group"
-    """What is compared: all of the group, or only the same time step (with ``turn``: the same turn) of its members."""
+    """What is compared: the whole group, or its members at the same time step (with ``turn``: the same turn)."""
     returns: Literal["outcome", "process", "return_to_go", "turn"] = "outcome"
-    """Score: sum of the episode's rewards; DeepSeekMath's normalised step rewards summed from here on; discounted reward from here on; sum of the turn's rewards (each step is a turn where the rollout has no ``turn_id``)."""
+    """Score: ``outcome``, the sum of the episode's rewards; ``process``, normalised step rewards summed from here on; ``return_to_go``, discounted rewards from here on; ``turn``, the sum of the turn's rewards."""
     baseline: SerializeAsAny[BaselineCfg] = MeanCfg()
-    """Subtracted from the score: ``"mean"``, or with its parameters ``{"name": "knn", "k": 16}``. ``groupwise list baseline`` names all."""
+    """Subtracted from the score, by name or with its parameters: ``{"name": "knn", "k": 16}``."""
     scale: Literal["std", "population_std", "batch_std", "mean", "nonzero_share", "none"] = "std"
-    """Divided by: unbiased or population deviation of what it is compared with; unbiased deviation of all scores in the batch; mean of what it is compared with (MaxRL); share of the batch's scores that are not 0 (GPG); or nothing."""
+    """Divisor: unbiased or population deviation of what is compared; unbiased deviation of the batch; mean of what is compared (MaxRL); share of scores that are not 0 (GPG); nothing."""
     finished_members: Literal["zero", "mask", "trajectory"] = "mask"
-    """With ``group_step``, at steps after a sibling ended: a *terminated* sibling counts with return 0 and a truncated one is absent; every ended sibling is absent; the step takes the trajectory's advantage instead."""
+    """With ``group_step``, after a member has ended: ``zero``, a terminated member counts with return 0 and a truncated one is absent; ``mask``, it is absent; ``trajectory``, steps take the advantage of the whole episode."""
     singleton: Literal["zero", "trajectory"] = "zero"
-    """With ``group_step``, where nothing is left to compare with: advantage 0, or the trajectory's advantage (0 in a group of one)."""
+    """With ``group_step``, a member with nothing to compare with: advantage 0, or the advantage of the whole episode."""
     eps: NonNegative = 1e-4
-    """Added to the deviation, in units of the score. 1e-8 turns float noise into full-size advantages."""
+    """Added to the deviation, in units of the score. 1e-8 would turn rounding noise into full advantages."""
     normalize: Literal["none", "batch", "informative"] = "none"
-    """Advantages in the end to mean 0 and deviation 1 over all steps of the batch and all ranks: not at all; all of them; those of groups in which anything differed, while the others stay 0."""
+    """Scale advantages to mean 0 and deviation 1: never, over all steps of the batch, or over the groups with variance."""
     kl_placement: Literal["loss", "reward", "advantage"] = "loss"
-    """Where ``kl_coef`` times the KL goes: to the loss; off each step's reward, before credit; or into the advantage, as the episode's mean less each step's, at the update's start."""
+    """Where ``kl_coef`` times the KL goes: into the loss, off each reward before credit, or into the advantage."""
 
     def check_steps(self) -> None:
         """Refuse rules for single steps where whole attempts are compared.

@@ -11,23 +11,23 @@ StartMode = Literal["native", "snapshot", "seed", "fresh"]
 
 
 class EnvCfg(Cfg):
-    """Which environment, and how many of it at once."""
+    """The environment."""
 
     id: str = "CartPole-v1"
-    """A registered Gymnasium id. ``<given in Python>`` stands for an object that was passed in."""
+    """A registered Gymnasium id. ``<given in Python>`` stands for an object passed in Python."""
     kwargs: dict[str, Any] = {}
     """Arguments of ``gymnasium.make``."""
     num_envs: Annotated[int, Ge(1)] = 8
-    """Environments stepped together."""
+    """Environments that are stepped together."""
     max_episode_steps: Annotated[int, Ge(1)] | None = None
-    """Episodes are cut (truncated) after so many steps. None: the limit that the environment was registered with."""
+    """Episodes are truncated after so many steps. None: the limit of the registration."""
     vectorization: Literal["auto", "entry_point", "sync", "async", "envpool", "torch"] = "auto"
-    """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in processes of their own; ``envpool``: EnvPool's C++ version of that name (extra ``envpool``); ``torch``: the task as a simulator in torch, in float32, on the device that is trained on (Gymnasium's classic control; HalfCheetah-v5 by MuJoCo Warp, extra ``mujoco-warp``). ``auto``: ``entry_point`` for CartPole, else ``sync``."""
+    """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in other processes; ``envpool``: EnvPool (extra ``envpool``); ``torch``: a simulator in torch (classic control; HalfCheetah-v5 with the extra ``mujoco-warp``); ``auto``: from a table of measurements."""
     start_mode: Literal["auto", "native", "snapshot", "seed", "fresh"] = "auto"
-    """How siblings of a group share their start. ``auto`` takes the best mode that passes its check; a named one must pass. Only with groups, as the next two."""
+    """How the members of a group share their start. ``auto``: the best mode that passes its check. GRPO only."""
     num_random_noops: Annotated[int, Ge(0)] = 0
-    """Up to so many random actions (0 to this, drawn from the start's seed) before a group starts, for environments whose resets are all alike. They count towards the step limit, as Gymnasium counts. 0: none."""
+    """Each group starts after up to so many random actions, for environments that always start in one state. They count towards the step limit. GRPO only."""
     reward_parts: tuple[str, ...] = ()
-    """Entries of ``info`` that the reward is made of, such as ``reward_forward``; stored beside the reward for credit that needs them."""
+    """Entries of ``info`` that make up the reward, such as ``reward_forward``; stored for credit that needs them."""
     autoreset: Literal["next_step", "same_step", "disabled"] = "disabled"
-    """Who resets a finished environment. PPO takes any; GRPO resets itself and needs ``disabled``."""
+    """Who resets a finished environment. PPO accepts any mode; GRPO needs ``disabled``."""

@@ -136,34 +136,34 @@ class AdaptiveEntropyCfg(EntropyCfg):
 
 
 class ObjectiveCfg(Cfg):
-    """Ratio, trust region, correction, aggregation, KL and entropy: one element's loss, and how elements are added up."""
+    """The loss of a step, and how steps are aggregated."""
 
     ratio: Literal["token", "turn", "sequence", "sequence_token", "sequence_product"] = "token"
-    """Level of the probability ratio: per step (token), geometric mean over the turn (needs ``turn_id`` in the rollout) or over the episode (GSPO), the latter with per-step gradient (GSPO-token), or the product over the episode (explodes with length)."""
+    """Level of the probability ratio: ``token``, each step; ``turn``, geometric mean over the turn; ``sequence``, over the episode (GSPO); ``sequence_token``, the same with the gradient of each step; ``sequence_product``, the product over the episode."""
     trust_region: SerializeAsAny[TrustRegionCfg] = ClipCfg()
-    """What keeps a step from going too far: ``"cispo"``, or with its parameters ``{"name": "cispo", "high": 1.2}``. ``groupwise list trust-region`` names all."""
+    """How the update is limited, by name or with its parameters: ``{"name": "cispo", "high": 1.2}``."""
     top_entropy_quantile: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Share of the rollout's steps, those of highest entropy at the update's start, that have a policy loss."""
+    """Share of the steps, those with the highest entropy, that have a policy loss (TRL). 1: all."""
     importance_sampling_correction: SerializeAsAny[CorrectionCfg] = NoCorrectionCfg()
-    """What is done about a sampler whose probabilities differ from the trainer's. Needs ``old_log_prob="recomputed"``."""
+    """Weight for the difference between sampler and trainer, by name or with its parameters. Needs ``old_log_prob="recomputed"``."""
     off_policy_mask_threshold: Positive | None = None
-    """Steps of negative advantage do not count where the episode's mean of ``sample_log_prob - log_prob``, under the policy as it is now, exceeds this (TRL suggests 0.5, AgileRL 0.03). None: no limit."""
+    """Drops steps of negative advantage where the episode's mean of ``sample_log_prob - log_prob`` exceeds this (TRL 0.5, AgileRL 0.03). None: no limit."""
     aggregation: Literal[
         "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant", "seq_mean_token_sum_norm"
     ] = "token_mean"
-    """How elements become one loss: over all steps of the optimiser batch; mean of episode means; mean of episode sums; sum over (episodes x ``max_length``); sum over ``max_length`` (verl's name for it)."""
+    """How steps become one loss: mean over steps; mean of episode means; mean of episode sums; sum over episodes times ``max_length``; sum over ``max_length`` (verl)."""
     max_length: PositiveInt | None = None
-    """Steps that ``constant`` and ``seq_mean_token_sum_norm`` divide by; None takes the environment's step limit."""
+    """Divisor of ``constant`` and ``seq_mean_token_sum_norm``. None: the step limit of the environment."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+", "abs", "exact"] = "k3"
-    """KL to the reference policy, used when ``kl_coef > 0``; ``k3+``: value of k3, gradient of k2; ``exact`` needs a closed form (control policies have it)."""
+    """Estimator of the KL to the reference. ``k3+``: value of k3, gradient of k2; ``exact``: closed form, for control."""
     kl_weight: Literal["none", "ratio"] = "none"
-    """``ratio``: each step's KL estimate times its probability ratio, which makes it unbiased off-policy (DeepSeek-V3.2)."""
+    """``ratio``: each step's KL times its ratio, unbiased off-policy (DeepSeek-V3.2)."""
     kl_clamp: Positive | None = None
-    """Greatest absolute value of a step's KL estimate (verl, AgileRL: 10). None: no limit."""
+    """Largest absolute value of a step's KL (verl, AgileRL: 10). None: no limit."""
     old_log_prob: Literal["sampled", "recomputed"] = "sampled"
-    """Denominator of the ratio: what the sampler reported, or a forward pass at the update's start."""
+    """Denominator of the ratio: as the sampler reported it, or recomputed at the update's start."""
     entropy: SerializeAsAny[EntropyCfg] = ConstantEntropyCfg()
-    """Weight of the entropy bonus over time: ``"constant"``, or ``"adaptive"`` with its parameters."""
+    """Weight of the entropy bonus over time."""
 
     @model_validator(mode="after")
     def _check(self) -> "ObjectiveCfg":

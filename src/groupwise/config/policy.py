@@ -14,30 +14,30 @@ class PolicyCfg(Cfg):
     hidden_sizes: tuple[Annotated[int, Ge(1)], ...] = (64, 64)
     """Width of each hidden layer."""
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"
-    """Between layers."""
+    """Activation function."""
     trunk: Literal["separate", "shared"] = "separate"
-    """Whether actor and critic share everything but their heads."""
+    """Whether actor and critic share all layers except their heads."""
     log_std_init: float = 0.0
-    """Initial log deviation of Gaussian actions (Box spaces)."""
+    """Initial log standard deviation of Gaussian actions."""
     squash_output: bool = False
-    """Bounded Box actions: squash the Gaussian's sample into the box by tanh, in place of clipping it on its way to the environment."""
+    """Squash Box actions into their bounds with tanh. False: clip them on their way to the environment."""
     normalize_obs: bool = False
-    """Scale observations to running mean 0 and deviation 1 (float observations only)."""
+    """Scale float observations to running mean 0 and standard deviation 1."""
     normalize_reward: bool = False
-    """Divide rewards by the running deviation of the discounted return."""
+    """Divide rewards by the running standard deviation of the discounted return."""
 
 
 class SamplingCfg(Cfg):
-    """How a language model writes completions in training. Training scores under exactly this distribution."""
+    """How completions are sampled in training. Training scores under the same distribution."""
 
     temperature: Positive = 1.0
     """Divides the logits."""
     top_k: Annotated[int, Ge(2), Le(64)] | None = None
-    """Only so many of the likeliest tokens can be drawn; they are stored with each token, and training scores among them. None: all."""
+    """Sample among the k most likely tokens only. They are stored, and training scores among them. None: all."""
     max_new_tokens: PositiveInt = 64
-    """A completion is cut (truncated) after so many tokens; over several turns, each turn's part of it."""
+    """Longest completion, or longest turn, in tokens."""
     stop: tuple[Annotated[str, Len(1)], ...] = ()
-    """Texts that end a completion, which keeps them."""
+    """Strings that end a completion; they stay part of it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -53,38 +53,38 @@ class SamplingCfg(Cfg):
 
 
 class EvalSamplingCfg(SamplingCfg):
-    """How a language model writes completions in evaluation, whose tokens nobody scores."""
+    """How completions are sampled in evaluation."""
 
     top_p: Annotated[float, Gt(0), Le(1)] | None = None
-    """Only the likeliest tokens whose probabilities add up to this can be drawn. None: all."""
+    """Sample among the most likely tokens whose probabilities add up to this. None: all."""
     min_p: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Only tokens can be drawn that are at least this times as likely as the likeliest. None: all."""
+    """Sample among tokens at least this times as likely as the most likely one. None: all."""
 
 
 class LoRACfg(Cfg):
-    """Low-rank adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685) in place of training every weight."""
+    """Low-rank adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685)."""
 
     r: PositiveInt = 16
-    """Rank of each adapter."""
+    """Rank."""
     alpha: Positive = 32.0
-    """The adapter's output counts alpha / r times."""
+    """The output of an adapter is scaled by alpha / r."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Modules that get an adapter, by the ends of their names; ``all-linear``: every linear layer but the output head."""
+    """Modules that get an adapter, by the ends of their names. ``all-linear``: every linear layer except the output head."""
 
 
 class ModelCfg(Cfg):
-    """Which language model is trained, and how it is held in memory."""
+    """The language model."""
 
     path: str = ""
-    """Folder or hub id, as transformers takes it; its tokenizer lies with it."""
+    """Folder, or id of the Hugging Face hub, of the model and its tokenizer."""
     precision: Literal["float32", "bfloat16", "autocast"] = "float32"
-    """``float32`` and ``bfloat16``: of weights and computation; ``autocast``: weights in float32, matrix products in bfloat16."""
+    """``float32`` and ``bfloat16``: weights and computation; ``autocast``: weights in float32, matrix products in bfloat16."""
     quantization: Literal["none", "nf4", "int8"] = "none"
-    """Of the weights below LoRA adapters, by bitsandbytes (extra ``quant``)."""
+    """Quantise the weights below LoRA adapters (extra ``quant``)."""
     lora: LoRACfg | None = None
-    """Train adapters. None: every weight."""
+    """Train adapters. None: train all weights."""
     gradient_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass, which then computes the layer again: less memory, a third more time."""
+    """Recompute layers in the backward pass: less memory, a third more time."""
 
     @model_validator(mode="after")
     def _check_quantization(self) -> "ModelCfg":

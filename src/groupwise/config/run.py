@@ -20,31 +20,31 @@ DEFAULT_ALGORITHM = "grpo"
 
 
 class EvaluationCfg(Cfg):
-    """When and how the policy is evaluated, in environments of its own."""
+    """When and how the policy is evaluated, in its own environments."""
 
     interval: PositiveInt | None = None
-    """Environment steps between two evaluations, rounded up to whole iterations; None: a tenth of ``total_steps``. The last iteration is always evaluated."""
+    """Environment steps between evaluations, rounded up to whole iterations. None: a tenth of ``total_steps``. The last iteration is always evaluated."""
     episodes: PositiveInt = 20
     """Episodes per evaluation."""
     deterministic: bool = True
-    """Take the most likely action; False samples."""
+    """Take the most likely action. False: sample."""
 
 
 class TextEvaluationCfg(Cfg):
-    """When and how completions of held-out prompts are scored."""
+    """When and how the policy is evaluated on held-out prompts."""
 
     interval: PositiveInt | None = None
-    """Tokens written in training between two evaluations, rounded up to whole iterations; None: a tenth of ``total_steps``. The last iteration is always evaluated."""
+    """Training tokens between evaluations, rounded up to whole iterations. None: a tenth of ``total_steps``. The last iteration is always evaluated."""
     prompts: PositiveInt | None = 128
-    """So many prompts at most, always the same ones. None: all."""
+    """Most prompts per evaluation, always the same. None: all."""
     attempts: PositiveInt = 1
-    """Completions of each prompt; pass@k is told for k up to this."""
+    """Completions per prompt. pass@k is reported for k up to this."""
     deterministic: bool = True
-    """Take the likeliest token each time; needs ``attempts=1``. False samples."""
+    """Take the most likely token; needs ``attempts=1``. False: sample."""
     sampling: EvalSamplingCfg | None = None
     """How completions are sampled. None: as in training."""
     num_logged_groups: Annotated[int, Ge(0)] = 4
-    """So many groups of the last rollout are kept with each evaluation, in ``groups/`` of the run folder."""
+    """Groups of the last rollout that are saved with each evaluation, in ``groups/`` of the run folder."""
 
     @model_validator(mode="after")
     def _check_attempts(self) -> "TextEvaluationCfg":
@@ -59,27 +59,27 @@ class StopCfg(Cfg):
     """When training ends before ``total_steps``."""
 
     return_threshold: float | None = None
-    """Stops when the mean return of an evaluation reaches it. None: never."""
+    """Stop when the mean return of an evaluation reaches this. None: never."""
     time_limit: Annotated[float, Gt(0)] | None = None
-    """Seconds of training after which the current iteration is the last. None: no limit."""
+    """Stop after so many seconds of training, at the end of the iteration. None: no limit."""
 
 
 class LoggingCfg(Cfg):
     """Where metrics go besides ``metrics.jsonl``, and what the terminal shows."""
 
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Trackers that get the metrics, too (extra ``track``). Weights & Biases works offline with ``WANDB_MODE=offline``."""
+    """Trackers that also get the metrics (extra ``track``)."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """``bar``: live; ``lines``: a plain line every five seconds; ``auto``: a bar on a terminal, else lines."""
+    """``bar``: live; ``lines``: plain lines; ``auto``: a bar on a terminal, otherwise lines; ``none``."""
 
 
 class SamplerMismatchCfg(Cfg):
-    """How far the sampler's probabilities may be from the trainer's at an update's start: KL in nats per token."""
+    """Limits of the KL between sampler and trainer at the start of an update, in nats per token."""
 
     warn: Positive = 0.01
-    """From here on a warning says so, once."""
+    """Warn once above this."""
     stop: Positive | None = 0.1
-    """From here on training stops, keeping the last checkpoint. None: never."""
+    """Stop training above this and keep the last checkpoint. None: never."""
 
 
 def _check_device(device: str) -> str:
@@ -89,26 +89,26 @@ def _check_device(device: str) -> str:
 
 
 class CommonCfg(Cfg):
-    """What every run has."""
+    """Settings of every run."""
 
     algorithm: SerializeAsAny[AlgorithmCfg] = GRPOCfg()
-    """Algorithm; loaded through the registry by its ``name``."""
+    """The algorithm, found by its ``name``."""
     total_steps: PositiveInt = 100_000
-    """Environment steps, or tokens that a language model writes; training stops at the end of the first iteration that reaches them."""
+    """Environment steps, or tokens for text. Training stops at the end of the iteration that reaches it."""
     seed: Annotated[int, Ge(0)] = 0
-    """Of everything random: weights, actions, environments or completions, order of minibatches and prompts."""
+    """Seed of all randomness."""
     device: Annotated[str, AfterValidator(_check_device)] = "cpu"
-    """Where the policy lives: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` (a GPU if there is one)."""
+    """Device of the policy: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` (a GPU if there is one)."""
     compile: Literal["auto", "off", "on"] = "auto"
-    """``torch.compile``: where it pays, that is, where many optimiser steps are ahead; never; or from the first update on (of a language model, only then)."""
+    """``torch.compile``. ``auto``: updates of runs on environments with 20,000 optimiser steps or more; ``on``: always, also the forward pass of a language model."""
     checkpoint_interval: PositiveInt | None = None
-    """Steps between checkpoints; None: a tenth of ``total_steps``. It does not change what is learned. A resumed run equals an uninterrupted one bit for bit where the state of the environments can be saved; elsewhere PPO's running episodes begin anew on resume."""
+    """Steps between checkpoints. None: a tenth of ``total_steps``. Does not change what is learned."""
     stop: StopCfg = StopCfg()
-    """Ends training early."""
+    """Early stopping."""
     logging: LoggingCfg = LoggingCfg()
-    """Metrics and progress."""
+    """Trackers and progress."""
     run_dir: Path | None = None
-    """Folder of the run, new or empty. None: a fresh one under ``runs/``."""
+    """Folder of the run, new or empty. None: a new one under ``runs/``."""
 
     @property
     def subject(self) -> str:
@@ -143,10 +143,10 @@ class CommonCfg(Cfg):
 
 
 class RunCfg(CommonCfg):
-    """Everything that a run on an environment depends on."""
+    """Settings of a run on an environment."""
 
     env: EnvCfg = EnvCfg()
-    """Environment."""
+    """The environment."""
     policy: PolicyCfg = PolicyCfg()
     """Networks and normalisers."""
     evaluation: EvaluationCfg = EvaluationCfg()
@@ -168,22 +168,22 @@ class RunCfg(CommonCfg):
 
 
 class TextRunCfg(CommonCfg):
-    """Everything that the training of a language model depends on."""
+    """Settings of a run on a language model."""
 
     task: TextTaskCfg = TextTaskCfg()
     """Prompts and rewards."""
     model: ModelCfg = ModelCfg()
-    """Language model."""
+    """The language model."""
     sampling: SamplingCfg = SamplingCfg()
-    """How it writes completions in training."""
+    """How completions are sampled in training."""
     num_prompts: PositiveInt = 8
-    """Prompts in one iteration; GRPO has each completed ``group_size`` times."""
+    """Prompts per iteration. GRPO writes ``group_size`` completions of each."""
     mask_truncated_completions: bool = False
-    """Completions that reach the length limit have no loss, though siblings are compared with them (DAPO's overlong filtering). Default: TRL's."""
+    """Leave completions cut at the length limit out of the loss. They stay members of their group."""
     overlong_buffer: Annotated[int, Ge(0)] = 0
-    """Over the last so many tokens before the limit the reward falls linearly by up to 1; truncated completions lose all of it. 0: no penalty. Source: DAPO, https://arxiv.org/abs/2503.14476."""
+    """Over the last so many tokens before the length limit the reward falls linearly by up to 1 (DAPO). 0: no penalty."""
     sampler_mismatch: SamplerMismatchCfg = SamplerMismatchCfg()
-    """Sampler against trainer."""
+    """Limits of the KL between sampler and trainer."""
     evaluation: TextEvaluationCfg = TextEvaluationCfg()
     """Evaluation during and after training."""
 

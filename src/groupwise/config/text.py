@@ -11,57 +11,57 @@ GYM = "reasoning-gym:"
 
 
 class RewardCfg(Cfg):
-    """A function that scores completions."""
+    """One reward function."""
 
     name: str
-    """A registered one: ``regex``, ``length``, ``exact``, ``numeric``, ``math``, ``reasoning_gym``, or your own. ``<given in Python>`` stands for a function that was passed in."""
+    """A registered reward: ``regex``, ``length``, ``exact``, ``numeric``, ``math``, ``reasoning_gym``, or your own. ``<given in Python>`` stands for an object passed in Python."""
     weight: float = 1.0
-    """Its scores count so many times."""
+    """Factor of its scores."""
     kwargs: dict[str, Any] = {}
-    """Its own settings."""
+    """Arguments of the reward."""
 
 
 class TextTaskCfg(Cfg):
-    """Prompts, and what completions of them are worth."""
+    """Prompts and their rewards."""
 
     data: str = ""
-    """File of training prompts (``.jsonl``, ``.json``, ``.csv``, ``.parquet``), or ``reasoning-gym:`` and the name of a task. ``<given in Python>`` stands for an object that was passed in."""
+    """Training prompts: a file (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) or ``reasoning-gym:<task>``. ``<given in Python>`` stands for an object passed in Python."""
     eval_data: str | None = None
-    """Likewise, of prompts that are held out for evaluation. None: there are none."""
+    """Held-out prompts for evaluation, likewise. None: no evaluation."""
     data_kwargs: dict[str, Any] = {}
-    """Settings of a reasoning-gym task, training and evaluation alike."""
+    """Arguments of a reasoning-gym task."""
     data_size: PositiveInt = 1000
-    """Training prompts that reasoning-gym makes."""
+    """Number of training prompts of a reasoning-gym task."""
     eval_size: PositiveInt = 100
-    """Evaluation prompts that reasoning-gym makes."""
+    """Number of evaluation prompts of a reasoning-gym task."""
     eval_overlap: Literal["drop", "keep", "error"] = "drop"
-    """Training prompts that stand in the evaluation data, too: left out of training; kept; or refused. Both of the former warn. What reasoning-gym makes twice is replaced without a word."""
+    """Training prompts that are also in the evaluation data: drop or keep them with a warning, or raise an error."""
     prompt_column: str = "prompt"
-    """Where the prompt stands: a text, or a list of messages ``{"role": ..., "content": ...}``. All other columns go to the rewards."""
+    """Column of the prompt: a string, or a list of messages ``{"role": ..., "content": ...}``. Other columns go to the rewards."""
     system_prompt: str | None = None
-    """Begins every conversation that does not begin with one of its own. Needs a chat template."""
+    """First message of every conversation that has no system message. Needs a chat template."""
     chat: Literal["auto", "never"] = "auto"
-    """``auto``: a text becomes a user's message if the tokenizer has a chat template, as those of chat models do; ``never``: texts go in as they are."""
+    """``auto``: a string becomes a user message if the tokenizer has a chat template; ``never``: strings are used as they are."""
     chat_template_kwargs: dict[str, Any] = {}
-    """What else the template takes, such as ``{"enable_thinking": false}``."""
+    """Further arguments of the chat template, such as ``{"enable_thinking": false}``."""
     max_prompt_tokens: PositiveInt | None = None
-    """A prompt of more tokens is too long. None: only the model's context limits it."""
+    """Longest prompt, in tokens. None: limited by the model's context only."""
     on_long_prompt: Literal["error", "drop"] = "error"
-    """What becomes of prompts that are too long: refused, or left out with a warning. They are never cut."""
+    """Prompts that are too long: raise an error, or drop them with a warning. They are never cut."""
     rewards: tuple[RewardCfg, ...] = ()
-    """Functions whose weighted scores add up. Empty: for reasoning-gym data, ``reasoning_gym``."""
+    """Reward functions; their weighted scores are added. Empty: ``reasoning_gym`` for reasoning-gym data."""
     on_reward_error: Literal["fail", "skip"] = "fail"
-    """When a function raises: the run stops, or the completions of that call have no reward, so that they neither count nor are compared. A function may return None for a completion that it cannot score."""
+    """When a reward raises an error: stop the run, or leave the completions of that call without a reward."""
     success_threshold: float = 1.0
-    """From this reward on a completion counts as right (pass@k)."""
+    """A completion with at least this reward counts as right (pass@k)."""
     tool: str | None = None
-    """What the model can call, to write on when it has read the answer, which is not trained on: ``calculator``, or your own registered one. ``<given in Python>`` stands for an object that was passed in. None: a completion is one turn."""
+    """A tool that answers the model's calls: ``calculator``, or your own registered one. Answers are not trained on. None: a completion is one turn."""
     tool_kwargs: dict[str, Any] = {}
-    """Its own settings."""
+    """Arguments of the tool."""
     tool_answer: str = "<result>{}</result>"
-    """How an answer, ``{}``, stands in a text. In a conversation it is a message."""
+    """Format of an answer ``{}`` in plain text. In a conversation it is a message."""
     max_turns: PositiveInt = 2
-    """So often the model writes at most; after its last turn the tool is not asked."""
+    """Most turns of the model in one episode."""
 
     @model_validator(mode="after")
     def _check_tool(self) -> "TextTaskCfg":

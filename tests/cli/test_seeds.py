@@ -21,7 +21,7 @@ def api(monkeypatch):
 
     def train(cfg):
         configs.append(cfg)
-        return SimpleNamespace(path=Path("runs/x"), summary={})
+        return SimpleNamespace(path=Path("runs/x"), summary={"seconds": 0.1, "stopped": "total_steps"})
 
     fake = ModuleType("groupwise.run")
     fake.train_from_config = train

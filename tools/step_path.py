@@ -23,7 +23,6 @@ ROOT = Path(gw.__file__).parent
 def main():
     what, algo = sys.argv[1], (sys.argv[2] if len(sys.argv) > 2 else "grpo")
     seen = {}
-    state = {"on": False}
 
     def profiler(frame, event, arg):
         if event != "call":
@@ -103,7 +102,7 @@ def code_lines(code):
         doc = skip.end_lineno - skip.lineno + 1
     else:
         doc = 0
-    body = [l for l in source.splitlines() if l.strip() and not l.strip().startswith("#")]
+    body = [line for line in source.splitlines() if line.strip() and not line.strip().startswith("#")]
     return max(0, len(body) - doc)
 
 

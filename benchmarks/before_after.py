@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ def text(steps: int) -> float:
             logging={"progress": "none"},
             evaluation={"interval": 10**9},
         )
-    return statistics.median(b - a for a, b in zip(times[1:], times[2:], strict=False))
+    return statistics.median(b - a for a, b in pairwise(times[1:]))
 
 
 def measured(task: str, side: str, before: Path, steps: int, seed: int) -> float | None:

@@ -22,7 +22,7 @@ class EnvCfg(Cfg):
     max_episode_steps: Annotated[int, Ge(1)] | None = None
     """Episodes are truncated after so many steps. None: the limit of the registration."""
     vectorization: Literal["auto", "entry_point", "sync", "async", "envpool", "torch"] = "auto"
-    """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in other processes; ``envpool``: EnvPool (extra ``envpool``); ``torch``: a simulator in torch (classic control; HalfCheetah-v5 with the extra ``mujoco-warp``); ``auto``: from a table of measurements."""
+    """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in other processes; ``envpool``: EnvPool (extra ``envpool``); ``torch``: a simulator in torch (classic control; HalfCheetah-v5 with the extra ``mujoco-warp``); ``auto``: ``entry_point`` for CartPole, otherwise ``sync``."""
     start_mode: Literal["auto", "native", "snapshot", "seed", "fresh"] = "auto"
     """How the members of a group share their start. ``auto``: the best mode that passes its check. GRPO only."""
     num_random_noops: Annotated[int, Ge(0)] = 0

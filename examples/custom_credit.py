@@ -24,9 +24,9 @@ def wins(credit: gw.CreditInput) -> Tensor:
     # Ids say which episodes are one group. Rows do not: members may run one after another in one row.
     group, scored = gw.episode_groups(batch, credit.num_episodes)
     score = episode_return(credit.reward, batch["episode_id"], credit.num_episodes)
-    siblings = (group[:, None] == group) & scored & scored[:, None]
-    balance = (score[:, None] - score).sign() * siblings
-    advantage = balance.sum(1) / (siblings.sum(1) - 1).clamp(min=1)
+    others = (group[:, None] == group) & scored & scored[:, None]
+    balance = (score[:, None] - score).sign() * others
+    advantage = balance.sum(1) / (others.sum(1) - 1).clamp(min=1)
     return gather_segments(advantage, batch["episode_id"])
 
 

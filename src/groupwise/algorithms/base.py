@@ -107,7 +107,7 @@ class BaseAlgorithm(ABC):
             step_metrics = stats.step_means() if self._needs_step_metrics else {}
             if self.kl_controller.should_stop(step_metrics):
                 break
-            stats.end_step(self._clip_gradients())
+            stats.end_step(self.clip_gradients())
             self.optimizer.step()
             self.entropy.adapt(step_metrics)
         self.optimizer_steps += stats.steps
@@ -287,7 +287,7 @@ class BaseAlgorithm(ABC):
         evaluation = policy.evaluate(batch)
         return evaluation if self.policy.scored_by == "transition" else evaluation.masked(~batch["loss_mask"])
 
-    def _clip_gradients(self) -> Float[Tensor, ""]:
+    def clip_gradients(self) -> Float[Tensor, ""]:
         """Clip the gradient's norm; returns the norm before."""
         limit = self.cfg.max_grad_norm
         return clip_grad_norm_(self.parameters, math.inf if limit is None else limit)

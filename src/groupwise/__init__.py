@@ -1,4 +1,4 @@
-"""groupwise: trains a policy by comparing a group of attempts at the same start.
+"""groupwise: reinforcement learning with GRPO and PPO; compares episodes that begin in the same state.
 
 ``__init__.pyi`` lists the public names. They are imported when first used, so that ``import groupwise`` costs nothing.
 """

@@ -16,7 +16,7 @@ from groupwise.errors import ConfigError, GroupwiseError, UnknownNameError
 
 USAGE = """usage: groupwise COMMAND ...
 
-Trains a policy by comparing a group of attempts at the same start.
+Reinforcement learning with GRPO and PPO: compares episodes that begin in the same state.
 
   train ENV|FILE     train on a Gymnasium environment, or as a JSON file says (texts, too)
   eval RUN           play episodes with a trained policy, or score completions of held-out prompts
@@ -65,7 +65,7 @@ Options, as of train:
 
 
 EVAL_HELP = """Play episodes with the policy of a run; print the mean return and its 95 % interval on one line.
-Of a language model: complete the prompts that were held out; mean reward, and the share that k attempts solve.
+Of a language model: complete the prompts that were held out; mean reward, and the share that k completions solve.
 
 Examples:
   groupwise eval runs/<run>
@@ -193,7 +193,7 @@ def _check_env(argv: Sequence[str], plugins: list[Path]) -> int:
     target, *options = _with_target([word for word in argv if word != "--json"], prog)
     if any(option.startswith(("--algorithm", "--preset")) for option in options):
         raise ConfigError(
-            f"{prog} takes no algorithm and no preset: it tries out what groups of attempts (GRPO) need, while PPO needs only "
+            f"{prog} takes no algorithm and no preset: it tries out what GRPO needs, while PPO needs only "
             f"that observation and action are supported, which it tells, too; fix: {prog} {target}"
         )
 

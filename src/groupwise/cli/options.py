@@ -36,7 +36,7 @@ COMMON = {
     "env.num_envs": "environments stepped together",
     "num_prompts": "prompts in one iteration",
     "sampling.max_new_tokens": "longest completion",
-    "algorithm.group_size": "attempts at the same start",
+    "algorithm.group_size": "episodes of a group, which share their start",
     "algorithm.learning_rate": "before its schedule",
     "algorithm.num_steps": "per environment in one iteration",
     "algorithm.num_epochs": "passes over each rollout",

@@ -33,7 +33,7 @@ class Tick(NamedTuple):
 
 
 @dataclass
-class Attempt:
+class Member:
     """Steps ``begin..end-1`` (ticks) of one environment."""
 
     number: int
@@ -69,8 +69,8 @@ class Attempts:
         self.starts = starts
         self._next = first_group * group_size
         self._queued = [self._hand_out() for _ in range(num_envs)]
-        self._current: list[Attempt] = []
-        self._groups: dict[int, list[Attempt]] = {}
+        self._current: list[Member] = []
+        self._groups: dict[int, list[Member]] = {}
         """Begun attempts of each group that was not given out."""
         self._ticks: list[Tick] = []
         self._trimmed = 0
@@ -157,8 +157,8 @@ class Attempts:
         self._next += 1
         return self._next - 1
 
-    def _begin(self, env: int) -> Attempt:
-        attempt = Attempt(self._queued[env], env, self._now)
+    def _begin(self, env: int) -> Member:
+        attempt = Member(self._queued[env], env, self._now)
         self._groups.setdefault(attempt.number // self.group_size, []).append(attempt)
         self._queued[env] = self._hand_out()
         return attempt
@@ -167,7 +167,7 @@ class Attempts:
         members = self._groups[group]
         return len(members) == self.group_size and all(member.end is not None for member in members)
 
-    def _rollout(self, attempts: list[tuple[int, Attempt]], device: torch.device) -> TensorDict:
+    def _rollout(self, attempts: list[tuple[int, Member]], device: torch.device) -> TensorDict:
         lengths = [attempt.length for _, attempt in attempts]
         total = sum(lengths)
         group = np.repeat([index for index, _ in attempts], lengths)

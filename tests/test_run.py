@@ -370,7 +370,7 @@ def test_what_is_no_run_is_refused(cartpole: gw.Run):
     with pytest.raises(gw.RunFolderError, match="is taken"):
         gw.train("CartPole-v1", run_dir=cartpole.path, **TINY)
     Path("broken").mkdir()
-    Path("broken", "config.json").write_text('{"total_steps": "many"}')
+    Path("broken", "config.json").write_text('{"provenance": {"format": 2}, "total_steps": "many"}')
     with pytest.raises(gw.RunFolderError, match=r"does not fit: total_steps: "):
         gw.resume("broken")
 

@@ -351,7 +351,14 @@ def test_a_mixed_reference_has_mixed_statistics_too():
 
 @pytest.mark.parametrize(
     ("settings", "steps"),
-    [({}, 0), ({"ent_coef": 0.01}, 3), ({"kl_coef": 0.1}, 3), ({"objective": {"trust_region": "kl_cov"}}, 3)],
+    [
+        ({}, 0),
+        ({"ent_coef": 0.01}, 3),
+        ({"kl_coef": 0.1}, 3),
+        ({"objective": {"trust_region": "kl_cov"}}, 3),
+        ({"objective": {"trust_region": "dppo"}}, 0),
+        ({"objective": {"trust_region": {"name": "dppo", "pull": 0.1}}}, 3),
+    ],
 )
 def test_a_rollout_of_equal_groups_takes_no_optimiser_step_unless_something_else_has_a_gradient(settings, steps):
     algorithm = build("grpo", num_epochs=3, optimizer="adam", **settings)

@@ -10,6 +10,7 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from groupwise.collectors.groups import GroupCollector
+from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.envs.base import EnvStep, GroupEnv, VectorEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
@@ -202,6 +203,9 @@ def scripted_group() -> type[ScriptedGroupEnv]:
 def collect(buffer_for, fake_policy):
     def run(env, num_steps, *, slots=8, actor_only=False, iteration=0, **kwargs):
         policy = fake_policy(actor_only)
+        if "attempt_steps" in kwargs:
+            cfg = kwargs.pop("collection", CollectionCfg())
+            kwargs["collection"] = cfg.model_copy(update={"attempt_steps": kwargs.pop("attempt_steps")})
         collector = GroupCollector(env, policy, verify_start=False, **kwargs)
         collector.iteration = iteration
         buffer = buffer_for(env, policy, slots)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from groupwise.collectors.base import Episode
 from groupwise.collectors.groups import GroupCollector
+from groupwise.config.algorithm import CollectionCfg
 from groupwise.config.env import EnvCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.envs.make import make_env
@@ -189,7 +190,7 @@ def test_a_fresh_collector_goes_on_bit_for_bit(buffer_for, fake_policy, walk_env
         source = {"env": walk_env} if make_from == "walk" else {}
         env = make_env(EnvCfg(num_envs=3), grouped=True, **source)
         policy = fake_policy()
-        collector = GroupCollector(env, policy, group_size=2, attempt_steps=9, seed=5)
+        collector = GroupCollector(env, policy, group_size=2, collection=CollectionCfg(attempt_steps=9), seed=5)
         collector.iteration = first
         buffer = buffer_for(env, policy, 64)
         for _ in range(iterations):
@@ -239,4 +240,4 @@ class GlobalNoise(gymnasium.Env):
 def test_a_cheating_environment_is_refused_before_anything_is_learned(fake_policy):
     env = make_env(EnvCfg(num_envs=2), grouped=True, env=GlobalNoise, verify=False)
     with pytest.raises(GroupStartError, match=r"GlobalNoise.*at the start.*self\.np_random"):
-        GroupCollector(env, fake_policy(), group_size=2, attempt_steps=5)
+        GroupCollector(env, fake_policy(), group_size=2, collection=CollectionCfg(attempt_steps=5))

@@ -33,8 +33,7 @@ def made(
         policy,
         group_size=size,
         seed=seed,
-        attempt_steps=attempt_steps,
-        collection=CollectionCfg(partial_groups="truncate", noise=noise),
+        collection=CollectionCfg(partial_groups="truncate", noise=noise, attempt_steps=attempt_steps),
     )
     return collector, buffer
 

@@ -62,3 +62,11 @@ def test_every_row_once_in_slices_that_fit(rows, num_minibatches, most, seed):
         heads = len({group for group, _, _ in chosen}) * max(head for _, head, _ in chosen)
         tokens = heads + len(chosen) * max(tail for _, _, tail in chosen)
         assert most is None or tokens <= most or len(chosen) == 1
+
+
+def test_a_rank_without_rows_has_nothing_to_pack():
+    empty = torch.zeros(0, 4, dtype=torch.bool)
+    found = RowSizes.of(valid=empty, loss_mask=empty, group_id=torch.zeros(0, 4, dtype=torch.long))
+    assert [column.tolist() for column in found] == [[], [], [], []]
+    epoch = shuffle_rows(found, num_minibatches=2, micro_batch_size=None, generator=torch.Generator())
+    assert epoch.minibatches == [[], []]

@@ -57,7 +57,7 @@ def test_the_reference_has_nothing_of_its_own():
     assert reference.device == policy.device
     assert not reference.refreshable
     for call in (reference.act, reference.predict):
-        with pytest.raises(TypeError, match=r"decoding\.complete"):
+        with pytest.raises(TypeError, match=r"generation\.complete"):
             call(torch.zeros(1, dtype=torch.long))
 
 

@@ -123,7 +123,8 @@ class GRPO(BaseAlgorithm):
 
     def _can_learn(self, advantage: Tensor) -> bool:
         """Whether anything in the loss has a gradient: an advantage, a KL or an entropy bonus."""
-        if self.cfg.kl_coef > 0 or self.entropy.enabled or self.cfg.objective.trust_region.learns_alone:
+        kl_in_loss = self.cfg.kl_coef > 0 and self.cfg.credit.kl_placement == "loss"
+        if kl_in_loss or self.entropy.enabled or self.cfg.objective.trust_region.learns_alone:
             return True
         return bool(self.engine.sum(advantage.count_nonzero()))
 

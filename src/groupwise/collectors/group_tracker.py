@@ -127,7 +127,7 @@ class Ends(NamedTuple):
 class GroupTracker:
     """Which attempt each row runs, step by step."""
 
-    def __init__(self, queue: GroupQueue, cfg: CollectionCfg, env: GroupEnv, *, attempt_steps: int | None) -> None:
+    def __init__(self, queue: GroupQueue, cfg: CollectionCfg, env: GroupEnv) -> None:
         self.step = 0
         """Column of the step that comes next."""
         self.running, self.greedy, self._nobody = np.zeros((3, env.num_envs), dtype=np.bool_)
@@ -136,7 +136,7 @@ class GroupTracker:
         self.env_errors = 0
         self.queue = queue
         self._cfg = cfg
-        self._attempt_steps = attempt_steps
+        self._attempt_steps = cfg.attempt_steps
         self._block_size = env.block_size
         self._env_id = env.env_id
         self._current = np.full(env.num_envs, -1)

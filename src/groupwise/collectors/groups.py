@@ -31,7 +31,6 @@ class GroupCollector(Collector):
 
     Args:
         env: gives observations on the policy's device.
-        attempt_steps: attempts are cut (truncated) after so many steps.
         greedy_attempts: so many more attempts of each group act greedily; they are a baseline and never trained on.
         rank: of this process; each draws its own streams.
         verify_start: check, before anything is learned, that siblings share their start bit for bit.
@@ -47,7 +46,6 @@ class GroupCollector(Collector):
         policy: Policy,
         *,
         group_size: int,
-        attempt_steps: int | None = None,
         collection: CollectionCfg | None = None,
         greedy_attempts: Literal[0, 1] = 0,
         seed: int = 0,
@@ -59,7 +57,6 @@ class GroupCollector(Collector):
         self.policy = policy
         self.group_size = group_size
         self.greedy_attempts = greedy_attempts
-        self.attempt_steps = attempt_steps
         self.collection = collection or CollectionCfg()
         self.seed = seed
         self.rank = rank
@@ -122,7 +119,7 @@ class GroupCollector(Collector):
         start_seed = partial(derive_seed, self.seed, "start", self.rank, self.iteration)
         most_steps = steps * (1 + self.collection.dynamic_sampling)
         queue = GroupQueue(steps, most_steps, self.group_size, self.greedy_attempts, start_seed)
-        return GroupTracker(queue, self.collection, self.env, attempt_steps=self.attempt_steps)
+        return GroupTracker(queue, self.collection, self.env)
 
     def _start(self, begun: list[Attempt]) -> Nested:
         """Observations after starting attempts in their rows."""
@@ -163,10 +160,10 @@ class GroupCollector(Collector):
 
     def _check(self) -> None:
         env, members = self.env, self.group_size + self.greedy_attempts
-        if env.max_episode_steps is None and self.attempt_steps is None:
+        if env.max_episode_steps is None and self.collection.attempt_steps is None:
             raise EnvError(
                 f"{env.env_id} has no step limit that is known, so an attempt might never end; fix: "
-                "env.max_episode_steps (also where it truncates by itself), or attempt_steps"
+                "env.max_episode_steps (also where it truncates by itself), or collection.attempt_steps"
             )
         if self.collection.partial_groups == "truncate":
             raise EnvError(

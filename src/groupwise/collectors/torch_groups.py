@@ -35,7 +35,6 @@ class TorchGroupCollector(Collector):
     reaches by itself. Its episodes, which go on across windows, are those of ``rollout/return_mean``.
 
     Args:
-        attempt_steps: attempts are cut (truncated) after so many steps; the next group begins at a new start.
         verify_start: check, before anything is learned, that siblings share their start bit for bit.
 
     Raises:
@@ -50,7 +49,6 @@ class TorchGroupCollector(Collector):
         policy: Policy,
         *,
         group_size: int,
-        attempt_steps: int | None = None,
         collection: CollectionCfg | None = None,
         seed: int = 0,
         rank: int = 0,
@@ -60,8 +58,8 @@ class TorchGroupCollector(Collector):
         self.env = env
         self.policy = policy
         self.group_size = group_size
-        self.attempt_steps = attempt_steps
         self.collection = collection or CollectionCfg(partial_groups="truncate")
+        self.attempt_steps = self.collection.attempt_steps
         self.seed = seed
         self.rank = rank
         self._check()

@@ -27,8 +27,11 @@ class TrustRegionCfg(Choice):
     """Whether its loss reads whole episodes, so that minibatches must not cut them."""
     needs_old_log_prob: ClassVar[bool] = False
     """Whether ``at_start`` reads ``old_log_prob``."""
-    learns_alone: ClassVar[bool] = False
-    """Whether its loss has a gradient where all advantages are 0."""
+
+    @property
+    def learns_alone(self) -> bool:
+        """Whether its loss has a gradient where all advantages are 0."""
+        return False
 
     @property
     def clip_range(self) -> tuple[float, float]:

@@ -32,7 +32,8 @@ class RowSizes(NamedTuple):
     ) -> "RowSizes":
         """Sizes of rows; a row without a group is a group of its own."""
         group = group_id.amax(dim=1)
-        alone = group.clamp(min=-1).amax() + 1 + torch.arange(len(group), device=group.device)
+        # a rank may have no rows of what the others train on
+        alone = max(group.tolist(), default=-1) + 1 + torch.arange(len(group), device=group.device)
         length = valid.sum(dim=1)
         # where nothing counts, what siblings have in common is unknown: none of it is the safe guess
         start = torch.where(loss_mask.any(dim=1), loss_mask.long().argmax(dim=1) - valid.long().argmax(dim=1), 0)

@@ -226,7 +226,6 @@ def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine
         return VectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
     shared: dict[str, Any] = {
         "group_size": algorithm.group_size,
-        "attempt_steps": algorithm.collection.attempt_steps,
         "collection": algorithm.collection,
         "seed": cfg.seed,
         "rank": engine.rank,

@@ -31,7 +31,11 @@ class DppoCfg(TrustRegionCfg):
     pull: NonNegative = 0.0
     """Weight of ``(log_prob - old_log_prob)^2``, added at every step (prime-rl: 1e-3)."""
     source: ClassVar = "https://github.com/PrimeIntellect-ai/prime-rl"
-    learns_alone: ClassVar = True
+
+    @property
+    def learns_alone(self) -> bool:
+        """The pull has a gradient of its own."""
+        return self.pull > 0
 
     def check_policy(self, policy: "Policy") -> None:
         """Refuse densities."""

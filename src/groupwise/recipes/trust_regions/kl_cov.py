@@ -25,7 +25,11 @@ class KlCovCfg(TrustRegionCfg):
     """Weight of ``|log_prob - old_log_prob|`` on them."""
     source: ClassVar = "https://arxiv.org/abs/2505.22617"
     needs_old_log_prob: ClassVar = True
-    learns_alone: ClassVar = True
+
+    @property
+    def learns_alone(self) -> bool:
+        """The pull has a gradient of its own."""
+        return True
 
     def at_start(self, start: "UpdateStart") -> "dict[str, Tensor]":
         """Which steps are pulled back."""

@@ -14,7 +14,7 @@ from groupwise.collectors.torch_vector import TorchVectorCollector as TorchVecto
 from groupwise.collectors.vector import VectorCollector as VectorCollector
 from groupwise.comparison.runs import compare as compare
 from groupwise.config import load_config as load_config
-from groupwise.config.algorithm import AlgorithmCfg as AlgorithmCfg, CreditCfg as CreditCfg, GRPOCfg as GRPOCfg, ObjectiveCfg as ObjectiveCfg, PPOCfg as PPOCfg
+from groupwise.config.algorithm import AlgorithmCfg as AlgorithmCfg, CollectionCfg as CollectionCfg, CreditCfg as CreditCfg, GRPOCfg as GRPOCfg, ObjectiveCfg as ObjectiveCfg, PPOCfg as PPOCfg
 from groupwise.config.choices import register_recipe as register_recipe
 from groupwise.config.credit import BaselineCfg as BaselineCfg
 from groupwise.config.env import EnvCfg as EnvCfg

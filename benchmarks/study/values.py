@@ -180,10 +180,10 @@ def fit(network: nn.Sequential, optimizer: torch.optim.Adam, inputs: Tensor, tar
 
 def advantages_from(estimator: NearStates) -> Callable[..., tuple[Tensor, Tensor]]:
     """What stands in the place of ``PPO.compute_gae``: a window's end cuts attempts, as a time limit does."""
-    from groupwise.algorithms.near_states import gathered, next_values, values
     from groupwise.data.rollout import transition_view
     from groupwise.engines.base import Engine
     from groupwise.functional.advantages import gae
+    from groupwise.recipes.knn_values import gathered, next_values, values
 
     class Smoothed:
         """Stands where neighbours do."""
@@ -211,9 +211,9 @@ def advantages_from(estimator: NearStates) -> Callable[..., tuple[Tensor, Tensor
 
 def critic_cut_alike(ppo: Any, rollout: Any, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """The critic's advantages with the last step's own value behind cuts, as the others have it."""
-    from groupwise.algorithms.near_states import next_values
     from groupwise.data.rollout import transition_view
     from groupwise.functional.advantages import gae
+    from groupwise.recipes.knn_values import next_values
 
     batch = transition_view(rollout).clone()
     batch["truncated"][:, -1] |= ~batch["terminated"][:, -1]

@@ -2,28 +2,11 @@
 
 import pytest
 import torch
-from compiled_cases import check_compiled
+from compiled_cases import STEPS, check_compiled, collecting
 
 import groupwise as gw
 from groupwise.errors import SlowPathWarning
 from groupwise.speed.rollouts import CompiledStepper, why_not_compiled
-
-ROWS, STEPS = 24, 20
-
-
-def make(kind):
-    torch.manual_seed(0)
-    env = gw.TorchCartPole(ROWS)
-    policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=kind == "grpo")
-    collector = (
-        gw.TorchVectorCollector(env, policy, seed=1)
-        if kind == "ppo"
-        else gw.TorchGroupCollector(
-            env, policy, group_size=8, collection=gw.CollectionCfg(partial_groups="truncate", attempt_steps=30), seed=1
-        )
-    )
-    specs = {"obs_spec": env.obs_spec, "action_spec": policy.action_spec}
-    return collector, gw.RolloutBuffer(ROWS, STEPS, value=kind == "ppo", **specs)
 
 
 @pytest.mark.slow
@@ -36,7 +19,7 @@ def test_a_step_that_cannot_be_compiled_warns_and_the_reference_goes_on(monkeypa
     def fail(*args, **more):
         raise OSError("no compiler")
 
-    (reference, buffer), (fast, other) = make("ppo"), make("ppo")
+    (reference, buffer), (fast, other) = collecting("ppo"), collecting("ppo")
     fast.stepper = CompiledStepper(fast)
     monkeypatch.setattr("groupwise.speed.rollouts.compile_once", lambda function, **options: fail)
     with pytest.warns(SlowPathWarning, match="no compiler"):
@@ -47,7 +30,7 @@ def test_a_step_that_cannot_be_compiled_warns_and_the_reference_goes_on(monkeypa
 
 
 def test_other_collectors_and_policies_are_not_compiled():
-    collector, _ = make("ppo")
+    collector, _ = collecting("ppo")
     assert why_not_compiled(collector) is None
     handle = collector.policy.actor.register_forward_hook(lambda module, inputs, output: None)
     assert "hooks" in why_not_compiled(collector)

@@ -1,7 +1,7 @@
 """What a critic costs: seconds of training and memory at the same rollouts, minibatches and epochs, with one and without.
 
 Pendulum-v1, whose episodes all last 200 steps, so that PPO, GRPO (per time step) and GRPO with values from near states take the same iterations
-of 16 attempts, ten epochs in minibatches of 512. Networks of 64 and of 1,024 units in each of two layers. Each run trains on one thread
+of 16 episodes, ten epochs in minibatches of 512. Networks of 64 and of 1,024 units in each of two layers. Each run trains on one thread
 in a process of its own, in turn; the first two iterations are not timed.
 
     python benchmarks/critic_cost.py            # results/critic_cost.json

@@ -36,7 +36,7 @@ SETTINGS = {
     "evaluation": {"interval": 1_600, "prompts": None, "num_logged_groups": 0},
     "logging": {"progress": "lines"},
 }
-ATTEMPTS = 8
+COMPLETIONS = 8
 ALGORITHM = {"group_size": 8, "learning_rate": 2e-4}
 
 
@@ -75,15 +75,19 @@ def learn(seed: int, model: Path, folder: Path) -> dict[str, Any]:
     return {
         "seed": seed,
         "greedy": scored(run),
-        "sampled": scored(run, ATTEMPTS),
+        "sampled": scored(run, COMPLETIONS),
         "curve": [[entry["env_steps"], entry["eval/return_mean"]] for entry in metrics if "eval/return_mean" in entry],
         "training": [[entry["env_steps"], entry["rollout/return_mean"]] for entry in metrics],
         "seconds": run.summary["seconds"],
     }
 
 
-def scored(run: gw.Run, attempts: int = 1) -> dict[str, Any]:
-    return {key: value for key, value in gw.evaluate(run, attempts=attempts).report().items() if key != "rewards"}
+def scored(run: gw.Run, completions: int = 1) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in gw.evaluate(run, completions_per_prompt=completions).report().items()
+        if key != "rewards"
+    }
 
 
 def untrained(model: Path, folder: Path) -> dict[str, Any]:
@@ -96,7 +100,7 @@ def untrained(model: Path, folder: Path) -> dict[str, Any]:
         run_dir=folder / "untrained",
         **SETTINGS | {"total_steps": 1},
     )
-    return {"greedy": scored(run), "sampled": scored(run, ATTEMPTS)}
+    return {"greedy": scored(run), "sampled": scored(run, COMPLETIONS)}
 
 
 def report(results: dict[str, Any]) -> None:
@@ -115,7 +119,7 @@ def table(results: dict[str, Any]) -> str:
 
 def cells(found: dict[str, Any]) -> list[str]:
     greedy, sampled = found["greedy"]["pass_at_1"], found["sampled"]
-    rates = (greedy, sampled["pass_at_1"], sampled[f"pass_at_{ATTEMPTS}"])
+    rates = (greedy, sampled["pass_at_1"], sampled[f"pass_at_{COMPLETIONS}"])
     return [f"{rate['mean']:.1%} ({rate['ci95'][0]:.1%} to {rate['ci95'][1]:.1%})" for rate in rates]
 
 

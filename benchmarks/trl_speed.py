@@ -120,7 +120,7 @@ def run_ours(case: Case, side: Side, folder: Path, turn: Callable[[], None], don
 
 
 def micro_batch_tokens(rows: int, prompt: int) -> int:
-    """What ``micro_batch_size`` must be for so many rows to fit, the prompt of siblings counted once."""
+    """What ``micro_batch_size`` must be for so many rows to fit, the prompt of members counted once."""
     return -(-rows // GROUP) * prompt + rows * NEW_TOKENS
 
 

@@ -188,7 +188,7 @@ class Endless(Calm):
 def test_without_a_known_step_limit_training_is_refused_with_the_fix():
     report = check_env(Endless)
     assert report.max_episode_steps == report.training
-    assert report.training.reason == "no step limit is known, so an attempt might never end"
+    assert report.training.reason == "no step limit is known, so an episode might never end"
     assert report.training.fix.startswith("env.max_episode_steps")
     assert report.start_modes["seed"].value > 0
     assert "training uses             no, see 'step limit'" in str(report)

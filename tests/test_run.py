@@ -288,7 +288,7 @@ def test_longest_episode_is_filled_in_where_the_loss_needs_it():
     run = gw.train("CartPole-v1", **TINY_GRPO | {"algorithm": cfg})
     assert run.cfg.algorithm.objective.max_length == 500
     assert json.loads((run.path / "config.json").read_text())["algorithm"]["objective"]["max_length"] == 500
-    windowed = gw.GRPOCfg(num_steps=16, num_epochs=1, group_size=2, collection={"attempt_steps": 20}, **constant)
+    windowed = gw.GRPOCfg(num_steps=16, num_epochs=1, group_size=2, collection={"horizon": 20}, **constant)
     assert gw.train("CartPole-v1", **TINY_GRPO | {"algorithm": windowed}).cfg.algorithm.objective.max_length == 20
 
 
@@ -429,7 +429,7 @@ class Endless(gymnasium.Env[Any, Any]):
 
 
 @pytest.mark.parametrize(
-    ("cfg", "limit"), [(gw.GRPOCfg(group_size=2, collection={"attempt_steps": 6}), None), (gw.GRPOCfg(group_size=2), 6)]
+    ("cfg", "limit"), [(gw.GRPOCfg(group_size=2, collection={"horizon": 6}), None), (gw.GRPOCfg(group_size=2), 6)]
 )
 def test_evaluation_keeps_to_the_window_or_the_limit_of_training(cfg: gw.GRPOCfg, limit: int | None, tmp_path: Path):
     run = gw.train(

@@ -1,7 +1,7 @@
-"""How much of the returns a baseline explains: siblings at the same time, or near states of other attempts.
+"""How much of the returns a baseline explains: members at the same time, or near states of other episodes.
 
-One training by near states on each environment; every iteration's returns-to-go are predicted from what other attempts earned. Told is the median over iterations of 1 - var(return - baseline) / var(return); 0 is a constant, below 0 worse
-than one. Siblings and near states are asked about the same steps, those at which a sibling still runs.
+One training by near states on each environment; every iteration's returns-to-go are predicted from what other episodes earned. Told is the median over iterations of 1 - var(return - baseline) / var(return); 0 is a constant, below 0 worse
+than one. Members and near states are asked about the same steps, those at which a member still runs.
 
     python benchmarks/study/baselines.py            # results/study_baselines.json
 """
@@ -75,9 +75,9 @@ def of_rollout(rollout: Any, gamma: float) -> dict[str, float]:
     everyone = torch.arange(int(live.sum()))
     near = nearest(batch["obs"][live], batch["episode_id"][live], everyone, k=16).mean(score[live])
     return {
-        "siblings": explained(score[asked], (score - above)[asked]),
+        "members": explained(score[asked], (score - above)[asked]),
         "near": explained(score[asked], near[asked[live]]),
-        "steps with a sibling": float(asked.sum() / live.sum()),
+        "steps with a member": float(asked.sum() / live.sum()),
     }
 
 

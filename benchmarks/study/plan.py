@@ -35,7 +35,7 @@ OURS: dict[str, dict[str, Any]] = {
         "normalize": "batch",
     },
 }
-"""GRPO's credit in each method, over that of the environment's preset: per time step, siblings that ended left out.
+"""GRPO's credit in each method, over that of the environment's preset: per time step, members that ended left out.
 
 ``leave_one_out`` divides by nothing within the group, as RLOO does; its advantages are normalised over the batch, or its step
 size would depend on the environment's rewards."""

@@ -1,7 +1,7 @@
 """What a critic adds on Hopper: PPO at its preset, with values from elsewhere.
 
 Rollouts, step sizes and seeds are the same; the values under the generalised advantages differ. Without a critic they are told
-by the rollout itself, a state's by other attempts only. Nobody then learns values, so the gradient that is clipped is the policy's alone; and
+by the rollout itself, a state's by other episodes only. Nobody then learns values, so the gradient that is clipped is the policy's alone; and
 behind a cut, a window's end among them, stands the value of the last step instead of that of the observation behind it:
 
     critic               PPO as it is: a network that has learned since the run began
@@ -56,7 +56,7 @@ class NearStates:
 
 
 class Network(NearStates):
-    """Two networks, each fitted to the attempts that the other one is asked about."""
+    """Two networks, each fitted to the episodes that the other one is asked about."""
 
     def __call__(self, state: Tensor, episode: Tensor) -> Mean:
         inputs = standardised(state)
@@ -136,7 +136,7 @@ def scaled(state: Tensor, score: Tensor) -> Tensor:
 
 
 def local_weights(state: Tensor, episode: Tensor, asked: int) -> tuple[Tensor, Tensor]:
-    """Of the first ``asked`` states: the nearest ones of other attempts, and what each counts in a linear fit at the state.
+    """Of the first ``asked`` states: the nearest ones of other episodes, and what each counts in a linear fit at the state.
 
     Source: locally weighted learning, Atkeson et al. 1997, https://doi.org/10.1023/A:1006559212014.
     """
@@ -179,7 +179,7 @@ def fit(network: nn.Sequential, optimizer: torch.optim.Adam, inputs: Tensor, tar
 
 
 def advantages_from(estimator: NearStates) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What stands in the place of ``PPO.compute_gae``: a window's end cuts attempts, as a time limit does."""
+    """What stands in the place of ``PPO.compute_gae``: a window's end cuts episodes, as a time limit does."""
     from groupwise.data.rollout import transition_view
     from groupwise.engines.base import Engine
     from groupwise.functional.advantages import gae

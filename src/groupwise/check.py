@@ -52,7 +52,7 @@ class Training(NamedTuple):
     """What GRPO does with the environment by default."""
 
     start_mode: StartMode
-    """How siblings share a start."""
+    """How members share a start."""
     vectorization: str
     """``own``: the callable makes all rows; else as ``env.vectorization``."""
     num_envs: int
@@ -65,8 +65,8 @@ class EnvReport:
     """What ``check_env`` found out about an environment; printed, the table of ``groupwise check-env``.
 
     ``observation``, ``action``: the spaces in words, if they are supported. ``max_episode_steps``: the step limit, which
-    GRPO needs. ``start_varies``: whether the start depends on the seed. ``noise_varies``: whether siblings drift apart
-    under equal actions. ``start_modes``: microseconds of a sibling's start, for each mode that passes its check.
+    GRPO needs. ``start_varies``: whether the start depends on the seed. ``noise_varies``: whether members drift apart
+    under equal actions. ``start_modes``: microseconds of a member's start, for each mode that passes its check.
     ``steps_per_second``: with 8 environments and random actions, by vectorisation. ``training``: what GRPO does by
     default; its value is None where GRPO refuses the environment.
     """
@@ -172,8 +172,8 @@ def _check_single(cfg: EnvCfg, make: Maker) -> EnvReport:
     limit = _known(step_limit(single))
     single.close()
     ways = (*VECTORIZATIONS, "envpool") if make is None and _in_envpool(cfg.id) else VECTORIZATIONS
-    modes: dict[str, Finding[float]] = {mode: _attempt(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
-    speeds = {way: _attempt(partial(_steps_per_second, cfg, make, way)) for way in ways}
+    modes: dict[str, Finding[float]] = {mode: _episode(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
+    speeds = {way: _episode(partial(_steps_per_second, cfg, make, way)) for way in ways}
     return _report(name, single, limit, cfg, make, modes, speeds)
 
 
@@ -189,9 +189,9 @@ def _check_rows(cfg: EnvCfg, make: Maker) -> EnvReport:
     with closing(env):
         only = Finding[float](None, f"it makes its rows itself, and starts them by {env.start_mode}")
         modes: dict[str, Finding[float]] = dict.fromkeys([*START_MODES], only)
-        modes[env.start_mode] = _attempt(lambda: _median_start_us(env, NUM_ENVS))
+        modes[env.start_mode] = _episode(lambda: _median_start_us(env, NUM_ENVS))
         speeds: dict[str, Finding[float]] = {
-            "own" if make is not None else cfg.vectorization: _attempt(lambda: _speed(env))
+            "own" if make is not None else cfg.vectorization: _episode(lambda: _speed(env))
         }
         return _report(env.env_id, env, _known(env.max_episode_steps), cfg, make, modes, speeds)
 
@@ -205,8 +205,8 @@ def _report(
     modes: dict[str, Finding[float]],
     speeds: dict[str, Finding[float]],
 ) -> EnvReport:
-    observation = _attempt(lambda: (obs_spec(env.observation_space), _brief(env.observation_space))[1])
-    action = _attempt(lambda: (make_head(env.action_space, PolicyCfg()), _brief(env.action_space))[1])
+    observation = _episode(lambda: (obs_spec(env.observation_space), _brief(env.observation_space))[1])
+    action = _episode(lambda: (make_head(env.action_space, PolicyCfg()), _brief(env.action_space))[1])
     start_varies, noise_varies, training = _training(cfg, make)
     for needed in (observation, action, limit):
         if needed.value is None:
@@ -217,7 +217,7 @@ def _report(
 
 def _training(cfg: EnvCfg, make: Maker) -> tuple[Finding[bool], Finding[bool], Finding[Training]]:
     """Whether starts and steps vary, and what training would use."""
-    made = _attempt(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
+    made = _episode(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
     env = made.value
     if env is None or env.start_report is None:
         refused: Finding[Any] = Finding(None, made.reason, made.fix)
@@ -232,7 +232,7 @@ def _training(cfg: EnvCfg, make: Maker) -> tuple[Finding[bool], Finding[bool], F
 
 
 def _start_us(cfg: EnvCfg, make: Maker, mode: StartMode) -> float:
-    """Microseconds that a row's start takes when a sibling has started there before, by this mode, which is verified."""
+    """Microseconds that a row's start takes when a member has started there before, by this mode, which is verified."""
     native = mode == "native"
     if native and not _offers_entry_point(cfg, make):
         raise EnvError(_NO_ENTRY_POINT)
@@ -283,7 +283,7 @@ def _speed(env: VectorEnv) -> float:
     return count * env.num_envs / (time.perf_counter() - begun)
 
 
-def _attempt(probe: Callable[[], T]) -> Finding[T]:
+def _episode(probe: Callable[[], T]) -> Finding[T]:
     """What ``probe`` finds, or the reason why it fails."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -298,7 +298,7 @@ def _reason_and_fix(error: Exception) -> tuple[str, str]:
     kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
     text = re.sub(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+", "", str(error))
     reason, _, fix = " ".join(text.split()).partition("; fix: ")
-    return kind + re.sub(r"^siblings of \S+ cannot share a start( by start_mode='\w+')?: ", "", reason), fix
+    return kind + re.sub(r"^members of \S+ cannot share a start( by start_mode='\w+')?: ", "", reason), fix
 
 
 def _known(limit: int | None) -> Finding[int]:
@@ -306,8 +306,8 @@ def _known(limit: int | None) -> Finding[int]:
         return Finding(limit)
     return Finding(
         None,
-        "no step limit is known, so an attempt might never end",
-        "env.max_episode_steps (also where it truncates by itself), or algorithm.collection.attempt_steps",
+        "no step limit is known, so an episode might never end",
+        "env.max_episode_steps (also where it truncates by itself), or algorithm.collection.horizon",
     )
 
 

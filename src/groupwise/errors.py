@@ -6,7 +6,7 @@ GroupwiseError
 │   └── PolicyError        a policy that GRPO behind Stable-Baselines3's interface cannot train (contrib.sb3.settings)
 ├── EnvError               an environment that cannot be used as asked (ValueError)
 │   ├── UnsupportedSpaceError
-│   └── GroupStartError    siblings cannot be made to share a start
+│   └── GroupStartError    members cannot be made to share a start
 ├── DataError              a rollout with wrong shapes, types or non-finite numbers (ValueError)
 ├── RewardError            a reward function that failed, took too long or returned what is no score (RuntimeError)
 ├── ToolError              a tool that failed, or answered with what is no text (RuntimeError)
@@ -57,11 +57,11 @@ class UnsupportedSpaceError(EnvError):
 
 
 class GroupStartError(EnvError):
-    """Siblings of a group cannot be made to begin in the same state."""
+    """Members of a group cannot be made to begin in the same state."""
 
 
 class GroupStartWarning(UserWarning):
-    """Siblings share their start, but not in the best way; says why, and what to do about it. No error."""
+    """Members share their start, but not in the best way; says why, and what to do about it. No error."""
 
 
 class SlowPathWarning(UserWarning):

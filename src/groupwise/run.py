@@ -225,7 +225,7 @@ def evaluate(
     run: Run | Path | str,
     episodes: int | None = None,
     *,
-    attempts: int = 1,
+    completions_per_prompt: int = 1,
     deterministic: bool | None = None,
     seed: int | None = None,
     video: bool = False,
@@ -237,8 +237,8 @@ def evaluate(
     Args:
         run: as ``train`` returned it, or its folder.
         episodes: or prompts; None: 100 episodes, or all prompts.
-        attempts: completions of each prompt, for pass@k; of texts only.
-        deterministic: take the most likely action; None: yes, unless there are several attempts.
+        completions_per_prompt: completions of each prompt, for pass@k; of texts only.
+        deterministic: take the most likely action; None: yes, unless there are several completions of a prompt.
         seed: of the episodes; None derives one from the run's seed that evaluations during training do not use.
         video: also writes ``policy.gif`` into the run folder.
         checkpoint: whose policy to play, if ``run`` is a folder.
@@ -256,14 +256,23 @@ def evaluate(
     else:
         run = Run.load(run, checkpoint=checkpoint, **given)
     seed = derive_seed(run.cfg.seed, "final evaluation") if seed is None else seed
-    greedy = attempts == 1 if deterministic is None else deterministic
+    greedy = completions_per_prompt == 1 if deterministic is None else deterministic
     if isinstance(run.cfg, TextRunCfg):
         if video:
             raise ConfigError(f"video is of environments; got a run on {run.cfg.subject}, fix: groupwise sample")
-        return _evaluate_texts(run, run.cfg, prompts=episodes, attempts=attempts, deterministic=greedy, seed=seed)
+        return _evaluate_texts(
+            run,
+            run.cfg,
+            prompts=episodes,
+            completions_per_prompt=completions_per_prompt,
+            deterministic=greedy,
+            seed=seed,
+        )
     assert isinstance(run.cfg, RunCfg)
-    if attempts != 1:
-        raise ConfigError(f"attempts = {attempts} are of prompts; got a run on {run.cfg.subject}, fix: more episodes")
+    if completions_per_prompt != 1:
+        raise ConfigError(
+            f"completions_per_prompt = {completions_per_prompt} is of text runs; got a run on {run.cfg.subject}, fix: more episodes"
+        )
     evaluator = EnvEvaluator(
         run.cfg, run.given, run.policy, episodes=episodes or _DEFAULT_EPISODES, deterministic=greedy, seed=seed
     )
@@ -327,11 +336,11 @@ def _refuse_besides(cfg: CommonCfg, settings: dict[str, Any]) -> None:
 
 
 def _evaluate_texts(
-    run: Run, cfg: TextRunCfg, *, prompts: int | None, attempts: int, deterministic: bool, seed: int
+    run: Run, cfg: TextRunCfg, *, prompts: int | None, completions_per_prompt: int, deterministic: bool, seed: int
 ) -> "TextEvaluation":
     from groupwise.text.evaluation import TextEvaluator
 
-    changed = {"prompts": prompts, "attempts": attempts, "deterministic": deterministic}
+    changed = {"prompts": prompts, "completions_per_prompt": completions_per_prompt, "deterministic": deterministic}
     evaluation = type(cfg.evaluation)(**dict(cfg.evaluation) | changed)
     cfg = cfg.model_copy(update={"evaluation": evaluation})
     with closing(TextEvaluator.of(cfg, run.given, run.policy, seed=seed)) as evaluator:

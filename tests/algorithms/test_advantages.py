@@ -37,9 +37,9 @@ def test_two_trajectories(choices, expected, per_row):
     ("end", "choices", "expected"),
     [
         # lengths 2 and 1, reward 1: returns to go [2,1] and [1]; t0: mean 1.5
-        # absorbed: the terminated sibling counts with 0 at t1, mean .5
+        # absorbed: the terminated member counts with 0 at t1, mean .5
         ("terminated", {"finished_members": "zero"}, [[0.5, 0.5], [-0.5]]),
-        # truncated siblings are absent, not worth 0: nothing to compare with at t1
+        # truncated members are absent, not worth 0: nothing to compare with at t1
         ("truncated", {"finished_members": "zero"}, [[0.5, 0.0], [-0.5]]),
         ("terminated", {"finished_members": "mask"}, [[0.5, 0.0], [-0.5]]),
         # trajectory advantage: outcomes 2 and 1, mean 1.5
@@ -54,14 +54,14 @@ def test_members_that_ended_early(end, choices, expected):
     assert per_episode(credit(batch, **STEP, **choices), batch) == expected
 
 
-def test_an_absorbed_sibling_is_company():
+def test_an_absorbed_member_is_company():
     # returns to go 4 3 and 5: t0 mean 4.5; t1: 3 beside 0, not the trajectory's -.5
     batch = rollout([(0, [1.0, 3.0], "terminated"), (0, [5.0], "terminated")])
     choices = STEP | {"finished_members": "zero", "singleton": "trajectory"}
     assert per_episode(credit(batch, **choices), batch) == [[-0.5, 1.5], [0.5]]
 
 
-def test_trajectory_rule_starts_where_the_first_sibling_ends():
+def test_trajectory_rule_starts_where_the_first_member_ends():
     # lengths 3, 2, 1: returns to go [3,2,1], [2,1], [1]
     # t0 all three: mean 2; t1 one is gone: trajectory advantages 3-2 and 2-2; t2 likewise
     batch = rollout([(0, [1.0] * n, "terminated") for n in (3, 2, 1)])
@@ -106,9 +106,9 @@ def test_constant_step_rewards_say_nothing_to_process_supervision():
     [preset("grpo"), preset("rloo"), preset("sb3_process"), preset("embodichain"), STEP | {"finished_members": "zero"}],
 )
 def test_an_unscorable_member_is_no_member(choices):
-    siblings = [(0, [1.0, 2.0], "terminated"), (0, [0.0, 1.0], "terminated")]
-    alone = rollout(siblings)
-    joined = rollout([*siblings, (0, [0.0, 0.0], "unscorable")])
+    members = [(0, [1.0, 2.0], "terminated"), (0, [0.0, 1.0], "terminated")]
+    alone = rollout(members)
+    joined = rollout([*members, (0, [0.0, 0.0], "unscorable")])
     out = credit(joined, **choices)
     torch.testing.assert_close(out[:2], credit(alone, **choices))
     assert out[2].abs().max() == 0
@@ -191,7 +191,7 @@ def test_compositions_that_make_no_sense_are_refused(choices, message):
         ({"returns": "return_to_go", "finished_members": "trajectory"}, "credit.finished_members='trajectory' and"),
     ],
 )
-def test_rules_for_single_steps_are_refused_where_whole_attempts_are_compared(choices, found):
+def test_rules_for_single_steps_are_refused_where_whole_episodes_are_compared(choices, found):
     with pytest.raises(ConfigError, match=f"{found}.* got credit.group_key='group', fix: group_key='group_step' with"):
         GRPO(GRPOCfg(credit=choices), make_policy())
     fixed = {**choices, "group_key": "group_step", "returns": "return_to_go"}

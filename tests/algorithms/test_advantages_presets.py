@@ -77,14 +77,14 @@ def test_opo_weighs_by_length():
     expect(rollout(TWO), [[0.8] * 3, [-1.2] * 2], name="opo")
 
 
-def test_remax_compares_with_the_greedy_attempt():
+def test_remax_compares_with_the_greedy_episode():
     episodes = [*TWO, (0, [1.0, 1.0], "greedy"), (1, [7.0], "terminated"), (1, [4.0], "greedy")]
     batch = rollout(episodes)
-    # 3 and 1 against 2; a member alone has the greedy attempt for company; the latter is not trained on
+    # 3 and 1 against 2; a member alone has the greedy episode for company; the latter is not trained on
     expect(batch, [[1.0] * 3, [-1.0] * 2, [0.0, 0.0], [3.0], [0.0]], name="remax")
     # a group that lost it has nothing to be compared with
     expect(rollout(episodes[:-1]), [[1.0] * 3, [-1.0] * 2, [0.0, 0.0], [0.0]], name="remax")
-    # two greedy attempts of one group, of 2 and 5: against their mean
+    # two greedy episodes of one group, of 2 and 5: against their mean
     expect(
         rollout([*TWO, (0, [2.0], "greedy"), (0, [5.0], "greedy")]),
         [[-0.5] * 3, [-2.5] * 2, [0.0], [0.0]],
@@ -106,12 +106,12 @@ def test_rae_compares_with_the_past():
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.9])
-def test_the_average_takes_in_scorable_attempts(decay):
+def test_the_average_takes_in_scorable_episodes(decay):
     batch = rollout([*TWO, (0, [9.0], "unscorable")])
     cfg = CreditCfg(baseline={"name": "ema", "decay": decay}, scale="none")
     given = CreditInput(batch, batch["reward"], cfg, 1.0, 1, 3)
     assert cfg.baseline.next_state(given) == 2.0
-    # two attempts of mean 2
+    # two episodes of mean 2
     after = cfg.baseline.next_state(given._replace(state=torch.tensor(6.0)))
     torch.testing.assert_close(after, torch.tensor(2 + 4 * decay**2))
 
@@ -168,7 +168,7 @@ OBS = [[[7.0], [8.0], [9.0]], [[8.0], [5.0]]]
 def test_gigpo(obs, per_row):
     batch = rollout(TWO, per_row=per_row, obs=obs)
     if obs is not OBS:
-        # all of the first attempt and the start of the second: returns to go 1.5 1 2 | .5, mean 1.25
+        # all of the first episode and the start of the second: returns to go 1.5 1 2 | .5, mean 1.25
         expect_discounted(batch, [[1.25, 0.75, 1.75], [-1.75, -1.0]], "gigpo_no_std")
         return
     # episodes +-1; t1 of the first met the start of the second: discounted 1 and .5, mean .75

@@ -33,12 +33,12 @@ def random_episodes(seed, groups=3):
 @pytest.mark.parametrize("name", RULES)
 def test_a_member_alone_never_gets_its_score(name):
     batch = every_key([(0, [5.0], "terminated"), (0, [2.0], "greedy"), (0, [3.0], "unscorable")])
-    compared = 3.0 if name == "remax" else 0.0  # with the greedy attempt
+    compared = 3.0 if name == "remax" else 0.0  # with the greedy episode
     assert per_episode(credit(batch, **preset(name)), batch) == [[compared], [0.0], [0.0]]
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_equal_attempts_get_exactly_zero(name):
+def test_equal_episodes_get_exactly_zero(name):
     batch = every_key(
         [(0, [0.3], "terminated"), (0, [0.3], "terminated"), (0, [0.3], "greedy"), (0, [0.3], "terminated")]
     )
@@ -92,7 +92,7 @@ def test_two_ranks_are_one_batch(choices, two_ranks):
 
 
 @pytest.mark.parametrize("name", sorted(set(RULES) - {"max_rl", "gpg"} - NEAR))
-def test_a_bonus_that_all_attempts_get_changes_nothing(name):
+def test_a_bonus_that_all_episodes_get_changes_nothing(name):
     episodes = random_episodes(4)
     batch = every_key(episodes, steps=6)
     out = credit(batch, **preset(name))

@@ -56,11 +56,11 @@ def make_rollout(policy, seed=0):
     rollout["sample_log_prob"].copy_(flat.log_prob.reshape(4, 9))
     for row, lengths in enumerate(LENGTHS):
         t = 0
-        for attempt, length in enumerate(lengths):
+        for episode, length in enumerate(lengths):
             span = slice(t, t + length)
             rollout["reward"][row, span] = torch.rand(length, generator=g)
             rollout["valid"][row, span] = rollout["loss_mask"][row, span] = True
-            rollout["group_id"][row, span], rollout["episode_id"][row, span] = row // 2, 2 * row + attempt
+            rollout["group_id"][row, span], rollout["episode_id"][row, span] = row // 2, 2 * row + episode
             rollout["step"][row, span] = torch.arange(length)
             rollout["terminated"][row, span.stop - 1] = True
             t = span.stop
@@ -195,7 +195,7 @@ def test_the_moving_average_goes_on_where_it_was():
     before = one.baseline_state
     for algorithm in (one, two):
         algorithm.update(rollouts[1])
-    # the second rollout is measured against the first alone, and then enters: 8 attempts
+    # the second rollout is measured against the first alone, and then enters: 8 episodes
     first = next(iter(episodes(rollouts[1])))
     torch.testing.assert_close(one.advantage[first][0], totals[1][0] - before)
     share = 0.95**8
@@ -206,7 +206,7 @@ def test_the_moving_average_goes_on_where_it_was():
     assert torch.equal(one.baseline_state, two.baseline_state)
 
 
-def test_the_moving_average_starts_at_the_first_rollout_with_attempts():
+def test_the_moving_average_starts_at_the_first_rollout_with_episodes():
     algorithm = build(credit=CreditCfg(baseline="ema", scale="none"))
     rollout = make_rollout(algorithm.policy)
     empty = rollout.clone()
@@ -297,7 +297,7 @@ def test_a_group_has_variance_where_a_part_that_counts_has(credit, expected):
     algorithm = build(credit=CreditCfg(**credit), group_size=2)
     rollout = make_rollout(algorithm.policy)
     over = (rollout["terminated"] & rollout["valid"]).float()
-    rollout["reward"] = over  # every attempt ends with 1 in total
+    rollout["reward"] = over  # every episode ends with 1 in total
     gain = over * (rollout["episode_id"] % 3)
     metrics = algorithm.update(with_parts(rollout, gain, over, -gain))
     assert metrics["rollout/zero_variance_groups"] == expected

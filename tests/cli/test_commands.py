@@ -231,7 +231,7 @@ def test_interrupt_says_how_to_go_on(api, capsys, monkeypatch):
 def test_eval_prints_one_line_that_a_script_can_read(api, capsys):
     assert cli.main(["eval", "runs/x", "--episodes", "3"]) == 0
     assert capsys.readouterr().out == "return_mean=12.5 ci95=[8.77379, 16.2262] episodes=3\n"  # 4.30265 * 1.5 / sqrt(3)
-    asked = {"attempts": 1, "deterministic": None, "seed": None, "video": False, "checkpoint": "latest"}
+    asked = {"completions_per_prompt": 1, "deterministic": None, "seed": None, "video": False, "checkpoint": "latest"}
     assert api == [("evaluate", (Path("runs/x"), 3), asked)]
 
 
@@ -245,7 +245,7 @@ def test_eval_as_json_and_its_options(api, capsys):
         "returns": [11.0, 12.5, 14.0],
         "video": "runs/x/policy.gif",
     }
-    asked = {"attempts": 1, "deterministic": False, "seed": 4, "video": True, "checkpoint": "best"}
+    asked = {"completions_per_prompt": 1, "deterministic": False, "seed": 4, "video": True, "checkpoint": "best"}
     assert api == [("evaluate", (Path("runs/x"), None), asked)]
 
 

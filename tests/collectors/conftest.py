@@ -44,11 +44,11 @@ class ScriptedEnv(gymnasium.Env):
 
 
 class ScriptedGroupEnv(GroupEnv):
-    """Attempt ``k`` (in order of starting) lasts ``lengths[k]`` steps; observes 10 * k + steps taken; reward 1.
+    """Episode ``k`` (in order of starting) lasts ``lengths[k]`` steps; observes 10 * k + steps taken; reward 1.
 
     Args:
-        rewards: of every step of attempt ``k``.
-        fails: attempt ``k`` raises an error at its step ``fails[k]`` (the first is 1).
+        rewards: of every step of episode ``k``.
+        fails: episode ``k`` raises an error at its step ``fails[k]`` (the first is 1).
     """
 
     start_mode = "native"
@@ -61,12 +61,12 @@ class ScriptedGroupEnv(GroupEnv):
         self.num_envs, self.end, self.max_episode_steps, self.block_size = num_envs, end, limit, block_size
         self.lengths, self.rewards, self.fails = lengths, rewards, fails or {}
         self.started, self.taken, self.start_calls, self.paused, self.actions = 0, 0, [], [], []
-        self.attempt, self.count, self.running = (np.zeros(num_envs, np.int64) for _ in range(3))
+        self.member, self.count, self.running = (np.zeros(num_envs, np.int64) for _ in range(3))
 
     def start(self, mask, start_seed, noise_seed):
         rows = np.flatnonzero(mask)
         self.start_calls.append((rows.tolist(), start_seed[mask].tolist(), noise_seed[mask].tolist()))
-        self.attempt[rows] = np.arange(self.started, self.started + len(rows))
+        self.member[rows] = np.arange(self.started, self.started + len(rows))
         self.count[rows], self.running[rows] = 0, 1
         self.started += len(rows)
         return self.obs()
@@ -80,17 +80,17 @@ class ScriptedGroupEnv(GroupEnv):
         self.taken += int(running.sum())
         self.actions.append(action.tolist())
         self.count[running] += 1
-        failed = running & (self.count == np.array([self.fails.get(k, 0) for k in self.attempt.tolist()]))
-        over = running & ~failed & (self.count == np.array(self.lengths)[self.attempt % len(self.lengths)])
+        failed = running & (self.count == np.array([self.fails.get(k, 0) for k in self.member.tolist()]))
+        over = running & ~failed & (self.count == np.array(self.lengths)[self.member % len(self.lengths)])
         self.running[over | failed] = 0
         terminated = torch.from_numpy(over & (self.end != "truncated"))
         truncated = torch.from_numpy(over & (self.end != "terminated"))
-        reward = np.where(running & ~failed, np.array(self.rewards)[self.attempt % len(self.rewards)], 0)
+        reward = np.where(running & ~failed, np.array(self.rewards)[self.member % len(self.rewards)], 0)
         lost = torch.from_numpy(failed) if failed.any() else None
         return EnvStep(self.obs(), torch.from_numpy(reward.astype(np.float32)), terminated, truncated, failed=lost)
 
     def obs(self):
-        return torch.from_numpy((10 * self.attempt + self.count).astype(np.float32)[:, None])
+        return torch.from_numpy((10 * self.member + self.count).astype(np.float32)[:, None])
 
     def reset(self, *, seed=None, mask=None):
         raise AssertionError("groups are started, never reset")
@@ -203,9 +203,9 @@ def scripted_group() -> type[ScriptedGroupEnv]:
 def collect(buffer_for, fake_policy):
     def run(env, num_steps, *, slots=8, actor_only=False, iteration=0, **kwargs):
         policy = fake_policy(actor_only)
-        if "attempt_steps" in kwargs:
+        if "horizon" in kwargs:
             cfg = kwargs.pop("collection", CollectionCfg())
-            kwargs["collection"] = cfg.model_copy(update={"attempt_steps": kwargs.pop("attempt_steps")})
+            kwargs["collection"] = cfg.model_copy(update={"horizon": kwargs.pop("horizon")})
         collector = GroupCollector(env, policy, verify_start=False, **kwargs)
         collector.iteration = iteration
         buffer = buffer_for(env, policy, slots)

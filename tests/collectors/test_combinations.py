@@ -24,7 +24,7 @@ COLLECTIONS = st.builds(
     fails=st.dictionaries(st.integers(0, 30), st.integers(1, 4), max_size=3),
     rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=5),
     collection=COLLECTIONS,
-    greedy_attempts=st.integers(0, 1),
+    greedy_members=st.integers(0, 1),
 )
 def test_settings_can_be_combined(
     buffer_for, fake_policy, scripted_group, num_envs, group_size, num_steps, lengths, fails, rewards, **choices
@@ -48,7 +48,7 @@ def test_settings_can_be_combined(
         pairs = torch.stack([rollout["group_id"][valid], rollout["episode_id"][valid]]).unique(dim=1)
         assert pairs[1].sort().values.tolist() == list(range(pairs.shape[1])), "episodes belong to one group each"
         members = torch.bincount(pairs[0])
-        assert (members == group_size + choices["greedy_attempts"]).all()
+        assert (members == group_size + choices["greedy_members"]).all()
         steps = rollout["step"][valid]
         for episode in range(pairs.shape[1]):
             mine = rollout["episode_id"][valid] == episode

@@ -1,4 +1,4 @@
-"""What becomes of steps: shared noise, attempts that fail, filtered groups, and what counts as wasted."""
+"""What becomes of steps: shared noise, episodes that fail, filtered groups, and what counts as wasted."""
 
 import pytest
 import torch
@@ -36,8 +36,8 @@ def test_shared_noise_is_one_stream_a_group(collect, scripted_group):
     assert not set(noise) & set(start_seeds(env))
 
 
-def test_an_attempt_that_failed_is_retried_at_the_same_start(collect, scripted_group):
-    # attempts 0 and 1 are group 0. Attempt 1 fails at its second step; attempt 2 takes its place in the same row.
+def test_an_episode_that_failed_is_retried_at_the_same_start(collect, scripted_group):
+    # episodes 0 and 1 are group 0. Episode 1 fails at its second step; episode 2 takes its place in the same row.
     # Budget 2 * 2 = 4 is taken when row 0 is done, so that no second group opens: 3 + 2 + 3 steps.
     env = scripted_group(2, [3], fails={1: 2})
     collector, rollout = collect(env, 2, group_size=2, collection=CollectionCfg(on_env_error="retry"))
@@ -62,15 +62,15 @@ def test_a_retry_under_shared_noise_has_other_noise(collect, scripted_group):
     assert first == second != again
 
 
-def test_an_attempt_that_always_fails_is_an_error(collect, scripted_group):
+def test_an_episode_that_always_fails_is_an_error(collect, scripted_group):
     env = scripted_group(2, [3], fails=dict.fromkeys(range(1, 99), 1))
     with pytest.raises(EnvError, match=r"failed 6 times in a row in Scripted; fix: .*'drop'"):
         collect(env, 2, group_size=2, collection=CollectionCfg(on_env_error="retry"))
 
 
-def test_a_group_with_a_failed_attempt_is_dropped(collect, scripted_group):
-    # Three rows, groups of two, budget 9. Attempt 1 fails at its second step, and attempt 0 in row 0 is stopped. 6 steps
-    # are taken: the rows take attempt 3 (group 1) and 4 (group 2); at slot 3, with 9 steps, row 2 takes attempt 5.
+def test_a_group_with_a_failed_episode_is_dropped(collect, scripted_group):
+    # Three rows, groups of two, budget 9. Episode 1 fails at its second step, and episode 0 in row 0 is stopped. 6 steps
+    # are taken: the rows take episode 3 (group 1) and 4 (group 2); at slot 3, with 9 steps, row 2 takes episode 5.
     env = scripted_group(3, [3], fails={1: 2})
     collector, rollout = collect(env, 3, group_size=2, collection=CollectionCfg(on_env_error="drop"))
     assert numbers(rollout, "valid") == [[F, F, T, T, T, F], [F, F, T, T, T, F], [T] * 6]
@@ -84,7 +84,7 @@ def test_a_group_with_a_failed_attempt_is_dropped(collect, scripted_group):
 
 
 def test_members_of_a_dropped_group_that_wait_never_begin_and_its_rows_are_paused(collect, scripted_group):
-    # group of three in two rows, budget 2: attempt 1 fails at once, attempt 0 is stopped, attempt 2 never begins
+    # group of three in two rows, budget 2: episode 1 fails at once, episode 0 is stopped, episode 2 never begins
     env = scripted_group(2, [3], fails={1: 1})
     collector, rollout = collect(env, 1, group_size=3, collection=CollectionCfg(on_env_error="drop"))
     assert numbers(rollout, "valid") == [[F], [F]]
@@ -100,12 +100,12 @@ def test_a_failure_is_an_error_unless_it_is_asked_for(collect, scripted_group):
 
 
 def test_a_failure_in_the_last_step_of_a_window_is_no_cut(collect, scripted_group):
-    # windows of two steps. Attempt 1 fails at its second, where it would have been cut
+    # windows of two steps. Episode 1 fails at its second, where it would have been cut
     with pytest.raises(EnvError, match="environment 1 of Scripted failed"):
-        collect(scripted_group(2, [9], fails={1: 2}), 1, group_size=2, attempt_steps=2)
+        collect(scripted_group(2, [9], fails={1: 2}), 1, group_size=2, horizon=2)
     env = scripted_group(2, [9], fails={1: 2})
     cfg = CollectionCfg(on_env_error="retry")
-    collector, rollout = collect(env, 1, group_size=2, attempt_steps=2, collection=cfg)
+    collector, rollout = collect(env, 1, group_size=2, horizon=2, collection=cfg)
     assert numbers(rollout, "valid") == [[T] * 4, [F] * 4]
     assert collector.finished == [Episode(2.0, 2, False)] * 2
     assert collector.metrics()["rollout/env_errors"] == 1.0
@@ -138,7 +138,7 @@ def test_equal_returns_count_not_equal_lengths(collect, scripted_group):
     [(0.0, 2, 1), (0.3, 2, 1), (0.5, 3, 2), (2.0, 4, 2)],
 )
 def test_resampling_goes_on_until_informative_groups_fill_the_budget(collect, scripted_group, budget, groups, skipped):
-    # Two rows, groups of two, budget 2 * 3 = 6, all attempts last 2 steps: 4 steps a group. Groups 0 and 2 earn the same,
+    # Two rows, groups of two, budget 2 * 3 = 6, all episodes last 2 steps: 4 steps a group. Groups 0 and 2 earn the same,
     # groups 1, 3, 4, ... do not. Without more steps: group 0 (4 steps, skipped), group 1 (8 >= 6). With half as many
     # again (9): after group 1 8 < 9 steps are taken, only 4 of them informative: group 2 opens. With 18: after group 2
     # 12 are taken, still 4 informative: group 3 opens, and 8 >= 6 are informative.
@@ -151,7 +151,7 @@ def test_resampling_goes_on_until_informative_groups_fill_the_budget(collect, sc
 
 
 def test_a_group_takes_a_block_when_all_its_rows_are_free(collect, scripted_group):
-    # two blocks of two rows; attempts last 1, 3, 2, 2: rows 2 and 3 are free first, row 0 waits for row 1
+    # two blocks of two rows; episodes last 1, 3, 2, 2: rows 2 and 3 are free first, row 0 waits for row 1
     env = scripted_group(4, [1, 3, 2, 2, 1, 1, 1, 1, 1, 1], block_size=2)
     _, rollout = collect(env, 3, group_size=2)
     assert numbers(rollout, "group_id") == [[0, -1, -1, 3], [0, 0, 0, 3], [1, 1, 2, 4], [1, 1, 2, 4]]
@@ -161,8 +161,8 @@ def test_a_group_takes_a_block_when_all_its_rows_are_free(collect, scripted_grou
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"group_size": 3}, r"but a group has 3 attempts; fix: group_size=2"),
-        ({"greedy_attempts": 1}, r"but a group has 3 attempts; fix: group_size=1"),
+        ({"group_size": 3}, r"but a group has 3 episodes; fix: group_size=2"),
+        ({"greedy_members": 1}, r"but a group has 3 episodes; fix: group_size=1"),
         ({"collection": CollectionCfg(on_env_error="retry")}, r"cannot be started again.*fix: on_env_error='drop'"),
     ],
 )

@@ -24,7 +24,7 @@ def check(rollout, **expected):
 
 @pytest.mark.parametrize("slots", [1, 2, 5, 64])
 def test_two_rows_and_a_group_of_three_by_hand(collect, slots, scripted_group):
-    # attempts last 2, 4 and 3 steps. Row 0 takes attempt 0 then 2; row 1 takes attempt 1 and is idle for one slot.
+    # episodes last 2, 4 and 3 steps. Row 0 takes episode 0 then 2; row 1 takes episode 1 and is idle for one slot.
     # Budget 2 rows * 3 steps = 6; when row 1 is free 8 steps are taken, so no second group opens.
     collector, rollout = collect(scripted_group(2, [2, 4, 3]), 3, slots=slots, group_size=3)
     check(
@@ -54,7 +54,7 @@ def test_two_rows_and_a_group_of_three_by_hand(collect, slots, scripted_group):
     }
 
 
-def test_a_truncated_attempt_is_worth_its_final_observation(collect, scripted_group):
+def test_a_truncated_episode_is_worth_its_final_observation(collect, scripted_group):
     collector, rollout = collect(scripted_group(2, [2, 4, 3], end="truncated"), 3, group_size=3)
     check(rollout, next_value=[[1, 2, 21, 22, 23, 0], [11, 12, 13, 14, 14, 0]])
     assert [episode.terminated for episode in collector.finished] == [False, False, False]
@@ -67,8 +67,8 @@ def test_an_end_by_death_and_limit_at_once_is_a_death(collect, scripted_group):
 
 
 def test_the_next_group_opens_while_the_budget_lasts(collect, scripted_group):
-    # budget 2 * 2 = 4. Attempts last 1, 3, 2, 2. At slot 1 row 0 is free with 2 steps taken: group 1 opens.
-    # At slot 3 both rows are free and one attempt is left.
+    # budget 2 * 2 = 4. Episodes last 1, 3, 2, 2. At slot 1 row 0 is free with 2 steps taken: group 1 opens.
+    # At slot 3 both rows are free and one episode is left.
     collector, rollout = collect(scripted_group(2, [1, 3, 2, 2]), 2, group_size=2)
     check(
         rollout,
@@ -80,9 +80,9 @@ def test_the_next_group_opens_while_the_budget_lasts(collect, scripted_group):
     assert collector.metrics()["rollout/groups"] == 2.0
 
 
-def test_a_window_cuts_attempts_and_holds_rows_without_another(collect, scripted_group):
+def test_a_window_cuts_episodes_and_holds_rows_without_another(collect, scripted_group):
     env = scripted_group(2, [5, 1])
-    collector, rollout = collect(env, 1, group_size=2, attempt_steps=2)
+    collector, rollout = collect(env, 1, group_size=2, horizon=2)
     check(
         rollout,
         truncated=[[F, T, F], [F, F, F]],
@@ -95,11 +95,11 @@ def test_a_window_cuts_attempts_and_holds_rows_without_another(collect, scripted
 
 
 def test_an_end_at_the_window_is_no_cut(collect, scripted_group):
-    _, rollout = collect(scripted_group(2, [2]), 1, group_size=2, attempt_steps=2)
+    _, rollout = collect(scripted_group(2, [2]), 1, group_size=2, horizon=2)
     check(rollout, truncated=[[F, F, F], [F, F, F]], terminated=[[F, T, F], [F, T, F]])
 
 
-def test_starts_due_together_are_made_in_one_call_and_siblings_share_the_start_only(collect, scripted_group):
+def test_starts_due_together_are_made_in_one_call_and_members_share_the_start_only(collect, scripted_group):
     env = scripted_group(4, [2])
     collect(env, 3, group_size=2)
     assert [rows for rows, _, _ in env.start_calls] == [[0, 1, 2, 3], [0, 1, 2, 3]]
@@ -113,9 +113,9 @@ def test_starts_due_together_are_made_in_one_call_and_siblings_share_the_start_o
     assert not {seed for _, seeds, _ in other.start_calls for seed in seeds} & set(starts)
 
 
-def test_an_attempt_that_might_never_end_is_refused(fake_policy, scripted_group):
+def test_an_episode_that_might_never_end_is_refused(fake_policy, scripted_group):
     with pytest.raises(
-        EnvError, match=r"Scripted has no step limit that is known.*fix: env.max_episode_steps.*attempt_steps"
+        EnvError, match=r"Scripted has no step limit that is known.*fix: env.max_episode_steps.*horizon"
     ):
         GroupCollector(scripted_group(2, [2], limit=None), fake_policy(), group_size=2)
 
@@ -136,16 +136,16 @@ def test_whole_groups_without_gaps_within_the_budget(collect, num_envs, group_si
     assert torch.equal(group[valid], episode[valid] // group_size)
     assert (valid[:, 1:] <= valid[:, :-1]).all(), "a row that is idle once stays idle"
     assert collector.last_steps == valid.sum() == count.sum()
-    # the last group opened while steps were left, and none were left when rows ran out of attempts
+    # the last group opened while steps were left, and none were left when rows ran out of episodes
     begins = (rollout["step"][:, :-1] == 0) & valid
     opened_at = (begins & (episode == len(count) - group_size)).any(dim=0).nonzero().item()
     assert valid[:, :opened_at].sum() < num_envs * num_steps <= collector.last_steps
 
 
 @pytest.mark.parametrize("num_envs", [1, 2, 5])
-def test_siblings_share_the_start_bit_for_bit_and_not_the_noise(collect, walk_env, num_envs):
+def test_members_share_the_start_bit_for_bit_and_not_the_noise(collect, walk_env, num_envs):
     env = make_env(EnvCfg(num_envs=num_envs), grouped=True, env=walk_env)
-    _, rollout = collect(env, 20, slots=64, group_size=3, attempt_steps=12)
+    _, rollout = collect(env, 20, slots=64, group_size=3, horizon=12)
     first = (rollout["step"] == 0) & rollout["valid"]
     obs, group = rollout["obs"][first], rollout["group_id"][first]
     second = rollout["obs"].roll(-1, dims=1)[first]
@@ -168,7 +168,7 @@ def test_held_rows_take_no_inner_step(collect, walk_env):
 
     env = make_env(EnvCfg(num_envs=4), grouped=True, env=make)
     before = sum(env.steps_taken for env in inner)
-    collector, rollout = collect(env, 5, slots=64, group_size=3, attempt_steps=7)
+    collector, rollout = collect(env, 5, slots=64, group_size=3, horizon=7)
     assert collector.metrics()["rollout/idle_fraction"] > 0
     assert sum(env.steps_taken for env in inner) - before == collector.last_steps == rollout["valid"].sum()
 
@@ -190,7 +190,7 @@ def test_a_fresh_collector_goes_on_bit_for_bit(buffer_for, fake_policy, walk_env
         source = {"env": walk_env} if make_from == "walk" else {}
         env = make_env(EnvCfg(num_envs=3), grouped=True, **source)
         policy = fake_policy()
-        collector = GroupCollector(env, policy, group_size=2, collection=CollectionCfg(attempt_steps=9), seed=5)
+        collector = GroupCollector(env, policy, group_size=2, collection=CollectionCfg(horizon=9), seed=5)
         collector.iteration = first
         buffer = buffer_for(env, policy, 64)
         for _ in range(iterations):
@@ -240,4 +240,4 @@ class GlobalNoise(gymnasium.Env):
 def test_a_cheating_environment_is_refused_before_anything_is_learned(fake_policy):
     env = make_env(EnvCfg(num_envs=2), grouped=True, env=GlobalNoise, verify=False)
     with pytest.raises(GroupStartError, match=r"GlobalNoise.*at the start.*self\.np_random"):
-        GroupCollector(env, fake_policy(), group_size=2, collection=CollectionCfg(attempt_steps=5))
+        GroupCollector(env, fake_policy(), group_size=2, collection=CollectionCfg(horizon=5))

@@ -18,7 +18,7 @@ def made(
     num_steps,
     *,
     seed=0,
-    attempt_steps=None,
+    horizon=None,
     noise="independent",
     **cfg,
 ):
@@ -33,17 +33,17 @@ def made(
         policy,
         group_size=size,
         seed=seed,
-        collection=CollectionCfg(partial_groups="truncate", noise=noise, attempt_steps=attempt_steps),
+        collection=CollectionCfg(partial_groups="truncate", noise=noise, horizon=horizon),
     )
     return collector, buffer
 
 
 def told_again(collector, rollout, before):
-    """Every label of every slot by a plain loop over what happened; also the attempts of first members.
+    """Every label of every slot by a plain loop over what happened; also the episodes of first members.
 
-    ``before``: of each group, return and length so far of the first member's attempt if it goes on, else None.
+    ``before``: of each group, return and length so far of the first member's episode if it goes on, else None.
     """
-    size, limit = collector.group_size, collector.attempt_steps
+    size, limit = collector.group_size, collector.horizon
     rows, slots = rollout.shape
     num_steps = slots - 1
     finished, goes_on, number = [], [], -1
@@ -87,10 +87,10 @@ def told_again(collector, rollout, before):
     size=st.integers(2, 5),
     num_steps=st.integers(2, 30),
     seed=st.integers(0, 1000),
-    attempt_steps=st.sampled_from([None, None, 4]),
+    horizon=st.sampled_from([None, None, 4]),
 )
-def test_labels_follow_from_what_happened(env, groups, size, num_steps, seed, attempt_steps):
-    collector, buffer = made(env, groups, size, num_steps, seed=seed, attempt_steps=attempt_steps)
+def test_labels_follow_from_what_happened(env, groups, size, num_steps, seed, horizon):
+    collector, buffer = made(env, groups, size, num_steps, seed=seed, horizon=horizon)
     before, last = [None] * groups, None
     for _ in range(4):
         rollout = collector.collect(num_steps, buffer.start_rollout())
@@ -106,7 +106,7 @@ def test_labels_follow_from_what_happened(env, groups, size, num_steps, seed, at
         assert metrics["rollout/groups"] == len(set(labels["group_id"][valid].tolist()))
         assert metrics["rollout/idle_fraction"] == pytest.approx(1 - float(valid.double().mean()))
         starts_agree(rollout, size, last)
-        # an attempt that ends with the window's last step did not go on, though a cut would look the same
+        # an episode that ends with the window's last step did not go on, though a cut would look the same
         ends_last = [bool(rollout["terminated"][g * size, -2]) for g in range(groups)]
         before = [
             so_far[1] if so_far is not None and not over and not limited(collector, rollout, g * size) else None
@@ -127,14 +127,14 @@ def test_the_limit_of_the_environment_counts_on_in_groups_that_branch():
 
 
 def limited(collector, rollout, row):
-    """Whether the environment's limit or the collector's, and not the window, cut the attempt at the last step."""
-    if collector.attempt_steps is not None and int(rollout["step"][row, -2]) + 1 >= collector.attempt_steps:
+    """Whether the environment's limit or the collector's, and not the window, cut the episode at the last step."""
+    if collector.horizon is not None and int(rollout["step"][row, -2]) + 1 >= collector.horizon:
         return True
     return bool(collector.env.rows.paused[row])
 
 
 def starts_agree(rollout, size, last):
-    """Siblings begin alike; groups of other numbers do not, and those that branch begin where the last window ended."""
+    """Members begin alike; groups of other numbers do not, and those that branch begin where the last window ended."""
     obs = dict(named(rollout["obs"]))
     begins = rollout["valid"][:, :-1] & (rollout["step"][:, :-1] == 0)
     for leaf in obs.values():
@@ -153,7 +153,7 @@ def starts_agree(rollout, size, last):
                 assert len({tuple(o.flatten().tolist()) for o in others}) == len(others)
 
 
-def test_siblings_draw_their_own_noise_unless_told_otherwise():
+def test_members_draw_their_own_noise_unless_told_otherwise():
     for noise, equal in (("independent", False), ("shared", True)):
         collector, buffer = made("named", 3, 4, 3, noise=noise)
         with torch.no_grad():  # all act alike
@@ -169,7 +169,7 @@ def test_siblings_draw_their_own_noise_unless_told_otherwise():
 
 @pytest.mark.parametrize("env", ["cut often", "named", "point mass"])
 def test_no_step_waits_for_the_device(env):
-    collector, buffer = made(env, 30, 4, 12, attempt_steps=9)
+    collector, buffer = made(env, 30, 4, 12, horizon=9)
     step = collector.step
 
     def without_waiting(*args):

@@ -205,8 +205,8 @@ def test_settings_of_another_algorithm_are_refused(write):
         ({"task": {}, "model": {"lora": {"rank": 3}}}, r"run\.json: unknown key 'rank' in model\.lora"),
         ({"task": {}, "sampling": {"top_p": 0.9}}, r"run\.json: sampling: top_p=0\.9 is for evaluation only: .*fix"),
         (
-            {"task": {}, "algorithm": {"collection": {"attempt_steps": 9}}},
-            r"run\.json: algorithm.collection.attempt_steps=9 is about environments",
+            {"task": {}, "algorithm": {"collection": {"horizon": 9}}},
+            r"run\.json: algorithm.collection.horizon=9 is about environments",
         ),
         ({"env": "CartPole-v1"}, r"run\.json: env = 'CartPole-v1': expected an object"),
         ({"env": {"id": "CartPole-v1"}, "seeed": 1}, r"run\.json: unknown key 'seeed'; did you mean 'seed'\?"),

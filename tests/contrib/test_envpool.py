@@ -55,14 +55,14 @@ def leaves(obs):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_siblings_share_start_and_noise(task):
+def test_members_share_start_and_noise(task):
     report = verify_group_start(make(task))
     assert (report.start_mode, report.noise_varies) == ("seed", False)
     assert report.start_varies == (task != "FrozenLake-v1")
 
 
 @pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1", "MiniGrid-Dynamic-Obstacles-6x6-v0"])
-def test_siblings_agree_bit_for_bit_in_group_after_group(task):
+def test_members_agree_bit_for_bit_in_group_after_group(task):
     env = make(task)
     for group in range(4):
         first = env.start(ALL, STARTS + [-group] * N, NOISE)
@@ -197,7 +197,7 @@ def test_shared_noise_is_said_once(caplog):
         env.start(ALL, STARTS, NOISE)
         env.start(ALL, STARTS, NOISE)
     assert [record.getMessage() for record in caplog.records] == [
-        "siblings of CartPole-v1 share all randomness, also after the start: EnvPool takes one seed for both"
+        "members of CartPole-v1 share all randomness, also after the start: EnvPool takes one seed for both"
     ]
 
 

@@ -144,7 +144,7 @@ class Shaken(Ball):
         return torch.cat([action + random.normal(1), torch.zeros_like(action)], dim=1)
 
 
-def test_controls_can_be_noisy_and_siblings_draw_their_own():
+def test_controls_can_be_noisy_and_members_draw_their_own():
     report = gw.verify_group_start(Shaken(4))
     assert (report.start_mode, report.start_varies, report.noise_varies) == ("native", True, True)
 
@@ -214,7 +214,7 @@ NEITHER = BALL.replace("<worldbody>", '<option integrator="discrete" noslip_iter
         ({"model": 7}, r"the model of Ball is a int, expected MJCF or a mujoco.MjModel; fix: a path or its text"),
         ({"model": "<mujoco><nope/></mujoco>"}, "the model of Ball cannot be read: .*; fix: the MJCF, or its path"),
         ({"model": "nowhere.xml"}, "the model of Ball cannot be read: .*nowhere.xml"),
-        ({"model": SLEEPY}, "has bodies that fall asleep, whose state is not kept, so siblings would not agree; fix"),
+        ({"model": SLEEPY}, "has bodies that fall asleep, whose state is not kept, so members would not agree; fix"),
         ({"model": LATE}, "has delays of actuators or sensors, whose state is not kept"),
         ({"model": NEITHER}, "MuJoCo Warp does not take the model of Ball: noslip .*; fix: the model"),
         ({"njmax": -1}, "njmax of Ball is -1, expected 1 or more; fix: a larger one"),

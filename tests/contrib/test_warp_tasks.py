@@ -165,7 +165,7 @@ def test_windows_are_those_of_the_reference(task):
         same(rollout, expected)
 
 
-def test_siblings_begin_together_and_branch_where_their_first_member_was():
+def test_members_begin_together_and_branch_where_their_first_member_was():
     collector, buffer = made("cube", gw.TorchGroupCollector)
     assert collector.start_report.start_mode == "native"
     last = None

@@ -25,7 +25,7 @@ def test_sizes_by_hand():
     assert [column.tolist() for column in found] == [[1, 0, 4], [2, 1, 0], [2, 2, 5], [2, 2, 0]]
 
 
-def test_the_longest_group_comes_first_and_siblings_stand_together():
+def test_the_longest_group_comes_first_and_members_stand_together():
     rows = sizes((0, 3, 2), (1, 4, 1), (0, 3, 9), (1, 4, 5), (2, 1, 1))
     order, slices = pack(rows, torch.arange(5), None)
     assert order.tolist() == [2, 0, 3, 1, 4]

@@ -48,19 +48,19 @@ class Frail(Walk):
         return obs, reward, bool(action[0] > 0), False, {}
 
 
-def attempts(method, make=Walk, count=2, num_random_noops=0):
+def episodes(method, make=Walk, count=2, num_random_noops=0):
     starts = StartCache()
     return [EnvRow(make, method, num_random_noops=num_random_noops, starts=starts) for _ in range(count)]
 
 
-def walk(attempt, obs, actions=(0.5, -0.25, 0.125)):
+def walk(episode, obs, actions=(0.5, -0.25, 0.125)):
     """What is observed from ``obs`` on."""
-    return [obs.tolist(), *(attempt.step(np.array([action]))[0].tolist() for action in actions)]
+    return [obs.tolist(), *(episode.step(np.array([action]))[0].tolist() for action in actions)]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_equal_starts_and_noise_of_ones_own(method):
-    one, other = attempts(method)
+    one, other = episodes(method)
     assert walk(one, one.start(7, 1)) == walk(other, other.start(7, 1))
     mine, theirs = walk(one, one.start(8, 1)), walk(other, other.start(8, 2))
     assert mine[0] == theirs[0]
@@ -70,15 +70,15 @@ def test_equal_starts_and_noise_of_ones_own(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_noise_is_the_stream_of_its_seed(method):
-    (attempt,) = attempts(method, count=1)
-    path = walk(attempt, attempt.start(7, 5), actions=(0.0, 0.0))
+    (episode,) = episodes(method, count=1)
+    path = walk(episode, episode.start(7, 5), actions=(0.0, 0.0))
     first, second = 0.1 * np.random.default_rng(5).normal(size=2)
     assert path[1][0] - path[0][0] == pytest.approx(first)
     assert path[2][0] - path[1][0] == pytest.approx(second)
 
 
 def test_a_captured_start_is_reset_once():
-    one, other = attempts(StartMethod("snapshot", "fields"))
+    one, other = episodes(StartMethod("snapshot", "fields"))
     other.start(1, 1)  # its own first reset
     before = one.env.resets + other.env.resets
     for noise in range(3):
@@ -95,26 +95,26 @@ def test_the_cache_forgets_the_oldest_start():
 
 
 def test_fresh_environments_do_not_remember():
-    one, other = attempts(StartMethod("fresh"), Remembers)
+    one, other = episodes(StartMethod("fresh"), Remembers)
     walk(one, one.start(1, 1))
     walk(one, one.start(2, 1))
     assert one.start(5, 1).tolist() == other.start(5, 1).tolist()
-    seeded, another = attempts(StartMethod("seed"), Remembers)
+    seeded, another = episodes(StartMethod("seed"), Remembers)
     seeded.start(1, 1)
     assert seeded.start(5, 1).tolist() != another.start(5, 1).tolist()
 
 
-def test_replay_makes_one_environment_an_attempt():
+def test_replay_makes_one_environment_an_episode():
     Walk.made = 0
-    (attempt,) = attempts(StartMethod("fresh"), count=1)
+    (episode,) = episodes(StartMethod("fresh"), count=1)
     for seed in range(4):
-        attempt.start(seed, 0)
+        episode.start(seed, 0)
     assert Walk.made == 4
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_prefix_follows_from_the_start_seed(method):
-    one, other = attempts(method, num_random_noops=6)
+    one, other = episodes(method, num_random_noops=6)
     lengths = set()
     for seed in range(30):
         before = one.extra_steps + other.extra_steps
@@ -125,21 +125,21 @@ def test_a_prefix_follows_from_the_start_seed(method):
 
 
 def test_a_prefix_stops_before_the_episode_ends():
-    (attempt,) = attempts(StartMethod("seed"), Frail, count=1, num_random_noops=8)
+    (episode,) = episodes(StartMethod("seed"), Frail, count=1, num_random_noops=8)
     for seed in range(20):
-        attempt.start(seed, 1)
-        taken = attempt.extra_steps
-        *_, terminated, _, _ = attempt.step(np.array([-1.0]))
+        episode.start(seed, 1)
+        taken = episode.extra_steps
+        *_, terminated, _, _ = episode.step(np.array([-1.0]))
         assert not terminated
-        first, again = attempt.start(seed, 1), attempt.start(seed, 1)
+        first, again = episode.start(seed, 1), episode.start(seed, 1)
         assert first.tolist() == again.tolist()
-        assert attempt.extra_steps > taken or taken == 0
-        attempt.extra_steps = 0
+        assert episode.extra_steps > taken or taken == 0
+        episode.extra_steps = 0
 
 
 def test_an_adapter_that_does_not_exist_is_named():
     with pytest.raises(EnvError, match=r"no adapter captures the states of Walk; fix: .*clone_state"):
-        attempts(StartMethod("snapshot", "adapter"))
+        episodes(StartMethod("snapshot", "adapter"))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -157,7 +157,7 @@ def test_what_was_observed_at_a_start_is_kept_from_an_environment_that_writes_in
             self.shown[:], *rest = super().step(action)
             return self.shown, *rest
 
-    one, other = attempts(method, Reuser)
+    one, other = episodes(method, Reuser)
     first = one.start(3, 1).copy()
     one.step(np.array([0.5]))
     assert other.start(3, 1).tolist() == first.tolist()

@@ -59,7 +59,7 @@ def two_cpus(monkeypatch):
 )
 def test_rows_of_workers_are_tried_where_they_live(env, where):
     make(env, "sync").close()
-    with pytest.raises(GroupStartError, match=f"siblings of {env.__name__} .*across processes: .*{where}.*fix"):
+    with pytest.raises(GroupStartError, match=f"members of {env.__name__} .*across processes: .*{where}.*fix"):
         make(env, "async")
 
 

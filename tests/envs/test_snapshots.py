@@ -162,16 +162,16 @@ def test_the_action_that_sticks_is_restored() -> None:
     assert play(to_the_right, [RIGHT] * 20) == expected
 
 
-def test_the_held_action_is_the_same_for_siblings_with_noise_of_their_own() -> None:
-    siblings = breakout(0.9), breakout(0.9)
-    play(siblings[0], [1, *[LEFT] * 12])
-    play(siblings[1], [1, *[RIGHT] * 12])
-    adapter = adapter_for(siblings[0])
+def test_the_held_action_is_the_same_for_members_with_noise_of_their_own() -> None:
+    members = breakout(0.9), breakout(0.9)
+    play(members[0], [1, *[LEFT] * 12])
+    play(members[1], [1, *[RIGHT] * 12])
+    adapter = adapter_for(members[0])
     assert adapter is not None
-    snapshot = adapter.capture(siblings[0])
+    snapshot = adapter.capture(members[0])
     for noise_seed in range(5):
         traces = []
-        for env in siblings:
+        for env in members:
             adapter.restore(env, snapshot)
             reseed_noise(env, noise_seed)
             traces.append(play(env, [RIGHT] * 10))
@@ -184,13 +184,13 @@ def test_noise_follows_from_its_seed_alone(make: Make) -> None:
     adapter = adapter_for(env) or field_copy()
     snapshot, actions = adapter.capture(env), random_actions(env, 25, seed=5)
 
-    def attempt(target: gymnasium.Env, noise_seed: int) -> Trace:
+    def episode(target: gymnasium.Env, noise_seed: int) -> Trace:
         adapter.restore(target, snapshot)
         reseed_noise(target, noise_seed)
         return play(target, actions)
 
-    here = [attempt(env, noise_seed) for noise_seed in (1, 2, 3, 2**31 - 1)]
-    there = [attempt(other, noise_seed) for noise_seed in (1, 2, 3, 2**31 - 1)]
+    here = [episode(env, noise_seed) for noise_seed in (1, 2, 3, 2**31 - 1)]
+    there = [episode(other, noise_seed) for noise_seed in (1, 2, 3, 2**31 - 1)]
     assert here == there
     assert len(set(map(tuple, here))) == 4
 

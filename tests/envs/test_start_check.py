@@ -77,7 +77,7 @@ def test_an_honest_environment_passes_and_is_described(env, num_envs, start_vari
 def test_a_cheating_environment_is_caught_and_the_key_is_named(env, where, num_envs):
     row = "row 0" if num_envs == 1 or env is Remembers else "row 1"
     where = where.replace("row 0", row)
-    with pytest.raises(GroupStartError, match=rf"siblings of {env.__name__} .*{where}.*fix: .*np_random"):
+    with pytest.raises(GroupStartError, match=rf"members of {env.__name__} .*{where}.*fix: .*np_random"):
         verify_group_start(make(env, num_envs))
 
 

@@ -100,7 +100,7 @@ def test_the_best_way_that_works_is_taken_without_a_word(env, method, states):
     ],
 )
 def test_falling_to_the_next_way_warns_and_says_why(env, tier, reason):
-    with pytest.warns(GroupStartWarning, match=rf"siblings of Env share their start by {tier}.*{reason}"):
+    with pytest.warns(GroupStartWarning, match=rf"members of Env share their start by {tier}.*{reason}"):
         choice = choose(env)
     assert choice.report.start_mode == choice.method.mode == tier
     assert choice.report.rejected
@@ -130,7 +130,7 @@ def test_a_cheating_environment_is_refused_with_each_reason_once(env, reasons):
     with pytest.raises(GroupStartError) as caught:
         choose(env)
     told, _, fix = str(caught.value).partition("; fix: ")
-    assert told == f"siblings of Env cannot share a start: {reasons}"
+    assert told == f"members of Env cannot share a start: {reasons}"
     assert fix.startswith("let the environment draw all its randomness from self.np_random")
     assert "start_mode" not in fix  # no way would do
 
@@ -154,7 +154,7 @@ def test_a_named_way_is_taken_alone(wanted):
     ],
 )
 def test_a_named_way_that_fails_is_an_error_with_the_fix(env, wanted, reason):
-    message = rf"^siblings of Env cannot share a start by start_mode='{wanted}': {reason}.*; fix: .*np_random.*'auto'"
+    message = rf"^members of Env cannot share a start by start_mode='{wanted}': {reason}.*; fix: .*np_random.*'auto'"
     with pytest.raises(GroupStartError, match=message):
         choose(env, wanted)
 
@@ -206,7 +206,7 @@ def test_environments_for_evaluation_are_not_tried_out():
 
     env = make_env(EnvCfg(num_envs=2), env=Counted, grouped=True, verify=False)
     assert (Counted.made, env.start_report, env.start_mode) == (3, None, "seed")
-    assert all(attempt.env.episodes == 0 for attempt in env._rows.attempts)
+    assert all(episode.env.episodes == 0 for episode in env._rows.episodes)
 
 
 def test_evaluation_does_not_depend_on_earlier_ones_where_used_environments_start_elsewhere():

@@ -80,12 +80,12 @@ def mask(*rows):
     return np.isin(np.arange(N), rows)
 
 
-def test_siblings_share_the_start_and_then_draw_their_own_noise():
+def test_members_share_the_start_and_then_draw_their_own_noise():
     report = verify_group_start(adapt())
     assert (report.start_mode, report.start_varies, report.noise_varies) == ("snapshot", True, True)
 
 
-def test_without_noise_of_their_own_siblings_share_it_and_the_report_says_so():
+def test_without_noise_of_their_own_members_share_it_and_the_report_says_so():
     env = adapt(Walkers())
     report = verify_group_start(env)
     assert (report.start_varies, report.noise_varies) == (True, False)
@@ -114,7 +114,7 @@ def test_starting_one_row_disturbs_no_other():
         assert torch.equal(calm.step(still()).obs[[0, 2, 3]], busy.step(still()).obs[[0, 2, 3]])
 
 
-def test_siblings_that_start_later_need_no_further_reset():
+def test_members_that_start_later_need_no_further_reset():
     walkers = NoisyWalkers()
     env = adapt(walkers)
     first = env.start(mask(0, 1), STARTS, NOISE)
@@ -233,14 +233,14 @@ def test_stepping_before_a_start_is_refused():
         adapt().step(still())
 
 
-def test_noise_that_siblings_share_is_said_once(caplog):
+def test_noise_that_members_share_is_said_once(caplog):
     plain = adapt(Walkers())
     plain.start(ALL, STARTS, STARTS)
     assert not caplog.messages
     for _ in range(2):
         plain.start(ALL, STARTS, NOISE)
     (message,) = caplog.messages
-    assert message.startswith("siblings of Walkers share all randomness")
+    assert message.startswith("members of Walkers share all randomness")
     assert "fix: add reseed_noise" in caplog.text
     caplog.clear()
     adapt().start(ALL, STARTS, NOISE)

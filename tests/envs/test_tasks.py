@@ -1,4 +1,4 @@
-"""Siblings begin bit for bit alike, and stay so under equal actions and noise, in the environments that people use."""
+"""Members begin bit for bit alike, and stay so under equal actions and noise, in the environments that people use."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ TIERS = dict.fromkeys(MUJOCO, "snapshot") | {"CartPole-v1": "native"} | dict.fro
 @pytest.mark.parametrize("env_id", CLASSIC + BOX2D + MUJOCO)
 @pytest.mark.filterwarnings("ignore::groupwise.errors.GroupStartWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing Box2D warns, and crashes where that is an error
-def test_siblings_share_their_start_and_groups_do_not(env_id):
+def test_members_share_their_start_and_groups_do_not(env_id):
     env = make_env(EnvCfg(id=env_id, num_envs=4), grouped=True)
     assert env.start_mode == TIERS.get(env_id, "seed")
     start, noise = np.array([3, 3, 8, 8]), np.array([5, 5, 5, 5])

@@ -63,7 +63,7 @@ def mask(*rows):
     return np.isin(np.arange(N), rows)
 
 
-def test_siblings_share_the_start_and_then_draw_their_own_noise():
+def test_members_share_the_start_and_then_draw_their_own_noise():
     env = Drift()
     obs = env.start(ALL, STARTS, NOISE)
     assert torch.equal(obs[0], obs[2])

@@ -60,7 +60,7 @@ def alike(env, seed):
 
 
 @tasks
-def test_siblings_share_their_start_and_nothing_is_random_afterwards(task):
+def test_members_share_their_start_and_nothing_is_random_afterwards(task):
     report = verify_group_start(task(4))
     assert (report.start_mode, report.start_varies, report.noise_varies) == ("native", True, False)
 
@@ -183,15 +183,15 @@ def test_can_be_captured_in_a_cuda_graph(task):
     env = task(64, device="cuda")
     seed, action = torch.arange(64, device="cuda"), actions(env, device="cuda")
 
-    def attempt():
+    def episode():
         state = env.initial(RowRandom(seed, seed))
         state, reward, terminated = env.transition(state, action, RowRandom(seed, seed))
         return env.observe(state), reward, terminated
 
-    expected = attempt()
+    expected = episode()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attempt()
+        out = episode()
     graph.replay()
     torch.testing.assert_close(out, expected, rtol=0, atol=0)

@@ -54,7 +54,7 @@ def check_custom_algorithm(out: str, run_dir: Path) -> None:
 
 
 def check_custom_credit(out: str, run_dir: Path) -> None:
-    # of its three siblings, the worst beats none and the next one: (0 - 3) / 3 and (1 - 2) / 3
+    # of its three members, the worst beats none and the next one: (0 - 3) / 3 and (1 - 2) / 3
     assert "returns 1, 2, 3, 1000 are worth [-1.   -0.33  0.33  1.  ]" in out
     assert re.search(rf"trained with the credit rule 'wins': {NUMBER}", out)
 
@@ -90,7 +90,8 @@ def check_sb3_grpo(out: str, run_dir: Path) -> None:
 
 def check_text_copy(out: str, run_dir: Path) -> None:
     assert re.search(
-        rf"return_mean={NUMBER} ci95=\[{NUMBER}, {NUMBER}\] pass@1={NUMBER} .* prompts=145 attempts=1", out
+        rf"return_mean={NUMBER} ci95=\[{NUMBER}, {NUMBER}\] pass@1={NUMBER} .* prompts=145 completions_per_prompt=1",
+        out,
     )
     assert re.search(r"^123 -> \d*$", out, re.MULTILINE)
     assert metrics_of(run_dir)[-1]["rollout/sampler_kl"] < 1e-8

@@ -34,12 +34,12 @@ def _one_thread():
 
 
 def pair() -> tuple[torch.Tensor, torch.Tensor]:
-    """Two attempts, with rewards 1, 0, 2 and 0, 1; their returns to go are 3, 2, 2 and 1, 1."""
+    """Two episodes, with rewards 1, 0, 2 and 0, 1; their returns to go are 3, 2, 2 and 1, 1."""
     return torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 0.0]]), torch.tensor([[True, True, True], [True, True, False]])
 
 
-def attempts(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attempts with a reward of 1 on each step."""
+def episodes(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Episodes with a reward of 1 on each step."""
     alive = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     return alive.float(), alive
 
@@ -114,10 +114,10 @@ def test_loss_is_zero_where_the_gradient_is_not():
     assert all(abs(row["policy_loss"]) < 1e-6 < 1e-2 < row["grad_norm"] for row in history)
 
 
-# ----------------------------------------------------------------------------------------------- the attempts
+# ----------------------------------------------------------------------------------------------- the episodes
 
 
-def test_siblings_share_the_start_and_nothing_else():
+def test_members_share_the_start_and_nothing_else():
     torch.manual_seed(0)
     envs = [gymnasium.make("CartPole-v1") for _ in range(4)]
     group = scratch.play(envs, [7, 7, 7, 8], scratch.network(4, 2, last_gain=0.01))
@@ -174,7 +174,7 @@ def test_per_step_by_hand():
 
 
 def test_leave_one_out_by_hand():
-    # 3 - 1, 2 - 1, 2 - 0 (the sibling is over); 1 - 3, 1 - 2
+    # 3 - 1, 2 - 1, 2 - 0 (the member is over); 1 - 3, 1 - 2
     expected = torch.tensor([[2.0, 1.0, 2.0], [-2.0, -1.0, 0.0]])
     torch.testing.assert_close(scratch.leave_one_out(*pair(), 1.0), expected)
 
@@ -197,27 +197,27 @@ def test_gae_by_hand():
 
 
 @pytest.mark.parametrize("name", ["outcome", "per_step", "leave_one_out"])
-def test_equal_attempts_teach_nothing(name):
-    reward, alive = attempts(30, 30, 30, 30)
+def test_equal_episodes_teach_nothing(name):
+    reward, alive = episodes(30, 30, 30, 30)
     assert torch.equal(scratch.VARIANTS[name](reward, alive, 1.0), torch.zeros(4, 30))
 
 
 def test_return_to_go_blames_the_clock():
-    # four perfect attempts: returns 500 ... 1, mean 250.5, deviation sqrt((500^2 - 1) / 12) = 144.3373
-    advantage = scratch.return_to_go(*attempts(500, 500, 500, 500), 1.0)
+    # four perfect episodes: returns 500 ... 1, mean 250.5, deviation sqrt((500^2 - 1) / 12) = 144.3373
+    advantage = scratch.return_to_go(*episodes(500, 500, 500, 500), 1.0)
     torch.testing.assert_close(advantage[:, 0], torch.full((4,), 249.5 / 144.3373), atol=1e-4, rtol=0)
     torch.testing.assert_close(advantage[:, -1], torch.full((4,), -249.5 / 144.3373), atol=1e-4, rtol=0)
 
 
 def test_the_last_survivor_is_credited_by_leave_one_out_only():
-    reward, alive = attempts(10, 10, 10, 50)
+    reward, alive = episodes(10, 10, 10, 50)
     assert torch.equal(scratch.per_step(reward, alive, 1.0)[3, 10:], torch.zeros(40))
     assert torch.equal(scratch.leave_one_out(reward, alive, 1.0)[3, 10:], torch.arange(40.0, 0.0, -1.0))
 
 
 @pytest.mark.parametrize("name", list(scratch.VARIANTS))
 def test_credit_follows_the_member_not_its_place(name):
-    reward, alive = attempts(3, 9, 5, 7)
+    reward, alive = episodes(3, 9, 5, 7)
     order = torch.tensor([2, 0, 3, 1])
     credit = scratch.VARIANTS[name]
     torch.testing.assert_close(credit(reward[order], alive[order], 0.9), credit(reward, alive, 0.9)[order])

@@ -58,7 +58,7 @@ def test_population_std_of_nearly_equal_rewards_golden():
     torch.testing.assert_close(calm, torch.tensor([-0.0025, -0.0025, -0.0025, 0.0075]), rtol=0, atol=1e-4)
 
 
-# two attempts of one group, r = [1, 0, 2] and [0, 1]
+# two episodes of one group, r = [1, 0, 2] and [0, 1]
 TWO_REWARDS = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, NAN]])
 TWO_DONE = bools([0, 0, 1], [0, 1, 1])
 TWO_GROUPS = torch.tensor([[0, 0, 0], [0, 0, -1]])
@@ -141,7 +141,7 @@ def test_nan_of_a_member_is_not_hidden():
 
 
 def test_a_perfect_group_has_no_time_index_bias():
-    # four attempts at gamma 1 that all last 500 steps: returns to go 500..1
+    # four episodes at gamma 1 that all last 500 steps: returns to go 500..1
     reward, done = torch.ones(4, 500), torch.zeros(4, 500).bool()
     done[:, -1] = True
     score = return_to_go(reward, done, 1.0)
@@ -159,7 +159,7 @@ def test_constant_step_rewards_teach_process_supervision_nothing():
 
 
 def lengths_10_10_10_50():
-    """Reward 1 a step, one group: step, group id, and where each attempt ended."""
+    """Reward 1 a step, one group: step, group id, and where each episode ended."""
     length = torch.tensor([10, 10, 10, 50])[:, None]
     step = torch.arange(50).expand(4, 50)
     group_id = torch.where(step < length, 0, -1)
@@ -176,7 +176,7 @@ def test_lone_survivor_has_no_signal_among_live_members_but_has_it_among_absorbe
     assert not live[3, 10:].any()
     zeros = finished_count(group_id, step, ended, 1, 50)
     absorbed = group_relative(score, key, 50, **kw, zeros=zeros)
-    # the survivor has 40..1 to go, three siblings have 0: it is 3/4 of its return above their mean
+    # the survivor has 40..1 to go, three members have 0: it is 3/4 of its return above their mean
     torch.testing.assert_close(absorbed[3, 10:], torch.arange(40.0, 0.0, -1.0) * 0.75)
     torch.testing.assert_close(absorbed[:, :10], live[:, :10])
 
@@ -317,7 +317,7 @@ def test_scaling_all_rewards_changes_nothing_once_divided_by_a_deviation(seed):
 
 
 def test_outcome_credit_of_episodes_gathers_rewards_wherever_their_rows_are():
-    # two episodes share a row; returns 3 and 5 of one group, 4 of a lost sibling's
+    # two episodes share a row; returns 3 and 5 of one group, 4 of a lost member's
     reward = torch.tensor([[1.0, 2.0, 9.0, 4.0], [5.0, 0.0, 0.0, 0.0]])
     episode_id = torch.tensor([[0, 0, -1, 1], [2, 2, -1, -1]])
     score = episode_return(reward, episode_id, 3)
@@ -339,7 +339,7 @@ def test_comparable_by_hand():
 
 
 def test_finished_count_by_hand():
-    # group 0 ends at step 1 (one member) and 2 (the other); group 1 at step 0, while its sibling was truncated
+    # group 0 ends at step 1 (one member) and 2 (the other); group 1 at step 0, while its member was truncated
     step = torch.tensor([[0, 1, 0, 0], [0, 1, 2, -1]])
     group_id = torch.tensor([[0, 0, 1, 1], [0, 0, 0, -1]])
     ended = bools([0, 1, 1, 0], [0, 0, 1, 1])

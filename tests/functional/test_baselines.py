@@ -152,7 +152,7 @@ def test_baseline_relative_by_hand():
 def test_next_average_by_hand():
     score, member = torch.tensor([1.0, 5.0, NAN]), torch.tensor([True, True, False])
     assert next_average(None, score, member, 0.5) == 3.0
-    # two attempts of mean 3: 1/4 of the old 11 and 3/4 of 3
+    # two episodes of mean 3: 1/4 of the old 11 and 3/4 of 3
     assert next_average(torch.tensor(11.0), score, member, 0.5) == 5.0
     assert next_average(torch.tensor(11.0), score, ~member & member, 0.5) == 11.0
 
@@ -310,8 +310,8 @@ def test_the_average_over_two_ranks_is_that_of_the_union(two_ranks, average, see
 
 
 @over_seeds
-def test_the_average_is_near_that_of_one_attempt_after_another(seed):
-    """The order of attempts means nothing here; their mean in a row is what all orders give on average."""
+def test_the_average_is_near_that_of_one_episode_after_another(seed):
+    """The order of episodes means nothing here; their mean in a row is what all orders give on average."""
     torch.manual_seed(seed)
     score = torch.rand(3, dtype=torch.float64)
     averages = []

@@ -44,7 +44,7 @@ def test_gae_of_an_episode_both_terminated_and_truncated_does_not_bootstrap():
 
 
 class Episodes:
-    """Two attempts of 3 and 2 steps in one row, the first ended by ``end``, and the values that a critic gave."""
+    """Two episodes of 3 and 2 steps in one row, the first ended by ``end``, and the values that a critic gave."""
 
     def __init__(self, end):
         self.end = end

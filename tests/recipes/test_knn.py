@@ -19,7 +19,7 @@ def knn(k=1, gae_lambda=0.95):
 
 
 def rollout():
-    """Two attempts of three and two steps along a line, the second one cut, and a step that does not count."""
+    """Two episodes of three and two steps along a line, the second one cut, and a step that does not count."""
     no, yes = False, True
     return TensorDict(
         {
@@ -45,7 +45,7 @@ def credit_of(batch, gamma=0.5, k=1, gae_lambda=0.95, **options):
     ("gae_lambda", "expected"),
     [
         # returns to go 1.75, 1.5, 1 and, with half of v behind the cut, 3 + v / 4, 2 + v / 2. v is the value of the second
-        # attempt's last step: the 1.5 of the first one's nearest. So values are 3.375, 2.75, 2.75 and 1.75, 1.5
+        # episode's last step: the 1.5 of the first one's nearest. So values are 3.375, 2.75, 2.75 and 1.75, 1.5
         (1.0, [[-1.625, -1.25, -1.75], [1.625, 1.25, 0.0]]),
         (0.0, [[-1.0, -0.375, -1.75], [1.0, 1.25, 0.0]]),
         (0.5, [[-1.203125, -0.8125, -1.75], [1.3125, 1.25, 0.0]]),
@@ -57,7 +57,7 @@ def test_by_hand(gae_lambda, expected):
 
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.95, 1.0])
 def test_the_clock_is_neither_praised_nor_blamed(gae_lambda):
-    """Attempts that all earn 1 a step until they are cut deserve nothing, early or late."""
+    """Episodes that all earn 1 a step until they are cut deserve nothing, early or late."""
     rows, steps = 6, 40
     generator = torch.Generator().manual_seed(0)
     batch = TensorDict(
@@ -78,7 +78,7 @@ def test_the_clock_is_neither_praised_nor_blamed(gae_lambda):
 
 
 def steps_of_one(cut: bool) -> TensorDict:
-    """Four attempts of a single step that earns 1."""
+    """Four episodes of a single step that earns 1."""
     yes, rows = torch.ones(4, 1, dtype=torch.bool), torch.arange(4)[:, None]
     return TensorDict(
         {
@@ -117,7 +117,7 @@ def test_ranks_exchange_what_the_next_round_reads_and_no_more(cut, rounds):
 
 @pytest.mark.parametrize("pool", [4096, 20])
 def test_two_ranks_are_one_batch(two_ranks, monkeypatch, pool):
-    """Attempts of one rank are near those of the other; some are cut, and one rank has more than the other."""
+    """Episodes of one rank are near those of the other; some are cut, and one rank has more than the other."""
     monkeypatch.setattr(knn_values, "POOL", pool)
     rows, steps = 7, 9
     generator = torch.Generator().manual_seed(0)
@@ -172,15 +172,15 @@ def test_normalised_over_the_batch():
 
 
 def test_no_more_states_than_the_pool_holds_are_looked_at(monkeypatch):
-    """Evenly spaced: of five, at most two are every third, the first ones of both attempts."""
+    """Evenly spaced: of five, at most two are every third, the first ones of both episodes."""
     monkeypatch.setattr(knn_values, "POOL", 2)
     found = credit_of(rollout(), gae_lambda=1.0)
-    # behind the cut stands 1.75: the first attempt's values are 3 + 1.75 / 4
+    # behind the cut stands 1.75: the first episode's values are 3 + 1.75 / 4
     torch.testing.assert_close(found[0], torch.tensor([1.75, 1.5, 1.0]) - 3.4375)
     torch.testing.assert_close(found[1, :2], torch.tensor([3 + 1.75 / 4 - 1.75, 2 + 1.75 / 2 - 1.75]))
 
 
-def test_an_attempt_alone_has_nothing_to_be_measured_against():
+def test_an_episode_alone_has_nothing_to_be_measured_against():
     batch = rollout()
     batch["loss_mask"][1] = False
     assert not credit_of(batch).any()
@@ -226,7 +226,7 @@ def test_environments_without_vectors_are_refused_before_a_rollout(tmp_path):
 
 
 def test_training_with_it(tmp_path):
-    """The whole way, where attempts end early and late; what the policy learns is the business of ``make learn``."""
+    """The whole way, where episodes end early and late; what the policy learns is the business of ``make learn``."""
     cfg = gw.GRPOCfg(num_steps=64, credit=knn(4) | {"normalize": "batch"})
     run = gw.train("CartPole-v1", cfg, total_steps=300, run_dir=tmp_path / "run", logging={"progress": "none"})
     assert run.summary["env_steps"] >= 300

@@ -80,7 +80,7 @@ def collecting(kind):
         gw.TorchVectorCollector(env, policy, seed=1)
         if kind == "ppo"
         else gw.TorchGroupCollector(
-            env, policy, group_size=8, collection=gw.CollectionCfg(partial_groups="truncate", attempt_steps=30), seed=1
+            env, policy, group_size=8, collection=gw.CollectionCfg(partial_groups="truncate", horizon=30), seed=1
         )
     )
     specs = {"obs_spec": env.obs_spec, "action_spec": policy.action_spec}

@@ -74,7 +74,7 @@ class Watch(BaseCallback):
 
 
 class Starts(BaseCallback):
-    """First observation of each attempt, and its number."""
+    """First observation of each episode, and its number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,4 +90,4 @@ class Starts(BaseCallback):
     def look(self, obs: np.ndarray) -> None:
         for env, one in enumerate(obs):
             if one[-1] == 0:  # the corridor's count of steps
-                self.seen[self.model.rollout_buffer.running(env).attempt] = float(one[-2])
+                self.seen[self.model.rollout_buffer.running(env).episode] = float(one[-2])

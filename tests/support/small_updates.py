@@ -39,12 +39,12 @@ def make_rollout(policy, seed=0, rows=8, steps=12):
     episode = 0
     for row in range(rows):
         t = 0
-        for attempt in range(2):
+        for turn in range(2):
             length = int(torch.randint(3, steps // 2 + 1, (1,), generator=g))
             span = slice(t, t + length)
             rollout["reward"][row, span] = torch.rand(length, generator=g)
             rollout["valid"][row, span] = rollout["loss_mask"][row, span] = True
-            rollout["group_id"][row, span] = 2 * (row // 4) + attempt
+            rollout["group_id"][row, span] = 2 * (row // 4) + turn
             rollout["episode_id"][row, span] = episode
             rollout["step"][row, span] = torch.arange(length)
             rollout["terminated" if episode % 3 else "truncated"][row, span.stop - 1] = True

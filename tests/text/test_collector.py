@@ -75,7 +75,7 @@ def rows_of(rollout, of):
     """Reward, and whether anything of the row counts, by prompt and member."""
     rows = {}
     for number, member in enumerate(of.scored):
-        text = TOKENIZER.decode(member.attempt.prompt.tokens)
+        text = TOKENIZER.decode(member.transcript.prompt.tokens)
         found = (rollout["reward"][number].sum().item(), bool(rollout["loss_mask"][number].any()))
         rows.setdefault(text, []).append(found)
     return rows
@@ -151,13 +151,13 @@ def test_a_cut_completion_without_loss_is_still_compared_with():
     rollout, metrics = gradients(mask_truncated=True)
     assert rollout["trained"].any(dim=1).tolist() == [True, False, True]
     assert rollout["loss_mask"].any(dim=1).all()
-    # advantages -1, 0 and 1 over the deviation 1 + 1e-4: that of the cut row is not lost on its siblings
+    # advantages -1, 0 and 1 over the deviation 1 + 1e-4: that of the cut row is not lost on its members
     assert metrics["train/policy_loss"].item() == pytest.approx(0, abs=1e-6)
     assert metrics["train/grad_norm"].item() > 0
 
 
-def test_the_greedy_attempt_is_measured_against_and_not_trained_on():
-    of = collector({"1": ["4.", "5.", "7."]}, greedy_attempts=1)
+def test_the_greedy_completion_is_measured_against_and_not_trained_on():
+    of = collector({"1": ["4.", "5.", "7."]}, greedy_members=1)
     rollout = collect(of)
     assert rollout["greedy"].any(dim=1).tolist() == [False, False, True]
     assert rollout["loss_mask"].any(dim=1).tolist() == [True, True, False]
@@ -240,7 +240,7 @@ def test_repeated_ngrams_by_hand():
 
 
 def test_pass_at_k_by_hand():
-    # of 4 attempts 1 is right: one of 1 drawn 1/4, of 2 drawn 1 - 3/6, of 4 surely
+    # of 4 completions 1 is right: one of 1 drawn 1/4, of 2 drawn 1 - 3/6, of 4 surely
     assert [pass_at_k(4, 1, k) for k in (1, 2, 4)] == [0.25, 0.5, 1]
     assert pass_at_k(5, 0, 5) == 0
     assert pass_at_k(5, 3, 3) == 1

@@ -88,7 +88,7 @@ def test_neither_padding_nor_order_nor_shared_prefixes_change_the_gradient(famil
     torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_siblings_read_their_prompt_once():
+def test_members_read_their_prompt_once():
     policy = CausalLM(tiny_model())
     prompt = list(range(4, 24))
     batch = batch_of([TextRow(prompt, [30 + i, 31], [0.0, 0.0], 1.0, False, 0) for i in range(4)])

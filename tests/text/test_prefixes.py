@@ -25,18 +25,18 @@ def test_by_hand():
     assert [t[v].tolist() for t, v in zip(found.tail, found.tail_valid, strict=True)] == [[3, 4], [5], [7], [7, 8]]
 
 
-def test_nothing_is_shared_without_siblings_or_a_common_token():
+def test_nothing_is_shared_without_members_or_a_common_token():
     assert find_prefixes(*rows_of([[1, 2, 3], [1, 2, 4]], [0, 1])) is None
     assert find_prefixes(*rows_of([[1, 2, 3], [9, 2, 3]], [0, 0])) is None
 
 
-def test_a_row_without_siblings_makes_neither_heads_nor_tails_wider_than_it_must():
+def test_a_row_without_members_makes_neither_heads_nor_tails_wider_than_it_must():
     short, long = [[1, 2, 3], [1, 2, 4]], [[1, 2, *range(5, 11)], [1, 2, *range(6, 12)]]
     found = find_prefixes(*rows_of([*short, list(range(9))], [0, 0, 1]))
-    # the siblings' tails have one token, so the other's beginning takes the rest
+    # the members' tails have one token, so the other's beginning takes the rest
     assert (found.length.tolist(), found.head.shape[1], found.tail.shape[1]) == ([2, 2, 8], 8, 1)
     found = find_prefixes(*rows_of([*long, list(range(6))], [0, 0, 1]))
-    # the siblings' tails have six: as wide a beginning as theirs is enough
+    # the members' tails have six: as wide a beginning as theirs is enough
     assert (found.length.tolist(), found.head.shape[1], found.tail.shape[1]) == ([2, 2, 2], 2, 6)
 
 

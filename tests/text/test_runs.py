@@ -79,13 +79,13 @@ def test_a_given_reward_must_be_given_again(copied):
 
 def test_evaluation_tells_mean_and_pass_rates_with_intervals(copied):
     greedy = gw.evaluate(copied)
-    assert (greedy.episodes, greedy.attempts) == (8, 1)
+    assert (greedy.episodes, greedy.completions_per_prompt) == (8, 1)
     assert greedy.return_mean == pytest.approx(copied.summary["return_mean"])
-    sampled = gw.evaluate(copied, attempts=4)
+    sampled = gw.evaluate(copied, completions_per_prompt=4)
     rates = [sampled.pass_at(k) for k in (1, 2, 4)]
     assert all(low <= mean <= high for mean, low, high in rates)
     assert rates[0][0] <= rates[1][0] <= rates[2][0]
-    assert gw.evaluate(copied, attempts=4, seed=5).rewards != sampled.rewards
+    assert gw.evaluate(copied, completions_per_prompt=4, seed=5).rewards != sampled.rewards
     assert gw.evaluate(copied, 3).episodes == 3
 
 
@@ -107,9 +107,9 @@ def test_the_commands(model, tmp_path, capsys):
     assert f"Next:  groupwise eval {run}" in capsys.readouterr().out
     assert cli.main(["eval", run]) == 0
     assert capsys.readouterr().out.startswith("return_mean=0 ci95=[0, 0] pass@1=0 ci95=[0, 0.39")
-    assert cli.main(["eval", run, "--attempts", "2", "--json"]) == 0
+    assert cli.main(["eval", run, "--completions-per-prompt", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["episodes"], found["attempts"]) == (6, 2)
+    assert (found["episodes"], found["completions_per_prompt"]) == (6, 2)
     assert found["pass_at_2"]["ci95"][0] == 0
     assert cli.main(["sample", run, "123", "--count", "2"]) == 0
     assert len(capsys.readouterr().out.split("-" * 20)) == 2

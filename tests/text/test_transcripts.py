@@ -1,4 +1,4 @@
-"""Attempts of several turns: written by hand, and by a model whose scores are computed again from the transcript."""
+"""Completions of several turns: written by hand, and by a model whose scores are computed again from the transcript."""
 
 import pytest
 import torch
@@ -55,22 +55,22 @@ def parts(tool=None, *, chat=False, max_turns=2, characters=True, **settings):
     return tokenizer, encoder, dialogue
 
 
-def attempts_at(encoder, prompt, count, group=0, greedy=()):
+def transcripts_at(encoder, prompt, count, group=0, greedy=()):
     encoded = EncodedPrompt(Example(prompt, {}), tuple(encoder.encode(Example(prompt, {}))))
     return [Transcript(encoded, group, 10 * group + member, member in greedy) for member in range(count)]
 
 
-def row_of(attempt, reward=0.0):
+def row_of(transcript, reward=0.0):
     return TextRow(
-        attempt.prompt.tokens,
-        attempt.tokens,
-        attempt.log_probs,
+        transcript.prompt.tokens,
+        transcript.tokens,
+        transcript.log_probs,
         reward,
-        terminated=attempt.stop != "length",
-        group=attempt.group,
-        turn=attempt.turn,
-        support=attempt.support or None,
-        greedy=attempt.greedy,
+        terminated=transcript.stop != "length",
+        group=transcript.group,
+        turn=transcript.turn,
+        support=transcript.support or None,
+        greedy=transcript.greedy,
     )
 
 
@@ -79,17 +79,17 @@ def test_a_call_is_answered_and_the_model_writes_on():
     generator = Scripted(
         tokenizer, lambda text, _: ("3", "eos") if "<result>" in text else ("<calc>1+2</calc>", "stop")
     )
-    (attempt,) = attempts_at(encoder, "1+2=", 1)
-    write([attempt], generator, SAMPLING, dialogue=dialogue)
+    (transcript,) = transcripts_at(encoder, "1+2=", 1)
+    write([transcript], generator, SAMPLING, dialogue=dialogue)
     assert [text for (text,), _, _ in generator.calls] == ["1+2=", "1+2=<calc>1+2</calc><result>3</result>"]
     ids = tokenizer("<calc>1+2</calc><result>3</result>3")["input_ids"]
-    assert attempt.tokens == [*ids, END]
+    assert transcript.tokens == [*ids, END]
     # 16 characters called, 18 answered, one and the end written
-    assert attempt.turn == [0] * 16 + [-1] * 18 + [1] * 2
-    assert attempt.log_probs == [-0.5] * 16 + [0.0] * 18 + [-0.5] * 2
-    assert (attempt.turns, attempt.written, attempt.stop, attempt.answers) == (2, 18, "eos", ["3"])
-    assert attempt.last_turn() == [*tokenizer("3")["input_ids"], END]
-    rollout = text_rollout([row_of(attempt, 1.0)])
+    assert transcript.turn == [0] * 16 + [-1] * 18 + [1] * 2
+    assert transcript.log_probs == [-0.5] * 16 + [0.0] * 18 + [-0.5] * 2
+    assert (transcript.turns, transcript.written, transcript.stop, transcript.answers) == (2, 18, "eos", ["3"])
+    assert transcript.last_turn() == [*tokenizer("3")["input_ids"], END]
+    rollout = text_rollout([row_of(transcript, 1.0)])
     # the prompt has 4 tokens, so that its last slot chooses the first token written
     assert rollout["loss_mask"][0].tolist() == [False] * 3 + [True] * 16 + [False] * 18 + [True] * 2 + [False]
     assert rollout["turn_id"][0].tolist() == [-1] * 3 + [0] * 16 + [-1] * 18 + [1] * 2 + [-1]
@@ -100,11 +100,11 @@ def test_a_call_is_answered_and_the_model_writes_on():
 @pytest.mark.parametrize(("max_turns", "turns"), [(1, 1), (2, 2), (5, 5)])
 def test_the_tool_is_not_asked_after_the_last_turn(max_turns, turns):
     tokenizer, encoder, dialogue = parts(max_turns=max_turns)
-    (attempt,) = attempts_at(encoder, "1=", 1)
-    write([attempt], Scripted(tokenizer, lambda *_: ("<calc>1</calc>", "stop")), SAMPLING, dialogue=dialogue)
-    assert (attempt.turns, len(attempt.answers), attempt.stop) == (turns, turns - 1, "stop")
-    assert max(attempt.turn) == turns - 1
-    assert [attempt.of_turn(t) for t in range(turns)] == [tokenizer("<calc>1</calc>")["input_ids"]] * turns
+    (transcript,) = transcripts_at(encoder, "1=", 1)
+    write([transcript], Scripted(tokenizer, lambda *_: ("<calc>1</calc>", "stop")), SAMPLING, dialogue=dialogue)
+    assert (transcript.turns, len(transcript.answers), transcript.stop) == (turns, turns - 1, "stop")
+    assert max(transcript.turn) == turns - 1
+    assert [transcript.of_turn(t) for t in range(turns)] == [tokenizer("<calc>1</calc>")["input_ids"]] * turns
 
 
 def test_members_of_a_group_have_as_many_turns_as_they_call_for():
@@ -112,60 +112,60 @@ def test_members_of_a_group_have_as_many_turns_as_they_call_for():
         return ("<calc>1</calc>", "stop") if text.count("<result>") < calls[seed] else ("1", "eos")
 
     tokenizer, encoder, dialogue = parts(max_turns=4)
-    attempts = [*attempts_at(encoder, "1=", 3), *attempts_at(encoder, "2=", 2, group=1)]
+    transcripts = [*transcripts_at(encoder, "1=", 3), *transcripts_at(encoder, "2=", 2, group=1)]
     generator = Scripted(tokenizer, script)
-    wanted = dict(zip([attempt.seed for attempt in attempts], [0, 2, 1, 2, 2], strict=True))
-    calls = {_seed_of_turn(a, turn): wanted[a.seed] for a in attempts for turn in range(4)}
-    write(attempts, generator, SAMPLING, dialogue=dialogue)
-    assert [attempt.turns for attempt in attempts] == [1, 3, 2, 3, 3]
+    wanted = dict(zip([transcript.seed for transcript in transcripts], [0, 2, 1, 2, 2], strict=True))
+    calls = {_seed_of_turn(a, turn): wanted[a.seed] for a in transcripts for turn in range(4)}
+    write(transcripts, generator, SAMPLING, dialogue=dialogue)
+    assert [transcript.turns for transcript in transcripts] == [1, 3, 2, 3, 3]
     # first all of both groups; then the two of group 0 that called, which stand at the same text, with both of group 1
     assert [texts for texts, _, _ in generator.calls[:2]] == [["1="], ["2="]]
     assert generator.calls[2][0] == ["1=<calc>1</calc><result>1</result>", "2=<calc>1</calc><result>1</result>"]
-    rollout = text_rollout([row_of(attempt) for attempt in attempts])
+    rollout = text_rollout([row_of(transcript) for transcript in transcripts])
     assert rollout["turn_id"].amax(dim=1).tolist() == [0, 2, 1, 2, 2]
-    written = [[attempt.turn.count(t) for t in range(3)] for attempt in attempts]
+    written = [[transcript.turn.count(t) for t in range(3)] for transcript in transcripts]
     assert [[int((row == t).sum()) for t in range(3)] for row in rollout["turn_id"]] == written
     assert written[0] == [2, 0, 0]
     assert written[2] == [14, 2, 0]
 
 
-def _seed_of_turn(attempt, turn):
-    return derive_seed(attempt.seed, "turn", turn)
+def _seed_of_turn(transcript, turn):
+    return derive_seed(transcript.seed, "turn", turn)
 
 
 def test_what_was_cut_is_not_answered():
     tokenizer, encoder, dialogue = parts(Length())
-    (attempt,) = attempts_at(encoder, "1=", 1)
-    write([attempt], Scripted(tokenizer, lambda *_: ("<calc>1</calc>", "length")), SAMPLING, dialogue=dialogue)
-    assert (attempt.turns, attempt.answers, attempt.stop) == (1, [], "length")
-    assert not text_rollout([row_of(attempt)])["terminated"].any()
+    (transcript,) = transcripts_at(encoder, "1=", 1)
+    write([transcript], Scripted(tokenizer, lambda *_: ("<calc>1</calc>", "length")), SAMPLING, dialogue=dialogue)
+    assert (transcript.turns, transcript.answers, transcript.stop) == (1, [], "length")
+    assert not text_rollout([row_of(transcript)])["terminated"].any()
 
 
 @pytest.mark.parametrize(("context", "turns", "stop"), [(63, 1, "length"), (64, 2, "eos"), (None, 2, "eos")])
-def test_an_attempt_without_room_for_another_turn_was_cut(context, turns, stop):
+def test_a_completion_without_room_for_another_turn_was_cut(context, turns, stop):
     # prompt 2, call 14, answer 18, and room for 30 more
     tokenizer, encoder, dialogue = parts()
     generator = Scripted(tokenizer, lambda text, _: ("1", "eos") if "<result>" in text else ("<calc>1</calc>", "stop"))
-    (attempt,) = attempts_at(encoder, "1=", 1)
-    write([attempt], generator, SAMPLING, dialogue=dialogue, context=context)
-    assert (attempt.turns, attempt.stop) == (turns, stop)
-    assert len(attempt.tokens) == (14 if turns == 1 else 14 + 18 + 2)
+    (transcript,) = transcripts_at(encoder, "1=", 1)
+    write([transcript], generator, SAMPLING, dialogue=dialogue, context=context)
+    assert (transcript.turns, transcript.stop) == (turns, stop)
+    assert len(transcript.tokens) == (14 if turns == 1 else 14 + 18 + 2)
 
 
 def test_a_chat_model_reads_a_message_and_ends_its_turns_once():
     tokenizer, encoder, dialogue = parts(Length(), chat=True, characters=False)
     for stop in ("eos", "stop"):
-        (attempt,) = attempts_at(encoder, "user", 1)
+        (transcript,) = transcripts_at(encoder, "user", 1)
         generator = Scripted(
             tokenizer, lambda text, _, stop=stop: ("answer", "eos") if "tool" in text else ("sum", stop)
         )
-        write([attempt], generator, SAMPLING, dialogue=dialogue)
-        read = tokenizer.decode([*attempt.prompt.tokens, *attempt.tokens])
+        write([transcript], generator, SAMPLING, dialogue=dialogue)
+        read = tokenizer.decode([*transcript.prompt.tokens, *transcript.tokens])
         assert read == (
             "<|im_start|>user\nuser<|im_end|>\n<|im_start|>assistant\nsum<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n"
             "<|im_start|>assistant\nanswer<|im_end|>"
         )
-        ends = [turn for token, turn in zip(attempt.tokens, attempt.turn, strict=True) if token == END]
+        ends = [turn for token, turn in zip(transcript.tokens, transcript.turn, strict=True) if token == END]
         # the first end of turn is the model's own only where it wrote it
         assert ends == ([0, -1, 1] if stop == "eos" else [-1, -1, 1])
 
@@ -173,32 +173,32 @@ def test_a_chat_model_reads_a_message_and_ends_its_turns_once():
 def test_greedy_members_are_written_greedily_in_every_turn():
     tokenizer, encoder, dialogue = parts()
     generator = Scripted(tokenizer, lambda text, _: ("1", "eos") if "<result>" in text else ("<calc>1</calc>", "stop"))
-    attempts = attempts_at(encoder, "1=", 3, greedy={2})
-    write(attempts, generator, SAMPLING, dialogue=dialogue)
+    transcripts = transcripts_at(encoder, "1=", 3, greedy={2})
+    write(transcripts, generator, SAMPLING, dialogue=dialogue)
     assert [(len(seeds[0]), greedy) for _, seeds, greedy in generator.calls] == [(2, False), (1, True)] * 2
-    rollout = text_rollout([row_of(attempt, 1.0) for attempt in attempts])
+    rollout = text_rollout([row_of(transcript, 1.0) for transcript in transcripts])
     assert rollout["greedy"].any(dim=1).tolist() == [False, False, True]
     assert rollout["loss_mask"].any(dim=1).tolist() == [True, True, False]
 
 
 def completions_seen(prompt, *, chat):
     tokenizer, encoder, dialogue = parts(Length(), chat=chat, characters=False)
-    attempts = attempts_at(encoder, prompt, 2)
-    once = _seed_of_turn(attempts[1], 0)
+    transcripts = transcripts_at(encoder, prompt, 2)
+    once = _seed_of_turn(transcripts[1], 0)
 
     def script(text, seed):
         return ("answer", "eos") if "result" in text or "tool" in text or seed == once else ("sum", "eos")
 
-    write(attempts[:1], Scripted(tokenizer, script), SAMPLING, dialogue=dialogue)
-    write(attempts[1:], Scripted(tokenizer, script), SAMPLING)
+    write(transcripts[:1], Scripted(tokenizer, script), SAMPLING, dialogue=dialogue)
+    write(transcripts[1:], Scripted(tokenizer, script), SAMPLING)
     seen = []
 
     def reward(completions, **_):
         seen.extend(completions)
         return [float(len(c)) for c in completions]
 
-    scored = score(attempts, RewardSet([RewardFunction("r", reward)]), encoder)
-    assert [member.text for member in scored] == [text_of(attempt, encoder) for attempt in attempts]
+    scored = score(transcripts, RewardSet([RewardFunction("r", reward)]), encoder)
+    assert [member.text for member in scored] == [text_of(transcript, encoder) for transcript in transcripts]
     return seen, [member.text for member in scored]
 
 
@@ -241,37 +241,37 @@ def test_scores_are_those_of_the_transcript(padding, sampling):
     model = tiny_model(vocab_size=len(tokenizer))
     cfg = SamplingCfg(temperature=0.9, max_new_tokens=6, stop=Digits.stop, **sampling)
     policy = CausalLM(model, cfg, tokenizer=tokenizer)
-    attempts = [*attempts_at(encoder, "12", 6), *attempts_at(encoder, "345", 6, group=1)]
-    write(attempts, Generator(policy), cfg, dialogue=dialogue)
-    turns = {attempt.turns for attempt in attempts}
+    transcripts = [*transcripts_at(encoder, "12", 6), *transcripts_at(encoder, "345", 6, group=1)]
+    write(transcripts, Generator(policy), cfg, dialogue=dialogue)
+    turns = {transcript.turns for transcript in transcripts}
     assert len(turns) > 1
     assert 3 in turns
-    rollout = text_rollout([row_of(attempt) for attempt in attempts], padding=padding)
-    for attempt, row in zip(attempts, rollout, strict=True):
-        _expect_transcript(attempt, row, model, cfg, tokenizer, encoder, policy)
+    rollout = text_rollout([row_of(transcript) for transcript in transcripts], padding=padding)
+    for transcript, row in zip(transcripts, rollout, strict=True):
+        _expect_transcript(transcript, row, model, cfg, tokenizer, encoder, policy)
 
 
-def _expect_transcript(attempt, row, model, cfg, tokenizer, encoder, policy):
+def _expect_transcript(transcript, row, model, cfg, tokenizer, encoder, policy):
     """Everything in the row again, from the prompt, the turns as texts and the tool."""
-    transcript, turn = list(attempt.prompt.tokens), []
-    for number in range(attempt.turns):
-        written = attempt.of_turn(number)
-        transcript += written
+    read, turn = list(transcript.prompt.tokens), []
+    for number in range(transcript.turns):
+        written = transcript.of_turn(number)
+        read += written
         turn += [number] * len(written)
-        if number < attempt.turns - 1:
+        if number < transcript.turns - 1:
             answered = tokenizer(f"={Digits()(encoder.decode(written))}+")["input_ids"]
-            transcript += answered
+            read += answered
             turn += [-1] * len(answered)
-    count = len(transcript)
+    count = len(read)
     valid = row["valid"]
     start = int(valid.nonzero()[0])
-    assert row["obs"][start : start + count].tolist() == transcript
-    assert row["action"][valid].tolist() == transcript[1:]
-    prompt = len(attempt.prompt.tokens)
+    assert row["obs"][start : start + count].tolist() == read
+    assert row["action"][valid].tolist() == read[1:]
+    prompt = len(transcript.prompt.tokens)
     assert row["turn_id"][valid].tolist() == [-1] * (prompt - 1) + turn
     assert row["loss_mask"][valid].tolist() == [False] * (prompt - 1) + [t >= 0 for t in turn]
     with torch.no_grad():
-        logits = model(torch.tensor([transcript])).logits[0, prompt - 1 : -1].double() / cfg.temperature
+        logits = model(torch.tensor([read])).logits[0, prompt - 1 : -1].double() / cfg.temperature
     if cfg.top_k:
         kept = logits.topk(min(cfg.top_k, logits.shape[1])).indices.sort().values
         logits = torch.full_like(logits, -torch.inf).scatter(1, kept, logits.gather(1, kept))
@@ -279,7 +279,7 @@ def _expect_transcript(attempt, row, model, cfg, tokenizer, encoder, policy):
         where = torch.tensor(turn) >= 0
         assert support[where].tolist() == kept[where].tolist()
         assert (support[~where] == -1).all()
-    tokens = torch.tensor(transcript[prompt:])
+    tokens = torch.tensor(read[prompt:])
     expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0] * (torch.tensor(turn) >= 0)
     found = row["sample_log_prob"][valid][prompt - 1 :].double()
     where = torch.tensor(turn) >= 0

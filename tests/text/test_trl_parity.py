@@ -146,7 +146,7 @@ def test_the_record_says_something():
     assert {record["case"] for record in RECORDED["records"]} == set(CASES)
 
 
-def test_siblings_of_one_that_nobody_could_score_are_compared_as_in_trl():
+def test_members_of_one_that_nobody_could_score_are_compared_as_in_trl():
     unscored = RECORDED["unscored"]
     ours = advantages(updated(RECORDED["records"][0], unscored["rewards"])[0])
     expected = {n: a for n, a in enumerate(unscored["advantages"]) if unscored["rewards"][n] is not None}

@@ -204,13 +204,11 @@ def test_an_error_of_the_environment_says_what_is_kept_and_how_to_go_on():
     assert [entry["iteration"] for entry in run.metrics()] == [1, 2, 3]
 
 
-def test_groups_could_do_without_the_attempt():
-    algorithm = gw.GRPOCfg(
-        num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"attempt_steps": 20}
-    )
+def test_groups_could_do_without_the_episode():
+    algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"horizon": 20})
     row, note = train_until_it_breaks(algorithm)
     assert row == "in row 0 of Breaks"
-    assert "; collection.on_env_error='retry' or 'drop' would do without the attempt" in note
+    assert "; collection.on_env_error='retry' or 'drop' would do without the episode" in note
 
 
 def test_groups_could_do_without_a_row_in_another_process(tmp_path: Path):
@@ -227,9 +225,7 @@ def test_groups_could_do_without_a_row_in_another_process(tmp_path: Path):
         def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
             (tmp_path / "flag").touch()
 
-    algorithm = gw.GRPOCfg(
-        num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"attempt_steps": 20}
-    )
+    algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"horizon": 20})
     env = gw.EnvCfg(id="BreaksThere-v0", kwargs={"flag": str(tmp_path / "flag")}, vectorization="async")
     gymnasium.register("BreaksThere-v0", BreaksThere)
     try:
@@ -241,7 +237,7 @@ def test_groups_could_do_without_a_row_in_another_process(tmp_path: Path):
     assert "; collection.on_env_error='retry' or 'drop' would do without" in caught.value.__notes__[-1]
 
 
-def test_an_error_in_a_rollout_that_is_no_rows_own_is_no_failed_attempt():
+def test_an_error_in_a_rollout_that_is_no_rows_own_is_no_failed_episode():
     class Policy(gw.ActorCritic):
         def act(self, *args: Any, **kwargs: Any) -> Any:
             raise ZeroDivisionError
@@ -301,9 +297,7 @@ def test_a_policy_that_diverged_leaves_the_last_checkpoint():
                     for parameter in trainer.algorithm.policy.parameters():
                         parameter.fill_(3e38)
 
-    algorithm = gw.GRPOCfg(
-        num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"attempt_steps": 20}
-    )
+    algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"horizon": 20})
     settings = TINY | {"checkpoint_interval": 160, "total_steps": 999}  # an iteration takes 80 steps
     with pytest.raises(gw.DataError, match="is not finite") as caught:
         gw.train("Pendulum-v1", algorithm, run_dir="mine", callbacks=[Diverges()], **settings)
@@ -323,7 +317,7 @@ def test_an_error_while_the_environment_is_tried_out_says_that_nothing_was_train
     assert not Path("mine").exists()
 
 
-def test_an_error_outside_of_collecting_is_no_failed_attempt():
+def test_an_error_outside_of_collecting_is_no_failed_episode():
     class Raises(gw.Callback):
         def on_rollout_end(self, trainer: gw.Trainer, rollout: TensorDict) -> None:
             raise ZeroDivisionError
@@ -424,7 +418,7 @@ def test_a_taken_folder_is_noticed_before_environments_are_made(finished: gw.Run
 def test_a_group_larger_than_the_run_is_noted_where_it_is_finished(partial_groups: str, noted: bool):
     algorithm = {"group_size": 512, "num_steps": 4, "collection": {"partial_groups": partial_groups}}
     notes = _note_on_length(resolve("CartPole-v1", algorithm, env={"num_envs": 2}, total_steps=300))
-    assert ("at least 512 steps (a group of so many attempts is finished)" in " ".join(notes)) is noted
+    assert ("at least 512 steps (a group of so many episodes is finished)" in " ".join(notes)) is noted
 
 
 @pytest.mark.parametrize(("total_steps", "noted"), [(63, True), (64, False)])

@@ -1,6 +1,6 @@
 """Advantages of GRPO: from the rewards of a rollout's groups, as ``CreditCfg`` composes them.
 
-The composition is ``reward x group key x return x baseline x scale x rules for steps that siblings do not reach x
+The composition is ``reward x group key x return x baseline x scale x rules for steps that members do not reach x
 normalisation``; each choice is a small function of ``functional``, or a recipe. ``register_credit`` adds a rule of your own.
 """
 
@@ -181,7 +181,7 @@ def _at_moment(
 ) -> Float[Tensor, "row step"]:
     """Advantage of each member at its moment (step or turn) of the group, or its whole episode's where rules say so."""
     batch, cfg = credit.batch, credit.cfg
-    moments = int(moment.max()) + 1  # more than the rollout has, where it holds the end of an attempt only
+    moments = int(moment.max()) + 1  # more than the rollout has, where it holds the end of an episode only
     num_keys = credit.num_groups * moments
     key = torch.where(member, batch["group_id"] * moments + moment, -1)
     zeros = None

@@ -50,7 +50,7 @@ class BaseAlgorithm(ABC):
     """
 
     grouped: ClassVar[bool] = False
-    """Whether rollouts must hold groups of siblings that share a start."""
+    """Whether rollouts must hold groups of members that share a start."""
     actor_only: ClassVar[bool] = False
     """Whether the policy needs no critic."""
     metric_names: ClassVar[tuple[str, ...]] = ()

@@ -1,6 +1,6 @@
 """Group relative policy optimisation (Shao et al. 2024, https://arxiv.org/abs/2402.03300): PPO's ratio, no critic.
 
-Siblings of a group begin in the same state; a member's advantage is how it did against the others. Which comparison,
+Members of a group begin in the same state; a member's advantage is how it did against the others. Which comparison,
 ratio, trust region, aggregation and KL are used is data (``CreditCfg``, ``ObjectiveCfg``), so this one update is GRPO,
 Dr. GRPO, RLOO, GSPO and others. Under the preset ``grpo`` it differs from the paper in one default: ``kl_coef`` is 0
 (the paper's is 0.04); the presets for control compare per time step, or with the nearest neighbours (knn). It does not know whether the

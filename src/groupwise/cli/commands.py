@@ -72,7 +72,7 @@ Examples:
   groupwise eval runs/<run> --episodes 1000 --sampled
   groupwise eval runs/<run> --checkpoint best --video
   groupwise eval runs/<run> --json | jq .return_mean
-  groupwise eval runs/<text run> --attempts 8
+  groupwise eval runs/<text run> --completions-per-prompt 8
 """
 
 SAMPLE_HELP = """Write completions of a prompt with the language model of a run.
@@ -89,7 +89,7 @@ Examples:
   groupwise resume runs/<run> --total-steps 200000
 """
 
-CHECK_HELP = """Try out for some seconds what an environment offers to training: how siblings of a group can share a start and
+CHECK_HELP = """Try out for some seconds what an environment offers to training: how members of a group can share a start and
 what that costs, what is random, which spaces are supported, how fast it steps. Exit code 1: GRPO cannot train on it.
 
 Examples:
@@ -234,14 +234,16 @@ def _eval(argv: Sequence[str], plugins: list[Path]) -> int:
     parser = Parser(prog="groupwise eval", description=EVAL_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--episodes", type=int, help="how many (default: 100); or prompts (default: all)")
-    parser.add_argument("--attempts", type=int, default=1, help="completions of each prompt, sampled if several")
+    parser.add_argument(
+        "--completions-per-prompt", type=int, default=1, help="completions of each prompt, sampled if several"
+    )
     parser.add_argument("--sampled", action="store_true", help="sample actions instead of taking the most likely ones")
     parser.add_argument("--seed", type=int, help="of the episodes (default: one that training never used)")
     parser.add_argument("--video", action="store_true", help="also record an episode, where the environment renders")
     _add_checkpoint(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON, each return too")
     options = parser.parse_args(argv)
-    for name in ("episodes", "attempts"):
+    for name in ("episodes", "completions_per_prompt"):
         if (number := vars(options)[name]) is not None and number < 1:
             raise ConfigError(f"--{name} {number}: expected at least 1")
 
@@ -251,7 +253,7 @@ def _eval(argv: Sequence[str], plugins: list[Path]) -> int:
     found = evaluate(
         options.run,
         options.episodes,
-        attempts=options.attempts,
+        completions_per_prompt=options.completions_per_prompt,
         deterministic=False if options.sampled else None,
         seed=options.seed,
         video=options.video,

@@ -11,7 +11,7 @@ from groupwise.policies.base import Action, Policy
 
 
 class Episode(NamedTuple):
-    """A finished attempt."""
+    """A finished episode."""
 
     episode_return: float
     length: int

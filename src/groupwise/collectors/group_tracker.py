@@ -1,4 +1,4 @@
-"""Groups while they are collected: which row runs which attempt, and what becomes of each group."""
+"""Groups while they are collected: which row runs which episode, and what becomes of each group."""
 
 from collections import deque
 from collections.abc import Callable
@@ -19,27 +19,28 @@ from groupwise.functional.returns import episode_return
 Numbers = npt.NDArray[np.int64]
 
 MAX_RETRIES = 5
-"""An attempt that fails more often fails for a reason that another try does not fix."""
+"""An episode that fails more often fails for a reason that another try does not fix."""
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Attempts that begin in the same state."""
+    """Episodes that begin in the same state."""
 
     number: int
     """Among the groups of the iteration."""
     start_seed: int
-    members: list["Attempt"] = field(default_factory=list)
-    """Attempts that reached their end."""
+    members: list["Member"] = field(default_factory=list)
+    """Episodes that reached their end."""
     status: Literal["open", "complete", "filtered", "dropped"] = "open"
 
 
 @dataclass(slots=True, eq=False)
-class Attempt:
+class Member:
     """One member's episode."""
 
     group: Group
-    member: int
+    index: int
+    """Among the members of its group."""
     greedy: bool
     """Takes the policy's most likely actions."""
     retries: int = 0
@@ -64,7 +65,7 @@ class Attempt:
 
 
 class GroupQueue:
-    """Attempts in the order in which rows take them. Opens groups until the iteration has its steps.
+    """Episodes in the order in which rows take them. Opens groups until the iteration has its steps.
 
     Args:
         num_steps: environment steps of the iteration, those of filtered groups not counted.
@@ -77,85 +78,85 @@ class GroupQueue:
         num_steps: int,
         most_steps: float,
         group_size: int,
-        greedy_attempts: int,
+        greedy_members: int,
         start_seed: Callable[[int], int],
     ) -> None:
         self.steps = 0
         """Environment steps taken."""
         self.filtered_steps = 0
-        self.members = group_size + greedy_attempts
+        self.num_members = group_size + greedy_members
         self._num_steps, self._most_steps = num_steps, most_steps
         self._group_size = group_size
         self._start_seed = start_seed
         self._num_groups = 0
-        self._waiting: deque[Attempt] = deque()
+        self._waiting: deque[Member] = deque()
 
-    def take(self, count: int) -> list[Attempt]:
-        """The next ``count`` attempts, or as many as there are."""
+    def take(self, count: int) -> list[Member]:
+        """The next ``count`` episodes, or as many as there are."""
         while len(self._waiting) < count and self._has_steps_left():
             group = Group(self._num_groups, self._start_seed(self._num_groups))
-            self._waiting.extend(Attempt(group, i, greedy=i >= self._group_size) for i in range(self.members))
+            self._waiting.extend(Member(group, i, greedy=i >= self._group_size) for i in range(self.num_members))
             self._num_groups += 1
         return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
 
-    def retry(self, attempt: Attempt) -> None:
-        """Have the attempt made again, before all others."""
-        self._waiting.appendleft(Attempt(attempt.group, attempt.member, attempt.greedy, attempt.retries + 1))
+    def retry(self, member: Member) -> None:
+        """Have the episode made again, before all others."""
+        self._waiting.appendleft(Member(member.group, member.index, member.greedy, member.retries + 1))
 
     def drop(self, group: Group) -> None:
-        """Make no more attempts of this group."""
-        self._waiting = deque(attempt for attempt in self._waiting if attempt.group is not group)
+        """Make no more episodes of this group."""
+        self._waiting = deque(member for member in self._waiting if member.group is not group)
 
     def _has_steps_left(self) -> bool:
         return self.steps < self._most_steps and self.steps - self.filtered_steps < self._num_steps
 
 
 class Ends(NamedTuple):
-    """Rows whose attempts end with a step."""
+    """Rows whose episodes end with a step."""
 
     terminated: Mask
     truncated: Mask
-    """By the environment, or cut by ``attempt_steps``."""
+    """By the environment, or cut by ``horizon``."""
     cut: Mask
-    """By ``attempt_steps``: the environment would go on."""
+    """By ``horizon``: the environment would go on."""
     failed: Mask
     """The environment raised an error."""
     any: bool
-    """Whether any attempt ends."""
+    """Whether any episode ends."""
 
 
 class GroupTracker:
-    """Which attempt each row runs, step by step."""
+    """Which episode each row runs, step by step."""
 
     def __init__(self, queue: GroupQueue, cfg: CollectionCfg, env: GroupEnv) -> None:
         self.step = 0
         """Column of the step that comes next."""
         self.running, self.greedy, self._nobody = np.zeros((3, env.num_envs), dtype=np.bool_)
-        self.attempts: list[Attempt] = []
+        self.members: list[Member] = []
         """In the order in which they began."""
         self.env_errors = 0
         self.queue = queue
         self._cfg = cfg
-        self._attempt_steps = cfg.attempt_steps
+        self._horizon = cfg.horizon
         self._block_size = env.block_size
         self._env_id = env.env_id
         self._current = np.full(env.num_envs, -1)
-        """Number of the attempt that each row runs, -1 for none."""
+        """Number of the episode that each row runs, -1 for none."""
         self._start = np.zeros(env.num_envs, dtype=np.int64)
-        """Column at which that attempt began."""
+        """Column at which that episode began."""
         self._history: list[Numbers] = []
 
-    def assign(self) -> list[Attempt]:
-        """The attempts that free rows begin now."""
+    def assign(self) -> list[Member]:
+        """The episodes that free rows begin now."""
         blocks = self.running.reshape(-1, self._block_size).any(axis=1)
         free = np.flatnonzero(~blocks.repeat(self._block_size)).tolist()
-        attempts = self.queue.take(len(free))
-        for attempt, row in zip(attempts, free, strict=False):
-            attempt.row, attempt.start = row, self.step
-            self._current[row], self._start[row] = len(self.attempts), self.step
-            self.running[row], self.greedy[row] = True, attempt.greedy
-            self.attempts.append(attempt)
-        return attempts
+        members = self.queue.take(len(free))
+        for member, row in zip(members, free, strict=False):
+            member.row, member.start = row, self.step
+            self._current[row], self._start[row] = len(self.members), self.step
+            self.running[row], self.greedy[row] = True, member.greedy
+            self.members.append(member)
+        return members
 
     def count_step(self, step: EnvStep) -> Ends:
         """Count the step that every running row took; who ends with it."""
@@ -165,47 +166,47 @@ class GroupTracker:
         self.queue.steps += int(np.count_nonzero(self.running))
         self.step += 1
         ended, cut = terminated | truncated | failed, self._nobody
-        if self._attempt_steps is not None:
-            cut = self.running & (self.step - self._start >= self._attempt_steps) & ~ended
+        if self._horizon is not None:
+            cut = self.running & (self.step - self._start >= self._horizon) & ~ended
         return Ends(terminated, truncated | cut, cut, failed, any=bool((ended | cut).any()))
 
     def end(self, ends: Ends, rollout: TensorDict) -> Mask:
-        """Free the rows of attempts that ended, and close their groups; rows that stopped though their environments go on."""
-        for attempt in self._free(ends.terminated | ends.truncated):
-            group = attempt.group
-            attempt.ended, attempt.terminated = True, bool(ends.terminated[attempt.row])
-            group.members.append(attempt)
-            if len(group.members) == self.queue.members:
+        """Free the rows of episodes that ended, and close their groups; rows that stopped though their environments go on."""
+        for member in self._free(ends.terminated | ends.truncated):
+            group = member.group
+            member.ended, member.terminated = True, bool(ends.terminated[member.row])
+            group.members.append(member)
+            if len(group.members) == self.queue.num_members:
                 self._complete(group, rollout)
         return ends.cut | self._fail(ends.failed) if ends.failed.any() else ends.cut
 
     def history(self) -> Numbers:
-        """Number of the attempt of each row and step [N, T], -1 where there was none."""
+        """Number of the episode of each row and step [N, T], -1 where there was none."""
         return np.stack(self._history, axis=1)
 
     def _complete(self, group: Group, rollout: TensorDict) -> None:
         group.status = "complete"
         if self._cfg.filter_groups and has_equal_returns(group, rollout):
             group.status = "filtered"
-            self.queue.filtered_steps += sum(attempt.length for attempt in group.members)
+            self.queue.filtered_steps += sum(member.length for member in group.members)
 
     def _fail(self, rows: Mask) -> Mask:
-        """Retry attempts that failed, or drop their groups; the siblings' rows, which are stopped then."""
+        """Retry episodes that failed, or drop their groups; the rows of those groups, which are stopped then."""
         stopped = self._nobody
         if self._cfg.on_env_error == "raise":
             raise EnvError(
                 f"environment {int(np.flatnonzero(rows)[0])} of {self._env_id} failed; fix: the environment, or "
                 "collection.on_env_error='retry' or 'drop'"
             )
-        for attempt in self._free(rows):
+        for member in self._free(rows):
             self.env_errors += 1
             if self._cfg.on_env_error == "drop":
-                stopped = stopped | self._drop(attempt.group)
-            elif attempt.retries < MAX_RETRIES:
-                self.queue.retry(attempt)
+                stopped = stopped | self._drop(member.group)
+            elif member.retries < MAX_RETRIES:
+                self.queue.retry(member)
             else:
                 raise EnvError(
-                    f"an attempt failed {MAX_RETRIES + 1} times in a row in {self._env_id}; fix: the environment, or "
+                    f"an episode failed {MAX_RETRIES + 1} times in a row in {self._env_id}; fix: the environment, or "
                     "collection.on_env_error='drop'"
                 )
         return stopped
@@ -213,25 +214,25 @@ class GroupTracker:
     def _drop(self, group: Group) -> Mask:
         group.status = "dropped"
         self.queue.drop(group)
-        siblings = self._nobody.copy()
-        siblings[[attempt.row for attempt in self.attempts if attempt.group is group and attempt.end < 0]] = True
-        self._free(siblings)
-        return siblings
+        rows = self._nobody.copy()
+        rows[[member.row for member in self.members if member.group is group and member.end < 0]] = True
+        self._free(rows)
+        return rows
 
-    def _free(self, rows: Mask) -> list[Attempt]:
-        """The attempts of these rows, which are free from now on."""
-        attempts = [self.attempts[number] for number in self._current[rows].tolist()]
-        for attempt in attempts:
-            attempt.end = self.step
+    def _free(self, rows: Mask) -> list[Member]:
+        """The episodes of these rows, which are free from now on."""
+        members = [self.members[number] for number in self._current[rows].tolist()]
+        for member in members:
+            member.end = self.step
         self._current[rows] = -1
         self.running[rows] = self.greedy[rows] = False
-        return attempts
+        return members
 
 
 def has_equal_returns(group: Group, rollout: TensorDict) -> bool:
     """Whether ``rollout/zero_variance_groups`` counts the group."""
     reward = rollout["reward"]
-    members = [attempt for attempt in group.members if not attempt.greedy]
+    members = [member for member in group.members if not member.greedy]
     rewards = torch.cat([reward[a.row, a.start : a.end] for a in members])
     lengths = torch.tensor([a.length for a in members])
     member = torch.arange(len(members)).repeat_interleave(lengths).to(reward.device)
@@ -240,28 +241,28 @@ def has_equal_returns(group: Group, rollout: TensorDict) -> bool:
 
 
 def write_labels(rollout: TensorDict, tracker: GroupTracker) -> None:
-    """Fill masks, ids and steps. Only attempts of whole groups are valid; other slots look empty."""
-    number, attempts = tracker.history(), tracker.attempts
-    whole = [attempt.in_whole_group for attempt in attempts]
-    group_ids = {group: i for i, group in enumerate(dict.fromkeys(a.group for a in attempts if a.in_whole_group))}
+    """Fill masks, ids and steps. Only episodes of whole groups are valid; other slots look empty."""
+    number, members = tracker.history(), tracker.members
+    whole = [member.in_whole_group for member in members]
+    group_ids = {group: i for i, group in enumerate(dict.fromkeys(a.group for a in members if a.in_whole_group))}
 
     def slots(values: list[bool] | list[int]) -> np.ndarray:
-        return np.array([*values, 0])[number]  # -1, where there was no attempt, finds the last
+        return np.array([*values, 0])[number]  # -1, where there was no episode, finds the last
 
     valid = slots(whole).astype(np.bool_)
-    trained = slots([a.group.status == "complete" and not a.greedy for a in attempts]).astype(np.bool_)
+    trained = slots([a.group.status == "complete" and not a.greedy for a in members]).astype(np.bool_)
     labels = {
         "valid": valid,
         "loss_mask": valid & trained,
         "episode_id": np.where(valid, slots((np.cumsum(whole) - 1).tolist()), -1),
-        "group_id": np.where(valid, slots([group_ids.get(a.group, -1) for a in attempts]), -1),
-        "step": np.where(valid, np.arange(tracker.step) - slots([a.start for a in attempts]), 0),
+        "group_id": np.where(valid, slots([group_ids.get(a.group, -1) for a in members]), -1),
+        "step": np.where(valid, np.arange(tracker.step) - slots([a.start for a in members]), 0),
     }
     for key, array in labels.items():
         rollout[key][:, :-1] = torch.from_numpy(array)
-    if any(attempt.greedy for attempt in attempts):
+    if any(member.greedy for member in members):
         greedy = torch.zeros_like(rollout["valid"])
-        greedy[:, :-1] = torch.from_numpy(valid & slots([a.greedy for a in attempts]).astype(np.bool_))
+        greedy[:, :-1] = torch.from_numpy(valid & slots([a.greedy for a in members]).astype(np.bool_))
         rollout["greedy"] = greedy
 
 
@@ -269,7 +270,7 @@ def finished_episodes(rollout: TensorDict, tracker: GroupTracker) -> list[Episod
     """Episodes that reached their ends, in the order of these, without greedy ones."""
     number, reward = tracker.history(), rollout["reward"][:, :-1].cpu().numpy()
     taken = number >= 0
-    returns = np.bincount(number[taken], weights=reward[taken], minlength=len(tracker.attempts)).tolist()
-    ended = [pair for pair in zip(tracker.attempts, returns, strict=True) if pair[0].ended and not pair[0].greedy]
+    returns = np.bincount(number[taken], weights=reward[taken], minlength=len(tracker.members)).tolist()
+    ended = [pair for pair in zip(tracker.members, returns, strict=True) if pair[0].ended and not pair[0].greedy]
     ended.sort(key=lambda pair: pair[0].end)
-    return [Episode(total, attempt.length, attempt.terminated) for attempt, total in ended]
+    return [Episode(total, member.length, member.terminated) for member, total in ended]

@@ -1,4 +1,4 @@
-"""Whole groups of attempts at shared starts: what GRPO learns from."""
+"""Whole groups of episodes at shared starts: what GRPO learns from."""
 
 import logging
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from groupwise.collectors.base import Collector, Episode
-from groupwise.collectors.group_tracker import Attempt, GroupQueue, GroupTracker, finished_episodes, write_labels
+from groupwise.collectors.group_tracker import GroupQueue, GroupTracker, Member, finished_episodes, write_labels
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested
@@ -24,20 +24,20 @@ log = logging.getLogger(__name__)
 
 
 class GroupCollector(Collector):
-    """Collects groups of ``group_size`` attempts that begin in the same state.
+    """Collects groups of ``group_size`` episodes that begin in the same state.
 
-    A row that finishes takes the next attempt at once, so siblings may run at different times; the policy does not change
+    A row that finishes takes the next episode at once, so members may run at different times; the policy does not change
     meanwhile. New groups are opened until ``num_envs * num_steps`` steps are taken.
 
     Args:
         env: gives observations on the policy's device.
-        greedy_attempts: so many more attempts of each group act greedily; they are a baseline and never trained on.
+        greedy_members: so many more episodes of each group act greedily; they are a baseline and never trained on.
         rank: of this process; each draws its own streams.
-        verify_start: check, before anything is learned, that siblings share their start bit for bit.
+        verify_start: check, before anything is learned, that members share their start bit for bit.
 
     Raises:
-        EnvError: nothing would ever end an attempt, or the environment cannot do what a setting asks for.
-        GroupStartError: siblings do not share a start.
+        EnvError: nothing would ever end an episode, or the environment cannot do what a setting asks for.
+        GroupStartError: members do not share a start.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class GroupCollector(Collector):
         *,
         group_size: int,
         collection: CollectionCfg | None = None,
-        greedy_attempts: Literal[0, 1] = 0,
+        greedy_members: Literal[0, 1] = 0,
         seed: int = 0,
         rank: int = 0,
         verify_start: bool = True,
@@ -56,7 +56,7 @@ class GroupCollector(Collector):
         self.env = env
         self.policy = policy
         self.group_size = group_size
-        self.greedy_attempts = greedy_attempts
+        self.greedy_members = greedy_members
         self.collection = collection or CollectionCfg()
         self.seed = seed
         self.rank = rank
@@ -118,24 +118,24 @@ class GroupCollector(Collector):
         steps = self.env.num_envs * num_steps
         start_seed = partial(derive_seed, self.seed, "start", self.rank, self.iteration)
         most_steps = steps * (1 + self.collection.dynamic_sampling)
-        queue = GroupQueue(steps, most_steps, self.group_size, self.greedy_attempts, start_seed)
+        queue = GroupQueue(steps, most_steps, self.group_size, self.greedy_members, start_seed)
         return GroupTracker(queue, self.collection, self.env)
 
-    def _start(self, begun: list[Attempt]) -> Nested:
-        """Observations after starting attempts in their rows."""
+    def _start(self, begun: list[Member]) -> Nested:
+        """Observations after starting episodes in their rows."""
         mask = np.zeros(self.env.num_envs, dtype=np.bool_)
         start_seed, noise_seed = np.zeros((2, self.env.num_envs), dtype=np.int64)
-        for attempt in begun:
-            row = attempt.row
-            mask[row], start_seed[row], noise_seed[row] = True, attempt.group.start_seed, self._noise_seed(attempt)
+        for member in begun:
+            row = member.row
+            mask[row], start_seed[row], noise_seed[row] = True, member.group.start_seed, self._noise_seed(member)
         return self.env.start(mask, start_seed, noise_seed)
 
-    def _noise_seed(self, attempt: Attempt) -> int:
-        path: tuple[int | str, ...] = ("noise", self.rank, self.iteration, attempt.group.number)
-        if self.collection.noise == "independent" or attempt.retries:
-            path += (attempt.member,)
-        if attempt.retries:
-            path += ("again", attempt.retries)
+    def _noise_seed(self, member: Member) -> int:
+        path: tuple[int | str, ...] = ("noise", self.rank, self.iteration, member.group.number)
+        if self.collection.noise == "independent" or member.retries:
+            path += (member.index,)
+        if member.retries:
+            path += ("again", member.retries)
         return derive_seed(self.seed, *path)
 
     def _count(self, rollout: TensorDict, tracker: GroupTracker) -> None:
@@ -143,10 +143,10 @@ class GroupCollector(Collector):
         self.finished = finished_episodes(rollout, tracker)
         self.recent.extend(self.finished)
         extra, self._extra_steps = self.env.extra_steps - self._extra_steps, self.env.extra_steps
-        steps, attempts = tracker.queue.steps, tracker.attempts
+        steps, members = tracker.queue.steps, tracker.members
         self.last_steps = steps + extra
-        groups = {attempt.group for attempt in attempts if attempt.in_whole_group}
-        wasted = sum(attempt.length for attempt in attempts if not attempt.in_whole_group)
+        groups = {member.group for member in members if member.in_whole_group}
+        wasted = sum(member.length for member in members if not member.in_whole_group)
         self._metrics = {
             "rollout/groups": float(len(groups)),
             "rollout/idle_fraction": 1.0 - steps / (self.env.num_envs * tracker.step),
@@ -159,11 +159,11 @@ class GroupCollector(Collector):
             self._metrics["rollout/filtered_steps"] = tracker.queue.filtered_steps / self.last_steps
 
     def _check(self) -> None:
-        env, members = self.env, self.group_size + self.greedy_attempts
-        if env.max_episode_steps is None and self.collection.attempt_steps is None:
+        env, members = self.env, self.group_size + self.greedy_members
+        if env.max_episode_steps is None and self.collection.horizon is None:
             raise EnvError(
-                f"{env.env_id} has no step limit that is known, so an attempt might never end; fix: "
-                "env.max_episode_steps (also where it truncates by itself), or collection.attempt_steps"
+                f"{env.env_id} has no step limit that is known, so an episode might never end; fix: "
+                "env.max_episode_steps (also where it truncates by itself), or collection.horizon"
             )
         if self.collection.partial_groups == "truncate":
             raise EnvError(
@@ -174,10 +174,10 @@ class GroupCollector(Collector):
             return
         blocks = f"{env.env_id} starts blocks of {env.block_size} rows together"
         if env.block_size != members:
-            fix = f"group_size={env.block_size - self.greedy_attempts}"
-            raise EnvError(f"{blocks}, but a group has {members} attempts; fix: {fix}")
+            fix = f"group_size={env.block_size - self.greedy_members}"
+            raise EnvError(f"{blocks}, but a group has {members} episodes; fix: {fix}")
         if self.collection.on_env_error == "retry":
-            raise EnvError(f"{blocks}, so that an attempt cannot be started again alone; fix: on_env_error='drop'")
+            raise EnvError(f"{blocks}, so that an episode cannot be started again alone; fix: on_env_error='drop'")
 
 
 def with_greedy(sampled: Action, mode: Action, greedy: Mask) -> Action:

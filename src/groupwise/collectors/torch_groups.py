@@ -1,4 +1,4 @@
-"""Groups of attempts from torch environments, all rows in step: GRPO on a GPU."""
+"""Groups of episodes from torch environments, all rows in step: GRPO on a GPU."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,18 +29,18 @@ Seeds = tuple[Int[Tensor, " row"], Int[Tensor, " row"]]
 class TorchGroupCollector(Collector):
     """Windows of groups, without a host sync in any step. The rows of a group are neighbours and start together.
 
-    Members that ended wait for their siblings. The last step of the window cuts those that still run. Where the first
-    member was among them, the group of the next window begins in the state that it had reached, copied for all siblings;
+    Members that ended wait for the others. The last step of the window cuts those that still run. Where the first
+    member was among them, the group of the next window begins in the state that it had reached, copied for all members;
     else at a new start. The first member is chosen without looking at returns, so groups begin in states that the policy
     reaches by itself. Its episodes, which go on across windows, are those of ``rollout/return_mean``.
 
     Args:
-        verify_start: check, before anything is learned, that siblings share their start bit for bit.
+        verify_start: check, before anything is learned, that members share their start bit for bit.
 
     Raises:
         EnvError: rows do not make whole groups, the policy has a critic or is on another device, or ``collection`` asks
             for what only ``GroupCollector`` does.
-        GroupStartError: siblings do not share a start.
+        GroupStartError: members do not share a start.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TorchGroupCollector(Collector):
         self.policy = policy
         self.group_size = group_size
         self.collection = collection or CollectionCfg(partial_groups="truncate")
-        self.attempt_steps = self.collection.attempt_steps
+        self.horizon = self.collection.horizon
         self.seed = seed
         self.rank = rank
         self._check()
@@ -109,12 +109,12 @@ class TorchGroupCollector(Collector):
         return rollout
 
     def state_dict(self) -> dict[str, Any]:
-        """With the running attempts."""
+        """With the running episodes."""
         running = {"goes_on": self._goes_on, "return": self._return, "length": self._length}
         return super().state_dict() | {"running": running | {"rank": self.rank, "env": self.env.state_dict()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved ``state_dict``, with the attempts that were running if this process saved them."""
+        """Go on from a saved ``state_dict``, with the episodes that were running if this process saved them."""
         super().load_state_dict(state)
         running, device = state["running"], self.env.device
         if running["rank"] == self.rank:
@@ -146,7 +146,7 @@ class TorchGroupCollector(Collector):
         """An action of all rows, a step, and new starts of groups that ended. A pure function of tensors.
 
         Args:
-            began: slot at which each row's attempt began.
+            began: slot at which each row's episode began.
             slot: number of the next slot.
             may_start: whether the window has that slot.
             seeds: of starts and of noise there.
@@ -158,11 +158,11 @@ class TorchGroupCollector(Collector):
         return StepOutput(action, rows, self.env.observed(rows), result, (torch.where(over, slot, began),))
 
     def _stepped(self, rows: TorchRows, action: Tensor, age: Int[Tensor, " row"]) -> tuple[TorchRows, EnvStep]:
-        """The rows after a step. Attempts that reach ``attempt_steps`` at this age are cut."""
+        """The rows after a step. Episodes that reach ``horizon`` at this age are cut."""
         rows, result = self.env.stepped(rows, action)
-        if self.attempt_steps is None:
+        if self.horizon is None:
             return rows, result
-        cut = ~rows.paused & (age >= self.attempt_steps)
+        cut = ~rows.paused & (age >= self.horizon)
         return rows._replace(paused=rows.paused | cut), result._replace(truncated=result.truncated | cut)
 
     @torch.inference_mode()
@@ -232,7 +232,7 @@ class TorchGroupCollector(Collector):
         """Count steps, groups and episodes.
 
         Args:
-            running: attempts that the end of the window cut.
+            running: episodes that the end of the window cut.
         """
         first = slice(0, None, self.group_size)
         began, self._goes_on = began[first], running[first]

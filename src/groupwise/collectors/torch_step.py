@@ -19,7 +19,7 @@ class StepOutput(NamedTuple):
     obs: Nested
     """[N, ...] of the rows, for the next action."""
     result: EnvStep
-    """With the observations at which attempts ended, where they did."""
+    """With the observations at which episodes ended, where they did."""
     others: tuple[Tensor, ...] = ()
     """What else the collector goes on with."""
 

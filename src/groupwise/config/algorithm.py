@@ -124,7 +124,7 @@ class CollectionCfg(Cfg):
     """Noise after the start: each member draws its own, or all draw the same."""
     partial_groups: Literal["complete", "truncate"] = "complete"
     """Groups that are still running when the steps of an iteration are taken: complete or truncate them. ``truncate`` needs a simulator in torch."""
-    attempt_steps: PositiveInt | None = None
+    horizon: PositiveInt | None = None
     """Episodes of a group are truncated after so many steps. None: whole episodes."""
     on_env_error: Literal["raise", "retry", "drop"] = "raise"
     """When an environment raises an error: raise it, start the member again, or drop its group."""
@@ -231,7 +231,7 @@ class GRPOCfg(AlgorithmCfg):
 
     @model_validator(mode="after")
     def _check_equals(self) -> "GRPOCfg":
-        """Groups of equal whole return may be left out where credit compares siblings by the whole reward.
+        """Groups of equal whole return may be left out where credit compares members by the whole reward.
 
         That is more than what teaches nothing: credit by time (returns-to-go, process rewards, turns, anchors) may still
         tell such members apart, and leaving them out is then the user's choice.

@@ -36,7 +36,7 @@ def check_text(algorithm: AlgorithmCfg, task: TextTaskCfg) -> None:
     fields: dict[str, object] = {"num_steps": algorithm.num_steps}
     defaults: dict[str, object] = {"num_steps": type(algorithm).model_fields["num_steps"].default}
     if isinstance(algorithm, GRPOCfg):
-        of_envs = ("noise", "attempt_steps", "partial_groups", "on_env_error")
+        of_envs = ("noise", "horizon", "partial_groups", "on_env_error")
         fields |= {f"collection.{name}": vars(algorithm.collection)[name] for name in of_envs}
         defaults |= {f"collection.{name}": vars(CollectionCfg())[name] for name in of_envs}
         _refuse_idle(algorithm.collection)

@@ -26,8 +26,8 @@ class BaselineCfg(Choice):
     """Values of other settings of credit that it works with. Empty: any."""
     within_group: ClassVar[bool] = True
     """Whether a group of equal returns has advantages 0."""
-    greedy_attempts: ClassVar[Literal[0, 1]] = 0
-    """Deterministic attempts that each group plays besides its members, not trained on."""
+    greedy_members: ClassVar[Literal[0, 1]] = 0
+    """Deterministic episodes that each group plays besides its members, not trained on."""
     needs_scores: ClassVar[bool] = False
     """Whether it reads ``CreditInput.start``."""
 
@@ -115,7 +115,7 @@ class CreditCfg(Cfg):
     """Where ``kl_coef`` times the KL goes: into the loss, off each reward before credit, or into the advantage."""
 
     def check_steps(self) -> None:
-        """Refuse rules for single steps where whole attempts are compared.
+        """Refuse rules for single steps where whole episodes are compared.
 
         Not a validator: what is set here may go over a preset that compares steps.
 

@@ -7,7 +7,7 @@ from annotated_types import Ge
 from groupwise.config.base import Cfg
 
 StartMode = Literal["native", "snapshot", "seed", "fresh"]
-"""How siblings share a start, best first: state set for all rows at once; state captured and restored by an adapter; a seeded reset; a seeded reset of a fresh environment."""
+"""How members share a start, best first: state set for all rows at once; state captured and restored by an adapter; a seeded reset; a seeded reset of a fresh environment."""
 
 
 class EnvCfg(Cfg):

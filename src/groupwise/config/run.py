@@ -37,20 +37,20 @@ class TextEvaluationCfg(Cfg):
     """Training tokens between evaluations, rounded up to whole iterations. None: a tenth of ``total_steps``. The last iteration is always evaluated."""
     prompts: PositiveInt | None = 128
     """Most prompts per evaluation, always the same. None: all."""
-    attempts: PositiveInt = 1
+    completions_per_prompt: PositiveInt = 1
     """Completions per prompt. pass@k is reported for k up to this."""
     deterministic: bool = True
-    """Take the most likely token; needs ``attempts=1``. False: sample."""
+    """Take the most likely token; needs ``completions_per_prompt=1``. False: sample."""
     sampling: EvalSamplingCfg | None = None
     """How completions are sampled. None: as in training."""
     num_logged_groups: Annotated[int, Ge(0)] = 4
     """Groups of the last rollout that are saved with each evaluation, in ``groups/`` of the run folder."""
 
     @model_validator(mode="after")
-    def _check_attempts(self) -> "TextEvaluationCfg":
-        if self.deterministic and self.attempts > 1:
+    def _check_completions(self) -> "TextEvaluationCfg":
+        if self.deterministic and self.completions_per_prompt > 1:
             raise ValueError(
-                f"attempts={self.attempts} of a deterministic policy are all the same; fix: deterministic=False"
+                f"completions_per_prompt={self.completions_per_prompt} of a deterministic policy are all the same; fix: deterministic=False"
             )
         return self
 

@@ -2,7 +2,7 @@
 
 EnvPool fixes its seeds when a pool is made and gives no access to states. So a group starts in a fresh pool, all of
 whose members have the group's seed; making one costs 0.1 to 2 ms a row, 100 ms for Atari. Members that are over are
-paused by stepping the others alone. There is one seed for the start and for everything after it: siblings share
+paused by stepping the others alone. There is one seed for the start and for everything after it: members share
 their noise.
 """
 
@@ -254,7 +254,7 @@ class EnvPoolGroupEnv(GroupEnv):
             return
         self._has_told = True
         log.warning(
-            "siblings of %s share all randomness, also after the start: EnvPool takes one seed for both", self.env_id
+            "members of %s share all randomness, also after the start: EnvPool takes one seed for both", self.env_id
         )
 
 

@@ -46,8 +46,8 @@ class WarpGroupEnv(TorchGroupEnv):
 
     Write what is particular about the task:
 
-    - ``begin(random)``: ``qpos`` and ``qvel`` in which attempts begin, and whatever else stays with a row, such as a goal;
-    - ``outcome(before, after, action)``: rewards [N] and whether each attempt terminated [N];
+    - ``begin(random)``: ``qpos`` and ``qvel`` in which episodes begin, and whatever else stays with a row, such as a goal;
+    - ``outcome(before, after, action)``: rewards [N] and whether each episode terminated [N];
     - ``observe(state)``: what the policy sees; unless you write it, ``qpos`` and ``qvel``;
     - ``control(state, action, random)``: the controls [N, nu]; unless you write it, the actions themselves.
 
@@ -57,7 +57,7 @@ class WarpGroupEnv(TorchGroupEnv):
     A row that lost contacts or constraints because ``nconmax`` or ``njmax`` is too small gets the reward NaN, at which
     training stops; contacts share one array, so all rows get it then.
 
-    Contacts are sorted and sums have a fixed order, so that siblings agree bit for bit on a GPU, too. Nothing waits for the
+    Contacts are sorted and sums have a fixed order, so that members agree bit for bit on a GPU, too. Nothing waits for the
     device: steps are replayed as graphs that hold the solver's loop. On a GPU this is unproven, as none was at hand.
 
     Args:
@@ -131,7 +131,7 @@ class WarpGroupEnv(TorchGroupEnv):
 
     @abstractmethod
     def begin(self, random: RowRandom) -> WarpState:
-        """``qpos`` [N, nq] and ``qvel`` [N, nv] in which attempts begin, and what else stays with a row, under other names."""
+        """``qpos`` [N, nq] and ``qvel`` [N, nv] in which episodes begin, and what else stays with a row, under other names."""
 
     @abstractmethod
     def outcome(
@@ -173,7 +173,7 @@ class WarpGroupEnv(TorchGroupEnv):
         wanted = {"qpos": (self.num_envs, self.model.nq), "qvel": (self.num_envs, self.model.nv)}
         got = {name: tuple(leaf.shape) for name, leaf in state.items() if name in wanted}
         if got != wanted:
-            raise EnvError(f"begin of {self.env_id} returned {got}, expected {wanted}; fix: a row of each per attempt")
+            raise EnvError(f"begin of {self.env_id} returned {got}, expected {wanted}; fix: a row of each per episode")
         if taken := sorted({*state} & {*self._zeros, *self._poses}):
             raise EnvError(f"begin of {self.env_id} returned {taken}, which is kept by itself; fix: other names")
 
@@ -351,7 +351,7 @@ def refuse_hidden_state(model: Any, env_id: str) -> None:
     }
     if names := [name for name, count in found.items() if count]:
         raise EnvError(
-            f"the model of {env_id} has {', '.join(names)}, whose state is not kept, so siblings would not agree; "
+            f"the model of {env_id} has {', '.join(names)}, whose state is not kept, so members would not agree; "
             "fix: a model without"
         )
 

@@ -48,7 +48,7 @@ class WarpHalfCheetah(WarpGroupEnv):
     def outcome(
         self, before: WarpState, after: WarpState, action: Float[Tensor, "row 6"]
     ) -> tuple[Float[Tensor, " row"], Bool[Tensor, " row"]]:
-        """Forward velocity less the cost of the actions; no attempt terminates."""
+        """Forward velocity less the cost of the actions; no episode terminates."""
         velocity = (after["qpos"][:, 0] - before["qpos"][:, 0]) / self.seconds
         reward = self.FORWARD_WEIGHT * velocity - self.CONTROL_COST * action.square().sum(1)
         return reward, torch.zeros_like(reward, dtype=torch.bool)
@@ -73,7 +73,7 @@ class WarpCubePush(WarpGroupEnv):
     SUCCESS_DISTANCE = 0.03
     REACH_COST = 0.25
     FOLDED = (-2.0, 2.4, 0.6)
-    """Angles of the joints near which attempts begin."""
+    """Angles of the joints near which episodes begin."""
     START_NOISE = 0.05
     MAX_TURN = 0.5
     CUBE_HEIGHT = 0.03
@@ -109,7 +109,7 @@ class WarpCubePush(WarpGroupEnv):
     def outcome(
         self, before: WarpState, after: WarpState, action: Float[Tensor, "row 3"]
     ) -> tuple[Float[Tensor, " row"], Bool[Tensor, " row"]]:
-        """The distances of cube from goal and of finger from cube, as costs; no attempt terminates."""
+        """The distances of cube from goal and of finger from cube, as costs; no episode terminates."""
         cube = after["qpos"][:, 3:5]
         missing, reach = (cube - after["goal"]).norm(dim=1), (cube - self._finger(after)).norm(dim=1)
         return -missing - self.REACH_COST * reach, torch.zeros_like(missing, dtype=torch.bool)

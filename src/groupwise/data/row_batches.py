@@ -1,6 +1,6 @@
-"""How whole rows, as sequence models score them, are put together: siblings side by side, the longest first.
+"""How whole rows, as sequence models score them, are put together: members side by side, the longest first.
 
-Siblings that stand in one micro-batch can share their common beginning, and rows of like length waste little on padding.
+Members that stand in one micro-batch can share their common beginning, and rows of like length waste little on padding.
 The first micro-batch is the largest, so that memory, if it is short, is short at once.
 """
 
@@ -20,7 +20,7 @@ class RowSizes(NamedTuple):
 
     group: Int[Tensor, " row"]
     head: Int[Tensor, " row"]
-    """Before the first token that counts: what siblings have in common."""
+    """Before the first token that counts: what members have in common."""
     tail: Int[Tensor, " row"]
     """From there on."""
     counted: Int[Tensor, " row"]
@@ -35,12 +35,12 @@ class RowSizes(NamedTuple):
         # a rank may have no rows of what the others train on
         alone = max(group.tolist(), default=-1) + 1 + torch.arange(len(group), device=group.device)
         length = valid.sum(dim=1)
-        # where nothing counts, what siblings have in common is unknown: none of it is the safe guess
+        # where nothing counts, what members have in common is unknown: none of it is the safe guess
         start = torch.where(loss_mask.any(dim=1), loss_mask.long().argmax(dim=1) - valid.long().argmax(dim=1), 0)
         return cls(torch.where(group >= 0, group, alone), start, length - start, loss_mask.sum(dim=1))
 
     def apart(self) -> "RowSizes":
-        """The same rows for a model that reads each of them whole: none has siblings."""
+        """The same rows for a model that reads each of them whole: none has members."""
         return self._replace(group=torch.arange(len(self.group), device=self.group.device))
 
 
@@ -49,7 +49,7 @@ def shuffle_rows(
 ) -> Epoch:
     """A random order of the rows, cut into minibatches of nearly equal counted tokens, and each of these packed.
 
-    Siblings spread over the minibatches, so that each sees as many groups as it can.
+    Members spread over the minibatches, so that each sees as many groups as it can.
 
     Args:
         micro_batch_size: most tokens in a slice (see ``pack``). None: one slice a minibatch.
@@ -69,7 +69,7 @@ def shuffle_rows(
 
 
 def pack(sizes: RowSizes, rows: Int[Tensor, " chosen"], most: int | None) -> tuple[Int[Tensor, " chosen"], list[slice]]:
-    """The rows with siblings together, longest group first, and slices of them.
+    """The rows with members together, longest group first, and slices of them.
 
     A slice holds at most ``most`` tokens, padding included, or a single row. The heads of its groups count once each, as
     wide as the widest; the tails of its rows as wide as the widest.

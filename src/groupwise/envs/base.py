@@ -1,6 +1,6 @@
 """Vectorised environments in tensors, as collectors see them.
 
-Nothing here imports a simulator. ``VectorEnv`` is enough for PPO; ``GroupEnv`` adds what comparing siblings needs:
+Nothing here imports a simulator. ``VectorEnv`` is enough for PPO; ``GroupEnv`` adds what comparing members needs:
 rows that start where they are told, alone, and are paused once they have finished.
 """
 
@@ -84,15 +84,15 @@ class VectorEnv(ABC):
 
 
 class GroupStartReport(NamedTuple):
-    """What was found out about siblings that share a start, by trying."""
+    """What was found out about members that share a start, by trying."""
 
     env_id: str
     start_mode: StartMode
-    """How siblings share a start, see ``GroupEnv.start_mode``."""
+    """How members share a start, see ``GroupEnv.start_mode``."""
     start_varies: bool
     """Whether another start seed gives another start."""
     noise_varies: bool
-    """Whether siblings with their own noise seeds drifted apart under equal actions."""
+    """Whether members with their own noise seeds drifted apart under equal actions."""
     states: str | None = None
     """What captures states: the name of an adapter, or ``fields``; None where nothing does."""
     rejected: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ class GroupEnv(VectorEnv):
 
     autoreset = "disabled"
     start_mode: StartMode
-    """How siblings share a start."""
+    """How members share a start."""
     block_size: int = 1
     """Rows come in blocks of so many neighbours, which can only start together; 1: each row on its own."""
     extra_steps: int = 0
@@ -128,9 +128,9 @@ class GroupEnv(VectorEnv):
 
         Args:
             start_seed: [N] rows with equal numbers begin in the same state, bit for bit.
-            noise_seed: [N] stream of everything random after the start; siblings get different ones.
+            noise_seed: [N] stream of everything random after the start; members get different ones.
         """
 
     @abstractmethod
     def pause(self, mask: Mask) -> None:
-        """Pause the rows of ``mask`` until they are started again: their attempts were cut from outside."""
+        """Pause the rows of ``mask`` until they are started again: their episodes were cut from outside."""

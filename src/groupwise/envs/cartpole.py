@@ -18,7 +18,7 @@ from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
 
 @lru_cache(maxsize=1024)
 def _start_state(seed: int) -> npt.NDArray[np.float64]:
-    """The state [4] in which the single CartPole begins after ``reset(seed=seed)``. Siblings ask for the same one."""
+    """The state [4] in which the single CartPole begins after ``reset(seed=seed)``. Members ask for the same one."""
     return np.random.default_rng(seed).uniform(-0.05, 0.05, size=4)
 
 

@@ -22,7 +22,7 @@ _STARTS_KEPT = 64
 
 
 class StartMethod(NamedTuple):
-    """How attempts share a start."""
+    """How episodes share a start."""
 
     mode: StartMode
     """``snapshot``, ``seed`` or ``fresh``."""
@@ -69,7 +69,7 @@ class EnvRow:
     Args:
         make: a fresh environment at each call.
         num_random_noops: up to so many random actions follow the reset; how many and which follows from the start seed.
-        starts: for ``snapshot``, where rows of one process find the starts of their siblings.
+        starts: for ``snapshot``, where rows of one process find the starts of their groups.
     """
 
     def __init__(self, make: EnvMaker, method: StartMethod, *, num_random_noops: int, starts: StartCache) -> None:
@@ -84,7 +84,7 @@ class EnvRow:
         self._was_reset = False
 
     def start(self, start_seed: int, noise_seed: int) -> Any:
-        """The first observation of an attempt from this seed's start, with noise of its own afterwards."""
+        """The first observation of an episode from this seed's start, with noise of its own afterwards."""
         obs = self._shared_start(start_seed) if self._method.mode == "snapshot" else self._begin(start_seed)
         reseed_noise(self.env, noise_seed)
         return obs
@@ -186,7 +186,7 @@ class RowCfg(NamedTuple):
 
 
 class LocalRows:
-    """Attempts that are stepped one after another in this process, and write into arrays what they say.
+    """Episodes that are stepped one after another in this process, and write into arrays what they say.
 
     Args:
         arrays: as ``layout_of`` describes them.
@@ -199,7 +199,7 @@ class LocalRows:
         self._first = first
         self._starts = StartCache()
         num_rows = len(arrays["reward"])
-        self.attempts = [
+        self.episodes = [
             EnvRow(cfg.make, cfg.method, num_random_noops=cfg.num_random_noops, starts=self._starts)
             for _ in range(num_rows)
         ]
@@ -211,14 +211,14 @@ class LocalRows:
 
     def step(self, rows: Sequence[int], actions: npt.NDArray[Any]) -> bool:
         """One step of these rows; whether any ended or failed. The others get reward 0 and are not done."""
-        attempts, write, parts = self.attempts, self._writer.write, self._cfg.reward_parts
+        episodes, write, parts = self.episodes, self._writer.write, self._cfg.reward_parts
         reward, terminated, truncated, _ = self._outcomes
         for array in self._of_step:
             array.fill(0)
         any_ended = False
         for row, action in zip(rows, actions, strict=True):
             try:
-                obs, reward[row], ended, cut, info = attempts[row].step(action)
+                obs, reward[row], ended, cut, info = episodes[row].step(action)
             except Exception as error:
                 self._fail(row, error)
                 any_ended = True
@@ -236,12 +236,12 @@ class LocalRows:
     def start(self, rows: Sequence[int], start_seeds: Sequence[int], noise_seeds: Sequence[int]) -> None:
         """Start these rows."""
         for row, start, noise in zip(rows, start_seeds, noise_seeds, strict=True):
-            self._show(row, self.attempts[row].start(start, noise))
+            self._show(row, self.episodes[row].start(start, noise))
 
     @property
     def extra_steps(self) -> int:
         """Environment steps taken outside ``step``."""
-        return sum(attempt.extra_steps for attempt in self.attempts)
+        return sum(episode.extra_steps for episode in self.episodes)
 
     def take_failures(self) -> list[str]:
         """What is to be logged about rows that failed; the first with its traceback."""
@@ -249,13 +249,13 @@ class LocalRows:
         return failures
 
     def forget_starts(self) -> None:
-        """Drop the captured starts, so that the next attempt at each resets anew."""
+        """Drop the captured starts, so that the next episode at each resets anew."""
         self._starts.clear()
 
     def close(self) -> None:
         """Free the environments."""
-        for attempt in self.attempts:
-            attempt.close()
+        for episode in self.episodes:
+            episode.close()
 
     def _show(self, row: int, obs: Any) -> None:
         try:
@@ -284,6 +284,6 @@ class LocalRows:
         trace = "" if self._has_shown_traceback else "\n" + "".join(traceback.format_exception(error))
         self._has_shown_traceback = True
         self._failures.append(f"{where} failed, and was replaced: {error!r}{trace}")
-        self.attempts[row].renew()
+        self.episodes[row].renew()
         self._arrays["reward"][row] = 0.0
         self._arrays["failed"][row] = True

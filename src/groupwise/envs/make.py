@@ -179,7 +179,7 @@ def make_env(
             with a parameter ``num_envs`` that returns a whole ``GroupEnv`` (``TorchGroupEnv``, say), or a ready
             ``GroupEnv`` or ``gymnasium.vector.VectorEnv``, which brings its own number of rows and autoreset mode.
         block_size: rows that will only be started together, for environments that are faster then (EnvPool).
-        verify: try out, two rows at a time, how siblings share their start, and take the best way (grouped only).
+        verify: try out, two rows at a time, how members share their start, and take the best way (grouped only).
             Without it rows start by seeded resets that nobody checked, which is enough for evaluation.
         on_error: ``report`` turns errors in a row's ``step`` into ``EnvStep.failed`` (environments made one by one).
         device: where observations go.
@@ -187,7 +187,7 @@ def make_env(
     Raises:
         UnknownNameError: nobody registered ``cfg.id``.
         MissingExtraError: the environment needs a package that is not installed.
-        GroupStartError: siblings could not share a start in this kind of environment.
+        GroupStartError: members could not share a start in this kind of environment.
         EnvError: the settings do not fit together or the environment, or ``cfg.id`` names a module to import.
     """
     if not grouped:
@@ -298,7 +298,7 @@ def _refuse_what_groups_have(cfg: EnvCfg) -> None:
         value, default = cfg.model_dump()[name], EnvCfg.model_fields[name].default
         if value != default:
             raise EnvError(
-                f"env.{name} = {value!r} is for groups of attempts, and these environments have none; fix: "
+                f"env.{name} = {value!r} is for groups of episodes, and these environments have none; fix: "
                 f"env.{name}={default!r}, or an algorithm with groups (grpo)"
             )
 
@@ -329,7 +329,7 @@ def _check_settings(env: VectorEnv, cfg: EnvCfg) -> None:
 
 def _no_shared_start(env: gymnasium.vector.VectorEnv, env_id: str, fix: str) -> GroupStartError:
     return GroupStartError(
-        f"rows of {env_id} ({type(env).__name__}) cannot be started one by one where they are told, so siblings of a "
+        f"rows of {env_id} ({type(env).__name__}) cannot be started one by one where they are told, so members of a "
         f"group could not share a start; fix: {fix}"
     )
 

@@ -46,7 +46,7 @@ def group_env(
     Where nobody verifies: in seeded resets, or in fresh environments if ``cfg.start_mode`` is ``fresh``.
 
     Raises:
-        GroupStartError: siblings could not share a start.
+        GroupStartError: members could not share a start.
     """
     if cfg.start_mode == "native":
         raise GroupStartError(

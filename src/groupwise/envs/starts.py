@@ -1,4 +1,4 @@
-"""Siblings share their start: the choice of the best way that works, and the proof by trying it."""
+"""Members share their start: the choice of the best way that works, and the proof by trying it."""
 
 import copy
 import logging
@@ -29,7 +29,7 @@ FIX = (
     "nothing from one episode to the next (running statistics, as NormalizeObservation's, belong into the policy: "
     "normalize_obs)"
 )
-"""What to do where siblings start apart."""
+"""What to do where members start apart."""
 
 _Trace = list[dict[str, npt.NDArray[Any]]]
 
@@ -46,13 +46,13 @@ class _Difference(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Why siblings cannot share a start."""
+    """Why members cannot share a start."""
 
     reason: str
 
 
 def verify_group_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STEPS) -> GroupStartReport:
-    """Proof that siblings share a start, found by trying.
+    """Proof that members share a start, found by trying.
 
     Rows with equal seeds must agree bit for bit at the start and for ``num_steps`` steps of equal random actions (over
     several episodes where they are short), among each other and with a second try after all have gone their own ways.
@@ -64,7 +64,7 @@ def verify_group_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STE
     """
     report = examine_start(env, seed=seed, num_steps=num_steps)
     if isinstance(report, Fault):
-        raise GroupStartError(f"siblings of {env.env_id} cannot share a start: {report.reason}; fix: {FIX}")
+        raise GroupStartError(f"members of {env.env_id} cannot share a start: {report.reason}; fix: {FIX}")
     return report
 
 
@@ -87,7 +87,7 @@ class _Episode(NamedTuple):
 
 
 def _examine_episode(env: GroupEnv, seed: int, num_steps: int) -> _Episode | Fault:
-    """How many steps of an episode agreed, and whether siblings with noise of their own drifted apart."""
+    """How many steps of an episode agreed, and whether members with noise of their own drifted apart."""
     actions = _random_actions(env, seed, num_steps)
     start, noise = _equal(env, seed, "start"), _equal(env, seed, "noise")
     first = _started(env, start, noise, actions)
@@ -141,7 +141,7 @@ def verify_rows(env: GroupEnv, forget: Callable[[], None], *, seed: int = 0, num
     for trace in (first, _started(env, start, noise, actions)):
         if (difference := _first_difference(first, trace)) is not None:
             raise GroupStartError(
-                f"siblings of {env.env_id} cannot share a start across processes: rows that were started with the same "
+                f"members of {env.env_id} cannot share a start across processes: rows that were started with the same "
                 f"seed differ {difference.where}, though two rows of one process agreed; fix: let "
                 "nothing depend on the process (its id, files, global generators), or vectorization='sync'"
             )
@@ -226,7 +226,7 @@ class StartChoice(NamedTuple):
 
 
 def choose_start(cfg: RowCfg, wanted: Literal["auto", "native", "snapshot", "seed", "fresh"]) -> StartChoice:
-    """How siblings in rows of this kind share their start: by the first method that passes every check.
+    """How members in rows of this kind share their start: by the first method that passes every check.
 
     Tried with two rows of this process, in this order: states captured by an adapter, seeded resets, states captured
     field by field, fresh environments. A start must be the same when nobody remembers it: otherwise no run would repeat,
@@ -293,7 +293,7 @@ def _warn(cfg: RowCfg, method: StartMethod, report: GroupStartReport) -> None:
     """Say what is surprising about the choice."""
     if report.rejected:
         warnings.warn(
-            f"siblings of {cfg.env_id} share their start by {method}, since better ways failed: "
+            f"members of {cfg.env_id} share their start by {method}, since better ways failed: "
             f"{'; '.join(report.rejected)}; fix: {FIX}",
             GroupStartWarning,
             stacklevel=4,
@@ -309,9 +309,9 @@ def _warn(cfg: RowCfg, method: StartMethod, report: GroupStartReport) -> None:
 def _refusal(env_id: str, wanted: str, faults: dict[StartMethod, Fault]) -> GroupStartError:
     reasons = [fault.reason for fault in faults.values()] if len(faults) == 1 else _reasons(faults)
     if wanted == "auto":
-        return GroupStartError(f"siblings of {env_id} cannot share a start: {'; '.join(reasons)}; fix: {FIX}")
+        return GroupStartError(f"members of {env_id} cannot share a start: {'; '.join(reasons)}; fix: {FIX}")
     return GroupStartError(
-        f"siblings of {env_id} cannot share a start by start_mode={wanted!r}: {'; '.join(reasons)}; fix: {FIX}; or "
+        f"members of {env_id} cannot share a start by start_mode={wanted!r}: {'; '.join(reasons)}; fix: {FIX}; or "
         "start_mode='auto', which tries every way"
     )
 

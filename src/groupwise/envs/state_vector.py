@@ -47,13 +47,13 @@ class _Captured(NamedTuple):
 class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
     """A ``gymnasium.vector.VectorEnv`` whose rows start, each alone, in states taken from its own seeded resets.
 
-    The start of a seed is the state of row 0 after ``env.reset(seed=seed)``, kept for the siblings to come; rows that
+    The start of a seed is the state of row 0 after ``env.reset(seed=seed)``, kept for the members to come; rows that
     were running are put back. The environment must offer:
 
     - ``clone_state`` and ``restore_state``, see ``HasStates``;
     - ``metadata["autoreset_mode"]`` DISABLED: it resets nobody by itself;
     - a ``step`` that bears rows which are over: what it returns for them is ignored;
-    - ``reseed_noise``, see ``HasNoise``, if its steps are random. Without it siblings share their noise, which is told once.
+    - ``reseed_noise``, see ``HasNoise``, if its steps are random. Without it members share their noise, which is told once.
 
     Args:
         max_episode_steps: at which ``env`` truncates; None if it does not.
@@ -75,7 +75,7 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
         super().__init__(env, env_id=env_id, max_episode_steps=max_episode_steps, device=device)
         if not isinstance(env, HasStates):
             raise GroupStartError(
-                f"rows of {env_id} cannot be captured, so siblings of a group could not share a start; fix: add "
+                f"rows of {env_id} cannot be captured, so members of a group could not share a start; fix: add "
                 "clone_state(rows) and restore_state(states, rows), or pass a callable that returns one gymnasium.Env"
             )
         if self.autoreset != "disabled":
@@ -119,7 +119,7 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
         return EnvStep(self._obs, torch.where(live, stepped.reward, 0.0), terminated, truncated)
 
     def _start_states(self, seeds: list[int]) -> dict[int, _Captured]:
-        """The states in which attempts with these seeds begin; the rows are afterwards where they were."""
+        """The states in which episodes with these seeds begin; the rows are afterwards where they were."""
         new = [seed for seed in seeds if seed not in self._starts]
         if new:
             running = np.flatnonzero(~self._paused).tolist()
@@ -141,7 +141,7 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
         return _Captured(self._states.clone_state([0])[0], _row(obs, 0))
 
     def _check_repeatable(self, seed: int, obs: Nested) -> None:
-        """Once: siblings get copies of one state, so nothing else would notice a reset that ignores its seed."""
+        """Once: members get copies of one state, so nothing else would notice a reset that ignores its seed."""
         again = self._tensor(self._env.reset(seed=seed)[0])
         if not bool((again[0] == obs[0]).all()):
             raise GroupStartError(
@@ -168,7 +168,7 @@ class StateVectorGroupEnv(GymnasiumVectorEnv, GroupEnv):
             return
         self._has_told = True
         log.warning(
-            "siblings of %s share all randomness, also after the start; fix: add reseed_noise(seeds, rows), if steps are "
+            "members of %s share all randomness, also after the start; fix: add reseed_noise(seeds, rows), if steps are "
             "random",
             self.env_id,
         )

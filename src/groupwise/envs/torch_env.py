@@ -26,7 +26,7 @@ class TorchRows(NamedTuple):
     state: dict[str, Tensor]
     """Empty before anything was started."""
     elapsed: Int[Tensor, " row"]
-    """Steps since the start of the attempt."""
+    """Steps since the start of the episode."""
     noise_seed: Int[Tensor, " row"]
     paused: Bool[Tensor, " row"]
     reset_seed: Int[Tensor, " row"]
@@ -36,7 +36,7 @@ class TorchRows(NamedTuple):
 class TorchGroupEnv(GroupEnv):
     """A simulator in torch, on any device. Write three functions; starts, noise and limits are done here.
 
-    - ``initial(random)``: the states [N, ...] in which attempts begin;
+    - ``initial(random)``: the states [N, ...] in which episodes begin;
     - ``transition(state, action, random)``: the next states, rewards [N] and whether each terminated [N];
     - ``observe(state)``: what the policy sees of them.
 
@@ -50,7 +50,7 @@ class TorchGroupEnv(GroupEnv):
 
     Args:
         observation_space, action_space: Gymnasium's spaces of a single row.
-        max_episode_steps: attempts are cut (truncated) after so many steps; None: never.
+        max_episode_steps: episodes are cut (truncated) after so many steps; None: never.
         device: where states live.
     """
 
@@ -82,7 +82,7 @@ class TorchGroupEnv(GroupEnv):
 
     @abstractmethod
     def initial(self, random: RowRandom) -> State:
-        """States [N, ...] in which attempts begin."""
+        """States [N, ...] in which episodes begin."""
 
     @abstractmethod
     def transition(self, state: Any, action: Tensor, random: RowRandom) -> tuple[State, Tensor, Tensor]:

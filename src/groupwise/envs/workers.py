@@ -96,7 +96,7 @@ class WorkerRows:
         return failures
 
     def forget_starts(self) -> None:
-        """Drop the captured starts, so that the next attempt at each resets anew."""
+        """Drop the captured starts, so that the next episode at each resets anew."""
         for worker in self._workers:
             self._send(worker, "forget_starts")
         self._gather(self._workers)

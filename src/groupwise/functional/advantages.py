@@ -133,7 +133,7 @@ def next_average(
     """Exponential moving average after the n members of all ranks: ``decay^n * average + (1 - decay^n) * mean``.
 
     These are n steps of ``average <- decay * average + (1 - decay) * score`` with the members' mean for each score, so
-    that their order means nothing. Without members nothing changes.
+    that their order means nothing. Without any, nothing changes.
 
     Args:
         average: None before the first batch: then it is the members' mean.

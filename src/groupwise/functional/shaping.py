@@ -7,8 +7,8 @@ from torch import Tensor
 
 @torch.no_grad()
 def overlong_penalty(
-    length: Int[Tensor, " attempt"], max_length: int, overlong_buffer: int
-) -> Float[Tensor, " attempt"]:
+    length: Int[Tensor, " completion"], max_length: int, overlong_buffer: int
+) -> Float[Tensor, " completion"]:
     """Share of the penalty, in [0, 1]: 0 up to ``max_length - overlong_buffer``, from there linearly to 1 at ``max_length``.
 
     Args:

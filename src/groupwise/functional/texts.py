@@ -12,11 +12,11 @@ def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> float:
     return 1 - len({tuple(tokens[i : i + n]) for i in range(count)}) / count
 
 
-def pass_at_k(attempts: int, solved: int, k: int) -> float:
-    """Chance that at least one of k attempts solves the problem, estimated without bias from ``attempts >= k`` of them.
+def pass_at_k(completions: int, solved: int, k: int) -> float:
+    """Chance that at least one of k completions solves the problem, estimated without bias from ``completions >= k`` of them.
 
-        1 - C(attempts - solved, k) / C(attempts, k)
+        1 - C(completions - solved, k) / C(completions, k)
 
     Source: Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1.
     """
-    return 1 - math.comb(attempts - solved, k) / math.comb(attempts, k)
+    return 1 - math.comb(completions - solved, k) / math.comb(completions, k)

@@ -1,4 +1,4 @@
-"""Values of a rollout's states by what attempts that came near them earned: a baseline at every step without a critic."""
+"""Values of a rollout's states by what episodes that came near them earned: a baseline at every step without a critic."""
 
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ class Steps(NamedTuple):
 def knn_advantage(credit: CreditInput, k: int, gae_lambda: float) -> Float[Tensor, "row step"]:
     """Generalised advantage estimate of each step, with values of the ``k`` nearest states in the place of a critic's.
 
-    0 everywhere where the rollout has one attempt only.
+    0 everywhere where the rollout has one episode only.
 
     Raises:
         DataError: observations are no vectors of numbers.
@@ -75,7 +75,7 @@ def gathered(batch: TensorDict, reward: Float[Tensor, "row step"], gamma: float,
 
 
 def values(near: Neighbours, pool: Int[Tensor, " pooled"], steps: Steps, engine: Engine) -> Float[Tensor, " own"]:
-    """Mean of the discounted returns from the nearest states; behind a truncated attempt stands the value of its last step.
+    """Mean of the discounted returns from the nearest states; behind a truncated episode stands the value of its last step.
 
     Without that, states just before a cut would seem worth little, and so would all states near them. The values that stand
     there are means of returns that may have been cut themselves: ``V = mean(score + tail V_last)`` is iterated.

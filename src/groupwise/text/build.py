@@ -238,7 +238,7 @@ def _terms(cfg: TextRunCfg) -> TextTerms:
         return terms
     return terms._replace(
         group_size=algorithm.group_size,
-        greedy_attempts=algorithm.credit.baseline.greedy_attempts,
+        greedy_members=algorithm.credit.baseline.greedy_members,
         filter_groups=algorithm.collection.filter_groups,
         dynamic_sampling=algorithm.collection.dynamic_sampling,
     )

@@ -64,26 +64,26 @@ class LogGroups(Callback):
         import pyarrow.parquet
 
         names = self.collector.reward_names
-        rows = [_record(m, names) for m in self.collector.scored if m.attempt.group < self.num_groups]
+        rows = [_record(m, names) for m in self.collector.scored if m.transcript.group < self.num_groups]
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f"{trainer.env_steps:012d}.parquet"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
 def _record(member: Scored, names: tuple[str, ...]) -> dict[str, object]:
-    attempt = member.attempt
-    prompt = attempt.prompt.example.prompt
+    transcript = member.transcript
+    prompt = transcript.prompt.example.prompt
     return {
-        "group": attempt.group,
+        "group": transcript.group,
         "prompt": prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt),
         "completion": member.text,
         "reward": member.reward,
         **{f"reward_{name}": part for name, part in zip(names, member.parts, strict=True)},
-        "tokens": attempt.written,
-        "turns": attempt.turns,
-        "ended_by": attempt.stop,
-        "greedy": attempt.greedy,
-        "mean_log_prob": sum(attempt.log_probs) / max(attempt.written, 1),
+        "tokens": transcript.written,
+        "turns": transcript.turns,
+        "ended_by": transcript.stop,
+        "greedy": transcript.greedy,
+        "mean_log_prob": sum(transcript.log_probs) / max(transcript.written, 1),
     }
 
 

@@ -36,7 +36,7 @@ class TextTerms(NamedTuple):
     num_prompts: int
     """Of this process, in one iteration."""
     group_size: int = 1
-    greedy_attempts: Literal[0, 1] = 0
+    greedy_members: Literal[0, 1] = 0
     """Of each group, in addition."""
     filter_groups: bool = False
     dynamic_sampling: float = 0.0
@@ -73,7 +73,7 @@ class TextCollector(Collector):
     ) -> None:
         super().__init__()
         self.scored: list[Scored] = []
-        """Attempts of the last rollout, skipped ones included."""
+        """Completions of the last rollout, skipped ones included."""
         self.position = 0
         """How many prompts this process has taken, epochs after each other."""
         self._policy = policy
@@ -105,7 +105,7 @@ class TextCollector(Collector):
         self._generator.sync(policy)
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
-        """The rollout of new groups; as long and as many rows as there are tokens and attempts.
+        """The rollout of new groups; as long and as many rows as there are tokens and completions.
 
         Raises:
             RewardError: a reward function failed.
@@ -133,7 +133,7 @@ class TextCollector(Collector):
         return self._with_values(text_rollout(rows, device=self._policy.device))
 
     def recent_episodes(self) -> Sequence[Episode]:
-        """The attempts of the last rollout: every one of them is whole."""
+        """The completions of the last rollout: every one of them is whole."""
         return self.finished
 
     def metrics(self) -> dict[str, float]:
@@ -157,20 +157,20 @@ class TextCollector(Collector):
         """Groups of the next prompts, generated and scored; ``first`` groups of this rollout precede them."""
         places = [(self.position + first + i) * self._world_size + self._rank for i in range(count)]
         prompts = [self._prompts[self._order.take(place, 1)[0]] for place in places]
-        attempts = [
+        transcripts = [
             Transcript(prompt, first + number, self._seed_of(first + number, member), member == self._terms.group_size)
             for number, prompt in enumerate(prompts)
-            for member in range(self._terms.group_size + self._terms.greedy_attempts)
+            for member in range(self._terms.group_size + self._terms.greedy_members)
         ]
         write(
-            attempts,
+            transcripts,
             self._generator,
             self._sampling,
             dialogue=self._dialogue,
             context=self._policy.context_length,
         )
-        scored = self._score(attempts)
-        size = self._terms.group_size + self._terms.greedy_attempts
+        scored = self._score(transcripts)
+        size = self._terms.group_size + self._terms.greedy_members
         return [scored[i : i + size] for i in range(0, len(scored), size)]
 
     @property
@@ -180,32 +180,32 @@ class TextCollector(Collector):
     def _seed_of(self, group: int, member: int) -> int:
         return derive_seed(self._seed, "completion", self._rank, self.iteration, group, member)
 
-    def _score(self, attempts: Sequence[Transcript]) -> list[Scored]:
+    def _score(self, transcripts: Sequence[Transcript]) -> list[Scored]:
         state = TrainingState(global_step=self.iteration, epoch=self._epoch)
-        return score(attempts, self._rewards, self._encoder, state)
+        return score(transcripts, self._rewards, self._encoder, state)
 
     def _row(self, member: Scored) -> TextRow:
-        attempt, terms, several = member.attempt, self._terms, len(self._rewards.names) > 1
-        cut = attempt.stop == "length"
+        transcript, terms, several = member.transcript, self._terms, len(self._rewards.names) > 1
+        cut = transcript.stop == "length"
         reward = member.reward
         if reward is not None and terms.overlong_buffer:
             reward -= self._overlong(member)
         return TextRow(
-            attempt.prompt.tokens,
-            attempt.tokens,
-            attempt.log_probs,
+            transcript.prompt.tokens,
+            transcript.tokens,
+            transcript.log_probs,
             reward,
             terminated=not cut,
-            group=attempt.group,
-            turn=None if self._dialogue is None else attempt.turn,
-            support=attempt.support or None,
+            group=transcript.group,
+            turn=None if self._dialogue is None else transcript.turn,
+            support=transcript.support or None,
             trained=not (cut and terms.mask_truncated),
-            greedy=attempt.greedy,
+            greedy=transcript.greedy,
             reward_parts=tuple(part or 0.0 for part in member.parts) if several else (),
         )
 
     def _overlong(self, member: Scored) -> float:
-        last_turn = torch.tensor([len(member.attempt.last_turn())])
+        last_turn = torch.tensor([len(member.transcript.last_turn())])
         return float(overlong_penalty(last_turn, self._sampling.max_new_tokens, self._terms.overlong_buffer))
 
     def _check_scored(self) -> None:
@@ -222,13 +222,13 @@ class TextCollector(Collector):
 
     def _note(self, num_skipped: int) -> None:
         """Update the metrics."""
-        scored = [member for member in self.scored if member.reward is not None and not member.attempt.greedy]
+        scored = [member for member in self.scored if member.reward is not None and not member.transcript.greedy]
         self.finished = [
-            Episode(float(member.reward or 0.0), member.attempt.written, member.attempt.stop != "length")
+            Episode(float(member.reward or 0.0), member.transcript.written, member.transcript.stop != "length")
             for member in scored
         ]
         self.recent.extend(self.finished)
-        self.last_steps = sum(member.attempt.written for member in self.scored)
+        self.last_steps = sum(member.transcript.written for member in self.scored)
         self._metrics = text_metrics(self.scored, self._rewards.names, self._terms.success_threshold)
         self._metrics["rollout/filtered_groups"] = float(num_skipped)
         self._metrics["rollout/epoch"] = self._epoch
@@ -250,29 +250,29 @@ def did_equally_well(group: Sequence[Scored]) -> bool:
 
     Rewards are those of the functions: a group is not kept for its overlong members' penalty alone.
     """
-    rewards = {member.reward for member in group if member.reward is not None and not member.attempt.greedy}
+    rewards = {member.reward for member in group if member.reward is not None and not member.transcript.greedy}
     return len(rewards) < 2
 
 
 def text_metrics(scored: Sequence[Scored], reward_names: Sequence[str], success_threshold: float) -> dict[str, float]:
     """Metrics of the sampled completions: rewards, lengths, why they ended, repetition."""
-    sampled = [member for member in scored if not member.attempt.greedy]
+    sampled = [member for member in scored if not member.transcript.greedy]
     worth = [member for member in sampled if member.reward is not None]
-    lengths = [member.attempt.written for member in sampled]
+    lengths = [member.transcript.written for member in sampled]
     count = len(sampled)
     metrics = {
         "rollout/unscorable": count - float(len(worth)),
         "rollout/length_max": float(max(lengths)),
         "rollout/length_min": float(min(lengths)),
-        "rollout/turns_mean": fmean(member.attempt.turns for member in sampled),
-        "rollout/repeated_ngrams": fmean(repeated_ngrams(member.attempt.tokens) for member in sampled),
+        "rollout/turns_mean": fmean(member.transcript.turns for member in sampled),
+        "rollout/repeated_ngrams": fmean(repeated_ngrams(member.transcript.tokens) for member in sampled),
     }
     for stop, name in (
         ("eos", "rollout/ended_by_eos"),
         ("stop", "rollout/ended_by_stop"),
         ("length", "completions/clipped_ratio"),
     ):
-        metrics[name] = sum(member.attempt.stop == stop for member in sampled) / count
+        metrics[name] = sum(member.transcript.stop == stop for member in sampled) / count
     for number, name in enumerate(reward_names):
         values = [value for member in sampled if (value := member.parts[number]) is not None]
         if values:
@@ -296,5 +296,5 @@ def pass_rates(groups: Sequence[Sequence[float]], success_threshold: float) -> d
 def _rewards_by_group(worth: Sequence[Scored]) -> list[list[float]]:
     groups: dict[int, list[float]] = {}
     for member in worth:
-        groups.setdefault(member.attempt.group, []).append(member.reward or 0.0)
+        groups.setdefault(member.transcript.group, []).append(member.reward or 0.0)
     return list(groups.values())

@@ -1,4 +1,4 @@
-"""Evaluation of a language model on held-out prompts: mean reward, and the chance that k attempts hold a right one."""
+"""Evaluation of a language model on held-out prompts: mean reward, and the chance that k completions hold a right one."""
 
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
@@ -26,18 +26,18 @@ _PROMPTS_AT_ONCE = 32
 
 
 class TextEvaluation(NamedTuple):
-    """Rewards of several attempts at each of n prompts."""
+    """Rewards of several completions at each of n prompts."""
 
     rewards: tuple[tuple[float, ...], ...]
-    """Of each prompt's attempts that could be scored; prompts without any are left out."""
+    """Of each prompt's completions that could be scored; prompts without any are left out."""
     lengths: tuple[int, ...]
-    """Tokens of each attempt."""
+    """Tokens of each completion."""
     success_threshold: float
-    """From this reward on an attempt is right."""
+    """From this reward on a completion is right."""
 
     @property
     def returns(self) -> tuple[float, ...]:
-        """Mean reward of each prompt's attempts: attempts at one prompt are no independent samples."""
+        """Mean reward of each prompt's completions: completions at one prompt are no independent samples."""
         return tuple(fmean(rewards) for rewards in self.rewards)
 
     @property
@@ -46,7 +46,7 @@ class TextEvaluation(NamedTuple):
         return len(self.rewards)
 
     @property
-    def attempts(self) -> int:
+    def completions_per_prompt(self) -> int:
         """Of each prompt, at least so many."""
         return min(map(len, self.rewards))
 
@@ -62,7 +62,7 @@ class TextEvaluation(NamedTuple):
 
     @property
     def length_mean(self) -> float:
-        """Mean tokens of an attempt."""
+        """Mean tokens of a completion."""
         return fmean(self.lengths)
 
     @property
@@ -72,7 +72,7 @@ class TextEvaluation(NamedTuple):
         return self.return_mean - half, self.return_mean + half
 
     def pass_at(self, k: int) -> tuple[float, float, float]:
-        """Share of prompts that k attempts solve, and its 95 % interval (Wilson's, over prompts)."""
+        """Share of prompts that k completions solve, and its 95 % interval (Wilson's, over prompts)."""
         mean = fmean(pass_at_k(len(r), sum(one >= self.success_threshold for one in r), k) for r in self.rewards)
         return (mean, *wilson_95(mean, self.episodes))
 
@@ -81,7 +81,7 @@ class TextEvaluation(NamedTuple):
         low, high = self.ci95
         return (
             f"TextEvaluation(return_mean={self.return_mean:.6g}, ci95=({low:.6g}, {high:.6g}), prompts={self.episodes}, "
-            f"attempts={self.attempts}, pass_at_1={self.pass_at(1)[0]:.6g})"
+            f"completions_per_prompt={self.completions_per_prompt}, pass_at_1={self.pass_at(1)[0]:.6g})"
         )
 
     def line(self) -> str:
@@ -90,13 +90,15 @@ class TextEvaluation(NamedTuple):
             f"pass@{k}={mean:.6g} ci95={shown((low, high))}" for k, (mean, low, high) in self._pass_rates().items()
         )
         mean = f"return_mean={self.return_mean:.6g} ci95={shown(self.interval)}"
-        return " ".join([mean, *solved, f"prompts={self.episodes} attempts={self.attempts}"])
+        return " ".join(
+            [mean, *solved, f"prompts={self.episodes} completions_per_prompt={self.completions_per_prompt}"]
+        )
 
     def report(self) -> dict[str, Any]:
         """All of it as plain data."""
         rates = {f"pass_at_{k}": {"mean": m, "ci95": [low, high]} for k, (m, low, high) in self._pass_rates().items()}
         numbers = {"return_mean": self.return_mean, "ci95": self.interval, "episodes": self.episodes}
-        numbers |= {"attempts": self.attempts, "length_mean": self.length_mean}
+        numbers |= {"completions_per_prompt": self.completions_per_prompt, "length_mean": self.length_mean}
         return numbers | rates | {"rewards": [list(rewards) for rewards in self.rewards]}
 
     @property
@@ -105,7 +107,10 @@ class TextEvaluation(NamedTuple):
         return list(self.ci95) if self.episodes > 1 else None
 
     def _pass_rates(self) -> dict[int, tuple[float, float, float]]:
-        ks = sorted({2**i for i in range(self.attempts.bit_length()) if 2**i <= self.attempts} | {self.attempts})
+        ks = sorted(
+            {2**i for i in range(self.completions_per_prompt.bit_length()) if 2**i <= self.completions_per_prompt}
+            | {self.completions_per_prompt}
+        )
         return {k: self.pass_at(k) for k in ks}
 
     def metrics(self) -> dict[str, float]:
@@ -183,9 +188,9 @@ class TextEvaluator(Evaluator):
         rewards: list[tuple[float, ...]] = []
         lengths: list[int] = []
         for first in range(0, len(self._prompts), _PROMPTS_AT_ONCE):
-            attempts = self._attempts(first, self._prompts[first : first + _PROMPTS_AT_ONCE])
-            lengths += [attempt.written for attempt in attempts]
-            rewards += self._score(attempts)
+            transcripts = self._transcripts(first, self._prompts[first : first + _PROMPTS_AT_ONCE])
+            lengths += [transcript.written for transcript in transcripts]
+            rewards += self._score(transcripts)
         scored = tuple(group for group in rewards if group)
         if not scored:
             raise DataError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
@@ -198,22 +203,22 @@ class TextEvaluator(Evaluator):
         """Close the reward functions."""
         self._rewards.close()
 
-    def _attempts(self, first: int, prompts: Sequence[EncodedPrompt]) -> list[Transcript]:
+    def _transcripts(self, first: int, prompts: Sequence[EncodedPrompt]) -> list[Transcript]:
         """Completions of the prompts, whose numbers begin at ``first``."""
         evaluation = self._cfg.evaluation
-        attempts = [
+        transcripts = [
             Transcript(prompt, number, derive_seed(self._seed, "eval", number, member), evaluation.deterministic)
             for number, prompt in enumerate(prompts, start=first)
-            for member in range(evaluation.attempts)
+            for member in range(evaluation.completions_per_prompt)
         ]
         sampling = evaluation.sampling or self._cfg.sampling
-        write(attempts, self._generator, sampling, dialogue=self._dialogue, context=self._context)
-        return attempts
+        write(transcripts, self._generator, sampling, dialogue=self._dialogue, context=self._context)
+        return transcripts
 
-    def _score(self, attempts: Sequence[Transcript]) -> list[tuple[float, ...]]:
-        """Rewards of each prompt's attempts."""
-        size = self._cfg.evaluation.attempts
-        said = [member.reward for member in score(attempts, self._rewards, self._encoder)]
+    def _score(self, transcripts: Sequence[Transcript]) -> list[tuple[float, ...]]:
+        """Rewards of each prompt's completions."""
+        size = self._cfg.evaluation.completions_per_prompt
+        said = [member.reward for member in score(transcripts, self._rewards, self._encoder)]
         self._rewards.take_logged()  # evaluation tells none of it, and it would add up
         groups = [said[i : i + size] for i in range(0, len(said), size)]
         return [tuple(reward for reward in group if reward is not None) for group in groups]
@@ -240,10 +245,10 @@ def write_texts(
     assert isinstance(policy, CausalLM)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
     (chosen,) = encoder.select([Example(prompt, {})], policy.max_prompt_length(cfg.sampling.max_new_tokens))
-    attempts = [Transcript(chosen, 0, derive_seed(seed, "sample", i), deterministic) for i in range(count)]
+    transcripts = [Transcript(chosen, 0, derive_seed(seed, "sample", i), deterministic) for i in range(count)]
     dialogue = dialogue_of(make_tool(cfg.task, tool), encoder, policy, cfg)
-    write(attempts, Generator(policy), cfg.sampling, dialogue=dialogue, context=policy.context_length)
-    return [text_of(attempt, encoder) for attempt in attempts]
+    write(transcripts, Generator(policy), cfg.sampling, dialogue=dialogue, context=policy.context_length)
+    return [text_of(transcript, encoder) for transcript in transcripts]
 
 
 def task_of(cfg: TextRunCfg, given: UserObjects) -> TextTask:

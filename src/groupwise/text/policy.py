@@ -35,7 +35,7 @@ Rounding alone makes 1e-5 in float32 and up to 0.03 in bfloat16; keys in the wro
 class CausalLM(Policy):
     """Scores tokens with a transformers model, plain or with adapters by peft; dropout is off in every mode.
 
-    Rows of one group that begin alike, as siblings do with their prompt, go through that beginning once. The first time,
+    Rows of one group that begin alike, as they do with their prompt, go through that beginning once. The first time,
     the result is compared with that of rows on their own; if it differs, or the model's cache is no plain one, rows stay
     on their own from then on, and a ``SlowPathWarning`` says why.
 

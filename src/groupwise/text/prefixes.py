@@ -42,7 +42,7 @@ class Prefixes(NamedTuple):
 def find_prefixes(
     tokens: Int[Tensor, "row step"], valid: Bool[Tensor, "row step"], group: Int[Tensor, "row step"]
 ) -> Prefixes | None:
-    """The longest beginning that all rows of a group share, for each group here; None where no two rows are siblings.
+    """The longest beginning that all rows of a group share, for each group here; None where no two rows are of one group.
 
     A row keeps a token at least for itself, so that every rest has a part in the second pass.
     """
@@ -78,7 +78,7 @@ def find_prefixes(
 def _with_less_of_lone_rows(
     shared: Int[Tensor, " prefix"], number: Int[Tensor, " row"], total: Int[Tensor, " row"]
 ) -> Int[Tensor, " prefix"]:
-    """A row without siblings shares all of itself, and all heads would be as wide: only as much as makes no tail wider."""
+    """A row alone in its group shares all of itself, and all heads would be as wide: only as much as makes no tail wider."""
     alone = torch.bincount(number) == 1
     rest = (total - shared[number])[~alone[number]].amax()
     needed = shared.new_zeros(len(shared)).scatter_(0, number, total) - rest

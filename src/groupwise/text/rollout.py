@@ -34,9 +34,9 @@ class TextRow(NamedTuple):
     support: Sequence[Sequence[int]] | None = None
     """The tokens that could be drawn, equally many each time. None: all of them."""
     trained: bool = True
-    """False: the row is compared with its siblings, but has no loss."""
+    """False: the row counts in its group, but has no loss."""
     greedy: bool = False
-    """Whether the likeliest token was taken each time: such a row is what siblings are measured against (ReMax)."""
+    """Whether the likeliest token was taken each time: the others are compared with such a row (ReMax)."""
     reward_parts: tuple[float, ...] = ()
     """What each of several functions says, unweighted; 0 where it says nothing."""
 
@@ -47,7 +47,7 @@ def text_rollout(
     """The rollout ``[N, T+1]`` of the rows; ``loss_mask`` is True where the action is a token that the model wrote.
 
     Slot t holds token t and, as its action, token t+1; a completion's reward stands at its last token. ``step``
-    counts from the prompt's first token, so that siblings' steps correspond. Keys that no row has are left out:
+    counts from the prompt's first token, so that members' steps correspond. Keys that no row has are left out:
     ``turn_id``, ``support`` (-1 where any token could be drawn), ``trained``, ``greedy``, ``reward_parts``.
 
     Raises:

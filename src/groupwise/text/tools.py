@@ -36,7 +36,7 @@ class Tool(ABC):
 
     @abstractmethod
     def __call__(self, text: str) -> str | None:
-        """The answer to a turn of the model's; None: it calls nothing, and the attempt is over."""
+        """The answer to a turn of the model's; None: it calls nothing, and the completion is over."""
 
 
 TOOLS: dict[str, Callable[..., Any]] = {}

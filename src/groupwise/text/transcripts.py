@@ -95,24 +95,24 @@ class ToolDialogue:
         self._answers = answers
         self._max_turns = max_turns
 
-    def reply(self, attempt: Transcript) -> Reply | None:
-        """The tool's answer to the attempt's last turn.
+    def reply(self, transcript: Transcript) -> Reply | None:
+        """The tool's answer to the completion's last turn.
 
         Raises:
             ToolError: it failed.
         """
-        if attempt.turns >= self._max_turns:
+        if transcript.turns >= self._max_turns:
             return None
-        turn = attempt.last_turn()
+        turn = transcript.last_turn()
         answer = ask(self._tool, self._encoder.decode(turn))
         if answer is None:
             return None
-        end = turn[-1] if attempt.stop == "eos" else None
+        end = turn[-1] if transcript.stop == "eos" else None
         return Reply(answer, self._answers.encode(answer, end))
 
 
 def write(
-    attempts: Sequence[Transcript],
+    transcripts: Sequence[Transcript],
     generator: Generator,
     sampling: SamplingCfg,
     *,
@@ -122,12 +122,12 @@ def write(
     """Generate every transcript to its end; members of a group share the encoding of their prompt.
 
     Args:
-        context: tokens that the model has positions for; an attempt that has no room for another turn ends as cut.
+        context: tokens that the model has positions for; a completion that has no room for another turn ends as cut.
     """
-    running = list(attempts)
+    running = list(transcripts)
     while running:
         for deterministic in (False, True):
-            part = [attempt for attempt in running if attempt.greedy == deterministic]
+            part = [transcript for transcript in running if transcript.greedy == deterministic]
             for group in _of_one_size(part):
                 _write_turn(group, generator, sampling, deterministic)
         running = [] if dialogue is None else [a for a in running if _goes_on(a, dialogue, sampling, context)]
@@ -145,34 +145,34 @@ def _write_turn(
             member.take(completion)
 
 
-def _of_one_size(attempts: Sequence[Transcript]) -> list[list[list[Transcript]]]:
-    """Attempts that stand at the same text together, these groups by how large they are."""
+def _of_one_size(transcripts: Sequence[Transcript]) -> list[list[list[Transcript]]]:
+    """Completions that stand at the same text together, these groups by how large they are."""
     groups: dict[tuple[int, tuple[int, ...]], list[Transcript]] = {}
-    for attempt in attempts:
-        groups.setdefault((attempt.group, tuple(attempt.tokens)), []).append(attempt)
+    for transcript in transcripts:
+        groups.setdefault((transcript.group, tuple(transcript.tokens)), []).append(transcript)
     by_size: dict[int, list[list[Transcript]]] = {}
     for group in groups.values():
         by_size.setdefault(len(group), []).append(group)
     return list(by_size.values())
 
 
-def _goes_on(attempt: Transcript, dialogue: ToolDialogue, sampling: SamplingCfg, context: int | None) -> bool:
-    """Whether the attempt was answered and has another turn."""
-    reply = None if attempt.stop == "length" else dialogue.reply(attempt)
+def _goes_on(transcript: Transcript, dialogue: ToolDialogue, sampling: SamplingCfg, context: int | None) -> bool:
+    """Whether the completion was answered and has another turn."""
+    reply = None if transcript.stop == "length" else dialogue.reply(transcript)
     if reply is None:
         return False
-    length = len(attempt.prompt.tokens) + len(attempt.tokens) + len(reply.tokens) + sampling.max_new_tokens
+    length = len(transcript.prompt.tokens) + len(transcript.tokens) + len(reply.tokens) + sampling.max_new_tokens
     if context is not None and length > context:
-        attempt.stop = "length"
+        transcript.stop = "length"
         return False
-    attempt.answer(reply)
+    transcript.answer(reply)
     return True
 
 
 class Scored(NamedTuple):
     """A transcript and its reward."""
 
-    attempt: Transcript
+    transcript: Transcript
     text: str
     reward: float | None
     """None: unscorable."""
@@ -181,41 +181,41 @@ class Scored(NamedTuple):
 
 
 def score(
-    attempts: Sequence[Transcript], rewards: RewardSet, encoder: PromptEncoder, state: TrainingState | None = None
+    transcripts: Sequence[Transcript], rewards: RewardSet, encoder: PromptEncoder, state: TrainingState | None = None
 ) -> list[Scored]:
-    """The attempts with their texts and rewards.
+    """The completions with their texts and rewards.
 
     Raises:
         RewardError: a reward function failed.
     """
-    examples = [attempt.prompt.example for attempt in attempts]
+    examples = [transcript.prompt.example for transcript in transcripts]
     names = dict.fromkeys(name for example in examples for name in example.columns)
     columns = {name: [example.columns.get(name) for example in examples] for name in names}
-    texts = [text_of(attempt, encoder) for attempt in attempts]
-    completions = [_completion(attempt, text, encoder) for attempt, text in zip(attempts, texts, strict=True)]
-    ids = [attempt.tokens for attempt in attempts]
+    texts = [text_of(transcript, encoder) for transcript in transcripts]
+    completions = [_completion(transcript, text, encoder) for transcript, text in zip(transcripts, texts, strict=True)]
+    ids = [transcript.tokens for transcript in transcripts]
     scores = rewards.score([example.prompt for example in examples], completions, ids, columns, state)
     return [
-        Scored(attempt, text, reward, parts)
-        for attempt, text, reward, *parts in zip(attempts, texts, scores.reward, *scores.parts, strict=True)
+        Scored(transcript, text, reward, parts)
+        for transcript, text, reward, *parts in zip(transcripts, texts, scores.reward, *scores.parts, strict=True)
     ]
 
 
-def text_of(attempt: Transcript, encoder: PromptEncoder) -> str:
+def text_of(transcript: Transcript, encoder: PromptEncoder) -> str:
     """All that was written, with the answers in between as they stand in a text."""
-    if not attempt.answers:
-        return encoder.decode(attempt.tokens)
-    answers = [encoder.inline(answer) for answer in attempt.answers]
+    if not transcript.answers:
+        return encoder.decode(transcript.tokens)
+    answers = [encoder.inline(answer) for answer in transcript.answers]
     return "".join(
-        part for pair in zip(_texts_of_turns(attempt, encoder), [*answers, ""], strict=True) for part in pair
+        part for pair in zip(_texts_of_turns(transcript, encoder), [*answers, ""], strict=True) for part in pair
     )
 
 
-def _completion(attempt: Transcript, text: str, encoder: PromptEncoder) -> CompletionText:
-    if isinstance(attempt.prompt.example.prompt, str) or not attempt.answers:
+def _completion(transcript: Transcript, text: str, encoder: PromptEncoder) -> CompletionText:
+    if isinstance(transcript.prompt.example.prompt, str) or not transcript.answers:
         return text
-    return as_messages(_texts_of_turns(attempt, encoder), attempt.answers)
+    return as_messages(_texts_of_turns(transcript, encoder), transcript.answers)
 
 
-def _texts_of_turns(attempt: Transcript, encoder: PromptEncoder) -> list[str]:
-    return [encoder.decode(attempt.of_turn(number)) for number in range(attempt.turns)]
+def _texts_of_turns(transcript: Transcript, encoder: PromptEncoder) -> list[str]:
+    return [encoder.decode(transcript.of_turn(number)) for number in range(transcript.turns)]

@@ -70,13 +70,13 @@ class EnvComponents(Components):
         return None
 
     def notes(self) -> list[str]:
-        """How siblings share their start, and how many steps the first iteration takes."""
+        """How members share their start, and how many steps the first iteration takes."""
         report = self.start_report()
         shared = [f"Group starts: shared ({report.start_mode}), verified."] if report else []
         return [*shared, *_note_on_length(self.cfg)]
 
     def summary_fields(self) -> dict[str, Any]:
-        """How siblings share their start."""
+        """How members share their start."""
         report = self.start_report()
         return {"start_mode": f"{report.start_mode}, verified"} if report else {}
 
@@ -148,9 +148,9 @@ def _note_on_length(cfg: RunCfg) -> list[str]:
     """A line for whoever wonders why more steps are taken than were asked for."""
     at_once, why = cfg.env.num_envs * cfg.algorithm.num_steps, "num_envs * num_steps"
     if isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.partial_groups == "complete":
-        members = cfg.algorithm.group_size + _greedy_attempts(cfg.algorithm)
+        members = cfg.algorithm.group_size + _greedy_members(cfg.algorithm)
         if members > at_once:
-            at_once, why = members, "a group of so many attempts is finished"
+            at_once, why = members, "a group of so many episodes is finished"
     if cfg.total_steps >= at_once:
         return []
     return [
@@ -193,21 +193,21 @@ def _with_max_length(cfg: RunCfg, env: VectorEnv) -> RunCfg:
     objective = cfg.algorithm.objective
     if objective.aggregation not in ("constant", "seq_mean_token_sum_norm") or objective.max_length is not None:
         return cfg
-    window = cfg.algorithm.collection.attempt_steps if isinstance(cfg.algorithm, GRPOCfg) else None
+    window = cfg.algorithm.collection.horizon if isinstance(cfg.algorithm, GRPOCfg) else None
     objective = objective.model_copy(update={"max_length": window or env.max_episode_steps})
     return cfg.model_copy(update={"algorithm": cfg.algorithm.model_copy(update={"objective": objective})})
 
 
 def _block_size(cfg: RunCfg) -> int:
-    """Rows that the collector can start together: whole groups, unless rows are left over or attempts begin alone."""
+    """Rows that the collector can start together: whole groups, unless rows are left over or episodes begin alone."""
     if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.collection.on_env_error == "retry":
         return 1
-    members = cfg.algorithm.group_size + _greedy_attempts(cfg.algorithm)
+    members = cfg.algorithm.group_size + _greedy_members(cfg.algorithm)
     return members if cfg.env.num_envs % members == 0 else 1
 
 
-def _greedy_attempts(algorithm: GRPOCfg) -> Literal[0, 1]:
-    return algorithm.credit.baseline.greedy_attempts
+def _greedy_members(algorithm: GRPOCfg) -> Literal[0, 1]:
+    return algorithm.credit.baseline.greedy_members
 
 
 def _on_error(cfg: RunCfg) -> OnError:
@@ -231,12 +231,12 @@ def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine
         "rank": engine.rank,
     }
     if not stays:
-        return GroupCollector(env, policy, greedy_attempts=_greedy_attempts(algorithm), **shared)
-    if not isinstance(env, TorchGroupEnv) or _greedy_attempts(algorithm):
-        greedy = _greedy_attempts(algorithm) > 0
+        return GroupCollector(env, policy, greedy_members=_greedy_members(algorithm), **shared)
+    if not isinstance(env, TorchGroupEnv) or _greedy_members(algorithm):
+        greedy = _greedy_members(algorithm) > 0
         found, fix = ("credit.baseline is 'greedy'", "") if greedy else (f"{env.env_id} is none", torch_fix(env.env_id))
         raise ConfigError(
-            "collection.partial_groups='truncate' is for simulators in torch, without greedy attempts, and "
+            "collection.partial_groups='truncate' is for simulators in torch, without greedy episodes, and "
             f"{found}; fix: {fix}collection.partial_groups='complete'"
         )
     return TorchGroupCollector(env, policy, **shared)

@@ -103,7 +103,7 @@ def failure(
     ]
     groups = isinstance(algorithm, GRPOCfg) and algorithm.collection.on_env_error == "raise"
     if collecting and groups and _is_of_a_row(error):
-        parts.append("collection.on_env_error='retry' or 'drop' would do without the attempt")
+        parts.append("collection.on_env_error='retry' or 'drop' would do without the episode")
     return "; ".join(parts)
 
 

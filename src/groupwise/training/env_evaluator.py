@@ -47,7 +47,7 @@ class EnvEvaluator(Evaluator):
     def __call__(self) -> EvaluationResult:
         """Play the episodes."""
         env, algorithm = self.prepare(), self.cfg.algorithm
-        window = algorithm.collection.attempt_steps if isinstance(algorithm, GRPOCfg) else None
+        window = algorithm.collection.horizon if isinstance(algorithm, GRPOCfg) else None
         limit = MAX_STEPS if env.max_episode_steps is not None or window is None else window
         return evaluate_policy(
             self.policy,

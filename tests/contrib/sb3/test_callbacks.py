@@ -33,7 +33,7 @@ def test_a_callback_that_stops_the_training_breaks_nothing():
 
 
 def test_stopped_and_continued_equals_not_stopped():
-    """Besides the rollouts' borders nothing changes: attempts go on where they were."""
+    """Besides the rollouts' borders nothing changes: episodes go on where they were."""
     starts = Starts()
     model = corridor()
     model.learn(1000, CallbackList([starts, Watch(stop_at=10)]))

@@ -13,7 +13,7 @@ from groupwise.contrib.sb3 import GRPO
 
 
 @pytest.mark.parametrize("num_envs", [1, 2, 5])
-def test_siblings_begin_alike_in_training(num_envs):
+def test_members_begin_alike_in_training(num_envs):
     starts = Starts()
     corridor(env=make_vec_env(Corridor, n_envs=num_envs), group_size=3).learn(150, starts)
     groups = [{starts.seen[a] for a in starts.seen if a // 3 == g} for g in {a // 3 for a in starts.seen}]
@@ -56,9 +56,9 @@ def test_only_whole_groups_are_trained_on_and_nothing_is_lost(monkeypatch):
             assert done[group == number].sum() == 3
         steps += len(group)
     waiting = sum(
-        (attempt.end or model.rollout_buffer._now) - attempt.begin
+        (episode.end or model.rollout_buffer._now) - episode.begin
         for members in model.rollout_buffer._groups.values()
-        for attempt in members
+        for episode in members
     )
     assert steps + waiting == model.num_timesteps
 
@@ -80,7 +80,7 @@ def test_nothing_learned_is_said():
     endless = gymnasium.make("Pendulum-v1").unwrapped
     model = GRPO("MlpPolicy", endless, **SMALL)
     before = parameters(model)
-    with pytest.warns(UserWarning, match=r"no group of 4 attempts was finished in 48 steps; fix: .* step limit"):
+    with pytest.warns(UserWarning, match=r"no group of 4 episodes was finished in 48 steps; fix: .* step limit"):
         model.learn(48)
     np.testing.assert_array_equal(parameters(model), before)
 
@@ -113,7 +113,7 @@ def test_old_probabilities_are_those_that_were_sampled_from(monkeypatch, normali
     model.learn(200)
     # all of the first rollout was drawn by the very policy that is now trained, though the normaliser moved meanwhile
     torch.testing.assert_close(ratios[0], torch.ones_like(ratios[0]))
-    # later ones hold attempts that were begun under the policy before
+    # later ones hold episodes that were begun under the policy before
     assert len(ratios) > 1
     assert any((ratio - 1).abs().max() > 1e-3 for ratio in ratios[1:])
 

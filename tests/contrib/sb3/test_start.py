@@ -1,4 +1,4 @@
-"""Attempts that begin where they are told to, in vector environments that reset themselves."""
+"""Episodes that begin where they are told to, in vector environments that reset themselves."""
 
 import ale_py
 import gymnasium
@@ -98,7 +98,7 @@ def rest(env: gymnasium.Env) -> list[float]:
 
 
 @pytest.mark.parametrize("make", [Walk, OwnGenerator, lambda: Gusts(Still()), lambda: Gusts(Monitor(OwnGenerator()))])
-def test_siblings_share_the_start_and_not_the_noise(make):
+def test_members_share_the_start_and_not_the_noise(make):
     env = SharedStart(make())
     starts, paths = [], []
     for member in range(3):
@@ -109,7 +109,7 @@ def test_siblings_share_the_start_and_not_the_noise(make):
     assert len({tuple(path) for path in paths}) == 3
 
 
-def test_sticky_actions_are_every_siblings_own():
+def test_sticky_actions_are_every_members_own():
     gymnasium.register_envs(ale_py)
     env = SharedStart(gymnasium.make("ALE/Breakout-v5", obs_type="ram", frameskip=1))
     paths = {}

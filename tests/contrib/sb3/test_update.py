@@ -135,7 +135,7 @@ def test_credit_and_objective_may_be_plain_settings():
 @pytest.mark.parametrize("credit", ["grpo", "rloo", "embodichain", "sb3_process", "sb3_process_deepseek"])
 @pytest.mark.parametrize("objective", ["grpo", "rloo", "embodichain", "sb3_outcome"])
 def test_one_update_equals_that_of_the_library(credit, objective):
-    """Two groups of two attempts of three and two steps, once through SB3, once as a padded rollout."""
+    """Two groups of two episodes of three and two steps, once through SB3, once as a padded rollout."""
     rng = np.random.default_rng(0)
     obs = rng.normal(size=(4, 3, 2)).astype(np.float32)
     action, reward = rng.integers(0, 2, (4, 3)), rng.normal(size=(4, 3)).astype(np.float32)
@@ -174,11 +174,11 @@ LENGTHS = (3, 2, 3, 2)
 
 
 def through_sb3(model: GRPO, obs, action, reward, old) -> None:
-    """Attempts 0, 2 in environment 0 and 1, 3 in environment 1, one after another."""
-    from groupwise.contrib.sb3.attempts import Attempts, Tick
+    """Episodes 0, 2 in environment 0 and 1, 3 in environment 1, one after another."""
+    from groupwise.contrib.sb3.group_buffer import GroupBuffer, Tick
 
     model.set_logger(configure_logger())
-    model.rollout_buffer = Attempts(2, 2, seed=0, first_group=0, starts="shared")
+    model.rollout_buffer = GroupBuffer(2, 2, seed=0, first_group=0, starts="shared")
     model.rollout_buffer.begin()
     when = {0: [(0, 0), (0, 1), (0, 2), (3, 0), (3, 1)], 1: [(1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]}
     for time in range(5):

@@ -2,7 +2,7 @@
 
     model = GRPO("MlpPolicy", "CartPole-v1").learn(100_000)
 
-It differs from SB3's PPO in three ways. Attempts come in groups that share a start, and only whole groups are trained
+It differs from SB3's PPO in three ways. Episodes come in groups that share a start, and only whole groups are trained
 on. There is no critic: the policies hold no value network. A rollout ends when the groups that were begun within
 ``n_steps`` are whole; what was begun meanwhile goes on in the next rollout, under the new policy, and its ratio is
 against the probability under which each action was really drawn. So nothing is wasted, and nothing is older than one
@@ -26,7 +26,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from groupwise.algorithms import grpo
 from groupwise.config.algorithm import CreditCfg, GRPOCfg, ObjectiveCfg
-from groupwise.contrib.sb3.attempts import Attempts, Obs, Tick
+from groupwise.contrib.sb3.group_buffer import GroupBuffer, Obs, Tick
 from groupwise.contrib.sb3.policy import (
     ActorPolicy,
     CnnActorPolicy,
@@ -41,7 +41,7 @@ from groupwise.seeding import derive_seed
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
 PER_STEP = CreditCfg(group_key="group_step", returns="return_to_go", scale="batch_std")
-"""Return-to-go at each time step among the siblings still running, over one scale for the rollout: CartPole's preset."""
+"""Return-to-go at each time step among the members still running, over one scale for the rollout: CartPole's preset."""
 CLIPPED = ObjectiveCfg()
 """PPO's clipped ratio, all steps alike."""
 DECAYING = LinearSchedule(1e-3, 0.0, 1.0)
@@ -58,13 +58,13 @@ class GRPO(OnPolicyAlgorithm):
     Args:
         n_steps: steps of each environment after which a rollout waits for the groups under way, and ends.
         batch_size: steps in one minibatch; a rollout is split evenly into the nearest whole number of them.
-        group_size: attempts at the same start.
+        group_size: episodes at the same start.
         credit: from rewards to advantages, or the name of a preset that says it.
         objective: ratio, trust region (the clip range is here), aggregation and KL estimator, or the name of a preset.
         kl_coef: weight of the KL to a reference policy; 0 makes no reference.
         kl_ref_iterations: rollouts between two renewals of the reference; None keeps the first policy.
-        shared_starts: ``verify``: siblings share their start, which is tried out before training; ``trust``: without
-            the trial; ``off``: every attempt has a start of its own.
+        shared_starts: ``verify``: members share their start, which is tried out before training; ``trust``: without
+            the trial; ``off``: every episode has a start of its own.
 
     Raises:
         ConfigError: a setting that is unknown, mistyped or impossible.
@@ -76,7 +76,7 @@ class GRPO(OnPolicyAlgorithm):
         "MultiInputPolicy": MultiInputActorPolicy,
     }
     policy: ActorPolicy  # type: ignore[assignment]
-    rollout_buffer: Attempts | None  # type: ignore[assignment]
+    rollout_buffer: GroupBuffer | None  # type: ignore[assignment]
     _start_seed: int | None = None
     _next_group = 0
     _rollout_began_at = 0
@@ -188,7 +188,7 @@ class GRPO(OnPolicyAlgorithm):
 
         Raises:
             EnvError: the environments cannot be told where to start.
-            GroupStartError: siblings do not share their start.
+            GroupStartError: members do not share their start.
         """
         before = self._core_state
         super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
@@ -197,7 +197,7 @@ class GRPO(OnPolicyAlgorithm):
         stopped = self.num_timesteps < self._total_timesteps
         if self._core_state is before and not stopped:
             warnings.warn(
-                f"nothing was learned: no group of {self.group_size} attempts was finished in "
+                f"nothing was learned: no group of {self.group_size} episodes was finished in "
                 f"{self.num_timesteps - self._num_timesteps_at_start} steps; fix: more total_timesteps, a smaller "
                 "group_size, or an environment with a step limit",
                 stacklevel=2,
@@ -208,7 +208,7 @@ class GRPO(OnPolicyAlgorithm):
         self,
         env: VecEnv,
         callback: BaseCallback,
-        rollout_buffer: Attempts,  # type: ignore[override]
+        rollout_buffer: GroupBuffer,  # type: ignore[override]
         n_rollout_steps: int,
     ) -> bool:
         """Step until the groups that were begun within ``n_rollout_steps`` are whole; False if a callback stopped it.
@@ -304,13 +304,13 @@ class GRPO(OnPolicyAlgorithm):
         tb_log_name: str = "run",
         progress_bar: bool = False,
     ) -> tuple[int, BaseCallback]:
-        """Go on with the attempts under way, or start the first ones by the reset that SB3 does here."""
+        """Go on with the episodes under way, or start the first ones by the reset that SB3 does here."""
         if self.env is None:
             raise EnvError("there is no environment to learn from; fix: model.set_env(env), or load(path, env=env)")
         insert_shared_start(self.env)
         begins = reset_num_timesteps or not self._goes_on(self.env)
         if begins:
-            self._open_attempts(self.env)
+            self._open_groups(self.env)
             self._last_obs = None
         total_timesteps, callback = super()._setup_learn(
             total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
@@ -323,21 +323,21 @@ class GRPO(OnPolicyAlgorithm):
 
     def _goes_on(self, env: VecEnv) -> bool:
         """Whether every environment is where training left it; then the next starts are queued again."""
-        attempts = self.rollout_buffer
-        if attempts is None or self._last_obs is None:
+        episodes = self.rollout_buffer
+        if episodes is None or self._last_obs is None:
             return False
-        found = self._queue(env, attempts)
-        return all(running == attempts.running(index) for index, running in enumerate(found))
+        found = self._queue(env, episodes)
+        return all(running == episodes.running(index) for index, running in enumerate(found))
 
-    def _open_attempts(self, env: VecEnv) -> None:
-        """New attempts, the first of which begin at the next reset."""
+    def _open_groups(self, env: VecEnv) -> None:
+        """New episodes, the first of which begin at the next reset."""
         assert self._start_seed is not None
         if self.shared_starts == "verify" and self._verified is not env:
             verify_shared_start(env, derive_seed(self._start_seed, "verify"))
             self._verified = env
         if self.rollout_buffer is not None:
             self._next_group = self.rollout_buffer.next_group
-        self.rollout_buffer = Attempts(
+        self.rollout_buffer = GroupBuffer(
             env.num_envs,
             self.group_size,
             seed=self._start_seed,
@@ -346,9 +346,9 @@ class GRPO(OnPolicyAlgorithm):
         )
         self._queue(env, self.rollout_buffer)
 
-    def _queue(self, env: VecEnv, attempts: Attempts) -> list[Any]:
+    def _queue(self, env: VecEnv, episodes: GroupBuffer) -> list[Any]:
         """Tell each environment what it starts next; returns what each is doing now."""
-        return [env.env_method("queue_start", attempts.queued(i), indices=i)[0] for i in range(env.num_envs)]
+        return [env.env_method("queue_start", episodes.queued(i), indices=i)[0] for i in range(env.num_envs)]
 
     def _record(self, metrics: dict[str, float], num_groups: int) -> None:
         """Log under SB3's names where it has one."""

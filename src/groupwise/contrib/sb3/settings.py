@@ -30,7 +30,7 @@ ELSEWHERE = {
     "clip_range": "the clip is part of the objective; fix: objective={'trust_region': {'clip_low': 0.2, 'clip_high': 0.2}}",
     "clip_range_vf": _NO_CRITIC,
     "vf_coef": _NO_CRITIC,
-    "gae_lambda": "advantages compare siblings, and no critic looks ahead; fix: leave it out, or choose a credit=...",
+    "gae_lambda": "advantages compare members, and no critic looks ahead; fix: leave it out, or choose a credit=...",
     "normalize_advantage": "credit has a scale; fix: credit=CreditCfg(scale='std'), or 'none'",
     "use_sde": _EVERY_STEP,
     "sde_sample_freq": _EVERY_STEP,
@@ -43,7 +43,7 @@ _RENAMED = {"lr": "learning_rate"} | {cfg: sb3 for sb3, cfg in CFG_NAMES.items()
 _ABSENT = {
     ("credit", "reward", "parts"): "no reward here has parts; fix: credit.reward='total', or another preset",
     ("credit", "baseline", "greedy"): (
-        "no attempt here is deterministic; fix: credit.baseline='leave_one_out', or another preset"
+        "no episode here is deterministic; fix: credit.baseline='leave_one_out', or another preset"
     ),
     ("objective", "ratio", "turn"): "no step here belongs to a turn; fix: objective.ratio='token', or another preset",
 }

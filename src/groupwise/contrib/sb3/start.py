@@ -1,7 +1,7 @@
-"""Attempts that begin where they are told to, under vector environments that reset themselves.
+"""Episodes that begin where they are told to, under vector environments that reset themselves.
 
 A Stable-Baselines3 ``VecEnv`` resets a sub-environment inside the very step that ended its episode, and without a
-seed. So the start of the next attempt is queued beforehand in a wrapper inside each sub-environment, ``SharedStart``.
+seed. So the start of the next episode is queued beforehand in a wrapper inside each sub-environment, ``SharedStart``.
 """
 
 import copy
@@ -22,9 +22,9 @@ _TRIAL_STEPS = 16
 
 
 class Start(NamedTuple):
-    """How an attempt begins."""
+    """How an episode begins."""
 
-    attempt: int
+    episode: int
     """Its number."""
     start_seed: int
     """Equal seeds, equal starts."""
@@ -35,8 +35,8 @@ class Start(NamedTuple):
 class Running(NamedTuple):
     """What a sub-environment is doing."""
 
-    attempt: int
-    """Number of the attempt, -1 when the episode was not started from the queue."""
+    episode: int
+    """Number of the episode, -1 when the episode was not started from the queue."""
     steps: int
     """Steps since its start."""
 
@@ -61,13 +61,13 @@ class SharedStart(gymnasium.Wrapper):
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
         self._queued: Start | None = None
-        self._attempt = -1
+        self._episode = -1
         self._steps = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """First observation of the queued attempt, or of an ordinary episode."""
+        """First observation of the queued episode, or of an ordinary episode."""
         queued, self._queued = self._queued, None
-        self._attempt = -1 if queued is None else queued.attempt
+        self._episode = -1 if queued is None else queued.episode
         self._steps = 0
         if queued is None:
             return self.env.reset(seed=seed, options=options)
@@ -81,7 +81,7 @@ class SharedStart(gymnasium.Wrapper):
     def queue_start(self, start: Start | None) -> Running:
         """What is running now; the next reset takes ``start`` (None: resets as ever)."""
         self._queued = start
-        return Running(self._attempt, self._steps)
+        return Running(self._episode, self._steps)
 
     def try_start(self, start: Start, actions: Sequence[Any]) -> list[Moment]:
         """What the environment says from a start on under the given actions, up to the end of the episode.
@@ -134,7 +134,7 @@ def insert_shared_start(env: VecEnv) -> None:
 
 
 def verify_shared_start(env: VecEnv, seed: int) -> None:
-    """Find out by trying that siblings share their start bit for bit; resets the sub-environments.
+    """Find out by trying that members share their start bit for bit; resets the sub-environments.
 
     With equal start and equal noise, all of them and a second try must agree for some steps of equal actions; with
     noise of their own, at the start.
@@ -160,9 +160,9 @@ def _check_equal(expected: list[Moment], trace: list[Moment], index: int) -> Non
         if right[1:] != left[1:] or not _same(right.obs, left.obs):
             when = "at the start" if step == 0 else f"at step {step} of equal actions with equal noise"
             raise GroupStartError(
-                f"siblings cannot share a start: what was started with the same seed differs {when}, in environment "
+                f"members cannot share a start: what was started with the same seed differs {when}, in environment "
                 f"{index}; fix: let the environment draw all its randomness from self.np_random, after "
-                "super().reset(seed=seed), and keep nothing from one episode to the next; or compare attempts from "
+                "super().reset(seed=seed), and keep nothing from one episode to the next; or compare episodes from "
                 "different starts, with shared_starts='off'"
             )
 

@@ -1,4 +1,4 @@
-"""RAE: a moving average over the iterations, of all attempts; groups are not compared."""
+"""RAE: a moving average over the iterations, of all episodes; groups are not compared."""
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -19,7 +19,7 @@ class EmaCfg(BaselineCfg):
     name: Literal["ema"] = "ema"
     """Name in the registry."""
     decay: Fraction = 0.95
-    """Share of the moving average that one attempt leaves. Default: SPIRAL's."""
+    """Share of the moving average that one episode leaves. Default: SPIRAL's."""
     source: ClassVar = "https://arxiv.org/abs/2506.24119"
     needs: ClassVar = {
         "returns": ("outcome",),
@@ -34,7 +34,7 @@ class EmaCfg(BaselineCfg):
         return scores.above(self._average(scores.credit) if before is None else before)
 
     def next_state(self, credit: "CreditInput") -> "Tensor | None":
-        """The average once this rollout's attempts have entered it; a rollout without any changes nothing."""
+        """The average once this rollout's episodes have entered it; a rollout without any changes nothing."""
         any_counts = bool(credit.engine.sum(credit.batch["loss_mask"].sum()))
         return self._average(credit) if any_counts else credit.state
 

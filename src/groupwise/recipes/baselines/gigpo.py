@@ -26,7 +26,7 @@ class GigpoCfg(BaselineCfg):
     def advantage(self, credit: "CreditInput", compare: "Callable[[CreditInput], Tensor]") -> "Tensor":
         """The group's comparison, plus ``weight`` times that of discounted returns at the same observation.
 
-        As in the paper (eq. 5 to 7), that includes the attempt's own earlier and later visits. A step whose observation
+        As in the paper (eq. 5 to 7), that includes the episode's own earlier and later visits. A step whose observation
         nobody else saw gets 0 from it.
         """
         from groupwise.algorithms.advantages import Scores

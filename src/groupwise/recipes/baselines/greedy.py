@@ -1,4 +1,4 @@
-"""ReMax: each group plays one attempt more, of the likeliest actions, which is not trained on."""
+"""ReMax: each group plays one episode more, of the likeliest actions, which is not trained on."""
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 @register_recipe
 class GreedyCfg(BaselineCfg):
-    """A deterministic attempt at the same start (ReMax)."""
+    """A deterministic episode at the same start (ReMax)."""
 
     name: Literal["greedy"] = "greedy"
     """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/2310.10505"
     needs: ClassVar = {"returns": ("outcome",), "scale": ("none", "batch_std", "nonzero_share")}
     within_group: ClassVar = False
-    greedy_attempts: ClassVar = 1
+    greedy_members: ClassVar = 1
 
     def of_episodes(self, scores: "Scores") -> "Tensor":
-        """``score - mean of the group's greedy attempts``, 0 where it has none."""
+        """``score - mean of the group's greedy episodes``, 0 where it has none."""
         from groupwise.functional.reduce import gather_segments, segment_sum
 
         batch, score = scores.credit.batch, scores.score
         if "greedy" not in batch.keys():  # noqa: SIM118  iterating goes over rows
             raise DataError(
-                "credit.baseline='greedy' needs one deterministic attempt a group, and the rollout has no 'greedy'; "
+                "credit.baseline='greedy' needs one deterministic episode a group, and the rollout has no 'greedy'; "
                 "fix: collect with a collector that knows this baseline, or take baseline='leave_one_out'"
             )
         greedy = segment_sum(batch["greedy"].to(score), batch["episode_id"], scores.credit.num_episodes) > 0

@@ -1,6 +1,6 @@
-"""Values of states by what other attempts earned from the states nearest to them: a baseline at every step, no critic.
+"""Values of states by what other episodes earned from the states nearest to them: a baseline at every step, no critic.
 
-The values are those of the paper, of the batch's other attempts; advantages are PPO's. Not a paper's combination.
+The values are those of the paper, of the batch's other episodes; advantages are PPO's. Not a paper's combination.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @register_recipe
 class KnnCfg(BaselineCfg):
-    """The mean of returns from the nearest states of other attempts, with generalised advantages."""
+    """The mean of returns from the nearest states of other episodes, with generalised advantages."""
 
     name: Literal["knn"] = "knn"
     """Name in the registry."""

@@ -1,4 +1,4 @@
-"""Which attempt each environment works on, and the steps that are not trained on yet."""
+"""Which episode each environment works on, and the steps that are not trained on yet."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,21 +44,21 @@ class Member:
 
     @property
     def length(self) -> int:
-        """Steps of a finished attempt."""
+        """Steps of a finished episode."""
         assert self.end is not None
         return self.end - self.begin
 
 
-class Attempts:
-    """Hands out attempts in order, records their steps, and gives out whole groups.
+class GroupBuffer:
+    """Hands out episodes in order, records their steps, and gives out whole groups.
 
-    Attempt ``a`` is member ``a % group_size`` of group ``a // group_size``; siblings may run one after another or side by
-    side. Each environment holds one attempt and knows the next one, for it resets itself.
+    Episode ``a`` is member ``a % group_size`` of group ``a // group_size``; members may run one after another or side by
+    side. Each environment holds one episode and knows the next one, for it resets itself.
 
     Args:
         seed: of all starts and of all noise.
         first_group: number of the first group that is handed out.
-        starts: whether siblings share theirs.
+        starts: whether members share theirs.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Attempts:
         self._queued = [self._hand_out() for _ in range(num_envs)]
         self._current: list[Member] = []
         self._groups: dict[int, list[Member]] = {}
-        """Begun attempts of each group that was not given out."""
+        """Begun episodes of each group that was not given out."""
         self._ticks: list[Tick] = []
         self._trimmed = 0
         """Ticks that were recorded and are no longer held."""
@@ -100,8 +100,8 @@ class Attempts:
 
     def running(self, env: int) -> Running:
         """What an environment should be doing."""
-        attempt = self._current[env]
-        return Running(attempt.number, self._now - attempt.begin)
+        episode = self._current[env]
+        return Running(episode.number, self._now - episode.begin)
 
     def check(self, env: int, found: Running) -> None:
         """Refuse to go on when somebody else used the environment.
@@ -116,7 +116,7 @@ class Attempts:
             )
 
     def record(self, tick: Tick) -> list[int]:
-        """Take one step of all environments; returns the environments that went on to their next attempt.
+        """Take one step of all environments; returns the environments that went on to their next episode.
 
         Raises:
             DataError: a reward or a log-probability is not finite.
@@ -142,8 +142,8 @@ class Attempts:
     def take_whole_groups(self, device: torch.device) -> TensorDict | None:
         """The steps of all whole groups as a rollout of one row ``[1, T+1]``; they are then forgotten. None without any."""
         whole = [group for group in sorted(self._groups) if self._is_whole(group)]
-        attempts = [(index, attempt) for index, group in enumerate(whole) for attempt in self._groups.pop(group)]
-        rollout = self._rollout(attempts, device) if attempts else None
+        episodes = [(index, episode) for index, group in enumerate(whole) for episode in self._groups.pop(group)]
+        rollout = self._rollout(episodes, device) if episodes else None
         needed = min((a.begin for members in self._groups.values() for a in members), default=self._now)
         del self._ticks[: needed - self._trimmed]
         self._trimmed = needed
@@ -158,22 +158,22 @@ class Attempts:
         return self._next - 1
 
     def _begin(self, env: int) -> Member:
-        attempt = Member(self._queued[env], env, self._now)
-        self._groups.setdefault(attempt.number // self.group_size, []).append(attempt)
+        episode = Member(self._queued[env], env, self._now)
+        self._groups.setdefault(episode.number // self.group_size, []).append(episode)
         self._queued[env] = self._hand_out()
-        return attempt
+        return episode
 
     def _is_whole(self, group: int) -> bool:
         members = self._groups[group]
         return len(members) == self.group_size and all(member.end is not None for member in members)
 
-    def _rollout(self, attempts: list[tuple[int, Member]], device: torch.device) -> TensorDict:
-        lengths = [attempt.length for _, attempt in attempts]
+    def _rollout(self, episodes: list[tuple[int, Member]], device: torch.device) -> TensorDict:
+        lengths = [episode.length for _, episode in episodes]
         total = sum(lengths)
-        group = np.repeat([index for index, _ in attempts], lengths)
-        env = np.repeat([a.env for _, a in attempts], lengths)
+        group = np.repeat([index for index, _ in episodes], lengths)
+        env = np.repeat([a.env for _, a in episodes], lengths)
         step = np.concatenate([np.arange(length) for length in lengths])
-        tick = np.repeat([a.begin - self._trimmed for _, a in attempts], lengths) + step
+        tick = np.repeat([a.begin - self._trimmed for _, a in episodes], lengths) + step
         # the rollout's last slot is padding; what stands in it does not matter
         slot = np.append(np.arange(total), total - 1)
 
@@ -195,7 +195,7 @@ class Attempts:
             "valid": counts,
             "loss_mask": counts.clone(),
             "group_id": label(group, -1),
-            "episode_id": label(np.repeat(np.arange(len(attempts)), lengths), -1),
+            "episode_id": label(np.repeat(np.arange(len(episodes)), lengths), -1),
             "step": label(step, 0),
         }
         return TensorDict(data, batch_size=[1, total + 1], device=device)

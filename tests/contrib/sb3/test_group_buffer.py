@@ -1,20 +1,20 @@
-"""Which attempt each environment works on, and the rollouts made of whole groups."""
+"""Which episode each environment works on, and the rollouts made of whole groups."""
 
 import numpy as np
 import pytest
 import torch
 
-from groupwise.contrib.sb3.attempts import Attempts, Tick
+from groupwise.contrib.sb3.group_buffer import GroupBuffer, Tick
 from groupwise.contrib.sb3.start import Running
 from groupwise.errors import DataError, EnvError
 
 CPU = torch.device("cpu")
 
 
-def opened(num_envs: int = 2, group_size: int = 2, first_group: int = 0, starts="shared", seed: int = 0) -> Attempts:
-    attempts = Attempts(num_envs, group_size, seed=seed, first_group=first_group, starts=starts)
-    attempts.begin()
-    return attempts
+def opened(num_envs: int = 2, group_size: int = 2, first_group: int = 0, starts="shared", seed: int = 0) -> GroupBuffer:
+    episodes = GroupBuffer(num_envs, group_size, seed=seed, first_group=first_group, starts=starts)
+    episodes.begin()
+    return episodes
 
 
 def tick(time: int, terminated: tuple[int, ...] = (), truncated: tuple[int, ...] = (), num_envs: int = 2) -> Tick:
@@ -36,19 +36,19 @@ def seconds(rollout, key: str) -> list:
 
 
 def test_rollout_of_two_groups_whose_members_take_turns():
-    # environment 0: attempts 0 (ticks 0-1), 2 (ticks 2-4); environment 1: attempts 1 (tick 0), 3 (ticks 1-3), 4 (tick 4 on)
-    attempts = opened()
-    assert attempts.record(tick(0, terminated=(1,))) == [1]
-    assert attempts.record(tick(1, truncated=(0,))) == [0]
-    assert attempts.record(tick(2)) == []
-    assert not attempts.all_finished(below=2)
-    assert attempts.record(tick(3, terminated=(1,))) == [1]
-    assert attempts.record(tick(4, terminated=(0,))) == [0]
-    assert attempts.all_finished(below=2)
-    assert not attempts.all_finished(below=3)
+    # environment 0: episodes 0 (ticks 0-1), 2 (ticks 2-4); environment 1: episodes 1 (tick 0), 3 (ticks 1-3), 4 (tick 4 on)
+    episodes = opened()
+    assert episodes.record(tick(0, terminated=(1,))) == [1]
+    assert episodes.record(tick(1, truncated=(0,))) == [0]
+    assert episodes.record(tick(2)) == []
+    assert not episodes.all_finished(below=2)
+    assert episodes.record(tick(3, terminated=(1,))) == [1]
+    assert episodes.record(tick(4, terminated=(0,))) == [0]
+    assert episodes.all_finished(below=2)
+    assert not episodes.all_finished(below=3)
 
-    rollout = attempts.take_whole_groups(CPU)
-    # by group; within a group, who began first (attempt 3 before attempt 2)
+    rollout = episodes.take_whole_groups(CPU)
+    # by group; within a group, who began first (episode 3 before episode 2)
     assert rollout["obs"][0, :-1, 0].tolist() == [0, 10, 1, 11, 21, 31, 20, 30, 40]
     assert seconds(rollout, "group_id") == [0, 0, 0, 1, 1, 1, 1, 1, 1]
     assert seconds(rollout, "episode_id") == [0, 0, 1, 2, 2, 2, 3, 3, 3]
@@ -56,11 +56,11 @@ def test_rollout_of_two_groups_whose_members_take_turns():
 
 
 def test_labels_worked_out_by_hand():
-    attempts = opened()
-    attempts.record(tick(0, terminated=(1,)))
-    attempts.record(tick(1, truncated=(0,)))
-    rollout = attempts.take_whole_groups(CPU)
-    # group 0: attempt 0 in environment 0 at ticks 0 and 1, attempt 1 in environment 1 at tick 0
+    episodes = opened()
+    episodes.record(tick(0, terminated=(1,)))
+    episodes.record(tick(1, truncated=(0,)))
+    rollout = episodes.take_whole_groups(CPU)
+    # group 0: episode 0 in environment 0 at ticks 0 and 1, episode 1 in environment 1 at tick 0
     assert rollout.shape == (1, 4)
     assert rollout["obs"].shape == (1, 4, 1)
     assert rollout["obs"][0, :-1, 0].tolist() == [0, 10, 1]
@@ -79,52 +79,52 @@ def test_labels_worked_out_by_hand():
 
 
 def test_what_was_begun_is_carried_over_whole():
-    attempts = opened()
-    attempts.record(tick(0, terminated=(1,)))  # attempt 3 begins at tick 1
-    attempts.record(tick(1, terminated=(0,)))  # attempt 2 begins at tick 2
-    attempts.take_whole_groups(CPU)
-    assert attempts.take_whole_groups(CPU) is None
-    attempts.record(tick(2, terminated=(0,)))
-    attempts.record(tick(3, terminated=(1,)))
-    rollout = attempts.take_whole_groups(CPU)
+    episodes = opened()
+    episodes.record(tick(0, terminated=(1,)))  # episode 3 begins at tick 1
+    episodes.record(tick(1, terminated=(0,)))  # episode 2 begins at tick 2
+    episodes.take_whole_groups(CPU)
+    assert episodes.take_whole_groups(CPU) is None
+    episodes.record(tick(2, terminated=(0,)))
+    episodes.record(tick(3, terminated=(1,)))
+    rollout = episodes.take_whole_groups(CPU)
     assert sorted(rollout["obs"][0, :-1, 0].tolist()) == [11, 20, 21, 31]
     steps = dict(zip(rollout["obs"][0, :-1, 0].tolist(), seconds(rollout, "step"), strict=True))
     assert steps == {20: 0, 11: 0, 21: 1, 31: 2}
     assert set(seconds(rollout, "group_id")) == {0}  # dense within the rollout, whatever its number
 
 
-def test_one_environment_runs_siblings_one_after_another():
-    attempts = opened(num_envs=1, group_size=3)
+def test_one_environment_runs_members_one_after_another():
+    episodes = opened(num_envs=1, group_size=3)
     for time in range(3):
-        assert attempts.take_whole_groups(CPU) is None
-        attempts.record(tick(time, terminated=(0,), num_envs=1))
-    rollout = attempts.take_whole_groups(CPU)
+        assert episodes.take_whole_groups(CPU) is None
+        episodes.record(tick(time, terminated=(0,), num_envs=1))
+    rollout = episodes.take_whole_groups(CPU)
     assert seconds(rollout, "episode_id") == [0, 1, 2]
     assert seconds(rollout, "step") == [0, 0, 0]
 
 
 def test_a_group_without_all_members_is_never_given_out():
-    attempts = opened(num_envs=2, group_size=3)
-    attempts.record(tick(0, terminated=(0, 1)))
-    attempts.record(tick(1, terminated=(1,)))  # attempt 3, of group 1
-    assert attempts.take_whole_groups(CPU) is None
-    attempts.record(tick(2, terminated=(0,)))
-    rollout = attempts.take_whole_groups(CPU)
+    episodes = opened(num_envs=2, group_size=3)
+    episodes.record(tick(0, terminated=(0, 1)))
+    episodes.record(tick(1, terminated=(1,)))  # episode 3, of group 1
+    assert episodes.take_whole_groups(CPU) is None
+    episodes.record(tick(2, terminated=(0,)))
+    rollout = episodes.take_whole_groups(CPU)
     assert set(seconds(rollout, "episode_id")) == {0, 1, 2}
 
 
 def test_ticks_are_forgotten_once_nobody_needs_them():
-    attempts = opened(num_envs=1, group_size=2)
+    episodes = opened(num_envs=1, group_size=2)
     for time in range(40):
-        attempts.record(tick(time, terminated=(0,), num_envs=1))
-        attempts.take_whole_groups(CPU)
-        assert len(attempts._ticks) <= 1
+        episodes.record(tick(time, terminated=(0,), num_envs=1))
+        episodes.take_whole_groups(CPU)
+        assert len(episodes._ticks) <= 1
 
 
 def test_starts_are_shared_within_a_group_only_and_noise_never():
-    attempts = opened(num_envs=4, group_size=2)
-    starts = [attempts.queued(env) for env in range(4)]
-    assert [start.attempt for start in starts] == [4, 5, 6, 7]
+    episodes = opened(num_envs=4, group_size=2)
+    starts = [episodes.queued(env) for env in range(4)]
+    assert [start.episode for start in starts] == [4, 5, 6, 7]
     assert starts[0].start_seed == starts[1].start_seed != starts[2].start_seed == starts[3].start_seed
     assert len({start.noise_seed for start in starts}) == 4
 
@@ -139,38 +139,38 @@ def test_starts_follow_from_the_seed():
 
 
 def test_groups_are_numbered_on():
-    attempts = opened(num_envs=3, group_size=2)
-    assert attempts.num_opened == 2  # attempts 0, 1, 2 are running
-    assert attempts.next_group == 3  # 3, 4, 5 are queued
-    further = opened(num_envs=3, group_size=2, first_group=attempts.next_group)
+    episodes = opened(num_envs=3, group_size=2)
+    assert episodes.num_opened == 2  # episodes 0, 1, 2 are running
+    assert episodes.next_group == 3  # 3, 4, 5 are queued
+    further = opened(num_envs=3, group_size=2, first_group=episodes.next_group)
     assert further.running(0) == Running(6, 0)
-    assert opened(num_envs=2, group_size=3).next_group == 2  # of group 1, attempt 3 was handed out
+    assert opened(num_envs=2, group_size=3).next_group == 2  # of group 1, episode 3 was handed out
 
 
 def test_who_else_used_an_environment_is_told():
-    attempts = opened()
-    attempts.record(tick(0))
-    attempts.check(1, Running(1, 1))
+    episodes = opened()
+    episodes.record(tick(0))
+    episodes.check(1, Running(1, 1))
     for found in (Running(1, 2), Running(-1, 1), Running(0, 1)):
         with pytest.raises(
             EnvError, match=r"environment 1 should be at .*; fix: evaluate on an environment of its own"
         ):
-            attempts.check(1, found)
+            episodes.check(1, found)
 
 
 @pytest.mark.parametrize(("field", "name"), [("reward", "reward"), ("log_prob", "log-probability")])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_numbers_that_are_not_finite_are_named(field: str, name: str, value: float):
-    attempts = opened()
+    episodes = opened()
     with pytest.raises(DataError, match=f"the {name} of environment 1 is {value}, expected a finite number; fix"):
-        attempts.record(tick(0)._replace(**{field: np.array([0.0, value], np.float32)}))
+        episodes.record(tick(0)._replace(**{field: np.array([0.0, value], np.float32)}))
 
 
 def test_observations_that_are_dictionaries():
-    attempts = opened(num_envs=1, group_size=2)
+    episodes = opened(num_envs=1, group_size=2)
     for time in range(2):
         one = tick(time, terminated=(0,), num_envs=1)
-        attempts.record(one._replace(obs={"far": one.obs, "near": one.obs + 0.5}))
-    obs = attempts.take_whole_groups(CPU)["obs"]
+        episodes.record(one._replace(obs={"far": one.obs, "near": one.obs + 0.5}))
+    obs = episodes.take_whole_groups(CPU)["obs"]
     assert obs["far"][0, :-1, 0].tolist() == [0, 10]
     assert obs["near"][0, :-1, 0].tolist() == [0.5, 10.5]

@@ -10,7 +10,7 @@ from groupwise.config.run import SamplerMismatchCfg
 from groupwise.errors import SamplerMismatchError
 from groupwise.text.collector import TextCollector
 from groupwise.text.transcripts import Scored
-from groupwise.training.base import Callback, Evaluation
+from groupwise.training.base import Callback, EvaluationReport
 
 if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
@@ -58,7 +58,7 @@ class LogGroups(Callback):
         self.collector = collector
         self.num_groups = num_groups
 
-    def on_evaluation_end(self, trainer: "Trainer", evaluation: Evaluation) -> None:
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationReport) -> None:
         """Write them."""
         import pyarrow
         import pyarrow.parquet

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class Evaluation(Protocol):
+class EvaluationReport(Protocol):
     """How well a policy did: in episodes of an environment, or at prompts."""
 
     @property
@@ -47,7 +47,7 @@ class Callback:
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """After the update."""
 
-    def on_evaluation_end(self, trainer: "Trainer", evaluation: Evaluation) -> None:
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationReport) -> None:
         """After an evaluation, before its iteration ends."""
 
     def on_checkpoint(self, trainer: "Trainer", path: Path) -> None:

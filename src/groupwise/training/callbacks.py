@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from tensordict import TensorDict
 
 from groupwise.errors import DivergedError
-from groupwise.training.base import Callback, Evaluation
+from groupwise.training.base import Callback, EvaluationReport
 from groupwise.training.checkpoint import Checkpoint, Identity, save_checkpoint
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Evaluate(Callback):
     """
 
     def __init__(
-        self, evaluate: Callable[[], Evaluation], interval: int, best: Path | None, identity: Identity
+        self, evaluate: Callable[[], EvaluationReport], interval: int, best: Path | None, identity: Identity
     ) -> None:
         self.evaluate = evaluate
         self.every = Every(interval)
@@ -178,7 +178,7 @@ class StopAtScore(Callback):
         if self.reached is not None and self.total_steps == trainer.total_steps:
             self._stop_if_reached(trainer, self.reached)
 
-    def on_evaluation_end(self, trainer: "Trainer", evaluation: Evaluation) -> None:
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationReport) -> None:
         """Stop if the score is reached."""
         self.reached, self.total_steps = evaluation.return_mean, trainer.total_steps
         self._stop_if_reached(trainer, evaluation.return_mean)
@@ -245,7 +245,7 @@ class Progress(Callback):
         if self.bar is not None:
             self.bar.start(trainer)
 
-    def on_evaluation_end(self, trainer: "Trainer", evaluation: Evaluation) -> None:
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationReport) -> None:
         """Keep the score for the next line."""
         self._evaluated = evaluation.return_mean
 

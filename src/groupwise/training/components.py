@@ -19,7 +19,7 @@ from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, nearest, require_extra
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
-from groupwise.training.base import Callback, Evaluation
+from groupwise.training.base import Callback, EvaluationReport
 from groupwise.training.callbacks import Evaluate, MetricsLog, Progress, SaveCheckpoints, StopAtScore, TimeLimit
 from groupwise.training.checkpoint import Identity
 from groupwise.training.loggers import TensorBoard, WandB
@@ -65,7 +65,7 @@ class Evaluator(ABC):
     """Evaluates a policy apart from training, the same way at each call."""
 
     @abstractmethod
-    def __call__(self) -> Evaluation:
+    def __call__(self) -> EvaluationReport:
         """How well the policy does as it is now."""
 
     @abstractmethod

@@ -73,10 +73,7 @@ for name, (cls, cfg_cls, settings) in CASES.items():
         metrics = algorithm.update(share(union(policy), engine.rank, engine.world_size))
     flat = torch.cat([t.double().flatten() for t in policy.state_dict().values()])
     out[name] = {"state": flat.tolist(), "metrics": {k: float(v) for k, v in metrics.items()}}
-mine = {"rollout/episodes": 3.0, "rollout/return_mean": 10.0 + engine.rank}
-if engine.rank:
-    mine["rollout/length_mean"] = 7.0
-out["pooled"] = engine.pool(mine, {"rollout/episodes"})
+out["gathered"] = engine.gather_objects({"rank": engine.rank})
 out["sum"] = engine.sum_int(5 + engine.rank)
 with open(f"{sys.argv[1]}.{engine.rank}", "w") as file:
     json.dump(out, file)
@@ -117,10 +114,9 @@ def test_ranks_with_unequal_shares_stay_together(results):
     assert first["metrics"]["train/optimizer_steps"] > 4
 
 
-def test_metrics_are_pooled_counts_added_others_means_over_the_ranks_that_have_them(results):
-    expected = {"rollout/episodes": 6.0, "rollout/return_mean": 10.5, "rollout/length_mean": 7.0}
-    assert results["two.0"]["pooled"] == results["two.1"]["pooled"] == expected
-    assert results["one.0"]["pooled"] == {"rollout/episodes": 3.0, "rollout/return_mean": 10.0}
+def test_every_rank_gets_the_objects_and_sums_of_all(results):
+    assert results["two.0"]["gathered"] == results["two.1"]["gathered"] == [{"rank": 0}, {"rank": 1}]
+    assert results["one.0"]["gathered"] == [{"rank": 0}]
     assert (results["two.0"]["sum"], results["two.1"]["sum"], results["one.0"]["sum"]) == (11, 11, 5)
 
 

@@ -40,6 +40,12 @@ def test_compiled_is_the_reference(case, tmp_path):
     check_compiled(case, tmp_path)
 
 
+@pytest.mark.slow
+def test_a_compiled_run_resumes_exactly_in_another_process(tmp_path):
+    check_compiled("stopped", tmp_path)
+    check_compiled("resumed", tmp_path)
+
+
 def test_a_function_that_cannot_be_compiled_warns_once_and_the_reference_goes_on(monkeypatch):
     reference, fast = (make(*PPO) for _ in range(2))
     compiled(fast)

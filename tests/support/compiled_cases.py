@@ -72,6 +72,51 @@ def a_run(folder):
         assert torch.equal(one, other)
 
 
+RESUMED = {
+    "ppo": ("Pendulum-v1", gw.PPOCfg(num_steps=16, num_epochs=2, minibatch_size=32, schedule={"name": "linear"}), {}),
+    "grpo": (
+        "CartPole-v1",
+        gw.GRPOCfg(num_steps=16, group_size=2, schedule={"name": "linear"}, collection={"partial_groups": "truncate"}),
+        {"vectorization": "torch"},
+    ),
+}
+
+
+class StopAfterTwo(gw.Callback):
+    def on_iteration_end(self, trainer, rollout, metrics):
+        if trainer.iteration == 2:
+            trainer.stop("two iterations")
+
+
+def stopped(folder):
+    """Whole runs, and the same ones stopped early."""
+    for name, (env_id, algorithm, env) in RESUMED.items():
+        for kind, callbacks in (("whole", []), ("stopped", [StopAfterTwo()])):
+            cfg = gw.RunCfg(
+                env={"id": env_id, "num_envs": 4, **env},
+                algorithm=algorithm,
+                compile="on",
+                total_steps=320,
+                run_dir=folder / f"{name}-{kind}",
+                evaluation={"episodes": 1},
+                logging={"progress": "none"},
+            )
+            gw.train(cfg, callbacks=callbacks)
+
+
+def resumed(folder):
+    """In another process than before: equal to the whole ones bit for bit, apart from the stop's own evaluation."""
+    for name in RESUMED:
+        found, whole = gw.resume(folder / f"{name}-stopped"), gw.Run.load(folder / f"{name}-whole")
+        assert len(found.metrics()) > 2
+        pairs = zip(found.metrics(), whole.metrics(), strict=True)
+        for one, other in pairs:
+            shared = [key for key in one if not key.startswith(("time/", "eval/"))]
+            assert [one[key] for key in shared] == [other[key] for key in shared], name
+        for one, other in zip(found.policy.parameters(), whole.policy.parameters(), strict=True):
+            assert torch.equal(one, other), name
+
+
 def collecting(kind):
     torch.manual_seed(0)
     env = gw.TorchCartPole(ROWS)
@@ -106,6 +151,8 @@ def rollouts(kind, folder):
 CASES = {
     "updates": updates,
     "a_run": a_run,
+    "stopped": stopped,
+    "resumed": resumed,
     "ppo_rollouts": partial(rollouts, "ppo"),
     "grpo_rollouts": partial(rollouts, "grpo"),
 }

@@ -175,22 +175,6 @@ def test_global_random_streams_follow_from_the_iteration(parts: Any):
     assert len({draw for draws in whole.draws for draw in draws}) == 6
 
 
-@pytest.mark.parametrize("accelerated", [False, True])
-def test_torchs_stream_is_the_same_where_other_devices_are_seeded_too(
-    parts: Any, accelerated: bool, monkeypatch: pytest.MonkeyPatch
-):
-    seeded = []
-    plain, patched = Recorder(), Recorder()
-    parts.trainer(plain, total_steps=10).train()
-    trainer = parts.trainer(patched, total_steps=10)
-    seed_all = torch.manual_seed
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerated)
-    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeded.append(seed) or seed_all(seed))
-    trainer.train()
-    assert len(seeded) == int(accelerated)
-    assert patched.draws == plain.draws
-
-
 def test_state_goes_on_where_it_was_saved(parts: Any):
     whole = parts.trainer(total_steps=40)
     whole.train()
@@ -223,22 +207,57 @@ def test_state_of_callbacks_returns_to_them_even_to_two_of_a_class(parts: Any):
     assert [callback.count for callback in fresh] == [1, 2, 7]
 
 
+class TwoRanks(Engine):
+    """The other rank takes 6 steps more, and passes ``others``, one after another, where this one gathers."""
+
+    world_size = 2
+
+    def __init__(self, *others: Any, rank: int = 0) -> None:
+        self.rank = rank
+        self.others = iter(others)
+
+    def sum_int(self, number: int) -> int:
+        return 2 * number + 6
+
+    def gather_objects(self, thing: Any) -> list[Any]:
+        return [thing, next(self.others)]
+
+
+GOES_ON = (None, False)
+
+
 def test_numbers_are_pooled_over_ranks(parts: Any):
-    class TwoRanks(Engine):
-        """The other rank took 6 steps more."""
-
-        rank, world_size = 0, 2
-
-        def sum_int(self, number: int) -> int:
-            return number + (6 if number > 1 else 0)
-
-        def pool(self, metrics: dict[str, float], counts: Any) -> dict[str, float]:
-            return {name: value * (2 if name in counts else 1) for name, value in metrics.items()}
-
     recorder = Recorder()
     trainer = parts.trainer(recorder, total_steps=16)
-    trainer.engine = TwoRanks()
+    trainer.engine = TwoRanks(GOES_ON, (3, {"rollout/return_mean": 5.0, "rollout/env_steps": 16.0}), GOES_ON)
     trainer.train()
-    assert trainer.env_steps == 16
-    assert recorder.metrics[0]["rollout/return_mean"] == 1.0
-    assert recorder.metrics[0]["rollout/env_steps"] == 20
+    assert trainer.env_steps == 26
+    assert recorder.metrics[0]["rollout/return_mean"] == 4.0  # one episode of return 1, three of 5
+    assert recorder.metrics[0]["rollout/env_steps"] == 26
+
+
+def test_a_stop_on_another_rank_ends_training(parts: Any):
+    recorder = Recorder()
+    trainer = parts.trainer(recorder)
+    trainer.engine = TwoRanks(GOES_ON, (1, {}), ("enough", False))
+    trainer.train()
+    assert (trainer.iteration, trainer.stop_reason) == (1, "enough")
+    assert recorder.journal[-2:] == ["end", "close"]
+
+
+def test_an_interrupt_on_another_rank_interrupts(parts: Any):
+    trainer = parts.trainer()
+    trainer.engine = TwoRanks(GOES_ON, (1, {}), (None, True))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.iteration == 1
+
+
+@pytest.mark.parametrize(("rank", "count"), [(0, 2), (1, 0)])
+def test_recent_episodes_of_a_checkpoint_are_those_of_rank_0(rank: int, count: int, parts: Any):
+    first = parts.trainer(total_steps=20)
+    first.train()
+    resumed = parts.trainer(total_steps=40)
+    resumed.engine = TwoRanks(rank=rank)
+    resumed.load_state_dict(first.state_dict())
+    assert len(resumed.collector.recent) == count

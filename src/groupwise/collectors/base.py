@@ -18,8 +18,10 @@ class Episode(NamedTuple):
     terminated: bool
 
 
-COUNTS = frozenset(f"rollout/{name}" for name in ("env_steps", "episodes", "env_errors", "groups", "filtered_groups"))
-"""Metrics that add up over ranks; of the others the mean is meant."""
+COUNTS = frozenset(
+    f"rollout/{name}" for name in ("env_steps", "episodes", "env_errors", "groups", "filtered_groups", "unscorable")
+)
+"""Metrics that are summed over ranks."""
 
 
 class Collector(ABC):
@@ -79,3 +81,24 @@ class Collector(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the environments."""
+
+
+def pool_metrics(ranks: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """Metrics over all ranks: ``COUNTS`` are summed, ``*_max`` and ``*_min`` keep their meaning, others are means.
+
+    Args:
+        ranks: the number of episodes of each rank, which weights its means, and its metrics.
+    """
+    pooled = {}
+    for name in dict.fromkeys(name for _, metrics in ranks for name in metrics):
+        values = [metrics[name] for _, metrics in ranks if name in metrics]
+        weights = [max(1, episodes) for episodes, metrics in ranks if name in metrics]
+        if name in COUNTS:
+            pooled[name] = sum(values)
+        elif name.endswith("_max"):
+            pooled[name] = max(values)
+        elif name.endswith("_min"):
+            pooled[name] = min(values)
+        else:
+            pooled[name] = sum(v * (weight / sum(weights)) for v, weight in zip(values, weights, strict=True))
+    return pooled

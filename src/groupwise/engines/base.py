@@ -1,9 +1,10 @@
-"""How many processes train together, and how they add up: one implementation for a single process.
+"""What ranks exchange; the base class is for a single process.
 
-``functional`` takes ``engine.sum`` as a plain callable; algorithms hold an ``Engine`` and never know which.
+``functional`` takes ``engine.sum`` as a plain callable. Algorithms do not know which engine they hold.
 """
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +24,14 @@ class Engine:
         """Sum of a Python number over all ranks."""
         return number
 
-    def pool(self, metrics: dict[str, float], counts: Container[str]) -> dict[str, float]:
-        """Metrics over all ranks: ``counts`` are added, other numbers are means over the ranks that have them."""
-        return metrics
+    def gather_objects(self, thing: Any) -> list[Any]:
+        """Plain data of every rank, in the order of ranks."""
+        return [thing]
 
     def gather(self, rows: Tensor) -> tuple[Tensor, slice]:
-        """Rows ``[n, ...]`` of all ranks, one rank's behind another's, and which of them are this one's.
+        """Rows ``[n, ...]`` of all ranks, in the order of ranks, and the slice of this rank.
 
-        A sum of what lies apart, since ranks have different numbers of rows.
+        Ranks may have different numbers of rows, so each adds its own to zeros.
         """
         counts = torch.zeros(self.world_size, dtype=torch.int64, device=rows.device)
         counts[self.rank] = len(rows)
@@ -45,9 +46,6 @@ class Engine:
 
     def broadcast(self, module: nn.Module) -> None:
         """Make every rank's parameters and buffers those of rank 0."""
-
-    def barrier(self) -> None:
-        """Wait for every rank."""
 
     def close(self) -> None:
         """Leave the process group."""

@@ -1,11 +1,12 @@
-"""Data-parallel training: one process a rank under ``torchrun``, each with its own environments.
+"""Data-parallel training under ``torchrun``: one process per rank, each with its own environments.
 
-Losses carry weights that are global over ranks, so gradients are added, never averaged, and the result is that of one
-process on the union of the data.
+Loss weights are global over ranks, so gradients are summed, never averaged. The result is that of one process on the
+union of the data.
 """
 
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from groupwise.engines.base import Engine
 
 
 class DistributedEngine(Engine):
-    """Sums over the ranks of the default process group, which it joins and leaves.
+    """Sums over the ranks of torch's default process group.
 
     Args:
         device: type of the tensors to be summed, "cpu" or "cuda".
@@ -37,14 +38,11 @@ class DistributedEngine(Engine):
         """Sum of a Python number over all ranks."""
         return int(self.sum(torch.tensor(number, device=self.device)))
 
-    def pool(self, metrics: dict[str, float], counts: Container[str]) -> dict[str, float]:
-        """Metrics over all ranks: ``counts`` are added, other numbers are means over the ranks that have them."""
-        known: list[list[str] | None] = [None] * self.world_size
-        dist.all_gather_object(known, sorted(metrics))
-        names = sorted({name for some in known if some for name in some})
-        pairs = [(metrics.get(name, 0.0), float(name in metrics)) for name in names]
-        totals = self.sum(torch.tensor(pairs, dtype=torch.float64, device=self.device)).tolist()
-        return {n: total if n in counts else total / ranks for n, (total, ranks) in zip(names, totals, strict=True)}
+    def gather_objects(self, thing: Any) -> list[Any]:
+        """Plain data of every rank, in the order of ranks."""
+        things: list[Any] = [None] * self.world_size
+        dist.all_gather_object(things, thing)
+        return things
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace each gradient, in place, by its sum over all ranks, in one exchange; a missing one counts as 0."""
@@ -63,21 +61,16 @@ class DistributedEngine(Engine):
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), src=0)
 
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        dist.barrier()
-
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
 
 
 def from_environment(device: str = "cpu") -> Engine:
-    """The engine that the launcher asks for: distributed under ``torchrun``, else a single process.
+    """A distributed engine under ``torchrun``, else one for a single process.
 
     Args:
-        device: type of the tensors to be summed, "cpu" or "cuda". Each process takes the GPU of its local rank as its
-            current one.
+        device: type of the tensors to be summed, "cpu" or "cuda"; "cuda" selects the GPU of the local rank.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Engine()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.collectors.base import COUNTS, Collector
+from groupwise.collectors.base import Collector, pool_metrics
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError
@@ -29,7 +29,8 @@ class Trainer:
     Args:
         num_steps: steps per row that the collector aims for in one iteration.
         total_steps: environment steps over all ranks; the iteration that reaches them is finished.
-        seed: of the global random streams, renewed each iteration so that third-party code resumes exactly too.
+        seed: of the global generators of ``random``, NumPy and torch. They are seeded in every iteration, so that
+            third-party code resumes exactly too, and not restored afterwards.
         callbacks: called in this order at each event.
     """
 
@@ -86,7 +87,7 @@ class Trainer:
                 callback.close()
 
     def stop(self, reason: str) -> None:
-        """End training after this iteration."""
+        """End training on all ranks after this iteration. Only a stop on rank 0 evaluates the last iteration."""
         self.stop_reason = self.stop_reason or reason
 
     def interrupt(self) -> None:
@@ -116,6 +117,8 @@ class Trainer:
         self.seconds = state["seconds"]
         self.buffer.num_steps = state["num_slots"]
         self.collector.load_state_dict(state["collector"])
+        if self.engine.rank != 0:
+            self.collector.recent.clear()  # a checkpoint holds the episodes of rank 0
         self.algorithm.load_state_dict(state["algorithm"])
         for name, callback in self._named_callbacks():
             callback.load_state_dict(state["callbacks"].get(name, callback.state_dict()))
@@ -132,9 +135,7 @@ class Trainer:
 
     def _train(self) -> None:
         try:
-            while not self.engine.sum_int(self.is_done()):
-                if self.engine.sum_int(self.interrupted):
-                    raise KeyboardInterrupt
+            while self._goes_on():
                 self._iterate()
             for callback in self.callbacks:
                 callback.on_training_end(self)
@@ -145,6 +146,16 @@ class Trainer:
                 for callback in self.callbacks:
                     callback.on_interrupt(self)
             raise
+
+    def _goes_on(self) -> bool:
+        """Whether another iteration follows. A stop or an interrupt on one rank holds for all."""
+        asked = self.engine.gather_objects((self.stop_reason, self.interrupted))
+        self.stop_reason = next((reason for reason, _ in asked if reason is not None), None)
+        if self.is_done():
+            return False
+        if any(interrupted for _, interrupted in asked):
+            raise KeyboardInterrupt
+        return True
 
     def _iterate(self) -> None:
         start = time.perf_counter()
@@ -166,7 +177,8 @@ class Trainer:
         steps = self.engine.sum_int(self.collector.last_steps)
         self.env_steps += steps
         self.seconds += updated - start
-        metrics |= self.engine.pool(self.collector.metrics(), COUNTS) | {
+        collected_by = self.engine.gather_objects((len(self.collector.recent_episodes()), self.collector.metrics()))
+        metrics |= pool_metrics(collected_by) | {
             "time/total_seconds": self.seconds,
             "time/collect_seconds": collected - start,
             "time/update_seconds": updated - update_start,
@@ -187,10 +199,7 @@ class Trainer:
 def _seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)  # without looking for devices, which takes a hundred times as long
+    torch.manual_seed(seed)
 
 
 def _check_finite(metrics: dict[str, float], iteration: int) -> None:

@@ -338,12 +338,13 @@ def _refuse_besides(cfg: CommonCfg, settings: dict[str, Any]) -> None:
 def _evaluate_texts(
     run: Run, cfg: TextRunCfg, *, prompts: int | None, completions_per_prompt: int, deterministic: bool, seed: int
 ) -> "TextEvaluation":
-    from groupwise.text.evaluation import TextEvaluator
+    from groupwise.text.evaluation import TextEvaluator, task_of
 
     changed = {"prompts": prompts, "completions_per_prompt": completions_per_prompt, "deterministic": deterministic}
     evaluation = type(cfg.evaluation)(**dict(cfg.evaluation) | changed)
     cfg = cfg.model_copy(update={"evaluation": evaluation})
-    with closing(TextEvaluator.of(cfg, run.given, run.policy, seed=seed)) as evaluator:
+    task = task_of(cfg, run.given)
+    with closing(TextEvaluator(task, task.load().eval, cfg, run.policy, seed=seed)) as evaluator:
         return evaluator()
 
 

@@ -8,11 +8,12 @@ from tiny_tokenizers import character_tokenizer
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
+from groupwise.config.run import TextRunCfg
 from groupwise.config.text import RewardCfg, TextTaskCfg
 from groupwise.errors import DataError, RewardError
 from groupwise.functional.shaping import overlong_penalty
 from groupwise.functional.texts import pass_at_k, repeated_ngrams
-from groupwise.text.collector import TextCollector, TextTerms
+from groupwise.text.collector import TextCollector
 from groupwise.text.data import Example
 from groupwise.text.generation import Generator
 from groupwise.text.policy import CausalLM
@@ -56,12 +57,13 @@ def length(prompts, completions, **rest):
     return [float(len(text)) for text in completions]
 
 
-def collector(script, *, prompts=None, functions=(value,), max_new_tokens=5, **terms):
-    policy = CausalLM(tiny_model(vocab_size=len(TOKENIZER)), SamplingCfg(max_new_tokens=max_new_tokens))
-    examples = ENCODER.select([Example(prompt, {}) for prompt in prompts or script])
+def collector(script, *, functions=(value,), group_size=2, credit=None, collection=None, **settings):
+    policy = CausalLM(tiny_model(vocab_size=len(TOKENIZER)), SamplingCfg(max_new_tokens=5))
+    examples = ENCODER.select([Example(prompt, {}) for prompt in script])
     rewards = RewardSet([make_reward(RewardCfg(name="<given in Python>"), f) for f in functions])
-    terms = TextTerms(**{"num_prompts": len(script), "group_size": 2} | terms)
-    return TextCollector(policy, Scripted(script), examples, ENCODER, rewards, policy.sampling, terms)
+    grpo = GRPOCfg(group_size=group_size, credit=credit or {}, collection=collection or {})
+    cfg = TextRunCfg(**{"num_prompts": len(script), "algorithm": grpo, "sampling": policy.sampling} | settings)
+    return TextCollector(policy, Scripted(script), examples, ENCODER, rewards, cfg)
 
 
 def collect(of):
@@ -112,8 +114,8 @@ def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budg
     filtered, dynamic_sampling, asked, skipped
 ):
     script = {"1": ["4.", "5."], "2": ["4.", "4."], "3": ["9.", "4."], "4": ["7.", "7."]}
-    of = collector(script, num_prompts=3, filter_groups=filtered, dynamic_sampling=dynamic_sampling)
-    of._order.take = lambda place, count: [place % 4]
+    of = collector(script, num_prompts=3, collection={"filter_groups": filtered, "dynamic_sampling": dynamic_sampling})
+    of._prompt = lambda group: of._prompts[group % 4]
     rollout = collect(of)
     assert sum(map(len, of._generator.asked)) == asked == of.position
     counts = {prompt: any(c for _, c in rows) for prompt, rows in rows_of(rollout, of).items()}
@@ -124,8 +126,8 @@ def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budg
 
 def test_resampling_ends_as_soon_as_there_are_enough():
     script = {"1": ["4.", "4."], "2": ["4.", "5."], "3": ["1.", "2."]}
-    of = collector(script, num_prompts=1, filter_groups=True, dynamic_sampling=9)
-    of._order.take = lambda place, count: [place % 3]
+    of = collector(script, num_prompts=1, collection={"filter_groups": True, "dynamic_sampling": 9})
+    of._prompt = lambda group: of._prompts[group % 3]
     collect(of)
     assert of._generator.asked == [["1"], ["2"]]
     assert of.position == 2
@@ -140,15 +142,15 @@ def test_overlong_completions_are_punished_linearly():
 
 
 def test_a_cut_completion_without_loss_is_still_compared_with():
-    def gradients(**terms):
-        of = collector({"1": ["4.", "5", "6."]}, group_size=3, **terms)
+    def gradients(**settings):
+        of = collector({"1": ["4.", "5", "6."]}, group_size=3, **settings)
         objective = {"old_log_prob": "recomputed"}
         cfg = GRPOCfg(group_size=3, num_epochs=1, minibatch_size=None, optimizer={"name": "sgd"}, objective=objective)
         algorithm = GRPO(cfg, of._policy)
         rollout = collect(of)
         return rollout, algorithm.update(rollout)
 
-    rollout, metrics = gradients(mask_truncated=True)
+    rollout, metrics = gradients(mask_truncated_completions=True)
     assert rollout["trained"].any(dim=1).tolist() == [True, False, True]
     assert rollout["loss_mask"].any(dim=1).all()
     # advantages -1, 0 and 1 over the deviation 1 + 1e-4: that of the cut row is not lost on its members
@@ -157,7 +159,7 @@ def test_a_cut_completion_without_loss_is_still_compared_with():
 
 
 def test_the_greedy_completion_is_measured_against_and_not_trained_on():
-    of = collector({"1": ["4.", "5.", "7."]}, greedy_members=1)
+    of = collector({"1": ["4.", "5.", "7."]}, credit={"baseline": {"name": "greedy"}, "scale": "none"})
     rollout = collect(of)
     assert rollout["greedy"].any(dim=1).tolist() == [False, False, True]
     assert rollout["loss_mask"].any(dim=1).tolist() == [True, True, False]

@@ -1,6 +1,5 @@
 """Examples from every kind of file and object, what is wrong with bad ones, and the order they are taken in."""
 
-import collections
 import json
 import random
 
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import ConfigError, DataError, MissingExtraError, UnknownNameError
-from groupwise.text.data import Example, PromptOrder, gym_examples, load_examples, overlap
+from groupwise.text.data import Example, gym_examples, load_examples, overlap, shuffled
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'say "a,\u2028b"', "answer": "é"}]
 EXAMPLES = [Example("1+1=", {"answer": "2"}), Example('say "a,\u2028b"', {"answer": "é"})]
@@ -199,34 +198,21 @@ def test_overlap_sees_through_white_space_and_forms():
     assert overlap([messages], [Example(({"role": "system", "content": "a b"},), {})]) == []
 
 
-@given(size=st.integers(1, 30), seed=st.integers(0, 5), position=st.integers(0, 90), count=st.integers(0, 40))
-def test_order_is_a_function_of_the_position(size, seed, position, count):
-    whole = PromptOrder(size, seed).take(0, position + count)
-    assert PromptOrder(size, seed).take(position, count) == whole[position:]
-
-
-@given(size=st.integers(1, 30), seed=st.integers(0, 5))
-def test_every_epoch_has_every_example_once(size, seed):
-    order = PromptOrder(size, seed).take(0, 3 * size)
-    for epoch in range(3):
-        assert collections.Counter(order[epoch * size : (epoch + 1) * size]) == dict.fromkeys(range(size), 1)
+@given(size=st.integers(1, 30), seed=st.integers(0, 5), epoch=st.integers(0, 5))
+def test_every_epoch_has_every_example_once(size, seed, epoch):
+    assert sorted(shuffled(size, seed, epoch)) == list(range(size))
 
 
 def test_epochs_and_seeds_are_shuffled_differently_and_nothing_else_matters():
-    order = PromptOrder(50, seed=0)
-    first, second = order.take(0, 50), order.take(50, 50)
+    first, second = shuffled(50, 0, 0), shuffled(50, 0, 1)
     assert first != second
     assert first != list(range(50))
-    assert PromptOrder(50, seed=1).take(0, 50) != first
+    assert shuffled(50, 1, 0) != first
     random.seed(3)
-    assert PromptOrder(50, seed=0).take(25, 50) == first[25:] + second[:25]
+    shuffled.cache_clear()
+    assert shuffled(50, 0, 1) == second
 
 
 def test_the_order_never_changes():
-    # recorded: a run that is resumed by a later version goes on with the same prompts
-    assert PromptOrder(6, seed=0).take(0, 12) == [4, 5, 2, 1, 0, 3, 3, 2, 4, 0, 5, 1]
-
-
-def test_no_order_of_nothing():
-    with pytest.raises(DataError, match="no order of 0 examples"):
-        PromptOrder(0, seed=0)
+    # recorded: a run that is resumed by a later version takes the same prompts
+    assert shuffled(6, 0, 0) + shuffled(6, 0, 1) == [4, 5, 2, 1, 0, 3, 3, 2, 4, 0, 5, 1]

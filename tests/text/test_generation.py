@@ -50,9 +50,9 @@ def sharp_model(family="llama", vocab_size=40):
 def backend(request):
     """Makes a generator for a policy."""
 
-    def make(policy, tokenizer=None):
+    def make(policy):
         policy.decoder = request.param()
-        return Generator(policy, tokenizer)
+        return Generator(policy)
 
     return make
 
@@ -182,9 +182,9 @@ def test_a_stop_string_ends_the_text_that_it_is_completed_in(backend):
     tokenizer = character_tokenizer()
     plus = tokenizer.convert_tokens_to_ids("+")
     sampling = SamplingCfg(max_new_tokens=14, stop=("1+", "25="), temperature=30)
-    policy = CausalLM(sharp_model(vocab_size=len(tokenizer)), eos_ids=(EOS,))
+    policy = CausalLM(sharp_model(vocab_size=len(tokenizer)), eos_ids=(EOS,), tokenizer=tokenizer)
     prompt = tokenizer("3 + 1")["input_ids"]  # its last character is half of a stop string
-    (group,) = backend(policy, tokenizer).generate([prompt], seeds(1, 1000), sampling)
+    (group,) = backend(policy).generate([prompt], seeds(1, 1000), sampling)
     assert {c.stop for c in group} == {"eos", "stop", "length"}
     for c in group:
         texts = [tokenizer.decode(c.tokens[:n]) for n in range(len(c.tokens) + 1)]
@@ -194,7 +194,7 @@ def test_a_stop_string_ends_the_text_that_it_is_completed_in(backend):
 
 
 def test_stop_strings_need_a_tokenizer(backend):
-    with pytest.raises(ConfigError, match=r"stop=\('x',\) but no tokenizer"):
+    with pytest.raises(ConfigError, match=r"stop=\('x',\) needs a tokenizer"):
         backend(CausalLM(tiny_model())).generate([[5]], seeds(1), SamplingCfg(stop=("x",)))
 
 

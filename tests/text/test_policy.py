@@ -33,8 +33,8 @@ TEXTS = [([5, 6, 7], [8, EOS, EOS]), ([5, 6, 7], [8, 9]), ([5, 6, 7], [4]), ([11
 ROWS = [TextRow(p, c, [0.0] * len(c), 1.0, c[-1] == EOS, int(p == [11])) for p, c in TEXTS]
 
 
-def batch_of(rows, padding="right"):
-    return dict(transition_view(text_rollout(rows, padding=padding)).items())
+def batch_of(rows):
+    return dict(transition_view(text_rollout(rows)).items())
 
 
 def make_policy(kind="plain", family="llama", **settings):
@@ -74,8 +74,8 @@ def test_scores_are_those_of_the_models_own_logits_row_by_row(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("change", ["padding", "order", "alone"])
-def test_neither_padding_nor_order_nor_shared_prefixes_change_the_gradient(family, change):
+@pytest.mark.parametrize("change", ["order", "alone"])
+def test_neither_order_nor_shared_prefixes_change_the_gradient(family, change):
     policy = CausalLM(tiny_model(family))
     weight = torch.tensor([1.0, -2.0, 0.5, 3.0])
     _, expected = scores_and_gradient(policy, batch_of(ROWS), weight)
@@ -83,7 +83,7 @@ def test_neither_padding_nor_order_nor_shared_prefixes_change_the_gradient(famil
     rows = [ROWS[i] for i in order]
     if change == "alone":  # every row a group of its own: nothing is shared
         rows = [row._replace(group=number) for number, row in enumerate(rows)]
-    batch = batch_of(rows, padding="left" if change == "padding" else "right")
+    batch = batch_of(rows)
     _, gradient = scores_and_gradient(policy, batch, weight[torch.tensor(order)])
     torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
 
@@ -376,10 +376,9 @@ def test_prefixes_are_shared_in_every_family_and_precision(family, autocast):
 
 
 @pytest.mark.parametrize("kind", ["plain", "adapted"])
-@pytest.mark.parametrize("padding", ["left", "right"])
-def test_values_are_those_of_the_text_up_to_each_token(kind, padding):
+def test_values_are_those_of_the_text_up_to_each_token(kind):
     policy = make_policy(kind, actor_only=False)
-    rollout = text_rollout(ROWS, padding=padding)
+    rollout = text_rollout(ROWS)
     assert (policy.values(rollout) == 0).all()
     shake(policy)
     values = policy.values(rollout)
@@ -389,8 +388,7 @@ def test_values_are_those_of_the_text_up_to_each_token(kind, padding):
         with torch.no_grad():
             hidden = policy.network.base_model(input_ids=torch.tensor([text])).last_hidden_state[0]
         expected = hidden @ head.weight[0] + head.bias
-        start = 6 - len(text) if padding == "left" else 0
-        torch.testing.assert_close(values[row, start : start + len(text)], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(values[row, : len(text)], expected, rtol=1e-4, atol=1e-5)
         assert values[row].count_nonzero() == len(text)
     batch = dict(transition_view(rollout).items())
     value = policy.evaluate(batch).value

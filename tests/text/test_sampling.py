@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.config.policy import EvalSamplingCfg, SamplingCfg
-from groupwise.text import sampling as module
 from groupwise.text.sampling import BLOCK, draw, pick
 
 
@@ -23,23 +22,6 @@ def test_places_of_a_running_sum_by_hand():
     probability = torch.tensor([[0.2, 0.0, 0.5, 0.3]]).expand(5, 4)
     chance = torch.tensor([0.0, 0.25, 0.35, 0.75, 0.85])
     assert pick(probability, chance).tolist() == [3, 3, 2, 2, 0]
-
-
-@settings(max_examples=100)
-@given(st.lists(st.sampled_from([0.0, 1e-9, 0.1, 0.25, 1.0]), min_size=1, max_size=8).filter(any), st.floats(1e-6, 2))
-def test_sums_in_order_are_searched_as_any_others(weights, goal):
-    mass, goal = torch.tensor([weights]), torch.tensor([goal])
-    summed = mass.cumsum(dim=1)
-    one, other = module._first_in_order(summed, goal), module._first(mass, summed, goal)
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def test_sums_that_rounding_lets_rise_without_mass_never_draw_what_has_none():
-    mass = torch.tensor([[0.2, 0.0, 0.5, 0.0]]).expand(3, 4)
-    summed = torch.tensor([[0.2, 0.25, 0.7, 0.75]]).expand(3, 4)
-    place, goal = module._first(mass, summed, torch.tensor([0.2, 0.22, 0.72]))
-    assert place.tolist() == [0, 2, 2]
-    torch.testing.assert_close(goal, torch.tensor([0.2, 0.22, 0.7]))
 
 
 @pytest.mark.parametrize("width", [8, BLOCK + 40])

@@ -18,7 +18,6 @@ from groupwise.text.rollout import TextRow, text_rollout
 from groupwise.text.sampling import Completion
 from groupwise.text.tools import Calculator, Tool
 from groupwise.text.transcripts import ToolDialogue, Transcript, score, text_of, write
-from groupwise.text.turns import AnswerEncoder
 
 CHARACTERS = "0123456789+=<>/calcresut "
 SAMPLING = SamplingCfg(max_new_tokens=30, stop=("</calc>",))
@@ -47,11 +46,11 @@ class Length(Tool):
         return str(len(text))
 
 
-def parts(tool=None, *, chat=False, max_turns=2, characters=True, **settings):
+def parts(tool=None, *, chat=False, max_turns=2, characters=True, context=None, **settings):
     tokenizer = character_tokenizer(CHARACTERS) if characters else tiny_tokenizer(chat=chat)
     cfg = TextTaskCfg(tool="calculator", max_turns=max_turns, **settings)
     encoder = PromptEncoder(tokenizer, cfg)
-    dialogue = ToolDialogue(tool or Calculator(), encoder, AnswerEncoder(tokenizer, cfg, encoder), max_turns)
+    dialogue = ToolDialogue(tool or Calculator(), encoder, context)
     return tokenizer, encoder, dialogue
 
 
@@ -144,10 +143,10 @@ def test_what_was_cut_is_not_answered():
 @pytest.mark.parametrize(("context", "turns", "stop"), [(63, 1, "length"), (64, 2, "eos"), (None, 2, "eos")])
 def test_a_completion_without_room_for_another_turn_was_cut(context, turns, stop):
     # prompt 2, call 14, answer 18, and room for 30 more
-    tokenizer, encoder, dialogue = parts()
+    tokenizer, encoder, dialogue = parts(context=context)
     generator = Scripted(tokenizer, lambda text, _: ("1", "eos") if "<result>" in text else ("<calc>1</calc>", "stop"))
     (transcript,) = transcripts_at(encoder, "1=", 1)
-    write([transcript], generator, SAMPLING, dialogue=dialogue, context=context)
+    write([transcript], generator, SAMPLING, dialogue=dialogue)
     assert (transcript.turns, transcript.stop) == (turns, stop)
     assert len(transcript.tokens) == (14 if turns == 1 else 14 + 18 + 2)
 
@@ -235,8 +234,7 @@ class Digits(Tool):
     [{}, {"top_k": 5}, {"top_k": 64}],
     ids=["all", "top-k", "all of top-k"],
 )
-@pytest.mark.parametrize("padding", ["left", "right"])
-def test_scores_are_those_of_the_transcript(padding, sampling):
+def test_scores_are_those_of_the_transcript(sampling):
     tokenizer, encoder, dialogue = parts(Digits(), max_turns=3, tool_answer="={}+")
     model = tiny_model(vocab_size=len(tokenizer))
     cfg = SamplingCfg(temperature=0.9, max_new_tokens=6, stop=Digits.stop, **sampling)
@@ -246,7 +244,7 @@ def test_scores_are_those_of_the_transcript(padding, sampling):
     turns = {transcript.turns for transcript in transcripts}
     assert len(turns) > 1
     assert 3 in turns
-    rollout = text_rollout([row_of(transcript) for transcript in transcripts], padding=padding)
+    rollout = text_rollout([row_of(transcript) for transcript in transcripts])
     for transcript, row in zip(transcripts, rollout, strict=True):
         _expect_transcript(transcript, row, model, cfg, tokenizer, encoder, policy)
 

@@ -7,7 +7,7 @@ from tokenizers.processors import TemplateProcessing
 from groupwise.config.text import TextTaskCfg
 from groupwise.errors import ConfigError
 from groupwise.text.prompts import PromptEncoder
-from groupwise.text.turns import AnswerEncoder, as_messages
+from groupwise.text.turns import AnswerEncoder
 
 BODY = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -26,7 +26,7 @@ def answers(template=None, **settings):
     if template not in (None, "ChatML"):
         tokenizer.chat_template = template + "{% endfor %}" + PROMPT
     cfg = TextTaskCfg(tool="calculator", **settings)
-    return tokenizer, AnswerEncoder(tokenizer, cfg, PromptEncoder(tokenizer, cfg))
+    return tokenizer, AnswerEncoder(PromptEncoder(tokenizer, cfg))
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,6 @@ def test_a_tokenizer_that_begins_every_text_does_not_begin_the_answer():
 def test_a_template_without_a_place_for_answers_is_refused():
     first = LOOP + "{% if loop.first %}" + BODY + "{% elif m['role'] == 'assistant' %}" + BODY + "{% endif %}"
     with pytest.raises(
-        ConfigError, match=r"has no message of role 'tool' or 'user' behind the assistant's.*fix: another"
+        ConfigError, match=r"has no message of role 'tool' or 'user' after the assistant's.*fix: another"
     ):
         answers(first)
-
-
-def test_turns_as_messages():
-    assert as_messages(["a", "b"], ["1"]) == [
-        {"role": "assistant", "content": "a"},
-        {"role": "tool", "content": "1"},
-        {"role": "assistant", "content": "b"},
-    ]

@@ -96,9 +96,6 @@ class CountdownEnv(GroupEnv):
 class OneEpisodeCollector(Collector):
     """Each rollout is one episode a row; its return is the number of the rollout."""
 
-    def sync(self, policy: Policy) -> None:
-        self.policy = policy
-
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         self.last_steps = rollout.shape[0] * num_steps
         rollout["obs"].copy_(torch.rand(rollout["obs"].shape))

@@ -42,9 +42,6 @@ class Collector(ABC):
         self.recent: deque[Episode] = deque(maxlen=100)
         """The latest 100 finished episodes."""
 
-    def sync(self, policy: Policy) -> None:  # noqa: B027 (in process there is nothing to do)
-        """Give the collector the policy to act with. In process it is the same object, and nothing happens."""
-
     def actor(self) -> Callable[..., Action]:
         """The policy's ``act``, for many steps in which no parameter changes."""
         return self.policy.act

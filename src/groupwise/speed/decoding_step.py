@@ -20,13 +20,15 @@ from transformers.cache_utils import DynamicLayer
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.base import has_hooks
 from groupwise.speed.cpu_attention import attend, autocast_off
-from groupwise.text.generation import ROOM, Decoder, Head, Prompts, Step, TransformersStep
+from groupwise.text.generation import Decoder, Head, Prompts, Step, TransformersStep
 from groupwise.text.policy import CausalLM
 
 _Map = Callable[[Tensor], Tensor]
 
 PACKED = 2**18
 """Weights in a matrix from which on it pays to lay them out anew."""
+ROOM = 64
+"""Tokens that a cache grows by."""
 _BATCH = 32
 """Rows that the layout is chosen for; it serves any other number."""
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")

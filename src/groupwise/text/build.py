@@ -23,7 +23,7 @@ from groupwise.speed.cpu_memory import keep_freed_memory
 from groupwise.speed.decoding_step import FastDecoder
 from groupwise.speed.flat import flatten
 from groupwise.text.callbacks import CheckSamplerMismatch, LogGroups
-from groupwise.text.collector import TextCollector, TextTerms
+from groupwise.text.collector import TextCollector
 from groupwise.text.data import Example
 from groupwise.text.evaluation import TextEvaluator, dialogue_of, task_of
 from groupwise.text.generation import Generator
@@ -59,7 +59,7 @@ class TextComponents(Components):
             log.warning("no evaluation: no prompts are held out; fix: task.eval_data")
             return None
         seed = derive_seed(self.cfg.seed, "evaluation")
-        return TextEvaluator.on(self.task, self.held_out, self.cfg, self.policy, seed=seed)
+        return TextEvaluator(self.task, self.held_out, self.cfg, self.policy, seed=seed)
 
     def evaluation_interval(self) -> int | None:
         """Tokens between two evaluations."""
@@ -106,7 +106,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     rewards.check_columns(prompts[0].example.columns)
     if data.eval:
         rewards.check_columns(data.eval[0].columns, "eval_data")
-    tool, terms = task.tool(), _terms(cfg)
+    tool = task.tool()
     cfg = _filled_in(cfg, rewards.weights, () if tool is None else tool.stop)
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
     flatten(algorithm)
@@ -116,10 +116,8 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
         prompts,
         encoder,
         rewards,
-        cfg.sampling,
-        terms,
-        dialogue=dialogue_of(tool, encoder, policy, cfg),
-        seed=cfg.seed,
+        cfg,
+        dialogue=dialogue_of(tool, encoder, policy),
         rank=engine.rank,
         world_size=engine.world_size,
     )
@@ -224,21 +222,3 @@ def _stopping(cfg: TextRunCfg, strings: tuple[str, ...]) -> TextRunCfg:
     if evaluation.sampling is not None:
         evaluation = evaluation.model_copy(update={"sampling": stopping(evaluation.sampling)})
     return cfg.model_copy(update={"sampling": stopping(cfg.sampling), "evaluation": evaluation})
-
-
-def _terms(cfg: TextRunCfg) -> TextTerms:
-    algorithm = cfg.algorithm
-    terms = TextTerms(
-        cfg.num_prompts,
-        mask_truncated=cfg.mask_truncated_completions,
-        overlong_buffer=cfg.overlong_buffer,
-        success_threshold=cfg.task.success_threshold,
-    )
-    if not isinstance(algorithm, GRPOCfg):
-        return terms
-    return terms._replace(
-        group_size=algorithm.group_size,
-        greedy_members=algorithm.credit.baseline.greedy_members,
-        filter_groups=algorithm.collection.filter_groups,
-        dynamic_sampling=algorithm.collection.dynamic_sampling,
-    )

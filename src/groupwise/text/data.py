@@ -124,32 +124,12 @@ def report_overlap(train: Sequence[Example], shared: Sequence[int], rule: Litera
     warnings.warn(f"{said}; {effect}", stacklevel=3)
 
 
-class PromptOrder:
-    """Which examples come when: every epoch is a shuffle of all, a function of the seed and the epoch alone.
-
-    Args:
-        size: of the data.
-    """
-
-    def __init__(self, size: int, seed: int) -> None:
-        if size < 1:
-            raise DataError(f"there is no order of {size} examples; fix: at least one")
-        self.size = size
-        self.seed = seed
-        self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
-
-    def take(self, position: int, count: int) -> list[int]:
-        """The examples at ``position, ..., position + count - 1``, counted over all epochs.
-
-        Nothing else is kept or needed: whoever goes on after an interruption goes on from the position.
-        """
-        places = (divmod(place, self.size) for place in range(position, position + count))
-        return [self._epoch(epoch)[place] for epoch, place in places]
-
-    def _shuffle(self, epoch: int) -> list[int]:
-        order = list(range(self.size))
-        random.Random(derive_seed(self.seed, "prompts", epoch)).shuffle(order)
-        return order
+@functools.lru_cache(maxsize=2)
+def shuffled(size: int, seed: int, epoch: int) -> list[int]:
+    """The order in which an epoch takes the examples."""
+    order = list(range(size))
+    random.Random(derive_seed(seed, "prompts", epoch)).shuffle(order)
+    return order
 
 
 def _rows(source: object) -> tuple[str, list[Any]]:

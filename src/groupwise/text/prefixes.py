@@ -8,20 +8,18 @@ from torch import Tensor
 
 
 class Prefixes(NamedTuple):
-    """Rows ``[N, T]`` cut into U common beginnings and N rests."""
+    """Rows ``[N, T]`` cut into U common prefixes and N suffixes."""
 
     number: Int[Tensor, " row"]
-    """Which beginning each row has."""
+    """Which prefix each row has."""
     head: Int[Tensor, "prefix head"]
-    """Tokens of the beginnings, padded on the left."""
+    """Tokens of the prefixes, padded on the left."""
     head_valid: Bool[Tensor, "prefix head"]
     tail: Int[Tensor, "row tail"]
-    """Tokens of the rests, padded on the right."""
+    """Tokens of the suffixes, padded on the right."""
     tail_valid: Bool[Tensor, "row tail"]
-    place: Int[Tensor, "row step"]
-    """Of each slot of the rows, its place in its row's text."""
     length: Int[Tensor, " row"]
-    """Of each row's beginning."""
+    """Tokens of each row's prefix."""
 
     def gather(
         self,
@@ -29,9 +27,9 @@ class Prefixes(NamedTuple):
         tail: Float[Tensor, "row tail width"],
         mask: Bool[Tensor, "row step"],
     ) -> Float[Tensor, "token width"]:
-        """What stands at the slots of the mask, in their order, from the two parts."""
-        row = mask.nonzero()[:, 0]
-        place, length, number = self.place[mask], self.length[row], self.number[row]
+        """The values at the slots of the mask, in their order, from the two parts."""
+        row, place = mask.nonzero().unbind(dim=1)
+        length, number = self.length[row], self.number[row]
         in_head = number * head.shape[1] + head.shape[1] - length + place
         in_tail = head.shape[0] * head.shape[1] + row * tail.shape[1] + place - length
         both = torch.cat([head.flatten(0, 1), tail.flatten(0, 1)])
@@ -42,23 +40,21 @@ class Prefixes(NamedTuple):
 def find_prefixes(
     tokens: Int[Tensor, "row step"], valid: Bool[Tensor, "row step"], group: Int[Tensor, "row step"]
 ) -> Prefixes | None:
-    """The longest beginning that all rows of a group share, for each group here; None where no two rows are of one group.
+    """The longest common prefix of each group's rows, which are padded on the right; None if no two rows share one.
 
-    A row keeps a token at least for itself, so that every rest has a part in the second pass.
+    A row keeps at least one token for itself, so that every suffix has a part in the second pass.
     """
-    rows = torch.arange(len(tokens), device=tokens.device)
-    start = valid.long().argmax(dim=1)
-    known, number = torch.unique(group[rows, start], return_inverse=True)
+    rows, place = torch.arange(len(tokens), device=tokens.device), torch.arange(tokens.shape[1], device=tokens.device)
+    known, number = torch.unique(group[:, 0], return_inverse=True)
     if len(known) == len(tokens):
         return None
     total = valid.sum(dim=1)
-    place = torch.arange(tokens.shape[1], device=tokens.device)
-    text = tokens.gather(1, (place + start[:, None]).clamp(max=tokens.shape[1] - 1))  # begins in column 0
     first = rows.new_full((len(known),), len(tokens)).scatter_reduce(0, number, rows, "amin")
-    alike = (text == text[first[number]]) & (place < total[:, None] - 1)
+    alike = (tokens == tokens[first[number]]) & (place < total[:, None] - 1)
     common = alike.long().cumprod(dim=1).sum(dim=1)
     shared = common.new_full((len(known),), tokens.shape[1]).scatter_reduce(0, number, common, "amin")
-    shared = _with_less_of_lone_rows(shared, number, total)
+    alone = torch.bincount(number) == 1  # such a row shares all of itself, which would make every head as wide
+    shared[alone] = shared[alone].clamp(max=int(shared[~alone].amax()))
     if int(shared.min()) < 1:
         return None
     width, length = int(shared.max()), shared[number]
@@ -66,20 +62,9 @@ def find_prefixes(
     ahead = torch.arange(int((total - length).max()), device=tokens.device) + length[:, None]
     return Prefixes(
         number=number,
-        head=text[first].gather(1, back.clamp(min=0)),
+        head=tokens[first].gather(1, back.clamp(min=0)),
         head_valid=back >= 0,
-        tail=text.gather(1, ahead.clamp(max=tokens.shape[1] - 1)),
+        tail=tokens.gather(1, ahead.clamp(max=tokens.shape[1] - 1)),
         tail_valid=ahead < total[:, None],
-        place=place - start[:, None],
         length=length,
     )
-
-
-def _with_less_of_lone_rows(
-    shared: Int[Tensor, " prefix"], number: Int[Tensor, " row"], total: Int[Tensor, " row"]
-) -> Int[Tensor, " prefix"]:
-    """A row alone in its group shares all of itself, and all heads would be as wide: only as much as makes no tail wider."""
-    alone = torch.bincount(number) == 1
-    rest = (total - shared[number])[~alone[number]].amax()
-    needed = shared.new_zeros(len(shared)).scatter_(0, number, total) - rest
-    return torch.where(alone, torch.minimum(shared, needed.clamp(min=int(shared[~alone].amax()))), shared)

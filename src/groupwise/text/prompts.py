@@ -27,8 +27,8 @@ class PromptEncoder:
     """
 
     def __init__(self, tokenizer: Any, cfg: TextTaskCfg) -> None:
-        self._tokenizer = tokenizer
-        self._cfg = cfg
+        self.tokenizer = tokenizer
+        self.cfg = cfg
         self.conversational: bool = cfg.chat == "auto" and tokenizer.chat_template is not None
         """Whether texts become messages."""
         if cfg.system_prompt is not None and not self.conversational:
@@ -57,7 +57,7 @@ class PromptEncoder:
             DataError: a prompt is too long and ``on_long_prompt="error"``, or all are.
         """
         encoded = [EncodedPrompt(example, tuple(self.encode(example))) for example in examples]
-        limit = min((n for n in (self._cfg.max_prompt_tokens, context) if n is not None), default=None)
+        limit = min((n for n in (self.cfg.max_prompt_tokens, context) if n is not None), default=None)
         if limit is None:
             return encoded
         kept = [prompt for prompt in encoded if len(prompt.tokens) <= limit]
@@ -67,29 +67,29 @@ class PromptEncoder:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a completion, without special tokens."""
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
     def inline(self, answer: str) -> str:
         """A tool's answer as it stands in a text."""
-        return self._cfg.tool_answer.replace("{}", answer)
+        return self.cfg.tool_answer.replace("{}", answer)
 
     def _encode_text(self, text: str) -> list[int]:
-        tokens: list[int] = self._tokenizer(text)["input_ids"]
-        end = self._tokenizer.eos_token
-        if end is not None and tokens[-1:] == [self._tokenizer.eos_token_id] and not text.endswith(end):
+        tokens: list[int] = self.tokenizer(text)["input_ids"]
+        end = self.tokenizer.eos_token
+        if end is not None and tokens[-1:] == [self.tokenizer.eos_token_id] and not text.endswith(end):
             tokens = tokens[:-1]  # some tokenizers end every text; what is to be completed has not ended
         if tokens:
             return tokens
-        if self._tokenizer.bos_token_id is None:
+        if self.tokenizer.bos_token_id is None:
             raise DataError("an empty prompt has no tokens, and the tokenizer none to begin with; fix: write something")
-        return [self._tokenizer.bos_token_id]
+        return [self.tokenizer.bos_token_id]
 
     def _messages(self, example: Example) -> list[Message]:
         text = isinstance(example.prompt, str)
         messages = [{"role": "user", "content": str(example.prompt)}] if text else [*example.prompt]
-        if self._cfg.system_prompt is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self._cfg.system_prompt})
+        if self.cfg.system_prompt is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.cfg.system_prompt})
         return messages
 
     def _encode_messages(self, messages: list[Message]) -> list[int]:
@@ -97,12 +97,12 @@ class PromptEncoder:
 
         goes_on = messages[-1]["role"] == "assistant"
         try:
-            tokens: list[int] = self._tokenizer.apply_chat_template(
+            tokens: list[int] = self.tokenizer.apply_chat_template(
                 messages,
                 add_generation_prompt=not goes_on,
                 continue_final_message=goes_on,
                 return_dict=False,
-                **self._cfg.chat_template_kwargs,
+                **self.cfg.chat_template_kwargs,
             )
         except TemplateError as error:
             raise DataError(
@@ -113,22 +113,20 @@ class PromptEncoder:
     def _report_long(self, encoded: Sequence[EncodedPrompt], limit: int) -> None:
         too_long = [prompt for prompt in encoded if len(prompt.tokens) > limit]
         longest = max(len(prompt.tokens) for prompt in too_long)
-        own = self._cfg.max_prompt_tokens == limit
+        own = self.cfg.max_prompt_tokens == limit
         said = (
             f"{len(too_long)} of {len(encoded)} prompts have more than {limit} tokens (the longest {longest}), "
             f"{'max_prompt_tokens' if own else 'what max_new_tokens leaves of the context'}; the first: "
             f"{str(too_long[0].example.prompt)[:80]!r}"
         )
-        if self._cfg.on_long_prompt == "error" or len(too_long) == len(encoded):
+        if self.cfg.on_long_prompt == "error" or len(too_long) == len(encoded):
             fixes = [f"a {'larger max_prompt_tokens' if own else 'smaller max_new_tokens'}", "shorter prompts"]
             fixes += ["on_long_prompt='drop'"] if len(too_long) < len(encoded) else []
             raise DataError(f"{said}; fix: {', or '.join(fixes)}")
         warnings.warn(f"{said}; they are left out", stacklevel=3)
 
     def _no_template(self, what: str) -> ConfigError:
-        reason = (
-            "chat='never'" if self._cfg.chat == "never" else f"{self._tokenizer.name_or_path!r} has no chat template"
-        )
+        reason = "chat='never'" if self.cfg.chat == "never" else f"{self.tokenizer.name_or_path!r} has no chat template"
         return ConfigError(
             f"{what} for conversations, but {reason}; fix: the tokenizer of a chat model, chat='auto', or prompts that are texts"
         )

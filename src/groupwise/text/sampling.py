@@ -1,4 +1,4 @@
-"""Sampling: which token comes next, and what ends a completion."""
+"""Sampling: the next token of each completion, and what ends a completion."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -15,8 +15,6 @@ from groupwise.functional.row_random import hash_pair, mix, unit
 BLOCK = 256
 """Probabilities summed at once where a drawn number is looked up: a running sum over a whole vocabulary is slow."""
 _TINY = 1e-30
-_BYTES, _MORE = 4, 8
-"""Tokens that a character may take, and tokens kept besides: of what is cut off, a character's last bytes may remain."""
 _STOPS: tuple[Literal["length", "eos", "stop"], ...] = ("length", "eos", "stop")
 
 
@@ -34,15 +32,14 @@ class Completion(NamedTuple):
 
 
 class DecodingState:
-    """The state of decoding: all completions, a token of each unfinished one at a time.
+    """The state of decoding: all completions; each step adds a token to every unfinished one.
 
     A row's choices follow from its seed and its own tokens alone, up to the rounding of logits in another batch.
 
     Args:
-        seeds: of the rows.
         eos_ids: tokens that end a completion.
-        tokenizer: of transformers; only needed where the sampling has stop strings.
-        deterministic: take the likeliest token each time; seeds do not matter then.
+        tokenizer: of transformers; only needed for stop strings.
+        deterministic: take the most likely token each time; seeds do not matter then.
 
     Raises:
         ConfigError: stop strings without a tokenizer.
@@ -57,67 +54,46 @@ class DecodingState:
         *,
         deterministic: bool = False,
     ) -> None:
+        if sampling.stop and tokenizer is None:
+            raise ConfigError(f"stop={sampling.stop!r} needs a tokenizer; fix: give the policy one, or stop=()")
         count, device = len(seeds), seeds.device
         self.running = torch.arange(count, device=device)
         """Rows that are unfinished."""
-        self._sampling, self._deterministic = sampling, deterministic
-        # of all places at once: one by one, a small model would spend a tenth of its time on this
+        self._sampling, self._tokenizer, self._deterministic = sampling, tokenizer, deterministic
+        # of all steps at once: one by one, a small model would spend a tenth of its time on this
         self._chances = unit(hash_pair(mix(seeds)[:, None], torch.arange(sampling.max_new_tokens, device=device)))
         self._ends = torch.tensor(eos_ids, dtype=torch.long, device=device)
-        self._strings = _StopStrings(sampling.stop, tokenizer, count) if sampling.stop else None
         self._step = 0
         shape = (count, sampling.max_new_tokens)
         self._tokens = torch.zeros(shape, dtype=torch.long, device=device)
         self._log_probs = torch.zeros(shape, device=device)
         self._supports: list[tuple[Tensor, Tensor]] = []
-        self._lengths = torch.full((count,), sampling.max_new_tokens, device=device)
-        self._stops = torch.zeros(count, dtype=torch.long, device=device)
+        self._lengths, self._stops = torch.zeros(2, count, dtype=torch.long, device=device)
 
     def write(
         self, logits: Float[Tensor, "running vocabulary"]
     ) -> tuple[Int[Tensor, " running"], Bool[Tensor, " running"]]:
-        """The next token of each unfinished row, and whether the row goes on after it."""
-        step, everyone = self._step, len(self.running) == len(self._stops)
-        rows: slice | Tensor = slice(None) if everyone else self.running  # a slice is the faster index
-        drawn = draw(
-            logits,
-            self._chances[rows, step],
-            self._sampling,
-            deterministic=self._deterministic,
-        )
+        """The next token of each unfinished row, and whether the row is still unfinished."""
+        rows, step = self.running, self._step
+        drawn = draw(logits, self._chances[rows, step], self._sampling, deterministic=self._deterministic)
         self._tokens[rows, step], self._log_probs[rows, step] = drawn.token, drawn.log_prob
         if drawn.support is not None:
-            self._supports.append((self.running, drawn.support))
-        stop = torch.isin(drawn.token, self._ends).long()
-        if self._strings is not None:
-            complete = self._strings.completed(self.running.tolist(), drawn.token.tolist())
-            stop[torch.tensor(complete, device=stop.device) & (stop == 0)] = _STOPS.index("stop")
+            self._supports.append((rows, drawn.support))
         self._step = step + 1
-        goes_on = stop == 0
-        some_stop = not goes_on.all()
-        if some_stop:
-            finished = self.running[~goes_on]
-            self._stops[finished], self._lengths[finished] = stop[~goes_on], self._step
-        if self._step == self._sampling.max_new_tokens:
-            goes_on = torch.zeros_like(goes_on)
-            self.running = self.running[:0]
-        elif some_stop:
-            self.running = self.running[goes_on]
-        return drawn.token, goes_on
+        stop = torch.isin(drawn.token, self._ends).long()
+        if self._sampling.stop:
+            stop[self._has_stop_string(rows) & (stop == 0)] = _STOPS.index("stop")
+        self._stops[rows], self._lengths[rows] = stop, self._step
+        unfinished = (stop == 0) & (self._step < self._sampling.max_new_tokens)
+        self.running = rows[unfinished]
+        return drawn.token, unfinished
 
     def completions(self) -> list[Completion]:
-        """Of all rows, in their order; of unfinished ones, what there is."""
-        lengths = self._lengths.clamp(max=self._step).tolist()
-        supports = self._supports_of_rows() if self._supports else [None] * len(lengths)
-        rows = zip(
-            self._tokens.tolist(), self._log_probs.tolist(), self._stops.tolist(), lengths, supports, strict=True
-        )
+        """Of all rows, in their order; of unfinished ones, their tokens so far."""
+        supports = self._supports_of_rows() if self._supports else [None] * len(self._stops)
+        columns = (self._tokens, self._log_probs, self._stops, self._lengths)
+        rows = zip(*(column.tolist() for column in columns), supports, strict=True)
         return [Completion(t[:n], lp[:n], _STOPS[stop], support) for t, lp, stop, n, support in rows]
-
-    def groups(self, size: int) -> list[list[Completion]]:
-        """The completions, so many rows to a prompt."""
-        flat = self.completions()
-        return [flat[i : i + size] for i in range(0, len(flat), size)]
 
     def _supports_of_rows(self) -> list[list[list[int]]]:
         kept: list[list[list[int]]] = [[] for _ in self._tokens]
@@ -126,37 +102,13 @@ class DecodingState:
                 kept[row].append(ids)
         return kept
 
-
-class _StopStrings:
-    """Tells which completions' texts a token has brought a stop string to."""
-
-    def __init__(self, strings: Sequence[str], tokenizer: Any, count: int) -> None:
-        if tokenizer is None:
-            raise ConfigError(f"stop={tuple(strings)!r} but no tokenizer that reads texts; fix: give one, or stop=()")
-        self._strings, self._tokenizer = strings, tokenizer
-        self._least = _BYTES * max(map(len, strings)) + _MORE
-        self._tokens: list[list[int]] = [[] for _ in range(count)]
-        self._texts = [""] * count
-
-    def completed(self, rows: Sequence[int], tokens: Sequence[int]) -> list[bool]:
-        """Whether each of the rows' texts, with one token more, holds a string that it did not hold before."""
-        return [self._completed(row, token) for row, token in zip(rows, tokens, strict=True)]
-
-    def _completed(self, row: int, token: int) -> bool:
-        tokens = self._tokens[row]
-        if len(tokens) >= 2 * self._least:  # a string ends here: what is far before it need not be read again and again
-            del tokens[: -self._least]
-            self._texts[row] = self._text(tokens)
-        tokens.append(token)
-        text, old = self._text(tokens), self._texts[row]
-        self._texts[row] = text
-        while not text.startswith(old):  # a character's first bytes, alone, read as another character
-            old = old[:-1]
-        return any(text.find(s, max(0, len(old) - len(s) + 1)) >= 0 for s in self._strings)
-
-    def _text(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-        return text
+    def _has_stop_string(self, rows: Int[Tensor, " running"]) -> Bool[Tensor, " running"]:
+        """Whether the text of each row ends with or just after a stop string."""
+        strings = self._sampling.stop
+        window = 4 * max(map(len, strings)) + 8  # a character takes at most 4 tokens; its first bytes may be cut off
+        last = self._tokens[rows, max(0, self._step - window) : self._step].tolist()
+        texts = [self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False) for tokens in last]
+        return torch.tensor([any(s in text for s in strings) for text in texts], device=rows.device)
 
 
 class Drawn(NamedTuple):
@@ -182,7 +134,7 @@ def draw(
 
     Args:
         chance: uniform in [0, 1); equal numbers draw equal tokens.
-        deterministic: the likeliest token instead, of equally likely ones the first.
+        deterministic: take the most likely token instead, of equally likely ones the first.
     """
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
@@ -211,8 +163,7 @@ def pick(probability: Float[Tensor, "row place"], chance: Float[Tensor, " row"])
     block, summed, goal = _reach(mass, goal)
     before = (summed - mass).gather(1, block[:, None])[:, 0]
     rows = torch.arange(len(blocks), device=block.device)
-    place = block * BLOCK + _reach(blocks[rows, block], (goal - before).clamp(min=_TINY))[0]
-    return place.clamp(max=width - 1)  # what NaN leads to lies behind
+    return block * BLOCK + _reach(blocks[rows, block], (goal - before).clamp(min=_TINY))[0]
 
 
 def _reach(
@@ -223,29 +174,13 @@ def _reach(
     Where rounding leaves the goal above every sum, the greatest is the goal.
     """
     summed = mass.cumsum(dim=-1)
-    # a CPU adds one by one, so that the sums rise where there is mass and stay where there is none
-    place, goal = _first_in_order(summed, goal) if summed.device.type == "cpu" else _first(mass, summed, goal)
-    return place, summed, goal
-
-
-def _first_in_order(summed: Float[Tensor, "row place"], goal: Float[Tensor, " row"]) -> tuple[Tensor, Tensor]:
-    """The first place at which sums in rising order reach the goal, and the goal itself: in a third of the time."""
-    goal = torch.minimum(goal, summed[:, -1])
-    place = torch.searchsorted(summed, goal[:, None])[:, 0]
-    return place.clamp(max=summed.shape[1] - 1), goal  # NaN is behind them all: who reads the log-probability will tell
-
-
-def _first(
-    mass: Float[Tensor, "row place"], summed: Float[Tensor, "row place"], goal: Float[Tensor, " row"]
-) -> tuple[Tensor, Tensor]:
-    """The same where rounding may let the sums rise or fall without mass."""
-    reached = torch.where(mass > 0, summed, 0)
+    reached = torch.where(mass > 0, summed, 0)  # on a GPU, rounding may let sums rise or fall without mass
     goal = torch.minimum(goal, reached.amax(dim=-1))
-    return (reached >= goal[:, None]).int().argmax(dim=-1), goal
+    return (reached >= goal[:, None]).int().argmax(dim=-1), summed, goal
 
 
 def _nucleus(probability: Float[Tensor, "row place"], sampling: EvalSamplingCfg) -> Float[Tensor, "row place"]:
-    """Probabilities among the tokens that ``top_p`` and then ``min_p`` keep; the likeliest always is.
+    """Probabilities among the tokens that ``top_p`` and then ``min_p`` keep; the most likely one is always kept.
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, section 3.1; Nguyen et al., "Turning Up
     the Heat: Min-p Sampling", 2024, section 3.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,20 +15,12 @@ from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.rewards import RewardSet, TrainingState
 from groupwise.text.sampling import Completion
 from groupwise.text.tools import Tool, ask
-from groupwise.text.turns import AnswerEncoder, as_messages
-
-
-class Reply(NamedTuple):
-    """The tool's answer."""
-
-    text: str
-    tokens: list[int]
-    """All tokens between two turns of the model."""
+from groupwise.text.turns import AnswerEncoder
 
 
 @dataclass
 class Transcript:
-    """One completion of a group, in the tokens that were really sampled."""
+    """One completion of a group, in the tokens that were sampled."""
 
     prompt: EncodedPrompt
     group: int
@@ -36,14 +29,14 @@ class Transcript:
     tokens: list[int] = field(default_factory=list)
     """All tokens after the prompt."""
     log_probs: list[float] = field(default_factory=list)
-    """Of each token; 0 where the model did not write it."""
+    """Of each token; 0 for the tool's."""
     turn: list[int] = field(default_factory=list)
-    """Which of the model's turns wrote the token; -1: none did."""
+    """The model's turn that wrote each token; -1: the tool's."""
     support: list[list[int]] = field(default_factory=list)
     stop: Literal["eos", "stop", "length"] = "length"
-    """What ended the model's last turn."""
+    """How the model's last turn ended."""
     turns: int = 0
-    """How many turns the model has had."""
+    """Number of the model's turns."""
     answers: list[str] = field(default_factory=list)
     """The tool's answer after each turn but the last."""
 
@@ -60,113 +53,96 @@ class Transcript:
         """Tokens of one of the model's turns, from 0."""
         return [token for token, turn in zip(self.tokens, self.turn, strict=True) if turn == number]
 
-    def take(self, completion: Completion) -> None:
-        """Add a turn of the model's."""
-        count = len(completion.tokens)
-        self._add(completion.tokens, completion.log_probs, [self.turns] * count)
+    def add_turn(self, completion: Completion) -> None:
+        """Add a turn of the model."""
+        self._add(completion.tokens, completion.log_probs, self.turns)
         self.support += completion.support or []
         self.stop = completion.stop
         self.turns += 1
 
-    def answer(self, reply: Reply) -> None:
-        """Add the tool's answer."""
-        count = len(reply.tokens)
-        self._add(reply.tokens, [0.0] * count, [-1] * count)
+    def add_answer(self, answer: str, tokens: Sequence[int]) -> None:
+        """Add the tool's answer, and all tokens between two turns of the model."""
+        self._add(tokens, [0.0] * len(tokens), -1)
         if self.support:
-            self.support += [[-1] * len(self.support[-1])] * count
-        self.answers.append(reply.text)
+            self.support += [[-1] * len(self.support[-1])] * len(tokens)
+        self.answers.append(answer)
 
-    def _add(self, tokens: Sequence[int], log_probs: Sequence[float], turn: Sequence[int]) -> None:
+    def _add(self, tokens: Sequence[int], log_probs: Sequence[float], turn: int) -> None:
         self.tokens += tokens
         self.log_probs += log_probs
-        self.turn += turn
+        self.turn += [turn] * len(tokens)
 
 
 class ToolDialogue:
     """Asks the tool after each turn but the last.
 
     Args:
-        max_turns: of the model.
+        context: tokens that the model has positions for. None: no limit.
     """
 
-    def __init__(self, tool: Tool, encoder: PromptEncoder, answers: AnswerEncoder, max_turns: int) -> None:
+    def __init__(self, tool: Tool, encoder: PromptEncoder, context: int | None = None) -> None:
         self._tool = tool
         self._encoder = encoder
-        self._answers = answers
-        self._max_turns = max_turns
+        self._answers = AnswerEncoder(encoder)
+        self._context = context
 
-    def reply(self, transcript: Transcript) -> Reply | None:
-        """The tool's answer to the completion's last turn.
+    def answer(self, transcript: Transcript, max_new_tokens: int) -> bool:
+        """Add the tool's answer to the last turn; False if the completion is over.
+
+        A completion that has no room for an answer and another turn counts as cut.
 
         Raises:
-            ToolError: it failed.
+            ToolError: the tool failed.
         """
-        if transcript.turns >= self._max_turns:
-            return None
+        if transcript.stop == "length" or transcript.turns >= self._encoder.cfg.max_turns:
+            return False
         turn = transcript.last_turn()
         answer = ask(self._tool, self._encoder.decode(turn))
         if answer is None:
-            return None
-        end = turn[-1] if transcript.stop == "eos" else None
-        return Reply(answer, self._answers.encode(answer, end))
+            return False
+        tokens = self._answers.encode(answer, turn[-1] if transcript.stop == "eos" else None)
+        length = len(transcript.prompt.tokens) + len(transcript.tokens) + len(tokens) + max_new_tokens
+        if self._context is not None and length > self._context:
+            transcript.stop = "length"
+            return False
+        transcript.add_answer(answer, tokens)
+        return True
 
 
 def write(
     transcripts: Sequence[Transcript],
     generator: Generator,
     sampling: SamplingCfg,
-    *,
     dialogue: ToolDialogue | None = None,
-    context: int | None = None,
 ) -> None:
-    """Generate every transcript to its end; members of a group share the encoding of their prompt.
-
-    Args:
-        context: tokens that the model has positions for; a completion that has no room for another turn ends as cut.
-    """
+    """Generate every transcript to its end; members of a group share the encoding of their prompt."""
     running = list(transcripts)
     while running:
-        for deterministic in (False, True):
-            part = [transcript for transcript in running if transcript.greedy == deterministic]
-            for group in _of_one_size(part):
-                _write_turn(group, generator, sampling, deterministic)
-        running = [] if dialogue is None else [a for a in running if _goes_on(a, dialogue, sampling, context)]
+        for batch in _batches(running):
+            _write_turn(batch, generator, sampling)
+        running = [] if dialogue is None else [t for t in running if dialogue.answer(t, sampling.max_new_tokens)]
 
 
-def _write_turn(
-    groups: list[list[Transcript]], generator: Generator, sampling: SamplingCfg, deterministic: bool
-) -> None:
-    """One turn of groups that are equally large and whose members stand at the same text."""
+def _batches(transcripts: Sequence[Transcript]) -> list[list[list[Transcript]]]:
+    """Transcripts with the same text so far in one group; groups that can be generated in one call in one batch."""
+    groups: dict[tuple[bool, int, tuple[int, ...]], list[Transcript]] = {}
+    for transcript in transcripts:
+        key = transcript.greedy, transcript.group, tuple(transcript.tokens)
+        groups.setdefault(key, []).append(transcript)
+    batches: dict[tuple[bool, int], list[list[Transcript]]] = {}
+    for (greedy, *_), group in groups.items():
+        batches.setdefault((greedy, len(group)), []).append(group)
+    return list(batches.values())
+
+
+def _write_turn(groups: list[list[Transcript]], generator: Generator, sampling: SamplingCfg) -> None:
+    """One turn of groups of the same size, whose members have the same text so far."""
     texts = [[*members[0].prompt.tokens, *members[0].tokens] for members in groups]
     seeds = [[derive_seed(member.seed, "turn", member.turns) for member in members] for members in groups]
-    completions = generator.generate(texts, torch.tensor(seeds), sampling, deterministic)
+    completions = generator.generate(texts, torch.tensor(seeds), sampling, groups[0][0].greedy)
     for members, written in zip(groups, completions, strict=True):
         for member, completion in zip(members, written, strict=True):
-            member.take(completion)
-
-
-def _of_one_size(transcripts: Sequence[Transcript]) -> list[list[list[Transcript]]]:
-    """Completions that stand at the same text together, these groups by how large they are."""
-    groups: dict[tuple[int, tuple[int, ...]], list[Transcript]] = {}
-    for transcript in transcripts:
-        groups.setdefault((transcript.group, tuple(transcript.tokens)), []).append(transcript)
-    by_size: dict[int, list[list[Transcript]]] = {}
-    for group in groups.values():
-        by_size.setdefault(len(group), []).append(group)
-    return list(by_size.values())
-
-
-def _goes_on(transcript: Transcript, dialogue: ToolDialogue, sampling: SamplingCfg, context: int | None) -> bool:
-    """Whether the completion was answered and has another turn."""
-    reply = None if transcript.stop == "length" else dialogue.reply(transcript)
-    if reply is None:
-        return False
-    length = len(transcript.prompt.tokens) + len(transcript.tokens) + len(reply.tokens) + sampling.max_new_tokens
-    if context is not None and length > context:
-        transcript.stop = "length"
-        return False
-    transcript.answer(reply)
-    return True
+            member.add_turn(completion)
 
 
 class Scored(NamedTuple):
@@ -195,27 +171,24 @@ def score(
     completions = [_completion(transcript, text, encoder) for transcript, text in zip(transcripts, texts, strict=True)]
     ids = [transcript.tokens for transcript in transcripts]
     scores = rewards.score([example.prompt for example in examples], completions, ids, columns, state)
-    return [
-        Scored(transcript, text, reward, parts)
-        for transcript, text, reward, *parts in zip(transcripts, texts, scores.reward, *scores.parts, strict=True)
-    ]
+    members = zip(transcripts, texts, scores.reward, zip(*scores.parts, strict=True), strict=True)
+    return [Scored(*member) for member in members]
 
 
 def text_of(transcript: Transcript, encoder: PromptEncoder) -> str:
-    """All that was written, with the answers in between as they stand in a text."""
-    if not transcript.answers:
-        return encoder.decode(transcript.tokens)
+    """All that the model wrote, with the tool's answers in between as plain text."""
     answers = [encoder.inline(answer) for answer in transcript.answers]
-    return "".join(
-        part for pair in zip(_texts_of_turns(transcript, encoder), [*answers, ""], strict=True) for part in pair
-    )
+    return "".join(part for turn in zip_longest(_turns(transcript, encoder), answers, fillvalue="") for part in turn)
 
 
 def _completion(transcript: Transcript, text: str, encoder: PromptEncoder) -> CompletionText:
+    """The completion for reward functions: after a prompt of messages, several turns are messages, as in TRL."""
     if isinstance(transcript.prompt.example.prompt, str) or not transcript.answers:
         return text
-    return as_messages(_texts_of_turns(transcript, encoder), transcript.answers)
+    turns = [{"role": "assistant", "content": turn} for turn in _turns(transcript, encoder)]
+    answers = [{"role": "tool", "content": answer} for answer in transcript.answers]
+    return [message for pair in zip_longest(turns, answers) for message in pair if message is not None]
 
 
-def _texts_of_turns(transcript: Transcript, encoder: PromptEncoder) -> list[str]:
+def _turns(transcript: Transcript, encoder: PromptEncoder) -> list[str]:
     return [encoder.decode(transcript.of_turn(number)) for number in range(transcript.turns)]

@@ -161,7 +161,6 @@ class Trainer:
         start = time.perf_counter()
         _seed_everything(derive_seed(self.seed, "global", self.engine.rank, self.iteration))
         self.algorithm.set_progress(self.env_steps / self.total_steps)
-        self.collector.sync(self.algorithm.policy)
         self.doing = "collecting"
         rollout = self.collector.collect(self.num_steps, rollout=self.buffer.start_rollout())
         self.doing = "updating"

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from groupwise import config
-from groupwise.comparison.methods import differences, differing, environment_of, labels, method_of, preset_of
-from groupwise.config import presets
+from groupwise.comparison.methods import differences, differing, environment_of, labels, method_of
 
 
 def method(algorithm: Any = "grpo", **fields: Any) -> dict[str, Any]:
@@ -65,12 +64,7 @@ def test_one_setting_names_what_differs():
     assert labels([*found, method("ppo")]) == ["grpo learning_rate=0.001", "grpo learning_rate=0.0003", "ppo"]
 
 
-def test_presets_name_what_differs_in_several_settings():
-    found = [method(), method(preset="dr_grpo"), method(preset="dapo")]
-    assert labels(found) == ["grpo", "grpo preset=dr_grpo", "grpo preset=dapo"]
-
-
-def test_few_settings_name_what_presets_do_not():
+def test_few_settings_name_what_differs_in_several():
     grid = [method({"gamma": gamma, "learning_rate": rate}) for gamma in (0.9, 1.0) for rate in (0.1, 0.2)]
     assert labels(grid) == [
         "grpo learning_rate=0.1, gamma=0.9",
@@ -93,22 +87,6 @@ def test_settings_that_end_alike_keep_their_full_names():
     one = {"algorithm.name": "x", "a.eps": 1, "b.eps": 1}
     found = [one | {"a.eps": a, "b.eps": b} for a in (1, 2) for b in (1, 2)]
     assert labels(found)[1] == "x a.eps=1, b.eps=2"
-
-
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "sb3_process", "embodichain", "cispo"])
-def test_a_run_on_a_preset_is_known_by_it(name):
-    settings = method(preset=name)
-    assert preset_of(settings) == name
-    assert preset_of(settings | {"algorithm.objective.max_length": 500}) == name  # found out when the run begins
-    assert preset_of(settings | {"algorithm.credit.eps": 0.5}) is None
-
-
-def test_explicit_none_of_a_preset_counts():
-    [low] = [
-        p.settings["objective"]["trust_region"]["low"] for n, p in presets.objective_presets().items() if n == "cispo"
-    ]
-    assert low is None
-    assert preset_of(method(preset="cispo") | {"algorithm.objective.trust_region.low": 0.1}) is None
 
 
 # --- differences ---

@@ -68,8 +68,7 @@ def test_steps_that_differ_much_are_told():
 
 def test_methods_of_few_runs_are_named():
     found = compare_records([*A, *B, *records("E", "many", range(5))])
-    assert found.notes == ("E: fewer than 5 runs of a, b, too few to rely on an interval; fix: more seeds",)
-    assert "fewer than 5 runs of each method" in compare_records(A + B).notes[0]
+    assert found.notes == ("E: fewer than 5 runs of a, b, too few for a reliable interval; fix: more seeds",)
 
 
 def test_one_run_has_no_interval_and_that_is_told():
@@ -77,7 +76,7 @@ def test_one_run_has_no_interval_and_that_is_told():
     alone = found.environments[0].methods[1]
     assert (alone.iqm.value, alone.iqm.interval, alone.curve.low) == (5.0, None, None)
     assert found.environments[0].improvements[0].probability.interval is None
-    assert any("one run of alone" in note for note in found.notes)
+    assert any("fewer than 5 runs of a, alone" in note for note in found.notes)
 
 
 def test_a_shift_of_all_returns_changes_no_probability():
@@ -97,8 +96,8 @@ def test_environments_are_put_on_one_scale():
     assert found.overall is not None
     a, b = found.overall.methods
     assert found.overall.reference == {"E": (0, 10), "F": (0, 200)}
-    # a: 0.3 0.6 0.9 3.0 thrice, 0 0 0 four times: 24 numbers, the middle 12 of them: 0 (6), 0.3 (3), 0.6 (3)
-    assert (a.method, a.iqm.value) == ("a", pytest.approx((3 * 0.3 + 3 * 0.6) / 12))
+    # a: 0 0 0 0.3 0.6 0.9 3.0 without the first and the last
+    assert (a.method, a.iqm.value) == ("a", pytest.approx((0.3 + 0.6 + 0.9) / 5))
     assert a.mean == pytest.approx(1.2 / 2)
     assert (b.method, b.iqm.value) == ("b", pytest.approx((0.2 + 0.5) / 2))  # the middle of 0.1 0.2 0.5 1.0
     [pair] = found.overall.improvements
@@ -202,47 +201,3 @@ def test_picture_of_many_methods_with_long_names_and_single_points(tmp_path: Pat
     plot_comparison(compare_records(many), tmp_path / "many.png")
     with Image.open(tmp_path / "many.png") as image:
         image.verify()
-
-
-def seen_between(records_, monkeypatch) -> tuple[float, float]:
-    """Limits of the curves' axis, without the margin of a twentieth on both sides."""
-    drawn = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path: drawn.append(self))
-    plot_comparison(compare_records(records_), Path("unused.png"))
-    low, high = drawn[0].axes[0].get_ylim()
-    margin = (high - low) * 0.05 / 1.1
-    return low + margin, high - margin
-
-
-def rising(worst: float) -> list[RunRecord]:
-    """Five runs from 0 to 3 in twenty steps; the last one is somewhere else half way."""
-    steps = tuple(range(100, 2200, 100))
-    runs = [RunRecord("E", "a", seed, steps, tuple(3 * k / 20 for k in range(21))) for seed in range(4)]
-    bad = (*(3 * k / 20 for k in range(10)), worst, *(3 * k / 20 for k in range(11, 21)))
-    return [*runs, RunRecord("E", "a", 4, steps, bad)]
-
-
-@pytest.mark.parametrize(
-    ("worst", "expected"),
-    [(-900.0, (-1.5, 3.0)), (900.0, (0.0, 4.5)), (1.0, (0.0, 3.0))],  # half of the lines' height, or what bands need
-)
-def test_one_runs_bad_moment_does_not_flatten_the_lines(worst, expected, monkeypatch):
-    assert seen_between(rising(worst), monkeypatch) == pytest.approx(expected)
-
-
-def test_bands_are_whole_where_lines_are_near_each_other(monkeypatch):
-    """Two methods that ended alike, once measured: the axis shows how unsure both are."""
-    alike = [
-        *records("E", "a", range(420, 500, 9), env_steps=(9,)),
-        *records("E", "b", range(421, 501, 9), env_steps=(9,)),
-    ]
-    low, high = seen_between(alike, monkeypatch)
-    for method in compare_records(alike).environments[0].methods:
-        assert low <= method.curve.low[0] < method.curve.high[0] <= high
-
-
-@pytest.mark.parametrize("finals", [(2.0,), (2.0, 2.0, 2.0)])  # without a band, and with one of no width
-def test_a_flat_line_has_room_around_it(finals, monkeypatch):
-    flat = records("E", "a", finals, env_steps=(9,))
-    low, high = seen_between(flat, monkeypatch)
-    assert low < 2 < high

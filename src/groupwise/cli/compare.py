@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from groupwise.comparison.aggregates import Estimate
 from groupwise.comparison.methods import setting
 from groupwise.comparison.results import Comparison, EnvironmentResult, Improvement, Overall, figure, shown
-from groupwise.comparison.runs import compare_pairs
+from groupwise.comparison.runs import compare
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,8 +47,10 @@ def run(parser: ArgumentParser, argv: Sequence[str]) -> None:
     parser.add_argument("--reference", type=Path, metavar="FILE.json", help=scores)
     options = parser.parse_args(argv)
     reference = None if options.reference is None else read_reference(options.reference)
-    pairs = [parse_word(word) for word in options.runs]
-    found = compare_pairs(pairs, reference, finished_only=options.finished_only)
+    named: dict[str | None, list[Path]] = {}
+    for name, path in map(parse_word, options.runs):
+        named.setdefault(name, []).append(path)
+    found = compare(named, reference=reference, finished_only=options.finished_only)
     if options.out is not None:
         found.save(options.out)
     if options.json:

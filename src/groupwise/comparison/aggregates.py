@@ -1,16 +1,14 @@
-"""Statistics of several runs: what stands for them all, how sure that is, which of two methods is ahead.
+"""Statistics over several runs: interquartile mean, probability of improvement, bootstrap intervals, curves.
 
-Scores are arrays whose last axis is the runs (seeds), one array per environment: environments are strata, whose runs are
-drawn again separately. Knows arrays only, so that whatever recorded the scores can use it.
+Scores are arrays whose last axis is the runs (seeds), one array per environment. Environments are the strata of the
+bootstrap: their runs are resampled separately.
 
 Source: Agarwal et al. 2021, "Deep Reinforcement Learning at the Edge of the Statistical Precipice"
 (https://arxiv.org/abs/2108.13264), sections 4.1 to 4.3, and its library rliable.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +16,12 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Number = int | float
 Statistic = Callable[..., Array]
-"""Arrays, one a stratum, runs on the last axis -> a number for everything before that axis."""
+"""Arrays with the runs on the last axis, one per stratum -> a number for everything before that axis."""
 
 RESAMPLES = 10_000
-"""Of a score's interval: its ends vary by about a hundredth of its width."""
-BAND_RESAMPLES = 2_000
-"""Of the interval at each point of a curve."""
+"""For the interval of a score: its ends vary by about a hundredth of its width."""
+CURVE_RESAMPLES = 2_000
+"""For the interval at each point of a curve."""
 SEED = 0
 """Of the bootstrap: the same runs give the same interval."""
 GRID = 101
@@ -32,40 +30,35 @@ GRID = 101
 
 @dataclass(frozen=True)
 class Estimate:
-    """A statistic of some runs."""
+    """A statistic over runs."""
 
     value: float
     interval: tuple[float, float] | None
-    """95 % bootstrap interval; None where an environment has one run only, which tells nothing about others."""
+    """95 % bootstrap interval; None if an environment has one run only."""
 
 
-class Band(NamedTuple):
-    """A statistic at each point of a curve."""
+@dataclass(frozen=True)
+class Curve:
+    """Return against environment steps: interquartile mean over runs, and a 95 % interval at each point."""
 
-    value: tuple[float, ...]
+    env_steps: tuple[float, ...]
+    iqm: tuple[float, ...]
     low: tuple[float, ...] | None
-    """Lower ends of the 95 % intervals; None with one run only."""
+    """Lower ends of the intervals; None with one run only."""
     high: tuple[float, ...] | None
 
 
 def iqm(*strata: Array) -> Array:
     """Interquartile mean: the mean of the middle half of all runs of all environments.
 
-    The lowest and the highest quarter, rounded down to whole runs, are left out, so that up to three runs are all used.
-    Environments count alike: where one has fewer runs, its runs count more often.
+    A quarter at each end, rounded down to whole runs, is left out, so up to three runs are all used.
 
     Args:
-        strata: scores [..., run], one array an environment, all on one scale.
+        strata: scores [..., run], one array per environment, all on one scale.
     """
-    common = math.lcm(*(scores.shape[-1] for scores in strata))
-    pooled = np.concatenate(strata, axis=-1)
-    counts = np.concatenate([np.full(scores.shape[-1], common // scores.shape[-1]) for scores in strata])
-    total = common * len(strata)
-    cut = total // 4
-    order = np.argsort(pooled, axis=-1)
-    end = np.cumsum(counts[order], axis=-1)  # as if each run stood there as often as it counts
-    kept = end.clip(cut, total - cut) - (end - counts[order]).clip(cut, total - cut)
-    return np.asarray((np.take_along_axis(pooled, order, axis=-1) * kept).sum(axis=-1) / (total - 2 * cut))
+    pooled = np.sort(np.concatenate(strata, axis=-1), axis=-1)
+    count = pooled.shape[-1]
+    return np.asarray(pooled[..., count // 4 : count - count // 4].mean(axis=-1))
 
 
 def probability_of_improvement(*strata: Array) -> Array:
@@ -95,23 +88,20 @@ def estimate(statistic: Statistic, strata: Sequence[Array], resamples: int = RES
     return Estimate(float(statistic(*strata)), None if ends is None else (float(ends[0]), float(ends[1])))
 
 
-def band(curves: Array) -> Band:
-    """The interquartile mean of curves [point, run] at each point; whole runs are drawn again."""
-    ends = bootstrap_interval(iqm, [curves], BAND_RESAMPLES)
+def curve(grid: Array, returns: Array) -> Curve:
+    """The interquartile mean of ``returns`` [point, run] at each point of ``grid``; whole runs are resampled."""
+    ends = bootstrap_interval(iqm, [returns], CURVE_RESAMPLES)
     low, high = (None, None) if ends is None else (tuple(end.tolist()) for end in ends)
-    return Band(tuple(iqm(curves).tolist()), low, high)
+    return Curve(tuple(grid.tolist()), tuple(iqm(returns).tolist()), low, high)
 
 
 def bootstrap_interval(
     statistic: Statistic, strata: Sequence[Array], resamples: int = RESAMPLES
 ) -> tuple[Array, Array] | None:
-    """95 % interval by the stratified percentile bootstrap: runs of each stratum are drawn again from that stratum.
+    """95 % interval by the stratified percentile bootstrap; None if a stratum has one run only.
 
     Args:
-        strata: scores [..., run]; of whatever is before the runs, the same ones are drawn.
-
-    Returns:
-        Lower and upper end; None if a stratum has one run only.
+        strata: scores [..., run]; the same runs are drawn for everything before the last axis.
     """
     if min(scores.shape[-1] for scores in strata) < 2:
         return None
@@ -125,25 +115,15 @@ def bootstrap_interval(
 
 
 def common_grid(steps: Sequence[Sequence[Number]]) -> Array:
-    """Evenly spaced env steps over the range in which each of these curves has points; one point if there is no such range."""
+    """Evenly spaced steps over the range in which all of these curves have points; one point if there is none."""
     end = min(points[-1] for points in steps)
     start = min(max(points[0] for points in steps), end)
     return np.unique(np.linspace(start, end, GRID))
 
 
-def on_grid(grid: Array, steps: Sequence[Number], values: Sequence[Number]) -> Array:
-    """A curve through points, read off at ``grid``: straight between them, constant before the first and after the last."""
-    return np.asarray(np.interp(grid, steps, values))
-
-
-def mean_height(grid: Array, curves: Array) -> Array:
-    """Area under curves [point, run] divided by its width, [run]: what a run scored on average over its training."""
+def mean_height(grid: Array, returns: Array) -> Array:
+    """Area under curves [point, run] divided by its width, [run]: the average return over training."""
     if len(grid) == 1:
-        return np.asarray(curves[0])
-    trapezoids = (curves[1:] + curves[:-1]) / 2 * np.diff(grid)[:, None]
+        return np.asarray(returns[0])
+    trapezoids = (returns[1:] + returns[:-1]) / 2 * np.diff(grid)[:, None]
     return np.asarray(trapezoids.sum(axis=0) / (grid[-1] - grid[0]))
-
-
-def normalized(scores: Array, low: Number, high: Number) -> Array:
-    """Scores on the scale where ``low`` is 0 and ``high`` is 1."""
-    return np.asarray((scores - low) / (high - low))

@@ -1,26 +1,21 @@
 """A comparison as a picture: curves with bands, and intervals of the final scores, a row per environment."""
 
-from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from groupwise.comparison.aggregates import Estimate
-from groupwise.comparison.results import Comparison, Curve, EnvironmentResult, Overall
+from groupwise.comparison.results import Comparison, EnvironmentResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9")
-"""Told apart by colour-blind readers, too (seaborn's palette ``colorblind``)."""
+"""Seaborn's palette ``colorblind``."""
 STYLES = ("-", "--", ":")
-"""Each next ten methods have another line."""
-LINE_ROOM, BAND_ROOM = 0.5, 3.0
-"""Above and below the lines: so much of their height, or of the median distance from a line to its band's end, whichever is more. A band that one
-run's bad moment makes many times as wide is cut off there, or lines would be flat."""
-LONGEST_NAME = 40
-"""Letters of a method's name that an axis has room for; it breaks there."""
+"""Line styles of the first, second and third ten methods."""
+NAME_WIDTH = 40
+"""Characters of a method's name in a line."""
 
 
 def plot_comparison(found: Comparison, path: Path) -> None:
@@ -39,9 +34,11 @@ def plot_comparison(found: Comparison, path: Path) -> None:
         _curves(figure.add_subplot(grid[row, 0]), one, looks)
         ends = {result.method: result.iqm for result in one.methods}
         each = {result.method: result.scores for result in one.methods}
-        _intervals(figure.add_subplot(grid[row, 1]), ends, each, looks, _end_of(one))
+        _intervals(figure.add_subplot(grid[row, 1]), ends, each, looks, "final return")
     if found.overall is not None:
-        _overall(figure.add_subplot(grid[rows - 1, :]), found.overall, looks)
+        ends = {method.method: method.iqm for method in found.overall.methods}
+        title = "all environments, normalised final return"
+        _intervals(figure.add_subplot(grid[rows - 1, :]), ends, {}, looks, title)
     figure.savefig(path)
 
 
@@ -55,7 +52,9 @@ def _curves(axes: "Axes", found: EnvironmentResult, looks: dict[str, dict[str, A
     for result in found.methods:
         curve, look = result.curve, looks[result.method]
         marker = "o" if len(curve.env_steps) == 1 else None  # a line of one point would be invisible
-        axes.plot(curve.env_steps, curve.iqm, linewidth=1.6, marker=marker, label=_broken(result.method), **look)
+        axes.plot(
+            curve.env_steps, curve.iqm, linewidth=1.6, marker=marker, label=fill(result.method, NAME_WIDTH), **look
+        )
         if curve.low is not None and curve.high is not None:
             axes.fill_between(curve.env_steps, curve.low, curve.high, color=look["color"], alpha=0.18, linewidth=0)
             if marker:
@@ -63,35 +62,10 @@ def _curves(axes: "Axes", found: EnvironmentResult, looks: dict[str, dict[str, A
     kind = "episode return" if found.measure == "evaluation" else "training return"
     axes.set(title=found.environment, xlabel=found.unit, ylabel=f"{kind}, IQM of runs")
     axes.set_xlim(left=0)
-    axes.set_ylim(*_visible([result.curve for result in found.methods]))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="best", fontsize="small")
-
-
-def _visible(curves: Sequence[Curve]) -> tuple[float, float]:
-    """All of the lines, and of the bands around them as much as leaves them readable."""
-    points = [value for curve in curves for value in curve.iqm]
-    bounds = [(curve.iqm, bound) for curve in curves for bound in (curve.low, curve.high) if bound is not None]
-    ends = [pair for line, bound in bounds for pair in zip(line, bound, strict=True)]
-    bands = points + [end for _, end in ends]
-    room = BAND_ROOM * float(np.median([abs(line - end) for line, end in ends])) if ends else 0.0
-    room = max(room, LINE_ROOM * (max(points) - min(points)))
-    low, high = max(min(bands), min(points) - room), min(max(bands), max(points) + room)
-    margin = 0.05 * (high - low) or 0.5
-    return low - margin, high + margin
-
-
-def _end_of(found: EnvironmentResult) -> str:
-    runs = sorted({len(result.seeds) for result in found.methods})
-    count = str(runs[0]) if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
-    return f"final return of {count} run{'' if runs[-1] == 1 else 's'}"
-
-
-def _overall(axes: "Axes", found: Overall, looks: dict[str, dict[str, Any]]) -> None:
-    ends = {method.method: method.iqm for method in found.methods}
-    _intervals(axes, ends, {}, looks, "all environments, normalised final return")
 
 
 def _intervals(
@@ -110,7 +84,7 @@ def _intervals(
         axes.plot([end.value] * 2, [place - 0.25, place + 0.25], color=color, linewidth=2.5)
         dots = scores.get(method, ())
         axes.plot(dots, [place] * len(dots), "o", color=color, markersize=3.5, markeredgewidth=0, alpha=0.7)
-    axes.set_yticks(range(len(ends)), [_broken(method) for method in ends], fontsize="small")
+    axes.set_yticks(range(len(ends)), [fill(method, NAME_WIDTH) for method in ends], fontsize="small")
     axes.set_ylim(len(ends) - 0.4, -0.6)
     axes.use_sticky_edges = False  # bars would begin at the frame
     axes.margins(x=0.05)
@@ -118,13 +92,3 @@ def _intervals(
     axes.grid(alpha=0.3, axis="x")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-
-
-def _broken(name: str) -> str:
-    """A name over several lines, if it is long: broken between its parts."""
-    lines = [""]
-    for word in name.split(" "):
-        if lines[-1] and len(lines[-1]) + len(word) > LONGEST_NAME:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return "\n".join(lines)

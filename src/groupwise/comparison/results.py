@@ -1,11 +1,11 @@
-"""Methods compared by their runs: per environment, and over all of them on a common scale. Plain data in, plain data out.
+"""Methods compared by their runs: per environment, and over all environments on a common scale.
 
-Knows no run folder: ``RunRecord`` is all it needs of a run, wherever that was recorded.
+A ``RunRecord`` is all that is needed of a run, so results of other libraries can be compared, too.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -14,23 +14,24 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from groupwise.comparison import aggregates
-from groupwise.comparison.aggregates import Band, Estimate, Number
+from groupwise.comparison.aggregates import Array, Curve, Estimate, Number, estimate, iqm
 from groupwise.errors import ConfigError, DataError, nearest
 
 Measure = Literal["evaluation", "training"]
-"""Returns of evaluations, or of training's own episodes."""
-
+"""Returns of evaluations, or of training episodes."""
 
 Reference = Mapping[str, tuple[Number, Number] | Sequence[Number]]
 """Environment -> the two scores that count as 0 and 1."""
 
-
 ENOUGH_RUNS = 5
-"""From so many runs on an interval tells something: of three that all end above three others, a bootstrap knows no doubt."""
+"""With fewer runs, bootstrap intervals are too narrow."""
+
+Settings = Mapping[str, dict[str, dict[str, Any]]]
+"""Environment -> setting -> method -> value."""
 
 
 class RunRecord(NamedTuple):
-    """What one run reached, wherever it was recorded."""
+    """The results of one run."""
 
     environment: str
     method: str
@@ -38,45 +39,35 @@ class RunRecord(NamedTuple):
     env_steps: tuple[Number, ...]
     """When the return was measured, rising."""
     returns: tuple[Number, ...]
-    """Mean return each time; the last one is the run's score."""
+    """Mean return at each of them; the last one is the run's score."""
     measure: Measure = "evaluation"
     unit: str = "environment steps"
-    """Of ``env_steps``: what a step is."""
+    """What a step is."""
     seconds: float | None = None
-    """Of training."""
+    """Duration of training."""
     memory_mib: float | None = None
-    """At its peak."""
+    """Peak memory."""
     source: str = ""
-    """Where it was recorded."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Return against environment steps: interquartile mean over runs, and a 95 % interval at each point."""
-
-    env_steps: tuple[float, ...]
-    iqm: tuple[float, ...]
-    low: tuple[float, ...] | None
-    high: tuple[float, ...] | None
+    """Where the run is, for messages."""
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """What the runs of a method reached in one environment."""
+    """Results of a method in one environment."""
 
     method: str
     seeds: tuple[int, ...]
     scores: tuple[float, ...]
-    """Last measured return of each seed."""
+    """Final return of each seed."""
     iqm: Estimate
     """Of the scores."""
     mean: float
     least: float
     mean_height: Estimate
-    """Interquartile mean of the area under each run's curve, divided by its width: high for who learns early."""
+    """Interquartile mean of the area under each run's curve, divided by its width."""
     curve: Curve
     env_steps: float
-    """Median over runs, as the next two. Training ends with the iteration that reaches ``total_steps``."""
+    """Median over runs, as the next two."""
     seconds: float | None
     memory_mib: float | None
     sources: tuple[str, ...]
@@ -103,12 +94,12 @@ class EnvironmentResult:
     improvements: tuple[Improvement, ...]
     """Each pair of methods once."""
     settings: dict[str, dict[str, Any]]
-    """What differs between methods that have it: setting -> method -> value."""
+    """Settings that differ: setting -> method -> value."""
 
 
 @dataclass(frozen=True)
 class OverallMethod:
-    """What a method reached over all environments, on the scale where the references are 0 and 1."""
+    """Results of a method over all environments, normalised by the reference scores."""
 
     method: str
     iqm: Estimate
@@ -118,7 +109,7 @@ class OverallMethod:
 
 @dataclass(frozen=True)
 class Overall:
-    """Methods that ran in all environments, which count alike."""
+    """Methods that ran in all environments."""
 
     reference: dict[str, tuple[float, float]]
     """Environment -> scores that are 0 and 1."""
@@ -134,10 +125,10 @@ class Comparison:
     overall: Overall | None
     """None unless reference scores were given."""
     notes: tuple[str, ...]
-    """What a reader has to know besides the numbers."""
+    """Warnings about weak points of the comparison."""
 
     def __repr__(self) -> str:
-        """Interquartile means; the curves would be pages."""
+        """Interquartile means."""
         lines = [
             f"{found.environment}: {', '.join(f'{m.method} {shown(m.iqm)} ({len(m.seeds)} runs)' for m in found.methods)}"
             for found in self.environments
@@ -149,7 +140,7 @@ class Comparison:
         return asdict(self)
 
     def save(self, folder: Path | str) -> None:
-        """Write ``comparison.json`` and ``comparison.png`` into a folder, which is made if need be."""
+        """Write ``comparison.json`` and ``comparison.png`` into a folder."""
         from groupwise.comparison.plot import plot_comparison
 
         folder = Path(folder)
@@ -159,10 +150,6 @@ class Comparison:
         plot_comparison(self, folder / "comparison.png")
 
 
-Settings = Mapping[str, dict[str, dict[str, Any]]]
-"""Environment -> setting -> method -> value."""
-
-
 def compare_records(
     records: Sequence[RunRecord],
     reference: Reference | None = None,
@@ -170,13 +157,13 @@ def compare_records(
     settings: Settings | None = None,
     notes: Sequence[str] = (),
 ) -> Comparison:
-    """Runs of one or several methods, compared in each environment; methods and environments in the order of the records.
+    """Runs of one or several methods, compared in each environment.
 
     Args:
-        reference: for each environment the scores that count as 0 and 1, such as a random policy's and a solved task's;
-            None: no comparison over environments.
-        settings: in which settings methods differ.
-        notes: kept with the comparison.
+        reference: for each environment the scores that count as 0 and 1, such as a random policy's and a solved task's.
+            Without it environments are not pooled.
+        settings: settings in which methods differ, kept with the comparison.
+        notes: likewise.
 
     Raises:
         DataError: no records, a seed of a method twice, or returns that are missing, not finite or of two measures.
@@ -188,23 +175,24 @@ def compare_records(
     for record in records:
         cells.setdefault(record.environment, {}).setdefault(record.method, []).append(record)
     found = tuple(_in_environment(name, methods, (settings or {}).get(name, {})) for name, methods in cells.items())
-    said = [*notes, *_notes(found)]
+    all_notes = [*notes, *(note for one in found for note in _notes(one))]
     overall = None
     if reference is not None:
         overall = _over_environments(found, reference)
         left = sorted({m.method for one in found for m in one.methods} - {m.method for m in overall.methods})
-        said += [f"over all environments without {', '.join(left)}: no runs in some of them"] if left else []
-    return Comparison(found, overall, tuple(said))
+        if left:
+            all_notes.append(f"over all environments without {', '.join(left)}: no runs in some of them")
+    return Comparison(found, overall, tuple(all_notes))
 
 
 def shown(found: Estimate) -> str:
-    """An estimate as tables and lines show it."""
+    """An estimate as text."""
     ends = "" if found.interval is None else f" [{figure(found.interval[0])}, {figure(found.interval[1])}]"
     return figure(found.value) + ends
 
 
 def figure(value: Number) -> str:
-    """A number in four digits, and all of them before the point."""
+    """A number with at least four digits."""
     if value == 0 or not 1e-3 <= abs(value) < 1e15:
         return f"{value:.4g}"
     return f"{value:.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
@@ -237,34 +225,30 @@ def _check(run: RunRecord) -> None:
         raise DataError(f"{where}: env_steps fall; expected the order of training")
 
 
-def _of_method(method: str, runs: list[RunRecord], grid: aggregates.Array) -> MethodResult:
+def _of_method(method: str, runs: list[RunRecord], grid: Array) -> MethodResult:
     seeds = tuple(run.seed for run in runs)
     if twice := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
         where = ", ".join(run.source or "?" for run in runs if run.seed == twice[0])
         raise DataError(
-            f"{runs[0].environment}, {method}: seed {twice[0]} came more than once ({where}), and a copy is no evidence; "
-            "fix: leave one out, or give each its name"
+            f"{runs[0].environment}, {method}: seed {twice[0]} came more than once ({where}), so the runs are not "
+            "independent; fix: leave one out, or name them as two methods"
         )
     scores = np.array([run.returns[-1] for run in runs], dtype=np.float64)
-    curves = np.stack([aggregates.on_grid(grid, run.env_steps, run.returns) for run in runs], axis=1)
+    returns = np.stack([np.interp(grid, run.env_steps, run.returns) for run in runs], axis=1)
     return MethodResult(
         method,
         seeds,
         tuple(scores.tolist()),
-        aggregates.estimate(aggregates.iqm, [scores]),
-        float(scores.mean()),
-        float(scores.min()),
-        aggregates.estimate(aggregates.iqm, [aggregates.mean_height(grid, curves)]),
-        _curve(grid, aggregates.band(curves)),
-        float(np.median([run.env_steps[-1] for run in runs])),
-        _median([run.seconds for run in runs]),
-        _median([run.memory_mib for run in runs]),
-        tuple(run.source for run in runs),
+        iqm=estimate(iqm, [scores]),
+        mean=float(scores.mean()),
+        least=float(scores.min()),
+        mean_height=estimate(iqm, [aggregates.mean_height(grid, returns)]),
+        curve=aggregates.curve(grid, returns),
+        env_steps=float(np.median([run.env_steps[-1] for run in runs])),
+        seconds=_median([run.seconds for run in runs]),
+        memory_mib=_median([run.memory_mib for run in runs]),
+        sources=tuple(run.source for run in runs),
     )
-
-
-def _curve(grid: aggregates.Array, found: Band) -> Curve:
-    return Curve(tuple(grid.tolist()), *found)
 
 
 def _median(numbers: Sequence[Number | None]) -> float | None:
@@ -273,66 +257,64 @@ def _median(numbers: Sequence[Number | None]) -> float | None:
     return float(np.median(known)) if len(known) == len(numbers) else None
 
 
-def _improvements(scores: Mapping[str, list[aggregates.Array]]) -> tuple[Improvement, ...]:
-    """Of each pair of methods, whose scores are by environment."""
+def _improvements(scores: Mapping[str, list[Array]]) -> tuple[Improvement, ...]:
+    """Of each pair of methods.
+
+    Args:
+        scores: of each method, one array per environment.
+    """
     compare = aggregates.probability_of_improvement
     return tuple(
-        Improvement(one, other, aggregates.estimate(compare, [*scores[one], *scores[other]]))
+        Improvement(one, other, estimate(compare, [*scores[one], *scores[other]]))
         for one, other in combinations(scores, 2)
     )
 
 
 def _over_environments(found: Sequence[EnvironmentResult], reference: Reference) -> Overall:
-    names = [one.environment for one in found]
-    for name in names:
-        if name not in reference:
-            raise ConfigError(
-                f"no reference scores of {name}{nearest(name, reference)}; fix: {{{name!r}: [0 is here, 1 is here], ...}}"
-            )
-        if len(set(reference[name])) != 2 or len(reference[name]) != 2:
-            raise ConfigError(f"reference scores of {name} are {list(reference[name])}: expected two different ones")
-    by_method: dict[str, list[aggregates.Array]] = {}
+    scales = {one.environment: _scale(one.environment, reference) for one in found}
+    scores: dict[str, list[Array]] = {}
     for one in found:
+        low, high = scales[one.environment]
         for result in one.methods:
-            scores = aggregates.normalized(np.array(result.scores), *reference[one.environment])
-            by_method.setdefault(result.method, []).append(scores)
-    everywhere = {method: scores for method, scores in by_method.items() if len(scores) == len(names)}
+            scores.setdefault(result.method, []).append((np.array(result.scores) - low) / (high - low))
+    everywhere = {method: arrays for method, arrays in scores.items() if len(arrays) == len(found)}
     if not everywhere:
         raise ConfigError(
-            f"no method has runs in all of {', '.join(names)}; fix: compare without reference scores, or name methods alike"
+            f"no method has runs in all of {', '.join(scales)}; fix: compare without reference scores, or name methods "
+            "alike"
         )
     methods = tuple(
-        OverallMethod(
-            method, aggregates.estimate(aggregates.iqm, scores), float(np.mean([each.mean() for each in scores]))
-        )
-        for method, scores in everywhere.items()
+        OverallMethod(method, estimate(iqm, arrays), float(np.mean([array.mean() for array in arrays])))
+        for method, arrays in everywhere.items()
     )
-    used = {name: (float(reference[name][0]), float(reference[name][1])) for name in names}
-    return Overall(used, methods, _improvements(everywhere))
+    return Overall(scales, methods, _improvements(everywhere))
 
 
-def _weakness(found: EnvironmentResult) -> list[str]:
-    """What is said of methods with too few runs."""
-    lone = [result.method for result in found.methods if len(result.seeds) == 1]
-    few = [result.method for result in found.methods if 1 < len(result.seeds) < ENOUGH_RUNS]
-    alone = f"{found.environment}: one run of {', '.join(lone)}, which gives no interval; fix: more seeds"
-    whose = "each method" if len(few) == len(found.methods) else ", ".join(few)
-    narrow = f"{found.environment}: fewer than {ENOUGH_RUNS} runs of {whose}, too few to rely on an interval; fix: more seeds"
-    return [alone] * bool(lone) + [narrow] * bool(few)
+def _scale(environment: str, reference: Reference) -> tuple[float, float]:
+    """The scores that count as 0 and 1."""
+    if environment not in reference:
+        raise ConfigError(
+            f"no reference scores of {environment}{nearest(environment, reference)}; "
+            f"fix: {{{environment!r}: [score that counts as 0, as 1], ...}}"
+        )
+    scores = reference[environment]
+    if len(scores) != 2 or len(set(scores)) != 2:
+        raise ConfigError(f"reference scores of {environment} are {list(scores)}: expected two different ones")
+    return float(scores[0]), float(scores[1])
 
 
-def _notes(found: Sequence[EnvironmentResult]) -> list[str]:
-    notes = []
-    for one in found:
-        if one.measure == "training":
-            notes.append(
-                f"{one.environment}: not every run was evaluated; returns are those of training's own episodes"
-            )
-        notes += _weakness(one)
-        steps = [result.env_steps for result in one.methods]
-        if max(steps) > 1.05 * min(steps):
-            notes.append(
-                f"{one.environment}: methods took {min(steps):,.0f} to {max(steps):,.0f} steps, as the last iteration is finished; "
-                "curves end where the shortest run does"
-            )
-    return notes
+def _notes(found: EnvironmentResult) -> Iterator[str]:
+    """Weak points of a comparison."""
+    if found.measure == "training":
+        yield f"{found.environment}: not every run was evaluated; returns are those of training episodes"
+    if few := [result.method for result in found.methods if len(result.seeds) < ENOUGH_RUNS]:
+        yield (
+            f"{found.environment}: fewer than {ENOUGH_RUNS} runs of {', '.join(few)}, too few for a reliable interval; "
+            "fix: more seeds"
+        )
+    steps = [result.env_steps for result in found.methods]
+    if max(steps) > 1.05 * min(steps):
+        yield (
+            f"{found.environment}: methods took {min(steps):,.0f} to {max(steps):,.0f} steps; curves end with the "
+            "shortest run"
+        )

@@ -204,11 +204,12 @@ def _objectives() -> str:
             f"{p.title}. {p.note}",
             _settings(p.settings["credit"]),
             _settings(p.settings["objective"]),
+            _settings({key: value for key, value in p.settings.items() if key not in ("credit", "objective")}),
             p.source,
         )
         for name, p in presets.objective_presets().items()
     ]
-    return _table(("preset", "what it is", "`credit`", "`objective`", "source"), map(_linked, rows))
+    return _table(("preset", "what it is", "`credit`", "`objective`", "more", "source"), map(_linked, rows))
 
 
 def _choices() -> str:

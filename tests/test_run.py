@@ -286,10 +286,12 @@ def test_longest_episode_is_filled_in_where_the_loss_needs_it():
     constant = {"objective": {"aggregation": "constant"}}
     cfg = TINY_GRPO["algorithm"].model_copy(update={"objective": gw.ObjectiveCfg(aggregation="constant")})
     run = gw.train("CartPole-v1", **TINY_GRPO | {"algorithm": cfg})
-    assert run.cfg.algorithm.objective.max_length == 500
-    assert json.loads((run.path / "config.json").read_text())["algorithm"]["objective"]["max_length"] == 500
+    assert run.cfg.algorithm.objective.aggregation.max_length == 500
+    objective = json.loads((run.path / "config.json").read_text())["algorithm"]["objective"]
+    assert objective["aggregation"] == {"name": "constant", "max_length": 500}
     windowed = gw.GRPOCfg(num_steps=16, num_epochs=1, group_size=2, collection={"horizon": 20}, **constant)
-    assert gw.train("CartPole-v1", **TINY_GRPO | {"algorithm": windowed}).cfg.algorithm.objective.max_length == 20
+    run = gw.train("CartPole-v1", **TINY_GRPO | {"algorithm": windowed})
+    assert run.cfg.algorithm.objective.aggregation.max_length == 20
 
 
 def test_thread_count_is_given_back():

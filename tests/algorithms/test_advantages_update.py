@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from groupwise.algorithms.grpo import GRPO
-from groupwise.config.algorithm import CreditCfg, GRPOCfg, ObjectiveCfg
+from groupwise.config.algorithm import CreditCfg, GRPOCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.data.spaces import obs_spec
@@ -91,7 +91,7 @@ def updated(algorithm, rollout):
 
 def test_kl_in_the_reward_is_taken_off_each_steps_reward():
     credit = CreditCfg(scale="none", kl_placement="reward")
-    algorithm = build(moved=0.3, kl_coef=0.5, credit=credit, objective=ObjectiveCfg(kl_estimator="k1"))
+    algorithm = build(moved=0.3, kl_coef=0.5, credit=credit, kl_estimator="k1")
     rollout = make_rollout(algorithm.policy)
     advantage, metrics = updated(algorithm, rollout)
     outcome = [float((rollout["reward"][e] - 0.5 * log_ratio(algorithm, rollout, *e)).sum()) for e in episodes(rollout)]
@@ -121,8 +121,7 @@ def test_kl_in_the_advantage_is_the_episodes_mean_less_each_steps():
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "exact"])
 @pytest.mark.parametrize("placement", ["reward", "advantage"])
 def test_every_estimator_has_every_place(estimator, placement):
-    objective = ObjectiveCfg(kl_estimator=estimator)
-    algorithm = build(moved=0.3, kl_coef=0.5, credit=CreditCfg(kl_placement=placement), objective=objective)
+    algorithm = build(moved=0.3, kl_coef=0.5, credit=CreditCfg(kl_placement=placement), kl_estimator=estimator)
     rollout = make_rollout(algorithm.policy)
     advantage, _ = updated(algorithm, rollout)
     plain, _ = updated(build(moved=0.3), rollout)
@@ -142,9 +141,8 @@ def test_in_the_loss_the_kl_is_a_term_of_it():
 @pytest.mark.parametrize("placement", ["reward", "advantage"])
 def test_a_weight_ratio_is_1_where_credit_is_made(placement):
     out = []
-    for kl_weight in ("none", "ratio"):
-        objective = ObjectiveCfg(kl_weight=kl_weight)
-        algorithm = build(moved=0.3, kl_coef=0.5, credit=CreditCfg(kl_placement=placement), objective=objective)
+    for estimator in ("k3", "k3_unbiased"):
+        algorithm = build(moved=0.3, kl_coef=0.5, credit=CreditCfg(kl_placement=placement), kl_estimator=estimator)
         out.append(updated(algorithm, make_rollout(algorithm.policy))[0])
     assert torch.equal(*out)
 
@@ -231,10 +229,9 @@ def test_other_baselines_keep_no_average():
 OPTIMAL = {"baseline": "optimal_token", "group_key": "group_step", "returns": "return_to_go", "scale": "none"}
 
 
-@pytest.mark.parametrize("objective", [{"old_log_prob": "recomputed"}, {"top_entropy_quantile": 0.5}])
 @pytest.mark.parametrize("credit", [{"kl_placement": "reward"}, {"kl_placement": "advantage"}, OPTIMAL])
 @pytest.mark.parametrize("micro_batch_size", [None, 5])
-def test_the_policy_is_scored_once_for_credit_and_objective(monkeypatch, credit, objective, micro_batch_size):
+def test_the_policy_is_scored_once_for_credit_and_objective(monkeypatch, credit, micro_batch_size):
     ends, scored = [], []
     score = GRPO.score
     monkeypatch.setattr(GRPO, "score", lambda self, policy, data: scored.append(policy) or score(self, policy, data))
@@ -245,7 +242,7 @@ def test_the_policy_is_scored_once_for_credit_and_objective(monkeypatch, credit,
             kl_coef=0.5,
             num_epochs=3,
             credit=CreditCfg(**credit),
-            objective=ObjectiveCfg(**objective),
+            objective={"old_log_prob": "recomputed"},
             micro_batch_size=micro_batch_size,
         )
         scored.clear()

@@ -11,16 +11,14 @@ from objective_updates import (
 
 from groupwise.algorithms.controllers import EntropyController
 from groupwise.algorithms.grpo import GRPO
-from groupwise.algorithms.ppo import PPO
-from groupwise.config.algorithm import GRPOCfg, ObjectiveCfg, PPOCfg
-from groupwise.config.objective import AdaptiveEntropyCfg
+from groupwise.config.algorithm import AdaptiveEntropyCfg, GRPOCfg
 from groupwise.errors import ConfigError
 
-ADAPTIVE = {"name": "adaptive", "target": 0.5, "step": 0.1, "max_coef": 0.25}
+ADAPTIVE = {"target": 0.5, "step": 0.1, "max_coef": 0.25}
 
 
 def entropy_control(ent_coef=0.0, **entropy):
-    cfg = GRPOCfg(ent_coef=ent_coef, objective=ObjectiveCfg(entropy=entropy))
+    cfg = GRPOCfg(ent_coef=ent_coef, adaptive_entropy=entropy or None)
     return EntropyController(cfg, torch.device("cpu"))
 
 
@@ -62,28 +60,29 @@ def test_an_adaptive_bonus_is_in_force_from_the_first_step_even_from_0():
 
 def test_the_entropy_of_every_optimiser_step_moves_the_weight():
     # 68 steps in 4 minibatches, 2 epochs: 8 times up from 0, entropy ln 3 at most
-    _, metrics = updated({"entropy": ADAPTIVE | {"target": 9.0, "step": 0.01}}, minibatch_size=17, num_epochs=2)
+    _, metrics = updated(
+        {"adaptive_entropy": ADAPTIVE | {"target": 9.0, "step": 0.01}}, minibatch_size=17, num_epochs=2
+    )
     assert metrics["train/ent_coef"].item() == pytest.approx(0.08)
-    _, metrics = updated({"entropy": ADAPTIVE | {"target": -9.0, "step": 0.01}}, ent_coef=0.2, num_epochs=3)
+    _, metrics = updated({"adaptive_entropy": ADAPTIVE | {"target": -9.0, "step": 0.01}}, ent_coef=0.2, num_epochs=3)
     assert metrics["train/ent_coef"].item() == pytest.approx(0.17)
 
 
 def test_the_bonus_keeps_the_entropy_up():
     low = updated({}, num_epochs=30)[1]["train/entropy"]
-    held = updated({"entropy": ADAPTIVE | {"target": 1.05, "max_coef": 1.0}}, num_epochs=30)[1]["train/entropy"]
+    held = updated({"adaptive_entropy": ADAPTIVE | {"target": 1.05, "max_coef": 1.0}}, num_epochs=30)[1][
+        "train/entropy"
+    ]
     assert held > low + 0.01
 
 
-@pytest.mark.parametrize("kind", ["grpo", "ppo"])
-def test_the_weight_goes_on_where_it_was(kind):
-    actor_only = kind == "grpo"
-    cls, cfg_cls = (GRPO, GRPOCfg) if actor_only else (PPO, PPOCfg)
-    objective = ObjectiveCfg(entropy=AdaptiveEntropyCfg(target=1.0, step=0.013))
-    cfg = cfg_cls(num_epochs=3, minibatch_size=30, learning_rate=0.05, ent_coef=0.01, objective=objective)
-    one = cls(cfg, make_policy(actor_only))
+def test_the_weight_goes_on_where_it_was():
+    adaptive = AdaptiveEntropyCfg(target=1.0, step=0.013)
+    cfg = GRPOCfg(num_epochs=3, minibatch_size=30, learning_rate=0.05, ent_coef=0.01, adaptive_entropy=adaptive)
+    one = GRPO(cfg, make_policy())
     rollout = make_rollout(one.policy)
     one.update(rollout)
-    two = cls(cfg, copy.deepcopy(one.policy))
+    two = GRPO(cfg, copy.deepcopy(one.policy))
     two.load_state_dict(copy.deepcopy(one.state_dict()))
     metrics = [algorithm.update(rollout) for algorithm in (one, two)]
     assert torch.equal(parameters(one), parameters(two))
@@ -95,6 +94,5 @@ def test_adapting_needs_an_algorithm_that_measures_the_entropy():
     class Silent(GRPO):
         metric_names = ("loss",)
 
-    objective = ObjectiveCfg(entropy=AdaptiveEntropyCfg())
     with pytest.raises(ConfigError, match="Silent does not measure; fix"):
-        Silent(GRPOCfg(objective=objective), make_policy())
+        Silent(GRPOCfg(adaptive_entropy=AdaptiveEntropyCfg()), make_policy())

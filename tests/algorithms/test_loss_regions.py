@@ -95,7 +95,7 @@ WIDE = {
     "dual_clip": {"trust_region": {"name": "dual_clip", "bound": 1e6}},
     "two_sided": {"trust_region": {"name": "two_sided", "delta": 1e6}},
     "clip_cov": {"trust_region": {"name": "clip_cov", "low": 50.0, "high": 60.0}},
-    "off_policy": {"off_policy_mask_threshold": 50.0},
+    "off_policy": {"importance_sampling_correction": {"name": "off_policy_mask", "off_policy_mask_threshold": 50.0}},
 }
 UNCLIPPED = {
     "clip": {"trust_region": {"clip_low": 50.0, "clip_high": 50.0}},

@@ -42,7 +42,7 @@ def batch(**more):
 def test_kl_losses_of_verl(name, value, gradient):
     log_prob = LOG_RATIO[0].clone().requires_grad_()
     at = {"ref_log_prob": torch.zeros(3), "old_log_prob": log_prob.detach()}
-    distance = reference_kl(objective(name), make_policy(), Evaluation(log_prob, log_prob), at)
+    distance = reference_kl(PRESETS[name]["kl_estimator"], make_policy(), Evaluation(log_prob, log_prob), at)
     close(distance, value)
     distance.sum().backward()
     close(log_prob.grad, gradient)
@@ -78,7 +78,7 @@ def test_the_sum_over_a_length_is_no_mean_over_episodes():
     expected = {"dr_grpo_verl": 1 / 10, "dr_grpo": 1 / (2 * 10)}
     for name, each in expected.items():
         cfg = objective(name)
-        weight = loss_weights(MASK, batch()["episode_id"], 2, cfg.aggregation, max_length=10)
+        weight = loss_weights(MASK, batch()["episode_id"], 2, cfg.aggregation.name, max_length=10)
         close(weight[MASK], [each] * 5)
 
 

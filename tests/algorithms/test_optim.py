@@ -72,21 +72,20 @@ def test_schedule_goes_on_from_its_state():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        # L2: gradient 2 + .5 = 2.5; the first Adam step is rate * sign, but for eps
+        # the first Adam step is rate * sign, but for eps
         ("adam", 0.9),
         # decoupled: p (1 - .1 * .5) = .95, then the same step
         ("adamw", 0.85),
-        ("sgd", 0.75),
-        # mean square (1 - .99) * 2.5 ** 2 = .0625, root .25: 1 - .1 * 2.5 / .25
+        ("sgd", 0.8),
+        # mean square (1 - .99) * 2 ** 2 = .04, root .2: 1 - .1 * 2 / .2
         ("rmsprop", 0.0),
     ],
 )
 def test_optimisers(name, expected):
     parameter = torch.nn.Parameter(torch.ones(1))
     frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)
-    cfg = PPOCfg(
-        learning_rate=0.1, optimizer={"name": name, "weight_decay": 0.5} | ({} if name == "sgd" else {"eps": 1e-9})
-    )
+    own = {"sgd": {}, "adamw": {"eps": 1e-9, "weight_decay": 0.5}}.get(name, {"eps": 1e-9})
+    cfg = PPOCfg(learning_rate=0.1, optimizer={"name": name} | own)
     built = build_optimizer(cfg, [parameter])
     (2.0 * parameter * frozen).sum().backward()
     built.step()

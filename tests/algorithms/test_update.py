@@ -78,7 +78,7 @@ def test_no_step_is_taken_on_nothing():
         ({"aggregation": "seq_mean_token_mean"}, "episode"),
         ({"aggregation": "seq_mean_token_sum"}, "episode"),
         # it divides by the number of episodes, and pieces of one would count as many
-        ({"aggregation": "constant", "max_length": 12}, "episode"),
+        ({"aggregation": {"name": "constant", "max_length": 12}}, "episode"),
     ],
 )
 def test_what_counts_episodes_keeps_them_whole(objective, unit):
@@ -178,7 +178,7 @@ def test_grpo_gradient_is_that_of_the_paper_written_out():
 def test_no_reference_without_kl_and_an_exact_one_with_it():
     assert build("grpo").reference is None
     for estimator in ("k1", "k2", "k3", "exact"):
-        algorithm = build("grpo", kl_coef=0.1, num_epochs=3, objective=ObjectiveCfg(kl_estimator=estimator))
+        algorithm = build("grpo", kl_coef=0.1, num_epochs=3, kl_estimator=estimator)
         rollout = make_rollout(algorithm.policy)
         first = algorithm.update(rollout)["train/kl"]
         # the first pass is at distance 0, later ones are not
@@ -317,13 +317,14 @@ class RowPolicy(ActorCritic):
 
 
 @pytest.mark.parametrize("micro", [None, 14])
-@pytest.mark.parametrize("objective", [*GRPO_SHAPES, {"kl_estimator": "exact"}, {"old_log_prob": "recomputed"}])
+@pytest.mark.parametrize("objective", [*GRPO_SHAPES, {"old_log_prob": "recomputed"}])
 def test_scoring_by_row_or_by_step_is_the_same_update(objective, micro):
     torch.manual_seed(0)
     rows = RowPolicy(OBS, ACT, PolicyCfg(hidden_sizes=(8,)), actor_only=True)
     steps = make_policy(True)
     rows.load_state_dict(steps.state_dict())
-    cfg = {"kl_coef": 0.1, "objective": ObjectiveCfg(**objective)}
+    estimator = "k3" if objective else "exact"
+    cfg = {"kl_coef": 0.1, "kl_estimator": estimator, "objective": ObjectiveCfg(**objective)}
     rollout = make_rollout(steps)
     by_row, _ = updated("grpo", rollout, policy=rows, micro_batch_size=micro, **cfg)
     by_step, _ = updated("grpo", rollout, policy=steps, **cfg)

@@ -307,7 +307,7 @@ def test_help_of_train_shows_the_defaults_of_that_environment(capsys):
 def test_further_help_shows_every_setting(capsys):
     assert cli.main(["train", "CartPole-v1", "--algorithm", "ppo", "--help-all"]) == 0
     out = capsys.readouterr().out
-    assert "  --algorithm.schedule none|linear|cosine|step|exponential|adaptive_kl\n" in out
+    assert "  --algorithm.schedule adaptive_kl|cosine|exponential|linear|none|step\n" in out
     assert "  --algorithm.schedule.final FLOAT\n" in out
     assert "(default: 0.004)" in out
 

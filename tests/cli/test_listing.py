@@ -45,7 +45,7 @@ def test_list_shows_what_is_asked_for(capsys):
     assert "objective: token, cispo (low 0.8, high 1.2), token_mean" in out
     assert "--algorithm.objective.trust-region" in out
     assert "embodichain" not in out
-    assert cli.main(["list", "Top_Entropy_Quantile 0.2"]) == 0
+    assert cli.main(["list", "Top_Entropy_Quantile: 0.2"]) == 0
     assert capsys.readouterr().out.count("https://") == 1
 
 

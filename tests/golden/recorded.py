@@ -102,7 +102,7 @@ def updated(preset):
     settings = presets.objective_preset(preset).settings
     objective = dict(settings.get("objective", {}))
     if objective.get("aggregation") in ("constant", "seq_mean_token_sum_norm"):
-        objective["max_length"] = STEPS
+        objective["aggregation"] = {"name": objective["aggregation"], "max_length": STEPS}
     fields = (
         settings
         | kl

@@ -11,14 +11,15 @@ from objective_updates import make_policy, make_rollout
 import groupwise as gw
 from groupwise.cli.options import parse_options
 from groupwise.config import load_config, resolve, to_json
+from groupwise.config.algorithm import OptimizerCfg, ScheduleCfg
 from groupwise.config.choices import register_recipe
 from groupwise.config.credit import BaselineCfg, CreditCfg
-from groupwise.config.objective import ClipCfg, CorrectionCfg, EntropyCfg, ObjectiveCfg, TrustRegionCfg
+from groupwise.config.objective import AggregationCfg, ClipCfg, CorrectionCfg, ObjectiveCfg, TrustRegionCfg
 from groupwise.errors import ConfigError
 from groupwise.recipes.trust_regions.cispo import CispoCfg
 from groupwise.recipes.trust_regions.sapo import SapoCfg
 
-FAMILIES = (TrustRegionCfg, BaselineCfg, CorrectionCfg, EntropyCfg)
+FAMILIES = (TrustRegionCfg, BaselineCfg, CorrectionCfg, AggregationCfg, OptimizerCfg, ScheduleCfg)
 
 
 @pytest.fixture

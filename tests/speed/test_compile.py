@@ -74,7 +74,7 @@ class OwnLoss(gw.PPO):
 def test_what_is_no_function_of_the_micro_batch_is_not_compiled():
     assert why_not_compiled(make(*PPO)) is None
     sequence = {"objective": {"ratio": "sequence"}}
-    adaptive = {"objective": {"entropy": {"name": "adaptive", "target": 0.1}}, "ent_coef": 0.01}
+    adaptive = {"adaptive_entropy": {"target": 0.1}, "ent_coef": 0.01}
     for settings in (sequence, adaptive, {"objective": {"old_log_prob": "recomputed"}}):
         assert why_not_compiled(make("grpo", settings)), settings
     hooked = make(*PPO)

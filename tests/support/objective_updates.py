@@ -40,26 +40,25 @@ OTHERS = {
     "gspo": {"ratio": "sequence", "aggregation": "seq_mean_token_mean"},
     "gspo_token": {"ratio": "sequence_token"},
     "luspo": {"ratio": "sequence", "aggregation": "seq_mean_token_sum"},
-    "constant": {"aggregation": "constant", "max_length": 12},
-    "sum_norm": {"aggregation": "seq_mean_token_sum_norm", "max_length": 120},
+    "constant": {"aggregation": {"name": "constant", "max_length": 12}},
+    "sum_norm": {"aggregation": {"name": "seq_mean_token_sum_norm", "max_length": 120}},
     "top_entropy": {"top_entropy_quantile": 0.3},
     "token_truncate": MISMATCH | {"importance_sampling_correction": {"name": "tis", "high": 1.5}},
     "token_mask": MISMATCH | {"importance_sampling_correction": {"name": "mis", "low": 0.7, "high": 1.5}},
     "sequence_truncate": MISMATCH
     | {"importance_sampling_correction": {"name": "tis", "level": "sequence", "high": 1.5}},
     "sequence_mask": MISMATCH | {"importance_sampling_correction": {"name": "mis", "level": "sequence", "high": 2.0}},
-    "off_policy": {"off_policy_mask_threshold": 0.02},
+    "off_policy": {"importance_sampling_correction": {"name": "off_policy_mask", "off_policy_mask_threshold": 0.02}},
     "everything": MISMATCH
     | {"trust_region": CLIP_COV, "top_entropy_quantile": 0.5, "ratio": "sequence_token"}
-    | {"importance_sampling_correction": "mis", "off_policy_mask_threshold": 0.02},
+    | {"importance_sampling_correction": {"name": "mis", "off_policy_mask_threshold": 0.02}},
     "k1": {"kl_estimator": "k1"},
     "k2": {"kl_estimator": "k2"},
     "k3+": {"kl_estimator": "k3+"},
     "abs": {"kl_estimator": "abs"},
     "exact": {"kl_estimator": "exact"},
-    "kl_ratio": {"kl_weight": "ratio"},
-    "kl_clamp": {"kl_clamp": 1e-4},
-    "adaptive_entropy": {"entropy": {"name": "adaptive", "target": 1.0, "step": 0.05}},
+    "k3_unbiased": {"kl_estimator": "k3_unbiased"},
+    "adaptive_entropy": {"adaptive_entropy": {"target": 1.0, "step": 0.05}},
 }
 EVERY = REGIONS | OTHERS
 
@@ -99,6 +98,9 @@ def make_rollout(policy, mismatch=0.4):
 
 
 def build(objective, policy=None, engine=None, **cfg):
+    """GRPO with ``objective``: fields of ``ObjectiveCfg``, and any others of ``GRPOCfg``."""
+    cfg |= {name: value for name, value in objective.items() if name not in ObjectiveCfg.model_fields}
+    objective = {name: value for name, value in objective.items() if name in ObjectiveCfg.model_fields}
     fixed = {"num_epochs": 4, "minibatch_size": 10_000, "learning_rate": 0.03, "max_grad_norm": None, "kl_coef": 0.1}
     fixed |= {"optimizer": {"eps": 1e-3}}  # a larger eps, so that rounding stays rounding
     return GRPO(GRPOCfg(objective=ObjectiveCfg(**objective), **fixed | cfg), policy or make_policy(), engine)

@@ -80,7 +80,7 @@ GRPO_SHAPES = [
     {},
     {"aggregation": "seq_mean_token_mean"},
     {"aggregation": "seq_mean_token_sum"},
-    {"aggregation": "constant", "max_length": 12},
+    {"aggregation": {"name": "constant", "max_length": 12}},
     {"ratio": "sequence", "aggregation": "seq_mean_token_mean"},
     {"ratio": "sequence_token"},
     {"ratio": "sequence_product", "trust_region": "dual_clip"},

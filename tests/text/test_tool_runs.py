@@ -126,7 +126,7 @@ def test_turns_are_open_to_ratios_and_credit(preset, model, tmp_path):
     assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in run.metrics())
     assert max(entry["train/grad_norm"] for entry in run.metrics()) > 0
     if preset == "dr_grpo":  # the longest completion is three turns of four tokens
-        assert run.cfg.algorithm.objective.max_length == 12
+        assert run.cfg.algorithm.objective.aggregation.max_length == 12
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,14 @@ HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "trl_parity.json").read_text())
 BATCH = RECORDED["batch"]
 TOKEN_MEAN = {"aggregation": "token_mean"}
+OFF_POLICY_MASK = {"name": "off_policy_mask", "off_policy_mask_threshold": 0.05}
 TRL_EPS = {"eps": 1e-4}  # to the deviation; presets that follow verl add less
 
 # our preset, and what differs between it and TRL's settings in the record
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "grpo": ("grpo", {}, {}),
     "bnpo": ("grpo", {}, TOKEN_MEAN),  # a mean over the tokens of the local batch, which is the whole one here
-    "dr_grpo": ("dr_grpo", {}, {"max_length": BATCH["max_length"]}),
+    "dr_grpo": ("dr_grpo", {}, {"aggregation": {"name": "constant", "max_length": BATCH["max_length"]}}),
     "dapo": ("dapo", TRL_EPS, {}),
     "batch_scale": ("grpo", {"scale": "batch_std"}, TOKEN_MEAN),
     "gspo": ("gspo", TRL_EPS, {}),
@@ -41,7 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "luspo": ("luspo", {}, {}),
     "vespo": ("vespo", {}, {}),
     "two_sided": ("intellect2", {}, {"trust_region": {"name": "two_sided", "delta": 1.3}}),
-    "off_policy_mask": ("grpo", {}, {"off_policy_mask_threshold": 0.05}),
+    "off_policy_mask": ("grpo", {}, {"importance_sampling_correction": OFF_POLICY_MASK}),
     "top_entropy": ("high_entropy", TRL_EPS, {}),
     "entropy_bonus": ("grpo", {}, TOKEN_MEAN),
     "temperature": ("grpo", {}, {}),
@@ -90,8 +91,9 @@ def updated(record, rewards=BATCH["rewards"]):
     preset, credit, objective = CASES[record["case"]]
     settings = objective_preset(preset).settings
     cfg = GRPOCfg(
-        credit=settings["credit"] | credit,
-        objective=settings["objective"] | objective | {"kl_weight": "ratio" if record["kl"] == "corrected" else "none"},
+        **settings
+        | {"credit": settings["credit"] | credit, "objective": settings["objective"] | objective}
+        | {"kl_estimator": "k3_unbiased" if record["kl"] == "corrected" else "k3"},
         group_size=BATCH["group_size"],
         num_epochs=1,
         minibatch_size=10_000,
@@ -129,7 +131,7 @@ def test_advantages_loss_and_gradient_are_those_of_trl(record):
     algorithm, metrics = updated(record)
     ours = advantages(algorithm)
     # masked episodes do not count here; TRL takes them into its mean over episodes, as zeros
-    counted = len(ours) / len(BATCH["rewards"]) if algorithm.cfg.objective.aggregation in PER_EPISODE else 1.0
+    counted = len(ours) / len(BATCH["rewards"]) if algorithm.cfg.objective.aggregation.name in PER_EPISODE else 1.0
     assert ours == pytest.approx({number: record["advantages"][number] for number in ours}, abs=1e-5)
     assert algorithm.minimised * counted == pytest.approx(record["loss"], abs=1e-5)
     assert metrics["train/grad_norm"].item() * counted == pytest.approx(record["grad_norm"], rel=1e-5)

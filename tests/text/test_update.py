@@ -102,15 +102,19 @@ def rows_for(preset, rows):
     "name", sorted(PRESETS.keys() - {"optimal_token_baseline", "knn"})
 )  # of distributions, and vectors
 def test_every_preset_trains_a_language_model(name):
-    preset = PRESETS[name]
-    divides = preset["objective"].get("aggregation") in ("constant", "seq_mean_token_sum_norm")
+    preset = {key: value for key, value in PRESETS[name].items() if key not in ("title", "source", "note")}
+    aggregation = preset["objective"].get("aggregation")
+    divides = aggregation in ("constant", "seq_mean_token_sum_norm")
     cfg = GRPOCfg(
         group_size=4,
         num_epochs=1,
         minibatch_size=10_000,
         kl_coef=0.01,
-        credit=preset["credit"],
-        objective=preset["objective"] | ({"max_length": 6} if divides else {}),
+        **preset
+        | {
+            "objective": preset["objective"]
+            | {"aggregation": {"name": aggregation, "max_length": 6} if divides else aggregation}
+        },
     )
     policy = CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6))
     before = torch.cat([p.detach().flatten() for p in policy.parameters()])

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
@@ -27,7 +27,7 @@ from groupwise.data.rollout import Nested
 from groupwise.data.row_batches import RowSizes, pack, shuffle_rows
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError
-from groupwise.functional.reduce import loss_weights, token_mean_weights
+from groupwise.functional.reduce import Aggregation, loss_weights, token_mean_weights
 from groupwise.policies.base import Batch, Evaluation, Policy
 from groupwise.seeding import derive_seed
 
@@ -73,8 +73,8 @@ class BaseAlgorithm(ABC):
         self.entropy = EntropyController(cfg, policy.device)
         if self.entropy.adaptive and "entropy" not in self.metric_names:
             raise ConfigError(
-                f"objective.entropy='adaptive' needs the entropy, which {type(self).__name__} does not measure; "
-                "fix: 'constant', or 'entropy' among its metric_names"
+                f"adaptive_entropy needs the entropy, which {type(self).__name__} does not measure; "
+                "fix: None, or 'entropy' among its metric_names"
             )
 
     @abstractmethod
@@ -275,10 +275,11 @@ class BaseAlgorithm(ABC):
         mask, episode = elements["loss_mask"], elements["episode_id"]
         elements["share"] = token_mean_weights(mask & (episode >= 0), minibatch, count, all_sum=self.engine.sum)
         elements["weight"] = elements["share"]
-        if objective.aggregation != "token_mean":
-            weigh = partial(loss_weights, max_length=objective.max_length, all_sum=self.engine.sum)
+        aggregation = objective.aggregation
+        if aggregation.name != "token_mean":
+            weigh = partial(loss_weights, max_length=aggregation.divisor, all_sum=self.engine.sum)
             whole = zip(mask.split(sizes), episode.split(sizes), strict=True)
-            weights = [weigh(m, e, self.counts.episodes, objective.aggregation) for m, e in whole]
+            weights = [weigh(m, e, self.counts.episodes, cast(Aggregation, aggregation.name)) for m, e in whole]
             elements["weight"] = torch.cat(weights)
         return elements
 

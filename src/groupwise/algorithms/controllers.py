@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.optim import Schedule
-from groupwise.config.algorithm import AlgorithmCfg
-from groupwise.config.objective import AdaptiveEntropyCfg
+from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
 
 
 class KLController:
@@ -36,8 +35,8 @@ class EntropyController:
     """
 
     def __init__(self, cfg: AlgorithmCfg, device: torch.device) -> None:
-        self.cfg = cfg.objective.entropy
-        self.adaptive = isinstance(self.cfg, AdaptiveEntropyCfg)
+        self.cfg = cfg.adaptive_entropy if isinstance(cfg, GRPOCfg) else None
+        self.adaptive = self.cfg is not None
         self.enabled = self.adaptive or cfg.ent_coef != 0
         self.coef = torch.tensor(cfg.ent_coef, dtype=torch.float32, device=device)
         self.in_force = torch.ones((), device=device)
@@ -50,7 +49,7 @@ class EntropyController:
 
     def adapt(self, step_metrics: dict[str, Tensor]) -> None:
         """Change the weight by the mean entropy of an optimiser step (0-dim, over all ranks)."""
-        if not isinstance(self.cfg, AdaptiveEntropyCfg):
+        if self.cfg is None:
             return
         self.in_force = (step_metrics["entropy"] <= self.cfg.target).to(self.coef)
         change = self.cfg.step * (2 * self.in_force - 1)

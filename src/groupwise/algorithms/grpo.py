@@ -21,7 +21,7 @@ from groupwise.algorithms.advantages import (
     episode_groups,
 )
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
-from groupwise.algorithms.loss import DIAGNOSTICS, diagnostics, policy_loss, policy_ratio, reference_kl
+from groupwise.algorithms.loss import DIAGNOSTICS, diagnostics, multiplied, policy_loss, policy_ratio, reference_kl
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
@@ -29,6 +29,7 @@ from groupwise.errors import ConfigError
 from groupwise.functional.advantages import kl_shaping
 from groupwise.functional.diagnostics import zero_variance_groups
 from groupwise.functional.returns import episode_return
+from groupwise.functional.selection import highest
 from groupwise.policies.base import Batch, Evaluation, Policy
 
 
@@ -42,6 +43,11 @@ class GRPO(BaseAlgorithm):
 
     def __init__(self, cfg: GRPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
         check_credit(cfg.credit, policy)
+        if cfg.kl_estimator == "exact" and not policy.gives_distribution:
+            raise ConfigError(
+                f"kl_estimator='exact' compares whole distributions, and {type(policy).__name__} gives the probabilities of "
+                "single tokens; fix: 'k3'"
+            )
         super().__init__(cfg, policy, engine, seed=seed)
         self.reference = policy.make_reference() if cfg.kl_coef > 0 else None
         if self.reference is not None and cfg.ref_model_sync_steps is not None and not self.reference.refreshable:
@@ -63,6 +69,10 @@ class GRPO(BaseAlgorithm):
         if not self._can_learn(advantage):
             inputs["loss_mask"] = torch.zeros_like(inputs["loss_mask"])
         data = self.loss_inputs(batch, inputs, advantage, credit.num_episodes, start)
+        if start is not None and self.cfg.top_entropy_quantile < 1:
+            mask, quantile = inputs["loss_mask"], self.cfg.top_entropy_quantile
+            chosen = highest(start.entropy, quantile, mask, self.engine.sum)
+            data = multiplied(data, chosen.to(advantage))
         metrics = self.optimize(data, credit.num_episodes)
         self.policy.update_normalizers(rollout, self.engine)
         self.iteration += 1
@@ -76,7 +86,7 @@ class GRPO(BaseAlgorithm):
         policy = policy_loss(objective, ratio, evaluation.log_prob, batch, self.counts)
         loss, distance = policy, torch.zeros_like(policy)
         if cfg.kl_coef > 0:
-            distance = reference_kl(objective, self.policy, evaluation, batch)
+            distance = reference_kl(cfg.kl_estimator, self.policy, evaluation, batch)
             if cfg.credit.kl_placement == "loss":
                 loss = loss + cfg.kl_coef * distance
         if self.entropy.enabled:
@@ -116,7 +126,7 @@ class GRPO(BaseAlgorithm):
         """The reference's log-probabilities, and its distributions where the KL is exact."""
         assert self.reference is not None
         scores = self.score(self.reference, inputs)
-        if self.cfg.objective.kl_estimator != "exact":
+        if self.cfg.kl_estimator != "exact":
             return {"ref_log_prob": scores.log_prob}
         assert scores.dist is not None
         return {"ref_log_prob": scores.log_prob, "ref_dist": scores.dist}
@@ -130,8 +140,9 @@ class GRPO(BaseAlgorithm):
 
     @property
     def _needs_start_scores(self) -> bool:
-        """Whether advantages need the policy's scores at the update's start."""
-        return self._shapes_credit or self.cfg.credit.baseline.needs_scores
+        """Whether anything reads the policy's scores at the update's start."""
+        selects = self.cfg.top_entropy_quantile < 1
+        return self._shapes_credit or self.cfg.credit.baseline.needs_scores or selects
 
     @property
     def _shapes_credit(self) -> bool:
@@ -146,7 +157,7 @@ class GRPO(BaseAlgorithm):
             assert start is not None
             # at the update's start the ratio is 1
             at_start = data | {"old_log_prob": start.log_prob}
-            distance = self.cfg.kl_coef * reference_kl(self.cfg.objective, self.policy, start, at_start)
+            distance = self.cfg.kl_coef * reference_kl(self.cfg.kl_estimator, self.policy, start, at_start)
         credit = credit._replace(start=start)
         if cfg.kl_placement == "reward":
             credit = credit._replace(reward=credit.reward - distance.masked_fill(~credit.batch["loss_mask"], 0))

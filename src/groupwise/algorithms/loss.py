@@ -13,11 +13,12 @@ from jaxtyping import Bool, Float
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.config.objective import ClipCfg, ObjectiveCfg
+from groupwise.config.objective import ClipCfg, FixedLengthCfg, ObjectiveCfg
 from groupwise.data.minibatch import Unit
 from groupwise.data.rollout import Nested
 from groupwise.errors import ConfigError, DataError
-from groupwise.functional import correction, kl, objective, selection
+from groupwise.functional import kl, objective
+from groupwise.functional.correction import off_policy_keeps
 from groupwise.functional.reduce import AllSum, local
 from groupwise.policies.base import Batch, Evaluation, Policy
 
@@ -70,27 +71,24 @@ def policy_loss(cfg: ObjectiveCfg, ratio: Tensor, log_prob: Tensor, batch: Batch
         loss = region.loss(ratio, log_prob, batch, counts)
     if "policy_factor" in batch:
         loss = loss * batch["policy_factor"]
-    limit = cfg.off_policy_mask_threshold
+    limit = cfg.importance_sampling_correction.mask_threshold
     if limit is None:
         return loss
     where = batch["loss_mask"], batch["episode_id"], counts.episodes
-    keeps = correction.off_policy_keeps(log_prob, batch["sample_log_prob"], advantage, *where, limit)
+    keeps = off_policy_keeps(log_prob, batch["sample_log_prob"], advantage, *where, limit)
     return loss.masked_fill(~keeps, 0)
 
 
-def reference_kl(cfg: ObjectiveCfg, policy: Policy, evaluation: Evaluation, batch: Batch) -> Tensor:
-    """KL of the policy to the reference at each element, by the estimator that ``cfg.kl_estimator`` names."""
-    if cfg.kl_estimator == "exact":
+def reference_kl(estimator: str, policy: Policy, evaluation: Evaluation, batch: Batch) -> Tensor:
+    """KL of the policy to the reference at each element, by ``GRPOCfg.kl_estimator``."""
+    if estimator == "exact":
         assert evaluation.dist is not None
-        distance = policy.kl(evaluation.dist, batch["ref_dist"])
-    else:
-        estimators = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "k3+": kl.k3_plus, "abs": kl.absolute}
-        distance = estimators[cfg.kl_estimator](evaluation.log_prob, batch["ref_log_prob"])
-    if cfg.kl_clamp is not None:
-        distance = distance.clamp(-cfg.kl_clamp, cfg.kl_clamp)
-    if cfg.kl_weight == "ratio":
-        distance = distance * objective.token_ratio(evaluation.log_prob, batch["old_log_prob"])
-    return distance
+        return policy.kl(evaluation.dist, batch["ref_dist"])
+    log_prob, ref_log_prob = evaluation.log_prob, batch["ref_log_prob"]
+    if estimator == "k3_unbiased":
+        return kl.k3(log_prob, ref_log_prob) * objective.token_ratio(log_prob, batch["old_log_prob"])
+    estimators = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "k3+": kl.k3_plus, "abs": kl.absolute}
+    return estimators[estimator](log_prob, ref_log_prob)
 
 
 DIAGNOSTICS = ("approx_kl", "clip_fraction", "clip_fraction_low", "clip_fraction_high")
@@ -129,43 +127,35 @@ def objective_data(
     Raises:
         DataError: ratios of turns, and the rollout has no ``turn_id``.
     """
-    region, corrects = cfg.trust_region, cfg.importance_sampling_correction.name != "none"
+    region, correction = cfg.trust_region, cfg.importance_sampling_correction
     recomputes, sampled = cfg.old_log_prob == "recomputed", batch["sample_log_prob"]
-    left_out = recomputes and single_pass and not corrects and not region.needs_old_log_prob
-    scores = score() if (recomputes and not left_out) or cfg.top_entropy_quantile < 1 else None
-    old = scores.log_prob if recomputes and scores else sampled
+    left_out = recomputes and single_pass and not correction.reweights and not region.needs_old_log_prob
+    old = score().log_prob if recomputes and not left_out else sampled
     start = UpdateStart(batch, advantage, mask, old, num_episodes, seed, all_sum)
     data: dict[str, Nested] = {} if left_out else {"old_log_prob": old}
-    if cfg.off_policy_mask_threshold is not None:
+    if correction.mask_threshold is not None:
         data["sample_log_prob"] = sampled
     if cfg.ratio == "turn":
         data["turn"] = _turns(batch)
-    factors = [cfg.importance_sampling_correction.factor(start)] if corrects else []
-    if cfg.top_entropy_quantile < 1 and scores:
-        factors.append(selection.highest(scores.entropy, cfg.top_entropy_quantile, mask, all_sum).to(old))
-    more = region.at_start(start)
-    if "policy_factor" in more:
-        factors.append(more["policy_factor"])
-    if factors:
-        more = more | {"policy_factor": torch.stack(factors).prod(dim=0)}
-    return data | more
+    data |= region.at_start(start)
+    return multiplied(data, correction.factor(start)) if correction.reweights else data
+
+
+def multiplied(data: dict[str, Nested], factor: Tensor) -> dict[str, Nested]:
+    """``data`` with a further factor of the policy loss."""
+    earlier = data.get("policy_factor")
+    return data | {"policy_factor": earlier * factor if isinstance(earlier, Tensor) else factor}
 
 
 def check_objective(cfg: ObjectiveCfg, policy: Policy) -> None:
     """Refuse what cannot work with this policy.
 
     Raises:
-        ConfigError: a divisor is missing, or probabilities are asked of a policy that has densities, or whole distributions
-            of one that gives none.
+        ConfigError: a divisor is missing, or probabilities are asked of a policy that has densities.
     """
-    if cfg.aggregation in ("constant", "seq_mean_token_sum_norm") and cfg.max_length is None:
+    if isinstance(cfg.aggregation, FixedLengthCfg) and cfg.aggregation.max_length is None:
         raise ConfigError(
-            f"aggregation={cfg.aggregation!r} divides by objective.max_length, which is None; fix: set it to the longest episode"
-        )
-    if cfg.kl_estimator == "exact" and not policy.gives_distribution:
-        raise ConfigError(
-            f"kl_estimator='exact' compares whole distributions, and {type(policy).__name__} gives the probabilities of single "
-            "tokens; fix: 'k3'"
+            f"aggregation={cfg.aggregation.name!r} divides by its max_length, which is None; fix: set it to the longest episode"
         )
     cfg.trust_region.check_policy(policy)
 
@@ -175,8 +165,8 @@ def finest_unit(cfg: ObjectiveCfg) -> Unit:
     by_step = (
         cfg.ratio == "token"
         and not cfg.trust_region.whole_episodes
-        and cfg.off_policy_mask_threshold is None
-        and cfg.aggregation in ("token_mean", "seq_mean_token_sum_norm")
+        and cfg.importance_sampling_correction.mask_threshold is None
+        and not cfg.aggregation.by_episode
     )
     return "transition" if by_step else "episode"
 

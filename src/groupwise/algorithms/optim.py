@@ -20,6 +20,7 @@ from groupwise.config.algorithm import (
     SGDCfg,
     StepCfg,
 )
+from groupwise.errors import ConfigError
 
 
 def build_optimizer(cfg: AlgorithmCfg, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -34,6 +35,8 @@ def build_optimizer(cfg: AlgorithmCfg, parameters: Sequence[nn.Parameter]) -> to
             return torch.optim.RMSprop(parameters, **settings)
         case SGDCfg():
             return torch.optim.SGD(parameters, **settings)
+        case _:
+            raise ConfigError(f"optimizer={chosen.name!r} is not one of torch's; fix: override build_optimizer")
 
 
 class Schedule:

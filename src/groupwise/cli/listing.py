@@ -46,7 +46,14 @@ def _sections() -> dict[str, list[Entry]]:
             Entry([f"{env_id}: {', '.join(presets.env_preset(env_id))}"]) for env_id in presets.env_ids()
         ],
         "Credit and objective of a paper or library: --preset NAME": [
-            Entry([p.note, *(f"{k}: {_choices_of(v)}" for k, v in p.settings.items()), p.source], f"{name}: {p.title}")
+            Entry(
+                [
+                    p.note,
+                    *(f"{k}: {_choices_of(v) if isinstance(v, dict) else v}" for k, v in p.settings.items()),
+                    p.source,
+                ],
+                f"{name}: {p.title}",
+            )
             for name, p in presets.objective_presets().items()
         ],
         "Each choice of credit and objective: --algorithm.credit.scale none": [

@@ -125,15 +125,10 @@ def options_of(config: Cfg, prefix: str = "") -> Iterator[Option]:
     kind = type(config)
     for name, field in kind.model_fields.items():
         value, path, text = vars(config)[name], f"{prefix}{name}", " ".join((field.description or "").split())
-        kinds = kind.kinds(name)
-        if _is_hidden(kind, name) or (value is None and kinds):
+        if _is_hidden(kind, name) or (value is None and kind.declared_type(name)):
             continue
         if isinstance(value, Choice):
             yield Option(path, Literal[tuple(sorted(value.known))], value.name, text, choice=True)
-            yield from (option for option in options_of(value, f"{path}.") if option.path != f"{path}.name")
-        elif len(kinds) > 1:
-            names: Any = Literal[tuple(kind.model_fields["name"].default for kind in kinds)]
-            yield Option(path, names, value.name, text, choice=True)
             yield from (option for option in options_of(value, f"{path}.") if option.path != f"{path}.name")
         elif isinstance(value, Cfg):
             yield from options_of(value, f"{path}.")

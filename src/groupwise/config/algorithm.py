@@ -1,64 +1,87 @@
 """Settings of the algorithms. Imports no torch, so that the command line answers at once."""
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le
-from pydantic import Field, model_validator
+from pydantic import SerializeAsAny, model_validator
 
-from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt, choice
+from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt
+from groupwise.config.choices import Choice, register_recipe
 from groupwise.config.credit import CreditCfg as CreditCfg
-from groupwise.config.objective import ClippedCfg, TrustRegionCfg
+from groupwise.config.objective import ClippedCfg, FixedLengthCfg, TrustRegionCfg
 from groupwise.config.objective import ObjectiveCfg as ObjectiveCfg
 
 
-class AdamCfg(Cfg):
-    """Adam, with L2 weight decay."""
+class OptimizerCfg(Choice):
+    """Which optimiser, and its settings other than the learning rate."""
+
+    family: ClassVar = "optimizer"
+    default: ClassVar = "adam"
+    known: ClassVar = {}
+
+
+@register_recipe
+class AdamCfg(OptimizerCfg):
+    """Adam."""
 
     name: Literal["adam"] = "adam"
     """``torch.optim.Adam``."""
     eps: Positive = 1e-5
-    """Added to the denominator. 1e-5 is the reference PPO's, not torch's 1e-8."""
+    """Added to the denominator. Default: the reference PPO's; torch has 1e-8."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay of the moments."""
-    weight_decay: NonNegative = 0.0
-    """Weight decay."""
 
 
+@register_recipe
 class AdamWCfg(AdamCfg):
     """Adam with decoupled weight decay."""
 
     name: Literal["adamw"] = "adamw"  # type: ignore[assignment]
     """``torch.optim.AdamW``."""
+    weight_decay: NonNegative = 0.0
+    """Weight decay."""
 
 
-class SGDCfg(Cfg):
+@register_recipe
+class SGDCfg(OptimizerCfg):
     """Stochastic gradient descent."""
 
     name: Literal["sgd"] = "sgd"
     """``torch.optim.SGD``."""
     momentum: Fraction = 0.0
     """Momentum."""
-    weight_decay: NonNegative = 0.0
-    """L2 weight decay."""
 
 
-class RMSpropCfg(SGDCfg):
+@register_recipe
+class RMSpropCfg(OptimizerCfg):
     """RMSprop."""
 
-    name: Literal["rmsprop"] = "rmsprop"  # type: ignore[assignment]
+    name: Literal["rmsprop"] = "rmsprop"
     """``torch.optim.RMSprop``."""
+    momentum: Fraction = 0.0
+    """Momentum."""
     eps: Positive = 1e-5
     """Added to the denominator."""
 
 
-class ConstantCfg(Cfg):
-    """The learning rate stays."""
+class ScheduleCfg(Choice):
+    """How the learning rate changes over training."""
+
+    family: ClassVar = "schedule"
+    default: ClassVar = "none"
+    known: ClassVar = {}
+
+
+@register_recipe
+class ConstantCfg(ScheduleCfg):
+    """A constant learning rate."""
 
     name: Literal["none"] = "none"
     """Constant."""
 
 
-class LinearCfg(Cfg):
+@register_recipe
+class LinearCfg(ScheduleCfg):
     """The learning rate falls linearly over training."""
 
     name: Literal["linear"] = "linear"
@@ -67,6 +90,7 @@ class LinearCfg(Cfg):
     """Share of the learning rate left at the end."""
 
 
+@register_recipe
 class CosineCfg(LinearCfg):
     """The learning rate falls along half a cosine."""
 
@@ -74,7 +98,8 @@ class CosineCfg(LinearCfg):
     """Cosine."""
 
 
-class StepCfg(Cfg):
+@register_recipe
+class StepCfg(ScheduleCfg):
     """The learning rate drops at intervals."""
 
     name: Literal["step"] = "step"
@@ -85,6 +110,7 @@ class StepCfg(Cfg):
     """Share of training between two decays."""
 
 
+@register_recipe
 class ExponentialCfg(StepCfg):
     """The learning rate decays continuously, by ``decay`` over one interval."""
 
@@ -92,7 +118,8 @@ class ExponentialCfg(StepCfg):
     """Exponential."""
 
 
-class AdaptiveKLCfg(Cfg):
+@register_recipe
+class AdaptiveKLCfg(ScheduleCfg):
     """The learning rate follows the measured KL, by rsl_rl's rule."""
 
     name: Literal["adaptive_kl"] = "adaptive_kl"
@@ -105,16 +132,27 @@ class AdaptiveKLCfg(Cfg):
     """Greatest rate, as a multiple of ``learning_rate``."""
 
 
-OptimizerCfg: TypeAlias = Annotated[
-    AdamCfg | AdamWCfg | SGDCfg | RMSpropCfg, Field(discriminator="name"), choice("adam")
-]
-"""Which optimiser, and its settings other than the learning rate."""
-ScheduleCfg: TypeAlias = Annotated[
-    ConstantCfg | LinearCfg | CosineCfg | StepCfg | ExponentialCfg | AdaptiveKLCfg,
-    Field(discriminator="name"),
-    choice("none"),
-]
-"""How the learning rate changes over training."""
+class AdaptiveEntropyCfg(Cfg):
+    """A bonus that rises while the entropy is low (Skywork-OR1, https://arxiv.org/abs/2505.22312).
+
+    The weight rises by ``step`` after a minibatch with entropy at or below ``target`` and falls by ``step`` after any
+    other. The bonus is off until the entropy is at or below ``target`` again.
+    """
+
+    target: float = 0.2
+    """Entropy in nats per step, of the joint action; negative is possible for densities."""
+    step: Positive = 0.005
+    """Change of the weight in one optimiser step."""
+    min_coef: NonNegative = 0.0
+    """Least weight."""
+    max_coef: NonNegative = 1.0
+    """Greatest weight."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "AdaptiveEntropyCfg":
+        if self.min_coef > self.max_coef:
+            raise ValueError(f"got min_coef={self.min_coef} > max_coef={self.max_coef}; fix: swap them")
+        return self
 
 
 class CollectionCfg(Cfg):
@@ -152,7 +190,7 @@ class AlgorithmCfg(Cfg):
     gamma: Fraction = 0.99
     """Discount."""
     ent_coef: float = 0.0
-    """Weight of the entropy bonus; its first value with an adaptive one."""
+    """Weight of the entropy bonus; its first value with ``adaptive_entropy``."""
     max_grad_norm: Positive | None = 0.5
     """Largest global norm of the gradient. None: no clipping."""
     target_kl: Positive | None = None
@@ -160,10 +198,10 @@ class AlgorithmCfg(Cfg):
     clip_coef: Positive | None = None
     """Sets ``clip_low`` and ``clip_high`` of the trust region together."""
     objective: ObjectiveCfg = ObjectiveCfg()
-    """Ratio, trust region, aggregation, KL."""
-    optimizer: OptimizerCfg = AdamCfg()
+    """Ratio, trust region, correction, aggregation."""
+    optimizer: SerializeAsAny[OptimizerCfg] = AdamCfg()
     """The optimiser, by name or with its parameters."""
-    schedule: ScheduleCfg = ConstantCfg()
+    schedule: SerializeAsAny[ScheduleCfg] = ConstantCfg()
     """The schedule of the learning rate, by name or with its parameters."""
 
     @model_validator(mode="before")
@@ -186,6 +224,18 @@ class AlgorithmCfg(Cfg):
         given = {name: value for name, value in region if name in region.model_fields_set}
         both = given | {"clip_low": coef, "clip_high": coef}
         return {**data, "clip_coef": None, "objective": values | {"trust_region": both}}
+
+
+A = TypeVar("A", bound=AlgorithmCfg)
+
+
+def with_max_length(cfg: A, longest: int | None) -> A:
+    """``cfg`` with the longest episode filled in, where the aggregation divides by it and it is not set."""
+    aggregation = cfg.objective.aggregation
+    if not isinstance(aggregation, FixedLengthCfg) or aggregation.max_length is not None:
+        return cfg
+    aggregation = aggregation.model_copy(update={"max_length": longest})
+    return cfg.model_copy(update={"objective": cfg.objective.model_copy(update={"aggregation": aggregation})})
 
 
 class PPOCfg(AlgorithmCfg):
@@ -216,10 +266,16 @@ class GRPOCfg(AlgorithmCfg):
     """How groups are collected."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL to a reference policy. 0: no reference."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3+", "k3_unbiased", "abs", "exact"] = "k3"
+    """Estimator of the KL to the reference. ``k3+``: value of k3, gradient of k2; ``k3_unbiased``: k3 times the ratio (DeepSeek-V3.2); ``exact``: closed form, for control."""
     ref_model_sync_steps: PositiveInt | None = None
     """Iterations between updates of the reference. None: it is frozen."""
     ref_model_mixup_alpha: Fraction = 1.0
     """Weight of the policy in an updated reference. 1: replaces it (TRL: 0.6)."""
+    top_entropy_quantile: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Share of the steps, those with the highest entropy, that have a policy loss (TRL). 1: all."""
+    adaptive_entropy: AdaptiveEntropyCfg | None = None
+    """Adapts ``ent_coef`` to the entropy. None: ``ent_coef`` is constant."""
 
     @model_validator(mode="after")
     def _check_reference(self) -> "GRPOCfg":

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, get_args
 
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from groupwise.errors import ConfigError, nearest
 
@@ -13,22 +13,6 @@ PositiveInt = Annotated[int, Ge(1)]
 Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
-
-
-def choice(default: str) -> BeforeValidator:
-    """Lets a field of several config classes, told apart by ``name``, be given by a bare name, or without one.
-
-    ``schedule: Annotated[Constant | Linear, Field(discriminator="name"), choice("none")] = Constant()`` takes
-    ``"linear"``, ``{"name": "linear", "final": 0.1}`` and ``Linear(final=0.1)``. The default's class comes first.
-    """
-
-    def named(value: object) -> object:
-        if isinstance(value, str):
-            return {"name": value}
-        return {"name": default, **value} if isinstance(value, dict) else value
-
-    return BeforeValidator(named)
-
 
 GIVEN = "<given in Python>"
 """Stands in a config for an object that was passed in."""
@@ -64,19 +48,15 @@ class Cfg(BaseModel):
         Args:
             fields: what the config is made of, where the class depends on that.
         """
-        kinds = cls.kinds(key)
-        value = fields.get(key)
-        name = value.get("name") if isinstance(value, Mapping) else value if isinstance(value, str) else None
-        named = [kind for kind in kinds if "name" in kind.model_fields and kind.model_fields["name"].default == name]
-        found = next(iter([*named, *kinds]), None)
-        return found and found.type_for(value)
+        declared = cls.declared_type(key)
+        return declared and declared.type_for(fields.get(key))
 
     @classmethod
-    def kinds(cls, key: str) -> "list[type[Cfg]]":
-        """Config classes that a field may hold: none for plain data, several for a choice by ``name``."""
+    def declared_type(cls, key: str) -> "type[Cfg] | None":
+        """Config class in a field's annotation, also of ``LoRACfg | None``; None for plain data."""
         annotation = cls.model_fields[key].annotation if key in cls.model_fields else None
-        found = [annotation, *get_args(annotation)]  # of ``LoRACfg | None``, too
-        return [kind for kind in found if isinstance(kind, type) and issubclass(kind, Cfg)]
+        kinds = (kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type))
+        return next((kind for kind in kinds if issubclass(kind, Cfg)), None)
 
     @classmethod
     def type_for(cls, value: object) -> "type[Cfg]":
@@ -95,41 +75,19 @@ def explain(item: Mapping[str, Any], root: type[Cfg], fields: Mapping[str, Any])
     Args:
         root: the config that was to be made, of ``fields``.
     """
-    loc = _without_tags(tuple(map(str, item["loc"])), root, fields)
+    loc = tuple(map(str, item["loc"]))
     path = ".".join(loc)
     match item["type"]:
         case "extra_forbidden":
             return _explain_unknown_key(loc, root, fields)
         case "literal_error":
-            return _expected_one_of(path, item["input"], item["ctx"]["expected"])
-        case "union_tag_invalid":
-            return _expected_one_of(path, item["ctx"]["tag"], item["ctx"]["expected_tags"])
+            choices = re.findall(r"[^\s',]+(?=')|\b\d+\b", item["ctx"]["expected"])
+            hint = nearest(str(item["input"]), choices)
+            return f"{path} = {item['input']!r}: expected one of {', '.join(choices)}{hint}"
         case "value_error":
             return f"{path}: {item['ctx']['error']}" if path else str(item["ctx"]["error"])
         case _:
             return f"{path} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
-
-
-def _expected_one_of(path: str, found: object, expected: str) -> str:
-    choices = re.findall(r"[^\s',]+(?=')|\b\d+\b", expected)
-    return f"{path} = {found!r}: expected one of {', '.join(choices)}{nearest(str(found), choices)}"
-
-
-def _without_tags(loc: tuple[str, ...], root: type[Cfg], fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """The path of a complaint without the names of choices, which pydantic puts behind the field's."""
-    path: list[str] = []
-    parent: type[Cfg] | None = root
-    keys = iter(loc)
-    for key in keys:
-        path.append(key)
-        if parent is None:
-            continue
-        if len(parent.kinds(key)) > 1:
-            next(keys, None)
-        parent = parent.child_type(key, fields)
-        inside = fields.get(key)
-        fields = inside if isinstance(inside, Mapping) else {}
-    return tuple(path)
 
 
 def _explain_unknown_key(loc: tuple[str, ...], root: type[Cfg], fields: Mapping[str, Any]) -> str:

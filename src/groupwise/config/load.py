@@ -223,17 +223,13 @@ def _merge(low: Tree, high: Tree, parent: type[Cfg], algorithm_type: type[Algori
     merged = dict(low)
     for key, value in high.items():
         of_algorithm = key == "algorithm" and issubclass(parent, CommonCfg)
-        if families := [kind for kind in parent.kinds(key) if issubclass(kind, Choice)]:
-            merged[key] = merge_choice(low[key], value, families[0]) if key in low else value
+        family = parent.declared_type(key)
+        if family and issubclass(family, Choice):
+            merged[key] = merge_choice(low[key], value, family) if key in low else value
             continue
         child = algorithm_type if of_algorithm else parent.child_type(key, high)
-        if len(parent.kinds(key)) > 1 and isinstance(value, str):
-            value = {"name": value}
         both = isinstance(value, dict) and isinstance(low.get(key), dict)
-        below = low[key] if both else {}
-        if child and both and not of_algorithm and value.get("name", below.get("name")) != below.get("name"):
-            below = {}  # parameters of another choice do not fit
-        merged[key] = _merge(below, value, child, algorithm_type) if child and both else value
+        merged[key] = _merge(low[key], value, child, algorithm_type) if child and both else value
     return merged
 
 

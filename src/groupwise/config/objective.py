@@ -1,11 +1,10 @@
-"""Settings of the objective: what one element's loss is, and how elements are added up. Imports no torch."""
+"""Settings of the objective: the loss of a step, and how steps are aggregated. Imports no torch."""
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from annotated_types import Gt, Le
 from pydantic import SerializeAsAny, model_validator
 
-from groupwise.config.base import Cfg, NonNegative, Positive, PositiveInt
+from groupwise.config.base import Cfg, Positive, PositiveInt
 from groupwise.config.choices import Choice, recipes_in, register_recipe
 
 if TYPE_CHECKING:
@@ -74,68 +73,117 @@ class ClipCfg(ClippedCfg):
 
 
 class CorrectionCfg(Choice):
-    """What is done about a sampler whose probabilities differ from the trainer's at the update's start."""
+    """How the difference between sampler and trainer is corrected."""
 
     family: ClassVar = "importance sampling correction"
     default: ClassVar = "none"
     known: ClassVar = recipes_in("corrections")
+    reweights: ClassVar[bool] = False
+    """Whether it has a ``factor``, which needs ``old_log_prob="recomputed"``."""
+
+    @property
+    def mask_threshold(self) -> float | None:
+        """Steps of negative advantage are dropped where the episode's mean of ``sample_log_prob - log_prob`` exceeds this."""
+        return None
 
     def factor(self, start: "UpdateStart") -> "Tensor":
-        """Weight of each element's policy loss."""
+        """Weight of each step's policy loss."""
         raise NotImplementedError(f"{type(self).__name__} has no factor()")
+
+
+class MaskCorrectionCfg(CorrectionCfg):
+    """A correction with an off-policy mask."""
+
+    off_policy_mask_threshold: Positive | None = None
+    """Drops steps of negative advantage where the episode's mean of ``sample_log_prob - log_prob`` exceeds this (TRL 0.5, AgileRL 0.03). None: no limit."""
+
+    @property
+    def mask_threshold(self) -> float | None:
+        """The setting."""
+        return self.off_policy_mask_threshold
 
 
 @register_recipe
 class NoCorrectionCfg(CorrectionCfg):
-    """Sampler and trainer are taken to agree."""
+    """No correction."""
 
     name: Literal["none"] = "none"
     """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/1707.06347"
 
 
-class EntropyCfg(Choice):
-    """How the weight of the entropy bonus changes over training."""
+class AggregationCfg(Choice):
+    """How the losses of steps become one loss."""
 
-    family: ClassVar = "entropy control"
-    default: ClassVar = "constant"
+    family: ClassVar = "aggregation"
+    default: ClassVar = "token_mean"
     known: ClassVar = {}
+    by_episode: ClassVar[bool] = True
+    """Whether minibatches must keep episodes whole."""
+
+    @property
+    def divisor(self) -> int | None:
+        """The constant that it divides by, if any."""
+        return None
 
 
 @register_recipe
-class ConstantEntropyCfg(EntropyCfg):
-    """``ent_coef`` throughout."""
+class TokenMeanCfg(AggregationCfg):
+    """Mean over all steps of the minibatch (DAPO)."""
+
+    name: Literal["token_mean"] = "token_mean"
+    """Name in the registry."""
+    source: ClassVar = "https://arxiv.org/abs/2503.14476"
+    by_episode: ClassVar = False
+
+
+@register_recipe
+class SeqMeanTokenMeanCfg(AggregationCfg):
+    """Mean of episode means."""
+
+    name: Literal["seq_mean_token_mean"] = "seq_mean_token_mean"
+    """Name in the registry."""
+    source: ClassVar = "https://arxiv.org/abs/2402.03300"
+
+
+@register_recipe
+class SeqMeanTokenSumCfg(AggregationCfg):
+    """Mean of episode sums."""
+
+    name: Literal["seq_mean_token_sum"] = "seq_mean_token_sum"
+    """Name in the registry."""
+    source: ClassVar = "https://arxiv.org/abs/2402.14740"
+
+
+class FixedLengthCfg(AggregationCfg):
+    """An aggregation that divides by a fixed length."""
+
+    max_length: PositiveInt | None = None
+    """Length of the longest episode. None: the step limit of the environment, or the token limit of a completion."""
+
+    @property
+    def divisor(self) -> int | None:
+        """The length."""
+        return self.max_length
+
+
+@register_recipe
+class ConstantLengthCfg(FixedLengthCfg):
+    """Sum over episodes times ``max_length`` (Dr. GRPO)."""
 
     name: Literal["constant"] = "constant"
     """Name in the registry."""
-    source: ClassVar = "https://arxiv.org/abs/1707.06347"
+    source: ClassVar = "https://arxiv.org/abs/2503.20783"
 
 
 @register_recipe
-class AdaptiveEntropyCfg(EntropyCfg):
-    """The bonus rises while the entropy is low (Skywork-OR1).
+class SeqMeanTokenSumNormCfg(FixedLengthCfg):
+    """Sum over ``max_length`` (Dr. GRPO in verl); grows with the batch."""
 
-    ``step`` more after a minibatch with entropy at or below ``target``, ``step`` less after another, and no bonus until the
-    entropy is at or below it again.
-    """
-
-    name: Literal["adaptive"] = "adaptive"
+    name: Literal["seq_mean_token_sum_norm"] = "seq_mean_token_sum_norm"
     """Name in the registry."""
-    target: float = 0.2
-    """Entropy in nats per step, of the joint action; negative is possible for densities."""
-    step: Positive = 0.005
-    """Change of the weight in one optimiser step."""
-    min_coef: NonNegative = 0.0
-    """Least weight."""
-    max_coef: NonNegative = 1.0
-    """Greatest weight."""
-    source: ClassVar = "https://arxiv.org/abs/2505.22312"
-
-    @model_validator(mode="after")
-    def _check(self) -> "AdaptiveEntropyCfg":
-        if self.min_coef > self.max_coef:
-            raise ValueError(f"got min_coef={self.min_coef} > max_coef={self.max_coef}; fix: swap them")
-        return self
+    source: ClassVar = "https://github.com/volcengine/verl"
+    by_episode: ClassVar = False
 
 
 class ObjectiveCfg(Cfg):
@@ -145,28 +193,12 @@ class ObjectiveCfg(Cfg):
     """Level of the probability ratio: ``token``, each step; ``turn``, geometric mean over the turn; ``sequence``, over the episode (GSPO); ``sequence_token``, the same with the gradient of each step; ``sequence_product``, the product over the episode."""
     trust_region: SerializeAsAny[TrustRegionCfg] = ClipCfg()
     """How the update is limited, by name or with its parameters: ``{"name": "cispo", "high": 1.2}``."""
-    top_entropy_quantile: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Share of the steps, those with the highest entropy, that have a policy loss (TRL). 1: all."""
     importance_sampling_correction: SerializeAsAny[CorrectionCfg] = NoCorrectionCfg()
-    """Weight for the difference between sampler and trainer, by name or with its parameters. Needs ``old_log_prob="recomputed"``."""
-    off_policy_mask_threshold: Positive | None = None
-    """Drops steps of negative advantage where the episode's mean of ``sample_log_prob - log_prob`` exceeds this (TRL 0.5, AgileRL 0.03). None: no limit."""
-    aggregation: Literal[
-        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant", "seq_mean_token_sum_norm"
-    ] = "token_mean"
-    """How steps become one loss: mean over steps; mean of episode means; mean of episode sums; sum over episodes times ``max_length``; sum over ``max_length`` (verl)."""
-    max_length: PositiveInt | None = None
-    """Divisor of ``constant`` and ``seq_mean_token_sum_norm``. None: the step limit of the environment."""
-    kl_estimator: Literal["k1", "k2", "k3", "k3+", "abs", "exact"] = "k3"
-    """Estimator of the KL to the reference. ``k3+``: value of k3, gradient of k2; ``exact``: closed form, for control."""
-    kl_weight: Literal["none", "ratio"] = "none"
-    """``ratio``: each step's KL times its ratio, unbiased off-policy (DeepSeek-V3.2)."""
-    kl_clamp: Positive | None = None
-    """Largest absolute value of a step's KL (verl, AgileRL: 10). None: no limit."""
+    """Correction of the difference between sampler and trainer, by name or with its parameters. ``tis`` and ``mis`` need ``old_log_prob="recomputed"``."""
+    aggregation: SerializeAsAny[AggregationCfg] = TokenMeanCfg()
+    """How steps become one loss, by name or with its parameters: ``{"name": "constant", "max_length": 500}``."""
     old_log_prob: Literal["sampled", "recomputed"] = "sampled"
     """Denominator of the ratio: as the sampler reported it, or recomputed at the update's start."""
-    entropy: SerializeAsAny[EntropyCfg] = ConstantEntropyCfg()
-    """Weight of the entropy bonus over time."""
 
     @model_validator(mode="after")
     def _check(self) -> "ObjectiveCfg":
@@ -176,11 +208,10 @@ class ObjectiveCfg(Cfg):
                 f"trust_region={region.name!r} needs ratio={region.needs_ratio!r}; got ratio={self.ratio!r}, "
                 f"fix: ratio={region.needs_ratio!r}"
             )
-        if self.importance_sampling_correction.name != "none" and self.old_log_prob == "sampled":
+        correction = self.importance_sampling_correction
+        if correction.reweights and self.old_log_prob == "sampled":
             raise ValueError(
-                f"importance_sampling_correction={self.importance_sampling_correction.name!r} compares old_log_prob with the sampler's, which "
-                "old_log_prob='sampled' makes the same; fix: old_log_prob='recomputed'"
+                f"importance_sampling_correction={correction.name!r} compares old_log_prob with the sampler's, and "
+                "old_log_prob='sampled' is the sampler's; fix: old_log_prob='recomputed'"
             )
-        if self.kl_estimator == "exact" and self.kl_weight == "ratio":
-            raise ValueError("kl_estimator='exact' samples no action to weigh; fix: kl_weight='none', or 'k3'")
         return self

@@ -2,11 +2,11 @@
 
 import logging
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 
-from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.algorithm import GRPOCfg, with_max_length
 from groupwise.config.base import GIVEN
 from groupwise.config.credit import PartsCfg
 from groupwise.config.policy import SamplingCfg
@@ -198,11 +198,8 @@ def _filled_in(cfg: TextRunCfg, weights: tuple[float, ...], stop: tuple[str, ...
     """The settings with what follows from others: the longest completion, weights of rewards compared one by one, and ``stop``."""
     cfg = _stopping(cfg, stop)
     algorithm = cfg.algorithm
-    objective: Any = algorithm.objective
-    if objective.aggregation in ("constant", "seq_mean_token_sum_norm") and objective.max_length is None:
-        num_turns = 1 if cfg.task.tool is None else cfg.task.max_turns
-        objective = objective.model_copy(update={"max_length": num_turns * cfg.sampling.max_new_tokens})
-        algorithm = algorithm.model_copy(update={"objective": objective})
+    num_turns = 1 if cfg.task.tool is None else cfg.task.max_turns
+    algorithm = with_max_length(algorithm, num_turns * cfg.sampling.max_new_tokens)
     if isinstance(algorithm, GRPOCfg) and isinstance(algorithm.credit.reward, PartsCfg):
         if len(weights) < 2:
             raise ConfigError("credit.reward='parts' compares several rewards; got one, fix: credit.reward='total'")

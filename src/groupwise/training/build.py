@@ -12,7 +12,7 @@ from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.torch_groups import TorchGroupCollector
 from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.collectors.vector import VectorCollector
-from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.algorithm import GRPOCfg, with_max_length
 from groupwise.config.base import GIVEN
 from groupwise.config.registry import algorithm_entry
 from groupwise.config.run import RunCfg
@@ -190,12 +190,8 @@ def _check_obs(cfg: RunCfg, env: VectorEnv) -> None:
 
 def _with_max_length(cfg: RunCfg, env: VectorEnv) -> RunCfg:
     """The config with the longest episode filled in, where the loss divides by it and nobody said how long."""
-    objective = cfg.algorithm.objective
-    if objective.aggregation not in ("constant", "seq_mean_token_sum_norm") or objective.max_length is not None:
-        return cfg
-    window = cfg.algorithm.collection.horizon if isinstance(cfg.algorithm, GRPOCfg) else None
-    objective = objective.model_copy(update={"max_length": window or env.max_episode_steps})
-    return cfg.model_copy(update={"algorithm": cfg.algorithm.model_copy(update={"objective": objective})})
+    horizon = cfg.algorithm.collection.horizon if isinstance(cfg.algorithm, GRPOCfg) else None
+    return cfg.model_copy(update={"algorithm": with_max_length(cfg.algorithm, horizon or env.max_episode_steps)})
 
 
 def _block_size(cfg: RunCfg) -> int:

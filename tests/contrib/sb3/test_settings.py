@@ -114,7 +114,7 @@ def test_names_of_others_say_the_name_here(other, ours):
 
 def test_a_name_like_no_other_lists_arguments_only():
     found = refused(xyzzy=1)
-    assert found.startswith("unknown argument of GRPO 'xyzzy': known: batch_size, credit, device, ")
+    assert found.startswith("unknown argument of GRPO 'xyzzy': known: adaptive_entropy, batch_size, credit, ")
     assert found.endswith("; fix: one of these, or leave it out")
     listed = found.split("known: ")[1].split(";")[0].split(", ")
     assert {*inspect.signature(GRPO).parameters} - {*listed} == {"others", "_init_setup_model"}

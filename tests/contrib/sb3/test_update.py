@@ -82,9 +82,11 @@ REFUSED = {"gdpo", "remax", "agilerl_turn_ratio"}
 def test_presets_by_name(preset):
     settings = objective_presets()[preset].settings
     objective = gw.ObjectiveCfg(**settings["objective"])
-    if objective.aggregation in ("constant", "seq_mean_token_sum_norm"):
-        objective = objective.model_copy(update={"max_length": 6})
-    model = corridor(credit=preset, objective=preset if objective.max_length is None else objective)
+    divides = objective.aggregation.name in ("constant", "seq_mean_token_sum_norm")
+    if divides:
+        aggregation = objective.aggregation.model_copy(update={"max_length": 6})
+        objective = objective.model_copy(update={"aggregation": aggregation})
+    model = corridor(credit=preset, objective=objective if divides else preset)
     assert (model.credit, model.objective) == (gw.CreditCfg(**settings["credit"]), objective)
 
 
@@ -97,7 +99,7 @@ def test_presets_train(preset):
 
 
 def test_a_constant_divisor_is_given_in_the_objective():
-    cfg = gw.ObjectiveCfg(aggregation="constant", max_length=6)
+    cfg = gw.ObjectiveCfg(aggregation={"name": "constant", "max_length": 6})
     corridor(credit="dr_grpo", objective=cfg).learn(40)
     with pytest.raises(gw.ConfigError, match=r"max_length, which is None; fix"):
         corridor(objective="dr_grpo")
@@ -155,6 +157,7 @@ def test_one_update_equals_that_of_the_library(credit, objective):
         group_size=2,
         credit=model.credit,
         objective=model.objective,
+        kl_estimator=model.kl_estimator,
     )
     fresh = corridor(env=env, credit=credit, objective=objective)
     policy = gw.ActorCritic(

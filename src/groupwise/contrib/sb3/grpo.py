@@ -25,7 +25,7 @@ from stable_baselines3.common.utils import LinearSchedule, obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
 from groupwise.algorithms import grpo
-from groupwise.config.algorithm import CreditCfg, GRPOCfg, ObjectiveCfg
+from groupwise.config.algorithm import AdaptiveEntropyCfg, CreditCfg, GRPOCfg, ObjectiveCfg
 from groupwise.contrib.sb3.group_buffer import GroupBuffer, Obs, Tick
 from groupwise.contrib.sb3.policy import (
     ActorPolicy,
@@ -60,8 +60,11 @@ class GRPO(OnPolicyAlgorithm):
         batch_size: steps in one minibatch; a rollout is split evenly into the nearest whole number of them.
         group_size: episodes at the same start.
         credit: from rewards to advantages, or the name of a preset that says it.
-        objective: ratio, trust region (the clip range is here), aggregation and KL estimator, or the name of a preset.
+        objective: ratio, trust region (the clip range is here) and aggregation, or the name of a preset.
         kl_coef: weight of the KL to a reference policy; 0 makes no reference.
+        kl_estimator: of that KL; this and the next two are also set by a preset that is named as ``objective``.
+        top_entropy_quantile: share of the steps, those with the highest entropy, that have a policy loss.
+        adaptive_entropy: adapts ``ent_coef`` to the entropy.
         kl_ref_iterations: rollouts between two renewals of the reference; None keeps the first policy.
         shared_starts: ``verify``: members share their start, which is tried out before training; ``trust``: without
             the trial; ``off``: every episode has a start of its own.
@@ -95,6 +98,9 @@ class GRPO(OnPolicyAlgorithm):
         credit: CreditCfg | dict[str, Any] | str = PER_STEP,
         objective: ObjectiveCfg | dict[str, Any] | str = CLIPPED,
         kl_coef: float = 0.0,
+        kl_estimator: str = "k3",
+        top_entropy_quantile: float = 1.0,
+        adaptive_entropy: AdaptiveEntropyCfg | dict[str, Any] | None = None,
         kl_ref_iterations: int | None = None,
         shared_starts: Literal["verify", "trust", "off"] = "verify",
         ent_coef: float = 0.0,
@@ -134,6 +140,9 @@ class GRPO(OnPolicyAlgorithm):
         self.credit = credit
         self.objective = objective
         self.kl_coef = kl_coef
+        self.kl_estimator = kl_estimator
+        self.top_entropy_quantile = top_entropy_quantile
+        self.adaptive_entropy = adaptive_entropy
         self.kl_ref_iterations = kl_ref_iterations
         self.shared_starts = shared_starts
         self.target_kl = target_kl
@@ -291,9 +300,10 @@ class GRPO(OnPolicyAlgorithm):
         super()._update_current_progress_remaining(self._rollout_began_at, total_timesteps)
 
     def _cfg(self) -> GRPOCfg:
-        """The update's settings; ``credit`` and ``objective`` are resolved."""
+        """The update's settings, those of a preset included."""
         cfg = update_cfg({name: vars(self)[name] for name in ARGUMENTS})
-        self.credit, self.objective = cfg.credit, cfg.objective
+        for name in ("credit", "objective", "kl_estimator", "top_entropy_quantile", "adaptive_entropy"):
+            setattr(self, name, vars(cfg)[name])
         return cfg
 
     def _setup_learn(

@@ -17,7 +17,19 @@ from groupwise.errors import ConfigError, UnknownNameError, nearest
 
 CFG_NAMES = {"n_steps": "num_steps", "n_epochs": "num_epochs", "batch_size": "minibatch_size"}
 """Arguments that ``GRPOCfg`` has under another name."""
-_SAME_NAME = ("gamma", "ent_coef", "max_grad_norm", "target_kl", "group_size", "credit", "objective", "kl_coef")
+_SAME_NAME = (
+    "gamma",
+    "ent_coef",
+    "max_grad_norm",
+    "target_kl",
+    "group_size",
+    "credit",
+    "objective",
+    "kl_coef",
+    "kl_estimator",
+    "top_entropy_quantile",
+    "adaptive_entropy",
+)
 ARGUMENTS = (*CFG_NAMES, *_SAME_NAME, "kl_ref_iterations", "shared_starts")
 """What ``update_cfg`` makes settings of."""
 SHARED_STARTS = ("verify", "trust", "off")
@@ -117,7 +129,9 @@ def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
         tree["ref_model_sync_steps"] = interval
     for part in ("credit", "objective"):
         if isinstance(tree[part], str):
-            tree[part] = objective_preset(tree[part]).settings[part]
+            settings = objective_preset(tree[part]).settings
+            own = {key: value for key, value in settings.items() if key not in ("credit", "objective")}
+            tree |= {part: settings[part], **(own if part == "objective" else {})}
     try:
         cfg = GRPOCfg.model_validate(tree)
     except ValidationError as error:

@@ -1,1 +1,1 @@
-"""Importance sampling corrections for a sampler whose probabilities are not the trainer's."""
+"""Importance sampling corrections, for a sampler whose probabilities differ from the trainer's."""

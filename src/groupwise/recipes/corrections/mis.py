@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from groupwise.config.base import NonNegative, Positive
 from groupwise.config.choices import register_recipe
-from groupwise.config.objective import CorrectionCfg
+from groupwise.config.objective import MaskCorrectionCfg
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @register_recipe
-class MisCfg(CorrectionCfg):
+class MisCfg(MaskCorrectionCfg):
     """The weight ``exp(old_log_prob - sample_log_prob)``, 0 outside ``[low, high]``."""
 
     name: Literal["mis"] = "mis"
@@ -27,6 +27,7 @@ class MisCfg(CorrectionCfg):
     high: Positive = 3.0
     """Greatest weight that counts. Default: TRL's (AgileRL: 5)."""
     source: ClassVar = "https://arxiv.org/abs/2510.18855"
+    reweights: ClassVar = True
 
     @model_validator(mode="after")
     def _check(self) -> "MisCfg":
@@ -35,7 +36,7 @@ class MisCfg(CorrectionCfg):
         return self
 
     def factor(self, start: "UpdateStart") -> "Tensor":
-        """Weight of each element's policy loss."""
+        """Weight of each step's policy loss."""
         from groupwise.functional.correction import masked
         from groupwise.recipes.corrections.tis import importance_weight
 

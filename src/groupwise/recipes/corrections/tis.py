@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from groupwise.config.base import Positive
 from groupwise.config.choices import register_recipe
-from groupwise.config.objective import CorrectionCfg
+from groupwise.config.objective import MaskCorrectionCfg
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @register_recipe
-class TisCfg(CorrectionCfg):
+class TisCfg(MaskCorrectionCfg):
     """The weight ``exp(old_log_prob - sample_log_prob)``, at most ``high``."""
 
     name: Literal["tis"] = "tis"
@@ -23,9 +23,10 @@ class TisCfg(CorrectionCfg):
     high: Positive = 3.0
     """Greatest weight. Default: TRL's (AgileRL: 2)."""
     source: ClassVar = "https://github.com/huggingface/trl"
+    reweights: ClassVar = True
 
     def factor(self, start: "UpdateStart") -> "Tensor":
-        """Weight of each element's policy loss."""
+        """Weight of each step's policy loss."""
         from groupwise.functional.correction import truncated
 
         return truncated(importance_weight(self.level, start), self.high)

@@ -179,7 +179,7 @@ def _check_single(cfg: EnvCfg, make: Maker) -> EnvReport:
 
 def _check_rows(cfg: EnvCfg, make: Maker) -> EnvReport:
     """The report on an environment that makes all its rows itself."""
-    plain = cfg.model_copy(update={**_GROUP_SETTINGS, "autoreset": "disabled"})
+    plain = cfg.model_copy(update=_GROUP_SETTINGS)
     try:
         env = make_env(plain, grouped=True, num_envs=NUM_ENVS, env=make, verify=False)
     except GroupwiseError:
@@ -236,7 +236,7 @@ def _start_us(cfg: EnvCfg, make: Maker, mode: StartMode) -> float:
     native = mode == "native"
     if native and not _offers_entry_point(cfg, make):
         raise EnvError(_NO_ENTRY_POINT)
-    asked = {"start_mode": mode, "vectorization": "entry_point" if native else "sync", "autoreset": "disabled"}
+    asked = {"start_mode": mode, "vectorization": "entry_point" if native else "sync"}
     with closing(
         make_env(cfg.model_copy(update=asked), grouped=True, num_envs=NUM_ENVS if native else 2, env=make)
     ) as env:
@@ -261,7 +261,7 @@ def _steps_per_second(cfg: EnvCfg, make: Maker, way: str) -> float:
     if way == "entry_point" and not _offers_entry_point(cfg, make):
         raise EnvError(_NO_ENTRY_POINT)
     grouped = way in ("sync", "async")
-    asked = {**_GROUP_SETTINGS, "vectorization": way, "autoreset": "disabled" if grouped else "next_step"}
+    asked = {**_GROUP_SETTINGS, "vectorization": way}
     with closing(
         make_env(cfg.model_copy(update=asked), grouped=grouped, num_envs=NUM_ENVS, env=make, verify=False)
     ) as env:

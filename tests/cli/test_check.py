@@ -78,7 +78,7 @@ def test_check_env_command_refuses_an_algorithm(capsys, option):
     assert "fix: groupwise check-env CartPole-v1" in error
 
 
-@pytest.mark.parametrize("option", ["--seed", "--env.num-envs", "--env.autoreset"])
+@pytest.mark.parametrize("option", ["--seed", "--env.num-envs", "--device"])
 def test_check_env_command_refuses_what_makes_no_difference(capsys, option):
     assert cli.main(["check-env", "CartPole-v1", option, "3"]) == 2
     assert f"takes no {option}; it takes --env.kwargs, " in capsys.readouterr().err

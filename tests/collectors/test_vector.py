@@ -2,6 +2,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from groupwise.collectors.base import Episode
 from groupwise.collectors.vector import VectorCollector, label_episodes
@@ -167,10 +168,10 @@ def test_same_seed_same_bits_and_a_fresh_collector_goes_on_where_another_was_sav
     walk_env, buffer_for, fake_policy, autoreset
 ):
     policy = fake_policy()
-    cfg = EnvCfg(num_envs=3, autoreset=autoreset)
+    mode = AutoresetMode[autoreset.upper()]
 
     def run(**kwargs):
-        env = make_env(cfg, env=walk_env)
+        env = make_env(EnvCfg(), env=SyncVectorEnv([walk_env] * 3, copy=False, autoreset_mode=mode))
         return collect(env, policy, buffer_for(env, policy, 6), **kwargs)
 
     whole, state = run(iterations=2)
@@ -204,8 +205,8 @@ def test_dictionary_observations_keep_their_structure(walk_env, buffer_for, fake
     plain, nested = (
         collect(env, policy, buffer_for(env, policy, 6), iterations=2)[0]
         for env in (
-            make_env(EnvCfg(num_envs=2, autoreset="same_step"), env=walk_env),
-            make_env(EnvCfg(num_envs=2, autoreset="same_step"), env=lambda: DictWalk(walk_env())),
+            make_env(EnvCfg(num_envs=2), env=walk_env),
+            make_env(EnvCfg(num_envs=2), env=lambda: DictWalk(walk_env())),
         )
     )
     assert torch.equal(nested["obs", "position"], plain["obs"][..., 1:])
@@ -249,7 +250,7 @@ def test_a_nan_observation_is_named_before_its_action_reaches_the_environment():
 
 
 def test_a_window_must_hold_more_than_a_reset():
-    env = make_env(EnvCfg(num_envs=1, autoreset="next_step", vectorization="sync"))
+    env = make_env(EnvCfg(), env=SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")]))
     policy = ActorCritic(env.observation_space, env.action_space)
     buffer = RolloutBuffer(1, 1, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=True)
     with pytest.raises(EnvError, match="at least 2"):

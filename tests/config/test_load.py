@@ -245,7 +245,6 @@ def test_file_that_is_no_text_is_named(tmp_path):
         (None, {"policy": {"hidden_sizes": [64, 0]}}, r"policy\.hidden_sizes\.1 = 0: .*greater than or equal to 1"),
         (None, {"total_steps": "many"}, r"total_steps = 'many': .*integer"),
         (None, {"device": "gpu"}, r"device: expected 'cpu', 'cuda', .*'gpu'"),
-        (None, {"env": {"autoreset": "same_step"}}, r"grpo resets .*env\.autoreset='same_step', fix: 'disabled'"),
         ({"credit": {"returns": "outcome"}}, {}, r"algorithm\.credit: .*fix.*\(from the preset: .*group_key"),
         (None, {"env": 3}, r"env = 3: expected an object"),
         ("grpoo", {}, r"unknown algorithm 'grpoo': did you mean 'grpo'"),

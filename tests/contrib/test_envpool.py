@@ -299,9 +299,8 @@ def test_a_resumed_collector_goes_on_bit_for_bit():
         assert torch.equal(one[key], other[key]), key
 
 
-@pytest.mark.parametrize("autoreset", ["disabled", "next_step"])
-def test_windows_for_ppo_mark_the_dead_steps(autoreset):
-    env = make_env(EnvCfg(vectorization="envpool", num_envs=4, autoreset=autoreset))
+def test_windows_for_ppo_mark_the_dead_steps():
+    env = make_env(EnvCfg(vectorization="envpool", num_envs=4))
     torch.manual_seed(0)
     policy = ActorCritic(env.observation_space, env.action_space, PolicyCfg(), actor_only=False, gamma=0.99)
     buffer = RolloutBuffer(4, 60, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=True)
@@ -309,11 +308,8 @@ def test_windows_for_ppo_mark_the_dead_steps(autoreset):
     over = rollout["terminated"] | rollout["truncated"]
     assert over.any()
     dead = ~rollout["valid"]
-    if autoreset == "next_step":
-        assert torch.equal(dead[:, 1:], over[:, :-1])
-        assert rollout["reward"][dead].eq(0).all()
-    else:
-        assert not dead.any()
+    assert torch.equal(dead[:, 1:], over[:, :-1])
+    assert rollout["reward"][dead].eq(0).all()
     assert rollout["reward"][~dead].eq(1).all()
     env.close()
 
@@ -322,9 +318,7 @@ def test_settings_reach_envpool():
     cfg = EnvCfg(vectorization="envpool", num_envs=8, max_episode_steps=12)
     env = make_env(cfg, grouped=True, block_size=4)
     assert (type(env), env.block_size, env.max_episode_steps) == (EnvPoolGroupEnv, 4, 12)
-    assert make_env(cfg).block_size == 1
-    with pytest.raises(EnvError, match="same_step"):
-        make_env(cfg.model_copy(update={"autoreset": "same_step"}))
+    assert type(make_env(cfg)) is EnvPoolVectorEnv
     with pytest.raises(EnvError, match="cannot be vectorised by 'envpool'"):
         make_env(cfg, env=lambda: None)
 

@@ -2,7 +2,8 @@ import gymnasium
 import numpy as np
 import pytest
 
-from groupwise.envs.local_rows import Captured, EnvRow, StartCache, StartMethod
+from groupwise.envs.local_rows import EnvRow, StartMethod
+from groupwise.envs.single import RandomNoops
 from groupwise.errors import EnvError
 
 METHODS = [StartMethod("seed"), StartMethod("snapshot", "fields"), StartMethod("fresh")]
@@ -41,21 +42,26 @@ class Remembers(Walk):
 
 
 class Frail(Walk):
-    """Over as soon as it is told to go up."""
+    """Ends at the first step up."""
+
+    def reset(self, *, seed=None, options=None):
+        self.is_over = False
+        return super().reset(seed=seed)
 
     def step(self, action):
         obs, reward, *_ = super().step(action)
-        return obs, reward, bool(action[0] > 0), False, {}
+        self.is_over = bool(action[0] > 0)
+        return obs, reward, self.is_over, False, {}
 
 
-def episodes(method, make=Walk, count=2, num_random_noops=0):
-    starts = StartCache()
-    return [EnvRow(make, method, num_random_noops=num_random_noops, starts=starts) for _ in range(count)]
+def episodes(method, make=Walk, count=2):
+    starts = {}
+    return [EnvRow(make, method, starts) for _ in range(count)]
 
 
 def walk(episode, obs, actions=(0.5, -0.25, 0.125)):
     """What is observed from ``obs`` on."""
-    return [obs.tolist(), *(episode.step(np.array([action]))[0].tolist() for action in actions)]
+    return [obs.tolist(), *(episode.env.step(np.array([action]))[0].tolist() for action in actions)]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -87,11 +93,12 @@ def test_a_captured_start_is_reset_once():
     assert one.env.resets + other.env.resets == before + 1
 
 
-def test_the_cache_forgets_the_oldest_start():
-    starts = StartCache()
+def test_the_oldest_captured_start_is_forgotten():
+    starts = {}
+    row = EnvRow(Walk, StartMethod("snapshot", "fields"), starts)
     for seed in range(65):
-        starts.put(seed, Captured(seed, None))
-    assert (0 in starts._starts, 1 in starts._starts, len(starts._starts)) == (False, True, 64)
+        row.start(seed, 0)
+    assert list(starts) == list(range(1, 65))
 
 
 def test_fresh_environments_do_not_remember():
@@ -113,28 +120,30 @@ def test_replay_makes_one_environment_an_episode():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_prefix_follows_from_the_start_seed(method):
-    one, other = episodes(method, num_random_noops=6)
+def test_members_share_their_random_noops(method):
+    class Counted(Walk):
+        taken = 0
+
+        def step(self, action):
+            type(self).taken += 1
+            return super().step(action)
+
+    one, other = episodes(method, lambda: RandomNoops(Counted(), 6))
     lengths = set()
-    for seed in range(30):
-        before = one.extra_steps + other.extra_steps
-        assert one.start(seed, 1).tolist() == other.start(seed, 2).tolist()
-        steps = one.extra_steps + other.extra_steps - before
-        lengths.add(steps if method.mode == "snapshot" else steps / 2)
+    for seed in range(40):
+        Counted.taken = 0
+        first = one.start(seed, 1).tolist()
+        lengths.add(Counted.taken)
+        assert other.start(seed, 2).tolist() == first
     assert lengths == set(range(7))  # every length, 0 and the longest included
 
 
-def test_a_prefix_stops_before_the_episode_ends():
-    (episode,) = episodes(StartMethod("seed"), Frail, count=1, num_random_noops=8)
+def test_an_episode_that_ends_in_its_noops_is_reset():
+    (episode,) = episodes(StartMethod("seed"), lambda: RandomNoops(Frail(), 8), count=1)
     for seed in range(20):
-        episode.start(seed, 1)
-        taken = episode.extra_steps
-        *_, terminated, _, _ = episode.step(np.array([-1.0]))
-        assert not terminated
-        first, again = episode.start(seed, 1), episode.start(seed, 1)
-        assert first.tolist() == again.tolist()
-        assert episode.extra_steps > taken or taken == 0
-        episode.extra_steps = 0
+        first = episode.start(seed, 1)
+        assert not episode.env.unwrapped.is_over
+        assert episode.start(seed, 1).tolist() == first.tolist()
 
 
 def test_an_adapter_that_does_not_exist_is_named():
@@ -159,5 +168,5 @@ def test_what_was_observed_at_a_start_is_kept_from_an_environment_that_writes_in
 
     one, other = episodes(method, Reuser)
     first = one.start(3, 1).copy()
-    one.step(np.array([0.5]))
+    one.env.step(np.array([0.5]))
     assert other.start(3, 1).tolist() == first.tolist()

@@ -104,7 +104,7 @@ def test_under_next_step_the_reset_takes_a_step_of_its_own():
 def test_single_rows_cannot_be_reset_where_the_environment_resets_itself():
     env = make("next_step")
     env.reset(seed=0)
-    with pytest.raises(EnvError, match=r"Countdown resets itself \(next_step\).*fix: autoreset='disabled'"):
+    with pytest.raises(EnvError, match=r"Countdown resets itself \(next_step\).*fix: AutoresetMode.DISABLED"):
         env.reset(mask=np.array([True, False, False]))
 
 
@@ -137,7 +137,7 @@ def test_a_foreign_vector_environment_gets_one_seed():
 
 
 def test_an_environment_that_does_not_say_who_resets_is_refused():
-    with pytest.raises(EnvError, match=r"Theirs does not say who resets.*AutoresetMode"):
+    with pytest.raises(EnvError, match=r"autoreset_mode.*of Theirs is None; fix: .*AutoresetMode"):
         wrap(VectorOnly())
 
 

@@ -5,14 +5,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
 
 from groupwise.config.env import EnvCfg
 from groupwise.envs.make import IN_TORCH, make_env, makes_rows
-from groupwise.envs.state_vector import StateVectorGroupEnv
 from groupwise.envs.torch_control import TorchCartPole, TorchPendulum
 from groupwise.envs.torch_env import TorchGroupEnv
-from groupwise.errors import EnvError, GroupStartError, MissingExtraError
+from groupwise.errors import EnvError, MissingExtraError
 from groupwise.report.video import NoPictureError, rendering_env
 from groupwise.training.env_evaluator import separate_env
 
@@ -57,8 +55,6 @@ def test_a_ready_one_is_taken_as_it_is():
         make_env(EnvCfg(), env=env, num_envs=4)
     with pytest.raises(EnvError, match="max_episode_steps is 9, but TorchCartPole ends its episodes after 500"):
         make_env(EnvCfg(max_episode_steps=9), env=env)
-    with pytest.raises(EnvError, match="never resets itself"):
-        make_env(EnvCfg(autoreset="next_step"), env=env)
 
 
 def test_what_cannot_be_met_is_refused():
@@ -120,7 +116,6 @@ def test_settings_reach_a_task_in_torch():
     [
         (EnvCfg(id="LunarLander-v3", vectorization="torch"), None, r"not written in torch, only CartPole-v1, .*fix: "),
         (EnvCfg(vectorization="torch", kwargs={"g": 1}), None, r"takes no env\.kwargs, got \{'g': 1\}; fix: "),
-        (EnvCfg(vectorization="torch", autoreset="next_step"), None, "never resets itself"),
         (EnvCfg(vectorization="torch"), TorchCartPole, None),
         (EnvCfg(vectorization="torch"), lambda: gymnasium.make("CartPole-v1"), "cannot be vectorised by 'torch'"),
     ],
@@ -131,40 +126,6 @@ def test_what_no_task_in_torch_can_do_is_refused(cfg, env, says):
         return
     with pytest.raises(EnvError, match=says):
         make_env(cfg, env=env)
-
-
-class Counters(gymnasium.vector.VectorEnv):
-    """Count the steps."""
-
-    metadata = {"autoreset_mode": AutoresetMode.DISABLED}
-    single_observation_space = spaces.Box(0, np.inf, (1,), np.float32)
-    single_action_space = spaces.Discrete(2)
-    num_envs = 3
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count = self.np_random.uniform(size=3).astype(np.float32)
-        return self.count[:, None], {}
-
-    def step(self, actions):
-        self.count = self.count + 1
-        return self.count[:, None], self.count, self.count > 9, np.zeros(3, np.bool_), {}
-
-
-class StatefulCounters(Counters):
-    def clone_state(self, rows):
-        return [self.count[row] for row in rows]
-
-    def restore_state(self, states, rows):
-        self.count = self.count.copy()
-        self.count[rows] = states
-
-
-def test_a_ready_vector_environment_needs_states_for_groups():
-    assert type(make_env(EnvCfg(), env=StatefulCounters(), grouped=True)) is StateVectorGroupEnv
-    assert not isinstance(make_env(EnvCfg(), env=StatefulCounters()), StateVectorGroupEnv)
-    with pytest.raises(GroupStartError, match="add clone_state and restore_state"):
-        make_env(EnvCfg(), env=Counters(), grouped=True)
 
 
 def test_a_simulator_in_torch_that_is_not_installed_names_its_extra(monkeypatch):

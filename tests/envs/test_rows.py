@@ -220,18 +220,18 @@ def story(env):
         if number == 5:
             env.pause(mask(0, 1, 0))
     said.append(env.start(mask(1, 0, 0), seeds(7, 0, 0), seeds(8, 0, 0)).clone())
-    return [*said, env.step(STILL).obs.clone(), torch.tensor(env.extra_steps)]
+    return [*said, env.step(STILL).obs.clone()]
 
 
 @pytest.fixture(scope="module")
 def workers():
-    env = make(workers=2, method=("seed",), reward_parts=("bonus", "cost"), num_random_noops=2)
+    env = make(workers=2, method=("seed",), reward_parts=("bonus", "cost"))
     yield env
     env.close()
 
 
 def test_workers_say_what_one_process_says(workers):
-    local = make(method=("seed",), reward_parts=("bonus", "cost"), num_random_noops=2)
+    local = make(method=("seed",), reward_parts=("bonus", "cost"))
     for ours, theirs in zip(story(local), story(workers), strict=True):
         assert (ours == theirs).all()
 
@@ -299,7 +299,7 @@ def test_parts_of_rows_that_take_no_step_are_0_as_their_rewards(workers):
 
 
 def test_rows_in_any_order_reach_their_workers(workers):
-    local = make(method=("seed",), reward_parts=("bonus", "cost"), num_random_noops=2)
+    local = make(method=("seed",), reward_parts=("bonus", "cost"))
     for env in (local, workers):
         env.start(mask(0, 0, 1), seeds(0, 0, 3), seeds(0, 0, 3))
         env.start(mask(1, 1, 0), seeds(1, 2, 0), seeds(1, 2, 0))

@@ -20,7 +20,7 @@ from gymnasium.wrappers import (
     TimeLimit,
 )
 
-from groupwise.envs.snapshots import adapter_for, field_copy, reseed_noise
+from groupwise.envs.snapshots import SnapshotAdapter, adapter_for, reseed_noise
 from groupwise.errors import EnvError
 
 gymnasium.register_envs(ale_py)
@@ -117,7 +117,7 @@ def under_way(make: Make, seed: int, steps: int) -> gymnasium.Env:
 )
 def test_what_follows_a_restore_is_what_followed_the_capture(make: Make, name: str) -> None:
     env, other = under_way(make, seed=3, steps=7), under_way(make, seed=4, steps=11)
-    adapter = adapter_for(env) or field_copy()
+    adapter = adapter_for(env) or SnapshotAdapter()
     assert adapter.name == name
     actions = random_actions(env, 30, seed=5)
     snapshot = adapter.capture(env)
@@ -181,7 +181,7 @@ def test_the_held_action_is_the_same_for_members_with_noise_of_their_own() -> No
 @pytest.mark.parametrize("make", [ALE[0], ALE[2], made("CliffWalkingSlippery-v1"), OWN[0]])
 def test_noise_follows_from_its_seed_alone(make: Make) -> None:
     env, other = under_way(make, seed=3, steps=7), under_way(make, seed=4, steps=11)
-    adapter = adapter_for(env) or field_copy()
+    adapter = adapter_for(env) or SnapshotAdapter()
     snapshot, actions = adapter.capture(env), random_actions(env, 25, seed=5)
 
     def episode(target: gymnasium.Env, noise_seed: int) -> Trace:
@@ -249,7 +249,7 @@ def test_box2d_is_refused_with_the_attribute_that_cannot_be_copied(id: str) -> N
     env = under_way(lambda: gymnasium.make(id), seed=0, steps=3)
     assert adapter_for(env) is None
     with pytest.raises(EnvError, match=r"world \(b2World\) cannot be copied: .*; fix: .*clone_state"):
-        field_copy().capture(env)
+        SnapshotAdapter().capture(env)
 
 
 class Holds(Walk):
@@ -265,7 +265,7 @@ class Holds(Walk):
 def test_an_environment_inside_an_attribute_is_refused(inner: object) -> None:
     """It would pickle as its constructor's arguments, so its state would be lost in silence."""
     with pytest.raises(EnvError, match=r"Holds\.inner .* pickles without its state; fix"):
-        field_copy().capture(Holds(inner))
+        SnapshotAdapter().capture(Holds(inner))
 
 
 class Unpicklable(Walk):
@@ -285,11 +285,11 @@ def test_a_state_that_cannot_be_pickled_is_refused() -> None:
 
 def test_a_state_needs_the_same_wrappers() -> None:
     env = under_way(lambda: gymnasium.make("CartPole-v1"), seed=0, steps=2)
-    snapshot = field_copy().capture(env)
+    snapshot = SnapshotAdapter().capture(env)
     with pytest.raises(
         EnvError, match=r"captured from CartPoleEnv in .* cannot be restored in CartPoleEnv; fix: .* same"
     ):
-        field_copy().restore(env.unwrapped, snapshot)
+        SnapshotAdapter().restore(env.unwrapped, snapshot)
 
 
 class Notes(gymnasium.Wrapper):
@@ -308,10 +308,10 @@ def test_attributes_come_back_as_they_were_and_refer_to_their_own_environment() 
     for target in (env, other):
         target.reset(seed=0)
     env.seen.append("start")
-    snapshot = field_copy().capture(env)
+    snapshot = SnapshotAdapter().capture(env)
     env.seen.append("later")
     other.later = 3
-    field_copy().restore(other, snapshot)
+    SnapshotAdapter().restore(other, snapshot)
     assert other.seen == ["start"]
     assert other.also_seen is other.seen
     assert "later" not in vars(other)
@@ -319,7 +319,7 @@ def test_attributes_come_back_as_they_were_and_refer_to_their_own_environment() 
     assert other.known["envs"][0] is other.unwrapped
     assert other.known["envs"][1] is other
     other.seen.append("elsewhere")
-    field_copy().restore(env, snapshot)
+    SnapshotAdapter().restore(env, snapshot)
     assert env.seen == ["start"]
 
 
@@ -327,12 +327,12 @@ def test_a_viewer_stays_where_it_is() -> None:
     drawn, plain = (gymnasium.make("CartPole-v1", render_mode="rgb_array") for _ in range(2))
     for env in (drawn, plain):
         env.reset(seed=0)
-    before = field_copy().capture(plain)
+    before = SnapshotAdapter().capture(plain)
     drawn.render()
     screen = drawn.unwrapped.screen
-    field_copy().restore(plain, field_copy().capture(drawn))
+    SnapshotAdapter().restore(plain, SnapshotAdapter().capture(drawn))
     assert plain.unwrapped.screen is None
-    field_copy().restore(drawn, before)
+    SnapshotAdapter().restore(drawn, before)
     assert drawn.unwrapped.screen is screen
 
 

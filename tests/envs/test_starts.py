@@ -12,6 +12,7 @@ from groupwise.config.run import RunCfg
 from groupwise.envs.base import GroupStartReport
 from groupwise.envs.local_rows import RowCfg, StartMethod
 from groupwise.envs.make import make_env
+from groupwise.envs.single import RandomNoops
 from groupwise.envs.starts import choose_start
 from groupwise.errors import GroupStartError, GroupStartWarning, UnsupportedSpaceError
 from groupwise.policies.actor_critic import ActorCritic
@@ -183,12 +184,12 @@ def test_rows_that_may_fail_are_examined_up_to_there():
     assert choose(Flaky, on_error="report").method == ("seed", None)
 
 
-@pytest.mark.parametrize(("prefix", "told"), [(0, True), (5, False)])
-def test_starts_that_do_not_vary_are_told(caplog, prefix, told):
+@pytest.mark.parametrize(("num_noops", "warns"), [(0, True), (5, False)])
+def test_starts_that_do_not_vary_are_logged(caplog, num_noops, warns):
     with caplog.at_level(logging.WARNING):
-        choice = choose(AlwaysThere, num_random_noops=prefix)
-    assert choice.report.start_varies is not told
-    assert ("fix: env.num_random_noops" in caplog.text) == told
+        choice = choose(lambda: RandomNoops(AlwaysThere(), num_noops))
+    assert choice.report.start_varies is not warns
+    assert ("fix: env.num_random_noops" in caplog.text) == warns
 
 
 def test_running_statistics_are_found_out_and_the_mend_is_named():
@@ -206,7 +207,7 @@ def test_environments_for_evaluation_are_not_tried_out():
 
     env = make_env(EnvCfg(num_envs=2), env=Counted, grouped=True, verify=False)
     assert (Counted.made, env.start_report, env.start_mode) == (3, None, "seed")
-    assert all(episode.env.episodes == 0 for episode in env._rows.episodes)
+    assert all(episode.env.episodes == 0 for episode in env._rows.rows)
 
 
 def test_evaluation_does_not_depend_on_earlier_ones_where_used_environments_start_elsewhere():

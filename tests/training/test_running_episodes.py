@@ -68,15 +68,14 @@ class Run:
 
 
 RUNS: dict[str, tuple[EnvCfg, Any]] = {
-    "CartPole-v1, a vector": (EnvCfg(id="CartPole-v1", vectorization="entry_point", autoreset="next_step"), None),
-    "CartPole-v1": (EnvCfg(id="CartPole-v1", autoreset="disabled"), None),
+    "CartPole-v1": (EnvCfg(id="CartPole-v1"), None),
     "CartPole-v1, one by one": (EnvCfg(id="CartPole-v1", vectorization="sync"), None),
-    "CartPole-v1, in torch": (EnvCfg(id="CartPole-v1", vectorization="torch", autoreset="disabled"), None),
-    "Pendulum-v1": (EnvCfg(id="Pendulum-v1", vectorization="sync", autoreset="same_step", max_episode_steps=20), None),
-    "Acrobot-v1": (EnvCfg(id="Acrobot-v1", vectorization="sync", autoreset="next_step", max_episode_steps=21), None),
+    "CartPole-v1, in torch": (EnvCfg(id="CartPole-v1", vectorization="torch"), None),
+    "Pendulum-v1": (EnvCfg(id="Pendulum-v1", vectorization="sync", max_episode_steps=20), None),
+    "Acrobot-v1": (EnvCfg(id="Acrobot-v1", vectorization="sync", max_episode_steps=21), None),
     "MountainCar-v0": (EnvCfg(id="MountainCar-v0", vectorization="sync", max_episode_steps=20), None),
     "HalfCheetah-v5": (EnvCfg(id="HalfCheetah-v5", max_episode_steps=20), None),
-    "Ant-v5": (EnvCfg(id="Ant-v5", autoreset="same_step"), None),
+    "Ant-v5": (EnvCfg(id="Ant-v5"), None),
     "a class of the user's": (EnvCfg(), Walk),
 }
 

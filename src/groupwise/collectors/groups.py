@@ -67,8 +67,6 @@ class GroupCollector(Collector):
         self.start_report = env.start_report
         """What the check of the shared start found."""
         log.info("Group starts: %s", self.start_report)
-        self._extra_steps = env.extra_steps
-        """Of the environment, when it was last looked at."""
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Whole groups, about ``num_steps`` steps a row; as long as the row that was busy longest."""
@@ -142,21 +140,20 @@ class GroupCollector(Collector):
         """Count steps, groups and episodes of the rollout."""
         self.finished = finished_episodes(rollout, tracker)
         self.recent.extend(self.finished)
-        extra, self._extra_steps = self.env.extra_steps - self._extra_steps, self.env.extra_steps
         steps, members = tracker.queue.steps, tracker.members
-        self.last_steps = steps + extra
+        self.last_steps = steps
         groups = {member.group for member in members if member.in_whole_group}
         wasted = sum(member.length for member in members if not member.in_whole_group)
         self._metrics = {
             "rollout/groups": float(len(groups)),
             "rollout/idle_fraction": 1.0 - steps / (self.env.num_envs * tracker.step),
-            "rollout/wasted_steps": (wasted + extra) / self.last_steps,
+            "rollout/wasted_steps": wasted / steps,
         }
         if self.collection.on_env_error != "raise":
             self._metrics["rollout/env_errors"] = float(tracker.env_errors)
         if self.collection.filter_groups:
             self._metrics["rollout/filtered_groups"] = float(sum(group.status == "filtered" for group in groups))
-            self._metrics["rollout/filtered_steps"] = tracker.queue.filtered_steps / self.last_steps
+            self._metrics["rollout/filtered_steps"] = tracker.queue.filtered_steps / steps
 
     def _check(self) -> None:
         env, members = self.env, self.group_size + self.greedy_members

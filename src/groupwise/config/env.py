@@ -20,14 +20,12 @@ class EnvCfg(Cfg):
     num_envs: Annotated[int, Ge(1)] = 8
     """Environments that are stepped together."""
     max_episode_steps: Annotated[int, Ge(1)] | None = None
-    """Episodes are truncated after so many steps. None: the limit of the registration."""
+    """Episodes are truncated after that many steps. None: the limit of the registration."""
     vectorization: Literal["auto", "entry_point", "sync", "async", "envpool", "torch"] = "auto"
     """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in other processes; ``envpool``: EnvPool (extra ``envpool``); ``torch``: a simulator in torch (classic control; HalfCheetah-v5 with the extra ``mujoco-warp``); ``auto``: ``entry_point`` for CartPole, otherwise ``sync``."""
     start_mode: Literal["auto", "native", "snapshot", "seed", "fresh"] = "auto"
     """How the members of a group share their start. ``auto``: the best mode that passes its check. GRPO only."""
     num_random_noops: Annotated[int, Ge(0)] = 0
-    """Each group starts after up to so many random actions, for environments that always start in one state. They count towards the step limit. GRPO only."""
+    """Episodes start after up to that many random actions, the same ones in a group, for environments that always start in one state. They count towards the step limit, but not as environment steps."""
     reward_parts: tuple[str, ...] = ()
-    """Entries of ``info`` that make up the reward, such as ``reward_forward``; stored for credit that needs them."""
-    autoreset: Literal["next_step", "same_step", "disabled"] = "disabled"
-    """Who resets a finished environment. PPO accepts any mode; GRPO needs ``disabled``."""
+    """Entries of ``info`` that make up the reward, such as ``reward_forward``; stored for ``credit.reward="parts"``."""

@@ -159,10 +159,6 @@ class RunCfg(CommonCfg):
 
     @model_validator(mode="after")
     def _check(self) -> "RunCfg":
-        if isinstance(self.algorithm, GRPOCfg) and self.env.autoreset != "disabled":
-            raise ValueError(
-                f"{self.algorithm.name} resets its environments itself; got env.autoreset={self.env.autoreset!r}, fix: 'disabled'"
-            )
         check_together(self.algorithm, self.env)
         return self
 

@@ -17,11 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from groupwise.config.env import EnvCfg
 from groupwise.cpus import num_cpus
 from groupwise.data.rollout import Nested, allocate
 from groupwise.data.spaces import obs_spec, obs_to_tensor
-from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, VectorEnv, wants_own_noise
+from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, VectorEnv
 from groupwise.errors import EnvError, UnknownNameError, require_extra
 from groupwise.seeding import row_seeds
 
@@ -29,29 +28,6 @@ log = logging.getLogger(__name__)
 
 _OURS = ("num_envs", "batch_size", "seed", "env_seed", "gym_reset_return_info")
 """Arguments of ``envpool.make`` that are set here."""
-
-
-def make(
-    cfg: EnvCfg, num_envs: int, *, block_size: int = 1, device: torch.device | str = "cpu"
-) -> "EnvPoolGroupEnv | EnvPoolVectorEnv":
-    """EnvPool's version of ``cfg.id``: rows that start where they are told under ``disabled``, else EnvPool as it is.
-
-    Args:
-        block_size: neighbours that start together, see ``EnvPoolGroupEnv``.
-
-    Raises:
-        MissingExtraError: EnvPool is not installed.
-        UnknownNameError: EnvPool has no such environment.
-        EnvError: the settings do not fit.
-    """
-    if cfg.autoreset == "same_step":
-        raise EnvError(
-            f"EnvPool shows no final observation of {cfg.id} under same_step; fix: autoreset='disabled' or 'next_step'"
-        )
-    source = EnvPoolSource(cfg.id, cfg.kwargs, cfg.max_episode_steps)
-    if cfg.autoreset == "disabled":
-        return EnvPoolGroupEnv(source, num_envs, block_size=block_size, device=device)
-    return EnvPoolVectorEnv(source, num_envs, device=device)
 
 
 class EnvPoolSource:
@@ -112,7 +88,7 @@ class EnvPoolVectorEnv(VectorEnv):
         """First observations [N, ...]; see ``VectorEnv.reset``. A seed makes a new pool."""
         if mask is not None:
             raise EnvError(
-                f"{self.env_id} resets itself (next_step), so single rows cannot be reset; fix: autoreset='disabled'"
+                f"{self.env_id} resets itself (next_step), so single rows cannot be reset; fix: EnvPoolGroupEnv"
             )
         if self._pool is not None and seed is None:
             return self._tensor(self._pool.reset()[0])
@@ -151,7 +127,7 @@ class _Pool(NamedTuple):
 
 
 class EnvPoolGroupEnv(GroupEnv):
-    """EnvPool's rows, started where they are told by making a pool for them, and paused by leaving them out of the step.
+    """EnvPool's rows, started by making a pool for them, and paused by leaving them out of the step.
 
     Rows that start together live in one pool, so it is fastest where whole groups do. ``noise_seed`` has no effect.
 
@@ -180,10 +156,10 @@ class EnvPoolGroupEnv(GroupEnv):
         self._pools: list[_Pool] = []
         self._obs = allocate(self.obs_spec, num_envs, device=device)
         self._paused: Mask = np.ones(num_envs, dtype=np.bool_)
-        self._has_told = False
+        self._has_warned = False
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
-        """First observations [N, ...]; see ``VectorEnv.reset``. Without a seed, rows go on with their pool's streams."""
+        """First observations [N, ...]; see ``VectorEnv.reset``. Without a seed, rows continue their pool's streams."""
         if seed is not None or not self._pools:
             seeds = np.array(row_seeds(seed or 0, self.num_envs))
             return self.start(np.ones(self.num_envs, dtype=np.bool_) if mask is None else mask, seeds, seeds)
@@ -201,7 +177,7 @@ class EnvPoolGroupEnv(GroupEnv):
         rows = np.flatnonzero(mask)
         if not len(rows):
             return self._obs
-        self._tell_of_noise(start_seed[rows], noise_seed[rows])
+        self._warn_of_shared_noise(start_seed[rows], noise_seed[rows])
         self._drop(mask)
         num_threads = max(1, num_cpus() * len(rows) // self.num_envs)
         env, first = self._source.make(start_seed[rows].tolist(), num_threads)
@@ -249,10 +225,11 @@ class EnvPoolGroupEnv(GroupEnv):
                 pool.env.close()
         self._pools = [pool for pool in left if len(pool.rows)]
 
-    def _tell_of_noise(self, start_seed: Seeds, noise_seed: Seeds) -> None:
-        if self._has_told or not wants_own_noise(start_seed, noise_seed):
+    def _warn_of_shared_noise(self, start_seed: Seeds, noise_seed: Seeds) -> None:
+        pairs = np.unique(np.stack([start_seed, noise_seed]), axis=1)
+        if self._has_warned or pairs.shape[1] == len(np.unique(start_seed)):
             return
-        self._has_told = True
+        self._has_warned = True
         log.warning(
             "members of %s share all randomness, also after the start: EnvPool takes one seed for both", self.env_id
         )

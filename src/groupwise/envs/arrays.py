@@ -1,4 +1,4 @@
-"""Where rows of environments leave what they observed: arrays in one process, or shared by several."""
+"""Arrays for the observations and rewards of rows, in one process or shared by several."""
 
 import ctypes
 import math
@@ -19,11 +19,11 @@ Layout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
 """Shape of one row and dtype, by name."""
 
 OUTCOMES = ("reward", "terminated", "truncated", "failed")
-"""What a step says about a row, besides the observation."""
+"""What a step returns for a row, besides the observation."""
 
 
 class SharedArrays(NamedTuple):
-    """Arrays that several processes see; given to a new process among its arguments."""
+    """Arrays in shared memory, passed to a new process among its arguments."""
 
     layout: Layout
     num_rows: int
@@ -46,7 +46,7 @@ class SharedArrays(NamedTuple):
 
 
 def layout_of(space: Any, num_parts: int) -> Layout:
-    """What rows say that observe ``space`` and whose rewards have so many parts.
+    """Layout for rows with observations in ``space`` and rewards of ``num_parts`` parts.
 
     Raises:
         UnsupportedSpaceError: such observations cannot be stored.
@@ -58,7 +58,7 @@ def layout_of(space: Any, num_parts: int) -> Layout:
 
 
 def step_arrays(arrays: Arrays) -> list[npt.NDArray[Any]]:
-    """Those that each step fills anew; 0 for the rows that take none."""
+    """The arrays that each step fills; 0 for rows that take no step."""
     return [array for name, array in arrays.items() if name in (*OUTCOMES, "reward_parts")]
 
 
@@ -84,7 +84,7 @@ class ObsWriter:
         """Put ``obs`` into this row.
 
         Raises:
-            DataError: it is not as its space says.
+            DataError: it does not fit its space.
         """
         try:
             for keys, array, shape in self._leaves:
@@ -99,7 +99,7 @@ class ObsWriter:
 
     def _refuse(self, obs: Any) -> None:
         obs_to_tensor(self._space, obs, batched=False)
-        raise AssertionError(f"{obs!r} could not be stored, but is as its space says")
+        raise AssertionError(f"{obs!r} could not be stored, but fits its space")
 
 
 def obs_tensor(space: Any, arrays: Arrays, path: tuple[str, ...] = ()) -> Nested:
@@ -117,7 +117,7 @@ def _name(path: tuple[str, ...]) -> str:
 
 
 def _leaf_keys(space: Any) -> list[tuple[tuple[str | int, ...], Any]]:
-    """How to get to each leaf of an observation."""
+    """Keys that lead to each leaf of an observation."""
     kind = space_kind(space)
     if kind not in ("dict", "tuple"):
         return [((), space)]

@@ -1,7 +1,7 @@
-"""Vectorised environments in tensors, as collectors see them.
+"""Interfaces of vectorised environments in tensors.
 
-Nothing here imports a simulator. ``VectorEnv`` is enough for PPO; ``GroupEnv`` adds what comparing members needs:
-rows that start where they are told, alone, and are paused once they have finished.
+Nothing here imports a simulator. ``VectorEnv`` is enough for PPO; ``GroupEnv`` adds rows that start independently from
+a given seed and are paused once they have finished.
 """
 
 from abc import ABC, abstractmethod
@@ -31,18 +31,18 @@ class EnvStep(NamedTuple):
     truncated: Tensor
     """[N] bool."""
     final_obs: Nested | None = None
-    """[N, ...] only under ``same_step`` and only where an episode ended: the observation before the reset, other rows are padding. None when no episode ended."""
+    """[N, ...] with ``same_step``: the last observations of episodes that ended, other rows are padding. None when none ended."""
     failed: Tensor | None = None
     """[N] bool: rows whose environment raised an error, and was replaced and paused. None when none did, or errors are raised."""
     reward_parts: Tensor | None = None
-    """[N, R] float32: the parts that the reward is made of, where they were asked for."""
+    """[N, R] float32: the parts of the reward, with ``env.reward_parts``."""
 
 
 class VectorEnv(ABC):
     """N environments stepped together."""
 
     env_id: str
-    """How to name it in errors, logs and checkpoints."""
+    """Its name in errors, logs and checkpoints."""
     num_envs: int
     observation_space: Any
     """The single environment's Gymnasium space."""
@@ -58,8 +58,8 @@ class VectorEnv(ABC):
         """First observations [N, ...].
 
         Args:
-            seed: makes the whole reset repeatable (row i draws from its own stream); None goes on with the streams.
-            mask: rows to reset, the others go on and keep their observation. Only under ``disabled``.
+            seed: makes the reset repeatable (each row has its own stream); None continues the streams.
+            mask: rows to reset; the others keep their state and observation. Only with ``disabled``.
         """
 
     @abstractmethod
@@ -71,12 +71,12 @@ class VectorEnv(ABC):
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved ``state_dict``.
+        """Continue from a saved ``state_dict``.
 
         Raises:
             EnvError: the state is of another environment, or this one cannot restore any.
         """
-        raise EnvError(f"the state of {self.env_id} cannot be restored; fix: start its episodes anew")
+        raise EnvError(f"the state of {self.env_id} cannot be restored; fix: start new episodes")
 
     @abstractmethod
     def close(self) -> None:
@@ -84,7 +84,7 @@ class VectorEnv(ABC):
 
 
 class GroupStartReport(NamedTuple):
-    """What was found out about members that share a start, by trying."""
+    """Result of the check of the shared start."""
 
     env_id: str
     start_mode: StartMode
@@ -94,19 +94,13 @@ class GroupStartReport(NamedTuple):
     noise_varies: bool
     """Whether members with their own noise seeds drifted apart under equal actions."""
     states: str | None = None
-    """What captures states: the name of an adapter, or ``fields``; None where nothing does."""
+    """Name of the adapter that captures states, or ``fields``; None with other modes."""
     rejected: tuple[str, ...] = ()
-    """Why better modes were not taken."""
-
-
-def wants_own_noise(start_seed: Seeds, noise_seed: Seeds) -> bool:
-    """Whether rows that share a start are told to draw noise of their own after it."""
-    pairs = np.unique(np.stack([start_seed, noise_seed]), axis=1)
-    return bool(pairs.shape[1] > len(np.unique(start_seed)))
+    """Why better modes were not chosen."""
 
 
 class GroupEnv(VectorEnv):
-    """N environments whose rows start independently, where they are told.
+    """N environments whose rows start independently, from given seeds.
 
     A finished row that was not started again is paused: ``step`` takes no environment step there, and returns its
     last observation with reward 0 and not done. Rows must be started (or all reset) before the first ``step``.
@@ -116,11 +110,9 @@ class GroupEnv(VectorEnv):
     start_mode: StartMode
     """How members share a start."""
     block_size: int = 1
-    """Rows come in blocks of so many neighbours, which can only start together; 1: each row on its own."""
-    extra_steps: int = 0
-    """Environment steps taken outside ``step`` since the environment was made: random prefixes."""
+    """Neighbouring rows that can only start together; 1: each row starts alone."""
     start_report: GroupStartReport | None = None
-    """What the check of the shared start found; None if nobody checked."""
+    """Result of the check of the shared start; None if it was not checked."""
 
     @abstractmethod
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
@@ -133,4 +125,4 @@ class GroupEnv(VectorEnv):
 
     @abstractmethod
     def pause(self, mask: Mask) -> None:
-        """Pause the rows of ``mask`` until they are started again: their episodes were cut from outside."""
+        """Pause the rows of ``mask`` until they are started again."""

@@ -1,4 +1,4 @@
-"""Gymnasium's vectorised CartPole with rows that start where they are told."""
+"""Gymnasium's vectorised CartPole with rows that start independently."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -25,9 +25,9 @@ def _start_state(seed: int) -> npt.NDArray[np.float64]:
 class CartPoleGroupEnv(GroupEnv):
     """Gymnasium's ``CartPoleVectorEnv``, whose rows start one by one and are paused once they have finished.
 
-    Gymnasium's class cannot disable autoreset, take a seed for each row or reset some rows, but its state is public:
-    so it is set from outside. Every row behaves bit for bit like the single environment. After the start nothing is
-    random, so the noise seed has no effect.
+    Gymnasium's class cannot disable autoreset, take a seed for each row or reset some rows, but its state is public
+    and is set from outside. Every row behaves bit for bit like the single environment. Steps are not random, so the
+    noise seed has no effect.
     """
 
     start_mode = "native"
@@ -85,7 +85,7 @@ class CartPoleGroupEnv(GroupEnv):
         return None if env is None else {"env": env, "paused": self._paused.copy()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved ``state_dict``."""
+        """Continue from a saved ``state_dict``."""
         states.restore(self._env, state["env"])
         self._paused = state["paused"].copy()
 

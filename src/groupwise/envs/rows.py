@@ -1,4 +1,4 @@
-"""Copies of one Gymnasium environment as rows that start where they are told, each alone."""
+"""Copies of one Gymnasium environment as rows that start independently."""
 
 import logging
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class RowsGroupEnv(GroupEnv):
     """Copies of one Gymnasium environment, stepped one after another in this process or in several.
 
-    What a step returns shares memory with what the next one returns.
+    The tensors of a step are overwritten by the next one.
 
     Args:
         num_workers: processes that share the rows among them; 0: this process steps them all.
@@ -41,7 +41,7 @@ class RowsGroupEnv(GroupEnv):
         self.device = torch.device(device)
         self._cfg = cfg
         self._live: Mask = np.zeros(num_envs, dtype=np.bool_)
-        self._live_rows: list[int] = []
+        self._live_rows = np.flatnonzero(self._live)
         self._reset_seed = 0
         self._num_resets = [0] * num_envs
         layout = layout_of(cfg.observation_space, len(cfg.reward_parts))
@@ -59,7 +59,7 @@ class RowsGroupEnv(GroupEnv):
         self._reward_parts = torch.from_numpy(arrays["reward_parts"]) if cfg.reward_parts else None
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
-        """First observations [N, ...]; see ``VectorEnv.reset``. A row's resets follow from the last seed and its place."""
+        """First observations [N, ...]; see ``VectorEnv.reset``. Each row has its own stream of resets."""
         if seed is not None:
             self._reset_seed, self._num_resets = seed, [0] * self.num_envs
         mask = np.ones_like(self._live) if mask is None else mask
@@ -72,20 +72,20 @@ class RowsGroupEnv(GroupEnv):
 
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
         """Observations [N, ...] after starting the rows of ``mask``; see ``GroupEnv.start``."""
-        self._rows.start(np.flatnonzero(mask).tolist(), start_seed[mask].tolist(), noise_seed[mask].tolist())
-        return self._begun(mask)
+        self._rows.start(np.flatnonzero(mask), start_seed[mask], noise_seed[mask])
+        self._set_live(self._live | mask)
+        return self._obs.to(self.device)
 
     def pause(self, mask: Mask) -> None:
         """Pause the rows of ``mask`` until they are started again."""
-        self._live &= ~mask
-        self._live_rows = np.flatnonzero(self._live).tolist()
+        self._set_live(self._live & ~mask)
 
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row that is not paused with environment actions [N, ...]."""
         actions = action.cpu().numpy()
         if len(self._live_rows) < self.num_envs:
             actions = actions[self._live_rows]
-        failed = self._settle() if self._rows.step(self._live_rows, actions) else None
+        failed = self._pause_ended() if self._rows.step(self._live_rows, actions) else None
         return EnvStep(
             self._obs.to(self.device),
             self._reward,
@@ -103,15 +103,12 @@ class RowsGroupEnv(GroupEnv):
         """Free the environments and the processes."""
         self._rows.close()
 
-    def _settle(self) -> Tensor | None:
-        """Pause the rows that just ended; which of them failed."""
+    def _pause_ended(self) -> Tensor | None:
+        """Pause the rows that just ended; returns which of them failed."""
         self.pause((self._terminated | self._truncated | self._failed).numpy())
         for failure in self._rows.take_failures():
             log.error(failure)
         return self._failed.clone() if self._failed.any() else None
 
-    def _begun(self, mask: Mask) -> Nested:
-        self._live |= mask
-        self._live_rows = np.flatnonzero(self._live).tolist()
-        self.extra_steps = self._rows.extra_steps
-        return self._obs.to(self.device)
+    def _set_live(self, live: Mask) -> None:
+        self._live, self._live_rows = live, np.flatnonzero(live)

@@ -12,7 +12,7 @@ import gymnasium
 import torch
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from gymnasium.wrappers import TimeLimit, TransformObservation
+from gymnasium.wrappers import TimeLimit
 
 from groupwise.config.env import EnvCfg
 from groupwise.cpus import num_cpus
@@ -24,7 +24,6 @@ from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.starts import choose_start, verify_rows
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError, installing
 
-_NATIVE_ENTRY_POINT = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
 _VECTORIZERS: dict[str, type[SyncVectorEnv] | type[AsyncVectorEnv]] = {
     "sync": LeanSyncVectorEnv,
     "async": AsyncVectorEnv,
@@ -41,9 +40,9 @@ def group_env(
     on_error: OnError,
     device: torch.device | str,
 ) -> RowsGroupEnv:
-    """Rows that start where they are told, in the best way that works.
+    """Rows that start independently, by the best start mode that works.
 
-    Where nobody verifies: in seeded resets, or in fresh environments if ``cfg.start_mode`` is ``fresh``.
+    Without ``verify``, starts are seeded resets, in new environments if ``cfg.start_mode`` is ``fresh``.
 
     Raises:
         GroupStartError: members could not share a start.
@@ -51,7 +50,7 @@ def group_env(
     if cfg.start_mode == "native":
         raise GroupStartError(
             f"env.start_mode is 'native', but {cfg.id} is made of single environments, whose states are not in arrays; "
-            f"fix: env.start_mode='auto'{_native_way(cfg, env)}"
+            "fix: env.start_mode='auto'"
         )
     in_one_process = vectorization == "sync"
     rows = _describe(cfg, _maker(cfg, env, knows_ids=in_one_process), on_error)
@@ -72,12 +71,6 @@ def group_env(
     return made
 
 
-def _native_way(cfg: EnvCfg, env: object | None) -> str:
-    """Where the environment has a version with states in arrays, how to get it."""
-    native = env is None and cfg.id in gymnasium.registry and gymnasium.spec(cfg.id).vector_entry_point
-    return ", or env.vectorization='auto'" if native == _NATIVE_ENTRY_POINT else ""
-
-
 def vector_env(
     cfg: EnvCfg,
     env: Callable[..., gymnasium.Env] | None,
@@ -85,13 +78,30 @@ def vector_env(
     vectorization: str,
     device: torch.device | str,
 ) -> VectorEnv:
-    """Gymnasium's own vectorisation, in any autoreset mode."""
+    """Gymnasium's own vectorisation, whose rows are reset by the caller."""
     rows = _describe(cfg, _maker(cfg, env), "raise")
     with explained(cfg.id):
-        vector = _VECTORIZERS[vectorization](
-            [_copying(rows.make, cfg)] * num_envs, copy=False, autoreset_mode=AutoresetMode[cfg.autoreset.upper()]
-        )
+        vector = _VECTORIZERS[vectorization]([rows.make] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED)
     return GymnasiumVectorEnv(vector, env_id=rows.env_id, max_episode_steps=rows.max_episode_steps, device=device)
+
+
+class RandomNoops(gymnasium.Wrapper):
+    """Starts each episode with up to ``num_random_noops`` random actions, drawn from the seed of the reset."""
+
+    def __init__(self, env: gymnasium.Env, num_random_noops: int) -> None:
+        super().__init__(env)
+        self._num_random_noops = num_random_noops
+        self._actions = copy.deepcopy(env.action_space)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """The first observation after the random actions; where they end the episode, the one of another reset."""
+        first = self.env.reset(seed=seed, options=options)
+        if seed is not None:
+            self._actions.seed(seed)
+        for _ in range(self._actions.np_random.integers(self._num_random_noops + 1)):
+            obs, _, terminated, truncated, info = self.env.step(self._actions.sample())
+            first = self.env.reset(options=options) if terminated or truncated else (obs, info)
+        return first
 
 
 def with_limit(cfg: EnvCfg) -> dict[str, Any]:
@@ -114,8 +124,15 @@ def explained(env_id: str) -> Iterator[None]:
         raise EnvError(f"{env_id} cannot be made: {error}; fix: env.kwargs, or env.vectorization") from error
 
 
+def step_limit(env: gymnasium.Env) -> int | None:
+    """The step limit of the outermost ``TimeLimit``, read from the spec; an unregistered environment gets a spec for it."""
+    if env.unwrapped.spec is None:
+        env.unwrapped.spec = EnvSpec(type(env.unwrapped).__name__)
+    return None if env.spec is None else env.spec.max_episode_steps
+
+
 def _describe(cfg: EnvCfg, make: EnvMaker, on_error: OnError) -> RowCfg:
-    """What a row is, read from one environment made for it."""
+    """The config of a row, read from one environment made for it."""
     with explained(cfg.id):
         probe = make()
     if not isinstance(probe, gymnasium.Env):
@@ -123,6 +140,8 @@ def _describe(cfg: EnvCfg, make: EnvMaker, on_error: OnError) -> RowCfg:
     spec, name = probe.spec, type(probe.unwrapped).__name__
     limit = cfg.max_episode_steps or step_limit(probe)
     probe.close()
+    if cfg.num_random_noops:
+        make = partial(_with_noops, make, cfg.num_random_noops)
     return RowCfg(
         make,
         env_id=name if spec is None else spec.id,
@@ -130,24 +149,16 @@ def _describe(cfg: EnvCfg, make: EnvMaker, on_error: OnError) -> RowCfg:
         action_space=probe.action_space,
         max_episode_steps=limit,
         method=StartMethod("seed"),
-        num_random_noops=cfg.num_random_noops,
         reward_parts=cfg.reward_parts,
         on_error=on_error,
     )
 
 
-def step_limit(probe: gymnasium.Env) -> int | None:
-    """What the outermost ``TimeLimit`` says through the spec. An environment that nobody registered gets one to say it in."""
-    if probe.unwrapped.spec is None:
-        probe.unwrapped.spec = EnvSpec(type(probe.unwrapped).__name__)
-    return None if probe.spec is None else probe.spec.max_episode_steps
-
-
 def _maker(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, *, knows_ids: bool = True) -> EnvMaker:
-    """What makes one environment, with its step limit.
+    """A callable that makes one environment, with its step limit.
 
     Args:
-        knows_ids: whether ids are registered where it is called; otherwise it brings what is registered here.
+        knows_ids: whether the id is registered where it is called; otherwise the callable carries the registration.
     """
     if env is None:
         known = cfg.id if knows_ids else gymnasium.registry.get(cfg.id, cfg.id)
@@ -160,16 +171,15 @@ def _limited(make: EnvMaker, limit: int) -> gymnasium.Env:
     return TimeLimit(make(), limit)
 
 
-def _copying(make: EnvMaker, cfg: EnvCfg) -> EnvMaker:
-    """``make``, with fresh observations under ``same_step``: the reset would overwrite the final one where it is reused."""
-    return (lambda: TransformObservation(make(), copy.deepcopy, None)) if cfg.autoreset == "same_step" else make
+def _with_noops(make: EnvMaker, num_random_noops: int) -> gymnasium.Env:
+    return RandomNoops(make(), num_random_noops)
 
 
 def _fix(message: str) -> str:
-    """Gymnasium's message; what is to be done about it by the extra of ours that brings what is missing."""
+    """Gymnasium's message, with our extra in place of its own where we have one of that name."""
     named = re.search(r"gymnasium\[([\w-]+)\]", message)
     ours = metadata("groupwise").get_all("Provides-Extra") or []
     if named is None or named[1] not in ours:
         return message
-    reason = re.split(r",? *(?:you can|run) ", message)[0] or named[1]  # theirs names other commands than ours
+    reason = re.split(r",? *(?:you can|run) ", message)[0] or named[1]
     return f"{reason}; fix: {installing(named[1])}"

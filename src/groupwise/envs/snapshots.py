@@ -118,11 +118,6 @@ def _further_adapter(env: gymnasium.Env) -> SnapshotAdapter | None:
     return None
 
 
-def field_copy() -> SnapshotAdapter:
-    """Copies every attribute of every layer. Blind to state that is kept elsewhere, so verify what it restores."""
-    return SnapshotAdapter()
-
-
 def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
     """Let everything random after the start follow from ``noise_seed``.
 

@@ -298,9 +298,9 @@ def _warn(cfg: RowCfg, method: StartMethod, report: GroupStartReport) -> None:
             GroupStartWarning,
             stacklevel=4,
         )
-    if not report.start_varies and cfg.num_random_noops == 0:
+    if not report.start_varies:
         log.warning(
-            "%s starts in the same state whatever the seed, so all groups start alike; fix: env.num_random_noops, if that "
+            "%s starts in the same state for every seed, so all groups start alike; fix: env.num_random_noops, if that "
             "is not wanted",
             cfg.env_id,
         )

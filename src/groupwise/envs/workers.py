@@ -1,4 +1,4 @@
-"""Rows that live in worker processes and write what they say into shared memory."""
+"""Rows in worker processes, which write observations and rewards into shared memory."""
 
 import signal
 import sys
@@ -9,7 +9,6 @@ from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -28,11 +27,9 @@ _SECONDS_TO_CLOSE = 5.0
 class _Reply(NamedTuple):
     """A worker's answer to one message."""
 
-    result: Any
-    extra_steps: int = 0
     failures: tuple[str, ...] = ()
     error: str | None = None
-    """The traceback, if the message could not be done."""
+    """The traceback, if the message could not be handled."""
 
 
 class _Worker(NamedTuple):
@@ -44,20 +41,19 @@ class _Worker(NamedTuple):
 
 
 class WorkerRows:
-    """``LocalRows`` of several processes. Each step is one message to every process that has something to do.
+    """``LocalRows`` of several processes. A step is one message to each process that has running rows.
 
-    Processes begin afresh (forkserver) instead of as copies of this one, which may hold threads and a GPU.
+    The processes are new (forkserver) rather than copies of this one, which may hold threads and a GPU.
 
     Raises:
         EnvError: the environment cannot be sent to a process or made there.
     """
 
     def __init__(self, cfg: RowCfg, layout: Layout, num_rows: int, num_workers: int) -> None:
-        self.extra_steps = 0
         self._env_id = cfg.env_id
         self._failures: list[str] = []
-        self._extra_steps: dict[int, int] = {}
-        context = _context()
+        context = get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         shared = SharedArrays.allocate(layout, num_rows, context)
         self.arrays = shared.arrays()
         self._of_step = step_arrays(self.arrays)
@@ -71,27 +67,25 @@ class WorkerRows:
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours, first, end))
-        self._home = [number for number, worker in enumerate(self._workers) for _ in range(worker.first, worker.end)]
-        """Which worker each row lives in."""
         try:
             self._gather(self._workers)
         except EnvError:
             self.close()
             raise
 
-    def step(self, rows: Sequence[int], actions: npt.NDArray[Any]) -> bool:
+    def step(self, rows: npt.NDArray[Any], actions: npt.NDArray[Any]) -> bool:
         """One step of these rows; whether any ended or failed. The others get reward 0 and are not done."""
-        for array in self._of_step:  # workers that have nothing to do are not asked
+        for array in self._of_step:  # workers without running rows get no message
             array.fill(0)
         self._ask("step", rows, actions)
         return any(self.arrays[name].any() for name in ("terminated", "truncated", "failed"))
 
-    def start(self, rows: Sequence[int], start_seeds: Sequence[int], noise_seeds: Sequence[int]) -> None:
+    def start(self, rows: npt.NDArray[Any], start_seeds: npt.NDArray[Any], noise_seeds: npt.NDArray[Any]) -> None:
         """Start these rows."""
         self._ask("start", rows, start_seeds, noise_seeds)
 
     def take_failures(self) -> list[str]:
-        """What is to be logged about rows that failed; each worker's first with its traceback."""
+        """Messages about rows that failed since the last call; each worker's first with its traceback."""
         failures, self._failures = self._failures, []
         return failures
 
@@ -114,27 +108,23 @@ class WorkerRows:
                 worker.process.join()
         self._workers = []
 
-    def _ask(
-        self, command: str, rows: Sequence[int], *columns: Sequence[Any] | npt.NDArray[Any]
-    ) -> list[tuple[list[int], Any]]:
-        """Send each worker its rows and what the columns say about them; its places in ``rows`` and what it answered."""
+    def _ask(self, command: str, rows: npt.NDArray[Any], *columns: npt.NDArray[Any]) -> None:
+        """Send each worker its rows with their entries of the columns, and wait for the answers."""
         if not self._workers:
             raise EnvError(f"the worker processes of {self._env_id} have ended; fix: make the environment again")
-        places_of: list[list[int]] = [[] for _ in self._workers]
-        for place, row in enumerate(rows):
-            places_of[self._home[row]].append(place)
-        asked = [(worker, places) for worker, places in zip(self._workers, places_of, strict=True) if places]
+        asked = []
         try:
-            for worker, places in asked:
-                own = [rows[place] - worker.first for place in places]
-                self._send(worker, command, own, *(_take(column, places) for column in columns))
-            replies = self._gather([worker for worker, _ in asked])
+            for worker in self._workers:
+                chosen = (rows >= worker.first) & (rows < worker.end)
+                if chosen.any():
+                    self._send(worker, command, rows[chosen] - worker.first, *(column[chosen] for column in columns))
+                    asked.append(worker)
+            self._gather(asked)
         except EnvError:
             raise
-        except BaseException:  # interrupted: an answer left unread would be taken for that to the next message
+        except BaseException:  # interrupted: an unread answer would be taken for that to the next message
             self.close()
             raise
-        return [(places, reply.result) for (_, places), reply in zip(asked, replies, strict=True)]
 
     def _send(self, worker: _Worker, command: str, *args: Any) -> None:
         try:
@@ -142,16 +132,13 @@ class WorkerRows:
         except OSError:
             raise self._died(worker) from None
 
-    def _gather(self, workers: Sequence[_Worker]) -> list[_Reply]:
-        """Everybody's answer; all are read before the first error is raised."""
+    def _gather(self, workers: Sequence[_Worker]) -> None:
+        """Read all answers; then raise the first error."""
         replies = [self._receive(worker) for worker in workers]
         for worker, reply in zip(workers, replies, strict=True):
             self._failures += reply.failures
             if reply.error is not None:
                 raise EnvError(f"{self._env_id} failed in {worker.process.name}:\n{reply.error}")
-            self._extra_steps[worker.first] = reply.extra_steps
-        self.extra_steps = sum(self._extra_steps.values())
-        return replies
 
     def _receive(self, worker: _Worker) -> _Reply:
         try:
@@ -163,32 +150,22 @@ class WorkerRows:
     def _died(self, worker: _Worker) -> EnvError:
         self.close()
         return EnvError(
-            f"{worker.process.name} of {self._env_id} ended with exit code {worker.process.exitcode}; its last words are "
+            f"{worker.process.name} of {self._env_id} ended with exit code {worker.process.exitcode}; its output is "
             "above; fix: a script needs `if __name__ == '__main__':` around what it runs, a simulator may have crashed "
             "or run out of memory; vectorization='sync' shows where"
         )
 
 
-def _context() -> ForkServerContext:
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
-
-
-def _take(column: Sequence[Any] | npt.NDArray[Any], places: list[int]) -> Any:
-    return column[places] if isinstance(column, np.ndarray) else [column[place] for place in places]
-
-
 def _work(connection: Connection, payload: bytes, shared: SharedArrays, rows: slice) -> None:
-    """What a worker does: make its rows, then answer messages until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent was interrupted, too, and says when to end
+    """The main function of a worker: make its rows, then answer messages until the last one, None."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it too, and ends its workers
     torch.set_num_threads(1)
     try:
         local = LocalRows(cloudpickle.loads(payload), shared.arrays(rows), rows.start)
     except Exception:
-        connection.send(_Reply(None, error=traceback.format_exc()))
+        connection.send(_Reply(error=traceback.format_exc()))
         return
-    connection.send(_Reply(None))
+    connection.send(_Reply())
     with suppress(EOFError, ConnectionError):  # the parent is gone
         while (message := connection.recv()) is not None:
             connection.send(_answer(local, *message))
@@ -202,10 +179,10 @@ def _answer(rows: LocalRows, command: str, args: tuple[Any, ...]) -> _Reply:
         "forget_starts": rows.forget_starts,
     }
     try:
-        result = commands[command](*args)
+        commands[command](*args)
     except Exception:
-        return _Reply(None, rows.extra_steps, error=traceback.format_exc())
-    return _Reply(result, rows.extra_steps, tuple(rows.take_failures()))
+        return _Reply(error=traceback.format_exc())
+    return _Reply(tuple(rows.take_failures()))
 
 
 def _pickled(cfg: RowCfg) -> bytes:
@@ -225,7 +202,7 @@ def _pickled(cfg: RowCfg) -> bytes:
 
 
 def _modules(make: Any) -> Iterator[str]:
-    """Where the code of a callable is, through the partial applications around it."""
+    """Modules that a callable is defined in, through the partial applications around it."""
     if isinstance(make, partial):
         for inner in (make.func, *make.args):
             yield from _modules(inner)

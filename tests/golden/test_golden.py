@@ -1,4 +1,4 @@
-"""The reference path gives the numbers it has always given, to the bit."""
+"""The reference path gives the numbers it has always given: to the bit on the machine that recorded them, else closely."""
 
 import json
 
@@ -7,18 +7,21 @@ import recorded
 
 GOLDEN = json.loads(recorded.FILE.read_text(encoding="utf-8"))
 CONTROL, TEXT = recorded.control_cases(), recorded.text_cases()
-
-
-@pytest.fixture(autouse=True)
-def _same_machine():
-    if recorded.machine() != GOLDEN["machine"]:
-        pytest.skip("this machine or this torch rounds differently from the one that the numbers come from")
+SAME_MACHINE = recorded.machine() == GOLDEN["machine"]
+SENSITIVE = ("Pendulum-v1 ppo", "Pendulum-v1 grpo", "preset clip_cov")
+"""Rounding grows in the simulator, or decides which steps are selected."""
 
 
 def check(name, case):
+    if not SAME_MACHINE and name in SENSITIVE:
+        pytest.skip("this machine or this torch rounds differently from the one that the numbers come from")
     found, golden = recorded.compute(case), GOLDEN[name]
-    assert found["metrics"] == golden["metrics"]
-    assert found["parameters"] == golden["parameters"]
+    if SAME_MACHINE:
+        assert found["metrics"] == golden["metrics"]
+        assert found["parameters"] == golden["parameters"]
+    assert len(found["metrics"]) == len(golden["metrics"])
+    for now, then in zip(found["metrics"], golden["metrics"], strict=True):
+        assert now == pytest.approx(then, rel=2e-3, abs=2e-5)
 
 
 @pytest.mark.parametrize("name", CONTROL)

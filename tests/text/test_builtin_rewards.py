@@ -9,7 +9,7 @@ import reasoning_gym
 import groupwise.text.builtin_rewards as builtin
 from groupwise.config.text import RewardCfg
 from groupwise.errors import ConfigError, MissingExtraError, UnknownNameError
-from groupwise.text.data import gym_examples
+from groupwise.text.gym import gym_examples
 from groupwise.text.reward_functions import REWARDS, make_reward
 from groupwise.text.rewards import RewardSet
 
@@ -35,16 +35,10 @@ def test_a_pattern_is_found_or_is_the_whole(score):
     assert score("regex", texts, pattern="<b>.*</b>", where="full") == [1, 0, 0]
 
 
-def test_a_pattern_that_takes_for_ever_does_not_match_and_others_still_do(score):
-    # a thread could not be left behind here: the matcher lets no other thread run
-    assert score("regex", ["a" * 40 + "!", "aa"], pattern="(a+)+$", where="full", seconds=0.5) == [0, 1]
-
-
-def test_length_falls_evenly_outside_its_range(score):
-    # 2 to 4 tokens; one token outside of a fade of 1 is half
+def test_length_is_in_its_range(score):
     ids = [[7] * length for length in range(8)]
     texts = [""] * 8
-    assert score("length", texts, ids=ids, at_least=2, at_most=4, fade=1) == [0, 0.5, 1, 1, 1, 0.5, 0, 0]
+    assert score("length", texts, ids=ids, at_least=2, at_most=4) == [0, 0, 1, 1, 1, 0, 0, 0]
     assert score("length", texts, ids=ids, at_most=4) == [1, 1, 1, 1, 1, 0, 0, 0]
     assert score("length", texts, ids=ids, at_least=7) == [0, 0, 0, 0, 0, 0, 0, 1]
 
@@ -173,16 +167,15 @@ def test_lists_of_tasks_name_tasks_that_exist():
         (
             "regex",
             {"pattern": "a", "where": "ful"},
-            "reward 'regex': where = 'ful': input should be 'search' or 'full'",
+            "reward 'regex': where = 'ful': Input should be 'search' or 'full'",
         ),
-        ("regex", {"pattern": 3}, "pattern = 3: input should be a valid string"),
+        ("regex", {"pattern": 3}, "pattern = 3: Input should be a valid string"),
         ("regex", {}, "'regex' needs the setting 'pattern'"),
         ("regex", {"patern": "a"}, "no setting 'patern'; did you mean 'pattern'"),
         ("length", {}, "neither at_most nor at_least"),
         ("length", {"at_most": 1, "at_least": 2}, "at_most=1 < at_least=2"),
-        ("length", {"at_most": 1, "fade": -1}, "fade=-1: expected 0 or more"),
-        ("exact", {"where": "end"}, "where = 'end': input should be 'auto', 'tag', 'boxed' or 'whole'"),
-        ("exact", {"case": "lower"}, "case = 'lower': input should be 'matters' or 'ignored'"),
+        ("exact", {"where": "end"}, "where = 'end': Input should be 'auto', 'tag', 'boxed' or 'whole'"),
+        ("exact", {"case": "lower"}, "case = 'lower': Input should be 'matters' or 'ignored'"),
         ("numeric", {"tolerance": 1.0}, "tolerance=1.0: expected a part"),
     ],
 )

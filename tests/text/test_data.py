@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import ConfigError, DataError, MissingExtraError, UnknownNameError
-from groupwise.text.data import Example, gym_examples, load_examples, overlap, shuffled
+from groupwise.text.data import Example, load_examples, shuffled, without_overlap
+from groupwise.text.gym import gym_examples
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'say "a,\u2028b"', "answer": "é"}]
 EXAMPLES = [Example("1+1=", {"answer": "2"}), Example('say "a,\u2028b"', {"answer": "é"})]
@@ -138,64 +139,40 @@ def test_parquet_names_the_extra_it_needs(tmp_path, monkeypatch):
         load_examples(tmp_path / "a.parquet")
 
 
-def test_gym_data_follow_from_their_seed():
+def test_gym_data_are_always_the_same():
     first = gym_examples("reasoning-gym:chain_sum", size=20)
     assert len(first) == 20
     assert set(first[0].columns) == {"task", "answer", "metadata"}
     assert first[0].columns["task"] == "chain_sum"
-    assert first == load_examples("reasoning-gym:chain_sum", size=20)
-    assert first != gym_examples("chain_sum", size=20, seed=1)
+    assert first == gym_examples("chain_sum", size=20)
 
 
-def test_neighbouring_seeds_and_both_parts_share_no_prompt():
-    # the library itself draws item i from seed + i: seeds 0 and 1 have 99 of 100 items in common
+def test_both_parts_of_gym_data_share_no_prompt():
+    # the library itself draws item i from seed + i: neighbouring seeds have nearly all items in common
     large = {"min_digits": 5, "max_digits": 5}
-    which = [(seed, part) for seed in (0, 1) for part in ("train", "eval")]
-    parts = [gym_examples("products", size=100, seed=seed, part=part, kwargs=large) for seed, part in which]
-    for number, one in enumerate(parts):
-        for other in parts[number + 1 :]:
-            assert not overlap(one, other)
-
-
-def test_training_prompts_that_are_held_out_are_replaced():
-    small = {"max_terms": 2, "max_digits": 1}  # 200 prompts in all
-    held_out = gym_examples("chain_sum", size=60, part="eval", kwargs=small)
-    first = gym_examples("chain_sum", size=100, kwargs=small)
-    shared = overlap(first, held_out)
-    assert shared
-    train = gym_examples("chain_sum", size=100, kwargs=small, without=held_out)
-    assert len(train) == 100
-    assert not overlap(train, held_out)
-    kept = [example for number, example in enumerate(first) if number not in shared]
-    assert train[: len(kept)] == kept
-    assert train[len(kept) :] != kept[: len(shared)], "further prompts, not the same ones again"
-
-
-def test_a_task_with_too_few_prompts_says_so():
-    tiny = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}  # 10 prompts in all
-    held_out = gym_examples("chain_sum", size=200, part="eval", kwargs=tiny)
-    with pytest.raises(DataError, match=r"made only 0 of 5 prompts that the evaluation does not have; fix: a smaller"):
-        gym_examples("chain_sum", size=5, kwargs=tiny, without=held_out)
+    train, held_out = (gym_examples("products", size=100, part=part, kwargs=large) for part in ("train", "eval"))
+    assert without_overlap(train, held_out) == train
 
 
 def test_gym_mistakes_get_the_nearest_name(monkeypatch):
     with pytest.raises(UnknownNameError, match="unknown reasoning-gym task 'chain_sums': did you mean 'chain_sum'"):
-        gym_examples("chain_sums")
+        gym_examples("chain_sums", size=3)
     with pytest.raises(ConfigError, match="has no setting 'max_term'; did you mean 'max_terms'"):
-        gym_examples("chain_sum", kwargs={"max_term": 2})
+        gym_examples("chain_sum", size=3, kwargs={"max_term": 2})
     with pytest.raises(ConfigError, match="has no setting 'seed'"):
-        gym_examples("chain_sum", kwargs={"seed": 2})
+        gym_examples("chain_sum", size=3, kwargs={"seed": 2})
     monkeypatch.setattr("groupwise.errors.find_spec", lambda _: None)
     with pytest.raises(MissingExtraError, match="'reasoning_gym' is not installed"):
-        gym_examples("chain_sum")
+        gym_examples("chain_sum", size=3)
 
 
+@pytest.mark.filterwarnings("ignore:.*in the evaluation data")
 def test_overlap_sees_through_white_space_and_forms():
     train = [Example(text, {}) for text in ("a  b\n", "c", "a b c")]
-    assert overlap(train, [Example("a b", {}), Example("d", {})]) == [0]
+    assert without_overlap(train, [Example("a b", {}), Example("d", {})]) == train[1:]
     messages = Example(({"role": "user", "content": " a b"},), {})
-    assert overlap([messages], [Example("a b", {})]) == [0]
-    assert overlap([messages], [Example(({"role": "system", "content": "a b"},), {})]) == []
+    assert without_overlap([messages, train[1]], [Example("a b", {})]) == [train[1]]
+    assert without_overlap([messages], [Example(({"role": "system", "content": "a b"},), {})]) == [messages]
 
 
 @given(size=st.integers(1, 30), seed=st.integers(0, 5), epoch=st.integers(0, 5))

@@ -112,12 +112,8 @@ def test_saved_adapters_are_trained_on(folder, tmp_path):
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (LoRACfg(r=4), r"have r=2, got lora\.r=4; fix: lora\.r=2"),
-        (LoRACfg(r=2, alpha=7.0), r"have alpha=32\.0, got lora\.alpha=7\.0"),
-        (
-            LoRACfg(r=2, targets=("q_proj",)),
-            r"are on down_proj, gate_proj, .*got lora\.targets=\('q_proj',\); fix: lora=None",
-        ),
+        (LoRACfg(r=4), r"have r=2, alpha=32\.0; got r=4, alpha=32\.0; fix: lora=None"),
+        (LoRACfg(r=2, alpha=7.0), r"have r=2, alpha=32\.0; got r=2, alpha=7\.0"),
     ],
 )
 def test_settings_that_saved_adapters_do_not_have_are_refused(lora, message, folder, tmp_path):
@@ -134,7 +130,7 @@ def test_adapters_that_are_no_lora_are_trained_on_as_they_are(folder, tmp_path):
     model.peft_config["default"].base_model_name_or_path = folder()
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     assert any("ia3" in name for name in load_causal_lm(ModelCfg(path=str(tmp_path))).state_dict())
-    with pytest.raises(ConfigError, match="of type IA3, not LoRA; fix: lora=None"):
+    with pytest.raises(ConfigError, match=r"have type IA3; got r=2, .*fix: lora=None"):
         load_causal_lm(ModelCfg(path=str(tmp_path), lora=LORA))
 
 
@@ -143,7 +139,7 @@ def test_virtual_tokens_before_the_prompt_are_refused():
         from peft import PromptTuningConfig, get_peft_model
 
         model = get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(ConfigError, match="type PROMPT_TUNING stand before the prompt"):
+    with pytest.raises(ConfigError, match="type PROMPT_TUNING, tokens before the prompt"):
         CausalLM(model)
 
 
@@ -209,7 +205,7 @@ def test_a_folder_needs_a_tokenizer_and_a_model(folder, tmp_path):
 def test_targets_that_match_nothing_are_told_what_there_is():
     known = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, or 'all-linear'"
     for target in ("c_attn", "lm_head", "embed_tokens", "proj"):
-        with pytest.raises(ConfigError, match=f"lora.targets has '{target}', and no linear layer .* some of {known}"):
+        with pytest.raises(ConfigError, match=f"lora.targets has '{target}', .* some of {known}"):
             with_adapters(tiny_model(), LoRACfg(targets=("q_proj", target)))
     policy = with_adapters(tiny_model(), LoRACfg(targets=("q_proj", "layers.1.mlp.up_proj")))
     names = {

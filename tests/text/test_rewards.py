@@ -11,7 +11,7 @@ import torch
 
 from groupwise.config.text import RewardCfg
 from groupwise.errors import ConfigError, DataError, RewardError
-from groupwise.text.reward_functions import REWARDS, RewardFunction, RewardObject, make_reward, register_reward
+from groupwise.text.reward_functions import REWARDS, RewardObject, make_reward, register_reward
 from groupwise.text.rewards import RewardSet, TrainingState
 
 USER = {"role": "user", "content": "1+1="}
@@ -123,9 +123,9 @@ def test_all_none_is_told_and_not_zero():
         ([1, 2, 3], "returned 3 scores for 2 completions"),
         (0.5, "returned 0.5; expected a list of 2 numbers"),
         (None, "returned None; expected a list"),
-        ("ab", "returned 'ab'; expected a list"),
-        ({"a": 1, "b": 2}, "returned {'a': 1, 'b': 2}; expected a list"),
-        ([1, "2"], "returned '2' for completion 1; expected a number or None"),
+        ("ab", "returned 'a' for completion 0; expected a number"),
+        ({"a": 1, "b": 2}, "returned 'a' for completion 0"),
+        ([1, "b"], "returned 'b' for completion 1; expected a number or None"),
         ([1, [2]], r"returned \[2\] for completion 1"),
         ([1j, 1], "returned 1j for completion 0"),
     ],
@@ -319,16 +319,10 @@ def test_a_registered_class_is_made_once_and_closed():
     assert closed == [2.0]
     with pytest.raises(ConfigError, match="reward 'made' needs the setting 'value'"):
         make_reward(RewardCfg(name="made"))
-    with pytest.raises(ConfigError, match="reward 'made': value = 'x': input should be a valid number"):
+    with pytest.raises(ConfigError, match="reward 'made': value = 'x': Input should be a valid number"):
         make_reward(RewardCfg(name="made", kwargs={"value": "x"}))
 
 
 def test_there_must_be_a_reward():
-    with pytest.raises(ConfigError, match="no reward says what a completion is worth; fix: reward=my_function"):
+    with pytest.raises(ConfigError, match="there is no reward; fix: reward=my_function"):
         RewardSet([])
-
-
-def test_functions_written_in_c_get_everything():
-    assert RewardSet([RewardFunction("dict", dict)]).names == ("dict",)
-    with pytest.raises(RewardError, match="reward 'dict' returned"):
-        score(RewardSet([RewardFunction("dict", dict)]))

@@ -1,3 +1,6 @@
+import pytest
+
+from groupwise.errors import DataError
 from groupwise.text.rollout import TextRow, text_rollout
 
 ROWS = [
@@ -26,3 +29,16 @@ def test_rows_by_hand():
 def test_rewards_of_single_tokens_stand_where_the_tokens_are():
     rows = [ROWS[0]._replace(reward=(0.5, -1.0, 2.0)), ROWS[1]._replace(reward=[0.25, 0.0])]
     assert text_rollout(rows)["reward"].tolist() == [[0, 0.5, -1.0, 2.0, 0], [0.25, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        TextRow([], [1], [0.0], 1.0, True, 0),
+        TextRow([1], [], [], 1.0, True, 0),
+        TextRow([1], [1, 2], [0.0], 1.0, True, 0),
+    ],
+)
+def test_rows_that_cannot_be(row):
+    with pytest.raises(DataError, match=r"row 0 has \d prompt tokens, \d completion tokens and \d log_probs; fix"):
+        text_rollout([row])

@@ -88,7 +88,7 @@ def test_impossible_settings(settings, message):
 
 
 def test_a_task_without_reward_is_refused_unless_its_data_have_one():
-    with pytest.raises(ConfigError, match="no reward says what a completion is worth"):
+    with pytest.raises(ConfigError, match="there is no reward"):
         TextTask(ROWS).rewards()
     gym = TextTask("reasoning-gym:chain_sum", data_size=3)
     assert gym.rewards().names == ("reasoning_gym",)
@@ -98,36 +98,29 @@ def test_a_task_without_reward_is_refused_unless_its_data_have_one():
     assert gym.rewards().score([example.prompt], [example.columns["answer"]], [[1]], columns).reward == (1,)
 
 
+@pytest.mark.filterwarnings("ignore:.*in the evaluation data")
 def test_gym_data_of_both_parts_share_nothing():
     small = {"max_terms": 2, "max_digits": 1}
     task = TextTask(
         "reasoning-gym:chain_sum", eval_data="reasoning-gym:chain_sum", data_size=80, eval_size=30, data_kwargs=small
     )
     train, evaluation = task.load()
-    assert (len(train), len(evaluation)) == (80, 30)
+    assert len(evaluation) == 30
     assert not {e.prompt for e in train} & {e.prompt for e in evaluation}
     alone = TextTask("reasoning-gym:chain_sum", data_size=80, data_kwargs=small).load()
-    assert alone.eval == []
+    assert (len(alone.train), alone.eval) == (80, [])
 
 
 def test_shared_prompts_are_left_out_of_training_with_a_warning():
     task = TextTask(ROWS, reward=right, eval_data=["1+2= ", "9"])
-    with pytest.warns(
-        UserWarning, match=r"1 of 2 training prompts stand in the evaluation data, too, the first: '1\+2='; tr"
-    ):
+    with pytest.warns(UserWarning, match="1 of 2 training prompts are in the evaluation data: dropped"):
         train, evaluation = task.load()
     assert [example.prompt for example in train] == ["1+1="]
     assert [example.prompt for example in evaluation] == ["1+2= ", "9"]
 
 
-def test_shared_prompts_can_be_kept_or_refused():
-    with pytest.warns(UserWarning, match="evaluation tells less"):
-        train, _ = TextTask(ROWS, reward=right, eval_data=["1+2="], eval_overlap="keep").load()
+def test_shared_prompts_can_be_kept_and_some_must_be_left():
+    train, _ = TextTask(ROWS, reward=right, eval_data=["1+2="], eval_overlap="keep").load()
     assert len(train) == 2
-    with pytest.raises(DataError, match=r"1 of 2 training prompts .*; fix: take them out of either"):
-        TextTask(ROWS, reward=right, eval_data=["1+2="], eval_overlap="error").load()
-    with (
-        pytest.raises(DataError, match="all training prompts stand in the evaluation data"),
-        pytest.warns(UserWarning, match="2 of 2"),
-    ):
+    with pytest.raises(DataError, match=r"all training prompts are in the evaluation data; fix: .*eval_overlap='keep'"):
         TextTask(ROWS, reward=right, eval_data=ROWS).load()

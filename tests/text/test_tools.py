@@ -55,23 +55,21 @@ def test_values(expression, value):
         ("3**500", "too large"),
         ("9" * 160, "too large"),
         ("9.5**9999.5", "too large"),
-        ("(0-8)**(1/3)", "a fractional power of a negative number"),
-        ("(0-8)**0.5", "a fractional power of a negative number"),
-        ("1+", "this is no arithmetic expression"),
+        ("(0-8)**(1/3)", "expected numbers, parentheses and + - * / // % **"),
+        ("(0-8)**0.5", "expected numbers, parentheses and + - * / // % **"),
+        ("1+", "expected numbers, parentheses and + - * / // % **"),
         ("", "expected numbers, parentheses and + - * / // % **"),
-        (" ", "this is no arithmetic expression"),
-        ("()", "this is no arithmetic expression"),
-        ("2(3)", "this is no arithmetic expression"),
-        ("...", "this is no arithmetic expression"),
-        ("007", "this is no arithmetic expression"),
-        ("1 2", "this is no arithmetic expression"),
-        ("1+(2", "this is no arithmetic expression"),
-        ("*(1)", "this is no arithmetic expression"),
+        (" ", "expected numbers, parentheses and + - * / // % **"),
+        ("()", "expected numbers, parentheses and + - * / // % **"),
+        ("2(3)", "expected numbers, parentheses and + - * / // % **"),
+        ("...", "expected numbers, parentheses and + - * / // % **"),
+        ("007", "expected numbers, parentheses and + - * / // % **"),
+        ("1 2", "expected numbers, parentheses and + - * / // % **"),
+        ("1+(2", "expected numbers, parentheses and + - * / // % **"),
+        ("*(1)", "expected numbers, parentheses and + - * / // % **"),
         ("1,2", "expected numbers, parentheses and + - * / // % **"),
         ("__import__('os').system('true')", "expected numbers, parentheses and + - * / // % **"),
         ("True", "expected numbers, parentheses and + - * / // % **"),
-        ("1\n+1", "expected numbers, parentheses and + - * / // % **"),
-        ("1e9", "expected numbers, parentheses and + - * / // % **"),
         ("٣+1", "expected numbers, parentheses and + - * / // % **"),
     ],
 )
@@ -83,7 +81,6 @@ def test_the_largest_numbers_are_those_of_512_bits():
     assert calculate("2**511+(2**511-1)") == str(2**512 - 1)
     assert calculate("2**512") == "error: too large"
     assert calculate("2**511*2") == "error: too large"
-    assert calculate("2**-512") == "error: too large"
 
 
 def _combined(left, right):
@@ -130,7 +127,6 @@ def test_deep_nesting_is_answered(text):
         ("<calc>1</calc> and <calc>2</calc>", "2"),
         ("<calc>1+<calc>2</calc>", "2"),
         ("<calc></calc>", "error: expected numbers, parentheses and + - * / // % **"),
-        ("<calc>" + "1+" * 100 + "1</calc>", "error: more than 200 characters"),
         ("<calc>1+1", None),
         ("1+1</calc>", None),
         ("12", None),
@@ -142,10 +138,9 @@ def test_calls(text, answer):
 
 def test_a_call_ends_the_turn_and_its_tag_may_be_another():
     assert Calculator().stop == ("</calc>",)
-    other = Calculator(tag="c.", max_characters=3)
+    other = Calculator(tag="c.")
     assert other.stop == ("</c.>",)
     assert (other("<c.>1+1</c.>"), other("<cx>1+1</cx>")) == ("2", None)
-    assert other("<c.>11+1</c.>") == "error: more than 3 characters"
 
 
 def test_a_tool_is_made_from_settings_or_given():
@@ -183,7 +178,7 @@ def test_registered_tools_must_be_tools_and_have_what_they_need(monkeypatch):
     class Plain:
         pass
 
-    with pytest.raises(ConfigError, match="tool 'times' needs the setting 'count'; fix: tool_kwargs="):
+    with pytest.raises(ConfigError, match="tool 'times' needs the setting 'count'"):
         make_tool(TextTaskCfg(tool="times"))
     with pytest.raises(ConfigError, match=r"tool 'plain' is a class but no gw\.Tool; fix: class Plain\(gw\.Tool\)"):
         make_tool(TextTaskCfg(tool="plain"))
@@ -196,7 +191,7 @@ def test_registered_tools_must_be_tools_and_have_what_they_need(monkeypatch):
         (
             {"tool": "calculator", "tool_kwargs": {"tags": "x"}},
             ConfigError,
-            r"tool 'calculator' has no setting 'tags'; did you mean 'tag'\?; fix: tool_kwargs",
+            r"tool 'calculator' has no setting 'tags'; did you mean 'tag'\?",
         ),
         ({"tool": GIVEN}, ConfigError, r"the tool was given in Python; fix: give it again as tool=\.\.\."),
     ],
@@ -247,7 +242,7 @@ class Failing(Tool):
 
 
 def test_a_tool_that_fails_is_told_with_what_it_was_given():
-    with pytest.raises(ToolError, match=r"the tool raised KeyError: 'x'\s+it was given: 'abc'\s+fix: the tool"):
+    with pytest.raises(ToolError, match=r"the tool raised KeyError: 'x'\s+its input: 'abc'\s+fix: the tool"):
         ask(Failing(KeyError("x")), "abc")
     with pytest.raises(
         ToolError, match=r"the tool returned 3; expected a text, or None for no call; fix: str\(\.\.\.\)"

@@ -34,8 +34,8 @@ class TextTaskCfg(Cfg):
     """Number of training prompts of a reasoning-gym task."""
     eval_size: PositiveInt = 100
     """Number of evaluation prompts of a reasoning-gym task."""
-    eval_overlap: Literal["drop", "keep", "error"] = "drop"
-    """Training prompts that are also in the evaluation data: drop or keep them with a warning, or raise an error."""
+    eval_overlap: Literal["drop", "keep"] = "drop"
+    """Training prompts that are also in the evaluation data: drop them with a warning, or keep them."""
     prompt_column: str = "prompt"
     """Column of the prompt: a string, or a list of messages ``{"role": ..., "content": ...}``. Other columns go to the rewards."""
     system_prompt: str | None = None

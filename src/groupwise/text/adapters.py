@@ -1,4 +1,4 @@
-"""Adapters of a language model: the policy without them is its own reference."""
+"""Adapters of a language model, by peft."""
 
 import sys
 from typing import TYPE_CHECKING, Any
@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 class AdaptersOff(Policy):
-    """The policy it was made of with its adapters switched off, without gradient: the reference that costs no memory.
-
-    It has no weights: they are the other's, which is no part of it.
-    """
+    """The policy with its adapters switched off, without gradient: a reference without weights of its own."""
 
     scored_by = "row"
     refreshable = False
@@ -35,40 +32,39 @@ class AdaptersOff(Policy):
             return self._policy[0].evaluate(batch)
 
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """Not one token at a time, as the policy itself."""
+        """Raises, like the policy's."""
         return self._policy[0].act(obs, deterministic, generator)
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """Not from arrays, as the policy itself."""
+        """Raises, like the policy's."""
         return self._policy[0].predict(obs, deterministic)
 
     @property
     def shares_prefixes(self) -> bool:
-        """As the policy itself."""
+        """Whether the policy shares prefixes."""
         return self._policy[0].shares_prefixes
 
     @property
     def device(self) -> torch.device:
-        """Where the policy's parameters live."""
+        """The policy's device."""
         return self._policy[0].device
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether it is a model that peft has put adapters into."""
-    peft = sys.modules.get("peft")  # whoever made such a model has imported it
+    """Whether it is a model with adapters by peft."""
+    peft = sys.modules.get("peft")  # imported by whoever made such a model
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def check_adapters(model: Any) -> None:
-    """Adapters are in the layers of the model, whose hidden states are then all there is to score with.
+    """Refuse adapters that are virtual tokens before the prompt: ``CausalLM`` bypasses peft's own forward pass.
 
     Raises:
-        ConfigError: they are virtual tokens before the prompt, which only peft's own forward knows of.
+        ConfigError: names their type.
     """
-    kinds = model.peft_config.values() if is_adapted(model) else ()
-    for kind in kinds:
-        if kind.is_prompt_learning:
+    for cfg in model.peft_config.values() if is_adapted(model) else ():
+        if cfg.is_prompt_learning:
             raise ConfigError(
-                f"adapters of peft's type {kind.peft_type.value} stand before the prompt, which a CausalLM does not read; "
-                "fix: LoRA, or another type that changes layers"
+                f"a CausalLM cannot use adapters of peft's type {cfg.peft_type.value}, tokens before the prompt; fix: LoRA, or "
+                "another type that changes layers"
             )

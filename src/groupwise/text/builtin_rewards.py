@@ -1,6 +1,6 @@
-"""Rewards that are registered already. Each is an object, made of its settings; all give 1 or 0 but ``length``.
+"""Built-in rewards: 1 or 0.
 
-An answer is right as a whole or not at all: none is looked for within a longer one, and none is ever run.
+An answer is right as a whole or not at all: it is not searched for in a longer one, and never run as code.
 """
 
 import functools
@@ -16,7 +16,7 @@ from groupwise.errors import ConfigError, require_extra
 from groupwise.text.answers import Where, as_number, final_answer, gold_answer, last_number
 from groupwise.text.data import Completion
 from groupwise.text.reward_functions import RewardObject, register_reward
-from groupwise.text.sandbox import Sandbox, TooSlowError
+from groupwise.text.sandbox import MathVerifier
 
 TRUSTED_SCORERS = frozenset(
     [
@@ -61,55 +61,34 @@ def text_of(completion: Completion) -> str:
 
 @register_reward("regex")
 class RegexReward(RewardObject):
-    """1 if the pattern is found, or is the whole completion (``where="full"``).
+    """1 if the pattern is found, or is the whole completion (``where="full"``)."""
 
-    It is matched in a process of its own: some patterns take for ever on some texts, and nothing else of a Python process
-    runs meanwhile. After ``seconds`` it does not match.
-    """
-
-    def __init__(self, pattern: str, where: Literal["search", "full"] = "search", seconds: float = 1.0) -> None:
+    def __init__(self, pattern: str, where: Literal["search", "full"] = "search") -> None:
         try:
-            re.compile(pattern)
+            compiled = re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"pattern = {pattern!r}: {error}; fix: a regular expression of Python's re") from error
-        self._pattern, self._where = pattern, where
-        self._sandbox = Sandbox(seconds)
+        self._match = compiled.fullmatch if where == "full" else compiled.search
 
     def __call__(self, completions: Sequence[Completion], **_: Any) -> list[float]:
         """1 or 0 for each."""
-        return [self._matches(text_of(completion)) for completion in completions]
-
-    def close(self) -> None:
-        """End the process."""
-        self._sandbox.close()
-
-    def _matches(self, text: str) -> float:
-        try:
-            return float(self._sandbox.call("matches", self._pattern, self._where, text))
-        except TooSlowError:
-            return 0.0
+        return [float(self._match(text_of(completion)) is not None) for completion in completions]
 
 
 @register_reward("length")
 class LengthReward(RewardObject):
-    """1 for completions of ``at_least`` to ``at_most`` tokens; outside it falls to 0, evenly over ``fade`` tokens."""
+    """1 for completions of ``at_least`` to ``at_most`` tokens, else 0."""
 
-    def __init__(self, at_most: int | None = None, at_least: int = 0, fade: int = 0) -> None:
+    def __init__(self, at_most: int | None = None, at_least: int = 0) -> None:
         if at_most is None and at_least == 0:
             raise ConfigError("length has neither at_most nor at_least, so that every length is right; fix: set one")
         if at_most is not None and at_most < at_least:
             raise ConfigError(f"at_most={at_most} < at_least={at_least}; fix: swap them")
-        if fade < 0:
-            raise ConfigError(f"fade={fade}: expected 0 or more tokens; fix: 0 for a reward of 1 or 0")
-        self._least, self._most, self._fade = at_least, math.inf if at_most is None else at_most, fade
+        self._least, self._most = at_least, math.inf if at_most is None else at_most
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        """0 to 1 for each."""
-        return [self._score(len(ids)) for ids in completion_ids]
-
-    def _score(self, length: int) -> float:
-        outside = max(self._least - length, length - self._most, 0)
-        return max(0.0, 1 - outside / (self._fade + 1))
+        """1 or 0 for each."""
+        return [float(self._least <= len(ids) <= self._most) for ids in completion_ids]
 
 
 class AnswerReward(RewardObject):
@@ -174,21 +153,21 @@ class NumericReward(AnswerReward):
 
 @register_reward("math")
 class MathReward(AnswerReward):
-    """1 if the answer is mathematically the column's: the same number, set or expression, both read as LaTeX by math-verify.
+    """1 if the answer is the column's number, set or expression, both read as LaTeX by math-verify.
 
-    That happens in a process of its own with limits of time and memory; an answer that exceeds them is wrong. Words are
-    compared as texts, for letters would be factors, and ``north`` the same as ``thorn``.
+    Another process compares them, with limits of time and memory; an answer that exceeds them is wrong. Words are
+    compared as texts: as factors, the letters of ``north`` equal those of ``thorn``.
     """
 
     def __init__(self, column: str = "answer", where: Where = "auto", seconds: float = 3.0) -> None:
         super().__init__(column, where)
         require_extra("math_verify", "text")
-        self._sandbox = Sandbox(seconds, warm_up=("same_mathematics", "1/2", "0.5"))
-        self._same = functools.lru_cache(maxsize=4096)(self._ask)
+        self._verifier = MathVerifier(seconds)
+        self._same = functools.lru_cache(maxsize=4096)(self._verifier.same)
 
     def close(self) -> None:
         """End the process."""
-        self._sandbox.close()
+        self._verifier.close()
 
     def _right(self, gold: object, completion: str) -> bool:
         wanted, given = gold_answer(gold).strip("$ "), (final_answer(completion, self._where) or "").strip("$ ")
@@ -196,19 +175,12 @@ class MathReward(AnswerReward):
             return True
         return bool(given) and not _has_words(wanted) and not _has_words(given) and self._same(wanted, given)
 
-    def _ask(self, wanted: str, given: str) -> bool:
-        try:
-            return bool(self._sandbox.call("same_mathematics", wanted, given))
-        except (TooSlowError, ValueError):  # too hard to read, or too large: no answer that can be checked
-            return False
-
 
 @register_reward("reasoning_gym")
 class GymReward(RewardObject):
-    """1 if the answer, in its tag or the whole completion, is right for the task of reasoning-gym that it belongs to.
+    """1 if the answer, in its tag or the whole completion, is right for its task of reasoning-gym.
 
-    It is compared as a text. Where several answers are right and the task's own scorer can be trusted, its full marks
-    count; less than full marks, which it gives to answers that contain the right one, are 0.
+    It is compared as a text. Where several answers are right and the task's own scorer can be trusted, full marks count.
     """
 
     columns = ("task", "answer", "metadata")
@@ -224,7 +196,7 @@ class GymReward(RewardObject):
         """1 or 0 for each.
 
         Raises:
-            ConfigError: a task whose answers nobody here can judge.
+            ConfigError: a task of ``REFUSED_TASKS``.
         """
         rows = zip(completions, task, answer, metadata, strict=True)
         return [self._score(final_answer(text_of(completion)), *row) for completion, *row in rows]

@@ -1,21 +1,30 @@
-"""Tasks of reasoning-gym: procedures that make as many questions with answers as one wants."""
+"""Tasks of reasoning-gym, which generates questions with answers."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from groupwise.config.text import GYM
 from groupwise.errors import ConfigError, UnknownNameError, nearest, require_extra
+from groupwise.seeding import derive_seed
+from groupwise.text.data import Example
 
-Row = Mapping[str, Any]
+_EVAL_OFFSET = 2**30
 
 
-def gym_maker(name: str, kwargs: Mapping[str, Any]) -> Callable[..., Iterable[Row]]:
-    """What makes ``size`` rows (``question``, ``answer``, ``metadata``) from ``seed``.
+def gym_examples(
+    name: str, *, size: int, part: Literal["train", "eval"] = "train", kwargs: Mapping[str, Any] | None = None
+) -> list[Example]:
+    """Examples of a task, with the columns ``task``, ``answer`` and ``metadata``.
+
+    The library draws item i from ``seed + i``; the seeds of the two parts are 2**30 apart.
+
+    Args:
+        name: ``reasoning-gym:<task>``.
+        kwargs: settings of the task.
 
     Raises:
-        UnknownNameError: there is no such task.
+        UnknownNameError: no such task.
         ConfigError: a setting that the task does not have.
         MissingExtraError: the extra ``text`` is not installed.
     """
@@ -23,12 +32,17 @@ def gym_maker(name: str, kwargs: Mapping[str, Any]) -> Callable[..., Iterable[Ro
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
-    if name not in DATASETS:
-        raise UnknownNameError("reasoning-gym task", name, DATASETS)
-    known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
+    task, kwargs = name.removeprefix(GYM), kwargs or {}
+    if task not in DATASETS:
+        raise UnknownNameError("reasoning-gym task", task, DATASETS)
+    known = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
     for key in kwargs:
         if key not in known:
-            raise ConfigError(
-                f"data_kwargs: {GYM}{name} has no setting {key!r}{nearest(key, known) or '; known: ' + ', '.join(sorted(known))}"
-            )
-    return functools.partial(reasoning_gym.create_dataset, name, **kwargs)
+            hint = nearest(key, known) or f"; known: {', '.join(sorted(known))}"
+            raise ConfigError(f"data_kwargs: {GYM}{task} has no setting {key!r}{hint}")
+    seed = derive_seed(0, "reasoning-gym") // 2 + (_EVAL_OFFSET if part == "eval" else 0)
+    items = reasoning_gym.create_dataset(task, seed=seed, size=size, **kwargs)
+    return [
+        Example(item["question"], {"task": task, "answer": item["answer"], "metadata": item["metadata"]})
+        for item in items
+    ]

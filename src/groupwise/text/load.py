@@ -28,7 +28,7 @@ def load_causal_lm(
 ) -> CausalLM:
     """The policy that ``cfg`` describes, with its tokenizer.
 
-    A folder of peft's adapters is loaded onto the base that it names, and these adapters are trained on.
+    Adapters in a folder of peft's are loaded onto their base, and trained further.
 
     Args:
         compile: ``torch.compile`` what the policy's ``evaluate`` computes.
@@ -60,7 +60,7 @@ def load_causal_lm(
 
 
 def find_model(path: str) -> str:
-    """The folder of a model, or the id of one that is in the hub's cache or on the hub.
+    """The folder of a model, or its id on the hub or in the hub's cache.
 
     Raises:
         ConfigError: there is none.
@@ -84,10 +84,10 @@ def find_model(path: str) -> str:
 
 
 def with_adapters(model: nn.Module, cfg: LoRACfg) -> nn.Module:
-    """The model with fresh adapters in float32 by peft, which change nothing yet; all else is frozen.
+    """The model with fresh LoRA adapters in float32 by peft; everything else is frozen.
 
     Raises:
-        ConfigError: a target that no linear layer bears, or the output head.
+        ConfigError: a target that is no linear layer, or the output head.
         MissingExtraError: peft is not installed.
     """
     require_extra("peft", "text")
@@ -121,7 +121,7 @@ def _check_targets(model: Any, targets: tuple[str, ...]) -> None:
         if not any(name == target or name.endswith(f".{target}") for name in linear):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise ConfigError(
-                f"lora.targets has {target!r}, and no linear layer below the output head ends so; fix: some of {known}, "
+                f"lora.targets has {target!r}, which is the end of no linear layer's name; fix: some of {known}, "
                 "or 'all-linear'"
             )
 
@@ -130,8 +130,14 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
     require_extra("peft", "text")
     from peft import PeftConfig, PeftModel
 
+    saved = PeftConfig.from_pretrained(path)
     if cfg.lora is not None:
-        _check_same(cfg.lora, PeftConfig.from_pretrained(path), path)
+        kind = saved.peft_type.value
+        found = f"r={saved.r}, alpha={saved.lora_alpha}" if kind == "LORA" else f"type {kind}"
+        if found != f"r={cfg.lora.r}, alpha={cfg.lora.alpha}":
+            raise ConfigError(
+                f"the adapters in {path} have {found}; got r={cfg.lora.r}, alpha={cfg.lora.alpha}; fix: lora=None, or the same"
+            )
     try:
         with _quiet_peft():
             adapted: nn.Module = PeftModel.from_pretrained(model, path, is_trainable=True)
@@ -143,54 +149,19 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
     return adapted
 
 
-def _check_same(cfg: LoRACfg, saved: Any, path: str) -> None:
-    """Saved adapters are as they are: a rank, an alpha or kinds of layers that say otherwise would be dropped without a word.
-
-    ``all-linear``, which is the default, is no such word.
-    """
-    if saved.peft_type.value != "LORA":
-        raise ConfigError(f"the adapters in {path} are of type {saved.peft_type.value}, not LoRA; fix: lora=None")
-    for name, wanted, there in (("r", cfg.r, saved.r), ("alpha", cfg.alpha, saved.lora_alpha)):
-        if wanted != there:
-            raise ConfigError(
-                f"the adapters in {path} have {name}={there}, got lora.{name}={wanted}; fix: lora.{name}={there}, or lora=None"
-            )
-    if cfg.targets == "all-linear" or isinstance(saved.target_modules, str):
-        return
-    ends = {name.rpartition(".")[2] for name in saved.target_modules}
-    if {target.rpartition(".")[2] for target in cfg.targets} != ends:
-        raise ConfigError(
-            f"the adapters in {path} are on {', '.join(sorted(ends))}, got lora.targets={cfg.targets}; fix: lora=None"
-        )
-
-
 @contextmanager
 def _quiet_peft() -> Iterator[None]:
-    """Without the warning that peft reads a name which transformers gives up in its version 6."""
+    """Hides peft's warning about a name that transformers 6 removes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         yield
 
 
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Without transformers' progress bars, which would stand between the lines of a run."""
-    from transformers.utils import logging as told
-
-    shown = told.is_progress_bar_enabled()
-    told.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            told.enable_progress_bar()
-
-
 def _base_of(path: str) -> str | None:
-    """What a folder of adapters is put onto; None of a whole model.
+    """The base model of a folder of adapters; None for a whole model.
 
     Raises:
-        ConfigError: the folder names no base that is there.
+        ConfigError: the base does not exist.
     """
     config = Path(path) / _ADAPTER_CONFIG
     if not config.is_file():
@@ -203,7 +174,7 @@ def _base_of(path: str) -> str | None:
 
 
 def _load_tokenizer(path: str, base: str | None) -> Any:
-    """The tokenizer that lies with the model, or with the base of its adapters.
+    """The tokenizer of the model, or of the base of its adapters.
 
     Raises:
         ConfigError: there is none.
@@ -228,8 +199,7 @@ def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
     if cfg.quantization != "none":
         more |= {"quantization_config": _quantization(cfg), "device_map": {"": device}}
     try:
-        with _without_bars():
-            return AutoModelForCausalLM.from_pretrained(path, **more)
+        return AutoModelForCausalLM.from_pretrained(path, **more)
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Between texts and tokens: a prompt is encoded once, and completions are decoded for rewards alone."""
+"""From prompts to tokens, and from completions to texts."""
 
 import warnings
 from collections.abc import Sequence
@@ -35,11 +35,11 @@ class PromptEncoder:
             raise self._no_template("system_prompt is")
 
     def encode(self, example: Example) -> list[int]:
-        """The prompt's tokens, up to where the completion begins; never cut.
+        """The prompt's tokens, never cut.
 
         Raises:
             ConfigError: messages, but no chat template.
-            DataError: no tokens at all, or messages that the template refuses.
+            DataError: no tokens, or messages that the template refuses.
         """
         if isinstance(example.prompt, str) and not self.conversational:
             return self._encode_text(example.prompt)
@@ -58,12 +58,21 @@ class PromptEncoder:
         """
         encoded = [EncodedPrompt(example, tuple(self.encode(example))) for example in examples]
         limit = min((n for n in (self.cfg.max_prompt_tokens, context) if n is not None), default=None)
-        if limit is None:
+        too_long = [prompt for prompt in encoded if limit is not None and len(prompt.tokens) > limit]
+        if not too_long:
             return encoded
-        kept = [prompt for prompt in encoded if len(prompt.tokens) <= limit]
-        if len(kept) < len(encoded):
-            self._report_long(encoded, limit)
-        return kept
+        longest = max(len(prompt.tokens) for prompt in too_long)
+        message = (
+            f"{len(too_long)} of {len(encoded)} prompts have more than {limit} tokens (the longest {longest}); the first: "
+            f"{str(too_long[0].example.prompt)[:80]!r}"
+        )
+        if self.cfg.on_long_prompt == "error" or len(too_long) == len(encoded):
+            raise DataError(
+                f"{message}; fix: shorter prompts, on_long_prompt='drop', or a "
+                f"{'larger max_prompt_tokens' if limit == self.cfg.max_prompt_tokens else 'smaller max_new_tokens'}"
+            )
+        warnings.warn(f"{message}; they are dropped", stacklevel=2)
+        return [prompt for prompt in encoded if len(prompt.tokens) <= (limit or 0)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a completion, without special tokens."""
@@ -71,18 +80,18 @@ class PromptEncoder:
         return text
 
     def inline(self, answer: str) -> str:
-        """A tool's answer as it stands in a text."""
+        """A tool's answer as plain text."""
         return self.cfg.tool_answer.replace("{}", answer)
 
     def _encode_text(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer(text)["input_ids"]
         end = self.tokenizer.eos_token
         if end is not None and tokens[-1:] == [self.tokenizer.eos_token_id] and not text.endswith(end):
-            tokens = tokens[:-1]  # some tokenizers end every text; what is to be completed has not ended
+            tokens = tokens[:-1]  # some tokenizers end every text
         if tokens:
             return tokens
         if self.tokenizer.bos_token_id is None:
-            raise DataError("an empty prompt has no tokens, and the tokenizer none to begin with; fix: write something")
+            raise DataError("an empty prompt has no tokens, and the tokenizer no bos token; fix: a text")
         return [self.tokenizer.bos_token_id]
 
     def _messages(self, example: Example) -> list[Message]:
@@ -95,12 +104,12 @@ class PromptEncoder:
     def _encode_messages(self, messages: list[Message]) -> list[int]:
         from jinja2 import TemplateError
 
-        goes_on = messages[-1]["role"] == "assistant"
+        continues = messages[-1]["role"] == "assistant"
         try:
             tokens: list[int] = self.tokenizer.apply_chat_template(
                 messages,
-                add_generation_prompt=not goes_on,
-                continue_final_message=goes_on,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
                 return_dict=False,
                 **self.cfg.chat_template_kwargs,
             )
@@ -109,21 +118,6 @@ class PromptEncoder:
                 f"the chat template refuses {messages}: {error}; fix: other roles, or their order"
             ) from error
         return tokens
-
-    def _report_long(self, encoded: Sequence[EncodedPrompt], limit: int) -> None:
-        too_long = [prompt for prompt in encoded if len(prompt.tokens) > limit]
-        longest = max(len(prompt.tokens) for prompt in too_long)
-        own = self.cfg.max_prompt_tokens == limit
-        said = (
-            f"{len(too_long)} of {len(encoded)} prompts have more than {limit} tokens (the longest {longest}), "
-            f"{'max_prompt_tokens' if own else 'what max_new_tokens leaves of the context'}; the first: "
-            f"{str(too_long[0].example.prompt)[:80]!r}"
-        )
-        if self.cfg.on_long_prompt == "error" or len(too_long) == len(encoded):
-            fixes = [f"a {'larger max_prompt_tokens' if own else 'smaller max_new_tokens'}", "shorter prompts"]
-            fixes += ["on_long_prompt='drop'"] if len(too_long) < len(encoded) else []
-            raise DataError(f"{said}; fix: {', or '.join(fixes)}")
-        warnings.warn(f"{said}; they are left out", stacklevel=3)
 
     def _no_template(self, what: str) -> ConfigError:
         reason = "chat='never'" if self.cfg.chat == "never" else f"{self.tokenizer.name_or_path!r} has no chat template"

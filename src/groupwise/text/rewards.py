@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from groupwise.errors import ConfigError, DataError, RewardError, nearest
 from groupwise.text.data import Completion, Prompt
 from groupwise.text.files import short
-from groupwise.text.reward_functions import RewardFunction, RewardObject, is_async, needed_columns
+from groupwise.text.reward_functions import RewardFunction, RewardObject, is_async
 
 NEVER_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns that functions do not get."""
@@ -50,14 +50,12 @@ class RewardSet:
     """Functions whose weighted scores add up.
 
     Args:
-        on_error: what follows when a function raises: an error; or the completions of that call have no reward.
+        on_error: when a function raises: fail, or leave the completions of that call without a reward.
     """
 
     def __init__(self, functions: Sequence[RewardFunction], on_error: OnError = "fail") -> None:
         if not functions:
-            raise ConfigError(
-                "no reward says what a completion is worth; fix: reward=my_function, or a registered name"
-            )
+            raise ConfigError("there is no reward; fix: reward=my_function, or a registered name")
         self.functions = tuple(functions)
         self.names = _distinct([function.name for function in functions])
         self.weights = tuple(function.weight for function in functions)
@@ -66,14 +64,14 @@ class RewardSet:
         self._metrics: dict[str, list[float]] = {}
 
     def check_columns(self, columns: Iterable[str], data: str = "data") -> None:
-        """Refuse data that lack what a function needs.
+        """Refuse data that lack a column of a function.
 
         Raises:
             DataError: names the function, the column and those there are.
         """
         there = sorted(set(columns) - set(NEVER_COLUMNS))
         for name, function in zip(self.names, self.functions, strict=True):
-            for column in needed_columns(function):
+            for column in function.needed_columns():
                 if column not in there:
                     raise DataError(
                         f"reward {name!r} needs the column {column!r}; the {data} have {', '.join(map(repr, there)) or 'none'} "
@@ -112,13 +110,13 @@ class RewardSet:
         return Scores(tuple(sums), tuple(map(tuple, parts)))
 
     def take_logged(self) -> dict[str, float]:
-        """Averages of what functions gave ``log_metric(name, value)`` since the last time."""
+        """Means of the values that functions logged with ``log_metric(name, value)`` since the last call."""
         logged = {name: sum(values) / len(values) for name, values in self._metrics.items()}
         self._metrics.clear()
         return logged
 
     def close(self) -> None:
-        """End the event loop, and what objects hold."""
+        """End the event loop, and close the reward objects."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
@@ -127,17 +125,13 @@ class RewardSet:
                 function.call.close()
 
     def _results(self, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """What each function returns or raises; async ones run at the same time, while the others do."""
-        pairs = list(zip(self.functions, arguments, strict=True))
-        futures = {
-            number: asyncio.run_coroutine_threadsafe(_await(function.call, keywords), self._running_loop())
-            for number, (function, keywords) in enumerate(pairs)
-            if is_async(function.call)
-        }
-        calls = [
-            futures[number].result if number in futures else partial(function.call, **keywords)
-            for number, (function, keywords) in enumerate(pairs)
-        ]
+        """The result or exception of each function; async ones run at the same time, while the others do."""
+        calls: list[Callable[[], Any]] = []
+        for function, keywords in zip(self.functions, arguments, strict=True):
+            call: Callable[[], Any] = partial(function.call, **keywords)
+            if is_async(function.call):
+                call = asyncio.run_coroutine_threadsafe(_await(call), self._running_loop()).result
+            calls.append(call)
         return [_result_or_error(call) for call in calls]
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
@@ -180,8 +174,8 @@ class RewardSet:
         ]
 
     def _sum(self, member: Sequence[float | None]) -> float | None:
-        said = [weight * value for weight, value in zip(self.weights, member, strict=True) if value is not None]
-        return sum(said) if said else None
+        weighted = [weight * value for weight, value in zip(self.weights, member, strict=True) if value is not None]
+        return sum(weighted) if weighted else None
 
     def _log_metric(self, name: str, value: Any) -> None:
         self._metrics.setdefault(name, []).append(float(value))
@@ -192,8 +186,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-async def _await(function: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
-    return await function(**keywords)
+async def _await(call: Callable[[], Any]) -> Any:
+    return await call()
 
 
 def _result_or_error(call: Callable[[], Any]) -> Any:
@@ -215,7 +209,7 @@ def _numbers(name: str, result: Any, count: int) -> list[float | None]:
     if inspect.iscoroutine(result):
         result.close()
         raise RewardError(f"reward {name!r} returned a coroutine; fix: define it with async def")
-    if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
+    if not isinstance(result, Iterable):
         raise RewardError(
             f"reward {name!r} returned {short(result)}; expected a list of {count} numbers, one for each completion; fix: its return"
         )
@@ -229,16 +223,12 @@ def _numbers(name: str, result: Any, count: int) -> list[float | None]:
 
 
 def _number(name: str, number: int, value: Any) -> float | None:
-    if value is None:
-        return None
     try:
-        score = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError):
-        score = None
-    if score is None or isinstance(value, (str, bytes)):
+        score = math.nan if value is None else float(value)
+    except (TypeError, ValueError) as error:
         raise RewardError(
             f"reward {name!r} returned {short(value)} for completion {number}; expected a number or None; fix: its return"
-        )
+        ) from error
     return score if math.isfinite(score) else None
 
 

@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
+from groupwise.errors import DataError
 
 
 class TextRow(NamedTuple):
@@ -45,7 +46,17 @@ def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu")
     Slot t holds token t and, as its action, token t+1; a completion's reward is at its last token. ``step`` counts from
     the prompt's first token, so that members' steps correspond. Keys that no row has are left out: ``turn_id``,
     ``support`` (-1 where any token could be drawn), ``trained``, ``greedy``, ``reward_parts``.
+
+    Raises:
+        DataError: a prompt or completion without tokens, or not one log-probability for each token.
     """
+    for number, row in enumerate(rows):
+        lengths = len(row.prompt), len(row.completion), len(row.log_probs)
+        if 0 in lengths or lengths[1] != lengths[2]:
+            raise DataError(
+                f"row {number} has {lengths[0]} prompt tokens, {lengths[1]} completion tokens and {lengths[2]} log_probs; fix: at "
+                "least one token in each, and a log-probability for each completion token"
+            )
     prompt = torch.tensor([len(row.prompt) for row in rows])
     total = prompt + torch.tensor([len(row.completion) for row in rows])
     num_slots = int(total.max())

@@ -6,13 +6,13 @@ from typing import Any, Literal, NamedTuple
 
 from groupwise.config.base import GIVEN
 from groupwise.config.text import GYM, RewardCfg, TextTaskCfg
-from groupwise.errors import ConfigError, DataError
-from groupwise.text.data import Example, gym_examples, load_examples, overlap, report_overlap
+from groupwise.errors import ConfigError
+from groupwise.text.data import Example, load_examples, without_overlap
+from groupwise.text.gym import gym_examples
 from groupwise.text.reward_functions import Reward, make_reward
 from groupwise.text.rewards import RewardSet
 from groupwise.text.tools import Tool, make_tool
 
-Part = Literal["train", "eval"]
 OneReward = Reward | str | RewardCfg
 
 
@@ -32,8 +32,8 @@ class TextTask:
             reasoning-gym data, its own.
         eval_data: held out for evaluation; like ``data``.
         reward_weights: one for each reward, in place of theirs.
-        tool: what the model can call: a ``Tool``, a function from the text of a turn to the answer (None: no call), or the
-            name of a registered one.
+        tool: a ``Tool``, a function from the text of a turn to the answer (None: no call), or the name of a registered
+            tool.
         settings: other fields of ``TextTaskCfg``.
 
     Raises:
@@ -50,10 +50,12 @@ class TextTask:
         tool: "str | Callable[[str], str | None] | None" = None,
         **settings: Any,
     ) -> None:
-        rewards = _several(reward)
+        rewards = _as_list(reward)
         cfgs = [_reward_cfg(one) for one in rewards]
         if reward_weights is not None:
-            cfgs = _weighted(cfgs, reward_weights)
+            if len(reward_weights) != len(cfgs):
+                raise ConfigError(f"reward_weights = {list(reward_weights)} for {len(cfgs)} rewards; fix: one for each")
+            cfgs = [cfg.model_copy(update={"weight": w}) for cfg, w in zip(cfgs, reward_weights, strict=True)]
         self.cfg = TextTaskCfg(
             data=_recorded(data),
             eval_data=None if eval_data is None else _recorded(eval_data),
@@ -61,13 +63,13 @@ class TextTask:
             tool=GIVEN if callable(tool) else tool,
             **settings,
         )
-        """All of it as settings, with ``<given in Python>`` for objects."""
+        """The settings, with ``<given in Python>`` in place of objects."""
         self.data = data
         self.eval_data = eval_data
         self.functions = tuple(one if callable(one) else None for one in rewards)
-        """Of each reward, the function that was passed in; None for registered ones."""
+        """For each reward, the function given in Python; None for registered ones."""
         self.given_tool = tool if callable(tool) else None
-        """The tool that was passed in."""
+        """The tool given in Python."""
 
     @classmethod
     def from_cfg(
@@ -79,19 +81,19 @@ class TextTask:
         reward: object = None,
         tool: Callable[[str], str | None] | None = None,
     ) -> "TextTask":
-        """The task that the settings describe, with the objects that they only say were given.
+        """The task that the settings describe, with the objects that were given in Python.
 
         Args:
-            reward: as many as were passed in, in their order.
+            reward: all that were given in Python, in their order.
 
         Raises:
-            ConfigError: an object is missing, or one too many.
+            ConfigError: an object is missing, or there is one too many.
         """
         task = cls.__new__(cls)
         task.cfg = cfg
         task.data = _given_again(cfg.data, data, "data")
         task.eval_data = None if cfg.eval_data is None else _given_again(cfg.eval_data, eval_data, "eval_data")
-        given = [one for one in _several(reward) if callable(one)]
+        given = [one for one in _as_list(reward) if callable(one)]
         wanted = [one.name == GIVEN for one in cfg.rewards]
         if len(given) != sum(wanted):
             raise ConfigError(
@@ -104,29 +106,20 @@ class TextTask:
         return task
 
     def load(self) -> TextData:
-        """The examples; what training and evaluation share is dealt with as ``eval_overlap`` says.
+        """The examples; training prompts that are also held out are dropped unless ``eval_overlap="keep"``.
 
         Raises:
-            DataError: no examples, examples that cannot be read, or shared prompts that are refused.
+            DataError: no examples, or examples that cannot be read.
         """
-        evaluation = [] if self.eval_data is None else self._examples(self.eval_data, "eval", ())
-        train = self._examples(self.data, "train", evaluation)
-        shared = overlap(train, evaluation)
-        if shared:
-            report_overlap(train, shared, self.cfg.eval_overlap)
-        if self.cfg.eval_overlap == "keep":
-            return TextData(train, evaluation)
-        left_out = set(shared)
-        kept = [example for number, example in enumerate(train) if number not in left_out]
-        if not kept:
-            raise DataError("all training prompts stand in the evaluation data, too; fix: other eval_data")
-        return TextData(kept, evaluation)
+        evaluation = [] if self.eval_data is None else self._examples(self.eval_data, "eval")
+        train = self._examples(self.data, "train")
+        return TextData(train if self.cfg.eval_overlap == "keep" else without_overlap(train, evaluation), evaluation)
 
     def rewards(self) -> RewardSet:
         """The functions, ready to score.
 
         Raises:
-            UnknownNameError: nobody registered one.
+            UnknownNameError: no such reward.
             ConfigError: there is none, or it does not take its settings.
         """
         cfgs = self.cfg.rewards
@@ -136,23 +129,23 @@ class TextTask:
         return RewardSet(made, self.cfg.on_reward_error)
 
     def tool(self) -> Tool | None:
-        """What the model can call; None if there is nothing.
+        """The model's tool; None if it has none.
 
         Raises:
-            UnknownNameError: nobody registered it.
+            UnknownNameError: no such tool.
             ConfigError: it does not take its settings.
         """
         return make_tool(self.cfg, self.given_tool)
 
-    def _examples(self, source: object, part: Part, without: Sequence[Example]) -> list[Example]:
+    def _examples(self, source: object, part: Literal["train", "eval"]) -> list[Example]:
         cfg = self.cfg
         if isinstance(source, str) and source.startswith(GYM):
             size = cfg.data_size if part == "train" else cfg.eval_size
-            return gym_examples(source, size=size, seed=0, part=part, kwargs=cfg.data_kwargs, without=without)
+            return gym_examples(source, size=size, part=part, kwargs=cfg.data_kwargs)
         return load_examples(source, prompt_column=cfg.prompt_column)
 
 
-def _several(reward: object) -> list[OneReward]:
+def _as_list(reward: object) -> list[OneReward]:
     if reward is None:
         return []
     rewards: list[Any] = list(reward) if isinstance(reward, (list, tuple)) else [reward]
@@ -168,12 +161,6 @@ def _reward_cfg(reward: OneReward) -> RewardCfg:
     if isinstance(reward, RewardCfg):
         return reward
     return RewardCfg(name=reward) if isinstance(reward, str) else RewardCfg(name=GIVEN)
-
-
-def _weighted(cfgs: Sequence[RewardCfg], weights: Sequence[float]) -> list[RewardCfg]:
-    if len(weights) != len(cfgs):
-        raise ConfigError(f"reward_weights = {list(weights)} for {len(cfgs)} rewards; fix: one for each")
-    return [RewardCfg(**(cfg.model_dump() | {"weight": weight})) for cfg, weight in zip(cfgs, weights, strict=True)]
 
 
 def _recorded(source: object) -> str:

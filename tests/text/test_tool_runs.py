@@ -222,9 +222,7 @@ def test_a_tool_that_fails_ends_the_run_and_says_what_it_was_given(model, tmp_pa
         raise KeyError("unit")
 
     settings = {"sampling": {"max_new_tokens": 4, "stop": ENDS}, "run_dir": tmp_path / "run", "model": model}
-    with pytest.raises(
-        gw.ToolError, match=r"the tool raised KeyError: 'unit'\s+its input: '\d*[567]'\s+fix: the tool"
-    ):
+    with pytest.raises(gw.ToolError, match=r"the tool raised KeyError: 'unit'\s+its input: '\d*[567]'\s+fix: the tool"):
         train(counting(tool=broken), **settings)
 
 

@@ -198,3 +198,13 @@ def test_sampler_mismatch_by_hand_and_by_depth():
     assert found["rollout/sampler_kl_from_128"].item() == pytest.approx(0.021403, abs=1e-6)
     assert found["rollout/sampler_kl_from_512"].item() == 0
     assert found["rollout/sampler_kl"].item() == pytest.approx((0.004837 + 0.021403) / 3, abs=1e-6)
+
+
+def test_no_ratio_on_the_border_counts_as_clipped():
+    # 1 - .5 and 1 + .5 are exact
+    ratio, cfg = (
+        torch.tensor([0.5, 1.5, 1.0]),
+        ObjectiveCfg(trust_region={"name": "clip", "clip_low": 0.5, "clip_high": 0.5}),
+    )
+    _, clipped, low, high = diagnostics(cfg, ratio, ratio.log(), torch.zeros(3))
+    assert (clipped.tolist(), low.tolist(), high.tolist()) == ([0.0] * 3,) * 3

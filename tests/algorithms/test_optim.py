@@ -43,26 +43,26 @@ def test_adaptive_kl_moves_the_rate_against_the_kl_within_bounds():
     sgd = optimizer()
     cfg = AdaptiveKLCfg(desired_kl=0.01, min_factor=0.5, max_factor=2.0)
     schedule = Schedule(cfg, sgd, 0.3)
-    schedule.adapt(0.0201)
+    schedule.adapt({"approx_kl": torch.tensor(0.0201)})
     assert schedule.rate == pytest.approx(0.2)
-    schedule.adapt(0.01)
-    schedule.adapt(0.0)
+    schedule.adapt({"approx_kl": torch.tensor(0.01)})
+    schedule.adapt({"approx_kl": torch.tensor(0.0)})
     schedule.set_progress(0.9)
     assert schedule.rate == pytest.approx(0.2)
-    schedule.adapt(0.0049)
+    schedule.adapt({"approx_kl": torch.tensor(0.0049)})
     assert schedule.rate == pytest.approx(0.3)
     for _ in range(9):
-        schedule.adapt(0.001)
+        schedule.adapt({"approx_kl": torch.tensor(0.001)})
     assert schedule.rate == pytest.approx(0.6)
     for _ in range(9):
-        schedule.adapt(1.0)
+        schedule.adapt({"approx_kl": torch.tensor(1.0)})
     assert sgd.param_groups[0]["lr"] == pytest.approx(0.15)
 
 
 def test_schedule_goes_on_from_its_state():
     first, second = optimizer(), optimizer()
     schedule = Schedule(AdaptiveKLCfg(), first, 0.3)
-    schedule.adapt(1.0)
+    schedule.adapt({"approx_kl": torch.tensor(1.0)})
     resumed = Schedule(AdaptiveKLCfg(), second, 0.3)
     resumed.load_state_dict(schedule.state_dict())
     assert second.param_groups[0]["lr"] == first.param_groups[0]["lr"] == pytest.approx(0.2)

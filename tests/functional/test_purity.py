@@ -95,10 +95,7 @@ CALLS = {
     kl.categorical_kl: ((X, Y), {}),
     kl.bernoulli_kl: ((X, Y), {}),
     kl.gaussian_kl: ((X, Y, Z, X), {}),
-    diagnostics.clip_fraction: ((X, 0.2, 0.2, MASK), {}),
-    diagnostics.approx_kl: ((X, Y, MASK), {}),
     diagnostics.explained_variance: ((X, Y, MASK), {}),
-    diagnostics.effective_sample_size: ((X, MASK), {}),
     diagnostics.zero_variance_groups: ((LINE, LINE_IDS, 6, LINE_MASK), {}),
 }
 CHOICES = [

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from groupwise.algorithms.controllers import EntropyController, KLController
+from groupwise.algorithms.controllers import EntropyController
 from groupwise.algorithms.loss import Counts, check_objective, finest_unit, objective_data
 from groupwise.algorithms.metrics import SamplerMismatch, UpdateStats
 from groupwise.algorithms.optim import Schedule, build_optimizer
@@ -69,7 +69,6 @@ class BaseAlgorithm(ABC):
         self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(cfg, self.parameters)
         self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
-        self.kl_controller = KLController(cfg, self.schedule)
         self.entropy = EntropyController(cfg, policy.device)
         if self.entropy.adaptive and "entropy" not in self.metric_names:
             raise ConfigError(
@@ -105,7 +104,8 @@ class BaseAlgorithm(ABC):
                     mismatch.add(batch)
             self.engine.sum_gradients(self.parameters)
             step_metrics = stats.step_means() if self._needs_step_metrics else {}
-            if self.kl_controller.should_stop(step_metrics):
+            self.schedule.adapt(step_metrics)
+            if self._exceeds_target_kl(step_metrics):
                 break
             stats.end_step(self.clip_gradients())
             self.optimizer.step()
@@ -300,7 +300,12 @@ class BaseAlgorithm(ABC):
 
     @property
     def _needs_step_metrics(self) -> bool:
-        return self.kl_controller.active or self.entropy.adaptive
+        return self.cfg.target_kl is not None or self.schedule.adaptive or self.entropy.adaptive
+
+    def _exceeds_target_kl(self, step_metrics: dict[str, Tensor]) -> bool:
+        """Whether the policy has moved too far for another step: Stable-Baselines3's 1.5 times ``target_kl``."""
+        limit = self.cfg.target_kl
+        return limit is not None and float(step_metrics["approx_kl"]) > 1.5 * limit
 
     def _is_single_pass(self, mask: Tensor) -> bool:
         """Whether the update is one optimiser step, on the policy that it begins with."""

@@ -1,28 +1,9 @@
-"""What reacts to the metrics of single optimiser steps: early stopping and the learning rate by KL, the entropy bonus."""
+"""The weight of the entropy bonus."""
 
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.optim import Schedule
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
-
-
-class KLController:
-    """Ends an update at ``target_kl``, and drives the adaptive learning rate; both by the step's ``approx_kl``."""
-
-    def __init__(self, cfg: AlgorithmCfg, schedule: Schedule) -> None:
-        self.limit = None if cfg.target_kl is None else 1.5 * cfg.target_kl
-        """Stable-Baselines3's 1.5 times the target."""
-        self.schedule = schedule
-        self.active = cfg.target_kl is not None or schedule.adaptive
-
-    def should_stop(self, step_metrics: dict[str, Tensor]) -> bool:
-        """Whether the step must not be taken, as its KL exceeds the limit; adapts the learning rate."""
-        if not self.active:
-            return False
-        approx_kl = float(step_metrics["approx_kl"])
-        self.schedule.adapt(approx_kl)
-        return self.limit is not None and approx_kl > self.limit
 
 
 class EntropyController:

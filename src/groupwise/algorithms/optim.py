@@ -1,7 +1,7 @@
 """Optimisers and learning-rate schedules from their settings."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,14 +55,15 @@ class Schedule:
         if not self.adaptive:
             self._apply(schedule_factor(self.cfg, progress))
 
-    def adapt(self, kl: float) -> None:
-        """``adaptive_kl``: lower the rate when the policy moves too fast, raise it when it hardly moves.
+    def adapt(self, step_metrics: Mapping[str, Tensor]) -> None:
+        """``adaptive_kl``: by an optimiser step's ``approx_kl``, lower the rate when the policy moves too fast, raise it when it hardly moves.
 
         Source: the rule of rsl_rl's PPO, factors 1.5 beyond [desired / 2, desired * 2].
         """
         cfg = self.cfg
         if not isinstance(cfg, AdaptiveKLCfg):
             return
+        kl = float(step_metrics["approx_kl"])
         if kl > 2 * cfg.desired_kl:
             self._apply(max(self.factor / 1.5, cfg.min_factor))
         elif 0 < kl < cfg.desired_kl / 2:

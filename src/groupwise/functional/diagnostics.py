@@ -7,35 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from groupwise.functional.kl import k3
 from groupwise.functional.reduce import AllSum, local, masked_mean, masked_var, segment_min_max, segment_sum
-
-
-@torch.no_grad()
-def clip_fraction(
-    ratio: Float[Tensor, "*batch"],
-    clip_low: float,
-    clip_high: float,
-    mask: Bool[Tensor, "*batch"],
-    all_sum: AllSum = local,
-) -> Float[Tensor, ""]:
-    """Share of elements whose ratio is outside ``[1 - clip_low, 1 + clip_high]``."""
-    outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
-    return masked_mean(outside.to(ratio), mask, all_sum)
-
-
-@torch.no_grad()
-def approx_kl(
-    log_prob: Float[Tensor, "*batch"],
-    old_log_prob: Float[Tensor, "*batch"],
-    mask: Bool[Tensor, "*batch"],
-    all_sum: AllSum = local,
-) -> Float[Tensor, ""]:
-    """KL(old || now) estimated from the old policy's samples: mean of ``(ratio - 1) - log(ratio)``, never negative.
-
-    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html (k3).
-    """
-    return masked_mean(k3(old_log_prob, log_prob), mask, all_sum)
 
 
 @torch.no_grad()
@@ -49,17 +21,6 @@ def explained_variance(
     total = masked_var(target, mask, unbiased=False, all_sum=all_sum)
     unexplained = masked_var(target - value, mask, unbiased=False, all_sum=all_sum)
     return (1 - unexplained / total).masked_fill(total == 0, 0)
-
-
-@torch.no_grad()
-def effective_sample_size(
-    ratio: Float[Tensor, "*batch"], mask: Bool[Tensor, "*batch"], all_sum: AllSum = local
-) -> Float[Tensor, ""]:
-    """``(sum w)^2 / (n sum w^2)``, the share of samples left after weighting: 1 for equal ratios, 1/n if one has all."""
-    weight = ratio.masked_fill(~mask, 0)
-    sums = torch.stack([weight.sum(), weight.square().sum(), mask.sum()])
-    total, square, count = all_sum(sums).unbind()
-    return (total.square() / (count * square)).masked_fill(square == 0, 0)
 
 
 @torch.no_grad()

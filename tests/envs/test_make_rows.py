@@ -72,7 +72,7 @@ def test_evaluation_makes_rows_of_its_own_from_a_callable_only():
 
 def test_whole_batches_have_no_picture():
     for cfg, env in ((EnvCfg(), TorchCartPole), (EnvCfg(vectorization="envpool"), None)):
-        with pytest.raises(NoPictureError, match="makes all its rows at once"):
+        with pytest.raises(NoPictureError, match="a batched environment"):
             rendering_env(cfg, env)
 
 

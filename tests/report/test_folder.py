@@ -101,9 +101,7 @@ def test_what_is_no_run_folder_is_named(damage: str, says: str):
 def test_a_folder_of_runs_names_one_of_them():
     for seed in (0, 1):
         RunFolder.create(CONFIG, Path(f"mine/seed_{seed}"))
-    with pytest.raises(
-        RunFolderError, match=r"mine is no run folder: .*fix: give one of those in it, as in mine/seed_0"
-    ):
+    with pytest.raises(RunFolderError, match=r"mine is no run folder: .*fix: give a run in it, as mine/seed_0"):
         RunFolder.open(Path("mine"))
 
 
@@ -120,13 +118,6 @@ def test_another_damaged_line_is_named(broken: bytes):
     folder.metrics.write_bytes(line(1).encode() + broken + line(3).encode())
     with pytest.raises(RunFolderError, match=r"metrics\.jsonl, line 2 is damaged"):
         folder.read_metrics()
-
-
-def test_damaged_provenance_is_named():
-    folder = RunFolder.create(CONFIG, Path("mine"))
-    folder.config.write_text('{"provenance": [1]}')
-    with pytest.raises(RunFolderError, match=r"config\.json is damaged: provenance"):
-        folder.read_given()
 
 
 def test_metrics_after_an_iteration_are_dropped_and_the_others_stay_byte_for_byte():

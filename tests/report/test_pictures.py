@@ -11,9 +11,10 @@ from PIL import Image
 from groupwise.config.env import EnvCfg
 from groupwise.errors import EnvError
 from groupwise.policies.actor_critic import ActorCritic
+from groupwise.report import video
 from groupwise.report.curve import plot_curve
 from groupwise.report.scores import half_width_95, scores_of
-from groupwise.report.video import NoPictureError, film, record_video, rendering_env
+from groupwise.report.video import NoPictureError, film, rendering_env
 
 TRAINING = {"env_steps": 10, "rollout/return_mean": 3.0}
 EVALUATION = {"env_steps": 20, "eval/return_mean": 4.0, "eval/return_std": 1.0, "eval/episodes": 5.0}
@@ -101,18 +102,17 @@ def policy_for(env: gymnasium.Env) -> ActorCritic:
 @pytest.mark.parametrize("name", ["policy.gif", "policy.webp"])
 def test_video_plays_the_whole_episode_at_its_speed(name: str, tmp_path: Path):
     env = Corridor()
-    path = record_video(policy_for(env), env, tmp_path / name, seed=0)
+    film(policy_for(env), EnvCfg(), lambda: env, tmp_path / name, seed=0)
     with Image.open(tmp_path / name) as image:
-        assert path == tmp_path / name
         assert image.n_frames == 40
         assert image.size == (400, 50)  # halved from 800 x 100
         image.load()
         assert image.info["duration"] == 100  # 10 frames a second
 
 
-def test_long_episodes_are_thinned_out_evenly(tmp_path: Path):
-    env = Corridor()
-    record_video(policy_for(env), env, tmp_path / "policy.gif", seed=0, max_frames=12)
+def test_long_episodes_are_thinned_out_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(video, "MAX_FRAMES", 12)
+    film(policy_for(Corridor()), EnvCfg(), Corridor, tmp_path / "policy.gif", seed=0)
     with Image.open(tmp_path / "policy.gif") as image:
         levels = []
         for index in range(image.n_frames):
@@ -124,9 +124,8 @@ def test_long_episodes_are_thinned_out_evenly(tmp_path: Path):
 
 def test_cartpole_is_drawn_without_a_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("SDL_VIDEODRIVER", raising=False)
-    env = rendering_env(EnvCfg(id="CartPole-v1"), None)
-    record_video(policy_for(env), env, tmp_path / "policy.gif", seed=0)
-    env.close()
+    env = gymnasium.make("CartPole-v1")
+    film(policy_for(env), EnvCfg(id="CartPole-v1"), None, tmp_path / "policy.gif", seed=0)
     with Image.open(tmp_path / "policy.gif") as image:
         assert image.n_frames > 5
     assert "SDL_VIDEODRIVER" not in os.environ
@@ -161,9 +160,8 @@ class OpenGLMissing(Corridor):
     ],
 )
 def test_whatever_a_renderer_raises_is_one_error_of_ours(tmp_path: Path, broken: type[Corridor], reason: str):
-    env = broken()
     with pytest.raises(EnvError, match=r"^no video: rendering .* failed \(.*\); fix: install what") as caught:
-        record_video(policy_for(env), env, tmp_path / "policy.gif", seed=0)
+        film(policy_for(Corridor()), EnvCfg(), broken, tmp_path / "policy.gif", seed=0)
     assert reason in str(caught.value)
     assert not isinstance(caught.value, NoPictureError)
     assert list(tmp_path.iterdir()) == []
@@ -182,21 +180,3 @@ def test_an_environment_that_cannot_be_made_to_render_is_an_error_of_ours(tmp_pa
 
     with pytest.raises(EnvError, match="FatalError: no device"):
         film(policy_for(Corridor()), EnvCfg(), make, tmp_path / "policy.gif", seed=0)
-
-
-@pytest.mark.parametrize(
-    ("chosen", "fix"), [(None, "MUJOCO_GL=egl or MUJOCO_GL=osmesa is set"), ("egl", "if MUJOCO_GL=osmesa is set")]
-)
-def test_mujoco_without_a_display_names_its_way_out(
-    chosen: str | None, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.delenv("MUJOCO_GL", raising=False)
-    if chosen is not None:
-        monkeypatch.setenv("MUJOCO_GL", chosen)
-    space: dict[str, Any] = {"__name__": "gymnasium.envs.mujoco.mujoco_rendering"}
-    exec("def render(self): raise RuntimeError('no context')", space)
-    monkeypatch.setattr(Corridor, "render", space["render"])
-    env = Corridor()
-    with pytest.raises(EnvError, match="no context") as caught:
-        record_video(policy_for(env), env, tmp_path / "policy.gif", seed=0)
-    assert fix in str(caught.value)

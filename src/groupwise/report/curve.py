@@ -1,4 +1,4 @@
-"""The learning curve as a picture."""
+"""The learning curve."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ def plot_curve(
     xlabel: str = "environment steps",
     ylabel: str = "episode return",
 ) -> None:
-    """Writes a PNG of return against steps: training, and evaluations with 95 % intervals.
+    """Write a PNG of return against steps: training, and evaluations with 95 % intervals.
 
     Args:
         metrics: entries of ``metrics.jsonl``; nothing is drawn for keys that none of them has.
@@ -31,14 +31,15 @@ def plot_curve(
     steps, returns = _column(metrics, "rollout/return_mean")
     if steps:
         marker = "o" if len(steps) == 1 else None  # a line of one point would be invisible
-        label = "training, sampled"
-        axes.plot(steps, returns, color=TRAINING, linewidth=1.6, marker=marker, label=label)
+        axes.plot(steps, returns, color=TRAINING, linewidth=1.6, marker=marker, label="training, sampled")
     steps, returns = _column(metrics, "eval/return_mean")
     if steps:
-        label = f"evaluation, {_episodes(metrics)}"
+        deviations, episodes = (_column(metrics, f"eval/{name}")[1] for name in ("return_std", "episodes"))
+        halves = [half_width_95(std, int(count)) for std, count in zip(deviations, episodes, strict=True)]
+        label = f"evaluation, {max(episodes):.0f} episodes (mean, 95 % interval)"
         axes.errorbar(
-            steps, returns, yerr=_half_widths(metrics), color=EVALUATION, fmt="o-", markersize=4, linewidth=1,
-            capsize=2.5, label=label,
+            steps, returns, yerr=halves, color=EVALUATION, fmt="o-", markersize=4, linewidth=1, capsize=2.5,
+            label=label,
         )  # fmt: skip
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
     axes.set_xlim(left=0)
@@ -53,14 +54,3 @@ def plot_curve(
 def _column(metrics: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     points = [(entry["env_steps"], entry[key]) for entry in metrics if key in entry]
     return [x for x, _ in points], [y for _, y in points]
-
-
-def _episodes(metrics: Sequence[dict[str, Any]]) -> str:
-    count = int(max(entry.get("eval/episodes", 0) for entry in metrics))
-    return "1 episode" if count == 1 else f"{count} episodes (mean, 95 % interval)"
-
-
-def _half_widths(metrics: Sequence[dict[str, Any]]) -> list[float]:
-    entries = [entry for entry in metrics if "eval/return_mean" in entry]
-    counts = [int(entry["eval/episodes"]) for entry in entries]
-    return [half_width_95(e["eval/return_std"], n) if n > 1 else 0.0 for e, n in zip(entries, counts, strict=True)]

@@ -1,11 +1,11 @@
-"""What a run reached, read from its metrics, and the intervals of such scores."""
+"""What a run reached, read from its metrics, and confidence intervals."""
 
 import math
 from typing import Any
 
 
 def scores_of(metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was reached: by the last evaluation, the best one, and in training."""
+    """Scores of the last evaluation, the best one, and training."""
     if not metrics:
         return {"env_steps": 0, "iterations": 0, "seconds": 0.0}
     last = metrics[-1]
@@ -14,15 +14,20 @@ def scores_of(metrics: list[dict[str, Any]]) -> dict[str, Any]:
     if evaluations:
         final, best = evaluations[-1], max(evaluations, key=lambda entry: float(entry["eval/return_mean"]))
         mean, episodes = final["eval/return_mean"], int(final["eval/episodes"])
-        half = half_width_95(final["eval/return_std"], episodes)
-        interval = None if math.isnan(half) else [mean - half, mean + half]
-        scores |= {"return_mean": mean, "ci95": interval, "episodes": episodes}
+        interval = mean_ci95(mean, final["eval/return_std"], episodes)
+        scores |= {"return_mean": mean, "ci95": None if interval is None else list(interval), "episodes": episodes}
         scores |= {"best_return_mean": best["eval/return_mean"], "best_env_steps": best["env_steps"]}
     return scores | {"training_return_mean": last.get("rollout/return_mean")}
 
 
+def mean_ci95(mean: float, std: float, count: int) -> tuple[float, float] | None:
+    """Student's 95 % confidence interval of a mean; None for a single score. Arguments as of ``half_width_95``."""
+    half = half_width_95(std, count)
+    return None if math.isnan(half) else (mean - half, mean + half)
+
+
 def half_width_95(std: float, count: int) -> float:
-    """Half of Student's 95 % confidence interval of a mean; NaN for a single score, which gives no interval.
+    """Half of Student's 95 % confidence interval of a mean; NaN for a single score.
 
     Args:
         std: unbiased deviation of the scores.
@@ -30,7 +35,7 @@ def half_width_95(std: float, count: int) -> float:
     """
     if count <= 1:
         return math.nan
-    from scipy.special import stdtrit  # a third of a second, which only reports need to pay
+    from scipy.special import stdtrit  # slow to import
 
     return float(stdtrit(count - 1, 0.975)) * std / math.sqrt(count)
 

@@ -8,7 +8,7 @@ from groupwise.config.run import TextRunCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.texts import pass_rate
 from groupwise.policies.base import Policy
-from groupwise.report.scores import half_width_95, wilson_95
+from groupwise.report.scores import mean_ci95, wilson_95
 from groupwise.seeding import derive_seed
 from groupwise.text.data import Example
 from groupwise.text.generation import Generator
@@ -64,15 +64,9 @@ class TextEvaluation(NamedTuple):
         return fmean(self.lengths)
 
     @property
-    def ci95(self) -> tuple[float, float]:
-        """95 % confidence interval of the mean reward over prompts, by Student's t; NaN twice for one prompt."""
-        half = half_width_95(self.return_std, self.episodes)
-        return self.return_mean - half, self.return_mean + half
-
-    @property
-    def interval(self) -> list[float] | None:
-        """``ci95``; None for one prompt."""
-        return list(self.ci95) if self.episodes > 1 else None
+    def ci95(self) -> tuple[float, float] | None:
+        """95 % confidence interval of the mean reward over prompts, by Student's t; None for one prompt."""
+        return mean_ci95(self.return_mean, self.return_std, self.episodes)
 
     def pass_at(self, k: int) -> tuple[float, float, float]:
         """pass@k averaged over prompts, and its 95 % interval (Wilson's, over prompts)."""
@@ -86,14 +80,14 @@ class TextEvaluation(NamedTuple):
     def line(self) -> str:
         """The summary in one line that scripts can read."""
         rates = [f"pass@{k}={mean:.6g} ci95={shown(ci95)}" for k, (mean, *ci95) in self._pass_rates().items()]
-        mean = f"return_mean={self.return_mean:.6g} ci95={shown(self.interval)}"
+        mean = f"return_mean={self.return_mean:.6g} ci95={shown(self.ci95)}"
         counts = f"prompts={self.episodes} completions_per_prompt={self.completions_per_prompt}"
         return " ".join([mean, *rates, counts])
 
     def report(self) -> dict[str, Any]:
         """All of it as plain data."""
         rates = {f"pass_at_{k}": {"mean": mean, "ci95": ci95} for k, (mean, *ci95) in self._pass_rates().items()}
-        numbers = {"return_mean": self.return_mean, "ci95": self.interval, "episodes": self.episodes}
+        numbers = {"return_mean": self.return_mean, "ci95": self.ci95, "episodes": self.episodes}
         numbers |= {"completions_per_prompt": self.completions_per_prompt, "length_mean": self.length_mean}
         return numbers | rates | {"rewards": [list(rewards) for rewards in self.rewards]}
 

@@ -1,4 +1,4 @@
-"""What the training loop tells others: the events of a run."""
+"""Callbacks and evaluation reports."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class EvaluationReport(Protocol):
-    """How well a policy did: in episodes of an environment, or at prompts."""
+    """Scores of a policy in episodes of an environment, or at prompts."""
 
     @property
     def episodes(self) -> int:
@@ -22,14 +22,14 @@ class EvaluationReport(Protocol):
         """Mean return of an episode, or reward of a completion."""
 
     @property
-    def interval(self) -> list[float] | None:
+    def ci95(self) -> tuple[float, float] | None:
         """95 % confidence interval of that; None for a single one."""
 
     def metrics(self) -> dict[str, float]:
         """``eval/*`` numbers for the log."""
 
     def line(self) -> str:
-        """What a script reads from a line."""
+        """The result as a line that scripts can read."""
 
     def report(self) -> dict[str, Any]:
         """All of it as plain data."""
@@ -57,18 +57,17 @@ class Callback:
         """After the last iteration, unless an error or the user's interrupt ended the run."""
 
     def on_interrupt(self, trainer: "Trainer") -> None:
-        """When the user or an error ends the run before its end, unless that was during the update on a rollout.
+        """After an interrupt or an error, unless it came during the update, or is a ``DataError`` or ``DivergedError``.
 
-        The trainer is as its last whole iteration left it; an error may have kept ``on_iteration_end`` from being called.
-        After a ``DataError`` or a ``DivergedError`` this is not called.
+        The trainer is as its last complete iteration left it. ``on_iteration_end`` may not have been called for it.
         """
 
     def close(self) -> None:
-        """Free files and displays: the last call, also after an error."""
+        """The last call, also after an error: free files and displays."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data that a resumed run needs; saved in every checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved ``state_dict``."""
+        """Restore a saved ``state_dict``."""

@@ -1,4 +1,4 @@
-"""Evaluation of a policy over exactly n episodes, each fixed by its own seed."""
+"""Evaluation of a policy over exactly n episodes, each with its own seed."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,11 +11,11 @@ from groupwise.data.rollout import Nested, allocate
 from groupwise.envs.base import GroupEnv
 from groupwise.errors import DataError
 from groupwise.policies.base import Policy
-from groupwise.report.scores import half_width_95
+from groupwise.report.scores import mean_ci95
 from groupwise.seeding import derive_seed
 
 MAX_STEPS = 100_000
-"""Cuts the episodes of environments that have no step limit."""
+"""Truncates the episodes of environments that have no step limit."""
 
 
 class EvaluationResult(NamedTuple):
@@ -47,30 +47,22 @@ class EvaluationResult(NamedTuple):
         return float(np.mean(self.lengths))
 
     @property
-    def ci95(self) -> tuple[float, float]:
-        """95 % confidence interval of the mean by Student's t; NaN twice for one episode, which gives no interval."""
-        half = half_width_95(self.return_std, self.episodes)
-        return self.return_mean - half, self.return_mean + half
+    def ci95(self) -> tuple[float, float] | None:
+        """95 % confidence interval of the mean by Student's t; None for one episode."""
+        return mean_ci95(self.return_mean, self.return_std, self.episodes)
 
     def __repr__(self) -> str:
         """Mean, interval and number; the episodes themselves may be thousands."""
-        low, high = self.ci95
-        interval = "none" if self.episodes == 1 else f"({low:.6g}, {high:.6g})"
-        return f"EvaluationResult(return_mean={self.return_mean:.6g}, ci95={interval}, episodes={self.episodes})"
+        return f"EvaluationResult({self.line()})"
 
     def line(self) -> str:
-        """What a script reads from a line."""
-        return f"return_mean={self.return_mean:.6g} ci95={shown(self.interval)} episodes={self.episodes}"
+        """The result as a line that scripts can read."""
+        return f"return_mean={self.return_mean:.6g} ci95={shown(self.ci95)} episodes={self.episodes}"
 
     def report(self) -> dict[str, Any]:
         """All of it as plain data."""
-        numbers = {"return_mean": self.return_mean, "ci95": self.interval, "episodes": self.episodes}
+        numbers = {"return_mean": self.return_mean, "ci95": self.ci95, "episodes": self.episodes}
         return numbers | {"length_mean": self.length_mean, "returns": list(self.returns)}
-
-    @property
-    def interval(self) -> list[float] | None:
-        """``ci95``; None for one episode."""
-        return list(self.ci95) if self.episodes > 1 else None
 
     def metrics(self) -> dict[str, float]:
         """``eval/*`` numbers for the log."""
@@ -83,7 +75,7 @@ class EvaluationResult(NamedTuple):
 
 
 def shown(interval: Sequence[float] | None) -> str:
-    """An interval as lines show it."""
+    """An interval as text."""
     return "none" if interval is None else "[{:.6g}, {:.6g}]".format(*interval)
 
 
@@ -93,13 +85,12 @@ def evaluate_policy(
 ) -> EvaluationResult:
     """Result of ``episodes`` whole episodes; episode i starts from ``derive_seed(seed, "eval", i)``.
 
-    Episodes are fixed beforehand, so that short ones are not counted more often. Episode i always sits in row i of
-    the policy's batch, and in each round that batch draws its noise from a stream per step: neither the number of
-    environments nor any other random stream changes the result.
+    The result does not depend on the number of environments: episode i is row i of the policy's batch, and each step
+    of that batch has its own random generator.
 
     Args:
-        env: used only here; its rows play ``num_envs`` episodes at once.
-        max_steps: cuts episodes of environments that have no step limit.
+        env: plays ``num_envs`` episodes at once.
+        max_steps: truncates episodes of environments that have no step limit.
 
     Raises:
         DataError: an episode's return is not finite.

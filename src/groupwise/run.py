@@ -52,16 +52,15 @@ class Run:
     path: Path
     """The run folder."""
     cfg: CommonCfg
-    """Every setting, as ``config.json`` has it, without the folder, so that it can be trained again."""
+    """Every setting, as in ``config.json``, without the run folder."""
     algorithm: BaseAlgorithm
-    """What trained the policy, as it was left."""
+    """The algorithm, with the policy."""
     summary: dict[str, Any]
-    """What the run reached and why it ended."""
+    """Final scores and why training ended."""
     given: UserObjects = field(default=UserObjects(), repr=False)
     """Python objects that the run was given."""
 
     def __repr__(self) -> str:
-        """Where, what and how well: the settings alone would be a page."""
         reached = {key: self.summary.get(key) for key in ("env_steps", "return_mean")}
         numbers = ", ".join(f"{key}={value:.6g}" for key, value in reached.items() if value is not None)
         return f"Run({str(self.path)!r}, {self.cfg.subject!r}, {self.cfg.algorithm.name!r}, {numbers or 'untrained'})"
@@ -77,15 +76,15 @@ class Run:
 
     @classmethod
     def load(cls, path: Path | str, *, checkpoint: Literal["latest", "best"] = "latest", **given: Any) -> "Run":
-        """An earlier run with the policy of one of its checkpoints.
+        """A run from its folder, with the policy of one of its checkpoints.
 
         Args:
-            given: what the run was given as Python objects, again: ``env``, ``policy`` (it gets the checkpoint's weights),
+            given: the Python objects that the run was trained with: ``env``, ``policy`` (its weights are replaced),
                 ``data``, ``eval_data``, ``reward`` or ``tool``.
 
         Raises:
-            RunFolderError: ``path`` is no run folder, or a damaged one.
-            CheckpointError: the checkpoint is missing, damaged or of another environment or architecture.
+            RunFolderError: ``path`` is not a run folder, or is damaged.
+            CheckpointError: the checkpoint is missing, damaged, or of another environment or architecture.
         """
         folder, objects = RunFolder.open(Path(path)), UserObjects.again(given)
         check_given(folder, objects)
@@ -110,71 +109,62 @@ def train(
     callbacks: Sequence[Callback] = (),
     **fields: Any,
 ) -> Run:
-    """A policy trained on ``env``, with its run folder.
+    """Train a policy on ``env``; returns the run.
 
     Args:
-        env: a Gymnasium id, an ``EnvCfg``, a callable that returns a ``gymnasium.Env``, a
-            ``gymnasium.vector.VectorEnv``; a ``TextTask``; or a ``RunCfg`` or ``TextRunCfg`` with all the settings (then
-            only a ``Policy`` and ``callbacks`` may come besides).
-        algorithm: a name, or a config whose set fields go over the preset of environment or texts; None is "grpo".
-        policy: trained instead of a new one; or its settings, as a config or some of its fields.
+        env: a Gymnasium id, an ``EnvCfg``, a callable that returns a ``gymnasium.Env``, a ``gymnasium.vector.VectorEnv`` or
+            a ``TextTask``. Or all settings as a ``RunCfg`` or ``TextRunCfg``; then only a ``Policy`` and ``callbacks`` may be
+            given, too.
+        algorithm: a name ("grpo" by default), or a config; fields that are set override the preset of the environment.
+        policy: a policy to train, or settings for a new one: a ``PolicyCfg`` or some of its fields.
         preset: credit and objective of a paper or library, by name.
-        run_dir: must not exist yet, or be empty; None makes a fresh folder under ``runs/``.
-        num_envs, max_episode_steps: go over those of ``env``.
-        fields: other fields of ``RunCfg``, such as ``device="auto"`` or ``evaluation={"interval": 10_000}``; or, for texts,
-            of ``TextRunCfg``: ``model`` (a folder or hub id, or a ``ModelCfg``), ``sampling``, ``num_prompts``, ..., and
-            ``lora``.
+        run_dir: a folder that does not exist or is empty. None: a new one under ``runs/``.
+        num_envs, max_episode_steps: override those of ``env``.
+        fields: other fields of ``RunCfg``, such as ``device="auto"`` or ``evaluation={"interval": 10_000}``. For a
+            ``TextTask`` those of ``TextRunCfg``, such as ``model`` (a folder or hub id, or a ``ModelCfg``), and ``lora``.
 
     Raises:
         ConfigError: a setting is unknown or impossible.
         EnvError: the environment cannot be used as asked.
-        DataError: prompts that cannot be used.
+        DataError: the prompts cannot be used.
         RunFolderError: ``run_dir`` is taken.
         DivergedError: training produced non-finite numbers.
     """
     given, policy_fields = (policy, None) if isinstance(policy, Policy) else (None, policy)
-    named = {
-        **fields,
-        "seed": seed,
-        "total_steps": total_steps,
-        "run_dir": None if run_dir is None else Path(run_dir),
-        "policy": policy_fields,
-        "num_envs": num_envs,
-        "max_episode_steps": max_episode_steps,
-    }
+    named = {"seed": seed, "total_steps": total_steps, "run_dir": run_dir, "policy": policy_fields, **fields}
     settings = {key: value for key, value in named.items() if value is not None}
+    env_named = {"num_envs": num_envs, "max_episode_steps": max_episode_steps}
+    env_settings = {key: value for key, value in env_named.items() if value is not None}
     if isinstance(env, CommonCfg):
-        _refuse_besides(env, settings | {"algorithm": algorithm, "preset": preset})
+        more = settings | env_settings | {"algorithm": algorithm, "preset": preset}
+        if extra := [key for key, value in more.items() if value is not None]:
+            kind = type(env).__name__
+            raise ConfigError(f"a {kind} has all settings, got {', '.join(extra)} besides; fix: set them in the {kind}")
         return train_from_config(env, UserObjects(policy=given), callbacks)
     if isinstance(env, TextTask):
-        cfg: CommonCfg = _text_cfg(env, algorithm, preset, policy, settings)
+        cfg: CommonCfg = _text_cfg(env, algorithm, preset, policy, settings | env_settings)
         return train_from_config(cfg, _given_texts(env)._replace(policy=given), callbacks)
-    _check_policy_fields(policy_fields)
+    if not isinstance(policy_fields, PolicyCfg | Mapping | None):
+        raise ConfigError(
+            f"policy = {short(policy_fields)}: expected a gw.Policy, a gw.PolicyCfg or its fields, as "
+            "{'normalize_obs': True}; fix: make networks of your own a gw.Policy"
+        )
     env_id, env_fields = _describe_env(env)
-    env_fields |= {key: settings.pop(key) for key in ("num_envs", "max_episode_steps") if key in settings}
-    cfg = config.resolve(env_id, algorithm, preset, env=env_fields, **settings)
+    cfg = config.resolve(env_id, algorithm, preset, env=env_fields | env_settings, **settings)
     return train_from_config(cfg, UserObjects(None if isinstance(env, str | EnvCfg) else env, given), callbacks)
 
 
-def _check_policy_fields(fields: object) -> None:
-    if not isinstance(fields, PolicyCfg | Mapping | None):
-        raise ConfigError(
-            f"policy = {short(fields)}: expected a gw.Policy, a gw.PolicyCfg or its fields, as {{'normalize_obs': True}}; "
-            "fix: make networks of your own a gw.Policy"
-        )
-
-
 def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callbacks: Sequence[Callback] = ()) -> Run:
-    """A policy trained as ``cfg`` says; see ``train``.
+    """Train with the settings of ``cfg``; see ``train``.
 
     Args:
-        given: used instead of what ``cfg`` names.
+        given: Python objects that replace what ``cfg`` names.
     """
     given, engine = given or UserObjects(), from_environment(pick_device(cfg.device).type)
     if engine.world_size > 1 and cfg.run_dir is None:
-        raise ConfigError("several processes train together, and all must know the run folder; fix: set run_dir")
+        raise ConfigError("several processes need one run folder, got run_dir=None; fix: set run_dir")
     if cfg.run_dir is not None and engine.rank == 0:
-        RunFolder.check_free(cfg.run_dir)  # building the parts may take long
+        RunFolder.check_free(cfg.run_dir)  # before the parts are built, which may take long
     with preparing():
         parts = build(cfg.model_copy(update={"run_dir": None}), given, engine)
     name = f"{parts.identity.env_id}-{cfg.algorithm.name}-seed{cfg.seed}"
@@ -189,20 +179,17 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
 def resume(
     path: Path | str, total_steps: int | None = None, *, callbacks: Sequence[Callback] = (), **given: Any
 ) -> Run:
-    """A run taken up at its latest checkpoint and trained to its end, as if it had never stopped; says from which step.
-
-    Nothing is trained if the run is finished, or had stopped at its score, unless ``total_steps`` asks for more.
+    """Continue a run from its latest checkpoint, as if it had never stopped. A finished run is left as it is.
 
     Args:
-        total_steps: goes on to here instead; schedules stretch accordingly.
-        callbacks: again, as the run had them.
-        given: what the run was given as Python objects, again: ``env``, ``policy``, ``data``, ``eval_data``, ``reward`` or
-            ``tool``.
+        total_steps: train until then instead; schedules stretch accordingly.
+        callbacks: those that the run was trained with.
+        given: the Python objects that the run was trained with, as in ``Run.load``.
 
     Raises:
-        ConfigError: ``total_steps`` is no more than was trained already.
-        RunFolderError: ``path`` is no run folder, or a damaged one.
-        CheckpointError: the checkpoint is damaged or of another environment or architecture.
+        ConfigError: ``total_steps`` is not more than was already trained.
+        RunFolderError: ``path`` is not a run folder, or is damaged.
+        CheckpointError: the checkpoint is damaged, or of another environment or architecture.
     """
     if total_steps is not None and total_steps < 1:
         raise ConfigError(f"total_steps = {total_steps}: expected at least 1")
@@ -212,7 +199,7 @@ def resume(
     if total_steps is not None:
         if total_steps <= (done := saved_steps(folder.latest) or 0):
             raise ConfigError(
-                f"total_steps = {total_steps:,}, but {folder.path} has {done:,} steps behind it; fix: give a greater one"
+                f"total_steps = {total_steps:,}, but {folder.path} has {done:,} steps already; fix: a larger total_steps"
             )
         cfg = cfg.model_copy(update={"total_steps": total_steps})
     engine = from_environment(pick_device(cfg.device).type)
@@ -232,22 +219,22 @@ def evaluate(
     checkpoint: Literal["latest", "best"] = "latest",
     **given: Any,
 ) -> "EvaluationResult | TextEvaluation":
-    """Scores of exactly ``episodes`` episodes in environments that training never used, or of held-out prompts.
+    """Evaluate exactly ``episodes`` episodes in new environments, or held-out prompts.
 
     Args:
-        run: as ``train`` returned it, or its folder.
-        episodes: or prompts; None: 100 episodes, or all prompts.
-        completions_per_prompt: completions of each prompt, for pass@k; of texts only.
-        deterministic: take the most likely action; None: yes, unless there are several completions of a prompt.
-        seed: of the episodes; None derives one from the run's seed that evaluations during training do not use.
-        video: also writes ``policy.gif`` into the run folder.
-        checkpoint: whose policy to play, if ``run`` is a folder.
-        given: what a run that comes as a folder was given as Python objects, again.
+        run: a run, or its folder.
+        episodes: episodes or prompts. None: 100 episodes, or all prompts.
+        completions_per_prompt: completions of each prompt, for pass@k (text only).
+        deterministic: take the most likely action. None: yes, unless there are several completions per prompt.
+        seed: of the episodes. None: derived from the run's seed, and not used in training.
+        video: also write ``policy.gif`` into the run folder.
+        checkpoint: which policy, if ``run`` is a folder.
+        given: if ``run`` is a folder: the Python objects that it was trained with, as in ``Run.load``.
 
     Raises:
-        ConfigError: ``episodes`` is less than 1, the run has no prompts that are held out, or ``run`` is no folder and
-            ``checkpoint`` or objects came with it.
-        EnvError: ``video`` was asked for and the environment does not render, or its renderer failed.
+        ConfigError: ``episodes`` is less than 1, there are no held-out prompts, or ``run`` is not a folder and
+            ``checkpoint`` or objects were given.
+        EnvError: the environment cannot render a ``video``.
     """
     if episodes is not None and episodes < 1:
         raise ConfigError(f"episodes = {episodes}: expected at least 1")
@@ -260,14 +247,8 @@ def evaluate(
     if isinstance(run.cfg, TextRunCfg):
         if video:
             raise ConfigError(f"video is of environments; got a run on {run.cfg.subject}, fix: groupwise sample")
-        return _evaluate_texts(
-            run,
-            run.cfg,
-            prompts=episodes,
-            completions_per_prompt=completions_per_prompt,
-            deterministic=greedy,
-            seed=seed,
-        )
+        changed = {"prompts": episodes, "completions_per_prompt": completions_per_prompt, "deterministic": greedy}
+        return _evaluate_texts(run, run.cfg, changed, seed)
     assert isinstance(run.cfg, RunCfg)
     if completions_per_prompt != 1:
         raise ConfigError(
@@ -277,7 +258,7 @@ def evaluate(
         run.cfg, run.given, run.policy, episodes=episodes or _DEFAULT_EPISODES, deterministic=greedy, seed=seed
     )
     with running.threads_for(run.policy), closing(evaluator):
-        if video:  # first, so that no episodes are played for an error
+        if video:  # first: it may fail
             record(run.cfg, run.given, run.policy, RunFolder(run.path).video, seed)
         return evaluator()
 
@@ -293,23 +274,23 @@ def sample(
     policy: Policy | None = None,
     tool: "Callable[[str], str | None] | None" = None,
 ) -> list[str]:
-    """Texts that a run's language model writes behind a prompt.
+    """Completions of a prompt by a run's language model.
 
     Args:
-        count: how many.
-        deterministic: take the likeliest token each time.
-        policy, tool: again, if a run that comes as a folder was given them as Python objects.
+        count: number of completions.
+        deterministic: take the most likely token each time.
+        policy, tool: if ``run`` is a folder: the Python objects that it was trained with.
 
     Raises:
-        ConfigError: the run is not about texts, or ``prompt`` is no text.
+        ConfigError: the run has no language model, or ``prompt`` is not a string.
     """
     if not isinstance(prompt, str):
-        raise ConfigError(f"prompt = {short(prompt)}: expected one text; fix: a call for each prompt")
+        raise ConfigError(f"prompt = {short(prompt)}: expected a string; fix: one call per prompt")
     if isinstance(run, Run):
         _refuse_for_live(run, checkpoint, {"policy": policy, "tool": tool})
     cfg = run.cfg if isinstance(run, Run) else read_cfg(RunFolder.open(Path(run)))
     if not isinstance(cfg, TextRunCfg):
-        raise ConfigError(f"{run} is about {cfg.subject}, which writes no texts; fix: groupwise eval")
+        raise ConfigError(f"{run} is a run on {cfg.subject}, without a language model; fix: groupwise eval")
     from groupwise.text.build import load_trained
     from groupwise.text.evaluation import write_texts
 
@@ -319,29 +300,18 @@ def sample(
 
 
 def _refuse_for_live(run: Run, checkpoint: str, objects: Mapping[str, Any]) -> None:
-    """A run that is at hand has its policy and its objects: what goes with a folder would be ignored."""
+    """A ``Run`` has its policy and objects; those of a folder would be ignored."""
     named = ["checkpoint"] if checkpoint != "latest" else []
     if named := named + [key for key, value in objects.items() if value is not None]:
         raise ConfigError(
-            f"{', '.join(named)} {'is' if len(named) == 1 else 'are'} for runs that come as a folder; fix: give {str(run.path)!r} "
-            "in place of the Run"
+            f"{', '.join(named)}: only for a run's folder; fix: give {str(run.path)!r} instead of the Run"
         )
 
 
-def _refuse_besides(cfg: CommonCfg, settings: dict[str, Any]) -> None:
-    if extra := [key for key, value in settings.items() if value is not None]:
-        raise ConfigError(
-            f"a {type(cfg).__name__} holds all settings, but {', '.join(extra)} came besides; fix: put them into it"
-        )
-
-
-def _evaluate_texts(
-    run: Run, cfg: TextRunCfg, *, prompts: int | None, completions_per_prompt: int, deterministic: bool, seed: int
-) -> "TextEvaluation":
+def _evaluate_texts(run: Run, cfg: TextRunCfg, changed: Mapping[str, Any], seed: int) -> "TextEvaluation":
     from groupwise.text.evaluation import TextEvaluator, task_of
 
-    changed = {"prompts": prompts, "completions_per_prompt": completions_per_prompt, "deterministic": deterministic}
-    evaluation = type(cfg.evaluation)(**dict(cfg.evaluation) | changed)
+    evaluation = type(cfg.evaluation)(**{**dict(cfg.evaluation), **changed})
     cfg = cfg.model_copy(update={"evaluation": evaluation})
     task = task_of(cfg, run.given)
     with closing(TextEvaluator(task, task.load().eval, cfg, run.policy, seed=seed)) as evaluator:
@@ -355,7 +325,7 @@ def _text_cfg(
     policy: Policy | PolicyCfg | Mapping[str, Any] | None,
     settings: Any,
 ) -> TextRunCfg:
-    """The settings of a run on a task; a policy that is given brings model and sampling."""
+    """The settings of a run on a task. A given policy has its own model and sampling."""
     if policy is not None and not isinstance(policy, Policy):
         raise ConfigError(f"policy = {short(policy)}: expected a gw.CausalLM; fix: model='path-or-hub-id', lora=...")
     model, lora = settings.pop("model", None), settings.pop("lora", None)
@@ -363,7 +333,7 @@ def _text_cfg(
         besides = {"model": model, "lora": lora, "sampling": settings.get("sampling")}
         if named := [key for key, value in besides.items() if value is not None]:
             raise ConfigError(
-                f"a policy brings its model and sampling, but {', '.join(named)} came besides; fix: one of the two"
+                f"a policy has its own model and sampling, got {', '.join(named)}, too; fix: one of the two"
             )
         model, settings["sampling"] = ModelCfg(path=GIVEN), cast(Any, policy).sampling
     elif model is None:
@@ -384,16 +354,14 @@ def _given_texts(task: TextTask) -> UserObjects:
 
 
 def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]]:
-    """Id for the config, and the settings that come with the environment, as a ready vector brings its rows."""
+    """Id for the config, and the settings that follow from the environment."""
     import gymnasium
 
     if isinstance(env, str):
         return env, {}
     if isinstance(env, EnvCfg):
         return env.id, env.model_dump(exclude_unset=True)
-    if not isinstance(env, gymnasium.vector.VectorEnv | GroupEnv):
-        return GIVEN, {}
-    return GIVEN, {"num_envs": env.num_envs}
+    return GIVEN, {"num_envs": env.num_envs} if isinstance(env, gymnasium.vector.VectorEnv | GroupEnv) else {}
 
 
 def build(cfg: CommonCfg, given: UserObjects, engine: Engine) -> Components:
@@ -407,34 +375,29 @@ def build(cfg: CommonCfg, given: UserObjects, engine: Engine) -> Components:
 
 
 def build_again(cfg: CommonCfg, given: UserObjects, folder: RunFolder, engine: Engine) -> Components:
-    """The parts of an earlier run, which may need its plugins."""
+    """The parts of a run in a folder, which may need its plugins."""
     with blaming_absence(folder.path, folder.read_plugins()):
         return build(cfg, given, engine)
 
 
 def check_given(folder: RunFolder, given: UserObjects) -> None:
-    """Refuse to go on without the Python objects that an earlier run was given.
-
-    Raises:
-        ConfigError: names those that are missing.
-    """
-    missing = sorted(set(folder.read_given()) - set(given.names()))
-    if missing:
+    """Refuse a run whose Python objects are missing, by a ``ConfigError``."""
+    if missing := sorted(set(folder.read_given()) - set(given.names())):
         raise ConfigError(
             f"{folder.path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as {missing[0]}=..."
         )
 
 
 def read_cfg(folder: RunFolder) -> CommonCfg:
-    """Settings of an earlier run.
+    """Settings of a run in a folder.
 
     Raises:
-        RunFolderError: they do not fit, or another version wrote them.
+        RunFolderError: they are wrong, or of another version.
     """
     with blaming_absence(folder.path, folder.read_plugins()):
+        folder.check_format()
+        tree = folder.read_config()
         try:
-            folder.check_format()
-            tree = folder.read_config()
             return (TextRunCfg if "task" in tree else RunCfg).model_validate(tree)
         except ValidationError as error:
             reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())

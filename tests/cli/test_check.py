@@ -73,9 +73,8 @@ def test_check_env_command_and_train_agree_that_a_step_limit_is_needed(tmp_path,
 @pytest.mark.parametrize("option", ["--algorithm ppo", "--algorithm=ppo", "--preset dr_grpo", "--algorithm.gamma 0.9"])
 def test_check_env_command_refuses_an_algorithm(capsys, option):
     assert cli.main(["check-env", "CartPole-v1", *option.split()]) == 2
-    error = capsys.readouterr().err
-    assert "takes no algorithm and no preset" in error
-    assert "fix: groupwise check-env CartPole-v1" in error
+    flag = option.split()[0].split("=")[0]
+    assert f"takes no {flag}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--seed", "--env.num-envs", "--device"])

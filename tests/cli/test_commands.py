@@ -139,11 +139,11 @@ def test_a_choice_and_its_parameters(api):
         ("train CartPole-v1 --algorithm.credit.scale stdd", "did you mean 'std'"),
         ("train CartPole-v1 --algorithm.group-size 1", "algorithm.group_size = 1: input should be greater"),
         ("train CartPole-v1 --seeds 3-x", "--seeds 3-x: expected numbers; fix: a range like 0-9 or a list like 0,3,5"),
-        ("train CartPole-v1 --seeds 1,1", "--seeds 1,1: expected each seed once"),
+        ("train CartPole-v1 --seeds 1,1", "--seeds 1,1: expected different seeds"),
         ("train absent.json", "absent.json: No such file"),
         ("train CartPole-v1 --plugin absent.py", "--plugin absent.py: expected an existing Python file"),
         ("eval", "arguments are required: run; fix: see groupwise eval --help"),
-        ("eval x --episodes 0", "--episodes 0: expected at least 1"),
+        ("eval x --episodes 0", "--episodes: expected at least 1, got '0'"),
         ("resume x --total-step 3", "unrecognized arguments: --total-step 3"),
     ],
 )

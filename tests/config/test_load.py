@@ -9,6 +9,7 @@ from groupwise.config import json_schema, load_config, presets, resolve, to_json
 from groupwise.config import registry as algorithms
 from groupwise.config.algorithm import AlgorithmCfg, CreditCfg, GRPOCfg, LinearCfg, ObjectiveCfg, PPOCfg, StepCfg
 from groupwise.config.base import Cfg
+from groupwise.config.choices import Choice
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.config.registry import algorithm_entry, register_algorithm
@@ -153,7 +154,8 @@ def test_every_field_is_documented_and_no_config_is_long():
     for cfg_type in EVERY_CONFIG:
         assert len(cfg_type.model_fields) <= 24, cfg_type
         assert cfg_type.__doc__ != BaseModel.__doc__, cfg_type
-        assert [n for n, field in cfg_type.model_fields.items() if not field.description] == [], cfg_type
+        undocumented = {name for name, field in cfg_type.model_fields.items() if not field.description}
+        assert undocumented <= ({"name"} if issubclass(cfg_type, Choice) else set()), cfg_type
 
 
 def test_objective_preset_needs_an_algorithm_with_credit():

@@ -151,10 +151,10 @@ def test_a_score_to_stop_at_wants_held_out_prompts(model, tmp_path):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda run: gw.evaluate(run, checkpoint="best"), "checkpoint is for runs that come as a folder; fix: give"),
-        (lambda run: gw.evaluate(run, reward=share_copied, foo=1), "reward, foo are for runs that come as a folder"),
-        (lambda run: gw.sample(run, "12", checkpoint="best"), "checkpoint is for runs that come as a folder"),
-        (lambda run: inspect.unwrap(gw.sample)(run, ["12", "21"]), r"prompt = \['12', '21'\]: expected one text; fix"),
+        (lambda run: gw.evaluate(run, checkpoint="best"), "checkpoint: only for a run's folder; fix: give"),
+        (lambda run: gw.evaluate(run, reward=share_copied, foo=1), "reward, foo: only for a run's folder"),
+        (lambda run: gw.sample(run, "12", checkpoint="best"), "checkpoint: only for a run's folder"),
+        (lambda run: inspect.unwrap(gw.sample)(run, ["12", "21"]), r"prompt = \['12', '21'\]: expected a string; fix"),
         (lambda run: gw.evaluate(run.path, rewards=share_copied), "no 'rewards' again; fix: .*did you mean 'reward'"),
         (lambda run: gw.resume(run.path, totalsteps=3), "no 'totalsteps' again; fix: env, policy"),
     ],

@@ -365,9 +365,7 @@ def test_resuming_a_finished_run_says_so(finished: gw.Run, capsys: pytest.Captur
 @pytest.mark.parametrize("total_steps", [100, 192])
 def test_fewer_steps_than_were_taken_are_refused_and_change_nothing(finished: gw.Run, total_steps: int):
     before = {path: path.read_bytes() for path in finished.path.rglob("*") if path.is_file()}
-    with pytest.raises(
-        gw.ConfigError, match=rf"total_steps = {total_steps}, but .*done has 192 steps behind it; fix: "
-    ):
+    with pytest.raises(gw.ConfigError, match=rf"total_steps = {total_steps}, but .*done has 192 steps already; fix: "):
         gw.resume(finished.path, total_steps=total_steps)
     assert {path: path.read_bytes() for path in before} == before
 

@@ -6,6 +6,7 @@ Only the commands that train or play import torch, and only once their arguments
 import json
 import os
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,21 @@ from groupwise.errors import ConfigError, GroupwiseError, UnknownNameError
 
 USAGE = """usage: groupwise COMMAND ...
 
-Reinforcement learning with GRPO and PPO: compares episodes that begin in the same state.
+Reinforcement learning with GRPO and PPO.
 
-  train ENV|FILE     train on a Gymnasium environment, or as a JSON file says (texts, too)
-  eval RUN           play episodes with a trained policy, or score completions of held-out prompts
-  sample RUN PROMPT  write completions with a trained language model
-  resume RUN         go on with a run, bit for bit
-  compare RUNS ...   methods by their runs: mean of seeds with intervals, curves, who is better
-  config ENV|FILE    print the full settings as JSON; --schema: their JSON Schema
-  check-env ENV      what an environment offers to training: shared starts, noise, speed
-  list               presets, algorithms, choices of credit and objective
+  train ENV|FILE     train on a Gymnasium environment, or with the settings of a JSON file
+  eval RUN           evaluate a trained policy in episodes or on held-out prompts
+  sample RUN PROMPT  complete a prompt with a trained language model
+  resume RUN         continue a run
+  compare RUNS ...   compare methods over seeds: means, intervals, curves
+  config ENV|FILE    print all settings as JSON; --schema: their JSON Schema
+  check-env ENV      check what an environment supports: shared starts, spaces, speed
+  list               algorithms, presets, choices of credit and objective
 
 With every command:
-  --help             more about it
-  --plugin FILE.py   import a file of yours first: it may register algorithms, credit rules, environments;
-                     or a module by its name, as ale_py, which registers Atari
+  --help             help
+  --plugin FILE.py   import your file first, which may register algorithms, credit rules or environments;
+                     or a module, such as ale_py, which registers Atari
   --debug            show the traceback of an error
   --version
 
@@ -38,7 +39,7 @@ Start with:
   groupwise train CartPole-v1
 """
 
-TRAIN_HELP = """Train a policy on a Gymnasium environment, or as a JSON file says.
+TRAIN_HELP = """Train a policy on a Gymnasium environment, or with the settings of a JSON file.
 
   groupwise train CartPole-v1
   groupwise train CartPole-v1 --algorithm ppo --seed 3
@@ -48,24 +49,24 @@ TRAIN_HELP = """Train a policy on a Gymnasium environment, or as a JSON file say
 Options, with the defaults of this environment:
   --algorithm NAME                    grpo, ppo, or one that a plugin registers (grpo)
   --preset NAME                       credit and objective of a paper; see: groupwise list
-  --seeds 0-9                         or 0,3,5: a run per seed, in parallel
-  --plugin FILE.py                    import a file of yours first
+  --seeds 0-9                         or 0,3,5: one run per seed, in parallel
+  --plugin FILE.py                    import your file first
 """
 
-CONFIG_HELP = """Print the full settings of a run as JSON: a file that train takes.
+CONFIG_HELP = """Print all settings of a run as JSON, which train takes as a file.
 
   groupwise config CartPole-v1 --algorithm ppo > my_run.json
   groupwise config my_run.json --algorithm.gamma 0.98
   groupwise config --schema                        JSON Schema, for your editor
 
-Options, as of train:
+Options, as those of train:
   --algorithm NAME                    grpo, ppo, or one that a plugin registers (grpo)
   --preset NAME                       credit and objective of a paper; see: groupwise list
 """
 
 
-EVAL_HELP = """Play episodes with the policy of a run; print the mean return and its 95 % interval on one line.
-Of a language model: complete the prompts that were held out; mean reward, and the share that k completions solve.
+EVAL_HELP = """Evaluate the policy of a run; print the mean return and its 95 % interval on one line.
+A language model completes the held-out prompts: mean reward and pass@k.
 
 Examples:
   groupwise eval runs/<run>
@@ -75,35 +76,34 @@ Examples:
   groupwise eval runs/<text run> --completions-per-prompt 8
 """
 
-SAMPLE_HELP = """Write completions of a prompt with the language model of a run.
+SAMPLE_HELP = """Complete a prompt with the language model of a run.
 
 Examples:
   groupwise sample runs/<run> "What is 12 + 7?"
   groupwise sample runs/<run> "What is 12 + 7?" --count 4 --checkpoint best
 """
 
-RESUME_HELP = """Go on with a run from its last checkpoint, as if it had never stopped.
+RESUME_HELP = """Continue a run from its last checkpoint, as if it had never stopped.
 
 Examples:
   groupwise resume runs/<run>
   groupwise resume runs/<run> --total-steps 200000
 """
 
-CHECK_HELP = """Try out for some seconds what an environment offers to training: how members of a group can share a start and
-what that costs, what is random, which spaces are supported, how fast it steps. Exit code 1: GRPO cannot train on it.
+CHECK_HELP = """Check what an environment supports: shared starts of groups and their cost, randomness, spaces, speed.
+Exit code 1: GRPO cannot train on it.
 
 Examples:
   groupwise check-env Ant-v5
   groupwise check-env Ant-v5 --env.kwargs '{"healthy_reward": 0.5}' --json
   groupwise check-env Mine-v0 --plugin my_env.py
-
   groupwise check-env ALE/Pong-v5 --plugin ale_py --env.num-random-noops 30
 
-Besides --json it takes the settings of the environment that count here:
+Options: --json, and settings of the environment:
 """
 
 CHECK_SETTINGS = ("kwargs", "max_episode_steps", "vectorization", "start_mode", "num_random_noops", "reward_parts")
-"""Of ``EnvCfg``, what makes a difference to the trials."""
+"""Fields of ``EnvCfg`` that ``check-env`` takes."""
 
 LIST_HELP = "Print algorithms, presets, and the choices of credit and objective with their sources."
 
@@ -111,7 +111,7 @@ LIST_HELP = "Print algorithms, presets, and the choices of credit and objective 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code.
 
-    0 done; 1 a seed failed, or ``check-env`` found nothing that trains; 2 a mistake of the user's; 130 interrupted.
+    0: done; 1: a seed failed, or ``check-env`` found that GRPO cannot train; 2: an error; 130: interrupted.
     """
     shared = Parser(prog="groupwise", add_help=False)
     shared.add_argument("--plugin", type=Path, action="append", default=[])
@@ -127,12 +127,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join([f"groupwise: error: {error}", *vars(error).get("__notes__", [])]), file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
-        print(f"groupwise: {str(error) or 'interrupted'}", file=sys.stderr)  # the API says how to go on
+        print(f"groupwise: {str(error) or 'interrupted'}", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the output, such as head, has seen enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except SystemExit as stop:  # argparse leaves this way after --help
+    except SystemExit as stop:  # argparse exits after --help
         return stop.code if isinstance(stop.code, int) else 0
 
 
@@ -191,11 +191,6 @@ def _config(argv: Sequence[str], plugins: list[Path]) -> int:
 def _check_env(argv: Sequence[str], plugins: list[Path]) -> int:
     prog = "groupwise check-env"
     target, *options = _with_target([word for word in argv if word != "--json"], prog)
-    if any(option.startswith(("--algorithm", "--preset")) for option in options):
-        raise ConfigError(
-            f"{prog} takes no algorithm and no preset: it tries out what GRPO needs, while PPO needs only "
-            f"that observation and action are supported, which it tells, too; fix: {prog} {target}"
-        )
 
     from groupwise.cli.options import parse_env_options
 
@@ -209,7 +204,7 @@ def _check_env(argv: Sequence[str], plugins: list[Path]) -> int:
 
 
 def _with_target(argv: Sequence[str], prog: str) -> Sequence[str]:
-    """``argv`` if a target comes first; help without one is about CartPole."""
+    """``argv`` with its target first; help without one is that of CartPole."""
     if argv and not argv[0].startswith("-"):
         return argv
     if {"-h", "--help", "--help-all"}.isdisjoint(argv):
@@ -218,7 +213,7 @@ def _with_target(argv: Sequence[str], prog: str) -> Sequence[str]:
 
 
 def _parse_config(argv: Sequence[str], prog: str, description: str) -> Any:
-    """The ``RunCfg`` of ``TARGET [--algorithm NAME] [--preset NAME] [--any.field VALUE ...]``."""
+    """The settings of ``TARGET [--algorithm NAME] [--preset NAME] [--any.field VALUE ...]``."""
     argv = _with_target(argv, prog)
     parser = Parser(prog=prog, add_help=False)
     parser.add_argument("--algorithm", "--algorithm.name")
@@ -233,34 +228,29 @@ def _parse_config(argv: Sequence[str], prog: str, description: str) -> Any:
 def _eval(argv: Sequence[str], plugins: list[Path]) -> int:
     parser = Parser(prog="groupwise eval", description=EVAL_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("--episodes", type=int, help="how many (default: 100); or prompts (default: all)")
+    parser.add_argument("--episodes", type=_count, help="episodes (default: 100) or prompts (default: all)")
+    parser.add_argument("--completions-per-prompt", type=_count, default=1, help="sampled if more than 1 (default: 1)")
     parser.add_argument(
-        "--completions-per-prompt", type=int, default=1, help="completions of each prompt, sampled if several"
+        "--sampled",
+        dest="deterministic",
+        action="store_const",
+        const=False,
+        help="sample actions; default: most likely",
     )
-    parser.add_argument("--sampled", action="store_true", help="sample actions instead of taking the most likely ones")
-    parser.add_argument("--seed", type=int, help="of the episodes (default: one that training never used)")
-    parser.add_argument("--video", action="store_true", help="also record an episode, where the environment renders")
+    parser.add_argument("--seed", type=int, help="of the episodes (default: not used in training)")
+    parser.add_argument("--video", action="store_true", help="also record an episode")
     _add_checkpoint(parser)
-    parser.add_argument("--json", action="store_true", help="print everything as JSON, each return too")
-    options = parser.parse_args(argv)
-    for name in ("episodes", "completions_per_prompt"):
-        if (number := vars(options)[name]) is not None and number < 1:
-            raise ConfigError(f"--{name} {number}: expected at least 1")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON, with each return")
+    options = vars(parser.parse_args(argv))
+    as_json = options.pop("json")
 
     from groupwise.report.folder import RunFolder
     from groupwise.run import evaluate
 
-    found = evaluate(
-        options.run,
-        options.episodes,
-        completions_per_prompt=options.completions_per_prompt,
-        deterministic=False if options.sampled else None,
-        seed=options.seed,
-        video=options.video,
-        checkpoint=options.checkpoint,
-    )
-    video = {"video": str(RunFolder(options.run).video)} if options.video else {}
-    if options.json:
+    run = options.pop("run")
+    found = evaluate(run, options.pop("episodes"), **options)
+    video = {"video": str(RunFolder(run).video)} if options["video"] else {}
+    if as_json:
         print(json.dumps(found.report() | video))
         return 0
     print(found.line())
@@ -275,26 +265,24 @@ def _sample(argv: Sequence[str], plugins: list[Path]) -> int:
     parser = Parser(prog="groupwise sample", description=SAMPLE_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("prompt", help="what to complete")
-    parser.add_argument("--count", type=int, default=1, help="how many completions (default: 1)")
-    parser.add_argument("--deterministic", action="store_true", help="take the likeliest token each time")
+    parser.add_argument("--count", type=_count, default=1, help="number of completions (default: 1)")
+    parser.add_argument("--deterministic", action="store_true", help="take the most likely token each time")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
     _add_checkpoint(parser)
-    options = parser.parse_args(argv)
-    if options.count < 1:
-        raise ConfigError(f"--count {options.count}: expected at least 1")
+    options = vars(parser.parse_args(argv))
 
     from groupwise.run import sample
 
-    texts = sample(
-        options.run,
-        options.prompt,
-        options.count,
-        deterministic=options.deterministic,
-        seed=options.seed,
-        checkpoint=options.checkpoint,
-    )
+    texts = sample(options.pop("run"), options.pop("prompt"), options.pop("count"), **options)
     print(f"\n{'-' * 20}\n".join(texts))
     return 0
+
+
+def _count(word: str) -> int:
+    """A whole number of at least 1."""
+    if not word.isdecimal() or int(word) < 1:
+        raise ArgumentTypeError(f"expected at least 1, got {word!r}")
+    return int(word)
 
 
 def _compare(argv: Sequence[str], plugins: list[Path]) -> int:
@@ -327,7 +315,7 @@ def _resume(argv: Sequence[str], plugins: list[Path]) -> int:
 
 
 def _print_run(run: Any) -> None:
-    """What a run reached, in a sentence or two, and what to do next."""
+    """Print the result of a run and the next command."""
     found = run.summary
     reached = [f"Done in {found['seconds']:.1f} s"]
     if (score := found.get("return_mean")) is not None:
@@ -343,7 +331,7 @@ def _print_run(run: Any) -> None:
 
 def _list(argv: Sequence[str], plugins: list[Path]) -> int:
     parser = Parser(prog="groupwise list", description=LIST_HELP)
-    parser.add_argument("text", nargs="?", default="", help="show only entries that contain this, such as dapo or kl")
+    parser.add_argument("text", nargs="?", default="", help="show only entries with this text, such as dapo or kl")
 
     from groupwise.cli import listing
 

@@ -1,15 +1,16 @@
 """Options of ``train``, ``config`` and ``check-env``: the fields of the settings, as ``--any.field VALUE``.
 
-argparse reads the words; ``groupwise.config`` judges the values, so that a wrong one reads the same from a file, from
-Python and from the command line. Imports no torch.
+argparse reads the words; ``groupwise.config`` checks the values, so errors are the same as in files and in Python.
+Imports no torch.
 """
 
 import argparse
 import json
-import math
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal, InvalidOperation
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
@@ -29,14 +30,14 @@ from groupwise.errors import ConfigError
 COMMON = {
     "task.data": "file of prompts",
     "model.path": "folder or hub id",
-    "seed": "of everything random",
-    "total_steps": "environment steps or tokens in all",
-    "run_dir": "new folder; none: a fresh one under runs/",
+    "seed": "of all randomness",
+    "total_steps": "environment steps, or tokens for text",
+    "run_dir": "new folder; none: one under runs/",
     "device": "cpu, cuda, cuda:1 or auto",
     "env.num_envs": "environments stepped together",
     "num_prompts": "prompts in one iteration",
     "sampling.max_new_tokens": "longest completion",
-    "algorithm.group_size": "episodes of a group, which share their start",
+    "algorithm.group_size": "members of a group, which share their start",
     "algorithm.learning_rate": "before its schedule",
     "algorithm.num_steps": "per environment in one iteration",
     "algorithm.num_epochs": "passes over each rollout",
@@ -45,49 +46,49 @@ COMMON = {
     "algorithm.ent_coef": "weight of the entropy bonus",
     "algorithm.kl_coef": "weight of the KL to a reference policy",
     "policy.hidden_sizes": "width of each hidden layer",
-    "evaluation.interval": "steps between two; none: a tenth of all",
+    "evaluation.interval": "steps between evaluations; none: a tenth of all",
     "stop.return_threshold": "stop at this evaluation score",
 }
-"""What ``--help`` shows, in this order and in few words; ``--help-all`` shows everything."""
+"""What ``--help`` shows, in this order; ``--help-all`` shows all settings."""
 
 
 class Option(NamedTuple):
     """A setting on the command line."""
 
     path: str
-    """Of fields, with dots."""
+    """Path of the field, with dots."""
     annotation: Any
     default: Any
     text: str
-    """What it means."""
+    """Description."""
     choice: bool = False
-    """Whether it names one of several groups of settings."""
+    """Whether it names a choice with parameters."""
 
     @property
     def flag(self) -> str:
-        """How it is spelt."""
+        """``--algorithm.clip-coef``."""
         return f"--{self.path.replace('_', '-')}"
 
     @property
     def off(self) -> str:
-        """How a switch is turned off."""
-        head, _, last = self.flag.removeprefix("--").rpartition(".")
-        return f"--{head}{'.' if head else ''}no-{last}"
+        """``--policy.no-normalize-obs``, for booleans."""
+        head, dot, last = self.flag.removeprefix("--").rpartition(".")
+        return f"--{head}{dot}no-{last}"
 
 
 def parse_options(
     target: str, algorithm: str | None, preset: str | None, words: Sequence[str], *, prog: str, description: str
 ) -> RunCfg | TextRunCfg:
-    """The settings of a target (environment id or JSON file) with ``--any.field VALUE`` options over them.
+    """The settings of a target (environment id or JSON file), overridden by ``--any.field VALUE`` options.
 
     Raises:
-        ConfigError: a setting is wrong, or cannot be read.
-        SystemExit: help was asked for.
+        ConfigError: an option is unknown or its value wrong.
+        SystemExit: after ``--help``.
     """
     words = _spelt_alike(words)
     default = _resolve(target, algorithm, preset, {})
     choices = [option for option in options_of(default) if option.choice]
-    if chosen := _read(choices, words, prog)[0]:  # the options of a choice are those of what is chosen
+    if chosen := _read(choices, words, prog)[0]:  # which options there are depends on the choices
         default = _resolve(target, algorithm, preset, chosen)
     options = list(options_of(default))
     _show_help(options, words, f"{prog} {target}", description)
@@ -99,14 +100,14 @@ def parse_options(
 def parse_env_options(
     target: str, names: Sequence[str], words: Sequence[str], *, prog: str, description: str
 ) -> EnvCfg:
-    """The environment of a target with ``--env.field VALUE`` options over it.
+    """The environment of a target, overridden by ``--env.field VALUE`` options.
 
     Args:
         names: the fields that are options.
 
     Raises:
-        ConfigError: a setting is wrong, cannot be read, or is no option here.
-        SystemExit: help was asked for.
+        ConfigError: an option is unknown or its value wrong.
+        SystemExit: after ``--help``.
     """
     words = _spelt_alike(words)
     default = _resolve_env(target, {})
@@ -121,7 +122,7 @@ def parse_env_options(
 
 
 def options_of(config: Cfg, prefix: str = "") -> Iterator[Option]:
-    """An option for every setting but those that the target, ``--algorithm`` or only a file says."""
+    """An option for every setting except the target, ``--algorithm``, and what only a file can set."""
     kind = type(config)
     for name, field in kind.model_fields.items():
         value, path, text = vars(config)[name], f"{prefix}{name}", " ".join((field.description or "").split())
@@ -144,16 +145,12 @@ def _is_hidden(kind: type[Cfg], name: str) -> bool:
 
 
 def whole_number(text: str) -> int:
-    """A whole number; also as people write large ones, 1e5."""
+    """A whole number, also in the form 1e5."""
     try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not number.is_integer():
+        number = Decimal(text)
+    except InvalidOperation:
+        number = Decimal("nan")
+    if not number.is_finite() or number % 1:
         raise argparse.ArgumentTypeError(f"expected a whole number such as 100000 or 1e5, got {text!r}")
     return int(number)
 
@@ -162,7 +159,7 @@ def whole_number(text: str) -> int:
 
 
 def _read(options: Sequence[Option], words: Sequence[str], prog: str) -> tuple[dict[str, Any], list[str]]:
-    """The settings that the words give, as a tree, and the words that are left."""
+    """The settings in ``words`` as a tree, and the other words."""
     parser = Parser(prog=prog.partition(" --")[0], add_help=False, argument_default=argparse.SUPPRESS)
     for option in options:
         kinds = set(_kinds(option.annotation))
@@ -186,7 +183,7 @@ def _read(options: Sequence[Option], words: Sequence[str], prog: str) -> tuple[d
 
 
 def _reader(kinds: set[Any]) -> Any:
-    """What reads a word for a setting of these types; numbers with a point and texts are left to the config's checks."""
+    """Reads a word for a setting of these types; the config checks floats and strings."""
 
     def read(word: str) -> Any:
         if type(None) in kinds and word in ("None", "none", "null") and word not in kinds:
@@ -229,23 +226,15 @@ def _object(word: str) -> dict[str, Any]:
 
 
 def _spelt_alike(words: Sequence[str]) -> list[str]:
-    """The words with every option spelt with hyphens."""
-    found = []
-    for word in words:
-        name, sign, value = word.partition("=")
-        found.append(f"{name.replace('_', '-')}{sign}{value}" if word.startswith("--") else word)
-    return found
+    """The words with hyphens in the names of options."""
+    return [re.sub(r"^--[^=]*", lambda name: name[0].replace("_", "-"), word) for word in words]
 
 
 # --- mistakes ---
 
 
 def _refuse(rest: Sequence[str], options: Sequence[Option], default: CommonCfg) -> None:
-    """Refuse words that belong to no option.
-
-    Raises:
-        ConfigError: names whose it is, or the nearest.
-    """
+    """Refuse words that belong to no option, by a ``ConfigError`` with the nearest name."""
     unknown = [word.partition("=")[0] for word in rest if word.startswith("--")]
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]}{_hint(unknown[0], options, default)}")
@@ -275,7 +264,7 @@ def _hint(flag: str, options: Sequence[Option], default: CommonCfg) -> str:
 
 
 def _show_help(options: Sequence[Option], words: Sequence[str], prog: str, description: str) -> None:
-    """Print the help if the words ask for it: the options that people use, or all of them."""
+    """After ``--help`` print the common options, after ``--help-all`` all of them."""
     if {"-h", "--help", "--help-all"}.isdisjoint(words):
         return
     print(f"usage: {prog} [options]\n\n{description.rstrip()}")
@@ -330,7 +319,7 @@ def _resolve(target: str, algorithm: str | None, preset: str | None, changed: di
 def _resolve_env(target: str, changed: dict[str, Any]) -> RunCfg:
     cfg = _resolve(target, None, None, changed)
     if not isinstance(cfg, RunCfg):
-        raise ConfigError(f"{target} is about a text task, which has no environment; fix: an environment's id or file")
+        raise ConfigError(f"{target} is a text task without an environment; fix: an environment's id or file")
     return cfg
 
 

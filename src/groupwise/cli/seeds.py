@@ -23,17 +23,17 @@ from groupwise.training.signals import handling
 log = logging.getLogger(__name__)
 
 _ENDS = {0: "done", 130: "interrupted"}
-"""What exit codes of a seed mean, besides failure."""
+"""Meaning of a seed's exit codes; any other is a failure."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if sys.platform != "win32" else ()))
-"""SIGHUP, of a terminal that is closed, would leave the processes behind."""
+"""SIGHUP: the terminal was closed."""
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Seeds of ``0-9`` or ``0,3,5`` or a mixture.
+    """Seeds of ``0-9``, ``0,3,5`` or a mixture.
 
     Raises:
-        ConfigError: it is neither, or names a seed twice.
+        ConfigError: ``text`` has another form, or a seed twice.
     """
     seeds: list[int] = []
     for part in text.split(","):
@@ -42,16 +42,16 @@ def parse_seeds(text: str) -> list[int]:
             raise ConfigError(f"--seeds {text}: expected numbers; fix: a range like 0-9 or a list like 0,3,5")
         seeds.extend(range(int(first), int(last or first) + 1))
     if not seeds or len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds {text}: expected each seed once, ranges upwards; fix: as in 0-9 or 0,3,5")
+        raise ConfigError(f"--seeds {text}: expected different seeds and increasing ranges; fix: 0-9 or 0,3,5")
     return seeds
 
 
 def train_seeds(cfg: CommonCfg, seeds: list[int], plugins: list[Path]) -> int:
-    """The exit code of a process per seed, as many at once as there are cores; prints a table at the end.
+    """Train each seed in a process of its own, one per core at a time; prints a table and returns the exit code.
 
     Raises:
-        RunFolderError: the folder for them all is taken.
-        KeyboardInterrupt: a signal came; says how to go on with each seed that is not done.
+        RunFolderError: the folder is taken.
+        KeyboardInterrupt: after a signal; says how to continue each unfinished seed.
     """
     name = f"{cfg.subject}-{cfg.algorithm.name}-seeds-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
     folder = cfg.run_dir or Path("runs", name)
@@ -79,19 +79,19 @@ def train_seeds(cfg: CommonCfg, seeds: list[int], plugins: list[Path]) -> int:
 
 
 class Processes:
-    """The running processes, which a signal to this one ends.
+    """The running processes, which end on a signal to this one.
 
-    Each is in a group of its own, so that it hears of a signal once, from here: a second one would end it at once.
+    Each has its own process group, so it gets a signal only once, from here; a second one would end it at once.
     """
 
     def __init__(self) -> None:
         self.stopping = False
-        """Whether a signal came; no process begins any more."""
+        """Whether a signal came, so that no further process starts."""
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.RLock()  # a signal may come while another is handled
 
     def run(self, command: list[str], **options: Any) -> int | None:
-        """Exit code of a command; None if it was not begun."""
+        """Exit code of a command; None if it was not started."""
         with self._lock:
             if self.stopping:
                 return None
@@ -103,17 +103,17 @@ class Processes:
         return code
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """Let the running ones end as a signal lets them, and no other begin."""
+        """Terminate the running processes and start no others."""
         log.warning("interrupted: running seeds finish and save their iteration first; a second time stops at once")
         with self._lock:
             self.stopping = True
             for process in self._running:
-                if sys.platform != "win32":  # where Ctrl-C has reached them, and this would kill them
+                if sys.platform != "win32":  # Ctrl-C reaches them there, and terminate() would kill them
                     process.terminate()
 
 
 def _train_one(processes: Processes, folder: Path, seed: int, plugins: list[Path]) -> int | None:
-    """Exit code of one seed's training, None if it never began; what it printed is in ``seed_<n>.log``."""
+    """Exit code of one seed's training, None if it was not started; its output is in ``seed_<n>.log``."""
     command = [sys.executable, "-m", "groupwise", *_train_args(folder, seed), "--logging.progress", "lines"]
     command += [part for plugin in plugins for part in ("--plugin", str(plugin))]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -126,7 +126,7 @@ def _train_args(folder: Path, seed: int) -> list[str]:
 
 
 def _interruption(folder: Path, unfinished: list[int], plugins: list[Path]) -> str:
-    """What to say to who interrupted: a command for each seed that is not done."""
+    """A command for each unfinished seed."""
     named = [part for plugin in plugins for part in ("--plugin", str(plugin))]
     lines = ["interrupted; go on with:"]
     for seed in unfinished:
@@ -152,5 +152,5 @@ def _print_seeds(folder: Path, succeeded: dict[int, bool]) -> None:
 
 
 def number(value: object) -> str:
-    """A number as tables and lines show it; a dash for anything else."""
+    """A number in six digits; a dash for anything else."""
     return f"{value:.6g}" if isinstance(value, int | float) else "-"

@@ -25,7 +25,6 @@ class AdamCfg(OptimizerCfg):
     """Adam."""
 
     name: Literal["adam"] = "adam"
-    """``torch.optim.Adam``."""
     eps: Positive = 1e-5
     """Added to the denominator. Default: the reference PPO's; torch has 1e-8."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
@@ -37,7 +36,6 @@ class AdamWCfg(AdamCfg):
     """Adam with decoupled weight decay."""
 
     name: Literal["adamw"] = "adamw"  # type: ignore[assignment]
-    """``torch.optim.AdamW``."""
     weight_decay: NonNegative = 0.0
     """Weight decay."""
 
@@ -47,7 +45,6 @@ class SGDCfg(OptimizerCfg):
     """Stochastic gradient descent."""
 
     name: Literal["sgd"] = "sgd"
-    """``torch.optim.SGD``."""
     momentum: Fraction = 0.0
     """Momentum."""
 
@@ -57,7 +54,6 @@ class RMSpropCfg(OptimizerCfg):
     """RMSprop."""
 
     name: Literal["rmsprop"] = "rmsprop"
-    """``torch.optim.RMSprop``."""
     momentum: Fraction = 0.0
     """Momentum."""
     eps: Positive = 1e-5
@@ -77,7 +73,6 @@ class ConstantCfg(ScheduleCfg):
     """A constant learning rate."""
 
     name: Literal["none"] = "none"
-    """Constant."""
 
 
 @register_recipe
@@ -85,7 +80,6 @@ class LinearCfg(ScheduleCfg):
     """The learning rate falls linearly over training."""
 
     name: Literal["linear"] = "linear"
-    """Linear."""
     final: Fraction = 0.0
     """Share of the learning rate left at the end."""
 
@@ -95,7 +89,6 @@ class CosineCfg(LinearCfg):
     """The learning rate falls along half a cosine."""
 
     name: Literal["cosine"] = "cosine"  # type: ignore[assignment]
-    """Cosine."""
 
 
 @register_recipe
@@ -103,7 +96,6 @@ class StepCfg(ScheduleCfg):
     """The learning rate drops at intervals."""
 
     name: Literal["step"] = "step"
-    """Steps."""
     decay: Annotated[float, Gt(0), Le(1)] = 0.5
     """Factor over one interval."""
     interval: Annotated[float, Gt(0), Le(1)] = 0.25
@@ -115,7 +107,6 @@ class ExponentialCfg(StepCfg):
     """The learning rate decays continuously, by ``decay`` over one interval."""
 
     name: Literal["exponential"] = "exponential"  # type: ignore[assignment]
-    """Exponential."""
 
 
 @register_recipe
@@ -123,7 +114,6 @@ class AdaptiveKLCfg(ScheduleCfg):
     """The learning rate follows the measured KL, by rsl_rl's rule."""
 
     name: Literal["adaptive_kl"] = "adaptive_kl"
-    """By the KL."""
     desired_kl: Positive = 0.01
     """Above twice this the rate is divided by 1.5, below half of it multiplied. Default: rsl_rl's."""
     min_factor: Positive = 0.01

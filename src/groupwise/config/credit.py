@@ -56,7 +56,6 @@ class MeanCfg(BaselineCfg):
     """The mean of those compared."""
 
     name: Literal["mean"] = "mean"
-    """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/2402.03300"
 
 
@@ -73,7 +72,6 @@ class TotalCfg(CreditRewardCfg):
     """The reward as one number."""
 
     name: Literal["total"] = "total"
-    """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/2402.03300"
 
 
@@ -82,7 +80,6 @@ class PartsCfg(CreditRewardCfg):
     """Each part of the reward (``env.reward_parts``) on its own, advantages added up (GDPO)."""
 
     name: Literal["parts"] = "parts"
-    """Name in the registry."""
     weights: tuple[float, ...] = ()
     """Weight of each part's advantage. Empty: 1 each."""
     source: ClassVar = "https://arxiv.org/abs/2601.05242"

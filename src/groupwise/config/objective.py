@@ -68,7 +68,6 @@ class ClipCfg(ClippedCfg):
     """PPO's minimum of raw and clipped; with clip_high above clip_low DAPO's clip-higher."""
 
     name: Literal["clip"] = "clip"
-    """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/1707.06347"
 
 
@@ -108,7 +107,6 @@ class NoCorrectionCfg(CorrectionCfg):
     """No correction."""
 
     name: Literal["none"] = "none"
-    """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/1707.06347"
 
 
@@ -132,7 +130,6 @@ class TokenMeanCfg(AggregationCfg):
     """Mean over all steps of the minibatch (DAPO)."""
 
     name: Literal["token_mean"] = "token_mean"
-    """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/2503.14476"
     by_episode: ClassVar = False
 
@@ -142,7 +139,6 @@ class SeqMeanTokenMeanCfg(AggregationCfg):
     """Mean of episode means."""
 
     name: Literal["seq_mean_token_mean"] = "seq_mean_token_mean"
-    """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/2402.03300"
 
 
@@ -151,7 +147,6 @@ class SeqMeanTokenSumCfg(AggregationCfg):
     """Mean of episode sums."""
 
     name: Literal["seq_mean_token_sum"] = "seq_mean_token_sum"
-    """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/2402.14740"
 
 
@@ -172,7 +167,6 @@ class ConstantLengthCfg(FixedLengthCfg):
     """Sum over episodes times ``max_length`` (Dr. GRPO)."""
 
     name: Literal["constant"] = "constant"
-    """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/2503.20783"
 
 
@@ -181,7 +175,6 @@ class SeqMeanTokenSumNormCfg(FixedLengthCfg):
     """Sum over ``max_length`` (Dr. GRPO in verl); grows with the batch."""
 
     name: Literal["seq_mean_token_sum_norm"] = "seq_mean_token_sum_norm"
-    """Name in the registry."""
     source: ClassVar = "https://github.com/volcengine/verl"
     by_episode: ClassVar = False
 

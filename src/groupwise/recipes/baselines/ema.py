@@ -17,7 +17,6 @@ class EmaCfg(BaselineCfg):
     """A moving average over the iterations (RAE)."""
 
     name: Literal["ema"] = "ema"
-    """Name in the registry."""
     decay: Fraction = 0.95
     """Share of the moving average that one episode leaves. Default: SPIRAL's."""
     source: ClassVar = "https://arxiv.org/abs/2506.24119"

@@ -18,7 +18,6 @@ class GigpoCfg(BaselineCfg):
     """The mean, and a second comparison of steps that saw the same observation (GiGPO)."""
 
     name: Literal["gigpo"] = "gigpo"
-    """Name in the registry."""
     weight: NonNegative = 1.0
     """Weight of the second advantage, the paper's omega."""
     source: ClassVar = "https://arxiv.org/abs/2505.10978"

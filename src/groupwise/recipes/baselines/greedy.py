@@ -17,7 +17,6 @@ class GreedyCfg(BaselineCfg):
     """A deterministic episode at the same start (ReMax)."""
 
     name: Literal["greedy"] = "greedy"
-    """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/2310.10505"
     needs: ClassVar = {"returns": ("outcome",), "scale": ("none", "batch_std", "nonzero_share")}
     within_group: ClassVar = False

@@ -21,7 +21,6 @@ class KnnCfg(BaselineCfg):
     """The mean of returns from the nearest states of other episodes, with generalised advantages."""
 
     name: Literal["knn"] = "knn"
-    """Name in the registry."""
     k: PositiveInt = 16
     """How many states. Fewer are nearer, more are surer."""
     gae_lambda: Fraction = 0.95

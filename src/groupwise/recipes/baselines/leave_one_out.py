@@ -16,7 +16,6 @@ class LeaveOneOutCfg(BaselineCfg):
     """The mean of the others."""
 
     name: Literal["leave_one_out"] = "leave_one_out"
-    """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/2402.14740"
 
     def of_episodes(self, scores: "Scores") -> "Tensor":

@@ -16,7 +16,6 @@ class LengthWeightedCfg(BaselineCfg):
     """The mean weighted by the episodes' lengths (OPO)."""
 
     name: Literal["length_weighted"] = "length_weighted"
-    """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/2505.23585"
     needs: ClassVar = {"returns": ("outcome",)}
 

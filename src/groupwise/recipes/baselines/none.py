@@ -16,7 +16,6 @@ class NoBaselineCfg(BaselineCfg):
     """Nothing; the batch is whitened instead (REINFORCE++)."""
 
     name: Literal["none"] = "none"
-    """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/2501.03262"
     needs: ClassVar = {"group_key": ("group",), "scale": ("none",), "normalize": ("batch",)}
     within_group: ClassVar = False

@@ -18,7 +18,6 @@ class OptimalTokenCfg(BaselineCfg):
     """The mean weighted by the chance that each path has seen; one discrete action."""
 
     name: Literal["optimal_token"] = "optimal_token"
-    """Name in the registry."""
     source: ClassVar = "https://github.com/volcengine/verl"
     needs: ClassVar = {"group_key": ("group_step",), "returns": ("return_to_go",), "finished_members": ("mask",)}
     needs_scores: ClassVar = True

@@ -16,7 +16,6 @@ class SecondBestCfg(BaselineCfg):
     """The second best, for the best only (Pass@k)."""
 
     name: Literal["second_best"] = "second_best"
-    """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/2503.19595"
     needs: ClassVar = {"returns": ("outcome",)}
 

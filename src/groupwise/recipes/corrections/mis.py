@@ -19,7 +19,6 @@ class MisCfg(MaskCorrectionCfg):
     """The weight ``exp(old_log_prob - sample_log_prob)``, 0 outside ``[low, high]``."""
 
     name: Literal["mis"] = "mis"
-    """Name in the registry."""
     level: Literal["token", "sequence"] = "token"
     """Weight of each step, or the product over its episode."""
     low: NonNegative | None = None

@@ -12,7 +12,6 @@ class OffPolicyMaskCfg(MaskCorrectionCfg):
     """Drops steps of negative advantage in episodes that have become unlikely."""
 
     name: Literal["off_policy_mask"] = "off_policy_mask"
-    """Name in the registry."""
     off_policy_mask_threshold: Positive | None = 0.5
     """Greatest mean of ``sample_log_prob - log_prob`` over the episode (TRL 0.5, AgileRL 0.03). None: no limit."""
     source: ClassVar = "https://arxiv.org/abs/2512.02556"

@@ -17,7 +17,6 @@ class TisCfg(MaskCorrectionCfg):
     """The weight ``exp(old_log_prob - sample_log_prob)``, at most ``high``."""
 
     name: Literal["tis"] = "tis"
-    """Name in the registry."""
     level: Literal["token", "sequence"] = "token"
     """Weight of each step, or the product over its episode."""
     high: Positive = 3.0

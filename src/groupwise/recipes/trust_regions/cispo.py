@@ -20,7 +20,6 @@ class CispoCfg(TrustRegionCfg):
     """A policy gradient whose weight, the ratio, is clipped."""
 
     name: Literal["cispo"] = "cispo"
-    """Name in the registry."""
     low: NonNegative | None = None
     """Least weight, absolute. None: no lower bound (TRL, AgileRL; verl: 1 - its clip, so 0.8)."""
     high: Positive | None = 5.0

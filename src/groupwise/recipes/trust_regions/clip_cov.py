@@ -20,7 +20,6 @@ class ClipCovCfg(ClippedCfg):
     """The clip, with a few random steps of high covariance left out."""
 
     name: Literal["clip_cov"] = "clip_cov"
-    """Name in the registry."""
     fraction: Fraction = 2e-4
     """Share of the rollout's steps that is left out, at least one."""
     low: float = 1.0

@@ -19,7 +19,6 @@ class DppoCfg(TrustRegionCfg):
     """Steps whose probability has moved too far are dropped; discrete actions."""
 
     name: Literal["dppo"] = "dppo"
-    """Name in the registry."""
     divergence: Literal["tv", "kl"] = "tv"
     """Of "this action or another": total variation (the difference of probabilities), or KL(sampler || policy)."""
     low: Positive = 0.15

@@ -19,7 +19,6 @@ class DualClipCfg(ClippedCfg):
     """The clip, also bounded at negative advantage."""
 
     name: Literal["dual_clip"] = "dual_clip"
-    """Name in the registry."""
     bound: Annotated[float, Gt(1)] = 3.0
     """The loss is at most so many times the negative advantage. Default: verl's ``clip_ratio_c``."""
     source: ClassVar = "https://arxiv.org/abs/1912.09729"

@@ -17,7 +17,6 @@ class GmpoCfg(ClippedCfg):
     """The geometric mean over the episode of ratios clipped step by step, at exp(-clip_low) and exp(clip_high)."""
 
     name: Literal["gmpo"] = "gmpo"
-    """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/2507.20673"
     needs_ratio: ClassVar = "token"
     whole_episodes: ClassVar = True

@@ -18,7 +18,6 @@ class KlCovCfg(TrustRegionCfg):
     """No clip, and a pull on the steps of highest covariance."""
 
     name: Literal["kl_cov"] = "kl_cov"
-    """Name in the registry."""
     fraction: Fraction = 2e-4
     """Share of the rollout's steps that is pulled back: those whose ``(A - mean A)(log_prob - mean log_prob)`` is highest."""
     penalty: NonNegative = 1.0

@@ -17,7 +17,6 @@ class UnclippedCfg(TrustRegionCfg):
     """Ratio times advantage."""
 
     name: Literal["none"] = "none"
-    """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/2402.14740"
 
     def loss(self, ratio: "Tensor", log_prob: "Tensor", batch: "Batch", counts: "Counts") -> "Tensor":

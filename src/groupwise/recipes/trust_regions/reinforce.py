@@ -17,7 +17,6 @@ class ReinforceCfg(TrustRegionCfg):
     """Log-probability times advantage, without ratio."""
 
     name: Literal["reinforce"] = "reinforce"
-    """Name in the registry."""
     source: ClassVar = "https://arxiv.org/abs/2504.02546"
 
     def loss(self, ratio: "Tensor", log_prob: "Tensor", batch: "Batch", counts: "Counts") -> "Tensor":

@@ -18,7 +18,6 @@ class SapoCfg(TrustRegionCfg):
     """A gradient that fades smoothly on both sides of ratio 1."""
 
     name: Literal["sapo"] = "sapo"
-    """Name in the registry."""
     positive: Positive = 1.0
     """Temperature at positive advantage: how fast an action loses influence as its ratio leaves 1."""
     negative: Positive = 1.05

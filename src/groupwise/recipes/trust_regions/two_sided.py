@@ -20,7 +20,6 @@ class TwoSidedCfg(ClippedCfg):
     """The ratio also bounded at negative advantage (INTELLECT-2)."""
 
     name: Literal["two_sided"] = "two_sided"
-    """Name in the registry."""
     delta: Annotated[float, Gt(1)] = 4.0
     """Bound of the ratio, above 1 + clip_high."""
     source: ClassVar = "https://arxiv.org/abs/2505.07291"

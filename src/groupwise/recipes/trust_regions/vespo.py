@@ -18,7 +18,6 @@ class VespoCfg(TrustRegionCfg):
     """A policy gradient with weight ``w^power * exp(decay * (1 - w))``, w the episode's ratio."""
 
     name: Literal["vespo"] = "vespo"
-    """Name in the registry."""
     positive_power: NonNegative = 2.0
     """Power k at advantage 0 and above."""
     positive_decay: NonNegative = 3.0

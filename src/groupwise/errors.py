@@ -11,7 +11,7 @@ GroupwiseError
 ├── RewardError            a reward function that failed, took too long or returned what is no score (RuntimeError)
 ├── ToolError              a tool that failed, or answered with what is no text (RuntimeError)
 ├── DivergedError          training produced non-finite numbers (RuntimeError)
-│   └── SamplerMismatchError  The sampler is not the policy that is trained
+│   └── SamplerMismatchError  Sampler and trainer differ
 ├── CheckpointError        a checkpoint that is damaged or belongs to something else (ValueError)
 ├── RunFolderError         a run folder that does not exist, is damaged or is taken (ValueError)
 └── MissingExtraError      an optional dependency is not installed (ImportError)
@@ -85,7 +85,7 @@ class DivergedError(GroupwiseError, RuntimeError):
 
 
 class SamplerMismatchError(DivergedError):
-    """The sampler is not the policy that is trained."""
+    """Sampler and trainer differ."""
 
 
 class CheckpointError(GroupwiseError, ValueError):

@@ -20,7 +20,7 @@ def test_settings_survive_json():
     cfg = TextTaskCfg(
         data="reasoning-gym:chain_sum",
         data_kwargs={"max_terms": 2},
-        rewards=(RewardCfg(name="length", weight=0.1, kwargs={"at_most": 20}),),
+        rewards=(RewardCfg(name="regex", weight=0.1, kwargs={"pattern": "a"}),),
     )
     assert TextTaskCfg.model_validate_json(cfg.model_dump_json()) == cfg
 

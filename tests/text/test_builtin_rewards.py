@@ -35,14 +35,6 @@ def test_a_pattern_is_found_or_is_the_whole(score):
     assert score("regex", texts, pattern="<b>.*</b>", where="full") == [1, 0, 0]
 
 
-def test_length_is_in_its_range(score):
-    ids = [[7] * length for length in range(8)]
-    texts = [""] * 8
-    assert score("length", texts, ids=ids, at_least=2, at_most=4) == [0, 0, 1, 1, 1, 0, 0, 0]
-    assert score("length", texts, ids=ids, at_most=4) == [1, 1, 1, 1, 1, 0, 0, 0]
-    assert score("length", texts, ids=ids, at_least=7) == [0, 0, 0, 0, 0, 0, 0, 1]
-
-
 def test_an_exact_answer_is_all_of_it_and_nothing_more(score):
     texts = ["Paris", " Paris\n", "<answer>Paris</answer>", "It is Paris", "paris", "", "Paris Paris"]
     columns = {"answer": ["Paris"] * 7}
@@ -172,8 +164,6 @@ def test_lists_of_tasks_name_tasks_that_exist():
         ("regex", {"pattern": 3}, "pattern = 3: Input should be a valid string"),
         ("regex", {}, "'regex' needs the setting 'pattern'"),
         ("regex", {"patern": "a"}, "no setting 'patern'; did you mean 'pattern'"),
-        ("length", {}, "neither at_most nor at_least"),
-        ("length", {"at_most": 1, "at_least": 2}, "at_most=1 < at_least=2"),
         ("exact", {"where": "end"}, "where = 'end': Input should be 'auto', 'tag', 'boxed' or 'whole'"),
         ("exact", {"case": "lower"}, "case = 'lower': Input should be 'matters' or 'ignored'"),
         ("numeric", {"tolerance": 1.0}, "tolerance=1.0: expected a part"),
@@ -187,4 +177,4 @@ def test_wrong_settings_are_refused_before_anything_is_scored(name, kwargs, mess
 def test_unknown_names_get_the_nearest():
     with pytest.raises(UnknownNameError, match="unknown reward 'numerik': did you mean 'numeric'"):
         make_reward(RewardCfg(name="numerik"))
-    assert {"regex", "length", "exact", "numeric", "math", "reasoning_gym"} <= REWARDS.keys()
+    assert {"regex", "exact", "numeric", "math", "reasoning_gym"} <= REWARDS.keys()

@@ -239,5 +239,5 @@ def test_a_sampler_that_is_another_policy_stops_the_run(model, tmp_path, monkeyp
         return [[c._replace(log_probs=[p + 0.6 for p in c.log_probs]) for c in group] for group in groups]
 
     monkeypatch.setattr(generators, "complete", other)
-    with pytest.raises(gw.SamplerMismatchError, match=r"not the policy that is trained: KL 0\.149 .*from token 0.*fix"):
+    with pytest.raises(gw.SamplerMismatchError, match=r"sampler and trainer differ: KL 0\.149 .*fix"):
         train(copying(), model, tmp_path / "run")

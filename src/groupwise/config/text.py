@@ -14,7 +14,7 @@ class RewardCfg(Cfg):
     """One reward function."""
 
     name: str
-    """A registered reward: ``regex``, ``length``, ``exact``, ``numeric``, ``math``, ``reasoning_gym``, or your own. ``<given in Python>`` stands for an object passed in Python."""
+    """A registered reward: ``regex``, ``exact``, ``numeric``, ``math``, ``reasoning_gym``, or your own. ``<given in Python>`` stands for an object passed in Python."""
     weight: float = 1.0
     """Factor of its scores."""
     kwargs: dict[str, Any] = {}

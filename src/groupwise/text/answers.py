@@ -1,4 +1,4 @@
-"""The answer that a completion gives, and when two answers are the same. Nothing here runs what a model wrote."""
+"""The answer in a completion, and numbers in texts. Nothing here runs the model's text as code."""
 
 import re
 from collections.abc import Callable
@@ -6,8 +6,8 @@ from fractions import Fraction
 from typing import Literal
 
 Where = Literal["auto", "tag", "boxed", "whole"]
-"""Which part of a completion is its answer: the last ``<answer>...</answer>``; the last ``\\boxed{...}``; all of it, white
-space at its ends aside; ``auto``: the first of these that there is."""
+"""The part of a completion that is its answer: the last ``<answer>...</answer>``; the last ``\\boxed{...}``; all of it,
+stripped; ``auto``: the first of these that exists."""
 
 _TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _NUMBER = r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?<=[0-9])(?:[eE][+-]?[0-9]{1,3})?"
@@ -19,24 +19,20 @@ _LONGEST_NUMBER = 100
 def final_answer(
     completion: str, where: Where = "auto", otherwise: Callable[[str], str | None] = str.strip
 ) -> str | None:
-    """The part of the completion that is its answer; None if it has no such part.
+    """The answer of the completion; None if it has none.
 
     Args:
-        otherwise: what is the answer with ``where="auto"`` where there is neither tag nor box.
+        otherwise: finds it for ``where="auto"`` without tag and box.
     """
-    match where:
-        case "tag":
-            return _tagged(completion)
-        case "boxed":
-            return _boxed(completion)
-        case "whole":
-            return completion.strip()
-    marked = (part(completion) for part in (_tagged, _boxed))
-    return next((part for part in marked if part is not None), otherwise(completion))
+    finders: dict[str, Callable[[str], str | None]] = {"tag": _tagged, "boxed": _boxed, "whole": str.strip}
+    if where != "auto":
+        return finders[where](completion)
+    marked = (find(completion) for find in (_tagged, _boxed))
+    return next((answer for answer in marked if answer is not None), otherwise(completion))
 
 
 def gold_answer(column: object) -> str:
-    """The right answer, of a column that may explain it first and give it after ``####``, as GSM8K does."""
+    """The right answer: the column's text, or its part after ``####``, as in GSM8K."""
     return str(column).rpartition("####")[2].strip()
 
 
@@ -47,15 +43,11 @@ def last_number(text: str) -> str | None:
 
 
 def as_number(text: str) -> Fraction | None:
-    """The number that the text is, exactly; None if it is none.
-
-    Thousands may be separated by commas; a currency sign before, and a percent sign or a full stop after it, make no
-    difference. ``1/3`` and ``2e-3`` are numbers; words, units and a second number make it none.
-    """
-    said = _WHOLE_NUMBER.fullmatch(text.strip())
-    if said is None or len(text) > _LONGEST_NUMBER:
+    """The exact number that the whole text is, such as ``-5``, ``$1,234.5``, ``18%``, ``1/3`` or ``2e-3``; None otherwise."""
+    found = _WHOLE_NUMBER.fullmatch(text.strip())
+    if found is None or len(text) > _LONGEST_NUMBER:
         return None
-    over, under = (Fraction(part.replace(",", "")) for part in (said[1], said[2] or "1"))
+    over, under = (Fraction(part.replace(",", "")) for part in (found[1], found[2] or "1"))
     return over / under if under else None
 
 

@@ -1,15 +1,14 @@
-"""From a ``TextRunCfg`` to the parts of a run on texts."""
+"""From a ``TextRunCfg`` to the components of a run on texts."""
 
 import logging
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal
 
 import torch
 
 from groupwise.config.algorithm import GRPOCfg, with_max_length
 from groupwise.config.base import GIVEN
 from groupwise.config.credit import PartsCfg
-from groupwise.config.policy import SamplingCfg
 from groupwise.config.registry import algorithm_entry
 from groupwise.config.run import TextRunCfg
 from groupwise.data.rollout import TensorSpec
@@ -38,12 +37,10 @@ from groupwise.training.components import Components, UserObjects, check_tracker
 
 log = logging.getLogger(__name__)
 
-SamplingT = TypeVar("SamplingT", bound=SamplingCfg)
-
 
 @dataclass(frozen=True)
 class TextComponents(Components):
-    """Of a run on texts."""
+    """Components of a run on texts."""
 
     kind: ClassVar[str] = "task"
     axes: ClassVar[tuple[str, str]] = ("tokens written", "reward")
@@ -66,7 +63,7 @@ class TextComponents(Components):
         return self.cfg.evaluation.interval
 
     def notes(self) -> list[str]:
-        """How many prompts there are, and how many parameters are trained."""
+        """Number of prompts and of trained parameters."""
         policy = self.policy
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
         whole = sum(p.numel() for p in policy.parameters())
@@ -76,7 +73,7 @@ class TextComponents(Components):
         ]
 
     def own_callbacks(self, folder: RunFolder) -> list[Callback]:
-        """Sampler against trainer, and groups to look at."""
+        """The check of sampler against trainer, and the logging of groups."""
         built: list[Callback] = [CheckSamplerMismatch(self.cfg.sampler_mismatch)]
         if self.cfg.evaluation.num_logged_groups:
             built.append(LogGroups(folder.groups, self.collector, self.cfg.evaluation.num_logged_groups))
@@ -84,10 +81,10 @@ class TextComponents(Components):
 
 
 def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -> TextComponents:
-    """Model, prompts, rewards and what trains on them, from a run's settings.
+    """The components of a run, from its settings.
 
     Raises:
-        ConfigError: settings that exclude each other, or an object that must be given and was not.
+        ConfigError: settings that exclude each other, or a missing object.
         DataError: prompts that cannot be used.
         MissingExtraError: the extra ``text`` is not installed.
     """
@@ -106,8 +103,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     rewards.check_columns(prompts[0].example.columns)
     if data.eval:
         rewards.check_columns(data.eval[0].columns, "eval_data")
-    tool = task.tool()
-    cfg = _filled_in(cfg, rewards.weights, () if tool is None else tool.stop)
+    cfg = _filled_in(cfg, rewards.weights)
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
     flatten(algorithm)
     collector = TextCollector(
@@ -117,7 +113,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
         encoder,
         rewards,
         cfg,
-        dialogue=dialogue_of(tool, encoder, policy),
+        dialogue=dialogue_of(task.tool(), encoder, policy),
         rank=engine.rank,
         world_size=engine.world_size,
     )
@@ -139,13 +135,13 @@ def speed_up(policy: CausalLM) -> None:
 def load_trained(
     cfg: TextRunCfg, folder: RunFolder, checkpoint: Literal["latest", "best"], policy: Policy | None = None
 ) -> CausalLM:
-    """The policy of an earlier run, which needs neither its prompts nor its rewards.
+    """The policy of an earlier run, without its prompts and rewards.
 
     Args:
-        policy: the one that the run was given, if it was; it gets the checkpoint's weights.
+        policy: the one that the run was given in Python; it gets the checkpoint's weights.
 
     Raises:
-        ConfigError: the run was given its policy, and it is missing.
+        ConfigError: that policy is missing.
         CheckpointError: the checkpoint is missing or damaged.
     """
     if policy is None and cfg.model.path == GIVEN:
@@ -163,7 +159,7 @@ def load_trained(
 def _policy(cfg: TextRunCfg, given: UserObjects, *, actor_only: bool) -> CausalLM:
     """The policy that was given, or the one that the settings name."""
     if given.policy is None:
-        with torch.random.fork_rng(devices=[]):  # adapters begin at random
+        with torch.random.fork_rng(devices=[]):  # adapters start from random weights
             torch.manual_seed(derive_seed(cfg.seed, "policy"))
             return load_causal_lm(
                 cfg.model,
@@ -176,7 +172,7 @@ def _policy(cfg: TextRunCfg, given: UserObjects, *, actor_only: bool) -> CausalL
     if not isinstance(policy, CausalLM):
         raise ConfigError(f"a text task needs a CausalLM; got {type(policy).__name__}, fix: gw.CausalLM(model, ...)")
     if policy.tokenizer is None:
-        raise ConfigError("the policy has no tokenizer to read prompts with; fix: CausalLM(model, tokenizer=...)")
+        raise ConfigError("the policy has no tokenizer; fix: CausalLM(model, tokenizer=...)")
     if policy.actor_only and not actor_only:
         raise ConfigError(
             f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; fix: actor_only=False"
@@ -185,18 +181,16 @@ def _policy(cfg: TextRunCfg, given: UserObjects, *, actor_only: bool) -> CausalL
 
 
 def _check(cfg: TextRunCfg, engine: Engine) -> None:
-    algorithm = cfg.algorithm
-    resamples = isinstance(algorithm, GRPOCfg) and algorithm.collection.dynamic_sampling > 0
+    resamples = isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.dynamic_sampling > 0
     if resamples and engine.world_size > 1:
         raise ConfigError(
-            "collection.dynamic_sampling takes as many prompts as it needs, so that several processes would lose "
-            "track of each other's; fix: dynamic_sampling=0, or one process"
+            "collection.dynamic_sampling takes a varying number of prompts, which several processes cannot divide; fix: "
+            "dynamic_sampling=0, or one process"
         )
 
 
-def _filled_in(cfg: TextRunCfg, weights: tuple[float, ...], stop: tuple[str, ...]) -> TextRunCfg:
-    """The settings with what follows from others: the longest completion, weights of rewards compared one by one, and ``stop``."""
-    cfg = _stopping(cfg, stop)
+def _filled_in(cfg: TextRunCfg, weights: tuple[float, ...]) -> TextRunCfg:
+    """The settings with those that follow from others: the longest completion, and weights of rewards compared one by one."""
     algorithm = cfg.algorithm
     num_turns = 1 if cfg.task.tool is None else cfg.task.max_turns
     algorithm = with_max_length(algorithm, num_turns * cfg.sampling.max_new_tokens)
@@ -207,15 +201,3 @@ def _filled_in(cfg: TextRunCfg, weights: tuple[float, ...], stop: tuple[str, ...
             credit = algorithm.credit.model_copy(update={"reward": PartsCfg(weights=weights)})
             algorithm = algorithm.model_copy(update={"credit": credit})
     return cfg.model_copy(update={"algorithm": algorithm})
-
-
-def _stopping(cfg: TextRunCfg, strings: tuple[str, ...]) -> TextRunCfg:
-    """The settings with turns, in training and evaluation, that end where a tool's calls end."""
-
-    def stopping(sampling: SamplingT) -> SamplingT:
-        return sampling.model_copy(update={"stop": tuple(dict.fromkeys((*sampling.stop, *strings)))})
-
-    evaluation = cfg.evaluation
-    if evaluation.sampling is not None:
-        evaluation = evaluation.model_copy(update={"sampling": stopping(evaluation.sampling)})
-    return cfg.model_copy(update={"sampling": stopping(cfg.sampling), "evaluation": evaluation})

@@ -4,7 +4,6 @@ An answer is right as a whole or not at all: it is not searched for in a longer 
 """
 
 import functools
-import math
 import re
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -73,22 +72,6 @@ class RegexReward(RewardObject):
     def __call__(self, completions: Sequence[Completion], **_: Any) -> list[float]:
         """1 or 0 for each."""
         return [float(self._match(text_of(completion)) is not None) for completion in completions]
-
-
-@register_reward("length")
-class LengthReward(RewardObject):
-    """1 for completions of ``at_least`` to ``at_most`` tokens, else 0."""
-
-    def __init__(self, at_most: int | None = None, at_least: int = 0) -> None:
-        if at_most is None and at_least == 0:
-            raise ConfigError("length has neither at_most nor at_least, so that every length is right; fix: set one")
-        if at_most is not None and at_most < at_least:
-            raise ConfigError(f"at_most={at_most} < at_least={at_least}; fix: swap them")
-        self._least, self._most = at_least, math.inf if at_most is None else at_most
-
-    def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        """1 or 0 for each."""
-        return [float(self._least <= len(ids) <= self._most) for ids in completion_ids]
 
 
 class AnswerReward(RewardObject):

@@ -1,4 +1,4 @@
-"""Callbacks of text runs: check the sampler against the trainer, and log groups to look at."""
+"""Callbacks of text runs: check the sampler against the trainer, and log groups."""
 
 import logging
 from pathlib import Path
@@ -19,31 +19,33 @@ log = logging.getLogger(__name__)
 
 
 class CheckSamplerMismatch(Callback):
-    """Warns, and then stops the run, when the sampler's probabilities are no longer the trainer's."""
+    """Warns and then stops the run when the KL between sampler and trainer is too large."""
 
     def __init__(self, cfg: SamplerMismatchCfg) -> None:
         self.cfg = cfg
         self._warned = False
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Look at the KL of this iteration's first minibatch.
+        """Check the KL of this iteration's first minibatch.
 
         Raises:
-            SamplerMismatchError: it is past the limit.
+            SamplerMismatchError: it is above the limit.
         """
         found = metrics.get("rollout/sampler_kl", 0.0)
         if self.cfg.stop is not None and found > self.cfg.stop:
             raise SamplerMismatchError(
-                f"the sampler is not the policy that is trained: KL {found:.3g} nats per token in iteration "
-                f"{trainer.iteration}, more than sampler_mismatch.stop={self.cfg.stop:g} ({_by_depth(metrics)}); the last checkpoint is "
-                "kept; fix: another precision, or objective.importance_sampling_correction; sampler_mismatch.stop=null goes on regardless"
+                f"sampler and trainer differ: KL {found:.3g} nats per token in iteration {trainer.iteration}, more than "
+                f"sampler_mismatch.stop={self.cfg.stop:g}; the last checkpoint is kept; fix: another "
+                "precision, objective.importance_sampling_correction, or sampler_mismatch.stop=null"
             )
         if found > self.cfg.warn and not self._warned:
             self._warned = True
             log.warning(
-                "sampler and trainer disagree: KL %.3g nats per token in iteration %d, more than sampler_mismatch.warn=%g (%s)",
-                found, trainer.iteration, self.cfg.warn, _by_depth(metrics),
-            )  # fmt: skip
+                "sampler and trainer differ: KL %.3g nats per token in iteration %d, more than sampler_mismatch.warn=%g",
+                found,
+                trainer.iteration,
+                self.cfg.warn,
+            )
 
 
 class LogGroups(Callback):
@@ -85,11 +87,3 @@ def _record(member: Scored, names: tuple[str, ...]) -> dict[str, object]:
         "greedy": transcript.greedy,
         "mean_log_prob": sum(transcript.log_probs) / max(transcript.written, 1),
     }
-
-
-def _by_depth(metrics: dict[str, float]) -> str:
-    """The KL by depth of context, where there are tokens so deep: growing numbers point at positions or caches."""
-    depths = {
-        key.rpartition("_")[2]: value for key, value in metrics.items() if key.startswith("rollout/sampler_kl_from_")
-    }
-    return ", ".join(f"from token {depth}: {value:.3g}" for depth, value in depths.items() if value)

@@ -1,14 +1,15 @@
 """Evaluation of a language model on held-out prompts: mean reward and pass@k."""
 
 from collections.abc import Callable, Sequence
-from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 from groupwise.config.run import TextRunCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.texts import pass_rate
 from groupwise.policies.base import Policy
-from groupwise.report.scores import mean_ci95, wilson_95
+from groupwise.report.scores import wilson_95
 from groupwise.seeding import derive_seed
 from groupwise.text.data import Example
 from groupwise.text.generation import Generator
@@ -18,55 +19,28 @@ from groupwise.text.task import TextTask
 from groupwise.text.tools import Tool, make_tool
 from groupwise.text.transcripts import Scored, ToolDialogue, Transcript, score, text_of, write
 from groupwise.training.components import Evaluator, UserObjects
-from groupwise.training.evaluation import shown
+from groupwise.training.evaluation import EvaluationResult, shown
 
 _PROMPTS_AT_ONCE = 32
 
 
-class TextEvaluation(NamedTuple):
-    """Rewards of several completions at each of n prompts."""
+@dataclass(frozen=True)
+class TextEvaluation(EvaluationResult):
+    """Rewards of several completions at each of n prompts.
+
+    ``returns`` are the mean rewards of prompts, because completions of one prompt are no independent samples; ``lengths``
+    are the tokens of each completion.
+    """
 
     rewards: tuple[tuple[float, ...], ...]
     """Of each prompt's scorable completions; prompts without any are left out."""
-    lengths: tuple[int, ...]
-    """Tokens of each completion."""
     success_threshold: float
     """A completion with at least this reward is right."""
-
-    @property
-    def returns(self) -> tuple[float, ...]:
-        """Mean reward of each prompt's completions: completions of one prompt are no independent samples."""
-        return tuple(fmean(rewards) for rewards in self.rewards)
-
-    @property
-    def episodes(self) -> int:
-        """Number of prompts."""
-        return len(self.rewards)
 
     @property
     def completions_per_prompt(self) -> int:
         """The fewest scorable completions of a prompt."""
         return min(map(len, self.rewards))
-
-    @property
-    def return_mean(self) -> float:
-        """Mean reward."""
-        return fmean(self.returns)
-
-    @property
-    def return_std(self) -> float:
-        """Unbiased standard deviation of the prompts' mean rewards; 0 for one prompt."""
-        return stdev(self.returns) if self.episodes > 1 else 0.0
-
-    @property
-    def length_mean(self) -> float:
-        """Mean tokens of a completion."""
-        return fmean(self.lengths)
-
-    @property
-    def ci95(self) -> tuple[float, float] | None:
-        """95 % confidence interval of the mean reward over prompts, by Student's t; None for one prompt."""
-        return mean_ci95(self.return_mean, self.return_std, self.episodes)
 
     def pass_at(self, k: int) -> tuple[float, float, float]:
         """pass@k averaged over prompts, and its 95 % interval (Wilson's, over prompts)."""
@@ -87,18 +61,12 @@ class TextEvaluation(NamedTuple):
     def report(self) -> dict[str, Any]:
         """All of it as plain data."""
         rates = {f"pass_at_{k}": {"mean": mean, "ci95": ci95} for k, (mean, *ci95) in self._pass_rates().items()}
-        numbers = {"return_mean": self.return_mean, "ci95": self.ci95, "episodes": self.episodes}
-        numbers |= {"completions_per_prompt": self.completions_per_prompt, "length_mean": self.length_mean}
+        numbers = super().report() | {"completions_per_prompt": self.completions_per_prompt}
         return numbers | rates | {"rewards": [list(rewards) for rewards in self.rewards]}
 
     def metrics(self) -> dict[str, float]:
         """``eval/*`` numbers for the log."""
-        return {
-            "eval/return_mean": self.return_mean,
-            "eval/return_std": self.return_std,
-            "eval/length_mean": self.length_mean,
-            "eval/episodes": float(self.episodes),
-        } | {f"eval/pass_at_{k}": mean for k, (mean, *_) in self._pass_rates().items()}
+        return super().metrics() | {f"eval/pass_at_{k}": mean for k, (mean, *_) in self._pass_rates().items()}
 
     def _pass_rates(self) -> dict[int, tuple[float, float, float]]:
         """pass@k for the powers of two up to the number of completions, and for that number."""
@@ -152,8 +120,9 @@ class TextEvaluator(Evaluator):
                 groups.setdefault(member.transcript.group, []).append(member.reward)
         if not groups:
             raise DataError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
+        rewards = tuple(map(tuple, groups.values()))
         lengths = tuple(member.transcript.written for member in scored)
-        return TextEvaluation(tuple(map(tuple, groups.values())), lengths, self._cfg.task.success_threshold)
+        return TextEvaluation(tuple(map(fmean, rewards)), lengths, rewards, self._cfg.task.success_threshold)
 
     def prepare(self) -> None:
         """Nothing: the prompts are encoded already."""

@@ -1,4 +1,4 @@
-"""Rows of files, and what is wrong with those that cannot be read."""
+"""Reading examples from files."""
 
 import csv
 import json
@@ -43,9 +43,16 @@ def _read_csv(path: Path) -> list[Any]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:
-            return [_whole(row, f"{path}, line {reader.line_num}") for row in reader]
+            rows: list[dict[Any, Any]] = []
+            for row in reader:
+                if None in row or None in row.values():
+                    raise DataError(
+                        f"{path}, line {reader.line_num}: not as many fields as columns; fix: quote fields that hold commas"
+                    )
+                rows.append(row)
         except csv.Error as error:
             raise DataError(f"{path}, after line {reader.line_num}: {error}; fix: quote it as CSV") from error
+    return rows
 
 
 def _read_parquet(path: Path) -> list[Any]:
@@ -77,14 +84,7 @@ def _parse(text: str, where: str) -> Any:
         ) from error
 
 
-def _whole(row: dict[Any, Any], where: str) -> dict[str, str]:
-    """The row of a CSV file, if it has as many fields as the file has columns."""
-    if None in row or None in row.values():
-        raise DataError(f"{where}: not as many fields as columns; fix: quote fields that hold commas")
-    return row
-
-
 def short(value: object) -> str:
-    """How a message shows it: its beginning."""
+    """The beginning of its representation, for messages."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

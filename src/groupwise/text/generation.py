@@ -40,10 +40,10 @@ class Generator:
 
 
 class Prompts(NamedTuple):
-    """The encoded prompts, before the first step."""
+    """The prompts after the first forward pass."""
 
     cache: Any
-    """Of transformers, after one pass over the prompts."""
+    """Of transformers."""
     valid: Bool[Tensor, "prompt width"]
     """False at padding."""
     group_size: int
@@ -52,7 +52,7 @@ class Prompts(NamedTuple):
 
 
 class Step(ABC):
-    """Extends rows by one token each."""
+    """Extends each row by one token."""
 
     @abstractmethod
     def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
@@ -64,7 +64,7 @@ class Step(ABC):
 
 
 class TransformersStep(Step):
-    """Extends each row by one token, through the model's own modules."""
+    """Extends rows through the model's own modules."""
 
     def __init__(self, policy: "CausalLM", prompts: Prompts) -> None:
         self._policy, self._cache = policy, prompts.cache

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from groupwise.config.text import GYM
-from groupwise.errors import ConfigError, UnknownNameError, nearest, require_extra
+from groupwise.errors import ConfigError, UnknownNameError, require_extra
 from groupwise.seeding import derive_seed
 from groupwise.text.data import Example
 
@@ -25,7 +25,7 @@ def gym_examples(
 
     Raises:
         UnknownNameError: no such task.
-        ConfigError: a setting that the task does not have.
+        ConfigError: a setting that the task does not have, or refuses.
         MissingExtraError: the extra ``text`` is not installed.
     """
     require_extra("reasoning_gym", "text")
@@ -35,13 +35,12 @@ def gym_examples(
     task, kwargs = name.removeprefix(GYM), kwargs or {}
     if task not in DATASETS:
         raise UnknownNameError("reasoning-gym task", task, DATASETS)
-    known = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
-    for key in kwargs:
-        if key not in known:
-            hint = nearest(key, known) or f"; known: {', '.join(sorted(known))}"
-            raise ConfigError(f"data_kwargs: {GYM}{task} has no setting {key!r}{hint}")
     seed = derive_seed(0, "reasoning-gym") // 2 + (_EVAL_OFFSET if part == "eval" else 0)
-    items = reasoning_gym.create_dataset(task, seed=seed, size=size, **kwargs)
+    try:
+        items = reasoning_gym.create_dataset(task, seed=seed, size=size, **kwargs)
+    except (TypeError, AssertionError) as error:
+        known = ", ".join(field.name for field in dataclasses.fields(DATASETS[task][1]))
+        raise ConfigError(f"data_kwargs of {GYM}{task}: {error}; fix: {known}") from error
     return [
         Example(item["question"], {"task": task, "answer": item["answer"], "metadata": item["metadata"]})
         for item in items

@@ -1,4 +1,4 @@
-"""What is done to the layers of a transformers model so that it can be trained: no dropout, less memory, shared prefixes."""
+"""Changes to the layers of transformers models for training: no dropout, gradient checkpointing, shared prefixes."""
 
 import sys
 from types import MethodType
@@ -18,30 +18,20 @@ _NOISES = ("drop", "jitter")
 
 
 def silence_dropout(model: nn.Module) -> None:
-    """Make training mode the same function as evaluation mode: every probability of dropout becomes 0.
-
-    Attention takes its own from an attribute of the module (``attention_dropout``), as layer drop and routers' noise do.
-    The model's config stays as it is.
-    """
+    """Set every dropout probability to 0, also those in attributes of modules: attention, layer drop, routers' jitter."""
     for module in model.modules():
         if isinstance(module, _DROPOUTS):
             module.p = 0.0
-        noises = [name for name, value in vars(module).items() if isinstance(value, float) and _is_noise(name)]
-        for name in noises:
-            setattr(module, name, 0.0)
-
-
-def _is_noise(name: str) -> bool:
-    return any(word in name for word in _NOISES)
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and any(word in name for word in _NOISES):
+                setattr(module, name, 0.0)
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Keep only each layer's input for the backward pass, which computes the layer again (gradient checkpointing).
-
-    transformers' own switch needs training mode, and takes the cache away that prefixes are shared by.
+    """Gradient checkpointing. transformers' own switch needs training mode, and disables the cache for shared prefixes.
 
     Raises:
-        ConfigError: the model has no layers that transformers knows how to compute again.
+        ConfigError: the model has no layers for it.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -49,7 +39,7 @@ def recompute_layers(model: nn.Module) -> None:
             f"{type(model).__name__} has no layers for gradient checkpointing; fix: gradient_checkpointing=False"
         )
     for layer in layers:
-        layer.forward = MethodType(_forward_recomputed, layer)  # bound, so that a copy's layer is the copy
+        layer.forward = MethodType(_forward_recomputed, layer)  # bound, so that it can be copied
 
 
 def _forward_recomputed(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,12 +50,11 @@ def _forward_recomputed(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def keep_differentiable(model: nn.Module) -> None:
-    """Put layers that bitsandbytes has quantised into training mode, which changes nothing but how they compute.
+    """Keep layers quantised by bitsandbytes in training mode.
 
-    In evaluation mode, without a gradient at their input, some CPUs make them repack their weights for a kernel that has no
-    backward pass, for good; and 8-bit ones round the activations, too.
+    In evaluation mode, some CPUs repack their weights for a kernel without a backward pass; 8-bit ones round activations.
     """
-    library = sys.modules.get("bitsandbytes")  # whoever made such layers has imported it
+    library = sys.modules.get("bitsandbytes")  # imported by whoever made such layers
     if library is None:
         return
     for module in model.modules():
@@ -77,13 +66,13 @@ class PrefixCacheLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not fol
     """A layer's cache that keeps the keys and values of one pass, with their gradient."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Those it is given."""
+        """The new keys and values."""
         self.keys, self.values, self.is_initialized = key_states, value_states, True
         return key_states, value_states
 
 
 class SuffixCacheLayer(DynamicLayer):  # type: ignore[misc]
-    """A layer's cache that is only read: what comes behind the prefixes is not kept, so that it may be computed twice."""
+    """A layer's cache of prefixes that is only read, so that the suffixes may be recomputed."""
 
     def __init__(self, prefix: PrefixCacheLayer, number: Int[Tensor, " row"]) -> None:
         super().__init__()
@@ -91,7 +80,7 @@ class SuffixCacheLayer(DynamicLayer):  # type: ignore[misc]
         self.number = number
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Each row's prefix and its own."""
+        """The keys and values of each row's prefix and suffix."""
         keys, values = self.keys[self.number], self.values[self.number]
         return torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
 
@@ -100,7 +89,7 @@ def prefix_cache(config: Any) -> Any:
     """An empty cache for a pass over prefixes.
 
     Raises:
-        ConfigError: the model keeps something else than all keys and values of each layer; says what.
+        ConfigError: the model's cache is not the keys and values of all tokens.
     """
     cache: Any = DynamicCache(config=config)
     odd = {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}
@@ -111,10 +100,10 @@ def prefix_cache(config: Any) -> Any:
 
 
 def suffix_cache(config: Any, prefixes: Any, number: Int[Tensor, " row"]) -> Any:
-    """The cache for a pass over rows behind their prefixes.
+    """The cache for a pass over suffixes.
 
     Args:
-        prefixes: a ``prefix_cache`` that a pass has filled.
+        prefixes: a filled ``prefix_cache``.
         number: which prefix each row has.
     """
     cache: Any = DynamicCache(config=config)

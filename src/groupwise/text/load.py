@@ -1,9 +1,9 @@
-"""Language models from folders and the hub, in the precision and with the adapters that ``ModelCfg`` asks for."""
+"""Loading language models from folders and the hub."""
 
 import json
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +138,8 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
             raise ConfigError(
                 f"the adapters in {path} have {found}; got r={cfg.lora.r}, alpha={cfg.lora.alpha}; fix: lora=None, or the same"
             )
-    try:
-        with _quiet_peft():
-            adapted: nn.Module = PeftModel.from_pretrained(model, path, is_trainable=True)
-    except RuntimeError as error:  # torch lists every tensor of another size
-        sizes = [line.strip() for line in str(error).splitlines() if "size mismatch" in line] or [str(error)]
-        raise ConfigError(
-            f"the adapters in {path} do not fit their base ({sizes[0]}); fix: the base that they were trained on"
-        ) from None
+    with _quiet_peft():
+        adapted: nn.Module = PeftModel.from_pretrained(model, path, is_trainable=True)
     return adapted
 
 
@@ -174,20 +168,17 @@ def _base_of(path: str) -> str | None:
 
 
 def _load_tokenizer(path: str, base: str | None) -> Any:
-    """The tokenizer of the model, or of the base of its adapters.
+    """The tokenizer of the model, or of the local base of its adapters.
 
     Raises:
         ConfigError: there is none.
     """
     from transformers import AutoTokenizer
 
-    for place in (path, base):
-        if place is None or (place != path and not Path(place).is_dir()):
-            continue
-        try:
+    places = [path] if base is None or not Path(base).is_dir() else [path, base]
+    for place in places:
+        with suppress(OSError, ValueError, KeyError):
             return AutoTokenizer.from_pretrained(place)
-        except (OSError, ValueError, KeyError):
-            continue
     raise ConfigError(f"{path} has no tokenizer that can be read; fix: tokenizer.save_pretrained({path!r})")
 
 
@@ -209,11 +200,7 @@ def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
 
 
 def _quantization(cfg: ModelCfg) -> Any:
-    """Settings of bitsandbytes.
-
-    Raises:
-        MissingExtraError: bitsandbytes is not installed.
-    """
+    """Settings of bitsandbytes."""
     require_extra("bitsandbytes", "quant")
     from transformers import BitsAndBytesConfig
 

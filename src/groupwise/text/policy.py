@@ -1,7 +1,6 @@
 """A causal language model as a policy: the observation is a token in its context, the action the next token.
 
-Any transformers decoder whose logits are its last hidden states times its output embeddings; the constructor compares
-the two. Scores are those of the distribution that completions are drawn from, temperature included.
+Scores are those of the sampling distribution, temperature included.
 """
 
 import warnings
@@ -24,34 +23,30 @@ from groupwise.text.adapters import AdaptersOff, check_adapters, is_adapted
 from groupwise.text.prefixes import Prefixes, find_prefixes
 
 _TOLERANCE = 0.02
-"""Greatest difference between two ways to the same logits, relative to the largest; bfloat16 rounds to 0.004."""
+"""Largest difference of logits, relative to the largest logit; bfloat16 rounds to 0.004."""
 _ROUNDING = {"float32": 1e-3, "coarse": 0.1}
-"""Root mean square difference of log-probabilities, in nats, such as between rows that share a prefix and rows on their own.
-
-Rounding alone makes 1e-5 in float32 and up to 0.03 in bfloat16; keys in the wrong place make 1 in a trained model.
-"""
+"""Largest root mean square difference of log-probabilities, in nats. Rounding makes 1e-5 in float32, up to 0.03 in bfloat16."""
 
 
 class CausalLM(Policy):
     """Scores tokens with a transformers model, plain or with adapters by peft; dropout is off in every mode.
 
-    Rows of one group that begin alike, as they do with their prompt, go through that beginning once. The first time,
-    the result is compared with that of rows on their own; if it differs, or the model's cache is no plain one, rows stay
-    on their own from then on, and a ``SlowPathWarning`` says why.
+    The common prefix of a group's rows is encoded once. The first result is compared with that of separate rows; if it
+    differs, or the model's cache does not allow it, prefixes are not shared, and a ``SlowPathWarning`` gives the reason.
 
-    ``state_dict`` holds what is trained (with adapters these alone) and each tensor once; the rest is that of ``model``.
+    ``state_dict`` holds the trained parameters alone (all, if none are trained), each tensor once.
 
     Args:
         model: what ``AutoModelForCausalLM`` loads, or peft's model around it.
         eos_ids: tokens that end a completion; by default the model's own and the tokenizer's.
-        actor_only: False adds V of the context before each token: a linear head in float32 on the last hidden state, 0 at first.
+        actor_only: False adds a value head: a linear layer in float32 on the last hidden state, 0 at first.
         tokenizer: of the model; saved with it.
-        autocast: type of the network's matrix products, in training and sampling alike. None: that of the weights.
-        gradient_checkpointing: keep only each layer's input for the backward pass, which computes the layer again.
-        compile: ``torch.compile`` what ``evaluate`` computes.
+        autocast: type of matrix products, in training and sampling. None: that of the weights.
+        gradient_checkpointing: recompute layers in the backward pass.
+        compile: ``torch.compile`` the forward pass of ``evaluate``.
 
     Raises:
-        ConfigError: the model's logits are not its hidden states times its output embeddings, or it does not fit the tokenizer.
+        ConfigError: the model's logits are not its hidden states times its output embeddings, or the tokenizer does not fit.
     """
 
     scored_by = "row"
@@ -83,7 +78,7 @@ class CausalLM(Policy):
         more = () if self.sampling.top_k is None else ("support",)
         self.batch_keys = (*type(self).batch_keys, *more)
         self.has_adapters = is_adapted(model)
-        silence_dropout(model)  # it would make the sampler and the trainer two different policies
+        silence_dropout(model)  # with dropout, sampler and trainer would be two different policies
         self.eval()
         check_adapters(model)
         self.eos_ids = _eos_ids(self.network, tokenizer) if eos_ids is None else tuple(eos_ids)
@@ -109,7 +104,7 @@ class CausalLM(Policy):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether a group's prompt is encoded once. False after a first try has shown that the model's cache forbids it."""
+        """Whether a group's prompt is encoded once; False if the first try failed."""
         return self._prefixes != "apart"
 
     @property
@@ -125,20 +120,20 @@ class CausalLM(Policy):
 
     @property
     def rounding(self) -> float:
-        """Greatest root mean square difference of log-probabilities, in nats, between two ways to compute the same."""
+        """Largest root mean square difference of log-probabilities, in nats, that counts as rounding."""
         exact = self.autocast is None and all(p.dtype == torch.float32 for p in self.network.parameters())
         return _ROUNDING["float32" if exact else "coarse"]
 
     @property
     def context_length(self) -> int | None:
-        """How many tokens the model has positions for; None where nothing says so."""
+        """Number of the model's positions; None if its config has no limit."""
         config = self.network.config.get_text_config()
         name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         known: int | None = config.to_dict().get(name)
         return known
 
     def max_prompt_length(self, max_new_tokens: int) -> int | None:
-        """Tokens that a prompt may have; None where the model has no limit.
+        """Most tokens of a prompt; None if the model has no limit.
 
         Raises:
             ConfigError: none are left.
@@ -164,11 +159,9 @@ class CausalLM(Policy):
 
     @torch.no_grad()
     def values(self, rollout: TensorDict) -> Float[Tensor, "row slot"]:
-        """V of the text up to and with each slot's token, ``[N, T+1]``: at valid slots and at the one behind them; else 0.
+        """V of the text up to and including each slot's token, ``[N, T+1]``: at valid slots and the one after them; else 0.
 
-        Slot t is the state in which ``action[t]`` was chosen, slot t+1 the one that it led to. So ``value`` is
-        ``values[:, :-1]`` and ``next_value`` is ``values[:, 1:]``: the slot behind the last transition holds the last token.
-        All rows are read at once: give few at a time.
+        So ``value`` is ``values[:, :-1]`` and ``next_value`` is ``values[:, 1:]``. All rows are one batch.
 
         Raises:
             TypeError: the policy has no value head.
@@ -183,45 +176,39 @@ class CausalLM(Policy):
     def hidden_states(
         self, tokens: Int[Tensor, "row step"], valid: Bool[Tensor, "row context"], cache: Any = None
     ) -> Float[Tensor, "row step width"]:
-        """Last hidden states of the tokens; positions count from each row's first valid one, wherever its padding is.
+        """Last hidden states of the tokens; positions count from each row's first valid token.
 
         Args:
-            valid: what is no padding, in the cache (if there is one) and in the tokens behind it.
-            cache: of transformers; read, and written to.
+            valid: False at padding, of the tokens in the cache and the new ones.
+            cache: of transformers; read and extended.
         """
         return self._states(_last_hidden, tokens, valid, cache)
 
     def computing(self) -> AbstractContextManager:
-        """The context of every forward: ``torch.autocast``, if asked for.
-
-        Entered around many forwards without gradient, weights are cast once for all of them.
-        """
+        """The autocast context of every forward pass. Around several passes without gradient, weights are cast once."""
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """Not one token at a time: ``generation.complete`` generates whole completions."""
+        """Raises: ``generation.complete`` generates whole completions."""
         raise TypeError("a CausalLM does not act token by token; fix: generation.complete")
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """Not from arrays: ``generation.complete`` takes prompts."""
+        """Raises: ``generation.complete`` takes prompts."""
         raise TypeError("a CausalLM takes prompts, not arrays; fix: generation.complete")
 
     def make_reference(self) -> Policy:
-        """A frozen policy that scores like this one does now; as long as adapters change nothing, the weights below them."""
+        """A frozen policy that scores like this one does now; the base model while adapters change nothing."""
         return AdaptersOff(self) if self.has_adapters and self._adapters_change_nothing() else super().make_reference()
 
     @contextmanager
     def adapters_off(self) -> Iterator[None]:
-        """Within it, the policy is the model below its adapters."""
+        """Within it, the policy is the base model."""
         with self.model.disable_adapter():
             yield
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a transformers folder, or with adapters peft's, and the tokenizer if there is one.
-
-        A value head is no part of them; checkpoints hold it.
-        """
-        # peft would ask the hub whether the base's vocabulary has changed
+        """Write a transformers folder, or with adapters peft's, and the tokenizer; without the value head."""
+        # otherwise peft asks the hub whether the base's vocabulary has changed
         more = {"save_embedding_layers": False} if self.has_adapters else {}
         self.model.save_pretrained(folder, **more)
         if self.tokenizer is not None:
@@ -230,7 +217,7 @@ class CausalLM(Policy):
     def _hidden(
         self, tokens: Tensor, valid: Tensor, group: Tensor, mask: Tensor, action: Tensor
     ) -> Float[Tensor, "token width"]:
-        """Hidden states at the tokens of the mask, each prefix encoded once if that works."""
+        """Hidden states at the tokens of the mask, with prefix sharing if possible."""
         prefixes = None if self._prefixes == "apart" else find_prefixes(tokens, valid, group)
         if prefixes is not None and self._prefixes == "untried" and bool(mask.any()):
             self._try_sharing(prefixes, tokens, valid, mask, action[mask])
@@ -261,7 +248,7 @@ class CausalLM(Policy):
         return prefixes.gather(head, tail, mask)
 
     def _states(self, forward: Any, tokens: Tensor, valid: Tensor, cache: Any = None) -> Tensor:
-        # padding behind the text is never looked at: without a mask attention takes its fast path
+        # attention never sees padding on the right: without a mask it takes its fast path
         mask = position = None
         if tokens.shape[1] < valid.shape[1] or bool((valid[:, 1:] & ~valid[:, :-1]).any()):
             mask, position = valid.long(), (valid.cumsum(dim=1) - 1).clamp(min=0)[:, valid.shape[1] - tokens.shape[1] :]
@@ -271,7 +258,7 @@ class CausalLM(Policy):
 
     @torch.no_grad()
     def _try_sharing(self, prefixes: Prefixes, tokens: Tensor, valid: Tensor, mask: Tensor, token: Tensor) -> None:
-        """Find out whether prefixes can be shared: both ways on the same rows."""
+        """Compare hidden states with and without prefix sharing, and decide."""
         try:
             shared = self._hidden_shared(prefixes, mask)
         except ConfigError as error:
@@ -283,7 +270,7 @@ class CausalLM(Policy):
             if off <= self.rounding:
                 self._prefixes = "shared"
                 return
-            why = f"its log-probabilities behind a cache differ by {off:.2g} from those without, at most {self.rounding} is rounding"
+            why = f"its log-probabilities differ by {off:.2g} with a cache, more than {self.rounding}"
         self._prefixes = "apart"
         name = type(self.network).__name__
         warnings.warn(
@@ -304,32 +291,32 @@ class CausalLM(Policy):
         return head
 
     def _names_to_save(self) -> frozenset[str]:
-        """Trained parameters, by the first name of each, and buffers; of a model without trained ones, all."""
+        """Trained parameters, each by its first name, or all if none are trained; and buffers."""
         named = dict(self.named_parameters())
         trained = {name for name, parameter in named.items() if parameter.requires_grad}
         return frozenset((trained or set(named)) | {name for name, _ in self.named_buffers()})
 
-    @torch.no_grad()
     def _adapters_change_nothing(self) -> bool:
-        tokens = self._some_tokens()
-        with_adapters = self.hidden_states(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        with_adapters = self._probe()[1]
         with self.adapters_off():
-            without = self.hidden_states(tokens, torch.ones_like(tokens, dtype=torch.bool))
-        return torch.equal(with_adapters, without)
+            return torch.equal(with_adapters, self._probe()[1])
 
-    def _some_tokens(self) -> Int[Tensor, "1 4"]:
-        return torch.arange(4, device=self.device)[None] % len(self.head)
+    @torch.no_grad()
+    def _probe(self) -> tuple[Int[Tensor, "1 4"], Float[Tensor, "1 4 width"]]:
+        """A few tokens and their hidden states."""
+        tokens = torch.arange(4, device=self.device)[None] % len(self.head)
+        return tokens, self.hidden_states(tokens, torch.ones_like(tokens, dtype=torch.bool))
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Compare the model's logits with the head's on a few tokens; and the head with the tokenizer.
+        """Compare the model's logits with the head's on a few tokens, and the head with the tokenizer.
 
         Raises:
             ConfigError: they do not fit.
         """
         name, embeddings = type(self.network).__name__, self.network.get_output_embeddings()
         if embeddings is None:
-            raise ConfigError(f"{name} has no output embeddings; fix: a model for causal language modelling")
+            raise ConfigError(f"{name} has no output embeddings; fix: a causal language model")
         parts = [part for part, _ in embeddings.named_parameters()]
         if parts != ["weight"]:
             raise ConfigError(
@@ -339,10 +326,10 @@ class CausalLM(Policy):
             raise ConfigError(
                 f"the tokenizer has {len(self.tokenizer)} tokens, and {name} only {len(self.head)}; fix: a tokenizer of that model"
             )
-        tokens = self._some_tokens()
+        tokens, hidden = self._probe()
         with self.computing():
             theirs = self.network(input_ids=tokens).logits[0].float()
-        ours = self.hidden_states(tokens, torch.ones_like(tokens, dtype=torch.bool))[0].float() @ self.head.float().T
+        ours = hidden[0].float() @ self.head.float().T
         off = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1))
         if off > _TOLERANCE:
             raise ConfigError(
@@ -364,12 +351,12 @@ def _last_hidden(network: Any, tokens: Tensor, mask: Tensor | None, position: Te
 
 
 def _spread(values: Float[Tensor, " token"], mask: Bool[Tensor, "row step"]) -> Float[Tensor, "row step"]:
-    """Values at the places of the mask, zeros elsewhere."""
+    """Values where the mask is True, zeros elsewhere."""
     return torch.zeros_like(mask, dtype=torch.float32).index_put(mask.nonzero(as_tuple=True), values)
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a text, by the model's generation settings, else by its config; and by the tokenizer."""
+    """The end-of-text tokens of the model's generation config, or else its config, and of the tokenizer."""
     found = model.generation_config.eos_token_id
     found = model.config.eos_token_id if found is None else found
     own = list(found) if isinstance(found, list | tuple) else [] if found is None else [int(found)]
@@ -380,11 +367,11 @@ def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 def _keep_saved(
     policy: CausalLM, state: MutableMapping[str, Tensor], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """Take out of a state dict what nobody trains, and second names of tied weights."""
+    """Remove untrained parameters and second names of tied weights from a state dict."""
     for name in [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in policy._saved]:
         del state[name]
 
 
 def _expect_saved(policy: CausalLM, keys: Any) -> None:
-    """Miss nothing that ``_keep_saved`` has taken out."""
+    """Do not report the names that ``_keep_saved`` removes as missing."""
     keys.missing_keys[:] = [name for name in keys.missing_keys if name in policy._saved]

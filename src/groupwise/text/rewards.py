@@ -1,8 +1,8 @@
 """Scores of completions: functions of TRL's signature, weighted.
 
-A function is called with keywords, ``reward(prompts=..., completions=..., completion_ids=..., trainer_state=...,
-log_extra=..., log_metric=..., **columns)``, once for all completions, and returns a score for each; None where it does
-not apply. One without ``**kwargs`` gets what it names.
+One call for all completions, ``reward(prompts=..., completions=..., completion_ids=..., trainer_state=..., log_extra=...,
+log_metric=..., **columns)``, returns a score for each, None where it does not apply. A function without ``**kwargs`` gets
+the arguments that it names.
 
 Source: the signature is that of TRL 1.16's ``GRPOTrainer``.
 """
@@ -41,7 +41,7 @@ class Scores(NamedTuple):
     """Of each completion."""
 
     reward: tuple[float | None, ...]
-    """Weighted sum of the functions' scores. None: no function has a score, so that the completion is unscorable."""
+    """Weighted sum of the functions' scores. None: the completion is unscorable, because no function has a score."""
     parts: tuple[tuple[float | None, ...], ...]
     """Score of each function, unweighted. None: it does not apply."""
 
@@ -89,23 +89,31 @@ class RewardSet:
         """Rewards of the completions.
 
         Args:
-            prompts: of each completion, as the data have it; where it is messages, functions get the completion as
-                ``[{"role": "assistant", "content": ...}]``.
-            completions: texts; of a prompt of messages, a text is made a message, and several turns are messages already.
+            completions: texts, or messages after a prompt of messages.
             columns: by name, a value for each completion.
 
         Raises:
             RewardError: a function raises and ``on_error="fail"``, or does not return a number or None for each completion.
         """
-        arguments = self._arguments(prompts, completions, completion_ids, columns, state or TrainingState())
-        parts, failed = [], False
-        for name, result in zip(self.names, self._results(arguments), strict=True):
-            if isinstance(result, Exception):
-                self._report(name, result)
-                failed = True
-            parts.append(
-                [None] * len(prompts) if isinstance(result, Exception) else _numbers(name, result, len(prompts))
+
+        def arguments(function: RewardFunction) -> dict[str, Any]:
+            """Those that the function takes; copies, which it may change."""
+            return function.accepted(
+                {name: list(values) for name, values in columns.items() if name not in NEVER_COLUMNS}
+                | {
+                    "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
+                    "completions": [_as_given(c, p) for c, p in zip(completions, prompts, strict=True)],
+                    "completion_ids": [list(ids) for ids in completion_ids],
+                    "trainer_state": state or TrainingState(),
+                    "log_extra": _discard,  # TRL prints such columns
+                    "log_metric": self._log_metric,
+                }
             )
+
+        results = self._results([partial(function.call, **arguments(function)) for function in self.functions])
+        named = list(zip(self.names, results, strict=True))
+        parts = [self._numbers(name, result, len(prompts)) for name, result in named]
+        failed = any(isinstance(result, Exception) for result in results)
         sums = [None if failed else self._sum(member) for member in zip(*parts, strict=True)]
         return Scores(tuple(sums), tuple(map(tuple, parts)))
 
@@ -124,54 +132,32 @@ class RewardSet:
             if isinstance(function.call, RewardObject):
                 function.call.close()
 
-    def _results(self, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The result or exception of each function; async ones run at the same time, while the others do."""
-        calls: list[Callable[[], Any]] = []
-        for function, keywords in zip(self.functions, arguments, strict=True):
-            call: Callable[[], Any] = partial(function.call, **keywords)
-            if is_async(function.call):
-                call = asyncio.run_coroutine_threadsafe(_await(call), self._running_loop()).result
-            calls.append(call)
-        return [_result_or_error(call) for call in calls]
+    def _results(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """The result or exception of each call; async ones run at the same time, while the others do."""
+        started = [
+            asyncio.run_coroutine_threadsafe(_await(call), self._running_loop()).result if is_async(call) else call
+            for call in calls
+        ]
+        return [_result_or_error(call) for call in started]
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        """One loop for all calls, which clients of async functions are bound to; in a thread, as notebooks have their own."""
+        """One loop for all calls, as async clients are bound to it; in a thread, as notebooks run their own loop."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=_run, args=(self._loop,), daemon=True, name="rewards").start()
         return self._loop
 
-    def _report(self, name: str, error: Exception) -> None:
-        """Raise, or warn, that a function failed."""
-        why = f"reward {name!r} raised {type(error).__name__}: {error}"
+    def _numbers(self, name: str, result: Any, count: int) -> list[float | None]:
+        """The scores of a function; None for a function that raised, and for scores that are None or not finite."""
+        if not isinstance(result, Exception):
+            return _numbers(name, result, count)
+        message = f"reward {name!r} raised {type(result).__name__}: {result}"
         if self._on_error == "fail":
-            fix = "the function (it may return None for what it cannot score), or on_reward_error='skip'"
-            raise RewardError(f"{why}; fix: {fix}") from error
-        warnings.warn(f"{why}; the completions of this call have no reward", stacklevel=3)
-
-    def _arguments(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[Completion],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-        state: TrainingState,
-    ) -> list[dict[str, Any]]:
-        """Those that each function takes; lists of its own, which it may change."""
-        return [
-            function.accepted(
-                {name: list(values) for name, values in columns.items() if name not in NEVER_COLUMNS}
-                | {
-                    "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
-                    "completions": [_as_given(c, p) for c, p in zip(completions, prompts, strict=True)],
-                    "completion_ids": [list(ids) for ids in completion_ids],
-                    "trainer_state": state,
-                    "log_extra": _discard,  # TRL prints such columns
-                    "log_metric": self._log_metric,
-                }
-            )
-            for function in self.functions
-        ]
+            raise RewardError(
+                f"{message}; fix: the function (it may return None for what it cannot score), or on_reward_error='skip'"
+            ) from result
+        warnings.warn(f"{message}; the completions of this call have no reward", stacklevel=3)
+        return [None] * count
 
     def _sum(self, member: Sequence[float | None]) -> float | None:
         weighted = [weight * value for weight, value in zip(self.weights, member, strict=True) if value is not None]
@@ -198,14 +184,13 @@ def _result_or_error(call: Callable[[], Any]) -> Any:
 
 
 def _as_given(completion: Completion, prompt: Prompt) -> Completion:
-    """The completion as functions get it: behind messages it is messages."""
+    """The completion as functions get it: after a prompt of messages it is messages."""
     if not isinstance(completion, str):
         return [dict(message) for message in completion]
     return completion if isinstance(prompt, str) else [{"role": "assistant", "content": completion}]
 
 
 def _numbers(name: str, result: Any, count: int) -> list[float | None]:
-    """The scores as numbers; None for those that are none or not finite."""
     if inspect.iscoroutine(result):
         result.close()
         raise RewardError(f"reward {name!r} returned a coroutine; fix: define it with async def")
@@ -233,7 +218,7 @@ def _number(name: str, number: int, value: Any) -> float | None:
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:
-    """Names with a number where one comes again."""
+    """The names, with numbers behind repeated ones."""
     return tuple(
         name if name not in names[:place] else f"{name}_{names[:place].count(name) + 1}"
         for place, name in enumerate(names)

@@ -1,4 +1,4 @@
-"""Texts as a rollout: tokens are observations, the tokens that follow them actions."""
+"""Texts as a rollout: tokens are observations, the next tokens actions."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -13,7 +13,7 @@ from groupwise.errors import ConfigError
 from groupwise.functional.row_random import hash_pair, mix, unit
 
 BLOCK = 256
-"""Probabilities summed at once where a drawn number is looked up: a running sum over a whole vocabulary is slow."""
+"""Probabilities in one running sum: one over a whole vocabulary is slow."""
 _TINY = 1e-30
 _STOPS: tuple[Literal["length", "eos", "stop"], ...] = ("length", "eos", "stop")
 
@@ -22,13 +22,13 @@ class Completion(NamedTuple):
     """One completion of a prompt."""
 
     tokens: list[int]
-    """With the token that ended it."""
+    """The token that ended it included."""
     log_probs: list[float]
     """Of each token, under the distribution that it was drawn from."""
     stop: Literal["eos", "stop", "length"]
-    """What ended it: a token that ends texts, a stop string, or ``max_new_tokens``."""
+    """What ended it: an end-of-text token, a stop string, or ``max_new_tokens``."""
     support: list[list[int]] | None = None
-    """With ``top_k``: the tokens that could be drawn at each place, by rising id."""
+    """With ``top_k``: the tokens that could be drawn at each step, by rising id."""
 
 
 class DecodingState:

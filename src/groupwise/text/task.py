@@ -28,9 +28,9 @@ class TextTask:
 
     Args:
         data: a path, ``reasoning-gym:<task>``, or an iterable of texts or mappings, such as a ``datasets.Dataset``.
-        reward: a function of TRL's signature, the name of a registered one, a ``RewardCfg``, or several of these. None: for
-            reasoning-gym data, its own.
-        eval_data: held out for evaluation; like ``data``.
+        reward: a function of TRL's signature, the name of a registered one, a ``RewardCfg``, or several of these. None: that
+            of reasoning-gym data.
+        eval_data: held-out data, like ``data``.
         reward_weights: one for each reward, in place of theirs.
         tool: a ``Tool``, a function from the text of a turn to the answer (None: no call), or the name of a registered
             tool.
@@ -89,19 +89,18 @@ class TextTask:
         Raises:
             ConfigError: an object is missing, or there is one too many.
         """
+        given = [one for one in _as_list(reward) if callable(one)]
+        count = sum(one.name == GIVEN for one in cfg.rewards)
+        if len(given) != count:
+            raise ConfigError(
+                f"{count} reward(s) were given in Python, but now {len(given)}; fix: give them again, in their order, as reward=..."
+            )
+        functions = iter(given)
         task = cls.__new__(cls)
         task.cfg = cfg
         task.data = _given_again(cfg.data, data, "data")
         task.eval_data = None if cfg.eval_data is None else _given_again(cfg.eval_data, eval_data, "eval_data")
-        given = [one for one in _as_list(reward) if callable(one)]
-        wanted = [one.name == GIVEN for one in cfg.rewards]
-        if len(given) != sum(wanted):
-            raise ConfigError(
-                f"{sum(wanted)} reward(s) were given in Python, but now {len(given)}; fix: give them again, in their order, as "
-                "reward=..."
-            )
-        functions = iter(given)
-        task.functions = tuple(next(functions) if is_given else None for is_given in wanted)
+        task.functions = tuple(next(functions) if one.name == GIVEN else None for one in cfg.rewards)
         task.given_tool = tool
         return task
 

@@ -37,8 +37,7 @@ TOOLS: dict[str, Callable[..., Any]] = {}
 def register_tool(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: make a tool available as ``TextTaskCfg(tool=name)``.
 
-    Settings (``tool_kwargs``) are arguments of the function besides the text; of a subclass of ``Tool``, those of its
-    constructor.
+    Settings (``tool_kwargs``) are arguments of the function besides the text, or of the class.
 
     Raises:
         ConfigError: the name is taken.
@@ -65,14 +64,11 @@ def make_tool(cfg: TextTaskCfg, given: Callable[[str], str | None] | None = None
     if cfg.tool not in TOOLS:
         raise UnknownNameError("tool", cfg.tool, TOOLS)
     registered = TOOLS[cfg.tool]
-    text = () if inspect.isclass(registered) else [*inspect.signature(registered).parameters][:1]
+    is_class = inspect.isclass(registered)
+    text = () if is_class else [*inspect.signature(registered).parameters][:1]
     check_settings(f"tool {cfg.tool!r}", registered, cfg.tool_kwargs, others=text, complete=True)
-    if not inspect.isclass(registered):
-        return _FunctionTool(functools.partial(registered, **cfg.tool_kwargs))
-    made: Any = registered(**cfg.tool_kwargs)
-    if not isinstance(made, Tool):
-        raise ConfigError(f"tool {cfg.tool!r} is a class but no gw.Tool; fix: class {type(made).__name__}(gw.Tool)")
-    return made
+    made = registered(**cfg.tool_kwargs) if is_class else functools.partial(registered, **cfg.tool_kwargs)
+    return made if isinstance(made, Tool) else _FunctionTool(made)
 
 
 def ask(tool: Tool, text: str) -> str | None:
@@ -94,7 +90,7 @@ def ask(tool: Tool, text: str) -> str | None:
 
 
 class _FunctionTool(Tool):
-    """A plain function as a tool; ``sampling.stop`` ends its calls."""
+    """Another callable as a tool; ``sampling.stop`` ends its calls."""
 
     def __init__(self, function: Callable[[str], str | None]) -> None:
         self._function = function

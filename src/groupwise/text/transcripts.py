@@ -86,6 +86,10 @@ class ToolDialogue:
         self._answers = AnswerEncoder(encoder)
         self._context = context
 
+    def stopping(self, sampling: SamplingCfg) -> SamplingCfg:
+        """The sampling with turns that end where a call ends."""
+        return sampling.model_copy(update={"stop": tuple(dict.fromkeys((*sampling.stop, *self._tool.stop)))})
+
     def answer(self, transcript: Transcript, max_new_tokens: int) -> bool:
         """Add the tool's answer to the last turn; False if the completion is over.
 
@@ -116,6 +120,7 @@ def write(
     dialogue: ToolDialogue | None = None,
 ) -> None:
     """Generate every transcript to its end; members of a group share the encoding of their prompt."""
+    sampling = sampling if dialogue is None else dialogue.stopping(sampling)
     running = list(transcripts)
     while running:
         for batch in _batches(running):

@@ -1,7 +1,8 @@
 """Evaluation of a policy over exactly n episodes, each with its own seed."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ MAX_STEPS = 100_000
 """Truncates the episodes of environments that have no step limit."""
 
 
-class EvaluationResult(NamedTuple):
+@dataclass(frozen=True)
+class EvaluationResult:
     """Scores of n episodes."""
 
     returns: tuple[float, ...]
@@ -28,7 +30,7 @@ class EvaluationResult(NamedTuple):
 
     @property
     def episodes(self) -> int:
-        """How many episodes were played."""
+        """Number of episodes."""
         return len(self.returns)
 
     @property

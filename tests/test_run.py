@@ -234,7 +234,7 @@ def test_an_interrupted_run_says_how_to_go_on(checkpointed: bool):
             if trainer.iteration == 1:
                 raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match="go on with: groupwise resume mine"):
+    with pytest.raises(KeyboardInterrupt, match="continue with: groupwise resume mine"):
         gw.train(
             "CartPole-v1",
             run_dir="mine",

@@ -9,7 +9,6 @@ from noisy_envs import AlwaysThere, GlobalNoise, GlobalStart, Noisy, Remembers
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import RunCfg
-from groupwise.envs.base import GroupStartReport
 from groupwise.envs.local_rows import RowCfg, StartMethod
 from groupwise.envs.make import make_env
 from groupwise.envs.single import RandomNoops
@@ -218,8 +217,9 @@ def test_evaluation_does_not_depend_on_earlier_ones_where_used_environments_star
 
     cfg = RunCfg(env=EnvCfg(id="<given in Python>", max_episode_steps=9))
     policy = ActorCritic(Noisy.observation_space, Noisy.action_space, PolicyCfg(), actor_only=True)
-    evaluator = EnvEvaluator(cfg, UserObjects(env=Rewarding), policy, episodes=2, deterministic=True, seed=0)
-    evaluator.start_as(GroupStartReport("Rewarding", "fresh", True, True))
+    evaluator = EnvEvaluator(
+        cfg, UserObjects(env=Rewarding), policy, episodes=2, deterministic=True, seed=0, start_mode="fresh"
+    )
     with closing(evaluator):
         assert evaluator() == evaluator()
 

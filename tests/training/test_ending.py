@@ -1,6 +1,5 @@
 """Runs that end before their end: what is saved, what is said, and that they go on."""
 
-import json
 import os
 import signal
 import subprocess
@@ -16,9 +15,7 @@ import torch
 from tensordict import TensorDict
 
 import groupwise as gw
-from groupwise.config import resolve
 from groupwise.report.folder import RunFolder
-from groupwise.training.build import _note_on_length
 from groupwise.training.checkpoint import saved_steps
 from groupwise.training.ending import finishing_on_signal
 
@@ -93,7 +90,7 @@ class BreaksIt(gw.Callback):
 def test_a_signal_lets_the_iteration_finish_and_saves_it(number: int, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(KeyboardInterrupt) as caught:
         gw.train("CartPole-v1", PPO, run_dir="mine", callbacks=[Signals(number)], **TINY)
-    assert str(caught.value) == "interrupted; saved after step 128; go on with: groupwise resume mine"
+    assert str(caught.value) == "interrupted; saved after step 128; continue with: groupwise resume mine"
     assert [entry["iteration"] for entry in RunFolder(Path("mine")).read_metrics()] == [1, 2]
     assert "eval/return_mean" not in RunFolder(Path("mine")).read_metrics()[-1]  # who interrupts does not want to wait
     assert RunFolder(Path("mine")).read_summary()["stopped"] == "interrupted"
@@ -106,12 +103,12 @@ def test_a_signal_lets_the_iteration_finish_and_saves_it(number: int, capsys: py
 
 
 def test_a_second_signal_stops_at_once(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(KeyboardInterrupt, match="nothing was saved yet, so that it will begin again; go on with"):
+    with pytest.raises(KeyboardInterrupt, match="nothing was saved yet; continue with"):
         gw.train("CartPole-v1", PPO, run_dir="mine", callbacks=[Signals(signal.SIGINT, signal.SIGINT)], **TINY)
     assert [entry["iteration"] for entry in RunFolder(Path("mine")).read_metrics()] == [1]
     gw.resume("mine")
     err = capsys.readouterr().err
-    assert "resuming from step 0 of 192; no checkpoint was saved, so that training begins again\n" in err
+    assert "resuming from step 0 of 192; no checkpoint was saved, so training begins again\n" in err
 
 
 def test_what_ctrl_c_breaks_is_part_of_the_interrupt_and_other_errors_are_not():
@@ -136,8 +133,8 @@ def test_what_ctrl_c_breaks_is_part_of_the_interrupt_and_other_errors_are_not():
     with pytest.raises(KeyboardInterrupt) as caught:
         gw.train(Breaks, PPO, run_dir="mine", callbacks=[LosesProcesses(2)], **TINY)
     assert str(caught.value) == (
-        "interrupted, and meanwhile the rollout ended with ZeroDivisionError('the physics broke'); saved after step 64; "
-        "go on with: gw.resume('mine', env=...)"
+        "interrupted (the rollout ended with ZeroDivisionError('the physics broke')); saved after step 64; "
+        "continue with: gw.resume('mine', env=...)"
     )
 
 
@@ -196,8 +193,7 @@ def train_until_it_breaks(algorithm: Any, iteration: int = 2) -> list[str]:
 def test_an_error_of_the_environment_says_what_is_kept_and_how_to_go_on():
     assert train_until_it_breaks(PPO)[-1] == (
         "groupwise: ZeroDivisionError ended training on Breaks in iteration 2 (step 64); "
-        "what was learned until step 64 is in mine/checkpoints/latest; "
-        "when it is fixed, go on with: gw.resume('mine', env=...)"
+        "saved after step 64; when it is fixed, continue with: gw.resume('mine', env=...)"
     )
     Breaks.broken = False
     run = gw.resume("mine", env=Breaks)
@@ -208,7 +204,7 @@ def test_groups_could_do_without_the_episode():
     algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"horizon": 20})
     row, note = train_until_it_breaks(algorithm)
     assert row == "in row 0 of Breaks"
-    assert "; collection.on_env_error='retry' or 'drop' would do without the episode" in note
+    assert "; if the environment fails now and then: collection.on_env_error='retry' or 'drop'" in note
 
 
 def test_groups_could_do_without_a_row_in_another_process(tmp_path: Path):
@@ -233,22 +229,7 @@ def test_groups_could_do_without_a_row_in_another_process(tmp_path: Path):
             gw.train(env, algorithm, run_dir="mine", callbacks=[BreaksThem()], **TINY)
     finally:
         del gymnasium.registry["BreaksThere-v0"]
-    assert "is in mine/checkpoints/latest; " in caught.value.__notes__[-1]
-    assert "; collection.on_env_error='retry' or 'drop' would do without" in caught.value.__notes__[-1]
-
-
-def test_an_error_in_a_rollout_that_is_no_rows_own_is_no_failed_episode():
-    class Policy(gw.ActorCritic):
-        def act(self, *args: Any, **kwargs: Any) -> Any:
-            raise ZeroDivisionError
-
-    env = gymnasium.make("CartPole-v1")
-    policy = Policy(env.observation_space, env.action_space, actor_only=True)
-    algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2)
-    with pytest.raises(ZeroDivisionError) as caught:
-        gw.train("CartPole-v1", algorithm, policy=policy, run_dir="mine", **TINY)
-    assert "in iteration 1 (step 0)" in caught.value.__notes__[-1]
-    assert "on_env_error" not in caught.value.__notes__[-1]
+    assert "collection.on_env_error='retry' or 'drop'" in caught.value.__notes__[-1]
 
 
 def test_an_error_of_the_evaluations_environment_saves_the_iteration_and_its_numbers():
@@ -259,7 +240,7 @@ def test_an_error_of_the_evaluations_environment_saves_the_iteration_and_its_num
     settings = TINY | {"evaluation": {"interval": 64, "episodes": 2}}
     with pytest.raises(ZeroDivisionError) as caught:
         gw.train(Breaks, PPO, run_dir="mine", callbacks=[BreaksEvaluation()], **settings)
-    assert "after iteration 2 (step 128); what was learned until step 128 is in mine" in caught.value.__notes__[-1]
+    assert "after iteration 2 (step 128); saved after step 128" in caught.value.__notes__[-1]
     Breaks.broken = False
     run = gw.resume("mine", env=Breaks)
     assert [entry["iteration"] for entry in run.metrics()] == [1, 2, 3]
@@ -313,7 +294,7 @@ def test_an_error_while_the_environment_is_tried_out_says_that_nothing_was_train
     monkeypatch.setattr(Breaks, "step", lambda env, action: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         gw.train(Breaks, gw.GRPOCfg(), run_dir="mine", **TINY)
-    assert "came while the environments were made and tried out; nothing was trained" in caught.value.__notes__[-1]
+    assert "came while the environments were made and checked; nothing was trained" in caught.value.__notes__[-1]
     assert not Path("mine").exists()
 
 
@@ -327,7 +308,7 @@ def test_an_error_outside_of_collecting_is_no_failed_episode():
         gw.train("CartPole-v1", algorithm, run_dir="mine", callbacks=[Raises()], **TINY)
     [note] = caught.value.__notes__
     assert "after iteration 0 (step 0)" in note
-    assert note.endswith("go on with: groupwise resume mine")
+    assert note.endswith("continue with: groupwise resume mine")
 
 
 def test_the_command_line_ends_with_that_line_below_the_traceback():
@@ -380,23 +361,6 @@ def test_a_resume_that_fails_leaves_the_config_alone(finished: gw.Run):
     assert RunFolder(finished.path).read_config()["total_steps"] == 192
 
 
-def test_a_run_that_stopped_at_its_score_stays_stopped(capsys: pytest.CaptureFixture[str]):
-    stops = TINY | {"stop": {"return_threshold": 1.0}, "evaluation": {"interval": 64, "episodes": 2}}
-    first = gw.train("CartPole-v1", PPO, run_dir="mine", **stops)
-    again = gw.resume("mine")
-    peak = {"peak_memory_mib": first.summary["peak_memory_mib"]}  # of a process that had other work, too
-    assert (first.summary["env_steps"], again.summary | peak) == (64, first.summary)
-    assert first.summary["stopped"].startswith("score: ")
-    assert "nothing was left to train (score: " in capsys.readouterr().err
-    more = gw.resume("mine", total_steps=256)
-    assert more.summary["env_steps"] == 128  # asked to go on, it stops at the next evaluation
-
-    settings = json.loads(Path("mine/config.json").read_text())
-    settings["stop"]["return_threshold"] = 9999.0
-    Path("mine/config.json").write_text(json.dumps(settings))
-    assert gw.resume("mine").summary["env_steps"] == 256
-
-
 # --- before anything is built, and at the start ---
 
 
@@ -410,20 +374,3 @@ def test_a_taken_folder_is_noticed_before_environments_are_made(finished: gw.Run
     with pytest.raises(gw.RunFolderError, match="is taken"):
         gw.train(make, PPO, run_dir=finished.path, **TINY)
     assert made == []
-
-
-@pytest.mark.parametrize(("partial_groups", "noted"), [("complete", True), ("truncate", False)])
-def test_a_group_larger_than_the_run_is_noted_where_it_is_finished(partial_groups: str, noted: bool):
-    algorithm = {"group_size": 512, "num_steps": 4, "collection": {"partial_groups": partial_groups}}
-    notes = _note_on_length(resolve("CartPole-v1", algorithm, env={"num_envs": 2}, total_steps=300))
-    assert ("at least 512 steps (a group of so many episodes is finished)" in " ".join(notes)) is noted
-
-
-@pytest.mark.parametrize(("total_steps", "noted"), [(63, True), (64, False)])
-def test_a_rollout_longer_than_the_run_is_noted(total_steps: int, noted: bool, capsys: pytest.CaptureFixture[str]):
-    gw.train("CartPole-v1", PPO, **TINY | {"total_steps": total_steps, "logging": {"progress": "lines"}})
-    err = capsys.readouterr().err
-    assert ("one iteration takes" in err) is noted
-    assert (
-        not noted or "at least 64 steps (num_envs * num_steps), so that the first one reaches total_steps = 63\n" in err
-    )

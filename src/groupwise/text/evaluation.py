@@ -124,9 +124,6 @@ class TextEvaluator(Evaluator):
         lengths = tuple(member.transcript.written for member in scored)
         return TextEvaluation(tuple(map(fmean, rewards)), lengths, rewards, self._cfg.task.success_threshold)
 
-    def prepare(self) -> None:
-        """Nothing: the prompts are encoded already."""
-
     def close(self) -> None:
         """Close the reward functions."""
         self._rewards.close()

@@ -19,7 +19,6 @@ from groupwise.config.run import RunCfg
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.engines.base import Engine
 from groupwise.envs.base import GroupEnv, GroupStartReport, VectorEnv
-from groupwise.envs.local_rows import OnError
 from groupwise.envs.make import make_env, torch_fix
 from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.errors import ConfigError
@@ -38,45 +37,44 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EnvComponents(Components):
-    """Of a run on an environment."""
+    """The parts of a run on an environment."""
 
     cfg: RunCfg
     env: VectorEnv
 
     def evaluator(self) -> EnvEvaluator | None:
-        """What plays episodes in environments of its own; None if a ready-made one cannot be made a second time."""
+        """The evaluator; None if the user's environment cannot be made a second time."""
         if separate_env(self.cfg.env, self.given.env) is None:
             log.warning("no evaluation: %s was given ready-made and cannot be made a second time", self.identity.env_id)
             return None
-        evaluator = EnvEvaluator(
+        report = self.start_report()
+        return EnvEvaluator(
             self.cfg,
             self.given,
             self.policy,
             episodes=self.cfg.evaluation.episodes,
             deterministic=self.cfg.evaluation.deterministic,
             seed=derive_seed(self.cfg.seed, "evaluation"),
+            start_mode="fresh" if report is not None and report.start_mode == "fresh" else "auto",
         )
-        evaluator.start_as(self.start_report())
-        return evaluator
 
     def evaluation_interval(self) -> int | None:
         """Environment steps between two evaluations."""
         return self.cfg.evaluation.interval
 
     def start_report(self) -> GroupStartReport | None:
-        """What the check of the groups' shared start found; None for algorithms without groups."""
+        """The check of the groups' shared start; None for algorithms without groups."""
         if isinstance(self.collector, GroupCollector | TorchGroupCollector):
             return self.collector.start_report
         return None
 
     def notes(self) -> list[str]:
-        """How members share their start, and how many steps the first iteration takes."""
+        """How the members of a group share their start."""
         report = self.start_report()
-        shared = [f"Group starts: shared ({report.start_mode}), verified."] if report else []
-        return [*shared, *_note_on_length(self.cfg)]
+        return [f"Group starts: shared ({report.start_mode}), verified."] if report else []
 
     def summary_fields(self) -> dict[str, Any]:
-        """How members share their start."""
+        """How the members of a group share their start."""
         report = self.start_report()
         return {"start_mode": f"{report.start_mode}, verified"} if report else {}
 
@@ -93,27 +91,26 @@ class EnvComponents(Components):
 
 
 def build_components(cfg: RunCfg, given: UserObjects, engine: Engine) -> EnvComponents:
-    """Environments, policy and what trains it, from a run's settings.
+    """The parts of a run from its settings.
 
     Raises:
         ConfigError: settings that exclude each other, or an object that must be given and was not.
     """
     algorithm_type = algorithm_entry(cfg.algorithm.name).load()
     _check(cfg, given, algorithm_type)
-    device = pick_device(cfg.device)
+    device, grpo = pick_device(cfg.device), cfg.algorithm
     env = make_env(
         cfg.env,
         grouped=algorithm_type.grouped,
         env=given.env,
         block_size=_block_size(cfg),
-        on_error=_on_error(cfg),
+        on_error="raise" if not isinstance(grpo, GRPOCfg) or grpo.collection.on_env_error == "raise" else "report",
         device=device,
     )
     _check_obs(cfg, env)
     cfg = _with_max_length(cfg, env)
     policy = build_policy(cfg, env, given, algorithm_type).to(device)
-    seed = derive_seed(cfg.seed, "algorithm")
-    algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=seed)
+    algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
     collector = _build_collector(cfg, env, policy, engine)
     install(cfg, algorithm, collector)
     buffer = RolloutBuffer(
@@ -144,21 +141,6 @@ def build_policy(cfg: RunCfg, env: VectorEnv, given: UserObjects, algorithm_type
         )
 
 
-def _note_on_length(cfg: RunCfg) -> list[str]:
-    """A line for whoever wonders why more steps are taken than were asked for."""
-    at_once, why = cfg.env.num_envs * cfg.algorithm.num_steps, "num_envs * num_steps"
-    if isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.partial_groups == "complete":
-        members = cfg.algorithm.group_size + _greedy_members(cfg.algorithm)
-        if members > at_once:
-            at_once, why = members, "a group of so many episodes is finished"
-    if cfg.total_steps >= at_once:
-        return []
-    return [
-        f"one iteration takes at least {at_once:,} steps ({why}), so that the first one reaches "
-        f"total_steps = {cfg.total_steps:,}"
-    ]
-
-
 def _check(cfg: RunCfg, given: UserObjects, algorithm_type: type[BaseAlgorithm]) -> None:
     if cfg.env.id == GIVEN and given.env is None:
         raise ConfigError("the environment was given in Python; fix: give it again as env=...")
@@ -177,25 +159,25 @@ def _check(cfg: RunCfg, given: UserObjects, algorithm_type: type[BaseAlgorithm])
 
 
 def _check_obs(cfg: RunCfg, env: VectorEnv) -> None:
-    """Refuse credit that asks how near observations are, where they are no vectors of floats, before a rollout is collected."""
+    """Refuse the nearest-neighbour baseline for observations that are not vectors of floats."""
     if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.credit.baseline.name != "knn":
         return
     spec = env.obs_spec
     if not isinstance(spec, TensorSpec) or not spec.dtype.is_floating_point or len(spec.shape) != 1:
         raise ConfigError(
-            f"credit.baseline='knn' needs observations that are vectors of floats, and those of {env.env_id} are "
-            f"{env.observation_space}; fix: baseline='mean' with group_key='group_step', which compares steps by their time"
+            f"credit.baseline='knn' needs observations that are vectors of floats; {env.env_id} has "
+            f"{env.observation_space}; fix: baseline='mean' with group_key='group_step'"
         )
 
 
 def _with_max_length(cfg: RunCfg, env: VectorEnv) -> RunCfg:
-    """The config with the longest episode filled in, where the loss divides by it and nobody said how long."""
+    """The config with the longest episode filled in, where the loss divides by it and it is not set."""
     horizon = cfg.algorithm.collection.horizon if isinstance(cfg.algorithm, GRPOCfg) else None
     return cfg.model_copy(update={"algorithm": with_max_length(cfg.algorithm, horizon or env.max_episode_steps)})
 
 
 def _block_size(cfg: RunCfg) -> int:
-    """Rows that the collector can start together: whole groups, unless rows are left over or episodes begin alone."""
+    """Rows that start together: whole groups, unless rows are left over or episodes are retried."""
     if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.collection.on_env_error == "retry":
         return 1
     members = cfg.algorithm.group_size + _greedy_members(cfg.algorithm)
@@ -206,33 +188,28 @@ def _greedy_members(algorithm: GRPOCfg) -> Literal[0, 1]:
     return algorithm.credit.baseline.greedy_members
 
 
-def _on_error(cfg: RunCfg) -> OnError:
-    reports = isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.on_env_error != "raise"
-    return "report" if reports else "raise"
-
-
 def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine) -> Collector:
-    algorithm: Any = cfg.algorithm
-    stays = not isinstance(algorithm, GRPOCfg) or algorithm.collection.partial_groups == "truncate"
-    if not isinstance(algorithm, GRPOCfg):
+    algorithm = cfg.algorithm
+    if not isinstance(algorithm, GRPOCfg) or not isinstance(env, GroupEnv):
         if isinstance(env, TorchGroupEnv):
             return TorchVectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
         return VectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
-    if not isinstance(env, GroupEnv):
-        return VectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
+    greedy_members = _greedy_members(algorithm)
     shared: dict[str, Any] = {
         "group_size": algorithm.group_size,
         "collection": algorithm.collection,
         "seed": cfg.seed,
         "rank": engine.rank,
     }
-    if not stays:
-        return GroupCollector(env, policy, greedy_members=_greedy_members(algorithm), **shared)
-    if not isinstance(env, TorchGroupEnv) or _greedy_members(algorithm):
-        greedy = _greedy_members(algorithm) > 0
-        found, fix = ("credit.baseline is 'greedy'", "") if greedy else (f"{env.env_id} is none", torch_fix(env.env_id))
+    if algorithm.collection.partial_groups == "complete":
+        return GroupCollector(env, policy, greedy_members=greedy_members, **shared)
+    if greedy_members:
         raise ConfigError(
-            "collection.partial_groups='truncate' is for simulators in torch, without greedy episodes, and "
-            f"{found}; fix: {fix}collection.partial_groups='complete'"
+            "collection.partial_groups='truncate' excludes credit.baseline='greedy'; fix: partial_groups='complete'"
+        )
+    if not isinstance(env, TorchGroupEnv):
+        raise ConfigError(
+            f"collection.partial_groups='truncate' needs an environment in torch, and {env.env_id} is none; "
+            f"fix: {torch_fix(env.env_id)}collection.partial_groups='complete'"
         )
     return TorchGroupCollector(env, policy, **shared)

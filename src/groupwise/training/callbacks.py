@@ -1,8 +1,7 @@
 """Built-in callbacks: evaluate, log, show, save, stop.
 
-A run has them in this order: the user's, TimeLimit, Evaluate, StopAtScore, logs, Progress, SaveCheckpoints. What one
-adds to the metrics, later ones write; an evaluation knows that a stop made this iteration the last; and the checkpoint
-covers all that the logs hold.
+Their order in a run: the user's, TimeLimit, Evaluate, StopAtScore, logs, Progress, SaveCheckpoints. So logs have what
+others add to the metrics, the last iteration is evaluated, and a checkpoint covers what the logs hold.
 """
 
 import json
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Every:
-    """Whether a multiple of ``interval`` environment steps was passed; it follows from the counts alone, so it resumes."""
+    """Whether a multiple of ``interval`` environment steps was passed."""
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
@@ -45,7 +44,7 @@ class Evaluate(Callback):
 
     Args:
         evaluate: plays the episodes.
-        best: folder for the policy with the highest mean return so far; None saves none. Rank 0 alone gives one.
+        best: folder for the policy with the highest mean return so far; None saves none.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Evaluate(Callback):
         return {"best_return": self.best_return}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the best return of a saved run."""
+        """Restore the best return."""
         self.best_return = state["best_return"]
 
     def _save(self, trainer: "Trainer") -> None:
@@ -90,10 +89,7 @@ class Evaluate(Callback):
 
 
 class SaveCheckpoints(Callback):
-    """Saves every ``interval`` environment steps and at the end, also an early one.
-
-    A run is the same at every interval: what runs goes on.
-    """
+    """Saves every ``interval`` environment steps and at the end, also an early one."""
 
     def __init__(self, folder: Path, interval: int, identity: Identity) -> None:
         self.folder = folder
@@ -112,12 +108,12 @@ class SaveCheckpoints(Callback):
             self._save(trainer)
 
     def on_training_end(self, trainer: "Trainer") -> None:
-        """Save, unless the last iteration was."""
+        """Save, unless the last iteration is saved."""
         if trainer.iteration != self.saved_at:
             self._save(trainer)
 
     def on_interrupt(self, trainer: "Trainer") -> None:
-        """Save, unless the last whole iteration was."""
+        """Save, unless the last complete iteration is saved."""
         self.on_training_end(trainer)
 
     def _save(self, trainer: "Trainer") -> None:
@@ -130,7 +126,7 @@ class SaveCheckpoints(Callback):
 
 
 class MetricsLog(Callback):
-    """Appends one JSON object per iteration to a file, whole lines at once."""
+    """Appends one JSON object per iteration to a file, a line at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -138,7 +134,7 @@ class MetricsLog(Callback):
         self._written = 0
 
     def on_training_start(self, trainer: "Trainer") -> None:
-        """Open the file behind what a resumed run kept."""
+        """Open the file; a resumed run appends."""
         self._written = trainer.iteration
         self._file = self.path.open("a", buffering=1, encoding="utf-8")
 
@@ -147,7 +143,7 @@ class MetricsLog(Callback):
         self._write(trainer, metrics)
 
     def on_interrupt(self, trainer: "Trainer") -> None:
-        """Write the last whole iteration's line, if an error of another callback kept it from being written."""
+        """Write the last complete iteration, if an error of another callback came first."""
         if trainer.iteration != self._written:
             self._write(trainer, trainer.metrics)
 
@@ -163,37 +159,15 @@ class MetricsLog(Callback):
 
 
 class StopAtScore(Callback):
-    """Stops when an evaluation's mean return reaches ``threshold``.
-
-    A resumed run that had stopped so stays stopped, unless the threshold is higher now or ``total_steps`` is another.
-    """
+    """Stops when an evaluation's mean return reaches ``threshold``."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
-        self.reached: float | None = None
-        self.total_steps = 0
-
-    def on_training_start(self, trainer: "Trainer") -> None:
-        """Stop before anything is trained if the score was reached before the resume."""
-        if self.reached is not None and self.total_steps == trainer.total_steps:
-            self._stop_if_reached(trainer, self.reached)
 
     def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationReport) -> None:
         """Stop if the score is reached."""
-        self.reached, self.total_steps = evaluation.return_mean, trainer.total_steps
-        self._stop_if_reached(trainer, evaluation.return_mean)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The latest score, and how far training was to go then."""
-        return {} if self.reached is None else {"reached": self.reached, "total_steps": self.total_steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Know the latest score of a saved run."""
-        self.reached, self.total_steps = state.get("reached"), state.get("total_steps", 0)
-
-    def _stop_if_reached(self, trainer: "Trainer", score: float) -> None:
-        if score >= self.threshold:
-            trainer.stop(f"score: {score:.1f} reached the threshold {self.threshold:g}")
+        if evaluation.return_mean >= self.threshold:
+            trainer.stop(f"score: {evaluation.return_mean:.1f} reached the threshold {self.threshold:g}")
 
 
 class TimeLimit(Callback):
@@ -214,11 +188,11 @@ class TimeLimit(Callback):
 
 
 class Progress(Callback):
-    """Shows how far training is: a live bar, or a plain line every ``interval`` seconds (and for the last iteration).
+    """Shows progress: a live bar, or a line every ``interval`` seconds and at the end.
 
     Args:
         mode: ``auto`` is the bar on a terminal and lines elsewhere.
-        title: printed first; what is trained, and where it goes.
+        title: printed first.
     """
 
     def __init__(
@@ -229,21 +203,26 @@ class Progress(Callback):
         console: "Console | None" = None,
     ) -> None:
         from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
 
         self.console = console or Console(stderr=True)
         self.interval = interval
         self.title = title
-        self.bar = _Bar(self.console) if mode == "bar" or (mode == "auto" and self.console.is_terminal) else None
+        columns = (BarColumn(15), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        self.live = mode == "bar" or (mode == "auto" and self.console.is_terminal)
+        self.bar = Bar(*columns, console=self.console, refresh_per_second=5)
         self._shown = 0.0
         self._evaluated: float | None = None
 
     def on_training_start(self, trainer: "Trainer") -> None:
-        """Say what is trained, and show the empty bar."""
+        """Print the title, and show the empty bar."""
         self._shown = time.perf_counter()
         if self.title:
             self._print(self.title)
-        if self.bar is not None:
-            self.bar.start(trainer)
+        if self.live:
+            self._task = self.bar.add_task("", total=trainer.total_steps, completed=trainer.env_steps)
+            self.bar.start()
 
     def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationReport) -> None:
         """Keep the score for the next line."""
@@ -252,18 +231,18 @@ class Progress(Callback):
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Move the bar, or print a line when it is time."""
         text = self._text(metrics)
-        if self.bar is not None:
-            self.bar.show(trainer, " ".join(text.split()))
+        done, total = min(trainer.env_steps, trainer.total_steps), trainer.total_steps
+        if self.live:
+            self.bar.update(self._task, completed=done, description=" ".join(text.split()))
         elif trainer.is_done() or time.perf_counter() - self._shown >= self.interval:
             self._shown = time.perf_counter()
-            share = min(1.0, trainer.env_steps / trainer.total_steps)
-            left = max(0, trainer.total_steps - trainer.env_steps) / max(metrics["time/steps_per_second"], 1e-9)
-            ahead = f"{int(left) // 60}:{int(left) % 60:02} left"
-            self._print(f"{share:5.0%}{trainer.env_steps:>12,} / {trainer.total_steps:,} steps   {text}   {ahead}")
+            left = int((total - done) / max(metrics["time/steps_per_second"], 1e-9))
+            steps = f"{trainer.env_steps:>12,} / {total:,} steps"
+            self._print(f"{done / total:5.0%}{steps}   {text}   {left // 60}:{left % 60:02} left")
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-        if self.bar is not None:
+        if self.live:
             self.bar.stop()
 
     def _text(self, metrics: Mapping[str, float]) -> str:
@@ -281,38 +260,13 @@ class Progress(Callback):
         self.console.file.flush()
 
 
-class _Bar:
-    """The live bar of a terminal."""
-
-    def __init__(self, console: "Console") -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
-
-        columns = (BarColumn(15), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-        self.progress = RichProgress(*columns, console=console, refresh_per_second=5)
-
-    def start(self, trainer: "Trainer") -> None:
-        self.task = self.progress.add_task("", total=trainer.total_steps, completed=trainer.env_steps)
-        self.progress.start()
-
-    def show(self, trainer: "Trainer", text: str) -> None:
-        self.progress.update(self.task, completed=min(trainer.env_steps, trainer.total_steps), description=text)
-
-    def stop(self) -> None:
-        self.progress.stop()
-
-
 def _score(value: float) -> str:
-    """Returns of hundreds need no more decimals than rewards between 0 and 1 need fewer."""
+    """One decimal for large returns, three for small ones."""
     return f"{value:8.1f}" if abs(value) >= 10 else f"{value:8.3f}"
 
 
 def _check_weights(trainer: "Trainer") -> None:
-    """Keep weights that are of no use from taking the place of good ones.
-
-    Raises:
-        DivergedError: a parameter is not finite.
-    """
+    """Raise a ``DivergedError`` before parameters that are not finite are saved."""
     for name, parameter in trainer.algorithm.policy.named_parameters():
         if not bool(parameter.isfinite().all()):
             raise DivergedError(

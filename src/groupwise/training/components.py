@@ -1,4 +1,4 @@
-"""What training is made of, whatever is trained: the parts, and the loop and callbacks around them."""
+"""The parts of a run, shared by environments and texts, and its callbacks."""
 
 import json
 import logging
@@ -15,7 +15,6 @@ from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.base import Collector
 from groupwise.config.run import CommonCfg
 from groupwise.data.rollout import RolloutBuffer
-from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, nearest, require_extra
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
@@ -23,16 +22,15 @@ from groupwise.training.base import Callback, EvaluationReport
 from groupwise.training.callbacks import Evaluate, MetricsLog, Progress, SaveCheckpoints, StopAtScore, TimeLimit
 from groupwise.training.checkpoint import Identity
 from groupwise.training.loggers import TensorBoard, WandB
-from groupwise.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 
 class UserObjects(NamedTuple):
-    """Python objects that a run was given instead of settings."""
+    """Python objects that the user gave in place of settings."""
 
     env: object | None = None
-    """What ``make_env`` takes as ``env``: a callable, a ``GroupEnv`` or a ``gymnasium.vector.VectorEnv``."""
+    """A callable, a ``GroupEnv`` or a ``gymnasium.vector.VectorEnv``."""
     policy: Policy | None = None
     data: object | None = None
     """Training prompts, as ``TextTask`` takes them."""
@@ -45,49 +43,45 @@ class UserObjects(NamedTuple):
 
     @classmethod
     def again(cls, objects: Mapping[str, Any]) -> "UserObjects":
-        """Those that a run is given again by name.
+        """The objects by name, when a run is loaded or resumed.
 
         Raises:
-            ConfigError: there is no such object.
+            ConfigError: a name is unknown.
         """
         if unknown := [name for name in objects if name not in cls._fields]:
             raise ConfigError(
-                f"a run is given no {unknown[0]!r} again; fix: {', '.join(cls._fields)}{nearest(unknown[0], cls._fields)}"
+                f"unknown object {unknown[0]!r}; fix: {', '.join(cls._fields)}{nearest(unknown[0], cls._fields)}"
             )
         return cls(**objects)
 
     def names(self) -> list[str]:
-        """Which of them there are."""
+        """The objects that were given."""
         return [name for name, value in self._asdict().items() if value is not None]
 
 
 class Evaluator(ABC):
-    """Evaluates a policy apart from training, the same way at each call."""
+    """Evaluates a policy apart from training, in the same way at each call."""
 
     @abstractmethod
     def __call__(self) -> EvaluationReport:
-        """How well the policy does as it is now."""
-
-    @abstractmethod
-    def prepare(self) -> Any:
-        """Make what is needed now, so that what cannot be made is known before training begins."""
+        """Scores of the policy as it is now."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what was made."""
+        """Free its resources."""
 
 
 @dataclass(frozen=True)
 class Components(ABC):
-    """What training is made of."""
+    """The parts of a run."""
 
     kind: ClassVar[str] = "env"
-    """What the run is about, as the summary says it."""
+    """Key of what was trained on in the summary."""
     axes: ClassVar[tuple[str, str]] = ("environment steps", "episode return")
-    """What the learning curve shows."""
+    """Labels of the learning curve."""
 
     cfg: CommonCfg
-    """With the settings that only the environment or the data could tell."""
+    """The settings, completed by what the environment or the data determines."""
     given: UserObjects
     algorithm: BaseAlgorithm
     collector: Collector
@@ -96,58 +90,41 @@ class Components(ABC):
 
     @property
     def policy(self) -> Policy:
-        """What is trained."""
+        """The policy that is trained."""
         return self.algorithm.policy
 
     @abstractmethod
     def evaluator(self) -> Evaluator | None:
-        """What evaluates the policy in training; None if nothing can."""
+        """The evaluator of training; None if there can be none."""
 
     @abstractmethod
     def evaluation_interval(self) -> int | None:
-        """Steps between two evaluations, if the settings say so."""
+        """Steps between two evaluations, if set."""
 
     def notes(self) -> list[str]:
-        """Lines about the run for who watches it begin."""
+        """Lines to print when training starts."""
         return []
 
     def summary_fields(self) -> dict[str, Any]:
-        """What the summary says besides scores."""
+        """Fields of the summary besides scores."""
         return {}
 
     def own_callbacks(self, folder: RunFolder) -> list[Callback]:
-        """Callbacks that this kind of run has."""
+        """Callbacks of this kind of run."""
         return []
 
     def render(self, folder: RunFolder, seed: int) -> None:  # noqa: B027 (not every run has pictures)
-        """Leave a picture of what was trained, if that works."""
+        """Write a video of the policy, where possible."""
 
     def close(self) -> None:
-        """Free what the run made for itself."""
+        """Free the run's own resources."""
         self.collector.close()
-
-
-def build_trainer(parts: Components, callbacks: Sequence[Callback], engine: Engine) -> Trainer:
-    """The loop over the parts."""
-    return Trainer(
-        parts.algorithm,
-        parts.collector,
-        parts.buffer,
-        num_steps=parts.cfg.algorithm.num_steps,
-        total_steps=parts.cfg.total_steps,
-        seed=parts.cfg.seed,
-        callbacks=callbacks,
-        engine=engine,
-    )
 
 
 def build_callbacks(
     parts: Components, folder: RunFolder, users: Sequence[Callback], evaluator: Evaluator | None, rank: int
 ) -> list[Callback]:
-    """The user's callbacks and those that the settings ask for, in the order of ``callbacks.py``.
-
-    Ranks other than 0 write and decide nothing: they have the user's.
-    """
+    """The user's callbacks and those of the settings, in the order of ``callbacks.py``; only the user's on ranks above 0."""
     cfg = parts.cfg
     if rank != 0:
         return [*users]
@@ -157,7 +134,6 @@ def build_callbacks(
     if stop.time_limit is not None:
         built.append(TimeLimit(stop.time_limit))
     if evaluator is not None:
-        evaluator.prepare()
         built.append(Evaluate(evaluator, parts.evaluation_interval() or tenth, folder.best, parts.identity))
     if stop.return_threshold is not None:
         built.append(StopAtScore(stop.return_threshold))
@@ -174,7 +150,7 @@ def build_callbacks(
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Torch on so many threads; on as many as before afterwards."""
+    """Torch on ``number`` threads, restored afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -197,7 +173,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def check_trackers(cfg: CommonCfg) -> None:
-    """Refuse trackers that are not installed, before anything is built.
+    """Refuse trackers that are not installed.
 
     Raises:
         MissingExtraError: one is not.

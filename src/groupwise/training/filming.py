@@ -1,4 +1,4 @@
-"""The video of a run's policy: an error for who asked for it, a line in the log for who did not."""
+"""Records a video of the policy. Raises only if the user asked for it."""
 
 import logging
 from pathlib import Path
@@ -27,7 +27,7 @@ def record(cfg: RunCfg, given: UserObjects, policy: Policy, path: Path, seed: in
 
 
 def record_if_possible(cfg: RunCfg, given: UserObjects, policy: Policy, path: Path, seed: int) -> None:
-    """Write it if that works: what was trained is worth more than a picture of it."""
+    """Write an episode of the greedy policy, or log why that is impossible."""
     try:
         record(cfg, given, policy, path, seed)
     except NoPictureError as error:

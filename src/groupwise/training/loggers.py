@@ -1,4 +1,4 @@
-"""Adaptors to experiment trackers. ``metrics.jsonl`` stays the source of truth."""
+"""Experiment trackers: they get the metrics that ``metrics.jsonl`` holds."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ class TensorBoard(Callback):
         """Open the event file."""
         from torch.utils.tensorboard import SummaryWriter
 
-        # What a killed run wrote after its last checkpoint is hidden by purge_step.
+        # purge_step hides what a killed run wrote after its last checkpoint
         self._writer = SummaryWriter(str(self.folder), purge_step=trainer.env_steps + 1)
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
@@ -46,19 +46,13 @@ class WandB(Callback):
     """Sends the metrics to Weights & Biases, or keeps them in the run folder with ``WANDB_MODE=offline``.
 
     Args:
-        run_id: unique; a resumed run goes on under the same one.
+        run_id: unique; a resumed run keeps it.
 
     Raises:
         MissingExtraError: wandb is not installed.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        run_id: str,
-        config: dict[str, Any],
-        project: str = "groupwise",
-    ) -> None:
+    def __init__(self, folder: Path, run_id: str, config: dict[str, Any], project: str = "groupwise") -> None:
         require_extra("wandb", "track")
         self.folder = folder
         self.run_id = run_id

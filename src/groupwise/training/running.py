@@ -1,9 +1,11 @@
-"""A run from its first or next iteration to its end, and what it leaves in its folder."""
+"""A run from its first or next iteration to its end, with its run folder."""
 
 import json
+import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,43 +21,41 @@ from groupwise.report.scores import scores_of
 from groupwise.seeding import derive_seed
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy
-from groupwise.training.components import Components, Evaluator, build_callbacks, build_trainer, threads
+from groupwise.training.components import Components, build_callbacks, threads
 from groupwise.training.ending import closing_after, failure, finishing_on_signal, interruption, is_interruption
-from groupwise.training.memory import peak_memory
 from groupwise.training.trainer import Trainer
 
 SMALL_TENSOR = 2**17
-"""Elements; networks whose largest matrix is no larger run fastest on one thread."""
+"""Elements; networks without larger matrices run fastest on one thread."""
 
 
 def run(
     parts: Components, folder: RunFolder, users: Sequence[Callback], engine: Engine, *, resume: bool
 ) -> dict[str, Any]:
-    """Train to the end; what was reached, and why it ended."""
-    with (
-        threads_for(parts.policy),
-        closing(engine),
-        closing_after(parts.close),
-        _evaluator_of(parts, engine) as evaluator,
-    ):
-        trainer = build_trainer(parts, build_callbacks(parts, folder, users, evaluator, engine.rank), engine)
+    """Train to the end; the summary."""
+    with threads_for(parts.policy), closing(engine), closing_after(parts.close), ExitStack() as stack:
+        evaluator = parts.evaluator() if engine.rank == 0 else None
+        if evaluator is not None:
+            stack.enter_context(closing_after(evaluator.close))
+        trainer = Trainer(
+            parts.algorithm,
+            parts.collector,
+            parts.buffer,
+            num_steps=parts.cfg.algorithm.num_steps,
+            total_steps=parts.cfg.total_steps,
+            seed=parts.cfg.seed,
+            callbacks=build_callbacks(parts, folder, users, evaluator, engine.rank),
+            engine=engine,
+        )
         if resume:
-            _take_up(trainer, parts, folder, engine)
+            _load(trainer, parts, folder, engine)
         begun = trainer.iteration
         summary = _train_and_report(trainer, parts, folder, engine)
         if resume and trainer.iteration == begun and engine.rank == 0:
-            _say(f"nothing was left to train ({summary['stopped']}); fix: give more total_steps")
+            _print(f"nothing was left to train ({summary['stopped']}); fix: give more total_steps")
         if engine.rank == 0:
             parts.render(folder, derive_seed(parts.cfg.seed, "evaluation"))
     return summary
-
-
-@contextmanager
-def _evaluator_of(parts: Components, engine: Engine) -> Iterator[Evaluator | None]:
-    """What evaluates, on the one rank that does; closed in the end."""
-    evaluator = parts.evaluator() if engine.rank == 0 else None
-    with nullcontext() if evaluator is None else closing_after(evaluator.close):
-        yield evaluator
 
 
 def plain(cfg: CommonCfg) -> dict[str, Any]:
@@ -65,17 +65,14 @@ def plain(cfg: CommonCfg) -> dict[str, Any]:
 
 
 def threads_for(policy: Policy) -> AbstractContextManager[None]:
-    """One thread for small networks on the CPU, where more only wait for each other."""
+    """One thread for small networks on the CPU, where more only add overhead."""
     small = all(p.dim() <= 2 and p.numel() <= SMALL_TENSOR for p in policy.parameters())
     return threads(1 if small else torch.get_num_threads())
 
 
-def _take_up(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine) -> None:
-    """Put the latest checkpoint into the trainer; a run killed before its first one begins again.
-
-    Once that has worked, the folder is brought in line with it.
-    """
-    where = "; no checkpoint was saved, so that training begins again"
+def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine) -> None:
+    """Load the latest checkpoint, and cut the logs back to it. A run without a checkpoint begins again."""
+    where = "; no checkpoint was saved, so training begins again"
     if has_checkpoint(folder.latest):
         checkpoint = load_checkpoint(folder.latest, parts.identity)
         load_policy(parts.policy, checkpoint.policy, folder.latest)
@@ -85,11 +82,11 @@ def _take_up(trainer: Trainer, parts: Components, folder: RunFolder, engine: Eng
         folder.truncate_metrics(trainer.iteration)
         if folder.read_config()["total_steps"] != parts.cfg.total_steps:
             folder.rewrite_config(plain(parts.cfg))
-        _say(f"resuming from step {trainer.env_steps:,} of {parts.cfg.total_steps:,}{where}")
+        _print(f"resuming from step {trainer.env_steps:,} of {parts.cfg.total_steps:,}{where}")
 
 
 def _peaks(folder: RunFolder, parts: Components) -> dict[str, float]:
-    """Peak memory, of earlier processes of a resumed run, too, whose summary can be read."""
+    """Peak memory, over all processes of a resumed run."""
     try:
         before = folder.read_summary()
     except RunFolderError:
@@ -97,12 +94,23 @@ def _peaks(folder: RunFolder, parts: Components) -> dict[str, float]:
     return {name: max(peak, before.get(name, 0.0)) for name, peak in peak_memory(parts.policy.device).items()}
 
 
-def _say(line: str) -> None:
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Peak memory in MiB: resident, of this process without its workers (on Linux), and of torch's tensors on a GPU."""
+    found = {}
+    status = Path("/proc/self/status")  # ru_maxrss would count the parent process, too
+    if status.is_file() and (resident := re.search(r"VmHWM:\s*(\d+) kB", status.read_text())):
+        found["peak_memory_mib"] = round(int(resident[1]) / 1024, 1)
+    if device.type == "cuda":
+        found["peak_gpu_memory_mib"] = round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+    return found
+
+
+def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine) -> dict[str, Any]:
-    """Train; whatever happens, leave a summary and a curve of what there is."""
+    """Train; write summary and curve, also after an error."""
     cfg, given, stopped = parts.cfg, parts.given.names(), "failed"
     try:
         with finishing_on_signal(trainer):
@@ -118,8 +126,7 @@ def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, en
         summary = {parts.kind: cfg.subject, "algorithm": cfg.algorithm.name, "seed": cfg.seed, "stopped": stopped}
         if engine.rank == 0:
             metrics = folder.read_metrics()
-            summary |= scores_of(metrics) | _peaks(folder, parts)
-            summary |= parts.summary_fields()
+            summary |= scores_of(metrics) | _peaks(folder, parts) | parts.summary_fields()
             folder.write_summary(summary)
             plot_curve(metrics, folder.curve, f"{cfg.subject}, {cfg.algorithm.name}, seed {cfg.seed}", *parts.axes)
     return summary

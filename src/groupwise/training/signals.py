@@ -1,4 +1,4 @@
-"""Signals that end a process, handled for a while. Imports no torch."""
+"""Temporary handlers for signals. Imports no torch."""
 
 import signal
 import threading
@@ -10,10 +10,7 @@ from typing import Any
 
 @contextmanager
 def handling(handle: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
-    """Let ``handle`` take these signals.
-
-    Where signals cannot be caught (outside of the main thread), or somebody else does, nothing changes.
-    """
+    """Let ``handle`` take these signals. Outside of the main thread, or with other handlers set, nothing changes."""
     in_main = threading.current_thread() is threading.main_thread()
     before: dict[int, Any] = {number: signal.getsignal(number) for number in numbers if in_main}
     ours = {n: was for n, was in before.items() if was in (signal.default_int_handler, signal.SIG_DFL)}

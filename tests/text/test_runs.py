@@ -155,7 +155,10 @@ def test_a_score_to_stop_at_wants_held_out_prompts(model, tmp_path):
         (lambda run: gw.evaluate(run, reward=share_copied, foo=1), "reward, foo: only for a run's folder"),
         (lambda run: gw.sample(run, "12", checkpoint="best"), "checkpoint: only for a run's folder"),
         (lambda run: inspect.unwrap(gw.sample)(run, ["12", "21"]), r"prompt = \['12', '21'\]: expected a string; fix"),
-        (lambda run: gw.evaluate(run.path, rewards=share_copied), "unknown object 'rewards'; fix: .*did you mean 'reward'"),
+        (
+            lambda run: gw.evaluate(run.path, rewards=share_copied),
+            "unknown object 'rewards'; fix: .*did you mean 'reward'",
+        ),
         (lambda run: gw.resume(run.path, totalsteps=3), "unknown object 'totalsteps'; fix: env, policy"),
     ],
 )

@@ -40,7 +40,7 @@ def test_the_printed_commands_work_as_they_stand_and_an_error_names_what_lacks()
     without = groupwise("resume r")
     assert without.returncode == 2
     assert "unknown environment 'OfAPlugin-v0'" in without.stderr
-    assert "this run, r, was trained with --plugin 'my env.py'; fix: give it again" in without.stderr
+    assert "r was trained with --plugin 'my env.py'; fix: groupwise eval r" in without.stderr
 
 
 def test_what_was_loaded_is_what_the_last_command_named():
@@ -60,7 +60,7 @@ def test_a_run_folder_records_them():
 
 def test_absent_plugins_are_blamed_and_given_ones_are_not():
     plugins._loaded.append("a.py")
-    blamed = pytest.raises(ConfigError, match=r"^odd; this run, r, was trained with --plugin b\.py; fix: ")
+    blamed = pytest.raises(ConfigError, match=r"^odd; r was trained with --plugin b\.py; fix: ")
     with blamed as caught, plugins.blaming_absence(Path("r"), ["a.py", "b.py"]):
         raise EnvError("odd")
     assert "a.py" not in str(caught.value)

@@ -1,6 +1,6 @@
-"""groupwise: reinforcement learning with GRPO and PPO; compares episodes that begin in the same state.
+"""Reinforcement learning with GRPO and PPO.
 
-``__init__.pyi`` lists the public names. They are imported when first used, so that ``import groupwise`` costs nothing.
+``__init__.pyi`` lists the public names. They are imported on first use, so ``import groupwise`` is fast.
 """
 
 import ast
@@ -24,7 +24,7 @@ __all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used (PEP 562)."""
+    """Import a public name on first use (PEP 562)."""
     if name == "__version__":
         from importlib.metadata import version
 
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> object:
 
         raise AttributeError(f"module 'groupwise' has no attribute {name!r}{nearest(name, __all__)}")
     value = vars(import_module(_HOMES[name]))[name]
-    globals()[name] = value  # the next use finds it without coming here
+    globals()[name] = value  # the next use does not call this function
     return value
 
 

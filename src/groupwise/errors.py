@@ -1,22 +1,22 @@
-"""Every error that groupwise raises for a user's mistake.
+"""All errors and warnings.
 
 GroupwiseError
-├── ConfigError            a setting that is unknown, mistyped or impossible (ValueError)
-│   ├── UnknownNameError   a name nobody registered; says which is nearest
-│   └── PolicyError        a policy that GRPO behind Stable-Baselines3's interface cannot train (contrib.sb3.settings)
-├── EnvError               an environment that cannot be used as asked (ValueError)
+├── ConfigError (ValueError)
+│   ├── UnknownNameError
+│   └── PolicyError (contrib.sb3.settings)
+├── EnvError (ValueError)
 │   ├── UnsupportedSpaceError
-│   └── GroupStartError    members cannot be made to share a start
-├── DataError              a rollout with wrong shapes, types or non-finite numbers (ValueError)
-├── RewardError            a reward function that failed, took too long or returned what is no score (RuntimeError)
-├── ToolError              a tool that failed, or answered with what is no text (RuntimeError)
-├── DivergedError          training produced non-finite numbers (RuntimeError)
-│   └── SamplerMismatchError  Sampler and trainer differ
-├── CheckpointError        a checkpoint that is damaged or belongs to something else (ValueError)
-├── RunFolderError         a run folder that does not exist, is damaged or is taken (ValueError)
-└── MissingExtraError      an optional dependency is not installed (ImportError)
+│   └── GroupStartError
+├── DataError (ValueError)
+├── RewardError (RuntimeError)
+├── ToolError (RuntimeError)
+├── DivergedError (RuntimeError)
+│   └── SamplerMismatchError
+├── CheckpointError (ValueError)
+├── RunFolderError (ValueError)
+└── MissingExtraError (ImportError)
 
-Warnings of ours are ``GroupStartWarning`` and ``SlowPathWarning``.
+Warnings: ``GroupStartWarning`` and ``SlowPathWarning``.
 """
 
 import difflib
@@ -25,7 +25,7 @@ from importlib.util import find_spec
 
 
 class GroupwiseError(Exception):
-    """Base of all errors below; catch it to catch them all."""
+    """Base of all errors below."""
 
 
 class ConfigError(GroupwiseError, ValueError):
@@ -33,12 +33,12 @@ class ConfigError(GroupwiseError, ValueError):
 
 
 class UnknownNameError(ConfigError):
-    """A name that nobody registered.
+    """A name that is not registered; the message has the nearest one.
 
     Args:
-        kind: what the name should name ("environment", "algorithm", ...).
-        known: the names that exist.
-        hint: what to say instead of the nearest of them.
+        kind: "environment", "algorithm", ...
+        known: all registered names.
+        hint: replaces the nearest name.
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, hint: str | None = None) -> None:
@@ -49,23 +49,23 @@ class UnknownNameError(ConfigError):
 
 
 class EnvError(GroupwiseError, ValueError):
-    """An environment that cannot be used as asked."""
+    """An environment that cannot be used with these settings."""
 
 
 class UnsupportedSpaceError(EnvError):
-    """An observation or action space that no policy here can handle."""
+    """An observation or action space that is not supported."""
 
 
 class GroupStartError(EnvError):
-    """Members of a group cannot be made to begin in the same state."""
+    """Members of a group cannot share a start."""
 
 
 class GroupStartWarning(UserWarning):
-    """Members share their start, but not in the best way; says why, and what to do about it. No error."""
+    """Members share their start, but not in the best mode."""
 
 
 class SlowPathWarning(UserWarning):
-    """Something is right, but not computed in the fastest way; says why. No error."""
+    """A result is correct, but not computed in the fastest way."""
 
 
 class DataError(GroupwiseError, ValueError):
@@ -73,11 +73,11 @@ class DataError(GroupwiseError, ValueError):
 
 
 class RewardError(GroupwiseError, RuntimeError):
-    """A reward function that failed, took too long or returned what is no score."""
+    """A reward function that failed or did not return scores."""
 
 
 class ToolError(GroupwiseError, RuntimeError):
-    """A tool that failed, or answered with what is no text."""
+    """A tool that failed or did not return a string."""
 
 
 class DivergedError(GroupwiseError, RuntimeError):
@@ -85,11 +85,11 @@ class DivergedError(GroupwiseError, RuntimeError):
 
 
 class SamplerMismatchError(DivergedError):
-    """Sampler and trainer differ."""
+    """The sampler's probabilities differ too much from the trainer's."""
 
 
 class CheckpointError(GroupwiseError, ValueError):
-    """A checkpoint that is damaged or belongs to something else."""
+    """A checkpoint that is damaged, or of another environment or architecture."""
 
 
 class RunFolderError(GroupwiseError, ValueError):
@@ -101,28 +101,24 @@ class MissingExtraError(GroupwiseError, ImportError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name most like ``name``, as the end of a message; empty if none is like it."""
+    """``; did you mean 'x'?`` with the nearest known name; empty if none is near."""
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _some(names: list[str]) -> str:
-    """All names, or of very many the first, and how many there are besides."""
+    """The names; of more than 60 only the first 20."""
     if len(names) <= 60:
         return ", ".join(names) or "none"
     return f"{', '.join(names[:20])} and {len(names) - 20} more"
 
 
 def require_extra(module: str, extra: str) -> None:
-    """Raise with the install command unless ``module`` can be imported.
-
-    Raises:
-        MissingExtraError: ``module`` is absent; names the extra that brings it.
-    """
+    """Raise a ``MissingExtraError`` with the install command if ``module`` is not installed."""
     if find_spec(module) is None:
         raise MissingExtraError(f"{module!r} is not installed; fix: {installing(extra)}")
 
 
 def installing(extra: str) -> str:
-    """The command that installs an extra, as the documentation has it."""
+    """The command that installs an extra."""
     return f"pip install -e '.[{extra}]' in the checkout"

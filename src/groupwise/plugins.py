@@ -1,7 +1,6 @@
-"""Plugins: files and modules of the user's that register what a run names. Which ones, and what to say where one lacks.
+"""Plugins: the user's files and modules, which register environments, algorithms and so on. Imports no torch.
 
-A run folder records them, so that the commands printed about it, and the error where they are missing, can name them.
-Imports no torch.
+A run folder records them, so that printed commands and errors can name them.
 """
 
 import importlib
@@ -18,7 +17,7 @@ _loaded: list[str] = []
 
 
 def load(plugins: Sequence[Path]) -> None:
-    """Import what the command line named, for what it registers; ``loaded`` then tells of these.
+    """Import the plugins of the command line.
 
     Raises:
         ConfigError: one is neither a Python file nor an installed module.
@@ -30,18 +29,18 @@ def load(plugins: Sequence[Path]) -> None:
 
 
 def loaded() -> list[str]:
-    """The plugins of this command, as it named them."""
+    """The plugins of this command."""
     return list(_loaded)
 
 
 def options(plugins: Sequence[str]) -> str:
-    """How a command names them: `` --plugin FILE.py`` for each."""
+    """`` --plugin FILE.py`` for each."""
     return "".join(f" --plugin {shlex.quote(plugin)}" for plugin in plugins)
 
 
 @contextmanager
 def blaming_absence(where: Path, plugins: Sequence[str]) -> Iterator[None]:
-    """Say on errors of ours which plugins a run had that were not named this time.
+    """Add to errors which of a run's plugins were not loaded.
 
     Args:
         where: folder of the run.
@@ -55,8 +54,7 @@ def blaming_absence(where: Path, plugins: Sequence[str]) -> Iterator[None]:
             raise
         given = options(absent).strip()
         raise ConfigError(
-            f"{error}; this run, {where}, was trained with {given}; fix: give it again, as in: groupwise eval {where} "
-            f"{given} (in Python: import it first)"
+            f"{error}; {where} was trained with {given}; fix: groupwise eval {where} {given} (in Python: import it first)"
         ) from error
 
 
@@ -77,12 +75,11 @@ def _import_module(name: str) -> None:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # its own imports are what fails
+            raise  # one of its own imports failed
         raise _neither(name) from error
 
 
 def _neither(plugin: Path | str) -> ConfigError:
     return ConfigError(
-        f"--plugin {plugin}: expected an existing Python file, or a module that is installed; fix: the file's path, with "
-        "its .py, or install the module"
+        f"--plugin {plugin}: expected an existing Python file or an installed module; fix: its path with .py, or install it"
     )

@@ -186,8 +186,8 @@ def test_compositions_that_make_no_sense_are_refused(choices, message):
 @pytest.mark.parametrize(
     ("choices", "found"),
     [
-        ({"finished_members": "zero"}, "credit.finished_members='zero' and credit.singleton='zero' say"),
-        ({"singleton": "trajectory"}, "credit.finished_members='mask' and credit.singleton='trajectory' say"),
+        ({"finished_members": "zero"}, "credit.finished_members='zero' and credit.singleton='zero' need"),
+        ({"singleton": "trajectory"}, "credit.finished_members='mask' and credit.singleton='trajectory' need"),
         ({"returns": "return_to_go", "finished_members": "trajectory"}, "credit.finished_members='trajectory' and"),
     ],
 )

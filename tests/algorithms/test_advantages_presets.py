@@ -149,7 +149,7 @@ def test_optimal_token_baseline(per_row):
     fallback = [[1.5, 0.666667, 1.0], [-0.5, -0.333333]]
     batch = rollout(TWO, variance=CHANCE)
     expect(batch, fallback, name="optimal_token_baseline", singleton="trajectory")
-    with pytest.raises(DataError, match=r"CreditInput\.start"):
+    with pytest.raises(DataError, match=r"CreditInput\(start="):
         credit(rollout(TWO), **preset("optimal_token_baseline"))
 
 

@@ -30,7 +30,7 @@ def test_parts_that_are_named_and_turns_that_are_steps_are_fine():
 
 def test_a_setting_that_nothing_reads_is_refused():
     with pytest.raises(
-        ConfigError, match=r"dynamic_sampling=2\.0 does nothing without collection\.filter_groups.*; fix: "
+        ConfigError, match=r"dynamic_sampling=2\.0 has no effect without collection\.filter_groups.*; fix: "
     ):
         resolve("CartPole-v1", {"collection": {"dynamic_sampling": 2.0}})
     resolve("CartPole-v1", {"collection": {"dynamic_sampling": 2.0, "filter_groups": True}})

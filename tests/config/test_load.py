@@ -209,7 +209,7 @@ def test_settings_of_another_algorithm_are_refused(write):
         ({"task": {}, "sampling": {"top_p": 0.9}}, r"run\.json: sampling: top_p=0\.9 is for evaluation only: .*fix"),
         (
             {"task": {}, "algorithm": {"collection": {"horizon": 9}}},
-            r"run\.json: algorithm.collection.horizon=9 is about environments",
+            r"run\.json: algorithm.collection.horizon=9 has no effect on text",
         ),
         ({"env": "CartPole-v1"}, r"run\.json: env = 'CartPole-v1': expected an object"),
         ({"env": {"id": "CartPole-v1"}, "seeed": 1}, r"run\.json: unknown key 'seeed'; did you mean 'seed'\?"),
@@ -250,7 +250,7 @@ def test_file_that_is_no_text_is_named(tmp_path):
         ({"credit": {"returns": "outcome"}}, {}, r"algorithm\.credit: .*fix.*\(from the preset: .*group_key"),
         (None, {"env": 3}, r"env = 3: expected an object"),
         ("grpoo", {}, r"unknown algorithm 'grpoo': did you mean 'grpo'"),
-        ("knn", {}, r"unknown algorithm 'knn': a preset of that name.*fix: preset='knn'"),
+        ("knn", {}, r"unknown algorithm 'knn': it is a preset of grpo; fix: preset='knn'"),
     ],
 )
 def test_wrong_settings_name_key_value_and_fix(algorithm, fields, message):
@@ -417,9 +417,9 @@ def test_groups_that_teach_although_equal_are_not_left_out(preset):
 def test_rules_for_single_steps_go_over_a_preset_that_compares_steps(choices, given):
     credit = resolve("CartPole-v1", given(choices)).algorithm.credit
     assert credit == CreditCfg(group_key="group_step", returns="return_to_go", scale="batch_std", **choices)
-    with pytest.raises(ConfigError, match=r"got credit\.group_key='group', fix: .* with returns='return_to_go'"):
+    with pytest.raises(ConfigError, match=r"group_key='group_step', got 'group'; fix: .* with returns='return_to_go'"):
         resolve("CartPole-v1", given(choices), preset="grpo")
-    with pytest.raises(ValueError, match=r"got credit\.group_key='group', fix"):
+    with pytest.raises(ValueError, match=r"got 'group'; fix"):
         RunCfg(algorithm=GRPOCfg(credit=choices))
     fixed = {"credit": {**choices, "group_key": "group_step", "returns": "return_to_go"}}
     assert resolve("CartPole-v1", fixed, preset="grpo").algorithm.credit.group_key == "group_step"
@@ -432,7 +432,7 @@ def test_a_credit_rule_of_ones_own_reads_what_it_likes():
 
 def test_a_reference_is_renewed_only_where_there_is_one():
     with pytest.raises(
-        ConfigError, match=r"ref_model_sync_steps=2 renews a reference, and kl_coef=0 has none; fix: kl_coef > 0"
+        ConfigError, match=r"ref_model_sync_steps=2 updates a reference, and kl_coef=0 has none; fix: kl_coef > 0"
     ):
         GRPOCfg(ref_model_sync_steps=2)
     assert GRPOCfg(ref_model_sync_steps=2, kl_coef=0.1).ref_model_sync_steps == 2

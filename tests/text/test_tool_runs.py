@@ -128,7 +128,7 @@ def test_turns_are_open_to_ratios_and_credit(preset, model, tmp_path):
     [
         (
             "agilerl_turn",
-            r"credit\.returns='turn' needs turns, and without a tool a completion is one; fix: task\.tool",
+            r"credit\.returns='turn' needs turns, and without a tool a completion is one turn; fix: task\.tool",
         ),
         ("agilerl_turn_ratio", r"objective\.ratio='turn' needs turns, and without a tool .*fix: task\.tool"),
     ],

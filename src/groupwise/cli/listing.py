@@ -66,7 +66,7 @@ def _title_of(algorithm: str) -> str:
     return (algorithm_entry(algorithm).cfg_type.__doc__ or "").partition("\n")[0]
 
 
-def _entry_of_choice(key: str, choice: presets.Choice) -> Entry:
+def _entry_of_choice(key: str, choice: presets.ChoiceNote) -> Entry:
     setting, value = key.rsplit(".", 1)
     return Entry([f"{value}: {choice.note} [{choice.source}]"], f"--algorithm.{setting.replace('_', '-')}")
 

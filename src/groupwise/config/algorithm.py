@@ -1,4 +1,4 @@
-"""Settings of the algorithms. Imports no torch, so that the command line answers at once."""
+"""Settings of the algorithms. Imports no torch."""
 
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -151,7 +151,7 @@ class CollectionCfg(Cfg):
     noise: Literal["independent", "shared"] = "independent"
     """Noise after the start: each member draws its own, or all draw the same."""
     partial_groups: Literal["complete", "truncate"] = "complete"
-    """Groups that are still running when the steps of an iteration are taken: complete or truncate them. ``truncate`` needs a simulator in torch."""
+    """Groups that are still running at the end of an iteration: complete or truncate them. ``truncate`` needs a simulator in torch."""
     horizon: PositiveInt | None = None
     """Episodes of a group are truncated after so many steps. None: whole episodes."""
     on_env_error: Literal["raise", "retry", "drop"] = "raise"
@@ -197,7 +197,7 @@ class AlgorithmCfg(Cfg):
     @model_validator(mode="before")
     @classmethod
     def _apply_clip_coef(cls, data: object) -> object:
-        """Fold ``clip_coef`` into the objective, so that a resolved config says it once."""
+        """Set the trust region's range to ``clip_coef``."""
         if not isinstance(data, dict) or data.get("clip_coef") is None:
             return data
         try:
@@ -209,7 +209,7 @@ class AlgorithmCfg(Cfg):
         region: TrustRegionCfg = TrustRegionCfg.model_validate(values.get("trust_region", {}))
         if not isinstance(region, ClippedCfg):
             raise ValueError(
-                f"clip_coef={coef} sets the range of a clip, which trust_region={region.name!r} has not; fix: leave it out"
+                f"clip_coef={coef} sets a clip range, which trust_region={region.name!r} has not; fix: leave it out"
             )
         given = {name: value for name, value in region if name in region.model_fields_set}
         both = given | {"clip_low": coef, "clip_high": coef}
@@ -271,17 +271,13 @@ class GRPOCfg(AlgorithmCfg):
     def _check_reference(self) -> "GRPOCfg":
         if self.kl_coef == 0 and self.ref_model_sync_steps is not None:
             raise ValueError(
-                f"ref_model_sync_steps={self.ref_model_sync_steps} renews a reference, and kl_coef=0 has none; fix: kl_coef > 0, or None"
+                f"ref_model_sync_steps={self.ref_model_sync_steps} updates a reference, and kl_coef=0 has none; fix: kl_coef > 0, or None"
             )
         return self
 
     @model_validator(mode="after")
     def _check_equals(self) -> "GRPOCfg":
-        """Groups of equal whole return may be left out where credit compares members by the whole reward.
-
-        That is more than what teaches nothing: credit by time (returns-to-go, process rewards, turns, anchors) may still
-        tell such members apart, and leaving them out is then the user's choice.
-        """
+        """Refuse ``filter_groups`` where groups of equal return have advantages."""
         learns = self.credit.reward.name == "parts" or not self.credit.baseline.within_group
         if learns and self.collection.filter_groups:
             raise ValueError(

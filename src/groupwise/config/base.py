@@ -1,4 +1,4 @@
-"""The base of every config class: frozen, no unknown keys, documented fields, clear complaints. Imports no torch."""
+"""The base of all config classes: frozen, no unknown keys, documented fields, clear errors. Imports no torch."""
 
 import re
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ NonNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 
 GIVEN = "<given in Python>"
-"""Stands in a config for an object that was passed in."""
+"""Placeholder in a config for an object passed in Python."""
 
 
 class Cfg(BaseModel):
-    """A frozen group of settings. Each field's docstring gives meaning, unit, range and where its default comes from.
+    """A frozen group of settings. The docstring of a field gives its meaning, unit, range and the source of its default.
 
     Raises:
-        ConfigError: a field is unknown or its value impossible.
+        ConfigError: a field is unknown, or its value is wrong.
     """
 
     model_config = ConfigDict(
@@ -33,12 +33,11 @@ class Cfg(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            said = [explain(item, type(self), fields) for item in complaints(error)]
-            raise ConfigError("\n".join(f"{type(self).__name__}: {line}" for line in said)) from error
+            lines = [explain(item, type(self), fields) for item in complaints(error)]
+            raise ConfigError("\n".join(f"{type(self).__name__}: {line}" for line in lines)) from error
 
-    # So marked, as pydantic marks its own, it is run for what a user builds, and not for each config inside another, whose
-    # complaints then keep their place in the whole. There is no public way: what a validator raises becomes a ValidationError,
-    # which a ConfigError, being a ValueError, cannot escape, and the metaclass, whose __call__ could catch that, is private too.
+    # Marked as pydantic marks its own __init__: then pydantic calls it only for the outermost config, and errors inside
+    # keep their full path. There is no public way: an error raised by a validator becomes a ValidationError.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
@@ -46,7 +45,7 @@ class Cfg(BaseModel):
         """Config class of a field; None where it holds plain data or does not exist.
 
         Args:
-            fields: what the config is made of, where the class depends on that.
+            fields: values of the config's fields, on which the class may depend.
         """
         declared = cls.declared_type(key)
         return declared and declared.type_for(fields.get(key))
@@ -60,20 +59,21 @@ class Cfg(BaseModel):
 
     @classmethod
     def type_for(cls, value: object) -> "type[Cfg]":
-        """The class that reads ``value`` where this one is asked for."""
+        """The class that reads ``value``, for a field of this class."""
         return cls
 
 
 def complaints(error: ValidationError) -> list[dict[str, Any]]:
-    """Pydantic's complaints, one per wrong setting."""
+    """Pydantic's errors, one per wrong setting."""
     return [{**item} for item in error.errors(include_url=False)]
 
 
 def explain(item: Mapping[str, Any], root: type[Cfg], fields: Mapping[str, Any]) -> str:
-    """One line on a complaint: key path, value, what was expected, the nearest name.
+    """One line on an error: key path, value, what was expected, the nearest name.
 
     Args:
-        root: the config that was to be made, of ``fields``.
+        root: the class of the whole config.
+        fields: its values.
     """
     loc = tuple(map(str, item["loc"]))
     path = ".".join(loc)

@@ -1,6 +1,6 @@
-"""Settings that are one of several by name, each with parameters of its own: ``{"name": "cispo", "high": 5.0}``, or ``"cispo"``.
+"""Choices: settings with a name and parameters, as ``{"name": "cispo", "high": 5.0}`` or ``"cispo"``.
 
-Those that ship are found by the names of the files in ``recipes/``; ``register_recipe`` adds yours. Imports no torch.
+``recipes/`` has a file for each; ``register_recipe`` adds yours. Imports no torch.
 """
 
 import importlib
@@ -19,18 +19,18 @@ RECIPES = "groupwise.recipes"
 
 
 class Choice(Cfg):
-    """One of a family. The docstring's first line says what it does, and ``source`` where it comes from."""
+    """A member of a family of choices, described by the first line of its docstring."""
 
     name: str
     """Name in the registry."""
     source: ClassVar[str] = "groupwise"
-    """URL of the paper or library; ``groupwise`` where it began here."""
+    """URL of the paper or library; ``groupwise`` if it was developed here."""
     family: ClassVar[str] = ""
-    """What its settings are called in messages."""
+    """Name of the family in messages."""
     default: ClassVar[str] = ""
-    """Name of the family's member that parameters without a name are for."""
+    """The member that parameters without a name belong to."""
     known: ClassVar[dict[str, "type[Choice] | str"]] = {}
-    """The family by name: classes, or modules that register one when they are imported."""
+    """Members by name: classes, or modules that register one on import."""
 
     def __init__(self, /, **fields: Any) -> None:
         super().__init__(**{"name": type(self).own_name()} | fields)
@@ -39,11 +39,7 @@ class Choice(Cfg):
 
     @classmethod
     def named(cls, name: str) -> "type[Choice]":
-        """The member of this family with that name.
-
-        Raises:
-            UnknownNameError: there is none.
-        """
+        """The member of this family with that name, or an ``UnknownNameError``."""
         found = cls.known.get(name)
         if isinstance(found, str):
             importlib.import_module(found)
@@ -54,24 +50,24 @@ class Choice(Cfg):
 
     @classmethod
     def own_name(cls) -> str | None:
-        """The name that it registers under; None if it gives none."""
+        """The default of ``name``, if it has one."""
         default = cls.model_fields["name"].default
         return default if isinstance(default, str) else None
 
     @classmethod
     def members(cls) -> "list[type[Choice]]":
-        """Every member of this family, in the order of their names."""
+        """All members of this family, sorted by name."""
         return [cls.named(name) for name in sorted(cls.known)]
 
     @classmethod
     def type_for(cls, value: object) -> "type[Choice]":
-        """The class that reads ``value``: this one, or of a family the member that is named, if there is one."""
+        """The class that reads ``value``: the named member of a family, otherwise this class."""
         name = _name_in(value) or cls.default
         return cls.named(name) if "known" in vars(cls) and name in cls.known else cls
 
     @classmethod
     def note(cls) -> str:
-        """What it does, in a line."""
+        """One-line description."""
         return (cls.__doc__ or "").partition("\n")[0].rstrip(".")
 
     @model_validator(mode="wrap")
@@ -90,7 +86,7 @@ class Choice(Cfg):
 
 
 def merge_choice(low: object, high: object, family: type[Choice]) -> Any:
-    """``high`` over ``low``: parameter by parameter where both are of the same name, else as a whole."""
+    """``high`` over ``low``: parameter by parameter if both have the same name, otherwise as a whole."""
     below, above = ({"name": value} if isinstance(value, str) else value for value in (low, high))
     if not isinstance(below, dict) or not isinstance(above, dict):
         return high
@@ -99,13 +95,13 @@ def merge_choice(low: object, high: object, family: type[Choice]) -> Any:
 
 
 def recipes_in(folder: str) -> dict[str, type[Choice] | str]:
-    """The modules of a folder of recipes by their file names, which are the names of what they register."""
+    """Modules in a folder of recipes, by file name, which is the recipe's name."""
     files = Path(__file__).parents[1].joinpath("recipes", folder).glob("[!_]*.py")
     return {path.stem: f"{RECIPES}.{folder}.{path.stem}" for path in files}
 
 
 def _name_in(value: object) -> str | None:
-    """The name that a choice is given by, None if it is left out."""
+    """The name in ``"cispo"`` or ``{"name": "cispo"}``; None if there is none."""
     name = value.get("name") if isinstance(value, Mapping) else value
     return name if name is None else str(name)
 
@@ -114,9 +110,7 @@ C = TypeVar("C", bound=type[Choice])
 
 
 def register_recipe(choice: C) -> C:
-    """Class decorator: make a trust region or a baseline available under the default of its ``name``.
-
-    A class of the same module and name may be registered again, as a notebook does when a cell runs twice.
+    """Class decorator that registers a trust region, a baseline or another choice under the default of its ``name``.
 
     Raises:
         ConfigError: ``name`` has no default, or belongs to another class.
@@ -125,9 +119,12 @@ def register_recipe(choice: C) -> C:
     if name is None:
         raise ConfigError(f"{choice.__name__} has no name; fix: name: Literal['my_name'] = 'my_name'")
     taken = choice.known.get(name)
-    own = choice.__module__ if isinstance(taken, str) else (choice.__module__, choice.__qualname__)
-    theirs = taken if taken is None or isinstance(taken, str) else (taken.__module__, taken.__qualname__)
-    if theirs not in (None, own):
+    if taken is not None and not (taken == choice.__module__ or same_definition(taken, choice)):
         raise ConfigError(f"{choice.family} {name!r} is registered already; fix: give {choice.__name__} another name")
     choice.known[name] = choice
     return choice
+
+
+def same_definition(one: object, other: type) -> bool:
+    """Whether two classes come from the same line of code, as when a notebook cell runs twice."""
+    return isinstance(one, type) and (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)

@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 
 class BaselineCfg(Choice):
-    """What is subtracted from the score. Derive yours, override what differs, and ``@register_recipe`` it."""
+    """What is subtracted from the score. Subclass it with ``of_episodes`` or ``of_steps``, and ``@register_recipe`` it."""
 
     family: ClassVar = "baseline"
     default: ClassVar = "mean"
     known: ClassVar = recipes_in("baselines")
     needs: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """Values of other settings of credit that it works with. Empty: any."""
+    """Required values of other settings of credit."""
     within_group: ClassVar[bool] = True
     """Whether a group of equal returns has advantages 0."""
     greedy_members: ClassVar[Literal[0, 1]] = 0
-    """Deterministic episodes that each group plays besides its members, not trained on."""
+    """Deterministic episodes of each group besides its members, not trained on."""
     needs_scores: ClassVar[bool] = False
     """Whether it reads ``CreditInput.start``."""
 
     def check_policy(self, policy: "Policy") -> None:
-        """Refuse policies that it cannot work with, by a ``ConfigError``."""
+        """Refuse unsupported policies, by a ``ConfigError``."""
 
     def advantage(self, credit: "CreditInput", compare: "Callable[[CreditInput], Tensor]") -> "Tensor":
-        """Advantage of each step; ``compare`` is the comparison that the other settings name."""
+        """Advantage of each step; ``compare`` is the comparison of the other settings."""
         return compare(credit)
 
     def of_episodes(self, scores: "Scores") -> "Tensor":
@@ -47,7 +47,7 @@ class BaselineCfg(Choice):
         return scores.relative()
 
     def next_state(self, credit: "CreditInput") -> "Tensor | None":
-        """What it remembers of this rollout for the next one, where ``CreditInput.state`` is what it remembered before."""
+        """The next rollout's ``CreditInput.state``."""
         return None
 
 
@@ -60,7 +60,7 @@ class MeanCfg(BaselineCfg):
 
 
 class CreditRewardCfg(Choice):
-    """What is compared."""
+    """Which reward is compared."""
 
     family: ClassVar = "reward"
     default: ClassVar = "total"
@@ -89,11 +89,11 @@ class CreditCfg(Cfg):
     """How rewards become advantages: a composition of independent choices."""
 
     rule: str = "composed"
-    """``composed`` of the choices below, or the name of your registered credit rule."""
+    """``composed``: the choices below; or the name of a registered credit rule."""
     reward: SerializeAsAny[CreditRewardCfg] = TotalCfg()
     """The whole reward, or each of its parts on its own, with the advantages added (GDPO)."""
     group_key: Literal["group", "group_step"] = "group"
-    """What is compared: the whole group, or its members at the same time step (with ``turn``: the same turn)."""
+    """What is compared: the whole group, or its members at the same time step (with ``turn``: at the same turn)."""
     returns: Literal["outcome", "process", "return_to_go", "turn"] = "outcome"
     """Score: ``outcome``, the sum of the episode's rewards; ``process``, normalised step rewards summed from here on; ``return_to_go``, discounted rewards from here on; ``turn``, the sum of the turn's rewards."""
     baseline: SerializeAsAny[BaselineCfg] = MeanCfg()
@@ -101,7 +101,7 @@ class CreditCfg(Cfg):
     scale: Literal["std", "population_std", "batch_std", "mean", "nonzero_share", "none"] = "std"
     """Divisor: unbiased or population deviation of what is compared; unbiased deviation of the batch; mean of what is compared (MaxRL); share of scores that are not 0 (GPG); nothing."""
     finished_members: Literal["zero", "mask", "trajectory"] = "mask"
-    """With ``group_step``, after a member has ended: ``zero``, a terminated member counts with return 0 and a truncated one is absent; ``mask``, it is absent; ``trajectory``, steps take the advantage of the whole episode."""
+    """With ``group_step``, after a member has ended: ``zero``, a terminated member counts with return 0; ``mask``, it is left out; ``trajectory``, steps take the advantage of the whole episode."""
     singleton: Literal["zero", "trajectory"] = "zero"
     """With ``group_step``, a member with nothing to compare with: advantage 0, or the advantage of the whole episode."""
     eps: NonNegative = 1e-4
@@ -112,17 +112,15 @@ class CreditCfg(Cfg):
     """Where ``kl_coef`` times the KL goes: into the loss, off each reward before credit, or into the advantage."""
 
     def check_steps(self) -> None:
-        """Refuse rules for single steps where whole episodes are compared.
+        """Refuse rules for single steps where whole episodes are compared, by a ``ConfigError``.
 
-        Not a validator: what is set here may go over a preset that compares steps.
-
-        Raises:
-            ConfigError: ``composed`` would not read ``finished_members`` or ``singleton``.
+        Not a validator: these settings may override a preset that compares steps.
         """
         given = (self.finished_members, self.singleton)
         if self.rule == "composed" and self.group_key == "group" and given != ("mask", "zero"):
             raise ConfigError(
-                f"credit.finished_members={given[0]!r} and credit.singleton={given[1]!r} say what single steps are compared with; got credit.group_key='group', fix: group_key='group_step' with returns='return_to_go', or leave both out"
+                f"credit.finished_members={given[0]!r} and credit.singleton={given[1]!r} need credit.group_key='group_step', "
+                "got 'group'; fix: group_key='group_step' with returns='return_to_go', or leave both out"
             )
 
     @model_validator(mode="after")

@@ -1,8 +1,6 @@
-"""How the settings of a run come about from presets, files and fields.
+"""The settings of a run, from presets, files and fields. Imports no torch.
 
 Precedence: class defaults < preset of the environment (or of texts) < preset named by ``preset`` < fields the user set.
-Presets are JSON data under ``presets/``: one file per environment, and ``objectives.json`` with the combinations of
-credit and objective that papers and libraries use. Imports no torch, so that the command line answers at once.
 """
 
 import functools
@@ -32,15 +30,15 @@ from groupwise.errors import ConfigError
 def resolve(
     env_id: str, algorithm: str | AlgorithmCfg | Tree | None = None, preset: str | None = None, **fields: Any
 ) -> RunCfg:
-    """The full config of a run: class defaults < environment preset < objective preset < what the user set.
+    """The full config of a run on an environment.
 
     Args:
-        algorithm: a name, a config, or its fields; of a config only the fields that were set count.
+        algorithm: a name, a config, or some of its fields. Of a config, only fields that were set count.
         preset: name in ``presets/objectives.json``; replaces credit and objective of the environment's preset.
         fields: of ``RunCfg``, as values, configs or partial dicts. None means not given.
 
     Raises:
-        ConfigError: names the key, the value and what was expected.
+        ConfigError: a setting is unknown or its value wrong.
     """
     given = _given(algorithm, fields)
     cfg = _resolve([{**given, "env": {**_table(given, "env"), "id": env_id}}], preset)
@@ -51,11 +49,7 @@ def resolve(
 def resolve_text(
     algorithm: str | AlgorithmCfg | Tree | None = None, preset: str | None = None, **fields: Any
 ) -> TextRunCfg:
-    """The full config of a run on texts; see ``resolve``.
-
-    Args:
-        fields: of ``TextRunCfg``, ``task`` and ``model`` among them.
-    """
+    """The full config of a run on texts; see ``resolve``. ``fields`` are those of ``TextRunCfg``."""
     given = _given(algorithm, fields)
     cfg = _resolve([{"task": {}, **given}], preset)
     assert isinstance(cfg, TextRunCfg)
@@ -65,13 +59,13 @@ def resolve_text(
 def load_config(
     path: Path | str, algorithm: str | AlgorithmCfg | Tree | None = None, preset: str | None = None, **fields: Any
 ) -> RunCfg | TextRunCfg:
-    """The full config of a run from a JSON file, which may be partial; other arguments go over it as in ``resolve``.
+    """The full config of a run from a JSON file; other arguments override it as in ``resolve``.
 
-    The file holds fields of ``RunCfg``, ``env.id`` at least, or of ``TextRunCfg``, ``task.data`` and ``model.path`` at
-    least, and may name a ``preset``; a run folder's ``config.json`` is such a file, its ``provenance`` does not count.
+    The file has some fields of ``RunCfg`` (at least ``env.id``) or ``TextRunCfg`` (at least ``task.data`` and
+    ``model.path``), and may have a ``preset``. A run folder's ``config.json`` is such a file.
 
     Raises:
-        ConfigError: the file is missing or broken (says where), or a setting is wrong.
+        ConfigError: the file is missing or broken, or a setting is wrong.
     """
     tree = _read_json(Path(path))
     named = tree.pop("preset", None)
@@ -89,12 +83,12 @@ def load_config(
 
 
 def to_json(cfg: CommonCfg) -> str:
-    """The config as JSON text that ``load_config`` reads back."""
+    """The config as JSON, which ``load_config`` reads."""
     return cfg.model_dump_json(indent=2)
 
 
 def json_schema() -> Tree:
-    """JSON Schema of a config file, for environments or texts, with the settings of every registered algorithm."""
+    """JSON Schema of a config file, with the settings of every registered algorithm."""
     variants: Any = functools.reduce(operator.or_, algorithm_types())
     algorithm = Field(GRPOCfg(), description=CommonCfg.model_fields["algorithm"].description)
     names: Any = Literal[tuple(presets.objective_presets())]
@@ -107,7 +101,7 @@ def json_schema() -> Tree:
 
 
 def _resolve(layers: list[Tree], preset: str | None) -> RunCfg | TextRunCfg:
-    """The config from what the user set, later layers over earlier ones, over the presets."""
+    """The config from the user's settings, later layers over earlier ones, over the presets."""
     kind = TextRunCfg if "task" in layers[0] else RunCfg
     name = _algorithm_name(layers)
     cfg_type = algorithm_entry(name).cfg_type
@@ -125,7 +119,7 @@ def _resolve(layers: list[Tree], preset: str | None) -> RunCfg | TextRunCfg:
 
 
 def _base_preset(given: Tree, kind: type[CommonCfg], cfg_type: type[AlgorithmCfg]) -> Tree:
-    """What the environment's preset says, or that of texts, with or without adapters."""
+    """The preset of the environment, or of texts with or without adapters."""
     if kind is RunCfg:
         return _preset_for(presets.env_preset(str(given["env"]["id"])), cfg_type)
     base = _preset_for(presets.text_preset(), cfg_type)
@@ -142,7 +136,7 @@ def _given(algorithm: str | AlgorithmCfg | Tree | None, fields: Tree) -> Tree:
 
 
 def _algorithm_name(layers: list[Tree]) -> str:
-    """The algorithm that the last layer to name one names; settings of another below it would not fit."""
+    """The algorithm named by the last layer that names one."""
     tables = [_table(layer, "algorithm") for layer in layers]
     first = tables[0].get("name", DEFAULT_ALGORITHM)
     chosen = next((table["name"] for table in reversed(tables) if "name" in table), first)
@@ -152,10 +146,7 @@ def _algorithm_name(layers: list[Tree]) -> str:
 
 
 def _preset_for(by_algorithm: dict[str, Tree], cfg_type: type[AlgorithmCfg]) -> Tree:
-    """Settings under the algorithm, or under the nearest one whose config it extends.
-
-    Where the extending config has a default of its own, that one holds.
-    """
+    """Settings for the algorithm, or for the one that its config extends, except fields that it redefines."""
     for base in (base for base in cfg_type.__mro__ if issubclass(base, AlgorithmCfg)):
         if (name := default_name(base)) in by_algorithm:
             tree = by_algorithm[name]
@@ -170,7 +161,7 @@ def _redefines(field: str, base: type[AlgorithmCfg], derived: type[AlgorithmCfg]
 
 
 def _with_objective(tree: Tree, preset: str, cfg_type: type[AlgorithmCfg]) -> Tree:
-    """The tree with the preset's credit and objective in place of its own, as a whole: halves of two make neither."""
+    """The tree with the preset's credit and objective, which replace its own as a whole."""
     settings = presets.objective_preset(preset).settings
     if not issubclass(cfg_type, GRPOCfg):
         raise ConfigError(
@@ -178,7 +169,7 @@ def _with_objective(tree: Tree, preset: str, cfg_type: type[AlgorithmCfg]) -> Tr
         )
     own = _table(tree, "algorithm")
     objective = _table(settings, "objective")
-    if "old_log_prob" in _table(own, "objective"):  # it follows from the sampler, not from the paper
+    if "old_log_prob" in _table(own, "objective"):  # depends on the sampler, not on the paper
         objective = {"old_log_prob": own["objective"]["old_log_prob"], **objective}
     return {**tree, "algorithm": {**own, **settings, **({"objective": objective} if objective else {})}}
 
@@ -198,7 +189,7 @@ def _read_json(path: Path) -> Tree:
 
 
 def _table(tree: Tree, key: str) -> Tree:
-    """The settings under a key, empty if it is absent."""
+    """The settings under a key; empty if there are none."""
     value = tree.get(key, {})
     if not isinstance(value, dict):
         raise ConfigError(f"{key} = {value!r}: expected an object with settings by name")
@@ -206,7 +197,7 @@ def _table(tree: Tree, key: str) -> Tree:
 
 
 def _plain(value: Any) -> Any:
-    """Configs as dicts of the fields that were set, all the way down."""
+    """Configs as nested dicts of the fields that were set."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if not isinstance(value, Cfg):
@@ -219,7 +210,7 @@ def _plain(value: Any) -> Any:
 
 
 def _merge(low: Tree, high: Tree, parent: type[Cfg], algorithm_type: type[AlgorithmCfg]) -> Tree:
-    """``high`` over ``low``: configs field by field, everything else (numbers, lists, keyword arguments) as a whole."""
+    """``high`` over ``low``: configs field by field, other values as a whole."""
     merged = dict(low)
     for key, value in high.items():
         of_algorithm = key == "algorithm" and issubclass(parent, CommonCfg)
@@ -234,15 +225,15 @@ def _merge(low: Tree, high: Tree, parent: type[Cfg], algorithm_type: type[Algori
 
 
 def _complaint(item: Tree, tree: Tree, base: Tree, given: Tree, kind: type[CommonCfg]) -> str:
-    """One line on one of pydantic's complaints about the settings in ``tree``, which are ``given`` over ``base``."""
+    """One line on one of pydantic's errors about the settings in ``tree``, which are ``given`` over ``base``."""
     loc = tuple(map(str, item["loc"]))
     name = str(tree["algorithm"]["name"])
     if item["type"] == "extra_forbidden" and len(loc) == 2 and loc[0] == "algorithm" and algorithms_with(loc[1]):
         return f"{'.'.join(loc)}: {explain_other_algorithm(loc[1], name)}"
-    said = explain(item, kind, tree)
+    line = explain(item, kind, tree)
     theirs = sorted(_at(base, loc).keys() - _at(given, loc).keys())
     from_preset = item["type"] == "value_error" and theirs and len(loc) > 1
-    return f"{said} (from the preset: {', '.join(theirs)})" if from_preset else said
+    return f"{line} (from the preset: {', '.join(theirs)})" if from_preset else line
 
 
 def _at(tree: Any, loc: tuple[str, ...]) -> Tree:

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class TrustRegionCfg(Choice):
-    """What keeps a step from going too far. Derive yours with a ``loss``, and ``@register_recipe`` it."""
+    """How the policy update is limited. Subclass it with a ``loss``, and ``@register_recipe`` it."""
 
     family: ClassVar = "trust region"
     default: ClassVar = "clip"
     known: ClassVar = recipes_in("trust_regions")
     needs_ratio: ClassVar[str | None] = None
-    """The only ``objective.ratio`` that it works with. None: any."""
+    """The required ``objective.ratio``. None: any."""
     whole_episodes: ClassVar[bool] = False
-    """Whether its loss reads whole episodes, so that minibatches must not cut them."""
+    """Whether minibatches must keep episodes whole."""
     needs_old_log_prob: ClassVar[bool] = False
     """Whether ``at_start`` reads ``old_log_prob``."""
 
@@ -34,23 +34,23 @@ class TrustRegionCfg(Choice):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """How far below and above 1 a ratio counts as clipped in ``train/clip_fraction``."""
+        """Distances below and above 1 from which a ratio counts in ``train/clip_fraction``."""
         return 0.2, 0.2
 
     def check_policy(self, policy: "Policy") -> None:
-        """Refuse policies that it cannot work with, by a ``ConfigError``."""
+        """Refuse unsupported policies, by a ``ConfigError``."""
 
     def at_start(self, start: "UpdateStart") -> "dict[str, Tensor]":
-        """What ``loss`` reads in its batch and depends on the whole rollout; a ``policy_factor`` multiplies the loss."""
+        """Further keys of ``loss``'s batch that depend on the whole rollout; ``policy_factor`` multiplies the loss."""
         return {}
 
     def loss(self, ratio: "Tensor", log_prob: "Tensor", batch: "Batch", counts: "Counts") -> "Tensor":
-        """Policy loss of each element; its advantage is ``batch["advantage"]``."""
+        """Policy loss of each step; its advantage is ``batch["advantage"]``."""
         raise NotImplementedError(f"{type(self).__name__} has no loss()")
 
 
 class ClippedCfg(TrustRegionCfg):
-    """A trust region with a range of the ratio."""
+    """A trust region with a clip range of the ratio."""
 
     clip_low: Positive = 0.2
     """The ratio is clipped at 1 - clip_low."""
@@ -59,7 +59,7 @@ class ClippedCfg(TrustRegionCfg):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """Its range."""
+        """The clip range."""
         return self.clip_low, self.clip_high
 
 

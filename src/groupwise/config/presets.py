@@ -1,8 +1,8 @@
 """Presets, read from the JSON files in ``presets/``.
 
-``<environment id>.json`` and ``default.json`` hold a partial ``RunCfg`` per algorithm, ``text.json`` a partial ``TextRunCfg``,
-over which goes ``text_lora.json`` where adapters are trained; ``objectives.json`` the credit and
-objective of papers and libraries; ``choices.json`` what each single choice is and where it comes from.
+``<environment id>.json`` and ``default.json``: a partial ``RunCfg`` per algorithm. ``text.json``: a partial ``TextRunCfg``;
+``text_lora.json`` overrides it for adapters. ``objectives.json``: credit and objective of papers and libraries.
+``choices.json``: description and source of choices without a class.
 """
 
 import functools
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from groupwise.config import choices as choices_by_name
+from groupwise.config.choices import Choice
 from groupwise.config.credit import CreditCfg
 from groupwise.config.objective import ObjectiveCfg
 from groupwise.errors import UnknownNameError
@@ -30,8 +30,8 @@ class ObjectivePreset(NamedTuple):
     """Fields of ``GRPOCfg``."""
 
 
-class Choice(NamedTuple):
-    """One value of one setting of credit or objective."""
+class ChoiceNote(NamedTuple):
+    """Description of one value of a setting."""
 
     note: str
     source: str
@@ -59,21 +59,21 @@ def objective_preset(name: str) -> ObjectivePreset:
 
 
 @functools.cache
-def choices() -> dict[str, Choice]:
-    """What is known of each choice, keyed like ``credit.scale.std``; those with settings of their own describe themselves."""
-    plain = {name: Choice(**data) for name, data in _read("choices").items()}
+def choices() -> dict[str, ChoiceNote]:
+    """Description of each choice, by keys like ``credit.scale.std``."""
+    plain = {name: ChoiceNote(**data) for name, data in _read("choices").items()}
     return plain | {
-        f"{part}.{field}.{kind.model_fields['name'].default}": Choice(kind.note(), kind.source)
+        f"{part}.{field}.{kind.own_name()}": ChoiceNote(kind.note(), kind.source)
         for part, cfg_type in (("credit", CreditCfg), ("objective", ObjectiveCfg))
         for field, info in cfg_type.model_fields.items()
-        if isinstance(info.annotation, type) and issubclass(info.annotation, choices_by_name.Choice)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Choice)
         for kind in info.annotation.members()
     }
 
 
 @functools.cache
 def env_ids() -> tuple[str, ...]:
-    """Environments with settings of their own; every other takes those of ``default.json``."""
+    """Environments with a preset; all others use ``default.json``."""
     return tuple(sorted(path.stem for path in Path(__file__).with_name("presets").glob("*-v*.json")))
 
 
@@ -83,7 +83,7 @@ def env_preset(env_id: str) -> dict[str, Tree]:
 
 
 def text_preset(*, lora: bool = False) -> dict[str, Tree]:
-    """Partial ``TextRunCfg`` by algorithm; ``lora``: what is different with adapters."""
+    """Partial ``TextRunCfg`` by algorithm; with ``lora`` what differs for adapters."""
     return _read("text_lora" if lora else "text")
 
 

@@ -1,23 +1,24 @@
-"""Which algorithms there are, by name. Imports no torch, so that the command line answers at once."""
+"""The registry of algorithms. Imports no torch."""
 
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg, PPOCfg
+from groupwise.config.choices import same_definition
 from groupwise.config.presets import objective_presets
 from groupwise.errors import ConfigError, UnknownNameError
 
 
 class AlgorithmEntry(NamedTuple):
-    """What the registry knows of an algorithm."""
+    """A registered algorithm."""
 
     cfg_type: type[AlgorithmCfg]
     target: type[Any] | str
-    """The ``BaseAlgorithm`` subclass, or ``module:Class`` where importing it costs (torch)."""
+    """The ``BaseAlgorithm`` subclass, or ``module:Class``, to import torch only when needed."""
 
     def load(self) -> type[Any]:
-        """The class, imported now if it was given by name."""
+        """The class."""
         if not isinstance(self.target, str):
             return self.target
         module, _, name = self.target.partition(":")
@@ -34,21 +35,16 @@ T = TypeVar("T", bound=type[Any])
 
 
 def register_algorithm(cfg_type: type[AlgorithmCfg]) -> Callable[[T], T]:
-    """Class decorator that makes a ``BaseAlgorithm`` known under the default of its config's ``name``.
-
-    A config class of the same module and name may be registered again, as a notebook does when a cell runs twice.
+    """Class decorator that registers a ``BaseAlgorithm`` under the default of its config's ``name``.
 
     Raises:
-        ConfigError: the config gives ``name`` no default, or the name belongs to another config class.
+        ConfigError: ``name`` has no default, or belongs to another config class.
     """
     name = default_name(cfg_type)
     if name is None:
         raise ConfigError(f"{cfg_type.__name__} has no name; fix: name: Literal['my_name'] = 'my_name'")
     taken = _ALGORITHMS.get(name)
-    if taken and (taken.cfg_type.__module__, taken.cfg_type.__qualname__) != (
-        cfg_type.__module__,
-        cfg_type.__qualname__,
-    ):
+    if taken and not same_definition(taken.cfg_type, cfg_type):
         raise ConfigError(
             f"algorithm {name!r} is registered for {taken.cfg_type.__name__}; fix: give {cfg_type.__name__} another name"
         )
@@ -61,13 +57,9 @@ def register_algorithm(cfg_type: type[AlgorithmCfg]) -> Callable[[T], T]:
 
 
 def algorithm_entry(name: str) -> AlgorithmEntry:
-    """Config class and target of an algorithm.
-
-    Raises:
-        UnknownNameError: nobody registered ``name``.
-    """
+    """The entry of a name, or an ``UnknownNameError``."""
     if name not in _ALGORITHMS:
-        preset = f"a preset of that name changes grpo; fix: preset={name!r}" if name in objective_presets() else None
+        preset = f"it is a preset of grpo; fix: preset={name!r}" if name in objective_presets() else None
         raise UnknownNameError("algorithm", name, _ALGORITHMS, hint=preset)
     return _ALGORITHMS[name]
 
@@ -83,7 +75,7 @@ def algorithms_with(field: str) -> list[str]:
 
 
 def explain_other_algorithm(field: str, algorithm: str) -> str:
-    """What to say where a setting is given to an algorithm that has none of this name, while others do."""
+    """The message for a setting of other algorithms."""
     owners = algorithms_with(field)
     return (
         f"{field!r} is a setting of {' and '.join(owners)}, not of {algorithm}; "
@@ -92,7 +84,7 @@ def explain_other_algorithm(field: str, algorithm: str) -> str:
 
 
 def default_name(cfg_type: type[AlgorithmCfg]) -> str | None:
-    """The name under which a config class registers its algorithm; None if it gives none."""
+    """The default of ``name``, if the config class has one."""
     default = cfg_type.model_fields["name"].default
     return default if isinstance(default, str) else None
 

@@ -1,4 +1,4 @@
-"""Anchor states: steps at which members of a group saw the very same observation."""
+"""Anchor states: steps of a group with the same observation (GiGPO)."""
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -11,9 +11,9 @@ from groupwise.data.rollout import Nested
 def anchors(
     obs: Nested, group_id: Int[Tensor, "row step"], member: Bool[Tensor, "row step"]
 ) -> tuple[Int[Tensor, "row step"], int]:
-    """Id 0..n-1 of each member's group and observation, -1 for the others; and n.
+    """Id 0..n-1 of each step's group and observation, -1 outside ``member``; and n.
 
-    Observations are the same if they are bit for bit (0 and -0 are one number). Works on the host: once per update.
+    Observations are compared bit for bit, except that 0 equals -0. Runs on the host, once per update.
     """
     seen = _bytes(obs, member)
     ids: dict[tuple[int, bytes], int] = {}
@@ -25,7 +25,7 @@ def anchors(
 
 
 def _bytes(obs: Nested, member: Bool[Tensor, "row step"]) -> NDArray[np.uint8]:
-    """Each member's observation as a row of bytes."""
+    """Each observation as a row of bytes."""
     if not isinstance(obs, Tensor):
         return np.concatenate([_bytes(leaf, member) for _, leaf in sorted(obs.items())], axis=1)
     rows = obs[member].cpu().numpy()

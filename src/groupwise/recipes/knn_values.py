@@ -1,4 +1,4 @@
-"""Values of a rollout's states by what episodes that came near them earned: a baseline at every step without a critic."""
+"""Values of a rollout's states from the returns of the nearest states in other episodes."""
 
 from typing import NamedTuple
 
@@ -16,39 +16,37 @@ from groupwise.functional.neighbours import Neighbours, nearest
 from groupwise.functional.returns import return_to_go
 
 POOL = 4096
-"""States that others are compared with at most, evenly spaced over the rollouts of all ranks; distances cost the product of both."""
+"""Most states that are candidates for neighbours, evenly spaced over the rollouts of all ranks."""
 ROUNDS = 10
-"""In which values behind cuts settle: each leaves at most gamma of the error of the one before, and far less where few returns are cut."""
+"""Iterations of the values at truncations; each leaves at most gamma of the error."""
 
 
 class Steps(NamedTuple):
-    """The steps of all ranks that count, one rank's behind another's."""
+    """The steps of all ranks, concatenated."""
 
     state: Float[Tensor, "element feature"]
     episode: Int[Tensor, " element"]
-    """Ids that no two episodes of the ranks share."""
+    """Ids that are unique over all ranks."""
     score: Float[Tensor, " element"]
     """Discounted return to the episode's end in the rollout."""
     tail: Float[Tensor, " element"]
-    """What counts of the value behind a cut, gamma to the number of steps until then; 0 where the episode was not cut."""
+    """Gamma to the number of steps until the truncation, the weight of the value there; 0 in terminated episodes."""
     cut: Bool[Tensor, " element"]
-    """An episode's last step that was cut."""
+    """Last step of a truncated episode."""
     num_episodes: int
     own: slice
-    """This rank's."""
+    """This rank's steps."""
 
 
 def knn_advantage(credit: CreditInput, k: int, gae_lambda: float) -> Float[Tensor, "row step"]:
-    """Generalised advantage estimate of each step, with values of the ``k`` nearest states in the place of a critic's.
-
-    0 everywhere where the rollout has one episode only.
+    """Generalised advantage estimate of each step, with values from the ``k`` nearest states. 0 for a single episode.
 
     Raises:
-        DataError: observations are no vectors of numbers.
+        DataError: observations are not vectors of floats.
     """
     batch, reward, gamma, engine = credit.batch, credit.reward, credit.gamma, credit.engine
     steps = gathered(batch, reward, gamma, engine)
-    if bool((steps.episode == steps.episode[:1]).all()):  # of all ranks, so that all of them go on or none does
+    if bool((steps.episode == steps.episode[:1]).all()):  # the same on every rank
         return torch.zeros_like(reward)
     total = len(steps.state)
     pool = torch.arange(0, total, -(-total // POOL), device=reward.device)
@@ -60,7 +58,7 @@ def knn_advantage(credit: CreditInput, k: int, gae_lambda: float) -> Float[Tenso
 
 
 def gathered(batch: TensorDict, reward: Float[Tensor, "row step"], gamma: float, engine: Engine) -> Steps:
-    """What all ranks have to know of each other's steps."""
+    """The steps of all ranks."""
     member, truncated = batch["loss_mask"], batch["truncated"]
     cut = truncated & ~batch["terminated"]
     done = batch["terminated"] | truncated
@@ -75,13 +73,12 @@ def gathered(batch: TensorDict, reward: Float[Tensor, "row step"], gamma: float,
 
 
 def values(near: Neighbours, pool: Int[Tensor, " pooled"], steps: Steps, engine: Engine) -> Float[Tensor, " own"]:
-    """Mean of the discounted returns from the nearest states; behind a truncated episode stands the value of its last step.
+    """Mean of the discounted returns from the nearest states; truncated ones are bootstrapped from their last step's value.
 
-    Without that, states just before a cut would seem worth little, and so would all states near them. The values that stand
-    there are means of returns that may have been cut themselves: ``V = mean(score + tail V_last)`` is iterated.
+    That value depends on other values, so ``V = mean(score + tail V_last)`` is iterated.
 
     Args:
-        near: of this rank's steps, among the pool of all ranks'.
+        near: neighbours of this rank's steps in the pool of all ranks.
     """
     last = steps.score.new_zeros(steps.num_episodes)
     cut = steps.cut[steps.own]
@@ -93,10 +90,7 @@ def values(near: Neighbours, pool: Int[Tensor, " pooled"], steps: Steps, engine:
 
 
 def next_values(value: Float[Tensor, "row step"], truncated: Bool[Tensor, "row step"]) -> Float[Tensor, "row step"]:
-    """V of each step's successor: the next step's; where the episode was cut, the step's own.
-
-    The observation behind a cut is nobody's step, so nothing was earned from there. ``gae`` lets nothing follow a terminal state.
-    """
+    """V of each step's successor; at truncations the step's own, because the final observation has no return."""
     return torch.where(truncated, value, torch.cat([value[:, 1:], value[:, -1:]], dim=1))
 
 
@@ -104,7 +98,7 @@ def _vectors(obs: Nested) -> Float[Tensor, "row step feature"]:
     if not isinstance(obs, Tensor) or not obs.is_floating_point() or obs.dim() != 3:
         found = f"{obs.dtype} of shape {list(obs.shape)}" if isinstance(obs, Tensor) else "several tensors"
         raise DataError(
-            f"credit.baseline='knn' needs observations that are vectors of floats [N, T, D], to tell how near they are; "
-            f"got {found}; fix: baseline='mean' with group_key='group_step', which compares steps by their time"
+            f"credit.baseline='knn' needs vectors of floats [N, T, D] as observations, got {found}; "
+            "fix: baseline='mean' with group_key='group_step'"
         )
     return obs

@@ -1,4 +1,4 @@
-"""RAE: a moving average over the iterations, of all episodes; groups are not compared."""
+"""RAE: a moving average of all episodes over the iterations."""
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -18,7 +18,7 @@ class EmaCfg(BaselineCfg):
 
     name: Literal["ema"] = "ema"
     decay: Fraction = 0.95
-    """Share of the moving average that one episode leaves. Default: SPIRAL's."""
+    """Decay of the moving average per episode. Default: SPIRAL's."""
     source: ClassVar = "https://arxiv.org/abs/2506.24119"
     needs: ClassVar = {
         "returns": ("outcome",),
@@ -28,12 +28,12 @@ class EmaCfg(BaselineCfg):
     within_group: ClassVar = False
 
     def of_episodes(self, scores: "Scores") -> "Tensor":
-        """``score - average``; the first rollout's own where there is none yet."""
+        """``score - average``; in the first rollout with its own average."""
         before = scores.credit.state
         return scores.above(self._average(scores.credit) if before is None else before)
 
     def next_state(self, credit: "CreditInput") -> "Tensor | None":
-        """The average once this rollout's episodes have entered it; a rollout without any changes nothing."""
+        """The average with this rollout's episodes."""
         any_counts = bool(credit.engine.sum(credit.batch["loss_mask"].sum()))
         return self._average(credit) if any_counts else credit.state
 

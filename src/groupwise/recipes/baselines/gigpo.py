@@ -1,4 +1,4 @@
-"""GiGPO: the group's mean, and a second advantage among all steps of the group that saw the same observation."""
+"""GiGPO: the group's mean, and a second advantage among steps of the group with the same observation."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @register_recipe
 class GigpoCfg(BaselineCfg):
-    """The mean, and a second comparison of steps that saw the same observation (GiGPO)."""
+    """The mean, and a second comparison of steps with the same observation (GiGPO)."""
 
     name: Literal["gigpo"] = "gigpo"
     weight: NonNegative = 1.0
@@ -25,8 +25,7 @@ class GigpoCfg(BaselineCfg):
     def advantage(self, credit: "CreditInput", compare: "Callable[[CreditInput], Tensor]") -> "Tensor":
         """The group's comparison, plus ``weight`` times that of discounted returns at the same observation.
 
-        As in the paper (eq. 5 to 7), that includes the episode's own earlier and later visits. A step whose observation
-        nobody else saw gets 0 from it.
+        As in the paper (eq. 5 to 7), that includes the episode's own visits. A unique observation adds 0.
         """
         from groupwise.algorithms.advantages import Scores
         from groupwise.functional.returns import return_to_go

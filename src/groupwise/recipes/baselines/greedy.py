@@ -1,4 +1,4 @@
-"""ReMax: each group plays one episode more, of the likeliest actions, which is not trained on."""
+"""ReMax: each group plays a further deterministic episode, which is not trained on."""
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -29,8 +29,8 @@ class GreedyCfg(BaselineCfg):
         batch, score = scores.credit.batch, scores.score
         if "greedy" not in batch.keys():  # noqa: SIM118  iterating goes over rows
             raise DataError(
-                "credit.baseline='greedy' needs one deterministic episode a group, and the rollout has no 'greedy'; "
-                "fix: collect with a collector that knows this baseline, or take baseline='leave_one_out'"
+                "credit.baseline='greedy' needs a deterministic episode in each group, and the rollout has no 'greedy'; "
+                "fix: groupwise's collectors, or baseline='leave_one_out'"
             )
         greedy = segment_sum(batch["greedy"].to(score), batch["episode_id"], scores.credit.num_episodes) > 0
         number = segment_sum(score.new_ones(score.shape), scores.key, scores.num_keys, greedy)

@@ -1,6 +1,6 @@
-"""Values of states by what other episodes earned from the states nearest to them: a baseline at every step, no critic.
+"""k nearest neighbours: values from the returns of the nearest states in other episodes, in place of a critic.
 
-The values are those of the paper, of the batch's other episodes; advantages are PPO's. Not a paper's combination.
+The values are those of the paper, the advantages PPO's. The combination is not from a paper.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class KnnCfg(BaselineCfg):
 
     name: Literal["knn"] = "knn"
     k: PositiveInt = 16
-    """How many states. Fewer are nearer, more are surer."""
+    """Number of neighbours. Fewer: less bias; more: less variance."""
     gae_lambda: Fraction = 0.95
     """Lambda of the generalised advantage estimate, as in PPO. 1: returns, without bootstrapping from values."""
     source: ClassVar = "https://arxiv.org/abs/1606.04460"
@@ -34,7 +34,7 @@ class KnnCfg(BaselineCfg):
     }
 
     def advantage(self, credit: "CreditInput", compare: "Callable[[CreditInput], Tensor]") -> "Tensor":
-        """Generalised advantage estimate of each step; observations are vectors of floats."""
+        """Generalised advantage estimate of each step."""
         from groupwise.recipes.knn_values import knn_advantage
 
         return knn_advantage(credit, self.k, self.gae_lambda)

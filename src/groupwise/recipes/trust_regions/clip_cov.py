@@ -1,4 +1,4 @@
-"""Clip-Cov: a few random steps whose advantage and log-probability go together lose their gradient, to keep entropy."""
+"""Clip-Cov: a few random steps with a high covariance of advantage and log-probability have no gradient, to keep entropy."""
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @register_recipe
 class ClipCovCfg(ClippedCfg):
-    """The clip, with a few random steps of high covariance left out."""
+    """The clip, without a few random steps of high covariance."""
 
     name: Literal["clip_cov"] = "clip_cov"
     fraction: Fraction = 2e-4
-    """Share of the rollout's steps that is left out, at least one."""
+    """Share of the rollout's steps that are left out, at least one."""
     low: float = 1.0
     """They are drawn from the steps whose ``(A - mean A)(log_prob - mean log_prob)`` is above this."""
     high: float = 5.0

@@ -193,7 +193,7 @@ def test_compositions_that_make_no_sense_are_refused(choices, message):
 )
 def test_rules_for_single_steps_are_refused_where_whole_episodes_are_compared(choices, found):
     with pytest.raises(
-        ConfigError, match=f"{found}.* group_key='group_step', got 'group'; fix: group_key='group_step' with"
+        ConfigError, match=f"{found}.*group_key='group_step', got 'group'; fix: group_key='group_step' with"
     ):
         GRPO(GRPOCfg(credit=choices), make_policy())
     fixed = {**choices, "group_key": "group_step", "returns": "return_to_go"}

@@ -23,7 +23,7 @@ def test_a_plugin_may_be_a_module_by_its_name(tmp_path, monkeypatch, capsys):
         sys.modules.pop("registers_one", None)
     assert cli.main(["config", "CartPole-v1", "--plugin", "nobody_has_this"]) == 2
     said = capsys.readouterr().err
-    assert "--plugin nobody_has_this: expected an existing Python file, or a module" in said
+    assert "--plugin nobody_has_this: expected an existing Python file or an installed module" in said
     assert "; fix: the file's path" in said
 
 

@@ -192,13 +192,17 @@ def _check_env(argv: Sequence[str], plugins: list[Path]) -> int:
     prog = "groupwise check-env"
     target, *options = _with_target([word for word in argv if word != "--json"], prog)
 
-    from groupwise.cli.options import parse_env_options
+    from groupwise.cli.options import parse_options
+    from groupwise.config.run import RunCfg
 
-    env = parse_env_options(target, CHECK_SETTINGS, options, prog=prog, description=CHECK_HELP)
+    settings = [f"env.{name}" for name in CHECK_SETTINGS]
+    cfg = parse_options(target, None, None, options, prog=prog, description=CHECK_HELP, only=settings)
+    if not isinstance(cfg, RunCfg):
+        raise ConfigError(f"{target} is a text task without an environment; fix: an environment's id or file")
 
     from groupwise.check import check_env
 
-    report = check_env(env)
+    report = check_env(cfg.env)
     print(json.dumps(report.to_dict()) if "--json" in argv else report)
     return int(report.training.value is None)
 

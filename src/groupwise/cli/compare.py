@@ -19,24 +19,20 @@ PIPED_WIDTH = 200
 """Columns where nobody says how many there are: enough that no row breaks."""
 
 
-HELP = """Compare methods by their runs. Runs that differ in their seed only are one method; each environment is a table of its own.
+HELP = """Compare methods by their runs. Runs that differ only in their seed are one method. One table per environment.
 Scores are interquartile means (IQM) over runs with 95 % bootstrap intervals.
 
 Examples:
-  groupwise compare runs/grpo_seeds runs/ppo_seeds             folders that train --seeds made
+  groupwise compare runs/grpo_seeds runs/ppo_seeds             folders of train --seeds
   groupwise compare runs/*                                     or single runs
-  groupwise compare new=runs/a old=runs/b                      methods by names of yours
+  groupwise compare new=runs/a old=runs/b                      methods with your names
   groupwise compare runs/* --out comparison                    comparison.json and comparison.png
   groupwise compare runs/* --json | jq '.environments[].methods[].iqm'
 """
 
 
 def run(parser: ArgumentParser, argv: Sequence[str]) -> None:
-    """Compare the runs that the arguments name; print tables or JSON, and write files if asked to.
-
-    Raises:
-        GroupwiseError: what ``groupwise.comparison`` raises, or arguments that are wrong.
-    """
+    """Compare the runs in ``argv``; print tables or JSON, and write files with ``--out``."""
     parser.add_argument("runs", nargs="+", metavar="[NAME=]RUNS", help="folder of a run, or one that holds several")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write comparison.json and comparison.png there")
     parser.add_argument("--json", action="store_true", help="print everything as JSON, curves too")
@@ -62,11 +58,7 @@ def run(parser: ArgumentParser, argv: Sequence[str]) -> None:
 
 
 def parse_word(word: str) -> tuple[str | None, Path]:
-    """Method's name, if there is one, and path of ``PATH`` or ``NAME=PATH``.
-
-    Raises:
-        ConfigError: one of the two is empty.
-    """
+    """Name (or None) and path of ``PATH`` or ``NAME=PATH``."""
     name, equals, path = word.partition("=")
     if not equals or "/" in name or Path(word).exists():  # a pattern may have "=" in it
         return None, Path(word)
@@ -76,11 +68,7 @@ def parse_word(word: str) -> tuple[str | None, Path]:
 
 
 def read_reference(path: Path) -> dict[str, tuple[float, float]]:
-    """Reference scores by environment.
-
-    Raises:
-        ConfigError: the file is missing or holds something else.
-    """
+    """Reference scores by environment."""
     expected = f'{path}: expected JSON like {{"CartPole-v1": [20, 500]}}, the scores that count as 0 and 1'
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -51,6 +51,9 @@ COMMON = {
 }
 """What ``--help`` shows, in this order; ``--help-all`` shows all settings."""
 
+_FEW = 20
+"""Fewer options than this are all shown."""
+
 
 class Option(NamedTuple):
     """A setting on the command line."""
@@ -77,9 +80,19 @@ class Option(NamedTuple):
 
 
 def parse_options(
-    target: str, algorithm: str | None, preset: str | None, words: Sequence[str], *, prog: str, description: str
+    target: str,
+    algorithm: str | None,
+    preset: str | None,
+    words: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    only: Sequence[str] = (),
 ) -> RunCfg | TextRunCfg:
     """The settings of a target (environment id or JSON file), overridden by ``--any.field VALUE`` options.
+
+    Args:
+        only: paths of the settings that are options; empty for all.
 
     Raises:
         ConfigError: an option is unknown or its value wrong.
@@ -90,35 +103,11 @@ def parse_options(
     choices = [option for option in options_of(default) if option.choice]
     if chosen := _read(choices, words, prog)[0]:  # which options there are depends on the choices
         default = _resolve(target, algorithm, preset, chosen)
-    options = list(options_of(default))
+    options = [option for option in options_of(default) if not only or option.path in only]
     _show_help(options, words, f"{prog} {target}", description)
     changed, rest = _read(options, words, prog)
     _refuse(rest, options, default)
     return _resolve(target, algorithm, preset, changed) if changed else default
-
-
-def parse_env_options(
-    target: str, names: Sequence[str], words: Sequence[str], *, prog: str, description: str
-) -> EnvCfg:
-    """The environment of a target, overridden by ``--env.field VALUE`` options.
-
-    Args:
-        names: the fields that are options.
-
-    Raises:
-        ConfigError: an option is unknown or its value wrong.
-        SystemExit: after ``--help``.
-    """
-    words = _spelt_alike(words)
-    default = _resolve_env(target, {})
-    options = [option for option in options_of(default) if option.path in {f"env.{name}" for name in names}]
-    _show_help(options, [*words, *(["--help-all"] if "--help" in words else [])], f"{prog} {target}", description)
-    changed, rest = _read(options, words, prog)
-    for word in rest:
-        if word.startswith("--"):
-            raise ConfigError(f"{prog} takes no {word}; it takes {', '.join(option.flag for option in options)}")
-    _refuse(rest, options, default)
-    return (_resolve_env(target, changed) if changed else default).env
 
 
 def options_of(config: Cfg, prefix: str = "") -> Iterator[Option]:
@@ -144,6 +133,10 @@ def _is_hidden(kind: type[Cfg], name: str) -> bool:
     )
 
 
+def _is_switch(option: Option) -> bool:
+    return set(_kinds(option.annotation)) == {bool}
+
+
 def whole_number(text: str) -> int:
     """A whole number, also in the form 1e5."""
     try:
@@ -163,7 +156,7 @@ def _read(options: Sequence[Option], words: Sequence[str], prog: str) -> tuple[d
     parser = Parser(prog=prog.partition(" --")[0], add_help=False, argument_default=argparse.SUPPRESS)
     for option in options:
         kinds = set(_kinds(option.annotation))
-        if kinds == {bool}:
+        if _is_switch(option):
             parser.add_argument(option.flag, dest=option.path, action="store_true")
             parser.add_argument(option.off, dest=option.path, action="store_false")
             continue
@@ -243,7 +236,7 @@ def _refuse(rest: Sequence[str], options: Sequence[Option], default: CommonCfg) 
 
 
 def _hint(flag: str, options: Sequence[Option], default: CommonCfg) -> str:
-    known = [spelt for option in options for spelt in (option.flag, option.off)]
+    known = [name for option in options for name in (option.flag, *([option.off] if _is_switch(option) else []))]
     path = flag.removeprefix("--").replace("-", "_").split(".")
     own = type(default.algorithm).model_fields
     if path == ["env", "id"]:
@@ -257,7 +250,9 @@ def _hint(flag: str, options: Sequence[Option], default: CommonCfg) -> str:
     near = get_close_matches(flag, known, n=1, cutoff=0.8) or [
         name for name in known if name.removeprefix("--").rpartition(".")[2] in like
     ]
-    return f"; did you mean {' or '.join(near[:3])}?" if near else "; --help-all shows them all"
+    if near:
+        return f"; did you mean {' or '.join(near[:3])}?"
+    return f"; known: {', '.join(known)}" if len(known) < _FEW else "; --help-all shows them all"
 
 
 # --- help ---
@@ -268,7 +263,7 @@ def _show_help(options: Sequence[Option], words: Sequence[str], prog: str, descr
     if {"-h", "--help", "--help-all"}.isdisjoint(words):
         return
     print(f"usage: {prog} [options]\n\n{description.rstrip()}")
-    if "--help-all" in words:
+    if "--help-all" in words or len(options) < _FEW:
         width = min(shutil.get_terminal_size().columns, 120)
         print("\n".join(line for option in options for line in _in_full(option, width)))
     else:
@@ -291,7 +286,7 @@ def _in_full(option: Option, width: int) -> list[str]:
 
 def _metavar(option: Option) -> str:
     kinds = list(_kinds(option.annotation))
-    if kinds == [bool]:
+    if _is_switch(option):
         return f"| {option.off}"
     names = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", dict: "JSON", type(None): "none"}
     parts = [names.get(kind, str(kind)) for kind in dict.fromkeys(kinds) if kind not in (tuple, ...)]
@@ -314,13 +309,6 @@ def _resolve(target: str, algorithm: str | None, preset: str | None, changed: di
         return load_config(target, settings or None, preset, **fields)
     _check_env_id(target)
     return resolve(target, settings or None, preset, **fields)
-
-
-def _resolve_env(target: str, changed: dict[str, Any]) -> RunCfg:
-    cfg = _resolve(target, None, None, changed)
-    if not isinstance(cfg, RunCfg):
-        raise ConfigError(f"{target} is a text task without an environment; fix: an environment's id or file")
-    return cfg
 
 
 def _check_env_id(env_id: str) -> None:

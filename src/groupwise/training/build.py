@@ -21,16 +21,17 @@ from groupwise.engines.base import Engine
 from groupwise.envs.base import GroupEnv, GroupStartReport, VectorEnv
 from groupwise.envs.make import make_env, torch_fix
 from groupwise.envs.torch_env import TorchGroupEnv
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, EnvError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
+from groupwise.report.video import NoPictureError
 from groupwise.seeding import derive_seed
 from groupwise.speed.install import install
 from groupwise.training.checkpoint import Identity
 from groupwise.training.components import Components, UserObjects, check_trackers, pick_device, threads
 from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, separate_env
-from groupwise.training.filming import record_if_possible
+from groupwise.training.filming import record
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,10 @@ class EnvComponents(Components):
 
     def render(self, folder: RunFolder, seed: int) -> None:
         """Film an episode, where the environment renders."""
-        record_if_possible(self.cfg, self.given, self.policy, folder.video, seed)
+        try:
+            record(self.cfg, self.given, self.policy, folder.video, seed)
+        except EnvError as error:
+            log.log(logging.INFO if isinstance(error, NoPictureError) else logging.WARNING, "%s", error)
 
     def close(self) -> None:
         """Close the environments, unless they are the user's own."""

@@ -1,13 +1,13 @@
-"""Checkpoints: a folder of tensors (safetensors) and plain data (JSON), nothing that can run code when it is read.
+"""Checkpoints: a folder of tensors (safetensors) and plain data (JSON), never pickle.
 
     latest/
       policy.safetensors      weights and normaliser statistics
       algorithm.safetensors   tensors of the optimiser, the reference policy, ...
-      state.json              what holds those tensors, and the counters
-      manifest.json           format, environment, SHA-256 of the files above
+      state.json              plain data of the state, with references to those tensors
+    manifest.json           format, environment, SHA-256 of the files above
 
-A folder is written beside the old one and takes its place when it is complete, so that a kill at any moment leaves a
-usable one. ``best/`` holds the policy only.
+A new checkpoint replaces the old one only when it is complete, so a usable one survives a kill at any moment. ``best/``
+holds the policy only.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _FIX = "fix: take another checkpoint of the run, or train again"
 
 
 class Identity(NamedTuple):
-    """What a policy's environment must have in common with the one it is used in."""
+    """The environment of a checkpoint, which must match when it is loaded."""
 
     env_id: str
     observation_space: str
@@ -46,16 +46,16 @@ class Identity(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint folder holds."""
+    """Content of a checkpoint."""
 
     policy: dict[str, Tensor]
     """State dict of the policy."""
     state: dict[str, Any]
-    """Plain data and tensors: counters, callbacks and, unless it is a policy only, the algorithm."""
+    """Plain data and tensors: counters, callbacks, algorithm; counters only in ``best/``."""
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, identity: Identity) -> None:
-    """Write ``folder`` so that it is complete or, if this is cut short, as it was before.
+    """Write a checkpoint atomically.
 
     Raises:
         CheckpointError: the state holds something that is neither plain data nor a tensor.
@@ -81,15 +81,19 @@ def load_checkpoint(folder: Path, identity: Identity | None = None) -> Checkpoin
     """Content of a checkpoint, verified.
 
     Args:
-        identity: of the environment it is to be used in; None does not compare.
+        identity: of the environment it is used in; None does not compare.
 
     Raises:
         CheckpointError: it is missing, damaged, of a newer format or of another environment.
     """
     folder = find_checkpoint(folder)
     manifest = _read_manifest(folder)
-    if identity is not None:
-        _check_identity(folder, manifest, identity)
+    for field, want in ({} if identity is None else identity._asdict()).items():
+        if manifest[field] != want:
+            raise CheckpointError(
+                f"{folder} belongs to another environment: its {field} is {manifest[field]!r}, here it is {want!r}; "
+                "fix: use the environment it was trained in"
+            )
     files = {name: _read_verified(folder / name, digest) for name, digest in manifest["sha256"].items()}
     try:
         policy, tensors = (safetensors.torch.load(files[name]) for name in (POLICY, ALGORITHM))
@@ -105,7 +109,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def saved_steps(folder: Path) -> int | None:
-    """Environment steps that the checkpoint's training had taken; None if there is no checkpoint.
+    """Environment steps at the checkpoint; None if there is none.
 
     Raises:
         CheckpointError: it is damaged.
@@ -120,7 +124,7 @@ def saved_steps(folder: Path) -> int | None:
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Where the complete checkpoint lies: ``folder``, or the one before if a kill came between two renames.
+    """Path of the complete checkpoint: ``folder``, or the previous one if a kill came between two renames.
 
     Raises:
         CheckpointError: there is none.
@@ -131,7 +135,7 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def load_policy(policy: nn.Module, weights: Mapping[str, Tensor], where: Path) -> None:
-    """Put weights into a policy of the same architecture.
+    """Load weights into a policy of the same architecture.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or of another shape (names it).
@@ -147,29 +151,20 @@ def load_policy(policy: nn.Module, weights: Mapping[str, Tensor], where: Path) -
     policy.load_state_dict(dict(weights))
 
 
-def _check_identity(folder: Path, manifest: Mapping[str, Any], identity: Identity) -> None:
-    for field, want in identity._asdict().items():
-        if manifest[field] != want:
-            raise CheckpointError(
-                f"{folder} belongs to another environment: its {field} is {manifest[field]!r}, "
-                f"here it is {want!r}; fix: use the environment it was trained in"
-            )
-
-
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest: dict[str, Any] = json.loads(path.read_bytes())
         version, _ = manifest["format"], [manifest[key] for key in Identity._fields]
-        _ = manifest["sha256"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        manifest["sha256"] = dict(manifest["sha256"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is missing or damaged ({error!r}); {_FIX}") from error
     if version != FORMAT:
-        made = f"by a {'later' if version > FORMAT else 'earlier'} version of groupwise"
         raise CheckpointError(
-            f"{folder} was made {made} (format {version}, this one reads format {FORMAT}); fix: train again, or use that version"
+            f"{folder} was made by {'a later' if version > FORMAT else 'an earlier'} version of groupwise (format {version}, "
+            f"this one reads format {FORMAT}); fix: train again, or use that version"
         )
-    return manifest  # type: ignore[no-any-return]
+    return manifest
 
 
 def _read_verified(path: Path, digest: str) -> bytes:
@@ -183,16 +178,14 @@ def _read_verified(path: Path, digest: str) -> bytes:
 
 
 def _encode(value: object, tensors: dict[str, Tensor], path: str) -> Any:
-    """JSON of nested plain data; tensors go to ``tensors`` under their path. ``{"$": kind, ...}`` marks what JSON lacks."""
+    """Nested data as JSON; tensors go to ``tensors`` by their path. ``{"$": kind, ...}`` marks what JSON lacks."""
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         return {**_encode(torch.from_numpy(np.array(value)), tensors, path), "$": kind}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        order = sorted(
-            range(value.dim()), key=value.stride, reverse=True
-        )  # of a transposed one: arithmetic depends on it
+        order = sorted(range(value.dim()), key=value.stride, reverse=True)  # rounding depends on the memory layout
         tensors[path] = value.permute(order)
         return {"$": "tensor", "path": path, "order": order}
     if isinstance(value, list | tuple):
@@ -248,7 +241,7 @@ def _beside(folder: Path, suffix: str) -> Path:
 
 
 def _swap(partial: Path, folder: Path, previous: Path) -> None:
-    """Let ``partial`` take the place of ``folder``; at every moment one of ``folder`` and ``previous`` is complete."""
+    """Replace ``folder`` by ``partial``; at every moment ``folder`` or ``previous`` is complete."""
     if folder.is_dir():
         shutil.rmtree(previous, ignore_errors=True)
         os.replace(folder, previous)
@@ -265,7 +258,7 @@ def _write_through(path: Path, data: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make renames and new files of a folder survive a power cut; Windows has no such call and needs none."""
+    """Make renames and new files survive a power cut; Windows needs no such call."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -130,12 +130,14 @@ def _play_round(
         env.pause(idle)
     returns, lengths = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
     running = torch.ones(count, dtype=torch.bool)
-    act = policy.act
     for step in range(max_steps):
         batch[episodes] = obs[rows]
-        generator = None if deterministic else _generator(policy.device, derive_seed(seed, "act", step))
-        action = policy.env_action(act(batch, deterministic, generator).action)
-        stepped = env.step(_place(action[episodes], env.num_envs))
+        generator = None
+        if not deterministic:
+            generator = torch.Generator(policy.device).manual_seed(derive_seed(seed, "act", step))
+        action = policy.env_action(policy.act(batch, deterministic, generator).action)[episodes]
+        unused = action.new_zeros(env.num_envs - count, *action.shape[1:])  # of paused rows
+        stepped = env.step(torch.cat([action, unused]))
         obs = stepped.obs
         returns += stepped.reward[rows].cpu()
         lengths += running
@@ -143,13 +145,3 @@ def _play_round(
         if not running.any():
             break
     return returns, lengths
-
-
-def _place(action: Tensor, num_rows: int) -> Tensor:
-    """Actions for all rows: those of the playing rows, then zeros that paused rows ignore."""
-    idle = torch.zeros(num_rows - len(action), *action.shape[1:], dtype=action.dtype, device=action.device)
-    return torch.cat([action, idle]) if len(idle) else action
-
-
-def _generator(device: torch.device, seed: int) -> torch.Generator:
-    return torch.Generator(device=device).manual_seed(seed)

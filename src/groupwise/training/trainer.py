@@ -1,7 +1,4 @@
-"""The training loop.
-
-Evaluation, logging, saving and display are callbacks: this file knows the base protocols only.
-"""
+"""The training loop. Evaluation, logging, saving and display are callbacks."""
 
 import math
 import random
@@ -24,7 +21,7 @@ from groupwise.training.base import Callback
 
 
 class Trainer:
-    """Collects, updates and tells the callbacks, until ``total_steps`` or ``stop``.
+    """Collects, updates and calls the callbacks, until ``total_steps`` or ``stop``.
 
     Args:
         num_steps: steps per row that the collector aims for in one iteration.
@@ -62,14 +59,14 @@ class Trainer:
         self.env_steps = 0
         """Environment steps taken, over all ranks."""
         self.seconds = 0.0
-        """Time spent in finished iterations, earlier parts of a resumed run included."""
+        """Duration of finished iterations, also those before a resume."""
         self.stop_reason: str | None = None
         self.interrupted = False
-        """Whether somebody asked to end training early, and to go on later."""
+        """Whether ``interrupt`` was called."""
         self.metrics: dict[str, float] = {}
         """Of the last finished iteration."""
         self.doing: Literal["collecting", "updating", "callbacks"] = "callbacks"
-        """What is under way, or was when an error came: a rollout, the update on it, or what callbacks do between iterations."""
+        """The current phase, or the one in which an error came."""
 
     def train(self) -> None:
         """Run the loop.
@@ -91,7 +88,7 @@ class Trainer:
         self.stop_reason = self.stop_reason or reason
 
     def interrupt(self) -> None:
-        """End training after this iteration without its end: a checkpoint is saved, and a resume goes on from there."""
+        """End training after this iteration and save a checkpoint, without a last evaluation."""
         self.interrupted = True
 
     def is_done(self) -> bool:
@@ -99,7 +96,7 @@ class Trainer:
         return self.env_steps >= self.total_steps or self.stop_reason is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the policy that the next iteration depends on: plain data and tensors."""
+        """What the next iteration depends on, without the policy: plain data and tensors."""
         return {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
@@ -111,7 +108,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved ``state_dict``; the collector must be fresh. Callbacks that were not there then start anew."""
+        """Restore a saved ``state_dict``; the collector must be fresh. New callbacks start afresh."""
         self.iteration = self.collector.iteration = state["iteration"]
         self.env_steps = state["env_steps"]
         self.seconds = state["seconds"]
@@ -139,10 +136,10 @@ class Trainer:
                 self._iterate()
             for callback in self.callbacks:
                 callback.on_training_end(self)
-        except (DataError, DivergedError):  # what was learned since the last checkpoint is suspect
+        except (DataError, DivergedError):  # the last update is suspect
             raise
         except BaseException:
-            if self.doing != "updating":  # else the last iteration is no longer whole
+            if self.doing != "updating":  # else the last iteration is incomplete
                 for callback in self.callbacks:
                     callback.on_interrupt(self)
             raise

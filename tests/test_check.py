@@ -103,10 +103,8 @@ def test_rows_that_cheat_and_rows_that_cannot_be_made_are_findings():
     assert check_env(breaks).training == Finding(None, "cannot be made: OSError: no device")
 
 
-def test_envpool_is_timed_where_it_has_the_task_and_tried_out_where_it_is_asked_for():
+def test_envpool_is_tried_out_where_it_is_asked_for():
     pytest.importorskip("envpool")
-    assert check_env("CartPole-v1").steps_per_second["envpool"].value > 100
-    assert not check._in_envpool("Mine-v0")
     report = check_env(EnvCfg(id="Catch-v0", vectorization="envpool"))  # no such environment in Gymnasium
     assert report.training.value[:2] == ("seed", "envpool")
     assert report.steps_per_second["envpool"].value > 100
@@ -161,16 +159,9 @@ def test_spaces_that_are_not_supported():
     assert counts.start_modes["seed"].value is not None
 
 
-@pytest.mark.parametrize(
-    ("env", "fix"),
-    [
-        (lambda: Sound(), r"fix: check_env\(lambda: Sound\(\.\.\.\)\)$"),
-        (lambda: gymnasium.make("CartPole-v1"), r"fix: check_env\(lambda: gymnasium.make\('CartPole-v1', \.\.\.\)\)$"),
-    ],
-)
-def test_an_environment_that_is_made_already_is_refused_with_the_fix(env, fix):
-    with pytest.raises(EnvError, match=rf"that is made already, expected a Gymnasium id.*; {fix}"):
-        check_env(env())
+def test_a_ready_environment_is_refused_with_the_fix():
+    with pytest.raises(EnvError, match=r"env is a Sound, expected .*; fix: check_env\(lambda: Sound\(\.\.\.\)\)$"):
+        check_env(Sound())
 
 
 def test_a_name_that_nobody_registered_is_an_error():

@@ -1,4 +1,4 @@
-"""What an environment offers to training, found out by trying for some seconds."""
+"""Try out what an environment supports in training: spaces, start modes and speed."""
 
 import logging
 import multiprocessing.spawn
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import gymnasium
@@ -31,7 +30,6 @@ START_MODES: tuple[StartMode, ...] = ("native", "snapshot", "seed", "fresh")
 VECTORIZATIONS = ("entry_point", "sync", "async")
 NUM_ENVS = 8
 _BUDGET_S = 0.3
-_NO_ENTRY_POINT = "it registers no vectorised version"
 _GROUP_SETTINGS = {"start_mode": "auto", "num_random_noops": 0, "reward_parts": ()}
 
 T = TypeVar("T")
@@ -41,7 +39,7 @@ Maker: TypeAlias = Callable[..., Any] | None
 
 @dataclass(frozen=True)
 class Finding(Generic[T]):
-    """What was found; or None, the reason, and how to fix it where that is known."""
+    """A result; or None, the reason, and the fix where there is one."""
 
     value: T | None
     reason: str = ""
@@ -49,7 +47,7 @@ class Finding(Generic[T]):
 
 
 class Training(NamedTuple):
-    """What GRPO does with the environment by default."""
+    """GRPO's defaults for the environment."""
 
     start_mode: StartMode
     """How members share a start."""
@@ -57,18 +55,18 @@ class Training(NamedTuple):
     """``own``: the callable makes all rows; else as ``env.vectorization``."""
     num_envs: int
     rejected: tuple[str, ...]
-    """Why better start modes were not taken."""
+    """Why better start modes were not chosen."""
 
 
 @dataclass(frozen=True)
 class EnvReport:
-    """What ``check_env`` found out about an environment; printed, the table of ``groupwise check-env``.
+    """The result of ``check_env``; printed, the table of ``groupwise check-env``.
 
-    ``observation``, ``action``: the spaces in words, if they are supported. ``max_episode_steps``: the step limit, which
-    GRPO needs. ``start_varies``: whether the start depends on the seed. ``noise_varies``: whether members drift apart
-    under equal actions. ``start_modes``: microseconds of a member's start, for each mode that passes its check.
-    ``steps_per_second``: with 8 environments and random actions, by vectorisation. ``training``: what GRPO does by
-    default; its value is None where GRPO refuses the environment.
+    ``observation``, ``action``: the spaces, if they are supported. ``max_episode_steps``: the step limit, which GRPO
+    needs. ``start_varies``: whether the start depends on the seed. ``noise_varies``: whether members drift apart under
+    equal actions. ``start_modes``: microseconds of a member's start, for each mode that passes its check.
+    ``steps_per_second``: with 8 environments and random actions, by vectorisation. ``training``: GRPO's defaults; its
+    value is None where GRPO refuses the environment.
     """
 
     env_id: str
@@ -107,7 +105,7 @@ class EnvReport:
         yield "action", self.action, f"{self.action.value}"
         yield "step limit", self.max_episode_steps, f"{self.max_episode_steps.value}"
         yield "start depends on the seed", self.start_varies, "yes" if self.start_varies.value else "no"
-        yield "steps are random", self.noise_varies, "yes" if self.noise_varies.value else "not that it showed"
+        yield "steps are random", self.noise_varies, "yes" if self.noise_varies.value else "not found"
         for mode, cost in self.start_modes.items():
             yield f"shared start: {mode}", cost, f"yes, {cost.value or 0:,.1f} us"
         for way, speed in self.steps_per_second.items():
@@ -123,19 +121,19 @@ def _describe(used: Training | None) -> str:
 
 
 def check_env(env: object) -> EnvReport:
-    """What an environment offers to training, found out by trying for some seconds.
+    """What an environment supports in training, tried out for some seconds.
 
     Args:
         env: a Gymnasium id, an ``EnvCfg`` (for ``kwargs`` and the step limit), or a callable that returns one
             environment or, given ``num_envs``, a whole ``GroupEnv``.
 
     Raises:
-        UnknownNameError: nobody registered this id.
+        UnknownNameError: the id is not registered.
         MissingExtraError: the environment needs a package that is not installed.
-        EnvError: it is none, is made already, or does not take these arguments.
+        EnvError: it is none of these, or does not take these arguments.
         RuntimeError: called while a child process imports the script, which then has no ``__main__`` guard.
     """
-    multiprocessing.spawn.get_preparation_data("groupwise check")  # raises in such a child, before anything is tried
+    multiprocessing.spawn.get_preparation_data("groupwise check")  # raises in such a child
     cfg, make = _source(env)
     with _quiet():
         if cfg.vectorization in ("envpool", "torch") or (make is not None and makes_rows(make)):
@@ -149,15 +147,12 @@ def _source(env: object) -> tuple[EnvCfg, Maker]:
         given = EnvCfg(id=env) if isinstance(env, str) else env
         refuse_module(given.id)
         return resolve(given.id, env={name: vars(given)[name] for name in given.model_fields_set - {"id"}}).env, None
-    if callable(env):
-        return EnvCfg(id="<given in Python>"), env
-    made = f"lambda: {type(env).__name__}(...)"
-    if isinstance(env, gymnasium.Env) and env.spec is not None and env.spec.id in gymnasium.registry:
-        made = f"lambda: gymnasium.make({env.spec.id!r}, ...)"
-    raise EnvError(
-        f"env is a {type(env).__name__} that is made already, expected a Gymnasium id, an EnvCfg or a callable that "
-        f"makes one, since several are tried; fix: check_env({made})"
-    )
+    if not callable(env):
+        raise EnvError(
+            f"env is a {type(env).__name__}, expected a Gymnasium id, an EnvCfg or a callable that makes an environment, "
+            f"since several are tried; fix: check_env(lambda: {type(env).__name__}(...))"
+        )
+    return EnvCfg(id="<given in Python>"), env
 
 
 def _check_single(cfg: EnvCfg, make: Maker) -> EnvReport:
@@ -171,9 +166,8 @@ def _check_single(cfg: EnvCfg, make: Maker) -> EnvReport:
     name = type(single.unwrapped).__name__ if single.spec is None else single.spec.id
     limit = _known(step_limit(single))
     single.close()
-    ways = (*VECTORIZATIONS, "envpool") if make is None and _in_envpool(cfg.id) else VECTORIZATIONS
-    modes: dict[str, Finding[float]] = {mode: _episode(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
-    speeds = {way: _episode(partial(_steps_per_second, cfg, make, way)) for way in ways}
+    modes: dict[str, Finding[float]] = {mode: _tried(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
+    speeds = {way: _tried(partial(_steps_per_second, cfg, make, way)) for way in VECTORIZATIONS}
     return _report(name, single, limit, cfg, make, modes, speeds)
 
 
@@ -189,10 +183,8 @@ def _check_rows(cfg: EnvCfg, make: Maker) -> EnvReport:
     with closing(env):
         only = Finding[float](None, f"it makes its rows itself, and starts them by {env.start_mode}")
         modes: dict[str, Finding[float]] = dict.fromkeys([*START_MODES], only)
-        modes[env.start_mode] = _episode(lambda: _median_start_us(env, NUM_ENVS))
-        speeds: dict[str, Finding[float]] = {
-            "own" if make is not None else cfg.vectorization: _episode(lambda: _speed(env))
-        }
+        modes[env.start_mode] = _tried(lambda: _median_start_us(env, NUM_ENVS))
+        speeds = {"own" if make is not None else str(cfg.vectorization): _tried(lambda: _speed(env))}
         return _report(env.env_id, env, _known(env.max_episode_steps), cfg, make, modes, speeds)
 
 
@@ -205,8 +197,8 @@ def _report(
     modes: dict[str, Finding[float]],
     speeds: dict[str, Finding[float]],
 ) -> EnvReport:
-    observation = _episode(lambda: (obs_spec(env.observation_space), _brief(env.observation_space))[1])
-    action = _episode(lambda: (make_head(env.action_space, PolicyCfg()), _brief(env.action_space))[1])
+    observation = _tried(lambda: (obs_spec(env.observation_space), _brief(env.observation_space))[1])
+    action = _tried(lambda: (make_head(env.action_space, PolicyCfg()), _brief(env.action_space))[1])
     start_varies, noise_varies, training = _training(cfg, make)
     for needed in (observation, action, limit):
         if needed.value is None:
@@ -216,8 +208,8 @@ def _report(
 
 
 def _training(cfg: EnvCfg, make: Maker) -> tuple[Finding[bool], Finding[bool], Finding[Training]]:
-    """Whether starts and steps vary, and what training would use."""
-    made = _episode(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
+    """Whether starts and steps vary, and GRPO's defaults."""
+    made = _tried(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
     env = made.value
     if env is None or env.start_report is None:
         refused: Finding[Any] = Finding(None, made.reason, made.fix)
@@ -232,19 +224,17 @@ def _training(cfg: EnvCfg, make: Maker) -> tuple[Finding[bool], Finding[bool], F
 
 
 def _start_us(cfg: EnvCfg, make: Maker, mode: StartMode) -> float:
-    """Microseconds that a row's start takes when a member has started there before, by this mode, which is verified."""
+    """Microseconds of a row's start by this mode, which is verified, at a start that was used before."""
     native = mode == "native"
-    if native and not _offers_entry_point(cfg, make):
-        raise EnvError(_NO_ENTRY_POINT)
-    asked = {"start_mode": mode, "vectorization": "entry_point" if native else "sync"}
-    with closing(
-        make_env(cfg.model_copy(update=asked), grouped=True, num_envs=NUM_ENVS if native else 2, env=make)
-    ) as env:
+    if native:
+        _require_entry_point(cfg, make)
+    asked = cfg.model_copy(update={"start_mode": mode, "vectorization": "entry_point" if native else "sync"})
+    with closing(make_env(asked, grouped=True, num_envs=NUM_ENVS if native else 2, env=make)) as env:
         return _median_start_us(env, NUM_ENVS if native else 1)
 
 
 def _median_start_us(env: GroupEnv, rows: int, times: int = 20) -> float:
-    """Median microseconds a row of starting so many rows at once where they have started before."""
+    """Median microseconds per row of starting ``rows`` rows at once, at a start that was used before."""
     seeds = np.zeros(env.num_envs, np.int64)
     env.start(np.ones(env.num_envs, np.bool_), seeds, seeds)
     chosen = np.arange(env.num_envs) < rows
@@ -257,19 +247,17 @@ def _median_start_us(env: GroupEnv, rows: int, times: int = 20) -> float:
 
 
 def _steps_per_second(cfg: EnvCfg, make: Maker, way: str) -> float:
-    """Of 8 environments with random actions. ``sync`` and ``async`` are rows of groups; the others reset themselves."""
-    if way == "entry_point" and not _offers_entry_point(cfg, make):
-        raise EnvError(_NO_ENTRY_POINT)
-    grouped = way in ("sync", "async")
-    asked = {**_GROUP_SETTINGS, "vectorization": way}
-    with closing(
-        make_env(cfg.model_copy(update=asked), grouped=grouped, num_envs=NUM_ENVS, env=make, verify=False)
-    ) as env:
+    """Of 8 environments with random actions."""
+    if way == "entry_point":
+        _require_entry_point(cfg, make)
+    asked = cfg.model_copy(update={**_GROUP_SETTINGS, "vectorization": way})
+    grouped = way != "entry_point"
+    with closing(make_env(asked, grouped=grouped, num_envs=NUM_ENVS, env=make, verify=False)) as env:
         return _speed(env)
 
 
 def _speed(env: VectorEnv) -> float:
-    """Environment steps a second with random actions; rows that nobody resets are reset where they end."""
+    """Environment steps per second with random actions."""
     env.reset(seed=0)
     env.action_space.seed(0)
     samples = [[np.asarray(env.action_space.sample()) for _ in range(env.num_envs)] for _ in range(64)]
@@ -283,8 +271,8 @@ def _speed(env: VectorEnv) -> float:
     return count * env.num_envs / (time.perf_counter() - begun)
 
 
-def _episode(probe: Callable[[], T]) -> Finding[T]:
-    """What ``probe`` finds, or the reason why it fails."""
+def _tried(probe: Callable[[], T]) -> Finding[T]:
+    """The result of ``probe``, or the reason why it fails."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -328,16 +316,9 @@ def _make_single(cfg: EnvCfg, make: Maker) -> gymnasium.Env:
     return made
 
 
-def _offers_entry_point(cfg: EnvCfg, make: Maker) -> bool:
-    return make is None and gymnasium.spec(cfg.id).vector_entry_point is not None
-
-
-def _in_envpool(env_id: str) -> bool:
-    if find_spec("envpool") is None:
-        return False
-    import envpool
-
-    return env_id in envpool.list_all_envs()
+def _require_entry_point(cfg: EnvCfg, make: Maker) -> None:
+    if make is not None or gymnasium.spec(cfg.id).vector_entry_point is None:
+        raise EnvError("it registers no vectorised version")
 
 
 def _brief(space: Any) -> str:
@@ -349,7 +330,7 @@ def _brief(space: Any) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the environments' makers from logging what the report says."""
+    """Silence the log of ``groupwise.envs``; the report has the same messages."""
     logger = logging.getLogger("groupwise.envs")
     level = logger.level
     logger.setLevel(logging.ERROR)

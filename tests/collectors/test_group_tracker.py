@@ -163,7 +163,7 @@ def test_a_group_takes_a_block_when_all_its_rows_are_free(collect, scripted_grou
     [
         ({"group_size": 3}, r"but a group has 3 episodes; fix: group_size=2"),
         ({"greedy_members": 1}, r"but a group has 3 episodes; fix: group_size=1"),
-        ({"collection": CollectionCfg(on_env_error="retry")}, r"cannot be started again.*fix: on_env_error='drop'"),
+        ({"collection": CollectionCfg(on_env_error="retry")}, r"cannot be retried alone.*fix: on_env_error='drop'"),
     ],
 )
 def test_blocks_refuse_what_they_cannot_do(collect, scripted_group, settings, message):

@@ -114,9 +114,7 @@ def test_starts_due_together_are_made_in_one_call_and_members_share_the_start_on
 
 
 def test_an_episode_that_might_never_end_is_refused(fake_policy, scripted_group):
-    with pytest.raises(
-        EnvError, match=r"Scripted has no step limit that is known.*fix: env.max_episode_steps.*horizon"
-    ):
+    with pytest.raises(EnvError, match=r"Scripted has no known step limit.*fix: env.max_episode_steps.*horizon"):
         GroupCollector(scripted_group(2, [2], limit=None), fake_policy(), group_size=2)
 
 

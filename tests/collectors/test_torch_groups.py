@@ -200,10 +200,10 @@ def test_a_resumed_collector_goes_on_bit_for_bit():
     ("how", "says"),
     [
         ({"group_size": 3}, "8 rows of TorchCartPole do not make whole groups of 3"),
-        ({"collection": CollectionCfg()}, "partial_groups='complete' is what GroupCollector does"),
+        ({"collection": CollectionCfg()}, "partial_groups='complete' needs GroupCollector"),
         (
             {"collection": CollectionCfg(partial_groups="truncate", filter_groups=True)},
-            "keeps all groups, and collection.filter_groups was set",
+            "keeps all groups, but collection.filter_groups is True",
         ),
         ({"actor_only": False}, "keeps no values, and the policy has a critic"),
     ],
@@ -219,5 +219,5 @@ def test_what_it_cannot_do_is_refused(how, says):
 def test_the_other_collector_refuses_branch():
     env = gw.TorchCartPole(8)
     policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=True)
-    with pytest.raises(gw.EnvError, match="is what TorchGroupCollector does"):
+    with pytest.raises(gw.EnvError, match="needs TorchGroupCollector"):
         gw.GroupCollector(env, policy, group_size=4, collection=CollectionCfg(partial_groups="truncate"))

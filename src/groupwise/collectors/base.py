@@ -1,4 +1,4 @@
-"""What a collector is to the rest of the library: it fills rollouts with a policy's experience."""
+"""The interface of collectors, which fill rollouts with a policy's experience."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -51,10 +51,9 @@ class Collector(ABC):
         """Experience of about ``num_steps`` steps per row, written into ``rollout``; may return a longer or shorter one."""
 
     def recent_episodes(self) -> Sequence[Episode]:
-        """The episodes that ``rollout/*_mean`` are over.
+        """The episodes that ``rollout/*_mean`` average: the latest 100, or all of this rollout if these are more.
 
-        The latest 100 finished ones (or all that finished in this rollout, if more), whenever they began: a window
-        favours short episodes, and one in which none ends must not freeze the number.
+        A single window would favour short episodes.
         """
         return self.finished if len(self.finished) >= 100 else self.recent
 
@@ -72,7 +71,7 @@ class Collector(ABC):
         return {"recent": [list(episode) for episode in self.recent]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved ``state_dict``; the collector must be fresh."""
+        """Continue from a saved ``state_dict``; the collector must be fresh."""
         self.recent.extend(Episode(*episode) for episode in state["recent"])
 
     @abstractmethod

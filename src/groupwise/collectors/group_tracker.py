@@ -1,4 +1,4 @@
-"""Groups while they are collected: which row runs which episode, and what becomes of each group."""
+"""Groups during collection: which row runs which episode, and the status of each group."""
 
 from collections import deque
 from collections.abc import Callable
@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
@@ -16,10 +15,8 @@ from groupwise.envs.base import EnvStep, GroupEnv, Mask
 from groupwise.errors import EnvError
 from groupwise.functional.returns import episode_return
 
-Numbers = npt.NDArray[np.int64]
-
 MAX_RETRIES = 5
-"""An episode that fails more often fails for a reason that another try does not fix."""
+"""Of one episode; more errors are unlikely to be bad luck."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +47,7 @@ class Member:
     end: int = -1
     """Column behind its last step."""
     ended: bool = False
-    """Reached its end, and was not stopped before."""
+    """Reached its end instead of being stopped."""
     terminated: bool = False
 
     @property
@@ -65,7 +62,7 @@ class Member:
 
 
 class GroupQueue:
-    """Episodes in the order in which rows take them. Opens groups until the iteration has its steps.
+    """Episodes in the order in which rows take them. Opens groups until the iteration has enough steps.
 
     Args:
         num_steps: environment steps of the iteration, those of filtered groups not counted.
@@ -100,11 +97,11 @@ class GroupQueue:
         return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
 
     def retry(self, member: Member) -> None:
-        """Have the episode made again, before all others."""
+        """Put the episode back at the front."""
         self._waiting.appendleft(Member(member.group, member.index, member.greedy, member.retries + 1))
 
     def drop(self, group: Group) -> None:
-        """Make no more episodes of this group."""
+        """Remove the waiting episodes of this group."""
         self._waiting = deque(member for member in self._waiting if member.group is not group)
 
     def _has_steps_left(self) -> bool:
@@ -130,21 +127,19 @@ class GroupTracker:
 
     def __init__(self, queue: GroupQueue, cfg: CollectionCfg, env: GroupEnv) -> None:
         self.step = 0
-        """Column of the step that comes next."""
+        """Column of the next step."""
         self.running, self.greedy, self._nobody = np.zeros((3, env.num_envs), dtype=np.bool_)
         self.members: list[Member] = []
         """In the order in which they began."""
         self.env_errors = 0
         self.queue = queue
         self._cfg = cfg
-        self._horizon = cfg.horizon
         self._block_size = env.block_size
         self._env_id = env.env_id
-        self._current = np.full(env.num_envs, -1)
-        """Number of the episode that each row runs, -1 for none."""
+        self._in_row: dict[int, Member] = {}
+        """The episodes that run."""
         self._start = np.zeros(env.num_envs, dtype=np.int64)
-        """Column at which that episode began."""
-        self._history: list[Numbers] = []
+        """Column of the first step of each row's episode."""
 
     def assign(self) -> list[Member]:
         """The episodes that free rows begin now."""
@@ -153,25 +148,24 @@ class GroupTracker:
         members = self.queue.take(len(free))
         for member, row in zip(members, free, strict=False):
             member.row, member.start = row, self.step
-            self._current[row], self._start[row] = len(self.members), self.step
+            self._in_row[row], self._start[row] = member, self.step
             self.running[row], self.greedy[row] = True, member.greedy
-            self.members.append(member)
+        self.members += members
         return members
 
     def count_step(self, step: EnvStep) -> Ends:
-        """Count the step that every running row took; who ends with it."""
+        """Count the step that every running row took; returns the rows whose episodes end with it."""
         terminated, truncated = step.terminated.cpu().numpy(), step.truncated.cpu().numpy()
         failed = self._nobody if step.failed is None else step.failed.cpu().numpy() & self.running
-        self._history.append(self._current.copy())
         self.queue.steps += int(np.count_nonzero(self.running))
         self.step += 1
         ended, cut = terminated | truncated | failed, self._nobody
-        if self._horizon is not None:
-            cut = self.running & (self.step - self._start >= self._horizon) & ~ended
+        if self._cfg.horizon is not None:
+            cut = self.running & (self.step - self._start >= self._cfg.horizon) & ~ended
         return Ends(terminated, truncated | cut, cut, failed, any=bool((ended | cut).any()))
 
     def end(self, ends: Ends, rollout: TensorDict) -> Mask:
-        """Free the rows of episodes that ended, and close their groups; rows that stopped though their environments go on."""
+        """Free the rows of episodes that ended, and close their groups; returns the rows to pause."""
         for member in self._free(ends.terminated | ends.truncated):
             group = member.group
             member.ended, member.terminated = True, bool(ends.terminated[member.row])
@@ -180,10 +174,6 @@ class GroupTracker:
                 self._complete(group, rollout)
         return ends.cut | self._fail(ends.failed) if ends.failed.any() else ends.cut
 
-    def history(self) -> Numbers:
-        """Number of the episode of each row and step [N, T], -1 where there was none."""
-        return np.stack(self._history, axis=1)
-
     def _complete(self, group: Group, rollout: TensorDict) -> None:
         group.status = "complete"
         if self._cfg.filter_groups and has_equal_returns(group, rollout):
@@ -191,13 +181,13 @@ class GroupTracker:
             self.queue.filtered_steps += sum(member.length for member in group.members)
 
     def _fail(self, rows: Mask) -> Mask:
-        """Retry episodes that failed, or drop their groups; the rows of those groups, which are stopped then."""
-        stopped = self._nobody
+        """Retry episodes that failed, or drop their groups; returns the rows of dropped groups."""
         if self._cfg.on_env_error == "raise":
             raise EnvError(
                 f"environment {int(np.flatnonzero(rows)[0])} of {self._env_id} failed; fix: the environment, or "
                 "collection.on_env_error='retry' or 'drop'"
             )
+        stopped = self._nobody
         for member in self._free(rows):
             self.env_errors += 1
             if self._cfg.on_env_error == "drop":
@@ -215,62 +205,56 @@ class GroupTracker:
         group.status = "dropped"
         self.queue.drop(group)
         rows = self._nobody.copy()
-        rows[[member.row for member in self.members if member.group is group and member.end < 0]] = True
+        rows[[row for row, member in self._in_row.items() if member.group is group]] = True
         self._free(rows)
         return rows
 
     def _free(self, rows: Mask) -> list[Member]:
-        """The episodes of these rows, which are free from now on."""
-        members = [self.members[number] for number in self._current[rows].tolist()]
+        """End the episodes of these rows."""
+        members = [self._in_row.pop(row) for row in np.flatnonzero(rows).tolist()]
         for member in members:
             member.end = self.step
-        self._current[rows] = -1
         self.running[rows] = self.greedy[rows] = False
         return members
 
 
 def has_equal_returns(group: Group, rollout: TensorDict) -> bool:
     """Whether ``rollout/zero_variance_groups`` counts the group."""
-    reward = rollout["reward"]
     members = [member for member in group.members if not member.greedy]
-    rewards = torch.cat([reward[a.row, a.start : a.end] for a in members])
-    lengths = torch.tensor([a.length for a in members])
-    member = torch.arange(len(members)).repeat_interleave(lengths).to(reward.device)
-    returns = episode_return(rewards, member, len(members))
+    rewards = [rollout["reward"][member.row, member.start : member.end] for member in members]
+    lengths = torch.tensor([member.length for member in members])
+    number = torch.arange(len(members)).repeat_interleave(lengths).to(rewards[0].device)
+    returns = episode_return(torch.cat(rewards), number, len(members))
     return len(members) > 1 and bool((returns == returns[0]).all())
 
 
 def write_labels(rollout: TensorDict, tracker: GroupTracker) -> None:
     """Fill masks, ids and steps. Only episodes of whole groups are valid; other slots look empty."""
-    number, members = tracker.history(), tracker.members
-    whole = [member.in_whole_group for member in members]
-    group_ids = {group: i for i, group in enumerate(dict.fromkeys(a.group for a in members if a.in_whole_group))}
-
-    def slots(values: list[bool] | list[int]) -> np.ndarray:
-        return np.array([*values, 0])[number]  # -1, where there was no episode, finds the last
-
-    valid = slots(whole).astype(np.bool_)
-    trained = slots([a.group.status == "complete" and not a.greedy for a in members]).astype(np.bool_)
-    labels = {
-        "valid": valid,
-        "loss_mask": valid & trained,
-        "episode_id": np.where(valid, slots((np.cumsum(whole) - 1).tolist()), -1),
-        "group_id": np.where(valid, slots([group_ids.get(a.group, -1) for a in members]), -1),
-        "step": np.where(valid, np.arange(tracker.step) - slots([a.start for a in members]), 0),
-    }
+    shape = len(tracker.running), tracker.step
+    valid, loss_mask, greedy = np.zeros((3, *shape), dtype=np.bool_)
+    episode_id, group_id = np.full((2, *shape), -1)
+    step = np.zeros(shape, dtype=np.int64)
+    group_ids: dict[Group, int] = {}
+    for number, member in enumerate(member for member in tracker.members if member.in_whole_group):
+        slots = member.row, slice(member.start, member.end)
+        valid[slots] = True
+        loss_mask[slots] = member.group.status == "complete" and not member.greedy
+        greedy[slots] = member.greedy
+        episode_id[slots] = number
+        group_id[slots] = group_ids.setdefault(member.group, len(group_ids))
+        step[slots] = np.arange(member.length)
+    labels = {"valid": valid, "loss_mask": loss_mask, "episode_id": episode_id, "group_id": group_id, "step": step}
+    if any(member.greedy for member in tracker.members):
+        rollout["greedy"] = torch.zeros_like(rollout["valid"])
+        labels["greedy"] = greedy
     for key, array in labels.items():
         rollout[key][:, :-1] = torch.from_numpy(array)
-    if any(member.greedy for member in members):
-        greedy = torch.zeros_like(rollout["valid"])
-        greedy[:, :-1] = torch.from_numpy(valid & slots([a.greedy for a in members]).astype(np.bool_))
-        rollout["greedy"] = greedy
 
 
 def finished_episodes(rollout: TensorDict, tracker: GroupTracker) -> list[Episode]:
     """Episodes that reached their ends, in the order of these, without greedy ones."""
-    number, reward = tracker.history(), rollout["reward"][:, :-1].cpu().numpy()
-    taken = number >= 0
-    returns = np.bincount(number[taken], weights=reward[taken], minlength=len(tracker.members)).tolist()
-    ended = [pair for pair in zip(tracker.members, returns, strict=True) if pair[0].ended and not pair[0].greedy]
-    ended.sort(key=lambda pair: pair[0].end)
-    return [Episode(total, member.length, member.terminated) for member, total in ended]
+    reward = rollout["reward"].cpu().numpy()
+    ended = [member for member in tracker.members if member.ended and not member.greedy]
+    ended.sort(key=lambda member: member.end)
+    returns = [float(reward[a.row, a.start : a.end].cumsum(dtype=np.float64)[-1]) for a in ended]
+    return [Episode(total, a.length, a.terminated) for total, a in zip(returns, ended, strict=True)]

@@ -1,4 +1,4 @@
-"""Whole groups of episodes at shared starts: what GRPO learns from."""
+"""Whole groups of episodes at shared starts: for GRPO."""
 
 import logging
 from collections.abc import Sequence
@@ -26,17 +26,17 @@ log = logging.getLogger(__name__)
 class GroupCollector(Collector):
     """Collects groups of ``group_size`` episodes that begin in the same state.
 
-    A row that finishes takes the next episode at once, so members may run at different times; the policy does not change
-    meanwhile. New groups are opened until ``num_envs * num_steps`` steps are taken.
+    A row that finishes takes the next episode at once, so members may run at different times, all with the same policy.
+    New groups are opened until ``num_envs * num_steps`` steps are taken.
 
     Args:
         env: gives observations on the policy's device.
-        greedy_members: so many more episodes of each group act greedily; they are a baseline and never trained on.
+        greedy_members: further episodes of each group that act greedily: a baseline, never trained on.
         rank: of this process; each draws its own streams.
-        verify_start: check, before anything is learned, that members share their start bit for bit.
+        verify_start: check before training that members share their start bit for bit.
 
     Raises:
-        EnvError: nothing would ever end an episode, or the environment cannot do what a setting asks for.
+        EnvError: there is no step limit, or the environment does not support a setting.
         GroupStartError: members do not share a start.
     """
 
@@ -65,7 +65,7 @@ class GroupCollector(Collector):
         if verify_start and env.start_report is None:
             env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
         self.start_report = env.start_report
-        """What the check of the shared start found."""
+        """Result of the check of the shared start."""
         log.info("Group starts: %s", self.start_report)
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
@@ -101,7 +101,7 @@ class GroupCollector(Collector):
         return rollout
 
     def recent_episodes(self) -> Sequence[Episode]:
-        """All episodes of the rollout: they are whole, and of the policy as it is now."""
+        """All episodes of the rollout: they are whole, and of the current policy."""
         return self.finished
 
     def metrics(self) -> dict[str, float]:
@@ -159,13 +159,13 @@ class GroupCollector(Collector):
         env, members = self.env, self.group_size + self.greedy_members
         if env.max_episode_steps is None and self.collection.horizon is None:
             raise EnvError(
-                f"{env.env_id} has no step limit that is known, so an episode might never end; fix: "
+                f"{env.env_id} has no known step limit, so an episode might never end; fix: "
                 "env.max_episode_steps (also where it truncates by itself), or collection.horizon"
             )
         if self.collection.partial_groups == "truncate":
             raise EnvError(
-                "collection.partial_groups='truncate' is what TorchGroupCollector does, with torch environments; fix: "
-                "that, or 'complete'"
+                "collection.partial_groups='truncate' needs TorchGroupCollector and a torch environment; fix: these, or "
+                "'complete'"
             )
         if env.block_size == 1:
             return
@@ -174,11 +174,11 @@ class GroupCollector(Collector):
             fix = f"group_size={env.block_size - self.greedy_members}"
             raise EnvError(f"{blocks}, but a group has {members} episodes; fix: {fix}")
         if self.collection.on_env_error == "retry":
-            raise EnvError(f"{blocks}, so that an episode cannot be started again alone; fix: on_env_error='drop'")
+            raise EnvError(f"{blocks}, so an episode cannot be retried alone; fix: on_env_error='drop'")
 
 
 def with_greedy(sampled: Action, mode: Action, greedy: Mask) -> Action:
-    """What was sampled, with the policy's most likely action in greedy rows."""
+    """The sampled actions, with the policy's most likely ones in greedy rows."""
     rows = torch.from_numpy(greedy).to(sampled.log_prob.device)
     wide = rows.view(-1, *[1] * (sampled.action.dim() - 1))
     return Action(

@@ -29,17 +29,17 @@ Seeds = tuple[Int[Tensor, " row"], Int[Tensor, " row"]]
 class TorchGroupCollector(Collector):
     """Windows of groups, without a host sync in any step. The rows of a group are neighbours and start together.
 
-    Members that ended wait for the others. The last step of the window cuts those that still run. Where the first
-    member was among them, the group of the next window begins in the state that it had reached, copied for all members;
-    else at a new start. The first member is chosen without looking at returns, so groups begin in states that the policy
-    reaches by itself. Its episodes, which go on across windows, are those of ``rollout/return_mean``.
+    Members that ended wait for the others. The last step of the window truncates the running ones. If the first member
+    was running, the next group begins in its state, copied for all members; otherwise at a new start. The first member
+    is chosen without regard to returns, so groups begin in states that the policy itself reaches. Its episodes continue
+    across windows and are those of ``rollout/return_mean``.
 
     Args:
-        verify_start: check, before anything is learned, that members share their start bit for bit.
+        verify_start: check before training that members share their start bit for bit.
 
     Raises:
-        EnvError: rows do not make whole groups, the policy has a critic or is on another device, or ``collection`` asks
-            for what only ``GroupCollector`` does.
+        EnvError: rows do not make whole groups, the policy has a critic or is on another device, or a setting of
+            ``collection`` needs ``GroupCollector``.
         GroupStartError: members do not share a start.
     """
 
@@ -66,13 +66,13 @@ class TorchGroupCollector(Collector):
         if verify_start and env.start_report is None:
             env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
         self.start_report: GroupStartReport | None = env.start_report
-        """What the check of the shared start found."""
+        """Result of the check of the shared start."""
         rows = torch.arange(env.num_envs, device=env.device)
         self._group, self._member = rows // group_size, rows % group_size
         self._metrics: dict[str, float] = {}
         num_groups, device = env.num_envs // group_size, env.device
         self._goes_on = torch.zeros(num_groups, dtype=torch.bool, device=device)
-        """Groups that begin where their first member was cut."""
+        """Groups whose first member was truncated by the window, and which begin in its state."""
         self._return = torch.zeros(num_groups, dtype=torch.float64, device=device)
         """Of the first member so far."""
         self._length = torch.zeros(num_groups, dtype=torch.int64, device=device)
@@ -82,7 +82,7 @@ class TorchGroupCollector(Collector):
         check_device(env, self.policy)
         if cfg.partial_groups != "truncate":
             raise EnvError(
-                f"collection.partial_groups={cfg.partial_groups!r} is what GroupCollector does; fix: that, or 'truncate'"
+                f"collection.partial_groups={cfg.partial_groups!r} needs GroupCollector; fix: that, or 'truncate'"
             )
         if env.num_envs % self.group_size:
             raise EnvError(
@@ -96,8 +96,8 @@ class TorchGroupCollector(Collector):
             )
         if cfg.filter_groups:
             raise EnvError(
-                "collection.partial_groups='truncate' keeps all groups, and collection.filter_groups was set; fix: leave "
-                "it out, or partial_groups='complete'"
+                "collection.partial_groups='truncate' keeps all groups, but collection.filter_groups is True; fix: "
+                "False, or partial_groups='complete'"
             )
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
@@ -114,7 +114,7 @@ class TorchGroupCollector(Collector):
         return super().state_dict() | {"running": running | {"rank": self.rank, "env": self.env.state_dict()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved ``state_dict``, with the episodes that were running if this process saved them."""
+        """Continue from a saved ``state_dict``, with the episodes that were running if this process saved them."""
         super().load_state_dict(state)
         running, device = state["running"], self.env.device
         if running["rank"] == self.rank:
@@ -257,7 +257,7 @@ class TorchGroupCollector(Collector):
         ended: Bool[Tensor, "group step"],
         began: Int[Tensor, "group step"],
     ) -> list[Episode]:
-        """Episodes of the first members that ended, in the order of their ends. Keeps what the others have come to."""
+        """Episodes of the first members that ended, in the order of their ends. Keeps returns and lengths of running ones."""
         total = reward.double().cumsum(dim=1)
         slot = torch.arange(reward.shape[1], device=reward.device)
         earlier = began == 0  # they may have begun in an earlier window

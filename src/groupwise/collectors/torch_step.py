@@ -1,4 +1,4 @@
-"""What the collectors of torch environments share: acting and stepping as one function of tensors, without a host sync."""
+"""Shared by the collectors of torch environments: acting and stepping as one function of tensors, without a host sync."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from groupwise.policies.base import Action, Policy
 
 
 class StepOutput(NamedTuple):
-    """An action of all rows, and what follows until the next one."""
+    """An action of all rows and its outcome."""
 
     action: Action
     rows: TorchRows
@@ -21,14 +21,14 @@ class StepOutput(NamedTuple):
     result: EnvStep
     """With the observations at which episodes ended, where they did."""
     others: tuple[Tensor, ...] = ()
-    """What else the collector goes on with."""
+    """Further tensors that the collector carries to the next step."""
 
 
 def check_device(env: TorchGroupEnv, policy: Policy) -> None:
     """Refuse a policy and an environment on different devices.
 
     Raises:
-        EnvError: they are.
+        EnvError: the devices differ.
     """
     if policy.device.type != env.device.type:
         raise EnvError(

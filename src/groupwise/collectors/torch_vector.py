@@ -1,4 +1,4 @@
-"""Fixed windows of experience from torch environments: what PPO learns from on a GPU."""
+"""Fixed windows of experience from torch environments: for PPO."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Fixed windows of experience from environments that never stop: what PPO learns from."""
+"""Fixed windows of experience, for PPO."""
 
 from typing import Any
 
@@ -20,11 +20,11 @@ _OUTCOMES = ("reward", "terminated", "truncated")
 
 
 class VectorCollector(Collector):
-    """Steps every row ``num_steps`` times; episodes go on across windows. Works in every autoreset mode.
+    """Steps every row ``num_steps`` times; episodes continue across windows. Works in every autoreset mode.
 
     A checkpoint keeps the running episodes where ``env.state_dict`` captures them (classic control, MuJoCo, environments in
-    torch, and others made of numbers and arrays). Elsewhere, and on ranks other than the one that saves, they begin anew
-    when a run resumes, and only then.
+    torch, and others made of numbers and arrays). Elsewhere, and on ranks other than the one that saves, resuming a run
+    starts new episodes.
 
     Args:
         env: gives observations on the policy's device.
@@ -44,12 +44,10 @@ class VectorCollector(Collector):
         """Exactly ``num_steps`` steps of every row.
 
         Raises:
-            EnvError: ``next_step`` resets take a step each, so a window of one step could hold nothing else.
+            EnvError: ``num_steps`` is 1 with ``next_step`` resets, which take a step each.
         """
         if self.env.autoreset == "next_step" and num_steps < 2:
-            raise EnvError(
-                f"num_steps is {num_steps}, but {self.env.env_id} resets in a step of its own; fix: at least 2"
-            )
+            raise EnvError(f"num_steps is {num_steps}, but {self.env.env_id} resets in an extra step; fix: at least 2")
         obs, self._obs = self._begin() if self._obs is None else self._obs, None  # None: not where a rollout ended
         generator = torch.Generator(self.policy.device)
         generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
@@ -63,7 +61,7 @@ class VectorCollector(Collector):
         return rollout
 
     def state_dict(self) -> dict[str, Any]:
-        """With the running episodes, where the environment's state can be captured; else they begin anew after a resume."""
+        """With the running episodes, where the environment's state can be captured."""
         env = None if self._obs is None else self.env.state_dict()
         if env is None or self._obs is None:
             return super().state_dict()
@@ -72,7 +70,7 @@ class VectorCollector(Collector):
         return super().state_dict() | {"running": running | {"return": self._return}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved ``state_dict``, with the episodes that were running if this process saved them."""
+        """Continue from a saved ``state_dict``, with its running episodes if this rank saved them."""
         super().load_state_dict(state)
         running = state.get("running")
         if running is None or running["rank"] != self.rank:
@@ -110,7 +108,7 @@ class VectorCollector(Collector):
         return obs
 
     def _after_ends(self, t: int, step: EnvStep, writer: RolloutWriter) -> Nested:
-        """The observations to act on next, after finished rows were reset and what cut ones saw last was kept."""
+        """The observations to act on next, after keeping those of truncated rows and resetting finished ones."""
         terminated, truncated = step.terminated.cpu().numpy(), step.truncated.cpu().numpy()
         done = terminated | truncated
         if not done.any():
@@ -121,7 +119,7 @@ class VectorCollector(Collector):
         return self.env.reset(mask=done) if self.env.autoreset == "disabled" else step.obs
 
     def _label(self, rollout: TensorDict) -> None:
-        """Fill masks, ids and steps, which all follow from where episodes ended; count the finished ones."""
+        """Fill masks, ids and steps from the ends of episodes; count the finished ones."""
         reward, terminated, truncated = (rollout[key][:, :-1].cpu().numpy() for key in _OUTCOMES)
         done = terminated | truncated
         dead = np.zeros_like(done)

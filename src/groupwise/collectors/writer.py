@@ -1,4 +1,4 @@
-"""Writes a rollout one step of all rows at a time."""
+"""Writes a rollout step by step."""
 
 from typing import Any, TypeAlias
 
@@ -17,9 +17,9 @@ _Columns: TypeAlias = np.ndarray | tuple[Tensor, ...] | dict[str, Any]  # Any: _
 
 
 class RolloutWriter:
-    """Writes through views of a rollout's tensors, taken once: far cheaper than ``rollout[:, t] = ...``.
+    """Writes through views of a rollout's tensors, which is far cheaper than ``rollout[:, t] = ...``.
 
-    A rollout that is full is lengthened.
+    A full rollout is lengthened.
 
     Args:
         policy: gives the values of final observations, where it has a critic.
@@ -33,18 +33,18 @@ class RolloutWriter:
         self._open(rollout)
 
     def observe(self, step: int, obs: Nested) -> None:
-        """Write the observations [N, ...] of a slot."""
+        """Write the observations [N, ...] of a step."""
         _write(self._columns["obs"], step, obs)
 
     def act(self, step: int, action: Action) -> None:
-        """Write what the policy did there.
+        """Write the actions of a step.
 
         Raises:
-            DataError: an action on the CPU is not finite; environments answer that in ways that hide the cause.
+            DataError: an action on the CPU is not finite.
         """
         if step == self.rollout.shape[1] - 1:
             self._open(lengthen(self.rollout, 2 * step + 1))
-        if action.action.device.type == "cpu":  # elsewhere the check would wait for the device
+        if action.action.device.type == "cpu":  # on a GPU the check would be a host sync
             _check_finite(action.action, step)
         _write(self._columns["action"], step, action.action)
         _write(self._columns["sample_log_prob"], step, action.log_prob)
@@ -52,7 +52,7 @@ class RolloutWriter:
             _write(self._columns["value"], step, action.value)
 
     def outcome(self, step: int, outcome: EnvStep, truncated: Tensor) -> None:
-        """Write what the environments answered [N], but for ``truncated``, which the collector may have a say in."""
+        """Write the outcome of a step [N]; ``truncated`` is given by the collector."""
         _write(self._columns["reward"], step, outcome.reward)
         _write(self._columns["terminated"], step, outcome.terminated)
         _write(self._columns["truncated"], step, truncated)
@@ -61,7 +61,7 @@ class RolloutWriter:
             _write(self._columns["reward_parts"], step, outcome.reward_parts)
 
     def cut(self, step: int, rows: Bool[np.ndarray, " row"], obs: Nested) -> None:
-        """Keep the final observations of the rows that were truncated at ``step``, out of ``obs`` [N, ...], for their values."""
+        """Keep the final observations, from ``obs`` [N, ...], of the rows truncated at ``step``, for their values."""
         if not self._policy.actor_only and rows.any():
             index = torch.from_numpy(np.flatnonzero(rows))
             self._final_obs.append(obs[index.to(obs.device)])
@@ -69,7 +69,7 @@ class RolloutWriter:
             self._cut_steps.append(torch.full_like(index, step))
 
     def finish(self, num_steps: int, obs: Nested) -> TensorDict:
-        """The rollout of so many steps, with ``obs`` [N, ...] in its last slot and all values."""
+        """The rollout of ``num_steps`` steps, with ``obs`` [N, ...] in its last slot and all values."""
         self.observe(num_steps, obs)
         rollout = self.rollout if self.rollout.shape[1] == num_steps + 1 else self.rollout[:, : num_steps + 1]
         if not self._policy.actor_only:
@@ -102,7 +102,7 @@ def _check_finite(action: Tensor, step: int) -> None:
 
 
 def _columns(stored: Nested) -> _Columns:
-    """What holds a step of all rows, by its number. NumPy finds it faster than torch."""
+    """Views of all rows by step. NumPy indexes them faster than torch."""
     if not isinstance(stored, Tensor):
         return {key: _columns(leaf) for key, leaf in stored.items()}
     by_numpy = stored.device.type == "cpu" and stored.dtype != torch.bfloat16

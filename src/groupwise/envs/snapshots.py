@@ -1,7 +1,6 @@
 """States of Gymnasium environments, captured and restored: the simulator's and that of every wrapper around it.
 
-A snapshot is bytes, plus the simulator's own copy where there is one. So no later step can change it, and nothing
-that is restored is shared with it or with another environment.
+A snapshot is bytes, plus the simulator's own copy where there is one, so no later step can change it.
 """
 
 import pickle
@@ -29,10 +28,13 @@ _NO_STATE = (
     types.BuiltinFunctionType,
     types.MethodType,
 )
+_Key = tuple[int, str]
+"""Layer and name of an attribute."""
 _MUJOCO_DATA = "mujoco._structs.MjData"
 _MUJOCO_MODEL = "mujoco._structs.MjModel"
 _SIMULATORS = {"ale_py._ale_py.ALEInterface": "groupwise.contrib.atari:AleAdapter"}
 """Adapters of further simulators (``module:attribute``), by the class of the environment's attribute that holds one."""
+_NOT_PICKLED = (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError)
 _STAYING_KINDS = {
     _MUJOCO_DATA,
     _MUJOCO_MODEL,
@@ -48,7 +50,7 @@ _STAYING_KINDS = {
 
 
 Snapshot: TypeAlias = Any
-"""A captured state: opaque to all but the adapter that made it, and picklable."""
+"""A captured state. Picklable; only the adapter that made it can read it."""
 
 
 @runtime_checkable
@@ -63,18 +65,18 @@ class HasState(Protocol):
 
 
 class SnapshotAdapter:
-    """Captures and restores every attribute of every layer, and a simulator's own state where a subclass has one.
+    """Captures and restores every attribute of every layer, and a simulator's own state in subclasses.
 
-    The attributes alone are blind to state that is kept elsewhere, so verify what is restored.
+    The attributes may miss state that is kept elsewhere, so the start check compares restored environments.
     """
 
     name = "fields"
 
     def capture(self, env: gymnasium.Env) -> Snapshot:
-        """The state of the whole wrapper stack and the simulator: picklable, and good for any number of restores.
+        """The state of the whole wrapper stack and the simulator. It can be restored any number of times.
 
         Raises:
-            EnvError: some of it cannot be copied; names it.
+            EnvError: an attribute cannot be copied; names it.
         """
         return _capture(env)._replace(simulator=self.capture_simulator(env))
 
@@ -82,19 +84,19 @@ class SnapshotAdapter:
         """Put an environment into a captured state: the one that was captured, or another one made alike.
 
         Raises:
-            EnvError: the environment is wrapped otherwise than the captured one was.
+            EnvError: the environment has other wrappers than the captured one.
         """
         _restore(env, snapshot)
         self.restore_simulator(env, snapshot.simulator)
 
     def capture_simulator(self, env: gymnasium.Env) -> Any:
-        """What the attributes do not hold."""
+        """The simulator's state, which the attributes do not hold."""
 
     def restore_simulator(self, env: gymnasium.Env, state: Any) -> None:
-        """Put the simulator where ``capture_simulator`` found it."""
+        """Restore the state from ``capture_simulator``."""
 
     def reseed(self, env: gymnasium.Env, seed: int) -> None:
-        """Let the simulator's own randomness follow from ``seed``."""
+        """Seed the simulator's own randomness."""
 
 
 def adapter_for(env: gymnasium.Env) -> SnapshotAdapter | None:
@@ -119,10 +121,10 @@ def _further_adapter(env: gymnasium.Env) -> SnapshotAdapter | None:
 
 
 def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
-    """Let everything random after the start follow from ``noise_seed``.
+    """Seed everything random after the start.
 
-    That is ``np_random``, generators that the environment or a wrapper keeps as attributes or in a dictionary, list or
-    tuple that is one, and the simulator's own.
+    That is ``np_random``, generators in attributes of the environment or a wrapper (also in dictionaries, lists and
+    tuples), and the simulator's own.
     """
     for name, generator in _kept_generators(env):
         seed_in_place(generator, derive_seed(noise_seed, name))
@@ -135,7 +137,7 @@ Generator: TypeAlias = np.random.Generator | np.random.RandomState | random.Rand
 
 
 def seed_in_place(generator: Generator, seed: int) -> None:
-    """Seed it where it is: others may hold it, too."""
+    """Seed it in place, as others may refer to it."""
     if isinstance(generator, np.random.Generator):
         kind: Any = type(generator.bit_generator)
         generator.bit_generator.state = kind(seed).state
@@ -145,11 +147,11 @@ def seed_in_place(generator: Generator, seed: int) -> None:
 
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 _MOST_KEPT = 32
-"""Larger containers are data: to look through them at every start would cost more than the start."""
+"""Larger containers hold data; searching them would cost more than the start."""
 
 
 def _kept_generators(env: gymnasium.Env) -> Iterator[tuple[str, Generator]]:
-    """Generators besides ``np_random`` that are attributes, or entries of one, with names that tell them apart."""
+    """Generators besides ``np_random`` in attributes, or entries of one, with unique names."""
     for index, layer in enumerate(_layers(env)):
         for name, value in vars(layer).items():
             if isinstance(value, _GENERATORS):
@@ -169,7 +171,7 @@ class _Captured(NamedTuple):
 
 
 class _Own(SnapshotAdapter):
-    """The outermost layer with ``clone_state`` and ``restore_state`` covers what is inside it."""
+    """``clone_state`` and ``restore_state`` of the outermost layer that has them, which cover the layers inside it."""
 
     name = "own"
 
@@ -197,7 +199,7 @@ class _Own(SnapshotAdapter):
         for outer, layer in enumerate(_layers(env)):
             if isinstance(layer, HasState):
                 return outer, layer
-        raise EnvError(f"{env} has no clone_state and restore_state; fix: add them, or do not ask for its states")
+        raise EnvError(f"{env} has no clone_state and restore_state; fix: add them")
 
 
 class _Mujoco(SnapshotAdapter):
@@ -238,19 +240,18 @@ def attribute(env: gymnasium.Env, kind: str) -> Any:
 
 
 def _capture(env: gymnasium.Env, outer: int | None = None) -> _Captured:
-    """The attributes of the (outer) layers, as bytes: of simulators, spaces, viewers and code the names only."""
+    """The attributes of the (outer) layers as bytes; of simulators, spaces, viewers and code only the names."""
     layers = list(_layers(env))
     state = [_attributes(layer) for layer in layers[:outer]]
     buffer, names = BytesIO(), {id(value): key for value, key in _named(layers)}
     try:
         _Pickler(buffer, names).dump(state)
     except _NOT_PICKLED as error:
-        raise EnvError(f"{_culprit(layers[:outer], names)} cannot be copied: {error}; fix: {_MEND}") from error
+        raise EnvError(
+            f"{_culprit(layers[:outer], names)} cannot be copied: {error}; fix: give the environment clone_state() and "
+            "restore_state(state), or start groups by seed"
+        ) from error
     return _Captured(_stack(layers), buffer.getvalue())
-
-
-_NOT_PICKLED = (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError)
-_MEND = "give the environment clone_state() and restore_state(state), or start groups by seed"
 
 
 def _restore(env: gymnasium.Env, snapshot: _Captured, outer: int | None = None) -> None:
@@ -282,7 +283,7 @@ def _stack(layers: list[gymnasium.Env]) -> tuple[str, ...]:
 
 
 def stays(value: Any) -> bool:
-    """Whether an attribute keeps its place: it is no state, or its adapter sees to it."""
+    """Whether an attribute is not captured: it is no state, or its adapter handles it."""
     return isinstance(value, _NO_STATE) or _kind(value) in _STAYING_KINDS
 
 
@@ -290,11 +291,8 @@ def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-_Key = tuple[int, str]
-
-
 def _named(layers: list[gymnasium.Env]) -> Iterator[tuple[Any, _Key]]:
-    """What the copied attributes may refer to without copying it, and how each environment finds its own."""
+    """Objects that copied attributes refer to by key instead of copying them."""
     for index, layer in enumerate(layers):
         yield layer, (index, "")
         for name, value in vars(layer).items():
@@ -311,7 +309,7 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> _Key | None:
         if isinstance(obj, gymnasium.Env | EzPickle) and id(obj) not in self._names:
-            # Pickled, it would come back as it was made, without a word.
+            # EzPickle would silently restore it as it was made
             raise pickle.PicklingError(f"it holds {type(obj).__name__}, which pickles without its state")
         return self._names.get(id(obj))
 

@@ -1,4 +1,4 @@
-"""Members share their start: the choice of the best way that works, and the proof by trying it."""
+"""The choice of how members share their start, and the check that they do."""
 
 import copy
 import logging
@@ -12,18 +12,20 @@ import torch
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import space_kind
-from groupwise.envs.base import GroupEnv, GroupStartReport, Mask, Seeds
+from groupwise.envs.base import GroupEnv, GroupStartReport, Seeds
 from groupwise.envs.local_rows import RowCfg, StartMethod
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.snapshots import adapter_for
 from groupwise.errors import GroupStartError, GroupStartWarning, GroupwiseError, UnsupportedSpaceError
 from groupwise.seeding import derive_seed
 
+log = logging.getLogger(__name__)
+
 NUM_STEPS = 32
-_NUM_EPISODES = 4
-"""Episodes compared at least: what one leaves behind need not matter to each next one (BipedalWalker's does to some)."""
-_NUM_TRIES = 8
-"""Episodes at most for that many steps; seeds at least before starts count as all alike, or steps as free of noise."""
+_MIN_EPISODES = 4
+"""Compared at least: an episode may affect only some of the later ones (BipedalWalker's does)."""
+_MAX_TRIES = 8
+"""Episodes at most for that many steps; start seeds compared to find whether starts vary."""
 FIX = (
     "let the environment draw all its randomness from self.np_random, after super().reset(seed=seed), and keep "
     "nothing from one episode to the next (running statistics, as NormalizeObservation's, belong into the policy: "
@@ -45,38 +47,31 @@ class _Difference(NamedTuple):
         return f"{when}, in {self.key!r} of row {self.row}"
 
 
-class Fault(NamedTuple):
-    """Why members cannot share a start."""
-
-    reason: str
-
-
 def verify_group_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STEPS) -> GroupStartReport:
-    """Proof that members share a start, found by trying.
+    """Check by trying that members share a start.
 
     Rows with equal seeds must agree bit for bit at the start and for ``num_steps`` steps of equal random actions (over
-    several episodes where they are short), among each other and with a second try after all have gone their own ways.
-    Rows that differ in their noise seed only must agree at the start. Leaves the environment somewhere; start or reset
-    it afterwards.
+    several episodes where they are short), among each other and in a second try after different episodes. Rows that
+    differ only in their noise seed must agree at the start. Start or reset the environment afterwards.
 
     Raises:
         GroupStartError: names the environment, the step and the key where they differ.
     """
     report = examine_start(env, seed=seed, num_steps=num_steps)
-    if isinstance(report, Fault):
-        raise GroupStartError(f"members of {env.env_id} cannot share a start: {report.reason}; fix: {FIX}")
+    if isinstance(report, str):
+        raise GroupStartError(f"members of {env.env_id} cannot share a start: {report}; fix: {FIX}")
     return report
 
 
-def examine_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STEPS) -> GroupStartReport | Fault:
-    """What ``verify_group_start`` finds about starts, or where rows differ."""
+def examine_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STEPS) -> GroupStartReport | str:
+    """The report of ``verify_group_start``, or the reason why members cannot share a start."""
     compared, noise_varies = 0, False
-    for number in range(_NUM_TRIES):
+    for number in range(_MAX_TRIES):
         found = _examine_episode(env, derive_seed(seed, "episode", number) if number else seed, num_steps)
-        if isinstance(found, Fault):
+        if isinstance(found, str):
             return found
         compared, noise_varies = compared + found.steps, noise_varies or found.noise_varies
-        if compared >= num_steps and number + 1 >= _NUM_EPISODES:
+        if compared >= num_steps and number + 1 >= _MIN_EPISODES:
             break
     return GroupStartReport(env.env_id, env.start_mode, _start_varies(env, seed), noise_varies)
 
@@ -86,7 +81,7 @@ class _Episode(NamedTuple):
     noise_varies: bool
 
 
-def _examine_episode(env: GroupEnv, seed: int, num_steps: int) -> _Episode | Fault:
+def _examine_episode(env: GroupEnv, seed: int, num_steps: int) -> _Episode | str:
     """How many steps of an episode agreed, and whether members with noise of their own drifted apart."""
     actions = _random_actions(env, seed, num_steps)
     start, noise = _equal(env, seed, "start"), _equal(env, seed, "noise")
@@ -96,46 +91,41 @@ def _examine_episode(env: GroupEnv, seed: int, num_steps: int) -> _Episode | Fau
     apart = _started(env, start, _own(env, seed, "noise"), actions)
     for trace in (first, again, apart[:1]):
         if (difference := _first_difference(first, trace)) is not None:
-            return Fault(f"rows that were started with the same seed differ {difference.where}")
+            return f"rows that were started with the same seed differ {difference.where}"
     return _Episode(len(first) - 1, _first_difference(first, apart) is not None)
 
 
 def _start_varies(env: GroupEnv, seed: int) -> bool:
-    """Whether some of the starts of at least 8 other seeds is another one than the start of the first."""
+    """Whether any of at least 8 other seeds starts in another state than the first one."""
     start, noise = _equal(env, seed, "start"), _equal(env, seed, "noise")
     first = _started(env, start, noise, [])
-    for number in range(0, _NUM_TRIES, max(1, env.num_envs // env.block_size)):
+    for number in range(0, _MAX_TRIES, max(1, env.num_envs // env.block_size)):
         others = _own(env, derive_seed(seed, "elsewhere", number), "start", env.block_size)
         if _first_difference(first, _started(env, others, noise, [])) is not None:
             return True
     return False
 
 
-def start_repeats(env: GroupEnv, forget: Callable[[], None], *, seed: int = 0, num_steps: int = NUM_STEPS) -> bool:
-    """Whether a seed's start is the same once more when nobody remembers it.
-
-    Args:
-        forget: drops what is remembered of starts.
-    """
-    actions = _random_actions(env, seed, num_steps)
-    start, noise = _equal(env, seed, "start"), _equal(env, seed, "noise")
+def start_repeats(env: GroupEnv, forget: Callable[[], None]) -> bool:
+    """Whether a seed's start is the same again after ``forget`` dropped the captured starts."""
+    actions = _random_actions(env, 0, NUM_STEPS)
+    start, noise = _equal(env, 0, "start"), _equal(env, 0, "noise")
     first = _started(env, start, noise, actions)
-    _scatter(env, seed, num_steps)
+    _scatter(env, 0, NUM_STEPS)
     forget()
     return _first_difference(first, _started(env, start, noise, actions)) is None
 
 
-def verify_rows(env: GroupEnv, forget: Callable[[], None], *, seed: int = 0, num_steps: int = 8) -> None:
-    """Proof that rows share starts where they live now: workers may differ from the process that tried two rows.
+def verify_rows(env: GroupEnv, forget: Callable[[], None]) -> None:
+    """Check that rows in worker processes share starts, since processes may differ.
 
-    All rows must agree bit for bit at a start and for some equal steps, and once more after ``forget``, see
-    ``start_repeats``. Leaves the environment somewhere.
+    All rows must agree bit for bit at a start and for some equal steps, and again after ``forget``.
 
     Raises:
         GroupStartError: names the environment, the step and the key where they differ.
     """
-    actions = _random_actions(env, seed, num_steps)
-    start, noise = _equal(env, seed, "start"), _equal(env, seed, "noise")
+    actions = _random_actions(env, 0, 8)
+    start, noise = _equal(env, 0, "start"), _equal(env, 0, "noise")
     first = _started(env, start, noise, actions)
     forget()
     for trace in (first, _started(env, start, noise, actions)):
@@ -176,16 +166,12 @@ def _scatter(env: GroupEnv, seed: int, num_steps: int) -> None:
         env.step(action)
 
 
-def _everybody(env: GroupEnv) -> Mask:
-    return np.ones(env.num_envs, dtype=np.bool_)
-
-
 def _started(env: GroupEnv, start_seed: Seeds, noise_seed: Seeds, actions: Sequence[torch.Tensor]) -> _Trace:
-    return _trace(env, env.start(_everybody(env), start_seed, noise_seed), actions)
+    return _trace(env, env.start(np.ones(env.num_envs, dtype=np.bool_), start_seed, noise_seed), actions)
 
 
 def _trace(env: GroupEnv, obs: Nested, actions: Sequence[torch.Tensor]) -> _Trace:
-    """Everything the environment said, ``obs`` first, up to the first end of an episode."""
+    """All outputs of the environment, ``obs`` first, up to the first end of an episode."""
     trace = [_arrays(obs, "obs")]
     for action in actions:
         step = env.step(action)
@@ -215,64 +201,65 @@ def _first_difference(expected: _Trace, trace: _Trace) -> _Difference | None:
     return None
 
 
-log = logging.getLogger(__name__)
-
-
 class StartChoice(NamedTuple):
-    """What was chosen, and why."""
+    """The chosen method, and the report of its check."""
 
     method: StartMethod
     report: GroupStartReport
 
 
 def choose_start(cfg: RowCfg, wanted: Literal["auto", "native", "snapshot", "seed", "fresh"]) -> StartChoice:
-    """How members in rows of this kind share their start: by the first method that passes every check.
+    """The first method by which two rows share their start and pass every check.
 
-    Tried with two rows of this process, in this order: states captured by an adapter, seeded resets, states captured
-    field by field, fresh environments. A start must be the same when nobody remembers it: otherwise no run would repeat,
-    and rows in several processes would start apart.
+    Tried in this order: states captured by an adapter, seeded resets, states captured field by field, new environments.
+    A start must be the same when it is captured again: otherwise no run would repeat, and rows in several processes
+    would start apart.
 
     Args:
-        cfg: its method is not looked at.
+        cfg: its ``method`` is replaced.
         wanted: the only mode to try; ``auto`` tries all.
 
     Raises:
-        GroupStartError: no method works; says why of each.
+        GroupStartError: no method works; names the reason of each.
     """
     adapter = _adapter_name(cfg)
-    faults: dict[StartMethod, Fault] = {}
-    for method in _methods(wanted, known=adapter is not None):
-        found = examine_method(cfg._replace(method=method))
-        if not isinstance(found, Fault):
+    reasons: dict[StartMethod, str] = {}
+    for method in _methods(wanted, has_adapter=adapter is not None):
+        found = _examine_method(cfg._replace(method=method))
+        if not isinstance(found, str):
             name = adapter if method.states == "adapter" else method.states
-            report = found._replace(states=name, rejected=tuple(_reasons(faults)))
+            report = found._replace(states=name, rejected=tuple(_joined(reasons)))
             _warn(cfg, method, report)
             return StartChoice(method, report)
-        faults[method] = found
-    raise _refusal(cfg.env_id, wanted, faults)
+        reasons[method] = found
+    by, other = "", ""
+    if wanted != "auto":
+        by, other = f" by start_mode={wanted!r}", "; or start_mode='auto', which tries every way"
+    why = "; ".join(reasons.values() if len(reasons) == 1 else _joined(reasons))
+    raise GroupStartError(f"members of {cfg.env_id} cannot share a start{by}: {why}; fix: {FIX}{other}")
 
 
-def examine_method(cfg: RowCfg) -> GroupStartReport | Fault:
-    """What two rows show that start by ``cfg.method``, or where they differ."""
+def _examine_method(cfg: RowCfg) -> GroupStartReport | str:
+    """The report on two rows that start by ``cfg.method``, or the reason why they cannot share a start."""
     env = RowsGroupEnv(cfg, 2)
     captures = cfg.method.mode == "snapshot"
     try:
         report = examine_start(env)
         if captures and isinstance(report, GroupStartReport) and not start_repeats(env, env.forget_starts):
-            return Fault("the captured start of a seed is another one when it is captured again")
+            return "the captured start of a seed is another one when it is captured again"
         return report
     except Exception as error:
         if not captures:  # the environment's own error, which the user must see
             raise
         kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
-        return Fault(kind + str(error).partition("; fix: ")[0])
+        return kind + str(error).partition("; fix: ")[0]
     finally:
         env.close()
 
 
-def _methods(wanted: str, *, known: bool) -> Iterator[StartMethod]:
-    """What to try, best first."""
-    if wanted in ("auto", "snapshot") and known:
+def _methods(wanted: str, *, has_adapter: bool) -> Iterator[StartMethod]:
+    """The methods to try, best first."""
+    if wanted in ("auto", "snapshot") and has_adapter:
         yield StartMethod("snapshot", "adapter")
     if wanted in ("auto", "seed"):
         yield StartMethod("seed")
@@ -290,7 +277,6 @@ def _adapter_name(cfg: RowCfg) -> str | None:
 
 
 def _warn(cfg: RowCfg, method: StartMethod, report: GroupStartReport) -> None:
-    """Say what is surprising about the choice."""
     if report.rejected:
         warnings.warn(
             f"members of {cfg.env_id} share their start by {method}, since better ways failed: "
@@ -306,19 +292,9 @@ def _warn(cfg: RowCfg, method: StartMethod, report: GroupStartReport) -> None:
         )
 
 
-def _refusal(env_id: str, wanted: str, faults: dict[StartMethod, Fault]) -> GroupStartError:
-    reasons = [fault.reason for fault in faults.values()] if len(faults) == 1 else _reasons(faults)
-    if wanted == "auto":
-        return GroupStartError(f"members of {env_id} cannot share a start: {'; '.join(reasons)}; fix: {FIX}")
-    return GroupStartError(
-        f"members of {env_id} cannot share a start by start_mode={wanted!r}: {'; '.join(reasons)}; fix: {FIX}; or "
-        "start_mode='auto', which tries every way"
-    )
-
-
-def _reasons(faults: dict[StartMethod, Fault]) -> list[str]:
+def _joined(reasons: dict[StartMethod, str]) -> list[str]:
     """Each reason once, after the methods that it concerns."""
     methods: dict[str, list[str]] = {}
-    for method, fault in faults.items():
-        methods.setdefault(fault.reason, []).append(str(method))
+    for method, reason in reasons.items():
+        methods.setdefault(reason, []).append(str(method))
     return [f"{', '.join(concerned)}: {reason}" for reason, concerned in methods.items()]

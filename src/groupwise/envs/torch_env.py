@@ -21,7 +21,7 @@ State: TypeAlias = Tensor | Mapping[str, Tensor]
 
 
 class TorchRows(NamedTuple):
-    """Where the rows of a ``TorchGroupEnv`` stand, and all that their next step depends on; tensors [N, ...]."""
+    """The state of the rows of a ``TorchGroupEnv``; tensors [N, ...]."""
 
     state: dict[str, Tensor]
     """Empty before anything was started."""
@@ -41,22 +41,21 @@ class TorchGroupEnv(GroupEnv):
     - ``observe(state)``: what the policy sees of them.
 
     They must be pure: draw all randomness from ``random``, return new tensors instead of writing into old ones, and
-    keep nothing. They are called with all N rows, whatever becomes of the results. Nothing waits for the device.
-    Tensors of the environment that they read may be written into; Python's numbers may not change, for what is compiled or
-    recorded keeps those it was made with.
+    keep nothing. They are called with all N rows, and cause no host sync. They may read tensors of the environment that
+    change, but no Python numbers that change: compiled code keeps the first ones.
 
     ``stepped``, ``started``, ``renewed`` and ``copied`` are functions of ``TorchRows`` for the collectors of torch
-    environments: they leave the environment itself where it is.
+    environments; they do not change the environment.
 
     Args:
         observation_space, action_space: Gymnasium's spaces of a single row.
-        max_episode_steps: episodes are cut (truncated) after so many steps; None: never.
+        max_episode_steps: episodes are truncated after that many steps; None: never.
         device: where states live.
     """
 
     start_mode = "native"
     traceable: bool = True
-    """Whether all that happens in a step is operations of torch, which a compiler can see."""
+    """Whether a step consists of torch operations only, so that it can be compiled."""
 
     def __init__(
         self,
@@ -75,10 +74,10 @@ class TorchGroupEnv(GroupEnv):
         self.obs_spec = obs_spec(observation_space)
         self.max_episode_steps = max_episode_steps
         self.device = torch.device(device)
-        self._is_single = False  # whether the user's state is one tensor, which is kept as {"": tensor}
+        self._is_single = False  # whether the user's state is one tensor, stored as {"": tensor}
         zeros = torch.zeros(num_envs, dtype=torch.int64, device=device)
         paused = torch.ones(num_envs, dtype=torch.bool, device=device)
-        self._rows = TorchRows({}, zeros, zeros, paused, mix(torch.arange(num_envs, device=device)), zeros)
+        self.rows = TorchRows({}, zeros, zeros, paused, mix(torch.arange(num_envs, device=device)), zeros)
 
     @abstractmethod
     def initial(self, random: RowRandom) -> State:
@@ -86,7 +85,7 @@ class TorchGroupEnv(GroupEnv):
 
     @abstractmethod
     def transition(self, state: Any, action: Tensor, random: RowRandom) -> tuple[State, Tensor, Tensor]:
-        """What the actions [N, ...] make of the states [N, ...]: the next ones, rewards [N], terminations [N] (bool)."""
+        """Next states, rewards [N] and terminations [N] (bool) of the actions [N, ...] in the states [N, ...]."""
 
     def observe(self, state: Any) -> Nested:
         """Observations [N, ...] of the states; unless you write it, the state itself, which must then be one tensor."""
@@ -98,36 +97,27 @@ class TorchGroupEnv(GroupEnv):
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, ...]; see ``VectorEnv.reset``."""
         if seed is not None:
-            self._rows = self.seeded(self._rows, seed)
-        chosen = torch.ones_like(self._rows.paused) if mask is None else self._to_device(mask)
-        self._rows = self.renewed(self._rows, chosen)
-        return self.observed(self._rows)
+            self.rows = self.seeded(self.rows, seed)
+        chosen = torch.ones_like(self.rows.paused) if mask is None else self._to_device(mask)
+        self.rows = self.renewed(self.rows, chosen)
+        return self.observed(self.rows)
 
     @torch.no_grad()
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
         """Observations [N, ...] after starting the rows of ``mask``; see ``GroupEnv.start``."""
         seeds = self._to_device(start_seed), self._to_device(noise_seed)
-        self._rows = self.started(self._rows, self._to_device(mask), *seeds)
-        return self.observed(self._rows)
+        self.rows = self.started(self.rows, self._to_device(mask), *seeds)
+        return self.observed(self.rows)
 
     def pause(self, mask: Mask) -> None:
         """Pause the rows of ``mask`` until they are started again."""
-        self._rows = self._rows._replace(paused=self._rows.paused | self._to_device(mask))
+        self.rows = self.rows._replace(paused=self.rows.paused | self._to_device(mask))
 
     @torch.no_grad()
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row that is not paused with actions [N, ...]."""
-        self._rows, step = self.stepped(self._rows, action)
+        self.rows, step = self.stepped(self.rows, action)
         return step
-
-    @property
-    def rows(self) -> TorchRows:
-        """Where the rows stand."""
-        return self._rows
-
-    @rows.setter
-    def rows(self, rows: TorchRows) -> None:
-        self._rows = rows
 
     @torch.no_grad()
     def stepped(self, rows: TorchRows, action: Tensor) -> tuple[TorchRows, EnvStep]:
@@ -158,7 +148,7 @@ class TorchGroupEnv(GroupEnv):
         noise_seed: Int[Tensor, " row"],
     ) -> TorchRows:
         """The rows after starting the chosen ones; see ``start``."""
-        fresh = self._named(self.initial(self._random(start_seed)))
+        fresh = self._named(self.initial(RowRandom(start_seed, torch.zeros_like(start_seed))))
         state = _select(chosen, fresh, rows.state) if rows.state else fresh
         return self._begin(rows._replace(state=state), chosen, torch.zeros_like(rows.elapsed), noise_seed)
 
@@ -182,7 +172,7 @@ class TorchGroupEnv(GroupEnv):
         source: Int[Tensor, " row"],
         noise_seed: Int[Tensor, " row"],
     ) -> TorchRows:
-        """The rows after putting the chosen ones where the ``source`` rows stand; the step limit counts on from there."""
+        """The rows after copying the states and elapsed steps of the ``source`` rows into the chosen ones."""
         theirs = {name: leaf[source] for name, leaf in self._begun(rows).items()}
         moved = rows._replace(state=_select(chosen, theirs, rows.state))
         return self._begin(moved, chosen, rows.elapsed[source], noise_seed)
@@ -192,14 +182,14 @@ class TorchGroupEnv(GroupEnv):
         return self.observe(self._user(rows.state))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the rows stand, as tensors."""
-        return self._rows._asdict()
+        """The state of the rows, as tensors."""
+        return self.rows._asdict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved ``state_dict``."""
+        """Continue from a saved ``state_dict``."""
         leaves = {name: leaf.to(self.device) for name, leaf in state["state"].items()}
         self._is_single = set(leaves) == {""}
-        self._rows = TorchRows(leaves, *(state[name].to(self.device) for name in TorchRows._fields[1:]))
+        self.rows = TorchRows(leaves, *(state[name].to(self.device) for name in TorchRows._fields[1:]))
 
     def close(self) -> None:
         """Nothing to free."""
@@ -211,9 +201,6 @@ class TorchGroupEnv(GroupEnv):
             noise_seed=torch.where(chosen, noise_seed, rows.noise_seed),
             paused=rows.paused & ~chosen,
         )
-
-    def _random(self, start_seed: Tensor) -> RowRandom:
-        return RowRandom(start_seed, torch.zeros_like(start_seed))
 
     def _cut(self, elapsed: Int[Tensor, " row"]) -> Bool[Tensor, " row"]:
         if self.max_episode_steps is None:
@@ -236,7 +223,7 @@ class TorchGroupEnv(GroupEnv):
         return state[""] if self._is_single else state
 
     def _check_state(self, after: dict[str, Tensor], before: dict[str, Tensor], versions: list[int]) -> None:
-        """Refuse what would go wrong later, far from its cause."""
+        """Refuse a transition that is not pure, or changes shapes or dtypes."""
         if _versions(before) != versions:
             raise EnvError(f"transition of {self.env_id} wrote into the state it was given; fix: return new tensors")
         wanted = {name: (leaf.shape, leaf.dtype) for name, leaf in before.items()}
@@ -257,7 +244,7 @@ class TorchGroupEnv(GroupEnv):
 
 
 def _versions(state: Mapping[str, Tensor]) -> list[int]:
-    """How often each tensor was written into; nobody counts under ``torch.inference_mode`` or in what is compiled."""
+    """How often each tensor was written into; not counted in ``torch.inference_mode`` or compiled code."""
     if torch.compiler.is_compiling():
         return []
     return [leaf._version for leaf in state.values() if not leaf.is_inference()]

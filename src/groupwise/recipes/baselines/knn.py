@@ -26,6 +26,7 @@ class KnnCfg(BaselineCfg):
     gae_lambda: Fraction = 0.95
     """Lambda of the generalised advantage estimate, as in PPO. 1: returns, without bootstrapping from values."""
     source: ClassVar = "https://arxiv.org/abs/1606.04460"
+    within_group: ClassVar = False
     needs: ClassVar = {
         "returns": ("return_to_go",),
         "group_key": ("group",),

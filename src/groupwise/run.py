@@ -30,7 +30,7 @@ from groupwise.training.base import Callback
 from groupwise.training.build import build_components
 from groupwise.training.checkpoint import load_checkpoint, load_policy, saved_steps
 from groupwise.training.components import Components, UserObjects, pick_device
-from groupwise.training.ending import closing_after, preparing
+from groupwise.training.ending import closing_after
 from groupwise.training.env_evaluator import EnvEvaluator
 from groupwise.training.filming import record
 
@@ -165,11 +165,10 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
         raise ConfigError("several processes need one run folder, got run_dir=None; fix: set run_dir")
     if cfg.run_dir is not None and engine.rank == 0:
         RunFolder.check_free(cfg.run_dir)  # before the parts are built, which may take long
-    with preparing():
-        parts = build(cfg.model_copy(update={"run_dir": None}), given, engine)
+    parts = build(cfg.model_copy(update={"run_dir": None}), given, engine)
     name = f"{parts.identity.env_id}-{cfg.algorithm.name}-seed{cfg.seed}"
     if engine.rank == 0:
-        folder = RunFolder.create(running.plain(parts.cfg), cfg.run_dir, name=name, given=given.names())
+        folder = RunFolder.create(parts.cfg.model_dump(mode="json"), cfg.run_dir, name=name, given=given.names())
     else:
         folder = RunFolder(Path(cfg.run_dir or ""))
     summary = running.run(parts, folder, callbacks, engine, resume=False)

@@ -1,7 +1,5 @@
 """The parts of a run, shared by environments and texts, and its callbacks."""
 
-import json
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from groupwise import config
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.base import Collector
 from groupwise.config.run import CommonCfg
@@ -22,8 +19,6 @@ from groupwise.training.base import Callback, EvaluationReport
 from groupwise.training.callbacks import Evaluate, MetricsLog, Progress, SaveCheckpoints, StopAtScore, TimeLimit
 from groupwise.training.checkpoint import Identity
 from groupwise.training.loggers import TensorBoard, WandB
-
-log = logging.getLogger(__name__)
 
 
 class UserObjects(NamedTuple):
@@ -141,7 +136,7 @@ def build_callbacks(
     if "tensorboard" in logging.report_to:
         built.append(TensorBoard(folder.tensorboard))
     if "wandb" in logging.report_to:
-        built.append(WandB(folder.path, folder.read_id(), json.loads(config.to_json(cfg))))
+        built.append(WandB(folder.path, folder.read_id(), cfg.model_dump(mode="json")))
     if logging.progress != "none":
         title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"
         built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))

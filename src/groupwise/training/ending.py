@@ -8,7 +8,7 @@ from types import FrameType
 
 from groupwise import plugins
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
-from groupwise.errors import DataError, DivergedError, GroupwiseError
+from groupwise.errors import DataError, DivergedError
 from groupwise.report.folder import RunFolder
 from groupwise.training.checkpoint import saved_steps
 from groupwise.training.signals import handling
@@ -41,19 +41,6 @@ def closing_after(close: Callable[[], None]) -> Iterator[None]:
             close()
         raise
     close()
-
-
-@contextmanager
-def preparing() -> Iterator[None]:
-    """Note on errors of environments that training had not begun."""
-    try:
-        yield
-    except GroupwiseError:
-        raise
-    except Exception as error:
-        name = type(error).__name__
-        error.add_note(f"groupwise: {name} came while the environments were made and checked; nothing was trained")
-        raise
 
 
 def is_interruption(error: BaseException, trainer: Trainer) -> bool:

@@ -1,6 +1,5 @@
 """A run from its first or next iteration to its end, with its run folder."""
 
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -10,8 +9,6 @@ from typing import Any
 
 import torch
 
-from groupwise import config
-from groupwise.config.run import CommonCfg
 from groupwise.engines.base import Engine
 from groupwise.errors import RunFolderError
 from groupwise.policies.base import Policy
@@ -58,12 +55,6 @@ def run(
     return summary
 
 
-def plain(cfg: CommonCfg) -> dict[str, Any]:
-    """The settings as plain data."""
-    tree: dict[str, Any] = json.loads(config.to_json(cfg))
-    return tree
-
-
 def threads_for(policy: Policy) -> AbstractContextManager[None]:
     """One thread for small networks on the CPU, where more only add overhead."""
     small = all(p.dim() <= 2 and p.numel() <= SMALL_TENSOR for p in policy.parameters())
@@ -81,7 +72,7 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
     if engine.rank == 0:
         folder.truncate_metrics(trainer.iteration)
         if folder.read_config()["total_steps"] != parts.cfg.total_steps:
-            folder.rewrite_config(plain(parts.cfg))
+            folder.rewrite_config(parts.cfg.model_dump(mode="json"))
         _print(f"resuming from step {trainer.env_steps:,} of {parts.cfg.total_steps:,}{where}")
 
 

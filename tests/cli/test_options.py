@@ -20,7 +20,7 @@ from groupwise.config.run import RunCfg
         ("--learning_rate", "; did you mean --algorithm.learning-rate?"),
         ("--noise", "; did you mean --algorithm.collection.noise?"),
         ("--env.id", ": the environment is the first argument"),
-        ("--stop", ": it holds several, --stop.return-threshold, --stop.time-limit"),
+        ("--stop", ": it has --stop.return-threshold, --stop.time-limit"),
         ("--qqq", "; --help-all shows them all"),
         ("--algorithm.gae-lambda", ": 'gae_lambda' is a setting of "),
     ],

@@ -24,7 +24,7 @@ def test_a_plugin_may_be_a_module_by_its_name(tmp_path, monkeypatch, capsys):
     assert cli.main(["config", "CartPole-v1", "--plugin", "nobody_has_this"]) == 2
     said = capsys.readouterr().err
     assert "--plugin nobody_has_this: expected an existing Python file or an installed module" in said
-    assert "; fix: the file's path" in said
+    assert "; fix: its path with .py" in said
 
 
 def test_a_module_whose_own_imports_fail_says_so(tmp_path, monkeypatch):

@@ -144,7 +144,7 @@ def test_columns_are_wanted_of_held_out_data_too(model, tmp_path):
 
 def test_a_score_to_stop_at_wants_held_out_prompts(model, tmp_path):
     task = gw.TextTask(numbers()[:20], reward=share_copied)
-    with pytest.raises(gw.ConfigError, match=r"stop.return_threshold=0.5 waits for .*fix: task.eval_data"):
+    with pytest.raises(gw.ConfigError, match=r"stop.return_threshold=0.5 needs held-out prompts; fix: task.eval_data"):
         train(task, model, tmp_path / "run", stop={"return_threshold": 0.5})
 
 
@@ -202,8 +202,8 @@ def test_adapters_train_alone_and_their_reference_is_the_base(model, tmp_path):
         ({"lora": True}, "lora = True: expected .*fix: lora={'r': 16}"),
         ({"algorithm": gw.GRPOCfg(num_steps=9)}, "num_steps=9 has no effect on text; fix: leave it out"),
         ({"algorithm": gw.GRPOCfg(credit={"reward": "parts"})}, "compares several rewards; got one, fix"),
-        ({"overlong_buffer": 5}, "overlong_buffer=5 is more than .*max_new_tokens=4.*fix: fewer"),
-        ({"sampling": {"top_p": 0.9}}, "top_p=0.9 is for evaluation only: .*fix: top_k"),
+        ({"overlong_buffer": 5}, "overlong_buffer=5 is more than .*max_new_tokens=4.*fix: a smaller one"),
+        ({"sampling": {"top_p": 0.9}}, "top_p=0.9 is for evaluation only, .*fix: top_k"),
         ({"model": "nowhere/at-all"}, "nowhere/at-all"),
     ],
 )

@@ -204,12 +204,12 @@ def test_tools_that_cannot_be_made(settings, error, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_turns": 3}, "max_turns=3 does nothing without a tool; fix: tool='calculator'"),
-        ({"tool_kwargs": {"tag": "x"}}, "tool_kwargs=.* does nothing without a tool"),
-        ({"tool_answer": "[{}]"}, "tool_answer=.* does nothing without a tool"),
+        ({"max_turns": 3}, "max_turns=3 has no effect without a tool; fix: tool='calculator'"),
+        ({"tool_kwargs": {"tag": "x"}}, "tool_kwargs=.* has no effect without a tool"),
+        ({"tool_answer": "[{}]"}, "tool_answer=.* has no effect without a tool"),
         ({"tool": "calculator", "tool_answer": "[]"}, r"tool_answer='\[\]': expected \{\} once"),
         ({"tool": "calculator", "tool_answer": "{}{}"}, "expected {} once"),
-        ({"tool": Calculator(), "tool_kwargs": {"tag": "x"}}, "tool_kwargs=.* are of a registered tool"),
+        ({"tool": Calculator(), "tool_kwargs": {"tag": "x"}}, "tool_kwargs=.* are for registered tools"),
         ({"tool": "calculator", "max_turns": 0}, "max_turns = 0"),
     ],
 )

@@ -21,7 +21,7 @@ from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import Cfg
 from groupwise.config.choices import Choice
 from groupwise.config.env import EnvCfg
-from groupwise.config.registry import algorithms_with, explain_other_algorithm
+from groupwise.config.registry import explain_other_algorithm
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.config.text import TextTaskCfg
 from groupwise.envs.names import refuse_module, unknown_environment
@@ -241,10 +241,11 @@ def _hint(flag: str, options: Sequence[Option], default: CommonCfg) -> str:
     own = type(default.algorithm).model_fields
     if path == ["env", "id"]:
         return ": the environment is the first argument"
-    if path[0] == "algorithm" and len(path) > 1 and path[1] not in own and algorithms_with(path[1]):
-        return f": {explain_other_algorithm(path[1], default.algorithm.name)}"
+    unknown = path[0] == "algorithm" and len(path) > 1 and path[1] not in own
+    if unknown and (other := explain_other_algorithm(path[1], default.algorithm.name)):
+        return f": {other}"
     if inside := [option.flag for option in options if option.flag.startswith(f"{flag}.")]:
-        return f": it holds several, {', '.join(inside)}"
+        return f": it has {', '.join(inside)}"
     last = {name.removeprefix("--").rpartition(".")[2] for name in known}
     like = get_close_matches(flag.removeprefix("--").rpartition(".")[2], last, n=1, cutoff=0.7)
     near = get_close_matches(flag, known, n=1, cutoff=0.8) or [

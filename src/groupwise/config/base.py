@@ -41,6 +41,12 @@ class Cfg(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
+    def own_name(cls) -> str | None:
+        """The default of the field ``name``, if it has one."""
+        default = cls.model_fields["name"].default
+        return default if isinstance(default, str) else None
+
+    @classmethod
     def child_type(cls, key: str, fields: Mapping[str, Any]) -> "type[Cfg] | None":
         """Config class of a field; None where it holds plain data or does not exist.
 

@@ -49,12 +49,6 @@ class Choice(Cfg):
         return found
 
     @classmethod
-    def own_name(cls) -> str | None:
-        """The default of ``name``, if it has one."""
-        default = cls.model_fields["name"].default
-        return default if isinstance(default, str) else None
-
-    @classmethod
     def members(cls) -> "list[type[Choice]]":
         """All members of this family, sorted by name."""
         return [cls.named(name) for name in sorted(cls.known)]

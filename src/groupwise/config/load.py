@@ -19,8 +19,6 @@ from groupwise.config.presets import Tree
 from groupwise.config.registry import (
     algorithm_entry,
     algorithm_types,
-    algorithms_with,
-    default_name,
     explain_other_algorithm,
 )
 from groupwise.config.run import DEFAULT_ALGORITHM, CommonCfg, RunCfg, TextRunCfg
@@ -148,7 +146,7 @@ def _algorithm_name(layers: list[Tree]) -> str:
 def _preset_for(by_algorithm: dict[str, Tree], cfg_type: type[AlgorithmCfg]) -> Tree:
     """Settings for the algorithm, or for the one that its config extends, except fields that it redefines."""
     for base in (base for base in cfg_type.__mro__ if issubclass(base, AlgorithmCfg)):
-        if (name := default_name(base)) in by_algorithm:
+        if (name := base.own_name()) in by_algorithm:
             tree = by_algorithm[name]
             kept = {k: v for k, v in _table(tree, "algorithm").items() if not _redefines(k, base, cfg_type)}
             return {**tree, "algorithm": kept}
@@ -165,7 +163,7 @@ def _with_objective(tree: Tree, preset: str, cfg_type: type[AlgorithmCfg]) -> Tr
     settings = presets.objective_preset(preset).settings
     if not issubclass(cfg_type, GRPOCfg):
         raise ConfigError(
-            f"preset {preset!r} sets the credit of grpo, which algorithm {default_name(cfg_type)!r} lacks; fix: choose one of the two"
+            f"preset {preset!r} sets the credit of grpo, which algorithm {cfg_type.own_name()!r} lacks; fix: choose one of the two"
         )
     own = _table(tree, "algorithm")
     objective = _table(settings, "objective")
@@ -228,8 +226,9 @@ def _complaint(item: Tree, tree: Tree, base: Tree, given: Tree, kind: type[Commo
     """One line on one of pydantic's errors about the settings in ``tree``, which are ``given`` over ``base``."""
     loc = tuple(map(str, item["loc"]))
     name = str(tree["algorithm"]["name"])
-    if item["type"] == "extra_forbidden" and len(loc) == 2 and loc[0] == "algorithm" and algorithms_with(loc[1]):
-        return f"{'.'.join(loc)}: {explain_other_algorithm(loc[1], name)}"
+    unknown = item["type"] == "extra_forbidden" and len(loc) == 2 and loc[0] == "algorithm"
+    if unknown and (other := explain_other_algorithm(loc[1], name)):
+        return f"{'.'.join(loc)}: {other}"
     line = explain(item, kind, tree)
     theirs = sorted(_at(base, loc).keys() - _at(given, loc).keys())
     from_preset = item["type"] == "value_error" and theirs and len(loc) > 1

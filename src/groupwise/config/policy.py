@@ -46,8 +46,8 @@ class SamplingCfg(Cfg):
             for key in ("top_p", "min_p"):
                 if data.get(key) is not None:
                     raise ValueError(
-                        f"{key}={data[key]!r} is for evaluation only: as the policy changes, a drawn token can leave the "
-                        "set that it keeps, and its log-probability would be minus infinity; fix: top_k, or evaluation.sampling"
+                        f"{key}={data[key]!r} is for evaluation only, because in training a sampled token can leave the set "
+                        "when the policy changes (log-probability -inf); fix: top_k, or evaluation.sampling"
                     )
         return data
 
@@ -90,6 +90,6 @@ class ModelCfg(Cfg):
     def _check_quantization(self) -> "ModelCfg":
         if self.quantization != "none" and self.lora is None:
             raise ValueError(
-                f"quantization={self.quantization!r} holds weights that cannot be trained; got lora=None, fix: lora={{'r': 16}}"
+                f"quantization={self.quantization!r} needs adapters, as quantised weights are not trained; got lora=None, fix: lora={{'r': 16}}"
             )
         return self

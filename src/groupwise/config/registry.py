@@ -40,7 +40,7 @@ def register_algorithm(cfg_type: type[AlgorithmCfg]) -> Callable[[T], T]:
     Raises:
         ConfigError: ``name`` has no default, or belongs to another config class.
     """
-    name = default_name(cfg_type)
+    name = cfg_type.own_name()
     if name is None:
         raise ConfigError(f"{cfg_type.__name__} has no name; fix: name: Literal['my_name'] = 'my_name'")
     taken = _ALGORITHMS.get(name)
@@ -69,24 +69,15 @@ def algorithm_names() -> list[str]:
     return sorted(_ALGORITHMS)
 
 
-def algorithms_with(field: str) -> list[str]:
-    """Names of the algorithms that have a setting of this name."""
-    return [name for name in algorithm_names() if field in _ALGORITHMS[name].cfg_type.model_fields]
-
-
-def explain_other_algorithm(field: str, algorithm: str) -> str:
-    """The message for a setting of other algorithms."""
-    owners = algorithms_with(field)
+def explain_other_algorithm(field: str, algorithm: str) -> str | None:
+    """The message for a setting of other algorithms; None if no algorithm has it."""
+    owners = [name for name in algorithm_names() if field in _ALGORITHMS[name].cfg_type.model_fields]
+    if not owners:
+        return None
     return (
         f"{field!r} is a setting of {' and '.join(owners)}, not of {algorithm}; "
         f"fix: leave it out, or choose algorithm {' or '.join(map(repr, owners))}"
     )
-
-
-def default_name(cfg_type: type[AlgorithmCfg]) -> str | None:
-    """The default of ``name``, if the config class has one."""
-    default = cfg_type.model_fields["name"].default
-    return default if isinstance(default, str) else None
 
 
 def algorithm_types() -> list[type[AlgorithmCfg]]:

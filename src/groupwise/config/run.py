@@ -1,4 +1,4 @@
-"""The settings of a run as one validated tree: ``RunCfg`` for environments, ``TextRunCfg`` for texts. Imports no torch."""
+"""The settings of a run: ``RunCfg`` for environments, ``TextRunCfg`` for texts. Imports no torch."""
 
 import re
 from collections.abc import Mapping
@@ -112,7 +112,7 @@ class CommonCfg(Cfg):
 
     @property
     def subject(self) -> str:
-        """What is trained on, in a word: folders and plots are named after it."""
+        """Name of the environment or data, for folders and plots."""
         raise NotImplementedError
 
     @classmethod
@@ -125,9 +125,8 @@ class CommonCfg(Cfg):
     @field_validator("algorithm", mode="before")
     @classmethod
     def _load_by_name(cls, value: object) -> object:
-        if not isinstance(value, dict):
-            return value
-        return algorithm_entry(str(value.get("name", DEFAULT_ALGORITHM))).cfg_type.model_validate(value)
+        cfg_type = cls.child_type("algorithm", {"algorithm": value})
+        return cfg_type.model_validate(value) if cfg_type and isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _check_algorithm(self) -> "CommonCfg":
@@ -194,12 +193,11 @@ class TextRunCfg(CommonCfg):
         check_text(self.algorithm, self.task)
         if self.stop.return_threshold is not None and self.task.eval_data is None:
             raise ValueError(
-                f"stop.return_threshold={self.stop.return_threshold} waits for a score of held-out prompts, and there are none; "
-                "fix: task.eval_data"
+                f"stop.return_threshold={self.stop.return_threshold} needs held-out prompts; fix: task.eval_data"
             )
         if self.overlong_buffer > self.sampling.max_new_tokens:
             raise ValueError(
-                f"overlong_buffer={self.overlong_buffer} is more than sampling.max_new_tokens="
-                f"{self.sampling.max_new_tokens}, so that every completion would be punished; fix: fewer"
+                f"overlong_buffer={self.overlong_buffer} is more than sampling.max_new_tokens={self.sampling.max_new_tokens}; "
+                "fix: a smaller one"
             )
         return self

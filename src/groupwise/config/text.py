@@ -7,7 +7,7 @@ from pydantic import model_validator
 from groupwise.config.base import GIVEN, Cfg, PositiveInt
 
 GYM = "reasoning-gym:"
-"""Begins the name of a task of that library."""
+"""Prefix of reasoning-gym tasks."""
 
 
 class RewardCfg(Cfg):
@@ -53,7 +53,7 @@ class TextTaskCfg(Cfg):
     on_reward_error: Literal["fail", "skip"] = "fail"
     """When a reward raises an error: stop the run, or leave the completions of that call without a reward."""
     success_threshold: float = 1.0
-    """A completion with at least this reward counts as right (pass@k)."""
+    """A completion with at least this reward counts as a success (pass@k)."""
     tool: str | None = None
     """A tool that answers the model's calls: ``calculator``, or your own registered one. Answers are not trained on. None: a completion is one turn."""
     tool_kwargs: dict[str, Any] = {}
@@ -69,11 +69,11 @@ class TextTaskCfg(Cfg):
         for name in ("tool_kwargs", "tool_answer", "max_turns"):
             if self.tool is None and vars(self)[name] != fields[name].default:
                 raise ValueError(
-                    f"{name}={vars(self)[name]!r} does nothing without a tool; fix: tool='calculator', or leave it out"
+                    f"{name}={vars(self)[name]!r} has no effect without a tool; fix: tool='calculator', or leave it out"
                 )
         if self.tool == GIVEN and self.tool_kwargs:
             raise ValueError(
-                f"tool_kwargs={self.tool_kwargs!r} are of a registered tool; got one that was made in Python, fix: make it so"
+                f"tool_kwargs={self.tool_kwargs!r} are for registered tools, got a Python object; fix: leave them out"
             )
         if self.tool_answer.count("{}") != 1:
             raise ValueError(
@@ -85,7 +85,7 @@ class TextTaskCfg(Cfg):
     def _check_system_prompt(self) -> "TextTaskCfg":
         if self.system_prompt is not None and self.chat == "never":
             raise ValueError(
-                "system_prompt is the first message of a conversation, and chat='never' has none; fix: chat='auto', or "
-                "begin the prompts with it"
+                "system_prompt is a message of a conversation, and chat='never' has none; fix: chat='auto', or add it to "
+                "the prompts"
             )
         return self

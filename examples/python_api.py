@@ -47,7 +47,7 @@ def ppo_from_parts(total_steps: int) -> gw.Policy:
     for _ in range(0, total_steps, env.num_envs * num_steps):
         rollout = collector.collect(num_steps, rollout=buffer.start_rollout())
         buffer.add(rollout)
-        metrics = algo.update(buffer.get(flatten=False))
+        metrics = algo.update(buffer.get())
     report("PPO from parts", collector, metrics)
     env.close()
     return policy
@@ -67,7 +67,7 @@ def grpo_from_parts(total_steps: int) -> gw.Policy:
     while steps < total_steps:
         rollout = collector.collect(num_steps, rollout=buffer.start_rollout())
         buffer.add(rollout)
-        metrics = algo.update(buffer.get(flatten=False))
+        metrics = algo.update(buffer.get())
         steps += collector.last_steps  # groups are completed, so an iteration takes a few steps more
     report("GRPO from parts", collector, metrics)
     env.close()

@@ -32,7 +32,7 @@ def test_ppo_from_parts():
     algo = gw.PPO(cfg, policy)
     rollout = collector.collect(num_steps, rollout=buffer.start_rollout())
     buffer.add(rollout)
-    metrics = algo.update(buffer.get(flatten=False))
+    metrics = algo.update(buffer.get())
 
     env.close()
     assert_learned(before, policy, metrics)
@@ -50,7 +50,7 @@ def test_grpo_from_parts():
     algo = gw.GRPO(cfg, policy)
     rollout = collector.collect(num_steps, rollout=buffer.start_rollout())
     buffer.add(rollout)
-    metrics = algo.update(buffer.get(flatten=False))
+    metrics = algo.update(buffer.get())
 
     env.close()
     assert_learned(before, policy, metrics)

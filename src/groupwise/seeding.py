@@ -1,6 +1,6 @@
-"""Random streams by counter: the seed of any draw follows from the run's seed and where the draw stands.
+"""Random streams by counter: the seed of any draw follows from the run's seed and the place of the draw.
 
-Nothing here has state, so a resumed run finds every stream where the uninterrupted run would.
+Nothing here has state, so a resumed run has the same streams as an uninterrupted one.
 """
 
 from hashlib import blake2b

@@ -406,7 +406,7 @@ def test_an_error_names_choices_that_are_numbers(registry):
         resolve("CartPole-v1", {"name": "one", "num_epochs": 3})
 
 
-@pytest.mark.parametrize("preset", ["remax", "rae", "reinforce_plus_plus", "gdpo"])
+@pytest.mark.parametrize("preset", ["remax", "rae", "reinforce_plus_plus", "gdpo", "knn"])
 def test_groups_that_teach_although_equal_are_not_left_out(preset):
     with pytest.raises(ConfigError, match=r"learns from groups of equal whole return.*fix: filter_groups=False"):
         resolve("CartPole-v1", {"name": "grpo", "collection": {"filter_groups": True}}, preset=preset)

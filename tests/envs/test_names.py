@@ -16,7 +16,7 @@ def test_an_id_of_a_package_that_nobody_imported_names_the_package(monkeypatch, 
     error = unknown_environment(env_id, KNOWN)
     assert isinstance(error, UnknownNameError)
     assert str(error) == (
-        f"unknown environment {env_id!r}: {module} (extra {extra!r}) registers it when it is imported, and nobody did; "
+        f"unknown environment {env_id!r}: {module} (extra {extra!r}) registers it when it is imported; "
         f"fix: import {module} (command line: --plugin {module})"
     )
 
@@ -41,7 +41,7 @@ def test_any_other_id_names_the_nearest(env_id, known, near):
 
 def test_an_id_like_no_other_asks_for_a_plugin_and_lists_nothing():
     assert str(unknown_environment("Mine-v0", KNOWN)) == (
-        "unknown environment 'Mine-v0': no registered id is like it; fix: --plugin FILE.py if it is yours (in Python: "
+        "unknown environment 'Mine-v0': no registered id is similar; fix: --plugin FILE.py if it is yours (in Python: "
         "register it first)"
     )
 

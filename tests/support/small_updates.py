@@ -50,7 +50,7 @@ def make_rollout(policy, seed=0, rows=8, steps=12):
             rollout["terminated" if episode % 3 else "truncated"][row, span.stop - 1] = True
             t, episode = span.stop, episode + 1
     buffer.add(rollout)
-    return buffer.get(flatten=False)
+    return buffer.get()
 
 
 def build(kind, seed=0, policy=None, **cfg):

@@ -115,7 +115,7 @@ class Ends(NamedTuple):
     truncated: Mask
     """By the environment, or cut by ``horizon``."""
     cut: Mask
-    """By ``horizon``: the environment would go on."""
+    """By ``horizon``; the environment itself has not ended."""
     failed: Mask
     """The environment raised an error."""
     any: bool

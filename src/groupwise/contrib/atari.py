@@ -45,7 +45,7 @@ def capture_ale(ale: Any) -> AleState:
     follows is another one than without the capture.
 
     Raises:
-        EnvError: the action that sticks cannot be told, or the state is not laid out as known.
+        EnvError: the sticky action cannot be found, or the layout of the state is unknown.
     """
     machine = ale.cloneState(include_rng=True).serialize()
     _repeated(ale, machine, 1)  # half a frame from before ends here
@@ -118,7 +118,7 @@ def _hold(ale: Any, machine: bytes, action: int, *, frames: int = 1) -> None:
 
 
 def _repeated(ale: Any, machine: bytes, frames: int) -> list[bytes]:
-    """The machine after each frame in which the action that sticks goes on."""
+    """The machine after each frame that repeats the sticky action."""
     from ale_py import Action
 
     _load(ale, _with_generator(machine, _STICKS))

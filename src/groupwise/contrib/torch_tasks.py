@@ -98,7 +98,7 @@ def runge_kutta(
 
 
 class TorchAcrobot(TorchGroupEnv):
-    """Gymnasium's Acrobot-v1, in float32. Its starts are as wide but not the same: they come from other streams.
+    """Gymnasium's Acrobot-v1, in float32. Starts have the same distribution, from other random streams.
 
     Source: Sutton, Barto, "Reinforcement Learning: An Introduction", 2018, whose equations are Gymnasium's default
     (``book_or_nips = "book"``); constants and the method of Runge and Kutta as in Gymnasium's ``AcrobotEnv``.
@@ -117,7 +117,6 @@ class TorchAcrobot(TorchGroupEnv):
         high = np.array([1.0, 1.0, 1.0, 1.0, *self.MAX_RATES], dtype=np.float32)
         super().__init__(
             num_envs,
-            env_id="TorchAcrobot",
             observation_space=spaces.Box(-high, high, dtype=np.float32),
             action_space=spaces.Discrete(3),
             max_episode_steps=max_episode_steps,
@@ -177,7 +176,6 @@ class TorchPointMass(TorchGroupEnv):
         high = np.array([np.inf, np.inf, fastest, fastest, np.inf, np.inf], dtype=np.float32)
         super().__init__(
             num_envs,
-            env_id="TorchPointMass",
             observation_space=spaces.Box(-high, high, dtype=np.float32),
             action_space=spaces.Box(-self.MAX_FORCE, self.MAX_FORCE, (2,), np.float32),
             max_episode_steps=max_episode_steps,
@@ -229,7 +227,6 @@ class TorchReacher(TorchGroupEnv):
         high = np.array([1.0] * 4 + [self.MAX_GOAL] * 2 + [np.inf] * 2 + [reach] * 2, dtype=np.float32)
         super().__init__(
             num_envs,
-            env_id="TorchReacher",
             observation_space=spaces.Box(-high, high, dtype=np.float32),
             action_space=spaces.Box(-self.MAX_TORQUE, self.MAX_TORQUE, (2,), np.float32),
             max_episode_steps=max_episode_steps,

@@ -25,7 +25,7 @@ from groupwise.functional.row_random import RowRandom
 
 WarpState: TypeAlias = Mapping[str, Tensor]
 """States by name: ``qpos`` [N, nq], ``qvel`` [N, nv], ``qacc_warmstart`` [N, nv], ``act`` [N, na] if the model has
-activations, the ``poses`` that were asked for, and what ``begin`` added; see ``WarpGroupEnv``."""
+activations, the ``poses`` of the constructor, and what ``begin`` added; see ``WarpGroupEnv``."""
 
 POSES = (
     "xpos",
@@ -284,7 +284,7 @@ class Worlds:
 
 
 def imported() -> tuple[Any, Any]:
-    """The modules of Warp and MuJoCo Warp. Warp's log says warnings only, unless the caller had imported it before.
+    """The modules of Warp and MuJoCo Warp. Warp logs warnings only, unless the caller imported it first.
 
     Raises:
         MissingExtraError: one is not installed.
@@ -357,5 +357,5 @@ def refuse_hidden_state(model: Any, env_id: str) -> None:
 
 
 def line(error: Exception) -> str:
-    """What an error says, in one line."""
+    """The message of an error in one line."""
     return " ".join(str(error).split())

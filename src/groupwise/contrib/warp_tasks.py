@@ -14,7 +14,7 @@ from groupwise.functional.row_random import RowRandom
 
 
 class WarpHalfCheetah(WarpGroupEnv):
-    """Gymnasium's HalfCheetah-v5 by MuJoCo Warp, in float32. Its starts are as wide but not the same: they come from other streams.
+    """Gymnasium's HalfCheetah-v5 by MuJoCo Warp, in float32. Starts have the same distribution, from other random streams.
 
     The reward is ``v - 0.1 |a|^2`` with the forward velocity ``v`` over the step (m/s) and the actions ``a`` as they were
     asked for. It never terminates. Needs the extra ``mujoco-warp``.

@@ -42,7 +42,7 @@ def take(batch: Mapping[str, Nested], index: Tensor | slice) -> dict[str, Nested
 
 
 def cut(batch: Mapping[str, Nested], sizes: list[int]) -> Iterator[dict[str, Nested]]:
-    """Views of so many elements each, one after the other; in half the time of slicing every one."""
+    """Consecutive views of these sizes, in half the time of slicing each one."""
     for parts in zip(*(tensor.split(sizes) for tensor in batch.values()), strict=True):
         yield dict(zip(batch, parts, strict=True))
 
@@ -56,7 +56,7 @@ def shuffle_transitions(
 
 
 def cut_evenly(count: int, num_minibatches: int, micro_batch_size: int | None) -> list[list[slice]]:
-    """The slices of each of so many minibatches of ``count`` transitions, of equal size (but for one transition)."""
+    """Slices of ``count`` transitions for each minibatch, of equal size (but for one transition)."""
     edges = [round(k * count / num_minibatches) for k in range(num_minibatches + 1)]
     minibatches = []
     for start, stop in pairwise(edges):
@@ -77,7 +77,7 @@ def shuffle_items(
 
     Args:
         item: what each element belongs to, any non-negative numbers; elements of one item are never parted.
-        size: steps that each element stands for: 1 for a transition, the tokens of a row.
+        size: steps of each element: 1 for a transition, the tokens of a row.
         micro_batch_size: most steps in a slice, unless a single item has more. None: one slice a minibatch.
     """
     count = int(item.max()) + 1 if item.numel() else 0  # a rank may have no share of what the others train on

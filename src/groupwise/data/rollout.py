@@ -1,4 +1,4 @@
-"""The rollout: one iteration's experience as a TensorDict of batch ``[N, T+1]``, and the buffer that hands it out.
+"""The rollout: one iteration's experience as a TensorDict of batch ``[N, T+1]``, and its buffer.
 
 N rows are environments (or prompts x group size), T steps or tokens. The last slot holds what follows the last
 transition (an observation, its value); keys of transitions are padding there. ``docs/concepts.md`` has the schema.
@@ -41,7 +41,7 @@ _TRANSITION_KEYS: dict[str, torch.dtype] = {
 }
 _VALUE_KEYS: dict[str, torch.dtype] = {"value": torch.float32, "next_value": torch.float32}
 _OPTIONAL_KEYS: dict[str, torch.dtype] = {"greedy": torch.bool}
-"""Of transitions; collectors add them where a setting asks for what they say."""
+"""Of transitions; collectors add them where a setting needs them."""
 _ID_KEYS = ("group_id", "episode_id")
 
 
@@ -69,14 +69,14 @@ def lengthen(rollout: TensorDict, num_slots: int) -> TensorDict:
 
 
 class RolloutBuffer:
-    """Preallocated storage for rollouts: ``start_rollout`` hands it out, ``add`` checks what came back.
+    """Preallocated storage for rollouts: ``start_rollout`` returns it, ``add`` checks a collected rollout.
 
     Two storages take turns: a rollout stays good until the second next ``start_rollout``.
 
     Args:
         num_rows: N, the environments.
-        num_steps: T, transitions per row; a collector that needs more hands back a longer rollout, and the
-            buffer allocates that much from then on.
+        num_steps: T, transitions per row; a collector may return a longer rollout, and the buffer
+            then allocates that length.
         value: whether the policy has a critic (adds ``value`` and ``next_value``).
         reward_parts: how many parts of the reward are kept (adds ``reward_parts``).
     """
@@ -126,15 +126,15 @@ class RolloutBuffer:
         self.num_steps = max(self.num_steps, rollout.shape[1] - 1)
         self._rollout = rollout
 
-    def get(self, flatten: bool = False) -> TensorDict:
-        """The rollout last added: ``[N, T+1]`` as it is, or flattened to its ``[N * T]`` transitions.
+    def get(self) -> TensorDict:
+        """The rollout last added ``[N, T+1]``.
 
         Raises:
             DataError: nothing was added yet.
         """
         if self._rollout is None:
             raise DataError("the buffer is empty; fix: buffer.add(rollout) before buffer.get()")
-        return transition_view(self._rollout).reshape(-1) if flatten else self._rollout
+        return self._rollout
 
     def _allocate(self) -> TensorDict:
         shape = (self.num_rows, self.num_steps + 1)
@@ -186,5 +186,5 @@ def check_finite(rollout: TensorDict) -> None:
 
 def all_finite(tensor: Tensor) -> bool:
     """Whether no number is NaN or infinite. One pass; torch's own test takes four, and eight times as long on a CPU."""
-    # where the sum of finite numbers overflows, each is looked at
+    # the sum of finite numbers may overflow
     return math.isfinite(tensor.sum(dtype=torch.float32).item()) or bool(tensor.isfinite().all())

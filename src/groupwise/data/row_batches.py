@@ -1,7 +1,7 @@
-"""How whole rows, as sequence models score them, are put together: members side by side, the longest first.
+"""Packing of whole rows for sequence models: members side by side, the longest first.
 
-Members that stand in one micro-batch can share their common beginning, and rows of like length waste little on padding.
-The first micro-batch is the largest, so that memory, if it is short, is short at once.
+Members in one micro-batch can share their common prefix, and rows of like length waste little on padding.
+The first micro-batch is the largest, so that a lack of memory shows at once.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from groupwise.data.minibatch import Epoch, shuffle_items
 
 
 class RowSizes(NamedTuple):
-    """What of each row decides where it goes, in tokens."""
+    """Sizes of each row that decide its place, in tokens."""
 
     group: Int[Tensor, " row"]
     head: Int[Tensor, " row"]

@@ -105,7 +105,7 @@ def obs_to_tensor(space: Any, obs: Any, device: torch.device | str = "cpu", *, b
 
 
 def is_batched(space: Any, obs: Any) -> bool:
-    """Whether ``obs`` is a batch of observations rather than one, told by the dimensions of its first leaf.
+    """Whether ``obs`` is a batch of observations rather than one, by the dimensions of its first leaf.
 
     Raises:
         DataError: it has the dimensions of neither.
@@ -141,9 +141,8 @@ def _leaf_tensor(space: Any, obs: Any, device: torch.device, batched: bool, name
         raise DataError(_shape_message(name, tuple(leaf.shape), shape))
     if isinstance(leaf, Tensor):
         return leaf.to(device, dtype)
-    owned = np.require(
-        leaf, _NUMPY_DTYPES[dtype], ["C", "W"]
-    )  # from_numpy takes neither strides < 0 nor read-only memory
+    # from_numpy takes neither strides < 0 nor read-only memory
+    owned = np.require(leaf, _NUMPY_DTYPES[dtype], ["C", "W"])
     return torch.from_numpy(owned).to(device)
 
 

@@ -174,7 +174,7 @@ class LocalRows:
         return failures
 
     def forget_starts(self) -> None:
-        """Drop the captured starts, so that the next episode at each resets anew."""
+        """Drop the captured starts, so that they are captured again."""
         self._starts.clear()
 
     def close(self) -> None:

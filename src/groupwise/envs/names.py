@@ -1,4 +1,4 @@
-"""What to say about a name that Gymnasium does not know. Imports no torch and no simulator."""
+"""Errors about unknown environment ids. Imports no torch and no simulator."""
 
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ _PACKAGES = {
 
 
 def unknown_environment(env_id: str, known: Iterable[str]) -> UnknownNameError | MissingExtraError:
-    """The error to raise: what is nearest, or which package brings environments of this kind."""
+    """The error to raise: names the nearest id, or the package that registers environments of this kind."""
     names = list(known)
     for prefix, package in _PACKAGES.items():
         if env_id.startswith(prefix) and not any(name.startswith(prefix) for name in names):
@@ -29,7 +29,7 @@ def unknown_environment(env_id: str, known: Iterable[str]) -> UnknownNameError |
     hint = (
         None
         if nearest(env_id, names)
-        else "no registered id is like it; fix: --plugin FILE.py if it is yours (in Python: register it first)"
+        else "no registered id is similar; fix: --plugin FILE.py if it is yours (in Python: register it first)"
     )
     return UnknownNameError("environment", env_id, names, hint=hint)
 
@@ -56,5 +56,5 @@ def _from(package: _Package, env_id: str) -> UnknownNameError | MissingExtraErro
             f"environment {env_id!r} needs {module!r}, which is not installed; fix: {installing(extra)}, "
             f"then {registering}"
         )
-    hint = f"{module} (extra {extra!r}) registers it when it is imported, and nobody did; fix: {registering}"
+    hint = f"{module} (extra {extra!r}) registers it when it is imported; fix: {registering}"
     return UnknownNameError("environment", env_id, (), hint=hint)

@@ -96,7 +96,7 @@ class RowsGroupEnv(GroupEnv):
         )
 
     def forget_starts(self) -> None:
-        """Drop the captured starts, so that the next episode at each resets anew."""
+        """Drop the captured starts, so that they are captured again."""
         self._rows.forget_starts()
 
     def close(self) -> None:

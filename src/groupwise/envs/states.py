@@ -1,7 +1,7 @@
-"""The whole state of Gymnasium environments as plain data: what a checkpoint keeps of running episodes.
+"""The whole state of Gymnasium environments as plain data, for running episodes in checkpoints.
 
-Numbers, strings, arrays, containers of them, random generators and MuJoCo's data are captured; spaces, functions, models and
-viewers stay as they are. Nothing is pickled. An environment that holds anything else cannot be captured.
+Numbers, strings, arrays, containers of them, random generators and MuJoCo's data are captured; spaces, functions,
+models and viewers are not. Nothing is pickled. An environment that holds anything else cannot be captured.
 """
 
 import functools
@@ -20,7 +20,7 @@ from groupwise.errors import EnvError
 
 _ENVS = (gymnasium.Env, VectorEnv)
 _MOST_VALUES = 100_000
-"""Larger ones (tables of transitions, say) would make checkpoints slow."""
+"""More (such as tables of transitions) would make checkpoints slow."""
 _CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "deque": deque}
 _MUJOCO_DATA = "mujoco._structs.MjData"
 _ALE = "ale_py._ale_py.ALEInterface"
@@ -40,7 +40,7 @@ def capture(env: gymnasium.Env | VectorEnv) -> dict[str, Any] | None:
 
 
 def restore(env: gymnasium.Env | VectorEnv, state: Mapping[str, Any]) -> None:
-    """Put an environment that was made alike, and reset at least once, into a captured state.
+    """Put an environment made the same way, and reset at least once, into a captured state.
 
     Raises:
         EnvError: it is made of other objects than the captured one.
@@ -49,7 +49,7 @@ def restore(env: gymnasium.Env | VectorEnv, state: Mapping[str, Any]) -> None:
         _restored(env, state)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise EnvError(
-            f"the captured state does not fit {env}: {error!r}; fix: make the environment as before"
+            f"the captured state does not fit {env}: {error!r}; fix: make the environment the same way"
         ) from error
 
 
@@ -92,7 +92,7 @@ def _captured(value: Any, seen: set[int], budget: Iterator[int]) -> Any:
 
 
 def _restored(now: Any, saved: Any) -> Any:
-    """What takes the place of ``now``: itself, where it is an object that is changed in place."""
+    """The restored value; ``now`` itself, where it is an object that is changed in place."""
     if not isinstance(saved, Mapping):
         return saved.copy() if isinstance(saved, np.ndarray) else saved
     match saved["kind"]:
@@ -129,7 +129,7 @@ def _kind(value: Any) -> str:
 
 
 def _mujoco_arrays(data: Any) -> dict[str, np.ndarray]:
-    """Every array of ``MjData`` of fixed size, joined by dtype: also what is derived from the state, since rewards read that."""
+    """Every array of ``MjData`` of fixed size, joined by dtype; also derived ones, since rewards read them."""
     parts: dict[str, list[np.ndarray]] = {}
     for array in _mujoco_views(data):
         parts.setdefault(array.dtype.name, []).append(array.reshape(-1))
@@ -149,7 +149,7 @@ def _put_mujoco(data: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _mujoco_views(data: Any) -> list[np.ndarray]:
-    """Those of the arrays whose size follows from the model: contacts and constraints are computed anew in each step."""
+    """The arrays whose size follows from the model; contacts and constraints are recomputed in each step."""
     import mujoco
 
     empty = mujoco.MjData(data.model)

@@ -13,7 +13,7 @@ from groupwise.functional.row_random import RowRandom
 
 
 class TorchCartPole(TorchGroupEnv):
-    """Gymnasium's CartPole-v1, in float32. Its starts are as wide but not the same: they come from other streams.
+    """Gymnasium's CartPole-v1, in float32. Starts have the same distribution, from other random streams.
 
     Source: Barto, Sutton, Anderson, "Neuronlike adaptive elements that can solve difficult learning control problems",
     1983; constants and Euler's method as in Gymnasium's ``CartPoleEnv``.
@@ -32,7 +32,6 @@ class TorchCartPole(TorchGroupEnv):
         high = np.array([2 * self.MAX_POSITION, np.inf, 2 * self.MAX_ANGLE, np.inf], dtype=np.float32)
         super().__init__(
             num_envs,
-            env_id="TorchCartPole",
             observation_space=spaces.Box(-high, high, dtype=np.float32),
             action_space=spaces.Discrete(2),
             max_episode_steps=max_episode_steps,
@@ -62,7 +61,7 @@ class TorchCartPole(TorchGroupEnv):
 
 
 class TorchPendulum(TorchGroupEnv):
-    """Gymnasium's Pendulum-v1, in float32. Its starts are as wide but not the same: they come from other streams."""
+    """Gymnasium's Pendulum-v1, in float32. Starts have the same distribution, from other random streams."""
 
     GRAVITY = 10.0
     SECONDS = 0.05
@@ -73,7 +72,6 @@ class TorchPendulum(TorchGroupEnv):
         high = np.array([1.0, 1.0, self.MAX_SPEED], dtype=np.float32)
         super().__init__(
             num_envs,
-            env_id="TorchPendulum",
             observation_space=spaces.Box(-high, high, dtype=np.float32),
             action_space=spaces.Box(-self.MAX_TORQUE, self.MAX_TORQUE, (1,), np.float32),
             max_episode_steps=max_episode_steps,
@@ -111,23 +109,19 @@ class _MountainCar(TorchGroupEnv):
     MAX_POSITION = 0.6
     MAX_SPEED = 0.07
 
+    ACTIONS: spaces.Space
+    STEP_LIMIT: int
+
     def __init__(
-        self,
-        num_envs: int,
-        *,
-        env_id: str,
-        action_space: spaces.Space,
-        max_episode_steps: int,
-        device: torch.device | str,
+        self, num_envs: int, *, max_episode_steps: int | None = None, device: torch.device | str = "cpu"
     ) -> None:
         low = np.array([self.MIN_POSITION, -self.MAX_SPEED], dtype=np.float32)
         high = np.array([self.MAX_POSITION, self.MAX_SPEED], dtype=np.float32)
         super().__init__(
             num_envs,
-            env_id=env_id,
             observation_space=spaces.Box(low, high, dtype=np.float32),
-            action_space=action_space,
-            max_episode_steps=max_episode_steps,
+            action_space=self.ACTIONS,
+            max_episode_steps=max_episode_steps or self.STEP_LIMIT,
             device=device,
         )
 
@@ -145,7 +139,7 @@ class _MountainCar(TorchGroupEnv):
 
 
 class TorchMountainCar(_MountainCar):
-    """Gymnasium's MountainCar-v0, in float32. Its starts are as wide but not the same: they come from other streams.
+    """Gymnasium's MountainCar-v0, in float32. Starts have the same distribution, from other random streams.
 
     Source: Moore, "Efficient Memory-based Learning for Robot Control", 1990; constants as in Gymnasium's
     ``MountainCarEnv``.
@@ -153,15 +147,8 @@ class TorchMountainCar(_MountainCar):
 
     FORCE = 0.001
     GOAL = 0.5
-
-    def __init__(self, num_envs: int, *, max_episode_steps: int = 200, device: torch.device | str = "cpu") -> None:
-        super().__init__(
-            num_envs,
-            env_id="TorchMountainCar",
-            action_space=spaces.Discrete(3),
-            max_episode_steps=max_episode_steps,
-            device=device,
-        )
+    ACTIONS = spaces.Discrete(3)
+    STEP_LIMIT = 200
 
     def transition(
         self, state: Float[Tensor, "row 2"], action: Int[Tensor, " row"], random: RowRandom
@@ -173,27 +160,20 @@ class TorchMountainCar(_MountainCar):
 
 
 class TorchMountainCarContinuous(_MountainCar):
-    """Gymnasium's MountainCarContinuous-v0, in float32. Its starts are as wide but not the same: they come from other streams.
+    """Gymnasium's MountainCarContinuous-v0, in float32. Starts have the same distribution, from other random streams.
 
     Source: as ``TorchMountainCar``; constants as in Gymnasium's ``Continuous_MountainCarEnv``.
     """
 
     POWER = 0.0015
     GOAL = 0.45
-
-    def __init__(self, num_envs: int, *, max_episode_steps: int = 999, device: torch.device | str = "cpu") -> None:
-        super().__init__(
-            num_envs,
-            env_id="TorchMountainCarContinuous",
-            action_space=spaces.Box(-1.0, 1.0, (1,), np.float32),
-            max_episode_steps=max_episode_steps,
-            device=device,
-        )
+    ACTIONS = spaces.Box(-1.0, 1.0, (1,), np.float32)
+    STEP_LIMIT = 999
 
     def transition(
         self, state: Float[Tensor, "row 2"], action: Float[Tensor, "row 1"], random: RowRandom
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One step with a push within 1; costs a tenth of the square of what was asked for, and the flag earns 100."""
+        """One step with a push within 1; costs a tenth of the squared action, and the flag earns 100."""
         asked = action[:, 0]
         position, velocity = self._roll(state, self.POWER * asked.clamp(-1.0, 1.0))
         reached = (position >= self.GOAL) & (velocity >= 0)

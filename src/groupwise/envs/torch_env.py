@@ -50,6 +50,7 @@ class TorchGroupEnv(GroupEnv):
     Args:
         observation_space, action_space: Gymnasium's spaces of a single row.
         max_episode_steps: episodes are truncated after that many steps; None: never.
+        env_id: its name in errors and logs; None: the name of the class.
         device: where states live.
     """
 
@@ -61,13 +62,13 @@ class TorchGroupEnv(GroupEnv):
         self,
         num_envs: int,
         *,
-        env_id: str,
         observation_space: Any,
         action_space: Any,
         max_episode_steps: int | None,
+        env_id: str | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.env_id = env_id
+        self.env_id = env_id or type(self).__name__
         self.num_envs = num_envs
         self.observation_space = observation_space
         self.action_space = action_space

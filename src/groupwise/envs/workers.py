@@ -90,7 +90,7 @@ class WorkerRows:
         return failures
 
     def forget_starts(self) -> None:
-        """Drop the captured starts, so that the next episode at each resets anew."""
+        """Drop the captured starts, so that they are captured again."""
         for worker in self._workers:
             self._send(worker, "forget_starts")
         self._gather(self._workers)

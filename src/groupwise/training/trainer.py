@@ -166,7 +166,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_rollout_end(self, rollout)
         update_start = time.perf_counter()
-        metrics = self._to_floats(self.algorithm.update(self.buffer.get(flatten=False)))
+        metrics = self._to_floats(self.algorithm.update(self.buffer.get()))
         updated = time.perf_counter()
         self.iteration += 1
         _check_finite(metrics, self.iteration)

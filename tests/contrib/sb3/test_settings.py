@@ -45,7 +45,7 @@ def refused(**arguments) -> str:
         ),
         (
             {"credit": {"singleton": "trajectory"}},
-            "credit.finished_members='mask' and credit.singleton='trajectory' say",
+            "credit.finished_members='mask' and credit.singleton='trajectory' need",
         ),
     ],
 )
@@ -71,8 +71,8 @@ def test_every_wrong_argument_is_named():
         ("vf_coef", 0.5, "there is no critic; fix: leave it out"),
         ("gae_lambda", 0.95, "no critic looks ahead; fix: leave it out"),
         ("normalize_advantage", True, r"fix: credit=CreditCfg\(scale='std'\)"),
-        ("use_sde", True, "drawn anew at every step; fix: leave it out"),
-        ("sde_sample_freq", 4, "drawn anew at every step; fix: leave it out"),
+        ("use_sde", True, "drawn independently at every step; fix: leave it out"),
+        ("sde_sample_freq", 4, "drawn independently at every step; fix: leave it out"),
         ("rollout_buffer_class", None, "a store of their own; fix: leave it out"),
         ("rollout_buffer_kwargs", {}, "a store of their own; fix: leave it out"),
     ],

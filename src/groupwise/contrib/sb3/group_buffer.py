@@ -57,7 +57,7 @@ class GroupBuffer:
 
     Args:
         seed: of all starts and of all noise.
-        first_group: number of the first group that is handed out.
+        first_group: number of the first group.
         starts: whether members share theirs.
     """
 
@@ -83,7 +83,7 @@ class GroupBuffer:
 
     @property
     def next_group(self) -> int:
-        """Number of the first group of which nothing was handed out."""
+        """Number of the first group that has not begun."""
         return -(-self._next // self.group_size)
 
     def begin(self) -> None:
@@ -104,7 +104,7 @@ class GroupBuffer:
         return Running(episode.number, self._now - episode.begin)
 
     def check(self, env: int, found: Running) -> None:
-        """Refuse to go on when somebody else used the environment.
+        """Refuse to continue if something else used the environment.
 
         Raises:
             EnvError: it is not where it should be.
@@ -116,7 +116,7 @@ class GroupBuffer:
             )
 
     def record(self, tick: Tick) -> list[int]:
-        """Take one step of all environments; returns the environments that went on to their next episode.
+        """Take one step of all environments; returns the environments that began their next episode.
 
         Raises:
             DataError: a reward or a log-probability is not finite.
@@ -174,7 +174,7 @@ class GroupBuffer:
         env = np.repeat([a.env for _, a in episodes], lengths)
         step = np.concatenate([np.arange(length) for length in lengths])
         tick = np.repeat([a.begin - self._trimmed for _, a in episodes], lengths) + step
-        # the rollout's last slot is padding; what stands in it does not matter
+        # the rollout's last slot is padding
         slot = np.append(np.arange(total), total - 1)
 
         def gather(parts: list[Array]) -> torch.Tensor:

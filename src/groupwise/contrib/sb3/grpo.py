@@ -4,7 +4,7 @@
 
 It differs from SB3's PPO in three ways. Episodes come in groups that share a start, and only whole groups are trained
 on. There is no critic: the policies hold no value network. A rollout ends when the groups that were begun within
-``n_steps`` are whole; what was begun meanwhile goes on in the next rollout, under the new policy, and its ratio is
+``n_steps`` are whole; episodes begun meanwhile continue in the next rollout, under the new policy, and its ratio is
 against the probability under which each action was really drawn. So nothing is wasted, and nothing is older than one
 update.
 """
@@ -59,7 +59,7 @@ class GRPO(OnPolicyAlgorithm):
         n_steps: steps of each environment after which a rollout waits for the groups under way, and ends.
         batch_size: steps in one minibatch; a rollout is split evenly into the nearest whole number of them.
         group_size: episodes at the same start.
-        credit: from rewards to advantages, or the name of a preset that says it.
+        credit: from rewards to advantages, or the name of a preset.
         objective: ratio, trust region (the clip range is here) and aggregation, or the name of a preset.
         kl_coef: weight of the KL to a reference policy; 0 makes no reference.
         kl_estimator: of that KL; this and the next two are also set by a preset that is named as ``objective``.
@@ -173,7 +173,7 @@ class GRPO(OnPolicyAlgorithm):
         except PolicyError as error:
             raise ConfigError(
                 f"{path} was not saved by GRPO: its policy is {error.name}; fix: load it with the class that saved it "
-                "(PPO.load, A2C.load, ...), or train a GRPO anew"
+                "(PPO.load, A2C.load, ...), or train a new GRPO"
             ) from error
 
     @property
@@ -193,10 +193,10 @@ class GRPO(OnPolicyAlgorithm):
         reset_num_timesteps: bool = True,
         progress_bar: bool = False,
     ) -> SelfGRPO:
-        """The model itself, trained for at least so many environment steps.
+        """The model itself, trained for at least ``total_timesteps`` environment steps.
 
         Raises:
-            EnvError: the environments cannot be told where to start.
+            EnvError: the starts of the environments cannot be set.
             GroupStartError: members do not share their start.
         """
         before = self._core_state
@@ -241,7 +241,7 @@ class GRPO(OnPolicyAlgorithm):
             new_obs, rewards, dones, infos = env.step(clipped_actions)
             n_steps += 1
             self.num_timesteps += env.num_envs
-            # all of it is recorded before a callback may stop the training, so that it can go on later
+            # all of it is recorded before a callback may stop the training, so that it can continue later
             cut = [info.get("TimeLimit.truncated", False) for info in infos]
             truncated = np.array(cut, dtype=np.bool_) & dones
             self._last_obs = new_obs  # type: ignore[assignment]
@@ -388,7 +388,7 @@ class GRPO(OnPolicyAlgorithm):
 
 
 def _copy(obs: Obs) -> Obs:
-    """A copy, for an environment may go on to write into its arrays."""
+    """A copy, as environments may reuse their arrays."""
     return {key: value.copy() for key, value in obs.items()} if isinstance(obs, dict) else obs.copy()
 
 

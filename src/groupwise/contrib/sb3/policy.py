@@ -99,7 +99,7 @@ class ActorPolicy(BasePolicy):
         return self.head.score(self.action_params(obs), actions)
 
     def load_from_vector(self, vector: np.ndarray) -> None:
-        """Take the parameters from one vector, in place: the optimiser goes on with the same tensors."""
+        """Take the parameters from one vector, in place, as the optimiser refers to the same tensors."""
         values = torch.as_tensor(vector, dtype=torch.float, device=self.device)
         parameters = list(self.parameters())
         parts = torch.split(values, [parameter.numel() for parameter in parameters])

@@ -36,7 +36,7 @@ SHARED_STARTS = ("verify", "trust", "off")
 _SB3_NAMES = {(cfg,): sb3 for sb3, cfg in CFG_NAMES.items()} | {("ref_model_sync_steps",): "kl_ref_iterations"}
 
 _NO_CRITIC = "there is no critic; fix: leave it out"
-_EVERY_STEP = "actions are drawn anew at every step; fix: leave it out, ent_coef is what explores"
+_EVERY_STEP = "actions are drawn independently at every step; fix: leave it out, ent_coef is what explores"
 _OWN_STORE = "whole groups have a store of their own; fix: leave it out"
 ELSEWHERE = {
     "clip_range": "the clip is part of the objective; fix: objective={'trust_region': {'clip_low': 0.2, 'clip_high': 0.2}}",
@@ -81,8 +81,8 @@ def refuse(names: Iterable[str], algorithm: type) -> None:
     """Refuse arguments that the algorithm has not.
 
     Raises:
-        ConfigError: says what stands for SB3's argument here.
-        UnknownNameError: SB3 has none of that name either; says which is nearest.
+        ConfigError: names the counterpart of SB3's argument.
+        UnknownNameError: SB3 does not have it either; names the nearest.
     """
     for name in names:
         if name in ELSEWHERE:
@@ -100,7 +100,7 @@ def refuse_loading(
     """Refuse what is neither an argument nor an attribute of the saved model: SB3 would set it, and nothing would read it.
 
     Raises:
-        ConfigError: as ``refuse`` says.
+        ConfigError: as ``refuse``.
     """
     strange = names - _arguments(algorithm)
     refuse(ELSEWHERE.keys() & strange, algorithm)  # SB3's base class saves some of these

@@ -1,4 +1,4 @@
-"""Episodes that begin where they are told to, under vector environments that reset themselves.
+"""Episodes with given starts, in vector environments that reset themselves.
 
 A Stable-Baselines3 ``VecEnv`` resets a sub-environment inside the very step that ended its episode, and without a
 seed. So the start of the next episode is queued beforehand in a wrapper inside each sub-environment, ``SharedStart``.
@@ -42,7 +42,7 @@ class Running(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """What an environment said at one step."""
+    """The output of an environment at one step."""
 
     obs: Any
     reward: float
@@ -84,12 +84,12 @@ class SharedStart(gymnasium.Wrapper):
         return Running(self._episode, self._steps)
 
     def try_start(self, start: Start, actions: Sequence[Any]) -> list[Moment]:
-        """What the environment says from a start on under the given actions, up to the end of the episode.
+        """The outputs of the environment from a start under the given actions, up to the end of the episode.
 
-        Leaves it somewhere; reset it afterwards.
+        Reset it afterwards.
         """
         env = self.env
-        while isinstance(env, Monitor):  # this is nobody's episode
+        while isinstance(env, Monitor):  # the monitor must not log this episode
             env = env.env
         obs, _ = _start(env, start, None)
         moments = [Moment(copy.deepcopy(obs), 0.0, False, False)]

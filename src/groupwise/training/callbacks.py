@@ -22,23 +22,6 @@ if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
 
 
-class Every:
-    """Whether a multiple of ``interval`` environment steps was passed."""
-
-    def __init__(self, interval: int) -> None:
-        self.interval = interval
-        self.passed = 0
-
-    def start(self, env_steps: int) -> None:
-        """Count from here."""
-        self.passed = env_steps // self.interval
-
-    def due(self, env_steps: int) -> bool:
-        """Whether a multiple was passed since the last call."""
-        before, self.passed = self.passed, env_steps // self.interval
-        return self.passed > before
-
-
 class Evaluate(Callback):
     """Evaluates every ``interval`` environment steps and after the last one; keeps the weights of the best evaluation.
 
@@ -51,19 +34,14 @@ class Evaluate(Callback):
         self, evaluate: Callable[[], EvaluationReport], interval: int, best: Path | None, identity: Identity
     ) -> None:
         self.evaluate = evaluate
-        self.every = Every(interval)
+        self.interval = interval
         self.best = best
         self.identity = identity
         self.best_return: float | None = None
 
-    def on_training_start(self, trainer: "Trainer") -> None:
-        """Count from the steps of a resumed run."""
-        self.every.start(trainer.env_steps)
-
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Add ``eval/*`` to the metrics when it is time."""
-        due = self.every.due(trainer.env_steps)
-        if not due and not trainer.is_done():
+        if not trainer.passed(self.interval) and not trainer.is_done():
             return
         result = self.evaluate()
         metrics |= result.metrics()
@@ -93,18 +71,17 @@ class SaveCheckpoints(Callback):
 
     def __init__(self, folder: Path, interval: int, identity: Identity) -> None:
         self.folder = folder
-        self.every = Every(interval)
+        self.interval = interval
         self.identity = identity
         self.saved_at = 0
 
     def on_training_start(self, trainer: "Trainer") -> None:
-        """Count from the steps of a resumed run."""
-        self.every.start(trainer.env_steps)
+        """Start from the checkpoint of a resumed run."""
         self.saved_at = trainer.iteration
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Save when it is time."""
-        if self.every.due(trainer.env_steps):
+        if trainer.passed(self.interval):
             self._save(trainer)
 
     def on_training_end(self, trainer: "Trainer") -> None:

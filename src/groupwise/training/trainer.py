@@ -58,6 +58,8 @@ class Trainer:
         """Finished iterations."""
         self.env_steps = 0
         """Environment steps taken, over all ranks."""
+        self.iteration_steps = 0
+        """Of them, those of the last iteration."""
         self.seconds = 0.0
         """Duration of finished iterations, also those before a resume."""
         self.stop_reason: str | None = None
@@ -94,6 +96,10 @@ class Trainer:
     def is_done(self) -> bool:
         """Whether the current iteration is the last one."""
         return self.env_steps >= self.total_steps or self.stop_reason is not None
+
+    def passed(self, interval: int) -> bool:
+        """Whether the last iteration passed a multiple of ``interval`` environment steps."""
+        return self.env_steps // interval > (self.env_steps - self.iteration_steps) // interval
 
     def state_dict(self) -> dict[str, Any]:
         """What the next iteration depends on, without the policy: plain data and tensors."""
@@ -170,15 +176,15 @@ class Trainer:
         updated = time.perf_counter()
         self.iteration += 1
         _check_finite(metrics, self.iteration)
-        steps = self.engine.sum_int(self.collector.last_steps)
-        self.env_steps += steps
+        self.iteration_steps = self.engine.sum_int(self.collector.last_steps)
+        self.env_steps += self.iteration_steps
         self.seconds += updated - start
         collected_by = self.engine.gather_objects((len(self.collector.recent_episodes()), self.collector.metrics()))
         metrics |= pool_metrics(collected_by) | {
             "time/total_seconds": self.seconds,
             "time/collect_seconds": collected - start,
             "time/update_seconds": updated - update_start,
-            "time/steps_per_second": steps / (updated - start),
+            "time/steps_per_second": self.iteration_steps / (updated - start),
         }
         self.metrics, self.doing = metrics, "callbacks"
         for callback in self.callbacks:

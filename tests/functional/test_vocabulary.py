@@ -134,7 +134,7 @@ def test_bfloat16_products_leave_the_setting_of_the_process_as_it_was(monkeypatc
     before = setting.fp32_precision
 
     def product(left, right):
-        return vocabulary._product(left, right, vocabulary._Space(left.device))
+        return vocabulary._product(left, right, right.float())
 
     assert product(torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(4, 3, dtype=torch.bfloat16)).eq(3).all()
     assert during == ["bf16"]
@@ -184,25 +184,15 @@ def masked(hidden, weight, token, temperature, support):
     logits = hidden.double() @ weight.double().T / temperature
     keep = torch.ones_like(logits, dtype=torch.bool)
     for row, ids in enumerate(support.tolist()):
-        if ids[0] >= 0:
-            keep[row] = torch.isin(torch.arange(len(weight)), torch.tensor(ids))
+        keep[row] = torch.isin(torch.arange(len(weight)), torch.tensor(ids))
     p = torch.distributions.Categorical(logits=logits.masked_fill(~keep, -torch.inf))
     return p.log_prob(token), torch.stack([torch.distributions.Categorical(probs=q[q > 0]).entropy() for q in p.probs])
-
-
-def some_choice(generator, count, vocabulary, kept, unrestricted):
-    """Supports, and a token that could be drawn, of each row."""
-    support = torch.stack([torch.randperm(vocabulary, generator=generator)[:kept] for _ in range(count)])
-    support[torch.rand(count, generator=generator) < unrestricted] = -1
-    token = torch.where(support[:, 0] >= 0, support.amax(dim=1), 2)
-    return support, token
 
 
 @settings(deadline=None)
 @given(
     count=st.integers(1, 7),
     kept=st.integers(1, 6),
-    unrestricted=st.sampled_from([0.0, 0.5, 1.0]),
     chunk=st.integers(1, 100),
     temperature=st.floats(0.3, 3),
     trained=st.sampled_from(["both", "hidden"]),
@@ -210,12 +200,13 @@ def some_choice(generator, count, vocabulary, kept, unrestricted):
     seed=st.integers(0, 2**31),
 )
 def test_among_what_could_be_drawn_value_and_gradient_are_those_of_a_masked_softmax(
-    count, kept, unrestricted, chunk, temperature, trained, of, seed
+    count, kept, chunk, temperature, trained, of, seed
 ):
     generator = torch.Generator().manual_seed(seed)
     hidden, weight = (torch.randn(n, 5, generator=generator) for n in (count, 9))
     leaves = leaves_of(trained, hidden, weight)
-    support, token = some_choice(generator, count, 9, kept, unrestricted)
+    support = torch.stack([torch.randperm(9, generator=generator)[:kept] for _ in range(count)])
+    token = support.amax(dim=1)
     ours = token_scores(
         hidden,
         weight,
@@ -282,10 +273,3 @@ def test_never_holds_more_than_it_is_allowed(support, trained):
         scores.log_prob.sum().backward()
     # the inputs themselves have 1,200 numbers, all logits 30,000, the weights of all supports 12,000
     assert 800 <= seen.largest <= 3_000
-
-
-def test_not_even_one_row_of_logits_is_held():
-    hidden, weight, token = torch.ones(3, 1), torch.ones(5000, 1), torch.tensor([0, 4999, 400])
-    with torch.no_grad(), Largest() as seen:
-        token_scores(hidden, weight, token, chunk_elements=400)
-    assert seen.largest <= 400

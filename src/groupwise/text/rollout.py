@@ -31,7 +31,7 @@ class TextRow(NamedTuple):
     turn: Sequence[int] | None = None
     """The model's turn that wrote each token, from 0; -1: the tool's. None: one turn wrote all."""
     support: Sequence[Sequence[int]] | None = None
-    """The tokens that could be drawn, equally many each time. None: all of them."""
+    """The tokens that could be drawn, equally many in all rows. None: all of them."""
     trained: bool = True
     """False: the row counts in its group, but has no loss."""
     greedy: bool = False
@@ -45,7 +45,7 @@ def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu")
 
     Slot t holds token t and, as its action, token t+1; a completion's reward is at its last token. ``step`` counts from
     the prompt's first token, so that members' steps correspond. Keys that no row has are left out: ``turn_id``,
-    ``support`` (-1 where any token could be drawn), ``trained``, ``greedy``, ``reward_parts``.
+    ``support`` (-1 at tokens of others), ``trained``, ``greedy``, ``reward_parts``.
 
     Raises:
         DataError: a prompt or completion without tokens, or not one log-probability for each token.
@@ -82,10 +82,9 @@ def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu")
     }
     if any(row.turn is not None for row in rows):
         keys["turn_id"] = turn
-    width = max((len(row.support[0]) for row in rows if row.support), default=0)
-    if width:
-        support = [row.support or [[-1] * width] * len(row.completion) for row in rows]
-        keys["support"] = _spread(support, prompt - 1, num_slots, [-1] * width)
+    if rows[0].support:
+        support = [row.support or [] for row in rows]
+        keys["support"] = _spread(support, prompt - 1, num_slots, [-1] * len(support[0][0]))
     if not all(row.trained for row in rows):
         keys["trained"] = valid & torch.tensor([row.trained for row in rows])[:, None]
     if any(row.greedy for row in rows):

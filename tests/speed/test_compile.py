@@ -53,7 +53,7 @@ def test_a_function_that_cannot_be_compiled_warns_once_and_the_reference_goes_on
     def fail(*args, **more):
         raise OSError("no compiler")
 
-    monkeypatch.setattr("groupwise.speed.compile.compile_once", fail)
+    monkeypatch.setattr("groupwise.speed.compile.compiled_for", fail)
     rollout = make_rollout(reference.policy)
     with pytest.warns(SlowPathWarning, match="no compiler"):
         fast.update(rollout)

@@ -21,7 +21,7 @@ def test_a_step_that_cannot_be_compiled_warns_and_the_reference_goes_on(monkeypa
 
     (reference, buffer), (fast, other) = collecting("ppo"), collecting("ppo")
     fast.stepper = CompiledStepper(fast)
-    monkeypatch.setattr("groupwise.speed.rollouts.compile_once", lambda function, **options: fail)
+    monkeypatch.setattr("groupwise.speed.rollouts.compiled_for", lambda function, example, **options: fail)
     with pytest.warns(SlowPathWarning, match="no compiler"):
         found = fast.collect(STEPS, rollout=other.start_rollout())
     expected = reference.collect(STEPS, rollout=buffer.start_rollout())

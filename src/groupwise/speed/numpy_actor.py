@@ -13,6 +13,7 @@ from jaxtyping import Float32, Int64
 from torch import Tensor, nn
 
 from groupwise.data.rollout import Nested
+from groupwise.data.spaces import space_kind
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Action, Policy, has_hooks
 from groupwise.policies.discrete_heads import Categorical
@@ -83,7 +84,7 @@ def numpy_actor(policy: Policy) -> Callable[..., Action]:
 
 def _is_plain(policy: ActorCritic) -> bool:
     space = policy.observation_space
-    on_vectors = getattr(space, "dtype", None) == np.float32 and len(space.shape) == 1
+    on_vectors = space_kind(space) == "box" and space.dtype.kind == "f" and len(space.shape) == 1  # in torch all float32
     own_head = type(policy.head) is Categorical or (type(policy.head) is DiagGaussian and policy.log_std is not None)
     networks = [network for network in (policy.trunk, policy.actor, policy.critic) if network is not None]
     linears = [linear for network in networks for linear in _linears(network)]

@@ -22,7 +22,7 @@ from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import has_hooks
-from groupwise.speed.compile import compile_once
+from groupwise.speed.compile import compiled_for
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class CompiledStepper:
             with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():  # the compiler's own
                 warnings.simplefilter("ignore")
                 # hashes need integers that wrap around
-                compiled = compile_once(pure, constant_and_index_propagation=False)
+                compiled = compiled_for(pure, [given, *example], constant_and_index_propagation=False)
                 found: StepOutput = compiled(given, *example)
                 _check(found, expected)
         except Exception as error:  # the compiler raises what it likes; eager torch goes on

@@ -31,7 +31,7 @@ def test_updates_give_the_references_parameters_and_metrics(kind, more):
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_the_vectors_adam_is_torchs(name):
     torch.manual_seed(0)
-    settings = {"betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    settings = {"betas": (0.8, 0.99), "eps": 1e-6} | ({"weight_decay": 0.1} if name == "adamw" else {})
     algorithm = build("ppo", optimizer={"name": name, **settings}, learning_rate=0.03)
     single = copy.deepcopy(algorithm.policy)
     torchs = torch.optim.Adam(single.parameters(), lr=0.03, decoupled_weight_decay=name == "adamw", **settings)

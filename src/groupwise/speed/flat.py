@@ -31,6 +31,7 @@ class FlatParameters:
         self.gradient = torch.zeros_like(self.vector, requires_grad=False)
         for parameter, part in zip(parameters, torch.split(self.vector.detach(), self.sizes), strict=True):
             parameter.data = part.view_as(parameter)
+        self._places = [parameter.data_ptr() for parameter in parameters]
         parts = torch.split(self.gradient, self.sizes)
         self._views = [part.view_as(parameter) for parameter, part in zip(parameters, parts, strict=True)]
         self.zero_grad()
@@ -39,10 +40,12 @@ class FlatParameters:
         """Set all gradients to zero, in place.
 
         Raises:
-            ConfigError: the policy was moved or converted since.
+            ConfigError: parameters were moved, converted or replaced since.
         """
-        if self.parameters[0].data_ptr() != self.vector.data_ptr():
-            raise ConfigError("the policy was moved or converted after the algorithm was built; fix: do it before")
+        if [parameter.data_ptr() for parameter in self.parameters] != self._places:
+            raise ConfigError(
+                "parameters of the policy were moved, converted or replaced after the algorithm was built; fix: do it before"
+            )
         self.gradient.zero_()
         self.vector.grad = self.gradient
         for parameter, view in zip(self.parameters, self._views, strict=True):

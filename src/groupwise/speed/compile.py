@@ -147,7 +147,9 @@ class _Gradient:
 
     def fits(self, batch: Batch) -> bool:
         """Whether a micro-batch is laid out as the one that this was compiled for."""
-        return batch.keys() == self._layout.keys() and self._layout == {k: (v.dtype, v.shape[1:]) for k, v in batch.items()}
+        return batch.keys() == self._layout.keys() and self._layout == {
+            k: (v.dtype, v.shape[1:]) for k, v in batch.items()
+        }
 
     def example(self, batch: Batch) -> Batch:
         """About as many elements; not as many as another dimension has, for equal sizes would be taken as equal for ever."""

@@ -84,7 +84,9 @@ def numpy_actor(policy: Policy) -> Callable[..., Action]:
 
 def _is_plain(policy: ActorCritic) -> bool:
     space = policy.observation_space
-    on_vectors = space_kind(space) == "box" and space.dtype.kind == "f" and len(space.shape) == 1  # in torch all float32
+    on_vectors = (
+        space_kind(space) == "box" and space.dtype.kind == "f" and len(space.shape) == 1
+    )  # in torch all float32
     own_head = type(policy.head) is Categorical or (type(policy.head) is DiagGaussian and policy.log_std is not None)
     networks = [network for network in (policy.trunk, policy.actor, policy.critic) if network is not None]
     linears = [linear for network in networks for linear in _linears(network)]

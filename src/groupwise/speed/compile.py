@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -67,13 +67,13 @@ def compiled_for(function: Any, example: Sequence[Any], **options: Any) -> Calla
 
     A call of it has a third less overhead than one of ``torch.compile``, which looks for a compiled version each time.
     """
-    compiled = torch.compile(function, fullgraph=True, options=OPTIONS | options)
+    compiled: Any = torch.compile(function, fullgraph=True, options=OPTIONS | options)
     try:
         found = compiled.aot_compile((tuple(example), {}))
     except Exception:  # torch asks for a second try where a number differs from that of an earlier compilation
         found = compiled.aot_compile((tuple(example), {}))
     found.disable_guard_check()  # what may change is checked here, in a tenth of the time
-    return cast(Callable[..., Any], found)
+    return found  # type: ignore[no-any-return]
 
 
 class CompiledBackward:

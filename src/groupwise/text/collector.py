@@ -135,8 +135,11 @@ class TextCollector(Collector):
 
     def _new_groups(self, count: int, first: int) -> list[list[Scored]]:
         """Groups of the next prompts, generated and scored; ``first`` groups of this rollout precede them."""
+        stream = self._cfg.seed, "completion", self._rank, self.iteration
         transcripts = [
-            Transcript(self._prompt(group), group, self._seed_of(group, member), greedy=member == self._num_sampled)
+            Transcript(
+                self._prompt(group), group, derive_seed(*stream, group, member), greedy=member == self._num_sampled
+            )
             for group in range(first, first + count)
             for member in range(self._group_size)
         ]
@@ -154,9 +157,6 @@ class TextCollector(Collector):
     @property
     def _epoch(self) -> float:
         return self.position * self._world_size / len(self._prompts)
-
-    def _seed_of(self, group: int, member: int) -> int:
-        return derive_seed(self._cfg.seed, "completion", self._rank, self.iteration, group, member)
 
     def _row(self, member: Scored) -> TextRow:
         transcript, cfg = member.transcript, self._cfg

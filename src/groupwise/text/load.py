@@ -152,11 +152,7 @@ def _quiet_peft() -> Iterator[None]:
 
 
 def _base_of(path: str) -> str | None:
-    """The base model of a folder of adapters; None for a whole model.
-
-    Raises:
-        ConfigError: the base does not exist.
-    """
+    """The base model of a folder of adapters; None for a whole model."""
     config = Path(path) / _ADAPTER_CONFIG
     if not config.is_file():
         return None
@@ -168,11 +164,7 @@ def _base_of(path: str) -> str | None:
 
 
 def _load_tokenizer(path: str, base: str | None) -> Any:
-    """The tokenizer of the model, or of the local base of its adapters.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The tokenizer of the model, or of the local base of its adapters."""
     from transformers import AutoTokenizer
 
     places = [path] if base is None or not Path(base).is_dir() else [path, base]

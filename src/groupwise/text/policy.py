@@ -232,11 +232,7 @@ class CausalLM(Policy):
         return self._states(self._forward, tokens[:, :width], valid[:, :width])[mask[:, :width]]
 
     def _hidden_shared(self, prefixes: Prefixes, mask: Tensor) -> Float[Tensor, "token width"]:
-        """Hidden states at the tokens of the mask, each prefix encoded once.
-
-        Raises:
-            ConfigError: the model's cache is no plain one.
-        """
+        """Hidden states at the tokens of the mask, each prefix encoded once; a ``ConfigError`` if the cache forbids it."""
         from groupwise.text.layers import prefix_cache, suffix_cache
 
         cache = prefix_cache(self.network.config)
@@ -309,11 +305,7 @@ class CausalLM(Policy):
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Compare the model's logits with the head's on a few tokens, and the head with the tokenizer.
-
-        Raises:
-            ConfigError: they do not fit.
-        """
+        """Compare the model's logits with the head's on a few tokens, and the head with the tokenizer."""
         name, embeddings = type(self.network).__name__, self.network.get_output_embeddings()
         if embeddings is None:
             raise ConfigError(f"{name} has no output embeddings; fix: a causal language model")

@@ -133,5 +133,5 @@ def test_completions_are_decoded_without_special_tokens():
 
 
 def test_no_system_prompt_where_there_are_no_conversations():
-    with pytest.raises(ConfigError, match="system_prompt is the first message of a conversation"):
+    with pytest.raises(ConfigError, match="system_prompt is a message of a conversation"):
         TextTaskCfg(system_prompt="a", chat="never")

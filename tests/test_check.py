@@ -91,7 +91,7 @@ class LeaksTime(TorchCartPole):
         return super().observe(state) + self.asked
 
 
-def test_rows_that_cheat_and_rows_that_cannot_be_made_are_findings():
+def test_rows_that_cheat_are_a_finding_and_rows_that_cannot_be_made_an_error():
     report = check_env(LeaksTime)
     reason = "rows that were started with the same seed differ at the start"
     assert reason in report.training.reason
@@ -100,7 +100,8 @@ def test_rows_that_cheat_and_rows_that_cannot_be_made_are_findings():
     def breaks(num_envs):
         raise OSError("no device")
 
-    assert check_env(breaks).training == Finding(None, "cannot be made: OSError: no device")
+    with pytest.raises(OSError, match="no device"):
+        check_env(breaks)
 
 
 def test_envpool_is_tried_out_where_it_is_asked_for():
@@ -136,16 +137,17 @@ def test_a_cheat_is_refused_with_the_reason_and_the_fix():
 
 @pytest.mark.parametrize(
     ("env", "reason"),
-    [
-        (BreaksInStep, "RuntimeError: the motor is off"),
-        (BreaksInReset, "RuntimeError: no room"),
-        (CannotBeMade, "cannot be made: OSError: licence file not found"),
-    ],
+    [(BreaksInStep, "RuntimeError: the motor is off"), (BreaksInReset, "RuntimeError: no room")],
 )
 def test_what_breaks_is_a_finding(env, reason):
     report = check_env(env)
     findings = [report.noise_varies, report.training, report.start_modes["seed"], report.steps_per_second["sync"]]
     assert [(found.value, found.reason) for found in findings] == [(None, reason)] * 4
+
+
+def test_an_environment_that_cannot_be_made_is_an_error():
+    with pytest.raises(OSError, match="licence file not found"):
+        check_env(CannotBeMade)
 
 
 def test_spaces_that_are_not_supported():

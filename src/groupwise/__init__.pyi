@@ -27,7 +27,7 @@ from groupwise.data.rollout import RolloutBuffer as RolloutBuffer, transition_vi
 from groupwise.envs.starts import verify_group_start as verify_group_start
 from groupwise.envs.make import make_env as make_env
 from groupwise.envs.torch_env import TorchGroupEnv as TorchGroupEnv
-from groupwise.envs.torch_control import TorchCartPole as TorchCartPole, TorchMountainCar as TorchMountainCar, TorchMountainCarContinuous as TorchMountainCarContinuous, TorchPendulum as TorchPendulum
+from groupwise.envs.torch_control import TorchCartPole as TorchCartPole, TorchPendulum as TorchPendulum
 from groupwise.errors import CheckpointError as CheckpointError, ConfigError as ConfigError, DataError as DataError, SamplerMismatchError as SamplerMismatchError, DivergedError as DivergedError, EnvError as EnvError, GroupStartError as GroupStartError, GroupStartWarning as GroupStartWarning, GroupwiseError as GroupwiseError, MissingExtraError as MissingExtraError, RewardError as RewardError, RunFolderError as RunFolderError, SlowPathWarning as SlowPathWarning, ToolError as ToolError, UnknownNameError as UnknownNameError, UnsupportedSpaceError as UnsupportedSpaceError
 from groupwise.policies.actor_critic import ActorCritic as ActorCritic
 from groupwise.policies.base import Evaluation as Evaluation, Policy as Policy

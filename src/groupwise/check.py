@@ -22,7 +22,7 @@ from groupwise.data.spaces import obs_spec, space_kind, subspaces
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.make import make_env, makes_rows
 from groupwise.envs.names import refuse_module
-from groupwise.envs.single import explained, step_limit, with_limit
+from groupwise.envs.single import make_one, step_limit
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.policies.distributions import make_head
 
@@ -157,12 +157,7 @@ def _source(env: object) -> tuple[EnvCfg, Maker]:
 
 def _check_single(cfg: EnvCfg, make: Maker) -> EnvReport:
     """The report on an environment that is made one by one."""
-    try:
-        single = _make_single(cfg, make)
-    except GroupwiseError:
-        raise
-    except Exception as error:
-        return _broken(cfg.id, error)
+    single = make_one(cfg, make)
     name = type(single.unwrapped).__name__ if single.spec is None else single.spec.id
     limit = _known(step_limit(single))
     single.close()
@@ -174,13 +169,7 @@ def _check_single(cfg: EnvCfg, make: Maker) -> EnvReport:
 def _check_rows(cfg: EnvCfg, make: Maker) -> EnvReport:
     """The report on an environment that makes all its rows itself."""
     plain = cfg.model_copy(update=_GROUP_SETTINGS)
-    try:
-        env = make_env(plain, grouped=True, num_envs=NUM_ENVS, env=make, verify=False)
-    except GroupwiseError:
-        raise
-    except Exception as error:
-        return _broken(cfg.id, error)
-    with closing(env):
+    with closing(make_env(plain, grouped=True, num_envs=NUM_ENVS, env=make, verify=False)) as env:
         only = Finding[float](None, f"it makes its rows itself, and starts them by {env.start_mode}")
         modes: dict[str, Finding[float]] = dict.fromkeys([*START_MODES], only)
         modes[env.start_mode] = _tried(lambda: _median_start_us(env, NUM_ENVS))
@@ -297,23 +286,6 @@ def _known(limit: int | None) -> Finding[int]:
         "no step limit is known, so an episode might never end",
         "env.max_episode_steps (also where it truncates by itself), or algorithm.collection.horizon",
     )
-
-
-def _broken(env_id: str, error: Exception) -> EnvReport:
-    """The report on an environment that cannot even be made."""
-    reason, fix = _reason_and_fix(error)
-    nothing: Finding[Any] = Finding(None, f"cannot be made: {reason}", fix)
-    modes: dict[str, Finding[float]] = dict.fromkeys([*START_MODES], nothing)
-    speeds = dict.fromkeys(VECTORIZATIONS, nothing)
-    return EnvReport(env_id, nothing, nothing, nothing, nothing, nothing, modes, speeds, nothing)
-
-
-def _make_single(cfg: EnvCfg, make: Maker) -> gymnasium.Env:
-    with explained(cfg.id):
-        made = gymnasium.make(cfg.id, **with_limit(cfg)) if make is None else make(**cfg.kwargs)
-    if not isinstance(made, gymnasium.Env):
-        raise EnvError(f"the callable returned a {type(made).__name__}, expected a gymnasium.Env")
-    return made
 
 
 def _require_entry_point(cfg: EnvCfg, make: Maker) -> None:

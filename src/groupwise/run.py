@@ -31,8 +31,7 @@ from groupwise.training.build import build_components
 from groupwise.training.checkpoint import load_checkpoint, load_policy, saved_steps
 from groupwise.training.components import Components, UserObjects, pick_device
 from groupwise.training.ending import closing_after
-from groupwise.training.env_evaluator import EnvEvaluator
-from groupwise.training.filming import record
+from groupwise.training.env_evaluator import EnvEvaluator, record
 
 if TYPE_CHECKING:
     import gymnasium

@@ -12,7 +12,7 @@ from run_folders import write_seeds
 import groupwise as gw
 from groupwise import cli
 from groupwise.cli.compare import parse_word
-from groupwise.training import filming
+from groupwise.training import env_evaluator
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     evaluation = {"interval": 100, "episodes": 2}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(filming, "film", lambda *args, **options: None)  # half of the time of so short a run
+        patch.setattr(env_evaluator, "film", lambda *args, **options: None)  # half of the time of so short a run
         for seed in (0, 1):
             small = {"seed": seed, "num_envs": 4, "total_steps": 300, "evaluation": evaluation}
             grpo, ppo = gw.GRPOCfg(num_epochs=1), gw.PPOCfg(num_steps=16, num_epochs=1)

@@ -167,7 +167,7 @@ def test_windows_are_those_of_the_reference(task):
 
 def test_members_begin_together_and_branch_where_their_first_member_was():
     collector, buffer = made("cube", gw.TorchGroupCollector)
-    assert collector.start_report.start_mode == "native"
+    assert collector.env.start_report.start_mode == "native"
     last = None
     for rollout in rollouts(collector, buffer, 3):
         buffer.add(rollout)

@@ -15,7 +15,7 @@ from groupwise import run as commands
 from groupwise.algorithms import advantages as credit
 from groupwise.config import registry
 from groupwise.text import reward_functions
-from groupwise.training import filming
+from groupwise.training import env_evaluator
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/algorithms/*.md"))]
@@ -51,7 +51,7 @@ COMMANDS = [
 @pytest.fixture(autouse=True)
 def _own_directory_and_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(filming, "film", lambda *args, **options: None)  # half of the time of so short a run
+    monkeypatch.setattr(env_evaluator, "film", lambda *args, **options: None)  # half of the time of so short a run
     monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry._ALGORITHMS))
     monkeypatch.setattr(credit, "CREDIT_RULES", dict(credit.CREDIT_RULES))
     monkeypatch.setattr(reward_functions, "REWARDS", dict(reward_functions.REWARDS))

@@ -77,18 +77,13 @@ def choose(env, wanted="auto", **settings):
 
 
 @pytest.mark.parametrize(
-    ("env", "method", "states"),
-    [
-        (Noisy, StartMethod("seed"), None),
-        (Own, StartMethod("snapshot", "adapter"), "own"),
-        (Locked, StartMethod("seed"), None),
-    ],
+    ("env", "expected"),
+    [(Noisy, StartMethod("seed")), (Own, StartMethod("snapshot", "adapter")), (Locked, StartMethod("seed"))],
 )
-def test_the_best_way_that_works_is_taken_without_a_word(env, method, states):
-    choice = choose(env)
-    assert choice.method == method
-    report = choice.report
-    assert (report.start_mode, report.states) == (method.mode, states)
+def test_the_best_way_that_works_is_taken_without_a_word(env, expected):
+    method, report = choose(env)
+    assert method == expected
+    assert report.start_mode == method.mode
 
 
 @pytest.mark.parametrize(
@@ -101,13 +96,13 @@ def test_the_best_way_that_works_is_taken_without_a_word(env, method, states):
 )
 def test_falling_to_the_next_way_warns_and_says_why(env, tier, reason):
     with pytest.warns(GroupStartWarning, match=rf"members of Env share their start by {tier}.*{reason}"):
-        choice = choose(env)
-    assert choice.report.start_mode == choice.method.mode == tier
-    assert choice.report.rejected
+        method, report = choose(env)
+    assert report.start_mode == method.mode == tier
+    assert report.rejected
 
 
 def test_a_state_that_is_written_into_later_does_no_harm():
-    assert choose(SharedMemory).report.start_mode == "snapshot"
+    assert choose(SharedMemory)[1].start_mode == "snapshot"
 
 
 @pytest.mark.parametrize(
@@ -137,9 +132,9 @@ def test_a_cheating_environment_is_refused_with_each_reason_once(env, reasons):
 
 @pytest.mark.parametrize("wanted", ["snapshot", "seed", "fresh"])
 def test_a_named_way_is_taken_alone(wanted):
-    choice = choose(Own, wanted)
-    assert (choice.method.mode, choice.report.start_mode) == (wanted, wanted)
-    assert choice.report.rejected == ()
+    method, report = choose(Own, wanted)
+    assert (method.mode, report.start_mode) == (wanted, wanted)
+    assert report.rejected == ()
 
 
 @pytest.mark.filterwarnings("error")
@@ -180,20 +175,20 @@ def test_rows_that_may_fail_are_examined_up_to_there():
                 raise RuntimeError("flaky")
             return super().step(action)
 
-    assert choose(Flaky, on_error="report").method == ("seed", None)
+    assert choose(Flaky, on_error="report")[0] == ("seed", None)
 
 
 @pytest.mark.parametrize(("num_noops", "warns"), [(0, True), (5, False)])
 def test_starts_that_do_not_vary_are_logged(caplog, num_noops, warns):
     with caplog.at_level(logging.WARNING):
-        choice = choose(lambda: RandomNoops(AlwaysThere(), num_noops))
-    assert choice.report.start_varies is not warns
+        _, report = choose(lambda: RandomNoops(AlwaysThere(), num_noops))
+    assert report.start_varies is not warns
     assert ("fix: env.num_random_noops" in caplog.text) == warns
 
 
 def test_running_statistics_are_found_out_and_the_mend_is_named():
     with pytest.warns(GroupStartWarning, match=r"by fresh.*seed: .* differ at the start.*fix: .*normalize_obs"):
-        assert choose(lambda: NormalizeObservation(TimeLimit(Noisy(), 20))).method.mode == "fresh"
+        assert choose(lambda: NormalizeObservation(TimeLimit(Noisy(), 20)))[0].mode == "fresh"
 
 
 def test_environments_for_evaluation_are_not_tried_out():
@@ -226,7 +221,7 @@ def test_evaluation_does_not_depend_on_earlier_ones_where_used_environments_star
 
 def test_what_was_found_comes_with_the_environment():
     env = make_env(EnvCfg(num_envs=2, max_episode_steps=9), env=Noisy, grouped=True)
-    assert env.start_report == ("Noisy", "seed", True, True, None, ())
+    assert env.start_report == ("Noisy", "seed", True, True, ())
     assert (env.start_mode, env.max_episode_steps) == ("seed", 9)
 
 

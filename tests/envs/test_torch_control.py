@@ -5,13 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.contrib.torch_tasks import TorchAcrobot
-from groupwise.envs.torch_control import (
-    TorchCartPole,
-    TorchMountainCar,
-    TorchMountainCarContinuous,
-    TorchPendulum,
-)
+from groupwise.contrib.torch_tasks import TorchAcrobot, TorchMountainCar, TorchMountainCarContinuous
+from groupwise.envs.torch_control import TorchCartPole, TorchPendulum
 from groupwise.functional.row_random import RowRandom
 
 ALL = np.ones(4, np.bool_)

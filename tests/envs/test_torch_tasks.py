@@ -6,15 +6,16 @@ import pytest
 import torch
 from no_waiting import NoWaiting
 
-from groupwise.contrib.torch_tasks import TorchAcrobot, TorchPointMass, TorchReacher
-from groupwise.contrib.warp_tasks import WarpCubePush, WarpHalfCheetah
-from groupwise.envs.starts import verify_group_start
-from groupwise.envs.torch_control import (
-    TorchCartPole,
+from groupwise.contrib.torch_tasks import (
+    TorchAcrobot,
     TorchMountainCar,
     TorchMountainCarContinuous,
-    TorchPendulum,
+    TorchPointMass,
+    TorchReacher,
 )
+from groupwise.contrib.warp_tasks import WarpCubePush, WarpHalfCheetah
+from groupwise.envs.starts import verify_group_start
+from groupwise.envs.torch_control import TorchCartPole, TorchPendulum
 from groupwise.functional.row_random import RowRandom
 
 LIMITS = {

@@ -14,7 +14,7 @@ from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.envs.base import EnvStep, GroupEnv
 from groupwise.policies.base import Action, Evaluation, Policy
-from groupwise.training import filming
+from groupwise.training import env_evaluator
 from groupwise.training.trainer import Trainer
 
 
@@ -22,7 +22,7 @@ from groupwise.training.trainer import Trainer
 def _no_video():
     """Half of the time of so short a run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(filming, "film", lambda *args, **options: None)
+        patch.setattr(env_evaluator, "film", lambda *args, **options: None)
         yield
 
 

@@ -5,9 +5,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from tensordict import TensorDict
 
+from groupwise.envs.base import VectorEnv
 from groupwise.policies.base import Action, Policy
+from groupwise.seeding import derive_seed
 
 
 class Episode(NamedTuple):
@@ -77,6 +80,37 @@ class Collector(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the environments."""
+
+
+class EnvCollector(Collector):
+    """Collects from environments.
+
+    Args:
+        env: gives observations on the policy's device.
+        rank: of this process; each draws its own streams.
+    """
+
+    def __init__(self, env: VectorEnv, policy: Policy, *, seed: int, rank: int) -> None:
+        super().__init__()
+        self.env = env
+        self.policy = policy
+        self.seed = seed
+        self.rank = rank
+        self._metrics: dict[str, float] = {}
+        """Further numbers of the last ``collect``."""
+
+    def metrics(self) -> dict[str, float]:
+        """``rollout/*`` numbers of the last ``collect``."""
+        return super().metrics() | self._metrics
+
+    def close(self) -> None:
+        """Free the environments."""
+        self.env.close()
+
+    def action_generator(self) -> torch.Generator:
+        """Draws the actions of this iteration."""
+        generator = torch.Generator(self.policy.device)
+        return generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
 
 
 def pool_metrics(ranks: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:

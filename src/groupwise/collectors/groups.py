@@ -1,6 +1,5 @@
 """Whole groups of episodes at shared starts: for GRPO."""
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
@@ -9,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from groupwise.collectors.base import Collector, Episode
+from groupwise.collectors.base import EnvCollector, Episode
 from groupwise.collectors.group_tracker import GroupQueue, GroupTracker, Member, finished_episodes, write_labels
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
@@ -20,10 +19,8 @@ from groupwise.errors import EnvError
 from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed
 
-log = logging.getLogger(__name__)
 
-
-class GroupCollector(Collector):
+class GroupCollector(EnvCollector):
     """Collects groups of ``group_size`` episodes that begin in the same state.
 
     A row that finishes takes the next episode at once, so members may run at different times, all with the same policy.
@@ -40,6 +37,8 @@ class GroupCollector(Collector):
         GroupStartError: members do not share a start.
     """
 
+    env: GroupEnv
+
     def __init__(
         self,
         env: GroupEnv,
@@ -52,26 +51,17 @@ class GroupCollector(Collector):
         rank: int = 0,
         verify_start: bool = True,
     ) -> None:
-        super().__init__()
-        self.env = env
-        self.policy = policy
+        super().__init__(env, policy, seed=seed, rank=rank)
         self.group_size = group_size
         self.greedy_members = greedy_members
         self.collection = collection or CollectionCfg()
-        self.seed = seed
-        self.rank = rank
-        self._metrics: dict[str, float] = {}
         self._check()
         if verify_start and env.start_report is None:
             env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
-        self.start_report = env.start_report
-        """Result of the check of the shared start."""
-        log.info("Group starts: %s", self.start_report)
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Whole groups, about ``num_steps`` steps a row; as long as the row that was busy longest."""
-        generator = torch.Generator(self.policy.device)
-        generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
+        generator = self.action_generator()
         tracker = self._make_tracker(num_steps)
         writer = RolloutWriter(rollout, self.policy)
         act = self.actor()
@@ -103,14 +93,6 @@ class GroupCollector(Collector):
     def recent_episodes(self) -> Sequence[Episode]:
         """All episodes of the rollout: they are whole, and of the current policy."""
         return self.finished
-
-    def metrics(self) -> dict[str, float]:
-        """``rollout/*`` numbers of the last ``collect``."""
-        return super().metrics() | self._metrics
-
-    def close(self) -> None:
-        """Free the environments."""
-        self.env.close()
 
     def _make_tracker(self, num_steps: int) -> GroupTracker:
         steps = self.env.num_envs * num_steps

@@ -9,12 +9,12 @@ from jaxtyping import Bool, Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.collectors.base import Collector, Episode
-from groupwise.collectors.torch_step import StepOutput, check_device
+from groupwise.collectors.base import EnvCollector, Episode
+from groupwise.collectors.torch_vector import StepOutput, check_device
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested
-from groupwise.envs.base import EnvStep, GroupStartReport
+from groupwise.envs.base import EnvStep
 from groupwise.envs.starts import verify_group_start
 from groupwise.envs.torch_env import TorchGroupEnv, TorchRows
 from groupwise.errors import EnvError
@@ -26,7 +26,7 @@ Seeds = tuple[Int[Tensor, " row"], Int[Tensor, " row"]]
 """Of starts and of noise."""
 
 
-class TorchGroupCollector(Collector):
+class TorchGroupCollector(EnvCollector):
     """Windows of groups, without a host sync in any step. The rows of a group are neighbours and start together.
 
     Members that ended wait for the others. The last step of the window truncates the running ones. If the first member
@@ -43,6 +43,8 @@ class TorchGroupCollector(Collector):
         GroupStartError: members do not share a start.
     """
 
+    env: TorchGroupEnv
+
     def __init__(
         self,
         env: TorchGroupEnv,
@@ -54,22 +56,15 @@ class TorchGroupCollector(Collector):
         rank: int = 0,
         verify_start: bool = True,
     ) -> None:
-        super().__init__()
-        self.env = env
-        self.policy = policy
+        super().__init__(env, policy, seed=seed, rank=rank)
         self.group_size = group_size
         self.collection = collection or CollectionCfg(partial_groups="truncate")
         self.horizon = self.collection.horizon
-        self.seed = seed
-        self.rank = rank
         self._check()
         if verify_start and env.start_report is None:
             env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
-        self.start_report: GroupStartReport | None = env.start_report
-        """Result of the check of the shared start."""
         rows = torch.arange(env.num_envs, device=env.device)
         self._group, self._member = rows // group_size, rows % group_size
-        self._metrics: dict[str, float] = {}
         num_groups, device = env.num_envs // group_size, env.device
         self._goes_on = torch.zeros(num_groups, dtype=torch.bool, device=device)
         """Groups whose first member was truncated by the window, and which begin in its state."""
@@ -102,9 +97,7 @@ class TorchGroupCollector(Collector):
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Exactly ``num_steps`` slots of every row."""
-        generator = torch.Generator(self.policy.device)
-        generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
-        rollout = self._fill(num_steps, RolloutWriter(rollout, self.policy), generator)
+        rollout = self._fill(num_steps, RolloutWriter(rollout, self.policy))
         self.iteration += 1
         return rollout
 
@@ -120,14 +113,6 @@ class TorchGroupCollector(Collector):
         if running["rank"] == self.rank:
             self.env.load_state_dict(running["env"])
             self._goes_on, self._return, self._length = (running[k].to(device) for k in ("goes_on", "return", "length"))
-
-    def metrics(self) -> dict[str, float]:
-        """``rollout/*`` numbers of the last ``collect``."""
-        return super().metrics() | self._metrics
-
-    def close(self) -> None:
-        """Free the environments."""
-        self.env.close()
 
     def stepper(self, generator: torch.Generator) -> Callable[..., StepOutput]:
         """What acts and steps all rows in one rollout. Replace it to compile ``step``."""
@@ -166,9 +151,9 @@ class TorchGroupCollector(Collector):
         return rows._replace(paused=rows.paused | cut), result._replace(truncated=result.truncated | cut)
 
     @torch.inference_mode()
-    def _fill(self, num_steps: int, writer: RolloutWriter, generator: torch.Generator) -> TensorDict:
+    def _fill(self, num_steps: int, writer: RolloutWriter) -> TensorDict:
         """Act, step, write and label; the rollout."""
-        env, step, seeds = self.env, self.stepper(generator), self._seeds(num_steps)
+        env, step, seeds = self.env, self.stepper(self.action_generator()), self._seeds(num_steps)
         slots = torch.arange(1, num_steps + 1, device=env.device)
         rows = self._first_rows(*seeds[0])
         obs, began = env.observed(rows), torch.zeros_like(self._group)

@@ -2,15 +2,43 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from groupwise.collectors.torch_step import StepOutput, check_device
 from groupwise.collectors.vector import VectorCollector
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.data.rollout import Nested
+from groupwise.envs.base import EnvStep
 from groupwise.envs.torch_env import TorchGroupEnv, TorchRows
+from groupwise.errors import EnvError
 from groupwise.policies.base import Action, Policy
+
+
+class StepOutput(NamedTuple):
+    """An action of all rows and its outcome."""
+
+    action: Action
+    rows: TorchRows
+    obs: Nested
+    """[N, ...] of the rows, for the next action."""
+    result: EnvStep
+    """With the observations at which episodes ended, where they did."""
+    others: tuple[Tensor, ...] = ()
+    """Further tensors that the collector carries to the next step."""
+
+
+def check_device(env: TorchGroupEnv, policy: Policy) -> None:
+    """Refuse a policy and an environment on different devices.
+
+    Raises:
+        EnvError: the devices differ.
+    """
+    if policy.device.type != env.device.type:
+        raise EnvError(
+            f"{env.env_id} is on {env.device}, and the policy on {policy.device}; fix: device={str(policy.device)!r}"
+        )
 
 
 class TorchVectorCollector(VectorCollector):
@@ -34,8 +62,8 @@ class TorchVectorCollector(VectorCollector):
         return StepOutput(action, rows, self.env.observed(rows), result)
 
     @torch.inference_mode()
-    def _fill(self, num_steps: int, writer: RolloutWriter, generator: torch.Generator, obs: Nested) -> Nested:
-        step, rows = self.stepper(generator), self.env.rows
+    def _fill(self, num_steps: int, writer: RolloutWriter, obs: Nested) -> Nested:
+        step, rows = self.stepper(self.action_generator()), self.env.rows
         results = []
         for t in range(num_steps):
             writer.observe(t, obs)

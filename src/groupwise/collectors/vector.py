@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.collectors.base import Collector, Episode
+from groupwise.collectors.base import EnvCollector, Episode
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.data.rollout import Nested
 from groupwise.envs.base import EnvStep, VectorEnv
@@ -19,7 +19,7 @@ from groupwise.seeding import derive_seed
 _OUTCOMES = ("reward", "terminated", "truncated")
 
 
-class VectorCollector(Collector):
+class VectorCollector(EnvCollector):
     """Steps every row ``num_steps`` times; episodes continue across windows. Works in every autoreset mode.
 
     A checkpoint keeps the running episodes where ``env.state_dict`` captures them (classic control, MuJoCo, environments in
@@ -32,13 +32,8 @@ class VectorCollector(Collector):
     """
 
     def __init__(self, env: VectorEnv, policy: Policy, *, seed: int = 0, rank: int = 0) -> None:
-        super().__init__()
-        self.env = env
-        self.policy = policy
-        self.seed = seed
-        self.rank = rank
+        super().__init__(env, policy, seed=seed, rank=rank)
         self._obs: Nested | None = None
-        self._idle_fraction = 0.0
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Exactly ``num_steps`` steps of every row.
@@ -49,10 +44,8 @@ class VectorCollector(Collector):
         if self.env.autoreset == "next_step" and num_steps < 2:
             raise EnvError(f"num_steps is {num_steps}, but {self.env.env_id} resets in an extra step; fix: at least 2")
         obs, self._obs = self._begin() if self._obs is None else self._obs, None  # None: not where a rollout ended
-        generator = torch.Generator(self.policy.device)
-        generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
         writer = RolloutWriter(rollout, self.policy)
-        obs = self._fill(num_steps, writer, generator, obs)
+        obs = self._fill(num_steps, writer, obs)
         rollout = writer.finish(num_steps, obs)
         self._label(rollout)
         self._obs = obs
@@ -80,14 +73,6 @@ class VectorCollector(Collector):
         self._obs = obs.to(device) if isinstance(obs, Tensor) else TensorDict(obs, [self.env.num_envs], device=device)
         self._dead, self._age, self._return = running["dead"], running["age"], running["return"]
 
-    def metrics(self) -> dict[str, float]:
-        """``rollout/*`` numbers; ``rollout/idle_fraction`` is the share of steps lost to ``next_step`` resets."""
-        return super().metrics() | {"rollout/idle_fraction": self._idle_fraction}
-
-    def close(self) -> None:
-        """Free the environments."""
-        self.env.close()
-
     def _begin(self) -> Nested:
         rows = self.env.num_envs
         self._dead = np.zeros(rows, dtype=np.bool_)
@@ -95,9 +80,9 @@ class VectorCollector(Collector):
         self._return = np.zeros(rows, dtype=np.float64)
         return self.env.reset(seed=derive_seed(self.seed, "env", self.rank, self.iteration))
 
-    def _fill(self, num_steps: int, writer: RolloutWriter, generator: torch.Generator, obs: Nested) -> Nested:
+    def _fill(self, num_steps: int, writer: RolloutWriter, obs: Nested) -> Nested:
         """Act, step and write; the observations to act on next."""
-        act = self.actor()
+        act, generator = self.actor(), self.action_generator()
         for t in range(num_steps):
             writer.observe(t, obs)
             action = act(obs, generator=generator)
@@ -140,7 +125,7 @@ class VectorCollector(Collector):
         over = done[:, -1] | dead[:, -1]
         self._return = np.where(over, 0.0, returns[episode_id[:, -1]])
         self._age = np.where(over, 0, step[:, -1] + 1)
-        self._idle_fraction = float(dead.mean())
+        self._metrics = {"rollout/idle_fraction": float(dead.mean())}  # lost to ``next_step`` resets
 
     def _count(
         self,

@@ -153,8 +153,6 @@ def _generator_at(machine: bytes) -> int:
 class AleAdapter(SnapshotAdapter):
     """Atari environments: their attributes, and the machine with the action that sticks."""
 
-    name = "ale"
-
     def capture_simulator(self, env: gymnasium.Env) -> AleState:
         """The machine, and the action that sticks."""
         return capture_ale(_machine(env))

@@ -1,6 +1,6 @@
-"""Acrobot, and tasks of reaching a goal, in torch: thousands of rows a step, on the CPU or a GPU.
+"""Acrobot, MountainCar and tasks of reaching a goal, in torch: thousands of rows a step, on the CPU or a GPU.
 
-``TorchAcrobot`` is Gymnasium's; the others have no counterpart there, so each class states its equations.
+The tasks of reaching have no counterpart in Gymnasium, so each class states its equations.
 """
 
 import math
@@ -275,3 +275,82 @@ class TorchReacher(TorchGroupEnv):
 
 def _length(vector: Float[Tensor, "2 row"]) -> Float[Tensor, " row"]:
     return torch.hypot(*vector.unbind(0))
+
+
+class _MountainCar(TorchGroupEnv):
+    """A car in a valley, whose engine is too weak for the slope."""
+
+    GRAVITY = 0.0025
+    MIN_POSITION = -1.2
+    MAX_POSITION = 0.6
+    MAX_SPEED = 0.07
+
+    ACTIONS: spaces.Space
+    STEP_LIMIT: int
+
+    def __init__(
+        self, num_envs: int, *, max_episode_steps: int | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        low = np.array([self.MIN_POSITION, -self.MAX_SPEED], dtype=np.float32)
+        high = np.array([self.MAX_POSITION, self.MAX_SPEED], dtype=np.float32)
+        super().__init__(
+            num_envs,
+            observation_space=spaces.Box(low, high, dtype=np.float32),
+            action_space=self.ACTIONS,
+            max_episode_steps=max_episode_steps or self.STEP_LIMIT,
+            device=device,
+        )
+
+    def initial(self, random: RowRandom) -> Float[Tensor, "row 2"]:
+        """Position and velocity [N, 2]: at rest within 0.1 of -0.5, near the bottom."""
+        position = random.uniform(1, low=-0.6, high=-0.4)
+        return torch.cat([position, torch.zeros_like(position)], dim=1)
+
+    def _roll(self, state: Float[Tensor, "row 2"], push: Float[Tensor, " row"]) -> tuple[Tensor, Tensor]:
+        """Position and velocity [N] after one step with this push; the wall on the left stops the car."""
+        position, velocity = state.unbind(1)
+        velocity = (velocity + push - self.GRAVITY * (3 * position).cos()).clamp(-self.MAX_SPEED, self.MAX_SPEED)
+        position = (position + velocity).clamp(self.MIN_POSITION, self.MAX_POSITION)
+        return position, torch.where(position <= self.MIN_POSITION, velocity.clamp(min=0.0), velocity)
+
+
+class TorchMountainCar(_MountainCar):
+    """Gymnasium's MountainCar-v0, in float32. Starts have the same distribution, from other random streams.
+
+    Source: Moore, "Efficient Memory-based Learning for Robot Control", 1990; constants as in Gymnasium's
+    ``MountainCarEnv``.
+    """
+
+    FORCE = 0.001
+    GOAL = 0.5
+    ACTIONS = spaces.Discrete(3)
+    STEP_LIMIT = 200
+
+    def transition(
+        self, state: Float[Tensor, "row 2"], action: Int[Tensor, " row"], random: RowRandom
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One step with a push to the left (0), none (1) or to the right (2); costs 1, and the flag may be reached."""
+        position, velocity = self._roll(state, (action - 1) * self.FORCE)
+        reached = (position >= self.GOAL) & (velocity >= 0)
+        return torch.stack([position, velocity], dim=1), -torch.ones_like(position), reached
+
+
+class TorchMountainCarContinuous(_MountainCar):
+    """Gymnasium's MountainCarContinuous-v0, in float32. Starts have the same distribution, from other random streams.
+
+    Source: as ``TorchMountainCar``; constants as in Gymnasium's ``Continuous_MountainCarEnv``.
+    """
+
+    POWER = 0.0015
+    GOAL = 0.45
+    ACTIONS = spaces.Box(-1.0, 1.0, (1,), np.float32)
+    STEP_LIMIT = 999
+
+    def transition(
+        self, state: Float[Tensor, "row 2"], action: Float[Tensor, "row 1"], random: RowRandom
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One step with a push within 1; costs a tenth of the squared action, and the flag earns 100."""
+        asked = action[:, 0]
+        position, velocity = self._roll(state, self.POWER * asked.clamp(-1.0, 1.0))
+        reached = (position >= self.GOAL) & (velocity >= 0)
+        return torch.stack([position, velocity], dim=1), 100.0 * reached - 0.1 * asked.square(), reached

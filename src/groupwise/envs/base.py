@@ -93,8 +93,6 @@ class GroupStartReport(NamedTuple):
     """Whether another start seed gives another start."""
     noise_varies: bool
     """Whether members with their own noise seeds drifted apart under equal actions."""
-    states: str | None = None
-    """Name of the adapter that captures states, or ``fields``; None with other modes."""
     rejected: tuple[str, ...] = ()
     """Why better modes were not chosen."""
 

@@ -25,8 +25,8 @@ IN_TORCH = {
     "CartPole-v1": "groupwise.envs.torch_control:TorchCartPole",
     "Pendulum-v1": "groupwise.envs.torch_control:TorchPendulum",
     "Acrobot-v1": "groupwise.contrib.torch_tasks:TorchAcrobot",
-    "MountainCar-v0": "groupwise.envs.torch_control:TorchMountainCar",
-    "MountainCarContinuous-v0": "groupwise.envs.torch_control:TorchMountainCarContinuous",
+    "MountainCar-v0": "groupwise.contrib.torch_tasks:TorchMountainCar",
+    "MountainCarContinuous-v0": "groupwise.contrib.torch_tasks:TorchMountainCarContinuous",
     "HalfCheetah-v5": "groupwise.contrib.warp_tasks:WarpHalfCheetah",
 }
 """Gymnasium's tasks with a version in torch, the same up to rounding."""
@@ -38,11 +38,7 @@ def makes_rows(env: object) -> bool:
 
 
 def _from_maker(make: Callable[..., Any], cfg: EnvCfg, num_envs: int, device: torch.device | str) -> GroupEnv:
-    """The ``GroupEnv`` that ``make`` returns, called with the parameters that it has.
-
-    Raises:
-        EnvError: it returned something else, or does not fit the settings.
-    """
+    """The ``GroupEnv`` that ``make`` returns, called with the parameters that it has."""
     settings = {"num_envs": num_envs, **cfg.kwargs}
     parameters = _parameters(make)
     if "device" in parameters:
@@ -59,11 +55,7 @@ def _from_maker(make: Callable[..., Any], cfg: EnvCfg, num_envs: int, device: to
 
 
 def _adopt_rows(env: GroupEnv, cfg: EnvCfg, num_envs: int | None) -> GroupEnv:
-    """``env`` itself, if it fits the settings.
-
-    Raises:
-        EnvError: it has another number of rows or another step limit.
-    """
+    """``env`` itself, if it fits the settings."""
     _check_num_envs(env.env_id, env.num_envs, num_envs)
     if cfg.max_episode_steps not in (None, env.max_episode_steps):
         raise EnvError(
@@ -79,12 +71,7 @@ def _check_num_envs(env_id: str, found: int, asked: int | None) -> None:
 
 
 def _from_torch(cfg: EnvCfg, num_envs: int, device: torch.device | str) -> GroupEnv:
-    """The task ``cfg.id`` in torch.
-
-    Raises:
-        EnvError: there is none in torch, or ``cfg.kwargs`` is not empty.
-        MissingExtraError: its simulator is not installed.
-    """
+    """The task ``cfg.id`` in torch."""
     if cfg.id not in IN_TORCH:
         raise EnvError(
             f"{cfg.id} is not written in torch, only {', '.join(IN_TORCH)} are; fix: env.vectorization='auto', or a "

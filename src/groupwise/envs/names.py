@@ -2,30 +2,19 @@
 
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import NamedTuple
 
 from groupwise.errors import EnvError, MissingExtraError, UnknownNameError, installing, nearest
 
-
-class _Package(NamedTuple):
-    module: str
-    """Registers its environments when it is imported."""
-    extra: str
-
-
-_PACKAGES = {
-    "ALE/": _Package("ale_py", "atari"),
-    "MiniGrid-": _Package("minigrid", "minigrid"),
-    "BabyAI-": _Package("minigrid", "minigrid"),
-}
+_PACKAGES = {"ALE/": ("ale_py", "atari"), "MiniGrid-": ("minigrid", "minigrid"), "BabyAI-": ("minigrid", "minigrid")}
+"""The module that registers environments when it is imported, and the extra that brings it, by the start of their ids."""
 
 
 def unknown_environment(env_id: str, known: Iterable[str]) -> UnknownNameError | MissingExtraError:
     """The error to raise: names the nearest id, or the package that registers environments of this kind."""
     names = list(known)
-    for prefix, package in _PACKAGES.items():
+    for prefix, (module, extra) in _PACKAGES.items():
         if env_id.startswith(prefix) and not any(name.startswith(prefix) for name in names):
-            return _from(package, env_id)
+            return _of_package(env_id, module, extra)
     hint = (
         None
         if nearest(env_id, names)
@@ -48,8 +37,7 @@ def refuse_module(env_id: str) -> None:
         )
 
 
-def _from(package: _Package, env_id: str) -> UnknownNameError | MissingExtraError:
-    module, extra = package
+def _of_package(env_id: str, module: str, extra: str) -> UnknownNameError | MissingExtraError:
     registering = f"import {module} (command line: --plugin {module})"
     if find_spec(module) is None:
         return MissingExtraError(

@@ -1,11 +1,9 @@
 """Rows made of single Gymnasium environments: a registered id, or a callable of the user's."""
 
 import copy
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import metadata
 from typing import Any
 
 import gymnasium
@@ -22,7 +20,7 @@ from groupwise.envs.local_rows import EnvMaker, OnError, RowCfg, StartMethod
 from groupwise.envs.names import unknown_environment
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.starts import choose_start, verify_rows
-from groupwise.errors import EnvError, GroupStartError, MissingExtraError, installing
+from groupwise.errors import EnvError, GroupStartError, MissingExtraError
 
 _VECTORIZERS: dict[str, type[SyncVectorEnv] | type[AsyncVectorEnv]] = {
     "sync": LeanSyncVectorEnv,
@@ -53,7 +51,7 @@ def group_env(
             "fix: env.start_mode='auto'"
         )
     in_one_process = vectorization == "sync"
-    rows = _describe(cfg, _maker(cfg, env, knows_ids=in_one_process), on_error)
+    rows = _describe(cfg, env, on_error, knows_ids=in_one_process)
     report = None
     if verify:
         method, report = choose_start(rows, cfg.start_mode)
@@ -64,7 +62,7 @@ def group_env(
     made.start_report = report
     if verify and not in_one_process:
         try:
-            verify_rows(made, made.forget_starts)
+            verify_rows(made)
         except BaseException:
             made.close()
             raise
@@ -79,7 +77,7 @@ def vector_env(
     device: torch.device | str,
 ) -> VectorEnv:
     """Gymnasium's own vectorisation, whose rows are reset by the caller."""
-    rows = _describe(cfg, _maker(cfg, env), "raise")
+    rows = _describe(cfg, env, "raise")
     with explained(cfg.id):
         vector = _VECTORIZERS[vectorization]([rows.make] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED)
     return GymnasiumVectorEnv(vector, env_id=rows.env_id, max_episode_steps=rows.max_episode_steps, device=device)
@@ -117,7 +115,7 @@ def explained(env_id: str) -> Iterator[None]:
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
         raise unknown_environment(env_id, gymnasium.registry) from error
     except gymnasium.error.DependencyNotInstalled as error:
-        raise MissingExtraError(f"{env_id} needs a package that is not installed: {_fix(str(error))}") from error
+        raise MissingExtraError(f"{env_id} needs a package that is not installed; fix: {error}") from error
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"{env_id} needs {error.name!r}, which is not installed; fix: install it") from error
     except (gymnasium.error.Error, TypeError) as error:  # TypeError: arguments that it does not take
@@ -131,12 +129,20 @@ def step_limit(env: gymnasium.Env) -> int | None:
     return None if env.spec is None else env.spec.max_episode_steps
 
 
-def _describe(cfg: EnvCfg, make: EnvMaker, on_error: OnError) -> RowCfg:
-    """The config of a row, read from one environment made for it."""
+def make_one(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None) -> gymnasium.Env:
+    """One environment, with its step limit."""
     with explained(cfg.id):
-        probe = make()
-    if not isinstance(probe, gymnasium.Env):
-        raise EnvError(f"the callable returned a {type(probe).__name__}, expected a gymnasium.Env")
+        made = _maker(cfg, env)()
+    if not isinstance(made, gymnasium.Env):
+        raise EnvError(f"the callable returned a {type(made).__name__}, expected a gymnasium.Env")
+    return made
+
+
+def _describe(
+    cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: OnError, *, knows_ids: bool = True
+) -> RowCfg:
+    """The config of a row, read from one environment made for it."""
+    probe, make = make_one(cfg, env), _maker(cfg, env, knows_ids=knows_ids)
     spec, name = probe.spec, type(probe.unwrapped).__name__
     limit = cfg.max_episode_steps or step_limit(probe)
     probe.close()
@@ -173,13 +179,3 @@ def _limited(make: EnvMaker, limit: int) -> gymnasium.Env:
 
 def _with_noops(make: EnvMaker, num_random_noops: int) -> gymnasium.Env:
     return RandomNoops(make(), num_random_noops)
-
-
-def _fix(message: str) -> str:
-    """Gymnasium's message, with our extra in place of its own where we have one of that name."""
-    named = re.search(r"gymnasium\[([\w-]+)\]", message)
-    ours = metadata("groupwise").get_all("Provides-Extra") or []
-    if named is None or named[1] not in ours:
-        return message
-    reason = re.split(r",? *(?:you can|run) ", message)[0] or named[1]
-    return f"{reason}; fix: {installing(named[1])}"

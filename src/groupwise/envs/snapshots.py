@@ -70,8 +70,6 @@ class SnapshotAdapter:
     The attributes may miss state that is kept elsewhere, so the start check compares restored environments.
     """
 
-    name = "fields"
-
     def capture(self, env: gymnasium.Env) -> Snapshot:
         """The state of the whole wrapper stack and the simulator. It can be restored any number of times.
 
@@ -173,8 +171,6 @@ class _Captured(NamedTuple):
 class _Own(SnapshotAdapter):
     """``clone_state`` and ``restore_state`` of the outermost layer that has them, which cover the layers inside it."""
 
-    name = "own"
-
     def capture(self, env: gymnasium.Env) -> Snapshot:
         outer, own = self._split(env)
         captured = _capture(env, outer)
@@ -204,8 +200,6 @@ class _Own(SnapshotAdapter):
 
 class _Mujoco(SnapshotAdapter):
     """A copy of ``MjData``, which unlike MuJoCo's state vectors restores bit for bit, in the environment's own model."""
-
-    name = "mujoco"
 
     def capture_simulator(self, env: gymnasium.Env) -> Any:
         import mujoco

@@ -3,8 +3,9 @@
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,15 +37,8 @@ FIX = (
 _Trace = list[dict[str, npt.NDArray[Any]]]
 
 
-class _Difference(NamedTuple):
-    step: int
-    key: str
-    row: int
-
-    @property
-    def where(self) -> str:
-        when = "at the start" if self.step == 0 else f"at step {self.step} of equal actions with equal noise"
-        return f"{when}, in {self.key!r} of row {self.row}"
+class _ApartError(Exception):
+    """Rows that should share a start differ; says where."""
 
 
 def verify_group_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STEPS) -> GroupStartReport:
@@ -57,31 +51,24 @@ def verify_group_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STE
     Raises:
         GroupStartError: names the environment, the step and the key where they differ.
     """
-    report = examine_start(env, seed=seed, num_steps=num_steps)
-    if isinstance(report, str):
-        raise GroupStartError(f"members of {env.env_id} cannot share a start: {report}; fix: {FIX}")
-    return report
+    try:
+        return _examine(env, seed, num_steps)
+    except _ApartError as error:
+        raise GroupStartError(f"members of {env.env_id} cannot share a start: {error}; fix: {FIX}") from None
 
 
-def examine_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STEPS) -> GroupStartReport | str:
-    """The report of ``verify_group_start``, or the reason why members cannot share a start."""
+def _examine(env: GroupEnv, seed: int = 0, num_steps: int = NUM_STEPS) -> GroupStartReport:
+    """As ``verify_group_start``; the error only says where members differ."""
     compared, noise_varies = 0, False
     for number in range(_MAX_TRIES):
-        found = _examine_episode(env, derive_seed(seed, "episode", number) if number else seed, num_steps)
-        if isinstance(found, str):
-            return found
-        compared, noise_varies = compared + found.steps, noise_varies or found.noise_varies
+        steps, varies = _examine_episode(env, derive_seed(seed, "episode", number) if number else seed, num_steps)
+        compared, noise_varies = compared + steps, noise_varies or varies
         if compared >= num_steps and number + 1 >= _MIN_EPISODES:
             break
     return GroupStartReport(env.env_id, env.start_mode, _start_varies(env, seed), noise_varies)
 
 
-class _Episode(NamedTuple):
-    steps: int
-    noise_varies: bool
-
-
-def _examine_episode(env: GroupEnv, seed: int, num_steps: int) -> _Episode | str:
+def _examine_episode(env: GroupEnv, seed: int, num_steps: int) -> tuple[int, bool]:
     """How many steps of an episode agreed, and whether members with noise of their own drifted apart."""
     actions = _random_actions(env, seed, num_steps)
     start, noise = _equal(env, seed, "start"), _equal(env, seed, "noise")
@@ -90,9 +77,9 @@ def _examine_episode(env: GroupEnv, seed: int, num_steps: int) -> _Episode | str
     again = _started(env, start, noise, actions)
     apart = _started(env, start, _own(env, seed, "noise"), actions)
     for trace in (first, again, apart[:1]):
-        if (difference := _first_difference(first, trace)) is not None:
-            return f"rows that were started with the same seed differ {difference.where}"
-    return _Episode(len(first) - 1, _first_difference(first, apart) is not None)
+        if (where := _first_difference(first, trace)) is not None:
+            raise _ApartError(f"rows that were started with the same seed differ {where}")
+    return len(first) - 1, _first_difference(first, apart) is not None
 
 
 def _start_varies(env: GroupEnv, seed: int) -> bool:
@@ -106,36 +93,29 @@ def _start_varies(env: GroupEnv, seed: int) -> bool:
     return False
 
 
-def start_repeats(env: GroupEnv, forget: Callable[[], None]) -> bool:
-    """Whether a seed's start is the same again after ``forget`` dropped the captured starts."""
-    actions = _random_actions(env, 0, NUM_STEPS)
-    start, noise = _equal(env, 0, "start"), _equal(env, 0, "noise")
-    first = _started(env, start, noise, actions)
-    _scatter(env, 0, NUM_STEPS)
-    forget()
-    return _first_difference(first, _started(env, start, noise, actions)) is None
-
-
-def verify_rows(env: GroupEnv, forget: Callable[[], None]) -> None:
+def verify_rows(env: RowsGroupEnv) -> None:
     """Check that rows in worker processes share starts, since processes may differ.
-
-    All rows must agree bit for bit at a start and for some equal steps, and again after ``forget``.
 
     Raises:
         GroupStartError: names the environment, the step and the key where they differ.
     """
-    actions = _random_actions(env, 0, 8)
+    if (where := _difference_when_captured_again(env, 8)) is not None:
+        raise GroupStartError(
+            f"members of {env.env_id} cannot share a start across processes: rows that were started with the same seed "
+            f"differ {where}, though two rows of one process agreed; fix: let nothing depend on the process (its id, "
+            "files, global generators), or vectorization='sync'"
+        )
+    env.forget_starts()
+
+
+def _difference_when_captured_again(env: RowsGroupEnv, num_steps: int) -> str | None:
+    """Where rows differ from row 0, in some steps from a start and again after that start is captured again."""
+    actions = _random_actions(env, 0, num_steps)
     start, noise = _equal(env, 0, "start"), _equal(env, 0, "noise")
     first = _started(env, start, noise, actions)
-    forget()
-    for trace in (first, _started(env, start, noise, actions)):
-        if (difference := _first_difference(first, trace)) is not None:
-            raise GroupStartError(
-                f"members of {env.env_id} cannot share a start across processes: rows that were started with the same "
-                f"seed differ {difference.where}, though two rows of one process agreed; fix: let "
-                "nothing depend on the process (its id, files, global generators), or vectorization='sync'"
-            )
-    forget()
+    _scatter(env, 0, num_steps)
+    env.forget_starts()
+    return _first_difference(first, first) or _first_difference(first, _started(env, start, noise, actions))
 
 
 def _equal(env: GroupEnv, seed: int, name: str) -> Seeds:
@@ -167,12 +147,8 @@ def _scatter(env: GroupEnv, seed: int, num_steps: int) -> None:
 
 
 def _started(env: GroupEnv, start_seed: Seeds, noise_seed: Seeds, actions: Sequence[torch.Tensor]) -> _Trace:
-    return _trace(env, env.start(np.ones(env.num_envs, dtype=np.bool_), start_seed, noise_seed), actions)
-
-
-def _trace(env: GroupEnv, obs: Nested, actions: Sequence[torch.Tensor]) -> _Trace:
-    """All outputs of the environment, ``obs`` first, up to the first end of an episode."""
-    trace = [_arrays(obs, "obs")]
+    """All outputs of the environment from the start up to the first end of an episode."""
+    trace = [_arrays(env.start(np.ones(env.num_envs, dtype=np.bool_), start_seed, noise_seed), "obs")]
     for action in actions:
         step = env.step(action)
         if step.failed is not None:
@@ -190,26 +166,22 @@ def _arrays(obs: Nested, name: str) -> dict[str, npt.NDArray[Any]]:
     return {key: array for child, leaf in obs.items() for key, array in _arrays(leaf, f"{name}.{child}").items()}
 
 
-def _first_difference(expected: _Trace, trace: _Trace) -> _Difference | None:
+def _first_difference(expected: _Trace, trace: _Trace) -> str | None:
     """Where ``trace`` first differs from row 0 of ``expected``; None if nowhere."""
     for step, (right, left) in enumerate(zip(expected, trace, strict=False)):
         for key, array in left.items():
             reference = right[key][:1]
             same = (array == reference) | ((array != array) & (reference != reference))
             if not same.all():
-                return _Difference(step, key, int(np.argwhere(~same)[0, 0]))
+                when = f"at step {step} of equal actions with equal noise" if step else "at the start"
+                return f"{when}, in {key!r} of row {int(np.argwhere(~same)[0, 0])}"
     return None
 
 
-class StartChoice(NamedTuple):
-    """The chosen method, and the report of its check."""
-
-    method: StartMethod
-    report: GroupStartReport
-
-
-def choose_start(cfg: RowCfg, wanted: Literal["auto", "native", "snapshot", "seed", "fresh"]) -> StartChoice:
-    """The first method by which two rows share their start and pass every check.
+def choose_start(
+    cfg: RowCfg, wanted: Literal["auto", "native", "snapshot", "seed", "fresh"]
+) -> tuple[StartMethod, GroupStartReport]:
+    """The first method by which two rows share their start and pass every check, and the report of these.
 
     Tried in this order: states captured by an adapter, seeded resets, states captured field by field, new environments.
     A start must be the same when it is captured again: otherwise no run would repeat, and rows in several processes
@@ -222,16 +194,15 @@ def choose_start(cfg: RowCfg, wanted: Literal["auto", "native", "snapshot", "see
     Raises:
         GroupStartError: no method works; names the reason of each.
     """
-    adapter = _adapter_name(cfg)
     reasons: dict[StartMethod, str] = {}
-    for method in _methods(wanted, has_adapter=adapter is not None):
-        found = _examine_method(cfg._replace(method=method))
-        if not isinstance(found, str):
-            name = adapter if method.states == "adapter" else method.states
-            report = found._replace(states=name, rejected=tuple(_joined(reasons)))
-            _warn(cfg, method, report)
-            return StartChoice(method, report)
-        reasons[method] = found
+    for method in _methods(wanted, has_adapter=_has_adapter(cfg)):
+        try:
+            report = _examine_method(cfg._replace(method=method))._replace(rejected=tuple(_joined(reasons)))
+        except _ApartError as error:
+            reasons[method] = str(error)
+            continue
+        _warn(cfg, method, report)
+        return method, report
     by, other = "", ""
     if wanted != "auto":
         by, other = f" by start_mode={wanted!r}", "; or start_mode='auto', which tries every way"
@@ -239,22 +210,20 @@ def choose_start(cfg: RowCfg, wanted: Literal["auto", "native", "snapshot", "see
     raise GroupStartError(f"members of {cfg.env_id} cannot share a start{by}: {why}; fix: {FIX}{other}")
 
 
-def _examine_method(cfg: RowCfg) -> GroupStartReport | str:
-    """The report on two rows that start by ``cfg.method``, or the reason why they cannot share a start."""
-    env = RowsGroupEnv(cfg, 2)
+def _examine_method(cfg: RowCfg) -> GroupStartReport:
+    """The report on two rows that start by ``cfg.method``."""
     captures = cfg.method.mode == "snapshot"
-    try:
-        report = examine_start(env)
-        if captures and isinstance(report, GroupStartReport) and not start_repeats(env, env.forget_starts):
-            return "the captured start of a seed is another one when it is captured again"
-        return report
-    except Exception as error:
-        if not captures:  # the environment's own error, which the user must see
-            raise
-        kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
-        return kind + str(error).partition("; fix: ")[0]
-    finally:
-        env.close()
+    with closing(RowsGroupEnv(cfg, 2)) as env:
+        try:
+            report = _examine(env)
+            if captures and _difference_when_captured_again(env, NUM_STEPS) is not None:
+                raise _ApartError("the captured start of a seed is another one when it is captured again")
+            return report
+        except Exception as error:
+            if isinstance(error, _ApartError) or not captures:  # else the user must see the environment's own error
+                raise
+            kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
+            raise _ApartError(kind + str(error).partition("; fix: ")[0]) from error
 
 
 def _methods(wanted: str, *, has_adapter: bool) -> Iterator[StartMethod]:
@@ -269,11 +238,9 @@ def _methods(wanted: str, *, has_adapter: bool) -> Iterator[StartMethod]:
         yield StartMethod("fresh")
 
 
-def _adapter_name(cfg: RowCfg) -> str | None:
-    env = cfg.make()
-    adapter = adapter_for(env)
-    env.close()
-    return None if adapter is None else adapter.name
+def _has_adapter(cfg: RowCfg) -> bool:
+    with closing(cfg.make()) as env:
+        return adapter_for(env) is not None
 
 
 def _warn(cfg: RowCfg, method: StartMethod, report: GroupStartReport) -> None:

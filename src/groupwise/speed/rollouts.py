@@ -17,8 +17,7 @@ from torch.utils import _pytree as pytree
 
 from groupwise.collectors.base import Collector
 from groupwise.collectors.torch_groups import TorchGroupCollector
-from groupwise.collectors.torch_step import StepOutput
-from groupwise.collectors.torch_vector import TorchVectorCollector
+from groupwise.collectors.torch_vector import StepOutput, TorchVectorCollector
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import has_hooks

@@ -14,11 +14,12 @@ from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.collectors.vector import VectorCollector
 from groupwise.config.algorithm import GRPOCfg, with_max_length
 from groupwise.config.base import GIVEN
+from groupwise.config.env import StartMode
 from groupwise.config.registry import algorithm_entry
 from groupwise.config.run import RunCfg
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.engines.base import Engine
-from groupwise.envs.base import GroupEnv, GroupStartReport, VectorEnv
+from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.make import make_env, torch_fix
 from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.errors import ConfigError, EnvError
@@ -30,8 +31,7 @@ from groupwise.seeding import derive_seed
 from groupwise.speed.install import install
 from groupwise.training.checkpoint import Identity
 from groupwise.training.components import Components, UserObjects, check_trackers, pick_device, threads
-from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, separate_env
-from groupwise.training.filming import record
+from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, record, separate_env
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class EnvComponents(Components):
         if separate_env(self.cfg.env, self.given.env) is None:
             log.warning("no evaluation: %s was given ready-made and cannot be made a second time", self.identity.env_id)
             return None
-        report = self.start_report()
+        start_mode = self._start_mode()
         return EnvEvaluator(
             self.cfg,
             self.given,
@@ -56,28 +56,22 @@ class EnvComponents(Components):
             episodes=self.cfg.evaluation.episodes,
             deterministic=self.cfg.evaluation.deterministic,
             seed=derive_seed(self.cfg.seed, "evaluation"),
-            start_mode="fresh" if report is not None and report.start_mode == "fresh" else "auto",
+            start_mode="fresh" if start_mode == "fresh" else "auto",
         )
 
     def evaluation_interval(self) -> int | None:
         """Environment steps between two evaluations."""
         return self.cfg.evaluation.interval
 
-    def start_report(self) -> GroupStartReport | None:
-        """The check of the groups' shared start; None for algorithms without groups."""
-        if isinstance(self.collector, GroupCollector | TorchGroupCollector):
-            return self.collector.start_report
-        return None
-
     def notes(self) -> list[str]:
         """How the members of a group share their start."""
-        report = self.start_report()
-        return [f"Group starts: shared ({report.start_mode}), verified."] if report else []
+        mode = self._start_mode()
+        return [f"Group starts: shared ({mode}), verified."] if mode else []
 
     def summary_fields(self) -> dict[str, Any]:
         """How the members of a group share their start."""
-        report = self.start_report()
-        return {"start_mode": f"{report.start_mode}, verified"} if report else {}
+        mode = self._start_mode()
+        return {"start_mode": f"{mode}, verified"} if mode else {}
 
     def render(self, folder: RunFolder, seed: int) -> None:
         """Film an episode, where the environment renders."""
@@ -92,6 +86,11 @@ class EnvComponents(Components):
 
         if not isinstance(self.given.env, gymnasium.vector.VectorEnv | GroupEnv):
             super().close()
+
+    def _start_mode(self) -> StartMode | None:
+        """How the members of a group share their start, which was verified; None for algorithms without groups."""
+        report = self.env.start_report if isinstance(self.env, GroupEnv) and self.algorithm.grouped else None
+        return None if report is None else report.start_mode
 
 
 def build_components(cfg: RunCfg, given: UserObjects, engine: Engine) -> EnvComponents:

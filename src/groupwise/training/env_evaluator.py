@@ -1,5 +1,6 @@
-"""Evaluation of a run's policy in environments of its own."""
+"""Evaluation and video of a run's policy in environments of its own."""
 
+from pathlib import Path
 from typing import Literal
 
 from groupwise.config.algorithm import GRPOCfg
@@ -9,6 +10,8 @@ from groupwise.envs.base import GroupEnv
 from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError
 from groupwise.policies.base import Policy
+from groupwise.report.video import NoPictureError, film
+from groupwise.seeding import derive_seed
 from groupwise.training.components import Evaluator, UserObjects
 from groupwise.training.evaluation import MAX_STEPS, EvaluationResult, evaluate_policy
 
@@ -74,6 +77,18 @@ class EnvEvaluator(Evaluator):
     def close(self) -> None:
         """Free the environments."""
         self.env.close()
+
+
+def record(cfg: RunCfg, given: UserObjects, policy: Policy, path: Path, seed: int) -> None:
+    """Film an episode of the greedy policy.
+
+    Raises:
+        NoPictureError: the environment does not render to arrays, or cannot be made a second time.
+        EnvError: its renderer failed.
+    """
+    if (separate := separate_env(cfg.env, given.env)) is None:
+        raise NoPictureError("no video: the environment was given ready-made; fix: give an id or a callable")
+    film(policy, *separate, path, seed=derive_seed(seed, "video"))
 
 
 def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None] | None:

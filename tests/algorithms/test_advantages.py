@@ -154,7 +154,7 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
     [
         ({"returns": "turn"}, "got group_key='group', fix: group_key='group_step'"),
         ({"group_key": "group_step", "returns": "process"}, "got returns='process', fix: returns='return_to_go'"),
-        ({"reward": {"weights": (1.0,)}}, "unknown key 'weights' in reward"),
+        ({"reward": {"weights": (1.0,)}}, "reward: unknown key 'weights'"),
         ({"kl_placement": "reward", "reward": "parts"}, "got reward='parts', fix: kl_placement='loss'"),
         ({"baseline": "greedy", "returns": "process"}, "baseline='greedy' .* got returns='process', fix"),
         ({"baseline": "length_weighted", "returns": "return_to_go"}, "got returns='return_to_go', fix"),

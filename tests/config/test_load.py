@@ -201,11 +201,11 @@ def test_settings_of_another_algorithm_are_refused(write):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{\n  "env": {,\n', r"run\.json, line 2, column 11: broken JSON"),
+        ('{\n  "env": {,\n', r"run\.json: broken JSON: .* line 2 column 11"),
         ("[1]", r"run\.json: expected an object with settings by name, found list"),
         ({"seed": 1}, r"run\.json: no environment and no task; fix"),
         ({"env": {"id": "CartPole-v1"}, "task": {}}, r"run\.json: .*leave out env or task"),
-        ({"task": {}, "model": {"lora": {"rank": 3}}}, r"run\.json: unknown key 'rank' in model\.lora"),
+        ({"task": {}, "model": {"lora": {"rank": 3}}}, r"run\.json: model\.lora: unknown key 'rank'"),
         ({"task": {}, "sampling": {"top_p": 0.9}}, r"run\.json: sampling: top_p=0\.9 is for evaluation only, .*fix"),
         (
             {"task": {}, "algorithm": {"collection": {"horizon": 9}}},
@@ -227,7 +227,7 @@ def test_missing_file_is_named():
 
 def test_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "run.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="not text in UTF-8"):
+    with pytest.raises(ConfigError, match="broken JSON: 'utf-8' codec"):
         load_config(tmp_path / "run.json")
 
 
@@ -237,9 +237,9 @@ def test_file_that_is_no_text_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "fields", "message"),
     [
-        ({"learning_rat": 1}, {}, r"unknown key 'learning_rat' in algorithm; did you mean 'learning_rate'\?"),
-        ({"name": "ppo", "group_size": 4}, {}, r"algorithm\.group_size: .* of grpo, not of ppo; fix: "),
-        ({"credit": {"scail": "std"}}, {}, r"unknown key 'scail' in algorithm\.credit; did you mean 'scale'\?"),
+        ({"learning_rat": 1}, {}, r"algorithm: unknown key 'learning_rat'; did you mean 'learning_rate'\?"),
+        ({"name": "ppo", "group_size": 4}, {}, r"algorithm: 'group_size' is a setting of grpo, not of ppo; fix: "),
+        ({"credit": {"scail": "std"}}, {}, r"algorithm\.credit: unknown key 'scail'; did you mean 'scale'\?"),
         (None, {"xyz": 1}, r"unknown key 'xyz'; known: .*total_steps"),
         ({"credit": {"scale": "stdd"}}, {}, r"algorithm\.credit\.scale = 'stdd': .*did you mean 'std'\?"),
         ({"group_size": 1}, {}, r"algorithm\.group_size = 1: .*greater than or equal to 2"),
@@ -260,11 +260,13 @@ def test_wrong_settings_name_key_value_and_fix(algorithm, fields, message):
 
 def test_every_mistake_is_reported_at_once():
     with pytest.raises(ConfigError) as caught:
-        resolve("CartPole-v1", {"gama": 1}, sed=1)
+        resolve("CartPole-v1", {"gama": 1, "epochs": 1}, policy={"hidden": 1}, seed=-1)
     assert [line.split(";")[0] for line in str(caught.value).splitlines()] == [
-        "unknown key 'gama' in algorithm",
-        "unknown key 'sed'",
+        "algorithm: unknown key 'gama'",
+        "seed = -1: input should be greater than or equal to 0",
+        "policy: unknown key 'hidden'",
     ]
+    assert "unknown key 'epochs'; did you mean 'num_epochs'?" in str(caught.value)
 
 
 def test_unknown_preset_names_the_nearest():
@@ -279,12 +281,12 @@ def test_unknown_preset_names_the_nearest():
     ("build", "message"),
     [
         (lambda: GRPOCfg(learning_rat=1), r"GRPOCfg: unknown key 'learning_rat'; did you mean 'learning_rate'\?$"),
-        (lambda: GRPOCfg(credit={"scal": "std"}), r"GRPOCfg: unknown key 'scal' in credit; did you mean 'scale'\?$"),
+        (lambda: GRPOCfg(credit={"scal": "std"}), r"GRPOCfg: credit: unknown key 'scal'; did you mean 'scale'\?$"),
         (lambda: PPOCfg(gamma=2, vf_coef=-1), r"PPOCfg: gamma = 2: .*equal to 1\nPPOCfg: vf_coef = -1: .*equal to 0$"),
         (lambda: RunCfg(algorithm={"name": "ppo", "gae_lamda": 1}), r"did you mean 'gae_lambda'\?$"),
         (
             lambda: RunCfg(algorithm={"group_siz": 1}),
-            r"unknown key 'group_siz' in algorithm; did you mean 'group_size'",
+            r"algorithm: unknown key 'group_siz'; did you mean 'group_size'",
         ),
     ],
 )
@@ -458,7 +460,7 @@ def test_another_choice_drops_the_parameters_of_the_one_below(tmp_path):
     ("given", "message"),
     [
         ({"schedule": "linaer"}, "schedule: unknown schedule 'linaer': did you mean 'linear'"),
-        ({"schedule": {"name": "linear", "decay": 1}}, "unknown key 'decay' in .*schedule; known: final, name"),
+        ({"schedule": {"name": "linear", "decay": 1}}, "schedule: unknown key 'decay'; known: final, name"),
         ({"optimizer": {"name": "sgd", "momentum": 3}}, "optimizer.momentum = 3: input should be less"),
     ],
 )

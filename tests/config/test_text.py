@@ -28,7 +28,7 @@ def test_settings_survive_json():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rewards": ({"name": "exact", "wieght": 2},)}, "unknown key 'wieght' in rewards.0"),
+        ({"rewards": ({"name": "exact", "wieght": 2},)}, "rewards.0: unknown key 'wieght'"),
         ({"on_long_prompt": "cut"}, "on_long_prompt = 'cut': expected one of error, drop"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens = 0"),
         ({"chat": "always"}, "chat = 'always': expected one of auto, never"),

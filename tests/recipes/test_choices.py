@@ -54,9 +54,9 @@ def test_every_member_of_a_family_has_a_name_a_note_and_a_source(family):
     ("given", "message"),
     [
         ("cisp", r"trust_region: unknown trust region 'cisp': did you mean 'cispo'"),
-        ({"name": "cispo", "hgh": 4}, r"unknown key 'hgh' in trust_region; did you mean 'high'\?"),
+        ({"name": "cispo", "hgh": 4}, r"trust_region: unknown key 'hgh'; did you mean 'high'\?"),
         ({"name": "cispo", "high": -1}, r"trust_region\.high = -1: input should be greater than 0"),
-        ({"high": 1.2}, r"unknown key 'high' in trust_region"),
+        ({"high": 1.2}, r"trust_region: unknown key 'high'"),
     ],
 )
 def test_mistakes_name_the_nearest(given, message):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, get_args
 
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from groupwise.errors import ConfigError, nearest
 
@@ -33,8 +33,8 @@ class Cfg(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            lines = [explain(item, type(self), fields) for item in complaints(error)]
-            raise ConfigError("\n".join(f"{type(self).__name__}: {line}" for line in lines)) from error
+            lines = [f"{type(self).__name__}: {explain(item)}" for item in error.errors()]
+            raise ConfigError("\n".join(lines)) from error
 
     # Marked as pydantic marks its own __init__: then pydantic calls it only for the outermost config, and errors inside
     # keep their full path. There is no public way: an error raised by a validator becomes a ValidationError.
@@ -47,45 +47,27 @@ class Cfg(BaseModel):
         return default if isinstance(default, str) else None
 
     @classmethod
-    def child_type(cls, key: str, fields: Mapping[str, Any]) -> "type[Cfg] | None":
-        """Config class of a field; None where it holds plain data or does not exist.
-
-        Args:
-            fields: values of the config's fields, on which the class may depend.
-        """
-        declared = cls.declared_type(key)
-        return declared and declared.type_for(fields.get(key))
-
-    @classmethod
     def declared_type(cls, key: str) -> "type[Cfg] | None":
         """Config class in a field's annotation, also of ``LoRACfg | None``; None for plain data."""
         annotation = cls.model_fields[key].annotation if key in cls.model_fields else None
         kinds = (kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type))
         return next((kind for kind in kinds if issubclass(kind, Cfg)), None)
 
+    @model_validator(mode="before")
     @classmethod
-    def type_for(cls, value: object) -> "type[Cfg]":
-        """The class that reads ``value``, for a field of this class."""
-        return cls
+    def _refuse_unknown_keys(cls, data: object) -> object:
+        known = sorted(cls.model_fields)
+        unknown = [str(key) for key in data if key not in known] if isinstance(data, Mapping) else []
+        if unknown:
+            hints = (f"unknown key {key!r}{nearest(key, known) or '; known: ' + ', '.join(known)}" for key in unknown)
+            raise ValueError(" ".join(hints))
+        return data
 
 
-def complaints(error: ValidationError) -> list[dict[str, Any]]:
-    """Pydantic's errors, one per wrong setting."""
-    return [{**item} for item in error.errors(include_url=False)]
-
-
-def explain(item: Mapping[str, Any], root: type[Cfg], fields: Mapping[str, Any]) -> str:
-    """One line on an error: key path, value, what was expected, the nearest name.
-
-    Args:
-        root: the class of the whole config.
-        fields: its values.
-    """
-    loc = tuple(map(str, item["loc"]))
-    path = ".".join(loc)
+def explain(item: Mapping[str, Any]) -> str:
+    """One line on one of pydantic's errors: path, value, what was expected, the nearest name."""
+    path = ".".join(map(str, item["loc"]))
     match item["type"]:
-        case "extra_forbidden":
-            return _explain_unknown_key(loc, root, fields)
         case "literal_error":
             choices = re.findall(r"[^\s',]+(?=')|\b\d+\b", item["ctx"]["expected"])
             hint = nearest(str(item["input"]), choices)
@@ -94,14 +76,3 @@ def explain(item: Mapping[str, Any], root: type[Cfg], fields: Mapping[str, Any])
             return f"{path}: {item['ctx']['error']}" if path else str(item["ctx"]["error"])
         case _:
             return f"{path} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
-
-
-def _explain_unknown_key(loc: tuple[str, ...], root: type[Cfg], fields: Mapping[str, Any]) -> str:
-    parent: type[Cfg] | None = root
-    for key in loc[:-1]:
-        parent = parent.child_type(key, fields) if parent else None
-        inside = fields.get(key)
-        fields = inside if isinstance(inside, Mapping) else {}
-    known = sorted(parent.model_fields) if parent else []
-    where = f" in {'.'.join(loc[:-1])}" if len(loc) > 1 else ""
-    return f"unknown key {loc[-1]!r}{where}{nearest(loc[-1], known) or '; known: ' + ', '.join(known)}"

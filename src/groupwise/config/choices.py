@@ -54,12 +54,6 @@ class Choice(Cfg):
         return [cls.named(name) for name in sorted(cls.known)]
 
     @classmethod
-    def type_for(cls, value: object) -> "type[Choice]":
-        """The class that reads ``value``: the named member of a family, otherwise this class."""
-        name = _name_in(value) or cls.default
-        return cls.named(name) if "known" in vars(cls) and name in cls.known else cls
-
-    @classmethod
     def note(cls) -> str:
         """One-line description."""
         return (cls.__doc__ or "").partition("\n")[0].rstrip(".")

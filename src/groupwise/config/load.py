@@ -6,6 +6,7 @@ Precedence: class defaults < preset of the environment (or of texts) < preset na
 import functools
 import json
 import operator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,14 +14,10 @@ from pydantic import Field, TypeAdapter, ValidationError, create_model
 
 from groupwise.config import presets
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
-from groupwise.config.base import Cfg, complaints, explain
+from groupwise.config.base import Cfg, explain
 from groupwise.config.choices import Choice, merge_choice
 from groupwise.config.presets import Tree
-from groupwise.config.registry import (
-    algorithm_entry,
-    algorithm_types,
-    explain_other_algorithm,
-)
+from groupwise.config.registry import algorithm_entry, algorithm_types
 from groupwise.config.run import DEFAULT_ALGORITHM, CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError
 
@@ -112,7 +109,7 @@ def _resolve(layers: list[Tree], preset: str | None) -> RunCfg | TextRunCfg:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        lines = [_complaint(item, tree, base, given, kind) for item in complaints(error)]
+        lines = [_explain(item, base, given) for item in error.errors()]
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -177,10 +174,8 @@ def _read_json(path: Path) -> Tree:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}; expected a JSON file") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: broken JSON: {error.msg}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not text in UTF-8; expected a JSON file") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: broken JSON: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected an object with settings by name, found {type(tree).__name__}")
     return tree
@@ -211,31 +206,27 @@ def _merge(low: Tree, high: Tree, parent: type[Cfg], algorithm_type: type[Algori
     """``high`` over ``low``: configs field by field, other values as a whole."""
     merged = dict(low)
     for key, value in high.items():
-        of_algorithm = key == "algorithm" and issubclass(parent, CommonCfg)
-        family = parent.declared_type(key)
-        if family and issubclass(family, Choice):
-            merged[key] = merge_choice(low[key], value, family) if key in low else value
-            continue
-        child = algorithm_type if of_algorithm else parent.child_type(key, high)
-        both = isinstance(value, dict) and isinstance(low.get(key), dict)
-        merged[key] = _merge(low[key], value, child, algorithm_type) if child and both else value
+        child = parent.declared_type(key)
+        if child is AlgorithmCfg:
+            child = algorithm_type
+        if child and issubclass(child, Choice) and key in low:
+            merged[key] = merge_choice(low[key], value, child)
+        elif child and isinstance(value, dict) and isinstance(low.get(key), dict):
+            merged[key] = _merge(low[key], value, child, algorithm_type)
+        else:
+            merged[key] = value
     return merged
 
 
-def _complaint(item: Tree, tree: Tree, base: Tree, given: Tree, kind: type[CommonCfg]) -> str:
-    """One line on one of pydantic's errors about the settings in ``tree``, which are ``given`` over ``base``."""
-    loc = tuple(map(str, item["loc"]))
-    name = str(tree["algorithm"]["name"])
-    unknown = item["type"] == "extra_forbidden" and len(loc) == 2 and loc[0] == "algorithm"
-    if unknown and (other := explain_other_algorithm(loc[1], name)):
-        return f"{'.'.join(loc)}: {other}"
-    line = explain(item, kind, tree)
-    theirs = sorted(_at(base, loc).keys() - _at(given, loc).keys())
-    from_preset = item["type"] == "value_error" and theirs and len(loc) > 1
-    return f"{line} (from the preset: {', '.join(theirs)})" if from_preset else line
+def _explain(item: Mapping[str, Any], base: Tree, given: Tree) -> str:
+    """One line on one of pydantic's errors, with the settings in it that come from the preset."""
+    line = explain(item)
+    theirs = sorted(_at(base, item["loc"]).keys() - _at(given, item["loc"]).keys())
+    named = [name for name in theirs if f"{name}=" in line]
+    return f"{line} (from the preset: {', '.join(named)})" if named else line
 
 
-def _at(tree: Any, loc: tuple[str, ...]) -> Tree:
+def _at(tree: Any, loc: tuple[int | str, ...]) -> Tree:
     for key in loc:
         tree = tree.get(key, {}) if isinstance(tree, dict) else {}
     return tree if isinstance(tree, dict) else {}

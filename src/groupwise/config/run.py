@@ -1,9 +1,8 @@
 """The settings of a run: ``RunCfg`` for environments, ``TextRunCfg`` for texts. Imports no torch."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 from pydantic import AfterValidator, SerializeAsAny, field_validator, model_validator
@@ -13,7 +12,7 @@ from groupwise.config.base import Cfg, Positive, PositiveInt
 from groupwise.config.checks import check_text, check_together
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import EvalSamplingCfg, ModelCfg, PolicyCfg, SamplingCfg
-from groupwise.config.registry import algorithm_entry
+from groupwise.config.registry import algorithm_entry, explain_other_algorithm
 from groupwise.config.text import TextTaskCfg
 
 DEFAULT_ALGORITHM = "grpo"
@@ -115,18 +114,17 @@ class CommonCfg(Cfg):
         """Name of the environment or data, for folders and plots."""
         raise NotImplementedError
 
-    @classmethod
-    def child_type(cls, key: str, fields: Mapping[str, Any]) -> type[Cfg] | None:
-        """Config class of a field; that of the algorithm follows from its name."""
-        if key != "algorithm" or not isinstance(fields.get(key), dict):
-            return super().child_type(key, fields)
-        return algorithm_entry(str(fields[key].get("name", DEFAULT_ALGORITHM))).cfg_type
-
     @field_validator("algorithm", mode="before")
     @classmethod
     def _load_by_name(cls, value: object) -> object:
-        cfg_type = cls.child_type("algorithm", {"algorithm": value})
-        return cfg_type.model_validate(value) if cfg_type and isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        name = str(value.get("name", DEFAULT_ALGORITHM))
+        cfg_type = algorithm_entry(name).cfg_type
+        for field in value.keys() - cfg_type.model_fields.keys():
+            if other := explain_other_algorithm(field, name):
+                raise ValueError(other)
+        return cfg_type.model_validate(value)
 
     @model_validator(mode="after")
     def _check_algorithm(self) -> "CommonCfg":

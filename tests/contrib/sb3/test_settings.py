@@ -33,7 +33,7 @@ def refused(**arguments) -> str:
         ({"n_epochs": -3}, "n_epochs = -3: input should be greater than or equal to 1"),
         ({"kl_ref_iterations": 0}, "kl_ref_iterations = 0: input should be greater than or equal to 1"),
         ({"kl_coef": -1.0}, "kl_coef = -1.0: input should be greater than or equal to 0"),
-        ({"credit": {"scal": "none"}}, "unknown key 'scal' in credit; did you mean 'scale'?"),
+        ({"credit": {"scal": "none"}}, "credit: unknown key 'scal'; did you mean 'scale'?"),
         ({"credit": {"scale": "stdev"}}, "credit.scale = 'stdev': expected one of std"),
         (
             {"objective": {"trust_region": {"clip_low": 0}}},

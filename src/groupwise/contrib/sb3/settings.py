@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from stable_baselines3.common.save_util import load_from_zip_file
 
 from groupwise.config.algorithm import GRPOCfg
-from groupwise.config.base import complaints, explain
+from groupwise.config.base import explain
 from groupwise.config.choices import Choice
 from groupwise.config.presets import objective_preset
 from groupwise.errors import ConfigError, UnknownNameError, nearest
@@ -135,7 +135,7 @@ def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
     try:
         cfg = GRPOCfg.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_complaint(item, tree) for item in complaints(error))) from error
+        raise ConfigError("\n".join(_complaint(item) for item in error.errors())) from error
     _check_present(cfg)
     return cfg
 
@@ -147,7 +147,7 @@ def _check_present(cfg: GRPOCfg) -> None:
             raise ConfigError(f"GRPO cannot take {part}.{name}={value!r} in Stable-Baselines3: {why}")
 
 
-def _complaint(item: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
-    """One line on a complaint of pydantic's about the settings in ``tree``."""
+def _complaint(item: Mapping[str, Any]) -> str:
+    """One line on one of pydantic's errors, with SB3's name of the setting."""
     name = _SB3_NAMES.get(tuple(item["loc"]))
-    return explain(item if name is None else {**item, "loc": (name,)}, GRPOCfg, tree)
+    return explain(item if name is None else {**item, "loc": (name,)})

@@ -8,9 +8,7 @@ from groupwise.config.choices import register_recipe
 from groupwise.config.credit import BaselineCfg
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from groupwise.algorithms.advantages import CreditInput
+    from groupwise.recipes.types import CreditInput, Tensor
 
 
 @register_recipe

@@ -7,9 +7,7 @@ from groupwise.config.credit import BaselineCfg
 from groupwise.errors import DataError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from groupwise.algorithms.advantages import Scores
+    from groupwise.recipes.types import Scores, Tensor
 
 
 @register_recipe

@@ -6,9 +6,7 @@ from groupwise.config.choices import register_recipe
 from groupwise.config.credit import BaselineCfg
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from groupwise.algorithms.advantages import Scores
+    from groupwise.recipes.types import Scores, Tensor
 
 
 @register_recipe

@@ -7,10 +7,7 @@ from groupwise.config.credit import BaselineCfg
 from groupwise.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from groupwise.algorithms.advantages import CreditInput, Scores
-    from groupwise.policies.base import Policy
+    from groupwise.recipes.types import CreditInput, Policy, Scores, Tensor
 
 
 @register_recipe

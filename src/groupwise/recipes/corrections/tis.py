@@ -7,9 +7,7 @@ from groupwise.config.choices import register_recipe
 from groupwise.config.objective import MaskCorrectionCfg
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from groupwise.algorithms.loss import UpdateStart
+    from groupwise.recipes.types import Tensor, UpdateStart
 
 
 @register_recipe

@@ -8,10 +8,7 @@ from groupwise.config.objective import TrustRegionCfg
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from groupwise.algorithms.loss import Counts, UpdateStart
-    from groupwise.policies.base import Batch, Policy
+    from groupwise.recipes.types import Batch, Counts, Policy, Tensor, UpdateStart
 
 
 @register_recipe

@@ -7,10 +7,7 @@ from groupwise.config.choices import register_recipe
 from groupwise.config.objective import TrustRegionCfg
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from groupwise.algorithms.loss import Counts
-    from groupwise.policies.base import Batch
+    from groupwise.recipes.types import Batch, Counts, Tensor
 
 
 @register_recipe

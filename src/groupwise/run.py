@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from groupwise import config
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import AlgorithmCfg
-from groupwise.config.base import GIVEN
+from groupwise.config.base import GIVEN, explain
 from groupwise.config.env import EnvCfg
-from groupwise.config.policy import LoRACfg, ModelCfg, PolicyCfg
+from groupwise.config.policy import ModelCfg, PolicyCfg
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.engines.base import Engine
 from groupwise.engines.distributed import from_environment
@@ -85,9 +85,8 @@ class Run:
             RunFolderError: ``path`` is not a run folder, or is damaged.
             CheckpointError: the checkpoint is missing, damaged, or of another environment or architecture.
         """
-        folder, objects = RunFolder.open(Path(path)), UserObjects.again(given)
-        check_given(folder, objects)
-        parts = build_again(read_cfg(folder), objects, folder, Engine())
+        folder, objects, cfg = _reopen(path, given)
+        parts = _rebuild(cfg, objects, folder, Engine())
         with closing_after(parts.close):
             where = folder.checkpoints / checkpoint
             load_policy(parts.policy, load_checkpoint(where, parts.identity).policy, where)
@@ -191,9 +190,7 @@ def resume(
     """
     if total_steps is not None and total_steps < 1:
         raise ConfigError(f"total_steps = {total_steps}: expected at least 1")
-    folder, objects = RunFolder.open(Path(path)), UserObjects.again(given)
-    check_given(folder, objects)
-    cfg = read_cfg(folder)
+    folder, objects, cfg = _reopen(path, given)
     if total_steps is not None:
         if total_steps <= (done := saved_steps(folder.latest) or 0):
             raise ConfigError(
@@ -201,7 +198,7 @@ def resume(
             )
         cfg = cfg.model_copy(update={"total_steps": total_steps})
     engine = from_environment(pick_device(cfg.device).type)
-    parts = build_again(cfg, objects, folder, engine)
+    parts = _rebuild(cfg, objects, folder, engine)
     summary = running.run(parts, folder, callbacks, engine, resume=True)
     return Run(folder.path, parts.cfg, parts.algorithm, summary, objects)
 
@@ -336,13 +333,13 @@ def _text_cfg(
         model, settings["sampling"] = ModelCfg(path=GIVEN), cast(Any, policy).sampling
     elif model is None:
         raise ConfigError("no model; fix: model='path-or-hub-id', or policy=CausalLM(...)")
-    fields = {"path": str(model)} if isinstance(model, str | Path) else model
+    if isinstance(model, str | Path):
+        model = {"path": str(model)}
+    elif isinstance(model, ModelCfg):
+        model = model.model_dump(exclude_unset=True)
     if lora is not None:
-        own = fields.model_dump(exclude_unset=True) if isinstance(fields, ModelCfg) else dict(fields)
-        if not isinstance(lora, LoRACfg | Mapping):
-            raise ConfigError(f"lora = {short(lora)}: expected a gw.LoRACfg or its fields; fix: lora={{'r': 16}}")
-        fields = own | {"lora": lora if isinstance(lora, LoRACfg) else LoRACfg(**lora)}
-    return config.resolve_text(algorithm, preset, task=task.cfg, model=fields, **settings)
+        model = {**model, "lora": lora}
+    return config.resolve_text(algorithm, preset, task=task.cfg, model=model, **settings)
 
 
 def _given_texts(task: TextTask) -> UserObjects:
@@ -372,18 +369,20 @@ def build(cfg: CommonCfg, given: UserObjects, engine: Engine) -> Components:
     return build_components(cfg, given, engine)
 
 
-def build_again(cfg: CommonCfg, given: UserObjects, folder: RunFolder, engine: Engine) -> Components:
+def _rebuild(cfg: CommonCfg, given: UserObjects, folder: RunFolder, engine: Engine) -> Components:
     """The parts of a run in a folder, which may need its plugins."""
     with blaming_absence(folder.path, folder.read_plugins()):
         return build(cfg, given, engine)
 
 
-def check_given(folder: RunFolder, given: UserObjects) -> None:
-    """Refuse a run whose Python objects are missing, by a ``ConfigError``."""
-    if missing := sorted(set(folder.read_given()) - set(given.names())):
+def _reopen(path: Path | str, given: Mapping[str, Any]) -> tuple[RunFolder, UserObjects, CommonCfg]:
+    """A run's folder, Python objects and settings; a ``ConfigError`` if objects are missing."""
+    folder, objects = RunFolder.open(Path(path)), UserObjects.again(given)
+    if missing := sorted(set(folder.read_given()) - set(objects.names())):
         raise ConfigError(
-            f"{folder.path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as {missing[0]}=..."
+            f"{path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as {missing[0]}=..."
         )
+    return folder, objects, read_cfg(folder)
 
 
 def read_cfg(folder: RunFolder) -> CommonCfg:
@@ -398,7 +397,7 @@ def read_cfg(folder: RunFolder) -> CommonCfg:
         try:
             return (TextRunCfg if "task" in tree else RunCfg).model_validate(tree)
         except ValidationError as error:
-            reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            reasons = "; ".join(map(explain, error.errors()))
             raise RunFolderError(
                 f"{folder.config} does not fit: {reasons}; fix: correct it, or register the algorithm first"
             ) from error

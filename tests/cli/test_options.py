@@ -15,7 +15,7 @@ from groupwise.config.run import RunCfg
         ("--total-step=1", "; did you mean --total-steps?"),
         ("--algorithm.collection.nois", "; did you mean --algorithm.collection.noise?"),
         ("--algorithm.colection.nois", "; did you mean --algorithm.collection.noise?"),
-        ("--policy.no-normalise-obs", "; did you mean --policy.no-normalize-obs?"),
+        ("--policy.normalise-obs", "; did you mean --policy.normalize-obs?"),
         ("--evaluation.intervall", "; did you mean --evaluation.interval?"),  # several options end so
         ("--learning_rate", "; did you mean --algorithm.learning-rate?"),
         ("--noise", "; did you mean --algorithm.collection.noise?"),

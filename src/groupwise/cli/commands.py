@@ -5,6 +5,7 @@ Only the commands that train or play import torch, and only once their arguments
 
 import json
 import os
+import re
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
@@ -283,10 +284,10 @@ def _sample(argv: Sequence[str], plugins: list[Path]) -> int:
 
 
 def _count(word: str) -> int:
-    """A whole number of at least 1."""
-    if not word.isdecimal() or int(word) < 1:
-        raise ArgumentTypeError(f"expected at least 1, got {word!r}")
-    return int(word)
+    """A whole number of at least 1, also in the form 1e5."""
+    if not re.fullmatch(r"\d+(\.\d+)?([eE]\+?\d+)?", word) or float(word) < 1 or float(word) % 1:
+        raise ArgumentTypeError(f"expected a whole number of at least 1, such as 100 or 1e5, got {word!r}")
+    return int(float(word))
 
 
 def _compare(argv: Sequence[str], plugins: list[Path]) -> int:
@@ -303,13 +304,9 @@ def _add_checkpoint(parser: Parser) -> None:
 
 
 def _resume(argv: Sequence[str], plugins: list[Path]) -> int:
-    from groupwise.cli.options import whole_number
-
     parser = Parser(prog="groupwise resume", description=RESUME_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument(
-        "--total-steps", type=whole_number, help="train until then (default: what the run was started with)"
-    )
+    parser.add_argument("--total-steps", type=_count, help="train until then (default: as before)")
     options = parser.parse_args(argv)
 
     from groupwise.run import resume

@@ -1,26 +1,25 @@
 """Options of ``train``, ``config`` and ``check-env``: the fields of the settings, as ``--any.field VALUE``.
 
-argparse reads the words; ``groupwise.config`` checks the values, so errors are the same as in files and in Python.
+``groupwise.config`` checks the values, so errors are the same as in files and in Python.
 Imports no torch.
 """
 
-import argparse
+import functools
 import json
 import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from decimal import Decimal, InvalidOperation
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
-from groupwise.cli.parser import Parser
 from groupwise.config import load_config, presets, resolve
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import Cfg
 from groupwise.config.choices import Choice
 from groupwise.config.env import EnvCfg
+from groupwise.config.presets import Tree
 from groupwise.config.registry import explain_other_algorithm
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.config.text import TextTaskCfg
@@ -54,6 +53,8 @@ COMMON = {
 _FEW = 20
 """Fewer options than this are all shown."""
 
+_HELP = {"-h", "--help", "--help-all"}
+
 
 class Option(NamedTuple):
     """A setting on the command line."""
@@ -70,13 +71,7 @@ class Option(NamedTuple):
     @property
     def flag(self) -> str:
         """``--algorithm.clip-coef``."""
-        return f"--{self.path.replace('_', '-')}"
-
-    @property
-    def off(self) -> str:
-        """``--policy.no-normalize-obs``, for booleans."""
-        head, dot, last = self.flag.removeprefix("--").rpartition(".")
-        return f"--{head}{dot}no-{last}"
+        return _flag(self.path)
 
 
 def parse_options(
@@ -98,15 +93,18 @@ def parse_options(
         ConfigError: an option is unknown or its value wrong.
         SystemExit: after ``--help``.
     """
-    words = _spelt_alike(words)
+    given = _by_path([word for word in words if word not in _HELP])
     default = _resolve(target, algorithm, preset, {})
-    choices = [option for option in options_of(default) if option.choice]
-    if chosen := _read(choices, words, prog)[0]:  # which options there are depends on the choices
+    chosen = _tree([option for option in options_of(default) if option.choice], given)
+    if chosen:  # which options there are depends on the choices
         default = _resolve(target, algorithm, preset, chosen)
     options = [option for option in options_of(default) if not only or option.path in only]
-    _show_help(options, words, f"{prog} {target}", description)
-    changed, rest = _read(options, words, prog)
-    _refuse(rest, options, default)
+    if not _HELP.isdisjoint(words):
+        _show_help(options, f"{prog} {target}", description, in_full="--help-all" in words)
+    known = {option.path for option in options}
+    if unknown := [path for path in given if path not in known]:
+        raise ConfigError(f"unknown option {_flag(unknown[0])}{_hint(unknown[0], options, default)}")
+    changed = _tree(options, given)
     return _resolve(target, algorithm, preset, changed) if changed else default
 
 
@@ -133,61 +131,58 @@ def _is_hidden(kind: type[Cfg], name: str) -> bool:
     )
 
 
-def _is_switch(option: Option) -> bool:
-    return set(_kinds(option.annotation)) == {bool}
-
-
-def whole_number(text: str) -> int:
-    """A whole number, also in the form 1e5."""
-    try:
-        number = Decimal(text)
-    except InvalidOperation:
-        number = Decimal("nan")
-    if not number.is_finite() or number % 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number such as 100000 or 1e5, got {text!r}")
-    return int(number)
+def _flag(path: str) -> str:
+    return f"--{path.replace('_', '-')}"
 
 
 # --- reading ---
 
 
-def _read(options: Sequence[Option], words: Sequence[str], prog: str) -> tuple[dict[str, Any], list[str]]:
-    """The settings in ``words`` as a tree, and the other words."""
-    parser = Parser(prog=prog.partition(" --")[0], add_help=False, argument_default=argparse.SUPPRESS)
+def _by_path(words: Sequence[str]) -> dict[str, list[str]]:
+    """The words after each option, by its path; ``--policy.no-normalize-obs`` is ``--policy.normalize-obs false``."""
+    found: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word.removeprefix("--").partition("=")
+            outer, dot, last = flag.replace("-", "_").removesuffix(".name").rpartition(".")
+            values = found[outer + dot + last.removeprefix("no_")] = ["false"] if last.startswith("no_") else []
+            values += [value] if equals else []
+        elif not found:
+            raise ConfigError(f"{word!r} belongs to no option; fix: leave it out, or name its option (see --help)")
+        else:
+            values.append(word)
+    return found
+
+
+def _tree(options: Sequence[Option], given: Mapping[str, list[str]]) -> Tree:
+    """The values that are given for these options, as nested settings."""
+    tree: Tree = {}
     for option in options:
-        kinds = set(_kinds(option.annotation))
-        if _is_switch(option):
-            parser.add_argument(option.flag, dest=option.path, action="store_true")
-            parser.add_argument(option.off, dest=option.path, action="store_false")
-            continue
-        several = tuple in kinds
-        names = [option.flag, *([f"{option.flag}.name"] if option.choice else [])]
-        parser.add_argument(*names, dest=option.path, type=_reader(kinds), nargs="*" if several else None)
-    given, rest = parser.parse_known_args(words)
-    chosen = {option.path for option in options if option.choice}
-    tree: dict[str, Any] = {}
-    for path, value in vars(given).items():
-        *outer, last = (f"{path}.name" if path in chosen else path).split(".")
-        inside = tree
-        for name in outer:
-            inside = inside.setdefault(name, {})
-        inside[last] = None if value == [None] else value
-    return tree, rest
+        if option.path in given:
+            *outer, last = f"{option.path}.name".split(".") if option.choice else option.path.split(".")
+            inside = functools.reduce(lambda settings, key: settings.setdefault(key, {}), outer, tree)
+            inside[last] = _value(option, given[option.path])
+    return tree
 
 
-def _reader(kinds: set[Any]) -> Any:
-    """Reads a word for a setting of these types; the config checks floats and strings."""
+def _value(option: Option, words: Sequence[str]) -> Any:
+    """What the words after an option mean; the config checks their types."""
+    kinds = set(_kinds(option.annotation))
+    if kinds == {bool} and not words:
+        return True
+    values = [_convert(option.flag, word, kinds) for word in words]
+    return values[0] if len(values) == 1 and (tuple not in kinds or values == [None]) else values
 
-    def read(word: str) -> Any:
-        if type(None) in kinds and word in ("None", "none", "null") and word not in kinds:
-            return None
-        if dict in kinds:
-            return _object(word)
-        if int in kinds and float not in kinds and str not in kinds:
-            return whole_number(word)
-        return word
 
-    return read
+def _convert(flag: str, word: str, kinds: set[Any]) -> Any:
+    if type(None) in kinds and word in ("None", "none", "null") and word not in kinds:
+        return None
+    if dict in kinds:
+        try:
+            return json.loads(word)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{flag}: {word!r} is broken JSON: {error}") from error
+    return float(word) if int in kinds and re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d+", word) else word
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
@@ -208,63 +203,36 @@ def _kinds(annotation: Any) -> Iterator[Any]:
             yield from _kinds(inner)
 
 
-def _object(word: str) -> dict[str, Any]:
-    try:
-        value = json.loads(word)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{word!r} is broken JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{word!r}: expected a JSON object like '{{\"continuous\": true}}'")
-    return value
-
-
-def _spelt_alike(words: Sequence[str]) -> list[str]:
-    """The words with hyphens in the names of options."""
-    return [re.sub(r"^--[^=]*", lambda name: name[0].replace("_", "-"), word) for word in words]
-
-
 # --- mistakes ---
 
 
-def _refuse(rest: Sequence[str], options: Sequence[Option], default: CommonCfg) -> None:
-    """Refuse words that belong to no option, by a ``ConfigError`` with the nearest name."""
-    unknown = [word.partition("=")[0] for word in rest if word.startswith("--")]
-    if unknown:
-        raise ConfigError(f"unknown option {unknown[0]}{_hint(unknown[0], options, default)}")
-    if rest:
-        raise ConfigError(f"{rest[0]!r} belongs to no option; fix: leave it out, or name its option (see --help)")
-
-
-def _hint(flag: str, options: Sequence[Option], default: CommonCfg) -> str:
-    known = [name for option in options for name in (option.flag, *([option.off] if _is_switch(option) else []))]
-    path = flag.removeprefix("--").replace("-", "_").split(".")
-    own = type(default.algorithm).model_fields
-    if path == ["env", "id"]:
+def _hint(path: str, options: Sequence[Option], default: CommonCfg) -> str:
+    """What an unknown option may mean."""
+    if path == "env.id":
         return ": the environment is the first argument"
-    unknown = path[0] == "algorithm" and len(path) > 1 and path[1] not in own
-    if unknown and (other := explain_other_algorithm(path[1], default.algorithm.name)):
+    part, _, field = path.partition(".")
+    field = field.partition(".")[0]
+    unknown = part == "algorithm" and field not in type(default.algorithm).model_fields
+    if unknown and (other := explain_other_algorithm(field, default.algorithm.name)):
         return f": {other}"
-    if inside := [option.flag for option in options if option.flag.startswith(f"{flag}.")]:
+    if inside := [option.flag for option in options if option.path.startswith(f"{path}.")]:
         return f": it has {', '.join(inside)}"
-    last = {name.removeprefix("--").rpartition(".")[2] for name in known}
-    like = get_close_matches(flag.removeprefix("--").rpartition(".")[2], last, n=1, cutoff=0.7)
-    near = get_close_matches(flag, known, n=1, cutoff=0.8) or [
-        name for name in known if name.removeprefix("--").rpartition(".")[2] in like
-    ]
+    known = [option.path for option in options]
+    last = {name: name.rpartition(".")[2] for name in known}
+    like = get_close_matches(path.rpartition(".")[2], last.values(), n=1, cutoff=0.7)
+    near = get_close_matches(path, known, n=1, cutoff=0.8) or [name for name in known if last[name] in like]
     if near:
-        return f"; did you mean {' or '.join(near[:3])}?"
-    return f"; known: {', '.join(known)}" if len(known) < _FEW else "; --help-all shows them all"
+        return f"; did you mean {' or '.join(map(_flag, near[:3]))}?"
+    return f"; known: {', '.join(map(_flag, known))}" if len(known) < _FEW else "; --help-all shows them all"
 
 
 # --- help ---
 
 
-def _show_help(options: Sequence[Option], words: Sequence[str], prog: str, description: str) -> None:
-    """After ``--help`` print the common options, after ``--help-all`` all of them."""
-    if {"-h", "--help", "--help-all"}.isdisjoint(words):
-        return
+def _show_help(options: Sequence[Option], prog: str, description: str, *, in_full: bool) -> NoReturn:
+    """Print the common options, or all of them, and exit."""
     print(f"usage: {prog} [options]\n\n{description.rstrip()}")
-    if "--help-all" in words or len(options) < _FEW:
+    if in_full or len(options) < _FEW:
         width = min(shutil.get_terminal_size().columns, 120)
         print("\n".join(line for option in options for line in _in_full(option, width)))
     else:
@@ -287,8 +255,9 @@ def _in_full(option: Option, width: int) -> list[str]:
 
 def _metavar(option: Option) -> str:
     kinds = list(_kinds(option.annotation))
-    if _is_switch(option):
-        return f"| {option.off}"
+    if kinds == [bool]:
+        outer, dot, last = option.path.rpartition(".")
+        return f"| {_flag(f'{outer}{dot}no_{last}')}"
     names = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", dict: "JSON", type(None): "none"}
     parts = [names.get(kind, str(kind)) for kind in dict.fromkeys(kinds) if kind not in (tuple, ...)]
     return "|".join(parts) + (" ..." if tuple in kinds else "")

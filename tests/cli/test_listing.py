@@ -51,8 +51,7 @@ def test_list_shows_what_is_asked_for(capsys):
 
 def test_list_shows_nothing_but_what_contains_the_word(capsys):
     out = listed(capsys, "gspo")
-    assert "--algorithm.objective.ratio" in out
-    assert "sequence_token: " in out
+    assert "--algorithm.objective.ratio sequence_token: " in out
     assert "sequence_product: " not in out  # another choice of the same setting, which has nothing to do with it
     out = listed(capsys, "CartPole-v1")
     assert "CartPole-v1: grpo, ppo" in out
@@ -60,12 +59,11 @@ def test_list_shows_nothing_but_what_contains_the_word(capsys):
     assert "Algorithms" not in out
 
 
-def test_list_of_a_setting_shows_all_its_choices_under_one_heading(capsys):
+def test_list_of_a_setting_shows_all_its_choices(capsys):
     out = listed(capsys, "credit.scale")
     values = [key.rsplit(".", 1)[1] for key in presets.choices() if key.startswith("credit.scale.")]
     assert len(values) > 3
-    assert all(f"    {value}: " in out for value in values)
-    assert out.count("--algorithm.credit.scale\n") == 1
+    assert all(f"--algorithm.credit.scale {value}: " in out for value in values)
 
 
 def test_list_of_an_unknown_word_names_the_nearest_or_every_preset(capsys):

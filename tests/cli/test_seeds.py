@@ -141,7 +141,7 @@ def test_a_signal_reaches_the_running_seeds_once_and_says_how_to_go_on_with_each
     printed = capsys.readouterr()
     assert "seed 3: interrupted\n" in printed.out
     assert printed.err.splitlines() == [
-        "groupwise: interrupted; go on with:",
+        "groupwise: interrupted; continue with:",
         f"  groupwise resume {folder}/seed_3 --plugin '{plugin}'",
         f"  groupwise train {folder}/settings.json --seed 4 --run-dir {folder}/seed_4 --plugin '{plugin}'",
     ]

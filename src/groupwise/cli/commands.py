@@ -7,13 +7,12 @@ import json
 import os
 import re
 import sys
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from groupwise import plugins
-from groupwise.cli.parser import Parser
 from groupwise.errors import ConfigError, GroupwiseError, UnknownNameError
 
 USAGE = """usage: groupwise COMMAND ...
@@ -109,6 +108,17 @@ CHECK_SETTINGS = ("kwargs", "max_episode_steps", "vectorization", "start_mode", 
 LIST_HELP = "Print algorithms, presets, and the choices of credit and objective with their sources."
 
 
+class Parser(ArgumentParser):
+    """Raises instead of exiting, and takes no abbreviations, which would swallow settings."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise argparse's message."""
+        raise ConfigError(f"{message}; fix: see {self.prog} --help")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code.
 
@@ -121,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, rest = shared.parse_known_args(argv)
         plugins.load(options.plugin)
-        return _dispatch(rest, options.plugin)
+        return _dispatch(rest)
     except GroupwiseError as error:
         if debug:
             raise
@@ -137,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 0
 
 
-def _dispatch(argv: Sequence[str], plugins: list[Path]) -> int:
+def _dispatch(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if argv else 2
@@ -146,7 +156,7 @@ def _dispatch(argv: Sequence[str], plugins: list[Path]) -> int:
 
         print(f"groupwise {version('groupwise')}")
         return 0
-    commands: dict[str, Callable[[Sequence[str], list[Path]], int]] = {
+    commands: dict[str, Callable[[Sequence[str]], int]] = {
         "train": _train,
         "eval": _eval,
         "sample": _sample,
@@ -158,20 +168,18 @@ def _dispatch(argv: Sequence[str], plugins: list[Path]) -> int:
     }
     if argv[0] not in commands:
         raise UnknownNameError("command", argv[0], commands)
-    return commands[argv[0]](argv[1:], plugins)
+    return commands[argv[0]](argv[1:])
 
 
-def _train(argv: Sequence[str], plugins: list[Path]) -> int:
+def _train(argv: Sequence[str]) -> int:
     parser = Parser(prog="groupwise train", add_help=False)
     parser.add_argument("--seeds")
     options, rest = parser.parse_known_args(argv)
-
-    from groupwise.cli.seeds import parse_seeds, train_seeds
-
-    seeds = parse_seeds(options.seeds) if options.seeds is not None else []
     cfg = _parse_config(rest, "groupwise train", TRAIN_HELP)
-    if seeds:
-        return train_seeds(cfg, seeds, plugins)
+    if options.seeds is not None:
+        from groupwise.cli.seeds import parse_seeds, train_seeds
+
+        return train_seeds(cfg, parse_seeds(options.seeds))
 
     from groupwise.run import train_from_config
 
@@ -179,7 +187,7 @@ def _train(argv: Sequence[str], plugins: list[Path]) -> int:
     return 0
 
 
-def _config(argv: Sequence[str], plugins: list[Path]) -> int:
+def _config(argv: Sequence[str]) -> int:
     from groupwise.config import json_schema, to_json
 
     if "--schema" in argv:
@@ -189,7 +197,7 @@ def _config(argv: Sequence[str], plugins: list[Path]) -> int:
     return 0
 
 
-def _check_env(argv: Sequence[str], plugins: list[Path]) -> int:
+def _check_env(argv: Sequence[str]) -> int:
     prog = "groupwise check-env"
     target, *options = _with_target([word for word in argv if word != "--json"], prog)
 
@@ -230,7 +238,7 @@ def _parse_config(argv: Sequence[str], prog: str, description: str) -> Any:
     return parse_options(argv[0], chosen.algorithm, chosen.preset, options, prog=prog, description=description)
 
 
-def _eval(argv: Sequence[str], plugins: list[Path]) -> int:
+def _eval(argv: Sequence[str]) -> int:
     parser = Parser(prog="groupwise eval", description=EVAL_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--episodes", type=_count, help="episodes (default: 100) or prompts (default: all)")
@@ -266,7 +274,7 @@ def _eval(argv: Sequence[str], plugins: list[Path]) -> int:
     return 0
 
 
-def _sample(argv: Sequence[str], plugins: list[Path]) -> int:
+def _sample(argv: Sequence[str]) -> int:
     parser = Parser(prog="groupwise sample", description=SAMPLE_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("prompt", help="what to complete")
@@ -290,7 +298,7 @@ def _count(word: str) -> int:
     return int(float(word))
 
 
-def _compare(argv: Sequence[str], plugins: list[Path]) -> int:
+def _compare(argv: Sequence[str]) -> int:
     from groupwise.cli import compare
 
     compare.run(Parser(prog="groupwise compare", description=compare.HELP), argv)
@@ -303,7 +311,7 @@ def _add_checkpoint(parser: Parser) -> None:
     )
 
 
-def _resume(argv: Sequence[str], plugins: list[Path]) -> int:
+def _resume(argv: Sequence[str]) -> int:
     parser = Parser(prog="groupwise resume", description=RESUME_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--total-steps", type=_count, help="train until then (default: as before)")
@@ -330,7 +338,7 @@ def _print_run(run: Any) -> None:
     print(f"Next:  groupwise eval {run.path}{plugins.options(plugins.loaded())}")
 
 
-def _list(argv: Sequence[str], plugins: list[Path]) -> int:
+def _list(argv: Sequence[str]) -> int:
     parser = Parser(prog="groupwise list", description=LIST_HELP)
     parser.add_argument("text", nargs="?", default="", help="show only entries with this text, such as dapo or kl")
 

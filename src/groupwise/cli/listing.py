@@ -1,27 +1,15 @@
 """What ``groupwise list`` shows: algorithms, presets, and every choice of credit and objective."""
 
-import functools
 import shutil
 import textwrap
-from collections.abc import Callable
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from groupwise.config import presets
 from groupwise.config.registry import algorithm_entry, algorithm_names
 from groupwise.errors import ConfigError, nearest
 
-
-class Entry(NamedTuple):
-    """What is shown as a whole or not at all."""
-
-    lines: list[str]
-    heading: str = ""
-    """Stands once above all neighbours that have the same."""
-
-    def contains(self, text: str) -> bool:
-        """Whether ``text`` is in it, options and fields being spelt alike."""
-        return _bare(text) in _bare(" ".join([self.heading, *self.lines]))
+Entry = list[str]
+"""Lines that are shown together or not at all; all but the first are indented."""
 
 
 def show(text: str) -> None:
@@ -30,7 +18,7 @@ def show(text: str) -> None:
     Raises:
         ConfigError: none does.
     """
-    found = {title: [entry for entry in entries if entry.contains(text)] for title, entries in _sections().items()}
+    found = {title: [entry for entry in entries if _contains(entry, text)] for title, entries in _sections().items()}
     if not any(found.values()):
         hint = nearest(text, _names()) or f"; presets: {', '.join(presets.objective_presets())}"
         raise ConfigError(f"no entry contains {text!r}{hint}; all entries: groupwise list")
@@ -39,27 +27,31 @@ def show(text: str) -> None:
             _print(title, entries)
 
 
+def _contains(entry: Entry, text: str) -> bool:
+    """Whether ``text`` is in it; options and fields are spelt alike."""
+    one, other = (words.lower().replace("_", "-") for words in (" ".join(entry), text))
+    return other in one
+
+
 def _sections() -> dict[str, list[Entry]]:
     return {
-        "Algorithms: --algorithm NAME": [Entry([f"{name}: {_title_of(name)}"]) for name in algorithm_names()],
+        "Algorithms: --algorithm NAME": [[f"{name}: {_title_of(name)}"] for name in algorithm_names()],
         "Environments with tuned settings: groupwise train ID": [
-            Entry([f"{env_id}: {', '.join(presets.env_preset(env_id))}"]) for env_id in presets.env_ids()
+            [f"{env_id}: {', '.join(presets.env_preset(env_id))}"] for env_id in presets.env_ids()
         ],
         "Credit and objective of a paper or library: --preset NAME": [
-            Entry(
-                [
-                    p.note,
-                    *(f"{k}: {_choices_of(v) if isinstance(v, dict) else v}" for k, v in p.settings.items()),
-                    p.source,
-                ],
-                f"{name}: {p.title}",
-            )
-            for name, p in presets.objective_presets().items()
+            _entry_of_preset(name, preset) for name, preset in presets.objective_presets().items()
         ],
-        "Each choice of credit and objective: --algorithm.credit.scale none": [
+        "Each choice of credit and objective": [
             _entry_of_choice(key, choice) for key, choice in presets.choices().items()
         ],
     }
+
+
+def _entry_of_preset(name: str, preset: presets.ObjectivePreset) -> Entry:
+    parts = preset.settings.items()
+    settings = [f"{key}: {_choices_of(value) if isinstance(value, dict) else value}" for key, value in parts]
+    return [f"{name}: {preset.title}", preset.note, *settings, preset.source]
 
 
 def _title_of(algorithm: str) -> str:
@@ -68,17 +60,13 @@ def _title_of(algorithm: str) -> str:
 
 def _entry_of_choice(key: str, choice: presets.ChoiceNote) -> Entry:
     setting, value = key.rsplit(".", 1)
-    return Entry([f"{value}: {choice.note} [{choice.source}]"], f"--algorithm.{setting.replace('_', '-')}")
+    return [f"--algorithm.{setting.replace('_', '-')} {value}: {choice.note} [{choice.source}]"]
 
 
 def _names() -> list[str]:
-    """Words that somebody may have meant."""
+    """Words that the user may have meant."""
     values = [key.rsplit(".", 1)[1] for key in presets.choices()]
     return [*algorithm_names(), *presets.env_ids(), *presets.objective_presets(), *values]
-
-
-def _bare(text: str) -> str:
-    return text.lower().replace("_", "-")
 
 
 def _choices_of(tree: dict[str, Any]) -> str:
@@ -94,15 +82,19 @@ def _choices_of(tree: dict[str, Any]) -> str:
 
 
 def _print(title: str, entries: list[Entry]) -> None:
-    """Print a section: its headings, and below each the lines that belong to it, as wide as the terminal."""
+    """Print a section, as wide as the terminal."""
     width = shutil.get_terminal_size().columns
     print(f"\n{title}\n{'-' * min(len(title), width)}")
-    wrap: Callable[..., list[str]] = functools.partial(
-        textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False
-    )
-    for heading, neighbours in groupby(entries, key=lambda entry: entry.heading):
-        indent = "    " if heading else ""
-        wrapped = wrap(heading, subsequent_indent="    ")
-        for line in (line for entry in neighbours for line in entry.lines):
-            wrapped += wrap(line, initial_indent=indent, subsequent_indent=indent + "    ")
-        print("\n".join(wrapped))
+    for entry in entries:
+        for number, line in enumerate(entry):
+            indent = "    " if number else ""
+            print(
+                textwrap.fill(
+                    line,
+                    width,
+                    initial_indent=indent,
+                    subsequent_indent=indent + "    ",
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            )

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from groupwise import plugins
 from groupwise.config import to_json
 from groupwise.config.run import CommonCfg
 from groupwise.cpus import num_cpus
@@ -46,7 +47,7 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def train_seeds(cfg: CommonCfg, seeds: list[int], plugins: list[Path]) -> int:
+def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
     """Train each seed in a process of its own, one per core at a time; prints a table and returns the exit code.
 
     Raises:
@@ -65,7 +66,7 @@ def train_seeds(cfg: CommonCfg, seeds: list[int], plugins: list[Path]) -> int:
     exit_codes: dict[int, int] = {}
     processes = Processes()
     with handling(processes.stop, *_SIGNALS), ThreadPoolExecutor(num_cpus()) as pool:
-        jobs = {pool.submit(_train_one, processes, folder, seed, plugins): seed for seed in seeds}
+        jobs = {pool.submit(_train_one, processes, folder, seed): seed for seed in seeds}
         for job in as_completed(jobs):
             code = job.result()
             if code is not None:
@@ -73,7 +74,7 @@ def train_seeds(cfg: CommonCfg, seeds: list[int], plugins: list[Path]) -> int:
                 print(f"seed {jobs[job]}: {_ENDS.get(code, 'failed')}", flush=True)
     unfinished = [seed for seed in seeds if exit_codes.get(seed) != 0]
     if processes.stopping and unfinished:
-        raise KeyboardInterrupt(_interruption(folder, unfinished, plugins))
+        raise KeyboardInterrupt(_interruption(folder, unfinished))
     _print_seeds(folder, {seed: exit_codes[seed] == 0 for seed in seeds})
     return int(any(exit_codes.values()))
 
@@ -112,10 +113,10 @@ class Processes:
                     process.terminate()
 
 
-def _train_one(processes: Processes, folder: Path, seed: int, plugins: list[Path]) -> int | None:
+def _train_one(processes: Processes, folder: Path, seed: int) -> int | None:
     """Exit code of one seed's training, None if it was not started; its output is in ``seed_<n>.log``."""
     command = [sys.executable, "-m", "groupwise", *_train_args(folder, seed), "--logging.progress", "lines"]
-    command += [part for plugin in plugins for part in ("--plugin", str(plugin))]
+    command += shlex.split(plugins.options(plugins.loaded()))
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     with (folder / f"seed_{seed}.log").open("w", encoding="utf-8") as log_file:
         return processes.run(command, stdout=log_file, stderr=log_file, env=os.environ | threads)
@@ -125,30 +126,24 @@ def _train_args(folder: Path, seed: int) -> list[str]:
     return ["train", str(folder / "settings.json"), "--seed", str(seed), "--run-dir", str(folder / f"seed_{seed}")]
 
 
-def _interruption(folder: Path, unfinished: list[int], plugins: list[Path]) -> str:
+def _interruption(folder: Path, unfinished: list[int]) -> str:
     """A command for each unfinished seed."""
-    named = [part for plugin in plugins for part in ("--plugin", str(plugin))]
-    lines = ["interrupted; go on with:"]
+    lines = ["interrupted; continue with:"]
     for seed in unfinished:
         run = folder / f"seed_{seed}"
-        begun = RunFolder(run).config.exists()
-        lines.append(
-            f"  groupwise {shlex.join([*(['resume', str(run)] if begun else _train_args(folder, seed)), *named])}"
-        )
+        args = ["resume", str(run)] if RunFolder(run).config.exists() else _train_args(folder, seed)
+        lines.append(f"  groupwise {shlex.join(args)}{plugins.options(plugins.loaded())}")
     return "\n".join(lines)
 
 
 def _print_seeds(folder: Path, succeeded: dict[int, bool]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("seed", "return_mean", "env_steps", "see", box=None)
+    row = "{:<6}{:<13}{:<11}{}".format
+    print(row("seed", "return_mean", "env_steps", "see"))
     for seed, good in succeeded.items():
         path = folder / f"seed_{seed}"
         summary = RunFolder(path).read_summary()
         numbers = [number(summary.get(key)) for key in ("return_mean", "env_steps")]
-        table.add_row(str(seed), *(numbers if good else ("failed", "")), str(path if good else f"{path}.log"))
-    Console(highlight=False).print(table)
+        print(row(seed, *(numbers if good else ("failed", "")), path if good else f"{path}.log"))
 
 
 def number(value: object) -> str:

@@ -202,7 +202,7 @@ def test_settings_of_another_algorithm_are_refused(write):
     ("content", "message"),
     [
         ('{\n  "env": {,\n', r"run\.json: broken JSON: .* line 2 column 11"),
-        ("[1]", r"run\.json: expected an object with settings by name, found list"),
+        ("[1]", r"run\.json: expected a JSON object, found list"),
         ({"seed": 1}, r"run\.json: no environment and no task; fix"),
         ({"env": {"id": "CartPole-v1"}, "task": {}}, r"run\.json: .*leave out env or task"),
         ({"task": {}, "model": {"lora": {"rank": 3}}}, r"run\.json: model\.lora: unknown key 'rank'"),

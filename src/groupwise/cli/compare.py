@@ -4,20 +4,13 @@ import json
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from groupwise.comparison.aggregates import Estimate
 from groupwise.comparison.methods import setting
 from groupwise.comparison.results import Comparison, EnvironmentResult, Improvement, Overall, figure, shown
 from groupwise.comparison.runs import compare
+from groupwise.config.load import read_json
 from groupwise.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-PIPED_WIDTH = 200
-"""Columns where nobody says how many there are: enough that no row breaks."""
-
 
 HELP = """Compare methods by their runs. Runs that differ only in their seed are one method. One table per environment.
 Scores are interquartile means (IQM) over runs with 95 % bootstrap intervals.
@@ -69,32 +62,24 @@ def parse_word(word: str) -> tuple[str | None, Path]:
 
 def read_reference(path: Path) -> dict[str, tuple[float, float]]:
     """Reference scores by environment."""
-    expected = f'{path}: expected JSON like {{"CartPole-v1": [20, 500]}}, the scores that count as 0 and 1'
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return {str(name): (float(low), float(high)) for name, (low, high) in data.items()}
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}; expected a JSON file") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{expected}; {error}") from error
+        return {name: (float(low), float(high)) for name, (low, high) in read_json(path).items()}
+    except (ValueError, TypeError) as error:
+        expected = 'expected JSON like {"CartPole-v1": [20, 500]}, the scores that count as 0 and 1'
+        raise ConfigError(f"{path}: {expected}; {error}") from error
 
 
 def show(found: Comparison) -> None:
     """Print tables of each environment, of all together, and the notes."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=PIPED_WIDTH)
     for one in found.environments:
-        _show_environment(console, one)
+        _show_environment(one)
     if found.overall is not None:
-        _show_overall(console, found.overall)
+        _show_overall(found.overall)
     for note in found.notes:
-        console.print(f"note: {note}", soft_wrap=True)
+        print(f"note: {note}")
 
 
-def _show_environment(console: "Console", found: EnvironmentResult) -> None:
+def _show_environment(found: EnvironmentResult) -> None:
     kind = "final return" if found.measure == "evaluation" else "final training return"
     rows = [
         [
@@ -111,25 +96,25 @@ def _show_environment(console: "Console", found: EnvironmentResult) -> None:
         for result in found.methods
     ]
     heads = ["method", "runs", f"{kind}, IQM", "mean", "least", "mean over training", found.unit, "seconds", "MiB"]
-    _print(console, found.environment, heads, rows)
-    _show_improvements(console, found.improvements)
+    _print(found.environment, heads, rows)
+    _show_improvements(found.improvements)
     if found.settings:
         methods = [result.method for result in found.methods]
         rows = [[name, *(_value(values, method) for method in methods)] for name, values in found.settings.items()]
-        _print(console, "", ["setting", *methods], rows)
+        _print("", ["setting", *methods], rows)
 
 
-def _show_overall(console: "Console", found: Overall) -> None:
+def _show_overall(found: Overall) -> None:
     rows = [[method.method, shown(method.iqm), figure(method.mean)] for method in found.methods]
     title = f"all environments, normalised: {', '.join(found.reference)}"
-    _print(console, title, ["method", "IQM", "mean"], rows)
-    _show_improvements(console, found.improvements)
+    _print(title, ["method", "IQM", "mean"], rows)
+    _show_improvements(found.improvements)
 
 
-def _show_improvements(console: "Console", pairs: Sequence[Improvement]) -> None:
+def _show_improvements(pairs: Sequence[Improvement]) -> None:
     rows = [[f"{pair.method} > {pair.other}", _share(pair.probability)] for pair in pairs]
     if rows:
-        _print(console, "", ["probability that a run is better", "P"], rows)
+        _print("", ["probability that a run is better", "P"], rows)
 
 
 def _share(found: Estimate) -> str:
@@ -142,14 +127,8 @@ def _value(values: Mapping[str, object], method: str) -> str:
     return setting(values[method]) if method in values else "-"
 
 
-def _print(console: "Console", title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    console.print()
-    if title:
-        console.print(Text(title, style="bold"))
-    table = Table(*heads, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+def _print(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    print(f"\n{title}" if title else "")
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for row in (heads, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -29,7 +29,6 @@ class _Run(NamedTuple):
     points: dict[Measure, list[tuple[int, float]]]
     """(env steps, mean return) of each measurement."""
     summary: dict[str, Any]
-    versions: dict[str, str]
     given: list[str]
 
 
@@ -75,7 +74,7 @@ def compare(
             records += [
                 _record(environment, label, run, measure) for run in sorted(one, key=lambda r: r.config["seed"])
             ]
-    return compare_records(records, reference, settings=settings, notes=[*notes, *_version_notes(found)])
+    return compare_records(records, reference, settings=settings, notes=notes)
 
 
 def _folders(named: Mapping[Any, Paths]) -> dict[Path, str | None]:
@@ -142,7 +141,7 @@ def _read_run(path: Path, name: str | None) -> _Run:
     given = folder.read_given()
     method = method_of(config) | {"given_in_python": sorted(given)}
     points = {measure: _points(metrics, key) for measure, key in _KEYS.items()}
-    return _Run(path, name, config, method, points, summary, folder.read_versions(), given)
+    return _Run(path, name, config, method, points, summary, given)
 
 
 def _check_finished(metrics: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], total_steps: int) -> None:
@@ -247,10 +246,3 @@ def _notes(environment: str, runs: Sequence[_Run]) -> Iterator[str]:
         yield f"{environment}: runs were evaluated differently: {', '.join(names)}"
     if any("env" in run.given for run in runs):
         yield f"{environment}: an environment given in Python may not be the same in all runs"
-
-
-def _version_notes(runs: Sequence[_Run]) -> Iterator[str]:
-    versions = [run.versions for run in runs]
-    for name in differing(versions):
-        found = sorted({str(one.get(name, "unknown"))[:12] for one in versions})
-        yield f"runs were made by different versions of {name} ({', '.join(found)})"

@@ -62,7 +62,7 @@ def load_config(
     Raises:
         ConfigError: the file is missing or broken, or a setting is wrong.
     """
-    tree = _read_json(Path(path))
+    tree = read_json(Path(path))
     named = tree.pop("preset", None)
     tree.pop("provenance", None)
     try:
@@ -75,6 +75,19 @@ def load_config(
         return _resolve([tree, _given(algorithm, fields)], preset or named)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def read_json(path: Path) -> Tree:
+    """The object in a JSON file, or a ``ConfigError``."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}; expected a JSON file") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: broken JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(tree).__name__}")
+    return tree
 
 
 def to_json(cfg: CommonCfg) -> str:
@@ -167,18 +180,6 @@ def _with_objective(tree: Tree, preset: str, cfg_type: type[AlgorithmCfg]) -> Tr
     if "old_log_prob" in _table(own, "objective"):  # depends on the sampler, not on the paper
         objective = {"old_log_prob": own["objective"]["old_log_prob"], **objective}
     return {**tree, "algorithm": {**own, **settings, **({"objective": objective} if objective else {})}}
-
-
-def _read_json(path: Path) -> Tree:
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}; expected a JSON file") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: broken JSON: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected an object with settings by name, found {type(tree).__name__}")
-    return tree
 
 
 def _table(tree: Tree, key: str) -> Tree:

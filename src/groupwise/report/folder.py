@@ -122,12 +122,6 @@ class RunFolder:
         """The plugins that the run's command named."""
         return list(self._read_provenance().get("plugins", []))
 
-    def read_versions(self) -> dict[str, str]:
-        """Versions of Python and of packages, and the git commit, where known."""
-        found = self._read_provenance()
-        commit = (found.get("git") or {}).get("commit")
-        return {name: str(value) for name, value in [*found.get("versions", {}).items(), ("commit", commit)] if value}
-
     def rewrite_config(self, config: Mapping[str, Any]) -> None:
         """Replace the settings, as a resume with more steps does; provenance stays."""
         kept = _read_object(self.config).get("provenance")

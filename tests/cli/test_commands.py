@@ -137,7 +137,7 @@ def test_a_choice_and_its_parameters(api):
         ("train CartPole-v1 --preset dr_grp", "unknown preset 'dr_grp': did you mean 'dr_grpo'"),
         ("train CartPole-v1 --algorithm.credit.scale stdd", "algorithm.credit.scale = 'stdd'"),
         ("train CartPole-v1 --algorithm.credit.scale stdd", "did you mean 'std'"),
-        ("train CartPole-v1 --algorithm.group-size 1", "algorithm.group_size = 1: input should be greater"),
+        ("train CartPole-v1 --algorithm.group-size 1", "algorithm.group_size = '1': input should be greater"),
         ("train CartPole-v1 --seeds 3-x", "--seeds 3-x: expected numbers; fix: a range like 0-9 or a list like 0,3,5"),
         ("train CartPole-v1 --seeds 1,1", "--seeds 1,1: expected different seeds"),
         ("train absent.json", "absent.json: No such file"),

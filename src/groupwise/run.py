@@ -304,11 +304,12 @@ def _refuse_for_live(run: Run, checkpoint: str, objects: Mapping[str, Any]) -> N
 
 
 def _evaluate_texts(run: Run, cfg: TextRunCfg, changed: Mapping[str, Any], seed: int) -> "TextEvaluation":
-    from groupwise.text.evaluation import TextEvaluator, task_of
+    from groupwise.text.evaluation import TextEvaluator
+    from groupwise.text.task import TextTask
 
     evaluation = type(cfg.evaluation)(**{**dict(cfg.evaluation), **changed})
     cfg = cfg.model_copy(update={"evaluation": evaluation})
-    task = task_of(cfg, run.given)
+    task = TextTask.from_cfg(cfg.task, run.given)
     with closing(TextEvaluator(task, task.load().eval, cfg, run.policy, seed=seed)) as evaluator:
         return evaluator()
 

@@ -15,7 +15,6 @@ from groupwise.functional.shaping import overlong_penalty
 from groupwise.functional.texts import pass_at_k, repeated_ngrams
 from groupwise.text.collector import TextCollector
 from groupwise.text.data import Example
-from groupwise.text.generation import Generator
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.reward_functions import make_reward
@@ -28,13 +27,13 @@ TOKENIZER = character_tokenizer("0123456789")
 ENCODER = PromptEncoder(TOKENIZER, TextTaskCfg(chat="never"))
 
 
-class Scripted(Generator):
+class Scripted:
     """Writes the texts of ``script``, prompt by prompt; a point ends a text."""
 
     def __init__(self, script):
         self.script, self.asked = script, []
 
-    def generate(self, prompts, seeds, sampling, deterministic=False):
+    def __call__(self, prompts, seeds, sampling, deterministic=False):
         self.asked.append([TOKENIZER.decode(prompt) for prompt in prompts])
         return [
             [self._completion("greedy" if deterministic else member, prompt) for member in range(seeds.shape[1])]

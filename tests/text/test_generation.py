@@ -1,4 +1,6 @@
-"""What every backend of ``Generator`` keeps to. References are full forwards, without a cache and one text at a time."""
+"""What ``complete`` keeps to with every decoder. References are full forwards, without a cache and one text at a time."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from transformers import (
 from groupwise.config.policy import EvalSamplingCfg, SamplingCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.speed.decoding_step import FastDecoder
-from groupwise.text.generation import Decoder, Generator
+from groupwise.text.generation import Decoder, complete
 from groupwise.text.policy import CausalLM
 
 PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]]
@@ -48,11 +50,11 @@ def sharp_model(family="llama", vocab_size=40):
 
 @pytest.fixture(params=[Decoder, FastDecoder])
 def backend(request):
-    """Makes a generator for a policy."""
+    """Makes the generation of a policy."""
 
     def make(policy):
         policy.decoder = request.param()
-        return Generator(policy)
+        return partial(complete, policy)
 
     return make
 
@@ -78,7 +80,7 @@ def rows(prompts, completions):
 
 def test_greedy_tokens_are_those_of_plain_generate(backend, family):
     model = sharp_model(family)
-    ours = backend(CausalLM(model)).generate(PROMPTS, seeds(3), SamplingCfg(max_new_tokens=24), deterministic=True)
+    ours = backend(CausalLM(model))(PROMPTS, seeds(3), SamplingCfg(max_new_tokens=24), deterministic=True)
     for prompt, completion in rows(PROMPTS, ours):
         ids = torch.tensor([prompt])
         theirs = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
@@ -88,7 +90,7 @@ def test_greedy_tokens_are_those_of_plain_generate(backend, family):
 
 def test_log_probs_are_those_of_a_full_forward_under_the_processed_distribution(backend, family):
     model, sampling = sharp_model(family), SamplingCfg(temperature=1.7, top_k=5, max_new_tokens=20)
-    written = backend(CausalLM(model)).generate(PROMPTS, seeds(3, 3), sampling)
+    written = backend(CausalLM(model))(PROMPTS, seeds(3, 3), sampling)
     for prompt, c in rows(PROMPTS, written):
         logits = read(model, prompt, c.tokens) / 1.7
         kept = torch.tensor(c.support)
@@ -102,23 +104,23 @@ def test_log_probs_are_those_of_a_full_forward_under_the_processed_distribution(
 
 def test_without_top_k_everything_can_be_drawn(backend):
     model, sampling = sharp_model(), SamplingCfg(temperature=0.6, max_new_tokens=20)
-    for prompt, c in rows(PROMPTS, backend(CausalLM(model)).generate(PROMPTS, seeds(3, 2), sampling)):
+    for prompt, c in rows(PROMPTS, backend(CausalLM(model))(PROMPTS, seeds(3, 2), sampling)):
         assert c.support is None
         p = torch.distributions.Categorical(logits=read(model, prompt, c.tokens) / 0.6)
         torch.testing.assert_close(torch.tensor(c.log_probs), p.log_prob(torch.tensor(c.tokens)), rtol=1e-4, atol=1e-4)
 
 
 def test_same_seed_same_text_whatever_else_is_written(backend):
-    generator = backend(CausalLM(sharp_model()))
+    generate = backend(CausalLM(sharp_model()))
     sampling = SamplingCfg(max_new_tokens=16, temperature=1.3)
-    together = generator.generate(PROMPTS, seeds(3, 3), sampling)
-    turned = generator.generate(PROMPTS[::-1], seeds(3, 3).flip(0, 1), sampling)
+    together = generate(PROMPTS, seeds(3, 3), sampling)
+    turned = generate(PROMPTS[::-1], seeds(3, 3).flip(0, 1), sampling)
     assert [[c.tokens for c in group[::-1]] for group in turned[::-1]] == [[c.tokens for c in g] for g in together]
     for number, prompt in enumerate(PROMPTS):
-        ((alone,),) = generator.generate([prompt], torch.tensor([[3 * number + 1]]), sampling)
+        ((alone,),) = generate([prompt], torch.tensor([[3 * number + 1]]), sampling)
         assert alone.tokens == together[number][1].tokens
         assert alone.stop == together[number][1].stop
-    other = generator.generate(PROMPTS, seeds(3, 3, first=100), sampling)
+    other = generate(PROMPTS, seeds(3, 3, first=100), sampling)
     assert all(
         a.tokens != b.tokens for (_, a), (_, b) in zip(rows(PROMPTS, together), rows(PROMPTS, other), strict=True)
     )
@@ -136,7 +138,7 @@ SETTINGS = [
 def test_pairs_of_tokens_come_as_often_as_they_are_likely(backend, sampling):
     model = sharp_model(vocab_size=8)
     policy, count = CausalLM(model), 6_000
-    (group,) = backend(policy).generate([[5, 6]], seeds(1, count), sampling)
+    (group,) = backend(policy)([[5, 6]], seeds(1, count), sampling)
     expected = {}
     for first, p in stated(model, [5, 6], sampling).items():
         after = {None: 1.0} if first == EOS else stated(model, [5, 6, first], sampling)
@@ -166,9 +168,7 @@ def stated(model, context, sampling):
 
 def test_every_end_of_text_ends_and_the_limit_cuts(backend):
     policy = CausalLM(sharp_model(), eos_ids=(3, 4, 30))
-    completions = [
-        c for _, c in rows(PROMPTS, backend(policy).generate(PROMPTS, seeds(3, 12), SamplingCfg(max_new_tokens=12)))
-    ]
+    completions = [c for _, c in rows(PROMPTS, backend(policy)(PROMPTS, seeds(3, 12), SamplingCfg(max_new_tokens=12)))]
     assert {c.stop for c in completions} == {"eos", "length"}
     assert {c.tokens[-1] for c in completions if c.stop == "eos"} == {3, 4, 30}
     for c in completions:
@@ -184,7 +184,7 @@ def test_a_stop_string_ends_the_text_that_it_is_completed_in(backend):
     sampling = SamplingCfg(max_new_tokens=14, stop=("1+", "25="), temperature=30)
     policy = CausalLM(sharp_model(vocab_size=len(tokenizer)), eos_ids=(EOS,), tokenizer=tokenizer)
     prompt = tokenizer("3 + 1")["input_ids"]  # its last character is half of a stop string
-    (group,) = backend(policy).generate([prompt], seeds(1, 1000), sampling)
+    (group,) = backend(policy)([prompt], seeds(1, 1000), sampling)
     assert {c.stop for c in group} == {"eos", "stop", "length"}
     for c in group:
         texts = [tokenizer.decode(c.tokens[:n]) for n in range(len(c.tokens) + 1)]
@@ -195,23 +195,23 @@ def test_a_stop_string_ends_the_text_that_it_is_completed_in(backend):
 
 def test_stop_strings_need_a_tokenizer(backend):
     with pytest.raises(ConfigError, match=r"stop=\('x',\) needs a tokenizer"):
-        backend(CausalLM(tiny_model())).generate([[5]], seeds(1), SamplingCfg(stop=("x",)))
+        backend(CausalLM(tiny_model()))([[5]], seeds(1), SamplingCfg(stop=("x",)))
 
 
 def test_prompts_of_any_length_and_no_empty_one(backend):
     policy = CausalLM(sharp_model())
-    generator, sampling = backend(policy), SamplingCfg(max_new_tokens=3)
+    generate, sampling = backend(policy), SamplingCfg(max_new_tokens=3)
     for length in (1, 300):
         prompt = [5 + n % 30 for n in range(length)]
-        ((c,),) = generator.generate([prompt], seeds(1), sampling, deterministic=True)
+        ((c,),) = generate([prompt], seeds(1), sampling, deterministic=True)
         assert c.tokens == read(policy.model, prompt, c.tokens).argmax(dim=-1).tolist()
     with pytest.raises(DataError, match="prompt 1 has no tokens"):
-        generator.generate([[5], []], seeds(2), sampling)
+        generate([[5], []], seeds(2), sampling)
 
 
 def test_the_models_own_generation_settings_say_nothing(backend):
     model = sharp_model()
-    expected = backend(CausalLM(model)).generate(PROMPTS, seeds(3, 2), SamplingCfg(max_new_tokens=12))
+    expected = backend(CausalLM(model))(PROMPTS, seeds(3, 2), SamplingCfg(max_new_tokens=12))
     settings = GenerationConfig(
         do_sample=True,
         temperature=0.1,
@@ -227,7 +227,7 @@ def test_the_models_own_generation_settings_say_nothing(backend):
         eos_token_id=EOS,
     )
     model.generation_config = settings
-    found = backend(CausalLM(model)).generate(PROMPTS, seeds(3, 2), SamplingCfg(max_new_tokens=12))
+    found = backend(CausalLM(model))(PROMPTS, seeds(3, 2), SamplingCfg(max_new_tokens=12))
     assert [c.tokens for _, c in rows(PROMPTS, found)] == [c.tokens for _, c in rows(PROMPTS, expected)]
     assert model.generation_config is settings
 
@@ -235,7 +235,7 @@ def test_the_models_own_generation_settings_say_nothing(backend):
 def test_half_precision_samples_from_the_logits_it_states(backend):
     model = sharp_model().bfloat16()
     sampling = SamplingCfg(max_new_tokens=8, top_k=10)
-    for prompt, c in rows(PROMPTS, backend(CausalLM(model)).generate(PROMPTS, seeds(3, 2), sampling)):
+    for prompt, c in rows(PROMPTS, backend(CausalLM(model))(PROMPTS, seeds(3, 2), sampling)):
         kept = torch.tensor(c.support)
         place = (kept == torch.tensor(c.tokens)[:, None]).int().argmax(dim=1)
         p = torch.distributions.Categorical(logits=read(model, prompt, c.tokens).gather(1, kept))

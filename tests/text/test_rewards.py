@@ -17,9 +17,9 @@ from groupwise.text.rewards import RewardSet, TrainingState
 USER = {"role": "user", "content": "1+1="}
 
 
-def reward_set(*functions, on_error="fail", weights=None):
+def reward_set(*functions, weights=None):
     cfgs = [RewardCfg(name="given", weight=w) for w in weights or [1.0] * len(functions)]
-    return RewardSet([make_reward(cfg, function) for cfg, function in zip(cfgs, functions, strict=True)], on_error)
+    return RewardSet([make_reward(cfg, function) for cfg, function in zip(cfgs, functions, strict=True)])
 
 
 def score(rewards, completions=("a", "b"), prompts=None, columns=None, state=None):
@@ -130,13 +130,12 @@ def test_all_none_is_told_and_not_zero():
         ([1j, 1], "returned 1j for completion 0"),
     ],
 )
-@pytest.mark.parametrize("on_error", ["fail", "skip"])
-def test_what_is_no_score_is_an_error_that_names_the_function(returned, message, on_error):
+def test_what_is_no_score_is_an_error_that_names_the_function(returned, message):
     def broken(**_):
         return returned
 
     with pytest.raises(RewardError, match=message):
-        score(reward_set(broken, on_error=on_error))
+        score(reward_set(broken))
 
 
 def test_a_function_that_forgot_async_is_told():
@@ -164,19 +163,7 @@ def test_an_exception_ends_the_run_and_names_the_function(function):
         score(reward_set(function), completions=["a", "b", "c"])
     message = str(caught.value)
     assert message.startswith(f"reward '{function.__name__}' raised KeyError: 'no b'; fix: the function")
-    assert "on_reward_error='skip'" in message
     assert isinstance(caught.value.__cause__, KeyError)
-
-
-@pytest.mark.parametrize("function", [fails_on_b, async_fails_on_b])
-def test_with_skip_the_completions_of_the_call_have_no_reward_and_the_next_call_works(function):
-    rewards = reward_set(function, lambda completions, **_: [2.0] * len(completions), on_error="skip")
-    with pytest.warns(UserWarning, match=rf"reward '{function.__name__}' raised KeyError: 'no b'; the completions"):
-        scores = score(rewards, completions=["a", "b", "c"])
-    assert scores.reward == (None, None, None)
-    assert scores.parts == ((None, None, None), (2, 2, 2))
-    assert score(rewards, completions=["a", "c"]).reward == (3, 3)
-    rewards.close()
 
 
 async def async_needs(completions, gold):

@@ -8,6 +8,7 @@ from groupwise.config.base import GIVEN
 from groupwise.config.text import RewardCfg, TextTaskCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.text.task import TextTask
+from groupwise.training.components import UserObjects
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
 
@@ -42,14 +43,11 @@ def test_weights_and_time_limits():
 
 def test_a_task_is_made_again_from_its_settings():
     task = TextTask(ROWS, reward=[right, "exact", longest], eval_data=["x"])
-    again = TextTask.from_cfg(task.cfg, data=ROWS, eval_data=["x"], reward=[right, longest])
+    again = TextTask.from_cfg(task.cfg, UserObjects(data=ROWS, eval_data=["x"], reward=[right, longest]))
     assert again.functions == (right, None, longest)
     assert again.load() == task.load()
-    assert TextTask.from_cfg(task.cfg, data=ROWS, eval_data=["x"], reward=[right, "exact", longest]).functions == (
-        right,
-        None,
-        longest,
-    )
+    given = UserObjects(data=ROWS, eval_data=["x"], reward=[right, "exact", longest])
+    assert TextTask.from_cfg(task.cfg, given).functions == (right, None, longest)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +65,7 @@ def test_a_task_is_made_again_from_its_settings():
 def test_objects_that_are_missing_are_named(given, message):
     cfg = TextTask(ROWS, reward=right, eval_data=["x"]).cfg
     with pytest.raises(ConfigError, match=message):
-        TextTask.from_cfg(cfg, **given)
+        TextTask.from_cfg(cfg, UserObjects(**given))
 
 
 @pytest.mark.parametrize(
@@ -76,10 +74,7 @@ def test_objects_that_are_missing_are_named(given, message):
         ({"reward": 3}, "reward = 3: expected a function, the name of a registered one"),
         ({"reward": [right, 3]}, "reward = 3: expected"),
         ({"reward": right, "promt_column": "x"}, "unknown key 'promt_column'; did you mean 'prompt_column'"),
-        (
-            {"reward": right, "on_reward_error": "ignore"},
-            "on_reward_error = 'ignore': expected one of fail, skip",
-        ),
+        ({"reward": right, "eval_overlap": "ignore"}, "eval_overlap = 'ignore': expected one of drop, keep"),
     ],
 )
 def test_impossible_settings(settings, message):

@@ -1,5 +1,7 @@
 """Completions of several turns: written by hand, and by a model whose scores are computed again from the transcript."""
 
+from functools import partial
+
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -9,7 +11,7 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.config.text import TextTaskCfg
 from groupwise.seeding import derive_seed
 from groupwise.text.data import Example
-from groupwise.text.generation import Generator
+from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.reward_functions import RewardFunction
@@ -23,13 +25,13 @@ CHARACTERS = "0123456789+=<>/calcresut "
 SAMPLING = SamplingCfg(max_new_tokens=30, stop=("</calc>",))
 
 
-class Scripted(Generator):
+class Scripted:
     """Writes what it was told to, by the text that stands there; notes what it was asked."""
 
     def __init__(self, tokenizer, script):
         self.tokenizer, self.script, self.calls = tokenizer, script, []
 
-    def generate(self, prompts, seeds, sampling, deterministic=False):
+    def __call__(self, prompts, seeds, sampling, deterministic=False):
         self.calls.append(([self.tokenizer.decode(p) for p in prompts], seeds.tolist(), deterministic))
         return [[self.completion(list(p), int(seed)) for seed in row] for p, row in zip(prompts, seeds, strict=True)]
 
@@ -240,7 +242,7 @@ def test_scores_are_those_of_the_transcript(sampling):
     cfg = SamplingCfg(temperature=0.9, max_new_tokens=6, stop=Digits.stop, **sampling)
     policy = CausalLM(model, cfg, tokenizer=tokenizer)
     transcripts = [*transcripts_at(encoder, "12", 6), *transcripts_at(encoder, "345", 6, group=1)]
-    write(transcripts, Generator(policy), cfg, dialogue=dialogue)
+    write(transcripts, partial(complete, policy), cfg, dialogue=dialogue)
     turns = {transcript.turns for transcript in transcripts}
     assert len(turns) > 1
     assert 3 in turns

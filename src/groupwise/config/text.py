@@ -50,8 +50,6 @@ class TextTaskCfg(Cfg):
     """Prompts that are too long: raise an error, or drop them with a warning. They are never cut."""
     rewards: tuple[RewardCfg, ...] = ()
     """Reward functions; their weighted scores are added. Empty: ``reasoning_gym`` for reasoning-gym data."""
-    on_reward_error: Literal["fail", "skip"] = "fail"
-    """When a reward raises an error: stop the run, or leave the completions of that call without a reward."""
     success_threshold: float = 1.0
     """A completion with at least this reward counts as a success (pass@k)."""
     tool: str | None = None

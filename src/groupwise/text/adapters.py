@@ -28,7 +28,7 @@ class AdaptersOff(Policy):
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Evaluation:
         """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
-        with self._policy[0].adapters_off():
+        with self._policy[0].model.disable_adapter():
             return self._policy[0].evaluate(batch)
 
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -24,8 +25,8 @@ from groupwise.speed.flat import flatten
 from groupwise.text.callbacks import CheckSamplerMismatch, LogGroups
 from groupwise.text.collector import TextCollector
 from groupwise.text.data import Example
-from groupwise.text.evaluation import TextEvaluator, dialogue_of, task_of
-from groupwise.text.generation import Generator
+from groupwise.text.evaluation import TextEvaluator, dialogue_of
+from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
@@ -68,7 +69,7 @@ class TextComponents(Components):
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
         whole = sum(p.numel() for p in policy.parameters())
         return [
-            f"{self.collector.num_examples:,} prompts, {self.cfg.num_prompts} an iteration; {trained:,} of {whole:,} "
+            f"{len(self.collector.prompts):,} prompts, {self.cfg.num_prompts} an iteration; {trained:,} of {whole:,} "
             f"parameters are trained; a step is a generated token"
         ]
 
@@ -91,10 +92,14 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     require_extra("transformers", "text")
     check_trackers(cfg)
     algorithm_type = algorithm_entry(cfg.algorithm.name).load()
-    task = task_of(cfg, given)
+    task = TextTask.from_cfg(cfg.task, given)
     rewards = task.rewards()
     data = task.load()
-    _check(cfg, engine)
+    if engine.world_size > 1 and isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.dynamic_sampling:
+        raise ConfigError(
+            "collection.dynamic_sampling takes a varying number of prompts, which several processes cannot divide; fix: "
+            "dynamic_sampling=0, or one process"
+        )
     device = pick_device(cfg.device)
     policy = _policy(cfg, given, actor_only=algorithm_type.actor_only).to(device)
     speed_up(policy)
@@ -108,7 +113,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     flatten(algorithm)
     collector = TextCollector(
         policy,
-        Generator(policy),
+        partial(complete, policy),
         prompts,
         encoder,
         rewards,
@@ -178,15 +183,6 @@ def _policy(cfg: TextRunCfg, given: UserObjects, *, actor_only: bool) -> CausalL
             f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; fix: actor_only=False"
         )
     return policy
-
-
-def _check(cfg: TextRunCfg, engine: Engine) -> None:
-    resamples = isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.dynamic_sampling > 0
-    if resamples and engine.world_size > 1:
-        raise ConfigError(
-            "collection.dynamic_sampling takes a varying number of prompts, which several processes cannot divide; fix: "
-            "dynamic_sampling=0, or one process"
-        )
 
 
 def _filled_in(cfg: TextRunCfg, weights: tuple[float, ...]) -> TextRunCfg:

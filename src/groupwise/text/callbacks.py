@@ -65,7 +65,7 @@ class LogGroups(Callback):
         import pyarrow
         import pyarrow.parquet
 
-        names = self.collector.reward_names
+        names = self.collector.rewards.names
         rows = [_record(m, names) for m in self.collector.scored if m.transcript.group < self.num_groups]
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f"{trainer.env_steps:012d}.parquet"

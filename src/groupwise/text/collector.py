@@ -16,7 +16,7 @@ from groupwise.functional.shaping import overlong_penalty
 from groupwise.functional.texts import pass_rate, repeated_ngrams
 from groupwise.seeding import derive_seed
 from groupwise.text.data import shuffled
-from groupwise.text.generation import Generator
+from groupwise.text.generation import Generate
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.rewards import RewardSet, TrainingState
@@ -44,7 +44,7 @@ class TextCollector(Collector):
     def __init__(
         self,
         policy: CausalLM,
-        generator: Generator,
+        generate: Generate,
         prompts: Sequence[EncodedPrompt],
         encoder: PromptEncoder,
         rewards: RewardSet,
@@ -59,11 +59,10 @@ class TextCollector(Collector):
         """Completions of the last rollout, those of filtered groups included."""
         self.position = 0
         """Number of prompts that this process has taken, over all epochs."""
+        self.prompts, self.rewards = prompts, rewards
         self._policy = policy
-        self._generator = generator
-        self._prompts = prompts
+        self._generate = generate
         self._encoder = encoder
-        self._rewards = rewards
         self._cfg = cfg
         grpo = cfg.algorithm if isinstance(cfg.algorithm, GRPOCfg) else None
         self._num_sampled = 1 if grpo is None else grpo.group_size
@@ -74,16 +73,6 @@ class TextCollector(Collector):
         self._unscored = 0
         self._metrics: dict[str, float] = {}
 
-    @property
-    def num_examples(self) -> int:
-        """How many prompts there are to train on."""
-        return len(self._prompts)
-
-    @property
-    def reward_names(self) -> tuple[str, ...]:
-        """Names of the functions in ``Scored.parts``."""
-        return self._rewards.names
-
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """The rollout of new groups: a row for each completion, as long as the longest.
 
@@ -91,7 +80,7 @@ class TextCollector(Collector):
             RewardError: a reward function failed.
             DataError: nothing could be scored, several times in a row.
         """
-        self._rewards.take_logged()  # of a rollout that failed
+        self.rewards.take_logged()  # of a rollout that failed
         kept: list[list[Scored]] = []
         filtered: list[list[Scored]] = []
         num_prompts = self._cfg.num_prompts
@@ -131,7 +120,7 @@ class TextCollector(Collector):
 
     def close(self) -> None:
         """Close the reward functions."""
-        self._rewards.close()
+        self.rewards.close()
 
     def _new_groups(self, count: int, first: int) -> list[list[Scored]]:
         """Groups of the next prompts, generated and scored; ``first`` groups of this rollout precede them."""
@@ -143,20 +132,20 @@ class TextCollector(Collector):
             for group in range(first, first + count)
             for member in range(self._group_size)
         ]
-        write(transcripts, self._generator, self._cfg.sampling, self._dialogue)
+        write(transcripts, self._generate, self._cfg.sampling, self._dialogue)
         state = TrainingState(global_step=self.iteration, epoch=self._epoch)
-        scored = score(transcripts, self._rewards, self._encoder, state)
+        scored = score(transcripts, self.rewards, self._encoder, state)
         return [scored[i : i + self._group_size] for i in range(0, len(scored), self._group_size)]
 
     def _prompt(self, group: int) -> EncodedPrompt:
         """The prompt of a group of this rollout."""
-        size = len(self._prompts)
+        size = len(self.prompts)
         epoch, place = divmod((self.position + group) * self._world_size + self._rank, size)
-        return self._prompts[shuffled(size, derive_seed(self._cfg.seed, "data"), epoch)[place]]
+        return self.prompts[shuffled(size, derive_seed(self._cfg.seed, "data"), epoch)[place]]
 
     @property
     def _epoch(self) -> float:
-        return self.position * self._world_size / len(self._prompts)
+        return self.position * self._world_size / len(self.prompts)
 
     def _row(self, member: Scored) -> TextRow:
         transcript, cfg = member.transcript, self._cfg
@@ -188,7 +177,7 @@ class TextCollector(Collector):
         if self._unscored == MAX_UNSCORED:
             raise DataError(
                 f"no completion of {MAX_UNSCORED} iterations in a row could be scored: every reward was None or not finite; "
-                f"fix: the rewards {', '.join(self._rewards.names)}, or the columns that they read"
+                f"fix: the rewards {', '.join(self.rewards.names)}, or the columns that they read"
             )
 
     def _update_metrics(self, num_filtered: int) -> None:
@@ -199,10 +188,10 @@ class TextCollector(Collector):
         ]
         self.recent.extend(self.finished)
         self.last_steps = sum(member.transcript.written for member in self.scored)
-        self._metrics = text_metrics(self.scored, self._rewards.names, self._cfg.task.success_threshold)
+        self._metrics = text_metrics(self.scored, self.rewards.names, self._cfg.task.success_threshold)
         self._metrics["rollout/filtered_groups"] = float(num_filtered)
         self._metrics["rollout/epoch"] = self._epoch
-        self._metrics |= {f"reward/{name}": value for name, value in self._rewards.take_logged().items()}
+        self._metrics |= {f"reward/{name}": value for name, value in self.rewards.take_logged().items()}
 
     def _with_values(self, rollout: TensorDict) -> TensorDict:
         """The rollout with the critic's values, if there is one."""

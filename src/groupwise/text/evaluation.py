@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -12,13 +13,13 @@ from groupwise.policies.base import Policy
 from groupwise.report.scores import wilson_95
 from groupwise.seeding import derive_seed
 from groupwise.text.data import Example
-from groupwise.text.generation import Generator
+from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.task import TextTask
 from groupwise.text.tools import Tool, make_tool
 from groupwise.text.transcripts import Scored, ToolDialogue, Transcript, score, text_of, write
-from groupwise.training.components import Evaluator, UserObjects
+from groupwise.training.components import Evaluator
 from groupwise.training.evaluation import EvaluationResult, shown
 
 _PROMPTS_AT_ONCE = 32
@@ -92,7 +93,7 @@ class TextEvaluator(Evaluator):
         self._prompts = prompts[: cfg.evaluation.prompts]
         self._cfg = cfg
         self._rewards = task.rewards()
-        self._generator = Generator(policy)
+        self._generate = partial(complete, policy)
         self._dialogue = dialogue_of(task.tool(), self._encoder, policy)
         self._seed = seed
 
@@ -111,7 +112,7 @@ class TextEvaluator(Evaluator):
                 for number, prompt in enumerate(self._prompts[first : first + _PROMPTS_AT_ONCE], start=first)
                 for member in range(evaluation.completions_per_prompt)
             ]
-            write(transcripts, self._generator, evaluation.sampling or self._cfg.sampling, self._dialogue)
+            write(transcripts, self._generate, evaluation.sampling or self._cfg.sampling, self._dialogue)
             scored += score(transcripts, self._rewards, self._encoder)
         self._rewards.take_logged()  # such metrics are of training alone
         groups: dict[int, list[float]] = {}
@@ -151,13 +152,8 @@ def write_texts(
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
     (encoded,) = encoder.select([Example(prompt, {})], policy.max_prompt_length(cfg.sampling.max_new_tokens))
     transcripts = [Transcript(encoded, 0, derive_seed(seed, "sample", i), deterministic) for i in range(count)]
-    write(transcripts, Generator(policy), cfg.sampling, dialogue_of(make_tool(cfg.task, tool), encoder, policy))
+    write(transcripts, partial(complete, policy), cfg.sampling, dialogue_of(make_tool(cfg.task, tool), encoder, policy))
     return [text_of(transcript, encoder) for transcript in transcripts]
-
-
-def task_of(cfg: TextRunCfg, given: UserObjects) -> TextTask:
-    """The task that the settings describe."""
-    return TextTask.from_cfg(cfg.task, data=given.data, eval_data=given.eval_data, reward=given.reward, tool=given.tool)
 
 
 def dialogue_of(tool: Tool | None, encoder: PromptEncoder, policy: CausalLM) -> ToolDialogue | None:

@@ -20,23 +20,8 @@ if TYPE_CHECKING:
 
 Head = Callable[[Tensor], Tensor]
 """Logits of hidden states, in float32."""
-
-
-class Generator:
-    """Generates completions with the policy's weights. Subclass it for another backend, such as a server."""
-
-    def __init__(self, policy: "CausalLM") -> None:
-        self._policy = policy
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Int[Tensor, "prompt member"],
-        sampling: SamplingCfg,
-        deterministic: bool = False,
-    ) -> list[list[Completion]]:
-        """As ``complete``: a completion does not depend on what else the same call generates."""
-        return complete(self._policy, prompts, seeds, sampling, deterministic=deterministic)
+Generate = Callable[..., list[list[Completion]]]
+"""``complete`` of a policy, or another backend with its other arguments."""
 
 
 class Prompts(NamedTuple):
@@ -112,7 +97,7 @@ def complete(
     *,
     deterministic: bool = False,
 ) -> list[list[Completion]]:
-    """Completions of each prompt, one for each of its seeds.
+    """Completions of each prompt, one for each of its seeds; none depends on what else the call generates.
 
     Args:
         sampling: by default the policy's.

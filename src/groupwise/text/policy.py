@@ -4,8 +4,8 @@ Scores are those of the sampling distribution, temperature included.
 """
 
 import warnings
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -200,12 +200,6 @@ class CausalLM(Policy):
         """A frozen policy that scores like this one does now; the base model while adapters change nothing."""
         return AdaptersOff(self) if self.has_adapters and self._adapters_change_nothing() else super().make_reference()
 
-    @contextmanager
-    def adapters_off(self) -> Iterator[None]:
-        """Within it, the policy is the base model."""
-        with self.model.disable_adapter():
-            yield
-
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a transformers folder, or with adapters peft's, and the tokenizer; without the value head."""
         # otherwise peft asks the hub whether the base's vocabulary has changed
@@ -294,7 +288,7 @@ class CausalLM(Policy):
 
     def _adapters_change_nothing(self) -> bool:
         with_adapters = self._probe()[1]
-        with self.adapters_off():
+        with self.model.disable_adapter():
             return torch.equal(with_adapters, self._probe()[1])
 
     @torch.no_grad()

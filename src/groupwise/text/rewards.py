@@ -11,10 +11,9 @@ import asyncio
 import inspect
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from groupwise.errors import ConfigError, DataError, RewardError, nearest
 from groupwise.text.data import Completion, Prompt
@@ -23,7 +22,6 @@ from groupwise.text.reward_functions import RewardFunction, RewardObject, is_asy
 
 NEVER_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns that functions do not get."""
-OnError = Literal["fail", "skip"]
 
 
 class TrainingState(NamedTuple):
@@ -47,19 +45,14 @@ class Scores(NamedTuple):
 
 
 class RewardSet:
-    """Functions whose weighted scores add up.
+    """Functions whose weighted scores add up."""
 
-    Args:
-        on_error: when a function raises: fail, or leave the completions of that call without a reward.
-    """
-
-    def __init__(self, functions: Sequence[RewardFunction], on_error: OnError = "fail") -> None:
+    def __init__(self, functions: Sequence[RewardFunction]) -> None:
         if not functions:
             raise ConfigError("there is no reward; fix: reward=my_function, or a registered name")
         self.functions = tuple(functions)
         self.names = _distinct([function.name for function in functions])
         self.weights = tuple(function.weight for function in functions)
-        self._on_error = on_error
         self._loop: asyncio.AbstractEventLoop | None = None
         self._metrics: dict[str, list[float]] = {}
 
@@ -93,7 +86,7 @@ class RewardSet:
             columns: by name, a value for each completion.
 
         Raises:
-            RewardError: a function raises and ``on_error="fail"``, or does not return a number or None for each completion.
+            RewardError: a function raises, or does not return a number or None for each completion.
         """
 
         def arguments(function: RewardFunction) -> dict[str, Any]:
@@ -111,11 +104,8 @@ class RewardSet:
             )
 
         results = self._results([partial(function.call, **arguments(function)) for function in self.functions])
-        named = list(zip(self.names, results, strict=True))
-        parts = [self._numbers(name, result, len(prompts)) for name, result in named]
-        failed = any(isinstance(result, Exception) for result in results)
-        sums = [None if failed else self._sum(member) for member in zip(*parts, strict=True)]
-        return Scores(tuple(sums), tuple(map(tuple, parts)))
+        parts = [_numbers(name, result, len(prompts)) for name, result in zip(self.names, results, strict=True)]
+        return Scores(tuple(map(self._sum, zip(*parts, strict=True))), tuple(map(tuple, parts)))
 
     def take_logged(self) -> dict[str, float]:
         """Means of the values that functions logged with ``log_metric(name, value)`` since the last call."""
@@ -133,12 +123,12 @@ class RewardSet:
                 function.call.close()
 
     def _results(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The result or exception of each call; async ones run at the same time, while the others do."""
+        """The result of each call; async ones run at the same time, while the others do."""
         started = [
             asyncio.run_coroutine_threadsafe(_await(call), self._running_loop()).result if is_async(call) else call
             for call in calls
         ]
-        return [_result_or_error(call) for call in started]
+        return [_result(name, call) for name, call in zip(self.names, started, strict=True)]
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         """One loop for all calls, as async clients are bound to it; in a thread, as notebooks run their own loop."""
@@ -146,18 +136,6 @@ class RewardSet:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=_run, args=(self._loop,), daemon=True, name="rewards").start()
         return self._loop
-
-    def _numbers(self, name: str, result: Any, count: int) -> list[float | None]:
-        """The scores of a function; None for a function that raised, and for scores that are None or not finite."""
-        if not isinstance(result, Exception):
-            return _numbers(name, result, count)
-        message = f"reward {name!r} raised {type(result).__name__}: {result}"
-        if self._on_error == "fail":
-            raise RewardError(
-                f"{message}; fix: the function (it may return None for what it cannot score), or on_reward_error='skip'"
-            ) from result
-        warnings.warn(f"{message}; the completions of this call have no reward", stacklevel=3)
-        return [None] * count
 
     def _sum(self, member: Sequence[float | None]) -> float | None:
         weighted = [weight * value for weight, value in zip(self.weights, member, strict=True) if value is not None]
@@ -176,11 +154,14 @@ async def _await(call: Callable[[], Any]) -> Any:
     return await call()
 
 
-def _result_or_error(call: Callable[[], Any]) -> Any:
+def _result(name: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
-        return error
+        raise RewardError(
+            f"reward {name!r} raised {type(error).__name__}: {error}; fix: the function (it may return None for what it "
+            "cannot score)"
+        ) from error
 
 
 def _as_given(completion: Completion, prompt: Prompt) -> Completion:
@@ -191,6 +172,7 @@ def _as_given(completion: Completion, prompt: Prompt) -> Completion:
 
 
 def _numbers(name: str, result: Any, count: int) -> list[float | None]:
+    """The scores of a function; None for those that are None or not finite."""
     if inspect.iscoroutine(result):
         result.close()
         raise RewardError(f"reward {name!r} returned a coroutine; fix: define it with async def")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from groupwise.config.base import GIVEN
 from groupwise.config.text import GYM, RewardCfg, TextTaskCfg
@@ -12,6 +12,9 @@ from groupwise.text.gym import gym_examples
 from groupwise.text.reward_functions import Reward, make_reward
 from groupwise.text.rewards import RewardSet
 from groupwise.text.tools import Tool, make_tool
+
+if TYPE_CHECKING:
+    from groupwise.training.components import UserObjects
 
 OneReward = Reward | str | RewardCfg
 
@@ -72,36 +75,25 @@ class TextTask:
         """The tool given in Python."""
 
     @classmethod
-    def from_cfg(
-        cls,
-        cfg: TextTaskCfg,
-        *,
-        data: object = None,
-        eval_data: object = None,
-        reward: object = None,
-        tool: Callable[[str], str | None] | None = None,
-    ) -> "TextTask":
+    def from_cfg(cls, cfg: TextTaskCfg, given: "UserObjects") -> "TextTask":
         """The task that the settings describe, with the objects that were given in Python.
-
-        Args:
-            reward: all that were given in Python, in their order.
 
         Raises:
             ConfigError: an object is missing, or there is one too many.
         """
-        given = [one for one in _as_list(reward) if callable(one)]
+        rewards = [one for one in _as_list(given.reward) if callable(one)]
         count = sum(one.name == GIVEN for one in cfg.rewards)
-        if len(given) != count:
+        if len(rewards) != count:
             raise ConfigError(
-                f"{count} reward(s) were given in Python, but now {len(given)}; fix: give them again, in their order, as reward=..."
+                f"{count} reward(s) were given in Python, but now {len(rewards)}; fix: give them again, in their order, as reward=..."
             )
-        functions = iter(given)
+        functions = iter(rewards)
         task = cls.__new__(cls)
         task.cfg = cfg
-        task.data = _given_again(cfg.data, data, "data")
-        task.eval_data = None if cfg.eval_data is None else _given_again(cfg.eval_data, eval_data, "eval_data")
+        task.data = _given_again(cfg.data, given.data, "data")
+        task.eval_data = None if cfg.eval_data is None else _given_again(cfg.eval_data, given.eval_data, "eval_data")
         task.functions = tuple(next(functions) if one.name == GIVEN else None for one in cfg.rewards)
-        task.given_tool = tool
+        task.given_tool = given.tool
         return task
 
     def load(self) -> TextData:
@@ -123,9 +115,8 @@ class TextTask:
         """
         cfgs = self.cfg.rewards
         if not cfgs and self.cfg.data.startswith(GYM):
-            return RewardSet([make_reward(RewardCfg(name="reasoning_gym"))], self.cfg.on_reward_error)
-        made = [make_reward(cfg, function) for cfg, function in zip(cfgs, self.functions, strict=True)]
-        return RewardSet(made, self.cfg.on_reward_error)
+            return RewardSet([make_reward(RewardCfg(name="reasoning_gym"))])
+        return RewardSet([make_reward(cfg, function) for cfg, function in zip(cfgs, self.functions, strict=True)])
 
     def tool(self) -> Tool | None:
         """The model's tool; None if it has none.

@@ -10,7 +10,7 @@ import torch
 from groupwise.config.policy import SamplingCfg
 from groupwise.seeding import derive_seed
 from groupwise.text.data import Completion as CompletionText
-from groupwise.text.generation import Generator
+from groupwise.text.generation import Generate
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.rewards import RewardSet, TrainingState
 from groupwise.text.sampling import Completion
@@ -115,7 +115,7 @@ class ToolDialogue:
 
 def write(
     transcripts: Sequence[Transcript],
-    generator: Generator,
+    generate: Generate,
     sampling: SamplingCfg,
     dialogue: ToolDialogue | None = None,
 ) -> None:
@@ -124,7 +124,7 @@ def write(
     running = list(transcripts)
     while running:
         for batch in _batches(running):
-            _write_turn(batch, generator, sampling)
+            _write_turn(batch, generate, sampling)
         running = [] if dialogue is None else [t for t in running if dialogue.answer(t, sampling.max_new_tokens)]
 
 
@@ -140,11 +140,11 @@ def _batches(transcripts: Sequence[Transcript]) -> list[list[list[Transcript]]]:
     return list(batches.values())
 
 
-def _write_turn(groups: list[list[Transcript]], generator: Generator, sampling: SamplingCfg) -> None:
+def _write_turn(groups: list[list[Transcript]], generate: Generate, sampling: SamplingCfg) -> None:
     """One turn of groups of the same size, whose members have the same text so far."""
     texts = [[*members[0].prompt.tokens, *members[0].tokens] for members in groups]
     seeds = [[derive_seed(member.seed, "turn", member.turns) for member in members] for members in groups]
-    completions = generator.generate(texts, torch.tensor(seeds), sampling, groups[0][0].greedy)
+    completions = generate(texts, torch.tensor(seeds), sampling, deterministic=groups[0][0].greedy)
     for members, written in zip(groups, completions, strict=True):
         for member, completion in zip(members, written, strict=True):
             member.add_turn(completion)

@@ -79,7 +79,7 @@ class _Scores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.chunks = temperature, chunks
-        wide = weight.float()
+        wide = _widened(weight, hidden)
         log_prob, entropy, peak, log_total = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         slope = torch.empty_like(hidden, dtype=torch.float32) if frozen else None
         for c in chunks:
@@ -93,7 +93,7 @@ class _Scores(torch.autograd.Function):
             if slope is not None:
                 # d log_prob / d logit = [token] - p; expm1 is exact where p is near 1
                 p = exp.div_(total[:, None]).scatter_(1, place, log_prob[c, None].expm1())
-                slope[c] = (p @ wide).div_(-temperature)
+                slope[c] = _back_product(p, wide).div_(-temperature)
         ctx.save_for_backward(hidden, weight, token, log_prob, entropy, peak, log_total, slope)
         return log_prob, entropy
 
@@ -104,7 +104,7 @@ class _Scores(torch.autograd.Function):
         grad_log_prob = torch.zeros_like(log_prob) if grad_log_prob is None else grad_log_prob
         if slope is not None and grad_entropy is None:
             return (grad_log_prob[:, None] * slope).to(hidden.dtype), None, None, None, None, None
-        wide = weight.float()
+        wide = _widened(weight, hidden)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         # d log_prob / d logit = [token] - p;  d entropy / d logit = -p (log p + entropy)
@@ -120,11 +120,25 @@ class _Scores(torch.autograd.Function):
                     upstream = log_p.add_(entropy[c, None]).mul_(grad_entropy[c, None]).add_(upstream)
                 grad.mul_(-upstream).scatter_(1, token[c, None], at_token[c, None]).div_(ctx.temperature)
                 if grad_hidden is not None:
-                    torch.mm(grad, wide, out=grad_hidden[c])
+                    grad_hidden[c] = _back_product(grad, wide)
                 if grad_weight is not None:
                     grad_weight.addmm_(grad.T, hidden[c].float())
         grads = ((grad_hidden, hidden), (grad_weight, weight))
         return *(None if grad is None else grad.to(to.dtype) for grad, to in grads), None, None, None, None
+
+
+def _widened(weight: Tensor, hidden: Tensor) -> Tensor:
+    """The weights in float32. A GPU multiplies bfloat16 into float32, and needs no copy, which may be gigabytes."""
+    return weight if weight.is_cuda and weight.dtype == hidden.dtype == torch.bfloat16 else weight.float()
+
+
+def _back_product(grad: Tensor, wide: Tensor) -> Tensor:
+    """``grad @ wide`` in float32. Beside weights in bfloat16, the gradient is the sum of two numbers in bfloat16."""
+    if wide.dtype == torch.float32:
+        return grad @ wide
+    high = grad.to(wide.dtype)
+    low = (grad - high).to(wide.dtype)
+    return torch.mm(high, wide, out_dtype=torch.float32) + torch.mm(low, wide, out_dtype=torch.float32)
 
 
 def _product(left: Tensor, right: Tensor, wide: Tensor) -> Tensor:
@@ -135,7 +149,7 @@ def _product(left: Tensor, right: Tensor, wide: Tensor) -> Tensor:
     changes none that are bfloat16 already. It is set for this one product.
 
     Args:
-        wide: ``right`` in float32.
+        wide: ``right`` as ``_widened`` gives it.
     """
     halves = left.dtype == right.dtype == torch.bfloat16
     if left.is_cuda and halves:

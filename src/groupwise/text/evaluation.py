@@ -25,7 +25,7 @@ from groupwise.training.evaluation import EvaluationResult, shown
 _PROMPTS_AT_ONCE = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TextEvaluation(EvaluationResult):
     """Rewards of several completions at each of n prompts.
 
@@ -47,10 +47,6 @@ class TextEvaluation(EvaluationResult):
         """pass@k averaged over prompts, and its 95 % interval (Wilson's, over prompts)."""
         mean = fmean(pass_rate(rewards, self.success_threshold, k) for rewards in self.rewards)
         return (mean, *wilson_95(mean, self.episodes))
-
-    def __repr__(self) -> str:
-        """The summary, without the rewards themselves."""
-        return f"TextEvaluation({self.line()})"
 
     def line(self) -> str:
         """The summary in one line that scripts can read."""

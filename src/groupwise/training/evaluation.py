@@ -55,7 +55,7 @@ class EvaluationResult:
 
     def __repr__(self) -> str:
         """Mean, interval and number; the episodes themselves may be thousands."""
-        return f"EvaluationResult({self.line()})"
+        return f"{type(self).__name__}({self.line()})"
 
     def line(self) -> str:
         """The result as a line that scripts can read."""

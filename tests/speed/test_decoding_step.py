@@ -78,7 +78,7 @@ def fast(model, sampling, **more):
 
 @torch.no_grad()
 def both(policy, lengths=(5, 2, 9), group_size=2, max_new_tokens=80):
-    """Our own step and transformers', behind the same prompts."""
+    """The fast step and transformers', behind the same prompts."""
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(40, (n,), generator=generator).tolist() for n in lengths]
     tokens, valid = generation.left_padded(prompts, policy.device)
@@ -121,7 +121,7 @@ def test_hidden_states_in_bfloat16_differ_by_rounding(name, precision):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 @pytest.mark.parametrize(("dtype", "compare"), [(torch.float32, exact), (torch.bfloat16, rounded)])
-def test_weights_that_are_laid_out_anew_are_the_same(monkeypatch, name, dtype, compare):
+def test_packed_weights_are_the_same(monkeypatch, name, dtype, compare):
     monkeypatch.setattr(decoding_step, "PACKED", 0)
     policy = CausalLM(moved(MODELS[name](), by=0.05).to(dtype))
     ours, theirs = both(policy)
@@ -152,7 +152,7 @@ def test_known_models_write_with_it(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         complete(policy, PROMPTS, torch.arange(12).view(3, 4))
-    assert policy.decoder.reads_by == "own step"
+    assert policy.decoder.used == "llama"
 
 
 def doubled_attention(model):
@@ -174,13 +174,13 @@ def scaled_scores(model):
 
 
 @pytest.mark.parametrize("change", [hooked_layer, weights_elsewhere, scaled_scores])
-def test_a_model_that_computes_otherwise_is_read_by_its_modules(change):
+def test_a_model_that_computes_otherwise_is_decoded_by_transformers(change):
     model = moved(tiny_model())
     change(model)
     policy, plain = fast(model, SamplingCfg(max_new_tokens=12)), CausalLM(model, SamplingCfg(max_new_tokens=12))
-    with pytest.warns(SlowPathWarning, match=r"LlamaForCausalLM decodes through its own modules"):
+    with pytest.warns(SlowPathWarning, match=r"LlamaForCausalLM decodes with transformers"):
         found = complete(policy, PROMPTS, torch.arange(12).view(3, 4))
-    assert policy.decoder.reads_by == "modules"
+    assert policy.decoder.used == "transformers"
     assert found == complete(plain, PROMPTS, torch.arange(12).view(3, 4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is said once
@@ -212,12 +212,12 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_other_models_are_read_by_their_modules_without_a_word(name):
+def test_other_models_are_decoded_by_transformers_without_a_warning(name):
     policy = fast(UNKNOWN[name](), SamplingCfg(max_new_tokens=4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         complete(policy, PROMPTS, torch.arange(3)[:, None])
-    assert policy.decoder.reads_by == "untried"
+    assert policy.decoder.used == "untried"
 
 
 def test_a_hook_on_a_projection_is_called():
@@ -225,7 +225,7 @@ def test_a_hook_on_a_projection_is_called():
     doubled_attention(model)
     policy = fast(model, SamplingCfg(max_new_tokens=8))
     complete(policy, PROMPTS, torch.arange(3)[:, None])
-    assert policy.decoder.reads_by == "own step"
+    assert policy.decoder.used == "llama"
     read_in_turn(*both(policy), policy.device, count=2)
 
 

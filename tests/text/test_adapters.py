@@ -72,15 +72,6 @@ def test_adapters_that_change_something_are_part_of_the_reference():
     assert list(reference.state_dict()) == list(policy.state_dict())
 
 
-def test_adapters_off_lets_them_be_on_after_an_error():
-    policy = adapted()
-    move(policy)
-    start = policy.evaluate(batch()).log_prob
-    with pytest.raises(KeyError), policy.adapters_off():
-        raise KeyError
-    assert torch.equal(policy.evaluate(batch()).log_prob, start)
-
-
 @pytest.mark.parametrize("make", [adapted, lambda: CausalLM(tiny_model())], ids=["adapters", "weights"])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_kl_to_the_reference_is_exactly_zero_at_first(make, estimator):

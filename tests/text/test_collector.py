@@ -114,9 +114,9 @@ def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budg
 ):
     script = {"1": ["4.", "5."], "2": ["4.", "4."], "3": ["9.", "4."], "4": ["7.", "7."]}
     of = collector(script, num_prompts=3, collection={"filter_groups": filtered, "dynamic_sampling": dynamic_sampling})
-    of._prompt = lambda group: of._prompts[group % 4]
+    of._prompt = lambda group: of.prompts[group % 4]
     rollout = collect(of)
-    assert sum(map(len, of._generator.asked)) == asked == of.position
+    assert sum(map(len, of._generate.asked)) == asked == of.position
     counts = {prompt: any(c for _, c in rows) for prompt, rows in rows_of(rollout, of).items()}
     assert counts == {"1": True, "2": not filtered, "3": not filtered} | ({"4": False} if asked == 4 else {})
     assert of.metrics()["rollout/filtered_groups"] == skipped
@@ -126,9 +126,9 @@ def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budg
 def test_resampling_ends_as_soon_as_there_are_enough():
     script = {"1": ["4.", "4."], "2": ["4.", "5."], "3": ["1.", "2."]}
     of = collector(script, num_prompts=1, collection={"filter_groups": True, "dynamic_sampling": 9})
-    of._prompt = lambda group: of._prompts[group % 3]
+    of._prompt = lambda group: of.prompts[group % 3]
     collect(of)
-    assert of._generator.asked == [["1"], ["2"]]
+    assert of._generate.asked == [["1"], ["2"]]
     assert of.position == 2
 
 
@@ -181,13 +181,13 @@ def test_every_epoch_has_every_prompt_once_and_goes_on_from_the_position():
     whole, part = (collector(script, num_prompts=2) for _ in range(2))
     for _ in range(5):
         collect(whole)
-    asked = [prompt for prompts in whole._generator.asked for prompt in prompts]
+    asked = [prompt for prompts in whole._generate.asked for prompt in prompts]
     assert sorted(asked[:5]) == sorted(asked[5:]) == sorted(script)
     assert asked[:5] != asked[5:]
     part.load_state_dict(whole.state_dict() | {"position": 4})
     part.iteration = 2
     collect(part)
-    assert part._generator.asked == [asked[4:6]]
+    assert part._generate.asked == [asked[4:6]]
 
 
 def test_a_rollout_that_fails_is_collected_again_from_the_same_prompts():
@@ -200,14 +200,14 @@ def test_a_rollout_that_fails_is_collected_again_from_the_same_prompts():
             raise KeyError("once")
         return [float(i % 2) for i in range(len(prompts))]
 
-    of._rewards = RewardSet([make_reward(RewardCfg(name="<given in Python>"), failing)])
+    of.rewards = RewardSet([make_reward(RewardCfg(name="<given in Python>"), failing)])
     collect(of)
     before = of.state_dict()
     with pytest.raises(RewardError):
         collect(of)
     assert of.state_dict() == before
     collect(of)
-    assert asked[-1] == of._generator.asked[1] == of._generator.asked[2]
+    assert asked[-1] == of._generate.asked[1] == of._generate.asked[2]
 
 
 def test_processes_take_different_prompts():
@@ -216,7 +216,7 @@ def test_processes_take_different_prompts():
     for rank, of in enumerate(parts):
         of._rank, of._world_size = rank, 2
         collect(of)
-    assert sorted(parts[0]._generator.asked[0] + parts[1]._generator.asked[0]) == sorted(script)
+    assert sorted(parts[0]._generate.asked[0] + parts[1]._generate.asked[0]) == sorted(script)
 
 
 def test_nothing_scored_again_and_again_is_an_error():

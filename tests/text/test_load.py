@@ -271,7 +271,7 @@ def trained(policy):
 
 def dequantise(policy, plain):
     """Give a plain policy the weights that the quantised one stands for: what its layers make of the unit vectors."""
-    with torch.no_grad(), policy.adapters_off():
+    with torch.no_grad(), policy.model.disable_adapter():
         layers = dict(plain.network.named_modules())
         for name, layer in policy.network.named_modules():
             if name.endswith("_proj"):

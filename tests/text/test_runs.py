@@ -233,14 +233,14 @@ def test_a_failing_reward_names_itself(model, tmp_path):
 
 
 def test_a_sampler_that_is_another_policy_stops_the_run(model, tmp_path, monkeypatch):
-    from groupwise.text import generation as generators
+    from groupwise.text import build
 
-    honest = generators.complete
+    honest = build.complete
 
     def other(policy, *args, **options):
         groups = honest(policy, *args, **options)
         return [[c._replace(log_probs=[p + 0.6 for p in c.log_probs]) for c in group] for group in groups]
 
-    monkeypatch.setattr(generators, "complete", other)
+    monkeypatch.setattr(build, "complete", other)
     with pytest.raises(gw.SamplerMismatchError, match=r"sampler and trainer differ: KL 0\.149 .*fix"):
         train(copying(), model, tmp_path / "run")

@@ -1,8 +1,8 @@
-"""Attention of some new tokens to all before them on CPUs, where PyTorch's own kernel is slow; registered with transformers.
+"""Attention of a few new tokens to a long context on CPUs, registered with transformers.
 
-New tokens: all of a completion behind its prompt in training, and one of each row while completions are written if heads
-share their keys. Plain matrix products take a third to a half of the time of the kernel, which is made for long texts; heads
-that share their keys share one product, so that keys are not repeated.
+It serves completions after a shared prompt in training, and single tokens in generation. PyTorch's kernel is made for long
+texts; plain matrix products take a third to a half of its time. The queries of a group share one product, so that keys are
+not repeated.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -18,17 +18,17 @@ from transformers.masking_utils import sdpa_mask
 
 NAME = "groupwise"
 MOST = 128
-"""New tokens of a row. Of more, all the probabilities at once no longer stay near the processor."""
+"""Most new tokens of a row. The probabilities of more do not fit into the processor's cache."""
 
 
 def attend_on_cpus(network: Any) -> None:
-    """Let a transformers model that has PyTorch's attention take this one where it is faster."""
+    """Use this attention where it is faster, in a transformers model that uses PyTorch's."""
     if network.config._attn_implementation == "sdpa" and network._can_set_attn_implementation():
         network.set_attn_implementation(NAME)
 
 
 def autocast_off(device: str) -> AbstractContextManager:
-    """No autocast on devices of this type; where it is off already, entering it once more would cost an operation's time."""
+    """No autocast on devices of this type. Nothing is entered if it is off already, which saves an operation's time."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
@@ -39,20 +39,20 @@ def attend(
     mask: Bool[Tensor, "#row #head #query context"] | Float[Tensor, "#row #head #query context"] | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "row head query out"]:
-    """What ``scaled_dot_product_attention`` gives with ``enable_gqa``; probabilities are computed in float32.
+    """``scaled_dot_product_attention`` with ``enable_gqa``; probabilities are computed in float32.
 
-    A query that may look at nothing looks at everything: NaN would reach its readers through any mask.
+    A query whose context is all masked attends to all of it: NaN would spread through later masks.
     """
     mask = None if mask is None else _finite(mask)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if not torch.is_grad_enabled():
         return _attended(query, key, value, mask, scale)[0]
-    found: Tensor = _Attend.apply(query, key, value, mask, scale)  # type: ignore[no-untyped-call]
-    return found
+    out: Tensor = _Attend.apply(query, key, value, mask, scale)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _finite(mask: Tensor) -> Float[Tensor, "#row #head #query context"]:
-    """What is added to scores; -inf would be NaN where nothing else is."""
+    """The mask to add to scores, without -inf: a row of -inf alone would become NaN."""
     least = torch.finfo(torch.float32).min
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, least)
@@ -62,7 +62,7 @@ def _finite(mask: Tensor) -> Float[Tensor, "#row #head #query context"]:
 def _attended(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Float[Tensor, "row_group head_query context"]]:
-    """What is found, and the probabilities with which."""
+    """Output and probabilities."""
     rows, heads, queries, _ = query.shape
     q, k, v = _by_group(query, key), key.flatten(0, 1), value.flatten(0, 1)
     with autocast_off("cpu"):
@@ -78,10 +78,10 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        found, p = _attended(query, key, value, mask, scale)
+        out, p = _attended(query, key, value, mask, scale)
         ctx.save_for_backward(query, key, value, p)
         ctx.scale = scale
-        return found
+        return out
 
     @staticmethod
     @once_differentiable
@@ -90,14 +90,13 @@ class _Attend(torch.autograd.Function):
         q, k, v, grad = _by_group(query, key), key.flatten(0, 1), value.flatten(0, 1), _by_group(grad, key)
         with autocast_off("cpu"):
             grad_p, wide = (grad @ v.transpose(1, 2)).float(), p.float()
-            # d p / d score = p ([same] - p), so that of a row of probabilities only differences count
             scores = torch._softmax_backward_data(grad_p, wide, -1, torch.float32).mul_(ctx.scale).to(q.dtype)
             grads = scores @ k, scores.transpose(1, 2) @ q, p.transpose(1, 2) @ grad
         return *(one.view(of.shape) for one, of in zip(grads, (query, key, value), strict=True)), None, None
 
 
 def _by_group(query: Tensor, key: Tensor) -> Tensor:
-    """Queries of all heads that share their keys, one after the other: [row * group, head / group * query, width]."""
+    """The queries of each group of heads that share keys: [row * group, head / group * query, width]."""
     return query.reshape(key.shape[0] * key.shape[1], -1, query.shape[-1])
 
 
@@ -113,19 +112,20 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None]:
     """As transformers calls it."""
     if not _pays(query, attention_mask, dropout, more):
-        found: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
+        output: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
         )
-        return found
+        return output
     if torch.is_autocast_enabled("cpu"):  # rotary positions leave queries and keys in float32
-        query, key, value = (of.to(torch.get_autocast_dtype("cpu")) for of in (query, key, value))
+        query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
     return attend(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
 
 
 def _pays(query: Tensor, mask: Tensor | None, dropout: float, more: dict[str, Any]) -> bool:
-    looks_back_alone = mask is not None or query.shape[2] == 1  # else the kernel skips what is ahead
+    """Whether ``attend`` is faster than PyTorch's kernel, and covers the arguments."""
+    has_context = mask is not None or query.shape[2] == 1  # otherwise attention is causal, and the kernel skips half
     few = query.device.type == "cpu" and query.shape[2] <= MOST and not torch.compiler.is_compiling()
-    return few and looks_back_alone and not dropout and more.get("position_bias") is None and more.get("cache") is None
+    return few and has_context and not dropout and more.get("position_bias") is None and more.get("cache") is None
 
 
 AttentionInterface.register(NAME, _forward)

@@ -1,7 +1,7 @@
-"""One token of each row through a model of the Llama shape, without what its modules do around their arithmetic.
+"""A fast decoding step for models of the Llama family (Llama, SmolLM, Mistral, Qwen2, Qwen3).
 
-The shape: root mean square norms, rotary positions, attention of grouped queries, a gated perceptron (Llama, SmolLM,
-Mistral, Qwen2, Qwen3). transformers computes the same, and reads the prompts; ``FastDecoder`` compares the two.
+The architecture: RMSNorm, rotary positions, grouped-query attention, a gated MLP. The step does their arithmetic without
+calling the modules of transformers. Those still encode the prompts, and ``FastDecoder`` compares both once.
 """
 
 import math
@@ -26,29 +26,29 @@ from groupwise.text.policy import CausalLM
 _Map = Callable[[Tensor], Tensor]
 
 PACKED = 2**18
-"""Weights in a matrix from which on it pays to lay them out anew."""
+"""Smaller matrices are not packed for oneDNN: it would not pay."""
 ROOM = 64
-"""Tokens that a cache grows by."""
+"""Tokens by which a cache grows."""
 _BATCH = 32
-"""Rows that the layout is chosen for; it serves any other number."""
+"""Number of rows that weights are packed for; they serve any other number, too."""
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _ROPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary positions whose angles do not depend on how long the text is."""
+"""Kinds of rotary positions whose angles do not depend on the length of the text."""
 
 
 class FastDecoder(Decoder):
-    """Reads tokens by ``LlamaStep`` where the model has its shape, once that has been seen to agree with its modules."""
+    """Decodes with ``LlamaStep`` if the model is of the Llama family and the first step agrees with transformers."""
 
     def __init__(self) -> None:
-        self.reads_by: Literal["untried", "own step", "modules"] = "untried"
+        self.used: Literal["untried", "llama", "transformers"] = "untried"
 
     def context(self, policy: CausalLM) -> AbstractContextManager:
-        """``inference_mode``, a sixth less time for a small model; hooks and unknown modules may keep tensors for training."""
-        known = self.reads_by == "own step" and not has_hooks(policy.network)
+        """``inference_mode``, which saves small models a sixth of the time; hooks and unknown modules may keep tensors."""
+        known = self.used == "llama" and not has_hooks(policy.network)
         return torch.inference_mode() if known else torch.no_grad()
 
     def head(self, policy: CausalLM) -> Head:
-        """The output embeddings, laid out for the processor."""
+        """The output embeddings, packed for the processor."""
         product = linear_map(policy.head.float())
 
         def logits(hidden: Tensor) -> Tensor:
@@ -61,17 +61,17 @@ class FastDecoder(Decoder):
         """The step that extends the rows, whose first tokens are ``token``.
 
         Warns:
-            SlowPathWarning: the model computes something else, so that its modules read from now on.
+            SlowPathWarning: the model computes something else, so that transformers decodes from now on.
         """
-        if self.reads_by == "modules" or not has_llama_shape(policy.network, prompts.cache):
+        if self.used == "transformers" or not has_llama_shape(policy.network, prompts.cache):
             return TransformersStep(policy, prompts)
-        if self.reads_by == "untried":
+        if self.used == "untried":
             off = _difference(policy, prompts, token, head)
-            self.reads_by = "own step" if off <= policy.rounding else "modules"
-            if self.reads_by == "modules":
+            self.used = "llama" if off <= policy.rounding else "transformers"
+            if self.used == "transformers":
                 warnings.warn(
-                    f"{type(policy.network).__name__} decodes through its own modules (no fast step): log-probabilities of our "
-                    f"own step differ by {off:.2g}, at most {policy.rounding} is rounding",
+                    f"{type(policy.network).__name__} decodes with transformers (no fast step): log-probabilities of the "
+                    f"fast step differ by {off:.2g}, at most {policy.rounding} is rounding",
                     SlowPathWarning,
                     stacklevel=4,
                 )
@@ -80,14 +80,14 @@ class FastDecoder(Decoder):
 
 
 def _difference(policy: CausalLM, prompts: Prompts, token: Tensor, head: Head) -> float:
-    """Root mean square difference of log-probabilities between the two steps behind the same prompts."""
+    """Root mean square difference of log-probabilities between the two steps after the same prompts."""
     steps = (LlamaStep(policy, prompts), TransformersStep(policy, prompts._replace(cache=deepcopy(prompts.cache))))
-    own, theirs = (head(step(token)).log_softmax(dim=-1) for step in steps)
-    return float((own - theirs).square().mean().sqrt())
+    ours, theirs = (head(step(token)).log_softmax(dim=-1) for step in steps)
+    return float((ours - theirs).square().mean().sqrt())
 
 
 def has_llama_shape(network: Any, cache: Any) -> bool:
-    """Whether ``LlamaStep`` knows all parts of the model, and its cache holds the keys and values of every token."""
+    """Whether ``LlamaStep`` covers all parts of the model, and its cache holds the keys and values of every token."""
     family = next((name for name in _FAMILIES if type(network).__name__ == f"{name}ForCausalLM"), None)
     if family is None or network.config.rope_parameters["rope_type"] not in _ROPES:
         return False
@@ -96,17 +96,17 @@ def has_llama_shape(network: Any, cache: Any) -> bool:
     for layer in base.layers:
         expected |= {layer: "DecoderLayer", layer.self_attn: "Attention", layer.mlp: "MLP"}
         expected |= {layer.input_layernorm: "RMSNorm", layer.post_attention_layernorm: "RMSNorm"}
-    # Mistral has taken its positions from Llama
+    # Mistral uses Llama's rotary positions
     known = all(type(module).__name__ in (family + name, "Llama" + name) for module, name in expected.items())
     return known and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 class _Layer(NamedTuple):
-    """What a layer computes with."""
+    """The operations of a layer."""
 
     norm: _Map
     qkv: _Map
-    """Queries, keys and values of all heads, one after the other."""
+    """Queries, keys and values of all heads, concatenated."""
     head_norm: _Map | None
     """Of queries and keys."""
     out: _Map
@@ -119,7 +119,7 @@ class _Layer(NamedTuple):
 class LlamaStep(Step):
     """Extends each row by one token.
 
-    Weights are taken over when it is made: make one for each call that generates.
+    It copies the weights when it is made: make one for each call that generates.
     """
 
     def __init__(self, policy: CausalLM, prompts: Prompts) -> None:
@@ -128,12 +128,12 @@ class LlamaStep(Step):
         self._embed, self._norm = base.embed_tokens, _norm(base.norm)
         self._layers = [_layer(policy, layer) for layer in base.layers]
         self._head_width, self._groups = cached[0].keys.shape[-1], cached[0].keys.shape[1]
-        # where heads share their keys, plain products on a CPU take half the time of PyTorch's own kernel
+        # with grouped queries, plain matrix products on a CPU take half the time of PyTorch's kernel
         shared = base.config.num_attention_heads > self._groups and policy.device.type == "cpu"
         self._attend = attend if shared else functional.scaled_dot_product_attention
         self._stores = [_store(layer, prompts.group_size) for layer in cached]
         self._length, self._rows = valid.shape[1], len(valid)
-        self._slots: Tensor | None = None  # the places of the rows in the caches, once they are in another order
+        self._slots: Tensor | None = None  # the rows' places in the caches, once these are in another order
         self._position = valid.sum(dim=1)
         self._rotary = self._angles(base.rotary_emb, self._length + most)
         self._mask = self._additive(valid, most)
@@ -149,7 +149,7 @@ class LlamaStep(Step):
         return hidden if self._slots is None else hidden[self._slots]
 
     def keep(self, kept: Bool[Tensor, " row"]) -> None:
-        """Drop the other rows: the last ones of the caches move into their places."""
+        """Drop the other rows: in the caches, the last rows move into their places."""
         slots = kept.nonzero()[:, 0] if self._slots is None else self._slots[kept]
         count = self._rows = len(slots)
         free = torch.ones_like(kept).index_fill_(0, slots, False)[:count].nonzero()[:, 0]
@@ -163,7 +163,7 @@ class LlamaStep(Step):
         self._slots = slots.index_copy(0, moved, free)
 
     def _hidden(self, token: Int[Tensor, " row"], mask: Tensor | None) -> Float[Tensor, "row width"]:
-        """Last hidden states of rows as the caches have them, their tokens written to the caches."""
+        """Last hidden states of rows in the order of the caches, which are extended."""
         with autocast_off(token.device.type):
             hidden = self._embed(token)
             cos, sin = self._rotary[self._position].unbind(1)
@@ -183,13 +183,13 @@ class LlamaStep(Step):
         qk = torch.addcmul(qk * rotary[0], qk.roll(self._head_width // 2, dims=-1), rotary[1])
         query, key = qk.tensor_split([-self._groups], dim=1)
         keys, values = self._extended(store, key, value)
-        # queries that share their keys are as good as a row of queries to one head
+        # the queries of a group are like several tokens of one head
         query = query.reshape(self._rows, self._groups, -1, self._head_width).to(store.dtype)
-        found = self._attend(query, keys, values, mask)
-        return layer.out(found.reshape(self._rows, -1).to(value.dtype))
+        out = self._attend(query, keys, values, mask)
+        return layer.out(out.reshape(self._rows, -1).to(value.dtype))
 
     def _extended(self, store: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, the new ones written behind the others."""
+        """All keys and values of a layer, with the new ones at the end."""
         keys, values = store[:, : self._rows, :, : self._length + 1].unbind(0)
         keys[:, :, -1], values[:, :, -1] = key, value
         return keys, values
@@ -203,14 +203,14 @@ class LlamaStep(Step):
             grown[:, :, :, : self._length] = store[:, : self._rows]
 
     def _angles(self, rotary: Any, count: int) -> Float[Tensor, "position 2 1 width"]:
-        """Cosine and sine of each position; the sine with the sign that its half of a head takes."""
+        """Cosine and sine of each position; the sine of a head's first half is negated."""
         places = torch.arange(count, device=self._position.device)[None]
         cos, sin = rotary(self._embed(places[:, :1]), places)
         half = self._head_width // 2
         return torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)], dim=1)[:, :, None]
 
     def _additive(self, valid: Tensor, most: int) -> Float[Tensor, "row 1 1 context"] | None:
-        """What is added to the scores of each place, in the prompts and behind them; None where that is 0 everywhere."""
+        """The attention mask, 0 or -inf, of prompts and completions; None without padding."""
         if bool(valid.all()):
             return None
         mask = torch.zeros(len(valid), valid.shape[1] + most, device=valid.device, dtype=self._stores[0].dtype)
@@ -237,28 +237,28 @@ def _norm(module: Any) -> _Map:
 
 
 def _head_norm(attention: Any) -> _Map:
-    """Of all heads of queries and keys at once."""
+    """The norm of all query and key heads."""
     heads = [attention.q_norm.weight] * attention.config.num_attention_heads
     weight = torch.stack(heads + [attention.k_norm.weight] * attention.config.num_key_value_heads)
     return _root_mean_square(weight, attention.q_norm.variance_epsilon)
 
 
 def _root_mean_square(weight: Float[Tensor, "*head width"], epsilon: float) -> _Map:
-    """Of inputs, each over its root mean square, times the weight."""
+    """RMSNorm with this weight."""
     width = weight.shape[-1]
     scaled, root = weight.float() * math.sqrt(width), torch.tensor(width * epsilon, device=weight.device).sqrt()
 
     def norm(x: Tensor) -> Tensor:
-        if x.dtype == torch.float32 and x.device.type == "cpu":  # where `rms_norm` takes twice as long
+        if x.dtype == torch.float32 and x.device.type == "cpu":  # here `rms_norm` takes twice as long
             return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), root) * scaled
-        # rounded before the weight comes to it, as in transformers
+        # rounded before the product with the weight, as in transformers
         return functional.rms_norm(x, x.shape[-1:], eps=epsilon) * weight
 
     return norm
 
 
 def _linear(policy: CausalLM, *modules: Any) -> _Map:
-    """Outputs of all the modules, one after the other: as one product where they are plain."""
+    """The concatenated outputs of the modules: one product if they are plain linear layers."""
     biases = [module.bias for module in modules if module.bias is not None]
     if not all(_is_plain(module) for module in modules) or len(biases) not in (0, len(modules)):
         return lambda x: _called(policy, modules, x)
@@ -269,20 +269,21 @@ def _linear(policy: CausalLM, *modules: Any) -> _Map:
 
 
 def linear_map(weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None) -> _Map:
-    """The linear map, its weights laid out once as oneDNN wants them: a quarter of the time less on a CPU."""
-    if weight.numel() < PACKED or not _reorders(weight):
+    """The linear map with weights packed for oneDNN, which saves a quarter of the time on a CPU."""
+    if weight.numel() < PACKED or not _can_pack(weight):
         return lambda x: functional.linear(x, weight, bias)
     operations = torch.ops.mkldnn
     packed = operations._reorder_linear_weight(weight, _BATCH)
     return lambda x: operations._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def _reorders(weight: Tensor) -> bool:
-    """Whether oneDNN lays such weights out on this machine; of bfloat16, many processors know nothing."""
+def _can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN packs such weights on this machine; many processors do not support bfloat16."""
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
-    knows_bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32 or bool(knows_bfloat16)
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
 
 
 def _is_plain(module: Any) -> bool:
@@ -295,11 +296,11 @@ def _called(policy: CausalLM, modules: Sequence[Any], x: Tensor) -> Tensor:
 
 
 def _store(layer: Any, group_size: int) -> Float[Tensor, "2 row group room width"]:
-    """Keys and values of a layer, repeated, with room; in float32 on a CPU, which is slow to attend in bfloat16."""
+    """Keys and values of a layer, repeated for each row, with room; float32 on CPUs, where bfloat16 attention is slow."""
     prompts, groups, length, width = layer.keys.shape
     dtype = torch.float32 if layer.values.device.type == "cpu" else layer.values.dtype
     shape = (2, prompts * group_size, groups, length + ROOM, width)
     store = torch.empty(shape, dtype=dtype, device=layer.values.device)
-    for half, known in zip(store, (layer.keys, layer.values), strict=True):
-        half[:, :, :length] = known.repeat_interleave(group_size, dim=0)
+    for half, cached in zip(store, (layer.keys, layer.values), strict=True):
+        half[:, :, :length] = cached.repeat_interleave(group_size, dim=0)
     return store

@@ -5,5 +5,5 @@ import sys
 
 
 def num_cpus() -> int:
-    """Of those that this process may use."""
+    """Among those this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

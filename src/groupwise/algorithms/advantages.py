@@ -43,7 +43,7 @@ class CreditInput(NamedTuple):
     parts: Float[Tensor, "row step part"] | None = None
     """Parts of the reward in the scale of ``reward`` (``cfg.reward="parts"``). None: as they are in the batch."""
     state: Tensor | None = None
-    """What the baseline remembers of former rollouts."""
+    """What the baseline keeps from earlier rollouts."""
     start: Evaluation | None = None
     """The policy's scores at the update's start, where the baseline needs them."""
 
@@ -103,7 +103,7 @@ def advantages(credit: CreditInput) -> Float[Tensor, "row step"]:
     """Advantages [N, T] by the rule that the config names, 0 outside ``loss_mask``.
 
     Raises:
-        UnknownNameError: nobody registered that rule.
+        UnknownNameError: no such rule is registered.
         DataError: the rollout lacks what the rule needs.
     """
     return torch.where(credit.batch["loss_mask"], credit_rule(credit.cfg.rule)(credit), 0.0)
@@ -163,13 +163,13 @@ def per_turn(credit: CreditInput) -> Float[Tensor, "row step"]:
     played = torch.where(credit.live, batch["episode_id"] * num_turns + turn, -1)
     num_played = credit.num_episodes * num_turns
     score = gather_segments(segment_sum(credit.reward, played, num_played), played)
-    # a turn of many steps is one member: its first step stands for it
+    # a turn of many steps is one member, represented by its first step
     place = torch.arange(turn.numel(), device=turn.device).view_as(turn).to(torch.float64)
     first, _ = segment_min_max(place, played, num_played)
-    stands = credit.live & (place == gather_segments(first, played))
+    representative = credit.live & (place == gather_segments(first, played))
     outcome = episode_return(credit.reward, batch["episode_id"], credit.num_episodes)
-    advantage = _at_moment(credit, score, turn, stands, outcome)
-    return gather_segments(segment_sum(advantage, played, num_played, stands), played)
+    advantage = _at_moment(credit, score, turn, representative, outcome)
+    return gather_segments(segment_sum(advantage, played, num_played, representative), played)
 
 
 def _at_moment(
@@ -207,7 +207,7 @@ def _complete(credit: CreditInput, key: Int[Tensor, "row step"], num_keys: int) 
 
 
 def normalized(credit: CreditInput, advantage: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
-    """The advantages as ``cfg.normalize`` says: as they are, or with mean 0 and deviation 1 over the batch."""
+    """The advantages, unchanged or with mean 0 and deviation 1 over the batch."""
     cfg, counts = credit.cfg, credit.batch["loss_mask"]
     if cfg.normalize == "none":
         return advantage
@@ -259,7 +259,7 @@ CREDIT_RULES: dict[str, CreditRule] = {"composed": composed}
 def register_credit(name: str) -> Callable[[CreditRule], CreditRule]:
     """Decorator: make a credit rule available as ``CreditCfg(rule=name)``.
 
-    The rule maps a ``CreditInput`` to advantages ``[N, T]``; what it says outside ``loss_mask`` does not matter.
+    The rule maps a ``CreditInput`` to advantages ``[N, T]``; values outside ``loss_mask`` are ignored.
 
     Raises:
         ConfigError: the name is taken.
@@ -278,7 +278,7 @@ def credit_rule(name: str) -> CreditRule:
     """The rule of that name.
 
     Raises:
-        UnknownNameError: nobody registered it.
+        UnknownNameError: no such rule is registered.
     """
     if name not in CREDIT_RULES:
         raise UnknownNameError("credit rule", name, CREDIT_RULES)
@@ -289,7 +289,7 @@ def check_credit(cfg: CreditCfg, policy: Policy) -> None:
     """Refuse what cannot work, before the first rollout.
 
     Raises:
-        UnknownNameError: nobody registered the rule.
+        UnknownNameError: no such rule is registered.
         ConfigError: the settings contradict each other, or the baseline cannot work with the policy.
     """
     credit_rule(cfg.rule)

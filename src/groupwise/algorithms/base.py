@@ -211,7 +211,7 @@ class BaseAlgorithm(ABC):
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from a saved ``state_dict``."""
+        """Restore a saved ``state_dict``."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.entropy.load_state_dict(state["entropy"])

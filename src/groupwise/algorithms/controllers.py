@@ -25,7 +25,7 @@ class EntropyController:
         self._bonus: Tensor | float = cfg.ent_coef
 
     def loss(self, entropy: Tensor) -> Tensor:
-        """``-coef * entropy`` of each element while the bonus is in force, else 0."""
+        """``-coef * entropy`` of each element while the bonus is on, else 0."""
         return -self._bonus * entropy
 
     def adapt(self, step_metrics: dict[str, Tensor]) -> None:
@@ -42,11 +42,11 @@ class EntropyController:
         return {"train/ent_coef": self.coef.clone()} if self.adaptive else {}
 
     def state_dict(self) -> dict[str, float]:
-        """Weight and whether it is in force (1 or 0)."""
+        """Weight, and whether the bonus is on (1 or 0)."""
         return {"coef": float(self.coef), "in_force": float(self.in_force)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a saved ``state_dict``."""
+        """Restore a saved ``state_dict``."""
         self.coef = torch.full_like(self.coef, state["coef"])
         self.in_force = torch.full_like(self.in_force, state["in_force"])
         if self.adaptive:

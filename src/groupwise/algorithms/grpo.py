@@ -100,7 +100,7 @@ class GRPO(BaseAlgorithm):
         return state if self.reference is None else state | {"reference": self.reference.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from a saved ``state_dict``."""
+        """Restore a saved ``state_dict``."""
         super().load_state_dict(state)
         remembered = state["baseline_state"]
         self.baseline_state = None if remembered is None else remembered.to(self.policy.device)

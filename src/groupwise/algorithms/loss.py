@@ -97,7 +97,7 @@ DIAGNOSTICS = ("approx_kl", "clip_fraction", "clip_fraction_low", "clip_fraction
 
 @torch.no_grad()
 def diagnostics(cfg: ObjectiveCfg, ratio: Tensor, log_prob: Tensor, old_log_prob: Tensor) -> tuple[Tensor, ...]:
-    """Approximate KL from the old policy, and 1.0 where the ratio stands outside the clip range, below, above, of each element."""
+    """Of each element: approximate KL to the old policy; 1.0 where the ratio is outside, below, above the clip range."""
     clip_low, clip_high = cfg.trust_region.clip_range
     low, high = (ratio < 1 - clip_low).to(ratio.dtype), (ratio > 1 + clip_high).to(ratio.dtype)
     return kl.k3(old_log_prob, log_prob), low + high, low, high

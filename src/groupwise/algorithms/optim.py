@@ -47,7 +47,7 @@ class Schedule:
         self.optimizer = optimizer
         self.learning_rate = learning_rate
         self.factor = 1.0
-        """The rate in force, as a share of ``learning_rate``."""
+        """The current rate, as a share of ``learning_rate``."""
         self.adaptive = isinstance(cfg, AdaptiveKLCfg)
 
     def set_progress(self, progress: float) -> None:
@@ -84,11 +84,11 @@ class Schedule:
             group["lr"] = self.rate
 
     def state_dict(self) -> dict[str, float]:
-        """The factor in force."""
+        """The current factor."""
         return {"factor": self.factor}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Put a saved factor in force."""
+        """Restore a saved factor."""
         self._apply(state["factor"])
 
 

@@ -91,7 +91,7 @@ def leaf_spaces(space: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...],
 def obs_to_tensor(space: Any, obs: Any, device: torch.device | str = "cpu", *, batched: bool) -> Nested:
     """The observation, or a batch of them, as ``obs_spec(space)`` describes it.
 
-    Shares memory with ``obs`` where dtype and device allow, so whoever keeps the result must own ``obs``.
+    Shares memory with ``obs`` where dtype and device allow, so copy ``obs`` first if you keep the result.
 
     Args:
         obs: numpy arrays (or numbers, lists, tensors) in the space's structure.

@@ -18,7 +18,7 @@ class Neighbours(NamedTuple):
     place: Int[Tensor, "element k"]
     """In the pool."""
     counts: Bool[Tensor, "element k"]
-    """Not those that stand there for want of others."""
+    """False for padding, where there are fewer than k."""
 
     def mean(self, score: Float[Tensor, " pooled"]) -> Float[Tensor, " element"]:
         """Mean of the pool's scores over the neighbours; 0 where there are none."""
@@ -40,7 +40,7 @@ def nearest(
 
     Args:
         pool: indices of elements.
-        asked: the elements that are asked about, all of them unless told.
+        asked: the elements to look up; None: all.
 
     Source: values from nearest neighbours: Blundell et al. 2016, https://arxiv.org/abs/1606.04460, eq. 2; as a baseline that
         episodes give each other, after GiGPO, https://arxiv.org/abs/2505.10978, which asks for equal states.

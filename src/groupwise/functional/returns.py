@@ -15,7 +15,7 @@ def discounted_sum(x: Float[Tensor, "row step"], discount: Float[Tensor, "row st
     """The solution y of ``y_t = x_t + discount_t * y_{t+1}``, with y = 0 behind the last step.
 
     A discount of 0 stops even NaN from flowing back. Every round doubles how far each step has summed, so T steps take
-    log2(T) rounds of whole-tensor operations; equal stretches of a row give equal bits wherever they stand.
+    log2(T) rounds of whole-tensor operations; equal parts of a row give equal bits wherever they are.
     """
     span = 1
     while span < x.shape[1]:
@@ -46,6 +46,6 @@ def episode_return(
 
 
 def running_sum(x: Float[Tensor, "row step"], episode_id: Int[Tensor, "row step"]) -> Float[Tensor, "row step"]:
-    """Sum of each episode's elements up to and including each step; an episode's steps stand side by side in its row."""
+    """Sum of each episode's elements up to and including each step; an episode's steps are contiguous in its row."""
     goes_on = pad((episode_id[:, 1:] == episode_id[:, :-1]).to(x), (1, 0))
     return discounted_sum(x.flip(1), goes_on.flip(1)).flip(1)

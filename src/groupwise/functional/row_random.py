@@ -47,7 +47,7 @@ class RowRandom:
 
     Args:
         seed: [N] of each row's stream.
-        step: [N] where in its stream each row stands; every step has numbers of its own.
+        step: [N] position of each row in its stream; every step has its own numbers.
     """
 
     def __init__(self, seed: Int[Tensor, " row"], step: Int[Tensor, " row"]) -> None:

@@ -79,7 +79,7 @@ def top_fraction(
 ) -> Bool[Tensor, "*batch"]:
     """True on the ``fraction`` of the mask (of all ranks) with the largest elements, at least one.
 
-    Where equal elements stand on the border none of them is in: if nothing stands out, nothing is chosen.
+    Elements that tie at the border are all left out: if all are equal, none is chosen.
     """
     beyond = kth_largest(x, _number(fraction, mask, all_sum) + 1, mask, all_sum)
     return (x > beyond) & mask

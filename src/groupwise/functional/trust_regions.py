@@ -1,7 +1,7 @@
 """Trust regions beyond the clip: losses per element, to be minimised, never averaged here.
 
 Axes: batch = any shape, [B] or [B, T]. Log-probabilities carry gradient, old ones and advantages are constants. Each loss
-has the gradient ``-A`` with respect to ``log_prob`` at ratio 1, unless it says otherwise.
+has the gradient ``-A`` with respect to ``log_prob`` at ratio 1, unless its docstring differs.
 """
 
 from typing import Literal

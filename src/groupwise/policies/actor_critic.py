@@ -149,7 +149,7 @@ class ActorCritic(Policy):
 
     @torch.no_grad()
     def update_normalizers(self, rollout: TensorDict, engine: "Engine") -> None:
-        """Take the rollout's valid steps of all ranks into the normalisers' statistics."""
+        """Update the normalisers' statistics by the rollout's valid steps of all ranks."""
         if self.obs_normalizer is not None:
             self.obs_normalizer.update(rollout["obs"], rollout["valid"], engine.sum)
         if self.reward_normalizer is not None:

@@ -58,9 +58,8 @@ class Evaluation(NamedTuple):
 class Policy(nn.Module, ABC):
     """Maps observations to actions, and scores (observation, action) pairs.
 
-    It owns its observation and reward normalisers: their statistics stay constant from collection to the end of the
-    update, then ``update_normalizers`` takes in the rollout, so that the ratio is exactly 1 on the first minibatch and no checkpoint can
-    miss them.
+    It owns its observation and reward normalisers, so they are part of every checkpoint. Their statistics are frozen from
+    collection to the end of the update, so the ratio is exactly 1 on the first minibatch.
     """
 
     actor_only: bool
@@ -68,7 +67,7 @@ class Policy(nn.Module, ABC):
     scored_by: Literal["transition", "row"] = "transition"
     """``row`` for sequence models, which score ``[B, T]`` at once."""
     gives_distribution: bool = True
-    """Whether ``Evaluation.dist`` tells all of each distribution; a language model gives scores of its tokens alone."""
+    """Whether ``Evaluation.dist`` holds the whole distribution. Language models score single tokens only."""
     batch_keys: tuple[str, ...] = ("obs", "action")
     """Keys of the rollout that ``evaluate`` reads."""
     action_spec: Spec
@@ -105,7 +104,7 @@ class Policy(nn.Module, ABC):
         return reward
 
     def update_normalizers(self, rollout: TensorDict, engine: "Engine") -> None:
-        """Take the rollout's valid steps into the normalisers' statistics. Called once, after the update."""
+        """Update the normalisers' statistics by the rollout's valid steps. Called once, after the update."""
 
     def make_reference(self) -> "Policy":
         """A frozen policy that scores like this one does now."""
@@ -119,7 +118,7 @@ class Policy(nn.Module, ABC):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether rows of one group that begin alike are read once there, so that micro-batches count it once."""
+        """Whether the common prefix of a group is encoded once, and micro-batches count it once."""
         return False
 
     @property
@@ -129,7 +128,7 @@ class Policy(nn.Module, ABC):
 
 
 def has_hooks(network: nn.Module) -> bool:
-    """Whether anybody looks at what modules and parameters compute, forwards or backwards, or changes it."""
+    """Whether any module or parameter has a forward or backward hook."""
     of_modules = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     of_parameters = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(module, name) for module in network.modules() for name in of_modules) or any(

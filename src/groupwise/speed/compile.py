@@ -79,7 +79,7 @@ def compiled_for(function: Any, example: Sequence[Any], **options: Any) -> Calla
 class CompiledBackward:
     """``algorithm.backward``, compiled at the first micro-batch.
 
-    Where it cannot be compiled, or gives another gradient, a warning says why, and the reference goes on.
+    Where it cannot be compiled, or gives another gradient, a warning gives the reason, and the reference is used.
     """
 
     def __init__(self, algorithm: BaseAlgorithm, flat: FlatParameters) -> None:
@@ -117,7 +117,7 @@ class CompiledBackward:
                 for size in (rows, rows + 1):
                     values = function.values(_resized(batch, max(size, 2)))
                     _check(compiled(vector, *values)[0], function.compute(vector, *values)[0])
-        except Exception as error:  # the compiler raises what it likes; eager torch goes on
+        except Exception as error:  # the compiler raises errors of any type
             self.failed = True
             why = str(error).strip().split("\n")[0][:300]
             warnings.warn(

@@ -113,7 +113,7 @@ class FlatAdam:
         return {"state": state, "param_groups": [self.param_groups[0] | {"params": [0]}]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved ``state_dict``."""
+        """Restore a saved ``state_dict``."""
         vector = self._flat.vector
         self.param_groups[0].update(state["param_groups"][0] | {"params": [vector]})
         saved = state["state"].get(0, {})

@@ -17,7 +17,7 @@ _COMPILER = "torch._dynamo"
 _MARKS = ("allow_in_graph", "assume_constant_result")
 """Of ``torch.compiler``: functions that mark another one and return it."""
 _DISABLED = "__dynamo_disable"
-"""Where torch keeps what stands for a function that is not to be compiled; it imports the compiler to make it."""
+"""Attribute where torch caches the uncompiled version of a function; creating it imports the compiler."""
 
 
 def install() -> None:

@@ -49,7 +49,7 @@ def why_not_compiled(collector: Collector) -> str | None:
 class CompiledStepper:
     """A torch collector's ``stepper``, compiled at the first step.
 
-    Where it cannot be compiled, or gives other results, a warning says why, and the reference goes on.
+    Where it cannot be compiled, or gives other results, a warning gives the reason, and the reference is used.
     """
 
     def __init__(self, collector: TorchCollector) -> None:
@@ -93,7 +93,7 @@ class CompiledStepper:
                 compiled = compiled_for(pure, [given, *example], constant_and_index_propagation=False)
                 found: StepOutput = compiled(given, *example)
                 _check(found, expected)
-        except Exception as error:  # the compiler raises what it likes; eager torch goes on
+        except Exception as error:  # the compiler raises errors of any type
             self.failed = True
             why = str(error).strip().split("\n")[0][:300]
             warnings.warn(
@@ -128,7 +128,7 @@ class _Draws(TorchFunctionMode):
             return func(*args, **kwargs)
         if self._given is not None:
             self._next += 1
-            return self._given[self._next - 1].clone()  # whoever asked may write into it
+            return self._given[self._next - 1].clone()  # the caller may write into it
         result: Tensor = func(*args, **kwargs)
         self.calls.append(partial(func, *args, **{key: value for key, value in kwargs.items() if key != "generator"}))
         self.drawn.append(result.clone())

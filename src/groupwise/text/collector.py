@@ -114,7 +114,7 @@ class TextCollector(Collector):
         return super().state_dict() | {"position": self.position, "unscored": self._unscored}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved ``state_dict``."""
+        """Restore a saved ``state_dict``."""
         super().load_state_dict(state)
         self.position, self._unscored = state["position"], state["unscored"]
 

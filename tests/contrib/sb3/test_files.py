@@ -92,7 +92,7 @@ def test_save_and_load(tmp_path, kl_coef):
         np.testing.assert_array_equal(*actions)
     assert loaded.credit == gw.CreditCfg(baseline="leave_one_out", scale="none", kl_placement="reward")
     assert loaded.objective.trust_region.clip_low == 0.1
-    assert (loaded.num_timesteps, loaded._core.iteration) == (model.num_timesteps, model._core.iteration)
+    assert (loaded.num_timesteps, loaded.core.iteration) == (model.num_timesteps, model.core.iteration)
     steps, next_group = model.num_timesteps, model._next_group
     starts = Starts()
     loaded.learn(60, starts, reset_num_timesteps=False)
@@ -105,9 +105,9 @@ def test_what_the_update_remembers_is_saved(tmp_path):
     credit = gw.CreditCfg(baseline="ema", scale="none")
     model = corridor(credit=credit).learn(60)
     model.save(tmp_path / "model")
-    average = GRPO.load(tmp_path / "model")._core.baseline_state
+    average = GRPO.load(tmp_path / "model").core.baseline_state
     assert average is not None
-    torch.testing.assert_close(average, model._core.baseline_state)
+    torch.testing.assert_close(average, model.core.baseline_state)
 
 
 def test_a_loaded_model_goes_on_like_the_saved_one(tmp_path):

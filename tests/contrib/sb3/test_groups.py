@@ -44,8 +44,8 @@ def test_the_start_is_tried_out_once_for_each_environment(monkeypatch, choice, t
 def test_only_whole_groups_are_trained_on_and_nothing_is_lost(monkeypatch):
     taken = []
     model = corridor(group_size=3)
-    update = model._core.update
-    monkeypatch.setattr(model._core, "update", lambda rollout: taken.append(rollout.clone()) or update(rollout))
+    update = model.core.update
+    monkeypatch.setattr(model.core, "update", lambda rollout: taken.append(rollout.clone()) or update(rollout))
     model.learn(200)
     steps = 0
     for rollout in taken:
@@ -68,7 +68,7 @@ def test_a_rollout_waits_for_the_groups_it_began():
     model = corridor(n_steps=2, group_size=4).learn(60, watch)
     rollouts = watch.events.count("rollout_end")
     assert watch.events == ["training_start", *["rollout_start", "rollout_end"] * rollouts, "training_end"]
-    assert model._core.iteration >= rollouts - 1  # only the last one may have been short of a group
+    assert model.core.iteration >= rollouts - 1  # only the last one may have been short of a group
 
 
 def test_the_last_rollout_waits_for_nothing():
@@ -88,8 +88,8 @@ def test_nothing_learned_is_said():
 def test_truncated_is_not_terminated(monkeypatch):
     taken = []
     model = GRPO("MlpPolicy", IdentityEnv(3, ep_length=5), **SMALL)
-    update = model._core.update
-    monkeypatch.setattr(model._core, "update", lambda rollout: taken.append(rollout.clone()) or update(rollout))
+    update = model.core.update
+    monkeypatch.setattr(model.core, "update", lambda rollout: taken.append(rollout.clone()) or update(rollout))
     model.learn(100)
     assert taken
     for rollout in taken:
@@ -101,15 +101,15 @@ def test_truncated_is_not_terminated(monkeypatch):
 def test_old_probabilities_are_those_that_were_sampled_from(monkeypatch, normalized):
     env = make_vec_env(ShortPendulum, n_envs=2)
     model = corridor(env=VecNormalize(env) if normalized else env, group_size=3, learning_rate=0.01)
-    ratios, update = [], model._core.update
+    ratios, update = [], model.core.update
 
     def spy(rollout):
         with torch.no_grad():
-            log_prob = model._core.policy.evaluate({k: rollout[k][0, :-1] for k in ("obs", "action")}).log_prob
+            log_prob = model.core.policy.evaluate({k: rollout[k][0, :-1] for k in ("obs", "action")}).log_prob
         ratios.append((log_prob - rollout["sample_log_prob"][0, :-1]).exp())
         return update(rollout)
 
-    monkeypatch.setattr(model._core, "update", spy)
+    monkeypatch.setattr(model.core, "update", spy)
     model.learn(200)
     # all of the first rollout was drawn by the very policy that is now trained, though the normaliser moved meanwhile
     torch.testing.assert_close(ratios[0], torch.ones_like(ratios[0]))
@@ -121,8 +121,8 @@ def test_old_probabilities_are_those_that_were_sampled_from(monkeypatch, normali
 def test_rewards_come_as_the_vector_environment_gives_them(monkeypatch):
     env = VecNormalize(make_vec_env(ShortPendulum, n_envs=2), clip_reward=0.5)
     model, watch, taken = corridor(env=env, group_size=2), Watch(), []
-    update = model._core.update
-    monkeypatch.setattr(model._core, "update", lambda rollout: taken.append(rollout.clone()) or update(rollout))
+    update = model.core.update
+    monkeypatch.setattr(model.core, "update", lambda rollout: taken.append(rollout.clone()) or update(rollout))
     model.learn(80, watch)
     given = np.concatenate(watch.rewards)
     assert np.abs(given).max() <= 0.5

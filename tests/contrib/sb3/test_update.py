@@ -60,7 +60,7 @@ def test_the_reference_is_renewed_in_its_interval():
 
         def _on_rollout_start(self) -> None:
             reference = model.reference_policy.parameters_to_vector()
-            seen.append((model._core.iteration, (reference == parameters(model)).all(), (reference == first).all()))
+            seen.append((model.core.iteration, (reference == parameters(model)).all(), (reference == first).all()))
 
     model.learn(300, Look())
     assert {(updates % 2 == 0) for updates, _, _ in seen} == {True, False}

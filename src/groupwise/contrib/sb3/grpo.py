@@ -80,6 +80,8 @@ class GRPO(OnPolicyAlgorithm):
     }
     policy: ActorPolicy  # type: ignore[assignment]
     rollout_buffer: GroupBuffer | None  # type: ignore[assignment]
+    core: grpo.GRPO
+    """Groupwise's own algorithm, which makes the updates."""
     _start_seed: int | None = None
     _next_group = 0
     _rollout_began_at = 0
@@ -179,7 +181,7 @@ class GRPO(OnPolicyAlgorithm):
     @property
     def reference_policy(self) -> ActorPolicy:
         """The frozen policy that ``kl_coef`` draws towards."""
-        reference = self._core.reference
+        reference = self.core.reference
         if not isinstance(reference, ScoredActor):
             raise ConfigError("kl_coef is 0, so there is no reference policy; fix: GRPO(..., kl_coef=0.02)")
         return reference.actor
@@ -202,7 +204,7 @@ class GRPO(OnPolicyAlgorithm):
         before = self._core_state
         super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
         assert self.env is not None
-        self.env.env_method("queue_start", None)  # whoever uses the environments next resets them as ever
+        self.env.env_method("queue_start", None)  # the next user of the environments resets them normally
         stopped = self.num_timesteps < self._total_timesteps
         if self._core_state is before and not stopped:
             warnings.warn(
@@ -268,8 +270,8 @@ class GRPO(OnPolicyAlgorithm):
         if rollout is None:
             return
         self._update_learning_rate(self.policy.optimizer)
-        metrics = {name: value.item() for name, value in self._core.update(rollout).items()}
-        state = self._core.state_dict()
+        metrics = {name: value.item() for name, value in self.core.update(rollout).items()}
+        state = self.core.state_dict()
         self._core_state = {key: _on_cpu(value) for key, value in state.items() if key not in _SAVED_BY_SB3}
         self._n_updates += int(metrics["train/optimizer_steps"])
         self._record(metrics, num_groups=int(rollout["group_id"].max()) + 1)
@@ -288,9 +290,9 @@ class GRPO(OnPolicyAlgorithm):
         self.policy = policy.to(self.device)
         self._maybe_recommend_cpu(ActorPolicy.__name__)
         # trains the policy in evaluation mode: what acted and what is scored are the same function
-        self._core = grpo.GRPO(self._cfg(), ScoredActor(self.policy), seed=self._start_seed)
-        self._core.optimizer = self.policy.optimizer
-        self._core.load_state_dict(self._core.state_dict() | self._core_state)
+        self.core = grpo.GRPO(self._cfg(), ScoredActor(self.policy), seed=self._start_seed)
+        self.core.optimizer = self.policy.optimizer
+        self.core.load_state_dict(self.core.state_dict() | self._core_state)
 
     def _update_current_progress_remaining(self, num_timesteps: int, total_timesteps: int) -> None:
         """That of the rollout's start. SB3 asks at its end, where the last update of a ``learn`` would get a rate of 0.
@@ -379,7 +381,7 @@ class GRPO(OnPolicyAlgorithm):
 
     def _excluded_save_params(self) -> list[str]:
         """Besides what SB3 leaves out: what follows from the rest, and the environments."""
-        return [*super()._excluded_save_params(), "_core", "_verified"]
+        return [*super()._excluded_save_params(), "core", "_verified"]
 
     def _get_torch_save_params(self) -> tuple[list[str], list[str]]:
         """What is saved as state dicts: policy, optimiser, and the reference if there is one."""

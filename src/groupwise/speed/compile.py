@@ -85,6 +85,7 @@ class CompiledBackward:
     def __init__(self, algorithm: BaseAlgorithm, flat: FlatParameters) -> None:
         self._algorithm = algorithm
         self._flat = flat
+        self._vector = flat.vector.detach()
         self._reference = algorithm.backward
         self._function: _Gradient | None = None
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -100,13 +101,13 @@ class CompiledBackward:
         if self._compiled is None or function is None or len(batch["loss_mask"]) < 2 or not function.fits(batch):
             return self._reference(batch)
         with torch.no_grad():
-            gradient, metrics = self._compiled(self._flat.vector.detach(), *function.values(batch))
+            gradient, metrics = self._compiled(self._vector, *function.values(batch))
             self._flat.gradient.add_(gradient)
         return metrics
 
     def _compile(self, batch: Batch) -> None:
         function = _Gradient(self._algorithm, self._flat, batch)
-        vector, rows = self._flat.vector.detach(), len(batch["loss_mask"])
+        vector, rows = self._vector, len(batch["loss_mask"])
         try:
             with warnings.catch_warnings(), torch.no_grad():  # the compiler's own
                 warnings.simplefilter("ignore")
@@ -137,19 +138,16 @@ class _Gradient:
         names = {id(parameter): f"policy.{name}" for name, parameter in algorithm.policy.named_parameters()}
         self._sizes = flat.sizes
         self._shapes = {names[id(parameter)]: parameter.shape for parameter in flat.parameters}
-        self._keys = list(batch)
-        self._layout = {key: (value.dtype, value.shape[1:]) for key, value in batch.items()}
-        self.compute = _differentiated(_Loss(algorithm), self._shapes, self._sizes, self._keys)
+        self._keys = dict.fromkeys(batch).keys()
+        self.compute = _differentiated(_Loss(algorithm), self._shapes, self._sizes, list(batch))
 
     def values(self, batch: Batch) -> list[Tensor]:
         """The inputs besides the vector."""
         return [batch[key].contiguous() for key in self._keys]
 
     def fits(self, batch: Batch) -> bool:
-        """Whether a micro-batch is laid out as the one that this was compiled for."""
-        return batch.keys() == self._layout.keys() and self._layout == {
-            k: (v.dtype, v.shape[1:]) for k, v in batch.items()
-        }
+        """Whether a micro-batch has the keys that this was compiled for; shapes and types follow from the buffer's check."""
+        return batch.keys() == self._keys
 
     def example(self, batch: Batch) -> Batch:
         """About as many elements; not as many as another dimension has, for equal sizes would be taken as equal for ever."""

@@ -51,6 +51,10 @@ class NumPyActor:
         self._ends = [_layers(end) for end in (policy.actor, policy.critic) if end is not None]
         self._draw = _draw_index if policy.log_std is None else _draw_gaussian(policy.log_std)
         self._shape = (-1, *policy.action_spec.shape)  # type: ignore[union-attr]
+        self._scaling: tuple[np.ndarray, np.ndarray] | None = None
+        if policy.obs_normalizer is not None:
+            statistics: Any = policy.obs_normalizer.statistics[0]
+            self._scaling = statistics.shift.numpy(), statistics.scale.numpy()
         self._max_rows = min(MAX_ROWS, MAX_PARAMS // policy.head.num_params)
 
     def __call__(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
@@ -65,11 +69,11 @@ class NumPyActor:
         return Action(torch.from_numpy(action).view(self._shape), torch.from_numpy(log_prob), value)
 
     def _normalized(self, obs: Rows) -> Rows:
-        if self._policy.obs_normalizer is None:
+        if self._scaling is None:
             return obs
-        statistics: Any = self._policy.obs_normalizer.statistics[0]
-        scaled: Rows = np.subtract(obs, statistics.shift.numpy())
-        np.multiply(scaled, statistics.scale.numpy(), out=scaled)
+        shift, scale = self._scaling
+        scaled: Rows = np.subtract(obs, shift)
+        np.multiply(scaled, scale, out=scaled)
         np.maximum(scaled, -_CLIP, out=scaled)
         np.minimum(scaled, _CLIP, out=scaled)
         return scaled

@@ -185,7 +185,7 @@ def test_a_failed_row_is_reported_replaced_and_paused(caplog):
     messages = [record.message for record in caplog.records]
     assert len(messages) == 2
     assert all(m.startswith("row 1 of Noisy failed, and was replaced: RuntimeError('the wheel") for m in messages)
-    assert ["Traceback" in message for message in messages] == [True, False]
+    assert [bool(record.exc_info) for record in caplog.records] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -263,12 +263,10 @@ def test_an_interrupt_leaves_no_answer_behind_for_the_next_step(monkeypatch):
         env.step(STILL)
 
 
-def test_a_failed_row_of_a_worker_is_reported(caplog):
+def test_a_failed_row_of_a_worker_is_reported():
     env = make(Fragile, workers=1, on_error="report")
     env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
-    with caplog.at_level(logging.ERROR):
-        assert env.step(go(0.0, 1.0, 0.0)).failed.tolist() == [False, True, False]
-    assert "row 1 of Noisy failed" in caplog.text
+    assert env.step(go(0.0, 1.0, 0.0)).failed.tolist() == [False, True, False]
     env.close()
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -121,24 +121,14 @@ class VectorCollector(EnvCollector):
         returns = np.bincount(episode_id[live], weights=reward[live], minlength=done.size)
         goes_on = live[:, 0]
         returns[episode_id[goes_on, 0]] += self._return[goes_on]
-        self._count(done, terminated, episode_id, step, returns)
-        over = done[:, -1] | dead[:, -1]
-        self._return = np.where(over, 0.0, returns[episode_id[:, -1]])
-        self._age = np.where(over, 0, step[:, -1] + 1)
-        self._metrics = {"rollout/idle_fraction": float(dead.mean())}  # lost to ``next_step`` resets
-
-    def _count(
-        self,
-        done: Bool[np.ndarray, "row step"],
-        terminated: Bool[np.ndarray, "row step"],
-        episode_id: Int[np.ndarray, "row step"],
-        step: Int[np.ndarray, "row step"],
-        returns: Float[np.ndarray, " episode"],
-    ) -> None:
         time, row = done.T.nonzero()
         ends = (returns[episode_id[row, time]], step[row, time] + 1, terminated[row, time])
         self.finished = list(map(Episode, *(end.tolist() for end in ends)))
         self.recent.extend(self.finished)
+        over = done[:, -1] | dead[:, -1]
+        self._return = np.where(over, 0.0, returns[episode_id[:, -1]])
+        self._age = np.where(over, 0, step[:, -1] + 1)
+        self._metrics = {"rollout/idle_fraction": float(dead.mean())}  # lost to ``next_step`` resets
 
 
 def label_episodes(

@@ -1,7 +1,7 @@
 """Single environments of one process, stepped one after another; each row starts on its own."""
 
 import copy
-import traceback
+import logging
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -12,6 +12,8 @@ from groupwise.config.env import StartMode
 from groupwise.envs.arrays import OUTCOMES, Arrays, ObsWriter, step_arrays
 from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, reseed_noise
 from groupwise.errors import DataError, EnvError
+
+log = logging.getLogger(__name__)
 
 EnvMaker: TypeAlias = Callable[[], gymnasium.Env]
 StateSource = Literal["adapter", "fields"]
@@ -128,13 +130,12 @@ class LocalRows:
         self._cfg = cfg
         self._arrays = arrays
         self._first = first
-        self._starts: dict[int, Captured] = {}
-        self.rows = [EnvRow(cfg.make, cfg.method, self._starts) for _ in arrays["reward"]]
+        starts: dict[int, Captured] = {}
+        self.rows = [EnvRow(cfg.make, cfg.method, starts) for _ in arrays["reward"]]
         self._writer = ObsWriter(cfg.observation_space, arrays)
         self._outcomes = [arrays[name] for name in OUTCOMES]
         self._of_step = step_arrays(arrays)
-        self._failures: list[str] = []
-        self._has_shown_traceback = False
+        self._has_failed = False
 
     def step(self, rows: npt.NDArray[Any], actions: npt.NDArray[Any]) -> bool:
         """One step of these rows; whether any ended or failed. The others get reward 0 and are not done."""
@@ -168,15 +169,6 @@ class LocalRows:
             except DataError as error:
                 raise self._misshapen("reset", error) from error
 
-    def take_failures(self) -> list[str]:
-        """Messages about rows that failed since the last call; the first ever with its traceback."""
-        failures, self._failures = self._failures, []
-        return failures
-
-    def forget_starts(self) -> None:
-        """Drop the captured starts, so that they are captured again."""
-        self._starts.clear()
-
     def close(self) -> None:
         """Free the environments."""
         for row in self.rows:
@@ -200,9 +192,8 @@ class LocalRows:
         if self._cfg.on_error == "raise":
             error.add_note(f"in {where}")
             raise error
-        trace = "" if self._has_shown_traceback else "\n" + "".join(traceback.format_exception(error))
-        self._has_shown_traceback = True
-        self._failures.append(f"{where} failed, and was replaced: {error!r}{trace}")
+        log.error("%s failed, and was replaced: %r", where, error, exc_info=None if self._has_failed else error)
+        self._has_failed = True
         self.rows[row].renew()
         self._arrays["reward"][row] = 0.0
         self._arrays["failed"][row] = True

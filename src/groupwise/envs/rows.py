@@ -1,7 +1,5 @@
 """Copies of one Gymnasium environment as rows that start independently."""
 
-import logging
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,8 +11,6 @@ from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
 from groupwise.envs.local_rows import LocalRows, RowCfg
 from groupwise.envs.workers import WorkerRows
 from groupwise.seeding import derive_seed
-
-log = logging.getLogger(__name__)
 
 
 class RowsGroupEnv(GroupEnv):
@@ -95,10 +91,6 @@ class RowsGroupEnv(GroupEnv):
             reward_parts=self._reward_parts,
         )
 
-    def forget_starts(self) -> None:
-        """Drop the captured starts, so that they are captured again."""
-        self._rows.forget_starts()
-
     def close(self) -> None:
         """Free the environments and the processes."""
         self._rows.close()
@@ -106,8 +98,6 @@ class RowsGroupEnv(GroupEnv):
     def _pause_ended(self) -> Tensor | None:
         """Pause the rows that just ended; returns which of them failed."""
         self.pause((self._terminated | self._truncated | self._failed).numpy())
-        for failure in self._rows.take_failures():
-            log.error(failure)
         return self._failed.clone() if self._failed.any() else None
 
     def _set_live(self, live: Mask) -> None:

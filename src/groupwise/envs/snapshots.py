@@ -30,13 +30,13 @@ _NO_STATE = (
 )
 _Key = tuple[int, str]
 """Layer and name of an attribute."""
-_MUJOCO_DATA = "mujoco._structs.MjData"
+MUJOCO_DATA = "mujoco._structs.MjData"
 _MUJOCO_MODEL = "mujoco._structs.MjModel"
 _SIMULATORS = {"ale_py._ale_py.ALEInterface": "groupwise.contrib.atari:AleAdapter"}
 """Adapters of further simulators (``module:attribute``), by the class of the environment's attribute that holds one."""
 _NOT_PICKLED = (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError)
 _STAYING_KINDS = {
-    _MUJOCO_DATA,
+    MUJOCO_DATA,
     _MUJOCO_MODEL,
     *_SIMULATORS,
     "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer",
@@ -99,19 +99,19 @@ class SnapshotAdapter:
 
 def adapter_for(env: gymnasium.Env) -> SnapshotAdapter | None:
     """The adapter that knows this environment's simulator, or the environment's own way; None if there is neither."""
-    kinds = {_kind(value) for value in vars(env.unwrapped).values()}
+    kinds = {kind_of(value) for value in vars(env.unwrapped).values()}
     own = next((layer for layer in _layers(env) if isinstance(layer, HasState)), None)
     if own in (None, env.unwrapped) and (further := _further_adapter(env)):
         return further  # Atari's own pair leaves the sticky actions out
     if own is not None:
         return _Own()
-    return _Mujoco() if {_MUJOCO_DATA, _MUJOCO_MODEL} <= kinds else None
+    return _Mujoco() if {MUJOCO_DATA, _MUJOCO_MODEL} <= kinds else None
 
 
 def _further_adapter(env: gymnasium.Env) -> SnapshotAdapter | None:
     """The adapter of a simulator that ``_SIMULATORS`` knows."""
     for value in vars(env.unwrapped).values():
-        if path := _SIMULATORS.get(_kind(value)):
+        if path := _SIMULATORS.get(kind_of(value)):
             module, _, name = path.partition(":")
             adapter: SnapshotAdapter = getattr(import_module(module), name)()
             return adapter
@@ -217,7 +217,7 @@ class _Mujoco(SnapshotAdapter):
 
     @staticmethod
     def _parts(env: gymnasium.Env) -> tuple[Any, Any]:
-        return attribute(env, _MUJOCO_MODEL), attribute(env, _MUJOCO_DATA)
+        return attribute(env, _MUJOCO_MODEL), attribute(env, MUJOCO_DATA)
 
 
 def _layers(env: gymnasium.Env) -> Iterator[gymnasium.Env]:
@@ -230,7 +230,7 @@ def _layers(env: gymnasium.Env) -> Iterator[gymnasium.Env]:
 
 def attribute(env: gymnasium.Env, kind: str) -> Any:
     """The attribute of the innermost environment whose class has this full name; None without one."""
-    return next((value for value in vars(env.unwrapped).values() if _kind(value) == kind), None)
+    return next((value for value in vars(env.unwrapped).values() if kind_of(value) == kind), None)
 
 
 def _capture(env: gymnasium.Env, outer: int | None = None) -> _Captured:
@@ -278,10 +278,11 @@ def _stack(layers: list[gymnasium.Env]) -> tuple[str, ...]:
 
 def stays(value: Any) -> bool:
     """Whether an attribute is not captured: it is no state, or its adapter handles it."""
-    return isinstance(value, _NO_STATE) or _kind(value) in _STAYING_KINDS
+    return isinstance(value, _NO_STATE) or kind_of(value) in _STAYING_KINDS
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Full name of the class."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 

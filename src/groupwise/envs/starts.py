@@ -93,29 +93,22 @@ def _start_varies(env: GroupEnv, seed: int) -> bool:
     return False
 
 
-def verify_rows(env: RowsGroupEnv) -> None:
-    """Check that rows in worker processes share starts, since processes may differ.
+def verify_rows(env: GroupEnv) -> None:
+    """Check that rows in worker processes share starts, at first and after different episodes.
 
     Raises:
         GroupStartError: names the environment, the step and the key where they differ.
     """
-    if (where := _difference_when_captured_again(env, 8)) is not None:
-        raise GroupStartError(
-            f"members of {env.env_id} cannot share a start across processes: rows that were started with the same seed "
-            f"differ {where}, though two rows of one process agreed; fix: let nothing depend on the process (its id, "
-            "files, global generators), or vectorization='sync'"
-        )
-    env.forget_starts()
-
-
-def _difference_when_captured_again(env: RowsGroupEnv, num_steps: int) -> str | None:
-    """Where rows differ from row 0, in some steps from a start and again after that start is captured again."""
-    actions = _random_actions(env, 0, num_steps)
-    start, noise = _equal(env, 0, "start"), _equal(env, 0, "noise")
-    first = _started(env, start, noise, actions)
-    _scatter(env, 0, num_steps)
-    env.forget_starts()
-    return _first_difference(first, first) or _first_difference(first, _started(env, start, noise, actions))
+    actions = _random_actions(env, 0, 8)
+    for seed in range(2):
+        trace = _started(env, _equal(env, seed, "start"), _equal(env, seed, "noise"), actions)
+        if (where := _first_difference(trace, trace)) is not None:
+            raise GroupStartError(
+                f"members of {env.env_id} cannot share a start across processes: rows that were started with the same "
+                f"seed differ {where}, though two rows of one process agreed; fix: let nothing depend on the process "
+                "(its id, files, global generators), or vectorization='sync'"
+            )
+        _scatter(env, seed, 8)
 
 
 def _equal(env: GroupEnv, seed: int, name: str) -> Seeds:
@@ -213,17 +206,27 @@ def choose_start(
 def _examine_method(cfg: RowCfg) -> GroupStartReport:
     """The report on two rows that start by ``cfg.method``."""
     captures = cfg.method.mode == "snapshot"
-    with closing(RowsGroupEnv(cfg, 2)) as env:
+    with closing(RowsGroupEnv(cfg, 2)) as env, closing(RowsGroupEnv(cfg, 2)) as used:
         try:
             report = _examine(env)
-            if captures and _difference_when_captured_again(env, NUM_STEPS) is not None:
-                raise _ApartError("the captured start of a seed is another one when it is captured again")
+            if captures:
+                _check_captured_again(env, used)
             return report
         except Exception as error:
             if isinstance(error, _ApartError) or not captures:  # else the user must see the environment's own error
                 raise
             kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
             raise _ApartError(kind + str(error).partition("; fix: ")[0]) from error
+
+
+def _check_captured_again(env: GroupEnv, used: GroupEnv) -> None:
+    """Check that environments with another history capture the same start."""
+    _scatter(used, 0, NUM_STEPS)
+    actions = _random_actions(env, 0, NUM_STEPS)
+    start, noise = _equal(env, 0, "start"), _equal(env, 0, "noise")
+    expected = _started(env, start, noise, actions)
+    if _first_difference(expected, _started(used, start, noise, actions)) is not None:
+        raise _ApartError("the captured start of a seed is another one when it is captured again")
 
 
 def _methods(wanted: str, *, has_adapter: bool) -> Iterator[StartMethod]:

@@ -15,14 +15,13 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from groupwise.envs.snapshots import stays
+from groupwise.envs.snapshots import MUJOCO_DATA, kind_of, stays
 from groupwise.errors import EnvError
 
 _ENVS = (gymnasium.Env, VectorEnv)
 _MOST_VALUES = 100_000
 """More (such as tables of transitions) would make checkpoints slow."""
 _CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "deque": deque}
-_MUJOCO_DATA = "mujoco._structs.MjData"
 _ALE = "ale_py._ale_py.ALEInterface"
 
 
@@ -84,9 +83,9 @@ def _captured(value: Any, seen: set[int], budget: Iterator[int]) -> Any:
             "kind": "dict",
             "items": [[_captured(key, seen, budget), _captured(part, seen, budget)] for key, part in value.items()],
         }
-    if _kind(value) == _MUJOCO_DATA:
+    if kind_of(value) == MUJOCO_DATA:
         return {"kind": "mujoco", **_mujoco_arrays(value)}
-    if isinstance(value, functools.partial) or (stays(value) and _kind(value) != _ALE):
+    if isinstance(value, functools.partial) or (stays(value) and kind_of(value) != _ALE):
         return {"kind": "stays"}
     raise _CannotCaptureError
 
@@ -122,10 +121,6 @@ def _restored(now: Any, saved: Any) -> Any:
             items = [_restored(mine, item) for mine, item in zip(old, saved["items"], strict=False)]
             return deque(items, now.maxlen) if kind == "deque" else _CONTAINERS[kind](items)
     return now
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _mujoco_arrays(data: Any) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle
 import numpy as np
@@ -24,12 +24,8 @@ from groupwise.errors import EnvError
 _SECONDS_TO_CLOSE = 5.0
 
 
-class _Reply(NamedTuple):
-    """A worker's answer to one message."""
-
-    failures: tuple[str, ...] = ()
-    error: str | None = None
-    """The traceback, if the message could not be handled."""
+_Reply: TypeAlias = str | None
+"""A worker's answer to one message: the traceback, if the message could not be handled."""
 
 
 class _Worker(NamedTuple):
@@ -51,7 +47,6 @@ class WorkerRows:
 
     def __init__(self, cfg: RowCfg, layout: Layout, num_rows: int, num_workers: int) -> None:
         self._env_id = cfg.env_id
-        self._failures: list[str] = []
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__])
         shared = SharedArrays.allocate(layout, num_rows, context)
@@ -83,17 +78,6 @@ class WorkerRows:
     def start(self, rows: npt.NDArray[Any], start_seeds: npt.NDArray[Any], noise_seeds: npt.NDArray[Any]) -> None:
         """Start these rows."""
         self._ask("start", rows, start_seeds, noise_seeds)
-
-    def take_failures(self) -> list[str]:
-        """Messages about rows that failed since the last call; each worker's first with its traceback."""
-        failures, self._failures = self._failures, []
-        return failures
-
-    def forget_starts(self) -> None:
-        """Drop the captured starts, so that they are captured again."""
-        for worker in self._workers:
-            self._send(worker, "forget_starts")
-        self._gather(self._workers)
 
     def close(self) -> None:
         """End the processes; those that do not end by themselves are killed."""
@@ -136,9 +120,8 @@ class WorkerRows:
         """Read all answers; then raise the first error."""
         replies = [self._receive(worker) for worker in workers]
         for worker, reply in zip(workers, replies, strict=True):
-            self._failures += reply.failures
-            if reply.error is not None:
-                raise EnvError(f"{self._env_id} failed in {worker.process.name}:\n{reply.error}")
+            if reply is not None:
+                raise EnvError(f"{self._env_id} failed in {worker.process.name}:\n{reply}")
 
     def _receive(self, worker: _Worker) -> _Reply:
         try:
@@ -163,9 +146,9 @@ def _work(connection: Connection, payload: bytes, shared: SharedArrays, rows: sl
     try:
         local = LocalRows(cloudpickle.loads(payload), shared.arrays(rows), rows.start)
     except Exception:
-        connection.send(_Reply(error=traceback.format_exc()))
+        connection.send(traceback.format_exc())
         return
-    connection.send(_Reply())
+    connection.send(None)
     with suppress(EOFError, ConnectionError):  # the parent is gone
         while (message := connection.recv()) is not None:
             connection.send(_answer(local, *message))
@@ -173,16 +156,12 @@ def _work(connection: Connection, payload: bytes, shared: SharedArrays, rows: sl
 
 
 def _answer(rows: LocalRows, command: str, args: tuple[Any, ...]) -> _Reply:
-    commands: dict[str, Callable[..., Any]] = {
-        "step": rows.step,
-        "start": rows.start,
-        "forget_starts": rows.forget_starts,
-    }
+    commands: dict[str, Callable[..., Any]] = {"step": rows.step, "start": rows.start}
     try:
         commands[command](*args)
     except Exception:
-        return _Reply(error=traceback.format_exc())
-    return _Reply(tuple(rows.take_failures()))
+        return traceback.format_exc()
+    return None
 
 
 def _pickled(cfg: RowCfg) -> bytes:

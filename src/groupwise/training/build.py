@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -183,12 +183,8 @@ def _block_size(cfg: RunCfg) -> int:
     """Rows that start together: whole groups, unless rows are left over or episodes are retried."""
     if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.collection.on_env_error == "retry":
         return 1
-    members = cfg.algorithm.group_size + _greedy_members(cfg.algorithm)
+    members = cfg.algorithm.group_size + cfg.algorithm.credit.baseline.greedy_members
     return members if cfg.env.num_envs % members == 0 else 1
-
-
-def _greedy_members(algorithm: GRPOCfg) -> Literal[0, 1]:
-    return algorithm.credit.baseline.greedy_members
 
 
 def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine) -> Collector:
@@ -197,7 +193,7 @@ def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine
         if isinstance(env, TorchGroupEnv):
             return TorchVectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
         return VectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
-    greedy_members = _greedy_members(algorithm)
+    greedy_members = algorithm.credit.baseline.greedy_members
     shared: dict[str, Any] = {
         "group_size": algorithm.group_size,
         "collection": algorithm.collection,

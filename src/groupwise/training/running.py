@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from groupwise.engines.base import Engine
-from groupwise.errors import RunFolderError
 from groupwise.policies.base import Policy
 from groupwise.report.curve import plot_curve
 from groupwise.report.folder import RunFolder
@@ -76,15 +75,6 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
         _print(f"resuming from step {trainer.env_steps:,} of {parts.cfg.total_steps:,}{where}")
 
 
-def _peaks(folder: RunFolder, parts: Components) -> dict[str, float]:
-    """Peak memory, over all processes of a resumed run."""
-    try:
-        before = folder.read_summary()
-    except RunFolderError:
-        before = {}
-    return {name: max(peak, before.get(name, 0.0)) for name, peak in peak_memory(parts.policy.device).items()}
-
-
 def peak_memory(device: torch.device) -> dict[str, float]:
     """Peak memory in MiB: resident, of this process without its workers (on Linux), and of torch's tensors on a GPU."""
     found = {}
@@ -117,7 +107,7 @@ def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, en
         summary = {parts.kind: cfg.subject, "algorithm": cfg.algorithm.name, "seed": cfg.seed, "stopped": stopped}
         if engine.rank == 0:
             metrics = folder.read_metrics()
-            summary |= scores_of(metrics) | _peaks(folder, parts) | parts.summary_fields()
+            summary |= scores_of(metrics) | peak_memory(parts.policy.device) | parts.summary_fields()
             folder.write_summary(summary)
             plot_curve(metrics, folder.curve, f"{cfg.subject}, {cfg.algorithm.name}, seed {cfg.seed}", *parts.axes)
     return summary

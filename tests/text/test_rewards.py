@@ -59,7 +59,8 @@ def test_conversations_are_lists_of_messages():
         assert completions == [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]]
         return [1, 2]
 
-    assert score(reward_set(reward), prompts=[(USER,), (USER,)]).reward == (1, 2)
+    completions = [[{"role": "assistant", "content": text}] for text in "ab"]
+    assert score(reward_set(reward), completions, prompts=[(USER,), (USER,)]).reward == (1, 2)
 
 
 def test_a_function_without_keywords_gets_what_it_names():
@@ -70,7 +71,7 @@ def test_a_function_without_keywords_gets_what_it_names():
     assert score(reward_set(reward), columns={"answer": ["a", "a"], "level": [1, 2]}).reward == (1, 0)
 
 
-def test_what_one_function_changes_another_does_not_see():
+def test_a_function_that_changes_its_arguments_does_not_change_the_data():
     def vandal(prompts, completions, completion_ids, answer):
         prompts[0][0]["content"] = "?"
         completion_ids[0].append(9)
@@ -78,13 +79,9 @@ def test_what_one_function_changes_another_does_not_see():
         completions.clear()
         return [0, 0]
 
-    def reward(prompts, completions, completion_ids, answer):
-        assert (prompts[0], completion_ids, answer, len(completions)) == ([USER], [[0], [1]], ["x", "y"], 2)
-        return [1, 1]
-
     columns = {"answer": ["x", "y"]}
     prompts = [(dict(USER),), (dict(USER),)]
-    assert score(reward_set(vandal, reward), prompts=prompts, columns=columns).reward == (1, 1)
+    assert score(reward_set(vandal), prompts=prompts, columns=columns).reward == (0, 0)
     assert prompts == [(USER,), (USER,)]
     assert columns == {"answer": ["x", "y"]}
 

@@ -174,15 +174,28 @@ class CausalLM(Policy):
         return self._value(hidden, filled)
 
     def hidden_states(
-        self, tokens: Int[Tensor, "row step"], valid: Bool[Tensor, "row context"], cache: Any = None
+        self,
+        tokens: Int[Tensor, "row step"],
+        valid: Bool[Tensor, "row context"],
+        cache: Any = None,
+        *,
+        compiled: bool = False,
     ) -> Float[Tensor, "row step width"]:
         """Last hidden states of the tokens; positions count from each row's first valid token.
 
         Args:
             valid: False at padding, of the tokens in the cache and the new ones.
             cache: of transformers; read and extended.
+            compiled: use the compiled forward pass if the policy has one.
         """
-        return self._states(_last_hidden, tokens, valid, cache)
+        # attention never sees padding on the right: without a mask it takes its fast path
+        mask = position = None
+        if tokens.shape[1] < valid.shape[1] or bool((valid[:, 1:] & ~valid[:, :-1]).any()):
+            mask, position = valid.long(), (valid.cumsum(dim=1) - 1).clamp(min=0)[:, valid.shape[1] - tokens.shape[1] :]
+        forward = self._forward if compiled else _last_hidden
+        with self.computing():
+            hidden: Tensor = forward(self.network.base_model, tokens, mask, position, cache)
+        return hidden
 
     def computing(self) -> AbstractContextManager:
         """The autocast context of every forward pass. Around several passes without gradient, weights are cast once."""
@@ -223,7 +236,7 @@ class CausalLM(Policy):
         """Hidden states at the tokens of the mask, every row on its own."""
         used = valid.any(dim=0).nonzero()
         width = int(used[-1]) + 1 if len(used) else 1  # these rows may be shorter than the rollout's widest
-        return self._states(self._forward, tokens[:, :width], valid[:, :width])[mask[:, :width]]
+        return self.hidden_states(tokens[:, :width], valid[:, :width], compiled=True)[mask[:, :width]]
 
     def _hidden_shared(self, prefixes: Prefixes, mask: Tensor) -> Float[Tensor, "token width"]:
         """Hidden states at the tokens of the mask, each prefix encoded once; a ``ConfigError`` if the cache forbids it."""
@@ -231,20 +244,11 @@ class CausalLM(Policy):
 
         cache = prefix_cache(self.network.config)
         with self.computing():  # around both, so that weights are cast once
-            head = self._states(self._forward, prefixes.head, prefixes.head_valid, cache)
+            head = self.hidden_states(prefixes.head, prefixes.head_valid, cache, compiled=True)
             cache = suffix_cache(self.network.config, cache, prefixes.number)
             context = torch.cat([prefixes.head_valid[prefixes.number], prefixes.tail_valid], dim=1)
-            tail = self._states(self._forward, prefixes.tail, context, cache)
+            tail = self.hidden_states(prefixes.tail, context, cache, compiled=True)
         return prefixes.gather(head, tail, mask)
-
-    def _states(self, forward: Any, tokens: Tensor, valid: Tensor, cache: Any = None) -> Tensor:
-        # attention never sees padding on the right: without a mask it takes its fast path
-        mask = position = None
-        if tokens.shape[1] < valid.shape[1] or bool((valid[:, 1:] & ~valid[:, :-1]).any()):
-            mask, position = valid.long(), (valid.cumsum(dim=1) - 1).clamp(min=0)[:, valid.shape[1] - tokens.shape[1] :]
-        with self.computing():
-            hidden: Tensor = forward(self.network.base_model, tokens, mask, position, cache)
-        return hidden
 
     @torch.no_grad()
     def _try_sharing(self, prefixes: Prefixes, tokens: Tensor, valid: Tensor, mask: Tensor, token: Tensor) -> None:

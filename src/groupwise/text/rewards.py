@@ -82,28 +82,21 @@ class RewardSet:
         """Rewards of the completions.
 
         Args:
-            completions: texts, or messages after a prompt of messages.
+            completions: texts; messages after a prompt of messages.
             columns: by name, a value for each completion.
 
         Raises:
             RewardError: a function raises, or does not return a number or None for each completion.
         """
-
-        def arguments(function: RewardFunction) -> dict[str, Any]:
-            """Those that the function takes; copies, which it may change."""
-            return function.accepted(
-                {name: list(values) for name, values in columns.items() if name not in NEVER_COLUMNS}
-                | {
-                    "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
-                    "completions": [_as_given(c, p) for c, p in zip(completions, prompts, strict=True)],
-                    "completion_ids": [list(ids) for ids in completion_ids],
-                    "trainer_state": state or TrainingState(),
-                    "log_extra": _discard,  # TRL prints such columns
-                    "log_metric": self._log_metric,
-                }
-            )
-
-        results = self._results([partial(function.call, **arguments(function)) for function in self.functions])
+        keywords = {name: list(values) for name, values in columns.items() if name not in NEVER_COLUMNS} | {
+            "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
+            "completions": list(completions),
+            "completion_ids": [list(ids) for ids in completion_ids],
+            "trainer_state": state or TrainingState(),
+            "log_extra": _discard,  # TRL prints such columns
+            "log_metric": self._log_metric,
+        }
+        results = self._results([partial(f.call, **f.accepted(keywords)) for f in self.functions])
         parts = [_numbers(name, result, len(prompts)) for name, result in zip(self.names, results, strict=True)]
         return Scores(tuple(map(self._sum, zip(*parts, strict=True))), tuple(map(tuple, parts)))
 
@@ -162,13 +155,6 @@ def _result(name: str, call: Callable[[], Any]) -> Any:
             f"reward {name!r} raised {type(error).__name__}: {error}; fix: the function (it may return None for what it "
             "cannot score)"
         ) from error
-
-
-def _as_given(completion: Completion, prompt: Prompt) -> Completion:
-    """The completion as functions get it: after a prompt of messages it is messages."""
-    if not isinstance(completion, str):
-        return [dict(message) for message in completion]
-    return completion if isinstance(prompt, str) else [{"role": "assistant", "content": completion}]
 
 
 def _numbers(name: str, result: Any, count: int) -> list[float | None]:

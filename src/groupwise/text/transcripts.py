@@ -187,8 +187,8 @@ def text_of(transcript: Transcript, encoder: PromptEncoder) -> str:
 
 
 def _completion(transcript: Transcript, text: str, encoder: PromptEncoder) -> CompletionText:
-    """The completion for reward functions: after a prompt of messages, several turns are messages, as in TRL."""
-    if isinstance(transcript.prompt.example.prompt, str) or not transcript.answers:
+    """The completion for reward functions: messages after a prompt of messages, as in TRL."""
+    if isinstance(transcript.prompt.example.prompt, str):
         return text
     turns = [{"role": "assistant", "content": turn} for turn in _turns(transcript, encoder)]
     answers = [{"role": "tool", "content": answer} for answer in transcript.answers]

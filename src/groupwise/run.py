@@ -137,7 +137,7 @@ def train(
         more = settings | env_settings | {"algorithm": algorithm, "preset": preset}
         if extra := [key for key, value in more.items() if value is not None]:
             kind = type(env).__name__
-            raise ConfigError(f"a {kind} has all settings, got {', '.join(extra)} besides; fix: set them in the {kind}")
+            raise ConfigError(f"a {kind} has all settings, got {', '.join(extra)} too; fix: set them in the {kind}")
         return train_from_config(env, UserObjects(policy=given), callbacks)
     if isinstance(env, TextTask):
         cfg: CommonCfg = _text_cfg(env, algorithm, preset, policy, settings | env_settings)
@@ -326,8 +326,8 @@ def _text_cfg(
         raise ConfigError(f"policy = {short(policy)}: expected a gw.CausalLM; fix: model='path-or-hub-id', lora=...")
     model, lora = settings.pop("model", None), settings.pop("lora", None)
     if policy is not None:
-        besides = {"model": model, "lora": lora, "sampling": settings.get("sampling")}
-        if named := [key for key, value in besides.items() if value is not None]:
+        others = {"model": model, "lora": lora, "sampling": settings.get("sampling")}
+        if named := [key for key, value in others.items() if value is not None]:
             raise ConfigError(
                 f"a policy has its own model and sampling, got {', '.join(named)}, too; fix: one of the two"
             )

@@ -133,7 +133,7 @@ def test_a_choice_and_its_parameters(api):
         ("train", "expected an environment id or a JSON file first, as in: groupwise train CartPole-v1"),
         ("train --seed 3 CartPole-v1", "expected an environment id or a JSON file first"),
         ("train CartPole-v1 --algorithm pppo", "unknown algorithm 'pppo': did you mean 'ppo'"),
-        ("train CartPole-v1 --algorithm", "expected one argument; fix: see groupwise train --help"),
+        ("train CartPole-v1 --algorithm", "unknown algorithm '[]': known: grpo, ppo"),
         ("train CartPole-v1 --preset dr_grp", "unknown preset 'dr_grp': did you mean 'dr_grpo'"),
         ("train CartPole-v1 --algorithm.credit.scale stdd", "algorithm.credit.scale = 'stdd'"),
         ("train CartPole-v1 --algorithm.credit.scale stdd", "did you mean 'std'"),

@@ -102,13 +102,19 @@ def test_a_config_comes_back_from_its_json(tmp_path):
 
 
 def test_a_choice_and_its_parameters_on_the_command_line():
-    words = ["--algorithm.objective.trust-region", "cispo", "--algorithm.objective.trust-region.high", "4"]
+    words = [
+        "CartPole-v1",
+        "--algorithm.objective.trust-region",
+        "cispo",
+        "--algorithm.objective.trust-region.high",
+        "4",
+    ]
     words += ["--algorithm.credit.baseline", "leave_one_out"]
-    algorithm = parse_options("CartPole-v1", None, None, words, prog="train", description="").algorithm
+    algorithm = parse_options(words, prog="train", description="").algorithm
     assert algorithm.objective.trust_region == CispoCfg(high=4.0)
     assert algorithm.credit.baseline.name == "leave_one_out"
     with pytest.raises(ConfigError, match="unknown trust region 'cisp'"):
-        parse_options("CartPole-v1", None, None, [words[0], "cisp"], prog="train", description="")
+        parse_options([*words[:2], "cisp"], prog="train", description="")
 
 
 def test_a_recipe_of_the_users_own(families, tmp_path):

@@ -175,7 +175,10 @@ def _train(argv: Sequence[str]) -> int:
     parser = Parser(prog="groupwise train", add_help=False)
     parser.add_argument("--seeds")
     options, rest = parser.parse_known_args(argv)
-    cfg = _parse_config(rest, "groupwise train", TRAIN_HELP)
+
+    from groupwise.cli.options import parse_options
+
+    cfg = parse_options(rest, prog="groupwise train", description=TRAIN_HELP)
     if options.seeds is not None:
         from groupwise.cli.seeds import parse_seeds, train_seeds
 
@@ -188,54 +191,31 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def _config(argv: Sequence[str]) -> int:
+    from groupwise.cli.options import parse_options
     from groupwise.config import json_schema, to_json
 
     if "--schema" in argv:
         print(json.dumps(json_schema(), indent=2))
     else:
-        print(to_json(_parse_config(argv, "groupwise config", CONFIG_HELP)))
+        print(to_json(parse_options(argv, prog="groupwise config", description=CONFIG_HELP)))
     return 0
 
 
 def _check_env(argv: Sequence[str]) -> int:
-    prog = "groupwise check-env"
-    target, *options = _with_target([word for word in argv if word != "--json"], prog)
-
     from groupwise.cli.options import parse_options
     from groupwise.config.run import RunCfg
 
+    words = [word for word in argv if word != "--json"]
     settings = [f"env.{name}" for name in CHECK_SETTINGS]
-    cfg = parse_options(target, None, None, options, prog=prog, description=CHECK_HELP, only=settings)
+    cfg = parse_options(words, prog="groupwise check-env", description=CHECK_HELP, only=settings)
     if not isinstance(cfg, RunCfg):
-        raise ConfigError(f"{target} is a text task without an environment; fix: an environment's id or file")
+        raise ConfigError(f"{words[0]} is a text task without an environment; fix: an environment's id or file")
 
     from groupwise.check import check_env
 
     report = check_env(cfg.env)
     print(json.dumps(report.to_dict()) if "--json" in argv else report)
     return int(report.training.value is None)
-
-
-def _with_target(argv: Sequence[str], prog: str) -> Sequence[str]:
-    """``argv`` with its target first; help without one is that of CartPole."""
-    if argv and not argv[0].startswith("-"):
-        return argv
-    if {"-h", "--help", "--help-all"}.isdisjoint(argv):
-        raise ConfigError(f"expected an environment id or a JSON file first, as in: {prog} CartPole-v1")
-    return ["CartPole-v1", *argv]
-
-
-def _parse_config(argv: Sequence[str], prog: str, description: str) -> Any:
-    """The settings of ``TARGET [--algorithm NAME] [--preset NAME] [--any.field VALUE ...]``."""
-    argv = _with_target(argv, prog)
-    parser = Parser(prog=prog, add_help=False)
-    parser.add_argument("--algorithm", "--algorithm.name")
-    parser.add_argument("--preset")
-    chosen, options = parser.parse_known_args(argv[1:])
-
-    from groupwise.cli.options import parse_options
-
-    return parse_options(argv[0], chosen.algorithm, chosen.preset, options, prog=prog, description=description)
 
 
 def _eval(argv: Sequence[str]) -> int:

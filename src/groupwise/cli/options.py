@@ -74,38 +74,34 @@ class Option(NamedTuple):
         return _flag(self.path)
 
 
-def parse_options(
-    target: str,
-    algorithm: str | None,
-    preset: str | None,
-    words: Sequence[str],
-    *,
-    prog: str,
-    description: str,
-    only: Sequence[str] = (),
-) -> RunCfg | TextRunCfg:
-    """The settings of a target (environment id or JSON file), overridden by ``--any.field VALUE`` options.
+def parse_options(argv: Sequence[str], *, prog: str, description: str, only: Sequence[str] = ()) -> RunCfg | TextRunCfg:
+    """The settings of ``TARGET [--algorithm NAME] [--preset NAME] [--any.field VALUE ...]``.
 
     Args:
+        argv: the target is an environment id or a JSON file; help without one is that of CartPole.
         only: paths of the settings that are options; empty for all.
 
     Raises:
         ConfigError: an option is unknown or its value wrong.
         SystemExit: after ``--help``.
     """
-    given = _by_path([word for word in words if word not in _HELP])
-    default = _resolve(target, algorithm, preset, {})
-    chosen = _tree([option for option in options_of(default) if option.choice], given)
-    if chosen:  # which options there are depends on the choices
-        default = _resolve(target, algorithm, preset, chosen)
+    asked = _HELP.intersection(argv)
+    target, *words = [word for word in argv if word not in _HELP] or (["CartPole-v1"] if asked else [""])
+    if target.startswith("-") or not target:
+        raise ConfigError(f"expected an environment id or a JSON file first, as in: {prog} CartPole-v1")
+    given = _by_path(words)
+    preset = None if only or "preset" not in given else " ".join(given.pop("preset"))
+    algorithm = [] if only else [Option("algorithm", str, None, "Name in the registry.", choice=True)]
+    default = _resolve(target, preset, _tree(algorithm, given))
+    choices = algorithm + [option for option in options_of(default) if option.choice]
+    default = _resolve(target, preset, _tree(choices, given))  # which options there are depends on the choices
     options = [option for option in options_of(default) if not only or option.path in only]
-    if not _HELP.isdisjoint(words):
-        _show_help(options, f"{prog} {target}", description, in_full="--help-all" in words)
-    known = {option.path for option in options}
+    if asked:
+        _show_help(options, f"{prog} {target}", description, in_full="--help-all" in asked)
+    known = {option.path for option in algorithm + options}
     if unknown := [path for path in given if path not in known]:
         raise ConfigError(f"unknown option {_flag(unknown[0])}{_hint(unknown[0], options, default)}")
-    changed = _tree(options, given)
-    return _resolve(target, algorithm, preset, changed) if changed else default
+    return _resolve(target, preset, _tree(algorithm + options, given))
 
 
 def options_of(config: Cfg, prefix: str = "") -> Iterator[Option]:
@@ -272,13 +268,11 @@ def _shown(value: object) -> str:
 # --- settings of a target ---
 
 
-def _resolve(target: str, algorithm: str | None, preset: str | None, changed: dict[str, Any]) -> RunCfg | TextRunCfg:
-    fields = {key: value for key, value in changed.items() if key != "algorithm"}
-    settings = changed.get("algorithm", {}) | ({"name": algorithm} if algorithm else {})
+def _resolve(target: str, preset: str | None, changed: Tree) -> RunCfg | TextRunCfg:
     if target.endswith(".json"):
-        return load_config(target, settings or None, preset, **fields)
+        return load_config(target, preset=preset, **changed)
     _check_env_id(target)
-    return resolve(target, settings or None, preset, **fields)
+    return resolve(target, preset=preset, **changed)
 
 
 def _check_env_id(env_id: str) -> None:

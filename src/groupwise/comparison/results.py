@@ -163,7 +163,7 @@ def compare_records(
         reference: for each environment the scores that count as 0 and 1, such as a random policy's and a solved task's.
             Without it environments are not pooled.
         settings: settings in which methods differ, kept with the comparison.
-        notes: likewise.
+        notes: warnings that are kept with the comparison.
 
     Raises:
         DataError: no records, a seed of a method twice, or returns that are missing, not finite or of two measures.

@@ -153,13 +153,13 @@ class CollectionCfg(Cfg):
     partial_groups: Literal["complete", "truncate"] = "complete"
     """Groups that are still running at the end of an iteration: complete or truncate them. ``truncate`` needs a simulator in torch."""
     horizon: PositiveInt | None = None
-    """Episodes of a group are truncated after so many steps. None: whole episodes."""
+    """Steps after which episodes of a group are truncated. None: whole episodes."""
     on_env_error: Literal["raise", "retry", "drop"] = "raise"
     """When an environment raises an error: raise it, start the member again, or drop its group."""
     filter_groups: bool = False
     """Leave groups without variance out of the loss."""
     dynamic_sampling: NonNegative = 0.0
-    """With ``filter_groups``: collect further groups in their place, with at most so many times the steps of an iteration on top (DAPO)."""
+    """With ``filter_groups``: collect further groups in their place, with at most this many times the steps of an iteration (DAPO)."""
 
 
 class AlgorithmCfg(Cfg):

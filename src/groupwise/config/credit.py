@@ -27,7 +27,7 @@ class BaselineCfg(Choice):
     within_group: ClassVar[bool] = True
     """Whether a group of equal returns has advantages 0."""
     greedy_members: ClassVar[Literal[0, 1]] = 0
-    """Deterministic episodes of each group besides its members, not trained on."""
+    """Further deterministic episodes of each group, not trained on."""
     needs_scores: ClassVar[bool] = False
     """Whether it reads ``CreditInput.start``."""
 
@@ -95,7 +95,7 @@ class CreditCfg(Cfg):
     group_key: Literal["group", "group_step"] = "group"
     """What is compared: the whole group, or its members at the same time step (with ``turn``: at the same turn)."""
     returns: Literal["outcome", "process", "return_to_go", "turn"] = "outcome"
-    """Score: ``outcome``, the sum of the episode's rewards; ``process``, normalised step rewards summed from here on; ``return_to_go``, discounted rewards from here on; ``turn``, the sum of the turn's rewards."""
+    """Score: ``outcome``, the sum of the episode's rewards; ``process``, normalised step rewards summed from this step; ``return_to_go``, discounted rewards from this step; ``turn``, the sum of the turn's rewards."""
     baseline: SerializeAsAny[BaselineCfg] = MeanCfg()
     """Subtracted from the score, by name or with its parameters: ``{"name": "knn", "k": 16}``."""
     scale: Literal["std", "population_std", "batch_std", "mean", "nonzero_share", "none"] = "std"

@@ -60,7 +60,7 @@ class StopCfg(Cfg):
     return_threshold: float | None = None
     """Stop when the mean return of an evaluation reaches this. None: never."""
     time_limit: Annotated[float, Gt(0)] | None = None
-    """Stop after so many seconds of training, at the end of the iteration. None: no limit."""
+    """Seconds of training after which it stops, at the end of the iteration. None: no limit."""
 
 
 class LoggingCfg(Cfg):
@@ -174,7 +174,7 @@ class TextRunCfg(CommonCfg):
     mask_truncated_completions: bool = False
     """Leave completions cut at the length limit out of the loss. They stay members of their group."""
     overlong_buffer: Annotated[int, Ge(0)] = 0
-    """Over the last so many tokens before the length limit the reward falls linearly by up to 1 (DAPO). 0: no penalty."""
+    """Number of tokens before the length limit over which the reward falls linearly by up to 1 (DAPO). 0: no penalty."""
     sampler_mismatch: SamplerMismatchCfg = SamplerMismatchCfg()
     """Limits of the KL between sampler and trainer."""
     evaluation: TextEvaluationCfg = TextEvaluationCfg()

@@ -27,7 +27,7 @@ class TextTaskCfg(Cfg):
     data: str = ""
     """Training prompts: a file (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) or ``reasoning-gym:<task>``. ``<given in Python>`` stands for an object passed in Python."""
     eval_data: str | None = None
-    """Held-out prompts for evaluation, likewise. None: no evaluation."""
+    """Held-out prompts for evaluation, given in the same way. None: no evaluation."""
     data_kwargs: dict[str, Any] = {}
     """Arguments of a reasoning-gym task."""
     data_size: PositiveInt = 1000

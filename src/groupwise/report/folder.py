@@ -169,7 +169,7 @@ class RunFolder:
 
 
 def provenance() -> dict[str, Any]:
-    """Versions, git state, plugins and command: what repeating a run needs besides its settings."""
+    """Versions, git state, plugins and command: what repeating a run needs in addition to its settings."""
     return {
         "format": FORMAT,
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},

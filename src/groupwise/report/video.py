@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from gymnasium import Env
     from PIL.Image import Image
 
-MAX_WIDTH = 400
-"""Pixels; wider frames are scaled down."""
+MAX_SIZE = 400
+"""Pixels; wider or higher frames are scaled down."""
 MAX_FRAMES = 150
 """Longer episodes are shown at the same speed with fewer frames."""
 MAX_STEPS = 1000
@@ -89,19 +89,14 @@ def _play(policy: Policy, env: "Env[Any, Any]", seed: int) -> tuple[list["Image"
     obs, _ = env.reset(seed=seed)
     for step in range(MAX_STEPS):
         if step % stride == 0:
-            frames.append(_shrink(Image.fromarray(env.render())))  # type: ignore[arg-type]
+            frames.append(Image.fromarray(env.render()))  # type: ignore[arg-type]
+            frames[-1].thumbnail((MAX_SIZE, MAX_SIZE))
         if len(frames) > MAX_FRAMES:
             frames, stride = frames[::2], 2 * stride
         obs, _, terminated, truncated, _ = env.step(policy.predict(obs, deterministic=True))
         if terminated or truncated:
             break
     return frames, stride
-
-
-def _shrink(image: "Image") -> "Image":
-    if image.width <= MAX_WIDTH:
-        return image
-    return image.resize((MAX_WIDTH, round(image.height * MAX_WIDTH / image.width)))
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""What scores are compared with, besides the mean of the group."""
+"""Baselines other than the mean of the group."""

@@ -1,1 +1,1 @@
-"""Trust regions besides PPO's clip, and policy gradients without one."""
+"""Trust regions other than PPO's clip, and policy gradients without one."""

@@ -17,7 +17,7 @@ class DualClipCfg(ClippedCfg):
 
     name: Literal["dual_clip"] = "dual_clip"
     bound: Annotated[float, Gt(1)] = 3.0
-    """The loss is at most so many times the negative advantage. Default: verl's ``clip_ratio_c``."""
+    """The loss is at most this many times the negative advantage. Default: verl's ``clip_ratio_c``."""
     source: ClassVar = "https://arxiv.org/abs/1912.09729"
 
     def loss(self, ratio: "Tensor", log_prob: "Tensor", batch: "Batch", counts: "Counts") -> "Tensor":

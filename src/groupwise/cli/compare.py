@@ -5,7 +5,6 @@ from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from groupwise.comparison.aggregates import Estimate
 from groupwise.comparison.methods import setting
 from groupwise.comparison.results import Comparison, EnvironmentResult, Improvement, Overall, figure, shown
 from groupwise.comparison.runs import compare
@@ -112,14 +111,9 @@ def _show_overall(found: Overall) -> None:
 
 
 def _show_improvements(pairs: Sequence[Improvement]) -> None:
-    rows = [[f"{pair.method} > {pair.other}", _share(pair.probability)] for pair in pairs]
+    rows = [[f"{pair.method} > {pair.other}", shown(pair.probability, "{:.2f}".format)] for pair in pairs]
     if rows:
         _print("", ["probability that a run is better", "P"], rows)
-
-
-def _share(found: Estimate) -> str:
-    ends = "" if found.interval is None else " [{:.2f}, {:.2f}]".format(*found.interval)
-    return f"{found.value:.2f}{ends}"
 
 
 def _value(values: Mapping[str, object], method: str) -> str:

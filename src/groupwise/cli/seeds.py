@@ -142,10 +142,5 @@ def _print_seeds(folder: Path, succeeded: dict[int, bool]) -> None:
     for seed, good in succeeded.items():
         path = folder / f"seed_{seed}"
         summary = RunFolder(path).read_summary()
-        numbers = [number(summary.get(key)) for key in ("return_mean", "env_steps")]
-        print(row(seed, *(numbers if good else ("failed", "")), path if good else f"{path}.log"))
-
-
-def number(value: object) -> str:
-    """A number in six digits; a dash for anything else."""
-    return f"{value:.6g}" if isinstance(value, int | float) else "-"
+        score = "-" if (mean := summary.get("return_mean")) is None else f"{mean:.6g}"
+        print(row(seed, score, summary["env_steps"], path) if good else row(seed, "failed", "", f"{path}.log"))

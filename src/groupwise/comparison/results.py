@@ -5,7 +5,7 @@ A ``RunRecord`` is all that is needed of a run, so results of other libraries ca
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -185,17 +185,17 @@ def compare_records(
     return Comparison(found, overall, tuple(all_notes))
 
 
-def shown(found: Estimate) -> str:
-    """An estimate as text."""
-    ends = "" if found.interval is None else f" [{figure(found.interval[0])}, {figure(found.interval[1])}]"
-    return figure(found.value) + ends
-
-
 def figure(value: Number) -> str:
     """A number with at least four digits."""
     if value == 0 or not 1e-3 <= abs(value) < 1e15:
         return f"{value:.4g}"
     return f"{value:.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
+
+
+def shown(found: Estimate, number: Callable[[Number], str] = figure) -> str:
+    """An estimate as text."""
+    ends = "" if found.interval is None else f" [{', '.join(map(number, found.interval))}]"
+    return number(found.value) + ends
 
 
 def _in_environment(

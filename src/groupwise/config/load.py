@@ -17,7 +17,7 @@ from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
 from groupwise.config.base import Cfg, explain
 from groupwise.config.choices import Choice, merge_choice
 from groupwise.config.presets import Tree
-from groupwise.config.registry import algorithm_entry, algorithm_types
+from groupwise.config.registry import algorithm_entry, algorithm_names
 from groupwise.config.run import DEFAULT_ALGORITHM, CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError
 
@@ -97,7 +97,7 @@ def to_json(cfg: CommonCfg) -> str:
 
 def json_schema() -> Tree:
     """JSON Schema of a config file, with the settings of every registered algorithm."""
-    variants: Any = functools.reduce(operator.or_, algorithm_types())
+    variants: Any = functools.reduce(operator.or_, (algorithm_entry(name).cfg_type for name in algorithm_names()))
     algorithm = Field(GRPOCfg(), description=CommonCfg.model_fields["algorithm"].description)
     names: Any = Literal[tuple(presets.objective_presets())]
     preset = Field(

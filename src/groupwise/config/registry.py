@@ -78,8 +78,3 @@ def explain_other_algorithm(field: str, algorithm: str) -> str | None:
         f"{field!r} is a setting of {' and '.join(owners)}, not of {algorithm}; "
         f"fix: leave it out, or choose algorithm {' or '.join(map(repr, owners))}"
     )
-
-
-def algorithm_types() -> list[type[AlgorithmCfg]]:
-    """Config classes of all registered algorithms."""
-    return [entry.cfg_type for entry in _ALGORITHMS.values()]

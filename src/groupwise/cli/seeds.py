@@ -143,4 +143,4 @@ def _print_seeds(folder: Path, succeeded: dict[int, bool]) -> None:
         path = folder / f"seed_{seed}"
         summary = RunFolder(path).read_summary()
         score = "-" if (mean := summary.get("return_mean")) is None else f"{mean:.6g}"
-        print(row(seed, score, summary["env_steps"], path) if good else row(seed, "failed", "", f"{path}.log"))
+        print(row(seed, score, summary.get("env_steps", "-"), path) if good else row(seed, "failed", "", f"{path}.log"))

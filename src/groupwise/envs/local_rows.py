@@ -139,7 +139,7 @@ class LocalRows:
 
     def step(self, rows: npt.NDArray[Any], actions: npt.NDArray[Any]) -> bool:
         """One step of these rows; whether any ended or failed. The others get reward 0 and are not done."""
-        write, parts = self._writer.write, self._cfg.reward_parts
+        parts = self._cfg.reward_parts
         reward, terminated, truncated, _ = self._outcomes
         for array in self._of_step:
             array.fill(0)
@@ -151,10 +151,7 @@ class LocalRows:
                 self._fail(row, error)
                 any_ended = True
                 continue
-            try:
-                write(row, obs)
-            except DataError as error:
-                raise self._misshapen("step", error) from error
+            self._write(row, obs, "step")
             if ended or cut:
                 terminated[row], truncated[row], any_ended = ended, cut, True
             if parts:
@@ -164,20 +161,20 @@ class LocalRows:
     def start(self, rows: npt.NDArray[Any], start_seeds: npt.NDArray[Any], noise_seeds: npt.NDArray[Any]) -> None:
         """Start these rows."""
         for row, start, noise in zip(rows.tolist(), start_seeds.tolist(), noise_seeds.tolist(), strict=True):
-            try:
-                self._writer.write(row, self.rows[row].start(start, noise))
-            except DataError as error:
-                raise self._misshapen("reset", error) from error
+            self._write(row, self.rows[row].start(start, noise), "reset")
 
     def close(self) -> None:
         """Free the environments."""
         for row in self.rows:
             row.env.close()
 
-    def _misshapen(self, method: Literal["reset", "step"], error: DataError) -> DataError:
-        return DataError(
-            f"{method}() of {self._cfg.env_id} returned what its observation_space does not allow: {error}"
-        )
+    def _write(self, row: int, obs: Any, method: Literal["reset", "step"]) -> None:
+        try:
+            self._writer.write(row, obs)
+        except DataError as error:
+            raise DataError(
+                f"{method}() of {self._cfg.env_id} returned what its observation_space does not allow: {error}"
+            ) from error
 
     def _store_parts(self, row: int, info: dict[str, Any]) -> None:
         try:

@@ -30,15 +30,16 @@ _NO_STATE = (
 )
 _Key = tuple[int, str]
 """Layer and name of an attribute."""
-MUJOCO_DATA = "mujoco._structs.MjData"
+_MUJOCO_DATA = "mujoco._structs.MjData"
 _MUJOCO_MODEL = "mujoco._structs.MjModel"
-_SIMULATORS = {"ale_py._ale_py.ALEInterface": "groupwise.contrib.atari:AleAdapter"}
+_FURTHER_ADAPTERS = {"ale_py._ale_py.ALEInterface": "groupwise.contrib.atari:AleAdapter"}
 """Adapters of further simulators (``module:attribute``), by the class of the environment's attribute that holds one."""
+SIMULATORS = {_MUJOCO_DATA, *_FURTHER_ADAPTERS}
+"""Classes of attributes that hold a simulator's state."""
 _NOT_PICKLED = (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError)
 _STAYING_KINDS = {
-    MUJOCO_DATA,
+    *SIMULATORS,
     _MUJOCO_MODEL,
-    *_SIMULATORS,
     "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer",
     "pygame.surface.Surface",
     "pygame.time.Clock",
@@ -100,18 +101,18 @@ class SnapshotAdapter:
 def adapter_for(env: gymnasium.Env) -> SnapshotAdapter | None:
     """The adapter that knows this environment's simulator, or the environment's own way; None if there is neither."""
     kinds = {kind_of(value) for value in vars(env.unwrapped).values()}
-    own = next((layer for layer in _layers(env) if isinstance(layer, HasState)), None)
+    outer, own = next(((i, layer) for i, layer in enumerate(_layers(env)) if isinstance(layer, HasState)), (0, None))
     if own in (None, env.unwrapped) and (further := _further_adapter(env)):
         return further  # Atari's own pair leaves the sticky actions out
     if own is not None:
-        return _Own()
-    return _Mujoco() if {MUJOCO_DATA, _MUJOCO_MODEL} <= kinds else None
+        return _Own(outer)
+    return _Mujoco() if {_MUJOCO_DATA, _MUJOCO_MODEL} <= kinds else None
 
 
 def _further_adapter(env: gymnasium.Env) -> SnapshotAdapter | None:
-    """The adapter of a simulator that ``_SIMULATORS`` knows."""
+    """The adapter of a simulator that ``_FURTHER_ADAPTERS`` knows."""
     for value in vars(env.unwrapped).values():
-        if path := _SIMULATORS.get(kind_of(value)):
+        if path := _FURTHER_ADAPTERS.get(kind_of(value)):
             module, _, name = path.partition(":")
             adapter: SnapshotAdapter = getattr(import_module(module), name)()
             return adapter
@@ -169,11 +170,18 @@ class _Captured(NamedTuple):
 
 
 class _Own(SnapshotAdapter):
-    """``clone_state`` and ``restore_state`` of the outermost layer that has them, which cover the layers inside it."""
+    """``clone_state`` and ``restore_state`` of the outermost layer that has them, which cover the layers inside it.
+
+    Args:
+        outer: number of layers around it.
+    """
+
+    def __init__(self, outer: int) -> None:
+        self._outer = outer
 
     def capture(self, env: gymnasium.Env) -> Snapshot:
-        outer, own = self._split(env)
-        captured = _capture(env, outer)
+        own = self._own(env)
+        captured = _capture(env, self._outer)
         try:
             state = pickle.dumps((own.clone_state(), env.np_random), protocol=pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -184,18 +192,13 @@ class _Own(SnapshotAdapter):
         return captured._replace(simulator=state)
 
     def restore(self, env: gymnasium.Env, snapshot: Snapshot) -> None:
-        outer, own = self._split(env)
-        _restore(env, snapshot, outer)
+        _restore(env, snapshot, self._outer)
         state, np_random = pickle.loads(snapshot.simulator)
-        own.restore_state(state)
+        self._own(env).restore_state(state)
         env.unwrapped.np_random = np_random
 
-    @staticmethod
-    def _split(env: gymnasium.Env) -> tuple[int, HasState]:
-        for outer, layer in enumerate(_layers(env)):
-            if isinstance(layer, HasState):
-                return outer, layer
-        raise EnvError(f"{env} has no clone_state and restore_state; fix: add them")
+    def _own(self, env: gymnasium.Env) -> Any:
+        return list(_layers(env))[self._outer]
 
 
 class _Mujoco(SnapshotAdapter):
@@ -217,7 +220,7 @@ class _Mujoco(SnapshotAdapter):
 
     @staticmethod
     def _parts(env: gymnasium.Env) -> tuple[Any, Any]:
-        return attribute(env, _MUJOCO_MODEL), attribute(env, MUJOCO_DATA)
+        return attribute(env, _MUJOCO_MODEL), attribute(env, _MUJOCO_DATA)
 
 
 def _layers(env: gymnasium.Env) -> Iterator[gymnasium.Env]:

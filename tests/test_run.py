@@ -95,7 +95,7 @@ def test_run_can_be_loaded_and_plays_the_same(cartpole: gw.Run):
 def test_settings_come_as_a_config_alone(cartpole: gw.Run):
     run = gw.train(cartpole.cfg)
     assert run.cfg == cartpole.cfg
-    with pytest.raises(gw.ConfigError, match="got seed besides"):
+    with pytest.raises(gw.ConfigError, match="got seed too"):
         gw.train(cartpole.cfg, seed=3)
 
 

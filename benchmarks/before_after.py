@@ -269,7 +269,8 @@ def main() -> None:
             found = {side: measured(task, side, args.before, steps, 1000 + number) for side in sides}
             rounds[-1][task] = found
             print(number, task, found, flush=True)
-    RESULT.write_text(json.dumps({"scale": args.scale, "rounds": rounds}, indent=2) + "\n")
+    runs = json.loads(RESULT.read_text()) if RESULT.exists() else []
+    RESULT.write_text(json.dumps([*runs, {"scale": args.scale, "rounds": rounds}], indent=2) + "\n")
     print(table(rounds))
 
 

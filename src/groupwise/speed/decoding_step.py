@@ -63,7 +63,7 @@ class FastDecoder(Decoder):
         Warns:
             SlowPathWarning: the model computes something else, so that transformers decodes from now on.
         """
-        if self.used == "transformers" or not has_llama_shape(policy.network, prompts.cache):
+        if not has_llama_shape(policy.network, prompts.cache):
             return TransformersStep(policy, prompts)
         if self.used == "untried":
             off = _difference(policy, prompts, token, head)
@@ -75,8 +75,7 @@ class FastDecoder(Decoder):
                     SlowPathWarning,
                     stacklevel=4,
                 )
-                return TransformersStep(policy, prompts)
-        return LlamaStep(policy, prompts)
+        return LlamaStep(policy, prompts) if self.used == "llama" else TransformersStep(policy, prompts)
 
 
 def _difference(policy: CausalLM, prompts: Prompts, token: Tensor, head: Head) -> float:

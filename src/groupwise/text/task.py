@@ -16,8 +16,6 @@ from groupwise.text.tools import Tool, make_tool
 if TYPE_CHECKING:
     from groupwise.training.components import UserObjects
 
-OneReward = Reward | str | RewardCfg
-
 
 class TextData(NamedTuple):
     """Examples to train on, and those held out."""
@@ -53,8 +51,8 @@ class TextTask:
         tool: "str | Callable[[str], str | None] | None" = None,
         **settings: Any,
     ) -> None:
-        rewards = _as_list(reward)
-        cfgs = [_reward_cfg(one) for one in rewards]
+        rewards = _parse_rewards(reward)
+        cfgs = [cfg for cfg, _ in rewards]
         if reward_weights is not None:
             if len(reward_weights) != len(cfgs):
                 raise ConfigError(f"reward_weights = {list(reward_weights)} for {len(cfgs)} rewards; fix: one for each")
@@ -69,7 +67,7 @@ class TextTask:
         """The settings, with ``<given in Python>`` in place of objects."""
         self.data = data
         self.eval_data = eval_data
-        self.functions = tuple(one if callable(one) else None for one in rewards)
+        self.functions = tuple(function for _, function in rewards)
         """For each reward, the function given in Python; None for registered ones."""
         self.given_tool = tool if callable(tool) else None
         """The tool given in Python."""
@@ -81,7 +79,7 @@ class TextTask:
         Raises:
             ConfigError: an object is missing, or there is one too many.
         """
-        rewards = [one for one in _as_list(given.reward) if callable(one)]
+        rewards = [function for _, function in _parse_rewards(given.reward) if function is not None]
         count = sum(one.name == GIVEN for one in cfg.rewards)
         if len(rewards) != count:
             raise ConfigError(
@@ -135,22 +133,23 @@ class TextTask:
         return load_examples(source, prompt_column=cfg.prompt_column)
 
 
-def _as_list(reward: object) -> list[OneReward]:
+def _parse_rewards(reward: object) -> list[tuple[RewardCfg, Reward | None]]:
+    """The settings of each reward, and its function if that was given in Python."""
     if reward is None:
         return []
-    rewards: list[Any] = list(reward) if isinstance(reward, (list, tuple)) else [reward]
-    for each in rewards:
-        if not isinstance(each, (str, RewardCfg)) and not callable(each):
-            raise ConfigError(
-                f"reward = {each!r}: expected a function, the name of a registered one, or RewardCfg; fix: reward=my_function"
-            )
-    return rewards
+    return [_parse_reward(one) for one in (reward if isinstance(reward, (list, tuple)) else [reward])]
 
 
-def _reward_cfg(reward: OneReward) -> RewardCfg:
+def _parse_reward(reward: object) -> tuple[RewardCfg, Reward | None]:
     if isinstance(reward, RewardCfg):
-        return reward
-    return RewardCfg(name=reward) if isinstance(reward, str) else RewardCfg(name=GIVEN)
+        return reward, None
+    if isinstance(reward, str):
+        return RewardCfg(name=reward), None
+    if callable(reward):
+        return RewardCfg(name=GIVEN), reward
+    raise ConfigError(
+        f"reward = {reward!r}: expected a function, the name of a registered one, or RewardCfg; fix: reward=my_function"
+    )
 
 
 def _recorded(source: object) -> str:

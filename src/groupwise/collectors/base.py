@@ -44,6 +44,8 @@ class Collector(ABC):
         """Episodes that ended in the last ``collect``, also those begun in an earlier one."""
         self.recent: deque[Episode] = deque(maxlen=100)
         """The latest 100 finished episodes."""
+        self._metrics: dict[str, float] = {}
+        """Further numbers of the last ``collect``."""
 
     def actor(self) -> Callable[..., Action]:
         """The policy's ``act``, for many steps in which no parameter changes."""
@@ -67,7 +69,7 @@ class Collector(ABC):
         if episodes:
             out["rollout/return_mean"] = sum(e.episode_return for e in episodes) / len(episodes)
             out["rollout/length_mean"] = sum(e.length for e in episodes) / len(episodes)
-        return out
+        return out | self._metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data that the next rollouts depend on, besides ``iteration``: where it can be captured, running episodes too."""
@@ -96,12 +98,6 @@ class EnvCollector(Collector):
         self.policy = policy
         self.seed = seed
         self.rank = rank
-        self._metrics: dict[str, float] = {}
-        """Further numbers of the last ``collect``."""
-
-    def metrics(self) -> dict[str, float]:
-        """``rollout/*`` numbers of the last ``collect``."""
-        return super().metrics() | self._metrics
 
     def close(self) -> None:
         """Free the environments."""

@@ -61,53 +61,6 @@ class Member:
         return self.ended and self.group.status in ("complete", "filtered")
 
 
-class GroupQueue:
-    """Episodes in the order in which rows take them. Opens groups until the iteration has enough steps.
-
-    Args:
-        num_steps: environment steps of the iteration, those of filtered groups not counted.
-        most_steps: environment steps at most.
-        start_seed: of each group, by its number.
-    """
-
-    def __init__(
-        self,
-        num_steps: int,
-        most_steps: float,
-        group_size: int,
-        greedy_members: int,
-        start_seed: Callable[[int], int],
-    ) -> None:
-        self.steps = 0
-        """Environment steps taken."""
-        self.filtered_steps = 0
-        self.num_members = group_size + greedy_members
-        self._num_steps, self._most_steps = num_steps, most_steps
-        self._group_size = group_size
-        self._start_seed = start_seed
-        self._num_groups = 0
-        self._waiting: deque[Member] = deque()
-
-    def take(self, count: int) -> list[Member]:
-        """The next ``count`` episodes, or as many as there are."""
-        while len(self._waiting) < count and self._has_steps_left():
-            group = Group(self._num_groups, self._start_seed(self._num_groups))
-            self._waiting.extend(Member(group, i, greedy=i >= self._group_size) for i in range(self.num_members))
-            self._num_groups += 1
-        return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
-
-    def retry(self, member: Member) -> None:
-        """Put the episode back at the front."""
-        self._waiting.appendleft(Member(member.group, member.index, member.greedy, member.retries + 1))
-
-    def drop(self, group: Group) -> None:
-        """Remove the waiting episodes of this group."""
-        self._waiting = deque(member for member in self._waiting if member.group is not group)
-
-    def _has_steps_left(self) -> bool:
-        return self.steps < self._most_steps and self.steps - self.filtered_steps < self._num_steps
-
-
 class Ends(NamedTuple):
     """Rows whose episodes end with a step."""
 
@@ -123,19 +76,38 @@ class Ends(NamedTuple):
 
 
 class GroupTracker:
-    """Which episode each row runs, step by step."""
+    """Which episode each row runs, step by step. Opens groups until the iteration has enough steps.
 
-    def __init__(self, queue: GroupQueue, cfg: CollectionCfg, env: GroupEnv) -> None:
+    Args:
+        num_steps: environment steps of the iteration, those of filtered groups not counted.
+        start_seed: of each group, by its number.
+    """
+
+    def __init__(
+        self,
+        env: GroupEnv,
+        cfg: CollectionCfg,
+        num_steps: int,
+        group_size: int,
+        greedy_members: int,
+        start_seed: Callable[[int], int],
+    ) -> None:
         self.step = 0
         """Column of the next step."""
+        self.steps = 0
+        """Environment steps taken."""
+        self.filtered_steps = 0
         self.running, self.greedy, self._nobody = np.zeros((3, env.num_envs), dtype=np.bool_)
         self.members: list[Member] = []
         """In the order in which they began."""
         self.env_errors = 0
-        self.queue = queue
-        self._cfg = cfg
-        self._block_size = env.block_size
-        self._env_id = env.env_id
+        self._env, self._cfg = env, cfg
+        self._num_steps, self._most_steps = num_steps, num_steps * (1 + cfg.dynamic_sampling)
+        self._group_size, self._num_members = group_size, group_size + greedy_members
+        self._start_seed = start_seed
+        self._num_groups = 0
+        self._waiting: deque[Member] = deque()
+        """Episodes in the order in which rows take them."""
         self._in_row: dict[int, Member] = {}
         """The episodes that run."""
         self._start = np.zeros(env.num_envs, dtype=np.int64)
@@ -143,9 +115,9 @@ class GroupTracker:
 
     def assign(self) -> list[Member]:
         """The episodes that free rows begin now."""
-        blocks = self.running.reshape(-1, self._block_size).any(axis=1)
-        free = np.flatnonzero(~blocks.repeat(self._block_size)).tolist()
-        members = self.queue.take(len(free))
+        blocks = self.running.reshape(-1, self._env.block_size).any(axis=1)
+        free = np.flatnonzero(~blocks.repeat(self._env.block_size)).tolist()
+        members = self._take(len(free))
         for member, row in zip(members, free, strict=False):
             member.row, member.start = row, self.step
             self._in_row[row], self._start[row] = member, self.step
@@ -157,7 +129,7 @@ class GroupTracker:
         """Count the step that every running row took; returns the rows whose episodes end with it."""
         terminated, truncated = step.terminated.cpu().numpy(), step.truncated.cpu().numpy()
         failed = self._nobody if step.failed is None else step.failed.cpu().numpy() & self.running
-        self.queue.steps += int(np.count_nonzero(self.running))
+        self.steps += int(np.count_nonzero(self.running))
         self.step += 1
         ended, cut = terminated | truncated | failed, self._nobody
         if self._cfg.horizon is not None:
@@ -170,21 +142,31 @@ class GroupTracker:
             group = member.group
             member.ended, member.terminated = True, bool(ends.terminated[member.row])
             group.members.append(member)
-            if len(group.members) == self.queue.num_members:
+            if len(group.members) == self._num_members:
                 self._complete(group, rollout)
         return ends.cut | self._fail(ends.failed) if ends.failed.any() else ends.cut
+
+    def _take(self, count: int) -> list[Member]:
+        """The next ``count`` episodes, or as many as there are."""
+        while len(self._waiting) < count and (
+            self.steps < self._most_steps and self.steps - self.filtered_steps < self._num_steps
+        ):
+            group = Group(self._num_groups, self._start_seed(self._num_groups))
+            self._waiting.extend(Member(group, i, greedy=i >= self._group_size) for i in range(self._num_members))
+            self._num_groups += 1
+        return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
 
     def _complete(self, group: Group, rollout: TensorDict) -> None:
         group.status = "complete"
         if self._cfg.filter_groups and has_equal_returns(group, rollout):
             group.status = "filtered"
-            self.queue.filtered_steps += sum(member.length for member in group.members)
+            self.filtered_steps += sum(member.length for member in group.members)
 
     def _fail(self, rows: Mask) -> Mask:
         """Retry episodes that failed, or drop their groups; returns the rows of dropped groups."""
         if self._cfg.on_env_error == "raise":
             raise EnvError(
-                f"environment {int(np.flatnonzero(rows)[0])} of {self._env_id} failed; fix: the environment, or "
+                f"environment {int(np.flatnonzero(rows)[0])} of {self._env.env_id} failed; fix: the environment, or "
                 "collection.on_env_error='retry' or 'drop'"
             )
         stopped = self._nobody
@@ -193,17 +175,17 @@ class GroupTracker:
             if self._cfg.on_env_error == "drop":
                 stopped = stopped | self._drop(member.group)
             elif member.retries < MAX_RETRIES:
-                self.queue.retry(member)
+                self._waiting.appendleft(Member(member.group, member.index, member.greedy, member.retries + 1))
             else:
                 raise EnvError(
-                    f"an episode failed {MAX_RETRIES + 1} times in a row in {self._env_id}; fix: the environment, or "
+                    f"an episode failed {MAX_RETRIES + 1} times in a row in {self._env.env_id}; fix: the environment, or "
                     "collection.on_env_error='drop'"
                 )
         return stopped
 
     def _drop(self, group: Group) -> Mask:
         group.status = "dropped"
-        self.queue.drop(group)
+        self._waiting = deque(member for member in self._waiting if member.group is not group)
         rows = self._nobody.copy()
         rows[[row for row, member in self._in_row.items() if member.group is group]] = True
         self._free(rows)

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from groupwise.collectors.base import EnvCollector, Episode
-from groupwise.collectors.group_tracker import GroupQueue, GroupTracker, Member, finished_episodes, write_labels
+from groupwise.collectors.group_tracker import GroupTracker, Member, finished_episodes, write_labels
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested
@@ -62,7 +62,9 @@ class GroupCollector(EnvCollector):
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Whole groups, about ``num_steps`` steps a row; as long as the row that was busy longest."""
         generator = self.action_generator()
-        tracker = self._make_tracker(num_steps)
+        start_seed = partial(derive_seed, self.seed, "start", self.rank, self.iteration)
+        budget = self.env.num_envs * num_steps
+        tracker = GroupTracker(self.env, self.collection, budget, self.group_size, self.greedy_members, start_seed)
         writer = RolloutWriter(rollout, self.policy)
         act = self.actor()
         obs = self._start(tracker.assign())
@@ -94,13 +96,6 @@ class GroupCollector(EnvCollector):
         """All episodes of the rollout: they are whole, and of the current policy."""
         return self.finished
 
-    def _make_tracker(self, num_steps: int) -> GroupTracker:
-        steps = self.env.num_envs * num_steps
-        start_seed = partial(derive_seed, self.seed, "start", self.rank, self.iteration)
-        most_steps = steps * (1 + self.collection.dynamic_sampling)
-        queue = GroupQueue(steps, most_steps, self.group_size, self.greedy_members, start_seed)
-        return GroupTracker(queue, self.collection, self.env)
-
     def _start(self, begun: list[Member]) -> Nested:
         """Observations after starting episodes in their rows."""
         mask = np.zeros(self.env.num_envs, dtype=np.bool_)
@@ -122,7 +117,7 @@ class GroupCollector(EnvCollector):
         """Count steps, groups and episodes of the rollout."""
         self.finished = finished_episodes(rollout, tracker)
         self.recent.extend(self.finished)
-        steps, members = tracker.queue.steps, tracker.members
+        steps, members = tracker.steps, tracker.members
         self.last_steps = steps
         groups = {member.group for member in members if member.in_whole_group}
         wasted = sum(member.length for member in members if not member.in_whole_group)
@@ -135,7 +130,7 @@ class GroupCollector(EnvCollector):
             self._metrics["rollout/env_errors"] = float(tracker.env_errors)
         if self.collection.filter_groups:
             self._metrics["rollout/filtered_groups"] = float(sum(group.status == "filtered" for group in groups))
-            self._metrics["rollout/filtered_steps"] = tracker.queue.filtered_steps / steps
+            self._metrics["rollout/filtered_steps"] = tracker.filtered_steps / steps
 
     def _check(self) -> None:
         env, members = self.env, self.group_size + self.greedy_members

@@ -129,8 +129,7 @@ def train(
         DivergedError: training produced non-finite numbers.
     """
     given, policy_fields = (policy, None) if isinstance(policy, Policy) else (None, policy)
-    named = {"seed": seed, "total_steps": total_steps, "run_dir": run_dir, "policy": policy_fields, **fields}
-    settings = {key: value for key, value in named.items() if value is not None}
+    settings = {"seed": seed, "total_steps": total_steps, "run_dir": run_dir, "policy": policy_fields, **fields}
     env_named = {"num_envs": num_envs, "max_episode_steps": max_episode_steps}
     env_settings = {key: value for key, value in env_named.items() if value is not None}
     if isinstance(env, CommonCfg):

@@ -47,8 +47,6 @@ TRAIN_HELP = """Train a policy on a Gymnasium environment, or with the settings 
   groupwise train my_run.json --algorithm.learning-rate 3e-4
 
 Options, with the defaults of this environment:
-  --algorithm NAME                    grpo, ppo, or one that a plugin registers (grpo)
-  --preset NAME                       credit and objective of a paper; see: groupwise list
   --seeds 0-9                         or 0,3,5: one run per seed, in parallel
   --plugin FILE.py                    import your file first
 """
@@ -60,10 +58,7 @@ CONFIG_HELP = """Print all settings of a run as JSON, which train takes as a fil
   groupwise config --schema                        JSON Schema, for your editor
 
 Options, as those of train:
-  --algorithm NAME                    grpo, ppo, or one that a plugin registers (grpo)
-  --preset NAME                       credit and objective of a paper; see: groupwise list
 """
-
 
 EVAL_HELP = """Evaluate the policy of a run; print the mean return and its 95 % interval on one line.
 A language model completes the held-out prompts: mean reward and pass@k.

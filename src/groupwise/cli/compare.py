@@ -2,7 +2,7 @@
 
 import json
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from groupwise.comparison.methods import setting
@@ -99,7 +99,9 @@ def _show_environment(found: EnvironmentResult) -> None:
     _show_improvements(found.improvements)
     if found.settings:
         methods = [result.method for result in found.methods]
-        rows = [[name, *(_value(values, method) for method in methods)] for name, values in found.settings.items()]
+        rows = []
+        for name, values in found.settings.items():
+            rows.append([name, *(setting(values[method]) if method in values else "-" for method in methods)])
         _print("", ["setting", *methods], rows)
 
 
@@ -114,11 +116,6 @@ def _show_improvements(pairs: Sequence[Improvement]) -> None:
     rows = [[f"{pair.method} > {pair.other}", shown(pair.probability, "{:.2f}".format)] for pair in pairs]
     if rows:
         _print("", ["probability that a run is better", "P"], rows)
-
-
-def _value(values: Mapping[str, object], method: str) -> str:
-    """A setting as one method has it, if it has it."""
-    return setting(values[method]) if method in values else "-"
 
 
 def _print(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

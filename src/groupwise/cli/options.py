@@ -55,6 +55,10 @@ _FEW = 20
 
 _HELP = {"-h", "--help", "--help-all"}
 
+_NAMES = """  --algorithm NAME                    grpo, ppo, or one that a plugin registers (grpo)
+  --preset NAME                       credit and objective of a paper; see: groupwise list
+"""
+
 
 class Option(NamedTuple):
     """A setting on the command line."""
@@ -97,7 +101,8 @@ def parse_options(argv: Sequence[str], *, prog: str, description: str, only: Seq
     default = _resolve(target, preset, _tree(choices, given))  # which options there are depends on the choices
     options = [option for option in options_of(default) if not only or option.path in only]
     if asked:
-        _show_help(options, f"{prog} {target}", description, in_full="--help-all" in asked)
+        top = description if only else description + _NAMES
+        _show_help(options, f"{prog} {target}", top, in_full="--help-all" in asked)
     known = {option.path for option in algorithm + options}
     if unknown := [path for path in given if path not in known]:
         raise ConfigError(f"unknown option {_flag(unknown[0])}{_hint(unknown[0], options, default)}")

@@ -168,20 +168,15 @@ def _points(metrics: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, f
 
 def _by_environment(runs: Sequence[_Run]) -> dict[str, list[_Run]]:
     """Runs by the name of their environment, with the settings in which it differs from others of that id."""
-    kinds: dict[str, dict[str, list[_Run]]] = {}
+    variants: dict[str, list[Flat]] = {}
+    for name, settings in (environment_of(run.config) for run in runs):
+        variants.setdefault(name, []).append(settings)
+    found: dict[str, list[_Run]] = {}
     for run in runs:
         name, settings = environment_of(run.config)
-        kinds.setdefault(name, {}).setdefault(_key(settings), []).append(run)
-    found = {}
-    for name, variants in kinds.items():
-        settings_of = {key: environment_of(members[0].config)[1] for key, members in variants.items()}
-        names = differing(list(settings_of.values()))
-        for key, members in variants.items():
-            values = {one: settings_of[key].get(one) for one in names}
-            shown = [
-                f"{one.rpartition('.')[2]}={setting(value)}" for one, value in values.items() if value not in (None, {})
-            ]
-            found[" ".join([name, *shown])] = members
+        values = {one.rpartition(".")[2]: settings.get(one) for one in differing(variants[name])}
+        shown = [f"{key}={setting(value)}" for key, value in values.items() if value not in (None, {})]
+        found.setdefault(" ".join([name, *shown]), []).append(run)
     return found
 
 

@@ -15,8 +15,6 @@ from pydantic_core import CoreSchema
 from groupwise.config.base import Cfg
 from groupwise.errors import ConfigError, UnknownNameError
 
-RECIPES = "groupwise.recipes"
-
 
 class Choice(Cfg):
     """A member of a family of choices, described by the first line of its docstring."""
@@ -64,7 +62,8 @@ class Choice(Cfg):
         if "known" not in vars(cls) or isinstance(value, Choice):
             return handler(value)
         value = {"name": value} if isinstance(value, str) else value
-        return cls.named(_name_in(value) or cls.default).model_validate(value)
+        name = value.get("name") or cls.default if isinstance(value, Mapping) else value
+        return cls.named(str(name)).model_validate(value)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -85,13 +84,7 @@ def merge_choice(low: object, high: object, family: type[Choice]) -> Any:
 def recipes_in(folder: str) -> dict[str, type[Choice] | str]:
     """Modules in a folder of recipes, by file name, which is the recipe's name."""
     files = Path(__file__).parents[1].joinpath("recipes", folder).glob("[!_]*.py")
-    return {path.stem: f"{RECIPES}.{folder}.{path.stem}" for path in files}
-
-
-def _name_in(value: object) -> str | None:
-    """The name in ``"cispo"`` or ``{"name": "cispo"}``; None if there is none."""
-    name = value.get("name") if isinstance(value, Mapping) else value
-    return name if name is None else str(name)
+    return {path.stem: f"groupwise.recipes.{folder}.{path.stem}" for path in files}
 
 
 C = TypeVar("C", bound=type[Choice])

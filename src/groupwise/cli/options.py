@@ -171,6 +171,8 @@ def _value(option: Option, words: Sequence[str]) -> Any:
     kinds = set(_kinds(option.annotation))
     if kinds == {bool} and not words:
         return True
+    if not words and tuple not in kinds:
+        raise ConfigError(f"{option.flag}: expected a value")
     values = [_convert(option.flag, word, kinds) for word in words]
     return values[0] if len(values) == 1 and (tuple not in kinds or values == [None]) else values
 

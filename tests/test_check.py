@@ -222,7 +222,7 @@ def main():
     tell("before")
     found = gw.check_env("FrozenLake-v1")
     tell("after")
-    print(found.steps_per_second["async"], found.training.value)
+    print(found.steps_per_second["async"], repr(found.training.value))
 """
 
 

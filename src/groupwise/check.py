@@ -57,6 +57,11 @@ class Training(NamedTuple):
     rejected: tuple[str, ...]
     """Why better start modes were not chosen."""
 
+    def __str__(self) -> str:
+        """In words."""
+        words = f"{self.num_envs} environments by {self.vectorization}, shared starts: {self.start_mode}"
+        return "; ".join([words, *(f"not {why}" for why in self.rejected)])
+
 
 @dataclass(frozen=True)
 class EnvReport:
@@ -110,14 +115,7 @@ class EnvReport:
             yield f"shared start: {mode}", cost, f"yes, {cost.value or 0:,.1f} us"
         for way, speed in self.steps_per_second.items():
             yield f"steps/s: {way}", speed, f"{speed.value or 0:,.0f}"
-        yield "training uses", self.training, _describe(self.training.value)
-
-
-def _describe(used: Training | None) -> str:
-    if used is None:
-        return ""
-    words = f"{used.num_envs} environments by {used.vectorization}, shared starts: {used.start_mode}"
-    return "; ".join([words, *(f"not {why}" for why in used.rejected)])
+        yield "training uses", self.training, str(self.training.value)
 
 
 def check_env(env: object) -> EnvReport:

@@ -57,16 +57,6 @@ def layout_of(space: Any, num_parts: int) -> Layout:
     return layout | {"reward_parts": ((num_parts,), "float32")} if num_parts else layout
 
 
-def step_arrays(arrays: Arrays) -> list[npt.NDArray[Any]]:
-    """The arrays that each step fills; 0 for rows that take no step."""
-    return [array for name, array in arrays.items() if name in (*OUTCOMES, "reward_parts")]
-
-
-def allocate_arrays(layout: Layout, num_rows: int) -> Arrays:
-    """Zeros, for this process alone."""
-    return {name: np.zeros((num_rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
-
-
 class ObsWriter:
     """Writes one row's observation into the arrays.
 

@@ -9,15 +9,13 @@ import gymnasium
 import numpy.typing as npt
 
 from groupwise.config.env import StartMode
-from groupwise.envs.arrays import OUTCOMES, Arrays, ObsWriter, step_arrays
+from groupwise.envs.arrays import OUTCOMES, Arrays, ObsWriter
 from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, reseed_noise
 from groupwise.errors import DataError, EnvError
 
 log = logging.getLogger(__name__)
 
 EnvMaker: TypeAlias = Callable[[], gymnasium.Env]
-StateSource = Literal["adapter", "fields"]
-"""What captures states: an adapter for this kind of environment; a copy of all fields."""
 OnError: TypeAlias = Literal["raise", "report"]
 """An error in an environment's ``step`` is raised, or the row is reported as failed and paused."""
 
@@ -29,8 +27,8 @@ class StartMethod(NamedTuple):
 
     mode: StartMode
     """``snapshot``, ``seed`` or ``fresh``."""
-    states: StateSource | None = None
-    """With ``snapshot``: what captures states."""
+    states: Literal["adapter", "fields"] | None = None
+    """With ``snapshot``, what captures states: an adapter for this kind of environment; a copy of all fields."""
 
     def __str__(self) -> str:
         """Mode and source of states, for messages."""
@@ -134,15 +132,12 @@ class LocalRows:
         self.rows = [EnvRow(cfg.make, cfg.method, starts) for _ in arrays["reward"]]
         self._writer = ObsWriter(cfg.observation_space, arrays)
         self._outcomes = [arrays[name] for name in OUTCOMES]
-        self._of_step = step_arrays(arrays)
         self._has_failed = False
 
     def step(self, rows: npt.NDArray[Any], actions: npt.NDArray[Any]) -> bool:
-        """One step of these rows; whether any ended or failed. The others get reward 0 and are not done."""
+        """One step of these rows; whether any ended or failed."""
         parts = self._cfg.reward_parts
         reward, terminated, truncated, _ = self._outcomes
-        for array in self._of_step:
-            array.fill(0)
         any_ended = False
         for row, action in zip(rows.tolist(), actions, strict=True):
             try:

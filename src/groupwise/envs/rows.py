@@ -6,7 +6,7 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec
-from groupwise.envs.arrays import OUTCOMES, allocate_arrays, layout_of, obs_tensor
+from groupwise.envs.arrays import OUTCOMES, layout_of, obs_tensor
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
 from groupwise.envs.local_rows import LocalRows, RowCfg
 from groupwise.envs.workers import WorkerRows
@@ -46,13 +46,14 @@ class RowsGroupEnv(GroupEnv):
             self._rows = WorkerRows(cfg, layout, num_envs, num_workers)
             arrays = self._rows.arrays
         else:
-            arrays = allocate_arrays(layout, num_envs)
+            arrays = {name: np.zeros((num_envs, *shape), dtype) for name, (shape, dtype) in layout.items()}
             self._rows = LocalRows(cfg, arrays)
         self._obs = obs_tensor(cfg.observation_space, arrays)
         self._reward, self._terminated, self._truncated, self._failed = (
             torch.from_numpy(arrays[name]) for name in OUTCOMES
         )
         self._reward_parts = torch.from_numpy(arrays["reward_parts"]) if cfg.reward_parts else None
+        self._of_step = [array for name, array in arrays.items() if name in (*OUTCOMES, "reward_parts")]
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, ...]; see ``VectorEnv.reset``. Each row has its own stream of resets."""
@@ -81,6 +82,8 @@ class RowsGroupEnv(GroupEnv):
         actions = action.cpu().numpy()
         if len(self._live_rows) < self.num_envs:
             actions = actions[self._live_rows]
+        for array in self._of_step:  # 0 for rows that take no step
+            array.fill(0)
         failed = self._pause_ended() if self._rows.step(self._live_rows, actions) else None
         return EnvStep(
             self._obs.to(self.device),

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from gymnasium.envs.registration import EnvSpec
 
-from groupwise.envs.arrays import Layout, SharedArrays, step_arrays
+from groupwise.envs.arrays import Layout, SharedArrays
 from groupwise.envs.local_rows import LocalRows, RowCfg
 from groupwise.errors import EnvError
 
@@ -51,7 +51,6 @@ class WorkerRows:
         context.set_forkserver_preload([__name__])
         shared = SharedArrays.allocate(layout, num_rows, context)
         self.arrays = shared.arrays()
-        self._of_step = step_arrays(self.arrays)
         payload = _pickled(cfg)
         bounds = np.linspace(0, num_rows, min(num_workers, num_rows) + 1).astype(int).tolist()
         self._workers: list[_Worker] = []
@@ -69,9 +68,7 @@ class WorkerRows:
             raise
 
     def step(self, rows: npt.NDArray[Any], actions: npt.NDArray[Any]) -> bool:
-        """One step of these rows; whether any ended or failed. The others get reward 0 and are not done."""
-        for array in self._of_step:  # workers without running rows get no message
-            array.fill(0)
+        """One step of these rows; whether any ended or failed."""
         self._ask("step", rows, actions)
         return any(self.arrays[name].any() for name in ("terminated", "truncated", "failed"))
 

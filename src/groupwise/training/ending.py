@@ -2,15 +2,16 @@
 
 import logging
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 from groupwise import plugins
-from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
+from groupwise.config.algorithm import GRPOCfg
 from groupwise.errors import DataError, DivergedError
 from groupwise.report.folder import RunFolder
 from groupwise.training.checkpoint import saved_steps
+from groupwise.training.components import Components, UserObjects
 from groupwise.training.signals import handling
 from groupwise.training.trainer import Trainer
 
@@ -49,32 +50,26 @@ def is_interruption(error: BaseException, trainer: Trainer) -> bool:
     return isinstance(error, KeyboardInterrupt) or (trainer.interrupted and of_rollout)
 
 
-def interruption(error: BaseException, folder: RunFolder, given: Sequence[str]) -> str:
+def interruption(error: BaseException, folder: RunFolder, given: UserObjects) -> str:
     """The message of an interrupted run."""
     besides = "" if isinstance(error, KeyboardInterrupt) else f" (the rollout ended with {error!r})"
     return f"interrupted{besides}; {_saved(folder)}; continue with: {_resume(folder, given)}"
 
 
-def failure(
-    error: BaseException,
-    trainer: Trainer,
-    algorithm: AlgorithmCfg,
-    env_id: str,
-    folder: RunFolder,
-    given: Sequence[str],
-) -> str:
+def failure(error: BaseException, trainer: Trainer, parts: Components, folder: RunFolder) -> str:
     """The note on an error that ended training: where it was, what is saved, how to continue."""
     collecting = trainer.doing == "collecting"
     where = f"in iteration {trainer.iteration + 1}" if collecting else f"after iteration {trainer.iteration}"
-    parts = [
-        f"groupwise: {type(error).__name__} ended training on {env_id} {where} (step {trainer.env_steps:,})",
+    algorithm = parts.cfg.algorithm
+    lines = [
+        f"groupwise: {type(error).__name__} ended training on {parts.identity.env_id} {where} (step {trainer.env_steps:,})",
         _saved(folder),
-        f"when it is fixed, continue with: {_resume(folder, given)}",
+        f"when it is fixed, continue with: {_resume(folder, parts.given)}",
     ]
     groups = isinstance(algorithm, GRPOCfg) and algorithm.collection.on_env_error == "raise"
     if collecting and groups and not isinstance(error, DataError):
-        parts.append("if the environment fails now and then: collection.on_env_error='retry' or 'drop'")
-    return "; ".join(parts)
+        lines.append("if the environment fails now and then: collection.on_env_error='retry' or 'drop'")
+    return "; ".join(lines)
 
 
 def _saved(folder: RunFolder) -> str:
@@ -82,7 +77,7 @@ def _saved(folder: RunFolder) -> str:
     return "nothing was saved yet" if steps is None else f"saved after step {steps:,}"
 
 
-def _resume(folder: RunFolder, given: Sequence[str]) -> str:
-    if not given:
+def _resume(folder: RunFolder, given: UserObjects) -> str:
+    if not given.names():
         return f"groupwise resume {folder.path}{plugins.options(plugins.loaded())}"
-    return f"gw.resume({str(folder.path)!r}, {', '.join(f'{name}=...' for name in given)})"
+    return f"gw.resume({str(folder.path)!r}, {', '.join(f'{name}=...' for name in given.names())})"

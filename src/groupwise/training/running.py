@@ -92,7 +92,7 @@ def _print(line: str) -> None:
 
 def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine) -> dict[str, Any]:
     """Train; write summary and curve, also after an error."""
-    cfg, given, stopped = parts.cfg, parts.given.names(), "failed"
+    cfg, stopped = parts.cfg, "failed"
     try:
         with finishing_on_signal(trainer):
             trainer.train()
@@ -100,8 +100,8 @@ def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, en
     except (KeyboardInterrupt, Exception) as error:
         if is_interruption(error, trainer):
             stopped = "interrupted"
-            raise KeyboardInterrupt(interruption(error, folder, given)) from error
-        error.add_note(failure(error, trainer, cfg.algorithm, parts.identity.env_id, folder, given))
+            raise KeyboardInterrupt(interruption(error, folder, parts.given)) from error
+        error.add_note(failure(error, trainer, parts, folder))
         raise
     finally:
         summary = {parts.kind: cfg.subject, "algorithm": cfg.algorithm.name, "seed": cfg.seed, "stopped": stopped}

@@ -13,6 +13,7 @@ from groupwise.errors import ConfigError, ToolError, UnknownNameError
 from groupwise.text import tools
 from groupwise.text.task import TextTask
 from groupwise.text.tools import Calculator, Tool, ask, calculate, make_tool, register_tool
+from groupwise.training.components import UserObjects
 
 
 @pytest.mark.parametrize(
@@ -221,13 +222,13 @@ def test_settings_that_contradict_each_other(settings, message):
 def test_a_task_records_its_tool_and_is_made_again_with_it():
     named = TextTask(["1"], reward="exact", tool="calculator", max_turns=3)
     assert (named.cfg.tool, named.cfg.max_turns, named.given_tool) == ("calculator", 3, None)
-    assert isinstance(TextTask.from_cfg(named.cfg, data=["1"]).tool(), Calculator)
+    assert isinstance(TextTask.from_cfg(named.cfg, UserObjects(data=["1"])).tool(), Calculator)
     tool = Calculator()
     task = TextTask(["1"], reward="exact", tool=tool)
     assert task.cfg.tool == GIVEN
-    assert TextTask.from_cfg(task.cfg, data=["1"], tool=tool).tool() is tool
+    assert TextTask.from_cfg(task.cfg, UserObjects(data=["1"], tool=tool)).tool() is tool
     with pytest.raises(ConfigError, match="the tool was given in Python"):
-        TextTask.from_cfg(task.cfg, data=["1"]).tool()
+        TextTask.from_cfg(task.cfg, UserObjects(data=["1"])).tool()
     assert TextTask(["1"], reward="exact").tool() is None
 
 

@@ -87,7 +87,7 @@ class CausalLM(Policy):
         if gradient_checkpointing:
             recompute_layers(self.network)
         self._forward = torch.compile(_last_hidden, dynamic=True) if compile else _last_hidden
-        self._prefixes: Literal["untried", "shared", "apart"] = "untried"
+        self._prefixes: Literal["untried", "shared", "separate"] = "untried"
         self.decoder = Decoder()
         """The decoding step in generation."""
         self._saved = self._names_to_save()
@@ -105,7 +105,7 @@ class CausalLM(Policy):
     @property
     def shares_prefixes(self) -> bool:
         """Whether a group's prompt is encoded once; False if the first try failed."""
-        return self._prefixes != "apart"
+        return self._prefixes != "separate"
 
     @property
     def network(self) -> Any:
@@ -225,15 +225,15 @@ class CausalLM(Policy):
         self, tokens: Tensor, valid: Tensor, group: Tensor, mask: Tensor, action: Tensor
     ) -> Float[Tensor, "token width"]:
         """Hidden states at the tokens of the mask, with prefix sharing if possible."""
-        prefixes = None if self._prefixes == "apart" else find_prefixes(tokens, valid, group)
+        prefixes = None if self._prefixes == "separate" else find_prefixes(tokens, valid, group)
         if prefixes is not None and self._prefixes == "untried" and bool(mask.any()):
             self._try_sharing(prefixes, tokens, valid, mask, action[mask])
         if prefixes is None or self._prefixes != "shared":
-            return self._hidden_apart(tokens, valid, mask)
+            return self._hidden_separately(tokens, valid, mask)
         return self._hidden_shared(prefixes, mask)
 
-    def _hidden_apart(self, tokens: Tensor, valid: Tensor, mask: Tensor) -> Float[Tensor, "token width"]:
-        """Hidden states at the tokens of the mask, every row on its own."""
+    def _hidden_separately(self, tokens: Tensor, valid: Tensor, mask: Tensor) -> Float[Tensor, "token width"]:
+        """Hidden states at the tokens of the mask, each row by itself."""
         used = valid.any(dim=0).nonzero()
         width = int(used[-1]) + 1 if len(used) else 1  # these rows may be shorter than the rollout's widest
         return self.hidden_states(tokens[:, :width], valid[:, :width], compiled=True)[mask[:, :width]]
@@ -258,14 +258,14 @@ class CausalLM(Policy):
         except ConfigError as error:
             why = str(error)
         else:
-            ways = (shared, self._hidden_apart(tokens, valid, mask))
+            ways = (shared, self._hidden_separately(tokens, valid, mask))
             one, other = (token_scores(h, self.head, token, temperature=self.sampling.temperature)[0] for h in ways)
             off = float((one - other).square().mean().sqrt())
             if off <= self.rounding:
                 self._prefixes = "shared"
                 return
             why = f"its log-probabilities differ by {off:.2g} with a cache, more than {self.rounding}"
-        self._prefixes = "apart"
+        self._prefixes = "separate"
         name = type(self.network).__name__
         warnings.warn(
             f"{name} encodes each group's prompt once per completion (no prefix sharing): {why}",

@@ -64,6 +64,8 @@ class BaseAlgorithm(ABC):
         self.seed = seed
         self.iteration = 0
         self.optimizer_steps = 0
+        self.counts = Counts(0)
+        """Of the rollout of the current update: ``loss`` sums over its episodes and turns."""
         policy.eval()  # dropout would move the ratio off 1 where nothing has changed yet
         self.engine.broadcast(policy)
         self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]

@@ -118,8 +118,9 @@ def fails(error):
     [
         (
             gymnasium.error.DependencyNotInstalled('Box2D is missing, run `pip install "gymnasium[box2d]"`'),
-            r'not installed; fix: Box2D is missing, run `pip install "gymnasium\[box2d\]"`$',
+            r"not installed; fix: pip install -e '.\[box2d\]'",
         ),
+        (gymnasium.error.DependencyNotInstalled("run `pip install abc`"), "not installed; fix: run `pip install abc`$"),
         (ModuleNotFoundError("No module named 'ale_py'", name="ale_py"), "needs 'ale_py'.*fix: install it"),
     ],
 )  # fmt: skip

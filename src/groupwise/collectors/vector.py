@@ -22,8 +22,8 @@ _OUTCOMES = ("reward", "terminated", "truncated")
 class VectorCollector(EnvCollector):
     """Steps every row ``num_steps`` times; episodes continue across windows. Works in every autoreset mode.
 
-    A checkpoint keeps the running episodes where ``env.state_dict`` captures them (classic control, environments in torch, and
-    others made of numbers and arrays). Elsewhere, and on ranks other than the one that saves, resuming a run
+    A checkpoint keeps the running episodes where ``env.state_dict`` captures them (classic control, MuJoCo, environments in
+    torch, and others made of numbers and arrays). Elsewhere, and on ranks other than the one that saves, resuming a run
     starts new episodes.
 
     Args:

@@ -1,6 +1,7 @@
 """Rows made of single Gymnasium environments: a registered id, or a callable of the user's."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from groupwise.envs.local_rows import EnvMaker, OnError, RowCfg, StartMethod
 from groupwise.envs.names import unknown_environment
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.starts import choose_start, verify_rows
-from groupwise.errors import EnvError, GroupStartError, MissingExtraError
+from groupwise.errors import EnvError, GroupStartError, MissingExtraError, installing
 
 _VECTORIZERS: dict[str, type[SyncVectorEnv] | type[AsyncVectorEnv]] = {
     "sync": LeanSyncVectorEnv,
@@ -115,7 +116,9 @@ def explained(env_id: str) -> Iterator[None]:
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
         raise unknown_environment(env_id, gymnasium.registry) from error
     except gymnasium.error.DependencyNotInstalled as error:
-        raise MissingExtraError(f"{env_id} needs a package that is not installed; fix: {error}") from error
+        named = re.search(r"gymnasium\[(box2d|mujoco)\]", str(error))  # groupwise's extras have the same names
+        fix = installing(named[1]) if named else error
+        raise MissingExtraError(f"{env_id} needs a package that is not installed; fix: {fix}") from error
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"{env_id} needs {error.name!r}, which is not installed; fix: install it") from error
     except (gymnasium.error.Error, TypeError) as error:  # TypeError: arguments that it does not take

@@ -30,15 +30,14 @@ _NO_STATE = (
 )
 _Key = tuple[int, str]
 """Layer and name of an attribute."""
-_MUJOCO_DATA = "mujoco._structs.MjData"
+MUJOCO_DATA = "mujoco._structs.MjData"
 _MUJOCO_MODEL = "mujoco._structs.MjModel"
 _FURTHER_ADAPTERS = {"ale_py._ale_py.ALEInterface": "groupwise.contrib.atari:AleAdapter"}
 """Adapters of further simulators (``module:attribute``), by the class of the environment's attribute that holds one."""
-SIMULATORS = {_MUJOCO_DATA, *_FURTHER_ADAPTERS}
-"""Classes of attributes that hold a simulator's state."""
 _NOT_PICKLED = (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError)
 _STAYING_KINDS = {
-    *SIMULATORS,
+    MUJOCO_DATA,
+    *_FURTHER_ADAPTERS,
     _MUJOCO_MODEL,
     "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer",
     "pygame.surface.Surface",
@@ -106,7 +105,7 @@ def adapter_for(env: gymnasium.Env) -> SnapshotAdapter | None:
         return further  # Atari's own pair leaves the sticky actions out
     if own is not None:
         return _Own(outer)
-    return _Mujoco() if {_MUJOCO_DATA, _MUJOCO_MODEL} <= kinds else None
+    return _Mujoco() if {MUJOCO_DATA, _MUJOCO_MODEL} <= kinds else None
 
 
 def _further_adapter(env: gymnasium.Env) -> SnapshotAdapter | None:
@@ -220,7 +219,7 @@ class _Mujoco(SnapshotAdapter):
 
     @staticmethod
     def _parts(env: gymnasium.Env) -> tuple[Any, Any]:
-        return attribute(env, _MUJOCO_MODEL), attribute(env, _MUJOCO_DATA)
+        return attribute(env, _MUJOCO_MODEL), attribute(env, MUJOCO_DATA)
 
 
 def _layers(env: gymnasium.Env) -> Iterator[gymnasium.Env]:

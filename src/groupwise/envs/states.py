@@ -1,10 +1,11 @@
 """The whole state of Gymnasium environments as plain data, for running episodes in checkpoints.
 
-Numbers, strings, arrays, containers of them and NumPy's generators are captured; spaces, functions and viewers are not.
-Nothing is pickled. An environment that holds anything else, such as a simulator, cannot be captured.
+Numbers, strings, arrays, containers of them, random generators and MuJoCo's data are captured; spaces, functions,
+models and viewers are not. Nothing is pickled. An environment that holds anything else cannot be captured.
 """
 
 import functools
+import random
 from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -14,13 +15,14 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from groupwise.envs.snapshots import SIMULATORS, kind_of, stays
+from groupwise.envs.snapshots import MUJOCO_DATA, kind_of, stays
 from groupwise.errors import EnvError
 
 _ENVS = (gymnasium.Env, VectorEnv)
 _MOST_VALUES = 100_000
 """More (such as tables of transitions) would make checkpoints slow."""
 _CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "deque": deque}
+_ALE = "ale_py._ale_py.ALEInterface"
 
 
 class _CannotCaptureError(Exception):
@@ -61,6 +63,10 @@ def _captured(value: Any, seen: set[int], budget: Iterator[int]) -> Any:
         return {"kind": "enum", "name": value.name}
     if isinstance(value, np.random.Generator):
         return {"kind": "generator", "state": value.bit_generator.state}
+    if isinstance(value, np.random.RandomState):
+        return {"kind": "random_state", "state": value.get_state(legacy=False)}
+    if type(value) is random.Random:
+        return {"kind": "random", "state": value.getstate()}
     if isinstance(value, _ENVS):
         if id(value) in seen:
             return {"kind": "stays"}
@@ -77,7 +83,9 @@ def _captured(value: Any, seen: set[int], budget: Iterator[int]) -> Any:
             "kind": "dict",
             "items": [[_captured(key, seen, budget), _captured(part, seen, budget)] for key, part in value.items()],
         }
-    if isinstance(value, functools.partial) or (stays(value) and kind_of(value) not in SIMULATORS):
+    if kind_of(value) == MUJOCO_DATA:
+        return {"kind": "mujoco", **_mujoco_arrays(value)}
+    if isinstance(value, functools.partial) or (stays(value) and kind_of(value) != _ALE):
         return {"kind": "stays"}
     raise _CannotCaptureError
 
@@ -93,6 +101,12 @@ def _restored(now: Any, saved: Any) -> Any:
             return type(now)[saved["name"]]
         case "generator":
             now.bit_generator.state = saved["state"]
+        case "random_state":
+            now.set_state(saved["state"])
+        case "random":
+            now.setstate(saved["state"])
+        case "mujoco":
+            _put_mujoco(now, saved)
         case "env":
             mine, attributes = vars(now), saved["attributes"]
             for name in [name for name in mine if name not in attributes]:
@@ -107,3 +121,33 @@ def _restored(now: Any, saved: Any) -> Any:
             items = [_restored(mine, item) for mine, item in zip(old, saved["items"], strict=False)]
             return deque(items, now.maxlen) if kind == "deque" else _CONTAINERS[kind](items)
     return now
+
+
+def _mujoco_arrays(data: Any) -> dict[str, np.ndarray]:
+    """Every array of ``MjData`` of fixed size, joined by dtype; also derived ones, since rewards read them."""
+    parts: dict[str, list[np.ndarray]] = {}
+    for array in _mujoco_views(data):
+        parts.setdefault(array.dtype.name, []).append(array.reshape(-1))
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()} | {"time": np.array(data.time)}
+
+
+def _put_mujoco(data: Any, saved: Mapping[str, Any]) -> None:
+    import mujoco
+
+    mujoco.mj_resetData(data.model, data)
+    data.time = float(saved["time"])
+    taken = dict.fromkeys(saved, 0)
+    for array in _mujoco_views(data):
+        name, begin = array.dtype.name, taken[array.dtype.name]
+        array[...] = saved[name][begin : begin + array.size].reshape(array.shape)
+        taken[name] += array.size
+
+
+def _mujoco_views(data: Any) -> list[np.ndarray]:
+    """The arrays whose size follows from the model; contacts and constraints are recomputed in each step."""
+    import mujoco
+
+    empty = mujoco.MjData(data.model)
+    names = [name for name, part in vars(type(data)).items() if isinstance(part, property)]
+    pairs = [(getattr(empty, name), getattr(data, name)) for name in sorted(names)]
+    return [now for before, now in pairs if isinstance(now, np.ndarray) and now.size and now.shape == before.shape]

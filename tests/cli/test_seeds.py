@@ -5,9 +5,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 
@@ -29,7 +29,8 @@ def api(monkeypatch):
     return configs
 
 
-class Ended(NamedTuple):
+@dataclass(eq=False)
+class Ended:
     """Stands in for a process that ended."""
 
     exit_code: int

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from credit_rollouts import TWO, credit, expect, per_episode, preset, rollout
+from credit_rollouts import TWO, assert_advantages, credit, per_episode, preset, rollout
 
 from groupwise.algorithms.advantages import CreditInput
 from groupwise.config.algorithm import CreditCfg
@@ -30,68 +30,68 @@ WHITE = [[1.434274, 0.239046, 0.239046], [-0.956183, -0.956183]]
 
 @pytest.mark.parametrize("name", ["max_rl", "gpg"])
 def test_scaled_outcomes_on_the_golden_group(name):
-    expect(rollout(GOLDEN), [[3.0], [-1.0], [-1.0], [3.0], *[[-1.0]] * 4], name=name)
+    assert_advantages(rollout(GOLDEN), [[3.0], [-1.0], [-1.0], [3.0], *[[-1.0]] * 4], name=name)
 
 
 def test_pass_at_k():
-    expect(rollout(GOLDEN), [[0.0]] * 8, name="grpo_passk")  # two are best
+    assert_advantages(rollout(GOLDEN), [[0.0]] * 8, name="grpo_passk")  # two are best
     # 3 beside 1: 2 over the deviation 1.414214 + 1e-6
-    expect(rollout(TWO), [[1.414213] * 3, [0.0, 0.0]], name="grpo_passk")
+    assert_advantages(rollout(TWO), [[1.414213] * 3, [0.0, 0.0]], name="grpo_passk")
 
 
 @pytest.mark.parametrize("groups", [(0, 0), (0, 1), (1, 0)])
 def test_reinforce_plus_plus_compares_the_batch_whatever_the_groups(groups):
     episodes = [(group, *rest) for group, (_, *rest) in zip(groups, TWO, strict=True)]
-    expect(rollout(episodes), WHITE, name="reinforce_plus_plus")
+    assert_advantages(rollout(episodes), WHITE, name="reinforce_plus_plus")
 
 
 def test_reinforce_plus_plus_baseline():
     # outcomes 3 and 1 less 2: 1 1 1 -1 -1, mean .2, squares 3 * .64 + 2 * 1.44 = 4.8, deviation sqrt(4.8 / 4)
     expected = [[0.730297] * 3, [-1.095445] * 2]
-    expect(rollout(TWO), expected, name="reinforce_plus_plus_baseline")
+    assert_advantages(rollout(TWO), expected, name="reinforce_plus_plus_baseline")
     # eps adds to that deviation: .8 and -1.2 over 2.095445
-    expect(rollout(TWO), [[0.381780] * 3, [-0.572671] * 2], name="reinforce_plus_plus_baseline", eps=1.0)
+    assert_advantages(rollout(TWO), [[0.381780] * 3, [-0.572671] * 2], name="reinforce_plus_plus_baseline", eps=1.0)
     # a group that teaches nothing changes nothing, and gets nothing
     more = rollout([*TWO, (1, [1.0], "terminated"), (1, [1.0], "terminated")])
-    expect(more, [*expected, [0.0], [0.0]], name="reinforce_plus_plus_baseline")
+    assert_advantages(more, [*expected, [0.0], [0.0]], name="reinforce_plus_plus_baseline")
     # verl counts its two zeros: mean 1 / 7, squares 204 / 42, deviation sqrt(204 / 42 / 6) = .899735
     verl = [[0.952661] * 3, [-1.270215] * 2, [-0.158777], [-0.158777]]
-    expect(more, verl, name="reinforce_plus_plus_baseline", normalize="batch")
+    assert_advantages(more, verl, name="reinforce_plus_plus_baseline", normalize="batch")
 
 
 def test_outcomes_without_a_baseline_are_whitened_over_the_batch():
     # 3 3 3 1 1: mean 2.2, deviation sqrt(1.2)
     raw = {"baseline": "none", "scale": "none", "normalize": "batch"}
-    expect(rollout(TWO), [[0.730297] * 3, [-1.095445] * 2], name="grpo", eps=0.0, **raw)
+    assert_advantages(rollout(TWO), [[0.730297] * 3, [-1.095445] * 2], name="grpo", eps=0.0, **raw)
 
 
 def test_one_step_that_differs_makes_a_group_informative():
     # only the best learns: 2 and 0, mean 1, deviation sqrt(2)
     batch = rollout([(0, [3.0], "terminated"), (0, [1.0], "terminated")])
     one = 0.707107
-    expect(batch, [[one], [-one]], name="grpo_passk", scale="none", normalize="informative", eps=0.0)
+    assert_advantages(batch, [[one], [-one]], name="grpo_passk", scale="none", normalize="informative", eps=0.0)
 
 
 def test_opo_weighs_by_length():
     # (3 * 3 + 2 * 1) / 5 = 2.2
-    expect(rollout(TWO), [[0.8] * 3, [-1.2] * 2], name="opo")
+    assert_advantages(rollout(TWO), [[0.8] * 3, [-1.2] * 2], name="opo")
 
 
 def test_remax_compares_with_the_greedy_episode():
     episodes = [*TWO, (0, [1.0, 1.0], "greedy"), (1, [7.0], "terminated"), (1, [4.0], "greedy")]
     batch = rollout(episodes)
     # 3 and 1 against 2; a member alone has the greedy episode for company; the latter is not trained on
-    expect(batch, [[1.0] * 3, [-1.0] * 2, [0.0, 0.0], [3.0], [0.0]], name="remax")
+    assert_advantages(batch, [[1.0] * 3, [-1.0] * 2, [0.0, 0.0], [3.0], [0.0]], name="remax")
     # a group that lost it has nothing to be compared with
-    expect(rollout(episodes[:-1]), [[1.0] * 3, [-1.0] * 2, [0.0, 0.0], [0.0]], name="remax")
+    assert_advantages(rollout(episodes[:-1]), [[1.0] * 3, [-1.0] * 2, [0.0, 0.0], [0.0]], name="remax")
     # two greedy episodes of one group, of 2 and 5: against their mean
-    expect(
+    assert_advantages(
         rollout([*TWO, (0, [2.0], "greedy"), (0, [5.0], "greedy")]),
         [[-0.5] * 3, [-2.5] * 2, [0.0], [0.0]],
         name="remax",
     )
     # members' scores 3, 1, 7: deviation sqrt(28 / 3)
-    expect(
+    assert_advantages(
         batch, [[0.327327] * 3, [-0.327327] * 2, [0.0] * 2, [0.981981], [0.0]], name="remax", scale="batch_std", eps=0
     )
     with pytest.raises(DataError, match="no 'greedy'; fix"):
@@ -99,10 +99,10 @@ def test_remax_compares_with_the_greedy_episode():
 
 
 def test_rae_compares_with_the_past():
-    expect(rollout(TWO), [[1.0] * 3, [-1.0] * 2], name="rae")  # no past yet: the mean of what there is, 2
-    expect(rollout(TWO), [[2.5] * 3, [0.5] * 2], name="rae", average=torch.tensor(0.5))
+    assert_advantages(rollout(TWO), [[1.0] * 3, [-1.0] * 2], name="rae")  # no past yet: the mean of what there is, 2
+    assert_advantages(rollout(TWO), [[2.5] * 3, [0.5] * 2], name="rae", average=torch.tensor(0.5))
     lone = rollout([(0, [3.0], "terminated"), (1, [1.0], "unscorable")])
-    expect(lone, [[2.5], [0.0]], name="rae", average=torch.tensor(0.5))
+    assert_advantages(lone, [[2.5], [0.0]], name="rae", average=torch.tensor(0.5))
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.9])
@@ -122,12 +122,12 @@ PARTS = [[[1.0, 0.0]], [[0.0, 0.0]], [[0.0, 3.0]]]
 def test_gdpo_normalises_each_part():
     batch = rollout([(0, [1.0], "terminated"), (0, [0.0], "terminated"), (0, [3.0], "terminated")], reward_parts=PARTS)
     # one of three in each part: 1.154701 for it, -.577350 for the others; their sum has deviation 1 already
-    expect(batch, [[0.577350], [-1.154701], [0.577350]], name="gdpo", eps=0)
-    expect(batch, [[0.577350], [-1.154701], [0.577350]], name="gdpo", eps=0.0, normalize="none")
+    assert_advantages(batch, [[0.577350], [-1.154701], [0.577350]], name="gdpo", eps=0)
+    assert_advantages(batch, [[0.577350], [-1.154701], [0.577350]], name="gdpo", eps=0.0, normalize="none")
     weighted = {"reward": {"name": "parts", "weights": (1.0, 0.0)}, "normalize": "none", "eps": 0.0}
-    expect(batch, [[1.154701], [-0.577350], [-0.577350]], name="gdpo", **weighted)
+    assert_advantages(batch, [[1.154701], [-0.577350], [-0.577350]], name="gdpo", **weighted)
     both = {"reward": {"name": "parts", "weights": (1.0, 0.5)}, "normalize": "none", "eps": 0.0}
-    expect(batch, [[0.866026], [-0.866026], [0.0]], name="gdpo", **both)
+    assert_advantages(batch, [[0.866026], [-0.866026], [0.0]], name="gdpo", **both)
     with pytest.raises(DataError, match="3 weights for 2 parts"):
         credit(batch, **preset("gdpo", reward={"name": "parts", "weights": (1.0, 1.0, 1.0)}))
     with pytest.raises(DataError, match=r"no 'reward_parts'; fix: .*env\.reward_parts"):
@@ -141,14 +141,14 @@ CHANCE = [[0.5, 0.5, 1.0], [1.5, 0.5]]
 def test_optimal_token_baseline(per_row):
     # weights .5 1 2 | 1.5 2; t0: (3 * .5 + 1 * 1.5) / 2 = 1.5; t1: (2 * 1 + 1 * 2) / 3 = 4/3; t2: nobody else
     expected = [[1.5, 0.666667, 0.0], [-0.5, -0.333333]]
-    expect(rollout(TWO, per_row=per_row, variance=CHANCE), expected, name="optimal_token_baseline")
+    assert_advantages(rollout(TWO, per_row=per_row, variance=CHANCE), expected, name="optimal_token_baseline")
     # where everything was certain, the mean
     certain = rollout(TWO, variance=[[0.0] * 3, [0.0] * 2])
-    expect(certain, [[1.0, 0.5, 0.0], [-1.0, -0.5]], name="optimal_token_baseline")
+    assert_advantages(certain, [[1.0, 0.5, 0.0], [-1.0, -0.5]], name="optimal_token_baseline")
     # the longest takes its episode's advantage, 3 - 2, at t2
     fallback = [[1.5, 0.666667, 1.0], [-0.5, -0.333333]]
     batch = rollout(TWO, variance=CHANCE)
-    expect(batch, fallback, name="optimal_token_baseline", singleton="trajectory")
+    assert_advantages(batch, fallback, name="optimal_token_baseline", singleton="trajectory")
     with pytest.raises(DataError, match=r"CreditInput\(start="):
         credit(rollout(TWO), **preset("optimal_token_baseline"))
 
@@ -157,7 +157,7 @@ def test_chance_of_steps_that_do_not_count_is_not_seen():
     batch = rollout(TWO, variance=CHANCE)
     batch["loss_mask"][0, 0] = False
     # t0: one member left; t1: weights .5 and 2: (2 * .5 + 1 * 2) / 2.5 = 1.2
-    expect(batch, [[0.0, 0.8, 0.0], [0.0, -0.2]], name="optimal_token_baseline")
+    assert_advantages(batch, [[0.0, 0.8, 0.0], [0.0, -0.2]], name="optimal_token_baseline")
 
 
 OBS = [[[7.0], [8.0], [9.0]], [[8.0], [5.0]]]
@@ -169,17 +169,17 @@ def test_gigpo(obs, per_row):
     batch = rollout(TWO, per_row=per_row, obs=obs)
     if obs is not OBS:
         # all of the first episode and the start of the second: returns to go 1.5 1 2 | .5, mean 1.25
-        expect_discounted(batch, [[1.25, 0.75, 1.75], [-1.75, -1.0]], "gigpo_no_std")
+        assert_discounted(batch, [[1.25, 0.75, 1.75], [-1.75, -1.0]], "gigpo_no_std")
         return
     # episodes +-1; t1 of the first met the start of the second: discounted 1 and .5, mean .75
-    expect_discounted(batch, [[1.0, 1.25, 1.0], [-1.25, -1.0]], "gigpo_no_std")
-    expect_discounted(batch, [[1.0, 1.5, 1.0], [-1.5, -1.0]], "gigpo_no_std", baseline={"name": "gigpo", "weight": 2.0})
+    assert_discounted(batch, [[1.0, 1.25, 1.0], [-1.25, -1.0]], "gigpo_no_std")
+    assert_discounted(batch, [[1.0, 1.5, 1.0], [-1.5, -1.0]], "gigpo_no_std", baseline={"name": "gigpo", "weight": 2.0})
     # over their deviations: 1 / 1.414214 and .25 / .353553, both .707107
     one = 0.707107
-    expect_discounted(batch, [[one, 2 * one, one], [-2 * one, -one]], "gigpo", eps=0.0)
+    assert_discounted(batch, [[one, 2 * one, one], [-2 * one, -one]], "gigpo", eps=0.0)
 
 
-def expect_discounted(batch, expected, name, **changes):
+def assert_discounted(batch, expected, name, **changes):
     got = per_episode(credit(batch, gamma=0.5, **preset(name, **changes)), batch)
     for have, want in zip(got, expected, strict=True):
         torch.testing.assert_close(have, want, atol=2e-6, rtol=0)
@@ -190,7 +190,7 @@ def test_parts_have_anchors_of_their_own():
     parts = [[[r, r] for r in rewards] for _, rewards, _ in TWO]
     batch = rollout(TWO, obs=OBS, reward_parts=parts)
     changes = {"baseline": {"name": "gigpo", "weight": 2.0}, "reward": {"name": "parts", "weights": (2.0, 0.5)}}
-    expect_discounted(batch, [[2.5, 3.75, 2.5], [-3.75, -2.5]], "gigpo_no_std", **changes)
+    assert_discounted(batch, [[2.5, 3.75, 2.5], [-3.75, -2.5]], "gigpo_no_std", **changes)
 
 
 def test_turns_are_compared_once_each():
@@ -199,24 +199,24 @@ def test_turns_are_compared_once_each():
     turns = [[0, 0, 1, 2], [0, 0, 1], [0]]
     batch = rollout(episodes, turn_id=turns)
     # the lone turn takes its episode's: 8, 2, 4, mean 14 / 3
-    expect(batch, [[-1.0, -1.0, 0.5, 3.333333], [-1.0, -1.0, -0.5], [2.0]], name="agilerl_turn")
+    assert_advantages(batch, [[-1.0, -1.0, 0.5, 3.333333], [-1.0, -1.0, -0.5], [2.0]], name="agilerl_turn")
     zero = [[-1.0, -1.0, 0.5, 0.0], [-1.0, -1.0, -0.5], [2.0]]
-    expect(batch, zero, name="agilerl_turn", singleton="zero")
+    assert_advantages(batch, zero, name="agilerl_turn", singleton="zero")
     # deviations: -1 -1 2, squares 6 over 2; .5 and .5 over 1
     root = 3**0.5
     scaled = [[-1 / root, -1 / root, 0.707107, 0.0], [-1 / root, -1 / root, -0.707107], [2 / root]]
-    expect(batch, scaled, name="agilerl_turn", singleton="zero", scale="std")
+    assert_advantages(batch, scaled, name="agilerl_turn", singleton="zero", scale="std")
     # absorbed: 2, 1 and a 0 in turn 1; 5 and two 0 in turn 2
     absorbed = [[-1.0, -1.0, 1.0, 3.333333], [-1.0, -1.0, 0.0], [2.0]]
-    expect(batch, absorbed, name="agilerl_turn", finished_members="zero")
+    assert_advantages(batch, absorbed, name="agilerl_turn", finished_members="zero")
     # the trajectory's, from the first turn that somebody missed
     whole = [[-1.0, -1.0, 3.333333, 3.333333], [-1.0, -1.0, -2.666667], [2.0]]
-    expect(batch, whole, name="agilerl_turn", finished_members="trajectory")
+    assert_advantages(batch, whole, name="agilerl_turn", finished_members="trajectory")
 
 
 def test_each_step_is_a_turn_where_there_are_none():
     # t0: 1 against 0; t1: 0 against 1; t2 alone: 3 - 2
-    expect(rollout(TWO), [[0.5, -0.5, 1.0], [-0.5, 0.5]], name="agilerl_turn")
+    assert_advantages(rollout(TWO), [[0.5, -0.5, 1.0], [-0.5, 0.5]], name="agilerl_turn")
 
 
 def test_a_turns_first_steps_need_not_count():
@@ -224,8 +224,8 @@ def test_a_turns_first_steps_need_not_count():
     batch = rollout(TWO, turn_id=[[0, 0, 0], [0, 0]])
     batch["loss_mask"][0, 0] = False
     # 0 + 2 against 0 + 1
-    expect(batch, [[0.0, 0.5, 0.5], [-0.5, -0.5]], name="agilerl_turn")
+    assert_advantages(batch, [[0.0, 0.5, 0.5], [-0.5, -0.5]], name="agilerl_turn")
 
 
 def test_kl_shaping_is_grpos_credit_without_a_reference():
-    expect(rollout(TWO), [[0.707057] * 3, [-0.707057] * 2], name="kl_shaping")
+    assert_advantages(rollout(TWO), [[0.707057] * 3, [-0.707057] * 2], name="kl_shaping")

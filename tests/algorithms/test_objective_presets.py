@@ -22,7 +22,7 @@ def objective(name):
     return ObjectiveCfg(**PRESETS[name]["objective"])
 
 
-def close(found, expected):
+def assert_near(found, expected):
     torch.testing.assert_close(found, torch.tensor(expected), atol=2e-6, rtol=0)
 
 
@@ -43,9 +43,9 @@ def test_kl_losses_of_verl(name, value, gradient):
     log_prob = LOG_RATIO[0].clone().requires_grad_()
     at = {"ref_log_prob": torch.zeros(3), "old_log_prob": log_prob.detach()}
     distance = reference_kl(PRESETS[name]["kl_estimator"], make_policy(), Evaluation(log_prob, log_prob), at)
-    close(distance, value)
+    assert_near(distance, value)
     distance.sum().backward()
-    close(log_prob.grad, gradient)
+    assert_near(log_prob.grad, gradient)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_kl_losses_of_verl(name, value, gradient):
 def test_importance_weights_are_truncated(name, expected):
     start = Evaluation(torch.zeros(2, 3), torch.zeros(2, 3))
     data = objective_data(objective(name), batch(), torch.ones(2, 3), batch()["loss_mask"], 2, lambda: start, seed=0)
-    close(data["policy_factor"][MASK], expected)
+    assert_near(data["policy_factor"][MASK], expected)
 
 
 def test_one_ratio_for_each_turn():
@@ -71,7 +71,7 @@ def test_one_ratio_for_each_turn():
     data = objective_data(cfg, turns, torch.ones(2, 3), turns["loss_mask"], 2, lambda: None, seed=0)
     at = {"loss_mask": MASK, "episode_id": turns["episode_id"], **data}
     ratio = policy_ratio(cfg, torch.zeros(2, 3), at, Counts(2, int(data["turn"].max()) + 1))
-    close(ratio[MASK], [0.951229, 0.951229, 1.349859, 2.117000, 2.117000])
+    assert_near(ratio[MASK], [0.951229, 0.951229, 1.349859, 2.117000, 2.117000])
 
 
 def test_the_sum_over_a_length_is_no_mean_over_episodes():
@@ -79,7 +79,7 @@ def test_the_sum_over_a_length_is_no_mean_over_episodes():
     for name, each in expected.items():
         cfg = objective(name)
         weight = loss_weights(MASK, batch()["episode_id"], 2, cfg.aggregation.name, max_length=10)
-        close(weight[MASK], [each] * 5)
+        assert_near(weight[MASK], [each] * 5)
 
 
 @pytest.mark.parametrize(("clip_high", "delta"), [(0.2, 1.1), (3.0, 4.0), (7.5, 4.0)])

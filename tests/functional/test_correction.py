@@ -13,15 +13,15 @@ ON = torch.ones(4, dtype=torch.bool)
 IDS = torch.tensor([0, 0, 0, 1])
 
 
-def close(out, expected):
+def assert_near(out, expected):
     torch.testing.assert_close(out, torch.as_tensor(expected), rtol=1e-5, atol=0)
 
 
 def test_weights_by_hand():
-    close(token_weight(OLD, SAMPLED), [2.0, 0.5, 4.0, 0.25])
-    close(sequence_weight(OLD, SAMPLED, ON, IDS, 2), [4.0, 4.0, 4.0, 0.25])  # 2 * 1/2 * 4
+    assert_near(token_weight(OLD, SAMPLED), [2.0, 0.5, 4.0, 0.25])
+    assert_near(sequence_weight(OLD, SAMPLED, ON, IDS, 2), [4.0, 4.0, 4.0, 0.25])  # 2 * 1/2 * 4
     mask = torch.tensor([True, False, True, True])
-    close(sequence_weight(OLD, SAMPLED.masked_fill(~mask, NAN), mask, IDS, 2), [8.0, 1.0, 8.0, 0.25])
+    assert_near(sequence_weight(OLD, SAMPLED.masked_fill(~mask, NAN), mask, IDS, 2), [8.0, 1.0, 8.0, 0.25])
 
 
 def test_truncating_and_masking_by_hand():

@@ -26,7 +26,7 @@ FIRST = torch.zeros(3, dtype=torch.long)
 SEQUENCE_RATIOS = [sequence_ratio, sequence_token_ratio, sequence_product_ratio]
 
 
-def close(out, expected):
+def assert_near(out, expected):
     torch.testing.assert_close(out, torch.as_tensor(expected), rtol=0, atol=2e-6)
 
 
@@ -34,7 +34,7 @@ def close(out, expected):
 
 
 def test_token_ratio_golden():
-    close(token_ratio(OLD + LOG_RATIO, OLD), [1.105171, 0.818731, 1.349859])
+    assert_near(token_ratio(OLD + LOG_RATIO, OLD), [1.105171, 0.818731, 1.349859])
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_token_ratio_golden():
     [(sequence_ratio, 1.068939), (sequence_token_ratio, 1.068939), (sequence_product_ratio, 1.221403)],
 )
 def test_sequence_ratios_golden(ratio, expected):
-    close(ratio(OLD + LOG_RATIO, OLD, ON, FIRST, 1), [expected] * 3)
+    assert_near(ratio(OLD + LOG_RATIO, OLD, ON, FIRST, 1), [expected] * 3)
 
 
 @pytest.mark.parametrize("ratio", SEQUENCE_RATIOS)
@@ -53,7 +53,7 @@ def test_sequence_ratios_follow_episodes_not_rows(ratio):
     episode_id = torch.tensor([[0, 0, 0, 1], [0, 1, -1, -1]])
     out = ratio(log_prob, torch.zeros(2, 4), mask, episode_id, 2)
     moved = 1.221403 if ratio is sequence_product_ratio else 1.068939
-    close(out.detach(), [[moved, 1.0, moved, 1.491825], [moved, 1.0, 1.0, 1.0]])
+    assert_near(out.detach(), [[moved, 1.0, moved, 1.491825], [moved, 1.0, 1.0, 1.0]])
     out.sum().backward()
     assert log_prob.grad.isfinite().all()
     assert not log_prob.grad[~mask].any()
@@ -63,7 +63,7 @@ def test_with_the_ids_of_turns_the_sequence_ratio_is_that_of_turns():
     # an episode of two turns: x = .1, -.3 with mean -.1, and .4 alone
     turn = torch.tensor([0, 0, 1])
     out = sequence_ratio(OLD + torch.tensor([0.1, -0.3, 0.4]), OLD, ON, turn, 2)
-    close(out, [0.904837, 0.904837, 1.491825])
+    assert_near(out, [0.904837, 0.904837, 1.491825])
 
 
 def test_gradients_of_sequence_ratios():
@@ -76,7 +76,7 @@ def test_gradients_of_sequence_ratios():
         for entries, expected in [([1], of_middle_entry), ([0, 1, 2], of_all)]:
             log_prob = (OLD + LOG_RATIO).requires_grad_()
             ratio(log_prob, OLD, ON, FIRST, 1)[entries].sum().backward()
-            close(log_prob.grad, expected)
+            assert_near(log_prob.grad, expected)
 
 
 @pytest.mark.parametrize("ratio", SEQUENCE_RATIOS)
@@ -122,26 +122,26 @@ RATIO = torch.tensor([1.105171, 0.818731, 1.349859])
     ],
 )
 def test_clip_loss_golden(advantage, clip_high, objective):
-    close(clip_loss(RATIO, torch.full((3,), advantage), 0.2, clip_high), [-x for x in objective])
+    assert_near(clip_loss(RATIO, torch.full((3,), advantage), 0.2, clip_high), [-x for x in objective])
 
 
 @pytest.mark.parametrize(("ratio", "plain", "dual"), [(6.0, -6.0, -3.0), (0.5, -0.8, -0.8), (2.0, -2.0, -2.0)])
 def test_losses_of_bad_actions_golden(ratio, plain, dual):
     ratio, bad = torch.tensor([ratio]), torch.tensor([-1.0])
-    close(clip_loss(ratio, bad, 0.2, 0.2), [-plain])
-    close(dual_clip_loss(ratio, bad, 0.2, 0.2, 3.0), [-dual])
+    assert_near(clip_loss(ratio, bad, 0.2, 0.2), [-plain])
+    assert_near(dual_clip_loss(ratio, bad, 0.2, 0.2, 3.0), [-dual])
 
 
 def test_dual_clip_bound_is_in_units_of_the_advantage():
     # A = -2: ratio 6 costs 12, held at 3 * 2
-    close(dual_clip_loss(torch.tensor([6.0]), torch.tensor([-2.0]), 0.2, 0.2, 3.0), [6.0])
+    assert_near(dual_clip_loss(torch.tensor([6.0]), torch.tensor([-2.0]), 0.2, 0.2, 3.0), [6.0])
 
 
 def test_each_side_has_its_own_clip():
     # at ratio .5 and a bad action the objective stops at 1 - clip_low, whatever clip_high is
     bad = torch.tensor([-1.0])
-    close(clip_loss(torch.tensor([0.5]), bad, 0.1, 0.4), [0.9])
-    close(clip_loss(torch.tensor([2.0]), -bad, 0.1, 0.4), [-1.4])
+    assert_near(clip_loss(torch.tensor([0.5]), bad, 0.1, 0.4), [0.9])
+    assert_near(clip_loss(torch.tensor([2.0]), -bad, 0.1, 0.4), [-1.4])
 
 
 @settings(deadline=None)
@@ -186,7 +186,7 @@ def test_sequence_loss_weighs_every_element_of_an_episode_alike():
     ratio = sequence_ratio(log_prob, torch.zeros(4), mask, ids, 2)
     term = unclipped_loss(ratio, torch.tensor([2.0, 2.0, 2.0, -1.0]))
     loss = (loss_weights(mask, ids, 2, "seq_mean_token_mean") * term).sum()
-    close(loss, -(2 * 1.068939 - 1.491825) / 2)
+    assert_near(loss, -(2 * 1.068939 - 1.491825) / 2)
 
 
 # ------------------------------------------------------------------------------------------------------- values
@@ -208,4 +208,4 @@ def test_value_loss_has_no_half():
 )
 def test_clipped_value_loss_takes_the_greater_error(value, target, expected):
     out = clipped_value_loss(torch.tensor([value]), torch.tensor([1.0]), torch.tensor([target]), 0.5)
-    close(out, [expected])
+    assert_near(out, [expected])

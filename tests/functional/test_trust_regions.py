@@ -29,7 +29,7 @@ GOOD, BAD = torch.ones(3), -torch.ones(3)
 VESPO = {"positive": (2.0, 3.0), "negative": (3.0, 2.0)}
 
 
-def close(out, expected):
+def assert_near(out, expected):
     torch.testing.assert_close(out, torch.as_tensor(expected), rtol=1e-6, atol=2e-6)
 
 
@@ -45,8 +45,8 @@ def gradient(loss_of, x):
 @pytest.mark.parametrize(("ratio", "expected"), [(6.0, 4.0), (0.5, 0.8), (3.0, 3.0)])
 def test_two_sided_bounds_bad_actions_golden(ratio, expected):
     bad = torch.tensor([-1.0])
-    close(two_sided_loss(torch.tensor([ratio]), bad, 0.2, 0.2, 4.0), [expected])
-    close(two_sided_loss(torch.tensor([ratio]), 2 * bad, 0.2, 0.2, 4.0), [2 * expected])
+    assert_near(two_sided_loss(torch.tensor([ratio]), bad, 0.2, 0.2, 4.0), [expected])
+    assert_near(two_sided_loss(torch.tensor([ratio]), 2 * bad, 0.2, 0.2, 4.0), [2 * expected])
 
 
 def test_two_sided_has_no_gradient_beyond_its_bound():
@@ -81,13 +81,15 @@ def test_reinforce_by_hand():
 def test_cispo_weights_of_the_libraries(low, high, weights):
     # advantage 2 and log-probability -1: the loss is twice the weight, its gradient minus twice; no step loses it
     ratio, two = torch.tensor([0.5, 1.0, 3.0, 6.0]), torch.full((4,), 2.0)
-    close(cispo_loss(-torch.ones(4), ratio, two, low, high), [2 * w for w in weights])
-    close(gradient(lambda x: cispo_loss(x, ratio, two, low, high), -torch.ones(4)), [-2 * w for w in weights])
+    assert_near(cispo_loss(-torch.ones(4), ratio, two, low, high), [2 * w for w in weights])
+    assert_near(gradient(lambda x: cispo_loss(x, ratio, two, low, high), -torch.ones(4)), [-2 * w for w in weights])
 
 
 def test_the_weight_of_cispo_is_a_constant():
     # -sg(r) A logp at r = e^.1, A = 1: -1.105171; through the ratio it would be -1.105171 * (1 + logp) = 0 at logp = -1
-    close(gradient(lambda x: cispo_loss(x, token_ratio(x, x.detach() - 0.1), GOOD[:1], None, 5.0), [-1.0]), [-1.105171])
+    assert_near(
+        gradient(lambda x: cispo_loss(x, token_ratio(x, x.detach() - 0.1), GOOD[:1], None, 5.0), [-1.0]), [-1.105171]
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,20 +104,20 @@ def test_the_weight_of_cispo_is_a_constant():
 )
 def test_vespo_weights_by_hand(log_ratio, good, bad):
     ratio, log_prob = torch.tensor([log_ratio] * 3).exp(), torch.tensor([-1.0, 0.0, -2.0])
-    close(vespo_loss(log_prob, ratio, torch.tensor([2.0, 0.0, -3.0]), **VESPO), [2 * good, 0.0, -6 * bad])
+    assert_near(vespo_loss(log_prob, ratio, torch.tensor([2.0, 0.0, -3.0]), **VESPO), [2 * good, 0.0, -6 * bad])
     grad = gradient(lambda x: vespo_loss(x, ratio, torch.tensor([2.0, 0.0, -3.0]), **VESPO), log_prob)
-    close(grad, [-2 * good, 0.0, 3 * bad])
+    assert_near(grad, [-2 * good, 0.0, 3 * bad])
 
 
 def test_the_weight_of_vespo_is_a_constant():
     # -sg(1) A logp at w = 1, A = 1: -1; through the weight, which changes by 2 - 3 with log w, it would be -2 at logp = -1
-    close(gradient(lambda x: vespo_loss(x, token_ratio(x, x.detach()), GOOD[:1], **VESPO), [-1.0]), [-1.0])
+    assert_near(gradient(lambda x: vespo_loss(x, token_ratio(x, x.detach()), GOOD[:1], **VESPO), [-1.0]), [-1.0])
 
 
 def test_the_sign_of_the_advantage_chooses_vespos_weight_not_its_size():
     # at w = e^.2 a good action's weight is .767814 and a bad one's 1.170223, see above
     ratio = torch.tensor([0.2, 0.2]).exp()
-    close(
+    assert_near(
         vespo_loss(torch.tensor([-1.0, -1.0]), ratio, torch.tensor([0.01, -0.01]), **VESPO), [0.00767814, -0.01170223]
     )
 
@@ -128,7 +130,7 @@ def test_vespo_weights_fade_to_zero_on_both_sides(log_ratio):
         assert grad.abs().item() < 1e-10
     # w is held at 1e-8: with power 0 the weight is e^(3(1 - 1e-8)), with power -1 it would be 1e8 times it
     held = vespo_loss(torch.tensor([-1.0]), torch.zeros(1), GOOD[:1], positive=(0.5, 3.0), negative=(0.5, 3.0))
-    close(held, [1e-4 * math.exp(3)])
+    assert_near(held, [1e-4 * math.exp(3)])
 
 
 # -------------------------------------------------------------------------------------------------------------- sapo
@@ -139,18 +141,18 @@ def test_vespo_weights_fade_to_zero_on_both_sides(log_ratio):
     [(1.0, [2.105074, 1.819225, 2.346333]), (-1.0, [-2.009826, -1.724038, -2.250739])],
 )
 def test_sapo_golden(advantage, objective):
-    close(sapo_loss(RATIO, torch.full((3,), advantage), 1.0, 1.05), [-x for x in objective])
+    assert_near(sapo_loss(RATIO, torch.full((3,), advantage), 1.0, 1.05), [-x for x in objective])
 
 
 def test_sapo_gradient_fades_on_both_sides():
     # 4 s (1 - s) with s = sigmoid(tau (r - 1)); at r = .5, 1, 2: .940015, 1, .786448 (tau 1); .934140, 1, .768110 (1.05)
     ratio = [0.5, 1.0, 2.0]
-    close(gradient(lambda r: sapo_loss(r, GOOD, 1.0, 1.05), ratio), [-0.940015, -1.0, -0.786448])
-    close(gradient(lambda r: sapo_loss(r, BAD, 1.0, 1.05), ratio), [0.934140, 1.0, 0.768110])
+    assert_near(gradient(lambda r: sapo_loss(r, GOOD, 1.0, 1.05), ratio), [-0.940015, -1.0, -0.786448])
+    assert_near(gradient(lambda r: sapo_loss(r, BAD, 1.0, 1.05), ratio), [0.934140, 1.0, 0.768110])
 
 
 def test_sapo_with_a_tiny_temperature_has_the_unclipped_gradient():
-    close(gradient(lambda r: sapo_loss(r, GOOD, 1e-4, 1e-4), [0.5, 1.0, 2.0]), [-1.0, -1.0, -1.0])
+    assert_near(gradient(lambda r: sapo_loss(r, GOOD, 1e-4, 1e-4), [0.5, 1.0, 2.0]), [-1.0, -1.0, -1.0])
 
 
 # -------------------------------------------------------------------------------------------------------------- gmpo
@@ -160,7 +162,7 @@ def test_sapo_with_a_tiny_temperature_has_the_unclipped_gradient():
 def test_gmpo_golden(advantage, objective):
     # A = 1: u = .1, -.2, .2; A = -1: u = .1, -.2, .3
     out = gmpo_loss(OLD + LOG_RATIO, OLD, torch.full((3,), advantage), ON, ONE, 1, 0.2, 0.2)
-    close(out, [-objective] * 3)
+    assert_near(out, [-objective] * 3)
 
 
 def test_gmpo_clips_each_side_by_its_own_bound():
@@ -168,13 +170,13 @@ def test_gmpo_clips_each_side_by_its_own_bound():
     ids, on = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
     moved, advantage = torch.tensor([-0.5, 0.1, 0.5, -0.9]), torch.tensor([-1.0, -1.0, 1.0, 1.0])
     out = gmpo_loss(moved, torch.zeros(4), advantage, on, ids, 2, 0.3, 0.1)
-    close(out, [0.904837, 0.904837, -0.670320, -0.670320])  # e^-.1, e^-.4
+    assert_near(out, [0.904837, 0.904837, -0.670320, -0.670320])  # e^-.1, e^-.4
 
 
 def test_gmpo_gradient_by_hand():
     # the loss of each of 3 elements is -e^(.1/3); the clipped third has no gradient, the others 3 * -1.033895 / 3
     grad = gradient(lambda x: gmpo_loss(x, OLD, GOOD, ON, ONE, 1, 0.2, 0.2), OLD + LOG_RATIO)
-    close(grad, [-1.033895, -1.033895, 0.0])
+    assert_near(grad, [-1.033895, -1.033895, 0.0])
 
 
 def test_gmpo_follows_episodes_and_leaves_the_masked_out():
@@ -183,19 +185,19 @@ def test_gmpo_follows_episodes_and_leaves_the_masked_out():
     grad = gradient(
         lambda x: gmpo_loss(x, old, torch.ones(4), mask, torch.tensor([0, 0, 0, -1]), 1, 0.5, 0.5)[mask], log_prob
     )
-    close(grad, [-math.exp(0.15)] * 1 + [0.0] + [-math.exp(0.15), 0.0])  # two elements of weight e^.15 / 2 each
+    assert_near(grad, [-math.exp(0.15)] * 1 + [0.0] + [-math.exp(0.15), 0.0])  # two elements of weight e^.15 / 2 each
 
 
 def test_gmpo_steps_without_advantage_count_as_unmoved():
     advantage = torch.tensor([1.0, 0.0])
     out = gmpo_loss(torch.tensor([0.2, 5.0]), torch.zeros(2), advantage, ON[:2], ONE[:2], 1, 0.4, 0.4)
-    close(out, [-math.exp(0.1), 0.0])
+    assert_near(out, [-math.exp(0.1), 0.0])
 
 
 def test_gmpo_with_a_wide_clip_is_the_sequence_ratio():
     advantage = torch.tensor([2.0, -1.0, 0.5])
     wide = gmpo_loss(OLD + LOG_RATIO, OLD, advantage, ON, ONE, 1, 9.0, 9.0)
-    close(wide, unclipped_loss(sequence_ratio(OLD + LOG_RATIO, OLD, ON, ONE, 1), advantage))
+    assert_near(wide, unclipped_loss(sequence_ratio(OLD + LOG_RATIO, OLD, ON, ONE, 1), advantage))
 
 
 # ------------------------------------------------------------------------------------------------------------ kl-cov
@@ -205,15 +207,15 @@ def test_kl_cov_by_hand():
     # -r A + 2 |log r| on the first and last; d/d logp: -r A + 2 sgn(log r)
     held = torch.tensor([True, False, True])
     out = kl_cov_loss(OLD + LOG_RATIO, OLD, RATIO, torch.tensor([1.0, 1.0, -1.0]), held, 2.0)
-    close(out, [-1.105171 + 0.2, -0.818731, 1.349859 + 0.6])
+    assert_near(out, [-1.105171 + 0.2, -0.818731, 1.349859 + 0.6])
 
     def loss(x):
         return kl_cov_loss(x, OLD, token_ratio(x, OLD), torch.tensor([1.0, 1.0, -1.0]), held, 2.0)
 
-    close(gradient(loss, OLD + LOG_RATIO), [-1.105171 + 2, -0.818731, 1.349859 + 2])
-    close(gradient(loss, OLD + torch.tensor([-0.1, 0.0, 0.0]))[:2], [-0.904837 - 2, -1.0])
+    assert_near(gradient(loss, OLD + LOG_RATIO), [-1.105171 + 2, -0.818731, 1.349859 + 2])
+    assert_near(gradient(loss, OLD + torch.tensor([-0.1, 0.0, 0.0]))[:2], [-0.904837 - 2, -1.0])
     # nothing is pulled at ratio 1
-    close(gradient(loss, OLD), [-1.0, -1.0, 1.0])
+    assert_near(gradient(loss, OLD), [-1.0, -1.0, 1.0])
 
 
 def test_kl_cov_holds_nothing_without_a_mask():
@@ -286,9 +288,9 @@ def test_dppo_loss_by_hand():
     # A = 2, logp = -1: twice the ratio, which counts as at most 20
     ratio, keeps = torch.tensor([1.5, 30.0, 1.5]), torch.tensor([True, True, False])
     two, log_prob = torch.full((3,), 2.0), torch.full((3,), -1.0)
-    close(dppo_loss(log_prob, ratio, two, keeps, 20.0), [3.0, 40.0, 0.0])
-    close(gradient(lambda x: dppo_loss(x, ratio, two, keeps, 20.0), log_prob), [-3.0, -40.0, 0.0])
-    close(dppo_loss(log_prob, ratio, two, keeps, None), [3.0, 60.0, 0.0])
+    assert_near(dppo_loss(log_prob, ratio, two, keeps, 20.0), [3.0, 40.0, 0.0])
+    assert_near(gradient(lambda x: dppo_loss(x, ratio, two, keeps, 20.0), log_prob), [-3.0, -40.0, 0.0])
+    assert_near(dppo_loss(log_prob, ratio, two, keeps, None), [3.0, 60.0, 0.0])
 
 
 # --------------------------------------------------------------------------------------------------------- extremes

@@ -12,7 +12,7 @@ SENSITIVE = ("Pendulum-v1 ppo", "Pendulum-v1 grpo", "preset clip_cov")
 """Rounding grows in the simulator, or decides which steps are selected."""
 
 
-def check(name, case):
+def check_case(name, case):
     if not SAME_MACHINE and name in SENSITIVE:
         pytest.skip("this machine or this torch rounds differently from the one that the numbers come from")
     found, golden = recorded.compute(case), GOLDEN[name]
@@ -26,12 +26,12 @@ def check(name, case):
 
 @pytest.mark.parametrize("name", CONTROL)
 def test_control(name):
-    check(name, CONTROL[name])
+    check_case(name, CONTROL[name])
 
 
 @pytest.mark.parametrize("name", TEXT)
 def test_text(name):
-    check(name, TEXT[name])
+    check_case(name, TEXT[name])
 
 
 def test_every_case_is_recorded():

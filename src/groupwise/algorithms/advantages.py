@@ -207,7 +207,7 @@ def _complete(credit: CreditInput, key: Int[Tensor, "row step"], num_keys: int) 
 
 
 def normalized(credit: CreditInput, advantage: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
-    """The advantages, unchanged or with mean 0 and deviation 1 over the batch."""
+    """The advantages, unchanged or with mean 0 and standard deviation 1 over the batch."""
     cfg, counts = credit.cfg, credit.batch["loss_mask"]
     if cfg.normalize == "none":
         return advantage

@@ -240,7 +240,7 @@ class PPOCfg(AlgorithmCfg):
     clip_range_vf: Positive | None = None
     """Clips the change of the value, in units of the return. None: no clipping."""
     normalize_advantage: Literal["none", "batch", "minibatch"] = "minibatch"
-    """Scale advantages to mean 0 and deviation 1: never, over the rollout, or over each minibatch (SB3)."""
+    """Scale advantages to mean 0 and standard deviation 1: never, over the rollout, or over each minibatch (SB3)."""
 
 
 class GRPOCfg(AlgorithmCfg):

@@ -99,15 +99,15 @@ class CreditCfg(Cfg):
     baseline: SerializeAsAny[BaselineCfg] = MeanCfg()
     """Subtracted from the score, by name or with its parameters: ``{"name": "knn", "k": 16}``."""
     scale: Literal["std", "population_std", "batch_std", "mean", "nonzero_share", "none"] = "std"
-    """Divisor: unbiased or population deviation of what is compared; unbiased deviation of the batch; mean of what is compared (MaxRL); share of scores that are not 0 (GPG); nothing."""
+    """Divisor: standard deviation of what is compared, unbiased or of the population; unbiased standard deviation of the batch; mean of what is compared (MaxRL); share of scores that are not 0 (GPG); nothing."""
     finished_members: Literal["zero", "mask", "trajectory"] = "mask"
     """With ``group_step``, after a member has ended: ``zero``, a terminated member counts with return 0; ``mask``, it is left out; ``trajectory``, steps take the advantage of the whole episode."""
     singleton: Literal["zero", "trajectory"] = "zero"
     """With ``group_step``, a member with nothing to compare with: advantage 0, or the advantage of the whole episode."""
     eps: NonNegative = 1e-4
-    """Added to the deviation, in units of the score. 1e-8 would turn rounding noise into full advantages."""
+    """Added to the standard deviation, in units of the score. 1e-8 would turn rounding noise into full advantages."""
     normalize: Literal["none", "batch", "informative"] = "none"
-    """Scale advantages to mean 0 and deviation 1: never, over all steps of the batch, or over the groups with variance."""
+    """Scale advantages to mean 0 and standard deviation 1: never, over all steps of the batch, or over the groups with variance."""
     kl_placement: Literal["loss", "reward", "advantage"] = "loss"
     """Where ``kl_coef`` times the KL goes: into the loss, off each reward before credit, or into the advantage."""
 

@@ -65,14 +65,14 @@ def group_relative(
     ``baseline="mean"`` subtracts the mean of the key, ``"leave_one_out"`` the mean of its other members,
     ``(sum - score) / (n - 1)``. ``"second_best"`` gives the best of a key what it is above the second best, and all
     others 0. With equal scores there is nothing to compare, and the advantage is exactly 0: so it is for a member
-    alone in its key, and rounding errors are never divided by a tiny deviation.
+    alone in its key, and rounding errors are never divided by a tiny standard deviation.
 
     Args:
         key: 0..num_keys-1 in any order; keys may differ in size.
-        scale: unbiased (``std``) or biased (``population_std``) deviation of the key, unbiased deviation of all
+        scale: unbiased (``std``) or biased (``population_std``) standard deviation of the key, unbiased one of all
             members of the batch and all ranks (``batch_std``), mean of the key (``mean``; 0 where that is not positive),
             share of the batch's scores that are not 0 (``nonzero_share``), or nothing.
-        eps: added to a deviation, in units of the score.
+        eps: added to a standard deviation, in units of the score.
         member: elements that take part; the others get 0. None: all whose key is not -1.
         zeros: how many further members with score 0 each key has; they do not count in ``second_best`` and weigh
             nothing in a weighted mean. Those of a key without elements do not count at all.
@@ -300,7 +300,7 @@ def _batch_scale(
 def _batch_deviation(
     score: Float[Tensor, "*batch"], mask: Bool[Tensor, "*batch"], zeros: Float[Tensor, " key"], all_sum: AllSum
 ) -> Float[Tensor, ""]:
-    """Unbiased deviation of the members' scores over all keys and ranks, zeros of finished members included."""
+    """Unbiased standard deviation of the members' scores over all keys and ranks, zeros of finished members included."""
     num_zeros = zeros.sum()
     sums = torch.stack([score.masked_fill(~mask, 0).sum(), mask.sum() + num_zeros])
     total, count = all_sum(sums).unbind()

@@ -9,7 +9,7 @@ from torch import Tensor
 _BLOCK = 256
 """States that are compared with the pool at once: distances of all of them together would need gigabytes."""
 _FLAT = 1e-6
-"""A feature whose deviation is less than this share of its size never changes but for rounding, and tells nothing."""
+"""A feature whose standard deviation is a smaller share of its size than this is left out: only rounding changes it."""
 
 
 class Neighbours(NamedTuple):
@@ -35,8 +35,8 @@ def nearest(
 ) -> Neighbours:
     """The ``k`` states of the pool nearest to each one asked about, those of other episodes; all where there are fewer.
 
-    Distances are Euclidean, of features less their mean over their deviation, so that units mean nothing. An episode's own
-    states are left out: what was earned there holds the very noise that a baseline is to take off.
+    Distances are Euclidean, of features divided by their standard deviation. An episode's own states are left out: what
+    was earned there holds the very noise that a baseline is to take off.
 
     Args:
         pool: indices of elements.

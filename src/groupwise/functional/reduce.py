@@ -84,7 +84,7 @@ def masked_var(
 def whiten(
     x: Float[Tensor, "*batch"], mask: Bool[Tensor, "*batch"], *, eps: float = 1e-8, all_sum: AllSum = local
 ) -> Float[Tensor, "*batch"]:
-    """Elements less their mean, over their unbiased deviation: mean 0, deviation 1 over the mask and all ranks.
+    """Elements less their mean, over their unbiased standard deviation, of the mask on all ranks.
 
     0 outside the mask, and everywhere when all elements are equal.
     """
@@ -199,7 +199,7 @@ def _centre(
     """Elements less their mean, 0 outside the mask, and their count.
 
     The mean of what is left after the first subtraction is subtracted too: it is the rounding error of the first
-    mean, which a division by a tiny deviation would blow up when all elements are equal.
+    mean, which a division by a tiny standard deviation would blow up when all elements are equal.
     """
     mean, count = _mean_and_count(x, mask, all_sum)
     rough = x - mean

@@ -61,7 +61,7 @@ class RowRandom:
         return (high - low) * unit(self._bits(shape)) + low
 
     def normal(self, *shape: int, mean: float = 0.0, std: float = 1.0) -> Float[Tensor, "row ..."]:
-        """Numbers ``[N, *shape]`` from a normal distribution, cut at 5.8 deviations by the 24 bits they are made of.
+        """Numbers ``[N, *shape]`` from a normal distribution, cut at 5.8 standard deviations by their 24 bits.
 
         Source: Box, Muller, "A Note on the Generation of Random Normal Deviates", 1958, equation 1.
         """

@@ -30,8 +30,9 @@ class ActorCritic(Policy):
         actor_only: builds no critic at all.
         gamma: discount of the return that scales rewards (``cfg.normalize_reward``).
         actor: replaces the actor's network. It maps the encoder's features ``[B, F]`` (normalised, flat, one-hot, or
-            from the CNN) to the action head's outputs: logits, or the means of a Gaussian, whose log deviation the policy
-            then holds; a Gaussian actor with twice the outputs gives the log deviations, too.
+            from the CNN) to the action head's outputs: logits, or the means of a Gaussian, whose log standard
+            deviation the policy then holds; a Gaussian actor with twice the outputs gives the log standard deviations,
+            too.
         critic: replaces the critic's network, ``[B, F]`` to ``[B, 1]``. A custom network shares no trunk but the encoder.
 
     Raises:
@@ -144,7 +145,7 @@ class ActorCritic(Policy):
         return self.head.kl(dist, other)
 
     def normalize_reward(self, reward: Tensor) -> Tensor:
-        """Rewards over the running deviation of the return, if ``cfg.normalize_reward``."""
+        """Rewards over the running standard deviation of the return, if ``cfg.normalize_reward``."""
         return reward if self.reward_normalizer is None else self.reward_normalizer(reward)
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ _QUADRATURE_NODES = 32
 
 
 class DiagGaussian(ActionHead):
-    """Independent Gaussians; ``params`` are the means, then the log deviations.
+    """Independent Gaussians; ``params`` are the means, then the log standard deviations.
 
     Bounds clip the sample only on its way to the environment, each by itself (a box may be bounded on one side).
     The density is that of the unclipped sample, which the rollout stores.
@@ -110,7 +110,7 @@ class SquashedGaussian(DiagGaussian):
         """Entropy of the squashed action, ``H[u] + E[log |da/du|]``.
 
         The expectation is by Gauss-Hermite quadrature with fixed nodes: deterministic, and differentiable. Its error
-        is below 1e-6 for a latent deviation up to 1, and about 2e-3 at 2.7.
+        is below 1e-6 for a latent standard deviation up to 1, and about 2e-3 at 2.7.
         """
         mean, log_std = params.chunk(2, dim=-1)
         latent = mean.unsqueeze(-1) + log_std.exp().unsqueeze(-1) * self.nodes

@@ -19,7 +19,7 @@ _CLIP = 10.0
 class RunningMeanStd(nn.Module):
     """Mean and population variance of everything seen so far, per dimension; 0 and 1 before anything was.
 
-    ``shift`` and ``scale`` are the mean and one over the deviation in float32, kept at hand because acting needs them
+    ``shift`` and ``scale`` are the mean and one over the standard deviation in float32, kept at hand because acting needs them
     at every step.
     """
 
@@ -67,12 +67,12 @@ class RunningMeanStd(nn.Module):
         self.scale.copy_((self.var + _EPS).rsqrt())
 
     def normalize(self, x: Float[Tensor, "*any"], clip: float = _CLIP) -> Float[Tensor, "*any"]:
-        """``(x - mean) / deviation``, clipped to ``[-clip, clip]``."""
+        """``(x - mean) / std``, clipped to ``[-clip, clip]``."""
         return ((x - self.shift) * self.scale).clamp(-clip, clip)
 
 
 class ObsNormalizer(nn.Module):
-    """Scales the float Boxes of an observation to running mean 0 and deviation 1, clipped at 10; the rest passes."""
+    """Scales the float Boxes of an observation to running mean 0 and standard deviation 1, clipped at 10; the rest passes."""
 
     def __init__(self, space: Any) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class ObsNormalizer(nn.Module):
 
 
 class RewardNormalizer(nn.Module):
-    """Divides rewards by the running deviation of the discounted return, clipped at 10.
+    """Divides rewards by the running standard deviation of the discounted return, clipped at 10.
 
     The return is the discounted reward-to-go from each valid step to the end of its episode or of the rollout. Its mean
     is never subtracted, for that would change which behaviour is best.

@@ -30,7 +30,7 @@ def half_width_95(std: float, count: int) -> float:
     """Half of Student's 95 % confidence interval of a mean; NaN for a single score.
 
     Args:
-        std: unbiased deviation of the scores.
+        std: unbiased standard deviation of the scores.
         count: how many scores.
     """
     if count <= 1:

@@ -146,7 +146,7 @@ def _draw_index(
 
 
 def _draw_gaussian(log_std_parameter: Tensor) -> Draw:
-    """Draws around means, with deviations that do not depend on the observation."""
+    """Draws around means, with standard deviations that do not depend on the observation."""
     log_std = log_std_parameter.detach().numpy()
     with np.errstate(all="ignore"):
         deviation = np.exp(log_std)

@@ -86,7 +86,7 @@ class ActorPolicy(BasePolicy):
         return action, self.head.log_prob(params, action)
 
     def action_params(self, obs: PyTorchObs) -> Float[Tensor, "batch P"]:
-        """Flat parameters of the action distribution: logits, or means and log deviations."""
+        """Flat parameters of the action distribution: logits, or means and log standard deviations."""
         outputs: Tensor = self.action_net(self.policy_net(self.extract_features(obs, self.features_extractor)))
         if self.log_std is None:
             return outputs

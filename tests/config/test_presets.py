@@ -15,10 +15,8 @@ from groupwise.config.base import GIVEN
 from groupwise.config.registry import AlgorithmEntry
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError
-from groupwise.recipes.corrections.mis import MisCfg
-from groupwise.recipes.trust_regions.cispo import CispoCfg
-from groupwise.recipes.trust_regions.clip_cov import ClipCovCfg
-from groupwise.recipes.trust_regions.dppo import DppoCfg
+from groupwise.recipes.corrections import MisCfg
+from groupwise.recipes.trust_regions import CispoCfg, ClipCovCfg, DppoCfg
 from groupwise.training.build import build_components
 from groupwise.training.components import UserObjects
 

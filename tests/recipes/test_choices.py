@@ -16,8 +16,7 @@ from groupwise.config.choices import register_recipe
 from groupwise.config.credit import BaselineCfg, CreditCfg
 from groupwise.config.objective import AggregationCfg, ClipCfg, CorrectionCfg, ObjectiveCfg, TrustRegionCfg
 from groupwise.errors import ConfigError
-from groupwise.recipes.trust_regions.cispo import CispoCfg
-from groupwise.recipes.trust_regions.sapo import SapoCfg
+from groupwise.recipes.trust_regions import CispoCfg, SapoCfg
 
 FAMILIES = (TrustRegionCfg, BaselineCfg, CorrectionCfg, AggregationCfg, OptimizerCfg, ScheduleCfg)
 

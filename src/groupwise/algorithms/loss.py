@@ -2,7 +2,7 @@
 
 What depends on the whole rollout (corrections, covariances, quantiles of the entropy) is computed once, at the update's
 start, by ``objective_data``; the rest looks at single elements or at whole episodes. So no split changes the gradient.
-Trust regions other than PPO's clip, and corrections, are in ``recipes/``.
+The trust regions and corrections of papers are in ``recipes/``.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.config.objective import ClipCfg, FixedLengthCfg, ObjectiveCfg
+from groupwise.config.objective import FixedLengthCfg, ObjectiveCfg
 from groupwise.data.minibatch import Unit
 from groupwise.data.rollout import Nested
 from groupwise.errors import ConfigError, DataError
@@ -64,18 +64,14 @@ def policy_ratio(cfg: ObjectiveCfg, log_prob: Tensor, batch: Batch, counts: Coun
 
 def policy_loss(cfg: ObjectiveCfg, ratio: Tensor, log_prob: Tensor, batch: Batch, counts: Counts) -> Tensor:
     """Policy loss of each element: its trust region's, times what the correction and the selections leave of it."""
-    region, advantage = cfg.trust_region, batch["advantage"]
-    if isinstance(region, ClipCfg):
-        loss = objective.clip_loss(ratio, advantage, region.clip_low, region.clip_high)
-    else:
-        loss = region.loss(ratio, log_prob, batch, counts)
+    loss = cfg.trust_region.loss(ratio, log_prob, batch, counts)
     if "policy_factor" in batch:
         loss = loss * batch["policy_factor"]
     limit = cfg.importance_sampling_correction.mask_threshold
     if limit is None:
         return loss
     where = batch["loss_mask"], batch["episode_id"], counts.episodes
-    keeps = off_policy_keeps(log_prob, batch["sample_log_prob"], advantage, *where, limit)
+    keeps = off_policy_keeps(log_prob, batch["sample_log_prob"], batch["advantage"], *where, limit)
     return loss.masked_fill(~keeps, 0)
 
 

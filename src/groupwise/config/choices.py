@@ -1,11 +1,10 @@
 """Choices: settings with a name and parameters, as ``{"name": "cispo", "high": 5.0}`` or ``"cispo"``.
 
-``recipes/`` has a file for each; ``register_recipe`` adds yours. Imports no torch.
+``recipes/`` has those of papers; ``register_recipe`` adds yours. Imports no torch.
 """
 
 import importlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import GetJsonSchemaHandler, model_validator
@@ -28,7 +27,7 @@ class Choice(Cfg):
     default: ClassVar[str] = ""
     """The member that parameters without a name belong to."""
     known: ClassVar[dict[str, "type[Choice] | str"]] = {}
-    """Members by name: classes, or modules that register one on import."""
+    """Members by name: classes, or modules that register them on import."""
 
     def __init__(self, /, **fields: Any) -> None:
         super().__init__(**{"name": type(self).own_name()} | fields)
@@ -79,12 +78,6 @@ def merge_choice(low: object, high: object, family: type[Choice]) -> Any:
         return high
     name = below.get("name", family.default)
     return {**below, **above} if above.get("name", name) == name else high
-
-
-def recipes_in(folder: str) -> dict[str, type[Choice] | str]:
-    """Modules in a folder of recipes, by file name, which is the recipe's name."""
-    files = Path(__file__).parents[1].joinpath("recipes", folder).glob("[!_]*.py")
-    return {path.stem: f"groupwise.recipes.{folder}.{path.stem}" for path in files}
 
 
 C = TypeVar("C", bound=type[Choice])

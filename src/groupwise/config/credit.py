@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import SerializeAsAny, model_validator
 
 from groupwise.config.base import Cfg, NonNegative
-from groupwise.config.choices import Choice, recipes_in, register_recipe
+from groupwise.config.choices import Choice, register_recipe
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,10 @@ class BaselineCfg(Choice):
 
     family: ClassVar = "baseline"
     default: ClassVar = "mean"
-    known: ClassVar = recipes_in("baselines")
+    known: ClassVar = dict.fromkeys(
+        ["ema", "gigpo", "greedy", "knn", "leave_one_out", "length_weighted", "none", "optimal_token", "second_best"],
+        "groupwise.recipes.baselines",
+    )
     needs: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Required values of other settings of credit."""
     within_group: ClassVar[bool] = True

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import SerializeAsAny, model_validator
 
 from groupwise.config.base import Cfg, Positive, PositiveInt
-from groupwise.config.choices import Choice, recipes_in, register_recipe
+from groupwise.config.choices import Choice, register_recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,10 @@ class TrustRegionCfg(Choice):
 
     family: ClassVar = "trust region"
     default: ClassVar = "clip"
-    known: ClassVar = recipes_in("trust_regions")
+    known: ClassVar = dict.fromkeys(
+        ("cispo", "clip_cov", "dppo", "dual_clip", "gmpo", "kl_cov", "none", "reinforce", "sapo", "two_sided", "vespo"),
+        "groupwise.recipes.trust_regions",
+    )
     needs_ratio: ClassVar[str | None] = None
     """The required ``objective.ratio``. None: any."""
     whole_episodes: ClassVar[bool] = False
@@ -50,7 +53,7 @@ class TrustRegionCfg(Choice):
 
 
 class ClippedCfg(TrustRegionCfg):
-    """A trust region with a clip range of the ratio."""
+    """A trust region with a clip range of the ratio; its loss is PPO's."""
 
     clip_low: Positive = 0.2
     """The ratio is clipped at 1 - clip_low."""
@@ -61,6 +64,12 @@ class ClippedCfg(TrustRegionCfg):
     def clip_range(self) -> tuple[float, float]:
         """The clip range."""
         return self.clip_low, self.clip_high
+
+    def loss(self, ratio: "Tensor", log_prob: "Tensor", batch: "Batch", counts: "Counts") -> "Tensor":
+        """``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)``."""
+        from groupwise.functional.objective import clip_loss
+
+        return clip_loss(ratio, batch["advantage"], self.clip_low, self.clip_high)
 
 
 @register_recipe
@@ -76,7 +85,7 @@ class CorrectionCfg(Choice):
 
     family: ClassVar = "importance sampling correction"
     default: ClassVar = "none"
-    known: ClassVar = recipes_in("corrections")
+    known: ClassVar = dict.fromkeys(("mis", "off_policy_mask", "tis"), "groupwise.recipes.corrections")
     reweights: ClassVar[bool] = False
     """Whether it has a ``factor``, which needs ``old_log_prob="recomputed"``."""
 

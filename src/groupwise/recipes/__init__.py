@@ -1,1 +1,1 @@
-"""Variants of papers and libraries, one file each, named after the recipe. Settings are read without importing torch."""
+"""Variants of papers and libraries, registered by name. Settings are read without importing torch."""

@@ -1,1 +1,0 @@
-"""Baselines other than the mean of the group."""

@@ -1,1 +1,0 @@
-"""Importance sampling corrections, for a sampler whose probabilities differ from the trainer's."""

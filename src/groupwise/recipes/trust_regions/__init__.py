@@ -1,1 +1,0 @@
-"""Trust regions other than PPO's clip, and policy gradients without one."""

@@ -35,7 +35,7 @@ from groupwise.comparison.results import Comparison as Comparison
 from groupwise.run import Run as Run, evaluate as evaluate, resume as resume, sample as sample, train as train
 from groupwise.text.data import Example as Example
 from groupwise.text.policy import CausalLM as CausalLM
-from groupwise.text.reward_functions import register_reward as register_reward
+from groupwise.text.rewards import register_reward as register_reward
 from groupwise.text.task import TextTask as TextTask
 from groupwise.text.tools import Calculator as Calculator, Tool as Tool, register_tool as register_tool
 from groupwise.training.base import Callback as Callback

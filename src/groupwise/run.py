@@ -23,7 +23,6 @@ from groupwise.plugins import blaming_absence
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
-from groupwise.text.files import short
 from groupwise.text.task import TextTask
 from groupwise.training import running
 from groupwise.training.base import Callback
@@ -143,7 +142,7 @@ def train(
         return train_from_config(cfg, _given_texts(env)._replace(policy=given), callbacks)
     if not isinstance(policy_fields, PolicyCfg | Mapping | None):
         raise ConfigError(
-            f"policy = {short(policy_fields)}: expected a gw.Policy, a gw.PolicyCfg or its fields, as "
+            f"policy = {policy_fields!r:.80}: expected a gw.Policy, a gw.PolicyCfg or its fields, as "
             "{'normalize_obs': True}; fix: make networks of your own a gw.Policy"
         )
     env_id, env_fields = _describe_env(env)
@@ -279,7 +278,7 @@ def sample(
         ConfigError: the run has no language model, or ``prompt`` is not a string.
     """
     if not isinstance(prompt, str):
-        raise ConfigError(f"prompt = {short(prompt)}: expected a string; fix: one call per prompt")
+        raise ConfigError(f"prompt = {prompt!r:.80}: expected a string; fix: one call per prompt")
     if isinstance(run, Run):
         _refuse_for_live(run, checkpoint, {"policy": policy, "tool": tool})
     cfg = run.cfg if isinstance(run, Run) else read_cfg(RunFolder.open(Path(run)))
@@ -322,7 +321,7 @@ def _text_cfg(
 ) -> TextRunCfg:
     """The settings of a run on a task. A given policy has its own model and sampling."""
     if policy is not None and not isinstance(policy, Policy):
-        raise ConfigError(f"policy = {short(policy)}: expected a gw.CausalLM; fix: model='path-or-hub-id', lora=...")
+        raise ConfigError(f"policy = {policy!r:.80}: expected a gw.CausalLM; fix: model='path-or-hub-id', lora=...")
     model, lora = settings.pop("model", None), settings.pop("lora", None)
     if policy is not None:
         others = {"model": model, "lora": lora, "sampling": settings.get("sampling")}

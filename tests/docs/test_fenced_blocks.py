@@ -14,7 +14,7 @@ from groupwise import cli, config
 from groupwise import run as commands
 from groupwise.algorithms import advantages as credit
 from groupwise.config import registry
-from groupwise.text import reward_functions
+from groupwise.text import rewards
 from groupwise.training import env_evaluator
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def _own_directory_and_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(env_evaluator, "film", lambda *args, **options: None)  # half of the time of so short a run
     monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry._ALGORITHMS))
     monkeypatch.setattr(credit, "CREDIT_RULES", dict(credit.CREDIT_RULES))
-    monkeypatch.setattr(reward_functions, "REWARDS", dict(reward_functions.REWARDS))
+    monkeypatch.setattr(rewards, "REWARDS", dict(rewards.REWARDS))
     save_model(tmp_path / "my_model")
     known = dict(gymnasium.registry)
     yield

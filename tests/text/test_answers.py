@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.text.answers import as_number, final_answer, gold_answer, last_number
+from groupwise.text.builtin_rewards import as_number, final_answer, gold_answer, last_number
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import reasoning_gym
 import groupwise.text.builtin_rewards as builtin
 from groupwise.config.text import RewardCfg
 from groupwise.errors import ConfigError, MissingExtraError, UnknownNameError
-from groupwise.text.gym import gym_examples
-from groupwise.text.reward_functions import REWARDS, make_reward
-from groupwise.text.rewards import RewardSet
+from groupwise.text.data import gym_examples
+from groupwise.text.rewards import REWARDS, RewardSet, make_reward
 
 
 @pytest.fixture
@@ -162,8 +161,8 @@ def test_lists_of_tasks_name_tasks_that_exist():
             "reward 'regex': where = 'ful': Input should be 'search' or 'full'",
         ),
         ("regex", {"pattern": 3}, "pattern = 3: Input should be a valid string"),
-        ("regex", {}, "'regex' needs the setting 'pattern'"),
-        ("regex", {"patern": "a"}, "no setting 'patern'; did you mean 'pattern'"),
+        ("regex", {}, "'regex': missing a required argument: 'pattern'"),
+        ("regex", {"patern": "a"}, "unexpected keyword argument 'patern'; fix: settings that fit .pattern: str"),
         ("exact", {"where": "end"}, "where = 'end': Input should be 'auto', 'tag', 'boxed' or 'whole'"),
         ("exact", {"case": "lower"}, "case = 'lower': Input should be 'matters' or 'ignored'"),
         ("numeric", {"tolerance": 1.0}, "tolerance=1.0: expected a part"),

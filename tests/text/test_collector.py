@@ -17,8 +17,7 @@ from groupwise.text.collector import TextCollector
 from groupwise.text.data import Example
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
-from groupwise.text.reward_functions import make_reward
-from groupwise.text.rewards import RewardSet
+from groupwise.text.rewards import RewardSet, make_reward
 from groupwise.text.rollout import TextBuffer
 from groupwise.text.sampling import Completion
 

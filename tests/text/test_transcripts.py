@@ -14,8 +14,7 @@ from groupwise.text.data import Example
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
-from groupwise.text.reward_functions import RewardFunction
-from groupwise.text.rewards import RewardSet
+from groupwise.text.rewards import RewardFunction, RewardSet
 from groupwise.text.rollout import TextRow, text_rollout
 from groupwise.text.sampling import Completion
 from groupwise.text.tools import Calculator, Tool

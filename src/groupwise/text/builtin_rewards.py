@@ -12,44 +12,32 @@ from typing import Any, Literal
 
 from groupwise.config.text import GYM
 from groupwise.errors import ConfigError, require_extra
-from groupwise.text.answers import Where, as_number, final_answer, gold_answer, last_number
 from groupwise.text.data import Completion
-from groupwise.text.reward_functions import RewardObject, register_reward
+from groupwise.text.rewards import RewardObject, register_reward
 from groupwise.text.sandbox import MathVerifier
 
-TRUSTED_SCORERS = frozenset(
-    [
-        "chain_sum",
-        "decimal_chain_sum",
-        "group_anagrams",
-        "jugs",
-        "knight_swap",
-        "palindrome_generation",
-        "palindrome_partitioning",
-        "products",
-        "shortest_path",
-    ]
-)
+Where = Literal["auto", "tag", "boxed", "whole"]
+"""The part of a completion that is its answer: the last ``<answer>...</answer>``; the last ``\\boxed{...}``; all of it,
+stripped; ``auto``: the first of these that exists."""
+
+_TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+_NUMBER = r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?<=[0-9])(?:[eE][+-]?[0-9]{1,3})?"
+_WHOLE_NUMBER = re.compile(rf"[$€£]?\s*({_NUMBER})(?:\s*/\s*({_NUMBER}))?\s*%?\.?")
+_NUMBER_INSIDE = re.compile(rf"(?<![\w.,/])(?:{_NUMBER})(?:/{_NUMBER})?(?![\w/]|[.,][0-9])")
+_LONGEST_NUMBER = 100
+
+_TRUSTED = """
+chain_sum decimal_chain_sum group_anagrams jugs knight_swap palindrome_generation palindrome_partitioning products
+shortest_path
+"""
+TRUSTED_SCORERS = frozenset(_TRUSTED.split())
 """Tasks of reasoning-gym where several answers are right, and whose own scorer gives full marks to these alone and reads
 none as code."""
-REFUSED_TASKS = frozenset(
-    [
-        "boxnet",
-        "countdown",
-        "graph_color",
-        "intermediate_integration",
-        "n_queens",
-        "polynomial_equations",
-        "propositional_logic",
-        "puzzle24",
-        "quantum_lock",
-        "rubiks_cube",
-        "rush_hour",
-        "simple_integration",
-        "sokoban",
-        "tower_of_hanoi",
-    ]
-)
+_REFUSED = """
+boxnet countdown graph_color intermediate_integration n_queens polynomial_equations propositional_logic puzzle24
+quantum_lock rubiks_cube rush_hour simple_integration sokoban tower_of_hanoi
+"""
+REFUSED_TASKS = frozenset(_REFUSED.split())
 """Those where several answers are right, and whose own scorer runs them as code or gives full marks to wrong ones."""
 
 
@@ -211,3 +199,56 @@ def _own_scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
 
 def _has_words(text: str) -> bool:
     return re.search(r"[A-Za-z]{3}", re.sub(r"\\(?:text|mathrm)\b|\\[A-Za-z]+", " ", text)) is not None
+
+
+def final_answer(
+    completion: str, where: Where = "auto", otherwise: Callable[[str], str | None] = str.strip
+) -> str | None:
+    """The answer of the completion; None if it has none.
+
+    Args:
+        otherwise: finds it for ``where="auto"`` without tag and box.
+    """
+    finders: dict[str, Callable[[str], str | None]] = {"tag": _tagged, "boxed": _boxed, "whole": str.strip}
+    if where != "auto":
+        return finders[where](completion)
+    marked = (find(completion) for find in (_tagged, _boxed))
+    return next((answer for answer in marked if answer is not None), otherwise(completion))
+
+
+def gold_answer(column: object) -> str:
+    """The right answer: the column's text, or its part after ``####``, as in GSM8K."""
+    return str(column).rpartition("####")[2].strip()
+
+
+def last_number(text: str) -> str | None:
+    """The last number of a text that stands alone; None if there is none."""
+    found = _NUMBER_INSIDE.findall(text)
+    return found[-1] if found else None
+
+
+def as_number(text: str) -> Fraction | None:
+    """The exact number that the whole text is, such as ``-5``, ``$1,234.5``, ``18%``, ``1/3`` or ``2e-3``; None otherwise."""
+    found = _WHOLE_NUMBER.fullmatch(text.strip())
+    if found is None or len(text) > _LONGEST_NUMBER:
+        return None
+    over, under = (Fraction(part.replace(",", "")) for part in (found[1], found[2] or "1"))
+    return over / under if under else None
+
+
+def _tagged(text: str) -> str | None:
+    found = _TAG.findall(text)
+    return found[-1].strip() if found else None
+
+
+def _boxed(text: str) -> str | None:
+    r"""What the last ``\boxed{`` encloses, up to the brace that closes it."""
+    _, opened, rest = text.rpartition("\\boxed{")
+    if not opened:
+        return None
+    depth = 1
+    for place, character in enumerate(rest):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return rest[:place].strip()
+    return None

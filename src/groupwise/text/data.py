@@ -1,22 +1,25 @@
-"""Examples from files and objects, and the order in which training takes them."""
+"""Examples from files, objects and reasoning-gym, and the order in which training takes them."""
 
+import csv
+import dataclasses
 import functools
+import json
 import random
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from groupwise.errors import DataError, nearest
+from groupwise.config.text import GYM
+from groupwise.errors import ConfigError, DataError, UnknownNameError, nearest, require_extra
 from groupwise.seeding import derive_seed
-from groupwise.text.files import read, short
-from groupwise.text.reward_functions import ARGUMENTS
 
 Message = dict[str, str]
 Prompt = str | tuple[Message, ...]
 Completion = str | Sequence[Message]
 """As rewards read it: a text; after a prompt of messages, messages."""
+_EVAL_OFFSET = 2**30
 
 
 class Example(NamedTuple):
@@ -39,17 +42,21 @@ def load_examples(source: object, *, prompt_column: str = "prompt") -> list[Exam
         DataError: no examples, a row that cannot be read (names file and line), or a missing column.
         MissingExtraError: a Parquet file without the extra ``text``.
     """
-    where, rows = _rows(source)
-    rows = [{prompt_column: row} if isinstance(row, str) else row for row in rows]
+    where = str(source) if isinstance(source, str | Path) else "the data"
+    rows = [{prompt_column: row} if isinstance(row, str) else row for row in _rows(source, where)]
     if not rows:
         raise DataError(f"{where} has no examples; fix: at least one prompt")
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise DataError(
-                f"{where}, example {number}: expected a mapping of columns or a text; got {short(row)}; fix: {{'prompt': ...}}"
+                f"{where}, example {number}: expected a mapping of columns or a text; got {row!r:.80}; fix: {{'prompt': ...}}"
             )
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    _check_columns(where, columns, prompt_column)
+    if prompt_column not in columns:
+        there = ", ".join(sorted(map(repr, columns)))
+        raise DataError(
+            f"{where} has no column {prompt_column!r}; it has {there}; fix: prompt_column{nearest(prompt_column, columns)}"
+        )
     examples = [
         Example(
             _prompt(f"{where}, example {number}", row.get(prompt_column)),
@@ -60,6 +67,41 @@ def load_examples(source: object, *, prompt_column: str = "prompt") -> list[Exam
     if len({isinstance(example.prompt, str) for example in examples}) > 1:
         raise DataError(f"some prompts of {where} are texts and some are messages; fix: all of one kind")
     return examples
+
+
+def gym_examples(
+    name: str, *, size: int, part: Literal["train", "eval"] = "train", kwargs: Mapping[str, Any] | None = None
+) -> list[Example]:
+    """Examples of a task of reasoning-gym, with the columns ``task``, ``answer`` and ``metadata``.
+
+    The library draws item i from ``seed + i``; the seeds of the two parts are 2**30 apart.
+
+    Args:
+        name: ``reasoning-gym:<task>``.
+        kwargs: settings of the task.
+
+    Raises:
+        UnknownNameError: no such task.
+        ConfigError: a setting that the task does not have, or refuses.
+        MissingExtraError: the extra ``text`` is not installed.
+    """
+    require_extra("reasoning_gym", "text")
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    task, kwargs = name.removeprefix(GYM), kwargs or {}
+    if task not in DATASETS:
+        raise UnknownNameError("reasoning-gym task", task, DATASETS)
+    seed = derive_seed(0, "reasoning-gym") // 2 + (_EVAL_OFFSET if part == "eval" else 0)
+    try:
+        items = reasoning_gym.create_dataset(task, seed=seed, size=size, **kwargs)
+    except (TypeError, AssertionError) as error:
+        known = ", ".join(field.name for field in dataclasses.fields(DATASETS[task][1]))
+        raise ConfigError(f"data_kwargs of {GYM}{task}: {error}; fix: {known}") from error
+    return [
+        Example(item["question"], {"task": task, "answer": item["answer"], "metadata": item["metadata"]})
+        for item in items
+    ]
 
 
 def without_overlap(train: Sequence[Example], held_out: Sequence[Example]) -> list[Example]:
@@ -87,35 +129,81 @@ def shuffled(size: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def _rows(source: object) -> tuple[str, list[Any]]:
-    """Name and rows of the source."""
-    if isinstance(source, (str, Path)):
-        return str(source), read(Path(source))
-    if "pandas" in sys.modules and isinstance(source, sys.modules["pandas"].DataFrame):
-        return "the data frame", source.to_dict("records")
-    if isinstance(source, Mapping):
-        raise DataError(f"the data are a mapping of {_some(source)}; fix: one of its parts, such as data['train']")
-    if not isinstance(source, Iterable):
-        raise DataError(f"data = {short(source)}: expected a path or an iterable of examples; fix: a list of mappings")
-    return "the data", list(source)
-
-
-def _check_columns(where: str, columns: Sequence[str], prompt_column: str) -> None:
-    if prompt_column not in columns:
+def _rows(source: object, where: str) -> list[Any]:
+    if isinstance(source, str | Path):
+        source = _read(Path(source))
+    elif "pandas" in sys.modules and isinstance(source, sys.modules["pandas"].DataFrame):
+        source = source.to_dict("records")
+    if isinstance(source, Mapping) or not isinstance(source, Iterable):
         raise DataError(
-            f"{where} has no column {prompt_column!r}; it has {_some(columns)}; fix: prompt_column"
-            f"{nearest(prompt_column, columns)}"
+            f"{where}: expected a path or a list of examples; got {source!r:.80}; fix: a list of mappings, or one part of "
+            "a mapping, such as data['train']"
         )
-    for column in columns:
-        if column in ARGUMENTS:
-            raise DataError(f"{where} has a column {column!r}, which is an argument of every reward; fix: rename it")
+    return list(source)
+
+
+def _read(path: Path) -> Any:
+    """The content of a file: a list of rows, or else a mistake."""
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"data = {str(path)!r}: expected a file that ends in {', '.join(_READERS)}; fix: convert it")
+    if not path.is_file():
+        raise DataError(f"{str(path)!r}: there is no such file of prompts; fix: its path, seen from {Path.cwd()}")
+    try:
+        return reader(path)
+    except ValueError as error:  # also of JSON, Parquet and UTF-8
+        raise DataError(f"{path}, {error}; fix: save it as {path.suffix}, in UTF-8") from error
+
+
+def _read_jsonl(path: Path) -> list[Any]:
+    """A row for each line of JSON."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number}: {error.msg}") from error
+    return rows
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8-sig"))
+
+
+def _read_csv(path: Path) -> list[Any]:
+    rows: list[Any] = []
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    raise csv.Error("not as many fields as columns")
+                rows.append(row)
+        except csv.Error as error:
+            raise ValueError(f"near line {reader.line_num}: {error} (fields that hold commas need quotes)") from error
+    return rows
+
+
+def _read_parquet(path: Path) -> Any:
+    require_extra("pyarrow", "text")
+    from pyarrow.parquet import read_table
+
+    return read_table(path).to_pylist()
+
+
+_READERS: dict[str, Callable[[Path], Any]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
 
 
 def _prompt(where: str, prompt: object) -> Prompt:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, Sequence) or not prompt:
-        raise DataError(f"{where}: prompt = {short(prompt)}: expected a text or a list of messages; fix: the row")
+        raise DataError(f"{where}: prompt = {prompt!r:.80}: expected a text or a list of messages; fix: the row")
     return tuple(_message(where, message) for message in prompt)
 
 
@@ -123,7 +211,7 @@ def _message(where: str, message: object) -> Message:
     found = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     if found.keys() != {"role", "content"} or not all(isinstance(value, str) for value in found.values()):
         raise DataError(
-            f"{where}: message = {short(message)}: expected the texts role and content; fix: "
+            f"{where}: message = {message!r:.80}: expected the texts role and content; fix: "
             "{'role': 'user', 'content': '...'}"
         )
     return found
@@ -134,7 +222,3 @@ def _key(prompt: Prompt) -> tuple[str, ...]:
     if isinstance(prompt, str):
         return ("user", " ".join(prompt.split()))
     return tuple(" ".join(part.split()) for message in prompt for part in (message["role"], message["content"]))
-
-
-def _some(names: Iterable[object]) -> str:
-    return ", ".join(sorted(map(repr, names))) or "none"

@@ -12,16 +12,96 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
-from groupwise.errors import ConfigError, DataError, RewardError, nearest
+from groupwise.config.text import RewardCfg
+from groupwise.errors import ConfigError, DataError, RewardError, UnknownNameError, nearest
 from groupwise.text.data import Completion, Prompt
-from groupwise.text.files import short
-from groupwise.text.reward_functions import RewardFunction, RewardObject, is_async
+from groupwise.text.registered import check_settings, register
 
+Reward = Callable[..., Any]
+"""Maps keywords to a sequence of numbers or None, sync or async."""
+REWARDS: dict[str, Reward] = {}
+"""Registered ones; a class is instantiated with the settings."""
+ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Arguments of every function; no column may have such a name."""
 NEVER_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns that functions do not get."""
+
+
+class RewardObject:
+    """Base class of rewards that read columns named by their settings, or hold resources until the run ends."""
+
+    columns: tuple[str, ...] = ()
+    """Columns that every example must have."""
+
+    def close(self) -> None:
+        """Free its resources."""
+
+
+class RewardFunction(NamedTuple):
+    """A function and how it is called."""
+
+    name: str
+    call: Any
+    """A ``Reward``, perhaps a ``RewardObject``."""
+    weight: float = 1.0
+    settings: Mapping[str, Any] = {}
+    """Arguments of each call; columns of these names are not passed."""
+
+    def arguments(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings, and those of the keywords that the function takes."""
+        named = inspect.signature(self.call).parameters
+        anything = any(p.kind is p.VAR_KEYWORD for p in named.values())
+        return {name: value for name, value in keywords.items() if anything or name in named} | dict(self.settings)
+
+    def needed_columns(self) -> list[str]:
+        """Columns without which it cannot be called."""
+        if isinstance(self.call, RewardObject):
+            return [*self.call.columns]
+        named = inspect.signature(self.call).parameters.values()
+        keywords = [p for p in named if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty]
+        return [p.name for p in keywords if p.name not in {*ARGUMENTS, *self.settings}]
+
+
+def register_reward(name: str) -> Callable[[Reward], Reward]:
+    """Decorator: make a function available as ``RewardCfg(name=name)``.
+
+    Settings (``kwargs``) are arguments of the function. A class is instantiated with them once; its objects are called.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    return register("reward", REWARDS, name)
+
+
+def make_reward(cfg: RewardCfg, given: Reward | None = None) -> RewardFunction:
+    """The function that the settings describe.
+
+    Args:
+        given: the function itself, if it was given in Python.
+
+    Raises:
+        UnknownNameError: no such reward.
+        ConfigError: it does not take those settings.
+    """
+    if given is not None:
+        function = given.func if isinstance(given, partial) else given
+        name = function.__name__ if inspect.isroutine(function) else type(function).__name__
+        return RewardFunction(name, given, cfg.weight)
+    import groupwise.text.builtin_rewards  # noqa: F401  registers them
+
+    if cfg.name not in REWARDS:
+        raise UnknownNameError("reward", cfg.name, REWARDS)
+    reward = REWARDS[cfg.name]
+    is_class = inspect.isclass(reward)
+    # missing arguments of a function are columns
+    check_settings(f"reward {cfg.name!r}", reward, cfg.kwargs, complete=is_class)
+    if is_class:
+        return RewardFunction(cfg.name, reward(**cfg.kwargs), cfg.weight)
+    return RewardFunction(cfg.name, reward, cfg.weight, cfg.kwargs)
 
 
 class TrainingState(NamedTuple):
@@ -57,12 +137,16 @@ class RewardSet:
         self._metrics: dict[str, list[float]] = {}
 
     def check_columns(self, columns: Iterable[str], data: str = "data") -> None:
-        """Refuse data that lack a column of a function.
+        """Refuse data that lack a column of a function, or have one with the name of an argument.
 
         Raises:
             DataError: names the function, the column and those there are.
         """
         there = sorted(set(columns) - set(NEVER_COLUMNS))
+        if taken := set(there) & set(ARGUMENTS):
+            raise DataError(
+                f"the {data} have a column {min(taken)!r}, which is an argument of every reward; fix: rename it"
+            )
         for name, function in zip(self.names, self.functions, strict=True):
             for column in function.needed_columns():
                 if column not in there:
@@ -93,11 +177,11 @@ class RewardSet:
             "completions": list(completions),
             "completion_ids": [list(ids) for ids in completion_ids],
             "trainer_state": state or TrainingState(),
-            "log_extra": _discard,  # TRL prints such columns
+            "log_extra": lambda *_: None,  # TRL prints such columns
             "log_metric": self._log_metric,
         }
-        results = self._results([partial(f.call, **f.accepted(keywords)) for f in self.functions])
-        parts = [_numbers(name, result, len(prompts)) for name, result in zip(self.names, results, strict=True)]
+        results = zip(self.names, self._results(keywords), strict=True)
+        parts = [_numbers(name, result, len(prompts)) for name, result in results]
         return Scores(tuple(map(self._sum, zip(*parts, strict=True))), tuple(map(tuple, parts)))
 
     def take_logged(self) -> dict[str, float]:
@@ -115,13 +199,16 @@ class RewardSet:
             if isinstance(function.call, RewardObject):
                 function.call.close()
 
-    def _results(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The result of each call; async ones run at the same time, while the others do."""
-        started = [
-            asyncio.run_coroutine_threadsafe(_await(call), self._running_loop()).result if is_async(call) else call
-            for call in calls
-        ]
-        return [_result(name, call) for name, call in zip(self.names, started, strict=True)]
+    def _results(self, keywords: Mapping[str, Any]) -> list[Any]:
+        """The result of each function; async ones run at the same time, and while those after them do."""
+        started = []
+        for name, function in zip(self.names, self.functions, strict=True):
+            result = _result(name, partial(function.call, **function.arguments(keywords)))
+            if inspect.iscoroutine(result):
+                result = asyncio.run_coroutine_threadsafe(result, self._running_loop())
+            started.append(result)
+        results = zip(self.names, started, strict=True)
+        return [_result(name, result.result) if isinstance(result, Future) else result for name, result in results]
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         """One loop for all calls, as async clients are bound to it; in a thread, as notebooks run their own loop."""
@@ -143,10 +230,6 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-async def _await(call: Callable[[], Any]) -> Any:
-    return await call()
-
-
 def _result(name: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
@@ -159,30 +242,19 @@ def _result(name: str, call: Callable[[], Any]) -> Any:
 
 def _numbers(name: str, result: Any, count: int) -> list[float | None]:
     """The scores of a function; None for those that are None or not finite."""
-    if inspect.iscoroutine(result):
-        result.close()
-        raise RewardError(f"reward {name!r} returned a coroutine; fix: define it with async def")
-    if not isinstance(result, Iterable):
+    try:
+        values = [math.nan if value is None else float(value) for value in result]
+    except (TypeError, ValueError) as error:
         raise RewardError(
-            f"reward {name!r} returned {short(result)}; expected a list of {count} numbers, one for each completion; fix: its return"
-        )
-    values = list(result)
+            f"reward {name!r} returned {result!r:.80}: {error}; expected a list of {count} numbers, one for each completion "
+            "(None where it does not apply); fix: its return"
+        ) from error
     if len(values) != count:
         raise RewardError(
             f"reward {name!r} returned {len(values)} scores for {count} completions; fix: one for each, None where it "
             "does not apply"
         )
-    return [_number(name, number, value) for number, value in enumerate(values)]
-
-
-def _number(name: str, number: int, value: Any) -> float | None:
-    try:
-        score = math.nan if value is None else float(value)
-    except (TypeError, ValueError) as error:
-        raise RewardError(
-            f"reward {name!r} returned {short(value)} for completion {number}; expected a number or None; fix: its return"
-        ) from error
-    return score if math.isfinite(score) else None
+    return [value if math.isfinite(value) else None for value in values]
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:
@@ -191,6 +263,3 @@ def _distinct(names: Sequence[str]) -> tuple[str, ...]:
         name if name not in names[:place] else f"{name}_{names[:place].count(name) + 1}"
         for place, name in enumerate(names)
     )
-
-
-def _discard(*_: object) -> None: ...

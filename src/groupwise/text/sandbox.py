@@ -1,12 +1,18 @@
-"""Comparison of mathematical answers in a process with limits of time and memory."""
+"""Comparison of mathematical answers in a process with limits of time and memory.
+
+Run as a script, this module is that process: a pair of answers in, ``true`` or ``false`` out, one line of JSON each.
+"""
 
 import json
+import logging
+import os
 import subprocess
 import sys
 import threading
-from typing import Any
 
 _WARM_UP_LIMIT = 120.0
+_MEMORY = 4 * 2**30
+"""Bytes that the process may have; ``9**9**9`` wants more."""
 
 
 class MathVerifier:
@@ -34,12 +40,12 @@ class MathVerifier:
             process.kill()
             process.communicate()
 
-    def _ask(self, process: Any, wanted: str, given: str, limit: float) -> bool:
+    def _ask(self, process: subprocess.Popen[str], wanted: str, given: str, limit: float) -> bool:
         timer = threading.Timer(limit, process.kill)
         timer.start()
         try:
             print(json.dumps([wanted, given]), file=process.stdin, flush=True)
-            line = process.stdout.readline()
+            line = process.stdout.readline() if process.stdout else ""
         except BrokenPipeError:
             line = ""
         finally:
@@ -52,8 +58,39 @@ class MathVerifier:
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None:
-            command = [sys.executable, "-m", "groupwise.text.sandbox_worker"]
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, encoding="utf-8")
+            command = [sys.executable, "-m", "groupwise.text.sandbox"]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
             self._ask(self._process, "1/2", "0.5", _WARM_UP_LIMIT)  # imports take long
         return self._process
+
+
+def _same_mathematics(gold: str, answer: str) -> bool:
+    """Whether both are the same number, set or expression, read as LaTeX."""
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    # math_verify's other parser uses sympy's parse_expr, which is eval
+    wanted, given = (
+        parse(f"\\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=None, fallback_mode="no_fallback")
+        for text in (gold, answer)
+    )
+    return bool(wanted and given and verify(wanted, given, timeout_seconds=None))
+
+
+def _main() -> None:
+    if sys.platform != "win32":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    logging.disable()  # math_verify warns that it has no time limit; the other process has one
+    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # keep the output of libraries apart from the results
+    for line in sys.stdin:
+        try:
+            same = _same_mathematics(*json.loads(line))
+        except Exception:  # an answer that cannot be read, or is too large
+            same = False
+        print(json.dumps(same), file=results, flush=True)
+
+
+if __name__ == "__main__":
+    _main()

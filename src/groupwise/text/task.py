@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from groupwise.config.base import GIVEN
 from groupwise.config.text import GYM, RewardCfg, TextTaskCfg
 from groupwise.errors import ConfigError
-from groupwise.text.data import Example, load_examples, without_overlap
-from groupwise.text.gym import gym_examples
-from groupwise.text.reward_functions import Reward, make_reward
-from groupwise.text.rewards import RewardSet
+from groupwise.text.data import Example, gym_examples, load_examples, without_overlap
+from groupwise.text.rewards import Reward, RewardSet, make_reward
 from groupwise.text.tools import Tool, make_tool
 
 if TYPE_CHECKING:

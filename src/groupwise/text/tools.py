@@ -12,7 +12,6 @@ from typing import Any
 from groupwise.config.base import GIVEN
 from groupwise.config.text import TextTaskCfg
 from groupwise.errors import ConfigError, ToolError, UnknownNameError
-from groupwise.text.files import short
 from groupwise.text.registered import check_settings, register
 
 MAX_BITS = 512
@@ -65,8 +64,8 @@ def make_tool(cfg: TextTaskCfg, given: Callable[[str], str | None] | None = None
         raise UnknownNameError("tool", cfg.tool, TOOLS)
     registered = TOOLS[cfg.tool]
     is_class = inspect.isclass(registered)
-    text = () if is_class else [*inspect.signature(registered).parameters][:1]
-    check_settings(f"tool {cfg.tool!r}", registered, cfg.tool_kwargs, others=text, complete=True)
+    text = () if is_class else ("",)
+    check_settings(f"tool {cfg.tool!r}", registered, cfg.tool_kwargs, first=text, complete=True)
     made = registered(**cfg.tool_kwargs) if is_class else functools.partial(registered, **cfg.tool_kwargs)
     return made if isinstance(made, Tool) else _FunctionTool(made)
 
@@ -81,12 +80,12 @@ def ask(tool: Tool, text: str) -> str | None:
         answer: Any = tool(text)
     except Exception as error:
         raise ToolError(
-            f"the tool raised {type(error).__name__}: {error}\n  its input: {short(text)}\nfix: the tool; return errors "
+            f"the tool raised {type(error).__name__}: {error}\n  its input: {text!r:.80}\nfix: the tool; return errors "
             "that the model should read"
         ) from error
     if answer is None or isinstance(answer, str):
         return answer
-    raise ToolError(f"the tool returned {short(answer)}; expected a text, or None for no call; fix: str(...)")
+    raise ToolError(f"the tool returned {answer!r:.80}; expected a text, or None for no call; fix: str(...)")
 
 
 class _FunctionTool(Tool):

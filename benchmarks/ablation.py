@@ -87,10 +87,12 @@ def run(task: Task, variant: Variant, seed: int) -> Curve:
     import torch
 
     from groupwise import config
+    from groupwise.config.run import EvaluationCfg
     from groupwise.engines.base import Engine
     from groupwise.training.build import build_components
-    from groupwise.training.components import UserObjects, build_trainer
+    from groupwise.training.components import UserObjects
     from groupwise.training.env_evaluator import EnvEvaluator
+    from groupwise.training.trainer import Trainer
 
     torch.set_num_threads(1)
     algorithm = {"name": variant.name, **variant.algorithm}
@@ -99,11 +101,18 @@ def run(task: Task, variant: Variant, seed: int) -> Curve:
     parts = build_components(cfg, UserObjects(), Engine())
     if not variant.shared:
         parts.env.start = _apart(parts.env.start)  # type: ignore[attr-defined]
-    evaluator = EnvEvaluator(
-        cfg, UserObjects(), parts.algorithm.policy, episodes=task.episodes, deterministic=True, seed=10_000 + seed
-    )
+    evaluated = cfg.model_copy(update={"evaluation": EvaluationCfg(episodes=task.episodes)})
+    evaluator = EnvEvaluator(evaluated, UserObjects(), parts.policy, seed=10_000 + seed)
     curve: Curve = {"steps": [], "return": []}
-    build_trainer(parts, [_recorder(task, evaluator, curve)], Engine()).train()
+    Trainer(
+        parts.algorithm,
+        parts.collector,
+        parts.buffer,
+        num_steps=cfg.algorithm.num_steps,
+        total_steps=cfg.total_steps,
+        seed=seed,
+        callbacks=[_recorder(task, evaluator, curve)],
+    ).train()
     return curve
 
 

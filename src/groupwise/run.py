@@ -14,11 +14,11 @@ from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import GIVEN, explain
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import ModelCfg, PolicyCfg
-from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
+from groupwise.config.run import CommonCfg, EvaluationCfg, RunCfg, TextRunCfg
 from groupwise.engines.base import Engine
 from groupwise.engines.distributed import from_environment
 from groupwise.envs.base import GroupEnv
-from groupwise.errors import ConfigError, RunFolderError
+from groupwise.errors import ConfigError, RunFolderError, require_extra
 from groupwise.plugins import blaming_absence
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
@@ -29,7 +29,6 @@ from groupwise.training.base import Callback
 from groupwise.training.build import build_components
 from groupwise.training.checkpoint import load_checkpoint, load_policy, saved_steps
 from groupwise.training.components import Components, UserObjects, pick_device
-from groupwise.training.ending import closing_after
 from groupwise.training.env_evaluator import EnvEvaluator, record
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ class Run:
         """
         folder, objects, cfg = _reopen(path, given)
         parts = _rebuild(cfg, objects, folder, Engine())
-        with closing_after(parts.close):
+        with running.closing_after(parts.close):
             where = folder.checkpoints / checkpoint
             load_policy(parts.policy, load_checkpoint(where, parts.identity).policy, where)
         return cls(folder.path, parts.cfg, parts.algorithm, folder.read_summary(), objects)
@@ -156,6 +155,7 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
     Args:
         given: Python objects that replace what ``cfg`` names.
     """
+    _check_trackers(cfg)
     given, engine = given or UserObjects(), from_environment(pick_device(cfg.device).type)
     if engine.world_size > 1 and cfg.run_dir is None:
         raise ConfigError("several processes need one run folder, got run_dir=None; fix: set run_dir")
@@ -195,6 +195,7 @@ def resume(
                 f"total_steps = {total_steps:,}, but {folder.path} has {done:,} steps already; fix: a larger total_steps"
             )
         cfg = cfg.model_copy(update={"total_steps": total_steps})
+    _check_trackers(cfg)
     engine = from_environment(pick_device(cfg.device).type)
     parts = _rebuild(cfg, objects, folder, engine)
     summary = running.run(parts, folder, callbacks, engine, resume=True)
@@ -247,9 +248,9 @@ def evaluate(
         raise ConfigError(
             f"completions_per_prompt = {completions_per_prompt} is of text runs; got a run on {run.cfg.subject}, fix: more episodes"
         )
-    evaluator = EnvEvaluator(
-        run.cfg, run.given, run.policy, episodes=episodes or _DEFAULT_EPISODES, deterministic=greedy, seed=seed
-    )
+    evaluation = EvaluationCfg(episodes=episodes or _DEFAULT_EPISODES, deterministic=greedy)
+    cfg = run.cfg.model_copy(update={"evaluation": evaluation})
+    evaluator = EnvEvaluator(cfg, run.given, run.policy, seed=seed)
     with running.threads_for(run.policy), closing(evaluator):
         if video:  # first: it may fail
             record(run.cfg, run.given, run.policy, RunFolder(run.path).video, seed)
@@ -290,6 +291,12 @@ def sample(
     trained = run.policy if isinstance(run, Run) else load_trained(cfg, RunFolder(Path(run)), checkpoint, policy)
     tool = run.given.tool if isinstance(run, Run) else tool
     return write_texts(cfg, trained, prompt, count, deterministic=deterministic, seed=seed, tool=tool)
+
+
+def _check_trackers(cfg: CommonCfg) -> None:
+    """Raise a ``MissingExtraError`` for trackers that are not installed."""
+    for package in cfg.logging.report_to:
+        require_extra(package, "track")
 
 
 def _refuse_for_live(run: Run, checkpoint: str, objects: Mapping[str, Any]) -> None:

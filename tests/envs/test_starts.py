@@ -210,12 +210,9 @@ def test_evaluation_does_not_depend_on_earlier_ones_where_used_environments_star
             obs, _, *rest = super().step(action)
             return obs, self.state, *rest
 
-    cfg = RunCfg(env=EnvCfg(id="<given in Python>", max_episode_steps=9))
+    cfg = RunCfg(env=EnvCfg(id="<given in Python>", max_episode_steps=9), evaluation={"episodes": 2})
     policy = ActorCritic(Noisy.observation_space, Noisy.action_space, PolicyCfg(), actor_only=True)
-    evaluator = EnvEvaluator(
-        cfg, UserObjects(env=Rewarding), policy, episodes=2, deterministic=True, seed=0, start_mode="fresh"
-    )
-    with closing(evaluator):
+    with closing(EnvEvaluator(cfg, UserObjects(env=Rewarding), policy, seed=0, fresh=True)) as evaluator:
         assert evaluator() == evaluator()
 
 

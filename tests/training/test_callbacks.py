@@ -45,9 +45,9 @@ def test_evaluation_comes_every_interval_and_at_the_end_and_the_best_is_kept(par
     assert "algorithm" not in best.state
 
 
-def test_interval_shorter_than_an_iteration_evaluates_each_iteration(parts: Any):
+def test_interval_shorter_than_an_iteration_evaluates_each_iteration(parts: Any, tmp_path: Path):
     hears = AtEvaluation()
-    parts.trainer(Evaluate(scores(*range(9)), 3, None, HERE), hears, total_steps=40).train()
+    parts.trainer(Evaluate(scores(*range(9)), 3, tmp_path / "best", HERE), hears, total_steps=40).train()
     assert [steps for steps, _ in hears.seen] == [10, 20, 30, 40]
 
 
@@ -91,8 +91,8 @@ def test_every_iteration_is_in_the_file_when_it_ends(parts: Any, tmp_path: Path)
     assert (last["iteration"], last["env_steps"], last["mine/number"]) == (3, 30, 3.0)
 
 
-def test_stops_at_the_score(parts: Any):
-    trainer = parts.trainer(Evaluate(scores(1.0, 9.0, 9.0), 10, None, HERE), StopAtScore(9.0))
+def test_stops_at_the_score(parts: Any, tmp_path: Path):
+    trainer = parts.trainer(Evaluate(scores(1.0, 9.0, 9.0), 10, tmp_path / "best", HERE), StopAtScore(9.0))
     trainer.train()
     assert trainer.env_steps == 20
     assert trainer.stop_reason == "score: 9.0 reached the threshold 9"
@@ -105,10 +105,10 @@ def test_stops_when_time_is_over(parts: Any):
 
 
 @pytest.mark.parametrize(("interval", "count"), [(0.0, 4), (3600.0, 1)])
-def test_plain_lines_come_at_the_interval_and_at_the_end(interval: float, count: int, parts: Any):
+def test_plain_lines_come_at_the_interval_and_at_the_end(interval: float, count: int, parts: Any, tmp_path: Path):
     out = io.StringIO()
     progress = Progress("auto", interval, console=Console(file=out, width=40))
-    parts.trainer(Evaluate(scores(2.5, 2.5), 20, None, HERE), progress, total_steps=40).train()
+    parts.trainer(Evaluate(scores(2.5, 2.5), 20, tmp_path / "best", HERE), progress, total_steps=40).train()
     lines = out.getvalue().splitlines()
     assert len(lines) == count  # a file is no terminal, and a narrow one wraps no line
     assert "100%          40 / 40 steps" in lines[-1]

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 import groupwise as gw
 from groupwise.report.folder import RunFolder
 from groupwise.training.checkpoint import saved_steps
-from groupwise.training.ending import finishing_on_signal
+from groupwise.training.running import finishing_on_signal
 
 PPO = gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64)
 TINY: dict[str, Any] = {

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.comparison.aggregates import Estimate
 from groupwise.comparison.results import Comparison, EnvironmentResult
+from groupwise.report.curve import against_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +21,6 @@ NAME_WIDTH = 40
 
 def plot_comparison(found: Comparison, path: Path) -> None:
     """Writes a PNG: for each environment return against steps, and where each method ended."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     methods = list(dict.fromkeys(result.method for one in found.environments for result in one.methods))
@@ -28,7 +28,6 @@ def plot_comparison(found: Comparison, path: Path) -> None:
     rows = len(found.environments) + (found.overall is not None)
     height = max(2.9, 1.4 + 0.34 * len(methods)) * rows
     figure = Figure(figsize=(11, height + 0.3), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.add_gridspec(rows, 2, width_ratios=(3, 2))
     for row, one in enumerate(found.environments):
         _curves(figure.add_subplot(grid[row, 0]), one, looks)
@@ -47,8 +46,6 @@ def _look(place: int) -> dict[str, Any]:
 
 
 def _curves(axes: "Axes", found: EnvironmentResult, looks: dict[str, dict[str, Any]]) -> None:
-    from matplotlib.ticker import EngFormatter
-
     for result in found.methods:
         curve, look = result.curve, looks[result.method]
         marker = "o" if len(curve.env_steps) == 1 else None  # a line of one point would be invisible
@@ -61,10 +58,7 @@ def _curves(axes: "Axes", found: EnvironmentResult, looks: dict[str, dict[str, A
                 axes.vlines(curve.env_steps, curve.low, curve.high, color=look["color"], linewidth=1)
     kind = "episode return" if found.measure == "evaluation" else "training return"
     axes.set(title=found.environment, xlabel=found.unit, ylabel=f"{kind}, IQM of runs")
-    axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    against_steps(axes)
     axes.legend(frameon=False, loc="best", fontsize="small")
 
 

@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.report.scores import half_width_95
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TRAINING, EVALUATION = "#4c72b0", "#c44e52"
 
@@ -21,12 +24,9 @@ def plot_curve(
     Args:
         metrics: entries of ``metrics.jsonl``; nothing is drawn for keys that none of them has.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(7, 4.2), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     steps, returns = _column(metrics, "rollout/return_mean")
     if steps:
@@ -42,13 +42,20 @@ def plot_curve(
             label=label,
         )  # fmt: skip
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    against_steps(axes)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, loc="best")
+    figure.savefig(path)
+
+
+def against_steps(axes: "Axes") -> None:
+    """Format axes of curves against steps."""
+    from matplotlib.ticker import EngFormatter
+
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, loc="best")
-    figure.savefig(path)
 
 
 def _column(metrics: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:

@@ -237,8 +237,13 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _replace(path: Path, text: str) -> None:
     """Write a file atomically."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
+    write_through(partial, text.encode())
+    os.replace(partial, path)
+
+
+def write_through(path: Path, data: bytes) -> None:
+    """Write a file that survives a power cut."""
+    with path.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, path)

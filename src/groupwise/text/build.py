@@ -34,7 +34,7 @@ from groupwise.text.rollout import TextBuffer
 from groupwise.text.task import TextTask
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
-from groupwise.training.components import Components, UserObjects, check_trackers, pick_device
+from groupwise.training.components import Components, UserObjects, pick_device
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +58,6 @@ class TextComponents(Components):
             return None
         seed = derive_seed(self.cfg.seed, "evaluation")
         return TextEvaluator(self.task, self.held_out, self.cfg, self.policy, seed=seed)
-
-    def evaluation_interval(self) -> int | None:
-        """Tokens between two evaluations."""
-        return self.cfg.evaluation.interval
 
     def notes(self) -> list[str]:
         """Number of prompts and of trained parameters."""
@@ -90,7 +86,6 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
         MissingExtraError: the extra ``text`` is not installed.
     """
     require_extra("transformers", "text")
-    check_trackers(cfg)
     algorithm_type = algorithm_entry(cfg.algorithm.name).load()
     task = TextTask.from_cfg(cfg.task, given)
     rewards = task.rewards()

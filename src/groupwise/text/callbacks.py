@@ -10,7 +10,8 @@ from groupwise.config.run import SamplerMismatchCfg
 from groupwise.errors import SamplerMismatchError
 from groupwise.text.collector import TextCollector
 from groupwise.text.transcripts import Scored
-from groupwise.training.base import Callback, EvaluationReport
+from groupwise.training.base import Callback
+from groupwise.training.evaluation import EvaluationResult
 
 if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
@@ -60,7 +61,7 @@ class LogGroups(Callback):
         self.collector = collector
         self.num_groups = num_groups
 
-    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationReport) -> None:
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
         """Write them."""
         import pyarrow
         import pyarrow.parquet

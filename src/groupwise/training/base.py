@@ -1,38 +1,13 @@
-"""Callbacks and evaluation reports."""
+"""The events of a run."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
 if TYPE_CHECKING:
+    from groupwise.training.evaluation import EvaluationResult
     from groupwise.training.trainer import Trainer
-
-
-@runtime_checkable
-class EvaluationReport(Protocol):
-    """Scores of a policy in episodes of an environment, or at prompts."""
-
-    @property
-    def episodes(self) -> int:
-        """How many episodes, or prompts."""
-
-    @property
-    def return_mean(self) -> float:
-        """Mean return of an episode, or reward of a completion."""
-
-    @property
-    def ci95(self) -> tuple[float, float] | None:
-        """95 % confidence interval of that; None for a single one."""
-
-    def metrics(self) -> dict[str, float]:
-        """``eval/*`` numbers for the log."""
-
-    def line(self) -> str:
-        """The result as a line that scripts can read."""
-
-    def report(self) -> dict[str, Any]:
-        """All of it as plain data."""
 
 
 class Callback:
@@ -47,7 +22,7 @@ class Callback:
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """After the update."""
 
-    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationReport) -> None:
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: "EvaluationResult") -> None:
         """After an evaluation, before its iteration ends."""
 
     def on_checkpoint(self, trainer: "Trainer", path: Path) -> None:

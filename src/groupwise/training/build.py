@@ -17,7 +17,7 @@ from groupwise.config.base import GIVEN
 from groupwise.config.env import StartMode
 from groupwise.config.registry import algorithm_entry
 from groupwise.config.run import RunCfg
-from groupwise.data.rollout import RolloutBuffer, TensorSpec
+from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.make import make_env, torch_fix
@@ -30,7 +30,7 @@ from groupwise.report.video import NoPictureError
 from groupwise.seeding import derive_seed
 from groupwise.speed.install import install
 from groupwise.training.checkpoint import Identity
-from groupwise.training.components import Components, UserObjects, check_trackers, pick_device, threads
+from groupwise.training.components import Components, UserObjects, pick_device, threads
 from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, record, separate_env
 
 log = logging.getLogger(__name__)
@@ -48,20 +48,8 @@ class EnvComponents(Components):
         if separate_env(self.cfg.env, self.given.env) is None:
             log.warning("no evaluation: %s was given ready-made and cannot be made a second time", self.identity.env_id)
             return None
-        start_mode = self._start_mode()
-        return EnvEvaluator(
-            self.cfg,
-            self.given,
-            self.policy,
-            episodes=self.cfg.evaluation.episodes,
-            deterministic=self.cfg.evaluation.deterministic,
-            seed=derive_seed(self.cfg.seed, "evaluation"),
-            start_mode="fresh" if start_mode == "fresh" else "auto",
-        )
-
-    def evaluation_interval(self) -> int | None:
-        """Environment steps between two evaluations."""
-        return self.cfg.evaluation.interval
+        seed = derive_seed(self.cfg.seed, "evaluation")
+        return EnvEvaluator(self.cfg, self.given, self.policy, seed=seed, fresh=self._start_mode() == "fresh")
 
     def notes(self) -> list[str]:
         """How the members of a group share their start."""
@@ -110,7 +98,6 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine) -> EnvComp
         on_error="raise" if not isinstance(grpo, GRPOCfg) or grpo.collection.on_env_error == "raise" else "report",
         device=device,
     )
-    _check_obs(cfg, env)
     cfg = _with_max_length(cfg, env)
     policy = build_policy(cfg, env, given, algorithm_type).to(device)
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
@@ -147,7 +134,6 @@ def build_policy(cfg: RunCfg, env: VectorEnv, given: UserObjects, algorithm_type
 def _check(cfg: RunCfg, given: UserObjects, algorithm_type: type[BaseAlgorithm]) -> None:
     if cfg.env.id == GIVEN and given.env is None:
         raise ConfigError("the environment was given in Python; fix: give it again as env=...")
-    check_trackers(cfg)
     if cfg.evaluation.interval is not None and separate_env(cfg.env, given.env) is None:
         raise no_second_env(given.env)
     if given.policy is not None and given.policy.actor_only and not algorithm_type.actor_only:
@@ -158,18 +144,6 @@ def _check(cfg: RunCfg, given: UserObjects, algorithm_type: type[BaseAlgorithm])
         raise ConfigError(
             f"{algorithm_type.__name__} is grouped, but {type(cfg.algorithm).__name__} has no group_size; "
             "fix: derive the config from GRPOCfg"
-        )
-
-
-def _check_obs(cfg: RunCfg, env: VectorEnv) -> None:
-    """Refuse the nearest-neighbour baseline for observations that are not vectors of floats."""
-    if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.credit.baseline.name != "knn":
-        return
-    spec = env.obs_spec
-    if not isinstance(spec, TensorSpec) or not spec.dtype.is_floating_point or len(spec.shape) != 1:
-        raise ConfigError(
-            f"credit.baseline='knn' needs observations that are vectors of floats; {env.env_id} has "
-            f"{env.observation_space}; fix: baseline='mean' with group_key='group_step'"
         )
 
 

@@ -1,20 +1,23 @@
 """Built-in callbacks: evaluate, log, show, save, stop.
 
-Their order in a run: the user's, TimeLimit, Evaluate, StopAtScore, logs, Progress, SaveCheckpoints. So logs have what
-others add to the metrics, the last iteration is evaluated, and a checkpoint covers what the logs hold.
+``build_callbacks`` orders them: logs have what others add to the metrics, the last iteration is evaluated, and a
+checkpoint covers what the logs hold.
 """
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDict
 
 from groupwise.errors import DivergedError
-from groupwise.training.base import Callback, EvaluationReport
+from groupwise.report.folder import RunFolder
+from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Checkpoint, Identity, save_checkpoint
+from groupwise.training.components import Components, Evaluator
+from groupwise.training.evaluation import EvaluationResult
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,17 +25,41 @@ if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
 
 
+def build_callbacks(
+    parts: Components, folder: RunFolder, users: Sequence[Callback], evaluator: Evaluator | None, rank: int
+) -> list[Callback]:
+    """The user's callbacks and those of the settings, in their order; only the user's on ranks above 0."""
+    if rank != 0:
+        return [*users]
+    cfg, stop, logging = parts.cfg, parts.cfg.stop, parts.cfg.logging
+    tenth = max(1, cfg.total_steps // 10)
+    built: list[Callback] = [*users, *parts.own_callbacks(folder)]
+    if stop.time_limit is not None:
+        built.append(TimeLimit(stop.time_limit))
+    if evaluator is not None:
+        built.append(Evaluate(evaluator, cfg.evaluation.interval or tenth, folder.best, parts.identity))
+    if stop.return_threshold is not None:
+        built.append(StopAtScore(stop.return_threshold))
+    built.append(MetricsLog(folder.metrics))
+    if "tensorboard" in logging.report_to:
+        built.append(TensorBoard(folder.tensorboard))
+    if "wandb" in logging.report_to:
+        built.append(WandB(folder.path, folder.read_id(), cfg.model_dump(mode="json")))
+    if logging.progress != "none":
+        title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"
+        built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
+    return [*built, SaveCheckpoints(folder.latest, cfg.checkpoint_interval or tenth, parts.identity)]
+
+
 class Evaluate(Callback):
     """Evaluates every ``interval`` environment steps and after the last one; keeps the weights of the best evaluation.
 
     Args:
         evaluate: plays the episodes.
-        best: folder for the policy with the highest mean return so far; None saves none.
+        best: folder for the policy with the highest mean return so far.
     """
 
-    def __init__(
-        self, evaluate: Callable[[], EvaluationReport], interval: int, best: Path | None, identity: Identity
-    ) -> None:
+    def __init__(self, evaluate: Callable[[], EvaluationResult], interval: int, best: Path, identity: Identity) -> None:
         self.evaluate = evaluate
         self.interval = interval
         self.best = best
@@ -60,10 +87,9 @@ class Evaluate(Callback):
         self.best_return = state["best_return"]
 
     def _save(self, trainer: "Trainer") -> None:
-        if self.best is not None:
-            _check_weights(trainer)
-            counters = {"iteration": trainer.iteration, "env_steps": trainer.env_steps, "return_mean": self.best_return}
-            save_checkpoint(self.best, Checkpoint(trainer.algorithm.policy.state_dict(), counters), self.identity)
+        _check_weights(trainer)
+        counters = {"iteration": trainer.iteration, "env_steps": trainer.env_steps, "return_mean": self.best_return}
+        save_checkpoint(self.best, Checkpoint(trainer.algorithm.policy.state_dict(), counters), self.identity)
 
 
 class SaveCheckpoints(Callback):
@@ -107,32 +133,83 @@ class MetricsLog(Callback):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: IO[str] | None = None
         self._written = 0
 
     def on_training_start(self, trainer: "Trainer") -> None:
-        """Open the file; a resumed run appends."""
+        """Go on after the iterations of a resumed run."""
         self._written = trainer.iteration
-        self._file = self.path.open("a", buffering=1, encoding="utf-8")
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Write a line."""
-        self._write(trainer, metrics)
+        self._write(trainer)
 
     def on_interrupt(self, trainer: "Trainer") -> None:
         """Write the last complete iteration, if an error of another callback came first."""
         if trainer.iteration != self._written:
-            self._write(trainer, trainer.metrics)
+            self._write(trainer)
+
+    def _write(self, trainer: "Trainer") -> None:
+        self._written = trainer.iteration
+        entry = {"iteration": trainer.iteration, "env_steps": trainer.env_steps, **trainer.metrics}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+class TensorBoard(Callback):
+    """Writes the metrics as TensorBoard events against environment steps."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._writer: Any = None
+
+    def on_training_start(self, trainer: "Trainer") -> None:
+        """Open the event file."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides what a killed run wrote after its last checkpoint
+        self._writer = SummaryWriter(str(self.folder), purge_step=trainer.env_steps + 1)
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Write every number."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, trainer.env_steps)
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
 
-    def _write(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        assert self._file is not None
-        self._written = trainer.iteration
-        self._file.write(json.dumps({"iteration": trainer.iteration, "env_steps": trainer.env_steps, **metrics}) + "\n")
+
+class WandB(Callback):
+    """Sends the metrics to Weights & Biases, or keeps them in the run folder with ``WANDB_MODE=offline``.
+
+    Args:
+        run_id: unique; a resumed run keeps it.
+    """
+
+    def __init__(self, folder: Path, run_id: str, config: dict[str, Any]) -> None:
+        self.folder = folder
+        self.run_id = run_id
+        self.config = config
+        self._run: Any = None
+
+    def on_training_start(self, trainer: "Trainer") -> None:
+        """Open the run, or go on with it."""
+        import wandb
+
+        self._run = wandb.init(
+            project="groupwise", id=self.run_id, name=self.folder.name, dir=str(self.folder),
+            config=self.config, resume="allow",
+        )  # fmt: skip
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Send every number."""
+        self._run.log(metrics, step=trainer.env_steps)
+
+    def close(self) -> None:
+        """Finish the run."""
+        if self._run is not None:
+            self._run.finish()
 
 
 class StopAtScore(Callback):
@@ -141,7 +218,7 @@ class StopAtScore(Callback):
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
 
-    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationReport) -> None:
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
         """Stop if the score is reached."""
         if evaluation.return_mean >= self.threshold:
             trainer.stop(f"score: {evaluation.return_mean:.1f} reached the threshold {self.threshold:g}")
@@ -201,7 +278,7 @@ class Progress(Callback):
             self._task = self.bar.add_task("", total=trainer.total_steps, completed=trainer.env_steps)
             self.bar.start()
 
-    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationReport) -> None:
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
         """Keep the score for the next line."""
         self._evaluated = evaluation.return_mean
 

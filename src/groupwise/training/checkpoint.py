@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from groupwise.envs.base import VectorEnv
 from groupwise.errors import CheckpointError
+from groupwise.report.folder import write_through
 
 FORMAT = 2
 POLICY, ALGORITHM, STATE, MANIFEST = "policy.safetensors", "algorithm.safetensors", "state.json", "manifest.json"
@@ -72,7 +73,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, identity: Identity) ->
     }
     manifest = {"format": FORMAT, **identity._asdict(), "sha256": {name: _digest(data) for name, data in files.items()}}
     for name, data in (files | {MANIFEST: json.dumps(manifest, indent=1).encode()}).items():
-        _write_through(partial / name, data)
+        write_through(partial / name, data)
     _sync_folder(partial)
     _swap(partial, folder, previous)
 
@@ -248,13 +249,6 @@ def _swap(partial: Path, folder: Path, previous: Path) -> None:
     os.replace(partial, folder)
     _sync_folder(folder.parent)
     shutil.rmtree(previous, ignore_errors=True)
-
-
-def _write_through(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The parts of a run, shared by environments and texts, and its callbacks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -10,15 +10,14 @@ import torch
 
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.base import Collector
-from groupwise.config.run import CommonCfg
+from groupwise.config.run import RunCfg, TextRunCfg
 from groupwise.data.rollout import RolloutBuffer
-from groupwise.errors import ConfigError, nearest, require_extra
+from groupwise.errors import ConfigError, nearest
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
-from groupwise.training.base import Callback, EvaluationReport
-from groupwise.training.callbacks import Evaluate, MetricsLog, Progress, SaveCheckpoints, StopAtScore, TimeLimit
+from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Identity
-from groupwise.training.loggers import TensorBoard, WandB
+from groupwise.training.evaluation import EvaluationResult
 
 
 class UserObjects(NamedTuple):
@@ -58,7 +57,7 @@ class Evaluator(ABC):
     """Evaluates a policy apart from training, in the same way at each call."""
 
     @abstractmethod
-    def __call__(self) -> EvaluationReport:
+    def __call__(self) -> EvaluationResult:
         """Scores of the policy as it is now."""
 
     @abstractmethod
@@ -75,7 +74,7 @@ class Components(ABC):
     axes: ClassVar[tuple[str, str]] = ("environment steps", "episode return")
     """Labels of the learning curve."""
 
-    cfg: CommonCfg
+    cfg: RunCfg | TextRunCfg
     """The settings, completed by what the environment or the data determines."""
     given: UserObjects
     algorithm: BaseAlgorithm
@@ -91,10 +90,6 @@ class Components(ABC):
     @abstractmethod
     def evaluator(self) -> Evaluator | None:
         """The evaluator of training; None if there can be none."""
-
-    @abstractmethod
-    def evaluation_interval(self) -> int | None:
-        """Steps between two evaluations, if set."""
 
     def notes(self) -> list[str]:
         """Lines to print when training starts."""
@@ -114,33 +109,6 @@ class Components(ABC):
     def close(self) -> None:
         """Free the run's own resources."""
         self.collector.close()
-
-
-def build_callbacks(
-    parts: Components, folder: RunFolder, users: Sequence[Callback], evaluator: Evaluator | None, rank: int
-) -> list[Callback]:
-    """The user's callbacks and those of the settings, in the order of ``callbacks.py``; only the user's on ranks above 0."""
-    cfg = parts.cfg
-    if rank != 0:
-        return [*users]
-    tenth = max(1, cfg.total_steps // 10)
-    stop, logging = cfg.stop, cfg.logging
-    built: list[Callback] = [*users, *parts.own_callbacks(folder)]
-    if stop.time_limit is not None:
-        built.append(TimeLimit(stop.time_limit))
-    if evaluator is not None:
-        built.append(Evaluate(evaluator, parts.evaluation_interval() or tenth, folder.best, parts.identity))
-    if stop.return_threshold is not None:
-        built.append(StopAtScore(stop.return_threshold))
-    built.append(MetricsLog(folder.metrics))
-    if "tensorboard" in logging.report_to:
-        built.append(TensorBoard(folder.tensorboard))
-    if "wandb" in logging.report_to:
-        built.append(WandB(folder.path, folder.read_id(), cfg.model_dump(mode="json")))
-    if logging.progress != "none":
-        title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"
-        built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
-    return [*built, SaveCheckpoints(folder.latest, cfg.checkpoint_interval or tenth, parts.identity)]
 
 
 @contextmanager
@@ -165,13 +133,3 @@ def pick_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device = {name!r}, but torch finds no GPU; fix: device='cpu' or 'auto'")
     return torch.device(name)
-
-
-def check_trackers(cfg: CommonCfg) -> None:
-    """Refuse trackers that are not installed.
-
-    Raises:
-        MissingExtraError: one is not.
-    """
-    for package in cfg.logging.report_to:
-        require_extra(package, "track")

@@ -1,7 +1,6 @@
 """Evaluation and video of a run's policy in environments of its own."""
 
 from pathlib import Path
-from typing import Literal
 
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.env import EnvCfg
@@ -21,12 +20,12 @@ _MAKE_VEC_KWARGS = {"num_envs", "vectorization_mode", "vector_kwargs"}
 
 
 class EnvEvaluator(Evaluator):
-    """Plays episodes in environments of its own.
+    """Plays the episodes that ``cfg.evaluation`` describes, in environments of its own.
 
     Args:
         seed: of the episodes. Each call plays the same ones, so two evaluations differ by the policy alone.
-        start_mode: "fresh" starts each episode in a new environment, for environments that start elsewhere when used.
-            Else a resumed run would get other scores.
+        fresh: start each episode in a new environment, for environments that start elsewhere when used. Else a
+            resumed run would get other scores.
 
     Raises:
         ConfigError: the environment cannot be made a second time.
@@ -38,10 +37,8 @@ class EnvEvaluator(Evaluator):
         given: UserObjects,
         policy: Policy,
         *,
-        episodes: int,
-        deterministic: bool,
         seed: int,
-        start_mode: Literal["auto", "fresh"] = "auto",
+        fresh: bool = False,
     ) -> None:
         separate = separate_env(cfg.env, given.env)
         if separate is None:
@@ -49,13 +46,13 @@ class EnvEvaluator(Evaluator):
         env_cfg, source = separate
         self.cfg = cfg
         self.policy = policy
-        self.episodes = episodes
-        self.deterministic = deterministic
         self.seed = seed
         self.env: GroupEnv = make_env(
-            env_cfg.model_copy(update={"start_mode": start_mode}),
+            env_cfg.model_copy(update={"start_mode": "fresh" if fresh else "auto"}),
             grouped=True,
-            num_envs=min(episodes, env_cfg.num_envs if env_cfg.vectorization == "async" else MAX_EVALUATION_ENVS),
+            num_envs=min(
+                cfg.evaluation.episodes, env_cfg.num_envs if env_cfg.vectorization == "async" else MAX_EVALUATION_ENVS
+            ),
             env=source,
             verify=False,
             device=policy.device,
@@ -68,9 +65,9 @@ class EnvEvaluator(Evaluator):
         return evaluate_policy(
             self.policy,
             self.env,
-            episodes=self.episodes,
+            episodes=self.cfg.evaluation.episodes,
             seed=self.seed,
-            deterministic=self.deterministic,
+            deterministic=self.cfg.evaluation.deterministic,
             max_steps=MAX_STEPS if self.env.max_episode_steps is not None or horizon is None else horizon,
         )
 

@@ -1,25 +1,34 @@
 """A run from its first or next iteration to its end, with its run folder."""
 
+import logging
 import re
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
+from groupwise import plugins
+from groupwise.config.algorithm import GRPOCfg
 from groupwise.engines.base import Engine
+from groupwise.errors import DataError, DivergedError
 from groupwise.policies.base import Policy
 from groupwise.report.curve import plot_curve
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import scores_of
 from groupwise.seeding import derive_seed
 from groupwise.training.base import Callback
-from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy
-from groupwise.training.components import Components, build_callbacks, threads
-from groupwise.training.ending import closing_after, failure, finishing_on_signal, interruption, is_interruption
+from groupwise.training.callbacks import build_callbacks
+from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, saved_steps
+from groupwise.training.components import Components, UserObjects, threads
+from groupwise.training.signals import handling
 from groupwise.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 SMALL_TENSOR = 2**17
 """Elements; networks without larger matrices run fastest on one thread."""
@@ -54,12 +63,6 @@ def run(
     return summary
 
 
-def threads_for(policy: Policy) -> AbstractContextManager[None]:
-    """One thread for small networks on the CPU, where more only add overhead."""
-    small = all(p.dim() <= 2 and p.numel() <= SMALL_TENSOR for p in policy.parameters())
-    return threads(1 if small else torch.get_num_threads())
-
-
 def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine) -> None:
     """Load the latest checkpoint, and cut the logs back to it. A run without a checkpoint begins again."""
     where = "; no checkpoint was saved, so training begins again"
@@ -75,6 +78,100 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
         _print(f"resuming from step {trainer.env_steps:,} of {parts.cfg.total_steps:,}{where}")
 
 
+def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine) -> dict[str, Any]:
+    """Train; write summary and curve, also after an error."""
+    cfg, stopped = parts.cfg, "failed"
+    try:
+        with finishing_on_signal(trainer):
+            trainer.train()
+        stopped = trainer.stop_reason or "total_steps"
+    except (KeyboardInterrupt, Exception) as error:
+        if _is_interruption(error, trainer):
+            stopped = "interrupted"
+            raise KeyboardInterrupt(_interruption(error, folder, parts.given)) from error
+        error.add_note(_failure(error, trainer, parts, folder))
+        raise
+    finally:
+        summary = {parts.kind: cfg.subject, "algorithm": cfg.algorithm.name, "seed": cfg.seed, "stopped": stopped}
+        if engine.rank == 0:
+            metrics = folder.read_metrics()
+            summary |= scores_of(metrics) | peak_memory(parts.policy.device) | parts.summary_fields()
+            folder.write_summary(summary)
+            plot_curve(metrics, folder.curve, f"{cfg.subject}, {cfg.algorithm.name}, seed {cfg.seed}", *parts.axes)
+    return summary
+
+
+@contextmanager
+def finishing_on_signal(trainer: Trainer) -> Iterator[None]:
+    """Let the first SIGINT or SIGTERM end training after the running iteration, and the second at once."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if trainer.interrupted:
+            raise KeyboardInterrupt
+        trainer.interrupt()
+        log.warning("interrupted: finishing and saving this iteration; interrupt again to stop at once")
+
+    with handling(handle, signal.SIGINT, signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def closing_after(close: Callable[[], None]) -> Iterator[None]:
+    """Close in the end. After an error, that error is raised, also if closing fails."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            close()
+        raise
+    close()
+
+
+def _is_interruption(error: BaseException, trainer: Trainer) -> bool:
+    """Whether an interrupt ended training: itself, or an error it caused in environments, whose processes it reaches, too."""
+    of_rollout = trainer.doing == "collecting" and not isinstance(error, DataError | DivergedError)
+    return isinstance(error, KeyboardInterrupt) or (trainer.interrupted and of_rollout)
+
+
+def _interruption(error: BaseException, folder: RunFolder, given: UserObjects) -> str:
+    """The message of an interrupted run."""
+    besides = "" if isinstance(error, KeyboardInterrupt) else f" (the rollout ended with {error!r})"
+    return f"interrupted{besides}; {_saved(folder)}; continue with: {_resume(folder, given)}"
+
+
+def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: RunFolder) -> str:
+    """The note on an error that ended training: where it was, what is saved, how to continue."""
+    collecting = trainer.doing == "collecting"
+    where = f"in iteration {trainer.iteration + 1}" if collecting else f"after iteration {trainer.iteration}"
+    algorithm = parts.cfg.algorithm
+    lines = [
+        f"groupwise: {type(error).__name__} ended training on {parts.identity.env_id} {where} (step {trainer.env_steps:,})",
+        _saved(folder),
+        f"when it is fixed, continue with: {_resume(folder, parts.given)}",
+    ]
+    groups = isinstance(algorithm, GRPOCfg) and algorithm.collection.on_env_error == "raise"
+    if collecting and groups and not isinstance(error, DataError):
+        lines.append("if the environment fails now and then: collection.on_env_error='retry' or 'drop'")
+    return "; ".join(lines)
+
+
+def _saved(folder: RunFolder) -> str:
+    steps = saved_steps(folder.latest)
+    return "nothing was saved yet" if steps is None else f"saved after step {steps:,}"
+
+
+def _resume(folder: RunFolder, given: UserObjects) -> str:
+    if not given.names():
+        return f"groupwise resume {folder.path}{plugins.options(plugins.loaded())}"
+    return f"gw.resume({str(folder.path)!r}, {', '.join(f'{name}=...' for name in given.names())})"
+
+
+def threads_for(policy: Policy) -> AbstractContextManager[None]:
+    """One thread for small networks on the CPU, where more only add overhead."""
+    small = all(p.dim() <= 2 and p.numel() <= SMALL_TENSOR for p in policy.parameters())
+    return threads(1 if small else torch.get_num_threads())
+
+
 def peak_memory(device: torch.device) -> dict[str, float]:
     """Peak memory in MiB: resident, of this process without its workers (on Linux), and of torch's tensors on a GPU."""
     found = {}
@@ -88,26 +185,3 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine) -> dict[str, Any]:
-    """Train; write summary and curve, also after an error."""
-    cfg, stopped = parts.cfg, "failed"
-    try:
-        with finishing_on_signal(trainer):
-            trainer.train()
-        stopped = trainer.stop_reason or "total_steps"
-    except (KeyboardInterrupt, Exception) as error:
-        if is_interruption(error, trainer):
-            stopped = "interrupted"
-            raise KeyboardInterrupt(interruption(error, folder, parts.given)) from error
-        error.add_note(failure(error, trainer, parts, folder))
-        raise
-    finally:
-        summary = {parts.kind: cfg.subject, "algorithm": cfg.algorithm.name, "seed": cfg.seed, "stopped": stopped}
-        if engine.rank == 0:
-            metrics = folder.read_metrics()
-            summary |= scores_of(metrics) | peak_memory(parts.policy.device) | parts.summary_fields()
-            folder.write_summary(summary)
-            plot_curve(metrics, folder.curve, f"{cfg.subject}, {cfg.algorithm.name}, seed {cfg.seed}", *parts.axes)
-    return summary

@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
 from groupwise.config import presets
-from groupwise.config.algorithm import GRPOCfg, PPOCfg
+from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg, PPOCfg
 from groupwise.config.base import Cfg
 from groupwise.config.choices import Choice
 from groupwise.config.run import RunCfg, TextRunCfg
@@ -50,7 +50,7 @@ def config_classes() -> list[type[Cfg]]:
     found: list[type[Cfg]] = []
 
     def visit(cls: type[Cfg]) -> None:
-        if cls in found or cls is Cfg:
+        if cls in (*found, Cfg, Choice):
             return
         for base in cls.__bases__:
             if issubclass(base, Cfg):
@@ -74,7 +74,7 @@ def families() -> dict[str, list[type[Cfg]]]:
 
 def _members(kind: Any) -> list[type[Cfg]]:
     """The classes of a choice: a registered family, or a union of classes with a name. Empty if it is none."""
-    if isinstance(kind, type) and issubclass(kind, Choice):
+    if isinstance(kind, type) and issubclass(kind, Choice) and not issubclass(kind, AlgorithmCfg):
         return list(kind.members())
     parts = list(_config_types(kind))
     return parts if len(parts) > 1 and all("name" in part.model_fields for part in parts) else []

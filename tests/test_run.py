@@ -15,7 +15,6 @@ from tensordict import TensorDict
 import groupwise as gw
 from groupwise import config
 from groupwise.algorithms.ppo import PPO
-from groupwise.config.registry import register_algorithm
 
 TINY: dict[str, Any] = {
     "algorithm": gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64),
@@ -188,7 +187,7 @@ class PatientCfg(gw.PPOCfg):
     """Iterations."""
 
 
-@register_algorithm(PatientCfg)
+@gw.register_algorithm(PatientCfg)
 class Patient(PPO):
     """PPO that reports its patience."""
 

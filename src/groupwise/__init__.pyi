@@ -14,13 +14,12 @@ from groupwise.collectors.torch_vector import TorchVectorCollector as TorchVecto
 from groupwise.collectors.vector import VectorCollector as VectorCollector
 from groupwise.comparison.runs import compare as compare
 from groupwise.config import load_config as load_config
-from groupwise.config.algorithm import AlgorithmCfg as AlgorithmCfg, CollectionCfg as CollectionCfg, CreditCfg as CreditCfg, GRPOCfg as GRPOCfg, ObjectiveCfg as ObjectiveCfg, PPOCfg as PPOCfg
+from groupwise.config.algorithm import AlgorithmCfg as AlgorithmCfg, CollectionCfg as CollectionCfg, CreditCfg as CreditCfg, GRPOCfg as GRPOCfg, ObjectiveCfg as ObjectiveCfg, PPOCfg as PPOCfg, register_algorithm as register_algorithm
 from groupwise.config.choices import register_recipe as register_recipe
 from groupwise.config.credit import BaselineCfg as BaselineCfg
 from groupwise.config.env import EnvCfg as EnvCfg
 from groupwise.config.objective import TrustRegionCfg as TrustRegionCfg
 from groupwise.config.policy import EvalSamplingCfg as EvalSamplingCfg, LoRACfg as LoRACfg, ModelCfg as ModelCfg, PolicyCfg as PolicyCfg, SamplingCfg as SamplingCfg
-from groupwise.config.registry import register_algorithm as register_algorithm
 from groupwise.config.run import SamplerMismatchCfg as SamplerMismatchCfg, EvaluationCfg as EvaluationCfg, LoggingCfg as LoggingCfg, RunCfg as RunCfg, StopCfg as StopCfg, TextEvaluationCfg as TextEvaluationCfg, TextRunCfg as TextRunCfg
 from groupwise.config.text import RewardCfg as RewardCfg, TextTaskCfg as TextTaskCfg
 from groupwise.data.rollout import RolloutBuffer as RolloutBuffer, transition_view as transition_view

@@ -8,8 +8,7 @@ import pytest
 
 import groupwise
 from groupwise import cli, config
-from groupwise.config import registry as algorithms
-from groupwise.config.algorithm import SGDCfg, StepCfg
+from groupwise.config.algorithm import AlgorithmCfg, SGDCfg, StepCfg
 from groupwise.errors import RunFolderError
 from groupwise.training.evaluation import EvaluationResult
 
@@ -41,7 +40,7 @@ def api(monkeypatch):
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(algorithms, "_ALGORITHMS", dict(algorithms._ALGORITHMS))
+    monkeypatch.setattr(AlgorithmCfg, "known", dict(AlgorithmCfg.known))
 
 
 def trained(api):
@@ -315,8 +314,7 @@ def test_plugin_registers_an_algorithm(api, registry, tmp_path, monkeypatch):
     monkeypatch.setattr("groupwise.plugins._loaded", [])  # commands printed later would name it
     plugin = tmp_path / "mine.py"
     plugin.write_text(
-        "from groupwise.config.algorithm import PPOCfg\n"
-        "from groupwise.config.registry import register_algorithm\n"
+        "from groupwise.config.algorithm import PPOCfg, register_algorithm\n"
         "class MineCfg(PPOCfg):\n"
         "    '''Mine.'''\n"
         "    name: str = 'mine'\n"

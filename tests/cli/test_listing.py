@@ -1,8 +1,8 @@
 import pytest
 
 from groupwise import cli
-from groupwise.config import presets, registry
-from groupwise.config.algorithm import PPOCfg
+from groupwise.config import presets
+from groupwise.config.algorithm import AlgorithmCfg, PPOCfg
 
 
 def listed(capsys, word):
@@ -80,7 +80,5 @@ def test_list_takes_an_algorithm_that_says_nothing_of_itself(capsys, monkeypatch
     class SilentCfg(PPOCfg):
         name: str = "silent"
 
-    monkeypatch.setattr(
-        registry, "_ALGORITHMS", {**registry._ALGORITHMS, "silent": registry.AlgorithmEntry(SilentCfg, "x:y")}
-    )
+    monkeypatch.setattr(AlgorithmCfg, "known", AlgorithmCfg.known | {"silent": SilentCfg})
     assert "\nsilent:\n" in listed(capsys, "silent")

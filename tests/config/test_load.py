@@ -6,13 +6,20 @@ import pytest
 from pydantic import BaseModel
 
 from groupwise.config import json_schema, load_config, presets, resolve, to_json
-from groupwise.config import registry as algorithms
-from groupwise.config.algorithm import AlgorithmCfg, CreditCfg, GRPOCfg, LinearCfg, ObjectiveCfg, PPOCfg, StepCfg
+from groupwise.config.algorithm import (
+    AlgorithmCfg,
+    CreditCfg,
+    GRPOCfg,
+    LinearCfg,
+    ObjectiveCfg,
+    PPOCfg,
+    StepCfg,
+    register_algorithm,
+)
 from groupwise.config.base import Cfg
 from groupwise.config.choices import Choice
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import PolicyCfg
-from groupwise.config.registry import algorithm_entry, register_algorithm
 from groupwise.config.run import RunCfg
 from groupwise.errors import ConfigError, UnknownNameError
 
@@ -20,7 +27,7 @@ from groupwise.errors import ConfigError, UnknownNameError
 @pytest.fixture
 def registry(monkeypatch):
     """Registrations of a test do not outlive it."""
-    monkeypatch.setattr(algorithms, "_ALGORITHMS", dict(algorithms._ALGORITHMS))
+    monkeypatch.setattr(AlgorithmCfg, "known", dict(AlgorithmCfg.known))
 
 
 @pytest.fixture
@@ -140,11 +147,11 @@ def test_every_choice_of_credit_and_objective_is_described():
         for choice in get_args(field.annotation)
     }
     members = {
-        f"{part}.{name}.{kind.model_fields['name'].default}"
+        f"{part}.{name}.{kind.own_name()}"
         for part, cfg_type in parts.items()
-        for name in cfg_type.model_fields
-        if (family := cfg_type.declared_type(name))
-        for kind in family.members()
+        for name, field in cfg_type.model_fields.items()
+        if isinstance(field.default, Choice)
+        for kind in field.default.members()
     }
     assert presets.choices().keys() == literals | members | estimators
     assert all(choice.note and choice.source for choice in presets.choices().values())
@@ -313,7 +320,7 @@ class Mine:
 
 def test_registered_subclass_survives_the_round_trip(registry, write):
     assert register_algorithm(MineCfg)(Mine) is Mine
-    assert algorithm_entry("mine").load() is Mine
+    assert AlgorithmCfg.named("mine").load() is Mine
     cfg = resolve("CartPole-v1", MineCfg(temperature=2.0))
     again = load_config(write(to_json(cfg)))
     assert again == cfg
@@ -346,7 +353,7 @@ def test_registering_again_is_allowed_but_not_by_another_config(registry):
 
         name: str = "ppo"
 
-    with pytest.raises(ConfigError, match="'ppo' is registered for PPOCfg"):
+    with pytest.raises(ConfigError, match="'ppo' is registered already; fix: give ThiefCfg another name"):
         register_algorithm(ThiefCfg)
 
 
@@ -364,7 +371,7 @@ def test_unregistered_config_is_refused():
 
 
 def test_built_in_algorithms_load():
-    assert [algorithm_entry(name).load().__name__ for name in ("grpo", "ppo")] == ["GRPO", "PPO"]
+    assert [AlgorithmCfg.named(name).load().__name__ for name in ("grpo", "ppo")] == ["GRPO", "PPO"]
 
 
 # --- schema ---

@@ -9,10 +9,9 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from groupwise.algorithms.grpo import GRPO
-from groupwise.config import presets, registry, resolve
-from groupwise.config.algorithm import CreditCfg, GRPOCfg, ObjectiveCfg
+from groupwise.config import presets, resolve
+from groupwise.config.algorithm import AlgorithmCfg, CreditCfg, GRPOCfg, ObjectiveCfg, register_algorithm
 from groupwise.config.base import GIVEN
-from groupwise.config.registry import AlgorithmEntry
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError
 from groupwise.recipes.corrections import MisCfg
@@ -65,7 +64,8 @@ class TurnsCfg(GRPOCfg):
 
 
 def test_a_ratio_of_turns_trains_on_turns_and_says_what_it_needs(monkeypatch):
-    monkeypatch.setattr(registry, "_ALGORITHMS", registry._ALGORITHMS | {"turns": AlgorithmEntry(TurnsCfg, GRPO)})
+    monkeypatch.setattr(AlgorithmCfg, "known", dict(AlgorithmCfg.known))
+    register_algorithm(TurnsCfg)(GRPO)
     settings = TurnsCfg(**SMALL.model_dump(exclude_unset=True, exclude={"name"}))
     parts = build_components(
         resolve("CartPole-v1", settings, preset="agilerl_turn_ratio", env={"num_envs": 4}), UserObjects(), Engine()

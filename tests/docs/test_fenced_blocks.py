@@ -13,7 +13,7 @@ import groupwise as gw
 from groupwise import cli, config
 from groupwise import run as commands
 from groupwise.algorithms import advantages as credit
-from groupwise.config import registry
+from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.text import rewards
 from groupwise.training import env_evaluator
 
@@ -52,7 +52,7 @@ COMMANDS = [
 def _own_directory_and_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(env_evaluator, "film", lambda *args, **options: None)  # half of the time of so short a run
-    monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry._ALGORITHMS))
+    monkeypatch.setattr(AlgorithmCfg, "known", dict(AlgorithmCfg.known))
     monkeypatch.setattr(credit, "CREDIT_RULES", dict(credit.CREDIT_RULES))
     monkeypatch.setattr(rewards, "REWARDS", dict(rewards.REWARDS))
     save_model(tmp_path / "my_model")

@@ -110,6 +110,10 @@ class OneEpisodeCollector(Collector):
         pass
 
 
+class LikelihoodCfg(AlgorithmCfg):
+    name: str = "likelihood"
+
+
 class Likelihood(BaseAlgorithm):
     """Makes what was done more likely: enough to move the parameters and the optimiser's state."""
 
@@ -141,7 +145,7 @@ class Parts:
         policy = self.policy()
         buffer = RolloutBuffer(2, 5, obs_spec=TensorSpec((1,), torch.float32), action_spec=policy.action_spec)
         return Trainer(
-            algorithm(AlgorithmCfg(name="likelihood"), policy),
+            algorithm(LikelihoodCfg(), policy),
             OneEpisodeCollector(),
             buffer,
             num_steps=5,

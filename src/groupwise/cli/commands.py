@@ -49,6 +49,7 @@ TRAIN_HELP = """Train a policy on a Gymnasium environment, or with the settings 
 Options, with the defaults of this environment:
   --seeds 0-9                         or 0,3,5: one run per seed, in parallel
   --plugin FILE.py                    import your file first
+  --preset NAME                       credit and objective of a paper; see: groupwise list
 """
 
 CONFIG_HELP = """Print all settings of a run as JSON, which train takes as a file.
@@ -58,6 +59,7 @@ CONFIG_HELP = """Print all settings of a run as JSON, which train takes as a fil
   groupwise config --schema                        JSON Schema, for your editor
 
 Options, as those of train:
+  --preset NAME                       credit and objective of a paper; see: groupwise list
 """
 
 EVAL_HELP = """Evaluate the policy of a run; print the mean return and its 95 % interval on one line.

@@ -5,7 +5,7 @@ import textwrap
 from typing import Any
 
 from groupwise.config import presets
-from groupwise.config.registry import algorithm_entry, algorithm_names
+from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.errors import ConfigError, nearest
 
 Entry = list[str]
@@ -35,7 +35,9 @@ def _contains(entry: Entry, text: str) -> bool:
 
 def _sections() -> dict[str, list[Entry]]:
     return {
-        "Algorithms: --algorithm NAME": [[f"{name}: {_title_of(name)}"] for name in algorithm_names()],
+        "Algorithms: --algorithm NAME": [
+            [f"{name}: {AlgorithmCfg.named(name).note()}"] for name in sorted(AlgorithmCfg.known)
+        ],
         "Environments with tuned settings: groupwise train ID": [
             [f"{env_id}: {', '.join(presets.env_preset(env_id))}"] for env_id in presets.env_ids()
         ],
@@ -54,10 +56,6 @@ def _entry_of_preset(name: str, preset: presets.ObjectivePreset) -> Entry:
     return [f"{name}: {preset.title}", preset.note, *settings, preset.source]
 
 
-def _title_of(algorithm: str) -> str:
-    return (algorithm_entry(algorithm).cfg_type.__doc__ or "").partition("\n")[0]
-
-
 def _entry_of_choice(key: str, choice: presets.ChoiceNote) -> Entry:
     setting, value = key.rsplit(".", 1)
     return [f"--algorithm.{setting.replace('_', '-')} {value}: {choice.note} [{choice.source}]"]
@@ -66,7 +64,7 @@ def _entry_of_choice(key: str, choice: presets.ChoiceNote) -> Entry:
 def _names() -> list[str]:
     """Words that the user may have meant."""
     values = [key.rsplit(".", 1)[1] for key in presets.choices()]
-    return [*algorithm_names(), *presets.env_ids(), *presets.objective_presets(), *values]
+    return [*AlgorithmCfg.known, *presets.env_ids(), *presets.objective_presets(), *values]
 
 
 def _choices_of(tree: dict[str, Any]) -> str:

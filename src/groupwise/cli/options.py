@@ -11,8 +11,9 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
+
+from pydantic import TypeAdapter
 
 from groupwise.config import load_config, presets, resolve
 from groupwise.config.algorithm import AlgorithmCfg
@@ -20,13 +21,13 @@ from groupwise.config.base import Cfg
 from groupwise.config.choices import Choice
 from groupwise.config.env import EnvCfg
 from groupwise.config.presets import Tree
-from groupwise.config.registry import explain_other_algorithm
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.config.text import TextTaskCfg
 from groupwise.envs.names import refuse_module, unknown_environment
 from groupwise.errors import ConfigError
 
 COMMON = {
+    "algorithm": "or one that a plugin registers",
     "task.data": "file of prompts",
     "model.path": "folder or hub id",
     "seed": "of all randomness",
@@ -55,9 +56,10 @@ _FEW = 20
 
 _HELP = {"-h", "--help", "--help-all"}
 
-_NAMES = """  --algorithm NAME                    grpo, ppo, or one that a plugin registers (grpo)
-  --preset NAME                       credit and objective of a paper; see: groupwise list
-"""
+_HIDDEN = ((EnvCfg, "id"), (TextTaskCfg, "rewards"))
+"""The target of the command, and what only a file can set."""
+
+_TYPES = {"integer": "INT", "number": "FLOAT", "string": "TEXT", "object": "JSON", "null": "none"}
 
 
 class Option(NamedTuple):
@@ -77,6 +79,13 @@ class Option(NamedTuple):
         """``--algorithm.clip-coef``."""
         return _flag(self.path)
 
+    @property
+    def types(self) -> list[dict[str, Any]]:
+        """JSON Schemas of the values that it takes."""
+        schema = TypeAdapter(self.annotation).json_schema()
+        found: list[dict[str, Any]] = schema.get("anyOf", [schema])
+        return found
+
 
 def parse_options(argv: Sequence[str], *, prog: str, description: str, only: Sequence[str] = ()) -> RunCfg | TextRunCfg:
     """The settings of ``TARGET [--algorithm NAME] [--preset NAME] [--any.field VALUE ...]``.
@@ -95,26 +104,25 @@ def parse_options(argv: Sequence[str], *, prog: str, description: str, only: Seq
         raise ConfigError(f"expected an environment id or a JSON file first, as in: {prog} CartPole-v1")
     given = _by_path(words)
     preset = None if only or "preset" not in given else " ".join(given.pop("preset"))
-    algorithm = [] if only else [Option("algorithm", str, None, "Name in the registry.", choice=True)]
-    default = _resolve(target, preset, _tree(algorithm, given))
-    choices = algorithm + [option for option in options_of(default) if option.choice]
-    default = _resolve(target, preset, _tree(choices, given))  # which options there are depends on the choices
+    choices = [Option("algorithm", str, None, "", choice=True)]
+    for _ in range(2):  # which options there are depends on the algorithm and the choices
+        default = _resolve(target, preset, _tree(choices, given))
+        choices = [option for option in options_of(default) if option.choice]
     options = [option for option in options_of(default) if not only or option.path in only]
     if asked:
-        top = description if only else description + _NAMES
-        _show_help(options, f"{prog} {target}", top, in_full="--help-all" in asked)
-    known = {option.path for option in algorithm + options}
+        _show_help(options, f"{prog} {target}", description, in_full="--help-all" in asked)
+    known = {option.path for option in options}
     if unknown := [path for path in given if path not in known]:
         raise ConfigError(f"unknown option {_flag(unknown[0])}{_hint(unknown[0], options, default)}")
-    return _resolve(target, preset, _tree(algorithm + options, given))
+    return _resolve(target, preset, _tree(options, given))
 
 
 def options_of(config: Cfg, prefix: str = "") -> Iterator[Option]:
-    """An option for every setting except the target, ``--algorithm``, and what only a file can set."""
-    kind = type(config)
-    for name, field in kind.model_fields.items():
+    """An option for every setting except the target and what only a file can set."""
+    for name, field in type(config).model_fields.items():
         value, path, text = vars(config)[name], f"{prefix}{name}", " ".join((field.description or "").split())
-        if _is_hidden(kind, name) or (value is None and kind.declared_type(name)):
+        optional = any(isinstance(kind, type) and issubclass(kind, Cfg) for kind in get_args(field.annotation))
+        if (type(config), name) in _HIDDEN or (value is None and optional):
             continue
         if isinstance(value, Choice):
             yield Option(path, Literal[tuple(sorted(value.known))], value.name, text, choice=True)
@@ -123,13 +131,6 @@ def options_of(config: Cfg, prefix: str = "") -> Iterator[Option]:
             yield from options_of(value, f"{path}.")
         else:
             yield Option(path, field.annotation, value, text)
-
-
-def _is_hidden(kind: type[Cfg], name: str) -> bool:
-    return (issubclass(kind, AlgorithmCfg) and name == "name") or (kind, name) in (
-        (EnvCfg, "id"),
-        (TextTaskCfg, "rewards"),
-    )
 
 
 def _flag(path: str) -> str:
@@ -168,42 +169,25 @@ def _tree(options: Sequence[Option], given: Mapping[str, list[str]]) -> Tree:
 
 def _value(option: Option, words: Sequence[str]) -> Any:
     """What the words after an option mean; the config checks their types."""
-    kinds = set(_kinds(option.annotation))
-    if kinds == {bool} and not words:
+    types = {kind.get("type") for kind in option.types}
+    if types == {"boolean"} and not words:
         return True
-    if not words and tuple not in kinds:
+    if not words and "array" not in types:
         raise ConfigError(f"{option.flag}: expected a value")
-    values = [_convert(option.flag, word, kinds) for word in words]
-    return values[0] if len(values) == 1 and (tuple not in kinds or values == [None]) else values
+    values = [_convert(option.flag, word, types) for word in words]
+    single = [None, *(kind.get("const") for kind in option.types)]
+    return values[0] if len(values) == 1 and ("array" not in types or values[0] in single) else values
 
 
-def _convert(flag: str, word: str, kinds: set[Any]) -> Any:
-    if type(None) in kinds and word in ("None", "none", "null") and word not in kinds:
+def _convert(flag: str, word: str, types: set[Any]) -> Any:
+    if "null" in types and word in ("None", "none", "null"):
         return None
-    if dict in kinds:
+    if "object" in types:
         try:
             return json.loads(word)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{flag}: {word!r} is broken JSON: {error}") from error
-    return float(word) if int in kinds and re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d+", word) else word
-
-
-def _kinds(annotation: Any) -> Iterator[Any]:
-    """The plain types of an annotation: of ``tuple[int, ...] | None`` tuple, int and None; of a Literal its values."""
-    origin = get_origin(annotation)
-    if origin is Literal:
-        yield from get_args(annotation)
-    elif origin is dict:
-        yield dict
-    elif origin is None:
-        yield annotation
-    elif "__metadata__" in dir(annotation):  # Annotated
-        yield from _kinds(get_args(annotation)[0])
-    else:
-        if origin is tuple:
-            yield tuple
-        for inner in get_args(annotation):
-            yield from _kinds(inner)
+    return float(word) if "integer" in types and re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d+", word) else word
 
 
 # --- mistakes ---
@@ -213,14 +197,12 @@ def _hint(path: str, options: Sequence[Option], default: CommonCfg) -> str:
     """What an unknown option may mean."""
     if path == "env.id":
         return ": the environment is the first argument"
-    part, _, field = path.partition(".")
-    field = field.partition(".")[0]
-    unknown = part == "algorithm" and field not in type(default.algorithm).model_fields
-    if unknown and (other := explain_other_algorithm(field, default.algorithm.name)):
-        return f": {other}"
-    if inside := [option.flag for option in options if option.path.startswith(f"{path}.")]:
-        return f": it has {', '.join(inside)}"
-    known = [option.path for option in options]
+    part, field, *_ = f"{path}.".split(".")
+    algorithm, known = type(default.algorithm), [option.path for option in options]
+    if part == "algorithm" and field not in algorithm.model_fields and AlgorithmCfg.owners(field):
+        return f": {algorithm.explain_unknown(field)}"
+    if inside := [name for name in known if name.startswith(f"{path}.")]:
+        return f": it has {', '.join(map(_flag, inside))}"
     last = {name: name.rpartition(".")[2] for name in known}
     like = get_close_matches(path.rpartition(".")[2], last.values(), n=1, cutoff=0.7)
     near = get_close_matches(path, known, n=1, cutoff=0.8) or [name for name in known if last[name] in like]
@@ -257,13 +239,18 @@ def _in_full(option: Option, width: int) -> list[str]:
 
 
 def _metavar(option: Option) -> str:
-    kinds = list(_kinds(option.annotation))
-    if kinds == [bool]:
+    if option.annotation is bool:
         outer, dot, last = option.path.rpartition(".")
         return f"| {_flag(f'{outer}{dot}no_{last}')}"
-    names = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", dict: "JSON", type(None): "none"}
-    parts = [names.get(kind, str(kind)) for kind in dict.fromkeys(kinds) if kind not in (tuple, ...)]
-    return "|".join(parts) + (" ..." if tuple in kinds else "")
+    return "|".join(map(_type_name, option.types))
+
+
+def _type_name(schema: Mapping[str, Any]) -> str:
+    if "const" in schema or "enum" in schema:
+        return "|".join(map(str, schema.get("enum", [schema.get("const")])))
+    if schema.get("type") == "array":
+        return f"{_type_name(schema.get('items') or schema['prefixItems'][0])} ..."
+    return "PATH" if schema.get("format") == "path" else _TYPES.get(str(schema.get("type")), "VALUE")
 
 
 def _shown(value: object) -> str:

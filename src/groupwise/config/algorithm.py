@@ -1,6 +1,8 @@
-"""Settings of the algorithms. Imports no torch."""
+"""Settings of the algorithms, and their registry. Imports no torch."""
 
-from typing import Annotated, ClassVar, Literal, TypeVar
+import pkgutil
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le
 from pydantic import SerializeAsAny, model_validator
@@ -162,11 +164,15 @@ class CollectionCfg(Cfg):
     """With ``filter_groups``: collect further groups in their place, with at most this many times the steps of an iteration (DAPO)."""
 
 
-class AlgorithmCfg(Cfg):
+class AlgorithmCfg(Choice):
     """Settings of every algorithm. Subclass it for your own and give ``name`` a default."""
 
-    name: str
-    """Name in the registry."""
+    family: ClassVar = "algorithm"
+    default: ClassVar = "grpo"
+    known: ClassVar = {}
+    algorithm: ClassVar[type[Any] | str] = ""
+    """The ``BaseAlgorithm`` subclass, or ``module:Class``, to import torch only when needed."""
+
     learning_rate: Positive = 3e-4
     """Learning rate, before its schedule."""
     num_steps: PositiveInt = 256
@@ -193,6 +199,26 @@ class AlgorithmCfg(Cfg):
     """The optimiser, by name or with its parameters."""
     schedule: SerializeAsAny[ScheduleCfg] = ConstantCfg()
     """The schedule of the learning rate, by name or with its parameters."""
+
+    @classmethod
+    def load(cls) -> type[Any]:
+        """The ``BaseAlgorithm`` subclass."""
+        return pkgutil.resolve_name(cls.algorithm) if isinstance(cls.algorithm, str) else cls.algorithm
+
+    @classmethod
+    def owners(cls, key: str) -> list[str]:
+        """The algorithms that have this setting."""
+        return [name for name in sorted(cls.known) if key in cls.named(name).model_fields]
+
+    @classmethod
+    def explain_unknown(cls, key: str) -> str:
+        """The message for a key that is not a field; says which other algorithms have it."""
+        if not (owners := cls.owners(key)):
+            return super().explain_unknown(key)
+        return (
+            f"{key!r} is a setting of {' and '.join(owners)}, not of {cls.own_name()}; "
+            f"fix: leave it out, or choose algorithm {' or '.join(map(repr, owners))}"
+        )
 
     @model_validator(mode="before")
     @classmethod
@@ -228,11 +254,31 @@ def with_max_length(cfg: A, longest: int | None) -> A:
     return cfg.model_copy(update={"objective": cfg.objective.model_copy(update={"aggregation": aggregation})})
 
 
+T = TypeVar("T", bound=type[Any])
+
+
+def register_algorithm(cfg_type: type[AlgorithmCfg]) -> Callable[[T], T]:
+    """Class decorator that registers a ``BaseAlgorithm`` under the default of its config's ``name``.
+
+    Raises:
+        ConfigError: ``name`` has no default, or belongs to another config class.
+    """
+    register_recipe(cfg_type)
+
+    def register(target: T) -> T:
+        cfg_type.algorithm = target
+        return target
+
+    return register
+
+
+@register_recipe
 class PPOCfg(AlgorithmCfg):
     """Proximal policy optimisation, with a critic."""
 
     name: Literal["ppo"] = "ppo"
     """Name in the registry."""
+    algorithm: ClassVar = "groupwise.algorithms.ppo:PPO"
     gae_lambda: Fraction = 0.95
     """Lambda of generalised advantage estimation."""
     vf_coef: NonNegative = 0.5
@@ -243,11 +289,13 @@ class PPOCfg(AlgorithmCfg):
     """Scale advantages to mean 0 and standard deviation 1: never, over the rollout, or over each minibatch (SB3)."""
 
 
+@register_recipe
 class GRPOCfg(AlgorithmCfg):
     """Group relative policy optimisation: compares the members of a group, without a critic."""
 
     name: Literal["grpo"] = "grpo"
     """Name in the registry."""
+    algorithm: ClassVar = "groupwise.algorithms.grpo:GRPO"
     group_size: Annotated[int, Ge(2)] = 8
     """Members of a group."""
     credit: CreditCfg = CreditCfg()

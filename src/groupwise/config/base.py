@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -40,27 +40,22 @@ class Cfg(BaseModel):
     # keep their full path. There is no public way: an error raised by a validator becomes a ValidationError.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
-    @classmethod
-    def own_name(cls) -> str | None:
-        """The default of the field ``name``, if it has one."""
-        default = cls.model_fields["name"].default
-        return default if isinstance(default, str) else None
+    def changed(self, *names: str) -> dict[str, Any]:
+        """Those of these fields that differ from their defaults."""
+        return {name: vars(self)[name] for name in names if vars(self)[name] != type(self).model_fields[name].default}
 
     @classmethod
-    def declared_type(cls, key: str) -> "type[Cfg] | None":
-        """Config class in a field's annotation, also of ``LoRACfg | None``; None for plain data."""
-        annotation = cls.model_fields[key].annotation if key in cls.model_fields else None
-        kinds = (kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type))
-        return next((kind for kind in kinds if issubclass(kind, Cfg)), None)
+    def explain_unknown(cls, key: str) -> str:
+        """The message for a key that is not a field."""
+        known = sorted(cls.model_fields)
+        return f"unknown key {key!r}{nearest(key, known) or '; known: ' + ', '.join(known)}"
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, data: object) -> object:
-        known = sorted(cls.model_fields)
-        unknown = [str(key) for key in data if key not in known] if isinstance(data, Mapping) else []
+        unknown = [str(key) for key in data if key not in cls.model_fields] if isinstance(data, Mapping) else []
         if unknown:
-            hints = (f"unknown key {key!r}{nearest(key, known) or '; known: ' + ', '.join(known)}" for key in unknown)
-            raise ValueError(" ".join(hints))
+            raise ValueError(" ".join(map(cls.explain_unknown, unknown)))
         return data
 
 

@@ -26,7 +26,7 @@ class Choice(Cfg):
     """Name of the family in messages."""
     default: ClassVar[str] = ""
     """The member that parameters without a name belong to."""
-    known: ClassVar[dict[str, "type[Choice] | str"]] = {}
+    known: ClassVar[dict[str, type[Any] | str]] = {}
     """Members by name: classes, or modules that register them on import."""
 
     def __init__(self, /, **fields: Any) -> None:
@@ -35,7 +35,13 @@ class Choice(Cfg):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as in Cfg
 
     @classmethod
-    def named(cls, name: str) -> "type[Choice]":
+    def own_name(cls) -> str | None:
+        """The default of the field ``name``, if it has one."""
+        default = cls.model_fields["name"].default
+        return default if isinstance(default, str) else None
+
+    @classmethod
+    def named(cls, name: str) -> type[Any]:
         """The member of this family with that name, or an ``UnknownNameError``."""
         found = cls.known.get(name)
         if isinstance(found, str):
@@ -46,7 +52,7 @@ class Choice(Cfg):
         return found
 
     @classmethod
-    def members(cls) -> "list[type[Choice]]":
+    def members(cls) -> list[type[Any]]:
         """All members of this family, sorted by name."""
         return [cls.named(name) for name in sorted(cls.known)]
 
@@ -60,24 +66,17 @@ class Choice(Cfg):
     def _read(cls, value: object, handler: Callable[[object], Self]) -> Any:
         if "known" not in vars(cls) or isinstance(value, Choice):
             return handler(value)
-        value = {"name": value} if isinstance(value, str) else value
-        name = value.get("name") or cls.default if isinstance(value, Mapping) else value
-        return cls.named(str(name)).model_validate(value)
+        if isinstance(value, str):
+            value = {"name": value}
+        if not isinstance(value, Mapping):
+            return handler(value)
+        return cls.named(str(value.get("name", cls.default))).model_validate(value)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         if "known" not in vars(cls):
             return handler(schema)
         return {"anyOf": [{"enum": sorted(cls.known)}, *(kind.model_json_schema() for kind in cls.members())]}
-
-
-def merge_choice(low: object, high: object, family: type[Choice]) -> Any:
-    """``high`` over ``low``: parameter by parameter if both have the same name, otherwise as a whole."""
-    below, above = ({"name": value} if isinstance(value, str) else value for value in (low, high))
-    if not isinstance(below, dict) or not isinstance(above, dict):
-        return high
-    name = below.get("name", family.default)
-    return {**below, **above} if above.get("name", name) == name else high
 
 
 C = TypeVar("C", bound=type[Choice])
@@ -93,12 +92,11 @@ def register_recipe(choice: C) -> C:
     if name is None:
         raise ConfigError(f"{choice.__name__} has no name; fix: name: Literal['my_name'] = 'my_name'")
     taken = choice.known.get(name)
-    if taken is not None and not (taken == choice.__module__ or same_definition(taken, choice)):
+    again = isinstance(taken, type) and (taken.__module__, taken.__qualname__) == (
+        choice.__module__,
+        choice.__qualname__,
+    )
+    if taken not in (None, choice.__module__) and not again:  # again: a notebook's cell runs twice
         raise ConfigError(f"{choice.family} {name!r} is registered already; fix: give {choice.__name__} another name")
     choice.known[name] = choice
     return choice
-
-
-def same_definition(one: object, other: type) -> bool:
-    """Whether two classes come from the same line of code, as when a notebook cell runs twice."""
-    return isinstance(one, type) and (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)

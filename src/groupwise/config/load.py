@@ -15,10 +15,8 @@ from pydantic import Field, TypeAdapter, ValidationError, create_model
 from groupwise.config import presets
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
 from groupwise.config.base import Cfg, explain
-from groupwise.config.choices import Choice, merge_choice
 from groupwise.config.presets import Tree
-from groupwise.config.registry import algorithm_entry, algorithm_names
-from groupwise.config.run import DEFAULT_ALGORITHM, CommonCfg, RunCfg, TextRunCfg
+from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError
 
 
@@ -97,7 +95,7 @@ def to_json(cfg: CommonCfg) -> str:
 
 def json_schema() -> Tree:
     """JSON Schema of a config file, with the settings of every registered algorithm."""
-    variants: Any = functools.reduce(operator.or_, (algorithm_entry(name).cfg_type for name in algorithm_names()))
+    variants: Any = functools.reduce(operator.or_, AlgorithmCfg.members())
     algorithm = Field(GRPOCfg(), description=CommonCfg.model_fields["algorithm"].description)
     names: Any = Literal[tuple(presets.objective_presets())]
     preset = Field(
@@ -111,29 +109,19 @@ def json_schema() -> Tree:
 def _resolve(layers: list[Tree], preset: str | None) -> RunCfg | TextRunCfg:
     """The config from the user's settings, later layers over earlier ones, over the presets."""
     kind = TextRunCfg if "task" in layers[0] else RunCfg
-    name = _algorithm_name(layers)
-    cfg_type = algorithm_entry(name).cfg_type
-    given = functools.reduce(lambda low, high: _merge(low, high, kind, cfg_type), layers)
-    base = _base_preset(given, kind, cfg_type)
+    cfg_type = _algorithm_type(layers)
+    given = functools.reduce(_merge, layers)
+    files = ["text"] if _table(given, "model").get("lora") is None else ["text", "text_lora"]
+    trees = [presets.env_preset(str(given["env"]["id"]))] if kind is RunCfg else list(map(presets.read, files))
+    base = functools.reduce(_merge, (_preset_for(tree, cfg_type) for tree in trees))
     if preset is not None:
         base = _with_objective(base, str(preset), cfg_type)
-    base = _merge(base, {"algorithm": {"name": name}}, kind, cfg_type)
-    tree = _merge(base, given, kind, cfg_type)
+    base = _merge(base, {"algorithm": {"name": cfg_type.own_name()}})
     try:
-        return kind.model_validate(tree)
+        return kind.model_validate(_merge(base, given))
     except ValidationError as error:
         lines = [_explain(item, base, given) for item in error.errors()]
         raise ConfigError("\n".join(lines)) from error
-
-
-def _base_preset(given: Tree, kind: type[CommonCfg], cfg_type: type[AlgorithmCfg]) -> Tree:
-    """The preset of the environment, or of texts with or without adapters."""
-    if kind is RunCfg:
-        return _preset_for(presets.env_preset(str(given["env"]["id"])), cfg_type)
-    base = _preset_for(presets.text_preset(), cfg_type)
-    if _table(given, "model").get("lora") is None:
-        return base
-    return _merge(base, _preset_for(presets.text_preset(lora=True), cfg_type), kind, cfg_type)
 
 
 def _given(algorithm: str | AlgorithmCfg | Tree | None, fields: Tree) -> Tree:
@@ -143,29 +131,27 @@ def _given(algorithm: str | AlgorithmCfg | Tree | None, fields: Tree) -> Tree:
     return given
 
 
-def _algorithm_name(layers: list[Tree]) -> str:
-    """The algorithm named by the last layer that names one."""
-    tables = [_table(layer, "algorithm") for layer in layers]
-    first = tables[0].get("name", DEFAULT_ALGORITHM)
-    chosen = next((table["name"] for table in reversed(tables) if "name" in table), first)
-    if chosen != first and tables[0].keys() - {"name"}:
-        raise ConfigError(f"settings of algorithm {first!r} do not fit algorithm {chosen!r}; fix: drop one of the two")
-    return str(chosen)
+def _algorithm_type(layers: list[Tree]) -> type[AlgorithmCfg]:
+    """The config class of the algorithm that the last layer names."""
+    first = _table(layers[0], "algorithm")
+    own = first.get("name", AlgorithmCfg.default)
+    name = str(_table(layers[-1], "algorithm").get("name", own))
+    if name != own and first.keys() - {"name"}:
+        raise ConfigError(f"settings of algorithm {own!r} do not fit algorithm {name!r}; fix: drop one of the two")
+    if name not in AlgorithmCfg.known and name in presets.objective_presets():
+        raise ConfigError(f"unknown algorithm {name!r}: it is a preset of grpo; fix: preset={name!r}")
+    return AlgorithmCfg.named(name)
 
 
 def _preset_for(by_algorithm: dict[str, Tree], cfg_type: type[AlgorithmCfg]) -> Tree:
     """Settings for the algorithm, or for the one that its config extends, except fields that it redefines."""
+    redefined: set[str] = set()
     for base in (base for base in cfg_type.__mro__ if issubclass(base, AlgorithmCfg)):
-        if (name := base.own_name()) in by_algorithm:
-            tree = by_algorithm[name]
-            kept = {k: v for k, v in _table(tree, "algorithm").items() if not _redefines(k, base, cfg_type)}
-            return {**tree, "algorithm": kept}
+        if tree := by_algorithm.get(base.own_name() or ""):
+            settings = _table(tree, "algorithm").items()
+            return {**tree, "algorithm": {key: value for key, value in settings if key not in redefined}}
+        redefined |= vars(base).get("__annotations__", {}).keys()
     return {}
-
-
-def _redefines(field: str, base: type[AlgorithmCfg], derived: type[AlgorithmCfg]) -> bool:
-    between = derived.__mro__[: derived.__mro__.index(base)]
-    return any(field in vars(cls).get("__annotations__", {}) for cls in between)
 
 
 def _with_objective(tree: Tree, preset: str, cfg_type: type[AlgorithmCfg]) -> Tree:
@@ -192,31 +178,23 @@ def _table(tree: Tree, key: str) -> Tree:
 
 def _plain(value: Any) -> Any:
     """Configs as nested dicts of the fields that were set."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if not isinstance(value, Cfg):
-        return value
-    return {
-        key: _plain(item)
-        for key, item in value
-        if key in value.model_fields_set or (key == "name" and not isinstance(value, Choice))
-    }
+    if isinstance(value, Cfg):
+        return {key: _plain(item) for key, item in value if key in value.model_fields_set}
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _merge(low: Tree, high: Tree, parent: type[Cfg], algorithm_type: type[AlgorithmCfg]) -> Tree:
-    """``high`` over ``low``: configs field by field, other values as a whole."""
-    merged = dict(low)
-    for key, value in high.items():
-        child = parent.declared_type(key)
-        if child is AlgorithmCfg:
-            child = algorithm_type
-        if child and issubclass(child, Choice) and key in low:
-            merged[key] = merge_choice(low[key], value, child)
-        elif child and isinstance(value, dict) and isinstance(low.get(key), dict):
-            merged[key] = _merge(low[key], value, child, algorithm_type)
-        else:
-            merged[key] = value
-    return merged
+def _merge(low: Any, high: Any) -> Any:
+    """``high`` over ``low``: tables key by key; other values, ``kwargs`` and choices of another name as a whole."""
+    if isinstance(low, str) and isinstance(high, dict):
+        low = {"name": low}
+    if isinstance(high, str) and isinstance(low, dict) and "name" in low:
+        high = {"name": high}
+    if not isinstance(low, dict) or not isinstance(high, dict):
+        return high
+    if len({tree["name"] for tree in (low, high) if "name" in tree}) > 1:
+        return high
+    whole = {key for key in high if key not in low or key.endswith("kwargs")}
+    return low | {key: value if key in whole else _merge(low[key], value) for key, value in high.items()}
 
 
 def _explain(item: Mapping[str, Any], base: Tree, given: Tree) -> str:

@@ -43,7 +43,7 @@ def objective_presets() -> dict[str, ObjectivePreset]:
     """The presets that ``preset`` may name."""
     return {
         name: ObjectivePreset(data.pop("title"), data.pop("source"), data.pop("note"), data)
-        for name, data in _read("objectives").items()
+        for name, data in read("objectives").items()
     }
 
 
@@ -61,13 +61,13 @@ def objective_preset(name: str) -> ObjectivePreset:
 @functools.cache
 def choices() -> dict[str, ChoiceNote]:
     """Description of each choice, by keys like ``credit.scale.std``."""
-    plain = {name: ChoiceNote(**data) for name, data in _read("choices").items()}
+    plain = {name: ChoiceNote(**data) for name, data in read("choices").items()}
     return plain | {
         f"{part}.{field}.{kind.own_name()}": ChoiceNote(kind.note(), kind.source)
         for part, cfg_type in (("credit", CreditCfg), ("objective", ObjectiveCfg))
         for field, info in cfg_type.model_fields.items()
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Choice)
-        for kind in info.annotation.members()
+        if isinstance(info.default, Choice)
+        for kind in info.default.members()
     }
 
 
@@ -79,14 +79,10 @@ def env_ids() -> tuple[str, ...]:
 
 def env_preset(env_id: str) -> dict[str, Tree]:
     """Partial ``RunCfg`` of the environment, by algorithm."""
-    return _read(env_id if env_id in env_ids() else "default")
+    return read(env_id if env_id in env_ids() else "default")
 
 
-def text_preset(*, lora: bool = False) -> dict[str, Tree]:
-    """Partial ``TextRunCfg`` by algorithm; with ``lora`` what differs for adapters."""
-    return _read("text_lora" if lora else "text")
-
-
-def _read(name: str) -> Tree:
+def read(name: str) -> Tree:
+    """The content of a file in ``presets/``."""
     tree: Tree = json.loads((Path(__file__).with_name("presets") / f"{name}.json").read_text(encoding="utf-8"))
     return tree

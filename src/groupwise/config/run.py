@@ -5,17 +5,14 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
-from pydantic import AfterValidator, SerializeAsAny, field_validator, model_validator
+from pydantic import AfterValidator, SerializeAsAny, model_validator
 
-from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
+from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg, PPOCfg
 from groupwise.config.base import Cfg, Positive, PositiveInt
-from groupwise.config.checks import check_text, check_together
+from groupwise.config.credit import CreditCfg
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import EvalSamplingCfg, ModelCfg, PolicyCfg, SamplingCfg
-from groupwise.config.registry import algorithm_entry, explain_other_algorithm
 from groupwise.config.text import TextTaskCfg
-
-DEFAULT_ALGORITHM = "grpo"
 
 
 class EvaluationCfg(Cfg):
@@ -114,21 +111,9 @@ class CommonCfg(Cfg):
         """Name of the environment or data, for folders and plots."""
         raise NotImplementedError
 
-    @field_validator("algorithm", mode="before")
-    @classmethod
-    def _load_by_name(cls, value: object) -> object:
-        if not isinstance(value, dict):
-            return value
-        name = str(value.get("name", DEFAULT_ALGORITHM))
-        cfg_type = algorithm_entry(name).cfg_type
-        for field in value.keys() - cfg_type.model_fields.keys():
-            if other := explain_other_algorithm(field, name):
-                raise ValueError(other)
-        return cfg_type.model_validate(value)
-
     @model_validator(mode="after")
     def _check_algorithm(self) -> "CommonCfg":
-        expected = algorithm_entry(self.algorithm.name).cfg_type
+        expected = AlgorithmCfg.named(self.algorithm.name)
         if type(self.algorithm) is not expected:
             got = type(self.algorithm).__name__
             raise ValueError(
@@ -136,6 +121,12 @@ class CommonCfg(Cfg):
             )
         if isinstance(self.algorithm, GRPOCfg):
             self.algorithm.credit.check_steps()
+            collection = self.algorithm.collection
+            if collection.dynamic_sampling and not collection.filter_groups:
+                raise ValueError(
+                    f"algorithm.collection.dynamic_sampling={collection.dynamic_sampling!r} has no effect without "
+                    "collection.filter_groups=True; fix: set both, or leave dynamic_sampling out"
+                )
         return self
 
 
@@ -156,7 +147,18 @@ class RunCfg(CommonCfg):
 
     @model_validator(mode="after")
     def _check(self) -> "RunCfg":
-        check_together(self.algorithm, self.env)
+        algorithm = self.algorithm
+        if algorithm.objective.ratio == "turn" and type(algorithm) in (GRPOCfg, PPOCfg):  # a user's own may have turns
+            raise ValueError(
+                "algorithm.objective.ratio='turn' needs turn_id in the rollout, which environments do not give; fix: "
+                "ratio='token' or 'sequence', another preset, or GRPO by hand on rollouts that have turn_id"
+            )
+        credit = algorithm.credit if isinstance(algorithm, GRPOCfg) else CreditCfg()
+        if credit.rule == "composed" and credit.reward.name == "parts" and not self.env.reward_parts:
+            raise ValueError(
+                "algorithm.credit.reward='parts' compares the parts of a reward, and env.reward_parts names none; fix: "
+                "env.reward_parts=('reward_forward', ...), as the environment's info calls them, or credit.reward='total'"
+            )
         return self
 
 
@@ -188,7 +190,14 @@ class TextRunCfg(CommonCfg):
 
     @model_validator(mode="after")
     def _check(self) -> "TextRunCfg":
-        check_text(self.algorithm, self.task)
+        if self.task.tool is None and type(self.algorithm) in (GRPOCfg, PPOCfg):
+            self._check_turns()
+        unread = self.algorithm.changed("num_steps")
+        if isinstance(self.algorithm, GRPOCfg):
+            names = ("noise", "horizon", "partial_groups", "on_env_error")
+            unread |= {f"collection.{name}": value for name, value in self.algorithm.collection.changed(*names).items()}
+        for name, value in unread.items():
+            raise ValueError(f"algorithm.{name}={value!r} has no effect on text; fix: leave it out")
         if self.stop.return_threshold is not None and self.task.eval_data is None:
             raise ValueError(
                 f"stop.return_threshold={self.stop.return_threshold} needs held-out prompts; fix: task.eval_data"
@@ -199,3 +208,11 @@ class TextRunCfg(CommonCfg):
                 "fix: a smaller one"
             )
         return self
+
+    def _check_turns(self) -> None:
+        needs = "needs turns, and without a tool a completion is one turn; fix: task.tool"
+        if self.algorithm.objective.ratio == "turn":
+            raise ValueError(f"algorithm.objective.ratio='turn' {needs}, or ratio='sequence'")
+        credit = self.algorithm.credit if isinstance(self.algorithm, GRPOCfg) else CreditCfg()
+        if credit.rule == "composed" and credit.returns == "turn":
+            raise ValueError(f"algorithm.credit.returns='turn' {needs}, or credit.returns='outcome'")

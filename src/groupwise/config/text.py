@@ -63,11 +63,10 @@ class TextTaskCfg(Cfg):
 
     @model_validator(mode="after")
     def _check_tool(self) -> "TextTaskCfg":
-        fields = type(self).model_fields
-        for name in ("tool_kwargs", "tool_answer", "max_turns"):
-            if self.tool is None and vars(self)[name] != fields[name].default:
+        if self.tool is None:
+            for name, value in self.changed("tool_kwargs", "tool_answer", "max_turns").items():
                 raise ValueError(
-                    f"{name}={vars(self)[name]!r} has no effect without a tool; fix: tool='calculator', or leave it out"
+                    f"{name}={value!r} has no effect without a tool; fix: tool='calculator', or leave it out"
                 )
         if self.tool == GIVEN and self.tool_kwargs:
             raise ValueError(

@@ -10,7 +10,6 @@ import torch
 from groupwise.config.algorithm import GRPOCfg, with_max_length
 from groupwise.config.base import GIVEN
 from groupwise.config.credit import PartsCfg
-from groupwise.config.registry import algorithm_entry
 from groupwise.config.run import TextRunCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.engines.base import Engine
@@ -86,7 +85,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
         MissingExtraError: the extra ``text`` is not installed.
     """
     require_extra("transformers", "text")
-    algorithm_type = algorithm_entry(cfg.algorithm.name).load()
+    algorithm_type = cfg.algorithm.load()
     task = TextTask.from_cfg(cfg.task, given)
     rewards = task.rewards()
     data = task.load()
@@ -148,7 +147,7 @@ def load_trained(
         raise ConfigError(
             f"{folder.path} was given policy in Python; fix: from Python, give the same again, as policy=..."
         )
-    algorithm_type = algorithm_entry(cfg.algorithm.name).load()
+    algorithm_type = cfg.algorithm.load()
     trained = _policy(cfg, UserObjects(policy=policy), actor_only=algorithm_type.actor_only)
     speed_up(trained)
     where = folder.checkpoints / checkpoint

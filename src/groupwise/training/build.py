@@ -15,7 +15,6 @@ from groupwise.collectors.vector import VectorCollector
 from groupwise.config.algorithm import GRPOCfg, with_max_length
 from groupwise.config.base import GIVEN
 from groupwise.config.env import StartMode
-from groupwise.config.registry import algorithm_entry
 from groupwise.config.run import RunCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
@@ -87,7 +86,7 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine) -> EnvComp
     Raises:
         ConfigError: settings that exclude each other, or an object that must be given and was not.
     """
-    algorithm_type = algorithm_entry(cfg.algorithm.name).load()
+    algorithm_type = cfg.algorithm.load()
     _check(cfg, given, algorithm_type)
     device, grpo = pick_device(cfg.device), cfg.algorithm
     env = make_env(

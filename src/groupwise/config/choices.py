@@ -92,11 +92,8 @@ def register_recipe(choice: C) -> C:
     if name is None:
         raise ConfigError(f"{choice.__name__} has no name; fix: name: Literal['my_name'] = 'my_name'")
     taken = choice.known.get(name)
-    again = isinstance(taken, type) and (taken.__module__, taken.__qualname__) == (
-        choice.__module__,
-        choice.__qualname__,
-    )
-    if taken not in (None, choice.__module__) and not again:  # again: a notebook's cell runs twice
+    again = repr(taken) == repr(choice)  # defined anew, as when a notebook's cell runs twice
+    if taken not in (None, choice.__module__) and not again:
         raise ConfigError(f"{choice.family} {name!r} is registered already; fix: give {choice.__name__} another name")
     choice.known[name] = choice
     return choice

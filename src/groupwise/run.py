@@ -138,7 +138,7 @@ def train(
         return train_from_config(env, UserObjects(policy=given), callbacks)
     if isinstance(env, TextTask):
         cfg: CommonCfg = _text_cfg(env, algorithm, preset, policy, settings | env_settings)
-        return train_from_config(cfg, _given_texts(env)._replace(policy=given), callbacks)
+        return train_from_config(cfg, env.given._replace(policy=given), callbacks)
     if not isinstance(policy_fields, PolicyCfg | Mapping | None):
         raise ConfigError(
             f"policy = {policy_fields!r:.80}: expected a gw.Policy, a gw.PolicyCfg or its fields, as "
@@ -310,12 +310,11 @@ def _refuse_for_live(run: Run, checkpoint: str, objects: Mapping[str, Any]) -> N
 
 def _evaluate_texts(run: Run, cfg: TextRunCfg, changed: Mapping[str, Any], seed: int) -> "TextEvaluation":
     from groupwise.text.evaluation import TextEvaluator
-    from groupwise.text.task import TextTask
 
     evaluation = type(cfg.evaluation)(**{**dict(cfg.evaluation), **changed})
     cfg = cfg.model_copy(update={"evaluation": evaluation})
     task = TextTask.from_cfg(cfg.task, run.given)
-    with closing(TextEvaluator(task, task.load().eval, cfg, run.policy, seed=seed)) as evaluator:
+    with closing(TextEvaluator(task, task.load()[1], cfg, run.policy, seed=seed)) as evaluator:
         return evaluator()
 
 
@@ -346,12 +345,6 @@ def _text_cfg(
     if lora is not None:
         model = {**model, "lora": lora}
     return config.resolve_text(algorithm, preset, task=task.cfg, model=model, **settings)
-
-
-def _given_texts(task: TextTask) -> UserObjects:
-    data, eval_data = (None if isinstance(d, str | Path) else d for d in (task.data, task.eval_data))
-    reward = [f for f in task.functions if f is not None] or None
-    return UserObjects(data=data, eval_data=eval_data, reward=reward, tool=task.given_tool)
 
 
 def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]]:

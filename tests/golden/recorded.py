@@ -196,9 +196,9 @@ def wrote():
             path,
             total_steps=4 * 16 * 4,
             callbacks=[keep],
-            data=task.data,
-            eval_data=task.eval_data,
-            reward=task.functions[0],
+            data=task.given.data,
+            eval_data=task.given.eval_data,
+            reward=task.given.reward,
         )
         return {"parameters": digest(run.policy), "metrics": keep.metrics}
 

@@ -74,8 +74,8 @@ def collect(of):
 def rows_of(rollout, of):
     """Reward, and whether anything of the row counts, by prompt and member."""
     rows = {}
-    for number, member in enumerate(of.scored):
-        text = TOKENIZER.decode(member.transcript.prompt.tokens)
+    for number, member in enumerate(of.members):
+        text = TOKENIZER.decode(member.prompt.tokens)
         found = (rollout["reward"][number].sum().item(), bool(rollout["loss_mask"][number].any()))
         rows.setdefault(text, []).append(found)
     return rows

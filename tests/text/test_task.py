@@ -25,10 +25,10 @@ def test_paths_and_names_are_recorded_and_objects_are_said_to_be_given(tmp_path)
     task = TextTask(tmp_path / "a.jsonl", reward=[right, "exact", RewardCfg(name="regex", kwargs={"pattern": "a"})])
     assert task.cfg.data == str(tmp_path / "a.jsonl")
     assert [reward.name for reward in task.cfg.rewards] == [GIVEN, "exact", "regex"]
-    assert task.functions == (right, None, None)
+    assert task.given == UserObjects(reward=[right])
     given = TextTask(ROWS, reward=right, eval_data=["x"], success_threshold=0.5)
     assert (given.cfg.data, given.cfg.eval_data, given.cfg.success_threshold) == (GIVEN, GIVEN, 0.5)
-    assert (given.data, given.eval_data) == (ROWS, ["x"])
+    assert given.given == UserObjects(data=ROWS, eval_data=["x"], reward=[right])
     assert TextTaskCfg(**json.loads(given.cfg.model_dump_json())) == given.cfg
 
 
@@ -44,17 +44,17 @@ def test_weights_and_time_limits():
 def test_a_task_is_made_again_from_its_settings():
     task = TextTask(ROWS, reward=[right, "exact", longest], eval_data=["x"])
     again = TextTask.from_cfg(task.cfg, UserObjects(data=ROWS, eval_data=["x"], reward=[right, longest]))
-    assert again.functions == (right, None, longest)
     assert again.load() == task.load()
     given = UserObjects(data=ROWS, eval_data=["x"], reward=[right, "exact", longest])
-    assert TextTask.from_cfg(task.cfg, given).functions == (right, None, longest)
+    for made in (task, again, TextTask.from_cfg(task.cfg, given)):
+        assert made.rewards().names == ("right", "exact", "longest")
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"eval_data": ["x"], "reward": right}, "the data were given in Python; fix: give them again as data=..."),
-        ({"data": ROWS, "reward": right}, "the eval data were given in Python; fix: give them again as eval_data=..."),
+        ({"data": ROWS, "reward": right}, "the eval_data were given in Python; fix: give them again as eval_data=..."),
         ({"data": ROWS, "eval_data": ["x"]}, r"1 reward\(s\) were given in Python, but now 0"),
         (
             {"data": ROWS, "eval_data": ["x"], "reward": [right, longest]},
@@ -64,8 +64,9 @@ def test_a_task_is_made_again_from_its_settings():
 )
 def test_objects_that_are_missing_are_named(given, message):
     cfg = TextTask(ROWS, reward=right, eval_data=["x"]).cfg
+    task = TextTask.from_cfg(cfg, UserObjects(**given))
     with pytest.raises(ConfigError, match=message):
-        TextTask.from_cfg(cfg, UserObjects(**given))
+        _ = task.rewards(), task.load()
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_a_task_without_reward_is_refused_unless_its_data_have_one():
         TextTask(ROWS).rewards()
     gym = TextTask("reasoning-gym:chain_sum", data_size=3)
     assert gym.rewards().names == ("reasoning_gym",)
-    example = gym.load().train[0]
+    example = gym.load()[0][0]
     columns = {name: [value] for name, value in example.columns.items()}
     gym.rewards().check_columns(columns)
     assert gym.rewards().score([example.prompt], [example.columns["answer"]], [[1]], columns).reward == (1,)
@@ -102,8 +103,8 @@ def test_gym_data_of_both_parts_share_nothing():
     train, evaluation = task.load()
     assert len(evaluation) == 30
     assert not {e.prompt for e in train} & {e.prompt for e in evaluation}
-    alone = TextTask("reasoning-gym:chain_sum", data_size=80, data_kwargs=small).load()
-    assert (len(alone.train), alone.eval) == (80, [])
+    train, evaluation = TextTask("reasoning-gym:chain_sum", data_size=80, data_kwargs=small).load()
+    assert (len(train), evaluation) == (80, [])
 
 
 def test_shared_prompts_are_left_out_of_training_with_a_warning():

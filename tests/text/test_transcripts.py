@@ -197,9 +197,9 @@ def completions_seen(prompt, *, chat):
         seen.extend(completions)
         return [float(len(c)) for c in completions]
 
-    scored = score(transcripts, RewardSet([RewardFunction("r", reward)]), encoder)
-    assert [member.text for member in scored] == [text_of(transcript, encoder) for transcript in transcripts]
-    return seen, [member.text for member in scored]
+    score(transcripts, RewardSet([RewardFunction("r", reward)]), encoder)
+    assert [member.text for member in transcripts] == [text_of(transcript, encoder) for transcript in transcripts]
+    return seen, [member.text for member in transcripts]
 
 
 @pytest.mark.parametrize("chat", [False, True])

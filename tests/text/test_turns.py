@@ -7,7 +7,6 @@ from tokenizers.processors import TemplateProcessing
 from groupwise.config.text import TextTaskCfg
 from groupwise.errors import ConfigError
 from groupwise.text.prompts import PromptEncoder
-from groupwise.text.turns import AnswerEncoder
 
 BODY = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -26,7 +25,7 @@ def answers(template=None, **settings):
     if template not in (None, "ChatML"):
         tokenizer.chat_template = template + "{% endfor %}" + PROMPT
     cfg = TextTaskCfg(tool="calculator", **settings)
-    return tokenizer, AnswerEncoder(PromptEncoder(tokenizer, cfg))
+    return tokenizer, PromptEncoder(tokenizer, cfg)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +38,11 @@ def test_an_answer_is_a_message_and_the_model_writes_the_next(template, role):
     behind = f"<|im_end|>\n<|im_start|>{role}\n1 user<|im_end|>\n<|im_start|>assistant\n"
     expected = tokenizer(behind)["input_ids"]
     assert expected[0] == END
-    assert encoder.encode("1 user") == expected
+    assert encoder.encode_answer("1 user") == expected
     # the model's own end of turn is not repeated
-    assert encoder.encode("1 user", end=END) == expected[1:]
+    assert encoder.encode_answer("1 user", end=END) == expected[1:]
     # another one, which the template does not have, changes nothing
-    assert encoder.encode("1 user", end=2) == expected
+    assert encoder.encode_answer("1 user", end=2) == expected
 
 
 def test_an_end_that_stands_behind_the_answer_alone_takes_nothing_away():
@@ -52,41 +51,41 @@ def test_an_end_that_stands_behind_the_answer_alone_takes_nothing_away():
     )
     tokenizer, encoder = answers(template)
     expected = tokenizer("<s>84<|im_end|><|im_start|>assistant\n")["input_ids"]
-    assert encoder.encode("84", end=END) == expected
-    assert encoder.encode("84", end=2) == expected[1:]
+    assert encoder.encode_answer("84", end=END) == expected
+    assert encoder.encode_answer("84", end=2) == expected[1:]
 
 
 def test_white_space_before_the_end_goes_with_it():
     tokenizer, encoder = answers(LOOP + "{{ m['content'] + '\n<|im_end|>' }}")
-    assert encoder.encode("84", end=END) == tokenizer("84\n<|im_end|><|im_start|>assistant\n")["input_ids"]
+    assert encoder.encode_answer("84", end=END) == tokenizer("84\n<|im_end|><|im_start|>assistant\n")["input_ids"]
 
 
 def test_the_template_gets_its_settings():
     template = LOOP + "{{ m['content'] + '<|im_end|>' + ('' if plain else '?') }}"
     tokenizer, encoder = answers(template, chat_template_kwargs={"plain": True})
-    assert encoder.encode("84") == tokenizer("<|im_end|>84<|im_end|><|im_start|>assistant\n")["input_ids"]
+    assert encoder.encode_answer("84") == tokenizer("<|im_end|>84<|im_end|><|im_start|>assistant\n")["input_ids"]
 
 
 def test_an_answer_that_imitates_the_placeholder_is_an_answer():
     tokenizer, encoder = answers("ChatML")
-    assert "\nWRITTEN<|im_end|>" in tokenizer.decode(encoder.encode("WRITTEN"))
+    assert "\nWRITTEN<|im_end|>" in tokenizer.decode(encoder.encode_answer("WRITTEN"))
 
 
 @pytest.mark.parametrize("template", [None, "ChatML"])
 def test_plain_texts_have_the_answer_in_them(template):
     settings = {} if template is None else {"chat": "never"}
     tokenizer, encoder = answers(template, **settings)
-    assert encoder.encode("84", end=END) == tokenizer("<result>84</result>")["input_ids"]
+    assert encoder.encode_answer("84", end=END) == tokenizer("<result>84</result>")["input_ids"]
     _, encoder = answers(template, tool_answer=" = {}.", **settings)
-    assert encoder.encode("84") == tokenizer(" = 84.")["input_ids"]
+    assert encoder.encode_answer("84") == tokenizer(" = 84.")["input_ids"]
 
 
 def test_a_tokenizer_that_begins_every_text_does_not_begin_the_answer():
     tokenizer, encoder = answers()
-    expected = encoder.encode("84")
+    expected = encoder.encode_answer("84")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
     assert tokenizer("84")["input_ids"][0] == 2
-    assert encoder.encode("84") == expected
+    assert encoder.encode_answer("84") == expected
 
 
 def test_a_template_without_a_place_for_answers_is_refused():
@@ -94,4 +93,4 @@ def test_a_template_without_a_place_for_answers_is_refused():
     with pytest.raises(
         ConfigError, match=r"has no message of role 'tool' or 'user' after the assistant's.*fix: another"
     ):
-        answers(first)
+        answers(first)[1].encode_answer("84")

@@ -88,7 +88,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     algorithm_type = cfg.algorithm.load()
     task = TextTask.from_cfg(cfg.task, given)
     rewards = task.rewards()
-    data = task.load()
+    train, held_out = task.load()
     if engine.world_size > 1 and isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.dynamic_sampling:
         raise ConfigError(
             "collection.dynamic_sampling takes a varying number of prompts, which several processes cannot divide; fix: "
@@ -98,10 +98,10 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     policy = _policy(cfg, given, actor_only=algorithm_type.actor_only).to(device)
     speed_up(policy)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
-    prompts = encoder.select(data.train, policy.max_prompt_length(cfg.sampling.max_new_tokens))
+    prompts = encoder.select(train, policy.max_prompt_length(cfg.sampling.max_new_tokens))
     rewards.check_columns(prompts[0].example.columns)
-    if data.eval:
-        rewards.check_columns(data.eval[0].columns, "eval_data")
+    if held_out:
+        rewards.check_columns(held_out[0].columns, "eval_data")
     cfg = _filled_in(cfg, rewards.weights)
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
     flatten(algorithm)
@@ -120,7 +120,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     buffer = TextBuffer(policy.action_spec, value=not policy.actor_only, device=device)
     vocabulary, width = policy.head.shape
     identity = Identity(cfg.subject, f"{type(policy.network).__name__} of width {width}", f"{vocabulary} tokens")
-    return TextComponents(cfg, given, algorithm, collector, buffer, identity, task, data.eval)
+    return TextComponents(cfg, given, algorithm, collector, buffer, identity, task, held_out)
 
 
 def speed_up(policy: CausalLM) -> None:

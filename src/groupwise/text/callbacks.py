@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from groupwise.config.run import SamplerMismatchCfg
 from groupwise.errors import SamplerMismatchError
 from groupwise.text.collector import TextCollector
-from groupwise.text.transcripts import Scored
+from groupwise.text.transcripts import Transcript
 from groupwise.training.base import Callback
 from groupwise.training.evaluation import EvaluationResult
 
@@ -67,24 +67,23 @@ class LogGroups(Callback):
         import pyarrow.parquet
 
         names = self.collector.rewards.names
-        rows = [_record(m, names) for m in self.collector.scored if m.transcript.group < self.num_groups]
+        rows = [_record(member, names) for member in self.collector.members if member.group < self.num_groups]
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f"{trainer.env_steps:012d}.parquet"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
-def _record(member: Scored, names: tuple[str, ...]) -> dict[str, object]:
-    transcript = member.transcript
-    prompt = transcript.prompt.example.prompt
+def _record(member: Transcript, names: tuple[str, ...]) -> dict[str, object]:
+    prompt = member.prompt.example.prompt
     return {
-        "group": transcript.group,
+        "group": member.group,
         "prompt": prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt),
         "completion": member.text,
         "reward": member.reward,
         **{f"reward_{name}": part for name, part in zip(names, member.parts, strict=True)},
-        "tokens": transcript.written,
-        "turns": transcript.turns,
-        "ended_by": transcript.stop,
-        "greedy": transcript.greedy,
-        "mean_log_prob": sum(transcript.log_probs) / max(transcript.written, 1),
+        "tokens": member.written,
+        "turns": member.turns,
+        "ended_by": member.stop,
+        "greedy": member.greedy,
+        "mean_log_prob": sum(member.log_probs) / max(member.written, 1),
     }

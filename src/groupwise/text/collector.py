@@ -21,7 +21,7 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.rewards import RewardSet, TrainingState
 from groupwise.text.rollout import TextRow, text_rollout
-from groupwise.text.transcripts import Scored, ToolDialogue, Transcript, score, write
+from groupwise.text.transcripts import ToolDialogue, Transcript, rewards_of_groups, score, write
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class TextCollector(Collector):
         world_size: int = 1,
     ) -> None:
         super().__init__()
-        self.scored: list[Scored] = []
+        self.members: list[Transcript] = []
         """Completions of the last rollout, those of filtered groups included."""
         self.position = 0
         """Number of prompts that this process has taken, over all epochs."""
@@ -71,7 +71,6 @@ class TextCollector(Collector):
         self._dialogue = dialogue
         self._rank, self._world_size = rank, world_size
         self._unscored = 0
-        self._metrics: dict[str, float] = {}
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """The rollout of new groups: a row for each completion, as long as the longest.
@@ -81,8 +80,8 @@ class TextCollector(Collector):
             DataError: nothing could be scored, several times in a row.
         """
         self.rewards.take_logged()  # of a rollout that failed
-        kept: list[list[Scored]] = []
-        filtered: list[list[Scored]] = []
+        kept: list[list[Transcript]] = []
+        filtered: list[list[Transcript]] = []
         num_prompts = self._cfg.num_prompts
         budget = int(num_prompts * (1 + self._collection.dynamic_sampling))
         taken, wanted = 0, num_prompts
@@ -94,7 +93,7 @@ class TextCollector(Collector):
             wanted = min(num_prompts - len(kept), budget - taken)
         self.position += taken  # only now: a rollout that fails is collected again, from the same prompts
         self.iteration += 1
-        self.scored = [member for group in (*kept, *filtered) for member in group]
+        self.members = [member for group in (*kept, *filtered) for member in group]
         self._check_scored()
         rows = [self._row(member) for group in kept for member in group]
         rows += [self._row(member)._replace(reward=None) for group in filtered for member in group]
@@ -104,10 +103,6 @@ class TextCollector(Collector):
     def recent_episodes(self) -> Sequence[Episode]:
         """The completions of the last rollout."""
         return self.finished
-
-    def metrics(self) -> dict[str, float]:
-        """``rollout/*`` and ``reward/*`` numbers of the last ``collect``."""
-        return super().metrics() | self._metrics
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, which the next rollout depends on."""
@@ -122,7 +117,7 @@ class TextCollector(Collector):
         """Close the reward functions."""
         self.rewards.close()
 
-    def _new_groups(self, count: int, first: int) -> list[list[Scored]]:
+    def _new_groups(self, count: int, first: int) -> list[list[Transcript]]:
         """Groups of the next prompts, generated and scored; ``first`` groups of this rollout precede them."""
         stream = self._cfg.seed, "completion", self._rank, self.iteration
         transcripts = [
@@ -134,8 +129,8 @@ class TextCollector(Collector):
         ]
         write(transcripts, self._generate, self._cfg.sampling, self._dialogue)
         state = TrainingState(global_step=self.iteration, epoch=self._epoch)
-        scored = score(transcripts, self.rewards, self._encoder, state)
-        return [scored[i : i + self._group_size] for i in range(0, len(scored), self._group_size)]
+        score(transcripts, self.rewards, self._encoder, state)
+        return [transcripts[i : i + self._group_size] for i in range(0, len(transcripts), self._group_size)]
 
     def _prompt(self, group: int) -> EncodedPrompt:
         """The prompt of a group of this rollout."""
@@ -147,29 +142,27 @@ class TextCollector(Collector):
     def _epoch(self) -> float:
         return self.position * self._world_size / len(self.prompts)
 
-    def _row(self, member: Scored) -> TextRow:
-        transcript, cfg = member.transcript, self._cfg
-        cut = transcript.stop == "length"
-        reward = member.reward
+    def _row(self, member: Transcript) -> TextRow:
+        cut, cfg, reward = member.stop == "length", self._cfg, member.reward
         if reward is not None and cfg.overlong_buffer:
-            length = torch.tensor([len(transcript.last_turn())])
+            length = torch.tensor([len(member.last_turn())])
             reward -= float(overlong_penalty(length, cfg.sampling.max_new_tokens, cfg.overlong_buffer))
         return TextRow(
-            transcript.prompt.tokens,
-            transcript.tokens,
-            transcript.log_probs,
+            member.prompt.tokens,
+            member.tokens,
+            member.log_probs,
             reward,
             terminated=not cut,
-            group=transcript.group,
-            turn=None if self._dialogue is None else transcript.turn,
-            support=transcript.support or None,
+            group=member.group,
+            turn=None if self._dialogue is None else member.turn,
+            support=member.support or None,
             trained=not (cut and cfg.mask_truncated_completions),
-            greedy=transcript.greedy,
+            greedy=member.greedy,
             reward_parts=tuple(part or 0.0 for part in member.parts) if len(member.parts) > 1 else (),
         )
 
     def _check_scored(self) -> None:
-        if any(member.reward is not None for member in self.scored):
+        if any(member.reward is not None for member in self.members):
             self._unscored = 0
             return
         self._unscored += 1
@@ -182,13 +175,13 @@ class TextCollector(Collector):
 
     def _update_metrics(self, num_filtered: int) -> None:
         self.finished = [
-            Episode(float(member.reward), member.transcript.written, member.transcript.stop != "length")
-            for member in self.scored
-            if member.reward is not None and not member.transcript.greedy
+            Episode(float(member.reward), member.written, member.stop != "length")
+            for member in self.members
+            if member.reward is not None and not member.greedy
         ]
         self.recent.extend(self.finished)
-        self.last_steps = sum(member.transcript.written for member in self.scored)
-        self._metrics = text_metrics(self.scored, self.rewards.names, self._cfg.task.success_threshold)
+        self.last_steps = sum(member.written for member in self.members)
+        self._metrics = text_metrics(self.members, self.rewards.names, self._cfg.task.success_threshold)
         self._metrics["rollout/filtered_groups"] = float(num_filtered)
         self._metrics["rollout/epoch"] = self._epoch
         self._metrics |= {f"reward/{name}": value for name, value in self.rewards.take_logged().items()}
@@ -204,39 +197,38 @@ class TextCollector(Collector):
         return rollout
 
 
-def has_no_variance(group: Sequence[Scored]) -> bool:
+def has_no_variance(group: Sequence[Transcript]) -> bool:
     """Whether all rewards of the group are the same, or fewer than two members have any. Overlong penalties do not count."""
-    rewards = {member.reward for member in group if member.reward is not None and not member.transcript.greedy}
+    rewards = {member.reward for member in group if member.reward is not None and not member.greedy}
     return len(rewards) < 2
 
 
-def text_metrics(scored: Sequence[Scored], reward_names: Sequence[str], success_threshold: float) -> dict[str, float]:
+def text_metrics(
+    members: Sequence[Transcript], reward_names: Sequence[str], success_threshold: float
+) -> dict[str, float]:
     """Metrics of the sampled completions: rewards, lengths, how they ended, repetition."""
-    sampled = [member for member in scored if not member.transcript.greedy]
-    lengths = [member.transcript.written for member in sampled]
+    sampled = [member for member in members if not member.greedy]
+    lengths = [member.written for member in sampled]
     metrics = {
         "rollout/unscorable": float(sum(member.reward is None for member in sampled)),
         "rollout/length_max": float(max(lengths)),
         "rollout/length_min": float(min(lengths)),
-        "rollout/turns_mean": fmean(member.transcript.turns for member in sampled),
-        "rollout/repeated_ngrams": fmean(repeated_ngrams(member.transcript.tokens) for member in sampled),
+        "rollout/turns_mean": fmean(member.turns for member in sampled),
+        "rollout/repeated_ngrams": fmean(repeated_ngrams(member.tokens) for member in sampled),
     }
     for stop, name in (
         ("eos", "rollout/ended_by_eos"),
         ("stop", "rollout/ended_by_stop"),
         ("length", "completions/clipped_ratio"),
     ):
-        metrics[name] = fmean(member.transcript.stop == stop for member in sampled)
+        metrics[name] = fmean(member.stop == stop for member in sampled)
     for number, name in enumerate(reward_names):
         values = [value for member in sampled if (value := member.parts[number]) is not None]
         if values:
             metrics[f"reward/{name}_mean"] = fmean(values)
-    groups: dict[int, list[float]] = {}
-    for member in sampled:
-        if member.reward is not None:
-            groups.setdefault(member.transcript.group, []).append(member.reward)
+    groups = rewards_of_groups(sampled)
     if groups:
-        metrics["rollout/reward_std"] = fmean(pstdev(group) for group in groups.values())
-        for k in (1, min(map(len, groups.values()))):
-            metrics[f"rollout/pass_at_{k}"] = fmean(pass_rate(group, success_threshold, k) for group in groups.values())
+        metrics["rollout/reward_std"] = fmean(pstdev(group) for group in groups)
+        for k in (1, min(map(len, groups))):
+            metrics[f"rollout/pass_at_{k}"] = fmean(pass_rate(group, success_threshold, k) for group in groups)
     return metrics

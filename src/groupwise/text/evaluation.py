@@ -1,6 +1,6 @@
 """Evaluation of a language model on held-out prompts: mean reward and pass@k."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -17,8 +17,8 @@ from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.task import TextTask
-from groupwise.text.tools import Tool, make_tool
-from groupwise.text.transcripts import Scored, ToolDialogue, Transcript, score, text_of, write
+from groupwise.text.tools import AnyTool, make_tool
+from groupwise.text.transcripts import ToolDialogue, Transcript, rewards_of_groups, score, text_of, write
 from groupwise.training.components import Evaluator
 from groupwise.training.evaluation import EvaluationResult, shown
 
@@ -101,7 +101,7 @@ class TextEvaluator(Evaluator):
             DataError: no completion could be scored.
         """
         evaluation = self._cfg.evaluation
-        scored: list[Scored] = []
+        completions: list[Transcript] = []
         for first in range(0, len(self._prompts), _PROMPTS_AT_ONCE):
             transcripts = [
                 Transcript(prompt, number, derive_seed(self._seed, "eval", number, member), evaluation.deterministic)
@@ -109,16 +109,13 @@ class TextEvaluator(Evaluator):
                 for member in range(evaluation.completions_per_prompt)
             ]
             write(transcripts, self._generate, evaluation.sampling or self._cfg.sampling, self._dialogue)
-            scored += score(transcripts, self._rewards, self._encoder)
+            score(transcripts, self._rewards, self._encoder)
+            completions += transcripts
         self._rewards.take_logged()  # such metrics are of training alone
-        groups: dict[int, list[float]] = {}
-        for member in scored:
-            if member.reward is not None:
-                groups.setdefault(member.transcript.group, []).append(member.reward)
-        if not groups:
+        rewards = tuple(map(tuple, rewards_of_groups(completions)))
+        if not rewards:
             raise DataError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
-        rewards = tuple(map(tuple, groups.values()))
-        lengths = tuple(member.transcript.written for member in scored)
+        lengths = tuple(completion.written for completion in completions)
         return TextEvaluation(tuple(map(fmean, rewards)), lengths, rewards, self._cfg.task.success_threshold)
 
     def close(self) -> None:
@@ -134,7 +131,7 @@ def write_texts(
     *,
     deterministic: bool,
     seed: int,
-    tool: Callable[[str], str | None] | None = None,
+    tool: AnyTool | None = None,
 ) -> list[str]:
     """Completions of one prompt.
 
@@ -152,6 +149,6 @@ def write_texts(
     return [text_of(transcript, encoder) for transcript in transcripts]
 
 
-def dialogue_of(tool: Tool | None, encoder: PromptEncoder, policy: CausalLM) -> ToolDialogue | None:
+def dialogue_of(tool: AnyTool | None, encoder: PromptEncoder, policy: CausalLM) -> ToolDialogue | None:
     """The dialogue with the tool; None without one."""
     return None if tool is None else ToolDialogue(tool, encoder, policy.context_length)

@@ -1,12 +1,18 @@
 """From prompts to tokens, and from completions to texts."""
 
+import functools
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from groupwise.config.text import TextTaskCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.text.data import Example, Message
+
+_WRITTEN = "WRITTEN"
+"""Placeholder of the model's turn, whose tokens are known."""
+_PROBE = "84"
 
 
 class EncodedPrompt(NamedTuple):
@@ -82,6 +88,60 @@ class PromptEncoder:
     def inline(self, answer: str) -> str:
         """A tool's answer as plain text."""
         return self.cfg.tool_answer.replace("{}", answer)
+
+    def encode_answer(self, answer: str, end: int | None = None) -> list[int]:
+        """All tokens between two turns of the model: a message if prompts are messages, otherwise plain text.
+
+        Args:
+            answer: the tool's.
+            end: the end-of-text token that the model wrote itself, and which is not repeated. None: it wrote none.
+
+        Raises:
+            ConfigError: the chat template has no place for an answer after the assistant's message.
+        """
+        if not self.conversational:
+            return self._ids(self.inline(answer))
+        rendered = self._render(self._answer_role, answer)
+        place = rendered.index(_WRITTEN) + len(_WRITTEN)
+        before, whole = self._ids(rendered[:place]), self._ids(rendered)
+        if whole[: len(before)] != before:
+            raise ConfigError(
+                "a token of the chat template overlaps the assistant's text, so that no tool's answer can follow it; "
+                "fix: another template, or chat='never'"
+            )
+        tokens = whole[len(before) :]
+        place = tokens.index(end) if end in tokens else 0
+        ends_turn = end in tokens and not self.tokenizer.decode(tokens[:place]).strip()
+        return tokens[place + 1 :] if ends_turn else tokens
+
+    @functools.cached_property
+    def _answer_role(self) -> str:
+        """``tool``, or ``user`` where the template refuses that or leaves it out."""
+        from jinja2 import TemplateError
+
+        for role in ("tool", "user"):
+            with suppress(TemplateError):
+                if _PROBE in self._render(role, _PROBE).partition(_WRITTEN)[2]:
+                    return role
+        raise ConfigError(
+            "the tokenizer's chat template has no message of role 'tool' or 'user' after the assistant's, for a tool's "
+            "answer; fix: another template, or chat='never'"
+        )
+
+    def _render(self, role: str, answer: str) -> str:
+        """A conversation in which the answer follows a turn of the model."""
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": _WRITTEN},
+            {"role": role, "content": answer},
+        ]
+        kwargs = self.cfg.chat_template_kwargs
+        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
+        return text
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def _encode_text(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer(text)["input_ids"]

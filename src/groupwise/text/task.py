@@ -2,24 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from groupwise.config.base import GIVEN
 from groupwise.config.text import GYM, RewardCfg, TextTaskCfg
 from groupwise.errors import ConfigError
 from groupwise.text.data import Example, gym_examples, load_examples, without_overlap
-from groupwise.text.rewards import Reward, RewardSet, make_reward
-from groupwise.text.tools import Tool, make_tool
-
-if TYPE_CHECKING:
-    from groupwise.training.components import UserObjects
-
-
-class TextData(NamedTuple):
-    """Examples to train on, and those held out."""
-
-    train: list[Example]
-    eval: list[Example]
+from groupwise.text.rewards import RewardSet, make_reward
+from groupwise.text.tools import make_tool
+from groupwise.training.components import UserObjects
 
 
 class TextTask:
@@ -49,114 +40,96 @@ class TextTask:
         tool: "str | Callable[[str], str | None] | None" = None,
         **settings: Any,
     ) -> None:
-        rewards = _parse_rewards(reward)
-        cfgs = [cfg for cfg, _ in rewards]
+        rewards = _several(reward)
+        cfgs = [_reward_cfg(one) for one in rewards]
         if reward_weights is not None:
             if len(reward_weights) != len(cfgs):
                 raise ConfigError(f"reward_weights = {list(reward_weights)} for {len(cfgs)} rewards; fix: one for each")
             cfgs = [cfg.model_copy(update={"weight": w}) for cfg, w in zip(cfgs, reward_weights, strict=True)]
+        recorded = [str(one) if isinstance(one, str | Path | None) else GIVEN for one in (data, eval_data)]
         self.cfg = TextTaskCfg(
-            data=_recorded(data),
-            eval_data=None if eval_data is None else _recorded(eval_data),
+            data=recorded[0],
+            eval_data=None if eval_data is None else recorded[1],
             rewards=tuple(cfgs),
             tool=GIVEN if callable(tool) else tool,
             **settings,
         )
         """The settings, with ``<given in Python>`` in place of objects."""
-        self.data = data
-        self.eval_data = eval_data
-        self.functions = tuple(function for _, function in rewards)
-        """For each reward, the function given in Python; None for registered ones."""
-        self.given_tool = tool if callable(tool) else None
-        """The tool given in Python."""
+        self.given = UserObjects(
+            data=data if recorded[0] == GIVEN else None,
+            eval_data=eval_data if recorded[1] == GIVEN else None,
+            reward=[one for one in rewards if callable(one)] or None,
+            tool=tool if callable(tool) else None,
+        )
+        """The objects."""
 
     @classmethod
-    def from_cfg(cls, cfg: TextTaskCfg, given: "UserObjects") -> "TextTask":
-        """The task that the settings describe, with the objects that were given in Python.
-
-        Raises:
-            ConfigError: an object is missing, or there is one too many.
-        """
-        rewards = [function for _, function in _parse_rewards(given.reward) if function is not None]
-        count = sum(one.name == GIVEN for one in cfg.rewards)
-        if len(rewards) != count:
-            raise ConfigError(
-                f"{count} reward(s) were given in Python, but now {len(rewards)}; fix: give them again, in their order, as reward=..."
-            )
-        functions = iter(rewards)
+    def from_cfg(cls, cfg: TextTaskCfg, given: UserObjects) -> "TextTask":
+        """The task that the settings describe, with the objects that were given in Python."""
         task = cls.__new__(cls)
-        task.cfg = cfg
-        task.data = _given_again(cfg.data, given.data, "data")
-        task.eval_data = None if cfg.eval_data is None else _given_again(cfg.eval_data, given.eval_data, "eval_data")
-        task.functions = tuple(next(functions) if one.name == GIVEN else None for one in cfg.rewards)
-        task.given_tool = given.tool
+        task.cfg, task.given = cfg, given
         return task
 
-    def load(self) -> TextData:
-        """The examples; training prompts that are also held out are dropped unless ``eval_overlap="keep"``.
+    def load(self) -> tuple[list[Example], list[Example]]:
+        """Examples to train on, and those held out; the former without the latter unless ``eval_overlap="keep"``.
 
         Raises:
+            ConfigError: data that were given in Python are missing.
             DataError: no examples, or examples that cannot be read.
         """
-        evaluation = [] if self.eval_data is None else self._examples(self.eval_data, "eval")
-        train = self._examples(self.data, "train")
-        return TextData(train if self.cfg.eval_overlap == "keep" else without_overlap(train, evaluation), evaluation)
+        train = self._examples("data")
+        held_out = [] if self.cfg.eval_data is None else self._examples("eval_data")
+        return train if self.cfg.eval_overlap == "keep" else without_overlap(train, held_out), held_out
 
     def rewards(self) -> RewardSet:
         """The functions, ready to score.
 
         Raises:
             UnknownNameError: no such reward.
-            ConfigError: there is none, or it does not take its settings.
+            ConfigError: there is none, it does not take its settings, or it was given in Python and is missing.
         """
         cfgs = self.cfg.rewards
         if not cfgs and self.cfg.data.startswith(GYM):
-            return RewardSet([make_reward(RewardCfg(name="reasoning_gym"))])
-        return RewardSet([make_reward(cfg, function) for cfg, function in zip(cfgs, self.functions, strict=True)])
+            cfgs = (RewardCfg(name="reasoning_gym"),)
+        functions = [one for one in _several(self.given.reward) if callable(one)]
+        count = sum(cfg.name == GIVEN for cfg in cfgs)
+        if len(functions) != count:
+            raise ConfigError(
+                f"{count} reward(s) were given in Python, but now {len(functions)}; fix: give them again, in their order, as "
+                "reward=..."
+            )
+        given = iter(functions)
+        return RewardSet([make_reward(cfg, next(given) if cfg.name == GIVEN else None) for cfg in cfgs])
 
-    def tool(self) -> Tool | None:
-        """The model's tool; None if it has none.
+    def tool(self) -> Callable[[str], str | None] | None:
+        """The model's tool, as ``make_tool`` makes it; None if it has none."""
+        return make_tool(self.cfg, self.given.tool)
 
-        Raises:
-            UnknownNameError: no such tool.
-            ConfigError: it does not take its settings.
-        """
-        return make_tool(self.cfg, self.given_tool)
-
-    def _examples(self, source: object, part: Literal["train", "eval"]) -> list[Example]:
-        cfg = self.cfg
-        if isinstance(source, str) and source.startswith(GYM):
-            size = cfg.data_size if part == "train" else cfg.eval_size
-            return gym_examples(source, size=size, part=part, kwargs=cfg.data_kwargs)
+    def _examples(self, name: Literal["data", "eval_data"]) -> list[Example]:
+        cfg, source = self.cfg, vars(self.cfg)[name]
+        if source.startswith(GYM):
+            if name == "data":
+                return gym_examples(source, size=cfg.data_size, kwargs=cfg.data_kwargs)
+            return gym_examples(source, size=cfg.eval_size, part="eval", kwargs=cfg.data_kwargs)
+        if source == GIVEN:
+            source = self.given._asdict()[name]
+            if source is None:
+                raise ConfigError(f"the {name} were given in Python; fix: give them again as {name}=...")
         return load_examples(source, prompt_column=cfg.prompt_column)
 
 
-def _parse_rewards(reward: object) -> list[tuple[RewardCfg, Reward | None]]:
-    """The settings of each reward, and its function if that was given in Python."""
+def _several(reward: object) -> list[Any]:
+    """The rewards, of which there may be none, one or several."""
     if reward is None:
         return []
-    return [_parse_reward(one) for one in (reward if isinstance(reward, (list, tuple)) else [reward])]
+    return [*reward] if isinstance(reward, list | tuple) else [reward]
 
 
-def _parse_reward(reward: object) -> tuple[RewardCfg, Reward | None]:
+def _reward_cfg(reward: object) -> RewardCfg:
     if isinstance(reward, RewardCfg):
-        return reward, None
-    if isinstance(reward, str):
-        return RewardCfg(name=reward), None
-    if callable(reward):
-        return RewardCfg(name=GIVEN), reward
+        return reward
+    if isinstance(reward, str) or callable(reward):
+        return RewardCfg(name=reward if isinstance(reward, str) else GIVEN)
     raise ConfigError(
         f"reward = {reward!r}: expected a function, the name of a registered one, or RewardCfg; fix: reward=my_function"
     )
-
-
-def _recorded(source: object) -> str:
-    return str(source) if isinstance(source, (str, Path)) else GIVEN
-
-
-def _given_again(recorded: str, given: object, name: str) -> object:
-    if recorded != GIVEN:
-        return recorded
-    if given is None:
-        raise ConfigError(f"the {name.replace('_', ' ')} were given in Python; fix: give them again as {name}=...")
-    return given

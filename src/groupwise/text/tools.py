@@ -29,6 +29,8 @@ class Tool(ABC):
         """The answer to a turn of the model; None: it has no call, and the completion is over."""
 
 
+AnyTool = Callable[[str], str | None]
+"""A ``Tool``, or a function like one; then ``sampling.stop`` ends its calls."""
 TOOLS: dict[str, Callable[..., Any]] = {}
 """Registered ones; a class is instantiated with the settings."""
 
@@ -44,7 +46,7 @@ def register_tool(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     return register("tool", TOOLS, name)
 
 
-def make_tool(cfg: TextTaskCfg, given: Callable[[str], str | None] | None = None) -> Tool | None:
+def make_tool(cfg: TextTaskCfg, given: AnyTool | None = None) -> AnyTool | None:
     """The tool that the settings describe; None if there is none.
 
     Args:
@@ -59,18 +61,18 @@ def make_tool(cfg: TextTaskCfg, given: Callable[[str], str | None] | None = None
     if cfg.tool == GIVEN:
         if given is None:
             raise ConfigError("the tool was given in Python; fix: give it again as tool=...")
-        return given if isinstance(given, Tool) else _FunctionTool(given)
+        return given
     if cfg.tool not in TOOLS:
         raise UnknownNameError("tool", cfg.tool, TOOLS)
     registered = TOOLS[cfg.tool]
     is_class = inspect.isclass(registered)
     text = () if is_class else ("",)
     check_settings(f"tool {cfg.tool!r}", registered, cfg.tool_kwargs, first=text, complete=True)
-    made = registered(**cfg.tool_kwargs) if is_class else functools.partial(registered, **cfg.tool_kwargs)
-    return made if isinstance(made, Tool) else _FunctionTool(made)
+    made: AnyTool = registered(**cfg.tool_kwargs) if is_class else functools.partial(registered, **cfg.tool_kwargs)
+    return made
 
 
-def ask(tool: Tool, text: str) -> str | None:
+def ask(tool: AnyTool, text: str) -> str | None:
     """The tool's answer.
 
     Raises:
@@ -86,16 +88,6 @@ def ask(tool: Tool, text: str) -> str | None:
     if answer is None or isinstance(answer, str):
         return answer
     raise ToolError(f"the tool returned {answer!r:.80}; expected a text, or None for no call; fix: str(...)")
-
-
-class _FunctionTool(Tool):
-    """Another callable as a tool; ``sampling.stop`` ends its calls."""
-
-    def __init__(self, function: Callable[[str], str | None]) -> None:
-        self._function = function
-
-    def __call__(self, text: str) -> str | None:
-        return self._function(text)
 
 
 @register_tool("calculator")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -14,8 +14,7 @@ from groupwise.text.generation import Generate
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.rewards import RewardSet, TrainingState
 from groupwise.text.sampling import Completion
-from groupwise.text.tools import Tool, ask
-from groupwise.text.turns import AnswerEncoder
+from groupwise.text.tools import AnyTool, Tool, ask
 
 
 @dataclass
@@ -39,6 +38,12 @@ class Transcript:
     """Number of the model's turns."""
     answers: list[str] = field(default_factory=list)
     """The tool's answer after each turn but the last."""
+    text: str = ""
+    """All that the model wrote, with the tool's answers in between as plain text; once it is scored."""
+    reward: float | None = None
+    """None: unscorable."""
+    parts: Sequence[float | None] = ()
+    """Score of each reward function."""
 
     @property
     def written(self) -> int:
@@ -78,17 +83,21 @@ class ToolDialogue:
 
     Args:
         context: tokens that the model has positions for. None: no limit.
+
+    Raises:
+        ConfigError: the chat template has no place for an answer after the assistant's message.
     """
 
-    def __init__(self, tool: Tool, encoder: PromptEncoder, context: int | None = None) -> None:
+    def __init__(self, tool: AnyTool, encoder: PromptEncoder, context: int | None = None) -> None:
         self._tool = tool
         self._encoder = encoder
-        self._answers = AnswerEncoder(encoder)
         self._context = context
+        encoder.encode_answer("84")  # a template that cannot is refused before training
 
     def stopping(self, sampling: SamplingCfg) -> SamplingCfg:
         """The sampling with turns that end where a call ends."""
-        return sampling.model_copy(update={"stop": tuple(dict.fromkeys((*sampling.stop, *self._tool.stop)))})
+        ends = self._tool.stop if isinstance(self._tool, Tool) else ()
+        return sampling.model_copy(update={"stop": tuple(dict.fromkeys((*sampling.stop, *ends)))})
 
     def answer(self, transcript: Transcript, max_new_tokens: int) -> bool:
         """Add the tool's answer to the last turn; False if the completion is over.
@@ -104,7 +113,7 @@ class ToolDialogue:
         answer = ask(self._tool, self._encoder.decode(turn))
         if answer is None:
             return False
-        tokens = self._answers.encode(answer, turn[-1] if transcript.stop == "eos" else None)
+        tokens = self._encoder.encode_answer(answer, turn[-1] if transcript.stop == "eos" else None)
         length = len(transcript.prompt.tokens) + len(transcript.tokens) + len(tokens) + max_new_tokens
         if self._context is not None and length > self._context:
             transcript.stop = "length"
@@ -150,50 +159,45 @@ def _write_turn(groups: list[list[Transcript]], generate: Generate, sampling: Sa
             member.add_turn(completion)
 
 
-class Scored(NamedTuple):
-    """A transcript and its reward."""
-
-    transcript: Transcript
-    text: str
-    reward: float | None
-    """None: unscorable."""
-    parts: Sequence[float | None]
-    """Score of each reward function."""
-
-
 def score(
     transcripts: Sequence[Transcript], rewards: RewardSet, encoder: PromptEncoder, state: TrainingState | None = None
-) -> list[Scored]:
-    """The completions with their texts and rewards.
+) -> None:
+    """Fill in the texts and rewards of completions.
 
     Raises:
         RewardError: a reward function failed.
     """
     examples = [transcript.prompt.example for transcript in transcripts]
-    names = dict.fromkeys(name for example in examples for name in example.columns)
-    columns = {name: [example.columns.get(name) for example in examples] for name in names}
-    texts = [text_of(transcript, encoder) for transcript in transcripts]
-    completions = [_completion(transcript, text, encoder) for transcript, text in zip(transcripts, texts, strict=True)]
+    columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
+    completions: list[CompletionText] = []
+    for transcript in transcripts:
+        transcript.text = text_of(transcript, encoder)
+        messages = [{"role": role, "content": content} for role, content in _turns(transcript, encoder)]
+        # after a prompt of messages the completion is messages, as in TRL
+        completions.append(transcript.text if isinstance(transcript.prompt.example.prompt, str) else messages)
     ids = [transcript.tokens for transcript in transcripts]
     scores = rewards.score([example.prompt for example in examples], completions, ids, columns, state)
-    members = zip(transcripts, texts, scores.reward, zip(*scores.parts, strict=True), strict=True)
-    return [Scored(*member) for member in members]
+    for transcript, reward, *parts in zip(transcripts, scores.reward, *scores.parts, strict=True):
+        transcript.reward, transcript.parts = reward, parts
+
+
+def rewards_of_groups(transcripts: Sequence[Transcript]) -> list[list[float]]:
+    """The rewards of each group's scorable members; groups without any are left out."""
+    groups: dict[int, list[float]] = {}
+    for transcript in transcripts:
+        if transcript.reward is not None:
+            groups.setdefault(transcript.group, []).append(transcript.reward)
+    return list(groups.values())
 
 
 def text_of(transcript: Transcript, encoder: PromptEncoder) -> str:
     """All that the model wrote, with the tool's answers in between as plain text."""
-    answers = [encoder.inline(answer) for answer in transcript.answers]
-    return "".join(part for turn in zip_longest(_turns(transcript, encoder), answers, fillvalue="") for part in turn)
+    turns = _turns(transcript, encoder)
+    return "".join(encoder.inline(content) if role == "tool" else content for role, content in turns)
 
 
-def _completion(transcript: Transcript, text: str, encoder: PromptEncoder) -> CompletionText:
-    """The completion for reward functions: messages after a prompt of messages, as in TRL."""
-    if isinstance(transcript.prompt.example.prompt, str):
-        return text
-    turns = [{"role": "assistant", "content": turn} for turn in _turns(transcript, encoder)]
-    answers = [{"role": "tool", "content": answer} for answer in transcript.answers]
-    return [message for pair in zip_longest(turns, answers) for message in pair if message is not None]
-
-
-def _turns(transcript: Transcript, encoder: PromptEncoder) -> list[str]:
-    return [encoder.decode(transcript.of_turn(number)) for number in range(transcript.turns)]
+def _turns(transcript: Transcript, encoder: PromptEncoder) -> list[tuple[str, str]]:
+    """Role and content of the model's turns and of the tool's answers between them."""
+    written = [("assistant", encoder.decode(transcript.of_turn(number))) for number in range(transcript.turns)]
+    answers = [("tool", answer) for answer in transcript.answers]
+    return [turn for pair in zip_longest(written, answers) for turn in pair if turn is not None]

@@ -1,4 +1,4 @@
-"""Writes the pages that are made from the code: every setting, every preset.
+"""Writes the pages that are made from the code: every setting, every preset, the defaults.
 
     python docs/generate.py
 
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
-from groupwise.config import presets
+from groupwise.config import presets, resolve, resolve_text
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg, PPOCfg
 from groupwise.config.base import Cfg
 from groupwise.config.choices import Choice
@@ -22,12 +22,18 @@ from groupwise.config.run import RunCfg, TextRunCfg
 
 FOLDER = Path(__file__).parent / "generated"
 
+SHOWN_DEFAULTS = ("total_steps", "env.num_envs", "num_prompts", "algorithm.", "policy.", "sampling.", "model.precision")
+"""Beginnings of the paths of the settings that decide what is learned."""
 NOTE = "<!-- Written by docs/generate.py. Change the code or the preset files, then run it again. -->"
 
 
 def pages() -> dict[Path, str]:
     """Text of each generated page by its path."""
-    return {FOLDER / "settings.md": settings_page(), FOLDER / "presets.md": presets_page()}
+    return {
+        FOLDER / "settings.md": settings_page(),
+        FOLDER / "presets.md": presets_page(),
+        FOLDER / "defaults.md": defaults_table(),
+    }
 
 
 def settings_page() -> str:
@@ -78,6 +84,11 @@ def _members(kind: Any) -> list[type[Cfg]]:
         return list(kind.members())
     parts = list(_config_types(kind))
     return parts if len(parts) > 1 and all("name" in part.model_fields for part in parts) else []
+
+
+def classes_of(kind: Any) -> list[type[Cfg]]:
+    """The settings classes that a field of this type can hold, the members of a choice included."""
+    return _members(kind) or list(_config_types(kind))
 
 
 def _config_types(kind: Any) -> Iterable[type[Cfg]]:
@@ -233,6 +244,28 @@ def _environment(name: str) -> str:
         for key in keys
     ]
     return f"### {name}\n\n" + _table(("setting", *(f"`{algorithm}`" for algorithm in columns)), rows)
+
+
+def defaults_table() -> str:
+    """What a run has when nothing is set: GRPO and PPO on an environment without settings of its own, and GRPO on text."""
+    texts = {"data": "prompts.jsonl", "rewards": [{"name": "exact"}]}
+    columns = {
+        "GRPO": resolve("Mine-v0", "grpo"),
+        "PPO": resolve("Mine-v0", "ppo"),
+        "GRPO, text": resolve_text("grpo", task=texts, model={"path": "my_model"}),
+    }
+    flat = {name: _flat(cfg.model_dump(mode="json", exclude={"algorithm": {"name"}})) for name, cfg in columns.items()}
+    keys = dict.fromkeys(key for values in flat.values() for key in values)
+    rows = [
+        (
+            f"`{key.removesuffix('.name')}`",
+            *(f"`{json.dumps(values[key])}`" if key in values else "" for values in flat.values()),
+        )
+        for part in SHOWN_DEFAULTS
+        for key in keys
+        if key.startswith(part)
+    ]
+    return _table(("setting", *columns), rows) + "\n"
 
 
 def _flat(tree: dict[str, Any], path: str = "") -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """Pages that are made from the code are up to date, and the documentation builds without warnings."""
 
-import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import docs_generator
 import pytest
 
 import groupwise as gw
@@ -13,21 +13,12 @@ from groupwise.config.choices import Choice
 from groupwise.config.presets import objective_presets
 from groupwise.config.run import RunCfg
 
-ROOT = Path(__file__).parents[2]
+ROOT = docs_generator.ROOT
 
 
-def _generate():
-    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("name", ["settings.md", "presets.md"])
+@pytest.mark.parametrize("name", ["settings.md", "presets.md", "defaults.md"])
 def test_generated_page_is_current(name: str):
-    pages = {path.name: text for path, text in _generate().pages().items()}
+    pages = {path.name: text for path, text in docs_generator.load().pages().items()}
     found = (ROOT / "docs" / "generated" / name).read_text(encoding="utf-8")
     assert found == pages[name], "run: python docs/generate.py"
 

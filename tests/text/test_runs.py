@@ -228,8 +228,9 @@ def test_a_failing_reward_names_itself(model, tmp_path):
     def broken(prompts, completions, **rest):
         raise KeyError("solution")
 
-    with pytest.raises(gw.RewardError, match=r"reward 'broken' raised KeyError: 'solution'; fix"):
+    with pytest.raises(gw.RewardError, match=r"reward 'broken' raised KeyError: 'solution'; fix") as caught:
         train(gw.TextTask(numbers(), reward=broken), model, tmp_path / "run")
+    assert "on_env_error" not in caught.value.__notes__[-1]  # a setting of environments
 
 
 def test_a_sampler_that_is_another_policy_stops_the_run(model, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 
 from groupwise import plugins
 from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.run import RunCfg
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError, DivergedError
 from groupwise.policies.base import Policy
@@ -150,7 +151,7 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
         f"when it is fixed, continue with: {_resume(folder, parts.given)}",
     ]
     groups = isinstance(algorithm, GRPOCfg) and algorithm.collection.on_env_error == "raise"
-    if collecting and groups and not isinstance(error, DataError):
+    if collecting and groups and isinstance(parts.cfg, RunCfg) and not isinstance(error, DataError):
         lines.append("if the environment fails now and then: collection.on_env_error='retry' or 'drop'")
     return "; ".join(lines)
 

@@ -1,0 +1,76 @@
+"""The metrics page names every metric that a run logs, and no other."""
+
+import re
+from pathlib import Path
+
+import pytest
+from text_runs import save_model, share_copied, train
+
+import groupwise as gw
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+NAME = r"(?:rollout|train|eval|time|reward|completions)/[\w<>]+"
+FOR_EXAMPLE = {"callbacks.md": {"rollout/terminated_share"}, "metrics.md": {"train/<name>"}}
+"""Names on other pages, and in the prose of this one, that no run logs by itself."""
+
+
+def named(text: str) -> set[str]:
+    return set(re.findall(rf"`({NAME})`", text))
+
+
+def matches(name: str, logged: str) -> bool:
+    """Whether a name of the page, such as ``rollout/pass_at_<k>``, stands for a logged one."""
+    pattern = re.sub(r"<[kn]>", r"\\d+", name).replace("<name>", r"\w+")
+    return re.fullmatch(pattern, logged) is not None
+
+
+ON_THE_PAGE = named("".join(line for line in PAGE.splitlines(keepends=True) if line.startswith("|")))
+
+
+def share_that_is_logged(prompts, completions, log_metric, **columns):
+    scores = share_copied(prompts, completions)
+    log_metric("completions", len(completions))
+    return scores
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """What tiny runs log: each algorithm on environments and texts, with the settings that add metrics."""
+    folder = tmp_path_factory.mktemp("metrics")
+    short = {"total_steps": 64, "evaluation": {"interval": 32, "episodes": 2}, "num_envs": 4}
+    everything = gw.GRPOCfg(
+        group_size=2,
+        num_steps=8,
+        kl_coef=0.1,
+        adaptive_entropy={"target": 0.5},
+        objective={"old_log_prob": "recomputed"},
+        collection={"filter_groups": True, "on_env_error": "retry"},
+    )
+    truncating = gw.GRPOCfg(group_size=2, num_steps=8, collection={"partial_groups": "truncate"})
+    prompts = [{"prompt": digits} for digits in ("123", "456", "789", "012")]
+    task = gw.TextTask(prompts, reward=share_that_is_logged, eval_data=[{"prompt": "345"}])
+    model = save_model(folder / "model")
+    sampled = {"evaluation": {"completions_per_prompt": 2, "deterministic": False}, "total_steps": 40}
+    runs = [
+        gw.train("CartPole-v1", gw.PPOCfg(num_steps=16), run_dir=folder / "ppo", **short),
+        gw.train("CartPole-v1", everything, run_dir=folder / "grpo", **short),
+        gw.train(gw.TorchCartPole, truncating, run_dir=folder / "truncate", **short),
+        train(task, model, folder / "text", gw.GRPOCfg(group_size=2), **sampled),
+        train(task, model, folder / "text_ppo", gw.PPOCfg(), **sampled),
+    ]
+    return {name for run in runs for entry in run.metrics() for name in entry} - {"iteration", "env_steps"}
+
+
+def test_every_logged_metric_is_named(logged):
+    assert {name for name in logged if not any(matches(known, name) for known in ON_THE_PAGE)} == set()
+
+
+def test_every_named_metric_is_logged(logged):
+    assert {known for known in ON_THE_PAGE if not any(matches(known, name) for name in logged)} == set()
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/**/*.md")), ids=lambda page: page.stem)
+def test_other_pages_name_metrics_that_exist(page):
+    found = named(page.read_text(encoding="utf-8")) - FOR_EXAMPLE.get(page.name, set())
+    assert {name for name in found - ON_THE_PAGE if not any(matches(known, name) for known in ON_THE_PAGE)} == set()

@@ -1,0 +1,58 @@
+"""Settings that the pages name exist, and the table for users of Stable-Baselines3 has all of its arguments."""
+
+import inspect
+import re
+
+import docs_generator
+import pytest
+
+from groupwise.config.algorithm import GRPOCfg, PPOCfg
+from groupwise.config.run import RunCfg, TextRunCfg
+
+ROOT = docs_generator.ROOT
+GENERATOR = docs_generator.load()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OF_THE_ALGORITHM = ("credit", "objective", "collection")
+"""Pages leave out ``algorithm.`` before these."""
+NO_SETTINGS = {"algorithm.backward", "algorithm.parameters", "policy.env_action", "policy.gif"}
+"""Methods, attributes and files that look like settings."""
+
+
+def exists(path: str) -> bool:
+    """Whether a run has such a setting, or such a parameter of a choice: ``algorithm.credit.baseline.k``."""
+    names = path.split(".")
+    classes = [GRPOCfg, PPOCfg] if names[0] in OF_THE_ALGORITHM else [RunCfg, TextRunCfg]
+    for name in names:
+        fields = [cls.model_fields[name] for cls in classes if name in cls.model_fields]
+        if not fields:
+            return False
+        classes = [cls for field in fields for cls in GENERATOR.classes_of(field.annotation)]
+        if name == "algorithm":
+            classes = [GRPOCfg, PPOCfg]
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_named_settings_exist(page):
+    roots = "|".join(dict.fromkeys([*RunCfg.model_fields, *TextRunCfg.model_fields, *OF_THE_ALGORITHM]))
+    named = set(re.findall(rf"`((?:{roots})\.[a-z_.]+)(?=[`=])", page.read_text(encoding="utf-8")))
+    assert {path for path in named - NO_SETTINGS if not exists(path)} == set()
+
+
+def test_parameters_of_choices_are_settings_and_others_are_not():
+    assert exists("algorithm.credit.baseline.gae_lambda")
+    assert exists("objective.trust_region.clip_low")
+    assert not exists("algorithm.credit.base_line")
+
+
+def test_every_argument_of_sb3s_ppo_has_a_row_with_its_default():
+    sb3 = pytest.importorskip("stable_baselines3")
+    page = (ROOT / "docs" / "sb3.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in page.splitlines() if line.startswith("| `")]
+    defaults = {}
+    for names, values in rows:
+        shown = re.findall("`([^`]*)`", values)
+        defaults |= dict(zip(re.findall("`([^`]*)`", names), shown or [""] * 9, strict=False))
+    parameters = inspect.signature(sb3.PPO).parameters.values()
+    expected = {p.name: "" if p.default is p.empty else repr(p.default) for p in parameters if p.name[0] != "_"}
+    assert {name: defaults.get(name) for name in expected} == expected

@@ -55,7 +55,7 @@ def test_what_was_loaded_is_what_the_last_command_named():
 def test_a_run_folder_records_them():
     Path("a.py").write_text("")
     plugins.load([Path("a.py")])
-    assert RunFolder.create({}, Path("run")).read_plugins() == ["a.py"]
+    assert RunFolder.create({}, Path("run")).read_provenance()["plugins"] == ["a.py"]
 
 
 def test_absent_plugins_are_blamed_and_given_ones_are_not():

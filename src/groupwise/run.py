@@ -370,14 +370,14 @@ def build(cfg: CommonCfg, given: UserObjects, engine: Engine) -> Components:
 
 def _rebuild(cfg: CommonCfg, given: UserObjects, folder: RunFolder, engine: Engine) -> Components:
     """The parts of a run in a folder, which may need its plugins."""
-    with blaming_absence(folder.path, folder.read_plugins()):
+    with blaming_absence(folder.path, folder.read_provenance()["plugins"]):
         return build(cfg, given, engine)
 
 
 def _reopen(path: Path | str, given: Mapping[str, Any]) -> tuple[RunFolder, UserObjects, CommonCfg]:
     """A run's folder, Python objects and settings; a ``ConfigError`` if objects are missing."""
     folder, objects = RunFolder.open(Path(path)), UserObjects.again(given)
-    if missing := sorted(set(folder.read_given()) - set(objects.names())):
+    if missing := sorted(set(folder.read_provenance()["given_in_python"]) - set(objects.names())):
         raise ConfigError(
             f"{path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as {missing[0]}=..."
         )
@@ -390,7 +390,7 @@ def read_cfg(folder: RunFolder) -> CommonCfg:
     Raises:
         RunFolderError: they are wrong, or of another version.
     """
-    with blaming_absence(folder.path, folder.read_plugins()):
+    with blaming_absence(folder.path, folder.read_provenance()["plugins"]):
         folder.check_format()
         tree = folder.read_config()
         try:

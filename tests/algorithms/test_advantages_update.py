@@ -168,14 +168,14 @@ def test_the_optimal_token_baseline_reads_the_policys_probabilities():
 @pytest.mark.parametrize(
     ("space", "found"),
     [
-        (gym.spaces.Box(-1, 1, (2,)), r"torch.float32 of shape \[2\]"),
-        (gym.spaces.MultiDiscrete([2, 3]), r"torch.int64 of shape \[2\]"),
-        (gym.spaces.MultiBinary(2), r"torch.int8 of shape \[2\]"),
+        (gym.spaces.Box(-1, 1, (2,)), r"shape=\(2,\), dtype=torch.float32"),
+        (gym.spaces.MultiDiscrete([2, 3]), r"shape=\(2,\), dtype=torch.int64"),
+        (gym.spaces.MultiBinary(2), r"shape=\(2,\), dtype=torch.int8"),
     ],
 )
 def test_the_optimal_token_baseline_needs_one_discrete_choice(space, found):
     choices = {"group_key": "group_step", "returns": "return_to_go"}
-    with pytest.raises(ConfigError, match=f"{found}; fix: baseline='mean'"):
+    with pytest.raises(ConfigError, match=rf"{found}\); fix: baseline='mean'"):
         build(space, credit=CreditCfg(baseline="optimal_token", **choices))
 
 

@@ -57,7 +57,7 @@ def test_config_tells_what_repeats_the_run(monkeypatch: pytest.MonkeyPatch):
     folder = RunFolder.create(CONFIG, Path("a", "b"), given=["policy"])
     provenance = json.loads(folder.config.read_text())["provenance"]
     assert folder.read_config() == CONFIG
-    assert folder.read_given() == ["policy"]
+    assert folder.read_provenance()["given_in_python"] == ["policy"]
     assert set(provenance["versions"]) >= {"python", "torch", "gymnasium", "numpy", "groupwise"}
     assert "train CartPole-v1" in provenance["command"]
     assert provenance["git"] is None  # this directory is in no repository

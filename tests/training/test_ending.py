@@ -193,7 +193,7 @@ def train_until_it_breaks(algorithm: Any, iteration: int = 2) -> list[str]:
 def test_an_error_of_the_environment_says_what_is_kept_and_how_to_go_on():
     assert train_until_it_breaks(PPO)[-1] == (
         "groupwise: ZeroDivisionError ended training on Breaks in iteration 2 (step 64); "
-        "saved after step 64; when it is fixed, continue with: gw.resume('mine', env=...)"
+        "saved after step 64; continue with: gw.resume('mine', env=...)"
     )
     Breaks.broken = False
     run = gw.resume("mine", env=Breaks)
@@ -287,7 +287,7 @@ def test_a_policy_that_diverged_leaves_the_last_checkpoint():
 
 
 def test_an_error_before_anything_was_learned_promises_nothing():
-    assert "in iteration 1 (step 0); nothing was saved yet; when" in train_until_it_breaks(PPO, 1)[-1]
+    assert "in iteration 1 (step 0); nothing was saved yet; continue" in train_until_it_breaks(PPO, 1)[-1]
 
 
 def test_an_error_outside_of_collecting_is_no_failed_episode():

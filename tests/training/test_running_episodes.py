@@ -59,10 +59,10 @@ class Run:
 
     def save(self, folder: Path) -> None:
         state = {"iteration": self.collector.iteration, "collector": self.collector.state_dict()}
-        save_checkpoint(folder, Checkpoint({}, state), Identity.of(self.env))
+        save_checkpoint(folder, Checkpoint({}, state), Identity("Walk", "observations", "actions"))
 
     def load(self, folder: Path) -> None:
-        state = load_checkpoint(folder, Identity.of(self.env)).state
+        state = load_checkpoint(folder).state
         self.collector.iteration = state["iteration"]
         self.collector.load_state_dict(state["collector"])
 

@@ -1,5 +1,6 @@
 """A comparison as a picture: curves with bands, and intervals of the final scores, a row per environment."""
 
+from itertools import cycle, product
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ def plot_comparison(found: Comparison, path: Path) -> None:
     from matplotlib.figure import Figure
 
     methods = list(dict.fromkeys(result.method for one in found.environments for result in one.methods))
-    looks = {name: _look(place) for place, name in enumerate(methods)}
+    styles = cycle(product(STYLES, COLORS))
+    looks = {name: {"color": color, "linestyle": style} for name, (style, color) in zip(methods, styles, strict=False)}
     rows = len(found.environments) + (found.overall is not None)
     height = max(2.9, 1.4 + 0.34 * len(methods)) * rows
     figure = Figure(figsize=(11, height + 0.3), dpi=130, layout="constrained")
@@ -39,10 +41,6 @@ def plot_comparison(found: Comparison, path: Path) -> None:
         title = "all environments, normalised final return"
         _intervals(figure.add_subplot(grid[rows - 1, :]), ends, {}, looks, title)
     figure.savefig(path)
-
-
-def _look(place: int) -> dict[str, Any]:
-    return {"color": COLORS[place % len(COLORS)], "linestyle": STYLES[place // len(COLORS) % len(STYLES)]}
 
 
 def _curves(axes: "Axes", found: EnvironmentResult, looks: dict[str, dict[str, Any]]) -> None:

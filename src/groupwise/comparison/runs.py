@@ -138,7 +138,7 @@ def _read_run(path: Path, name: str | None) -> _Run:
         raise RunFolderError(f"{folder.config} holds no settings of a run; fix: give folders that training made")
     metrics = folder.read_metrics()
     _check_finished(metrics, summary, config["total_steps"])
-    given = folder.read_given()
+    given = folder.read_provenance()["given_in_python"]
     method = method_of(config) | {"given_in_python": sorted(given)}
     points = {measure: _points(metrics, key) for measure, key in _KEYS.items()}
     return _Run(path, name, config, method, points, summary, given)

@@ -74,17 +74,12 @@ class OptimalTokenCfg(BaselineCfg):
 
         from groupwise.data.rollout import TensorSpec
 
-        action = policy.action_spec
-        if not policy.gives_distribution:
-            found = f"{type(policy).__name__} returns those of single tokens"
-        elif action != TensorSpec((), torch.int64):
-            kind = f"{action.dtype} of shape {list(action.shape)}" if isinstance(action, TensorSpec) else "a dictionary"
-            found = f"the policy's action is {kind}"
-        else:
-            return
-        raise ConfigError(
-            f"credit.baseline='optimal_token' needs the probabilities of a Discrete action, and {found}; fix: baseline='mean'"
-        )
+        if not policy.gives_distribution or policy.action_spec != TensorSpec((), torch.int64):
+            found = f"{type(policy).__name__} with gives_distribution={policy.gives_distribution}, {policy.action_spec}"
+            raise ConfigError(
+                "credit.baseline='optimal_token' needs a policy that gives the distribution of a Discrete action; got "
+                f"{found}; fix: baseline='mean'"
+            )
 
     def of_steps(self, scores: "Scores") -> "Tensor":
         """``score - sum(w * score) / sum(w)``, with w the sum of action variances in the episode up to the step."""

@@ -104,23 +104,20 @@ class RunFolder:
         Raises:
             RunFolderError: it is one.
         """
-        if (found := self._read_provenance().get("format", 1)) != FORMAT:
+        if (found := self.read_provenance()["format"]) != FORMAT:
             raise RunFolderError(
                 f"{self.path} was made by {'an earlier' if found < FORMAT else 'a later'} version of groupwise (format "
                 f"{found}, this one reads format {FORMAT}); fix: train again, or use that version"
             )
 
-    def read_id(self) -> str:
-        """A unique name for trackers, which stays when the folder moves."""
-        return str(self._read_provenance().get("run_id", self.path.name))
+    def read_provenance(self) -> dict[str, Any]:
+        """What ``provenance`` found when the run began, and the names of objects that were "given_in_python".
 
-    def read_given(self) -> list[str]:
-        """Names of the Python objects that the run was given, such as "env"."""
-        return list(self._read_provenance().get("given_in_python", []))
-
-    def read_plugins(self) -> list[str]:
-        """The plugins that the run's command named."""
-        return list(self._read_provenance().get("plugins", []))
+        Raises:
+            RunFolderError: the file is damaged.
+        """
+        kept = _read_object(self.config).get("provenance") or {}
+        return {"format": 1, "plugins": [], "given_in_python": []} | kept
 
     def rewrite_config(self, config: Mapping[str, Any]) -> None:
         """Replace the settings, as a resume with more steps does; provenance stays."""
@@ -163,9 +160,6 @@ class RunFolder:
         """Drop what was logged after ``iteration``; a resumed run writes it again."""
         kept = [entry for entry in self.read_metrics() if entry["iteration"] <= iteration]
         _replace(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
-
-    def _read_provenance(self) -> dict[str, Any]:
-        return _read_object(self.config).get("provenance") or {}
 
 
 def provenance() -> dict[str, Any]:

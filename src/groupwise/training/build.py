@@ -111,7 +111,8 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine) -> EnvComp
         reward_parts=len(cfg.env.reward_parts),
         device=device,
     )
-    return EnvComponents(cfg, given, algorithm, collector, buffer, Identity.of(env), env)
+    identity = Identity(env.env_id, str(env.observation_space), str(env.action_space))
+    return EnvComponents(cfg, given, algorithm, collector, buffer, identity, env)
 
 
 def build_policy(cfg: RunCfg, env: VectorEnv, given: UserObjects, algorithm_type: type[BaseAlgorithm]) -> Policy:

@@ -44,7 +44,7 @@ def build_callbacks(
     if "tensorboard" in logging.report_to:
         built.append(TensorBoard(folder.tensorboard))
     if "wandb" in logging.report_to:
-        built.append(WandB(folder.path, folder.read_id(), cfg.model_dump(mode="json")))
+        built.append(WandB(folder.path, folder.read_provenance()["run_id"], cfg.model_dump(mode="json")))
     if logging.progress != "none":
         title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"
         built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
@@ -74,7 +74,9 @@ class Evaluate(Callback):
         metrics |= result.metrics()
         if self.best_return is None or result.return_mean > self.best_return:
             self.best_return = result.return_mean
-            self._save(trainer)
+            counters = {"iteration": trainer.iteration, "env_steps": trainer.env_steps, "return_mean": self.best_return}
+            _check_weights(trainer)
+            save_checkpoint(self.best, Checkpoint(trainer.algorithm.policy.state_dict(), counters), self.identity)
         for callback in trainer.callbacks:
             callback.on_evaluation_end(trainer, result)
 
@@ -85,11 +87,6 @@ class Evaluate(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the best return."""
         self.best_return = state["best_return"]
-
-    def _save(self, trainer: "Trainer") -> None:
-        _check_weights(trainer)
-        counters = {"iteration": trainer.iteration, "env_steps": trainer.env_steps, "return_mean": self.best_return}
-        save_checkpoint(self.best, Checkpoint(trainer.algorithm.policy.state_dict(), counters), self.identity)
 
 
 class SaveCheckpoints(Callback):
@@ -111,13 +108,11 @@ class SaveCheckpoints(Callback):
             self._save(trainer)
 
     def on_training_end(self, trainer: "Trainer") -> None:
-        """Save, unless the last iteration is saved."""
+        """Save, unless the last complete iteration is saved."""
         if trainer.iteration != self.saved_at:
             self._save(trainer)
 
-    def on_interrupt(self, trainer: "Trainer") -> None:
-        """Save, unless the last complete iteration is saved."""
-        self.on_training_end(trainer)
+    on_interrupt = on_training_end
 
     def _save(self, trainer: "Trainer") -> None:
         _check_weights(trainer)

@@ -21,10 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from groupwise.envs.base import VectorEnv
 from groupwise.errors import CheckpointError
 from groupwise.report.folder import write_through
 
@@ -39,11 +37,6 @@ class Identity(NamedTuple):
     env_id: str
     observation_space: str
     action_space: str
-
-    @classmethod
-    def of(cls, env: VectorEnv) -> "Identity":
-        """Identity of an environment."""
-        return cls(env.env_id, str(env.observation_space), str(env.action_space))
 
 
 class Checkpoint(NamedTuple):
@@ -96,12 +89,8 @@ def load_checkpoint(folder: Path, identity: Identity | None = None) -> Checkpoin
                 "fix: use the environment it was trained in"
             )
     files = {name: _read_verified(folder / name, digest) for name, digest in manifest["sha256"].items()}
-    try:
-        policy, tensors = (safetensors.torch.load(files[name]) for name in (POLICY, ALGORITHM))
-        state = _decode(json.loads(files[STATE]), tensors)
-    except (KeyError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error!r}; {_FIX}") from error
-    return Checkpoint(policy, state)
+    policy, tensors = (safetensors.torch.load(files[name]) for name in (POLICY, ALGORITHM))
+    return Checkpoint(policy, _decode(json.loads(files[STATE]), tensors))
 
 
 def has_checkpoint(folder: Path) -> bool:

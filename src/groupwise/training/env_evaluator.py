@@ -31,28 +31,19 @@ class EnvEvaluator(Evaluator):
         ConfigError: the environment cannot be made a second time.
     """
 
-    def __init__(
-        self,
-        cfg: RunCfg,
-        given: UserObjects,
-        policy: Policy,
-        *,
-        seed: int,
-        fresh: bool = False,
-    ) -> None:
+    def __init__(self, cfg: RunCfg, given: UserObjects, policy: Policy, *, seed: int, fresh: bool = False) -> None:
         separate = separate_env(cfg.env, given.env)
         if separate is None:
             raise no_second_env(given.env)
         env_cfg, source = separate
+        most = env_cfg.num_envs if env_cfg.vectorization == "async" else MAX_EVALUATION_ENVS
         self.cfg = cfg
         self.policy = policy
         self.seed = seed
         self.env: GroupEnv = make_env(
             env_cfg.model_copy(update={"start_mode": "fresh" if fresh else "auto"}),
             grouped=True,
-            num_envs=min(
-                cfg.evaluation.episodes, env_cfg.num_envs if env_cfg.vectorization == "async" else MAX_EVALUATION_ENVS
-            ),
+            num_envs=min(cfg.evaluation.episodes, most),
             env=source,
             verify=False,
             device=policy.device,

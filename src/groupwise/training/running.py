@@ -89,7 +89,8 @@ def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, en
     except (KeyboardInterrupt, Exception) as error:
         if _is_interruption(error, trainer):
             stopped = "interrupted"
-            raise KeyboardInterrupt(_interruption(error, folder, parts.given)) from error
+            besides = "" if isinstance(error, KeyboardInterrupt) else f" (the rollout ended with {error!r})"
+            raise KeyboardInterrupt(f"interrupted{besides}; {_how_to_continue(folder, parts.given)}") from error
         error.add_note(_failure(error, trainer, parts, folder))
         raise
     finally:
@@ -134,12 +135,6 @@ def _is_interruption(error: BaseException, trainer: Trainer) -> bool:
     return isinstance(error, KeyboardInterrupt) or (trainer.interrupted and of_rollout)
 
 
-def _interruption(error: BaseException, folder: RunFolder, given: UserObjects) -> str:
-    """The message of an interrupted run."""
-    besides = "" if isinstance(error, KeyboardInterrupt) else f" (the rollout ended with {error!r})"
-    return f"interrupted{besides}; {_saved(folder)}; continue with: {_resume(folder, given)}"
-
-
 def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: RunFolder) -> str:
     """The note on an error that ended training: where it was, what is saved, how to continue."""
     collecting = trainer.doing == "collecting"
@@ -147,8 +142,7 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
     algorithm = parts.cfg.algorithm
     lines = [
         f"groupwise: {type(error).__name__} ended training on {parts.identity.env_id} {where} (step {trainer.env_steps:,})",
-        _saved(folder),
-        f"when it is fixed, continue with: {_resume(folder, parts.given)}",
+        _how_to_continue(folder, parts.given),
     ]
     groups = isinstance(algorithm, GRPOCfg) and algorithm.collection.on_env_error == "raise"
     if collecting and groups and isinstance(parts.cfg, RunCfg) and not isinstance(error, DataError):
@@ -156,15 +150,14 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
     return "; ".join(lines)
 
 
-def _saved(folder: RunFolder) -> str:
+def _how_to_continue(folder: RunFolder, given: UserObjects) -> str:
+    """What is saved, and the command that goes on from there."""
     steps = saved_steps(folder.latest)
-    return "nothing was saved yet" if steps is None else f"saved after step {steps:,}"
-
-
-def _resume(folder: RunFolder, given: UserObjects) -> str:
-    if not given.names():
-        return f"groupwise resume {folder.path}{plugins.options(plugins.loaded())}"
-    return f"gw.resume({str(folder.path)!r}, {', '.join(f'{name}=...' for name in given.names())})"
+    saved = "nothing was saved yet" if steps is None else f"saved after step {steps:,}"
+    command = f"groupwise resume {folder.path}{plugins.options(plugins.loaded())}"
+    if names := given.names():
+        command = f"gw.resume({str(folder.path)!r}, {', '.join(f'{name}=...' for name in names)})"
+    return f"{saved}; continue with: {command}"
 
 
 def threads_for(policy: Policy) -> AbstractContextManager[None]:

@@ -2,11 +2,10 @@ import gymnasium
 import numpy as np
 import pytest
 
-from groupwise.envs.local_rows import EnvRow, StartMethod
+from groupwise.envs.local_rows import EnvRow
 from groupwise.envs.single import RandomNoops
-from groupwise.errors import EnvError
 
-METHODS = [StartMethod("seed"), StartMethod("snapshot", "fields"), StartMethod("fresh")]
+METHODS = ["seed", "snapshot", "fresh"]
 
 
 class Walk(gymnasium.Env):
@@ -84,7 +83,7 @@ def test_noise_is_the_stream_of_its_seed(method):
 
 
 def test_a_captured_start_is_reset_once():
-    one, other = episodes(StartMethod("snapshot", "fields"))
+    one, other = episodes("snapshot")
     other.start(1, 1)  # its own first reset
     before = one.env.resets + other.env.resets
     for noise in range(3):
@@ -95,25 +94,25 @@ def test_a_captured_start_is_reset_once():
 
 def test_the_oldest_captured_start_is_forgotten():
     starts = {}
-    row = EnvRow(Walk, StartMethod("snapshot", "fields"), starts)
+    row = EnvRow(Walk, "snapshot", starts)
     for seed in range(65):
         row.start(seed, 0)
     assert list(starts) == list(range(1, 65))
 
 
 def test_fresh_environments_do_not_remember():
-    one, other = episodes(StartMethod("fresh"), Remembers)
+    one, other = episodes("fresh", Remembers)
     walk(one, one.start(1, 1))
     walk(one, one.start(2, 1))
     assert one.start(5, 1).tolist() == other.start(5, 1).tolist()
-    seeded, another = episodes(StartMethod("seed"), Remembers)
+    seeded, another = episodes("seed", Remembers)
     seeded.start(1, 1)
     assert seeded.start(5, 1).tolist() != another.start(5, 1).tolist()
 
 
 def test_replay_makes_one_environment_an_episode():
     Walk.made = 0
-    (episode,) = episodes(StartMethod("fresh"), count=1)
+    (episode,) = episodes("fresh", count=1)
     for seed in range(4):
         episode.start(seed, 0)
     assert Walk.made == 4
@@ -139,16 +138,11 @@ def test_members_share_their_random_noops(method):
 
 
 def test_an_episode_that_ends_in_its_noops_is_reset():
-    (episode,) = episodes(StartMethod("seed"), lambda: RandomNoops(Frail(), 8), count=1)
+    (episode,) = episodes("seed", lambda: RandomNoops(Frail(), 8), count=1)
     for seed in range(20):
         first = episode.start(seed, 1)
         assert not episode.env.unwrapped.is_over
         assert episode.start(seed, 1).tolist() == first.tolist()
-
-
-def test_an_adapter_that_does_not_exist_is_named():
-    with pytest.raises(EnvError, match=r"no adapter captures the states of Walk; fix: .*clone_state"):
-        episodes(StartMethod("snapshot", "adapter"))
 
 
 @pytest.mark.parametrize("method", METHODS)

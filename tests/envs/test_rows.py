@@ -8,7 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from groupwise.envs.local_rows import RowCfg, StartMethod
+from groupwise.envs.local_rows import RowCfg
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.errors import DataError, EnvError
 
@@ -49,8 +49,8 @@ class Fragile(Noisy):
         return super().step(action)
 
 
-def make(env=Noisy, num_envs=3, workers=0, method=("seed",), **settings):
-    cfg = RowCfg(env, "Noisy", Noisy.observation_space, Noisy.action_space, 5, StartMethod(*method), **settings)
+def make(env=Noisy, num_envs=3, workers=0, mode="seed", **settings):
+    cfg = RowCfg(env, "Noisy", Noisy.observation_space, Noisy.action_space, 5, mode, **settings)
     return RowsGroupEnv(cfg, num_envs, num_workers=workers)
 
 
@@ -225,13 +225,13 @@ def story(env):
 
 @pytest.fixture(scope="module")
 def workers():
-    env = make(workers=2, method=("seed",), reward_parts=("bonus", "cost"))
+    env = make(workers=2, mode="seed", reward_parts=("bonus", "cost"))
     yield env
     env.close()
 
 
 def test_workers_say_what_one_process_says(workers):
-    local = make(method=("seed",), reward_parts=("bonus", "cost"))
+    local = make(mode="seed", reward_parts=("bonus", "cost"))
     for ours, theirs in zip(story(local), story(workers), strict=True):
         assert (ours == theirs).all()
 
@@ -297,7 +297,7 @@ def test_parts_of_rows_that_take_no_step_are_0_as_their_rewards(workers):
 
 
 def test_rows_in_any_order_reach_their_workers(workers):
-    local = make(method=("seed",), reward_parts=("bonus", "cost"))
+    local = make(mode="seed", reward_parts=("bonus", "cost"))
     for env in (local, workers):
         env.start(mask(0, 0, 1), seeds(0, 0, 3), seeds(0, 0, 3))
         env.start(mask(1, 1, 0), seeds(1, 2, 0), seeds(1, 2, 0))

@@ -4,7 +4,7 @@ from noisy_envs import AlwaysThere, Calm, GlobalNoise, GlobalReward, GlobalStart
 
 from groupwise.config.env import EnvCfg
 from groupwise.envs.base import GroupStartReport
-from groupwise.envs.local_rows import RowCfg, StartMethod
+from groupwise.envs.local_rows import RowCfg
 from groupwise.envs.make import make_env
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.starts import verify_group_start
@@ -50,7 +50,7 @@ class RareNoise(Noisy):
 
 
 def make(env=Noisy, num_envs=3, tier="seed"):
-    cfg = RowCfg(env, env.__name__, env.observation_space, env.action_space, env.length, StartMethod(tier))
+    cfg = RowCfg(env, env.__name__, env.observation_space, env.action_space, env.length, tier)
     return RowsGroupEnv(cfg, num_envs)
 
 

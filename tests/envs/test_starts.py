@@ -9,7 +9,7 @@ from noisy_envs import AlwaysThere, GlobalNoise, GlobalStart, Noisy, Remembers
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import RunCfg
-from groupwise.envs.local_rows import RowCfg, StartMethod
+from groupwise.envs.local_rows import RowCfg
 from groupwise.envs.make import make_env
 from groupwise.envs.single import RandomNoops
 from groupwise.envs.starts import choose_start
@@ -49,10 +49,6 @@ class Raising(Own):
         raise KeyError("no such slot")
 
 
-class RaisingLocked(Raising, Locked):
-    """Neither way to capture it works."""
-
-
 class SharedMemory(Own):
     """Hands out what it goes on writing into, and takes it back."""
 
@@ -72,37 +68,35 @@ class SharedMemory(Own):
 def choose(env, wanted="auto", **settings):
     made = env()
     space = made.observation_space
-    cfg = RowCfg(env, "Env", space, made.action_space, None, StartMethod("seed"), **settings)
+    cfg = RowCfg(env, "Env", space, made.action_space, None, **settings)
     return choose_start(cfg, wanted)
 
 
 @pytest.mark.parametrize(
     ("env", "expected"),
-    [(Noisy, StartMethod("seed")), (Own, StartMethod("snapshot", "adapter")), (Locked, StartMethod("seed"))],
+    [(Noisy, "seed"), (Own, "snapshot"), (Locked, "seed")],
 )
 def test_the_best_way_that_works_is_taken_without_a_word(env, expected):
-    method, report = choose(env)
-    assert method == expected
-    assert report.start_mode == method.mode
+    assert choose(env).start_mode == expected
 
 
 @pytest.mark.parametrize(
     ("env", "tier", "reason"),
     [
-        (Forgetful, "seed", r"snapshot \(states by adapter\): rows .* differ at step 1 .*fix: .*np_random"),
-        (Raising, "seed", r"snapshot \(states by adapter\): KeyError: 'no such slot'"),
+        (Forgetful, "seed", r"snapshot: rows .* differ at step 1 .*fix: .*np_random"),
+        (Raising, "seed", r"snapshot: KeyError: 'no such slot'"),
         (Remembers, "fresh", r"seed: .*at the start, in 'obs' of row 0.*captured start of a seed.*fix: .*np_random"),
     ],
 )
 def test_falling_to_the_next_way_warns_and_says_why(env, tier, reason):
     with pytest.warns(GroupStartWarning, match=rf"members of Env share their start by {tier}.*{reason}"):
-        method, report = choose(env)
-    assert report.start_mode == method.mode == tier
+        report = choose(env)
+    assert report.start_mode == tier
     assert report.rejected
 
 
 def test_a_state_that_is_written_into_later_does_no_harm():
-    assert choose(SharedMemory)[1].start_mode == "snapshot"
+    assert choose(SharedMemory).start_mode == "snapshot"
 
 
 @pytest.mark.parametrize(
@@ -110,13 +104,13 @@ def test_a_state_that_is_written_into_later_does_no_harm():
     [
         (
             GlobalNoise,
-            "seed, snapshot (states by fields), fresh: rows that were started with "
+            "seed, snapshot, fresh: rows that were started with "
             "the same seed differ at step 1 of equal actions with equal noise, in 'obs' of row 1",
         ),
         (
             GlobalStart,
             "seed, fresh: rows that were started with the same seed differ at the "
-            "start, in 'obs' of row 1; snapshot (states by fields): the captured start of a seed is another one when it is "
+            "start, in 'obs' of row 1; snapshot: the captured start of a seed is another one when it is "
             "captured again",
         ),
     ],
@@ -132,8 +126,8 @@ def test_a_cheating_environment_is_refused_with_each_reason_once(env, reasons):
 
 @pytest.mark.parametrize("wanted", ["snapshot", "seed", "fresh"])
 def test_a_named_way_is_taken_alone(wanted):
-    method, report = choose(Own, wanted)
-    assert (method.mode, report.start_mode) == (wanted, wanted)
+    report = choose(Own, wanted)
+    assert report.start_mode == wanted
     assert report.rejected == ()
 
 
@@ -145,7 +139,6 @@ def test_a_named_way_is_taken_alone(wanted):
         (Locked, "snapshot", "Locked.draws"),
         (GlobalNoise, "fresh", "rows that were started"),
         (GlobalStart, "snapshot", "the captured start of a seed is another one when it is captured again"),
-        (RaisingLocked, "snapshot", r"snapshot \(states by adapter\): Key.*; snapshot \(states by fields\): Rai"),
     ],
 )
 def test_a_named_way_that_fails_is_an_error_with_the_fix(env, wanted, reason):
@@ -175,20 +168,20 @@ def test_rows_that_may_fail_are_examined_up_to_there():
                 raise RuntimeError("flaky")
             return super().step(action)
 
-    assert choose(Flaky, on_error="report")[0] == ("seed", None)
+    assert choose(Flaky, on_error="report").start_mode == "seed"
 
 
 @pytest.mark.parametrize(("num_noops", "warns"), [(0, True), (5, False)])
 def test_starts_that_do_not_vary_are_logged(caplog, num_noops, warns):
     with caplog.at_level(logging.WARNING):
-        _, report = choose(lambda: RandomNoops(AlwaysThere(), num_noops))
+        report = choose(lambda: RandomNoops(AlwaysThere(), num_noops))
     assert report.start_varies is not warns
     assert ("fix: env.num_random_noops" in caplog.text) == warns
 
 
 def test_running_statistics_are_found_out_and_the_mend_is_named():
     with pytest.warns(GroupStartWarning, match=r"by fresh.*seed: .* differ at the start.*fix: .*normalize_obs"):
-        assert choose(lambda: NormalizeObservation(TimeLimit(Noisy(), 20)))[0].mode == "fresh"
+        assert choose(lambda: NormalizeObservation(TimeLimit(Noisy(), 20))).start_mode == "fresh"
 
 
 def test_environments_for_evaluation_are_not_tried_out():

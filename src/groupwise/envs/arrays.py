@@ -1,9 +1,6 @@
 """Arrays for the observations and rewards of rows, in one process or shared by several."""
 
-import ctypes
-import math
-from multiprocessing.context import BaseContext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.data.rollout import Nested
-from groupwise.data.spaces import leaf_spaces, obs_spec, obs_to_tensor, space_kind, subspaces
+from groupwise.data.spaces import obs_spec, obs_to_tensor, space_kind, subspaces
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 Layout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
@@ -21,28 +18,7 @@ Layout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
 OUTCOMES = ("reward", "terminated", "truncated", "failed")
 """What a step returns for a row, besides the observation."""
 
-
-class SharedArrays(NamedTuple):
-    """Arrays in shared memory, passed to a new process among its arguments."""
-
-    layout: Layout
-    num_rows: int
-    memory: dict[str, Any]
-
-    @classmethod
-    def allocate(cls, layout: Layout, num_rows: int, context: BaseContext) -> "SharedArrays":
-        """Zeros."""
-        sizes = {
-            name: num_rows * math.prod(shape) * np.dtype(dtype).itemsize for name, (shape, dtype) in layout.items()
-        }
-        return cls(layout, num_rows, {name: context.RawArray(ctypes.c_byte, size) for name, size in sizes.items()})
-
-    def arrays(self, rows: slice = slice(None)) -> Arrays:
-        """Views of these rows."""
-        return {
-            name: np.frombuffer(self.memory[name], dtype).reshape(self.num_rows, *shape)[rows]
-            for name, (shape, dtype) in self.layout.items()
-        }
+_Keys: TypeAlias = tuple[str | int, ...]
 
 
 def layout_of(space: Any, num_parts: int) -> Layout:
@@ -51,7 +27,7 @@ def layout_of(space: Any, num_parts: int) -> Layout:
     Raises:
         UnsupportedSpaceError: such observations cannot be stored.
     """
-    leaves = {_name(path): obs_spec(leaf) for path, leaf in leaf_spaces(space).items()}
+    leaves = {_name(keys): obs_spec(leaf) for keys, leaf in _leaf_keys(space)}
     layout: Layout = {name: (spec.shape, str(spec.dtype).removeprefix("torch.")) for name, spec in leaves.items()}  # type: ignore[union-attr]
     layout |= {name: ((), "float32" if name == "reward" else "bool") for name in OUTCOMES}
     return layout | {"reward_parts": ((num_parts,), "float32")} if num_parts else layout
@@ -66,9 +42,7 @@ class ObsWriter:
 
     def __init__(self, space: Any, arrays: Arrays) -> None:
         self._space = space
-        self._leaves = [
-            (keys, arrays[_name(tuple(map(str, keys)))], tuple(leaf.shape)) for keys, leaf in _leaf_keys(space)
-        ]
+        self._leaves = [(keys, arrays[_name(keys)], tuple(leaf.shape)) for keys, leaf in _leaf_keys(space)]
 
     def write(self, row: int, obs: Any) -> None:
         """Put ``obs`` into this row.
@@ -102,12 +76,12 @@ def obs_tensor(space: Any, arrays: Arrays, path: tuple[str, ...] = ()) -> Nested
     return TensorDict(leaves, batch_size=[len(arrays["reward"])])
 
 
-def _name(path: tuple[str, ...]) -> str:
-    return "/".join(("obs", *path))
+def _name(keys: _Keys) -> str:
+    return "/".join(("obs", *map(str, keys)))
 
 
-def _leaf_keys(space: Any) -> list[tuple[tuple[str | int, ...], Any]]:
-    """Keys that lead to each leaf of an observation."""
+def _leaf_keys(space: Any) -> list[tuple[_Keys, Any]]:
+    """The keys that lead to each leaf of an observation, and its space."""
     kind = space_kind(space)
     if kind not in ("dict", "tuple"):
         return [((), space)]

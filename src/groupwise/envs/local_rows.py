@@ -22,19 +22,6 @@ OnError: TypeAlias = Literal["raise", "report"]
 _STARTS_KEPT = 64
 
 
-class StartMethod(NamedTuple):
-    """How episodes share a start."""
-
-    mode: StartMode
-    """``snapshot``, ``seed`` or ``fresh``."""
-    states: Literal["adapter", "fields"] | None = None
-    """With ``snapshot``, what captures states: an adapter for this kind of environment; a copy of all fields."""
-
-    def __str__(self) -> str:
-        """Mode and source of states, for messages."""
-        return f"{self.mode} (states by {self.states})" if self.states else self.mode
-
-
 class RowCfg(NamedTuple):
     """What a row is."""
 
@@ -44,16 +31,10 @@ class RowCfg(NamedTuple):
     action_space: Any
     max_episode_steps: int | None
     """At which the environment truncates; None if it does not."""
-    method: StartMethod
+    start_mode: StartMode = "seed"
+    """How episodes share a start; not ``native``."""
     reward_parts: tuple[str, ...] = ()
     on_error: OnError = "raise"
-
-
-class Captured(NamedTuple):
-    """A captured start."""
-
-    state: Snapshot
-    obs: Any
 
 
 class EnvRow:
@@ -61,15 +42,15 @@ class EnvRow:
 
     Args:
         make: returns a new environment at each call.
-        starts: with ``snapshot``, the captured starts by seed, shared by the rows of a process.
+        starts: with ``snapshot``, captured states and first observations by seed, shared by the rows of a process.
     """
 
-    def __init__(self, make: EnvMaker, method: StartMethod, starts: dict[int, Captured]) -> None:
+    def __init__(self, make: EnvMaker, start_mode: StartMode, starts: dict[int, tuple[Snapshot, Any]]) -> None:
         self.env = make()
         self._make = make
-        self._method = method
+        self._fresh = start_mode == "fresh"
         self._starts = starts
-        self._adapter = _adapter(self.env, method)
+        self._adapter = adapter_for(self.env) or SnapshotAdapter() if start_mode == "snapshot" else None
         self._was_reset = False
 
     def start(self, start_seed: int, noise_seed: int) -> Any:
@@ -84,36 +65,24 @@ class EnvRow:
         self._was_reset = False
 
     def _shared_start(self, seed: int, adapter: SnapshotAdapter) -> Any:
-        start = self._starts.get(seed)
-        if start is None:
+        if seed not in self._starts:
             obs = self._reset(seed)
-            self._starts[seed] = Captured(adapter.capture(self.env), copy.deepcopy(obs))
+            self._starts[seed] = adapter.capture(self.env), copy.deepcopy(obs)
             if len(self._starts) > _STARTS_KEPT:
                 del self._starts[next(iter(self._starts))]
             return obs
         if not self._was_reset:  # the first reset of an environment creates some of its attributes
             self._reset(0)
-        adapter.restore(self.env, start.state)
-        return start.obs
+        state, obs = self._starts[seed]
+        adapter.restore(self.env, state)
+        return obs
 
     def _reset(self, seed: int) -> Any:
-        if self._method.mode == "fresh" and self._was_reset:
+        if self._fresh and self._was_reset:
             self.env.close()
             self.env = self._make()
         self._was_reset = True
         return self.env.reset(seed=seed)[0]
-
-
-def _adapter(env: gymnasium.Env, method: StartMethod) -> SnapshotAdapter | None:
-    if method.states is None:
-        return None
-    adapter = SnapshotAdapter() if method.states == "fields" else adapter_for(env)
-    if adapter is None:
-        raise EnvError(
-            f"no adapter captures the states of {type(env.unwrapped).__name__}; fix: give it clone_state() and "
-            "restore_state(state), or start_mode='seed'"
-        )
-    return adapter
 
 
 class LocalRows:
@@ -128,8 +97,8 @@ class LocalRows:
         self._cfg = cfg
         self._arrays = arrays
         self._first = first
-        starts: dict[int, Captured] = {}
-        self.rows = [EnvRow(cfg.make, cfg.method, starts) for _ in arrays["reward"]]
+        starts: dict[int, tuple[Snapshot, Any]] = {}
+        self.rows = [EnvRow(cfg.make, cfg.start_mode, starts) for _ in arrays["reward"]]
         self._writer = ObsWriter(cfg.observation_space, arrays)
         self._outcomes = [arrays[name] for name in OUTCOMES]
         self._has_failed = False

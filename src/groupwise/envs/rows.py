@@ -33,7 +33,7 @@ class RowsGroupEnv(GroupEnv):
         self.action_space = cfg.action_space
         self.obs_spec = obs_spec(cfg.observation_space)
         self.max_episode_steps = cfg.max_episode_steps
-        self.start_mode = cfg.method.mode
+        self.start_mode = cfg.start_mode
         self.device = torch.device(device)
         self._cfg = cfg
         self._live: Mask = np.zeros(num_envs, dtype=np.bool_)

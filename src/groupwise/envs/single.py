@@ -10,23 +10,18 @@ from typing import Any
 import gymnasium
 import torch
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.wrappers import TimeLimit
 
 from groupwise.config.env import EnvCfg
 from groupwise.cpus import num_cpus
 from groupwise.envs.base import VectorEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv, LeanSyncVectorEnv
-from groupwise.envs.local_rows import EnvMaker, OnError, RowCfg, StartMethod
+from groupwise.envs.local_rows import OnError, RowCfg
 from groupwise.envs.names import unknown_environment
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.starts import choose_start, verify_rows
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError, installing
-
-_VECTORIZERS: dict[str, type[SyncVectorEnv] | type[AsyncVectorEnv]] = {
-    "sync": LeanSyncVectorEnv,
-    "async": AsyncVectorEnv,
-}
 
 
 def group_env(
@@ -53,12 +48,11 @@ def group_env(
         )
     in_one_process = vectorization == "sync"
     rows = _describe(cfg, env, on_error, knows_ids=in_one_process)
-    report = None
-    if verify:
-        method, report = choose_start(rows, cfg.start_mode)
-        rows = rows._replace(method=method)
+    report = choose_start(rows, cfg.start_mode) if verify else None
+    if report is not None:
+        rows = rows._replace(start_mode=report.start_mode)
     elif cfg.start_mode == "fresh":
-        rows = rows._replace(method=StartMethod("fresh"))
+        rows = rows._replace(start_mode="fresh")
     made = RowsGroupEnv(rows, num_envs, num_workers=0 if in_one_process else num_cpus(), device=device)
     made.start_report = report
     if verify and not in_one_process:
@@ -79,8 +73,9 @@ def vector_env(
 ) -> VectorEnv:
     """Gymnasium's own vectorisation, whose rows are reset by the caller."""
     rows = _describe(cfg, env, "raise")
+    vectorize = AsyncVectorEnv if vectorization == "async" else LeanSyncVectorEnv
     with explained(cfg.id):
-        vector = _VECTORIZERS[vectorization]([rows.make] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+        vector = vectorize([rows.make] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED)
     return GymnasiumVectorEnv(vector, env_id=rows.env_id, max_episode_steps=rows.max_episode_steps, device=device)
 
 
@@ -133,52 +128,42 @@ def step_limit(env: gymnasium.Env) -> int | None:
 
 
 def make_one(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None) -> gymnasium.Env:
-    """One environment, with its step limit."""
+    """One environment, with its step limit and random first actions."""
     with explained(cfg.id):
-        made = _maker(cfg, env)()
-    if not isinstance(made, gymnasium.Env):
-        raise EnvError(f"the callable returned a {type(made).__name__}, expected a gymnasium.Env")
-    return made
+        return _make(cfg.id if env is None else env, cfg)
 
 
 def _describe(
     cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: OnError, *, knows_ids: bool = True
 ) -> RowCfg:
-    """The config of a row, read from one environment made for it."""
-    probe, make = make_one(cfg, env), _maker(cfg, env, knows_ids=knows_ids)
-    spec, name = probe.spec, type(probe.unwrapped).__name__
+    """The config of a row, read from one environment made for it.
+
+    Args:
+        knows_ids: whether the id is registered where rows are made; otherwise the maker carries the registration.
+    """
+    probe = make_one(cfg, env)
+    known = cfg.id if knows_ids else gymnasium.registry.get(cfg.id, cfg.id)
+    name = type(probe.unwrapped).__name__ if probe.spec is None else probe.spec.id
     limit = cfg.max_episode_steps or step_limit(probe)
     probe.close()
-    if cfg.num_random_noops:
-        make = partial(_with_noops, make, cfg.num_random_noops)
     return RowCfg(
-        make,
-        env_id=name if spec is None else spec.id,
+        partial(_make, known if env is None else env, cfg),
+        env_id=name,
         observation_space=probe.observation_space,
         action_space=probe.action_space,
         max_episode_steps=limit,
-        method=StartMethod("seed"),
         reward_parts=cfg.reward_parts,
         on_error=on_error,
     )
 
 
-def _maker(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, *, knows_ids: bool = True) -> EnvMaker:
-    """A callable that makes one environment, with its step limit.
-
-    Args:
-        knows_ids: whether the id is registered where it is called; otherwise the callable carries the registration.
-    """
-    if env is None:
-        known = cfg.id if knows_ids else gymnasium.registry.get(cfg.id, cfg.id)
-        return partial(gymnasium.make, known, **with_limit(cfg))
-    make, limit = partial(env, **cfg.kwargs), cfg.max_episode_steps
-    return make if limit is None else partial(_limited, make, limit)
-
-
-def _limited(make: EnvMaker, limit: int) -> gymnasium.Env:
-    return TimeLimit(make(), limit)
-
-
-def _with_noops(make: EnvMaker, num_random_noops: int) -> gymnasium.Env:
-    return RandomNoops(make(), num_random_noops)
+def _make(env: Callable[..., gymnasium.Env] | EnvSpec | str, cfg: EnvCfg) -> gymnasium.Env:
+    if callable(env):
+        made = env(**cfg.kwargs)
+        if not isinstance(made, gymnasium.Env):
+            raise EnvError(f"the callable returned a {type(made).__name__}, expected a gymnasium.Env")
+        if cfg.max_episode_steps is not None:
+            made = TimeLimit(made, cfg.max_episode_steps)
+    else:
+        made = gymnasium.make(env, **with_limit(cfg))
+    return RandomNoops(made, cfg.num_random_noops) if cfg.num_random_noops else made

@@ -3,7 +3,7 @@
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, Literal
 
@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from groupwise.config.env import StartMode
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import space_kind
 from groupwise.envs.base import GroupEnv, GroupStartReport, Seeds
-from groupwise.envs.local_rows import RowCfg, StartMethod
+from groupwise.envs.local_rows import RowCfg
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.snapshots import adapter_for
 from groupwise.errors import GroupStartError, GroupStartWarning, GroupwiseError, UnsupportedSpaceError
@@ -171,41 +172,39 @@ def _first_difference(expected: _Trace, trace: _Trace) -> str | None:
     return None
 
 
-def choose_start(
-    cfg: RowCfg, wanted: Literal["auto", "native", "snapshot", "seed", "fresh"]
-) -> tuple[StartMethod, GroupStartReport]:
-    """The first method by which two rows share their start and pass every check, and the report of these.
+def choose_start(cfg: RowCfg, wanted: StartMode | Literal["auto"]) -> GroupStartReport:
+    """The report on the first start mode by which two rows share their start and pass every check.
 
-    Tried in this order: states captured by an adapter, seeded resets, states captured field by field, new environments.
-    A start must be the same when it is captured again: otherwise no run would repeat, and rows in several processes
-    would start apart.
+    A captured start must be the same when it is captured again: otherwise no run would repeat, and rows in several
+    processes would start apart.
 
     Args:
-        cfg: its ``method`` is replaced.
+        cfg: its ``start_mode`` is replaced.
         wanted: the only mode to try; ``auto`` tries all.
 
     Raises:
-        GroupStartError: no method works; names the reason of each.
+        GroupStartError: no mode works; names the reason of each.
     """
-    reasons: dict[StartMethod, str] = {}
-    for method in _methods(wanted, has_adapter=_has_adapter(cfg)):
+    reasons: dict[StartMode, str] = {}
+    for mode in _modes(cfg) if wanted == "auto" else (wanted,):
         try:
-            report = _examine_method(cfg._replace(method=method))._replace(rejected=tuple(_joined(reasons)))
+            report = _examine_mode(cfg._replace(start_mode=mode))._replace(rejected=tuple(_joined(reasons)))
         except _ApartError as error:
-            reasons[method] = str(error)
+            reasons[mode] = str(error)
             continue
-        _warn(cfg, method, report)
-        return method, report
-    by, other = "", ""
-    if wanted != "auto":
-        by, other = f" by start_mode={wanted!r}", "; or start_mode='auto', which tries every way"
-    why = "; ".join(reasons.values() if len(reasons) == 1 else _joined(reasons))
-    raise GroupStartError(f"members of {cfg.env_id} cannot share a start{by}: {why}; fix: {FIX}{other}")
+        _warn(report)
+        return report
+    cannot = f"members of {cfg.env_id} cannot share a start"
+    if wanted == "auto":
+        raise GroupStartError(f"{cannot}: {'; '.join(_joined(reasons))}; fix: {FIX}")
+    raise GroupStartError(
+        f"{cannot} by start_mode={wanted!r}: {reasons[wanted]}; fix: {FIX}; or start_mode='auto', which tries every way"
+    )
 
 
-def _examine_method(cfg: RowCfg) -> GroupStartReport:
-    """The report on two rows that start by ``cfg.method``."""
-    captures = cfg.method.mode == "snapshot"
+def _examine_mode(cfg: RowCfg) -> GroupStartReport:
+    """The report on two rows that start by ``cfg.start_mode``."""
+    captures = cfg.start_mode == "snapshot"
     with closing(RowsGroupEnv(cfg, 2)) as env, closing(RowsGroupEnv(cfg, 2)) as used:
         try:
             report = _examine(env)
@@ -229,27 +228,16 @@ def _check_captured_again(env: GroupEnv, used: GroupEnv) -> None:
         raise _ApartError("the captured start of a seed is another one when it is captured again")
 
 
-def _methods(wanted: str, *, has_adapter: bool) -> Iterator[StartMethod]:
-    """The methods to try, best first."""
-    if wanted in ("auto", "snapshot") and has_adapter:
-        yield StartMethod("snapshot", "adapter")
-    if wanted in ("auto", "seed"):
-        yield StartMethod("seed")
-    if wanted in ("auto", "snapshot"):
-        yield StartMethod("snapshot", "fields")
-    if wanted in ("auto", "fresh"):
-        yield StartMethod("fresh")
-
-
-def _has_adapter(cfg: RowCfg) -> bool:
+def _modes(cfg: RowCfg) -> tuple[StartMode, ...]:
+    """The modes to try, best first. Without an adapter, a snapshot copies all attributes, and may miss state."""
     with closing(cfg.make()) as env:
-        return adapter_for(env) is not None
+        return ("seed", "snapshot", "fresh") if adapter_for(env) is None else ("snapshot", "seed", "fresh")
 
 
-def _warn(cfg: RowCfg, method: StartMethod, report: GroupStartReport) -> None:
+def _warn(report: GroupStartReport) -> None:
     if report.rejected:
         warnings.warn(
-            f"members of {cfg.env_id} share their start by {method}, since better ways failed: "
+            f"members of {report.env_id} share their start by {report.start_mode}, since better ways failed: "
             f"{'; '.join(report.rejected)}; fix: {FIX}",
             GroupStartWarning,
             stacklevel=4,
@@ -258,13 +246,13 @@ def _warn(cfg: RowCfg, method: StartMethod, report: GroupStartReport) -> None:
         log.warning(
             "%s starts in the same state for every seed, so all groups start alike; fix: env.num_random_noops, if that "
             "is not wanted",
-            cfg.env_id,
+            report.env_id,
         )
 
 
-def _joined(reasons: dict[StartMethod, str]) -> list[str]:
-    """Each reason once, after the methods that it concerns."""
-    methods: dict[str, list[str]] = {}
-    for method, reason in reasons.items():
-        methods.setdefault(reason, []).append(str(method))
-    return [f"{', '.join(concerned)}: {reason}" for reason, concerned in methods.items()]
+def _joined(reasons: dict[StartMode, str]) -> list[str]:
+    """Each reason once, after the modes that it concerns."""
+    return [
+        f"{', '.join(mode for mode in reasons if reasons[mode] == reason)}: {reason}"
+        for reason in dict.fromkeys(reasons.values())
+    ]

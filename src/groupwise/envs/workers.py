@@ -1,5 +1,7 @@
 """Rows in worker processes, which write observations and rewards into shared memory."""
 
+import ctypes
+import math
 import signal
 import sys
 import traceback
@@ -17,15 +19,14 @@ import numpy.typing as npt
 import torch
 from gymnasium.envs.registration import EnvSpec
 
-from groupwise.envs.arrays import Layout, SharedArrays
+from groupwise.envs.arrays import Arrays, Layout
 from groupwise.envs.local_rows import LocalRows, RowCfg
 from groupwise.errors import EnvError
 
 _SECONDS_TO_CLOSE = 5.0
 
-
-_Reply: TypeAlias = str | None
-"""A worker's answer to one message: the traceback, if the message could not be handled."""
+_Column: TypeAlias = tuple[Any, tuple[int, ...], str]
+"""Shared memory, which can be passed to a new process only among its arguments; shape of a row; dtype."""
 
 
 class _Worker(NamedTuple):
@@ -49,14 +50,17 @@ class WorkerRows:
         self._env_id = cfg.env_id
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        shared = SharedArrays.allocate(layout, num_rows, context)
-        self.arrays = shared.arrays()
+        columns: dict[str, _Column] = {}
+        for name, (shape, dtype) in layout.items():
+            size = num_rows * math.prod(shape) * np.dtype(dtype).itemsize
+            columns[name] = context.RawArray(ctypes.c_byte, size), shape, dtype
+        self.arrays = _arrays(columns)
         payload = _pickled(cfg)
         bounds = np.linspace(0, num_rows, min(num_workers, num_rows) + 1).astype(int).tolist()
         self._workers: list[_Worker] = []
         for first, end in pairwise(bounds):
             ours, theirs = context.Pipe()
-            args = (theirs, payload, shared, slice(first, end))
+            args = (theirs, payload, columns, slice(first, end))
             process = context.Process(target=_work, args=args, daemon=True, name=f"groupwise rows {first}-{end - 1}")
             process.start()
             theirs.close()
@@ -120,9 +124,9 @@ class WorkerRows:
             if reply is not None:
                 raise EnvError(f"{self._env_id} failed in {worker.process.name}:\n{reply}")
 
-    def _receive(self, worker: _Worker) -> _Reply:
+    def _receive(self, worker: _Worker) -> str | None:
         try:
-            reply: _Reply = worker.connection.recv()
+            reply: str | None = worker.connection.recv()
         except (EOFError, OSError):
             raise self._died(worker) from None
         return reply
@@ -136,12 +140,18 @@ class WorkerRows:
         )
 
 
-def _work(connection: Connection, payload: bytes, shared: SharedArrays, rows: slice) -> None:
+def _arrays(columns: dict[str, _Column]) -> Arrays:
+    """Views of all rows."""
+    return {name: np.frombuffer(memory, dtype).reshape(-1, *shape) for name, (memory, shape, dtype) in columns.items()}
+
+
+def _work(connection: Connection, payload: bytes, columns: dict[str, _Column], rows: slice) -> None:
     """The main function of a worker: make its rows, then answer messages until the last one, None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it too, and ends its workers
     torch.set_num_threads(1)
     try:
-        local = LocalRows(cloudpickle.loads(payload), shared.arrays(rows), rows.start)
+        arrays = {name: array[rows] for name, array in _arrays(columns).items()}
+        local = LocalRows(cloudpickle.loads(payload), arrays, rows.start)
     except Exception:
         connection.send(traceback.format_exc())
         return
@@ -152,7 +162,8 @@ def _work(connection: Connection, payload: bytes, shared: SharedArrays, rows: sl
     local.close()
 
 
-def _answer(rows: LocalRows, command: str, args: tuple[Any, ...]) -> _Reply:
+def _answer(rows: LocalRows, command: str, args: tuple[Any, ...]) -> str | None:
+    """The traceback, if the message could not be handled."""
     commands: dict[str, Callable[..., Any]] = {"step": rows.step, "start": rows.start}
     try:
         commands[command](*args)

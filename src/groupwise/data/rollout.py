@@ -40,8 +40,6 @@ _TRANSITION_KEYS: dict[str, torch.dtype] = {
     "step": torch.int64,
 }
 _VALUE_KEYS: dict[str, torch.dtype] = {"value": torch.float32, "next_value": torch.float32}
-_OPTIONAL_KEYS: dict[str, torch.dtype] = {"greedy": torch.bool}
-"""Of transitions; collectors add them where a setting needs them."""
 _ID_KEYS = ("group_id", "episode_id")
 
 
@@ -60,23 +58,19 @@ def transition_view(rollout: TensorDict) -> TensorDict:
 
 def lengthen(rollout: TensorDict, num_slots: int) -> TensorDict:
     """A copy of the rollout with room for ``num_slots`` slots; the new ones are empty (see ``start_rollout``)."""
-    longer: TensorDict = torch.cat(
-        [rollout, torch.zeros_like(rollout[:, :1]).expand(-1, num_slots - rollout.shape[1])], dim=1
-    )
+    more = torch.zeros_like(rollout[:, :1]).expand(-1, num_slots - rollout.shape[1])
+    longer: TensorDict = torch.cat([rollout, more], dim=1)
     for key in _ID_KEYS:
         longer[key][:, rollout.shape[1] :] = -1
     return longer
 
 
 class RolloutBuffer:
-    """Preallocated storage for rollouts: ``start_rollout`` returns it, ``add`` checks a collected rollout.
-
-    Two storages take turns: a rollout stays good until the second next ``start_rollout``.
+    """``start_rollout`` allocates a rollout, ``add`` checks a collected one.
 
     Args:
         num_rows: N, the environments.
-        num_steps: T, transitions per row; a collector may return a longer rollout, and the buffer
-            then allocates that length.
+        num_steps: T, transitions per row; after a longer rollout, new ones are as long.
         value: whether the policy has a critic (adds ``value`` and ``next_value``).
         reward_parts: how many parts of the reward are kept (adds ``reward_parts``).
     """
@@ -100,20 +94,15 @@ class RolloutBuffer:
         self.num_rows = num_rows
         self.num_steps = num_steps
         self.device = torch.device(device)
-        self._layout = dict(_leaves(self.spec))
-        self._storages = [self._allocate(), self._allocate()]
+        self._empty = cast(TensorDict, allocate(self.spec, 0, 0))
         self._rollout: TensorDict | None = None
 
     def start_rollout(self) -> TensorDict:
-        """Storage ``[N, T+1]`` in which every slot is empty: masks False, ids -1, numbers 0."""
-        self._storages.reverse()
-        if self._storages[0].shape[1] == self.num_steps + 1:
-            self._storages[0].zero_()
-        else:
-            self._storages[0] = self._allocate()
+        """A rollout ``[N, T+1]`` in which every slot is empty: masks False, ids -1, numbers 0."""
+        rollout = cast(TensorDict, allocate(self.spec, self.num_rows, self.num_steps + 1, device=self.device))
         for key in _ID_KEYS:
-            self._storages[0][key].fill_(-1)
-        return self._storages[0]
+            rollout[key].fill_(-1)
+        return rollout
 
     def add(self, rollout: TensorDict) -> None:
         """Take a collected rollout after checking it.
@@ -136,32 +125,20 @@ class RolloutBuffer:
             raise DataError("the buffer is empty; fix: buffer.add(rollout) before buffer.get()")
         return transition_view(self._rollout).reshape(-1) if flatten else self._rollout
 
-    def _allocate(self) -> TensorDict:
-        shape = (self.num_rows, self.num_steps + 1)
-        return cast(TensorDict, allocate(self.spec, *shape, device=self.device))
-
     def _check_layout(self, rollout: TensorDict) -> None:
         if rollout.batch_dims != 2 or rollout.shape[0] != self.num_rows or rollout.shape[1] < 2:
             raise DataError(f"rollout has batch {list(rollout.shape)}, expected [{self.num_rows}, steps + 1]")
         found = dict(rollout.items(include_nested=True, leaves_only=True))
-        optional = {key: TensorSpec((), dtype) for key, dtype in _OPTIONAL_KEYS.items() if key in found}
-        for key, spec in (self._layout | optional).items():
+        for key, expected in self._empty.items(include_nested=True, leaves_only=True):
             tensor = found.get(key)
             if tensor is None:
-                raise DataError(f"rollout has no key {key!r}; it needs {[*self._layout]}")
-            if tensor.shape[2:] != spec.shape or tensor.dtype != spec.dtype:
-                expected = ", ".join(("N", "T+1", *map(str, spec.shape)))
+                raise DataError(f"rollout has no key {key!r}; it needs {[*self._empty.keys(True, True)]}")
+            if tensor.shape[2:] != expected.shape[2:] or tensor.dtype != expected.dtype:
+                shape = ", ".join(("N", "T+1", *map(str, expected.shape[2:])))
                 raise DataError(
                     f"rollout[{key!r}] is {tensor.dtype} of shape {list(tensor.shape)}, "
-                    f"expected {spec.dtype} of shape [{expected}]"
+                    f"expected {expected.dtype} of shape [{shape}]"
                 )
-
-
-def _leaves(spec: Spec, prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...] | str, TensorSpec]]:
-    """Each tensor's key, as TensorDict writes it, and what it holds."""
-    if isinstance(spec, TensorSpec):
-        return [(prefix if len(prefix) > 1 else prefix[0], spec)]
-    return [pair for name, leaf in spec.items() for pair in _leaves(leaf, (*prefix, name))]
 
 
 def check_finite(rollout: TensorDict) -> None:
@@ -180,7 +157,7 @@ def check_finite(rollout: TensorDict) -> None:
             name = key if isinstance(key, str) else ".".join(key)
             raise DataError(
                 f"{name} of environment {row} at step {step} of the rollout is not finite: "
-                f"{tensor[row, step].tolist()}; fix the environment or the policy that produced it"
+                f"{tensor[row, step].tolist()}; fix: the environment, or a learning rate that let the policy diverge"
             )
 
 

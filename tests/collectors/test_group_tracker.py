@@ -88,7 +88,7 @@ def test_members_of_a_dropped_group_that_wait_never_begin_and_its_rows_are_pause
     env = scripted_group(2, [3], fails={1: 1})
     collector, rollout = collect(env, 1, group_size=3, collection=CollectionCfg(on_env_error="drop"))
     assert numbers(rollout, "valid") == [[F], [F]]
-    assert env.paused == [[0]]
+    assert env.paused[-1] == [0, 1]
     assert (collector.last_steps, env.taken, env.started) == (2, 2, 2)
     assert collector.metrics()["rollout/wasted_steps"] == 1.0
     assert collector.metrics()["rollout/episodes"] == 0.0

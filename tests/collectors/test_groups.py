@@ -90,7 +90,7 @@ def test_a_window_cuts_episodes_and_holds_rows_without_another(collect, scripted
         valid=[[T, T, F], [T, F, F]],
         next_value=[[1, 2, 0], [0, 11, 0]],
     )
-    assert env.paused == [[0]]
+    assert env.paused[-1] == [0, 1]
     assert collector.finished == [Episode(1.0, 1, True), Episode(2.0, 2, False)]
 
 

@@ -66,13 +66,9 @@ class Ends(NamedTuple):
 
     terminated: Mask
     truncated: Mask
-    """By the environment, or cut by ``horizon``."""
-    cut: Mask
-    """By ``horizon``; the environment itself has not ended."""
+    """By the environment, or by ``horizon``."""
     failed: Mask
     """The environment raised an error."""
-    any: bool
-    """Whether any episode ends."""
 
 
 class GroupTracker:
@@ -97,7 +93,7 @@ class GroupTracker:
         self.steps = 0
         """Environment steps taken."""
         self.filtered_steps = 0
-        self.running, self.greedy, self._nobody = np.zeros((3, env.num_envs), dtype=np.bool_)
+        self.running, self.greedy, self._no_row = np.zeros((3, env.num_envs), dtype=np.bool_)
         self.members: list[Member] = []
         """In the order in which they began."""
         self.env_errors = 0
@@ -128,23 +124,24 @@ class GroupTracker:
     def count_step(self, step: EnvStep) -> Ends:
         """Count the step that every running row took; returns the rows whose episodes end with it."""
         terminated, truncated = step.terminated.cpu().numpy(), step.truncated.cpu().numpy()
-        failed = self._nobody if step.failed is None else step.failed.cpu().numpy() & self.running
+        failed = self._no_row if step.failed is None else step.failed.cpu().numpy() & self.running
         self.steps += int(np.count_nonzero(self.running))
         self.step += 1
-        ended, cut = terminated | truncated | failed, self._nobody
         if self._cfg.horizon is not None:
-            cut = self.running & (self.step - self._start >= self._cfg.horizon) & ~ended
-        return Ends(terminated, truncated | cut, cut, failed, any=bool((ended | cut).any()))
+            is_long = self.running & (self.step - self._start >= self._cfg.horizon)
+            truncated = truncated | is_long & ~terminated & ~failed
+        return Ends(terminated, truncated, failed)
 
-    def end(self, ends: Ends, rollout: TensorDict) -> Mask:
-        """Free the rows of episodes that ended, and close their groups; returns the rows to pause."""
+    def end(self, ends: Ends, rollout: TensorDict) -> None:
+        """Free the rows of episodes that ended, and close their groups."""
         for member in self._free(ends.terminated | ends.truncated):
             group = member.group
             member.ended, member.terminated = True, bool(ends.terminated[member.row])
             group.members.append(member)
             if len(group.members) == self._num_members:
                 self._complete(group, rollout)
-        return ends.cut | self._fail(ends.failed) if ends.failed.any() else ends.cut
+        if ends.failed.any():
+            self._fail(ends.failed)
 
     def _take(self, count: int) -> list[Member]:
         """The next ``count`` episodes, or as many as there are."""
@@ -162,18 +159,17 @@ class GroupTracker:
             group.status = "filtered"
             self.filtered_steps += sum(member.length for member in group.members)
 
-    def _fail(self, rows: Mask) -> Mask:
-        """Retry episodes that failed, or drop their groups; returns the rows of dropped groups."""
+    def _fail(self, rows: Mask) -> None:
+        """Retry episodes that failed, or drop their groups."""
         if self._cfg.on_env_error == "raise":
             raise EnvError(
                 f"environment {int(np.flatnonzero(rows)[0])} of {self._env.env_id} failed; fix: the environment, or "
                 "collection.on_env_error='retry' or 'drop'"
             )
-        stopped = self._nobody
         for member in self._free(rows):
             self.env_errors += 1
             if self._cfg.on_env_error == "drop":
-                stopped = stopped | self._drop(member.group)
+                self._drop(member.group)
             elif member.retries < MAX_RETRIES:
                 self._waiting.appendleft(Member(member.group, member.index, member.greedy, member.retries + 1))
             else:
@@ -181,15 +177,13 @@ class GroupTracker:
                     f"an episode failed {MAX_RETRIES + 1} times in a row in {self._env.env_id}; fix: the environment, or "
                     "collection.on_env_error='drop'"
                 )
-        return stopped
 
-    def _drop(self, group: Group) -> Mask:
+    def _drop(self, group: Group) -> None:
         group.status = "dropped"
         self._waiting = deque(member for member in self._waiting if member.group is not group)
-        rows = self._nobody.copy()
+        rows = self._no_row.copy()
         rows[[row for row, member in self._in_row.items() if member.group is group]] = True
         self._free(rows)
-        return rows
 
     def _free(self, rows: Mask) -> list[Member]:
         """End the episodes of these rows."""

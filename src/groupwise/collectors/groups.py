@@ -79,13 +79,12 @@ class GroupCollector(EnvCollector):
             ends = tracker.count_step(step)
             writer.outcome(t, step, torch.from_numpy(ends.truncated))
             obs = step.obs
-            if ends.any:
+            if np.any(ends):
                 writer.cut(t, ends.truncated & ~ends.terminated, obs)
-                stopped = tracker.end(ends, writer.rollout)
-                begun = tracker.assign()
-                if (idle := stopped & ~tracker.running).any():
-                    self.env.pause(idle)
-                obs = self._start(begun) if begun else obs
+                tracker.end(ends, writer.rollout)
+                self.env.pause(~tracker.running)
+                if begun := tracker.assign():
+                    obs = self._start(begun)
         rollout = writer.finish(tracker.step, obs)
         write_labels(rollout, tracker)
         self._count(rollout, tracker)

@@ -43,7 +43,8 @@ class VectorCollector(EnvCollector):
         """
         if self.env.autoreset == "next_step" and num_steps < 2:
             raise EnvError(f"num_steps is {num_steps}, but {self.env.env_id} resets in an extra step; fix: at least 2")
-        obs, self._obs = self._begin() if self._obs is None else self._obs, None  # None: not where a rollout ended
+        obs = self._begin() if self._obs is None else self._obs
+        self._obs = None  # after an error, the next rollout begins anew
         writer = RolloutWriter(rollout, self.policy)
         obs = self._fill(num_steps, writer, obs)
         rollout = writer.finish(num_steps, obs)
@@ -143,9 +144,8 @@ def label_episodes(
     begins = np.ones_like(done)
     begins[:, 1:] = (done | dead)[:, :-1]
     begins &= ~dead
-    count = begins.cumsum(axis=1)
-    before = count[:, -1:].cumsum(axis=0) - count[:, -1:]
+    episode_id = begins.cumsum().reshape(done.shape) - 1
     slot = np.arange(done.shape[1])
     began = np.maximum.accumulate(np.where(begins, slot, 0), axis=1)
-    step = slot - began + np.where(count == 1, age[:, None], 0)
-    return np.where(dead, -1, before + count - 1), np.where(dead, 0, step)
+    step = slot - began + np.where(began == 0, age[:, None], 0)
+    return np.where(dead, -1, episode_id), np.where(dead, 0, step)

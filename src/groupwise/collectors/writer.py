@@ -105,18 +105,14 @@ def _columns(stored: Nested) -> _Columns:
     """Views of all rows by step. NumPy indexes them faster than torch."""
     if not isinstance(stored, Tensor):
         return {key: _columns(leaf) for key, leaf in stored.items()}
-    by_numpy = stored.device.type == "cpu" and stored.dtype != torch.bfloat16
-    return stored.numpy().swapaxes(0, 1) if by_numpy else stored.unbind(1)
+    return stored.numpy().swapaxes(0, 1) if stored.device.type == "cpu" else stored.unbind(1)
 
 
-def _write(columns: _Columns, step: int, value: Nested) -> None:
+def _write(columns: _Columns, step: int, value: Any) -> None:
     if isinstance(columns, dict):
-        assert isinstance(value, TensorDict)
         for key, child in columns.items():
             _write(child, step, value[key])
-        return
-    assert isinstance(value, Tensor)
-    if isinstance(columns, tuple):
+    elif isinstance(columns, tuple):
         columns[step].copy_(value)
     else:
         columns[step] = (value.float() if value.dtype == torch.bfloat16 else value).numpy(force=True)

@@ -6,9 +6,11 @@ import sys
 from typing import Literal
 
 import pytest
+import torch
 from objective_updates import make_policy, make_rollout
 
 import groupwise as gw
+from groupwise.algorithms.loss import Counts, policy_loss
 from groupwise.cli.options import parse_options
 from groupwise.config import load_config, resolve, to_json
 from groupwise.config.algorithm import OptimizerCfg, ScheduleCfg
@@ -163,6 +165,19 @@ def test_a_recipe_of_the_users_own(families, tmp_path):
         @register_recipe
         class NamelessCfg(TrustRegionCfg):
             pass
+
+
+def test_a_loss_of_a_class_derived_from_the_clip_counts():
+    class TwiceCfg(ClipCfg):
+        def loss(self, ratio, log_prob, batch, counts):
+            return 2 * super().loss(ratio, log_prob, batch, counts)
+
+    batch, ratio = {"advantage": torch.tensor([1.0, -2.0])}, torch.tensor([1.5, 1.1])
+    losses = [
+        policy_loss(ObjectiveCfg(trust_region=one), ratio, ratio, batch, Counts(1)) for one in (ClipCfg(), TwiceCfg())
+    ]
+    assert torch.equal(losses[0], torch.tensor([-1.2, 2.2]))
+    assert torch.equal(losses[1], 2 * losses[0])
 
 
 def test_settings_of_every_recipe_are_read_without_torch():

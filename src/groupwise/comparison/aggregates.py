@@ -70,12 +70,9 @@ def probability_of_improvement(*strata: Array) -> Array:
         strata: the scores [..., run] of X in each environment, followed by those of Y in the same order.
     """
     half = len(strata) // 2
-    return np.asarray(np.mean([_superiority(x, y) for x, y in zip(strata[:half], strata[half:], strict=True)], axis=0))
-
-
-def _superiority(x: Array, y: Array) -> Array:
-    x, y = x[..., :, None], y[..., None, :]
-    return np.asarray((np.mean(x > y, axis=(-2, -1)) + np.mean(x >= y, axis=(-2, -1))) / 2)
+    pairs = zip(strata[:half], strata[half:], strict=True)
+    signs = [np.sign(x[..., :, None] - y[..., None, :]).mean(axis=(-2, -1)) for x, y in pairs]
+    return np.asarray((np.mean(signs, axis=0) + 1) / 2)
 
 
 def estimate(statistic: Statistic, strata: Sequence[Array], resamples: int = RESAMPLES) -> Estimate:
@@ -106,10 +103,7 @@ def bootstrap_interval(
     if min(scores.shape[-1] for scores in strata) < 2:
         return None
     rng = np.random.default_rng(SEED)
-    drawn = []
-    for scores in strata:
-        count = scores.shape[-1]
-        drawn.append(scores[..., rng.integers(count, size=(resamples, count))])
+    drawn = [rng.choice(scores, (resamples, scores.shape[-1]), axis=-1) for scores in strata]
     low, high = np.quantile(statistic(*drawn), (0.025, 0.975), axis=-1)
     return np.asarray(low), np.asarray(high)
 

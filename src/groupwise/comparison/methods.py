@@ -10,7 +10,8 @@ Flat = dict[str, Any]
 _NO_METHOD = ("seed", "run_dir", "logging", "evaluation", "stop", "total_steps", "task")
 """Settings that do not make a method. ``stop`` has no effect on a run that took all its steps."""
 _ABSENT = object()
-_OF_ENVIRONMENT = ("env.id", "env.kwargs", "env.max_episode_steps")
+_OF_ENVIRONMENT = ("id", "kwargs", "max_episode_steps")
+"""Settings in ``env`` that do not make one either."""
 
 
 def environment_of(config: Tree) -> tuple[str, Flat]:
@@ -19,14 +20,13 @@ def environment_of(config: Tree) -> tuple[str, Flat]:
         name = str(config["task"].get("data", "")).rpartition("/")[2].rpartition(":")[2]
         return name, flat({"task": config["task"]})
     env = config["env"]
-    settings = {"env": {key.removeprefix("env."): env.get(key.removeprefix("env.")) for key in _OF_ENVIRONMENT}}
-    return str(env["id"]), flat(settings)
+    return str(env["id"]), flat({"env": {key: env.get(key) for key in _OF_ENVIRONMENT}})
 
 
 def method_of(config: Tree) -> Flat:
     """The settings that make the method: runs that differ in others only are one method."""
-    found = flat({key: value for key, value in config.items() if key not in _NO_METHOD})
-    return {key: value for key, value in found.items() if not key.startswith(_OF_ENVIRONMENT)}
+    env = {key: value for key, value in config.get("env", {}).items() if key not in _OF_ENVIRONMENT}
+    return flat({key: value for key, value in config.items() if key not in _NO_METHOD} | {"env": env})
 
 
 def flat(tree: Tree, prefix: str = "") -> Flat:

@@ -26,9 +26,6 @@ Reference = Mapping[str, tuple[Number, Number] | Sequence[Number]]
 ENOUGH_RUNS = 5
 """With fewer runs, bootstrap intervals are too narrow."""
 
-Settings = Mapping[str, dict[str, dict[str, Any]]]
-"""Environment -> setting -> method -> value."""
-
 
 class RunRecord(NamedTuple):
     """The results of one run."""
@@ -154,7 +151,7 @@ def compare_records(
     records: Sequence[RunRecord],
     reference: Reference | None = None,
     *,
-    settings: Settings | None = None,
+    settings: Mapping[str, dict[str, dict[str, Any]]] | None = None,
     notes: Sequence[str] = (),
 ) -> Comparison:
     """Runs of one or several methods, compared in each environment.
@@ -162,7 +159,7 @@ def compare_records(
     Args:
         reference: for each environment the scores that count as 0 and 1, such as a random policy's and a solved task's.
             Without it environments are not pooled.
-        settings: settings in which methods differ, kept with the comparison.
+        settings: environment -> setting -> method -> value, where methods differ; kept with the comparison.
         notes: warnings that are kept with the comparison.
 
     Raises:

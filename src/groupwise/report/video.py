@@ -65,13 +65,11 @@ def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
         raise NoPictureError(f"no video: {cfg.id} is a batched environment, which does not render")
     make = partial(gymnasium.make, cfg.id) if env is None else env
     assert callable(make)
-    kwargs = dict(cfg.kwargs)
-    if env is None:
-        kwargs.pop("render_mode", None)
+    kwargs = cfg.kwargs if env is not None else cfg.kwargs | {"render_mode": None}
     made: gymnasium.Env[Any, Any] = make(**kwargs)
     if env is None and "rgb_array" in made.metadata.get("render_modes", ()):
         made.close()
-        made = make(**kwargs, render_mode="rgb_array")
+        made = make(**kwargs | {"render_mode": "rgb_array"})
     if made.render_mode != "rgb_array":
         made.close()
         raise NoPictureError(

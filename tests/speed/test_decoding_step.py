@@ -11,7 +11,7 @@ from groupwise.errors import SlowPathWarning
 from groupwise.speed import decoding_step
 from groupwise.speed.decoding_step import FastDecoder, LlamaStep
 from groupwise.text import generation
-from groupwise.text.generation import Prompts, TransformersStep, complete
+from groupwise.text.generation import Prompts, Step, complete
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
 
@@ -83,7 +83,7 @@ def both(policy, lengths=(5, 2, 9), group_size=2, max_new_tokens=80):
     prompts = [torch.randint(40, (n,), generator=generator).tolist() for n in lengths]
     tokens, valid = generation.left_padded(prompts, policy.device)
     steps = []
-    for kind in (LlamaStep, TransformersStep):
+    for kind in (LlamaStep, Step):
         cache = DynamicCache(config=policy.network.config)
         policy.hidden_states(tokens, valid, cache)
         assert decoding_step.has_llama_shape(policy.network, cache)

@@ -31,11 +31,11 @@ def test_logits_that_are_no_numbers_show_in_the_log_probability_of_their_row_alo
     expected = draw(logits, torch.tensor([0.3, 0.3]), SamplingCfg())
     logits[1, 5] = bad
     for sampling in (SamplingCfg(), SamplingCfg(top_k=3)):
-        drawn = draw(logits, torch.tensor([0.3, 0.3]), sampling)
-        assert 0 <= drawn.token[1] < width
-        assert drawn.log_prob[1].isnan()
-        assert drawn.log_prob[0].isfinite()
-    assert draw(logits, torch.tensor([0.3, 0.3]), SamplingCfg()).token[0] == expected.token[0]
+        token, log_prob, _ = draw(logits, torch.tensor([0.3, 0.3]), sampling)
+        assert 0 <= token[1] < width
+        assert log_prob[1].isnan()
+        assert log_prob[0].isfinite()
+    assert draw(logits, torch.tensor([0.3, 0.3]), SamplingCfg())[0][0] == expected[0][0]
 
 
 @pytest.mark.parametrize("width", [BLOCK, BLOCK + 1, 3 * BLOCK, 1000])
@@ -62,21 +62,21 @@ def test_only_the_last_of_many_can_be_drawn():
 def test_of_equally_likely_tokens_exactly_top_k_are_kept():
     logits = torch.zeros(50, 10)
     logits[:, 7] = 1.0
-    drawn = draw(logits, torch.arange(50) / 50, SamplingCfg(top_k=3))
-    assert drawn.support.shape == (50, 3)
-    assert (drawn.support == 7).any(dim=1).all()
-    assert (drawn.support[:, 1:] > drawn.support[:, :-1]).all()
-    assert (drawn.support == drawn.token[:, None]).any(dim=1).all()
+    token, log_prob, support = draw(logits, torch.arange(50) / 50, SamplingCfg(top_k=3))
+    assert support.shape == (50, 3)
+    assert (support == 7).any(dim=1).all()
+    assert (support[:, 1:] > support[:, :-1]).all()
+    assert (support == token[:, None]).any(dim=1).all()
     # p = e / (e + 2) or 1 / (e + 2)
-    likely = torch.where(drawn.token == 7, 1.0, 0.0) - math.log(math.e + 2)
-    torch.testing.assert_close(drawn.log_prob, likely)
+    likely = torch.where(token == 7, 1.0, 0.0) - math.log(math.e + 2)
+    torch.testing.assert_close(log_prob, likely)
 
 
 def test_a_small_vocabulary_is_kept_whole():
-    drawn = draw(torch.zeros(64, 4), torch.arange(64) / 64, SamplingCfg(top_k=50))
-    assert drawn.support.tolist() == [[0, 1, 2, 3]] * 64
-    assert set(drawn.token.tolist()) == {0, 1, 2, 3}
-    torch.testing.assert_close(drawn.log_prob, torch.full((64,), -math.log(4)))
+    token, log_prob, support = draw(torch.zeros(64, 4), torch.arange(64) / 64, SamplingCfg(top_k=50))
+    assert support.tolist() == [[0, 1, 2, 3]] * 64
+    assert set(token.tolist()) == {0, 1, 2, 3}
+    torch.testing.assert_close(log_prob, torch.full((64,), -math.log(4)))
 
 
 def test_logits_are_not_changed():
@@ -101,8 +101,6 @@ def test_logits_are_not_changed():
 )
 def test_nucleus_by_hand(settings, kept):
     probability = torch.tensor([0.15, 0.5, 0.05, 0.3])
-    drawn = draw(probability.log().expand(1000, 4), torch.arange(1000) / 1000, EvalSamplingCfg(**settings))
-    found = {
-        round(probability[t].item(), 2): lp for t, lp in zip(drawn.token.tolist(), drawn.log_prob.tolist(), strict=True)
-    }
+    token, log_prob, _ = draw(probability.log().expand(1000, 4), torch.arange(1000) / 1000, EvalSamplingCfg(**settings))
+    found = {round(probability[t].item(), 2): lp for t, lp in zip(token.tolist(), log_prob.tolist(), strict=True)}
     assert found == {p: pytest.approx(math.log(p / sum(kept)), abs=1e-5) for p in kept}

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.base import has_hooks
 from groupwise.speed.cpu_attention import attend, autocast_off
-from groupwise.text.generation import Decoder, Head, Prompts, Step, TransformersStep
+from groupwise.text.generation import Decoder, Head, Prompts, Step
 from groupwise.text.policy import CausalLM
 
 _Map = Callable[[Tensor], Tensor]
@@ -64,7 +64,7 @@ class FastDecoder(Decoder):
             SlowPathWarning: the model computes something else, so that transformers decodes from now on.
         """
         if not has_llama_shape(policy.network, prompts.cache):
-            return TransformersStep(policy, prompts)
+            return Step(policy, prompts)
         if self.used == "untried":
             off = _difference(policy, prompts, token, head)
             self.used = "llama" if off <= policy.rounding else "transformers"
@@ -75,12 +75,12 @@ class FastDecoder(Decoder):
                     SlowPathWarning,
                     stacklevel=4,
                 )
-        return LlamaStep(policy, prompts) if self.used == "llama" else TransformersStep(policy, prompts)
+        return LlamaStep(policy, prompts) if self.used == "llama" else Step(policy, prompts)
 
 
 def _difference(policy: CausalLM, prompts: Prompts, token: Tensor, head: Head) -> float:
     """Root mean square difference of log-probabilities between the two steps after the same prompts."""
-    steps = (LlamaStep(policy, prompts), TransformersStep(policy, prompts._replace(cache=deepcopy(prompts.cache))))
+    steps = (LlamaStep(policy, prompts), Step(policy, prompts._replace(cache=deepcopy(prompts.cache))))
     ours, theirs = (head(step(token)).log_softmax(dim=-1) for step in steps)
     return float((ours - theirs).square().mean().sqrt())
 

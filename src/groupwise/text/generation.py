@@ -1,6 +1,5 @@
 """Generation of completions: each group's prompt is encoded once (prefix sharing)."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,20 +35,8 @@ class Prompts(NamedTuple):
     max_new_tokens: int
 
 
-class Step(ABC):
-    """Extends each row by one token."""
-
-    @abstractmethod
-    def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
-        """The last hidden state of each row, after its token."""
-
-    @abstractmethod
-    def keep(self, kept: Bool[Tensor, " row"]) -> None:
-        """Drop the other rows."""
-
-
-class TransformersStep(Step):
-    """Extends rows through the model's own modules."""
+class Step:
+    """Extends each row by one token, through the model's own modules."""
 
     def __init__(self, policy: "CausalLM", prompts: Prompts) -> None:
         self._policy, self._cache = policy, prompts.cache
@@ -86,7 +73,7 @@ class Decoder:
 
     def step(self, policy: "CausalLM", prompts: Prompts, token: Int[Tensor, " row"], head: Head) -> Step:
         """The step that extends the rows, whose first tokens are ``token``."""
-        return TransformersStep(policy, prompts)
+        return Step(policy, prompts)
 
 
 def complete(

@@ -164,11 +164,10 @@ def _base_of(path: str) -> str | None:
 
 
 def _load_tokenizer(path: str, base: str | None) -> Any:
-    """The tokenizer of the model, or of the local base of its adapters."""
+    """The tokenizer of the model, or of the base of its adapters."""
     from transformers import AutoTokenizer
 
-    places = [path] if base is None or not Path(base).is_dir() else [path, base]
-    for place in places:
+    for place in (path, base or path):
         with suppress(OSError, ValueError, KeyError):
             return AutoTokenizer.from_pretrained(place)
     raise ConfigError(f"{path} has no tokenizer that can be read; fix: tokenizer.save_pretrained({path!r})")

@@ -127,10 +127,7 @@ class CausalLM(Policy):
     @property
     def context_length(self) -> int | None:
         """Number of the model's positions; None if its config has no limit."""
-        config = self.network.config.get_text_config()
-        name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-        known: int | None = config.to_dict().get(name)
-        return known
+        return getattr(self.network.config.get_text_config(), "max_position_embeddings", None)
 
     def max_prompt_length(self, max_new_tokens: int) -> int | None:
         """Most tokens of a prompt; None if the model has no limit.
@@ -347,11 +344,10 @@ def _spread(values: Float[Tensor, " token"], mask: Bool[Tensor, "row step"]) -> 
 
 def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """The end-of-text tokens of the model's generation config, or else its config, and of the tokenizer."""
-    found = model.generation_config.eos_token_id
-    found = model.config.eos_token_id if found is None else found
-    own = list(found) if isinstance(found, list | tuple) else [] if found is None else [int(found)]
-    more = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return tuple(dict.fromkeys(own + more))
+    own = model.generation_config.eos_token_id
+    own = model.config.eos_token_id if own is None else own
+    ids = [*(own if isinstance(own, list | tuple) else [own]), None if tokenizer is None else tokenizer.eos_token_id]
+    return tuple(dict.fromkeys(int(token) for token in ids if token is not None))
 
 
 def _keep_saved(

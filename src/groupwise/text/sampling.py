@@ -67,7 +67,7 @@ class DecodingState:
         shape = (count, sampling.max_new_tokens)
         self._tokens = torch.zeros(shape, dtype=torch.long, device=device)
         self._log_probs = torch.zeros(shape, device=device)
-        self._supports: list[tuple[Tensor, Tensor]] = []
+        self._supports: list[list[list[int]]] = [[] for _ in range(count)]
         self._lengths, self._stops = torch.zeros(2, count, dtype=torch.long, device=device)
 
     def write(
@@ -75,32 +75,27 @@ class DecodingState:
     ) -> tuple[Int[Tensor, " running"], Bool[Tensor, " running"]]:
         """The next token of each unfinished row, and whether the row is still unfinished."""
         rows, step = self.running, self._step
-        drawn = draw(logits, self._chances[rows, step], self._sampling, deterministic=self._deterministic)
-        self._tokens[rows, step], self._log_probs[rows, step] = drawn.token, drawn.log_prob
-        if drawn.support is not None:
-            self._supports.append((rows, drawn.support))
+        token, log_prob, support = draw(
+            logits, self._chances[rows, step], self._sampling, deterministic=self._deterministic
+        )
+        self._tokens[rows, step], self._log_probs[rows, step] = token, log_prob
+        if support is not None:
+            for row, ids in zip(rows.tolist(), support.tolist(), strict=True):
+                self._supports[row].append(ids)
         self._step = step + 1
-        stop = torch.isin(drawn.token, self._ends).long()
+        stop = torch.isin(token, self._ends).long()
         if self._sampling.stop:
             stop[self._has_stop_string(rows) & (stop == 0)] = _STOPS.index("stop")
         self._stops[rows], self._lengths[rows] = stop, self._step
         unfinished = (stop == 0) & (self._step < self._sampling.max_new_tokens)
         self.running = rows[unfinished]
-        return drawn.token, unfinished
+        return token, unfinished
 
     def completions(self) -> list[Completion]:
         """Of all rows, in their order; of unfinished ones, their tokens so far."""
-        supports = self._supports_of_rows() if self._supports else [None] * len(self._stops)
         columns = (self._tokens, self._log_probs, self._stops, self._lengths)
-        rows = zip(*(column.tolist() for column in columns), supports, strict=True)
-        return [Completion(t[:n], lp[:n], _STOPS[stop], support) for t, lp, stop, n, support in rows]
-
-    def _supports_of_rows(self) -> list[list[list[int]]]:
-        kept: list[list[list[int]]] = [[] for _ in self._tokens]
-        for rows, support in self._supports:
-            for row, ids in zip(rows.tolist(), support.tolist(), strict=True):
-                kept[row].append(ids)
-        return kept
+        rows = zip(*(column.tolist() for column in columns), self._supports, strict=True)
+        return [Completion(t[:n], lp[:n], _STOPS[stop], support or None) for t, lp, stop, n, support in rows]
 
     def _has_stop_string(self, rows: Int[Tensor, " running"]) -> Bool[Tensor, " running"]:
         """Whether the text of each row ends with or just after a stop string."""
@@ -111,23 +106,13 @@ class DecodingState:
         return torch.tensor([any(s in text for s in strings) for text in texts], device=rows.device)
 
 
-class Drawn(NamedTuple):
-    """The next token of each row."""
-
-    token: Int[Tensor, " row"]
-    log_prob: Float[Tensor, " row"]
-    """Under the distribution that the token was drawn from."""
-    support: Int[Tensor, "row kept"] | None
-    """With ``top_k``: the tokens that could be drawn, by rising id."""
-
-
 def draw(
     logits: Float[Tensor, "row vocabulary"],
     chance: Float[Tensor, " row"],
     sampling: SamplingCfg,
     *,
     deterministic: bool = False,
-) -> Drawn:
+) -> tuple[Int[Tensor, " row"], Float[Tensor, " row"], Int[Tensor, "row kept"] | None]:
     """A token of each row, from ``softmax(logits / temperature)`` among those that the settings keep.
 
     Exactly ``top_k`` tokens are kept, of several equally likely ones some.
@@ -135,6 +120,9 @@ def draw(
     Args:
         chance: uniform in [0, 1); equal numbers draw equal tokens.
         deterministic: take the most likely token instead, of equally likely ones the first.
+
+    Returns:
+        The tokens, their log-probabilities in that distribution, and with ``top_k`` the tokens that are kept, by rising id.
     """
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
@@ -148,7 +136,7 @@ def draw(
         probability = _nucleus(probability, sampling)
     place = probability.argmax(dim=-1) if deterministic else pick(probability, chance)
     log_prob = probability.gather(1, place[:, None])[:, 0].log()
-    return Drawn(place if support is None else support.gather(1, place[:, None])[:, 0], log_prob, support)
+    return place if support is None else support.gather(1, place[:, None])[:, 0], log_prob, support
 
 
 def pick(probability: Float[Tensor, "row place"], chance: Float[Tensor, " row"]) -> Int[Tensor, " row"]:

@@ -3,6 +3,7 @@
 Scores are those of the sampling distribution, temperature included.
 """
 
+import sys
 import warnings
 from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,6 @@ from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.functional.vocabulary import token_scores
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
-from groupwise.text.adapters import AdaptersOff, check_adapters, is_adapted
 from groupwise.text.prefixes import Prefixes, find_prefixes
 
 _TOLERANCE = 0.02
@@ -33,14 +33,12 @@ class CausalLM(Policy):
 
     The common prefix of a group's rows is encoded once. The first result is compared with that of separate rows; if it
     differs, or the model's cache does not allow it, prefixes are not shared, and a ``SlowPathWarning`` gives the reason.
-
     ``state_dict`` holds the trained parameters alone (all, if none are trained), each tensor once.
 
     Args:
         model: what ``AutoModelForCausalLM`` loads, or peft's model around it.
         eos_ids: tokens that end a completion; by default the model's own and the tokenizer's.
         actor_only: False adds a value head: a linear layer in float32 on the last hidden state, 0 at first.
-        tokenizer: of the model; saved with it.
         autocast: type of matrix products, in training and sampling. None: that of the weights.
         gradient_checkpointing: recompute layers in the backward pass.
         compile: ``torch.compile`` the forward pass of ``evaluate``.
@@ -75,12 +73,11 @@ class CausalLM(Policy):
         self.tokenizer = tokenizer
         self.autocast = autocast
         self.action_spec = TensorSpec((), torch.int64)
-        more = () if self.sampling.top_k is None else ("support",)
-        self.batch_keys = (*type(self).batch_keys, *more)
-        self.has_adapters = is_adapted(model)
+        if self.sampling.top_k is not None:
+            self.batch_keys = (*self.batch_keys, "support")
+        self.has_adapters = _has_adapters(model)
         silence_dropout(model)  # with dropout, sampler and trainer would be two different policies
         self.eval()
-        check_adapters(model)
         self.eos_ids = _eos_ids(self.network, tokenizer) if eos_ids is None else tuple(eos_ids)
         self._check_head()
         self.value_head = None if actor_only else self._make_value_head()
@@ -95,7 +92,7 @@ class CausalLM(Policy):
         self.register_load_state_dict_post_hook(_expect_saved)  # type: ignore[no-untyped-call]
 
     def train(self, mode: bool = True) -> "CausalLM":
-        """As any module, but for quantised layers, which stay differentiable."""
+        """Sets the mode, but keeps quantised layers differentiable."""
         from groupwise.text.layers import keep_differentiable
 
         super().train(mode)
@@ -104,7 +101,7 @@ class CausalLM(Policy):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether a group's prompt is encoded once; False if the first try failed."""
+        """Whether a group's prompt is encoded once."""
         return self._prefixes != "separate"
 
     @property
@@ -159,12 +156,7 @@ class CausalLM(Policy):
         """V of the text up to and including each slot's token, ``[N, T+1]``: at valid slots and the one after them; else 0.
 
         So ``value`` is ``values[:, :-1]`` and ``next_value`` is ``values[:, 1:]``. All rows are one batch.
-
-        Raises:
-            TypeError: the policy has no value head.
         """
-        if self.value_head is None:
-            raise TypeError("an actor_only CausalLM has no value; fix: CausalLM(model, actor_only=False)")
         filled = rollout["valid"].clone()
         filled[:, 1:] |= rollout["valid"][:, :-1]
         hidden = self._hidden(rollout["obs"], filled, rollout["group_id"], filled, rollout["action"])
@@ -207,7 +199,7 @@ class CausalLM(Policy):
         raise TypeError("a CausalLM takes prompts, not arrays; fix: generation.complete")
 
     def make_reference(self) -> Policy:
-        """A frozen policy that scores like this one does now; the base model while adapters change nothing."""
+        """A frozen policy that scores like this one does now: the base model while adapters change nothing."""
         return AdaptersOff(self) if self.has_adapters and self._adapters_change_nothing() else super().make_reference()
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -221,7 +213,7 @@ class CausalLM(Policy):
     def _hidden(
         self, tokens: Tensor, valid: Tensor, group: Tensor, mask: Tensor, action: Tensor
     ) -> Float[Tensor, "token width"]:
-        """Hidden states at the tokens of the mask, with prefix sharing if possible."""
+        """Hidden states at the tokens of the mask."""
         prefixes = None if self._prefixes == "separate" else find_prefixes(tokens, valid, group)
         if prefixes is not None and self._prefixes == "untried" and bool(mask.any()):
             self._try_sharing(prefixes, tokens, valid, mask, action[mask])
@@ -231,8 +223,7 @@ class CausalLM(Policy):
 
     def _hidden_separately(self, tokens: Tensor, valid: Tensor, mask: Tensor) -> Float[Tensor, "token width"]:
         """Hidden states at the tokens of the mask, each row by itself."""
-        used = valid.any(dim=0).nonzero()
-        width = int(used[-1]) + 1 if len(used) else 1  # these rows may be shorter than the rollout's widest
+        width = max(1, int(valid.sum(dim=1).max()))  # these rows may be shorter than the rollout's widest
         return self.hidden_states(tokens[:, :width], valid[:, :width], compiled=True)[mask[:, :width]]
 
     def _hidden_shared(self, prefixes: Prefixes, mask: Tensor) -> Float[Tensor, "token width"]:
@@ -263,15 +254,12 @@ class CausalLM(Policy):
                 return
             why = f"its log-probabilities differ by {off:.2g} with a cache, more than {self.rounding}"
         self._prefixes = "separate"
-        name = type(self.network).__name__
-        warnings.warn(
-            f"{name} encodes each group's prompt once per completion (no prefix sharing): {why}",
-            SlowPathWarning,
-            stacklevel=5,
-        )
+        message = f"{type(self.network).__name__} encodes each group's prompt once per completion (no prefix sharing)"
+        warnings.warn(f"{message}: {why}", SlowPathWarning, stacklevel=5)
 
     def _value(self, hidden: Tensor, mask: Tensor) -> Float[Tensor, "row step"]:
-        assert self.value_head is not None
+        if self.value_head is None:
+            raise TypeError("an actor_only CausalLM has no value; fix: CausalLM(model, actor_only=False)")
         value: Tensor = self.value_head(hidden.float())
         return _spread(value[:, 0], mask)
 
@@ -288,7 +276,7 @@ class CausalLM(Policy):
         return frozenset((trained or set(named)) | {name for name, _ in self.named_buffers()})
 
     def _adapters_change_nothing(self) -> bool:
-        with_adapters = self._probe()[1]
+        _, with_adapters = self._probe()
         with self.model.disable_adapter():
             return torch.equal(with_adapters, self._probe()[1])
 
@@ -325,15 +313,59 @@ class CausalLM(Policy):
             )
 
 
+class AdaptersOff(Policy):
+    """The policy with its adapters switched off, without gradient: a reference without weights of its own."""
+
+    scored_by = "row"
+    refreshable = False
+
+    def __init__(self, policy: CausalLM) -> None:
+        super().__init__()
+        self._policy = (policy,)  # in a tuple, it is no submodule
+        self.actor_only, self.batch_keys, self.action_spec = policy.actor_only, policy.batch_keys, policy.action_spec
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
+        with self._policy[0].model.disable_adapter():
+            return self._policy[0].evaluate(batch)
+
+    def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
+        """Raises, like the policy's."""
+        return self._policy[0].act(obs, deterministic, generator)
+
+    def predict(self, obs: Any, deterministic: bool = True) -> Any:
+        """Raises, like the policy's."""
+        return self._policy[0].predict(obs, deterministic)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether the policy shares prefixes."""
+        return self._policy[0].shares_prefixes
+
+    @property
+    def device(self) -> torch.device:
+        """The policy's device."""
+        return self._policy[0].device
+
+
+def _has_adapters(model: Any) -> bool:
+    """Whether it is a model with adapters by peft; a ``ConfigError`` if ``CausalLM`` would bypass these."""
+    peft = sys.modules.get("peft")  # imported by whoever made such a model
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return False
+    for cfg in model.peft_config.values():
+        if cfg.is_prompt_learning:
+            raise ConfigError(
+                f"a CausalLM cannot use adapters of peft's type {cfg.peft_type.value}, tokens before the prompt; fix: LoRA, or "
+                "another type that changes layers"
+            )
+    return True
+
+
 def _last_hidden(network: Any, tokens: Tensor, mask: Tensor | None, position: Tensor | None, cache: Any) -> Tensor:
-    output = network(
-        input_ids=tokens,
-        attention_mask=mask,
-        position_ids=position,
-        past_key_values=cache,
-        use_cache=cache is not None,
-    )
-    hidden: Tensor = output.last_hidden_state
+    inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": position}
+    hidden: Tensor = network(**inputs, past_key_values=cache, use_cache=cache is not None).last_hidden_state
     return hidden
 
 

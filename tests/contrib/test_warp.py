@@ -253,7 +253,7 @@ class Taken(Ball):
 def test_starts_of_another_shape_or_name_are_refused():
     with pytest.raises(gw.EnvError, match=r"begin of Ball returned {'qpos': \(2, 3\).*expected {'qpos': \(2, 2\)"):
         Misplaced(2).reset(seed=0)
-    with pytest.raises(gw.EnvError, match=r"begin of Ball returned \['act'\], which is kept by itself; fix: other"):
+    with pytest.raises(gw.EnvError, match=r"begin of Ball returned \['act'\], which the state has already; fix: other"):
         Taken(2).reset(seed=0)
 
 

@@ -1,4 +1,4 @@
-"""Settings that the pages name exist, and the table for users of Stable-Baselines3 has all of its arguments."""
+"""Settings and files that the pages name exist, and the table for users of Stable-Baselines3 has all of its arguments."""
 
 import inspect
 import re
@@ -37,6 +37,14 @@ def test_named_settings_exist(page):
     roots = "|".join(dict.fromkeys([*RunCfg.model_fields, *TextRunCfg.model_fields, *OF_THE_ALGORITHM]))
     named = set(re.findall(rf"`((?:{roots})\.[a-z_.]+)(?=[`=])", page.read_text(encoding="utf-8")))
     assert {path for path in named - NO_SETTINGS if not exists(path)} == set()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "experiments.md"], ids=lambda page: page.stem)
+def test_named_files_exist(page):
+    """Experiments may name files of earlier commits."""
+    folders = [ROOT, *(ROOT / name for name in ("src/groupwise", "src/groupwise/config", "examples", "benchmarks"))]
+    named = set(re.findall(r"`([\w/]+\.py)`", page.read_text(encoding="utf-8")))
+    assert {name for name in named if not any((folder / name).is_file() for folder in folders)} == set()
 
 
 def test_parameters_of_choices_are_settings_and_others_are_not():

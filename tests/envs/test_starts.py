@@ -85,7 +85,7 @@ def test_the_best_way_that_works_is_taken_without_a_word(env, expected):
     [
         (Forgetful, "seed", r"snapshot: rows .* differ at step 1 .*fix: .*np_random"),
         (Raising, "seed", r"snapshot: KeyError: 'no such slot'"),
-        (Remembers, "fresh", r"seed: .*at the start, in 'obs' of row 0.*captured start of a seed.*fix: .*np_random"),
+        (Remembers, "fresh", r"seed: .*at the start, in 'obs' of row 0.*start of a seed is another.*fix: .*np_random"),
     ],
 )
 def test_falling_to_the_next_way_warns_and_says_why(env, tier, reason):
@@ -110,7 +110,7 @@ def test_a_state_that_is_written_into_later_does_no_harm():
         (
             GlobalStart,
             "seed, fresh: rows that were started with the same seed differ at the "
-            "start, in 'obs' of row 1; snapshot: the captured start of a seed is another one when it is "
+            "start, in 'obs' of row 1; snapshot: the start of a seed is another state when it is "
             "captured again",
         ),
     ],
@@ -138,7 +138,7 @@ def test_a_named_way_is_taken_alone(wanted):
         (Remembers, "seed", "rows that were started"),
         (Locked, "snapshot", "Locked.draws"),
         (GlobalNoise, "fresh", "rows that were started"),
-        (GlobalStart, "snapshot", "the captured start of a seed is another one when it is captured again"),
+        (GlobalStart, "snapshot", "the start of a seed is another state when it is captured again"),
     ],
 )
 def test_a_named_way_that_fails_is_an_error_with_the_fix(env, wanted, reason):

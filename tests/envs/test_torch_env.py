@@ -268,7 +268,7 @@ def test_named_states_need_an_observe():
     class Blind(Drift):
         observe = TorchGroupEnv.observe
 
-    with pytest.raises(EnvError, match="write observe"):
+    with pytest.raises(EnvError, match="define observe"):
         Blind().start(ALL, STARTS, NOISE)
 
 

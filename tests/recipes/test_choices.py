@@ -86,7 +86,9 @@ def test_over_a_preset_parameters_are_merged_and_other_names_replace(preset, giv
 def test_clip_coef_sets_the_range_of_whatever_clips():
     region = resolve("CartPole-v1", gw.GRPOCfg(clip_coef=0.3), preset="verl").algorithm.objective.trust_region
     assert (region.name, region.clip_range) == ("dual_clip", (0.3, 0.3))
-    with pytest.raises(ConfigError, match=r"clip_coef=0\.3 sets a clip range, which trust_region='cispo' has not"):
+    with pytest.raises(
+        ConfigError, match=r"clip_coef=0\.3 sets a clip range, which trust_region='cispo' does not have"
+    ):
         gw.GRPOCfg(clip_coef=0.3, objective={"trust_region": "cispo"})
 
 

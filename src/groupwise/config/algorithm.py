@@ -235,7 +235,7 @@ class AlgorithmCfg(Choice):
         region: TrustRegionCfg = TrustRegionCfg.model_validate(values.get("trust_region", {}))
         if not isinstance(region, ClippedCfg):
             raise ValueError(
-                f"clip_coef={coef} sets a clip range, which trust_region={region.name!r} has not; fix: leave it out"
+                f"clip_coef={coef} sets a clip range, which trust_region={region.name!r} does not have; fix: leave it out"
             )
         given = {name: value for name, value in region if name in region.model_fields_set}
         both = given | {"clip_low": coef, "clip_high": coef}

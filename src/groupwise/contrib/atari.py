@@ -103,7 +103,7 @@ def _held_action(ale: Any, machine: bytes) -> int:
             return int(action.value)
     _load(ale, machine)
     raise EnvError(
-        "the action that the Atari machine repeats (sticky actions) cannot be told; fix: make the environment with "
+        "the action that the Atari machine repeats (sticky actions) cannot be read; fix: make the environment with "
         "repeat_action_probability=0, or without continuous=True"
     )
 

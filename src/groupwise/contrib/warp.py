@@ -175,7 +175,7 @@ class WarpGroupEnv(TorchGroupEnv):
         if got != wanted:
             raise EnvError(f"begin of {self.env_id} returned {got}, expected {wanted}; fix: a row of each per episode")
         if taken := sorted({*state} & {*self._zeros, *self._poses}):
-            raise EnvError(f"begin of {self.env_id} returned {taken}, which is kept by itself; fix: other names")
+            raise EnvError(f"begin of {self.env_id} returned {taken}, which the state has already; fix: other names")
 
 
 class Worlds:

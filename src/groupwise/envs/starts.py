@@ -225,7 +225,7 @@ def _check_captured_again(env: GroupEnv, used: GroupEnv) -> None:
     start, noise = _equal(env, 0, "start"), _equal(env, 0, "noise")
     expected = _started(env, start, noise, actions)
     if _first_difference(expected, _started(used, start, noise, actions)) is not None:
-        raise _ApartError("the captured start of a seed is another one when it is captured again")
+        raise _ApartError("the start of a seed is another state when it is captured again")
 
 
 def _modes(cfg: RowCfg) -> tuple[StartMode, ...]:

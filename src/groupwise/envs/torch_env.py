@@ -91,7 +91,7 @@ class TorchGroupEnv(GroupEnv):
     def observe(self, state: Any) -> Nested:
         """Observations [N, ...] of the states; unless you write it, the state itself, which must then be one tensor."""
         if not isinstance(state, Tensor):
-            raise EnvError(f"the state of {self.env_id} has names, so it is no observation; fix: write observe")
+            raise EnvError(f"the state of {self.env_id} is a dictionary and not an observation; fix: define observe")
         return state
 
     @torch.no_grad()

@@ -126,8 +126,8 @@ def insert_shared_start(env: VecEnv) -> None:
     inner = env.unwrapped
     if not isinstance(inner, DummyVecEnv):
         raise EnvError(
-            f"{wrapped.count(False)} of the {env.num_envs} environments of this {type(inner).__name__} cannot be told "
-            "where to start; fix: make_vec_env(..., wrapper_class=SharedStart), with "
+            f"{wrapped.count(False)} of the {env.num_envs} environments of this {type(inner).__name__} have no "
+            "SharedStart; fix: make_vec_env(..., wrapper_class=SharedStart), with "
             "`from groupwise.contrib.sb3 import SharedStart`, or wrap each environment in SharedStart yourself"
         )
     inner.envs = [sub if known else SharedStart(sub) for sub, known in zip(inner.envs, wrapped, strict=True)]

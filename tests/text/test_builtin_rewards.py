@@ -31,7 +31,7 @@ def score():
 def test_a_pattern_is_found_or_is_the_whole(score):
     texts = ["<b>1</b>", "x<b>1</b>", "none"]
     assert score("regex", texts, pattern="<b>.*</b>") == [1, 1, 0]
-    assert score("regex", texts, pattern="<b>.*</b>", where="full") == [1, 0, 0]
+    assert score("regex", texts, pattern=r"\A<b>.*</b>\Z") == [1, 0, 0]
 
 
 def test_an_exact_answer_is_all_of_it_and_nothing_more(score):
@@ -155,11 +155,6 @@ def test_lists_of_tasks_name_tasks_that_exist():
     ("name", "kwargs", "message"),
     [
         ("regex", {"pattern": "("}, r"pattern = '\(': missing \)"),
-        (
-            "regex",
-            {"pattern": "a", "where": "ful"},
-            "reward 'regex': where = 'ful': Input should be 'search' or 'full'",
-        ),
         ("regex", {"pattern": 3}, "pattern = 3: Input should be a valid string"),
         ("regex", {}, "'regex': missing a required argument: 'pattern'"),
         ("regex", {"patern": "a"}, "unexpected keyword argument 'patern'; fix: settings that fit .pattern: str"),

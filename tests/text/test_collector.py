@@ -65,7 +65,7 @@ def collector(script, *, functions=(value,), group_size=2, credit=None, collecti
 
 
 def collect(of):
-    buffer = TextBuffer(of._policy.action_spec)
+    buffer = TextBuffer(of.policy.action_spec)
     rollout = of.collect(0, buffer.start_rollout())
     buffer.add(rollout)
     return rollout
@@ -115,7 +115,7 @@ def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budg
     of = collector(script, num_prompts=3, collection={"filter_groups": filtered, "dynamic_sampling": dynamic_sampling})
     of._prompt = lambda group: of.prompts[group % 4]
     rollout = collect(of)
-    assert sum(map(len, of._generate.asked)) == asked == of.position
+    assert sum(map(len, of.generate.asked)) == asked == of.position
     counts = {prompt: any(c for _, c in rows) for prompt, rows in rows_of(rollout, of).items()}
     assert counts == {"1": True, "2": not filtered, "3": not filtered} | ({"4": False} if asked == 4 else {})
     assert of.metrics()["rollout/filtered_groups"] == skipped
@@ -127,7 +127,7 @@ def test_resampling_ends_as_soon_as_there_are_enough():
     of = collector(script, num_prompts=1, collection={"filter_groups": True, "dynamic_sampling": 9})
     of._prompt = lambda group: of.prompts[group % 3]
     collect(of)
-    assert of._generate.asked == [["1"], ["2"]]
+    assert of.generate.asked == [["1"], ["2"]]
     assert of.position == 2
 
 
@@ -144,7 +144,7 @@ def test_a_cut_completion_without_loss_is_still_compared_with():
         of = collector({"1": ["4.", "5", "6."]}, group_size=3, **settings)
         objective = {"old_log_prob": "recomputed"}
         cfg = GRPOCfg(group_size=3, num_epochs=1, minibatch_size=None, optimizer={"name": "sgd"}, objective=objective)
-        algorithm = GRPO(cfg, of._policy)
+        algorithm = GRPO(cfg, of.policy)
         rollout = collect(of)
         return rollout, algorithm.update(rollout)
 
@@ -180,13 +180,13 @@ def test_every_epoch_has_every_prompt_once_and_goes_on_from_the_position():
     whole, part = (collector(script, num_prompts=2) for _ in range(2))
     for _ in range(5):
         collect(whole)
-    asked = [prompt for prompts in whole._generate.asked for prompt in prompts]
+    asked = [prompt for prompts in whole.generate.asked for prompt in prompts]
     assert sorted(asked[:5]) == sorted(asked[5:]) == sorted(script)
     assert asked[:5] != asked[5:]
     part.load_state_dict(whole.state_dict() | {"position": 4})
     part.iteration = 2
     collect(part)
-    assert part._generate.asked == [asked[4:6]]
+    assert part.generate.asked == [asked[4:6]]
 
 
 def test_a_rollout_that_fails_is_collected_again_from_the_same_prompts():
@@ -206,16 +206,16 @@ def test_a_rollout_that_fails_is_collected_again_from_the_same_prompts():
         collect(of)
     assert of.state_dict() == before
     collect(of)
-    assert asked[-1] == of._generate.asked[1] == of._generate.asked[2]
+    assert asked[-1] == of.generate.asked[1] == of.generate.asked[2]
 
 
 def test_processes_take_different_prompts():
     script = {str(i): ["4.", "5."] for i in range(6)}
     parts = [collector(script, num_prompts=3) for _ in range(2)]
     for rank, of in enumerate(parts):
-        of._rank, of._world_size = rank, 2
+        of.rank, of.world_size = rank, 2
         collect(of)
-    assert sorted(parts[0]._generate.asked[0] + parts[1]._generate.asked[0]) == sorted(script)
+    assert sorted(parts[0].generate.asked[0] + parts[1].generate.asked[0]) == sorted(script)
 
 
 def test_nothing_scored_again_and_again_is_an_error():

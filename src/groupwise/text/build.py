@@ -60,9 +60,8 @@ class TextComponents(Components):
 
     def notes(self) -> list[str]:
         """Number of prompts and of trained parameters."""
-        policy = self.policy
-        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-        whole = sum(p.numel() for p in policy.parameters())
+        parameters = list(self.policy.parameters())
+        trained, whole = sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
         return [
             f"{len(self.collector.prompts):,} prompts, {self.cfg.num_prompts} an iteration; {trained:,} of {whole:,} "
             f"parameters are trained; a step is a generated token"
@@ -77,13 +76,7 @@ class TextComponents(Components):
 
 
 def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -> TextComponents:
-    """The components of a run, from its settings.
-
-    Raises:
-        ConfigError: settings that exclude each other, or a missing object.
-        DataError: prompts that cannot be used.
-        MissingExtraError: the extra ``text`` is not installed.
-    """
+    """The components of a run, from its settings."""
     require_extra("transformers", "text")
     algorithm_type = cfg.algorithm.load()
     task = TextTask.from_cfg(cfg.task, given)
@@ -138,17 +131,12 @@ def load_trained(
 
     Args:
         policy: the one that the run was given in Python; it gets the checkpoint's weights.
-
-    Raises:
-        ConfigError: that policy is missing.
-        CheckpointError: the checkpoint is missing or damaged.
     """
     if policy is None and cfg.model.path == GIVEN:
         raise ConfigError(
             f"{folder.path} was given policy in Python; fix: from Python, give the same again, as policy=..."
         )
-    algorithm_type = cfg.algorithm.load()
-    trained = _policy(cfg, UserObjects(policy=policy), actor_only=algorithm_type.actor_only)
+    trained = _policy(cfg, UserObjects(policy=policy), actor_only=cfg.algorithm.load().actor_only)
     speed_up(trained)
     where = folder.checkpoints / checkpoint
     load_policy(trained, load_checkpoint(where).policy, where)
@@ -160,14 +148,9 @@ def _policy(cfg: TextRunCfg, given: UserObjects, *, actor_only: bool) -> CausalL
     if given.policy is None:
         with torch.random.fork_rng(devices=[]):  # adapters start from random weights
             torch.manual_seed(derive_seed(cfg.seed, "policy"))
-            return load_causal_lm(
-                cfg.model,
-                cfg.sampling,
-                actor_only=actor_only,
-                device=pick_device(cfg.device),
-                compile=cfg.compile == "on",
-            )
-    policy: Policy = given.policy
+            device, compiled = pick_device(cfg.device), cfg.compile == "on"
+            return load_causal_lm(cfg.model, cfg.sampling, actor_only=actor_only, device=device, compile=compiled)
+    policy = given.policy
     if not isinstance(policy, CausalLM):
         raise ConfigError(f"a text task needs a CausalLM; got {type(policy).__name__}, fix: gw.CausalLM(model, ...)")
     if policy.tokenizer is None:

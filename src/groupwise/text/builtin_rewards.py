@@ -48,18 +48,17 @@ def text_of(completion: Completion) -> str:
 
 @register_reward("regex")
 class RegexReward(RewardObject):
-    """1 if the pattern is found, or is the whole completion (``where="full"``)."""
+    """1 if the pattern is found."""
 
-    def __init__(self, pattern: str, where: Literal["search", "full"] = "search") -> None:
+    def __init__(self, pattern: str) -> None:
         try:
-            compiled = re.compile(pattern)
+            self._pattern = re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"pattern = {pattern!r}: {error}; fix: a regular expression of Python's re") from error
-        self._match = compiled.fullmatch if where == "full" else compiled.search
 
     def __call__(self, completions: Sequence[Completion], **_: Any) -> list[float]:
         """1 or 0 for each."""
-        return [float(self._match(text_of(completion)) is not None) for completion in completions]
+        return [float(self._pattern.search(text_of(completion)) is not None) for completion in completions]
 
 
 class AnswerReward(RewardObject):
@@ -164,11 +163,7 @@ class GymReward(RewardObject):
         metadata: Sequence[Any],
         **_: Any,
     ) -> list[float]:
-        """1 or 0 for each.
-
-        Raises:
-            ConfigError: a task of ``REFUSED_TASKS``.
-        """
+        """1 or 0 for each; a ``ConfigError`` for ``REFUSED_TASKS``."""
         rows = zip(completions, task, answer, metadata, strict=True)
         return [self._score(final_answer(text_of(completion)), *row) for completion, *row in rows]
 

@@ -27,11 +27,7 @@ class CheckSamplerMismatch(Callback):
         self._warned = False
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Check the KL of this iteration's first minibatch.
-
-        Raises:
-            SamplerMismatchError: it is above the limit.
-        """
+        """Check the KL of this iteration's first minibatch."""
         found = metrics.get("rollout/sampler_kl", 0.0)
         if self.cfg.stop is not None and found > self.cfg.stop:
             raise SamplerMismatchError(
@@ -50,11 +46,7 @@ class CheckSamplerMismatch(Callback):
 
 
 class LogGroups(Callback):
-    """Logs some groups of the last rollout as Parquet at each evaluation: completions and rewards.
-
-    Args:
-        folder: gets ``<steps>.parquet``.
-    """
+    """Logs some groups of the last rollout at each evaluation: completions and rewards in ``<steps>.parquet``."""
 
     def __init__(self, folder: Path, collector: TextCollector, num_groups: int) -> None:
         self.folder = folder

@@ -59,24 +59,21 @@ class TextCollector(Collector):
         """Completions of the last rollout, those of filtered groups included."""
         self.position = 0
         """Number of prompts that this process has taken, over all epochs."""
+        self.policy: CausalLM = policy
         self.prompts, self.rewards = prompts, rewards
-        self._policy = policy
-        self._generate = generate
-        self._encoder = encoder
-        self._cfg = cfg
+        self.generate = generate
+        self.rank, self.world_size = rank, world_size
+        self._cfg, self._encoder, self._dialogue = cfg, encoder, dialogue
         grpo = cfg.algorithm if isinstance(cfg.algorithm, GRPOCfg) else None
         self._num_sampled = 1 if grpo is None else grpo.group_size
         self._group_size = self._num_sampled + (0 if grpo is None else grpo.credit.baseline.greedy_members)
         self._collection = CollectionCfg() if grpo is None else grpo.collection
-        self._dialogue = dialogue
-        self._rank, self._world_size = rank, world_size
         self._unscored = 0
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """The rollout of new groups: a row for each completion, as long as the longest.
 
         Raises:
-            RewardError: a reward function failed.
             DataError: nothing could be scored, several times in a row.
         """
         self.rewards.take_logged()  # of a rollout that failed
@@ -98,7 +95,7 @@ class TextCollector(Collector):
         rows = [self._row(member) for group in kept for member in group]
         rows += [self._row(member)._replace(reward=None) for group in filtered for member in group]
         self._update_metrics(num_filtered=len(filtered))
-        return self._with_values(text_rollout(rows, device=self._policy.device))
+        return self._with_values(text_rollout(rows, device=self.policy.device))
 
     def recent_episodes(self) -> Sequence[Episode]:
         """The completions of the last rollout."""
@@ -106,12 +103,12 @@ class TextCollector(Collector):
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, which the next rollout depends on."""
-        return super().state_dict() | {"position": self.position, "unscored": self._unscored}
+        return super().state_dict() | {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved ``state_dict``."""
         super().load_state_dict(state)
-        self.position, self._unscored = state["position"], state["unscored"]
+        self.position = state["position"]
 
     def close(self) -> None:
         """Close the reward functions."""
@@ -119,28 +116,29 @@ class TextCollector(Collector):
 
     def _new_groups(self, count: int, first: int) -> list[list[Transcript]]:
         """Groups of the next prompts, generated and scored; ``first`` groups of this rollout precede them."""
-        stream = self._cfg.seed, "completion", self._rank, self.iteration
-        transcripts = [
-            Transcript(
-                self._prompt(group), group, derive_seed(*stream, group, member), greedy=member == self._num_sampled
-            )
+        stream = self._cfg.seed, "completion", self.rank, self.iteration
+        groups = [
+            [
+                Transcript(self._prompt(group), group, derive_seed(*stream, group, i), greedy=i == self._num_sampled)
+                for i in range(self._group_size)
+            ]
             for group in range(first, first + count)
-            for member in range(self._group_size)
         ]
-        write(transcripts, self._generate, self._cfg.sampling, self._dialogue)
+        transcripts = [member for group in groups for member in group]
+        write(transcripts, self.generate, self._cfg.sampling, self._dialogue)
         state = TrainingState(global_step=self.iteration, epoch=self._epoch)
         score(transcripts, self.rewards, self._encoder, state)
-        return [transcripts[i : i + self._group_size] for i in range(0, len(transcripts), self._group_size)]
+        return groups
 
     def _prompt(self, group: int) -> EncodedPrompt:
         """The prompt of a group of this rollout."""
         size = len(self.prompts)
-        epoch, place = divmod((self.position + group) * self._world_size + self._rank, size)
+        epoch, place = divmod((self.position + group) * self.world_size + self.rank, size)
         return self.prompts[shuffled(size, derive_seed(self._cfg.seed, "data"), epoch)[place]]
 
     @property
     def _epoch(self) -> float:
-        return self.position * self._world_size / len(self.prompts)
+        return self.position * self.world_size / len(self.prompts)
 
     def _row(self, member: Transcript) -> TextRow:
         cut, cfg, reward = member.stop == "length", self._cfg, member.reward
@@ -179,7 +177,6 @@ class TextCollector(Collector):
             for member in self.members
             if member.reward is not None and not member.greedy
         ]
-        self.recent.extend(self.finished)
         self.last_steps = sum(member.written for member in self.members)
         self._metrics = text_metrics(self.members, self.rewards.names, self._cfg.task.success_threshold)
         self._metrics["rollout/filtered_groups"] = float(num_filtered)
@@ -188,10 +185,9 @@ class TextCollector(Collector):
 
     def _with_values(self, rollout: TensorDict) -> TensorDict:
         """The rollout with the critic's values, if there is one."""
-        if self._policy.actor_only:
+        if self.policy.actor_only:
             return rollout
-        parts = [self._policy.values(rollout[i : i + _VALUE_ROWS]) for i in range(0, len(rollout), _VALUE_ROWS)]
-        value = torch.cat(parts)
+        value = torch.cat([self.policy.values(rows) for rows in rollout.split(_VALUE_ROWS)])
         rollout["value"] = value
         rollout["next_value"] = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
         return rollout
@@ -215,13 +211,10 @@ def text_metrics(
         "rollout/length_min": float(min(lengths)),
         "rollout/turns_mean": fmean(member.turns for member in sampled),
         "rollout/repeated_ngrams": fmean(repeated_ngrams(member.tokens) for member in sampled),
+        "rollout/ended_by_eos": fmean(member.stop == "eos" for member in sampled),
+        "rollout/ended_by_stop": fmean(member.stop == "stop" for member in sampled),
+        "completions/clipped_ratio": fmean(member.stop == "length" for member in sampled),
     }
-    for stop, name in (
-        ("eos", "rollout/ended_by_eos"),
-        ("stop", "rollout/ended_by_stop"),
-        ("length", "completions/clipped_ratio"),
-    ):
-        metrics[name] = fmean(member.stop == stop for member in sampled)
     for number, name in enumerate(reward_names):
         values = [value for member in sampled if (value := member.parts[number]) is not None]
         if values:

@@ -40,7 +40,6 @@ def load_examples(source: object, *, prompt_column: str = "prompt") -> list[Exam
 
     Raises:
         DataError: no examples, a row that cannot be read (names file and line), or a missing column.
-        MissingExtraError: a Parquet file without the extra ``text``.
     """
     where = str(source) if isinstance(source, str | Path) else "the data"
     rows = [{prompt_column: row} if isinstance(row, str) else row for row in _rows(source, where)]
@@ -81,9 +80,7 @@ def gym_examples(
         kwargs: settings of the task.
 
     Raises:
-        UnknownNameError: no such task.
-        ConfigError: a setting that the task does not have, or refuses.
-        MissingExtraError: the extra ``text`` is not installed.
+        ConfigError: no such task, or a setting that the task does not have or refuses.
     """
     require_extra("reasoning_gym", "text")
     import reasoning_gym
@@ -105,11 +102,7 @@ def gym_examples(
 
 
 def without_overlap(train: Sequence[Example], held_out: Sequence[Example]) -> list[Example]:
-    """The training examples whose prompts are not held out; white space makes no difference. Warns of the others.
-
-    Raises:
-        DataError: none are left.
-    """
+    """The training examples, at least one, whose prompts are not held out but for white space. Warns of the others."""
     keys = {_key(example.prompt) for example in held_out}
     kept = [example for example in train if _key(example.prompt) not in keys]
     if not kept:

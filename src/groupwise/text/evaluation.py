@@ -72,11 +72,7 @@ class TextEvaluation(EvaluationResult):
 
 
 class TextEvaluator(Evaluator):
-    """Completes and scores held-out prompts, always the same ones with the same seeds.
-
-    Raises:
-        ConfigError: no prompts are held out.
-    """
+    """Completes and scores held-out prompts, always the same ones with the same seeds."""
 
     def __init__(
         self, task: TextTask, held_out: Sequence[Example], cfg: TextRunCfg, policy: Policy, *, seed: int
@@ -94,12 +90,7 @@ class TextEvaluator(Evaluator):
         self._seed = seed
 
     def __call__(self) -> TextEvaluation:
-        """Complete and score the prompts.
-
-        Raises:
-            RewardError: a reward function failed.
-            DataError: no completion could be scored.
-        """
+        """Complete and score the prompts; a ``DataError`` if none of the completions could be scored."""
         evaluation = self._cfg.evaluation
         completions: list[Transcript] = []
         for first in range(0, len(self._prompts), _PROMPTS_AT_ONCE):
@@ -133,14 +124,7 @@ def write_texts(
     seed: int,
     tool: AnyTool | None = None,
 ) -> list[str]:
-    """Completions of one prompt.
-
-    Args:
-        tool: the one that the run was given as a Python object, if it was.
-
-    Raises:
-        ConfigError: it was, and it is missing.
-    """
+    """Completions of one prompt; ``tool`` is that of the run, if it was given in Python."""
     assert isinstance(policy, CausalLM)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
     (encoded,) = encoder.select([Example(prompt, {})], policy.max_prompt_length(cfg.sampling.max_new_tokens))

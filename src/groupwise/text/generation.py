@@ -89,10 +89,6 @@ def complete(
     Args:
         sampling: by default the policy's.
         deterministic: take the most likely token each time; seeds do not matter then.
-
-    Raises:
-        DataError: a prompt without tokens.
-        ConfigError: stop strings, but the policy has no tokenizer.
     """
     sampling = sampling or policy.sampling
     size = seeds.shape[1]
@@ -128,11 +124,7 @@ def _decode(
 def left_padded(
     prompts: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[Int[Tensor, "prompt width"], Bool[Tensor, "prompt width"]]:
-    """The prompts' tokens, and a mask that is False at padding.
-
-    Raises:
-        DataError: a prompt without tokens.
-    """
+    """The prompts' tokens, at least one each, and a mask that is False at padding."""
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise DataError(f"prompt {number} has no tokens; fix: at least one, such as the beginning-of-text token")

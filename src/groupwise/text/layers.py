@@ -28,11 +28,7 @@ def silence_dropout(model: nn.Module) -> None:
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Gradient checkpointing. transformers' own switch needs training mode, and disables the cache for shared prefixes.
-
-    Raises:
-        ConfigError: the model has no layers for it.
-    """
+    """Gradient checkpointing. transformers' own switch needs training mode, and disables the cache for shared prefixes."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
@@ -86,11 +82,7 @@ class SuffixCacheLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def prefix_cache(config: Any) -> Any:
-    """An empty cache for a pass over prefixes.
-
-    Raises:
-        ConfigError: the model's cache is not the keys and values of all tokens.
-    """
+    """An empty cache for a pass over prefixes; a ``ConfigError`` if it is not the keys and values of all tokens."""
     cache: Any = DynamicCache(config=config)
     odd = {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}
     if odd:
@@ -100,12 +92,7 @@ def prefix_cache(config: Any) -> Any:
 
 
 def suffix_cache(config: Any, prefixes: Any, number: Int[Tensor, " row"]) -> Any:
-    """The cache for a pass over suffixes.
-
-    Args:
-        prefixes: a filled ``prefix_cache``.
-        number: which prefix each row has.
-    """
+    """The cache for a pass over suffixes; ``prefixes`` is a filled ``prefix_cache``, ``number`` the prefix of each row."""
     cache: Any = DynamicCache(config=config)
     cache.layers = [SuffixCacheLayer(layer, number) for layer in prefixes.layers]
     return cache

@@ -60,11 +60,7 @@ def load_causal_lm(
 
 
 def find_model(path: str) -> str:
-    """The folder of a model, or its id on the hub or in the hub's cache.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The folder of a model, or its id on the hub or in the hub's cache; a ``ConfigError`` if there is none."""
     folder = Path(path).expanduser()
     if path and folder.is_dir():
         return str(folder)
@@ -88,21 +84,18 @@ def with_adapters(model: nn.Module, cfg: LoRACfg) -> nn.Module:
 
     Raises:
         ConfigError: a target that is no linear layer, or the output head.
-        MissingExtraError: peft is not installed.
     """
     require_extra("peft", "text")
     from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D
 
-    targets: Any = cfg.targets
     if cfg.targets != "all-linear":
         _check_targets(model, cfg.targets)
-        targets = list(cfg.targets)
     lora = LoraConfig(
         r=cfg.r,
         lora_alpha=cfg.alpha,
         lora_dropout=0.0,
-        target_modules=targets,
+        target_modules=cfg.targets if cfg.targets == "all-linear" else list(cfg.targets),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's transposed layers
         task_type="CAUSAL_LM",
     )
@@ -176,8 +169,7 @@ def _load_tokenizer(path: str, base: str | None) -> Any:
 def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
-    dtype = torch.bfloat16 if cfg.precision == "bfloat16" else torch.float32
-    more: dict[str, Any] = {"dtype": dtype}
+    more: dict[str, Any] = {"dtype": torch.bfloat16 if cfg.precision == "bfloat16" else torch.float32}
     if cfg.quantization != "none":
         more |= {"quantization_config": _quantization(cfg), "device_map": {"": device}}
     try:

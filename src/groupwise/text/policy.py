@@ -127,11 +127,7 @@ class CausalLM(Policy):
         return getattr(self.network.config.get_text_config(), "max_position_embeddings", None)
 
     def max_prompt_length(self, max_new_tokens: int) -> int | None:
-        """Most tokens of a prompt; None if the model has no limit.
-
-        Raises:
-            ConfigError: none are left.
-        """
+        """Most tokens of a prompt; None if the model has no limit. A ``ConfigError`` if none are left."""
         length = self.context_length
         if length is not None and max_new_tokens >= length:
             raise ConfigError(

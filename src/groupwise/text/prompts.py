@@ -1,6 +1,7 @@
 """From prompts to tokens, and from completions to texts."""
 
 import functools
+import math
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,9 +28,6 @@ class PromptEncoder:
 
     Args:
         tokenizer: what ``AutoTokenizer`` loads. It needs no pad token.
-
-    Raises:
-        ConfigError: a system prompt, but the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Any, cfg: TextTaskCfg) -> None:
@@ -41,12 +39,7 @@ class PromptEncoder:
             raise self._no_template("system_prompt is")
 
     def encode(self, example: Example) -> list[int]:
-        """The prompt's tokens, never cut.
-
-        Raises:
-            ConfigError: messages, but no chat template.
-            DataError: no tokens, or messages that the template refuses.
-        """
+        """The prompt's tokens, never cut; an error for messages that the template refuses."""
         if isinstance(example.prompt, str) and not self.conversational:
             return self._encode_text(example.prompt)
         if not self.conversational:
@@ -63,8 +56,8 @@ class PromptEncoder:
             DataError: a prompt is too long and ``on_long_prompt="error"``, or all are.
         """
         encoded = [EncodedPrompt(example, tuple(self.encode(example))) for example in examples]
-        limit = min((n for n in (self.cfg.max_prompt_tokens, context) if n is not None), default=None)
-        too_long = [prompt for prompt in encoded if limit is not None and len(prompt.tokens) > limit]
+        limit = min(self.cfg.max_prompt_tokens or math.inf, context or math.inf)
+        too_long = [prompt for prompt in encoded if len(prompt.tokens) > limit]
         if not too_long:
             return encoded
         longest = max(len(prompt.tokens) for prompt in too_long)
@@ -78,7 +71,7 @@ class PromptEncoder:
                 f"{'larger max_prompt_tokens' if limit == self.cfg.max_prompt_tokens else 'smaller max_new_tokens'}"
             )
         warnings.warn(f"{message}; they are dropped", stacklevel=2)
-        return [prompt for prompt in encoded if len(prompt.tokens) <= (limit or 0)]
+        return [prompt for prompt in encoded if len(prompt.tokens) <= limit]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a completion, without special tokens."""

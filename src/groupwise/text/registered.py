@@ -10,11 +10,7 @@ from groupwise.errors import ConfigError
 
 
 def register(kind: str, registry: dict[str, Any], name: str) -> Callable[[Any], Any]:
-    """Decorator: add to the registry.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
+    """Decorator: add to the registry; a ``ConfigError`` if the name is taken."""
 
     def add(made: Any) -> Any:
         if name in registry:

@@ -70,9 +70,6 @@ def register_reward(name: str) -> Callable[[Reward], Reward]:
     """Decorator: make a function available as ``RewardCfg(name=name)``.
 
     Settings (``kwargs``) are arguments of the function. A class is instantiated with them once; its objects are called.
-
-    Raises:
-        ConfigError: the name is taken.
     """
     return register("reward", REWARDS, name)
 
@@ -84,8 +81,7 @@ def make_reward(cfg: RewardCfg, given: Reward | None = None) -> RewardFunction:
         given: the function itself, if it was given in Python.
 
     Raises:
-        UnknownNameError: no such reward.
-        ConfigError: it does not take those settings.
+        ConfigError: there is no such reward, or it does not take those settings.
     """
     if given is not None:
         function = given.func if isinstance(given, partial) else given
@@ -137,11 +133,7 @@ class RewardSet:
         self._metrics: dict[str, list[float]] = {}
 
     def check_columns(self, columns: Iterable[str], data: str = "data") -> None:
-        """Refuse data that lack a column of a function, or have one with the name of an argument.
-
-        Raises:
-            DataError: names the function, the column and those there are.
-        """
+        """Refuse data that lack a column of a function, or have one with the name of an argument."""
         there = sorted(set(columns) - set(NEVER_COLUMNS))
         if taken := set(there) & set(ARGUMENTS):
             raise DataError(

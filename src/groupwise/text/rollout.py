@@ -100,16 +100,8 @@ class TextBuffer(RolloutBuffer):
     def __init__(self, action_spec: TensorSpec, *, value: bool = False, device: torch.device | str = "cpu") -> None:
         super().__init__(0, 0, obs_spec=action_spec, action_spec=action_spec, value=value, device=device)
 
-    def start_rollout(self) -> TensorDict:
-        """An empty rollout, which the collector replaces."""
-        return TensorDict({}, batch_size=(0, 0), device=self.device)
-
     def add(self, rollout: TensorDict) -> None:
-        """Take a collected rollout after checking it.
-
-        Raises:
-            DataError: a missing key, a wrong shape or dtype, or a non-finite number in a valid slot (names row and step).
-        """
+        """Take a collected rollout, of any number of rows, after checking it."""
         self.num_rows = rollout.shape[0]
         super().add(rollout)
 

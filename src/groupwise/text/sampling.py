@@ -40,9 +40,6 @@ class DecodingState:
         eos_ids: tokens that end a completion.
         tokenizer: of transformers; only needed for stop strings.
         deterministic: take the most likely token each time; seeds do not matter then.
-
-    Raises:
-        ConfigError: stop strings without a tokenizer.
     """
 
     def __init__(

@@ -85,7 +85,6 @@ class TextTask:
         """The functions, ready to score.
 
         Raises:
-            UnknownNameError: no such reward.
             ConfigError: there is none, it does not take its settings, or it was given in Python and is missing.
         """
         cfgs = self.cfg.rewards

@@ -39,9 +39,6 @@ def register_tool(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     """Decorator: make a tool available as ``TextTaskCfg(tool=name)``.
 
     Settings (``tool_kwargs``) are arguments of the function besides the text, or of the class.
-
-    Raises:
-        ConfigError: the name is taken.
     """
     return register("tool", TOOLS, name)
 
@@ -53,8 +50,7 @@ def make_tool(cfg: TextTaskCfg, given: AnyTool | None = None) -> AnyTool | None:
         given: the tool itself, if it was given in Python.
 
     Raises:
-        UnknownNameError: no such tool.
-        ConfigError: it does not take those settings, or it was given in Python and now is missing.
+        ConfigError: there is no such tool, it does not take those settings, or it was given in Python and now is missing.
     """
     if cfg.tool is None:
         return None
@@ -73,11 +69,7 @@ def make_tool(cfg: TextTaskCfg, given: AnyTool | None = None) -> AnyTool | None:
 
 
 def ask(tool: AnyTool, text: str) -> str | None:
-    """The tool's answer.
-
-    Raises:
-        ToolError: it raised, or returned no text; names its input.
-    """
+    """The tool's answer; a ``ToolError`` with its input if it raised, or returned no text."""
     try:
         answer: Any = tool(text)
     except Exception as error:

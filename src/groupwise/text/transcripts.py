@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Literal
 
 import torch
@@ -83,9 +83,6 @@ class ToolDialogue:
 
     Args:
         context: tokens that the model has positions for. None: no limit.
-
-    Raises:
-        ConfigError: the chat template has no place for an answer after the assistant's message.
     """
 
     def __init__(self, tool: AnyTool, encoder: PromptEncoder, context: int | None = None) -> None:
@@ -103,9 +100,6 @@ class ToolDialogue:
         """Add the tool's answer to the last turn; False if the completion is over.
 
         A completion that has no room for an answer and another turn counts as cut.
-
-        Raises:
-            ToolError: the tool failed.
         """
         if transcript.stop == "length" or transcript.turns >= self._encoder.cfg.max_turns:
             return False
@@ -132,8 +126,12 @@ def write(
     sampling = sampling if dialogue is None else dialogue.stopping(sampling)
     running = list(transcripts)
     while running:
-        for batch in _batches(running):
-            _write_turn(batch, generate, sampling)
+        for groups in _batches(running):
+            texts = [[*members[0].prompt.tokens, *members[0].tokens] for members in groups]
+            seeds = [[derive_seed(member.seed, "turn", member.turns) for member in members] for members in groups]
+            written = generate(texts, torch.tensor(seeds), sampling, deterministic=groups[0][0].greedy)
+            for member, completion in zip(chain(*groups), chain(*written), strict=True):
+                member.add_turn(completion)
         running = [] if dialogue is None else [t for t in running if dialogue.answer(t, sampling.max_new_tokens)]
 
 
@@ -149,24 +147,10 @@ def _batches(transcripts: Sequence[Transcript]) -> list[list[list[Transcript]]]:
     return list(batches.values())
 
 
-def _write_turn(groups: list[list[Transcript]], generate: Generate, sampling: SamplingCfg) -> None:
-    """One turn of groups of the same size, whose members have the same text so far."""
-    texts = [[*members[0].prompt.tokens, *members[0].tokens] for members in groups]
-    seeds = [[derive_seed(member.seed, "turn", member.turns) for member in members] for members in groups]
-    completions = generate(texts, torch.tensor(seeds), sampling, deterministic=groups[0][0].greedy)
-    for members, written in zip(groups, completions, strict=True):
-        for member, completion in zip(members, written, strict=True):
-            member.add_turn(completion)
-
-
 def score(
     transcripts: Sequence[Transcript], rewards: RewardSet, encoder: PromptEncoder, state: TrainingState | None = None
 ) -> None:
-    """Fill in the texts and rewards of completions.
-
-    Raises:
-        RewardError: a reward function failed.
-    """
+    """Fill in the texts and rewards of completions."""
     examples = [transcript.prompt.example for transcript in transcripts]
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
     completions: list[CompletionText] = []

@@ -6,7 +6,7 @@ import pytest
 from checked_envs import Alike, BreaksInReset, BreaksInStep, Calm, CannotBeMade, Cheats, Counts, Sound, Speaks
 
 from groupwise import check
-from groupwise.check import Finding, check_env
+from groupwise.check import Finding, Training, check_env
 from groupwise.config.env import EnvCfg
 from groupwise.envs.torch_control import TorchCartPole
 from groupwise.errors import EnvError, UnknownNameError
@@ -34,7 +34,7 @@ def test_a_sound_environment(monkeypatch):
     assert report.steps_per_second["sync"].value > 100
     assert report.steps_per_second["async"].value > 10
     assert report.training.value is not None
-    assert report.training.value == ("seed", "sync", 8, ())
+    assert report.training.value == Training("seed", "sync", 8, ())
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_callable_that_makes_all_rows():
     assert report.start_modes["seed"].reason == "it makes its rows itself, and starts them by native"
     assert list(report.steps_per_second) == ["own"]
     assert report.steps_per_second["own"].value > 100
-    assert report.training.value == ("native", "own", 8, ())
+    assert report.training.value == Training("native", "own", 8, ())
     assert "8 environments by own, shared starts: native" in str(report)
 
 
@@ -107,7 +107,7 @@ def test_rows_that_cheat_are_a_finding_and_rows_that_cannot_be_made_an_error():
 def test_envpool_is_tried_out_where_it_is_asked_for():
     pytest.importorskip("envpool")
     report = check_env(EnvCfg(id="Catch-v0", vectorization="envpool"))  # no such environment in Gymnasium
-    assert report.training.value[:2] == ("seed", "envpool")
+    assert (report.training.value.start_mode, report.training.value.vectorization) == ("seed", "envpool")
     assert report.steps_per_second["envpool"].value > 100
     assert report.start_modes["seed"].value > 0
     with pytest.raises(UnknownNameError):
@@ -117,7 +117,7 @@ def test_envpool_is_tried_out_where_it_is_asked_for():
 def test_a_task_in_torch_is_tried_out_where_it_is_asked_for():
     report = check_env(EnvCfg(id="Pendulum-v1", vectorization="torch"))
     assert report.env_id == "TorchPendulum"
-    assert report.training.value[:2] == ("native", "torch")
+    assert (report.training.value.start_mode, report.training.value.vectorization) == ("native", "torch")
     assert list(report.steps_per_second) == ["torch"]
     assert report.steps_per_second["torch"].value > 100
     assert "torch" not in check_env("Pendulum-v1").steps_per_second

@@ -6,10 +6,10 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, get_args
 
 import gymnasium
 import numpy as np
@@ -26,7 +26,7 @@ from groupwise.envs.single import make_one, step_limit
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.policies.distributions import make_head
 
-START_MODES: tuple[StartMode, ...] = ("native", "snapshot", "seed", "fresh")
+START_MODES: tuple[StartMode, ...] = get_args(StartMode)
 VECTORIZATIONS = ("entry_point", "sync", "async")
 NUM_ENVS = 8
 _BUDGET_S = 0.3
@@ -46,7 +46,15 @@ class Finding(Generic[T]):
     fix: str = ""
 
 
-class Training(NamedTuple):
+NO_LIMIT = Finding[int](
+    None,
+    "no step limit is known, so an episode might never end",
+    "env.max_episode_steps (also where it truncates by itself), or algorithm.collection.horizon",
+)
+
+
+@dataclass(frozen=True)
+class Training:
     """GRPO's defaults for the environment."""
 
     start_mode: StartMode
@@ -58,7 +66,6 @@ class Training(NamedTuple):
     """Why better start modes were not chosen."""
 
     def __str__(self) -> str:
-        """In words."""
         words = f"{self.num_envs} environments by {self.vectorization}, shared starts: {self.start_mode}"
         return "; ".join([words, *(f"not {why}" for why in self.rejected)])
 
@@ -86,17 +93,13 @@ class EnvReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Dictionaries, lists, texts and numbers."""
-        found = asdict(self)
-        if self.training.value is not None:
-            found["training"]["value"] = self.training.value._asdict()
-        return found
+        return asdict(self)
 
     def __str__(self) -> str:
         """A table, each reason once."""
         shown: dict[str, str] = {}
         lines = [self.env_id]
-        for question, finding, words in self._rows():
-            answer = words
+        for question, finding, answer in self._rows():
             if finding.value is None:
                 seen = shown.setdefault(finding.reason, question)
                 answer = f"no: {finding.reason}" if seen == question else f"no, see {seen!r}"
@@ -133,10 +136,15 @@ def check_env(env: object) -> EnvReport:
     """
     multiprocessing.spawn.get_preparation_data("groupwise check")  # raises in such a child
     cfg, make = _source(env)
-    with _quiet():
+    logger = logging.getLogger("groupwise.envs")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # the report has the same messages
+    try:
         if cfg.vectorization in ("envpool", "torch") or (make is not None and makes_rows(make)):
             return _check_rows(cfg, make)
         return _check_single(cfg, make)
+    finally:
+        logger.setLevel(level)
 
 
 def _source(env: object) -> tuple[EnvCfg, Maker]:
@@ -155,10 +163,9 @@ def _source(env: object) -> tuple[EnvCfg, Maker]:
 
 def _check_single(cfg: EnvCfg, make: Maker) -> EnvReport:
     """The report on an environment that is made one by one."""
-    single = make_one(cfg, make)
-    name = type(single.unwrapped).__name__ if single.spec is None else single.spec.id
-    limit = _known(step_limit(single))
-    single.close()
+    with closing(make_one(cfg, make)) as single:
+        name = type(single.unwrapped).__name__ if single.spec is None else single.spec.id
+        limit = step_limit(single)
     modes: dict[str, Finding[float]] = {mode: _tried(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
     speeds = {way: _tried(partial(_steps_per_second, cfg, make, way)) for way in VECTORIZATIONS}
     return _report(name, single, limit, cfg, make, modes, speeds)
@@ -170,15 +177,15 @@ def _check_rows(cfg: EnvCfg, make: Maker) -> EnvReport:
     with closing(make_env(plain, grouped=True, num_envs=NUM_ENVS, env=make, verify=False)) as env:
         only = Finding[float](None, f"it makes its rows itself, and starts them by {env.start_mode}")
         modes: dict[str, Finding[float]] = dict.fromkeys([*START_MODES], only)
-        modes[env.start_mode] = _tried(lambda: _median_start_us(env, NUM_ENVS))
-        speeds = {"own" if make is not None else str(cfg.vectorization): _tried(lambda: _speed(env))}
-        return _report(env.env_id, env, _known(env.max_episode_steps), cfg, make, modes, speeds)
+        modes[env.start_mode] = _tried(partial(_median_start_us, env, NUM_ENVS))
+        speeds = {"own" if make is not None else str(cfg.vectorization): _tried(partial(_speed, env))}
+        return _report(env.env_id, env, env.max_episode_steps, cfg, make, modes, speeds)
 
 
 def _report(
     name: str,
     env: Any,
-    limit: Finding[int],
+    max_steps: int | None,
     cfg: EnvCfg,
     make: Maker,
     modes: dict[str, Finding[float]],
@@ -186,11 +193,10 @@ def _report(
 ) -> EnvReport:
     observation = _tried(lambda: (obs_spec(env.observation_space), _brief(env.observation_space))[1])
     action = _tried(lambda: (make_head(env.action_space, PolicyCfg()), _brief(env.action_space))[1])
+    limit = NO_LIMIT if max_steps is None else Finding(max_steps)
     start_varies, noise_varies, training = _training(cfg, make)
-    for needed in (observation, action, limit):
-        if needed.value is None:
-            training = Finding(None, needed.reason, needed.fix)
-            break
+    for needed in (limit, action, observation):
+        training = Finding(None, needed.reason, needed.fix) if needed.value is None else training
     return EnvReport(name, observation, action, limit, start_varies, noise_varies, modes, speeds, training)
 
 
@@ -259,31 +265,17 @@ def _speed(env: VectorEnv) -> float:
 
 
 def _tried(probe: Callable[[], T]) -> Finding[T]:
-    """The result of ``probe``, or the reason why it fails."""
+    """The result of ``probe``; or why it fails, with the type of the error unless it is one of ours, and the fix."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return Finding(probe())
         except Exception as error:
-            return Finding(None, *_reason_and_fix(error))
-
-
-def _reason_and_fix(error: Exception) -> tuple[str, str]:
-    """An error in a line, with its type unless it is one of ours, and its fix."""
-    kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
-    text = re.sub(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+", "", str(error))
-    reason, _, fix = " ".join(text.split()).partition("; fix: ")
-    return kind + re.sub(r"^members of \S+ cannot share a start( by start_mode='\w+')?: ", "", reason), fix
-
-
-def _known(limit: int | None) -> Finding[int]:
-    if limit is not None:
-        return Finding(limit)
-    return Finding(
-        None,
-        "no step limit is known, so an episode might never end",
-        "env.max_episode_steps (also where it truncates by itself), or algorithm.collection.horizon",
-    )
+            kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
+            text = re.sub(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+", "", str(error))
+            reason, _, fix = " ".join(text.split()).partition("; fix: ")
+            reason = re.sub(r"^members of \S+ cannot share a start( by start_mode='\w+')?: ", "", reason)
+            return Finding(None, kind + reason, fix)
 
 
 def _require_entry_point(cfg: EnvCfg, make: Maker) -> None:
@@ -296,15 +288,3 @@ def _brief(space: Any) -> str:
     if (children := subspaces(space)) is not None:
         return f"{type(space).__name__}({', '.join(f'{name}: {_brief(child)}' for name, child in children.items())})"
     return f"Box{list(space.shape)} {space.dtype}" if space_kind(space) == "box" else str(space)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the log of ``groupwise.envs``; the report has the same messages."""
-    logger = logging.getLogger("groupwise.envs")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

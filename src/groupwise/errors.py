@@ -1,25 +1,7 @@
-"""All errors and warnings.
-
-GroupwiseError
-├── ConfigError (ValueError)
-│   ├── UnknownNameError
-│   └── PolicyError (contrib.sb3.settings)
-├── EnvError (ValueError)
-│   ├── UnsupportedSpaceError
-│   └── GroupStartError
-├── DataError (ValueError)
-├── RewardError (RuntimeError)
-├── ToolError (RuntimeError)
-├── DivergedError (RuntimeError)
-│   └── SamplerMismatchError
-├── CheckpointError (ValueError)
-├── RunFolderError (ValueError)
-└── MissingExtraError (ImportError)
-
-Warnings: ``GroupStartWarning`` and ``SlowPathWarning``.
-"""
+"""All errors and warnings."""
 
 import difflib
+import textwrap
 from collections.abc import Iterable
 from importlib.util import find_spec
 
@@ -33,18 +15,13 @@ class ConfigError(GroupwiseError, ValueError):
 
 
 class UnknownNameError(ConfigError):
-    """A name that is not registered; the message has the nearest one.
-
-    Args:
-        kind: "environment", "algorithm", ...
-        known: all registered names.
-        hint: replaces the nearest name.
-    """
+    """A name that is not registered; the message has the nearest ones, or ``hint``."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, hint: str | None = None) -> None:
         options = sorted(known)
         near = difflib.get_close_matches(name, options, n=3, cutoff=0.5)
-        found = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {_some(options)}"
+        some = textwrap.shorten(", ".join(options), 600, placeholder=" ...") or "none"
+        found = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {some}"
         super().__init__(f"unknown {kind} {name!r}: {found if hint is None else hint}")
 
 
@@ -104,13 +81,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` with the nearest known name; empty if none is near."""
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _some(names: list[str]) -> str:
-    """The names; of more than 60 only the first 20."""
-    if len(names) <= 60:
-        return ", ".join(names) or "none"
-    return f"{', '.join(names[:20])} and {len(names) - 20} more"
 
 
 def require_extra(module: str, extra: str) -> None:

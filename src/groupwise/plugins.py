@@ -40,12 +40,7 @@ def options(plugins: Sequence[str]) -> str:
 
 @contextmanager
 def blaming_absence(where: Path, plugins: Sequence[str]) -> Iterator[None]:
-    """Add to errors which of a run's plugins were not loaded.
-
-    Args:
-        where: folder of the run.
-        plugins: those that it was trained with.
-    """
+    """Add to errors which of the plugins that the run in ``where`` was trained with were not loaded."""
     try:
         yield
     except GroupwiseError as error:
@@ -58,28 +53,21 @@ def blaming_absence(where: Path, plugins: Sequence[str]) -> Iterator[None]:
         ) from error
 
 
-def _import(path: Path) -> None:
-    if path.suffix != ".py" and not path.exists():
-        _import_module(str(path))
-        return
-    spec = importlib.util.spec_from_file_location(f"groupwise_plugin_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise _neither(path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-
-
-def _import_module(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # one of its own imports failed
-        raise _neither(name) from error
-
-
-def _neither(plugin: Path | str) -> ConfigError:
-    return ConfigError(
+def _import(plugin: Path) -> None:
+    neither = ConfigError(
         f"--plugin {plugin}: expected an existing Python file or an installed module; fix: its path with .py, or install it"
     )
+    if plugin.suffix == ".py" or plugin.exists():
+        spec = importlib.util.spec_from_file_location(f"groupwise_plugin_{plugin.stem}", plugin)
+        if spec is None or spec.loader is None or not plugin.is_file():
+            raise neither
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return
+    try:
+        importlib.import_module(str(plugin))
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{plugin}.".startswith(f"{error.name}."):
+            raise  # one of its own imports failed
+        raise neither from error

@@ -20,7 +20,7 @@ def test_list_shows_presets_algorithms_and_choices_with_sources(capsys):
         "dr_grpo",
         "embodichain",
         "--algorithm.credit.scale",
-        "batch_std: one deviation",
+        "batch_std: one standard deviation",
         "arxiv.org/abs/2503.20783",
     ):
         assert expected in out
@@ -42,7 +42,7 @@ def test_list_fits_the_terminal_and_says_what_each_preset_chooses(capsys, monkey
 def test_list_shows_what_is_asked_for(capsys):
     assert cli.main(["list", "cispo"]) == 0
     out = capsys.readouterr().out
-    assert "objective: token, cispo (low 0.8, high 1.2), token_mean" in out
+    assert '"trust_region": {"name": "cispo", "low": 0.8, "high": 1.2}' in " ".join(out.split())
     assert "--algorithm.objective.trust-region" in out
     assert "embodichain" not in out
     assert cli.main(["list", "Top_Entropy_Quantile: 0.2"]) == 0

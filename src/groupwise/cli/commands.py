@@ -99,9 +99,6 @@ Examples:
 Options: --json, and settings of the environment:
 """
 
-CHECK_SETTINGS = ("kwargs", "max_episode_steps", "vectorization", "start_mode", "num_random_noops", "reward_parts")
-"""Fields of ``EnvCfg`` that ``check-env`` takes."""
-
 LIST_HELP = "Print algorithms, presets, and the choices of credit and objective with their sources."
 
 
@@ -200,10 +197,11 @@ def _config(argv: Sequence[str]) -> int:
 
 def _check_env(argv: Sequence[str]) -> int:
     from groupwise.cli.options import parse_options
+    from groupwise.config.env import EnvCfg
     from groupwise.config.run import RunCfg
 
     words = [word for word in argv if word != "--json"]
-    settings = [f"env.{name}" for name in CHECK_SETTINGS]
+    settings = [f"env.{name}" for name in EnvCfg.model_fields if name not in ("id", "num_envs")]
     cfg = parse_options(words, prog="groupwise check-env", description=CHECK_HELP, only=settings)
     if not isinstance(cfg, RunCfg):
         raise ConfigError(f"{words[0]} is a text task without an environment; fix: an environment's id or file")
@@ -220,16 +218,13 @@ def _eval(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--episodes", type=_count, help="episodes (default: 100) or prompts (default: all)")
     parser.add_argument("--completions-per-prompt", type=_count, default=1, help="sampled if more than 1 (default: 1)")
-    parser.add_argument(
-        "--sampled",
-        dest="deterministic",
-        action="store_const",
-        const=False,
-        help="sample actions; default: most likely",
-    )
+    sampled = "sample actions (default: take the most likely one)"
+    parser.add_argument("--sampled", dest="deterministic", action="store_const", const=False, help=sampled)
     parser.add_argument("--seed", type=int, help="of the episodes (default: not used in training)")
     parser.add_argument("--video", action="store_true", help="also record an episode")
-    _add_checkpoint(parser)
+    parser.add_argument(
+        "--checkpoint", choices=("latest", "best"), default="latest", help="whose policy (default: latest)"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON, with each return")
     options = vars(parser.parse_args(argv))
     as_json = options.pop("json")
@@ -258,7 +253,9 @@ def _sample(argv: Sequence[str]) -> int:
     parser.add_argument("--count", type=_count, default=1, help="number of completions (default: 1)")
     parser.add_argument("--deterministic", action="store_true", help="take the most likely token each time")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
-    _add_checkpoint(parser)
+    parser.add_argument(
+        "--checkpoint", choices=("latest", "best"), default="latest", help="whose policy (default: latest)"
+    )
     options = vars(parser.parse_args(argv))
 
     from groupwise.run import sample
@@ -282,12 +279,6 @@ def _compare(argv: Sequence[str]) -> int:
     return 0
 
 
-def _add_checkpoint(parser: Parser) -> None:
-    parser.add_argument(
-        "--checkpoint", choices=("latest", "best"), default="latest", help="whose policy (default: latest)"
-    )
-
-
 def _resume(argv: Sequence[str]) -> int:
     parser = Parser(prog="groupwise resume", description=RESUME_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
@@ -303,13 +294,13 @@ def _resume(argv: Sequence[str]) -> int:
 def _print_run(run: Any) -> None:
     """Print the result of a run and the next command."""
     found = run.summary
-    reached = [f"Done in {found['seconds']:.1f} s"]
+    reached = ""
     if (score := found.get("return_mean")) is not None:
         kind = "greedy return" if run.cfg.evaluation.deterministic else "return"
         interval = "95 % interval {:.4g} to {:.4g}".format(*found["ci95"]) if found.get("ci95") else "no interval"
-        reached.append(f": {kind} {score:.1f} ({found['episodes']} episodes, {interval})")
-        reached.append(f". Best {found['best_return_mean']:.1f} at step {found['best_env_steps']:,}")
-    print("".join(reached) + ".")
+        reached = f": {kind} {score:.1f} ({found['episodes']} episodes, {interval})"
+        reached += f". Best {found['best_return_mean']:.1f} at step {found['best_env_steps']:,}"
+    print(f"Done in {found['seconds']:.1f} s{reached}.")
     if found["stopped"] != "total_steps":
         print(f"Stopped at step {found['env_steps']:,}: {found['stopped']}.")
     print(f"Next:  groupwise eval {run.path}{plugins.options(plugins.loaded())}")

@@ -1,8 +1,9 @@
 """What ``groupwise list`` shows: algorithms, presets, and every choice of credit and objective."""
 
+import json
 import shutil
 import textwrap
-from typing import Any
+from functools import partial
 
 from groupwise.config import presets
 from groupwise.config.algorithm import AlgorithmCfg
@@ -42,57 +43,34 @@ def _sections() -> dict[str, list[Entry]]:
             [f"{env_id}: {', '.join(presets.env_preset(env_id))}"] for env_id in presets.env_ids()
         ],
         "Credit and objective of a paper or library: --preset NAME": [
-            _entry_of_preset(name, preset) for name, preset in presets.objective_presets().items()
+            [
+                f"{name}: {preset.title}",
+                preset.note,
+                *(f"{key}: {json.dumps(value)}" for key, value in preset.settings.items()),
+                preset.source,
+            ]
+            for name, preset in presets.objective_presets().items()
         ],
         "Each choice of credit and objective": [
-            _entry_of_choice(key, choice) for key, choice in presets.choices().items()
+            [f"--algorithm.{setting.replace('_', '-')} {value}: {choice.note} [{choice.source}]"]
+            for key, choice in presets.choices().items()
+            for setting, _, value in [key.rpartition(".")]
         ],
     }
 
 
-def _entry_of_preset(name: str, preset: presets.ObjectivePreset) -> Entry:
-    parts = preset.settings.items()
-    settings = [f"{key}: {_choices_of(value) if isinstance(value, dict) else value}" for key, value in parts]
-    return [f"{name}: {preset.title}", preset.note, *settings, preset.source]
-
-
-def _entry_of_choice(key: str, choice: presets.ChoiceNote) -> Entry:
-    setting, value = key.rsplit(".", 1)
-    return [f"--algorithm.{setting.replace('_', '-')} {value}: {choice.note} [{choice.source}]"]
-
-
 def _names() -> list[str]:
     """Words that the user may have meant."""
-    values = [key.rsplit(".", 1)[1] for key in presets.choices()]
+    values = [key.rpartition(".")[2] for key in presets.choices()]
     return [*AlgorithmCfg.known, *presets.env_ids(), *presets.objective_presets(), *values]
-
-
-def _choices_of(tree: dict[str, Any]) -> str:
-    """Settings in a line: a choice by its value, a number or 'none' with its name."""
-    parts = []
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            rest = {name: item for name, item in value.items() if name != "name"}
-            parts.append(f"{value.get('name', key)} ({_choices_of(rest)})")
-        else:
-            parts.append(value if isinstance(value, str) and value != "none" else f"{key} {value}")
-    return ", ".join(parts)
 
 
 def _print(title: str, entries: list[Entry]) -> None:
     """Print a section, as wide as the terminal."""
     width = shutil.get_terminal_size().columns
     print(f"\n{title}\n{'-' * min(len(title), width)}")
-    for entry in entries:
-        for number, line in enumerate(entry):
-            indent = "    " if number else ""
-            print(
-                textwrap.fill(
-                    line,
-                    width,
-                    initial_indent=indent,
-                    subsequent_indent=indent + "    ",
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
-            )
+    wrap = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    for first, *others in entries:
+        print(wrap(first, subsequent_indent="    "))
+        for line in others:
+            print(wrap(line, initial_indent="    ", subsequent_indent="        "))

@@ -14,7 +14,7 @@ from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import GIVEN, explain
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import ModelCfg, PolicyCfg
-from groupwise.config.run import CommonCfg, EvaluationCfg, RunCfg, TextRunCfg
+from groupwise.config.run import CommonCfg, EvaluationCfg, RunCfg, TextEvaluationCfg, TextRunCfg
 from groupwise.engines.base import Engine
 from groupwise.engines.distributed import from_environment
 from groupwise.envs.base import GroupEnv
@@ -126,7 +126,8 @@ def train(
         RunFolderError: ``run_dir`` is taken.
         DivergedError: training produced non-finite numbers.
     """
-    given, policy_fields = (policy, None) if isinstance(policy, Policy) else (None, policy)
+    given = UserObjects(policy=policy if isinstance(policy, Policy) else None)
+    policy_fields = None if isinstance(policy, Policy) else policy
     settings = {"seed": seed, "total_steps": total_steps, "run_dir": run_dir, "policy": policy_fields, **fields}
     env_named = {"num_envs": num_envs, "max_episode_steps": max_episode_steps}
     env_settings = {key: value for key, value in env_named.items() if value is not None}
@@ -135,10 +136,10 @@ def train(
         if extra := [key for key, value in more.items() if value is not None]:
             kind = type(env).__name__
             raise ConfigError(f"a {kind} has all settings, got {', '.join(extra)} too; fix: set them in the {kind}")
-        return train_from_config(env, UserObjects(policy=given), callbacks)
+        return train_from_config(env, given, callbacks)
     if isinstance(env, TextTask):
         cfg: CommonCfg = _text_cfg(env, algorithm, preset, policy, settings | env_settings)
-        return train_from_config(cfg, env.given._replace(policy=given), callbacks)
+        return train_from_config(cfg, env.given._replace(policy=given.policy), callbacks)
     if not isinstance(policy_fields, PolicyCfg | Mapping | None):
         raise ConfigError(
             f"policy = {policy_fields!r:.80}: expected a gw.Policy, a gw.PolicyCfg or its fields, as "
@@ -146,7 +147,7 @@ def train(
         )
     env_id, env_fields = _describe_env(env)
     cfg = config.resolve(env_id, algorithm, preset, env=env_fields | env_settings, **settings)
-    return train_from_config(cfg, UserObjects(None if isinstance(env, str | EnvCfg) else env, given), callbacks)
+    return train_from_config(cfg, given if isinstance(env, str | EnvCfg) else given._replace(env=env), callbacks)
 
 
 def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callbacks: Sequence[Callback] = ()) -> Run:
@@ -186,8 +187,6 @@ def resume(
         RunFolderError: ``path`` is not a run folder, or is damaged.
         CheckpointError: the checkpoint is damaged, or of another environment or architecture.
     """
-    if total_steps is not None and total_steps < 1:
-        raise ConfigError(f"total_steps = {total_steps}: expected at least 1")
     folder, objects, cfg = _reopen(path, given)
     if total_steps is not None:
         if total_steps <= (done := saved_steps(folder.latest) or 0):
@@ -282,7 +281,7 @@ def sample(
         raise ConfigError(f"prompt = {prompt!r:.80}: expected a string; fix: one call per prompt")
     if isinstance(run, Run):
         _refuse_for_live(run, checkpoint, {"policy": policy, "tool": tool})
-    cfg = run.cfg if isinstance(run, Run) else read_cfg(RunFolder.open(Path(run)))
+    cfg = run.cfg if isinstance(run, Run) else _read_cfg(RunFolder.open(Path(run)))
     if not isinstance(cfg, TextRunCfg):
         raise ConfigError(f"{run} is a run on {cfg.subject}, without a language model; fix: groupwise eval")
     from groupwise.text.build import load_trained
@@ -308,11 +307,10 @@ def _refuse_for_live(run: Run, checkpoint: str, objects: Mapping[str, Any]) -> N
         )
 
 
-def _evaluate_texts(run: Run, cfg: TextRunCfg, changed: Mapping[str, Any], seed: int) -> "TextEvaluation":
+def _evaluate_texts(run: Run, cfg: TextRunCfg, changed: dict[str, Any], seed: int) -> "TextEvaluation":
     from groupwise.text.evaluation import TextEvaluator
 
-    evaluation = type(cfg.evaluation)(**{**dict(cfg.evaluation), **changed})
-    cfg = cfg.model_copy(update={"evaluation": evaluation})
+    cfg = cfg.model_copy(update={"evaluation": TextEvaluationCfg(**dict(cfg.evaluation) | changed)})
     task = TextTask.from_cfg(cfg.task, run.given)
     with closing(TextEvaluator(task, task.load()[1], cfg, run.policy, seed=seed)) as evaluator:
         return evaluator()
@@ -381,15 +379,11 @@ def _reopen(path: Path | str, given: Mapping[str, Any]) -> tuple[RunFolder, User
         raise ConfigError(
             f"{path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as {missing[0]}=..."
         )
-    return folder, objects, read_cfg(folder)
+    return folder, objects, _read_cfg(folder)
 
 
-def read_cfg(folder: RunFolder) -> CommonCfg:
-    """Settings of a run in a folder.
-
-    Raises:
-        RunFolderError: they are wrong, or of another version.
-    """
+def _read_cfg(folder: RunFolder) -> CommonCfg:
+    """Settings of a run in a folder; a ``RunFolderError`` if they are wrong, or of another version."""
     with blaming_absence(folder.path, folder.read_provenance()["plugins"]):
         folder.check_format()
         tree = folder.read_config()

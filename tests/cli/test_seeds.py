@@ -35,7 +35,7 @@ class Ended:
 
     exit_code: int
 
-    def wait(self) -> int:
+    def poll(self) -> int:
         return self.exit_code
 
 

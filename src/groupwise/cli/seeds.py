@@ -6,12 +6,10 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import time
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from groupwise import plugins
 from groupwise.config import to_json
@@ -54,6 +52,42 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
         RunFolderError: the folder is taken.
         KeyboardInterrupt: after a signal; says how to continue each unfinished seed.
     """
+    folder = _create_folder(cfg)
+    print(f"{len(seeds)} seeds under {folder}", flush=True)
+    waiting, signals, passed_on = list(seeds), list[int](), 0
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    exit_codes: dict[int, int] = {}
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        log.warning("interrupted: running seeds finish and save their iteration first; a second time stops at once")
+        signals.append(number)
+
+    with handling(interrupt, *_SIGNALS):
+        while running or (waiting and not signals):
+            while waiting and not signals and len(running) < num_cpus():
+                seed = waiting.pop(0)
+                running[seed] = _start(folder, seed)
+            if (
+                len(signals) > passed_on and sys.platform != "win32"
+            ):  # there, Ctrl-C reaches them, and terminate() kills
+                passed_on = len(signals)
+                for process in running.values():
+                    process.terminate()
+            for seed, process in list(running.items()):
+                if (code := process.poll()) is not None:
+                    exit_codes[seed] = code
+                    del running[seed]
+                    print(f"seed {seed}: {_ENDS.get(code, 'failed')}", flush=True)
+            time.sleep(0.1)
+    unfinished = [seed for seed in seeds if exit_codes.get(seed) != 0]
+    if signals and unfinished:
+        raise KeyboardInterrupt(_interruption(folder, unfinished))
+    _print_seeds(folder, {seed: exit_codes[seed] == 0 for seed in seeds})
+    return int(any(exit_codes.values()))
+
+
+def _create_folder(cfg: CommonCfg) -> Path:
+    """The folder of the seeds, with their settings."""
     name = f"{cfg.subject}-{cfg.algorithm.name}-seeds-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
     folder = cfg.run_dir or Path("runs", name)
     try:
@@ -62,64 +96,16 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
         raise RunFolderError(f"run folder {str(folder)!r} is taken; fix: give another --run-dir") from error
     settings = to_json(cfg.model_copy(update={"run_dir": None}))
     (folder / "settings.json").write_text(settings + "\n", encoding="utf-8")
-    print(f"{len(seeds)} seeds under {folder}", flush=True)
-    exit_codes: dict[int, int] = {}
-    processes = Processes()
-    with handling(processes.stop, *_SIGNALS), ThreadPoolExecutor(num_cpus()) as pool:
-        jobs = {pool.submit(_train_one, processes, folder, seed): seed for seed in seeds}
-        for job in as_completed(jobs):
-            code = job.result()
-            if code is not None:
-                exit_codes[jobs[job]] = code
-                print(f"seed {jobs[job]}: {_ENDS.get(code, 'failed')}", flush=True)
-    unfinished = [seed for seed in seeds if exit_codes.get(seed) != 0]
-    if processes.stopping and unfinished:
-        raise KeyboardInterrupt(_interruption(folder, unfinished))
-    _print_seeds(folder, {seed: exit_codes[seed] == 0 for seed in seeds})
-    return int(any(exit_codes.values()))
+    return folder
 
 
-class Processes:
-    """The running processes, which end on a signal to this one.
-
-    Each has its own process group, so it gets a signal only once, from here; a second one would end it at once.
-    """
-
-    def __init__(self) -> None:
-        self.stopping = False
-        """Whether a signal came, so that no further process starts."""
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.RLock()  # a signal may come while another is handled
-
-    def run(self, command: list[str], **options: Any) -> int | None:
-        """Exit code of a command; None if it was not started."""
-        with self._lock:
-            if self.stopping:
-                return None
-            process = subprocess.Popen(command, start_new_session=True, **options)
-            self._running.add(process)
-        code = process.wait()
-        with self._lock:
-            self._running.remove(process)
-        return code
-
-    def stop(self, number: int, frame: FrameType | None) -> None:
-        """Terminate the running processes and start no others."""
-        log.warning("interrupted: running seeds finish and save their iteration first; a second time stops at once")
-        with self._lock:
-            self.stopping = True
-            for process in self._running:
-                if sys.platform != "win32":  # Ctrl-C reaches them there, and terminate() would kill them
-                    process.terminate()
-
-
-def _train_one(processes: Processes, folder: Path, seed: int) -> int | None:
-    """Exit code of one seed's training, None if it was not started; its output is in ``seed_<n>.log``."""
+def _start(folder: Path, seed: int) -> "subprocess.Popen[bytes]":
+    """Start one seed, with its output in ``seed_<n>.log``, in a process group of its own: it gets signals from here only."""
     command = [sys.executable, "-m", "groupwise", *_train_args(folder, seed), "--logging.progress", "lines"]
     command += shlex.split(plugins.options(plugins.loaded()))
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    with (folder / f"seed_{seed}.log").open("w", encoding="utf-8") as log_file:
-        return processes.run(command, stdout=log_file, stderr=log_file, env=os.environ | threads)
+    env = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    with (folder / f"seed_{seed}.log").open("w", encoding="utf-8") as file:
+        return subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
 
 
 def _train_args(folder: Path, seed: int) -> list[str]:

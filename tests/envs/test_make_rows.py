@@ -53,7 +53,7 @@ def test_a_ready_one_is_taken_as_it_is():
     assert make_env(EnvCfg(num_envs=8), env=env, grouped=True, num_envs=5) is env
     with pytest.raises(EnvError, match="TorchCartPole has 5 rows, but num_envs is 4"):
         make_env(EnvCfg(), env=env, num_envs=4)
-    with pytest.raises(EnvError, match="max_episode_steps is 9, but TorchCartPole ends its episodes after 500"):
+    with pytest.raises(EnvError, match="max_episode_steps is 9, but that of TorchCartPole is 500"):
         make_env(EnvCfg(max_episode_steps=9), env=env)
 
 

@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 
-from groupwise.envs.snapshots import SnapshotAdapter, attribute
+from groupwise.envs.snapshots import ALE, SnapshotAdapter, attribute
 from groupwise.errors import EnvError, installing
 
 # Layout of the serialised state: six integers, the length of the console's part, that part, two integers. The
@@ -167,4 +167,4 @@ class AleAdapter(SnapshotAdapter):
 
 
 def _machine(env: gymnasium.Env) -> Any:
-    return attribute(env, "ale_py._ale_py.ALEInterface")
+    return attribute(env, ALE)

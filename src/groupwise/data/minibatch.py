@@ -52,17 +52,12 @@ def shuffle_transitions(
 ) -> Epoch:
     """A random order of ``count`` transitions, cut into minibatches of equal size (but for one transition)."""
     order = torch.randperm(count, generator=generator, device=generator.device)
-    return Epoch(order, cut_evenly(count, num_minibatches, micro_batch_size))
-
-
-def cut_evenly(count: int, num_minibatches: int, micro_batch_size: int | None) -> list[list[slice]]:
-    """Slices of ``count`` transitions for each minibatch, of equal size (but for one transition)."""
     edges = [round(k * count / num_minibatches) for k in range(num_minibatches + 1)]
     minibatches = []
     for start, stop in pairwise(edges):
         width = micro_batch_size or max(stop - start, 1)
         minibatches.append([slice(i, min(i + width, stop)) for i in range(start, stop, width)])
-    return minibatches
+    return Epoch(order, minibatches)
 
 
 def shuffle_items(

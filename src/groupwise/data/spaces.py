@@ -39,13 +39,6 @@ _DTYPES: dict[SpaceKind, torch.dtype] = {
     "multi_discrete": torch.int64,
     "multi_binary": torch.int8,
 }
-_NUMPY_DTYPES: dict[torch.dtype, type] = {
-    torch.float32: np.float32,
-    torch.int64: np.int64,
-    torch.int8: np.int8,
-    torch.uint8: np.uint8,
-    torch.bool: np.bool_,
-}
 
 
 def space_kind(space: Any) -> SpaceKind:
@@ -68,7 +61,7 @@ def obs_spec(space: Any) -> Spec:
     children = subspaces(space)
     if children is not None:
         return {name: obs_spec(child) for name, child in children.items()}
-    dtype = _leaf_dtype(space)
+    dtype = _leaf_dtype(space)  # first, as unsupported spaces have no shape
     return TensorSpec(tuple(space.shape), dtype)
 
 
@@ -88,7 +81,9 @@ def leaf_spaces(space: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...],
     return {p: leaf for name, child in children.items() for p, leaf in leaf_spaces(child, (*path, name)).items()}
 
 
-def obs_to_tensor(space: Any, obs: Any, device: torch.device | str = "cpu", *, batched: bool) -> Nested:
+def obs_to_tensor(
+    space: Any, obs: Any, device: torch.device | str = "cpu", *, batched: bool, name: str = "obs"
+) -> Nested:
     """The observation, or a batch of them, as ``obs_spec(space)`` describes it.
 
     Shares memory with ``obs`` where dtype and device allow, so copy ``obs`` first if you keep the result.
@@ -96,12 +91,21 @@ def obs_to_tensor(space: Any, obs: Any, device: torch.device | str = "cpu", *, b
     Args:
         obs: numpy arrays (or numbers, lists, tensors) in the space's structure.
         batched: whether every leaf has a leading batch dimension.
+        name: of the observation in errors.
 
     Raises:
         DataError: a leaf that is missing, no array of numbers, or of another shape; names it.
         UnsupportedSpaceError: as ``obs_spec``.
     """
-    return _to_tensor(space, obs, torch.device(device), batched, "obs")
+    children = subspaces(space)
+    if children is None:
+        return _leaf_tensor(space, _leaf_array(obs, name), device, batched, name)
+    leaves = {
+        key: obs_to_tensor(child, _child(obs, key, name), device, batched=batched, name=f"{name}.{key}")
+        for key, child in children.items()
+    }
+    batch = [len(next(iter(leaves.values())))] if batched else []
+    return TensorDict(leaves, batch_size=batch, device=torch.device(device))
 
 
 def is_batched(space: Any, obs: Any) -> bool:
@@ -121,40 +125,24 @@ def is_batched(space: Any, obs: Any) -> bool:
     return extra == 1
 
 
-def _to_tensor(space: Any, obs: Any, device: torch.device, batched: bool, name: str) -> Nested:
-    children = subspaces(space)
-    if children is None:
-        return _leaf_tensor(space, obs, device, batched, name)
-    leaves = {
-        key: _to_tensor(child, _child(obs, key, name), device, batched, f"{name}.{key}")
-        for key, child in children.items()
-    }
-    batch = [len(_first(leaves))] if batched else []
-    return TensorDict(leaves, batch_size=batch, device=device)
-
-
-def _leaf_tensor(space: Any, obs: Any, device: torch.device, batched: bool, name: str) -> Tensor:
-    dtype = _leaf_dtype(space)
-    leaf = _leaf_array(obs, name)
-    shape: tuple[int, ...] = tuple(space.shape)
+def _leaf_tensor(space: Any, leaf: np.ndarray | Tensor, device: torch.device | str, batched: bool, name: str) -> Tensor:
+    dtype, shape = _leaf_dtype(space), tuple(space.shape)
     if tuple(leaf.shape[batched:]) != shape or leaf.ndim != len(shape) + batched:
         raise DataError(_shape_message(name, tuple(leaf.shape), shape))
-    if isinstance(leaf, Tensor):
-        return leaf.to(device, dtype)
-    # from_numpy takes neither strides < 0 nor read-only memory
-    owned = np.require(leaf, _NUMPY_DTYPES[dtype], ["C", "W"])
-    return torch.from_numpy(owned).to(device)
+    if not isinstance(leaf, Tensor):
+        # from_numpy takes neither strides < 0 nor read-only memory
+        leaf = torch.from_numpy(np.require(leaf, requirements=["C", "W"]))
+    return leaf.to(device, dtype)
 
 
 def _leaf_array(obs: Any, name: str) -> np.ndarray | Tensor:
-    if isinstance(obs, Tensor | np.ndarray):
-        leaf = obs
-    else:
-        try:
-            leaf = np.asarray(obs)
-        except ValueError as error:
-            raise DataError(f"{name} is no array: {error}") from error
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biuf":
+    if isinstance(obs, Tensor):
+        return obs
+    try:
+        leaf = np.asarray(obs)
+    except ValueError as error:
+        raise DataError(f"{name} is no array: {error}") from error
+    if leaf.dtype.kind not in "biuf":
         raise DataError(f"{name} has dtype {leaf.dtype}, expected numbers: {obs!r}")
     return leaf
 
@@ -182,10 +170,6 @@ def _child(obs: Any, key: str, name: str) -> Any:
     except (KeyError, IndexError, ValueError) as error:
         raise DataError(f"{name} has no entry {key!r}, which its space has") from error
     raise DataError(f"{name} is a {type(obs).__name__}, expected a dictionary or tuple with an entry {key!r}")
-
-
-def _first(leaves: Mapping[str, Nested]) -> Nested:
-    return next(iter(leaves.values()))
 
 
 def _shape_message(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> str:

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import gymnasium
 import torch
@@ -37,52 +37,6 @@ def makes_rows(env: object) -> bool:
     return callable(env) and "num_envs" in _parameters(env)
 
 
-def _from_maker(make: Callable[..., Any], cfg: EnvCfg, num_envs: int, device: torch.device | str) -> GroupEnv:
-    """The ``GroupEnv`` that ``make`` returns, called with the parameters that it has."""
-    settings = {"num_envs": num_envs, **cfg.kwargs}
-    parameters = _parameters(make)
-    if "device" in parameters:
-        settings["device"] = device
-    if cfg.max_episode_steps is not None and "max_episode_steps" in parameters:
-        settings["max_episode_steps"] = cfg.max_episode_steps
-    env = make(**settings)
-    if not isinstance(env, GroupEnv):
-        raise EnvError(
-            f"the callable with num_envs returned a {type(env).__name__}, expected a GroupEnv; fix: a callable that "
-            "returns one gymnasium.Env has no parameter num_envs"
-        )
-    return _adopt_rows(env, cfg, num_envs)
-
-
-def _adopt_rows(env: GroupEnv, cfg: EnvCfg, num_envs: int | None) -> GroupEnv:
-    """``env`` itself, if it fits the settings."""
-    _check_num_envs(env.env_id, env.num_envs, num_envs)
-    if cfg.max_episode_steps not in (None, env.max_episode_steps):
-        raise EnvError(
-            f"max_episode_steps is {cfg.max_episode_steps}, but {env.env_id} ends its episodes after "
-            f"{env.max_episode_steps}; fix: set it there, or take max_episode_steps in its constructor"
-        )
-    return env
-
-
-def _check_num_envs(env_id: str, found: int, asked: int | None) -> None:
-    if asked not in (None, found):
-        raise EnvError(f"{env_id} has {found} rows, but num_envs is {asked}; fix: leave num_envs out")
-
-
-def _from_torch(cfg: EnvCfg, num_envs: int, device: torch.device | str) -> GroupEnv:
-    """The task ``cfg.id`` in torch."""
-    if cfg.id not in IN_TORCH:
-        raise EnvError(
-            f"{cfg.id} is not written in torch, only {', '.join(IN_TORCH)} are; fix: env.vectorization='auto', or a "
-            "TorchGroupEnv of yours, given as a class in Python"
-        )
-    if cfg.kwargs:
-        raise EnvError(f"{cfg.id} in torch takes no env.kwargs, got {cfg.kwargs}; fix: env.vectorization='auto'")
-    module, _, name = IN_TORCH[cfg.id].partition(":")
-    return _from_maker(getattr(import_module(module), name), cfg, num_envs, device)
-
-
 def torch_fix(env_id: str) -> str:
     """The fix for users who need the task in torch, if there is one."""
     return "env.vectorization='torch', or " if env_id in IN_TORCH else ""
@@ -95,30 +49,21 @@ def _parameters(env: Callable[..., Any]) -> set[str]:
         return set()
 
 
+class _Settings(TypedDict, total=False):
+    """The other arguments of ``make_env``."""
+
+    num_envs: int | None
+    env: object | None
+    block_size: int
+    verify: bool
+    on_error: OnError
+    device: torch.device | str
+
+
 @overload
-def make_env(
-    cfg: EnvCfg,
-    *,
-    grouped: Literal[True],
-    num_envs: int | None = None,
-    env: object | None = None,
-    block_size: int = 1,
-    verify: bool = True,
-    on_error: OnError = "raise",
-    device: torch.device | str = "cpu",
-) -> GroupEnv: ...
+def make_env(cfg: EnvCfg, *, grouped: Literal[True], **settings: Unpack[_Settings]) -> GroupEnv: ...
 @overload
-def make_env(
-    cfg: EnvCfg,
-    *,
-    grouped: bool = False,
-    num_envs: int | None = None,
-    env: object | None = None,
-    block_size: int = 1,
-    verify: bool = True,
-    on_error: OnError = "raise",
-    device: torch.device | str = "cpu",
-) -> VectorEnv: ...
+def make_env(cfg: EnvCfg, *, grouped: bool = False, **settings: Unpack[_Settings]) -> VectorEnv: ...
 def make_env(
     cfg: EnvCfg,
     *,
@@ -152,10 +97,15 @@ def make_env(
     """
     if not grouped:
         _refuse_group_settings(cfg)
+    made: VectorEnv
     if isinstance(env, GroupEnv):
-        made: VectorEnv = _adopt_rows(env, cfg, num_envs)
+        made = env
+        _check_size(made, cfg, num_envs)
     elif isinstance(env, gymnasium.vector.VectorEnv):
-        made = _adopt(env, cfg, grouped, num_envs, device)
+        env_id = type(env.unwrapped).__name__ if env.spec is None else env.spec.id
+        fix = "pass the id or a callable that returns one gymnasium.Env, or derive a GroupEnv of yours"
+        made = _adopt(env, env_id, grouped, device, fix)
+        _check_size(made, cfg, num_envs)
     else:
         make, num_envs = _checked_callable(env, cfg), num_envs or cfg.num_envs
         way = "callable" if make is not None and makes_rows(make) else _vectorization(cfg, make)
@@ -201,6 +151,48 @@ def _vectorization(cfg: EnvCfg, env: object | None) -> str:
     return "entry_point" if env is None and cfg.id in VECTORISED and not only_single else "sync"
 
 
+def _from_maker(make: Callable[..., Any], cfg: EnvCfg, num_envs: int, device: torch.device | str) -> GroupEnv:
+    """The ``GroupEnv`` that ``make`` returns, called with the parameters that it has."""
+    settings = {"num_envs": num_envs, **cfg.kwargs}
+    parameters = _parameters(make)
+    if "device" in parameters:
+        settings["device"] = device
+    if cfg.max_episode_steps is not None and "max_episode_steps" in parameters:
+        settings["max_episode_steps"] = cfg.max_episode_steps
+    env = make(**settings)
+    if not isinstance(env, GroupEnv):
+        raise EnvError(
+            f"the callable with num_envs returned a {type(env).__name__}, expected a GroupEnv; fix: a callable that "
+            "returns one gymnasium.Env has no parameter num_envs"
+        )
+    _check_size(env, cfg, num_envs)
+    return env
+
+
+def _check_size(env: VectorEnv, cfg: EnvCfg, num_envs: int | None) -> None:
+    """Refuse settings that a ready environment does not follow."""
+    if num_envs not in (None, env.num_envs):
+        raise EnvError(f"{env.env_id} has {env.num_envs} rows, but num_envs is {num_envs}; fix: leave num_envs out")
+    if cfg.max_episode_steps not in (None, env.max_episode_steps):
+        raise EnvError(
+            f"max_episode_steps is {cfg.max_episode_steps}, but that of {env.env_id} is {env.max_episode_steps}; fix: set "
+            "it where you make the environment, or take max_episode_steps in its constructor"
+        )
+
+
+def _from_torch(cfg: EnvCfg, num_envs: int, device: torch.device | str) -> GroupEnv:
+    """The task ``cfg.id`` in torch."""
+    if cfg.id not in IN_TORCH:
+        raise EnvError(
+            f"{cfg.id} is not written in torch, only {', '.join(IN_TORCH)} are; fix: env.vectorization='auto', or a "
+            "TorchGroupEnv of yours, given as a class in Python"
+        )
+    if cfg.kwargs:
+        raise EnvError(f"{cfg.id} in torch takes no env.kwargs, got {cfg.kwargs}; fix: env.vectorization='auto'")
+    module, _, name = IN_TORCH[cfg.id].partition(":")
+    return _from_maker(getattr(import_module(module), name), cfg, num_envs, device)
+
+
 def _from_envpool(cfg: EnvCfg, num_envs: int, block_size: int | None, device: torch.device | str) -> VectorEnv:
     envpool = import_module("groupwise.contrib.envpool")
     source = envpool.EnvPoolSource(cfg.id, cfg.kwargs, cfg.max_episode_steps)
@@ -214,29 +206,23 @@ def _from_envpool(cfg: EnvCfg, num_envs: int, block_size: int | None, device: to
 def _from_entry_point(cfg: EnvCfg, grouped: bool, num_envs: int, device: torch.device | str) -> VectorEnv:
     with single.explained(cfg.id):
         env = gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **single.with_limit(cfg))
-    if isinstance(env, CartPoleVectorEnv):
-        return CartPoleGroupEnv(env, env_id=cfg.id, device=device)
-    if grouped:
-        raise _no_shared_start(env, cfg.id, "vectorization='sync'")
-    return GymnasiumVectorEnv(env, env_id=cfg.id, max_episode_steps=_step_limit(env), device=device)
+    return _adopt(env, cfg.id, grouped or isinstance(env, CartPoleVectorEnv), device, "vectorization='sync'")
 
 
 def _adopt(
-    env: gymnasium.vector.VectorEnv, cfg: EnvCfg, grouped: bool, num_envs: int | None, device: torch.device | str
+    env: gymnasium.vector.VectorEnv, env_id: str, grouped: bool, device: torch.device | str, fix: str
 ) -> VectorEnv:
-    env_id = type(env.unwrapped).__name__ if env.spec is None else env.spec.id
-    _check_num_envs(env_id, env.num_envs, num_envs)
-    if cfg.max_episode_steps is not None:
-        raise EnvError(
-            f"max_episode_steps is {cfg.max_episode_steps}, but {env_id} was given ready-made; fix: limit it when you make it"
-        )
-    if not grouped:
-        return GymnasiumVectorEnv(env, env_id=env_id, max_episode_steps=_step_limit(env), device=device)
-    if isinstance(env, CartPoleVectorEnv):
+    if isinstance(env, CartPoleVectorEnv) and grouped:
         return CartPoleGroupEnv(env, env_id=env_id, device=device)
-    raise _no_shared_start(
-        env, env_id, "pass the id or a callable that returns one gymnasium.Env, or derive a GroupEnv of yours"
-    )
+    if grouped:
+        raise GroupStartError(
+            f"rows of {env_id} ({type(env).__name__}) cannot be started one by one, so members of a group could not "
+            f"share a start; fix: {fix}"
+        )
+    limit = None if env.spec is None else env.spec.max_episode_steps
+    if isinstance(env, CartPoleVectorEnv):
+        limit = env.max_episode_steps
+    return GymnasiumVectorEnv(env, env_id=env_id, max_episode_steps=limit, device=device)
 
 
 def _refuse_group_settings(cfg: EnvCfg) -> None:
@@ -262,16 +248,3 @@ def _refuse_single_settings(env: VectorEnv, cfg: EnvCfg) -> None:
             f"start_mode is {cfg.start_mode!r}, but {env.env_id} vectorises itself and starts groups by "
             f"{env.start_mode!r}; fix: start_mode='auto', or vectorization='sync'"
         )
-
-
-def _no_shared_start(env: gymnasium.vector.VectorEnv, env_id: str, fix: str) -> GroupStartError:
-    return GroupStartError(
-        f"rows of {env_id} ({type(env).__name__}) cannot be started one by one, so members of a group could not share "
-        f"a start; fix: {fix}"
-    )
-
-
-def _step_limit(env: gymnasium.vector.VectorEnv) -> int | None:
-    if isinstance(env, CartPoleVectorEnv):
-        return env.max_episode_steps
-    return None if env.spec is None else env.spec.max_episode_steps

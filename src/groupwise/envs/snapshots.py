@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from io import BytesIO
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import gymnasium
 import numpy as np
@@ -28,17 +28,14 @@ _NO_STATE = (
     types.BuiltinFunctionType,
     types.MethodType,
 )
-_Key = tuple[int, str]
-"""Layer and name of an attribute."""
 MUJOCO_DATA = "mujoco._structs.MjData"
 _MUJOCO_MODEL = "mujoco._structs.MjModel"
-_FURTHER_ADAPTERS = {"ale_py._ale_py.ALEInterface": "groupwise.contrib.atari:AleAdapter"}
-"""Adapters of further simulators (``module:attribute``), by the class of the environment's attribute that holds one."""
+ALE = "ale_py._ale_py.ALEInterface"
 _NOT_PICKLED = (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError)
 _STAYING_KINDS = {
     MUJOCO_DATA,
-    *_FURTHER_ADAPTERS,
     _MUJOCO_MODEL,
+    ALE,
     "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer",
     "pygame.surface.Surface",
     "pygame.time.Clock",
@@ -48,9 +45,10 @@ _STAYING_KINDS = {
     "_thread.RLock",
 }
 
-
-Snapshot: TypeAlias = Any
-"""A captured state. Picklable; only the adapter that made it can read it."""
+_Key: TypeAlias = tuple[int, str]
+"""Layer and name of an attribute."""
+Snapshot: TypeAlias = tuple[bytes, Any]
+"""Attributes of the layers, and a simulator's own state. Picklable; only the adapter that made it can read it."""
 
 
 @runtime_checkable
@@ -65,10 +63,16 @@ class HasState(Protocol):
 
 
 class SnapshotAdapter:
-    """Captures and restores every attribute of every layer, and a simulator's own state in subclasses.
+    """Captures and restores the attributes of every layer, and a simulator's own state in subclasses.
 
     The attributes may miss state that is kept elsewhere, so the start check compares restored environments.
+
+    Args:
+        num_layers: outer layers whose attributes are captured; None: all.
     """
+
+    def __init__(self, num_layers: int | None = None) -> None:
+        self.num_layers = num_layers
 
     def capture(self, env: gymnasium.Env) -> Snapshot:
         """The state of the whole wrapper stack and the simulator. It can be restored any number of times.
@@ -76,16 +80,31 @@ class SnapshotAdapter:
         Raises:
             EnvError: an attribute cannot be copied; names it.
         """
-        return _capture(env)._replace(simulator=self.capture_simulator(env))
+        layers = list(_layers(env))
+        states = [_attributes(layer) for layer in layers[: self.num_layers]]
+        buffer, names = BytesIO(), {id(value): key for value, key in _named(layers)}
+        try:
+            _Pickler(buffer, names).dump(states)
+        except _NOT_PICKLED as error:
+            raise EnvError(
+                f"{_culprit(layers[: self.num_layers], names)} cannot be copied: {error}; fix: give the environment "
+                "clone_state() and restore_state(state), or start groups by seed"
+            ) from error
+        return buffer.getvalue(), self.capture_simulator(env)
 
     def restore(self, env: gymnasium.Env, snapshot: Snapshot) -> None:
-        """Put an environment into a captured state: the one that was captured, or another one made alike.
-
-        Raises:
-            EnvError: the environment has other wrappers than the captured one.
-        """
-        _restore(env, snapshot)
-        self.restore_simulator(env, snapshot.simulator)
+        """Put an environment into a captured state: the one that was captured, or another one made alike."""
+        attributes, simulator = snapshot
+        layers = list(_layers(env))
+        objects = {key: value for value, key in _named(layers)}
+        states = _Unpickler(BytesIO(attributes), objects).load()
+        for layer, (staying, state) in zip(layers[: self.num_layers], states, strict=True):
+            here = vars(layer)
+            for name in [name for name in here if name not in state and name not in staying]:
+                if not stays(here[name]):
+                    del here[name]
+            here.update({name: value for name, value in state.items() if name not in here or not stays(here[name])})
+        self.restore_simulator(env, simulator)
 
     def capture_simulator(self, env: gymnasium.Env) -> Any:
         """The simulator's state, which the attributes do not hold."""
@@ -99,51 +118,42 @@ class SnapshotAdapter:
 
 def adapter_for(env: gymnasium.Env) -> SnapshotAdapter | None:
     """The adapter that knows this environment's simulator, or the environment's own way; None if there is neither."""
-    kinds = {kind_of(value) for value in vars(env.unwrapped).values()}
-    outer, own = next(((i, layer) for i, layer in enumerate(_layers(env)) if isinstance(layer, HasState)), (0, None))
-    if own in (None, env.unwrapped) and (further := _further_adapter(env)):
-        return further  # Atari's own pair leaves the sticky actions out
+    layers = list(_layers(env))
+    own = next((number for number, layer in enumerate(layers) if isinstance(layer, HasState)), None)
+    if own in (None, len(layers) - 1) and (ale := _ale_adapter(env)):
+        return ale  # Atari's own pair leaves the sticky actions out
     if own is not None:
-        return _Own(outer)
-    return _Mujoco() if {MUJOCO_DATA, _MUJOCO_MODEL} <= kinds else None
+        return _Own(own)
+    is_mujoco = attribute(env, MUJOCO_DATA) is not None and attribute(env, _MUJOCO_MODEL) is not None
+    return _Mujoco() if is_mujoco else None
 
 
-def _further_adapter(env: gymnasium.Env) -> SnapshotAdapter | None:
-    """The adapter of a simulator that ``_FURTHER_ADAPTERS`` knows."""
-    for value in vars(env.unwrapped).values():
-        if path := _FURTHER_ADAPTERS.get(kind_of(value)):
-            module, _, name = path.partition(":")
-            adapter: SnapshotAdapter = getattr(import_module(module), name)()
-            return adapter
-    return None
+def _ale_adapter(env: gymnasium.Env) -> SnapshotAdapter | None:
+    if attribute(env, ALE) is None:
+        return None
+    adapter: SnapshotAdapter = import_module("groupwise.contrib.atari").AleAdapter()
+    return adapter
 
 
 def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
     """Seed everything random after the start.
 
     That is ``np_random``, generators in attributes of the environment or a wrapper (also in dictionaries, lists and
-    tuples), and the simulator's own.
+    tuples), and the simulator's own. They are seeded in place, as others may refer to them.
     """
     for name, generator in _kept_generators(env):
-        seed_in_place(generator, derive_seed(noise_seed, name))
+        seed = derive_seed(noise_seed, name)
+        if isinstance(generator, np.random.Generator):
+            kind: Any = type(generator.bit_generator)
+            generator.bit_generator.state = kind(seed).state
+        else:
+            generator.seed(seed)
     env.unwrapped.np_random = np.random.default_rng(noise_seed)
-    if (further := _further_adapter(env)) is not None:
-        further.reseed(env, noise_seed)
+    if (ale := _ale_adapter(env)) is not None:
+        ale.reseed(env, noise_seed)
 
 
 Generator: TypeAlias = np.random.Generator | np.random.RandomState | random.Random
-
-
-def seed_in_place(generator: Generator, seed: int) -> None:
-    """Seed it in place, as others may refer to it."""
-    if isinstance(generator, np.random.Generator):
-        kind: Any = type(generator.bit_generator)
-        generator.bit_generator.state = kind(seed).state
-    else:
-        generator.seed(seed)
-
-
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 _MOST_KEPT = 32
 """Larger containers hold data; searching them would cost more than the start."""
 
@@ -152,52 +162,36 @@ def _kept_generators(env: gymnasium.Env) -> Iterator[tuple[str, Generator]]:
     """Generators besides ``np_random`` in attributes, or entries of one, with unique names."""
     for index, layer in enumerate(_layers(env)):
         for name, value in vars(layer).items():
-            if isinstance(value, _GENERATORS):
+            if isinstance(value, Generator):
                 if name != "_np_random":
                     yield f"{index}.{name}", value
             elif isinstance(value, dict | list | tuple) and len(value) <= _MOST_KEPT:
                 for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-                    if isinstance(entry, _GENERATORS):
+                    if isinstance(entry, Generator):
                         yield f"{index}.{name}.{key}", entry
 
 
-class _Captured(NamedTuple):
-    stack: tuple[str, ...]
-    """Classes of the layers, outermost first."""
-    attributes: bytes
-    simulator: Any = None
-
-
 class _Own(SnapshotAdapter):
-    """``clone_state`` and ``restore_state`` of the outermost layer that has them, which cover the layers inside it.
+    """``clone_state`` and ``restore_state`` of the layer inside the captured ones, which cover all that it wraps."""
 
-    Args:
-        outer: number of layers around it.
-    """
-
-    def __init__(self, outer: int) -> None:
-        self._outer = outer
-
-    def capture(self, env: gymnasium.Env) -> Snapshot:
+    def capture_simulator(self, env: gymnasium.Env) -> bytes:
         own = self._own(env)
-        captured = _capture(env, self._outer)
         try:
-            state = pickle.dumps((own.clone_state(), env.np_random), protocol=pickle.HIGHEST_PROTOCOL)
+            return pickle.dumps((own.clone_state(), env.np_random), protocol=pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise EnvError(
                 f"the state that {type(own).__name__}.clone_state() returned cannot be pickled: {error}; fix: return "
                 "plain data (numbers, arrays, dictionaries)"
             ) from error
-        return captured._replace(simulator=state)
 
-    def restore(self, env: gymnasium.Env, snapshot: Snapshot) -> None:
-        _restore(env, snapshot, self._outer)
-        state, np_random = pickle.loads(snapshot.simulator)
-        self._own(env).restore_state(state)
+    def restore_simulator(self, env: gymnasium.Env, state: bytes) -> None:
+        own_state, np_random = pickle.loads(state)
+        self._own(env).restore_state(own_state)
         env.unwrapped.np_random = np_random
 
     def _own(self, env: gymnasium.Env) -> Any:
-        return list(_layers(env))[self._outer]
+        assert self.num_layers is not None
+        return list(_layers(env))[self.num_layers]
 
 
 class _Mujoco(SnapshotAdapter):
@@ -206,20 +200,15 @@ class _Mujoco(SnapshotAdapter):
     def capture_simulator(self, env: gymnasium.Env) -> Any:
         import mujoco
 
-        model, data = self._parts(env)
+        model = attribute(env, _MUJOCO_MODEL)
         copy = mujoco.MjData(model)
-        mujoco.mj_copyData(copy, model, data)
+        mujoco.mj_copyData(copy, model, attribute(env, MUJOCO_DATA))
         return copy
 
     def restore_simulator(self, env: gymnasium.Env, state: Any) -> None:
         import mujoco
 
-        model, data = self._parts(env)
-        mujoco.mj_copyData(data, model, state)
-
-    @staticmethod
-    def _parts(env: gymnasium.Env) -> tuple[Any, Any]:
-        return attribute(env, _MUJOCO_MODEL), attribute(env, MUJOCO_DATA)
+        mujoco.mj_copyData(attribute(env, MUJOCO_DATA), attribute(env, _MUJOCO_MODEL), state)
 
 
 def _layers(env: gymnasium.Env) -> Iterator[gymnasium.Env]:
@@ -235,47 +224,11 @@ def attribute(env: gymnasium.Env, kind: str) -> Any:
     return next((value for value in vars(env.unwrapped).values() if kind_of(value) == kind), None)
 
 
-def _capture(env: gymnasium.Env, outer: int | None = None) -> _Captured:
-    """The attributes of the (outer) layers as bytes; of simulators, spaces, viewers and code only the names."""
-    layers = list(_layers(env))
-    state = [_attributes(layer) for layer in layers[:outer]]
-    buffer, names = BytesIO(), {id(value): key for value, key in _named(layers)}
-    try:
-        _Pickler(buffer, names).dump(state)
-    except _NOT_PICKLED as error:
-        raise EnvError(
-            f"{_culprit(layers[:outer], names)} cannot be copied: {error}; fix: give the environment clone_state() and "
-            "restore_state(state), or start groups by seed"
-        ) from error
-    return _Captured(_stack(layers), buffer.getvalue())
-
-
-def _restore(env: gymnasium.Env, snapshot: _Captured, outer: int | None = None) -> None:
-    layers = list(_layers(env))
-    if _stack(layers) != snapshot.stack:
-        raise EnvError(
-            f"a state captured from {' in '.join(reversed(snapshot.stack))} cannot be restored in "
-            f"{' in '.join(reversed(_stack(layers)))}; fix: make both environments by the same callable"
-        )
-    objects = {key: value for value, key in _named(layers)}
-    states = _Unpickler(BytesIO(snapshot.attributes), objects).load()
-    for layer, (staying, state) in zip(layers[:outer], states, strict=True):
-        here = vars(layer)
-        for name in [name for name in here if name not in state and name not in staying]:
-            if not stays(here[name]):
-                del here[name]
-        here.update({name: value for name, value in state.items() if name not in here or not stays(here[name])})
-
-
 def _attributes(layer: gymnasium.Env) -> tuple[list[str], dict[str, Any]]:
     """Names of the attributes that stay, and the other attributes."""
     attributes = vars(layer)
     staying = [name for name, value in attributes.items() if stays(value)]
     return staying, {name: value for name, value in attributes.items() if name not in staying}
-
-
-def _stack(layers: list[gymnasium.Env]) -> tuple[str, ...]:
-    return tuple(type(layer).__qualname__ for layer in layers)
 
 
 def stays(value: Any) -> bool:

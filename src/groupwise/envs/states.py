@@ -15,14 +15,13 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from groupwise.envs.snapshots import MUJOCO_DATA, kind_of, stays
+from groupwise.envs.snapshots import ALE, MUJOCO_DATA, kind_of, stays
 from groupwise.errors import EnvError
 
 _ENVS = (gymnasium.Env, VectorEnv)
 _MOST_VALUES = 100_000
 """More (such as tables of transitions) would make checkpoints slow."""
 _CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "deque": deque}
-_ALE = "ale_py._ale_py.ALEInterface"
 
 
 class _CannotCaptureError(Exception):
@@ -85,7 +84,7 @@ def _captured(value: Any, seen: set[int], budget: Iterator[int]) -> Any:
         }
     if kind_of(value) == MUJOCO_DATA:
         return {"kind": "mujoco", **_mujoco_arrays(value)}
-    if isinstance(value, functools.partial) or (stays(value) and kind_of(value) != _ALE):
+    if isinstance(value, functools.partial) or (stays(value) and kind_of(value) != ALE):
         return {"kind": "stays"}
     raise _CannotCaptureError
 

@@ -128,12 +128,14 @@ class TorchGroupEnv(GroupEnv):
         random = RowRandom(rows.noise_seed, rows.elapsed + 1)  # step 0 of the stream is for starts
         state, reward, terminated = self.transition(self._user(before), action.to(self.device), random)
         after = self._named(state)
-        self._check_state(after, before, versions)
-        self._check_outcome(reward, terminated)
+        if _versions(before) != versions:
+            raise EnvError(f"transition of {self.env_id} wrote into the state it was given; fix: return new tensors")
+        self._check(before, after, reward, terminated)
         live = ~rows.paused
         elapsed = rows.elapsed + live
         terminated = terminated & live
-        truncated = self._cut(elapsed) & live
+        limit = self.max_episode_steps
+        truncated = torch.zeros_like(live) if limit is None else live & (elapsed >= limit)
         rows = rows._replace(
             state=_select(live, after, before), elapsed=elapsed, paused=rows.paused | terminated | truncated
         )
@@ -203,11 +205,6 @@ class TorchGroupEnv(GroupEnv):
             paused=rows.paused & ~chosen,
         )
 
-    def _cut(self, elapsed: Int[Tensor, " row"]) -> Bool[Tensor, " row"]:
-        if self.max_episode_steps is None:
-            return torch.zeros_like(elapsed, dtype=torch.bool)
-        return elapsed >= self.max_episode_steps
-
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
@@ -223,18 +220,13 @@ class TorchGroupEnv(GroupEnv):
     def _user(self, state: dict[str, Tensor]) -> State:
         return state[""] if self._is_single else state
 
-    def _check_state(self, after: dict[str, Tensor], before: dict[str, Tensor], versions: list[int]) -> None:
-        """Refuse a transition that is not pure, or changes shapes or dtypes."""
-        if _versions(before) != versions:
-            raise EnvError(f"transition of {self.env_id} wrote into the state it was given; fix: return new tensors")
-        wanted = {name: (leaf.shape, leaf.dtype) for name, leaf in before.items()}
-        got = {name: (leaf.shape, leaf.dtype) for name, leaf in after.items()}
+    def _check(self, before: dict[str, Tensor], after: dict[str, Tensor], reward: Tensor, terminated: Tensor) -> None:
+        """Refuse shapes and dtypes of a transition that are not as they should be."""
+        wanted, got = ({name: (leaf.shape, leaf.dtype) for name, leaf in state.items()} for state in (before, after))
         if got != wanted:
             raise EnvError(
                 f"transition of {self.env_id} returned states {got}, expected {wanted} as from initial; fix: keep shapes and dtypes"
             )
-
-    def _check_outcome(self, reward: Tensor, terminated: Tensor) -> None:
         shape = torch.Size([self.num_envs])
         if reward.shape != shape or terminated.shape != shape or terminated.dtype != torch.bool:
             raise EnvError(

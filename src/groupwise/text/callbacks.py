@@ -29,20 +29,17 @@ class CheckSamplerMismatch(Callback):
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Check the KL of this iteration's first minibatch."""
         found = metrics.get("rollout/sampler_kl", 0.0)
+        differ = (
+            f"sampler and trainer differ: KL {found:.3g} nats per token in iteration {trainer.iteration}, more than"
+        )
         if self.cfg.stop is not None and found > self.cfg.stop:
             raise SamplerMismatchError(
-                f"sampler and trainer differ: KL {found:.3g} nats per token in iteration {trainer.iteration}, more than "
-                f"sampler_mismatch.stop={self.cfg.stop:g}; the last checkpoint is kept; fix: another "
-                "precision, objective.importance_sampling_correction, or sampler_mismatch.stop=null"
+                f"{differ} sampler_mismatch.stop={self.cfg.stop:g}; the last checkpoint is kept; fix: another precision, "
+                "objective.importance_sampling_correction, or sampler_mismatch.stop=null"
             )
         if found > self.cfg.warn and not self._warned:
             self._warned = True
-            log.warning(
-                "sampler and trainer differ: KL %.3g nats per token in iteration %d, more than sampler_mismatch.warn=%g",
-                found,
-                trainer.iteration,
-                self.cfg.warn,
-            )
+            log.warning("%s sampler_mismatch.warn=%g", differ, self.cfg.warn)
 
 
 class LogGroups(Callback):

@@ -19,7 +19,6 @@ Message = dict[str, str]
 Prompt = str | tuple[Message, ...]
 Completion = str | Sequence[Message]
 """As rewards read it: a text; after a prompt of messages, messages."""
-_EVAL_OFFSET = 2**30
 
 
 class Example(NamedTuple):
@@ -89,7 +88,7 @@ def gym_examples(
     task, kwargs = name.removeprefix(GYM), kwargs or {}
     if task not in DATASETS:
         raise UnknownNameError("reasoning-gym task", task, DATASETS)
-    seed = derive_seed(0, "reasoning-gym") // 2 + (_EVAL_OFFSET if part == "eval" else 0)
+    seed = derive_seed(0, "reasoning-gym") // 2 + (2**30 if part == "eval" else 0)
     try:
         items = reasoning_gym.create_dataset(task, seed=seed, size=size, **kwargs)
     except (TypeError, AssertionError) as error:

@@ -66,7 +66,10 @@ def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu")
     turn = _spread([row.turn or [0] * len(row.completion) for row in rows], prompt - 1, num_slots, -1)
     counts = torch.tensor([row.reward is not None and not row.greedy for row in rows])
     ended = torch.tensor([row.terminated for row in rows])
-    rewards = [row.reward if isinstance(row.reward, Sequence) else _at_the_end(row) for row in rows]
+    rewards = [
+        row.reward if isinstance(row.reward, Sequence) else [0.0] * (len(row.completion) - 1) + [row.reward or 0.0]
+        for row in rows
+    ]
     keys = {
         "obs": tokens,
         "action": tokens.roll(-1, dims=1) * valid,
@@ -115,8 +118,3 @@ def _spread(entries: Sequence[Sequence[Any]], first: Tensor, num_slots: int, emp
     place = torch.arange(len(row)) + (first - lengths.cumsum(0) + lengths)[row]
     out[row, place] = torch.tensor([entry for values in entries for entry in values], dtype=fill.dtype)
     return out
-
-
-def _at_the_end(row: TextRow) -> list[float]:
-    assert not isinstance(row.reward, Sequence)
-    return [0.0] * (len(row.completion) - 1) + [float(row.reward or 0.0)]

@@ -46,6 +46,9 @@ class Finding(Generic[T]):
     fix: str = ""
 
 
+Measured: TypeAlias = tuple[str, Any, Any, int | None, dict[str, Finding[float]], dict[str, Finding[float]]]
+"""Name, spaces of observations and actions, step limit, microseconds by start mode, steps per second."""
+
 NO_LIMIT = Finding[int](
     None,
     "no step limit is known, so an episode might never end",
@@ -140,11 +143,17 @@ def check_env(env: object) -> EnvReport:
     level = logger.level
     logger.setLevel(logging.ERROR)  # the report has the same messages
     try:
-        if cfg.vectorization in ("envpool", "torch") or (make is not None and makes_rows(make)):
-            return _check_rows(cfg, make)
-        return _check_single(cfg, make)
+        rows = cfg.vectorization in ("envpool", "torch") or (make is not None and makes_rows(make))
+        name, space, actions, max_steps, modes, speeds = (_measure_rows if rows else _measure_single)(cfg, make)
+        start_varies, noise_varies, training = _training(cfg, make)
     finally:
         logger.setLevel(level)
+    observation = _tried(lambda: (obs_spec(space), _brief(space))[1])
+    action = _tried(lambda: (make_head(actions, PolicyCfg()), _brief(actions))[1])
+    limit = NO_LIMIT if max_steps is None else Finding(max_steps)
+    for needed in (limit, action, observation):
+        training = Finding(None, needed.reason, needed.fix) if needed.value is None else training
+    return EnvReport(name, observation, action, limit, start_varies, noise_varies, modes, speeds, training)
 
 
 def _source(env: object) -> tuple[EnvCfg, Maker]:
@@ -161,43 +170,25 @@ def _source(env: object) -> tuple[EnvCfg, Maker]:
     return EnvCfg(id="<given in Python>"), env
 
 
-def _check_single(cfg: EnvCfg, make: Maker) -> EnvReport:
-    """The report on an environment that is made one by one."""
-    with closing(make_one(cfg, make)) as single:
-        name = type(single.unwrapped).__name__ if single.spec is None else single.spec.id
-        limit = step_limit(single)
+def _measure_single(cfg: EnvCfg, make: Maker) -> Measured:
+    """Of an environment that is made one by one."""
+    with closing(make_one(cfg, make)) as env:
+        name = type(env.unwrapped).__name__ if env.spec is None else env.spec.id
+        limit = step_limit(env)
     modes: dict[str, Finding[float]] = {mode: _tried(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
     speeds = {way: _tried(partial(_steps_per_second, cfg, make, way)) for way in VECTORIZATIONS}
-    return _report(name, single, limit, cfg, make, modes, speeds)
+    return name, env.observation_space, env.action_space, limit, modes, speeds
 
 
-def _check_rows(cfg: EnvCfg, make: Maker) -> EnvReport:
-    """The report on an environment that makes all its rows itself."""
+def _measure_rows(cfg: EnvCfg, make: Maker) -> Measured:
+    """Of an environment that makes all its rows itself."""
     plain = cfg.model_copy(update=_GROUP_SETTINGS)
     with closing(make_env(plain, grouped=True, num_envs=NUM_ENVS, env=make, verify=False)) as env:
         only = Finding[float](None, f"it makes its rows itself, and starts them by {env.start_mode}")
         modes: dict[str, Finding[float]] = dict.fromkeys([*START_MODES], only)
         modes[env.start_mode] = _tried(partial(_median_start_us, env, NUM_ENVS))
         speeds = {"own" if make is not None else str(cfg.vectorization): _tried(partial(_speed, env))}
-        return _report(env.env_id, env, env.max_episode_steps, cfg, make, modes, speeds)
-
-
-def _report(
-    name: str,
-    env: Any,
-    max_steps: int | None,
-    cfg: EnvCfg,
-    make: Maker,
-    modes: dict[str, Finding[float]],
-    speeds: dict[str, Finding[float]],
-) -> EnvReport:
-    observation = _tried(lambda: (obs_spec(env.observation_space), _brief(env.observation_space))[1])
-    action = _tried(lambda: (make_head(env.action_space, PolicyCfg()), _brief(env.action_space))[1])
-    limit = NO_LIMIT if max_steps is None else Finding(max_steps)
-    start_varies, noise_varies, training = _training(cfg, make)
-    for needed in (limit, action, observation):
-        training = Finding(None, needed.reason, needed.fix) if needed.value is None else training
-    return EnvReport(name, observation, action, limit, start_varies, noise_varies, modes, speeds, training)
+        return env.env_id, env.observation_space, env.action_space, env.max_episode_steps, modes, speeds
 
 
 def _training(cfg: EnvCfg, make: Maker) -> tuple[Finding[bool], Finding[bool], Finding[Training]]:

@@ -293,7 +293,7 @@ def test_every_command_has_help_with_an_example(capsys, command):
 def test_help_of_train_shows_the_defaults_of_that_environment(capsys):
     assert cli.main(["train", "CartPole-v1", "--algorithm", "ppo", "--help"]) == 0
     out = capsys.readouterr().out
-    assert "--algorithm.learning-rate FLOAT     before its schedule (0.004)" in out
+    assert "--algorithm.learning-rate FLOAT     Learning rate, before its schedule (0.004)" in out
     assert out.count("\n") <= 40
 
 

@@ -26,29 +26,12 @@ from groupwise.config.text import TextTaskCfg
 from groupwise.envs.names import refuse_module, unknown_environment
 from groupwise.errors import ConfigError
 
-COMMON = {
-    "algorithm": "or one that a plugin registers",
-    "task.data": "file of prompts",
-    "model.path": "folder or hub id",
-    "seed": "of all randomness",
-    "total_steps": "environment steps, or tokens for text",
-    "run_dir": "new folder; none: one under runs/",
-    "device": "cpu, cuda, cuda:1 or auto",
-    "env.num_envs": "environments stepped together",
-    "num_prompts": "prompts in one iteration",
-    "sampling.max_new_tokens": "longest completion",
-    "algorithm.group_size": "members of a group, which share their start",
-    "algorithm.learning_rate": "before its schedule",
-    "algorithm.num_steps": "per environment in one iteration",
-    "algorithm.num_epochs": "passes over each rollout",
-    "algorithm.minibatch_size": "steps in one optimiser step",
-    "algorithm.gamma": "discount",
-    "algorithm.ent_coef": "weight of the entropy bonus",
-    "algorithm.kl_coef": "weight of the KL to a reference policy",
-    "policy.hidden_sizes": "width of each hidden layer",
-    "evaluation.interval": "steps between evaluations; none: a tenth of all",
-    "stop.return_threshold": "stop at this evaluation score",
-}
+COMMON = (
+    "algorithm", "task.data", "model.path", "seed", "total_steps", "run_dir", "device", "env.num_envs", "num_prompts",
+    "sampling.max_new_tokens", "algorithm.group_size", "algorithm.learning_rate", "algorithm.num_steps",
+    "algorithm.num_epochs", "algorithm.minibatch_size", "algorithm.gamma", "algorithm.ent_coef", "algorithm.kl_coef",
+    "policy.hidden_sizes", "evaluation.interval", "stop.return_threshold",
+)  # fmt: skip
 """What ``--help`` shows, in this order; ``--help-all`` shows all settings."""
 
 _FEW = 20
@@ -120,7 +103,7 @@ def parse_options(argv: Sequence[str], *, prog: str, description: str, only: Seq
 def options_of(config: Cfg, prefix: str = "") -> Iterator[Option]:
     """An option for every setting except the target and what only a file can set."""
     for name, field in type(config).model_fields.items():
-        value, path, text = vars(config)[name], f"{prefix}{name}", " ".join((field.description or "").split())
+        value, path, text = vars(config)[name], f"{prefix}{name}", (field.description or "").replace("``", "")
         optional = any(isinstance(kind, type) and issubclass(kind, Cfg) for kind in get_args(field.annotation))
         if (type(config), name) in _HIDDEN or (value is None and optional):
             continue
@@ -229,11 +212,12 @@ def _show_help(options: Sequence[Option], prog: str, description: str, *, in_ful
 
 
 def _in_a_line(option: Option) -> str:
-    return f"{f'  {option.flag} {_metavar(option)}':<38}{COMMON[option.path]} ({_shown(option.default)})"
+    text = textwrap.shorten(option.text.partition(". ")[0].rstrip("."), 80, placeholder=" ...")
+    return f"{f'  {option.flag} {_metavar(option)}':<38}{text} ({_shown(option.default)})"
 
 
 def _in_full(option: Option, width: int) -> list[str]:
-    body = f"{option.text.replace('``', '')} (default: {_shown(option.default)})"
+    body = f"{option.text} (default: {_shown(option.default)})"
     wrapped = textwrap.wrap(body, width, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False)
     return [f"  {option.flag} {_metavar(option)}", *wrapped]
 
@@ -265,16 +249,10 @@ def _shown(value: object) -> str:
 def _resolve(target: str, preset: str | None, changed: Tree) -> RunCfg | TextRunCfg:
     if target.endswith(".json"):
         return load_config(target, preset=preset, **changed)
-    _check_env_id(target)
+    refuse_module(target)
+    if target not in presets.env_ids():  # a typo is found before anything slow is imported
+        from gymnasium.envs.registration import registry
+
+        if target not in registry:
+            raise unknown_environment(target, registry)
     return resolve(target, preset=preset, **changed)
-
-
-def _check_env_id(env_id: str) -> None:
-    """Catch a typo before anything slow is imported."""
-    refuse_module(env_id)
-    if env_id in presets.env_ids():
-        return
-    from gymnasium.envs.registration import registry
-
-    if env_id not in registry:
-        raise unknown_environment(env_id, registry)

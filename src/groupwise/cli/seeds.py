@@ -10,6 +10,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from groupwise import plugins
 from groupwise.config import to_json
@@ -54,6 +55,9 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
     """
     folder = _create_folder(cfg)
     print(f"{len(seeds)} seeds under {folder}", flush=True)
+    # A process group of its own: signals reach it from here only.
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    options: dict[str, Any] = {"env": os.environ | threads, "start_new_session": True}
     waiting, signals, passed_on = list(seeds), list[int](), 0
     running: dict[int, subprocess.Popen[bytes]] = {}
     exit_codes: dict[int, int] = {}
@@ -66,10 +70,10 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
         while running or (waiting and not signals):
             while waiting and not signals and len(running) < num_cpus():
                 seed = waiting.pop(0)
-                running[seed] = _start(folder, seed)
-            if (
-                len(signals) > passed_on and sys.platform != "win32"
-            ):  # there, Ctrl-C reaches them, and terminate() kills
+                with (folder / f"seed_{seed}.log").open("w", encoding="utf-8") as file:
+                    running[seed] = subprocess.Popen(_command(folder, seed), stdout=file, stderr=file, **options)
+            # On Windows Ctrl-C reaches them anyway, and terminate() would kill them.
+            if len(signals) > passed_on and sys.platform != "win32":
                 passed_on = len(signals)
                 for process in running.values():
                     process.terminate()
@@ -99,13 +103,9 @@ def _create_folder(cfg: CommonCfg) -> Path:
     return folder
 
 
-def _start(folder: Path, seed: int) -> "subprocess.Popen[bytes]":
-    """Start one seed, with its output in ``seed_<n>.log``, in a process group of its own: it gets signals from here only."""
+def _command(folder: Path, seed: int) -> list[str]:
     command = [sys.executable, "-m", "groupwise", *_train_args(folder, seed), "--logging.progress", "lines"]
-    command += shlex.split(plugins.options(plugins.loaded()))
-    env = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    with (folder / f"seed_{seed}.log").open("w", encoding="utf-8") as file:
-        return subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
+    return command + shlex.split(plugins.options(plugins.loaded()))
 
 
 def _train_args(folder: Path, seed: int) -> list[str]:

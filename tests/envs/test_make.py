@@ -279,6 +279,6 @@ def test_native_starts_of_single_environments_are_refused():
 
 def test_a_cheat_with_a_tier_by_name_is_refused():
     with pytest.raises(
-        GroupStartError, match=r"by start_mode='snapshot': the captured start .*fix: let the env.*np_random"
+        GroupStartError, match=r"by start_mode='snapshot': the start of a seed .*fix: let the env.*np_random"
     ):
         make_env(EnvCfg(num_envs=2, start_mode="snapshot"), env=GlobalStart, grouped=True)

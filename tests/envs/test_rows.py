@@ -255,7 +255,7 @@ def test_an_interrupt_leaves_no_answer_behind_for_the_next_step(monkeypatch):
 
     env = make(workers=2)
     env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
-    monkeypatch.setattr(env._rows, "_receive", interrupted)
+    monkeypatch.setattr("multiprocessing.connection.Connection.recv", interrupted)
     with pytest.raises(KeyboardInterrupt):
         env.step(STILL)
     monkeypatch.undo()

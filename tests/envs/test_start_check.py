@@ -49,9 +49,9 @@ class RareNoise(Noisy):
         return float(self.np_random.random() < 0.01)
 
 
-def make(env=Noisy, num_envs=3, tier="seed"):
+def make(env=Noisy, num_envs=3, tier="seed", kind=RowsGroupEnv):
     cfg = RowCfg(env, env.__name__, env.observation_space, env.action_space, env.length, tier)
-    return RowsGroupEnv(cfg, num_envs)
+    return kind(cfg, num_envs)
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
@@ -103,7 +103,7 @@ def test_a_start_that_depends_on_the_noise_seed_is_caught():
             return super().start(mask, start_seed ^ noise_seed, noise_seed)
 
     with pytest.raises(GroupStartError, match="at the start"):
-        verify_group_start(Mixed(make()._cfg, 3))
+        verify_group_start(make(kind=Mixed))
 
 
 def test_verification_leaves_the_action_space_alone():

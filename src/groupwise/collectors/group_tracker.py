@@ -113,13 +113,19 @@ class GroupTracker:
         """The episodes that free rows begin now."""
         blocks = self.running.reshape(-1, self._env.block_size).any(axis=1)
         free = np.flatnonzero(~blocks.repeat(self._env.block_size)).tolist()
-        members = self._take(len(free))
-        for member, row in zip(members, free, strict=False):
+        while len(self._waiting) < len(free) and (
+            self.steps < self._most_steps and self.steps - self.filtered_steps < self._num_steps
+        ):
+            group = Group(self._num_groups, self._start_seed(self._num_groups))
+            self._waiting.extend(Member(group, i, greedy=i >= self._group_size) for i in range(self._num_members))
+            self._num_groups += 1
+        begun = [self._waiting.popleft() for _ in free[: len(self._waiting)]]
+        for member, row in zip(begun, free, strict=False):
             member.row, member.start = row, self.step
             self._in_row[row], self._start[row] = member, self.step
             self.running[row], self.greedy[row] = True, member.greedy
-        self.members += members
-        return members
+        self.members += begun
+        return begun
 
     def count_step(self, step: EnvStep) -> Ends:
         """Count the step that every running row took; returns the rows whose episodes end with it."""
@@ -142,16 +148,6 @@ class GroupTracker:
                 self._complete(group, rollout)
         if ends.failed.any():
             self._fail(ends.failed)
-
-    def _take(self, count: int) -> list[Member]:
-        """The next ``count`` episodes, or as many as there are."""
-        while len(self._waiting) < count and (
-            self.steps < self._most_steps and self.steps - self.filtered_steps < self._num_steps
-        ):
-            group = Group(self._num_groups, self._start_seed(self._num_groups))
-            self._waiting.extend(Member(group, i, greedy=i >= self._group_size) for i in range(self._num_members))
-            self._num_groups += 1
-        return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
 
     def _complete(self, group: Group, rollout: TensorDict) -> None:
         group.status = "complete"

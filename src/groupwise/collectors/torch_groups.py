@@ -14,7 +14,6 @@ from groupwise.collectors.torch_vector import StepOutput, check_device
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested
-from groupwise.envs.base import EnvStep
 from groupwise.envs.starts import verify_group_start
 from groupwise.envs.torch_env import TorchGroupEnv, TorchRows
 from groupwise.errors import EnvError
@@ -95,9 +94,27 @@ class TorchGroupCollector(EnvCollector):
                 "False, or partial_groups='complete'"
             )
 
+    @torch.inference_mode()
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Exactly ``num_steps`` slots of every row."""
-        rollout = self._fill(num_steps, RolloutWriter(rollout, self.policy))
+        env, step, seeds = self.env, self.stepper(self.action_generator()), self._seeds(num_steps)
+        writer = RolloutWriter(rollout, self.policy)
+        slots = torch.arange(1, num_steps + 1, device=env.device)
+        rows = self._first_rows(*seeds[0])
+        obs, began = env.observed(rows), torch.zeros_like(self._group)
+        valid, starts = [], []
+        for t, (slot, may_start) in enumerate(zip(slots, slots < num_steps, strict=True)):
+            writer.observe(t, obs)
+            valid.append(~rows.paused)
+            starts.append(began)
+            action, rows, obs, result, (began,) = step(rows, obs, began, slot, may_start, *seeds[t + 1])
+            writer.act(t, action)
+            writer.outcome(t, result, result.truncated)
+        rollout = writer.finish(num_steps, obs)
+        env.rows = rows
+        rollout["truncated"][:, num_steps - 1].logical_or_(~rows.paused)
+        self._label(rollout, torch.stack(valid, dim=1), torch.stack(starts, dim=1))
+        self._count(rollout, torch.stack(starts, dim=1), ~rows.paused)
         self.iteration += 1
         return rollout
 
@@ -137,40 +154,13 @@ class TorchGroupCollector(EnvCollector):
             seeds: of starts and of noise there.
         """
         action = act(obs)
-        rows, result = self._stepped(rows, self.policy.env_action(action.action), slot - began)
-        over = self._whole_groups(rows.paused) & may_start
+        rows, result = self.env.stepped(rows, self.policy.env_action(action.action))
+        if self.horizon is not None:
+            cut = ~rows.paused & (slot - began >= self.horizon)
+            rows, result = rows._replace(paused=rows.paused | cut), result._replace(truncated=result.truncated | cut)
+        over = rows.paused.view(-1, self.group_size).all(dim=1)[self._group] & may_start  # of the whole group
         rows = self.env.started(rows, over, *seeds)
         return StepOutput(action, rows, self.env.observed(rows), result, (torch.where(over, slot, began),))
-
-    def _stepped(self, rows: TorchRows, action: Tensor, age: Int[Tensor, " row"]) -> tuple[TorchRows, EnvStep]:
-        """The rows after a step. Episodes that reach ``horizon`` at this age are cut."""
-        rows, result = self.env.stepped(rows, action)
-        if self.horizon is None:
-            return rows, result
-        cut = ~rows.paused & (age >= self.horizon)
-        return rows._replace(paused=rows.paused | cut), result._replace(truncated=result.truncated | cut)
-
-    @torch.inference_mode()
-    def _fill(self, num_steps: int, writer: RolloutWriter) -> TensorDict:
-        """Act, step, write and label; the rollout."""
-        env, step, seeds = self.env, self.stepper(self.action_generator()), self._seeds(num_steps)
-        slots = torch.arange(1, num_steps + 1, device=env.device)
-        rows = self._first_rows(*seeds[0])
-        obs, began = env.observed(rows), torch.zeros_like(self._group)
-        valid, starts = [], []
-        for t, (slot, may_start) in enumerate(zip(slots, slots < num_steps, strict=True)):
-            writer.observe(t, obs)
-            valid.append(~rows.paused)
-            starts.append(began)
-            action, rows, obs, result, (began,) = step(rows, obs, began, slot, may_start, *seeds[t + 1])
-            writer.act(t, action)
-            writer.outcome(t, result, result.truncated)
-        rollout = writer.finish(num_steps, obs)
-        env.rows = rows
-        rollout["truncated"][:, num_steps - 1].logical_or_(~rows.paused)
-        self._label(rollout, torch.stack(valid, dim=1), torch.stack(starts, dim=1))
-        self._count(rollout, torch.stack(starts, dim=1), ~rows.paused)
-        return rollout
 
     def _first_rows(self, start_seed: Int[Tensor, " row"], noise_seed: Int[Tensor, " row"]) -> TorchRows:
         """The rows at the beginning of the window."""
@@ -192,10 +182,6 @@ class TorchGroupCollector(EnvCollector):
 
     def _stream(self, name: str) -> Int[Tensor, ""]:
         return torch.tensor(derive_seed(self.seed, name, self.rank, self.iteration), device=self.env.device)
-
-    def _whole_groups(self, mask: Bool[Tensor, " row"]) -> Bool[Tensor, " row"]:
-        """Rows whose whole group is in the mask."""
-        return mask.view(-1, self.group_size).all(dim=1)[self._group]
 
     def _label(self, rollout: TensorDict, valid: Bool[Tensor, "row step"], began: Int[Tensor, "row step"]) -> None:
         """Fill masks, ids and steps."""

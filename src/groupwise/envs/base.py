@@ -18,6 +18,7 @@ from groupwise.errors import EnvError
 
 Mask = npt.NDArray[np.bool_]
 Seeds = npt.NDArray[np.int64]
+Autoreset = Literal["next_step", "same_step", "disabled"]
 
 
 class EnvStep(NamedTuple):
@@ -50,7 +51,7 @@ class VectorEnv(ABC):
     """The single environment's Gymnasium space."""
     obs_spec: Spec
     max_episode_steps: int | None
-    autoreset: Literal["next_step", "same_step", "disabled"]
+    autoreset: Autoreset
     """As Gymnasium's AutoresetMode: who resets a finished row, and when. ``disabled``: the caller does."""
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Gymnasium's vector environments as tensors, in any of its three autoreset modes."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec, obs_to_tensor
 from groupwise.envs import states
-from groupwise.envs.base import EnvStep, Mask, VectorEnv
+from groupwise.envs.base import Autoreset, EnvStep, Mask, VectorEnv
 from groupwise.errors import EnvError
 from groupwise.seeding import row_seeds
 
@@ -47,7 +47,12 @@ class GymnasiumVectorEnv(VectorEnv):
         self.action_space = env.single_action_space
         self.obs_spec = obs_spec(self.observation_space)
         self.max_episode_steps = max_episode_steps
-        self.autoreset = _autoreset_of(env, env_id)
+        mode = env.metadata.get("autoreset_mode")
+        if not isinstance(mode, AutoresetMode):
+            raise EnvError(
+                f"metadata['autoreset_mode'] of {env_id} is {mode!r}; fix: set it to a gymnasium.vector.AutoresetMode"
+            )
+        self.autoreset = cast(Autoreset, mode.name.lower())
         self.device = torch.device(device)
         self._env = env
         self._seeds_rows = isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
@@ -115,12 +120,3 @@ class LeanSyncVectorEnv(SyncVectorEnv):
 
     def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
         return vector_infos
-
-
-def _autoreset_of(env: gymnasium.vector.VectorEnv, env_id: str) -> Any:
-    mode = env.metadata.get("autoreset_mode")
-    if not isinstance(mode, AutoresetMode):
-        raise EnvError(
-            f"metadata['autoreset_mode'] of {env_id} is {mode!r}; fix: set it to a gymnasium.vector.AutoresetMode"
-        )
-    return mode.name.lower()

@@ -12,15 +12,19 @@ _PACKAGES = {"ALE/": ("ale_py", "atari"), "MiniGrid-": ("minigrid", "minigrid"),
 def unknown_environment(env_id: str, known: Iterable[str]) -> UnknownNameError | MissingExtraError:
     """The error to raise: names the nearest id, or the package that registers environments of this kind."""
     names = list(known)
+    hint = "no registered id is similar; fix: --plugin FILE.py if it is yours (in Python: register it first)"
     for prefix, (module, extra) in _PACKAGES.items():
-        if env_id.startswith(prefix) and not any(name.startswith(prefix) for name in names):
-            return _of_package(env_id, module, extra)
-    hint = (
-        None
-        if nearest(env_id, names)
-        else "no registered id is similar; fix: --plugin FILE.py if it is yours (in Python: register it first)"
-    )
-    return UnknownNameError("environment", env_id, names, hint=hint)
+        if not env_id.startswith(prefix) or any(name.startswith(prefix) for name in names):
+            continue
+        registering = f"import {module} (command line: --plugin {module})"
+        if find_spec(module) is None:
+            return MissingExtraError(
+                f"environment {env_id!r} needs {module!r}, which is not installed; fix: {installing(extra)}, "
+                f"then {registering}"
+            )
+        hint = f"{module} (extra {extra!r}) registers it when it is imported; fix: {registering}"
+        return UnknownNameError("environment", env_id, (), hint=hint)
+    return UnknownNameError("environment", env_id, names, hint=None if nearest(env_id, names) else hint)
 
 
 def refuse_module(env_id: str) -> None:
@@ -35,14 +39,3 @@ def refuse_module(env_id: str) -> None:
             f"environment {env_id!r} would import {module!r}, and a config imports nothing; fix: import it yourself (on "
             f"the command line: --plugin {module}) and name the id alone, {name!r}"
         )
-
-
-def _of_package(env_id: str, module: str, extra: str) -> UnknownNameError | MissingExtraError:
-    registering = f"import {module} (command line: --plugin {module})"
-    if find_spec(module) is None:
-        return MissingExtraError(
-            f"environment {env_id!r} needs {module!r}, which is not installed; fix: {installing(extra)}, "
-            f"then {registering}"
-        )
-    hint = f"{module} (extra {extra!r}) registers it when it is imported; fix: {registering}"
-    return UnknownNameError("environment", env_id, (), hint=hint)

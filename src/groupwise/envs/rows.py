@@ -1,14 +1,16 @@
 """Copies of one Gymnasium environment as rows that start independently."""
 
+from typing import Any
+
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.data.rollout import Nested
-from groupwise.data.spaces import obs_spec
-from groupwise.envs.arrays import OUTCOMES, layout_of, obs_tensor
+from groupwise.data.spaces import obs_spec, subspaces
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
-from groupwise.envs.local_rows import LocalRows, RowCfg
+from groupwise.envs.local_rows import OUTCOMES, Arrays, LocalRows, RowCfg, layout_of, obs_name
 from groupwise.envs.workers import WorkerRows
 from groupwise.seeding import derive_seed
 
@@ -35,7 +37,6 @@ class RowsGroupEnv(GroupEnv):
         self.max_episode_steps = cfg.max_episode_steps
         self.start_mode = cfg.start_mode
         self.device = torch.device(device)
-        self._cfg = cfg
         self._live: Mask = np.zeros(num_envs, dtype=np.bool_)
         self._live_rows = np.flatnonzero(self._live)
         self._reset_seed = 0
@@ -48,7 +49,7 @@ class RowsGroupEnv(GroupEnv):
         else:
             arrays = {name: np.zeros((num_envs, *shape), dtype) for name, (shape, dtype) in layout.items()}
             self._rows = LocalRows(cfg, arrays)
-        self._obs = obs_tensor(cfg.observation_space, arrays)
+        self._obs = _obs_tensor(cfg.observation_space, arrays)
         self._reward, self._terminated, self._truncated, self._failed = (
             torch.from_numpy(arrays[name]) for name in OUTCOMES
         )
@@ -84,7 +85,10 @@ class RowsGroupEnv(GroupEnv):
             actions = actions[self._live_rows]
         for array in self._of_step:  # 0 for rows that take no step
             array.fill(0)
-        failed = self._pause_ended() if self._rows.step(self._live_rows, actions) else None
+        failed = None
+        if self._rows.step(self._live_rows, actions):
+            self.pause((self._terminated | self._truncated | self._failed).numpy())
+            failed = self._failed.clone() if self._failed.any() else None
         return EnvStep(
             self._obs.to(self.device),
             self._reward,
@@ -98,10 +102,15 @@ class RowsGroupEnv(GroupEnv):
         """Free the environments and the processes."""
         self._rows.close()
 
-    def _pause_ended(self) -> Tensor | None:
-        """Pause the rows that just ended; returns which of them failed."""
-        self.pause((self._terminated | self._truncated | self._failed).numpy())
-        return self._failed.clone() if self._failed.any() else None
-
     def _set_live(self, live: Mask) -> None:
         self._live, self._live_rows = live, np.flatnonzero(live)
+
+
+def _obs_tensor(space: Any, arrays: Arrays, path: tuple[str, ...] = ()) -> Nested:
+    """Observations [N, ...] of all rows; shares memory with the arrays."""
+    children = subspaces(space)
+    if children is None:
+        leaf: Tensor = torch.from_numpy(arrays[obs_name(path)])
+        return leaf
+    leaves = {name: _obs_tensor(child, arrays, (*path, name)) for name, child in children.items()}
+    return TensorDict(leaves, batch_size=[len(arrays["reward"])])

@@ -19,8 +19,7 @@ import numpy.typing as npt
 import torch
 from gymnasium.envs.registration import EnvSpec
 
-from groupwise.envs.arrays import Arrays, Layout
-from groupwise.envs.local_rows import LocalRows, RowCfg
+from groupwise.envs.local_rows import Arrays, Layout, LocalRows, RowCfg
 from groupwise.errors import EnvError
 
 _SECONDS_TO_CLOSE = 5.0
@@ -102,34 +101,29 @@ class WorkerRows:
             for worker in self._workers:
                 chosen = (rows >= worker.first) & (rows < worker.end)
                 if chosen.any():
-                    self._send(worker, command, rows[chosen] - worker.first, *(column[chosen] for column in columns))
+                    args = (rows[chosen] - worker.first, *(column[chosen] for column in columns))
+                    worker.connection.send((command, args))
                     asked.append(worker)
             self._gather(asked)
         except EnvError:
             raise
+        except OSError:
+            raise self._died(worker) from None
         except BaseException:  # interrupted: an unread answer would be taken for that to the next message
             self.close()
             raise
 
-    def _send(self, worker: _Worker, command: str, *args: Any) -> None:
-        try:
-            worker.connection.send((command, args))
-        except OSError:
-            raise self._died(worker) from None
-
     def _gather(self, workers: Sequence[_Worker]) -> None:
         """Read all answers; then raise the first error."""
-        replies = [self._receive(worker) for worker in workers]
+        replies: list[str | None] = []
+        for worker in workers:
+            try:
+                replies.append(worker.connection.recv())
+            except (EOFError, OSError):
+                raise self._died(worker) from None
         for worker, reply in zip(workers, replies, strict=True):
             if reply is not None:
                 raise EnvError(f"{self._env_id} failed in {worker.process.name}:\n{reply}")
-
-    def _receive(self, worker: _Worker) -> str | None:
-        try:
-            reply: str | None = worker.connection.recv()
-        except (EOFError, OSError):
-            raise self._died(worker) from None
-        return reply
 
     def _died(self, worker: _Worker) -> EnvError:
         self.close()
@@ -146,7 +140,10 @@ def _arrays(columns: dict[str, _Column]) -> Arrays:
 
 
 def _work(connection: Connection, payload: bytes, columns: dict[str, _Column], rows: slice) -> None:
-    """The main function of a worker: make its rows, then answer messages until the last one, None."""
+    """The main function of a worker: make its rows, then answer messages until the last one, None.
+
+    An answer is None, or the traceback where the message could not be handled.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it too, and ends its workers
     torch.set_num_threads(1)
     try:
@@ -156,20 +153,17 @@ def _work(connection: Connection, payload: bytes, columns: dict[str, _Column], r
         connection.send(traceback.format_exc())
         return
     connection.send(None)
+    commands: dict[str, Callable[..., Any]] = {"step": local.step, "start": local.start}
     with suppress(EOFError, ConnectionError):  # the parent is gone
         while (message := connection.recv()) is not None:
-            connection.send(_answer(local, *message))
+            command, args = message
+            try:
+                commands[command](*args)
+                answer = None
+            except Exception:
+                answer = traceback.format_exc()
+            connection.send(answer)
     local.close()
-
-
-def _answer(rows: LocalRows, command: str, args: tuple[Any, ...]) -> str | None:
-    """The traceback, if the message could not be handled."""
-    commands: dict[str, Callable[..., Any]] = {"step": rows.step, "start": rows.start}
-    try:
-        commands[command](*args)
-    except Exception:
-        return traceback.format_exc()
-    return None
 
 
 def _pickled(cfg: RowCfg) -> bytes:

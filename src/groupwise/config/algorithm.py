@@ -316,18 +316,13 @@ class GRPOCfg(AlgorithmCfg):
     """Adapts ``ent_coef`` to the entropy. None: ``ent_coef`` is constant."""
 
     @model_validator(mode="after")
-    def _check_reference(self) -> "GRPOCfg":
+    def _check(self) -> "GRPOCfg":
         if self.kl_coef == 0 and self.ref_model_sync_steps is not None:
             raise ValueError(
                 f"ref_model_sync_steps={self.ref_model_sync_steps} updates a reference, and kl_coef=0 has none; fix: kl_coef > 0, or None"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_equals(self) -> "GRPOCfg":
-        """Refuse ``filter_groups`` where groups of equal return have advantages."""
-        learns = self.credit.reward.name == "parts" or not self.credit.baseline.within_group
-        if learns and self.collection.filter_groups:
+        equal_returns_teach = self.credit.reward.name == "parts" or not self.credit.baseline.within_group
+        if equal_returns_teach and self.collection.filter_groups:
             raise ValueError(
                 f"credit.reward={self.credit.reward.name!r} with credit.baseline={self.credit.baseline.name!r} learns from groups "
                 f"of equal whole return, which collection.filter_groups leaves out; fix: filter_groups=False"

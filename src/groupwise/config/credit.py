@@ -119,12 +119,12 @@ class CreditCfg(Cfg):
 
         Not a validator: these settings may override a preset that compares steps.
         """
-        given = (self.finished_members, self.singleton)
-        if self.rule == "composed" and self.group_key == "group" and given != ("mask", "zero"):
-            raise ConfigError(
-                f"credit.finished_members={given[0]!r} and credit.singleton={given[1]!r} need credit.group_key='group_step', "
-                "got 'group'; fix: group_key='group_step' with returns='return_to_go', or leave both out"
-            )
+        if self.rule == "composed" and self.group_key == "group":
+            for name, value in self.changed("finished_members", "singleton").items():
+                raise ConfigError(
+                    f"credit.{name}={value!r} needs credit.group_key='group_step', got 'group'; "
+                    "fix: group_key='group_step' with returns='return_to_go', or leave it out"
+                )
 
     @model_validator(mode="after")
     def _check_together(self) -> "CreditCfg":

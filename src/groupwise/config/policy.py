@@ -39,17 +39,15 @@ class SamplingCfg(Cfg):
     stop: tuple[Annotated[str, Len(1)], ...] = ()
     """Strings that end a completion; they stay part of it."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _refuse_nucleus(cls, data: object) -> object:
-        if isinstance(data, dict) and "top_p" not in cls.model_fields:
-            for key in ("top_p", "min_p"):
-                if data.get(key) is not None:
-                    raise ValueError(
-                        f"{key}={data[key]!r} is for evaluation only, because in training a sampled token can leave the set "
-                        "when the policy changes (log-probability -inf); fix: top_k, or evaluation.sampling"
-                    )
-        return data
+    def explain_unknown(cls, key: str) -> str:
+        """The message for a key that is not a field; says where those of evaluation belong."""
+        if key not in EvalSamplingCfg.model_fields:
+            return super().explain_unknown(key)
+        return (
+            f"{key} is for evaluation only, because in training a sampled token can leave the set when the policy changes "
+            "(log-probability -inf); fix: top_k, or evaluation.sampling"
+        )
 
 
 class EvalSamplingCfg(SamplingCfg):

@@ -62,7 +62,7 @@ class TextTaskCfg(Cfg):
     """Most turns of the model in one episode."""
 
     @model_validator(mode="after")
-    def _check_tool(self) -> "TextTaskCfg":
+    def _check(self) -> "TextTaskCfg":
         if self.tool is None:
             for name, value in self.changed("tool_kwargs", "tool_answer", "max_turns").items():
                 raise ValueError(
@@ -76,10 +76,6 @@ class TextTaskCfg(Cfg):
             raise ValueError(
                 f"tool_answer={self.tool_answer!r}: expected {{}} once, where the answer goes; fix: '<result>{{}}</result>'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_system_prompt(self) -> "TextTaskCfg":
         if self.system_prompt is not None and self.chat == "never":
             raise ValueError(
                 "system_prompt is a message of a conversation, and chat='never' has none; fix: chat='auto', or add it to "

@@ -139,7 +139,7 @@ def train(
         return train_from_config(env, given, callbacks)
     if isinstance(env, TextTask):
         cfg: CommonCfg = _text_cfg(env, algorithm, preset, policy, settings | env_settings)
-        return train_from_config(cfg, env.given._replace(policy=given.policy), callbacks)
+        return train_from_config(cfg, UserObjects(**env.given, policy=given.policy), callbacks)
     if not isinstance(policy_fields, PolicyCfg | Mapping | None):
         raise ConfigError(
             f"policy = {policy_fields!r:.80}: expected a gw.Policy, a gw.PolicyCfg or its fields, as "

@@ -196,9 +196,7 @@ def wrote():
             path,
             total_steps=4 * 16 * 4,
             callbacks=[keep],
-            data=task.given.data,
-            eval_data=task.given.eval_data,
-            reward=task.given.reward,
+            **task.given,
         )
         return {"parameters": digest(run.policy), "metrics": keep.metrics}
 

@@ -63,7 +63,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(algorithm, model, tm
     part = train(copying(), model, tmp_path / "part", cfg[algorithm], total_steps=80, **settings)
     assert part.summary["iterations"] < whole.summary["iterations"]
     task = copying()
-    again = gw.resume(part.path, 200, data=task.given.data, eval_data=task.given.eval_data, reward=share_copied)
+    again = gw.resume(part.path, 200, **task.given)
     ours, theirs = weights(again), weights(whole)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

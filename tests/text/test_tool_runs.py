@@ -103,12 +103,12 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model, tmp_path):
     part = train(counting(), model, tmp_path / "part", cfg, total_steps=90, checkpoint_interval=1)
     assert part.summary["iterations"] < whole.summary["iterations"]
     task = counting()
-    given = {"data": task.given.data, "eval_data": task.given.eval_data, "reward": share_copied}
+    given = task.given | {"tool": None}
     with pytest.raises(
         gw.ConfigError, match=r"was given tool in Python; fix: from Python, give the same again, as tool=\.\.\."
     ):
         gw.resume(part.path, 250, **given)
-    again = gw.resume(part.path, 250, **given, tool=Count())
+    again = gw.resume(part.path, 250, **given | {"tool": Count()})
     ours, theirs = weights(again), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert timeless(again) == timeless(whole)
@@ -152,7 +152,7 @@ def test_evaluation_plays_the_same_turns(counted):
         return share_copied(prompts, completions)
 
     task, tool = counting(), Asked()
-    given = {"data": task.given.data, "eval_data": task.given.eval_data, "reward": copied, "tool": tool}
+    given = task.given | {"reward": copied, "tool": tool}
     found = gw.evaluate(counted.path, **given)
     assert len(seen) == 4
     turns = {prompt: replayed(text) for prompt, text in seen.items()}

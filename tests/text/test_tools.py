@@ -220,7 +220,7 @@ def test_settings_that_contradict_each_other(settings, message):
 
 def test_a_task_records_its_tool_and_is_made_again_with_it():
     named = TextTask(["1"], reward="exact", tool="calculator", max_turns=3)
-    assert (named.cfg.tool, named.cfg.max_turns, named.given.tool) == ("calculator", 3, None)
+    assert (named.cfg.tool, named.cfg.max_turns, named.given["tool"]) == ("calculator", 3, None)
     assert isinstance(TextTask.from_cfg(named.cfg, UserObjects(data=["1"])).tool(), Calculator)
     tool = Calculator()
     task = TextTask(["1"], reward="exact", tool=tool)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.config.base import GIVEN
 from groupwise.config.text import GYM, RewardCfg, TextTaskCfg
@@ -10,7 +10,9 @@ from groupwise.errors import ConfigError
 from groupwise.text.data import Example, gym_examples, load_examples, without_overlap
 from groupwise.text.rewards import RewardSet, make_reward
 from groupwise.text.tools import make_tool
-from groupwise.training.components import UserObjects
+
+if TYPE_CHECKING:
+    from groupwise.training.components import UserObjects
 
 
 class TextTask:
@@ -55,19 +57,19 @@ class TextTask:
             **settings,
         )
         """The settings, with ``<given in Python>`` in place of objects."""
-        self.given = UserObjects(
-            data=data if recorded[0] == GIVEN else None,
-            eval_data=eval_data if recorded[1] == GIVEN else None,
-            reward=[one for one in rewards if callable(one)] or None,
-            tool=tool if callable(tool) else None,
-        )
-        """The objects."""
+        self.given: dict[str, Any] = {
+            "data": data if recorded[0] == GIVEN else None,
+            "eval_data": eval_data if recorded[1] == GIVEN else None,
+            "reward": [one for one in rewards if callable(one)] or None,
+            "tool": tool if callable(tool) else None,
+        }
+        """The objects, as ``gw.resume`` takes them again."""
 
     @classmethod
-    def from_cfg(cls, cfg: TextTaskCfg, given: UserObjects) -> "TextTask":
+    def from_cfg(cls, cfg: TextTaskCfg, given: "UserObjects") -> "TextTask":
         """The task that the settings describe, with the objects that were given in Python."""
         task = cls.__new__(cls)
-        task.cfg, task.given = cfg, given
+        task.cfg, task.given = cfg, given._asdict()
         return task
 
     def load(self) -> tuple[list[Example], list[Example]]:
@@ -90,7 +92,7 @@ class TextTask:
         cfgs = self.cfg.rewards
         if not cfgs and self.cfg.data.startswith(GYM):
             cfgs = (RewardCfg(name="reasoning_gym"),)
-        functions = [one for one in _several(self.given.reward) if callable(one)]
+        functions = [one for one in _several(self.given["reward"]) if callable(one)]
         count = sum(cfg.name == GIVEN for cfg in cfgs)
         if len(functions) != count:
             raise ConfigError(
@@ -102,7 +104,7 @@ class TextTask:
 
     def tool(self) -> Callable[[str], str | None] | None:
         """The model's tool, as ``make_tool`` makes it; None if it has none."""
-        return make_tool(self.cfg, self.given.tool)
+        return make_tool(self.cfg, self.given["tool"])
 
     def _examples(self, name: Literal["data", "eval_data"]) -> list[Example]:
         cfg, source = self.cfg, vars(self.cfg)[name]
@@ -111,7 +113,7 @@ class TextTask:
                 return gym_examples(source, size=cfg.data_size, kwargs=cfg.data_kwargs)
             return gym_examples(source, size=cfg.eval_size, part="eval", kwargs=cfg.data_kwargs)
         if source == GIVEN:
-            source = self.given._asdict()[name]
+            source = self.given[name]
             if source is None:
                 raise ConfigError(f"the {name} were given in Python; fix: give them again as {name}=...")
         return load_examples(source, prompt_column=cfg.prompt_column)

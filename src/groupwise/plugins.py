@@ -10,9 +10,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 from groupwise.errors import ConfigError, GroupwiseError
 
+_PREFIX = "groupwise_plugin_"
 _loaded: list[str] = []
 
 
@@ -31,6 +33,11 @@ def load(plugins: Sequence[Path]) -> None:
 def loaded() -> list[str]:
     """The plugins of this command."""
     return list(_loaded)
+
+
+def modules() -> list[ModuleType]:
+    """The modules made of plugin files. Other processes cannot import them by name."""
+    return [module for name, module in sys.modules.items() if name.startswith(_PREFIX)]
 
 
 def options(plugins: Sequence[str]) -> str:
@@ -58,7 +65,7 @@ def _import(plugin: Path) -> None:
         f"--plugin {plugin}: expected an existing Python file or an installed module; fix: its path with .py, or install it"
     )
     if plugin.suffix == ".py" or plugin.exists():
-        spec = importlib.util.spec_from_file_location(f"groupwise_plugin_{plugin.stem}", plugin)
+        spec = importlib.util.spec_from_file_location(f"{_PREFIX}{plugin.stem}", plugin)
         if spec is None or spec.loader is None or not plugin.is_file():
             raise neither
         module = importlib.util.module_from_spec(spec)

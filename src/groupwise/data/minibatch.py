@@ -8,7 +8,7 @@ it, so data is gathered once an epoch.
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Int
@@ -18,8 +18,6 @@ from groupwise.data.rollout import Nested
 
 Unit = Literal["transition", "episode", "row"]
 """From finest to coarsest."""
-
-_UNITS: tuple[Unit, ...] = ("transition", "episode", "row")
 
 
 class Epoch(NamedTuple):
@@ -33,7 +31,7 @@ class Epoch(NamedTuple):
 
 def coarsest(*units: Unit) -> Unit:
     """The unit that contains all the others."""
-    return max(units, key=_UNITS.index)
+    return max(units, key=get_args(Unit).index)
 
 
 def take(batch: Mapping[str, Nested], index: Tensor | slice) -> dict[str, Nested]:

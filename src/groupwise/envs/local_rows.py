@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from groupwise.config.env import StartMode
-from groupwise.data.spaces import obs_spec, obs_to_tensor, space_kind
+from groupwise.data.spaces import leaf_spaces, obs_spec, obs_to_tensor
 from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, reseed_noise
 from groupwise.errors import DataError, EnvError
 
@@ -28,8 +28,6 @@ Layout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
 
 OUTCOMES = ("reward", "terminated", "truncated", "failed")
 """What a step returns for a row, besides the observation."""
-
-_Keys: TypeAlias = tuple[str | int, ...]
 
 
 class RowCfg(NamedTuple):
@@ -109,7 +107,8 @@ class LocalRows:
         self._first = first
         starts: dict[int, tuple[Snapshot, Any]] = {}
         self.rows = [EnvRow(cfg.make, cfg.start_mode, starts) for _ in arrays["reward"]]
-        self._writer = ObsWriter(cfg.observation_space, arrays)
+        leaves = leaf_spaces(cfg.observation_space).items()
+        self._leaves = [(path, arrays[obs_name(path)], tuple(leaf.shape)) for path, leaf in leaves]
         self._outcomes = [arrays[name] for name in OUTCOMES]
         self._has_failed = False
 
@@ -144,11 +143,23 @@ class LocalRows:
 
     def _write(self, row: int, obs: Any, method: Literal["reset", "step"]) -> None:
         try:
-            self._writer.write(row, obs)
+            for path, array, shape in self._leaves:
+                leaf = obs
+                for key in path:
+                    leaf = leaf[int(key)] if isinstance(leaf, tuple | list) else leaf[key]
+                if np.shape(leaf) != shape:
+                    raise ValueError
+                array[row] = leaf
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise self._misfit(obs, method) from None
+
+    def _misfit(self, obs: Any, method: str) -> DataError:
+        cfg = self._cfg
+        try:
+            obs_to_tensor(cfg.observation_space, obs, batched=False)
         except DataError as error:
-            raise DataError(
-                f"{method}() of {self._cfg.env_id} returned what its observation_space does not allow: {error}"
-            ) from error
+            return DataError(f"{method}() of {cfg.env_id} returned what its observation_space does not allow: {error}")
+        raise AssertionError(f"{obs!r} could not be stored, but fits its space")
 
     def _store_parts(self, row: int, info: dict[str, Any]) -> None:
         try:
@@ -176,54 +187,12 @@ def layout_of(space: Any, num_parts: int) -> Layout:
     Raises:
         UnsupportedSpaceError: such observations cannot be stored.
     """
-    leaves = {obs_name(keys): obs_spec(leaf) for keys, leaf in _leaf_keys(space)}
+    leaves = {obs_name(path): obs_spec(leaf) for path, leaf in leaf_spaces(space).items()}
     layout: Layout = {name: (spec.shape, str(spec.dtype).removeprefix("torch.")) for name, spec in leaves.items()}  # type: ignore[union-attr]
     layout |= {name: ((), "float32" if name == "reward" else "bool") for name in OUTCOMES}
     return layout | {"reward_parts": ((num_parts,), "float32")} if num_parts else layout
 
 
-class ObsWriter:
-    """Writes one row's observation into the arrays.
-
-    Args:
-        arrays: as ``layout_of(space, ...)`` describes them.
-    """
-
-    def __init__(self, space: Any, arrays: Arrays) -> None:
-        self._space = space
-        self._leaves = [(keys, arrays[obs_name(keys)], tuple(leaf.shape)) for keys, leaf in _leaf_keys(space)]
-
-    def write(self, row: int, obs: Any) -> None:
-        """Put ``obs`` into this row.
-
-        Raises:
-            DataError: it does not fit its space.
-        """
-        try:
-            for keys, array, shape in self._leaves:
-                leaf = obs
-                for key in keys:
-                    leaf = leaf[key]
-                if np.shape(leaf) != shape:
-                    self._refuse(obs)
-                array[row] = leaf
-        except (KeyError, IndexError, TypeError, ValueError):
-            self._refuse(obs)
-
-    def _refuse(self, obs: Any) -> None:
-        obs_to_tensor(self._space, obs, batched=False)
-        raise AssertionError(f"{obs!r} could not be stored, but fits its space")
-
-
-def obs_name(keys: _Keys) -> str:
+def obs_name(path: tuple[str, ...]) -> str:
     """Name of a leaf of the observation in the arrays."""
-    return "/".join(("obs", *map(str, keys)))
-
-
-def _leaf_keys(space: Any) -> list[tuple[_Keys, Any]]:
-    """The keys that lead to each leaf of an observation, and its space."""
-    kind = space_kind(space)
-    if kind not in ("dict", "tuple"):
-        return [((), space)]
-    children = space.spaces.items() if kind == "dict" else enumerate(space.spaces)
-    return [((key, *keys), leaf) for key, child in children for keys, leaf in _leaf_keys(child)]
+    return "/".join(("obs", *path))

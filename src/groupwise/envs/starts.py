@@ -100,16 +100,13 @@ def verify_rows(env: GroupEnv) -> None:
     Raises:
         GroupStartError: names the environment, the step and the key where they differ.
     """
-    actions = _random_actions(env, 0, 8)
-    for seed in range(2):
-        trace = _started(env, _equal(env, seed, "start"), _equal(env, seed, "noise"), actions)
-        if (where := _first_difference(trace, trace)) is not None:
-            raise GroupStartError(
-                f"members of {env.env_id} cannot share a start across processes: rows that were started with the same "
-                f"seed differ {where}, though two rows of one process agreed; fix: let nothing depend on the process "
-                "(its id, files, global generators), or vectorization='sync'"
-            )
-        _scatter(env, seed, 8)
+    try:
+        _examine_episode(env, seed=0, num_steps=8)
+    except _ApartError as error:
+        raise GroupStartError(
+            f"members of {env.env_id} cannot share a start across processes: {error}, though two rows of one process "
+            "agreed; fix: let nothing depend on the process (its id, files, global generators), or vectorization='sync'"
+        ) from None
 
 
 def _equal(env: GroupEnv, seed: int, name: str) -> Seeds:

@@ -36,10 +36,7 @@ class TorchRows(NamedTuple):
 class TorchGroupEnv(GroupEnv):
     """A simulator in torch, on any device. Write three functions; starts, noise and limits are done here.
 
-    - ``initial(random)``: the states [N, ...] in which episodes begin;
-    - ``transition(state, action, random)``: the next states, rewards [N] and whether each terminated [N];
-    - ``observe(state)``: what the policy sees of them.
-
+    ``initial`` gives the states in which episodes begin, ``transition`` their next ones, ``observe`` what the policy sees.
     They must be pure: draw all randomness from ``random``, return new tensors instead of writing into old ones, and
     keep nothing. They are called with all N rows, and cause no host sync. They may read tensors of the environment that
     change, but no Python numbers that change: compiled code keeps the first ones.

@@ -3,11 +3,9 @@
 import ctypes
 import math
 import signal
-import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -17,8 +15,8 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 import torch
-from gymnasium.envs.registration import EnvSpec
 
+from groupwise import plugins
 from groupwise.envs.local_rows import Arrays, Layout, LocalRows, RowCfg
 from groupwise.errors import EnvError
 
@@ -167,9 +165,9 @@ def _work(connection: Connection, payload: bytes, columns: dict[str, _Column], r
 
 
 def _pickled(cfg: RowCfg) -> bytes:
-    """The config for a new process; code that could not be imported there (a plugin's) goes along."""
+    """The config for a new process; the code of plugin files, which could not be imported there, goes along."""
     with ExitStack() as stack:
-        for module in {sys.modules[name] for name in _modules(cfg.make) if not _is_importable(name)}:
+        for module in plugins.modules():
             cloudpickle.register_pickle_by_value(module)
             stack.callback(cloudpickle.unregister_pickle_by_value, module)
         try:
@@ -180,19 +178,3 @@ def _pickled(cfg: RowCfg) -> bytes:
                 f"what makes {cfg.env_id} cannot be sent to another process: {error!r}; fix: make locks, files and "
                 "generators inside the callable, or vectorization='sync'"
             ) from error
-
-
-def _modules(make: Any) -> Iterator[str]:
-    """Modules that a callable is defined in, through the partial applications around it."""
-    if isinstance(make, partial):
-        for inner in (make.func, *make.args):
-            yield from _modules(inner)
-    elif isinstance(make, EnvSpec):
-        yield from _modules(make.entry_point)
-    elif callable(make):
-        yield make.__module__
-
-
-def _is_importable(name: str) -> bool:
-    package = name.partition(".")[0]
-    return name == "__main__" or any(finder.find_spec(package, None) is not None for finder in sys.meta_path)

@@ -31,10 +31,6 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev,docs,atari,box2d,minigrid,mujoco,mujoco-warp,text,quant,track,sb3]'
 	@touch $@ $(VENV)/.core
 
-$(VENV)/.bench: benchmarks/requirements.txt $(VENV)/.dev
-	$(PIP) -r benchmarks/requirements.txt
-	@touch $@
-
 # peers need other versions of each other's packages: environments of their own
 $(PEERS)/.done: benchmarks/peers/requirements.txt pyproject.toml constraints.txt
 	@echo "installing groupwise and its peers into $(PEERS), $(PEERS)-torchrl and $(PEERS)-jax (a few minutes)"
@@ -72,7 +68,7 @@ format: $(VENV)/.dev  ## Apply the formatter and the safe lint fixes
 learn: $(VENV)/.dev  ## Learning claims over several seeds (about an hour on 2 cores)
 	$(BIN)/python benchmarks/learn.py
 
-bench: $(VENV)/.bench  ## Speed against Stable-Baselines3 on this machine
+bench: $(VENV)/.dev  ## Speed against Stable-Baselines3 on this machine
 	$(BIN)/python benchmarks/speed_sb3.py
 
 bench-peers: $(PEERS)/.done $(PEERS)-torchrl/.done $(PEERS)-jax/.done  ## Speed and learning beside five other libraries (long; ARGS="--seeds 700": one round)

@@ -22,14 +22,14 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "before_after.json"
 TASKS = {
-    # name: (sides, unit, better, env steps at scale 1)
-    "zoo_plain": (("before", "after", "sb3"), "env steps/s", "more", 40_000),
-    "zoo_compiled": (("before", "after", "sb3"), "env steps/s", "more", 40_000),
-    "halfcheetah": (("before", "after", "sb3"), "env steps/s", "more", 100_000),
-    "torch_ppo": (("before", "after"), "env steps/s", "more", 8_000_000),
-    "torch_grpo": (("before", "after"), "env steps/s", "more", 8_000_000),
-    "pass": (("before", "after"), "s to greedy 475", "less", 100_000),
-    "text": (("before", "after"), "s per step", "less", 20),
+    # name: (sides, unit, env steps at scale 1)
+    "zoo_plain": (("before", "after", "sb3"), "env steps/s", 40_000),
+    "zoo_compiled": (("before", "after", "sb3"), "env steps/s", 40_000),
+    "halfcheetah": (("before", "after", "sb3"), "env steps/s", 100_000),
+    "torch_ppo": (("before", "after"), "env steps/s", 8_000_000),
+    "torch_grpo": (("before", "after"), "env steps/s", 8_000_000),
+    "pass": (("before", "after"), "s to greedy 475", 100_000),
+    "text": (("before", "after"), "s per step", 20),
 }
 """Zoo: SB3's settings of CartPole-v1. HalfCheetah: SB3's defaults with 8 environments, compiled. Torch: TorchCartPole, 1,024
 rows. Pass: process start to a greedy policy of 475 with GRPO's preset. Text: a tiny random model."""
@@ -227,7 +227,7 @@ def measured(task: str, side: str, before: Path, steps: int, seed: int) -> float
 def table(rounds: list[dict[str, dict[str, float | None]]]) -> str:
     """Medians of each side, and medians of the ratios within rounds."""
     lines = ["| task | unit | before | after | SB3 | after to before | after to SB3 |", "|---|---|---|---|---|---|---|"]
-    for task, (sides, unit, _, _) in TASKS.items():
+    for task, (sides, unit, _) in TASKS.items():
         runs = [found[task] for found in rounds if task in found]
         if not runs:
             continue
@@ -264,7 +264,7 @@ def main() -> None:
     for number in range(args.rounds):
         rounds.append({})
         for task in args.only:
-            sides, _, _, steps = TASKS[task]
+            sides, _, steps = TASKS[task]
             steps = steps if task == "pass" else max(1, int(steps * args.scale))
             found = {side: measured(task, side, args.before, steps, 1000 + number) for side in sides}
             rounds[-1][task] = found

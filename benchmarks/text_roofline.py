@@ -18,15 +18,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl_speed import CASES, GROUP, NEW_TOKENS, PROMPTS, micro_batch_tokens, prompt_tokens, reward
+from trl_speed import CASES, GROUP, NEW_TOKENS, PROMPTS, algorithm_of, scored, written
 
-import groupwise as gw
-from groupwise.config.policy import SamplingCfg
-from groupwise.text.build import speed_up
-from groupwise.text.generation import complete
-from groupwise.text.policy import CausalLM
-from groupwise.text.rollout import TextRow, text_rollout
+from groupwise.text.rollout import text_rollout
 
 RESULT = Path(__file__).parent / "results" / "text_roofline.json"
 
@@ -47,37 +41,17 @@ def timed(what: Callable[[], Any]) -> float:
 def measure(folder: Path, precision: str, steps: int) -> dict[str, dict[str, float]]:
     """Seconds of writing and of training, medians; and those of the products alone."""
     case = CASES[precision]
-    dtype = getattr(torch, precision)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    prompts = prompt_tokens(case, AutoTokenizer.from_pretrained(folder))
-    policy = CausalLM(model, SamplingCfg(max_new_tokens=NEW_TOKENS), eos_ids=())
-    speed_up(policy)
-    size = micro_batch_tokens(case.ours.rows, max(map(len, prompts)))
-    cfg = gw.GRPOCfg(
-        group_size=GROUP,
-        num_epochs=1,
-        minibatch_size=None,
-        micro_batch_size=size,
-        learning_rate=1e-6,
-        objective={"old_log_prob": "recomputed"},
-    )
-    algorithm = gw.GRPO(cfg, policy)
+    algorithm, tokenizer, prompts = algorithm_of(case, case.ours, folder)
     seconds: dict[str, list[float]] = {"writing": [], "training": []}
     for step in range(steps + 1):
         start = perf_counter()
-        groups = complete(policy, prompts, torch.arange(PROMPTS * GROUP).view(PROMPTS, GROUP) + 1000 * step)
+        groups = written(algorithm.policy, prompts, step)
         between = perf_counter()
-        scores = iter(reward(["".join(map(chr, c.tokens)) for group in groups for c in group]))
-        rows = [
-            TextRow(prompt, c.tokens, c.log_probs, next(scores), False, number)
-            for number, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
-            for c in group
-        ]
-        algorithm.update(text_rollout(rows))
+        algorithm.update(text_rollout(scored(prompts, groups, tokenizer)))
         if step:  # the first is a warm-up
             seconds["writing"].append(between - start)
             seconds["training"].append(perf_counter() - between)
-    products = products_alone(model, sum(map(len, prompts)), dtype)
+    products = products_alone(algorithm.policy.model, sum(map(len, prompts)), getattr(torch, precision))
     return {
         part: {"seconds": statistics.median(seconds[part]), "products_alone": products[part]}
         for part in ("writing", "training")
@@ -90,10 +64,10 @@ def products_alone(model: Any, prompt_total: int, dtype: torch.dtype) -> dict[st
     head, rows, tokens = width * vocabulary, PROMPTS * GROUP, PROMPTS * GROUP * (NEW_TOKENS - 1)
     few, many = rate((rows, width, 2 * wide), dtype), rate((tokens, width, wide), dtype)
     few_logits, many_logits = (rate((n, width, 4096), torch.float32) for n in (rows, 1024))
-    written = rows * NEW_TOKENS
+    num_tokens = rows * NEW_TOKENS
     return {
-        "writing": 2 * body * (tokens / few + prompt_total / many) + 2 * head * written / few_logits,
-        "training": 6 * body * (tokens + prompt_total) / many + 8 * head * written / many_logits,
+        "writing": 2 * body * (tokens / few + prompt_total / many) + 2 * head * num_tokens / few_logits,
+        "training": 6 * body * (tokens + prompt_total) / many + 8 * head * num_tokens / many_logits,
     }
 
 

@@ -5,7 +5,7 @@ log-probabilities under the old and the reference policy. Between its scoring an
 others, so that ratios are not 1. Weights are stored as bfloat16, which they are exactly; everything is computed in float32.
 
     python -m venv .venv-text && .venv-text/bin/pip install -c constraints.txt -e '.[text]' -r benchmarks/requirements_text.txt
-    .venv-text/bin/python benchmarks/trl_record.py         # writes tests/algorithms/trl_parity.json and .safetensors
+    .venv-text/bin/python benchmarks/trl_record.py         # writes tests/text/trl_parity.json and .safetensors
 """
 
 import argparse
@@ -160,7 +160,7 @@ def measure(settings: dict[str, Any], sets: dict[str, dict[str, Tensor]], data: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "tests" / "algorithms")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "tests" / "text")
     out = parser.parse_args().out
     generator = torch.Generator().manual_seed(0)
     old = weights(0.3, None, generator)

@@ -68,4 +68,4 @@ def test_what_is_compared_for_the_cost_of_a_critic_differs_in_nothing_else() -> 
     }
     for name in shared:
         assert len({str(getattr(cfg, name)) for cfg in found.values()}) == 1, name
-    assert [found[name].credit.baseline.name for name in ("grpo", "near_states")] == ["mean", "knn"]
+    assert [found[name].credit.baseline.name for name in ("grpo", "knn")] == ["mean", "knn"]

@@ -1,10 +1,11 @@
-"""Speed of this checkout beside an earlier one's and beside peers, all in turn, each run a process of its own.
+"""Speed of this checkout beside an earlier one and beside Stable-Baselines3, in turns, each run a process of its own.
 
     python benchmarks/before_after.py --before PATH            # PATH: a checkout of the earlier commit
     python benchmarks/before_after.py --before PATH --rounds 1 --scale 0.05 --only zoo_plain pass
 
-One row of the table is a task; ``PATH`` is imported from its ``src``, with this environment's packages. What a setting is
-called differs between the two, so each worker asks the library which names it knows. One thread, but for simulators in torch.
+One row of the table is a task. The earlier library is imported from ``PATH/src``, with this environment's packages.
+Settings may have other names there, so each worker asks the library for them. Runs use one thread, those on torch
+environments all cores.
 """
 
 import argparse
@@ -31,8 +32,8 @@ TASKS = {
     "pass": (("before", "after"), "s to greedy 475", 100_000),
     "text": (("before", "after"), "s per step", 20),
 }
-"""Zoo: SB3's settings of CartPole-v1. HalfCheetah: SB3's defaults with 8 environments, compiled. Torch: TorchCartPole, 1,024
-rows. Pass: process start to a greedy policy of 475 with GRPO's preset. Text: a tiny random model."""
+"""Zoo: SB3's settings of CartPole-v1. HalfCheetah: SB3's defaults with 8 environments, compiled. Torch: TorchCartPole,
+1,024 rows. Pass: process start to a greedy policy of 475 with GRPO's preset. Text: a tiny random model."""
 
 
 def worker(task: str, side: str, steps: int) -> float:
@@ -144,7 +145,7 @@ def sb3(task: str, steps: int) -> float:
 
 
 def until_pass(steps: int) -> float:
-    """Seconds from the process's start to a greedy return of 475 over 100 episodes, looked at every 2,000 steps, without those looks."""
+    """Seconds from process start to a greedy 475 over 100 episodes, without the evaluations every 2,000 steps."""
     import groupwise as gw
     from groupwise.training.evaluation import evaluate_policy
 

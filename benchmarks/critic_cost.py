@@ -1,4 +1,4 @@
-"""What a critic costs: seconds of training and memory at the same rollouts, minibatches and epochs, with one and without.
+"""What a critic costs: time and memory of training with and without one, at equal rollouts, minibatches and epochs.
 
 Episodes of Pendulum-v1 all last 200 steps, so PPO, GRPO per time step and GRPO with the baseline ``knn`` take the same
 iterations of 16 episodes, ten epochs in minibatches of 512. Networks have 64 or 1,024 units in each of two layers. Each

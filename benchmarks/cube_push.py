@@ -1,7 +1,7 @@
 """Whether PPO and GRPO learn to push a cube simulated by MuJoCo Warp: 200,000 steps of 64 environments, three seeds.
 
-Of each final policy, greedy, over 256 fresh episodes: mean return, and the share of cubes that lie at their goals at the
-end. Beside it actions drawn from all that are allowed, and an arm that does nothing. Settings were tuned on seeds below 100.
+Each final policy plays 256 fresh episodes greedily: mean return, and the share of cubes at their goals in the end.
+Beside it stand random actions and an arm that does nothing. Settings were tuned on seeds below 100.
 
     python benchmarks/cube_push.py                       # about 10 minutes on a CPU
 """

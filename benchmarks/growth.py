@@ -1,24 +1,23 @@
-"""How the time of whole training grows: env steps per second against environments, episode length, group size, network width.
+"""How training time grows: env steps per second over environments, episode length, group size and network width.
 
-Of PPO and GRPO, on one thread, one size changed at a time:
+PPO and GRPO train on one thread, and one size changes at a time:
 
-- environments: Gymnasium's ``CartPole-v1``; an iteration takes at least 4,096 steps, and at least 8 of each environment;
-- episode length: 64 rows of a simulator in torch whose episodes end at their limit only. GRPO's iterations are of whole
-  episodes, and PPO's windows are as long as one (but at least 64 steps);
+- environments: Gymnasium's ``CartPole-v1``; an iteration takes at least 4,096 steps, and 8 of each environment;
+- episode length: 64 rows of a simulator in torch whose episodes end at their limit. GRPO's iterations are whole
+  episodes, PPO's windows are as long as one (but at least 64 steps);
 - group size: GRPO on ``CartPole-v1`` in 256 rows;
 - width of each of the two hidden layers: ``CartPole-v1`` in 64 rows.
 
-Nothing may be super-linear: the time of a training must not grow faster than the work it is asked to do. With more
-environments, longer episodes or larger groups the work is the number of steps, so the time of a step must not grow; with
-wider networks a step's time may grow as their weights do, with the square of the width. ``exponent`` in the results is the
-growth of a step's time from the size before: the logarithm of the times' ratio by that of the sizes'. Above 0 (width: 2) it
-is super-linear.
+Training time must not grow faster than its work. With more environments, longer episodes or larger groups the time per
+step must not grow. With wider networks it may grow with the square of the width. ``exponent`` in the results is this
+growth from the size before: the logarithm of the ratio of times by that of sizes. Above 0 (width: 2) it is
+super-linear.
 
-Timed is training alone, from the end of the third iteration on, or of the second if that lies 3 seconds behind the start:
-by then the gradient is compiled, both storages of the rollout have been allocated, and are about as long as they need to be. ``cpu_us`` is the
-processor's time of a step: where it lies far below ``us_per_step``, the machine was busy with something else. The learning
-rate is so small that the policy stays as it is: else episodes would grow longer during training, and more so at some sizes
-than at others. Each run is a process of its own; the points take turns, and the median of the rounds counts.
+Timing starts at the end of the third iteration, or of the second if that is 3 seconds behind the start. By then the
+gradient is compiled and the rollout's storage is allocated. ``cpu_us`` is the CPU time per step; far below
+``us_per_step`` means that the machine was busy. The learning rate is so small that the policy stays as it is, else
+episodes would grow longer at some sizes than at others. Each run is a process of its own; points take turns, and the
+median of the rounds counts.
 
     python benchmarks/growth.py                 # or: --repeats 1 --only width
     python benchmarks/growth.py --report        # table and plot from the results alone
@@ -278,7 +277,7 @@ def _write(found: dict[Point, dict[str, Any]], repeats: int) -> None:
     known |= {point: point._asdict() | {"repeats": repeats} | summary for point, summary in found.items()}
     ordered = [known[point] for point in points("") if point in known]
     result = {
-        "what": "whole training on one thread: medians; microseconds are of an env step, exponents of their growth from the size before",
+        "what": "whole training on one thread, medians; microseconds per env step, exponents of their growth",
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
         "points": ordered,
     }
@@ -310,7 +309,7 @@ def report() -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| | size | algorithm | steps/s | us a step | of the processor | collecting | updating | exponent | idle | peak MiB |",
+        "| | size | algorithm | steps/s | us per step | CPU us | collecting | updating | exponent | idle | peak MiB |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -353,7 +352,7 @@ def _plot(rows: list[dict[str, Any]]) -> None:
         if axis.allowed and ends:
             _guide(panel, axis, ends[0][0])
     figure.suptitle(
-        "Whole training on one thread. Level is linear growth; at the lower right, so is a fall like the dotted line's.",
+        "Whole training on one thread. Level means linear growth; for the width, so does the dotted slope.",
         fontsize=10.5,
         color="0.3",
     )

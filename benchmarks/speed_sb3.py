@@ -1,10 +1,10 @@
 """Env steps per second of whole training: groupwise's PPO against Stable-Baselines3's, same settings, same run.
 
-CartPole-v1, Gymnasium's own on both sides, at the settings of SB3's zoo (8 environments x 32 steps, 20 epochs of minibatches
-of 256, 64-64 tanh). Ours runs plain (``compile="off"``) and compiled (``"on"``). Each run is a process of its own; all take
-turns, so that the machine's drift hits all; a ratio is the median of the rounds' ratios. Timed is training alone, without
-imports, set-up and the first iteration, in which a compiled run compiles (``compiling``, in seconds). All run on one thread, at
-which SB3 is faster here than at its default.
+Both train on Gymnasium's CartPole-v1 at the settings of SB3's zoo (8 environments x 32 steps, 20 epochs of minibatches
+of 256, 64-64 tanh). Ours runs plain (``compile="off"``) and compiled (``"on"``). Each run is a process of its own, and
+all take turns; a ratio is the median of the rounds' ratios. Imports, set-up and the first iteration, in which a
+compiled run compiles (``compiling``, in seconds), are not timed. All run on one thread, at which SB3 is faster than at
+its default.
 
     make bench                      # or: python benchmarks/speed_sb3.py --rounds 7 --steps 60000
 """

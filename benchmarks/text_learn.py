@@ -3,9 +3,9 @@
     python benchmarks/text_learn.py --seeds 0-2            trains, some minutes a seed; writes results/text_learn.json
     python benchmarks/text_learn.py --report               table and picture for the docs from what is there
 
-A prompt holds four sums as examples and a question, such as ``47 + 8 =``; the whole completion must be the number and the
-end of the line. Questions are all sums of a number up to 99 and one up to 9; a quarter of them is held out, and their
-numbers stand in no example of a training prompt either.
+A prompt holds four sums as examples and a question, such as ``47 + 8 =``. The whole completion must be the number and
+the end of the line. Questions are all sums of a number up to 99 and one up to 9. A quarter of them is held out, also of
+the examples in training prompts.
 """
 
 import argparse

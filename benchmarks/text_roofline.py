@@ -1,9 +1,9 @@
 """How close a training step of SmolLM2-135M comes to the matrix products that it cannot do without, part by part.
 
-The step of ``trl_speed.py``: 4 prompts x 8 completions of 64 tokens, full fine-tuning. For each part the products are
-counted (2 operations for each weight and token that is read; in training 6, and 8 in the output head, whose logits are
-computed twice), and divided by what products of these sizes reach on this machine, measured in the same process. Attention
-is left out: at these lengths it is a fiftieth of the operations.
+The step is that of ``trl_speed.py``: 4 prompts x 8 completions of 64 tokens, full fine-tuning. The products of each
+part are counted: 2 operations per weight and token read; in training 6, and 8 in the output head, whose logits are
+computed twice. They are divided by what products of these sizes reach on this machine, measured in the same process.
+Attention is left out: at these lengths it is a fiftieth of the operations.
 
     python benchmarks/text_roofline.py --smollm2 FOLDER          # of smollm2.py; or: --precisions bfloat16 --steps 5
 """

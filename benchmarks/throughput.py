@@ -1,9 +1,9 @@
 """Env steps per second of whole training on CartPole-v1 at settings chosen for throughput that still solve it.
 
-Each run trains 500,000 steps on one thread in a process of its own: PPO and GRPO here, GRPO on the same task in torch with
-compiled updates, and Stable-Baselines3's PPO at the settings of ours, in turn; then the first two again beside a process that
-keeps one core busy. Timed is training alone, without imports and set-up, ours behind the first iteration, in which a run compiles. Afterwards the greedy policy plays 100 fresh episodes, which are not timed. The seeds are none
-that the settings were tuned on.
+Each run trains 500,000 steps on one thread in a process of its own. In turn: PPO and GRPO here, GRPO on the same task
+in torch with compiled updates, and Stable-Baselines3's PPO at the settings of ours; then the first two again beside a
+process that keeps one core busy. Imports and set-up are not timed, nor is the first iteration of ours, in which a run
+compiles. Afterwards the greedy policy plays 100 fresh episodes. Tuning never saw the seeds.
 
     python benchmarks/throughput.py            # or: --seeds 945 946
 """
@@ -57,7 +57,7 @@ TRUNCATE = {"partial_groups": "truncate"}
 
 
 def train_ours(name: str, seed: int) -> tuple[float, float]:
-    """Steps per second of ``gw.train`` and all that it writes, behind the first iteration, and the greedy policy's mean return."""
+    """Steps per second of ``gw.train`` after the first iteration, and the greedy policy's mean return."""
     import torch
 
     import groupwise as gw

@@ -1,10 +1,10 @@
-"""Env steps per second of whole training of PPO and GRPO on simulators in torch: CartPole, 1,024 to 65,536 environments.
+"""Env steps per second of whole training with PPO and GRPO on torch environments, CartPole with 1,024 to 65,536 rows.
 
-On a CPU rollouts and updates are compiled. Each run trains in a process of its own;
-the first iterations, in which that happens, are not timed. Both learn what they are timed at: the mean return of
-training episodes stands beside the rate (of the latest in ours, of all timed ones in the peers). A plain compiled loop in the way of LeanRL, and rsl_rl where it can be imported, run PPO on the same environment in turn.
+Each run trains in a process of its own. On a CPU rollouts and updates are compiled, in the first iterations, which are
+not timed. The mean return of training episodes stands beside the rate: of the latest in ours, of all timed ones in the
+peers. A compiled loop in the way of LeanRL, and rsl_rl where it is installed, run PPO on the same environment in turn.
 
-``--task cheetah`` and ``--task cube`` are simulated by MuJoCo Warp (extra ``mujoco-warp``), and trained for four epochs.
+``--task cheetah`` and ``--task cube`` are simulated by MuJoCo Warp (extra ``mujoco-warp``) and trained for four epochs.
 Numbers of environments that are not asked for keep their earlier results.
 
     python benchmarks/torch_envs.py                      # or: --device cuda --envs 4096 65536 --rounds 5 --threads 1

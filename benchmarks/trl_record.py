@@ -1,10 +1,11 @@
-"""What TRL 1.16's own GRPOTrainer makes of fixed tokens and rewards: advantages, loss and gradient, for the parity tests.
+"""What TRL 1.16's own GRPOTrainer makes of fixed tokens and rewards: advantages, loss and gradient, for parity tests.
 
 TRL samples nothing here (a ``rollout_func`` hands it the tokens) and does the rest itself: masks, group statistics,
-log-probabilities under the old and the reference policy. Between its scoring and its loss the weights are exchanged for
-others, so that ratios are not 1. Weights are stored as bfloat16, which they are exactly; everything is computed in float32.
+log-probabilities under the old and the reference policy. Between its scoring and its loss the weights are replaced, so
+that ratios are not 1. Weights are stored as bfloat16, without loss; everything is computed in float32.
 
-    python -m venv .venv-text && .venv-text/bin/pip install -c constraints.txt -e '.[text]' -r benchmarks/requirements_text.txt
+    python -m venv .venv-text
+    .venv-text/bin/pip install -c constraints.txt -e '.[text]' -r benchmarks/requirements_text.txt
     .venv-text/bin/python benchmarks/trl_record.py         # writes tests/text/trl_parity.json and .safetensors
 """
 
@@ -62,7 +63,7 @@ KL: dict[str, dict[str, Any]] = {
     "corrected": {"beta": 0.5, "use_bias_correction_kl": True},  # TRL's default
 }
 SEQUENCE_LEVEL = [case for case, settings in CASES.items() if settings.items() >= SEQUENCE.items()]
-"""Here TRL corrects each token's KL by the ratio of its whole sequence, under which the estimate is biased; ours by its own."""
+"""Here TRL weights each token's KL by its whole sequence's ratio, which is biased; groupwise by the token's own."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -72,7 +73,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def batch(generator: torch.Generator) -> dict[str, list[Any]]:
-    """Three prompts of unlike lengths, four completions each, some cut before their end; the last group's rewards are equal."""
+    """Three prompts of unlike lengths, four completions each, some truncated; the last group's rewards are equal."""
 
     def tokens(count: int) -> list[int]:
         return torch.randint(4, VOCABULARY, (count,), generator=generator).tolist()

@@ -1,14 +1,15 @@
 """One training step of a language model, groupwise against TRL 1.16: seconds and peak memory, on this machine's CPU.
 
-A step is everything: 4 prompts x 8 completions are written, decoded, rewarded and trained on, in one optimiser step (full
-fine-tuning, AdamW, no KL). Both write exactly ``NEW_TOKENS`` tokens a completion, since random stops would give the two
-sides different amounts of work: the end of text cannot be drawn before. Both processes live at the same time and take
-turns step by step, so that the machine's drift hits both; a ratio is the median over the pairs of steps. TRL runs without
-gradient checkpointing (its default is slower) and, like groupwise, at its fastest micro-batch; in bfloat16 at the faster
-of autocast and bfloat16 weights. ``--tune 2 4 8 16`` finds these again. Memory: the peak over a step above what the process held
-once its model was loaded, at the same micro-batch on both sides, in processes of their own that run alone.
+A step is everything: 4 prompts x 8 completions are written, decoded, rewarded and trained on, in one optimiser step
+(full fine-tuning, AdamW, no KL). Both sides write exactly ``NEW_TOKENS`` tokens per completion, so that the amount of
+work is equal. Both processes live at the same time and take turns step by step; a ratio is the median over the pairs
+of steps. TRL runs without gradient checkpointing (its default is slower). Both run at their fastest micro-batch, and
+TRL in bfloat16 at the faster of autocast and bfloat16 weights; ``--tune 2 4 8 16`` finds these again. Memory is the
+peak over a step above what the process held with the model loaded, at the same micro-batch on both sides, in processes
+that run alone.
 
-    python -m venv .venv-text && .venv-text/bin/pip install -c constraints.txt -e '.[text]' -r benchmarks/requirements_text.txt
+    python -m venv .venv-text
+    .venv-text/bin/pip install -c constraints.txt -e '.[text]' -r benchmarks/requirements_text.txt
     .venv-text/bin/python benchmarks/trl_speed.py                # all; or: --cases tiny float32 --steps 5
 """
 
@@ -64,7 +65,7 @@ CASES = {
     "tiny": Case("tiny random model: pure overhead", "tiny", None, Side("float32", 32), Side("float32", 32), 1),
     "float32": Case("SmolLM2-135M, float32", "smollm2", None, Side("float32", 16), Side("float32", 8)),
     "bfloat16": Case("SmolLM2-135M, bfloat16", "smollm2", None, Side("bfloat16", 16), Side("bfloat16", 4)),
-    "prompt512": Case("SmolLM2-135M, float32, 512-token prompt", "smollm2", 512, Side("float32", 16), Side("float32", 2)),
+    "prompt512": Case("SmolLM2-135M, 512-token prompt", "smollm2", 512, Side("float32", 16), Side("float32", 2)),
 }  # fmt: skip
 MEMORY = {"float32": 32, "bfloat16": 32}
 """Cases whose memory is compared, and at how many rows a micro-batch."""
@@ -394,7 +395,7 @@ def measure(args: argparse.Namespace, folders: dict[str, Path]) -> None:
     import trl
 
     result: dict[str, Any] = {
-        "what": f"one training step, {PROMPTS} prompts x {GROUP}, {NEW_TOKENS} new tokens each, no KL, full fine-tuning",
+        "what": f"a training step, {PROMPTS} prompts x {GROUP}, {NEW_TOKENS} new tokens each, no KL, full fine-tuning",
         "machine": {"cpus": len(os.sched_getaffinity(0)), "processor": platform.machine()},
         "versions": {module.__name__: module.__version__ for module in (torch, transformers, trl)},
         "time": {},

@@ -1,8 +1,8 @@
-"""PPO as LeanRL writes it, for ``benchmarks/torch_envs.py``: a plain loop of compiled functions, on a GPU replayed as CUDA graphs.
+"""PPO as LeanRL writes it, for ``benchmarks/torch_envs.py``: a loop of compiled functions, with CUDA graphs on a GPU.
 
-What LeanRL (https://github.com/meta-pytorch/LeanRL) does to CleanRL's scripts, done to simulators in torch: acting, advantages and the step of
-a minibatch are one compiled function each (``tensordict.nn.CudaGraphModule`` around them on a GPU), the learning rate is a tensor, Adam is fused;
-the environment's step stays outside and is not compiled.
+It does to torch environments what LeanRL (https://github.com/meta-pytorch/LeanRL) does to CleanRL's scripts. Acting,
+advantages and the step of a minibatch are one compiled function each (on a GPU in ``tensordict.nn.CudaGraphModule``),
+the learning rate is a tensor, and Adam is fused. The environment's step is not compiled.
 """
 
 import time
@@ -57,7 +57,7 @@ def _network(width: int, num_outputs: int, gain: float) -> nn.Sequential:
 
 
 class Rows:
-    """A ``TorchGroupEnv`` whose finished rows start anew within the step; episodes that were cut count as ended, as in CleanRL."""
+    """A ``TorchGroupEnv`` that resets finished rows within the step; truncated episodes are ended, as in CleanRL."""
 
     def __init__(self, env: gw.TorchGroupEnv) -> None:
         self.env = env
@@ -100,7 +100,7 @@ def advantages(
 
 
 def minibatch_step(agent: Agent, optimizer: torch.optim.Adam) -> Callable[..., Tensor]:
-    """One step of PPO's loss as CleanRL writes it; values are not clipped and entropy earns nothing, as in the runs beside it."""
+    """One step of PPO's loss as CleanRL writes it, without value clipping and entropy bonus, as in the other runs."""
 
     def step(obs: Tensor, action: Tensor, old: Tensor, advantage: Tensor, target: Tensor) -> Tensor:
         optimizer.zero_grad()

@@ -1,6 +1,7 @@
 """groupwise: PPO, or with ``--algorithm grpo`` GRPO, or with ``--vectorization envpool`` in EnvPool's environments.
 
-Both are of ``gw.train``, as a user calls it: a rate at the peers' settings, a pass with the preset and all that a run writes.
+All use ``gw.train``, as a user calls it: rates at the peers' settings, passes with the preset and all that a run
+writes.
 """
 
 import argparse

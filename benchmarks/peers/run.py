@@ -1,7 +1,7 @@
 """groupwise beside other libraries: speed of training, and time from a process's start to a trained policy.
 
-Each run is a process of its own, in its library's environment; in each round (a seed) all libraries take their turns, so
-that the machine's drift hits all. Where a library has several variants (one thread or its default number; its own
+Each run is a process of its own, in its library's environment. In each round (a seed) all libraries take turns, so that
+the machine's drift hits all. Where a library has several variants (one thread or its default number; its own
 settings or fast ones), all are run, until one is clearly beaten, and the one with the best median is reported. A ratio
 is of a library to SB3 in the same round.
 

@@ -20,7 +20,7 @@ class Settings:
     normalized: bool = False
     """Whether observations and rewards are."""
     state_dependent: bool = False
-    """Whether SB3 explores by gSDE with a new draw every 4 steps, as its zoo does; not where a rate is compared, since groupwise lacks it."""
+    """Whether SB3 explores by gSDE as in its zoo; never where rates are compared, since groupwise lacks it."""
     total_steps: int = 100_000
     """After which a run that has not passed ends."""
     rate_steps: int = 40_000
@@ -43,8 +43,8 @@ SETTINGS = {
     ),
     "Pendulum-v1": Settings(4, 1024, 10, 64, 1e-3, 0.9, annealed=False, state_dependent=True),
 }
-"""On CartPole: SB3's zoo's, those that CleanRL and PureJaxRL document, and many environments with few epochs, chosen for
-speed alone. On the others the zoo's, or SB3's defaults (HalfCheetah).
+"""On CartPole: SB3's zoo's, those that CleanRL and PureJaxRL document, and many environments with few epochs, chosen
+for speed alone. On the others the zoo's, or SB3's defaults (HalfCheetah).
 
 Source: https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/hyperparams/ppo.yml (LunarLander's are those of v2).
 """

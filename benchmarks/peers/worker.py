@@ -20,7 +20,7 @@ from settings import GOALS, SETTINGS
 from step_clock import StepClock
 
 STARTED = "PEERS_STARTED"
-"""Environment variable: ``time.time()`` just before this process was started. Without it, when this module was imported."""
+"""Environment variable: ``time.time()`` just before this process started; without it the import of this module."""
 EPISODES = 100
 _MAXRSS_UNITS = 2**20 if sys.platform == "darwin" else 2**10
 """``ru_maxrss`` in a MiB."""

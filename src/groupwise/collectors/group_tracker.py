@@ -140,14 +140,14 @@ class GroupTracker:
 
     def end(self, ends: Ends, rollout: TensorDict) -> None:
         """Free the rows of episodes that ended, and close their groups."""
-        for member in self._free(ends.terminated | ends.truncated):
+        for member in self._free(np.flatnonzero(ends.terminated | ends.truncated).tolist()):
             group = member.group
             member.ended, member.terminated = True, bool(ends.terminated[member.row])
             group.members.append(member)
             if len(group.members) == self._num_members:
                 self._complete(group, rollout)
         if ends.failed.any():
-            self._fail(ends.failed)
+            self._fail(np.flatnonzero(ends.failed).tolist())
 
     def _complete(self, group: Group, rollout: TensorDict) -> None:
         group.status = "complete"
@@ -155,11 +155,11 @@ class GroupTracker:
             group.status = "filtered"
             self.filtered_steps += sum(member.length for member in group.members)
 
-    def _fail(self, rows: Mask) -> None:
+    def _fail(self, rows: list[int]) -> None:
         """Retry episodes that failed, or drop their groups."""
         if self._cfg.on_env_error == "raise":
             raise EnvError(
-                f"environment {int(np.flatnonzero(rows)[0])} of {self._env.env_id} failed; fix: the environment, or "
+                f"environment {rows[0]} of {self._env.env_id} failed; fix: the environment, or "
                 "collection.on_env_error='retry' or 'drop'"
             )
         for member in self._free(rows):
@@ -177,13 +177,11 @@ class GroupTracker:
     def _drop(self, group: Group) -> None:
         group.status = "dropped"
         self._waiting = deque(member for member in self._waiting if member.group is not group)
-        rows = self._no_row.copy()
-        rows[[row for row, member in self._in_row.items() if member.group is group]] = True
-        self._free(rows)
+        self._free([row for row, member in self._in_row.items() if member.group is group])
 
-    def _free(self, rows: Mask) -> list[Member]:
+    def _free(self, rows: list[int]) -> list[Member]:
         """End the episodes of these rows."""
-        members = [self._in_row.pop(row) for row in np.flatnonzero(rows).tolist()]
+        members = [self._in_row.pop(row) for row in rows]
         for member in members:
             member.end = self.step
         self.running[rows] = self.greedy[rows] = False

@@ -62,9 +62,9 @@ class TorchGroupCollector(EnvCollector):
         self._check()
         if verify_start and env.start_report is None:
             env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
-        rows = torch.arange(env.num_envs, device=env.device)
-        self._group, self._member = rows // group_size, rows % group_size
         num_groups, device = env.num_envs // group_size, env.device
+        rows = torch.arange(env.num_envs, device=device)
+        self._group, self._member = rows // group_size, rows % group_size
         self._goes_on = torch.zeros(num_groups, dtype=torch.bool, device=device)
         """Groups whose first member was truncated by the window, and which begin in its state."""
         self._return = torch.zeros(num_groups, dtype=torch.float64, device=device)
@@ -75,9 +75,7 @@ class TorchGroupCollector(EnvCollector):
         env, cfg = self.env, self.collection
         check_device(env, self.policy)
         if cfg.partial_groups != "truncate":
-            raise EnvError(
-                f"collection.partial_groups={cfg.partial_groups!r} needs GroupCollector; fix: that, or 'truncate'"
-            )
+            raise EnvError(f"collection.partial_groups={cfg.partial_groups!r} needs GroupCollector; fix: 'truncate'")
         if env.num_envs % self.group_size:
             raise EnvError(
                 f"{env.num_envs} rows of {env.env_id} do not make whole groups of {self.group_size}, which "

@@ -16,8 +16,6 @@ from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
 
-_OUTCOMES = ("reward", "terminated", "truncated")
-
 
 class VectorCollector(EnvCollector):
     """Steps every row ``num_steps`` times; episodes continue across windows. Works in every autoreset mode.
@@ -106,7 +104,9 @@ class VectorCollector(EnvCollector):
 
     def _label(self, rollout: TensorDict) -> None:
         """Fill masks, ids and steps from the ends of episodes; count the finished ones."""
-        reward, terminated, truncated = (rollout[key][:, :-1].cpu().numpy() for key in _OUTCOMES)
+        reward, terminated, truncated = (
+            rollout[k][:, :-1].cpu().numpy() for k in ("reward", "terminated", "truncated")
+        )
         done = terminated | truncated
         dead = np.zeros_like(done)
         if self.env.autoreset == "next_step":

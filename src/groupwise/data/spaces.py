@@ -162,14 +162,12 @@ def _leaf_dtype(space: Any) -> torch.dtype:
 
 
 def _child(obs: Any, key: str, name: str) -> Any:
+    if not isinstance(obs, Mapping | TensorDict | Sequence):
+        raise DataError(f"{name} is a {type(obs).__name__}, expected a dictionary or tuple with an entry {key!r}")
     try:
-        if isinstance(obs, Mapping | TensorDict):
-            return obs[key]
-        if isinstance(obs, Sequence):
-            return obs[int(key)]
+        return obs[int(key)] if isinstance(obs, Sequence) else obs[key]
     except (KeyError, IndexError, ValueError) as error:
         raise DataError(f"{name} has no entry {key!r}, which its space has") from error
-    raise DataError(f"{name} is a {type(obs).__name__}, expected a dictionary or tuple with an entry {key!r}")
 
 
 def _shape_message(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> str:

@@ -13,7 +13,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.wrappers import TimeLimit
 
-from groupwise.config.env import EnvCfg
+from groupwise.config.env import EnvCfg, StartMode
 from groupwise.cpus import num_cpus
 from groupwise.envs.base import VectorEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv, LeanSyncVectorEnv
@@ -47,12 +47,10 @@ def group_env(
             "fix: env.start_mode='auto'"
         )
     in_one_process = vectorization == "sync"
-    rows = _describe(cfg, env, on_error, knows_ids=in_one_process)
+    rows = _describe(cfg, env, on_error)
     report = choose_start(rows, cfg.start_mode) if verify else None
-    if report is not None:
-        rows = rows._replace(start_mode=report.start_mode)
-    elif cfg.start_mode == "fresh":
-        rows = rows._replace(start_mode="fresh")
+    unchecked: StartMode = "fresh" if cfg.start_mode == "fresh" else "seed"
+    rows = rows._replace(start_mode=unchecked if report is None else report.start_mode)
     made = RowsGroupEnv(rows, num_envs, num_workers=0 if in_one_process else num_cpus(), device=device)
     made.start_report = report
     if verify and not in_one_process:
@@ -133,21 +131,15 @@ def make_one(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None) -> gymnasium
         return _make(cfg.id if env is None else env, cfg)
 
 
-def _describe(
-    cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: OnError, *, knows_ids: bool = True
-) -> RowCfg:
-    """The config of a row, read from one environment made for it.
-
-    Args:
-        knows_ids: whether the id is registered where rows are made; otherwise the maker carries the registration.
-    """
+def _describe(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: OnError) -> RowCfg:
+    """The config of a row, read from one environment made for it."""
     probe = make_one(cfg, env)
-    known = cfg.id if knows_ids else gymnasium.registry.get(cfg.id, cfg.id)
+    registered = gymnasium.registry.get(cfg.id, cfg.id)  # the id may be unknown in another process
     name = type(probe.unwrapped).__name__ if probe.spec is None else probe.spec.id
     limit = cfg.max_episode_steps or step_limit(probe)
     probe.close()
     return RowCfg(
-        partial(_make, known if env is None else env, cfg),
+        partial(_make, registered if env is None else env, cfg),
         env_id=name,
         observation_space=probe.observation_space,
         action_space=probe.action_space,

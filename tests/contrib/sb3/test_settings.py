@@ -45,7 +45,7 @@ def refused(**arguments) -> str:
         ),
         (
             {"credit": {"singleton": "trajectory"}},
-            "credit.finished_members='mask' and credit.singleton='trajectory' need",
+            "credit.singleton='trajectory' needs credit.group_key='group_step'",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from groupwise import cli, config
 from groupwise import run as commands
 from groupwise.algorithms import advantages as credit
 from groupwise.config.algorithm import AlgorithmCfg
-from groupwise.text import rewards
+from groupwise.text import builtin_rewards, rewards
 from groupwise.training import env_evaluator
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +54,7 @@ def _own_directory_and_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(env_evaluator, "film", lambda *args, **options: None)  # half of the time of so short a run
     monkeypatch.setattr(AlgorithmCfg, "known", dict(AlgorithmCfg.known))
     monkeypatch.setattr(credit, "CREDIT_RULES", dict(credit.CREDIT_RULES))
+    assert builtin_rewards  # registered before the copy, else later tests would miss them
     monkeypatch.setattr(rewards, "REWARDS", dict(rewards.REWARDS))
     save_model(tmp_path / "my_model")
     known = dict(gymnasium.registry)

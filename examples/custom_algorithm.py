@@ -50,9 +50,7 @@ class ImitateBest(gw.BaseAlgorithm):
         data = self.policy_inputs(batch)
         data["loss_mask"] = batch["loss_mask"] & imitated  # not in place: nothing writes into a rollout
         metrics = self.optimize(data, num_episodes)
-        self.policy.update_normalizers(
-            rollout, self.engine
-        )  # the observation statistics move between updates, never within
+        self.policy.update_normalizers(rollout, self.engine)  # observation statistics move between updates only
         self.iteration += 1
         return metrics | {"train/elite_share": elite.float().mean()}
 

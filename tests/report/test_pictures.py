@@ -136,6 +136,19 @@ def test_an_environment_without_pictures_says_so():
         rendering_env(EnvCfg(kwargs={"render_mode": None}), Corridor)
 
 
+class TakesNoArguments(gymnasium.Env):
+    """What a user writes who never draws."""
+
+    observation_space = gymnasium.spaces.Discrete(2)
+    action_space = gymnasium.spaces.Discrete(2)
+
+
+def test_a_registered_environment_that_takes_no_render_mode_says_so():
+    gymnasium.register("TakesNoArguments-v0", entry_point=TakesNoArguments)
+    with pytest.raises(NoPictureError, match="does not render to arrays"):
+        rendering_env(EnvCfg(id="TakesNoArguments-v0"), None)
+
+
 class FatalError(Exception):
     """Of a library in C, derived from no usual error."""
 

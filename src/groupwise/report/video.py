@@ -65,7 +65,9 @@ def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
         raise NoPictureError(f"no video: {cfg.id} is a batched environment, which does not render")
     make = partial(gymnasium.make, cfg.id) if env is None else env
     assert callable(make)
-    kwargs = cfg.kwargs if env is not None else cfg.kwargs | {"render_mode": None}
+    kwargs = dict(cfg.kwargs)
+    if env is None:
+        kwargs.pop("render_mode", None)  # not every environment takes one
     made: gymnasium.Env[Any, Any] = make(**kwargs)
     if env is None and "rgb_array" in made.metadata.get("render_modes", ()):
         made.close()

@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -22,6 +23,8 @@ from groupwise.config.run import RunCfg
         ("--env.id", ": the environment is the first argument"),
         ("--stop", ": it has --stop.return-threshold, --stop.time-limit"),
         ("--qqq", "; --help-all shows them all"),
+        ("--algorithm.lr", "; --help-all shows them all"),
+        ("--algoritm", "; did you mean --algorithm?"),
         ("--algorithm.gae-lambda", ": 'gae_lambda' is a setting of "),
     ],
 )
@@ -46,6 +49,29 @@ def test_the_command_line_says_it_in_one_line(capsys):
         "groupwise: error: unknown option --algorithm.collection.x: 'collection' is a setting of grpo"
     )
     assert err.count("\n") == 1
+
+
+def test_a_choice_takes_its_own_parameters_and_the_settings_that_it_needs(capsys):
+    choice = ["--algorithm.credit.baseline", "knn", "--algorithm.credit.baseline.k", "3"]
+    needed = ["--algorithm.credit.group-key", "group", "--algorithm.credit.scale", "none"]
+    assert cli.main(["config", "CartPole-v1", *choice, *needed]) == 0
+    credit = json.loads(capsys.readouterr().out)["algorithm"]["credit"]
+    assert credit["baseline"] == {"name": "knn", "k": 3, "gae_lambda": 0.95}
+    assert credit["group_key"] == "group"
+
+
+def test_the_parameters_of_another_member_are_no_options(capsys):
+    assert cli.main(["config", "CartPole-v1", "--algorithm.optimizer", "sgd", "--algorithm.optimizer.eps", "1"]) == 2
+    assert "unknown option --algorithm.optimizer.eps" in capsys.readouterr().err
+
+
+def test_help_of_a_text_run_leaves_out_steps_of_environments(capsys, tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"task": {"data": "prompts.jsonl"}, "model": {"path": "somewhere"}}))
+    assert cli.main(["train", str(path), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--num-prompts" in shown
+    assert "--algorithm.num-steps" not in shown
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

@@ -87,11 +87,8 @@ def parse_options(argv: Sequence[str], *, prog: str, description: str, only: Seq
         raise ConfigError(f"expected an environment id or a JSON file first, as in: {prog} CartPole-v1")
     given = _by_path(words)
     preset = None if only or "preset" not in given else " ".join(given.pop("preset"))
-    choices = [Option("algorithm", str, None, "", choice=True)]
-    for _ in range(2):  # which options there are depends on the algorithm and the choices
-        default = _resolve(target, preset, _tree(choices, given))
-        choices = [option for option in options_of(default) if option.choice]
-    options = [option for option in options_of(default) if not only or option.path in only]
+    default = _resolve(target, preset, _tree([Option("algorithm", str, None, "", choice=True)], given))
+    options = [option for option in options_of(default, given=given) if not only or option.path in only]
     if asked:
         _show_help(options, f"{prog} {target}", description, in_full="--help-all" in asked)
     known = {option.path for option in options}
@@ -100,8 +97,12 @@ def parse_options(argv: Sequence[str], *, prog: str, description: str, only: Seq
     return _resolve(target, preset, _tree(options, given))
 
 
-def options_of(config: Cfg, prefix: str = "") -> Iterator[Option]:
-    """An option for every setting except the target and what only a file can set."""
+def options_of(config: Cfg, prefix: str = "", given: Mapping[str, list[str]] = {}) -> Iterator[Option]:
+    """An option for every setting except the target and what only a file can set.
+
+    Args:
+        given: words by path; the parameters of a choice are those of the member that is given.
+    """
     for name, field in type(config).model_fields.items():
         value, path, text = vars(config)[name], f"{prefix}{name}", (field.description or "").replace("``", "")
         optional = any(isinstance(kind, type) and issubclass(kind, Cfg) for kind in get_args(field.annotation))
@@ -109,9 +110,11 @@ def options_of(config: Cfg, prefix: str = "") -> Iterator[Option]:
             continue
         if isinstance(value, Choice):
             yield Option(path, Literal[tuple(sorted(value.known))], value.name, text, choice=True)
-            yield from (option for option in options_of(value, f"{path}.") if option.path != f"{path}.name")
+            name = " ".join(given.get(path, [value.name]))
+            chosen = value.named(name)() if name in value.known and name != value.name else value
+            yield from (option for option in options_of(chosen, f"{path}.", given) if option.path != f"{path}.name")
         elif isinstance(value, Cfg):
-            yield from options_of(value, f"{path}.")
+            yield from options_of(value, f"{path}.", given)
         else:
             yield Option(path, field.annotation, value, text)
 
@@ -186,9 +189,9 @@ def _hint(path: str, options: Sequence[Option], default: CommonCfg) -> str:
         return f": {algorithm.explain_unknown(field)}"
     if inside := [name for name in known if name.startswith(f"{path}.")]:
         return f": it has {', '.join(map(_flag, inside))}"
-    last = {name: name.rpartition(".")[2] for name in known}
+    last = {name: name.rpartition(".")[2] for name in known if name != part}
     like = get_close_matches(path.rpartition(".")[2], last.values(), n=1, cutoff=0.7)
-    near = get_close_matches(path, known, n=1, cutoff=0.8) or [name for name in known if last[name] in like]
+    near = get_close_matches(path, last, n=1, cutoff=0.8) or [name for name in last if last[name] in like]
     if near:
         return f"; did you mean {' or '.join(map(_flag, near[:3]))}?"
     return f"; known: {', '.join(map(_flag, known))}" if len(known) < _FEW else "; --help-all shows them all"
@@ -205,7 +208,8 @@ def _show_help(options: Sequence[Option], prog: str, description: str, *, in_ful
         print("\n".join(line for option in options for line in _in_full(option, width)))
     else:
         by_path = {option.path: option for option in options}
-        common = [by_path[path] for path in COMMON if path in by_path]
+        unused = {"algorithm.num_steps"} if "num_prompts" in by_path else set()
+        common = [by_path[path] for path in COMMON if path in by_path and path not in unused]
         print("\n".join(map(_in_a_line, common)))
         print(f"\n{len(options) - len(common)} further settings: --help-all")
     raise SystemExit(0)

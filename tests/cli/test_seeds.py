@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from groupwise import cli, config
+from groupwise.cli.seeds import train_seeds
 
 
 @pytest.fixture
@@ -147,6 +148,26 @@ def test_a_signal_reaches_the_running_seeds_once_and_says_how_to_go_on_with_each
         f"  groupwise train {folder}/settings.json --seed 4 --run-dir {folder}/seed_4 --plugin '{plugin}'",
     ]
     assert signal.getsignal(number) == before
+
+
+def test_after_an_error_no_seed_goes_on_by_itself(monkeypatch, tmp_path):
+    class Endless(Ended):
+        def terminate(self):
+            ended.append(self)
+
+    ended, started = [], []
+
+    def start(command, **options):
+        if started:
+            raise OSError("too many open files")
+        started.append(Endless(None))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr("groupwise.cli.seeds.num_cpus", lambda: 2)
+    with pytest.raises(OSError, match="too many"):
+        train_seeds(config.resolve("CartPole-v1", run_dir=tmp_path / "many"), [1, 2])
+    assert ended == started
 
 
 def test_seeds_are_in_process_groups_of_their_own(monkeypatch, tmp_path):

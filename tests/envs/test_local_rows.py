@@ -40,3 +40,24 @@ def test_a_wrong_observation_names_the_environment_and_the_method(where: str):
     with pytest.raises(DataError, match=rf"^{where}\(\) of Misshapen returned what .*has shape \[4\], expected \[3\]"):
         play(env)
     env.close()
+
+
+class Pair(gymnasium.Env[Any, Any]):
+    """Gives an array where its space has a tuple, as Gymnasium's own vector environments accept."""
+
+    observation_space = gymnasium.spaces.Tuple((gymnasium.spaces.Discrete(3), gymnasium.spaces.Discrete(3)))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.array([1, 2]), {}
+
+    def step(self, action: Any) -> Any:
+        return np.array([2, 1]), 0.0, False, False, {}
+
+
+def test_an_array_serves_as_a_tuple():
+    env = make_env(EnvCfg(num_envs=2), grouped=True, env=Pair, verify=False)
+    obs = env.start(np.ones(2, np.bool_), np.arange(2), np.arange(2))
+    assert obs["0"].tolist() == [1, 1]
+    assert obs["1"].tolist() == [2, 2]
+    env.close()

@@ -81,6 +81,13 @@ def rows_of(rollout, of):
     return rows
 
 
+def test_nothing_is_allocated_for_a_rollout_of_texts():
+    of = collector({"12": ["3.", "45"]})
+    buffer = TextBuffer(of.policy.action_spec)
+    buffer.add(of.collect(0, buffer.start_rollout()))
+    assert buffer.start_rollout().shape == (0, 0)
+
+
 def test_a_rollout_by_hand():
     of = collector({"12": ["3.", "45"]})
     rollout = collect(of)

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -66,7 +68,7 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
         log.warning("interrupted: running seeds finish and save their iteration first; a second time stops at once")
         signals.append(number)
 
-    with handling(interrupt, *_SIGNALS):
+    with handling(interrupt, *_SIGNALS), _terminating(running):
         while running or (waiting and not signals):
             while waiting and not signals and len(running) < num_cpus():
                 seed = waiting.pop(0)
@@ -88,6 +90,16 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
         raise KeyboardInterrupt(_interruption(folder, unfinished))
     _print_seeds(folder, {seed: exit_codes[seed] == 0 for seed in seeds})
     return int(any(exit_codes.values()))
+
+
+@contextmanager
+def _terminating(running: dict[int, subprocess.Popen[bytes]]) -> Iterator[None]:
+    """After an error, such as a closed pipe, let the processes that still run finish their iteration and end."""
+    try:
+        yield
+    finally:
+        for process in running.values():
+            process.terminate()
 
 
 def _create_folder(cfg: CommonCfg) -> Path:

@@ -146,7 +146,7 @@ class LocalRows:
             for path, array, shape in self._leaves:
                 leaf = obs
                 for key in path:
-                    leaf = leaf[int(key)] if isinstance(leaf, tuple | list) else leaf[key]
+                    leaf = leaf[int(key)] if isinstance(leaf, tuple | list | np.ndarray) else leaf[key]
                 if np.shape(leaf) != shape:
                     raise ValueError
                 array[row] = leaf

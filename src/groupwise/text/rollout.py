@@ -98,10 +98,14 @@ def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu")
 
 
 class TextBuffer(RolloutBuffer):
-    """Checks rollouts of texts; their size varies, so that nothing is preallocated."""
+    """Checks rollouts of texts; their size varies, so nothing is allocated before."""
 
     def __init__(self, action_spec: TensorSpec, *, value: bool = False, device: torch.device | str = "cpu") -> None:
         super().__init__(0, 0, obs_spec=action_spec, action_spec=action_spec, value=value, device=device)
+
+    def start_rollout(self) -> TensorDict:
+        """An empty rollout, which the collector replaces."""
+        return self._empty
 
     def add(self, rollout: TensorDict) -> None:
         """Take a collected rollout, of any number of rows, after checking it."""

@@ -157,7 +157,7 @@ def test_lists_of_tasks_name_tasks_that_exist():
         ("regex", {"pattern": "("}, r"pattern = '\(': missing \)"),
         ("regex", {"pattern": 3}, "pattern = 3: Input should be a valid string"),
         ("regex", {}, "'regex': missing a required argument: 'pattern'"),
-        ("regex", {"patern": "a"}, "unexpected keyword argument 'patern'; fix: settings that fit .pattern: str"),
+        ("regex", {"patern": "a"}, "unexpected keyword argument 'patern'; did you mean 'pattern'?"),
         ("exact", {"where": "end"}, "where = 'end': Input should be 'auto', 'tag', 'boxed' or 'whole'"),
         ("exact", {"case": "lower"}, "case = 'lower': Input should be 'matters' or 'ignored'"),
         ("numeric", {"tolerance": 1.0}, "tolerance=1.0: expected a part"),

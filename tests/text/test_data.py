@@ -118,7 +118,7 @@ def test_bad_data_are_named(source, message):
         ("a.json", b"[1", r"a\.json, Expecting ',' delimiter: line 1 column 3"),
         ("a.csv", b"prompt,answer\n1,2\n1\n", r"a\.csv, near line 3: not as many fields as columns"),
         ("a.csv", b"prompt,answer\n1,2,3\n", r"a\.csv, near line 2: not as many fields as columns"),
-        ("a.csv", b'prompt,answer\n"1"x,2\n', r"a\.csv, near line 1: .*need quotes"),
+        ("a.csv", b'prompt,answer\n"1"x,2\n', r"a\.csv, near line 1: .*fix: quotes around"),
         ("a.csv", b"prompt,answer\n", r"a\.csv has no examples"),
         ("a.parquet", b"nothing", r"a\.parquet, .*; fix: save it as \.parquet"),
         ("a.jsonl", b"\xff\xfe", r"a\.jsonl, 'utf-8' codec can't decode .*; fix: .*UTF-8"),

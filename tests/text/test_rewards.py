@@ -188,7 +188,7 @@ def test_async_functions_run_at_the_same_time_in_one_loop():
     rewards.close()
 
 
-def test_async_functions_run_while_sync_ones_after_them_do():
+def test_async_functions_run_while_sync_ones_do_in_any_order():
     done = threading.Event()
 
     async def sets(**_):
@@ -200,6 +200,8 @@ def test_async_functions_run_while_sync_ones_after_them_do():
         return [1, 1]
 
     assert score(reward_set(sets, waits)).reward == (1, 1)
+    done.clear()
+    assert score(reward_set(waits, sets)).reward == (1, 1)
 
 
 def test_functions_run_in_the_main_thread_even_where_a_loop_runs_already():

@@ -136,15 +136,16 @@ def _rows(source: object, where: str) -> list[Any]:
 
 def _read(path: Path) -> Any:
     """The content of a file: a list of rows, or else a mistake."""
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
+    suffix = path.suffix.lower()
+    if suffix not in _READERS:
         raise DataError(f"data = {str(path)!r}: expected a file that ends in {', '.join(_READERS)}; fix: convert it")
     if not path.is_file():
         raise DataError(f"{str(path)!r}: there is no such file of prompts; fix: its path, seen from {Path.cwd()}")
+    reader, fix = _READERS[suffix]
     try:
         return reader(path)
     except ValueError as error:  # also of JSON, Parquet and UTF-8
-        raise DataError(f"{path}, {error}; fix: save it as {path.suffix}, in UTF-8") from error
+        raise DataError(f"{path}, {error}; fix: {fix}") from error
 
 
 def _read_jsonl(path: Path) -> list[Any]:
@@ -172,7 +173,7 @@ def _read_csv(path: Path) -> list[Any]:
                     raise csv.Error("not as many fields as columns")
                 rows.append(row)
         except csv.Error as error:
-            raise ValueError(f"near line {reader.line_num}: {error} (fields that hold commas need quotes)") from error
+            raise ValueError(f"near line {reader.line_num}: {error}") from error
     return rows
 
 
@@ -183,12 +184,13 @@ def _read_parquet(path: Path) -> Any:
     return read_table(path).to_pylist()
 
 
-_READERS: dict[str, Callable[[Path], Any]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
+_READERS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    ".jsonl": (_read_jsonl, "one JSON object a line, in UTF-8"),
+    ".json": (_read_json, "a list of JSON objects, in UTF-8"),
+    ".csv": (_read_csv, "quotes around fields that hold commas, and UTF-8"),
+    ".parquet": (_read_parquet, "write it again as Parquet"),
 }
+"""How to read a file, and the fix if that fails, by its ending."""
 
 
 def _prompt(where: str, prompt: object) -> Prompt:

@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, nearest
 
 
 def register(kind: str, registry: dict[str, Any], name: str) -> Callable[[Any], Any]:
@@ -39,7 +39,9 @@ def check_settings(
         if complete:
             signature.bind(*first, **settings)
     except TypeError as error:
-        raise ConfigError(f"{what}: {error}; fix: settings that fit {signature}") from error
+        unknown = next((key for key in settings if key not in signature.parameters), "")
+        hint = nearest(unknown, signature.parameters) or f"; fix: settings that fit {signature}"
+        raise ConfigError(f"{what}: {error}{hint}") from error
     hints = get_type_hints(made.__init__ if inspect.isclass(made) else made)
     for key in settings.keys() & hints.keys():
         try:

@@ -192,14 +192,15 @@ class RewardSet:
                 function.call.close()
 
     def _results(self, keywords: Mapping[str, Any]) -> list[Any]:
-        """The result of each function; async ones run at the same time, and while those after them do."""
-        started = []
-        for name, function in zip(self.names, self.functions, strict=True):
+        """The result of each function; async ones run at the same time, and while the others do."""
+        functions = list(zip(self.names, self.functions, strict=True))
+        started = {}
+        for name, function in sorted(functions, key=lambda pair: not _is_async(pair[1].call)):
             result = _result(name, partial(function.call, **function.arguments(keywords)))
             if inspect.iscoroutine(result):
                 result = asyncio.run_coroutine_threadsafe(result, self._running_loop())
-            started.append(result)
-        results = zip(self.names, started, strict=True)
+            started[name] = result
+        results = ((name, started[name]) for name in self.names)
         return [_result(name, result.result) if isinstance(result, Future) else result for name, result in results]
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
@@ -220,6 +221,10 @@ class RewardSet:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
+
+
+def _is_async(call: Any) -> bool:
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(call.__call__)
 
 
 def _result(name: str, call: Callable[[], Any]) -> Any:

@@ -112,7 +112,11 @@ def test_bad_data_are_named(source, message):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"prompt": "a"}\n\n{"prompt": ', r"a\.jsonl, line 3: Expecting value; fix: save it as \.jsonl"),
+        (
+            "a.jsonl",
+            b'{"prompt": "a"}\n\n{"prompt": ',
+            r"a\.jsonl, line 3: Expecting value; fix: one JSON object a line",
+        ),
         ("a.jsonl", b"\n", r"a\.jsonl has no examples"),
         ("a.json", b'{"prompt": "a"}', r"a\.json: expected .* list of examples; got {'prompt': 'a'}"),
         ("a.json", b"[1", r"a\.json, Expecting ',' delimiter: line 1 column 3"),
@@ -120,7 +124,7 @@ def test_bad_data_are_named(source, message):
         ("a.csv", b"prompt,answer\n1,2,3\n", r"a\.csv, near line 2: not as many fields as columns"),
         ("a.csv", b'prompt,answer\n"1"x,2\n', r"a\.csv, near line 1: .*fix: quotes around"),
         ("a.csv", b"prompt,answer\n", r"a\.csv has no examples"),
-        ("a.parquet", b"nothing", r"a\.parquet, .*; fix: save it as \.parquet"),
+        ("a.parquet", b"nothing", r"a\.parquet, .*; fix: write it again"),
         ("a.jsonl", b"\xff\xfe", r"a\.jsonl, 'utf-8' codec can't decode .*; fix: .*UTF-8"),
     ],
 )

@@ -191,7 +191,7 @@ def test_registered_tools_are_called_and_have_what_they_need(monkeypatch):
         (
             {"tool": "calculator", "tool_kwargs": {"tags": "x"}},
             ConfigError,
-            r"tool 'calculator': .* unexpected keyword argument 'tags'; fix: settings that fit \(tag: str = 'calc'\)",
+            "tool 'calculator': .* unexpected keyword argument 'tags'; did you mean 'tag'",
         ),
         ({"tool": GIVEN}, ConfigError, r"the tool was given in Python; fix: give it again as tool=\.\.\."),
     ],

@@ -151,8 +151,9 @@ def check_env(env: object) -> EnvReport:
     observation = _tried(lambda: (obs_spec(space), _brief(space))[1])
     action = _tried(lambda: (make_head(actions, PolicyCfg()), _brief(actions))[1])
     limit = NO_LIMIT if max_steps is None else Finding(max_steps)
-    for needed in (limit, action, observation):
-        training = Finding(None, needed.reason, needed.fix) if needed.value is None else training
+    missing = [needed for needed in (observation, action, limit) if needed.value is None]
+    if missing:
+        training = Finding(None, missing[0].reason, missing[0].fix)
     return EnvReport(name, observation, action, limit, start_varies, noise_varies, modes, speeds, training)
 
 

@@ -121,8 +121,10 @@ def pool_metrics(ranks: Sequence[tuple[int, dict[str, float]]]) -> dict[str, flo
         weights = [max(1, episodes) for episodes, metrics in ranks if name in metrics]
         if name in COUNTS:
             pooled[name] = sum(values)
-        elif name.endswith(("_max", "_min")):
-            pooled[name] = max(values) if name.endswith("_max") else min(values)
+        elif name.endswith("_max"):
+            pooled[name] = max(values)
+        elif name.endswith("_min"):
+            pooled[name] = min(values)
         else:
             pooled[name] = sum(v * (weight / sum(weights)) for v, weight in zip(values, weights, strict=True))
     return pooled

@@ -119,7 +119,7 @@ class GroupTracker:
             group = Group(self._num_groups, self._start_seed(self._num_groups))
             self._waiting.extend(Member(group, i, greedy=i >= self._group_size) for i in range(self._num_members))
             self._num_groups += 1
-        begun = [self._waiting.popleft() for _ in free[: len(self._waiting)]]
+        begun = [self._waiting.popleft() for _ in range(min(len(free), len(self._waiting)))]
         for member, row in zip(begun, free, strict=False):
             member.row, member.start = row, self.step
             self._in_row[row], self._start[row] = member, self.step

@@ -186,9 +186,9 @@ def test_compositions_that_make_no_sense_are_refused(choices, message):
 @pytest.mark.parametrize(
     ("choices", "found"),
     [
-        ({"finished_members": "zero"}, "credit.finished_members='zero' and credit.singleton='zero' need"),
-        ({"singleton": "trajectory"}, "credit.finished_members='mask' and credit.singleton='trajectory' need"),
-        ({"returns": "return_to_go", "finished_members": "trajectory"}, "credit.finished_members='trajectory' and"),
+        ({"finished_members": "zero"}, "credit.finished_members='zero' needs"),
+        ({"singleton": "trajectory"}, "credit.singleton='trajectory' needs"),
+        ({"returns": "return_to_go", "finished_members": "trajectory"}, "credit.finished_members='trajectory' needs"),
     ],
 )
 def test_rules_for_single_steps_are_refused_where_whole_episodes_are_compared(choices, found):

@@ -213,6 +213,15 @@ class KnnCfg(BaselineCfg):
     within_group: ClassVar = False
     needs: ClassVar = {"returns": ("return_to_go",), "group_key": ("group",), "scale": ("none",), "reward": ("total",)}
 
+    def check_policy(self, policy: "Policy") -> None:
+        """Refuse observations that are no vectors of floats, by a ``ConfigError``."""
+        space = getattr(policy, "observation_space", None)
+        if space is not None and not (space.dtype is not None and space.dtype.kind == "f" and len(space.shape) == 1):
+            raise ConfigError(
+                f"credit.baseline='knn' needs vectors of floats as observations, got {space}; fix: baseline='mean' with "
+                "group_key='group_step'"
+            )
+
     def advantage(self, credit: "CreditInput", compare: "Callable[[CreditInput], Tensor]") -> "Tensor":
         """Generalised advantage estimate of each step."""
         from groupwise.recipes.knn_values import knn_advantage

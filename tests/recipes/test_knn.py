@@ -220,7 +220,9 @@ def test_settings_that_contradict_it_are_refused(change):
 
 
 def test_environments_without_vectors_are_refused_before_a_rollout(tmp_path):
-    with pytest.raises(gw.ConfigError, match=r"needs vectors of floats as observations, got Discrete\(16\); fix: baseline='mean'"):
+    with pytest.raises(
+        gw.ConfigError, match=r"needs vectors of floats as observations, got Discrete\(16\); fix: baseline='mean'"
+    ):
         gw.train("FrozenLake-v1", preset="knn", total_steps=100, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

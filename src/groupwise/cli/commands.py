@@ -31,7 +31,7 @@ Reinforcement learning with GRPO and PPO.
 With every command:
   --help             help
   --plugin FILE.py   import your file first, which may register algorithms, credit rules or environments;
-                     or a module, such as ale_py, which registers Atari
+                     or the name of an installed module
   --debug            show the traceback of an error
   --version
 
@@ -94,7 +94,7 @@ Examples:
   groupwise check-env Ant-v5
   groupwise check-env Ant-v5 --env.kwargs '{"healthy_reward": 0.5}' --json
   groupwise check-env Mine-v0 --plugin my_env.py
-  groupwise check-env ALE/Pong-v5 --plugin ale_py --env.num-random-noops 30
+  groupwise check-env ALE/Pong-v5 --env.num-random-noops 30
 
 Options: --json, and settings of the environment:
 """

@@ -23,7 +23,7 @@ from groupwise.config.env import EnvCfg
 from groupwise.config.presets import Tree
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.config.text import TextTaskCfg
-from groupwise.envs.names import refuse_module, unknown_environment
+from groupwise.envs.names import import_package, refuse_module, unknown_environment
 from groupwise.errors import ConfigError
 
 COMMON = (
@@ -257,6 +257,7 @@ def _resolve(target: str, preset: str | None, changed: Tree) -> RunCfg | TextRun
     if target not in presets.env_ids():  # a typo is found before anything slow is imported
         from gymnasium.envs.registration import registry
 
+        import_package(target)
         if target not in registry:
             raise unknown_environment(target, registry)
     return resolve(target, preset=preset, **changed)

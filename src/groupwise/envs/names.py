@@ -1,29 +1,57 @@
-"""Errors about unknown environment ids. Imports no torch and no simulator."""
+"""Ids of environments: packages that register some on import, and errors about unknown ones. Imports no simulator."""
 
 from collections.abc import Iterable
+from importlib import import_module
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from groupwise.errors import EnvError, MissingExtraError, UnknownNameError, installing, nearest
 
-_PACKAGES = {"ALE/": ("ale_py", "atari"), "MiniGrid-": ("minigrid", "minigrid"), "BabyAI-": ("minigrid", "minigrid")}
-"""The module that registers environments when it is imported, and the extra that brings it, by the start of their ids."""
+
+class _Package(NamedTuple):
+    """What registers environments when it is imported."""
+
+    module: str
+    needs: str
+    """Must be installed."""
+    install: str
 
 
-def unknown_environment(env_id: str, known: Iterable[str]) -> UnknownNameError | MissingExtraError:
-    """The error to raise: names the nearest id, or the package that registers environments of this kind."""
+_MINIGRID = _Package("minigrid", "minigrid", installing("minigrid"))
+_PACKAGES = {
+    "ALE/": _Package("ale_py", "ale_py", installing("atari")),
+    "BabyAI-": _MINIGRID,
+    "Fetch": _Package("groupwise.embodied.fetch", "gymnasium_robotics", installing("robots")),
+    "MetaWorld/": _Package(
+        "groupwise.embodied.metaworld",
+        "metaworld",
+        f"{installing('robots')}, then pip install --no-deps metaworld==3.1.1 (it asks for an old MuJoCo, but runs on "
+        "newer ones)",
+    ),
+    "MiniGrid-": _MINIGRID,
+}
+"""By the start of the ids."""
+
+
+def import_package(env_id: str) -> None:
+    """Import the package that registers environments of this kind, if one is known.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    for prefix, package in _PACKAGES.items():
+        if env_id.startswith(prefix):
+            if find_spec(package.needs) is None:
+                raise MissingExtraError(
+                    f"environment {env_id!r} needs {package.needs!r}, which is not installed; fix: {package.install}"
+                )
+            import_module(package.module)
+
+
+def unknown_environment(env_id: str, known: Iterable[str]) -> UnknownNameError:
+    """The error to raise: names the nearest id."""
     names = list(known)
     hint = "no registered id is similar; fix: --plugin FILE.py if it is yours (in Python: register it first)"
-    for prefix, (module, extra) in _PACKAGES.items():
-        if not env_id.startswith(prefix) or any(name.startswith(prefix) for name in names):
-            continue
-        registering = f"import {module} (command line: --plugin {module})"
-        if find_spec(module) is None:
-            return MissingExtraError(
-                f"environment {env_id!r} needs {module!r}, which is not installed; fix: {installing(extra)}, "
-                f"then {registering}"
-            )
-        hint = f"{module} (extra {extra!r}) registers it when it is imported; fix: {registering}"
-        return UnknownNameError("environment", env_id, (), hint=hint)
     return UnknownNameError("environment", env_id, names, hint=None if nearest(env_id, names) else hint)
 
 

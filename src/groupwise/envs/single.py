@@ -18,7 +18,7 @@ from groupwise.cpus import num_cpus
 from groupwise.envs.base import VectorEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv, LeanSyncVectorEnv
 from groupwise.envs.local_rows import OnError, RowCfg
-from groupwise.envs.names import unknown_environment
+from groupwise.envs.names import import_package, unknown_environment
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.starts import choose_start, verify_rows
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError, installing
@@ -157,5 +157,6 @@ def _make(env: Callable[..., gymnasium.Env] | EnvSpec | str, cfg: EnvCfg) -> gym
         if cfg.max_episode_steps is not None:
             made = TimeLimit(made, cfg.max_episode_steps)
     else:
+        import_package(cfg.id)
         made = gymnasium.make(env, **with_limit(cfg))
     return RandomNoops(made, cfg.num_random_noops) if cfg.num_random_noops else made

@@ -60,9 +60,12 @@ def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
     import gymnasium
 
     from groupwise.envs.make import makes_rows
+    from groupwise.envs.names import import_package
 
     if cfg.vectorization == "envpool" or makes_rows(env):
         raise NoPictureError(f"no video: {cfg.id} is a batched environment, which does not render")
+    if env is None:
+        import_package(cfg.id)
     make = partial(gymnasium.make, cfg.id) if env is None else env
     assert callable(make)
     kwargs = dict(cfg.kwargs)

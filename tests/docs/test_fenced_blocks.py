@@ -14,10 +14,13 @@ from groupwise import cli, config
 from groupwise import run as commands
 from groupwise.algorithms import advantages as credit
 from groupwise.config.algorithm import AlgorithmCfg
+from groupwise.envs.names import import_package
 from groupwise.text import builtin_rewards, rewards
 from groupwise.training import env_evaluator
 
 ROOT = Path(__file__).parents[2]
+for env_id in ("FetchPush-v4", "MetaWorld/push-v3"):
+    import_package(env_id)  # before a test resets what is registered
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/algorithms/*.md"))]
 
 

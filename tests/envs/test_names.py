@@ -1,34 +1,34 @@
 import pytest
 
 from groupwise.envs import names
-from groupwise.envs.names import refuse_module, unknown_environment
-from groupwise.errors import EnvError, MissingExtraError, UnknownNameError
+from groupwise.envs.names import import_package, refuse_module, unknown_environment
+from groupwise.errors import EnvError, MissingExtraError
 
 KNOWN = ["Ant-v5", "CartPole-v1"]
 
 
 @pytest.mark.parametrize(
-    ("env_id", "module", "extra"),
-    [("ALE/Pong-v5", "ale_py", "atari"), ("MiniGrid-Empty-5x5-v0", "minigrid", "minigrid")],
+    ("env_id", "package", "fix"),
+    [
+        ("ALE/Pong-v5", "ale_py", r"pip install -e '.\[atari\]' in the checkout$"),
+        ("BabyAI-GoToObj-v0", "minigrid", r"pip install -e '.\[minigrid\]' in the checkout$"),
+        ("FetchPush-v4", "gymnasium_robotics", r"pip install -e '.\[robots\]' in the checkout$"),
+        ("MetaWorld/push-v3", "metaworld", r"pip install -e '.\[robots\]' .*, then pip install --no-deps metaworld=="),
+    ],
 )
-def test_an_id_of_a_package_that_nobody_imported_names_the_package(monkeypatch, env_id, module, extra):
-    monkeypatch.setattr(names, "find_spec", lambda name: object())
-    error = unknown_environment(env_id, KNOWN)
-    assert isinstance(error, UnknownNameError)
-    assert str(error) == (
-        f"unknown environment {env_id!r}: {module} (extra {extra!r}) registers it when it is imported; "
-        f"fix: import {module} (command line: --plugin {module})"
-    )
-
-
-def test_an_id_of_a_package_that_is_not_installed_names_the_extra(monkeypatch):
+def test_an_id_of_a_package_that_is_not_installed_says_how_to_install_it(monkeypatch, env_id, package, fix):
     monkeypatch.setattr(names, "find_spec", lambda name: None)
-    error = unknown_environment("BabyAI-GoToObj-v0", KNOWN)
-    assert isinstance(error, MissingExtraError)
-    assert (
-        "fix: pip install -e '.[minigrid]' in the checkout, then import minigrid (command line: --plugin minigrid)"
-        in str(error)
-    )
+    with pytest.raises(MissingExtraError, match=f"environment '{env_id}' needs '{package}', .* fix: {fix}"):
+        import_package(env_id)
+
+
+def test_only_the_package_of_the_id_is_imported(monkeypatch):
+    imported = []
+    monkeypatch.setattr(names, "find_spec", lambda name: object())
+    monkeypatch.setattr(names, "import_module", imported.append)
+    for env_id in ("CartPole-v1", "Mine/Fetch-v0", "MiniGrid-Empty-5x5-v0", "FetchReach-v4"):
+        import_package(env_id)
+    assert imported == ["minigrid", "groupwise.embodied.fetch"]
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,16 @@ What differs from the package ``metaworld``, whose simulation, rewards and crite
 - States can be captured and restored bit for bit (``clone_state``, ``restore_state``).
 - Images are small, fast and drawn only where they are asked for.
 
-**Images on demand.** Whoever takes several steps for one decision sets ``env.unwrapped.draws = False``: ``step`` then
-leaves ``obs["image"]`` as the last drawn one. ``env.unwrapped.image()`` draws the present state.
+**Images on demand** (``DrawsOnDemand``). Whoever takes several steps for one decision sets ``env.unwrapped.draws =
+False`` before them: ``step`` then leaves ``obs["image"]`` as the last drawn one. After the last one it puts
+``env.unwrapped.image()``, which draws the present state, into the observation, unless ``draws`` was False before.
 
 **Expert.** ``expert(task)`` acts on ``env.unwrapped.state``, which exists whatever the observation is.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakValueDictionary
 
 import gymnasium
@@ -54,6 +55,7 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
 
     Args:
         tasks: names such as ``push-v3``. The start seed picks one of them.
+        obs: ``state`` or ``image``, as above.
         views: cameras of ``obs="image"``. ``corner2`` is closer than the package's, and upright.
         pixels: height and width of an image.
         hide_arm: draw the hand but not the arm, which is twice as fast. Report it with results.
@@ -71,11 +73,11 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
         self,
         tasks: Sequence[str] = (),
         *,
-        obs: Literal["state", "image"] = "state",
+        obs: str = "state",
         views: Sequence[str] = ("corner2", "gripperPOV"),
         pixels: int = 64,
         hide_arm: bool = False,
-        reward: Literal["success", "dense"] = "success",
+        reward: str = "success",
         render_mode: str | None = None,
     ) -> None:
         _check(tasks, obs, views, reward)
@@ -119,7 +121,7 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
         simulator = self._simulators[self._task]
         return np.stack([simulator.draw(self._episode, view, self._pixels) for view in self._views])
 
-    def render(self) -> Image:  # type: ignore[override]
+    def render(self) -> Image:
         """A larger picture for videos."""
         return self._simulators[self._task].draw(self._episode, "corner2", _VIDEO_SIZE)
 

@@ -132,7 +132,9 @@ class Simulator:
     def _restore(self, state: State) -> None:
         model, data = self._sawyer.model, self._sawyer.data
         attributes = vars(self._sawyer)
-        for name in [name for name in attributes if name not in state["attributes"] and _is_state(name, attributes[name])]:
+        for name in [
+            name for name in attributes if name not in state["attributes"] and _is_state(name, attributes[name])
+        ]:
             del attributes[name]
         for name, value in state["attributes"].items():
             attributes[name] = value.copy() if isinstance(value, np.ndarray | list) else value

@@ -62,6 +62,17 @@ class HasState(Protocol):
         """Go back to what ``clone_state`` returned, here or in another environment made alike."""
 
 
+@runtime_checkable
+class DrawsOnDemand(Protocol):
+    """An environment whose images take long, so that whoever takes steps says when it draws."""
+
+    draws: bool
+    """Whether ``step`` draws. Otherwise its observation keeps the last drawn images; ``reset`` always draws."""
+
+    def image(self) -> np.ndarray:
+        """The images of the present state, as ``obs["image"]``."""
+
+
 class SnapshotAdapter:
     """Captures and restores the attributes of every layer, and a simulator's own state in subclasses.
 

@@ -5,8 +5,10 @@ import logging
 import warnings
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, Literal
 
+import gymnasium
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,9 +17,9 @@ from groupwise.config.env import StartMode
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import space_kind
 from groupwise.envs.base import GroupEnv, GroupStartReport, Seeds
-from groupwise.envs.local_rows import RowCfg
+from groupwise.envs.local_rows import EnvMaker, RowCfg
 from groupwise.envs.rows import RowsGroupEnv
-from groupwise.envs.snapshots import adapter_for
+from groupwise.envs.snapshots import DrawsOnDemand, adapter_for
 from groupwise.errors import GroupStartError, GroupStartWarning, GroupwiseError, UnsupportedSpaceError
 from groupwise.seeding import derive_seed
 
@@ -183,6 +185,7 @@ def choose_start(cfg: RowCfg, wanted: StartMode | Literal["auto"]) -> GroupStart
         GroupStartError: no mode works; names the reason of each.
     """
     reasons: dict[StartMode, str] = {}
+    cfg = cfg._replace(make=partial(_drawing_starts_only, cfg.make))
     for mode in _modes(cfg) if wanted == "auto" else (wanted,):
         try:
             report = _examine_mode(cfg._replace(start_mode=mode))._replace(rejected=tuple(_joined(reasons)))
@@ -213,6 +216,14 @@ def _examine_mode(cfg: RowCfg) -> GroupStartReport:
                 raise
             kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
             raise _ApartError(kind + str(error).partition("; fix: ")[0]) from error
+
+
+def _drawing_starts_only(make: EnvMaker) -> gymnasium.Env:
+    """An environment whose steps draw no images: they follow from states, which the check compares."""
+    env = make()
+    if isinstance(env.unwrapped, DrawsOnDemand):
+        env.unwrapped.draws = False
+    return env
 
 
 def _check_captured_again(env: GroupEnv, used: GroupEnv) -> None:

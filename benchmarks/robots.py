@@ -73,12 +73,11 @@ def step(env: gymnasium.Env) -> None:
 def images(rounds: int) -> dict[str, float]:
     """Costs of one image of push-v3."""
     found = {}
-    for view in ("corner2", "gripperPOV"):
-        for hide_arm in (False, True):
-            env = MetaWorldEnv(["push-v3"], obs="image", views=[view], pixels=PIXELS, hide_arm=hide_arm)
-            env.reset(seed=0)
-            found[view + (", arm hidden" if hide_arm else "")] = milliseconds(env.image, 20, rounds)
-            env.close()
+    for view, hide_arm in (("corner2", False), ("corner2", True), ("gripperPOV", False)):
+        env = MetaWorldEnv(["push-v3"], obs="image", views=[view], pixels=PIXELS, hide_arm=hide_arm)
+        env.reset(seed=0)
+        found[view + (", arm hidden" if hide_arm else "")] = milliseconds(env.image, 20, rounds)
+        env.close()
     return found
 
 

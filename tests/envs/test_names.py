@@ -18,7 +18,7 @@ KNOWN = ["Ant-v5", "CartPole-v1"]
 )
 def test_an_id_of_a_package_that_is_not_installed_says_how_to_install_it(monkeypatch, env_id, package, fix):
     monkeypatch.setattr(names, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=f"environment '{env_id}' needs '{package}', .* fix: {fix}"):
+    with pytest.raises(MissingExtraError, match=f"needs '{package}', which is not installed; fix: {fix}"):
         import_package(env_id)
 
 

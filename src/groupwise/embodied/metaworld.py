@@ -17,6 +17,7 @@ False`` before them: ``step`` then leaves ``obs["image"]`` as the last drawn one
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,10 +26,13 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
-from groupwise.embodied.metaworld_simulator import VIEWS, Episode, Simulator
 from groupwise.embodied.metaworld_tasks import INSTRUCTIONS
-from groupwise.embodied.rendering import Image
+from groupwise.envs.names import require_package
 from groupwise.errors import EnvError, UnknownNameError
+
+require_package("MetaWorld/")
+from groupwise.embodied.metaworld_simulator import VIEWS, Episode, Simulator  # noqa: E402
+from groupwise.embodied.rendering import Image  # noqa: E402
 
 STATE_SIZE = 39
 PROPRIO_SIZE = 4
@@ -38,7 +42,7 @@ MAX_EPISODE_STEPS = 100
 _MAX_REWARD = 10.0
 _VIDEO_SIZE = 480
 
-_simulators: WeakValueDictionary[tuple[str, int, bool], Simulator] = WeakValueDictionary()
+_simulators: WeakValueDictionary[tuple[str, int], Simulator] = WeakValueDictionary()
 """Those of this process, shared by all rows that use the same ones."""
 
 
@@ -58,7 +62,7 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
         obs: ``state`` or ``image``, as above.
         views: cameras of ``obs="image"``. ``corner2`` is closer than the package's, and upright.
         pixels: height and width of an image.
-        hide_arm: draw the hand but not the arm, which is twice as fast. Report it with results.
+        hide_arm: draw the hand but not the links of the arm, in half the time. Report it with results.
         reward: ``success``: 1 for success, else 0. ``dense``: Meta-World's, scaled to [-1, 0] per step, so that success,
             which ends the episode, costs no reward.
 
@@ -88,11 +92,11 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
         self.draws = True
         """Whether ``step`` draws images."""
         self._sees = obs == "image"
-        self._views, self._pixels = tuple(views), pixels
+        self._views, self._pixels, self._hide_arm = tuple(views), pixels, hide_arm
         self._reward = reward
         self._image = np.zeros((len(views), pixels, pixels, 3), np.uint8)
         size = max(pixels, _VIDEO_SIZE if render_mode else 0)
-        self._simulators = {task: _simulator(task, size, hide_arm) for task in self.tasks}
+        self._simulators = {task: _simulator(task, size) for task in self.tasks}
         self._task = self.tasks[0]
         self._episode = Episode()
 
@@ -119,10 +123,13 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
     def image(self) -> Image:
         """[views, pixels, pixels, 3] of the present state."""
         simulator = self._simulators[self._task]
-        return np.stack([simulator.draw(self._episode, view, self._pixels) for view in self._views])
+        draw = partial(simulator.draw, self._episode, size=self._pixels, hide_arm=self._hide_arm)
+        return np.stack([draw(view) for view in self._views])
 
-    def render(self) -> Image:
-        """A larger picture for videos."""
+    def render(self) -> Image | None:
+        """A larger picture for videos, with ``render_mode="rgb_array"``."""
+        if self.render_mode is None:
+            return None
         return self._simulators[self._task].draw(self._episode, "corner2", _VIDEO_SIZE)
 
     def clone_state(self) -> dict[str, Any]:
@@ -189,11 +196,10 @@ def instruction_bytes(text: str) -> npt.NDArray[np.uint8]:
     return np.frombuffer(encoded.ljust(INSTRUCTION_BYTES, b"\0"), np.uint8).copy()
 
 
-def _simulator(task: str, size: int, hide_arm: bool) -> Simulator:
-    key = task, size, hide_arm
-    simulator = _simulators.get(key)
+def _simulator(task: str, size: int) -> Simulator:
+    simulator = _simulators.get((task, size))
     if simulator is None:
-        simulator = _simulators[key] = Simulator(*key)
+        simulator = _simulators[task, size] = Simulator(task, size)
     return simulator
 
 

@@ -19,10 +19,14 @@ from groupwise.embodied.rendering import Image, Renderer
 VIEWS = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
 _CORNER2_POSITION = (0.75, 0.075, 0.7)
 """As in RLinf and LeRobot: the package's is so far away that objects are four pixels wide in an image of 64."""
-_UPSIDE_DOWN = ("corner", "corner2", "corner3")
+_UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
 _PHYSICS = mujoco.mjtState.mjSTATE_INTEGRATION
 _VIEWS_OF_DATA = ("init_left_pad", "init_right_pad")
 """Views of ``MjData``, so they follow it."""
+_ARM_GROUP = 2
+"""Of geoms; the highest that is drawn by default."""
+_NEVER_SEES_ARM = "gripperPOV"
+"""Leaving the arm out changes no pixel there, and halves the time."""
 _ARM = ("base", "controller_box", "head", "pedestal", "screen", "torso")
 _STATE_KINDS = (np.ndarray, np.generic, bool, int, float, list, type(None))
 
@@ -42,10 +46,9 @@ class Simulator:
 
     Args:
         size: of the largest picture, in pixels.
-        hide_arm: draw the hand only.
     """
 
-    def __init__(self, task: str, size: int, hide_arm: bool) -> None:
+    def __init__(self, task: str, size: int) -> None:
         self._sawyer = ALL_V3_ENVIRONMENTS[task]()
         self._sawyer._freeze_rand_vec = False  # draw a start at each reset
         self._sawyer.seeded_rand_vec = True
@@ -56,8 +59,7 @@ class Simulator:
         self._size = size
         self._renderer: Renderer | None = None
         _place_cameras(self._sawyer.model)
-        if hide_arm:
-            _hide_arm(self._sawyer.model)
+        _group_arm(self._sawyer.model)
         self._now: Episode | None = None
         self._made = self._captured()
 
@@ -88,12 +90,13 @@ class Simulator:
         observed: npt.NDArray[np.float64] = self._sawyer._last_stable_obs
         return observed
 
-    def draw(self, episode: Episode, view: str, size: int) -> Image:
-        """[size, size, 3]."""
+    def draw(self, episode: Episode, view: str, size: int, *, hide_arm: bool = False) -> Image:
+        """The picture [size, size, 3], with or without the links of the arm. The hand is always drawn."""
         self._play(episode)
         if self._renderer is None:
             self._renderer = Renderer(self._sawyer.model, self._size)
-        image = self._renderer.render(self._sawyer.data, view, size)
+        without = _ARM_GROUP if hide_arm or view == _NEVER_SEES_ARM else None
+        image = self._renderer.render(self._sawyer.data, view, size, without=without)
         return image[::-1, ::-1] if view in _UPSIDE_DOWN else image
 
     def capture(self, episode: Episode) -> State:
@@ -158,13 +161,13 @@ def _place_cameras(model: Any) -> None:
     model.camera("corner2").pos = _CORNER2_POSITION
 
 
-def _hide_arm(model: Any) -> None:
-    """Make the links invisible, but not the hand. They are most of a picture's geometry."""
+def _group_arm(model: Any) -> None:
+    """Give the links a group of their own, but not the hand. They are most of a picture's geometry."""
     for geom in range(model.ngeom):
         body = model.body(model.geom_bodyid[geom]).name
         is_link = body in _ARM or (body.startswith("right_") and body != "right_hand")
-        if is_link and model.geom_type[geom] == mujoco.mjtGeom.mjGEOM_MESH:
-            model.geom_rgba[geom, 3] = 0.0
+        if is_link and model.geom_type[geom] == mujoco.mjtGeom.mjGEOM_MESH and model.geom_group[geom] < _ARM_GROUP:
+            model.geom_group[geom] = _ARM_GROUP
 
 
 def _reset_mocap_welds(sawyer: SawyerMocapBase) -> None:

@@ -45,6 +45,7 @@ class Renderer:
         for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
             self._scene.flags[flag] = False
         self._option = mujoco.MjvOption()
+        self._groups = self._option.geomgroup.copy()
         self._perturbation = mujoco.MjvPerturb()
         self._camera = mujoco.MjvCamera()
         self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
@@ -55,8 +56,15 @@ class Renderer:
         self._free.atexit = False
         atexit.register(self._free)  # after MuJoCo registered the end of OpenGL, so it runs before that
 
-    def render(self, data: Any, camera: str, size: int) -> Image:
-        """The picture [size, size, 3] of a camera of the model."""
+    def render(self, data: Any, camera: str, size: int, *, without: int | None = None) -> Image:
+        """The picture [size, size, 3] of a camera of the model.
+
+        Args:
+            without: a group of geoms to leave out.
+        """
+        self._option.geomgroup[:] = self._groups
+        if without is not None:
+            self._option.geomgroup[without] = 0
         self._camera.fixedcamid = self._model.camera(camera).id
         mujoco.mjv_updateScene(
             self._model,

@@ -12,19 +12,19 @@ class _Package(NamedTuple):
     """What registers environments when it is imported."""
 
     module: str
-    needs: str
+    needs: tuple[str, ...]
     """Must be installed."""
     install: str
 
 
-_MINIGRID = _Package("minigrid", "minigrid", installing("minigrid"))
+_MINIGRID = _Package("minigrid", ("minigrid",), installing("minigrid"))
 _PACKAGES = {
-    "ALE/": _Package("ale_py", "ale_py", installing("atari")),
+    "ALE/": _Package("ale_py", ("ale_py",), installing("atari")),
     "BabyAI-": _MINIGRID,
-    "Fetch": _Package("groupwise.embodied.fetch", "gymnasium_robotics", installing("robots")),
+    "Fetch": _Package("groupwise.embodied.fetch", ("gymnasium_robotics",), installing("robots")),
     "MetaWorld/": _Package(
         "groupwise.embodied.metaworld",
-        "metaworld",
+        ("metaworld", "mujoco"),
         f"{installing('robots')}, then pip install --no-deps metaworld==3.1.1 (it asks for an old MuJoCo, but runs on "
         "newer ones)",
     ),
@@ -41,11 +41,16 @@ def import_package(env_id: str) -> None:
     """
     for prefix, package in _PACKAGES.items():
         if env_id.startswith(prefix):
-            if find_spec(package.needs) is None:
-                raise MissingExtraError(
-                    f"environment {env_id!r} needs {package.needs!r}, which is not installed; fix: {package.install}"
-                )
+            require_package(prefix)
             import_module(package.module)
+
+
+def require_package(prefix: str) -> None:
+    """Raise a ``MissingExtraError`` if what ids with this start need is not installed."""
+    package = _PACKAGES[prefix]
+    for name in package.needs:
+        if find_spec(name) is None:
+            raise MissingExtraError(f"{prefix}... needs {name!r}, which is not installed; fix: {package.install}")
 
 
 def unknown_environment(env_id: str, known: Iterable[str]) -> UnknownNameError:

@@ -23,6 +23,7 @@ from groupwise.config.policy import EvalSamplingCfg as EvalSamplingCfg, LoRACfg 
 from groupwise.config.run import SamplerMismatchCfg as SamplerMismatchCfg, EvaluationCfg as EvaluationCfg, LoggingCfg as LoggingCfg, RunCfg as RunCfg, StopCfg as StopCfg, TextEvaluationCfg as TextEvaluationCfg, TextRunCfg as TextRunCfg
 from groupwise.config.text import RewardCfg as RewardCfg, TextTaskCfg as TextTaskCfg
 from groupwise.data.rollout import RolloutBuffer as RolloutBuffer, transition_view as transition_view
+from groupwise.embodied.torch_sim import from_torch_sim as from_torch_sim
 from groupwise.envs.starts import verify_group_start as verify_group_start
 from groupwise.envs.make import make_env as make_env
 from groupwise.envs.torch_env import TorchGroupEnv as TorchGroupEnv

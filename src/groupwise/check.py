@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar, get_args
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import gymnasium
 import numpy as np
@@ -26,7 +26,7 @@ from groupwise.envs.single import make_one, step_limit
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.policies.distributions import make_head
 
-START_MODES: tuple[StartMode, ...] = get_args(StartMode)
+START_MODES: tuple[StartMode, ...] = ("native", "snapshot", "seed", "fresh")
 VECTORIZATIONS = ("entry_point", "sync", "async")
 NUM_ENVS = 8
 _BUDGET_S = 0.3

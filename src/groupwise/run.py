@@ -17,7 +17,7 @@ from groupwise.config.policy import ModelCfg, PolicyCfg
 from groupwise.config.run import CommonCfg, EvaluationCfg, RunCfg, TextEvaluationCfg, TextRunCfg
 from groupwise.engines.base import Engine
 from groupwise.engines.distributed import from_environment
-from groupwise.envs.base import GroupEnv
+from groupwise.envs.base import VectorEnv
 from groupwise.errors import ConfigError, RunFolderError, require_extra
 from groupwise.plugins import blaming_absence
 from groupwise.policies.base import Policy
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from groupwise.text.evaluation import TextEvaluation
     from groupwise.training.evaluation import EvaluationResult
 
-    EnvFactory = Callable[..., gymnasium.Env] | Callable[..., GroupEnv] | GroupEnv | gymnasium.vector.VectorEnv
+    EnvFactory = Callable[..., gymnasium.Env] | Callable[..., VectorEnv] | VectorEnv | gymnasium.vector.VectorEnv
 
 _DEFAULT_EPISODES = 100
 
@@ -353,7 +353,7 @@ def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]
         return env, {}
     if isinstance(env, EnvCfg):
         return env.id, env.model_dump(exclude_unset=True)
-    return GIVEN, {"num_envs": env.num_envs} if isinstance(env, gymnasium.vector.VectorEnv | GroupEnv) else {}
+    return GIVEN, {"num_envs": env.num_envs} if isinstance(env, gymnasium.vector.VectorEnv | VectorEnv) else {}
 
 
 def build(cfg: CommonCfg, given: UserObjects, engine: Engine) -> Components:

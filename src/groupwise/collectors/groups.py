@@ -146,9 +146,9 @@ class GroupCollector(EnvCollector):
         if env.block_size == 1:
             return
         blocks = f"{env.env_id} starts blocks of {env.block_size} rows together"
-        if env.block_size != members:
+        if env.block_size % members:
             fix = f"group_size={env.block_size - self.greedy_members}"
-            raise EnvError(f"{blocks}, but a group has {members} episodes; fix: {fix}")
+            raise EnvError(f"{blocks}, but a group has {members} episodes; fix: {fix}, or one that divides the block")
         if self.collection.on_env_error == "retry":
             raise EnvError(f"{blocks}, so an episode cannot be retried alone; fix: on_env_error='drop'")
 

@@ -6,8 +6,8 @@ from annotated_types import Ge
 
 from groupwise.config.base import Cfg
 
-StartMode = Literal["native", "snapshot", "seed", "fresh"]
-"""How members share a start, best first: state set for all rows at once; state captured and restored by an adapter; a seeded reset; a seeded reset of a fresh environment."""
+StartMode = Literal["native", "snapshot", "seed", "fresh", "none"]
+"""How members share a start, best first: state set for all rows at once; state captured and restored by an adapter; a seeded reset; a seeded reset of a fresh environment. ``none``: they do not."""
 
 
 class EnvCfg(Cfg):

@@ -10,11 +10,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from groupwise.config.env import StartMode
 from groupwise.data.rollout import Nested, Spec
-from groupwise.errors import EnvError
+from groupwise.errors import EnvError, GroupStartError
 
 Mask = npt.NDArray[np.bool_]
 Seeds = npt.NDArray[np.int64]
@@ -37,6 +38,8 @@ class EnvStep(NamedTuple):
     """[N] bool: rows whose environment raised an error, and was replaced and paused. None when none did, or errors are raised."""
     reward_parts: Tensor | None = None
     """[N, R] float32: the parts of the reward, with ``env.reward_parts``."""
+    success: Tensor | None = None
+    """[N] bool: which of the episodes that end with this step succeeded; other rows mean nothing. None where no such row tells."""
 
 
 class VectorEnv(ABC):
@@ -44,6 +47,8 @@ class VectorEnv(ABC):
 
     env_id: str
     """Its name in errors, logs and checkpoints."""
+    device: torch.device = torch.device("cpu")
+    """Where its observations are."""
     num_envs: int
     observation_space: Any
     """The single environment's Gymnasium space."""
@@ -53,6 +58,8 @@ class VectorEnv(ABC):
     max_episode_steps: int | None
     autoreset: Autoreset
     """As Gymnasium's AutoresetMode: who resets a finished row, and when. ``disabled``: the caller does."""
+    notes: tuple[str, ...] = ()
+    """What a run prints about it when training starts."""
 
     @abstractmethod
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
@@ -66,6 +73,20 @@ class VectorEnv(ABC):
     @abstractmethod
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row with environment actions [N, ...]."""
+
+    def as_group_env(self, *, verify: bool = True) -> "GroupEnv":
+        """The same environments as rows that start independently.
+
+        Args:
+            verify: check by trying that members share their start.
+
+        Raises:
+            GroupStartError: they do not, or cannot.
+        """
+        raise GroupStartError(
+            f"rows of {self.env_id} do not start from given seeds, so members could not share a start; fix: ppo, or "
+            "derive a GroupEnv"
+        )
 
     def state_dict(self) -> dict[str, Any] | None:
         """The state of all rows as plain data, arrays and tensors; None where it cannot be captured."""
@@ -112,6 +133,10 @@ class GroupEnv(VectorEnv):
     """Neighbouring rows that can only start together; 1: each row starts alone."""
     start_report: GroupStartReport | None = None
     """Result of the check of the shared start; None if it was not checked."""
+
+    def as_group_env(self, *, verify: bool = True) -> "GroupEnv":
+        """Itself; ``make_env`` and the collectors check the start."""
+        return self
 
     @abstractmethod
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:

@@ -33,7 +33,7 @@ IN_TORCH = {
 
 
 def makes_rows(env: object) -> bool:
-    """Whether ``env`` is a callable with a parameter ``num_envs``, which returns a whole ``GroupEnv``."""
+    """Whether ``env`` is a callable with a parameter ``num_envs``, which returns a whole ``VectorEnv``."""
     return callable(env) and "num_envs" in _parameters(env)
 
 
@@ -81,8 +81,8 @@ def make_env(
         grouped: whether rows must start independently (GRPO); then the result is a ``GroupEnv``.
         num_envs: instead of ``cfg.num_envs``.
         env: used instead of ``cfg.id``: a callable that returns a ``gymnasium.Env`` (called with ``cfg.kwargs``), one
-            with a parameter ``num_envs`` that returns a whole ``GroupEnv`` (such as a ``TorchGroupEnv``), or a ready
-            ``GroupEnv`` or ``gymnasium.vector.VectorEnv``, which brings its own number of rows.
+            with a parameter ``num_envs`` that returns a whole ``VectorEnv`` (such as a ``TorchGroupEnv``), or a ready
+            ``VectorEnv`` or ``gymnasium.vector.VectorEnv``, which brings its own number of rows.
         block_size: rows that will only be started together, for environments that are faster then (EnvPool).
         verify: try out how members share their start, and choose the best start mode (grouped only). Without it rows
             start by unchecked seeded resets, which is enough for evaluation.
@@ -98,14 +98,14 @@ def make_env(
     if not grouped:
         _refuse_group_settings(cfg)
     made: VectorEnv
-    if isinstance(env, GroupEnv):
+    if isinstance(env, VectorEnv):
         made = env
-        _check_size(made, cfg, num_envs)
+        _check_ready(made, cfg, num_envs, device)
     elif isinstance(env, gymnasium.vector.VectorEnv):
         env_id = type(env.unwrapped).__name__ if env.spec is None else env.spec.id
         fix = "pass the id or a callable that returns one gymnasium.Env, or derive a GroupEnv of yours"
         made = _adopt(env, env_id, grouped, device, fix)
-        _check_size(made, cfg, num_envs)
+        _check_ready(made, cfg, num_envs, device)
     else:
         make, num_envs = _checked_callable(env, cfg), num_envs or cfg.num_envs
         way = "callable" if make is not None and makes_rows(make) else _vectorization(cfg, make)
@@ -122,6 +122,8 @@ def make_env(
             made = _from_envpool(cfg, num_envs, block_size if grouped else None, device)
         else:
             made = _from_entry_point(cfg, grouped, num_envs, device)
+    if grouped:
+        made = made.as_group_env(verify=verify)
     _refuse_single_settings(made, cfg)
     if grouped and verify and isinstance(made, GroupEnv) and made.start_report is None:
         made.start_report = verify_group_start(made)
@@ -151,8 +153,8 @@ def _vectorization(cfg: EnvCfg, env: object | None) -> str:
     return "entry_point" if env is None and cfg.id in VECTORISED and not only_single else "sync"
 
 
-def _from_maker(make: Callable[..., Any], cfg: EnvCfg, num_envs: int, device: torch.device | str) -> GroupEnv:
-    """The ``GroupEnv`` that ``make`` returns, called with the parameters that it has."""
+def _from_maker(make: Callable[..., Any], cfg: EnvCfg, num_envs: int, device: torch.device | str) -> VectorEnv:
+    """The ``VectorEnv`` that ``make`` returns, called with the parameters that it has."""
     settings = {"num_envs": num_envs, **cfg.kwargs}
     parameters = _parameters(make)
     if "device" in parameters:
@@ -160,16 +162,16 @@ def _from_maker(make: Callable[..., Any], cfg: EnvCfg, num_envs: int, device: to
     if cfg.max_episode_steps is not None and "max_episode_steps" in parameters:
         settings["max_episode_steps"] = cfg.max_episode_steps
     env = make(**settings)
-    if not isinstance(env, GroupEnv):
+    if not isinstance(env, VectorEnv):
         raise EnvError(
-            f"the callable with num_envs returned a {type(env).__name__}, expected a GroupEnv; fix: a callable that "
-            "returns one gymnasium.Env has no parameter num_envs"
+            f"the callable with num_envs returned a {type(env).__name__}, expected a GroupEnv or gw.from_torch_sim; fix: a "
+            "callable that returns one gymnasium.Env has no parameter num_envs"
         )
-    _check_size(env, cfg, num_envs)
+    _check_ready(env, cfg, num_envs, device)
     return env
 
 
-def _check_size(env: VectorEnv, cfg: EnvCfg, num_envs: int | None) -> None:
+def _check_ready(env: VectorEnv, cfg: EnvCfg, num_envs: int | None, device: torch.device | str) -> None:
     """Refuse settings that a ready environment does not follow."""
     if num_envs not in (None, env.num_envs):
         raise EnvError(f"{env.env_id} has {env.num_envs} rows, but num_envs is {num_envs}; fix: leave num_envs out")
@@ -178,9 +180,13 @@ def _check_size(env: VectorEnv, cfg: EnvCfg, num_envs: int | None) -> None:
             f"max_episode_steps is {cfg.max_episode_steps}, but that of {env.env_id} is {env.max_episode_steps}; fix: set "
             "it where you make the environment, or take max_episode_steps in its constructor"
         )
+    if env.device.type != torch.device(device).type:
+        raise EnvError(
+            f"{env.env_id} is on {env.device}, and the policy on {device}; fix: device={env.device.type!r}, or move it"
+        )
 
 
-def _from_torch(cfg: EnvCfg, num_envs: int, device: torch.device | str) -> GroupEnv:
+def _from_torch(cfg: EnvCfg, num_envs: int, device: torch.device | str) -> VectorEnv:
     """The task ``cfg.id`` in torch."""
     if cfg.id not in IN_TORCH:
         raise EnvError(

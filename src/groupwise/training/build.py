@@ -51,14 +51,15 @@ class EnvComponents(Components):
         return EnvEvaluator(self.cfg, self.given, self.policy, seed=seed, fresh=self._start_mode() == "fresh")
 
     def notes(self) -> list[str]:
-        """How the members of a group share their start."""
+        """How the members of a group share their start, and what to know about the environment."""
         mode = self._start_mode()
-        return [f"Group starts: shared ({mode}), verified."] if mode else []
+        shared = "not shared." if mode == "none" else f"shared ({mode}), verified."
+        return [*([f"Group starts: {shared}"] if mode else []), *self.env.notes]
 
     def summary_fields(self) -> dict[str, Any]:
         """How the members of a group share their start."""
         mode = self._start_mode()
-        return {"start_mode": f"{mode}, verified"} if mode else {}
+        return {"start_mode": "not shared" if mode == "none" else f"{mode}, verified"} if mode else {}
 
     def render(self, folder: RunFolder, seed: int) -> None:
         """Film an episode, where the environment renders."""
@@ -71,7 +72,7 @@ class EnvComponents(Components):
         """Close the environments, unless they are the user's own."""
         import gymnasium
 
-        if not isinstance(self.given.env, gymnasium.vector.VectorEnv | GroupEnv):
+        if not isinstance(self.given.env, gymnasium.vector.VectorEnv | VectorEnv):
             super().close()
 
     def _start_mode(self) -> StartMode | None:

@@ -24,7 +24,7 @@ class UserObjects(NamedTuple):
     """Python objects that the user gave in place of settings."""
 
     env: object | None = None
-    """A callable, a ``GroupEnv`` or a ``gymnasium.vector.VectorEnv``."""
+    """A callable, a ``VectorEnv`` or a ``gymnasium.vector.VectorEnv``."""
     policy: Policy | None = None
     data: object | None = None
     """Training prompts, as ``TextTask`` takes them."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.env import EnvCfg
 from groupwise.config.run import RunCfg
-from groupwise.envs.base import GroupEnv
+from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError
 from groupwise.policies.base import Policy
@@ -82,11 +82,11 @@ def record(cfg: RunCfg, given: UserObjects, policy: Policy, path: Path, seed: in
 def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None] | None:
     """What ``make_env`` needs for a second set of environments, whose rows start one by one.
 
-    None for a ``GroupEnv``, or a vector environment that Gymnasium cannot make again.
+    None for a ready ``VectorEnv``, or a vector environment that Gymnasium cannot make again.
     """
     import gymnasium
 
-    if isinstance(env, GroupEnv):
+    if isinstance(env, VectorEnv):
         return None
 
     vectorization = "auto" if cfg.vectorization == "entry_point" else cfg.vectorization

@@ -1,0 +1,402 @@
+"""Simulators of others, by a double for each interface (``simulator_doubles``)."""
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from no_waiting import NoWaiting
+from simulator_doubles import (
+    DOUBLES,
+    LIMIT,
+    EmbodiChainEnv,
+    IsaacLabEnv,
+    LearningEnv,
+    ManiSkillEnv,
+    PlaygroundEnv,
+    RslRlEnv,
+)
+
+import groupwise as gw
+from groupwise.config.algorithm import CollectionCfg
+from groupwise.config.env import EnvCfg
+from groupwise.envs.make import make_env
+from groupwise.errors import EnvError, GroupStartError
+
+EVERY = np.ones(4, dtype=np.bool_)
+STILL, RIGHT = torch.zeros(4, 1), torch.ones(4, 1)
+
+
+def flat(obs):
+    """The position [N] that an observation shows."""
+    for key in ("robot", "qpos", "agent", "policy", "state"):
+        if not isinstance(obs, torch.Tensor) and key in obs.keys():  # noqa: SIM118
+            obs = obs[key]
+    return (obs if isinstance(obs, torch.Tensor) else obs["qpos"]).squeeze(1)
+
+
+@pytest.fixture(params=DOUBLES, ids=lambda double: double.__name__)
+def double(request):
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("double", "space"),
+    [
+        (LearningEnv, spaces.Box(-np.inf, np.inf, (1,), np.float32)),
+        (
+            EmbodiChainEnv,  # float64 is stored as float32
+            spaces.Dict(
+                robot=spaces.Dict(qpos=spaces.Box(-np.inf, np.inf, (1,), np.float32)),
+                limit=spaces.Box(-np.inf, np.inf, (1,), np.float32),
+            ),
+        ),
+        (
+            ManiSkillEnv,
+            spaces.Dict(
+                agent=spaces.Dict(qpos=spaces.Box(-np.inf, np.inf, (1,), np.float32)),
+                sensor_data=spaces.Dict(base=spaces.Dict(rgb=spaces.Box(0, 255, (2, 3), np.uint8))),
+            ),
+        ),
+    ],
+)
+def test_nested_observations_are_kept_as_dict_spaces(double, space):
+    sim = gw.from_torch_sim(double(4))
+    assert sim.observation_space == space
+    obs = sim.reset(seed=1)
+    assert all(leaf.shape[0] == 4 for leaf in ([obs] if isinstance(obs, torch.Tensor) else obs.values(True, True)))
+
+
+def test_limits_actions_and_names_are_found_under_the_names_of_each_interface(double):
+    sim = gw.from_torch_sim(double(4))
+    assert (sim.max_episode_steps, sim.num_envs, sim.autoreset) == (LIMIT, 4, "same_step")
+    assert sim.action_space.shape == (1,)
+    assert bool(np.isinf(sim.action_space.high[0])) == (double in (RslRlEnv, PlaygroundEnv))
+    assert sim.env_id == {ManiSkillEnv: "Push-v1"}.get(double, double.__name__)
+
+
+def test_a_reset_begins_every_episode_anew(double):
+    """All rows that stand still reach the limit in the same step, whatever happened before the reset."""
+    sim = gw.from_torch_sim(double(4))
+    for _ in range(3):
+        sim.step(STILL)
+    start = flat(sim.reset(seed=2))
+    near = start.abs() < 0.1
+    for step in range(1, LIMIT + 1):
+        outcome = sim.step(STILL)
+        assert torch.equal(outcome.terminated & ~near, torch.zeros(4, dtype=torch.bool))
+        assert torch.equal(outcome.truncated & ~near, ~near & (step == LIMIT))
+        torch.testing.assert_close(outcome.reward[~near], -start.abs()[~near])
+
+
+def test_the_other_resets_of_a_simulator_are_left_alone():
+    """``get_observations`` of mujoco_playground resets: it is never called while episodes run."""
+    env = PlaygroundEnv(4)
+    sim = gw.from_torch_sim(env)
+    sim.reset()
+    before = env.num_resets
+    for _ in range(2 * LIMIT):
+        sim.step(STILL)
+    assert env.num_resets == before
+
+
+def test_episodes_of_randomised_age_time_out_when_the_simulator_says_so():
+    """rsl_rl's runner spreads the ages of episodes; nothing here may count steps on its own."""
+    sim, ages = gw.from_torch_sim(RslRlEnv(4)), torch.tensor([0, 2, 4, 6])
+    sim._env.episode_length_buf = ages
+    sim._env._points.position = torch.full((4, 1), 0.9)
+    late = torch.stack([sim.step(STILL).truncated for _ in range(LIMIT)])
+    assert late.int().argmax(dim=0).tolist() == [7, 5, 3, 1]
+
+
+def test_final_observations_are_those_of_the_simulator_or_the_ones_before(double):
+    sim = gw.from_torch_sim(double(4))
+    before = flat(sim.reset(seed=2))
+    for _ in range(LIMIT):
+        step = sim.step(RIGHT)
+        ended = step.terminated | step.truncated
+        after = before + 0.2
+        expected = after if double is ManiSkillEnv else before
+        assert torch.equal(flat(step.final_obs)[ended], expected[ended])
+        assert torch.equal(flat(step.obs)[~ended], after[~ended])
+        before = flat(step.obs)
+
+
+def test_time_outs_are_truncations_where_they_are_flagged():
+    for horizon, truncated in ((False, True), (True, False)):
+        env = IsaacLabEnv(4, is_finite_horizon=horizon)
+        sim = gw.from_torch_sim(env)
+        env.position, env.elapsed = (
+            torch.tensor([[0.1], [0.9], [0.9], [0.9]]),
+            torch.tensor([0, LIMIT - 1, 0, LIMIT - 1]),
+        )
+        step = sim.step(-RIGHT / 2)
+        assert step.terminated.tolist() == [True, not truncated, False, not truncated]
+        assert step.truncated.tolist() == [False, truncated, False, truncated]
+
+
+def test_success_is_that_of_the_episode_that_ended():
+    """ManiSkill's info describes the next start in the step in which an episode ends; ``final_info`` does not."""
+    for double in (LearningEnv, EmbodiChainEnv, ManiSkillEnv):
+        sim = gw.from_torch_sim(double(4))
+        sim.reset(seed=2)
+        base = sim._env.unwrapped if double is ManiSkillEnv else sim._env
+        base.position, base.elapsed = torch.tensor([[0.1], [-0.9], [0.2], [0.9]]), torch.tensor([0, LIMIT - 1, 0, 0])
+        step = sim.step(-RIGHT / 2)  # the first two end: at 0.0, and by the limit
+        assert (step.terminated | step.truncated).tolist() == [True, True, False, False]
+        assert step.success.tolist()[:2] == [True, False]
+    for double in (IsaacLabEnv, RslRlEnv, PlaygroundEnv):
+        assert gw.from_torch_sim(double(4)).step(STILL).success is None
+
+
+def test_a_step_copies_nothing_to_the_host(double):
+    """The outcomes are recorded, since some simulators themselves wait."""
+    env = double(4)
+    sim = gw.from_torch_sim(env)
+    groups = None if double in (IsaacLabEnv, RslRlEnv, PlaygroundEnv) else sim.as_group_env()
+    outcomes = [env.step(torch.randn(4, 1)) for _ in range(3 * LIMIT)]
+    for stepped in (sim, groups):
+        if stepped is not None:
+            played = iter(outcomes)
+            env.step = lambda action, played=played: next(played)
+            with NoWaiting():
+                for _ in outcomes:
+                    stepped.step(STILL)
+
+
+@pytest.mark.parametrize(
+    ("env", "lost"),
+    [
+        (LearningEnv, ["loses final observations: truncated episodes are valued by the observation before"]),
+        (EmbodiChainEnv, ["loses final observations"]),
+        (IsaacLabEnv, ["loses final observations", "sees 'critic', too; fix: obs_groups without it"]),
+        (
+            lambda n: IsaacLabEnv(n, is_finite_horizon=True),
+            ["flags no time_outs: every end counts as a", "sees 'critic'"],
+        ),
+        (RslRlEnv, ["loses final observations"]),
+        (PlaygroundEnv, ["loses final observations"]),
+        (ManiSkillEnv, []),
+    ],
+)
+def test_what_is_lost_is_named(env, lost):
+    notes = gw.from_torch_sim(env(4)).notes
+    assert len(notes) == len(lost)
+    assert all(part in note for note, part in zip(notes, lost, strict=True))
+
+
+def test_groups_of_observations_are_chosen_by_name():
+    sim = gw.from_torch_sim(IsaacLabEnv(4), obs_groups=["policy"])
+    assert list(sim.observation_space) == ["policy"]
+    assert list(sim.step(STILL).obs.keys()) == ["policy"]
+    with pytest.raises(EnvError, match="obs_groups has 'actor', but the observation of IsaacLabEnv has policy, critic"):
+        gw.from_torch_sim(IsaacLabEnv(4), obs_groups=["actor"])
+
+
+def own(double):
+    """A group environment that was verified, and its simulator."""
+    env = double(4)
+    return env, gw.from_torch_sim(env).as_group_env()
+
+
+@pytest.mark.parametrize(
+    ("double", "mode"), [(ManiSkillEnv, "native"), (LearningEnv, "seed"), (EmbodiChainEnv, "seed")]
+)
+def test_members_share_their_start_by_states_or_by_seeds(double, mode):
+    _, groups = own(double)
+    assert groups.start_mode == groups.start_report.start_mode == mode
+    assert groups.start_report.start_varies
+    first = flat(groups.start(EVERY, np.array([5, 5, 6, 6]), np.arange(4))).clone()
+    assert first[0] == first[1] != first[2] == first[3]
+    for _ in range(3):
+        groups.step(RIGHT)
+    some = np.array([False, True, True, False])  # members that start later, in other rows and another number of them
+    later = flat(groups.start(some, np.array([0, 6, 5, 0]), np.arange(4)))
+    assert later[1] == first[2]
+    assert later[2] == first[0]
+
+
+def test_rows_that_run_are_not_disturbed_when_others_start():
+    for double in (ManiSkillEnv, LearningEnv, EmbodiChainEnv):
+        _, groups = own(double)
+        start = flat(groups.start(EVERY, np.full(4, 11), np.arange(4))).clone()
+        groups.step(0.1 * RIGHT)
+        groups.start(np.array([True, False, False, False]), np.full(4, 12), np.arange(4))
+        torch.testing.assert_close(flat(groups.step(0.1 * RIGHT).obs)[1:], start[1:] + 0.04)
+
+
+def test_a_row_is_over_at_its_first_end():
+    env, groups = own(LearningEnv)
+    groups.start(EVERY, np.arange(4), np.arange(4))
+    env.position = torch.tensor([[0.2], [0.9], [0.9], [-0.9]])
+    groups.pause(np.array([False, False, False, True]))
+    first = groups.step(-RIGHT / 2 * torch.tensor([[1.5], [1], [1], [1]]))
+    assert first.terminated.tolist() == [True, False, False, False]
+    held = flat(first.obs)[[0, 3]].clone()
+    for _ in range(LIMIT):
+        step = groups.step(STILL)
+        assert step.reward[[0, 3]].tolist() == [0, 0]
+        assert not (step.terminated | step.truncated)[[0, 3]].any()
+        assert torch.equal(flat(step.obs)[[0, 3]], held)
+
+
+def test_without_states_maniskill_starts_by_a_seed_for_each_row():
+    class WithoutStates(ManiSkillEnv):
+        unwrapped = None  # which has them
+
+    assert gw.from_torch_sim(WithoutStates(4)).as_group_env().start_mode == "seed"
+
+
+def test_states_that_miss_something_are_not_used():
+    class Forgets(ManiSkillEnv):
+        def __init__(self, num_envs):
+            super().__init__(num_envs)
+            self.base_env.set_state_dict = lambda state, env_idx: None
+
+    assert gw.from_torch_sim(Forgets(4)).as_group_env().start_mode == "seed"
+
+
+def test_a_start_that_depends_on_the_row_is_refused():
+    class ByRow(LearningEnv):
+        def begin(self, rows, generator=None):
+            super().begin(rows, generator)
+            self.position[rows] += 0.01 * rows[:, None]
+
+    with pytest.raises(GroupStartError, match=r"seed: .*differ at the start, in 'obs' of row 1; fix: .*'none'"):
+        gw.from_torch_sim(ByRow(4)).as_group_env()
+
+
+def test_a_start_that_depends_on_the_company_is_refused():
+    """The state of the leader is copied, so that only a start alone shows that it depends on the row."""
+
+    class ByLeader(ManiSkillEnv):
+        def __init__(self, num_envs):
+            super().__init__(num_envs)
+            begin = self.base_env.begin
+
+            def by_row(rows, generator=None):
+                begin(rows, generator)
+                self.base_env.position[rows] += 0.01 * rows[:, None]
+
+            self.base_env.begin = by_row
+
+    with pytest.raises(GroupStartError, match="native: a row of Push-v1 that starts alone starts apart; seed: "):
+        gw.from_torch_sim(ByLeader(4)).as_group_env()
+
+
+@pytest.mark.parametrize("double", [IsaacLabEnv, RslRlEnv, PlaygroundEnv])
+def test_starts_that_cannot_be_shared_are_refused_unless_the_user_wants_that(double):
+    reason = rf"members of {double.__name__} cannot share a start: its reset takes no seed.*start_mode='none'"
+    with pytest.raises(GroupStartError, match=reason):
+        make_env(EnvCfg(), grouped=True, env=gw.from_torch_sim(double(4)))
+    groups = make_env(EnvCfg(), grouped=True, env=gw.from_torch_sim(double(4), start_mode="none"))
+    assert groups.start_report.start_mode == "none"
+    groups.start(EVERY, np.zeros(4, np.int64), np.arange(4))
+    groups.step(STILL)
+    with pytest.raises(EnvError, match="resets no single rows"):
+        groups.start(~EVERY, np.zeros(4, np.int64), np.arange(4))
+
+
+def test_without_single_resets_all_groups_start_together():
+    sim = gw.from_torch_sim(RslRlEnv(8), start_mode="none", obs_groups=["policy"])
+    env = make_env(EnvCfg(), grouped=True, env=sim)
+    policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=True)
+    with pytest.raises(EnvError, match="starts blocks of 8 rows together, but a group has 3 episodes"):
+        gw.GroupCollector(env, policy, group_size=3)
+    collector = gw.GroupCollector(env, policy, group_size=4, collection=CollectionCfg())
+    buffer = gw.RolloutBuffer(8, 16, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=False)
+    rollout = collector.collect(16, buffer.start_rollout())
+    valid, step = rollout["valid"][:, :-1], rollout["step"][:, :-1]
+    starts = valid & (step == 0)
+    assert all(column.all() or not column.any() for column in starts.T)
+    assert len(collector.finished) == 8 * int(starts[0].sum())
+
+
+def test_a_simulator_that_shares_starts_need_not():
+    env = make_env(EnvCfg(), grouped=True, env=gw.from_torch_sim(LearningEnv(4), start_mode="none"))
+    assert (env.start_mode, env.block_size) == ("none", 1)
+    start = flat(env.start(EVERY, np.full(4, 3), np.arange(4)))
+    assert len(start.unique()) == 4
+
+
+def test_rows_have_one_kind_of_reset():
+    class NextStep(ManiSkillEnv):
+        metadata = {"autoreset_mode": "NextStep"}
+
+    for env in (ManiSkillEnv(4, auto_reset=False), NextStep(4)):
+        with pytest.raises(EnvError, match="does not reset rows in the step in which they end; fix: auto_reset=True"):
+            gw.from_torch_sim(env)
+
+
+def test_what_is_no_simulator_is_refused():
+    with pytest.raises(EnvError, match="dict has no num_envs or no step"):
+        gw.from_torch_sim({})
+
+    class Silent(RslRlEnv):
+        num_actions = property()
+
+    with pytest.raises(EnvError, match="Silent has neither single_action_space nor num_actions"):
+        gw.from_torch_sim(Silent(4))
+
+    class Endless(RslRlEnv):
+        def step(self, action):
+            self.episode_length_buf = torch.zeros(self.num_envs)
+            return super().step(action)
+
+    with pytest.raises(EnvError, match="Endless did not reset the rows whose episode_length_buf is max_episode_length"):
+        gw.from_torch_sim(Endless(4)).reset()
+
+
+def test_the_policy_must_be_on_the_device_of_the_simulator():
+    sim = gw.from_torch_sim(LearningEnv(4))
+    sim.device = torch.device("cuda")
+    with pytest.raises(EnvError, match="LearningEnv is on cuda, and the policy on cpu; fix: device='cuda'"):
+        make_env(EnvCfg(), env=sim)
+
+
+def train(env, algorithm, steps, tmp_path, **settings):
+    return gw.train(env, algorithm, total_steps=steps, run_dir=tmp_path / "run", seed=3, **settings)
+
+
+PPO = gw.PPOCfg(num_steps=16, minibatch_size=64, num_epochs=4)
+GRPO = gw.GRPOCfg(num_steps=16, group_size=4, minibatch_size=64)
+
+
+def test_ppo_trains_on_every_interface(double, tmp_path, capsys):
+    run = train(gw.from_torch_sim(double(8)), PPO, 256, tmp_path)
+    assert len(run.metrics()) == 2
+    err = capsys.readouterr().err
+    assert ("loses final observations" in err) == (double is not ManiSkillEnv)
+    assert "Group starts" not in err
+
+
+def test_grpo_trains_on_every_interface(double, tmp_path, capsys):
+    shares = double in (LearningEnv, EmbodiChainEnv, ManiSkillEnv)
+    run = train(gw.from_torch_sim(double(8), start_mode="auto" if shares else "none"), GRPO, 256, tmp_path)
+    assert len(run.metrics()) >= 2
+    shown = f"shared ({'native' if double is ManiSkillEnv else 'seed'}), verified." if shares else "not shared."
+    assert f"Group starts: {shown}" in capsys.readouterr().err
+    assert run.summary["start_mode"] == (
+        shown.replace("shared (", "").replace(")", "").strip(".") if shares else "not shared"
+    )
+
+
+def test_a_callable_makes_a_second_simulator_for_evaluation(tmp_path):
+    def make(num_envs):
+        return gw.from_torch_sim(LearningEnv(num_envs))
+
+    for algorithm in (PPO, GRPO):
+        run = train(make, algorithm, 256, tmp_path / algorithm.name, num_envs=8, evaluation={"episodes": 6})
+        assert run.summary["episodes"] == 6
+        assert gw.evaluate(run, 10).returns == gw.evaluate(run, 10).returns
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [PPO, GRPO], ids=["ppo", "grpo"])
+@pytest.mark.parametrize("double", [LearningEnv, ManiSkillEnv])
+def test_the_point_learns_to_reach_the_origin(double, algorithm, tmp_path):
+    """Who walks straight ends within 5 steps; who stands still or walks at random mostly meets the limit."""
+    sim = gw.from_torch_sim(double(32))
+    run = train(sim, algorithm, 20_000, tmp_path, policy={"hidden_sizes": (32,)})
+    lengths = [entry["rollout/length_mean"] for entry in run.metrics()]
+    assert lengths[0] > 5.5
+    assert lengths[-1] < 4

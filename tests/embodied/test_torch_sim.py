@@ -121,6 +121,21 @@ def test_final_observations_are_those_of_the_simulator_or_the_ones_before(double
         before = flat(step.obs)
 
 
+def test_truncated_episodes_are_bootstrapped_by_the_last_observation_there_is(double):
+    sim = gw.from_torch_sim(double(4))
+    policy = gw.ActorCritic(sim.observation_space, sim.action_space)
+    buffer = gw.RolloutBuffer(4, 24, obs_spec=sim.obs_spec, action_spec=policy.action_spec, value=True)
+    rollout = gw.VectorCollector(sim, policy, seed=1).collect(24, buffer.start_rollout())
+    cut = rollout["truncated"] & ~rollout["terminated"]
+    assert cut.any()
+    assert (rollout["next_value"][rollout["terminated"]] == 0).all()
+    seen = rollout["value"][cut]  # of the observation before the last action
+    if double is ManiSkillEnv:
+        assert not torch.isclose(rollout["next_value"][cut], seen).any()
+    else:
+        torch.testing.assert_close(rollout["next_value"][cut], seen)
+
+
 def test_time_outs_are_truncations_where_they_are_flagged():
     for horizon, truncated in ((False, True), (True, False)):
         env = IsaacLabEnv(4, is_finite_horizon=horizon)
@@ -378,6 +393,14 @@ def test_grpo_trains_on_every_interface(double, tmp_path, capsys):
     assert run.summary["start_mode"] == (
         shown.replace("shared (", "").replace(")", "").strip(".") if shares else "not shared"
     )
+
+
+def test_check_env_reports_the_start_mode_of_a_simulator():
+    report = gw.check_env(lambda num_envs: gw.from_torch_sim(LearningEnv(num_envs)))
+    assert report.training.value.start_mode == "seed"
+    assert report.steps_per_second["own"].value > 0
+    report = gw.check_env(lambda num_envs: gw.from_torch_sim(RslRlEnv(num_envs)))
+    assert "its reset takes no seed" in report.training.reason
 
 
 def test_a_callable_makes_a_second_simulator_for_evaluation(tmp_path):

@@ -219,7 +219,7 @@ class ManiSkillEnv(gymnasium.vector.VectorEnv):
 
 class _ManiSkillBase(_Points):
     def reset(self, seed=None, options=None):
-        rows = (options or {}).get("env_idx", torch.arange(self.num_envs))
+        rows = torch.arange(self.num_envs) if options is None else options["env_idx"]
         with torch.random.fork_rng():
             if seed is not None:
                 torch.manual_seed(seed if isinstance(seed, int) else seed[0])

@@ -173,7 +173,11 @@ class TorchSim(VectorEnv):
             self.restart()
             for _ in range(3):
                 self.step(self._any_action())
-            before, after = self._obs[:-1], self._kept(_first(self._env.reset(options={name: last})))[:-1]
+            before = self._obs[:-1]
+            try:
+                after = self._kept(_first(self._env.reset(options={name: last})))[:-1]
+            except (KeyError, TypeError, ValueError):  # it reads another option, or takes no unknown ones
+                continue
             if nested.equal(before, after):
                 return name
         return None

@@ -101,9 +101,10 @@ def test_the_other_resets_of_a_simulator_are_left_alone():
 
 def test_episodes_of_randomised_age_time_out_when_the_simulator_says_so():
     """rsl_rl's runner spreads the ages of episodes; nothing here may count steps on its own."""
-    sim, ages = gw.from_torch_sim(RslRlEnv(4)), torch.tensor([0, 2, 4, 6])
-    sim._env.episode_length_buf = ages
-    sim._env._points.position = torch.full((4, 1), 0.9)
+    env = RslRlEnv(4)
+    sim = gw.from_torch_sim(env)
+    env.episode_length_buf = torch.tensor([0, 2, 4, 6])
+    env.points.position = torch.full((4, 1), 0.9)
     late = torch.stack([sim.step(STILL).truncated for _ in range(LIMIT)])
     assert late.int().argmax(dim=0).tolist() == [7, 5, 3, 1]
 
@@ -152,9 +153,10 @@ def test_time_outs_are_truncations_where_they_are_flagged():
 def test_success_is_that_of_the_episode_that_ended():
     """ManiSkill's info describes the next start in the step in which an episode ends; ``final_info`` does not."""
     for double in (LearningEnv, EmbodiChainEnv, ManiSkillEnv):
-        sim = gw.from_torch_sim(double(4))
+        env = double(4)
+        sim = gw.from_torch_sim(env)
         sim.reset(seed=2)
-        base = sim._env.unwrapped if double is ManiSkillEnv else sim._env
+        base = env.unwrapped if double is ManiSkillEnv else env
         base.position, base.elapsed = torch.tensor([[0.1], [-0.9], [0.2], [0.9]]), torch.tensor([0, LIMIT - 1, 0, 0])
         step = sim.step(-RIGHT / 2)  # the first two end: at 0.0, and by the limit
         assert (step.terminated | step.truncated).tolist() == [True, True, False, False]

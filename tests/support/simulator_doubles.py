@@ -140,19 +140,19 @@ class RslRlEnv:
 
     def __init__(self, num_envs):
         self.num_envs = num_envs
-        self._points = _Points(num_envs, limit=torch.full((num_envs,), LIMIT))
-        self._points.begin(torch.arange(num_envs))
+        self.points = _Points(num_envs, limit=torch.full((num_envs,), LIMIT))
+        self.points.begin(torch.arange(num_envs))
         self.max_episode_length = torch.full((num_envs,), LIMIT)
         self.episode_length_buf = torch.arange(num_envs) % LIMIT
 
     def get_observations(self):
-        return TensorDict({"policy": self._points.position}, [self.num_envs])
+        return TensorDict({"policy": self.points.position}, [self.num_envs])
 
     def step(self, action):
-        self._points.elapsed = self.episode_length_buf
-        reward, success, late = self._points.move(action)
-        self._points.begin(torch.nonzero(success | late).squeeze(1))
-        self.episode_length_buf = self._points.elapsed
+        self.points.elapsed = self.episode_length_buf
+        reward, success, late = self.points.move(action)
+        self.points.begin(torch.nonzero(success | late).squeeze(1))
+        self.episode_length_buf = self.points.elapsed
         return self.get_observations(), reward, success | late, {"time_outs": (late & ~success).float()}
 
 

@@ -348,6 +348,9 @@ def test_what_is_no_simulator_is_refused():
     with pytest.raises(EnvError, match="dict has no num_envs or no step"):
         gw.from_torch_sim({})
 
+    with pytest.raises(EnvError, match="start_mode = 'seed': expected 'auto' or 'none'"):
+        gw.from_torch_sim(LearningEnv(4), start_mode="seed")
+
     class Silent(RslRlEnv):
         num_actions = property()
 

@@ -29,8 +29,7 @@ from groupwise.errors import EnvError, GroupStartError
 from groupwise.seeding import derive_seed
 
 _ROW_OPTIONS = ("reset_ids", "env_ids", "env_idx")
-"""Options of ``reset`` that name rows: EmbodiChain (whose reset takes no unknown ones, so first), its learning
-environments, ManiSkill."""
+"""Options of ``reset`` that name rows: EmbodiChain (which takes no unknown ones), its learning environments, ManiSkill."""
 _PRIVILEGED = ("critic", "privileged_state")
 """Groups of observations that simulators mean for the critic alone."""
 
@@ -53,6 +52,8 @@ def from_torch_sim(
     Raises:
         EnvError: ``env`` does not fit this interface.
     """
+    if start_mode not in ("auto", "none"):
+        raise EnvError(f"start_mode = {start_mode!r}: expected 'auto' or 'none'; fix: 'auto' finds the best way")
     return TorchSim(env, start_mode=start_mode, obs_groups=obs_groups)
 
 
@@ -70,9 +71,7 @@ class TorchSim(VectorEnv):
         self._base = getattr(env, "unwrapped", env)
         self.env_id = _name(env, self._base)
         if not hasattr(env, "num_envs") or not callable(getattr(env, "step", None)):
-            raise EnvError(
-                f"{self.env_id} has no num_envs or no step; fix: a simulator that steps all its rows at once"
-            )
+            raise EnvError(f"{self.env_id} has no num_envs or no step; fix: a simulator of many rows")
         _refuse_other_resets(env, self.env_id)
         self.num_envs = int(env.num_envs)
         self.action_space = _action_space(env, self._base, self.env_id)
@@ -98,7 +97,7 @@ class TorchSim(VectorEnv):
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row with environment actions [N, ...]."""
         obs, reward, terminated, truncated, info = self._outcome(self._env.step(action.to(self.device)))
-        final = info.get("final_observation", None)
+        final = info.get("final_observation", info.get("final_obs", None))  # the second is Gymnasium's newer name
         before, self._obs = self._obs, self._kept(obs)
         return EnvStep(
             self._obs,
@@ -279,6 +278,7 @@ class TorchSimGroups(GroupEnv):
         self.env_id, self.num_envs, self.device = sim.env_id, sim.num_envs, sim.device
         self.observation_space, self.action_space, self.obs_spec = sim.observation_space, sim.action_space, sim.obs_spec
         self.max_episode_steps = sim.max_episode_steps
+        self.notes = sim.notes
         self.start_mode = start_mode
         self.block_size = sim.num_envs if sim.row_option is None else 1
         if start_mode == "none":

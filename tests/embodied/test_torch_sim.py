@@ -1,5 +1,7 @@
 """Simulators of others, by a double for each interface (``simulator_doubles``)."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -348,8 +350,9 @@ def test_what_is_no_simulator_is_refused():
     with pytest.raises(EnvError, match="dict has no num_envs or no step"):
         gw.from_torch_sim({})
 
+    untyped = inspect.unwrap(gw.from_torch_sim)  # the tests check types, too
     with pytest.raises(EnvError, match="start_mode = 'seed': expected 'auto' or 'none'"):
-        gw.from_torch_sim(LearningEnv(4), start_mode="seed")
+        untyped(LearningEnv(4), start_mode="seed")
 
     class Silent(RslRlEnv):
         num_actions = property()

@@ -299,7 +299,12 @@ def _print_run(run: Any) -> None:
         kind = "greedy return" if run.cfg.evaluation.deterministic else "return"
         interval = "95 % interval {:.4g} to {:.4g}".format(*found["ci95"]) if found.get("ci95") else "no interval"
         reached = f": {kind} {score:.1f} ({found['episodes']} episodes, {interval})"
-        reached += f". Best {found['best_return_mean']:.1f} at step {found['best_env_steps']:,}"
+        best = f"{found['best_return_mean']:.1f}"
+        if (rate := found.get("success_rate")) is not None:
+            low, high = found["success_ci95"]
+            reached += f", success {rate:.0%} (95 % interval {low:.0%} to {high:.0%})"
+            best += f", success {found['best_success_rate']:.0%},"
+        reached += f". Best {best} at step {found['best_env_steps']:,}"
     print(f"Done in {found['seconds']:.1f} s{reached}.")
     if found["stopped"] != "total_steps":
         print(f"Stopped at step {found['env_steps']:,}: {found['stopped']}.")

@@ -4,11 +4,13 @@ import json
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from groupwise.comparison.methods import setting
 from groupwise.comparison.results import Comparison, EnvironmentResult, Improvement, Overall, figure, shown
 from groupwise.comparison.runs import compare
 from groupwise.config.load import read_json
+from groupwise.config.run import EvaluationMetric
 from groupwise.errors import ConfigError
 
 HELP = """Compare methods by their runs. Runs that differ only in their seed are one method. One table per environment.
@@ -33,12 +35,15 @@ def run(parser: ArgumentParser, argv: Sequence[str]) -> None:
     )
     scores = 'scores that count as 0 and 1, as {"CartPole-v1": [20, 500]}: compares over all environments, too'
     parser.add_argument("--reference", type=Path, metavar="FILE.json", help=scores)
+    parser.add_argument(
+        "--metric", choices=get_args(EvaluationMetric), default="return", help="the score (default: return)"
+    )
     options = parser.parse_args(argv)
     reference = None if options.reference is None else read_reference(options.reference)
     named: dict[str | None, list[Path]] = {}
     for name, path in map(parse_word, options.runs):
         named.setdefault(name, []).append(path)
-    found = compare(named, reference=reference, finished_only=options.finished_only)
+    found = compare(named, reference=reference, metric=options.metric, finished_only=options.finished_only)
     if options.out is not None:
         found.save(options.out)
     if options.json:
@@ -79,7 +84,6 @@ def show(found: Comparison) -> None:
 
 
 def _show_environment(found: EnvironmentResult) -> None:
-    kind = "final return" if found.measure == "evaluation" else "final training return"
     rows = [
         [
             result.method,
@@ -94,7 +98,17 @@ def _show_environment(found: EnvironmentResult) -> None:
         ]
         for result in found.methods
     ]
-    heads = ["method", "runs", f"{kind}, IQM", "mean", "least", "mean over training", found.unit, "seconds", "MiB"]
+    heads = [
+        "method",
+        "runs",
+        f"final {found.score}, IQM",
+        "mean",
+        "least",
+        "mean over training",
+        found.unit,
+        "seconds",
+        "MiB",
+    ]
     _print(found.environment, heads, rows)
     _show_improvements(found.improvements)
     if found.settings:

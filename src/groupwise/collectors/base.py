@@ -19,6 +19,8 @@ class Episode(NamedTuple):
     episode_return: float
     length: int
     terminated: bool
+    success: bool | None = None
+    """Whether the task was done at its end; None if the environment does not say."""
 
 
 COUNTS = frozenset(
@@ -69,6 +71,8 @@ class Collector(ABC):
         if episodes:
             out["rollout/return_mean"] = sum(e.episode_return for e in episodes) / len(episodes)
             out["rollout/length_mean"] = sum(e.length for e in episodes) / len(episodes)
+        if any(e.success is not None for e in episodes):
+            out["rollout/success_rate"] = sum(e.success is True for e in episodes) / len(episodes)
         return out | self._metrics
 
     def state_dict(self) -> dict[str, Any]:

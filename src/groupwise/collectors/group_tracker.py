@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from groupwise.collectors.base import Episode
+from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.envs.base import EnvStep, GroupEnv, Mask
 from groupwise.errors import EnvError
@@ -221,10 +222,11 @@ def write_labels(rollout: TensorDict, tracker: GroupTracker) -> None:
         rollout[key][:, :-1] = torch.from_numpy(array)
 
 
-def finished_episodes(rollout: TensorDict, tracker: GroupTracker) -> list[Episode]:
+def finished_episodes(rollout: TensorDict, tracker: GroupTracker, writer: RolloutWriter) -> list[Episode]:
     """Episodes that reached their ends, in the order of these, without greedy ones."""
     reward = rollout["reward"].cpu().numpy()
     ended = [member for member in tracker.members if member.ended and not member.greedy]
     ended.sort(key=lambda member: member.end)
     returns = [float(reward[a.row, a.start : a.end].cumsum(dtype=np.float64)[-1]) for a in ended]
-    return [Episode(total, a.length, a.terminated) for total, a in zip(returns, ended, strict=True)]
+    success = writer.success([a.row for a in ended], [a.end - 1 for a in ended])
+    return [Episode(total, a.length, a.terminated, s) for total, a, s in zip(returns, ended, success, strict=True)]

@@ -87,7 +87,7 @@ class GroupCollector(EnvCollector):
                     obs = self._start(begun)
         rollout = writer.finish(tracker.step, obs)
         write_labels(rollout, tracker)
-        self._count(rollout, tracker)
+        self._count(rollout, tracker, writer)
         self.iteration += 1
         return rollout
 
@@ -112,9 +112,9 @@ class GroupCollector(EnvCollector):
             path += ("again", member.retries)
         return derive_seed(self.seed, *path)
 
-    def _count(self, rollout: TensorDict, tracker: GroupTracker) -> None:
+    def _count(self, rollout: TensorDict, tracker: GroupTracker, writer: RolloutWriter) -> None:
         """Count steps, groups and episodes of the rollout."""
-        self.finished = finished_episodes(rollout, tracker)
+        self.finished = finished_episodes(rollout, tracker, writer)
         self.recent.extend(self.finished)
         steps, members = tracker.steps, tracker.members
         self.last_steps = steps

@@ -112,7 +112,7 @@ class TorchGroupCollector(EnvCollector):
         env.rows = rows
         rollout["truncated"][:, num_steps - 1].logical_or_(~rows.paused)
         self._label(rollout, torch.stack(valid, dim=1), torch.stack(starts, dim=1))
-        self._count(rollout, torch.stack(starts, dim=1), ~rows.paused)
+        self._count(rollout, writer, torch.stack(starts, dim=1), ~rows.paused)
         self.iteration += 1
         return rollout
 
@@ -197,7 +197,13 @@ class TorchGroupCollector(EnvCollector):
         for key, label in labels.items():
             rollout[key][:, :-1] = label
 
-    def _count(self, rollout: TensorDict, began: Int[Tensor, "row step"], running: Bool[Tensor, " row"]) -> None:
+    def _count(
+        self,
+        rollout: TensorDict,
+        writer: RolloutWriter,
+        began: Int[Tensor, "row step"],
+        running: Bool[Tensor, " row"],
+    ) -> None:
         """Count steps, groups and episodes.
 
         Args:
@@ -210,7 +216,9 @@ class TorchGroupCollector(EnvCollector):
         reward, terminated, truncated = (rollout[key][first, :-1] for key in ("reward", "terminated", "truncated"))
         ended = terminated | truncated
         ended[:, -1] &= ~self._goes_on
-        self.finished = self._finished(reward, terminated, ended, began)
+        slot, group = ended.T.nonzero().T.tolist()
+        success = writer.success([number * self.group_size for number in group], slot)
+        self.finished = self._finished(reward, terminated, ended, began, success)
         self.recent.extend(self.finished)
         self.last_steps = steps
         self._metrics = {
@@ -225,6 +233,7 @@ class TorchGroupCollector(EnvCollector):
         terminated: Bool[Tensor, "group step"],
         ended: Bool[Tensor, "group step"],
         began: Int[Tensor, "group step"],
+        success: list[bool | None],
     ) -> list[Episode]:
         """Episodes of the first members that ended, in the order of their ends. Keeps returns and lengths of running ones."""
         total = reward.double().cumsum(dim=1)
@@ -235,4 +244,6 @@ class TorchGroupCollector(EnvCollector):
         self._return = torch.where(self._goes_on, returns[:, -1], 0.0)
         self._length = torch.where(self._goes_on, length[:, -1], 0)
         numbers = torch.stack([part.T[ended.T].double() for part in (returns, length, terminated)]).tolist()
-        return [Episode(total, int(steps), bool(end)) for total, steps, end in zip(*numbers, strict=True)]
+        return [
+            Episode(total, int(steps), bool(end), s) for total, steps, end, s in zip(*numbers, success, strict=True)
+        ]

@@ -46,7 +46,7 @@ class VectorCollector(EnvCollector):
         writer = RolloutWriter(rollout, self.policy)
         obs = self._fill(num_steps, writer, obs)
         rollout = writer.finish(num_steps, obs)
-        self._label(rollout)
+        self._label(rollout, writer)
         self._obs = obs
         self.last_steps = self.env.num_envs * num_steps
         self.iteration += 1
@@ -102,7 +102,7 @@ class VectorCollector(EnvCollector):
         writer.cut(t, truncated & ~terminated, final_obs)
         return self.env.reset(mask=done) if self.env.autoreset == "disabled" else step.obs
 
-    def _label(self, rollout: TensorDict) -> None:
+    def _label(self, rollout: TensorDict, writer: RolloutWriter) -> None:
         """Fill masks, ids and steps from the ends of episodes; count the finished ones."""
         reward, terminated, truncated = (
             rollout[k][:, :-1].cpu().numpy() for k in ("reward", "terminated", "truncated")
@@ -124,7 +124,8 @@ class VectorCollector(EnvCollector):
         returns[episode_id[goes_on, 0]] += self._return[goes_on]
         time, row = done.T.nonzero()
         ends = (returns[episode_id[row, time]], step[row, time] + 1, terminated[row, time])
-        self.finished = list(map(Episode, *(end.tolist() for end in ends)))
+        success = writer.success(row.tolist(), time.tolist())
+        self.finished = list(map(Episode, *(end.tolist() for end in ends), success))
         self.recent.extend(self.finished)
         over = done[:, -1] | dead[:, -1]
         self._return = np.where(over, 0.0, returns[episode_id[:, -1]])

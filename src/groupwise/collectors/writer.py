@@ -1,5 +1,6 @@
 """Writes a rollout step by step."""
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,6 +31,7 @@ class RolloutWriter:
         self._final_obs: list[Nested] = []
         self._cut_rows: list[Tensor] = []
         self._cut_steps: list[Tensor] = []
+        self._success: dict[int, Tensor] = {}
         self._open(rollout)
 
     def observe(self, step: int, obs: Nested) -> None:
@@ -59,6 +61,15 @@ class RolloutWriter:
         if "reward_parts" in self._columns:
             assert outcome.reward_parts is not None
             _write(self._columns["reward_parts"], step, outcome.reward_parts)
+        if outcome.success is not None:
+            self._success[step] = outcome.success.clone()
+
+    def success(self, rows: Sequence[int], steps: Sequence[int]) -> list[bool | None]:
+        """Whether the episodes that ended in these rows with these steps succeeded; None where the environment did not say."""
+        if not self._success:
+            return [None] * len(rows)
+        flags = dict(zip(self._success, torch.stack([*self._success.values()]).cpu().numpy(), strict=True))
+        return [bool(flags[step][row]) if step in flags else None for row, step in zip(rows, steps, strict=True)]
 
     def cut(self, step: int, rows: Bool[np.ndarray, " row"], obs: Nested) -> None:
         """Keep the final observations, from ``obs`` [N, ...], of the rows truncated at ``step``, for their values."""

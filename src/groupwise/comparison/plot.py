@@ -21,7 +21,7 @@ NAME_WIDTH = 40
 
 
 def plot_comparison(found: Comparison, path: Path) -> None:
-    """Writes a PNG: for each environment return against steps, and where each method ended."""
+    """Writes a PNG: for each environment score against steps, and where each method ended."""
     from matplotlib.figure import Figure
 
     methods = list(dict.fromkeys(result.method for one in found.environments for result in one.methods))
@@ -35,10 +35,10 @@ def plot_comparison(found: Comparison, path: Path) -> None:
         _curves(figure.add_subplot(grid[row, 0]), one, looks)
         ends = {result.method: result.iqm for result in one.methods}
         each = {result.method: result.scores for result in one.methods}
-        _intervals(figure.add_subplot(grid[row, 1]), ends, each, looks, "final return")
+        _intervals(figure.add_subplot(grid[row, 1]), ends, each, looks, f"final {one.score}")
     if found.overall is not None:
         ends = {method.method: method.iqm for method in found.overall.methods}
-        title = "all environments, normalised final return"
+        title = "all environments, normalised final scores"
         _intervals(figure.add_subplot(grid[rows - 1, :]), ends, {}, looks, title)
     figure.savefig(path)
 
@@ -54,8 +54,7 @@ def _curves(axes: "Axes", found: EnvironmentResult, looks: dict[str, dict[str, A
             axes.fill_between(curve.env_steps, curve.low, curve.high, color=look["color"], alpha=0.18, linewidth=0)
             if marker:
                 axes.vlines(curve.env_steps, curve.low, curve.high, color=look["color"], linewidth=1)
-    kind = "episode return" if found.measure == "evaluation" else "training return"
-    axes.set(title=found.environment, xlabel=found.unit, ylabel=f"{kind}, IQM of runs")
+    axes.set(title=found.environment, xlabel=found.unit, ylabel=f"{found.score}, IQM of runs")
     against_steps(axes)
     axes.legend(frameon=False, loc="best", fontsize="small")
 

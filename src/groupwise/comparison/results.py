@@ -15,6 +15,7 @@ import numpy as np
 
 from groupwise.comparison import aggregates
 from groupwise.comparison.aggregates import Array, Curve, Estimate, Number, estimate, iqm
+from groupwise.config.run import EvaluationMetric
 from groupwise.errors import ConfigError, DataError, nearest
 
 Measure = Literal["evaluation", "training"]
@@ -36,7 +37,7 @@ class RunRecord(NamedTuple):
     env_steps: tuple[Number, ...]
     """When the return was measured, rising."""
     returns: tuple[Number, ...]
-    """Mean return at each of them; the last one is the run's score."""
+    """Mean return, or success rate, at each of them; the last one is the run's score."""
     measure: Measure = "evaluation"
     unit: str = "environment steps"
     """What a step is."""
@@ -46,6 +47,8 @@ class RunRecord(NamedTuple):
     """Peak memory."""
     source: str = ""
     """Where the run is, for messages."""
+    metric: EvaluationMetric = "return"
+    """What ``returns`` are."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,13 @@ class EnvironmentResult:
     """Each pair of methods once."""
     settings: dict[str, dict[str, Any]]
     """Settings that differ: setting -> method -> value."""
+    metric: EvaluationMetric
+    """The score."""
+
+    @property
+    def score(self) -> str:
+        """The score in words, such as ``training return`` where some runs were never evaluated."""
+        return ("training " if self.measure == "training" else "") + self.metric.replace("_", " ")
 
 
 @dataclass(frozen=True)
@@ -201,13 +211,16 @@ def _in_environment(
     runs = [run for many in methods.values() for run in many]
     for run in runs:
         _check(run)
-    measures = {run.measure for run in runs}
+    measures, metrics = {run.measure for run in runs}, {run.metric for run in runs}
+    if len(metrics) > 1:
+        raise DataError(f"{environment}: returns and success rates; fix: all of one kind")
     if len(measures) > 1:
         raise DataError(f"{environment}: returns of evaluations and of training; fix: all of one kind")
     grid = aggregates.common_grid([run.env_steps for run in runs])
     results = tuple(_of_method(name, many, grid) for name, many in methods.items())
     scores = {result.method: [np.array(result.scores)] for result in results}
-    return EnvironmentResult(environment, measures.pop(), runs[0].unit, results, _improvements(scores), settings)
+    improvements = _improvements(scores)
+    return EnvironmentResult(environment, measures.pop(), runs[0].unit, results, improvements, settings, metrics.pop())
 
 
 def _check(run: RunRecord) -> None:
@@ -303,7 +316,7 @@ def _scale(environment: str, reference: Reference) -> tuple[float, float]:
 def _notes(found: EnvironmentResult) -> Iterator[str]:
     """Weak points of a comparison."""
     if found.measure == "training":
-        yield f"{found.environment}: not every run was evaluated; returns are those of training episodes"
+        yield f"{found.environment}: not every run was evaluated; scores are those of training episodes"
     if few := [result.method for result in found.methods if len(result.seeds) < ENOUGH_RUNS]:
         yield (
             f"{found.environment}: fewer than {ENOUGH_RUNS} runs of {', '.join(few)}, too few for a reliable interval; "

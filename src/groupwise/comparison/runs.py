@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 
 from groupwise.comparison.methods import Flat, differences, differing, environment_of, flat, labels, method_of, setting
 from groupwise.comparison.results import Comparison, Measure, Reference, RunRecord, compare_records
+from groupwise.config.run import EvaluationMetric
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.folder import RunFolder
+from groupwise.report.scores import SCORES
 
 Paths = Path | str | Sequence[Path | str]
 
-_KEYS: dict[Measure, str] = {"evaluation": "eval/return_mean", "training": "rollout/return_mean"}
-"""Where ``metrics.jsonl`` has the returns."""
+_PREFIXES: dict[Measure, str] = {"evaluation": "eval", "training": "rollout"}
+"""Where ``metrics.jsonl`` has the scores."""
 
 
 class _Run(NamedTuple):
@@ -27,7 +29,7 @@ class _Run(NamedTuple):
     config: dict[str, Any]
     method: Flat
     points: dict[Measure, list[tuple[int, float]]]
-    """(env steps, mean return) of each measurement."""
+    """(env steps, score) of each measurement."""
     summary: dict[str, Any]
     given: list[str]
 
@@ -36,6 +38,7 @@ def compare(
     runs: Paths | Mapping[str, Paths] | Mapping[str | None, Paths],
     *,
     reference: Reference | None = None,
+    metric: EvaluationMetric = "return",
     finished_only: bool = False,
 ) -> Comparison:
     """What methods reached: interquartile means over seeds with 95 % bootstrap intervals, and curves.
@@ -47,6 +50,7 @@ def compare(
             in ``{"mine": "runs/a", "ppo": ["runs/b", "runs/c"]}``, where all runs of a name are one method.
         reference: for each environment the scores that count as 0 and 1, as ``{"CartPole-v1": (20, 500)}``; then methods
             are also compared over all environments.
+        metric: the score of an evaluation.
         finished_only: leave out runs that are unfinished or damaged, with a note, instead of refusing them.
 
     Raises:
@@ -55,7 +59,7 @@ def compare(
             scores that are missing.
         DataError: a seed of a method came twice.
     """
-    found, problems = _read(_folders(runs if isinstance(runs, Mapping) else {None: runs}))
+    found, problems = _read(_folders(runs if isinstance(runs, Mapping) else {None: runs}), metric)
     if problems and not finished_only:
         fix = "fix: finish them, or leave them out: --finished-only (finished_only=True in Python)"
         raise RunFolderError("\n".join([*problems, fix]))
@@ -72,7 +76,7 @@ def compare(
         measure: Measure = "evaluation" if all(run.points["evaluation"] for run in members) else "training"
         for label, one in methods.items():
             records += [
-                _record(environment, label, run, measure) for run in sorted(one, key=lambda r: r.config["seed"])
+                _record(environment, label, run, measure, metric) for run in sorted(one, key=lambda r: r.config["seed"])
             ]
     return compare_records(records, reference, settings=settings, notes=notes)
 
@@ -112,19 +116,19 @@ def _expand(path: Path) -> list[Path]:
     return inside
 
 
-def _read(folders: Mapping[Path, str | None]) -> tuple[list[_Run], list[str]]:
+def _read(folders: Mapping[Path, str | None], metric: EvaluationMetric) -> tuple[list[_Run], list[str]]:
     """The finished runs, and the problems of the others."""
     found, problems = [], []
     for path, name in folders.items():
         try:
-            found.append(_read_run(path, name))
+            found.append(_read_run(path, name, metric))
         except RunFolderError as error:
             text = str(error)
             problems.append(text if text.startswith(str(path)) else f"{path}: {text}")
     return found, problems
 
 
-def _read_run(path: Path, name: str | None) -> _Run:
+def _read_run(path: Path, name: str | None, metric: EvaluationMetric) -> _Run:
     """A run.
 
     Raises:
@@ -140,7 +144,7 @@ def _read_run(path: Path, name: str | None) -> _Run:
     _check_finished(metrics, summary, config["total_steps"])
     given = folder.read_provenance()["given_in_python"]
     method = method_of(config) | {"given_in_python": sorted(given)}
-    points = {measure: _points(metrics, key) for measure, key in _KEYS.items()}
+    points = {measure: _points(metrics, f"{prefix}/{SCORES[metric]}") for measure, prefix in _PREFIXES.items()}
     return _Run(path, name, config, method, points, summary, given)
 
 
@@ -223,14 +227,14 @@ def _check_same_settings(name: str, runs: Sequence[_Run]) -> None:
             )
 
 
-def _record(environment: str, method: str, run: _Run, measure: Measure) -> RunRecord:
+def _record(environment: str, method: str, run: _Run, measure: Measure, metric: EvaluationMetric) -> RunRecord:
     if not run.points[measure]:
-        raise RunFolderError(f"{run.path} holds no returns; fix: leave it out")
+        raise RunFolderError(f"{run.path} holds no {metric.replace('_', ' ')}s; fix: leave it out")
     steps, returns = zip(*run.points[measure], strict=True)
     unit = "tokens written" if "task" in run.config else "environment steps"
     seconds, memory = run.summary.get("seconds"), run.summary.get("peak_memory_mib")
     return RunRecord(
-        environment, method, run.config["seed"], steps, returns, measure, unit, seconds, memory, str(run.path)
+        environment, method, run.config["seed"], steps, returns, measure, unit, seconds, memory, str(run.path), metric
     )
 
 

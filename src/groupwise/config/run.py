@@ -2,9 +2,9 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, SerializeAsAny, model_validator
 
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg, PPOCfg
@@ -13,6 +13,8 @@ from groupwise.config.credit import CreditCfg
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import EvalSamplingCfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.config.text import TextTaskCfg
+
+EvaluationMetric: TypeAlias = Literal["return", "success_rate"]
 
 
 class EvaluationCfg(Cfg):
@@ -24,6 +26,8 @@ class EvaluationCfg(Cfg):
     """Episodes per evaluation."""
     deterministic: bool = True
     """Take the most likely action. False: sample."""
+    metric: EvaluationMetric = "return"
+    """What makes an evaluation the best one: its mean return, or the share of its episodes that succeeded."""
 
 
 class TextEvaluationCfg(Cfg):
@@ -56,6 +60,8 @@ class StopCfg(Cfg):
 
     return_threshold: float | None = None
     """Stop when the mean return of an evaluation reaches this. None: never."""
+    success_threshold: Annotated[float, Gt(0), Le(1)] | None = None
+    """Stop when the success rate of an evaluation reaches this. None: never."""
     time_limit: Annotated[float, Gt(0)] | None = None
     """Seconds of training after which it stops, at the end of the iteration. None: no limit."""
 
@@ -201,6 +207,10 @@ class TextRunCfg(CommonCfg):
         if self.stop.return_threshold is not None and self.task.eval_data is None:
             raise ValueError(
                 f"stop.return_threshold={self.stop.return_threshold} needs held-out prompts; fix: task.eval_data"
+            )
+        if self.stop.success_threshold is not None:
+            raise ValueError(
+                f"stop.success_threshold={self.stop.success_threshold} has no effect on text; fix: stop.return_threshold"
             )
         if self.overlong_buffer > self.sampling.max_new_tokens:
             raise ValueError(

@@ -14,6 +14,7 @@ from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec, obs_to_tensor
 from groupwise.envs import states
 from groupwise.envs.base import Autoreset, EnvStep, Mask, VectorEnv
+from groupwise.envs.success import SUCCESS_KEYS, success_of_rows
 from groupwise.errors import EnvError
 from groupwise.seeding import row_seeds
 
@@ -82,6 +83,7 @@ class GymnasiumVectorEnv(VectorEnv):
             torch.from_numpy(terminated),
             torch.from_numpy(truncated),
             final_obs,
+            success=success_of_rows(info, self.num_envs),
         )
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -116,7 +118,13 @@ class GymnasiumVectorEnv(VectorEnv):
 
 
 class LeanSyncVectorEnv(SyncVectorEnv):
-    """Gymnasium's rows in this process, without ``info``: collecting it takes a tenth of a step of 8 HalfCheetahs."""
+    """Gymnasium's rows in this process. Of ``info`` they keep the success of episodes that end.
+
+    Collecting all of it takes a tenth of a step of 8 HalfCheetahs.
+    """
 
     def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
-        return vector_infos
+        if not (self._terminations[env_num] or self._truncations[env_num]):
+            return vector_infos
+        success = {key: env_info[key] for key in SUCCESS_KEYS if key in env_info}
+        return super()._add_info(vector_infos, success, env_num)

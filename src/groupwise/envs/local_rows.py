@@ -12,6 +12,7 @@ import numpy.typing as npt
 from groupwise.config.env import StartMode
 from groupwise.data.spaces import leaf_spaces, obs_spec, obs_to_tensor
 from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, reseed_noise
+from groupwise.envs.success import success_of_row
 from groupwise.errors import DataError, EnvError
 
 log = logging.getLogger(__name__)
@@ -26,8 +27,8 @@ Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 Layout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
 """Shape of one row and dtype, by name."""
 
-OUTCOMES = ("reward", "terminated", "truncated", "failed")
-"""What a step returns for a row, besides the observation."""
+OUTCOMES = ("reward", "terminated", "truncated", "failed", "success", "tells_success")
+"""What a step returns for a row, besides the observation; the last two where the episode ends."""
 
 
 class RowCfg(NamedTuple):
@@ -115,7 +116,7 @@ class LocalRows:
     def step(self, rows: npt.NDArray[Any], actions: npt.NDArray[Any]) -> bool:
         """One step of these rows; whether any ended or failed."""
         parts = self._cfg.reward_parts
-        reward, terminated, truncated, _ = self._outcomes
+        reward, terminated, truncated, _, success, tells_success = self._outcomes
         any_ended = False
         for row, action in zip(rows.tolist(), actions, strict=True):
             try:
@@ -127,6 +128,8 @@ class LocalRows:
             self._write(row, obs, "step")
             if ended or cut:
                 terminated[row], truncated[row], any_ended = ended, cut, True
+                flag = success_of_row(info)
+                success[row], tells_success[row] = bool(flag), flag is not None
             if parts:
                 self._store_parts(row, info)
         return any_ended

@@ -50,9 +50,8 @@ class RowsGroupEnv(GroupEnv):
             arrays = {name: np.zeros((num_envs, *shape), dtype) for name, (shape, dtype) in layout.items()}
             self._rows = LocalRows(cfg, arrays)
         self._obs = _obs_tensor(cfg.observation_space, arrays)
-        self._reward, self._terminated, self._truncated, self._failed = (
-            torch.from_numpy(arrays[name]) for name in OUTCOMES
-        )
+        outcomes = [torch.from_numpy(arrays[name]) for name in OUTCOMES]
+        self._reward, self._terminated, self._truncated, self._failed, self._success, self._tells_success = outcomes
         self._reward_parts = torch.from_numpy(arrays["reward_parts"]) if cfg.reward_parts else None
         self._of_step = [array for name, array in arrays.items() if name in (*OUTCOMES, "reward_parts")]
 
@@ -85,10 +84,11 @@ class RowsGroupEnv(GroupEnv):
             actions = actions[self._live_rows]
         for array in self._of_step:  # 0 for rows that take no step
             array.fill(0)
-        failed = None
+        failed = success = None
         if self._rows.step(self._live_rows, actions):
             self.pause((self._terminated | self._truncated | self._failed).numpy())
             failed = self._failed.clone() if self._failed.any() else None
+            success = self._success if self._tells_success.any() else None
         return EnvStep(
             self._obs.to(self.device),
             self._reward,
@@ -96,6 +96,7 @@ class RowsGroupEnv(GroupEnv):
             self._truncated,
             failed=failed,
             reward_parts=self._reward_parts,
+            success=success,
         )
 
     def close(self) -> None:

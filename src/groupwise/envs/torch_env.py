@@ -91,6 +91,10 @@ class TorchGroupEnv(GroupEnv):
             raise EnvError(f"the state of {self.env_id} is a dictionary and not an observation; fix: define observe")
         return state
 
+    def success(self, state: Any) -> Tensor | None:
+        """Whether the task is done in the states after a transition [N] (bool); optional. Counts where the episode ends."""
+        return None
+
     @torch.no_grad()
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, ...]; see ``VectorEnv.reset``."""
@@ -127,7 +131,8 @@ class TorchGroupEnv(GroupEnv):
         after = self._named(state)
         if _versions(before) != versions:
             raise EnvError(f"transition of {self.env_id} wrote into the state it was given; fix: return new tensors")
-        self._check(before, after, reward, terminated)
+        success = self.success(self._user(after))
+        self._check(before, after, reward, terminated, success)
         live = ~rows.paused
         elapsed = rows.elapsed + live
         terminated = terminated & live
@@ -137,7 +142,7 @@ class TorchGroupEnv(GroupEnv):
             state=_select(live, after, before), elapsed=elapsed, paused=rows.paused | terminated | truncated
         )
         reward = torch.where(live, reward.to(torch.float32), 0.0)
-        return rows, EnvStep(self.observed(rows), reward, terminated, truncated)
+        return rows, EnvStep(self.observed(rows), reward, terminated, truncated, success=success)
 
     @torch.no_grad()
     def started(
@@ -217,7 +222,14 @@ class TorchGroupEnv(GroupEnv):
     def _user(self, state: dict[str, Tensor]) -> State:
         return state[""] if self._is_single else state
 
-    def _check(self, before: dict[str, Tensor], after: dict[str, Tensor], reward: Tensor, terminated: Tensor) -> None:
+    def _check(
+        self,
+        before: dict[str, Tensor],
+        after: dict[str, Tensor],
+        reward: Tensor,
+        terminated: Tensor,
+        success: Tensor | None,
+    ) -> None:
         """Refuse shapes and dtypes of a transition that are not as they should be."""
         wanted, got = ({name: (leaf.shape, leaf.dtype) for name, leaf in state.items()} for state in (before, after))
         if got != wanted:
@@ -230,6 +242,11 @@ class TorchGroupEnv(GroupEnv):
                 f"transition of {self.env_id} returned rewards {list(reward.shape)} and terminations "
                 f"{list(terminated.shape)} of {terminated.dtype}, expected [{self.num_envs}] and [{self.num_envs}] of "
                 "torch.bool; fix: one number a row"
+            )
+        if success is not None and (success.shape != shape or success.dtype != torch.bool):
+            raise EnvError(
+                f"success of {self.env_id} returned {list(success.shape)} of {success.dtype}, expected [{self.num_envs}] of "
+                "torch.bool; fix: one truth value a row"
             )
 
 

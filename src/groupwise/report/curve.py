@@ -1,10 +1,11 @@
 """The learning curve."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.report.scores import half_width_95
+from groupwise.report.scores import mean_ci95, wilson_95
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,30 +22,23 @@ def plot_curve(
 ) -> None:
     """Write a PNG of return against steps: training, and evaluations with 95 % intervals.
 
+    A second panel shows the success rate, where the environment reports success.
+
     Args:
         metrics: entries of ``metrics.jsonl``; nothing is drawn for keys that none of them has.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.2), dpi=130, layout="constrained")
-    axes = figure.add_subplot()
-    steps, returns = _column(metrics, "rollout/return_mean")
-    if steps:
-        marker = "o" if len(steps) == 1 else None  # a line of one point would be invisible
-        axes.plot(steps, returns, color=TRAINING, linewidth=1.6, marker=marker, label="training, sampled")
-    steps, returns = _column(metrics, "eval/return_mean")
-    if steps:
-        deviations, episodes = (_column(metrics, f"eval/{name}")[1] for name in ("return_std", "episodes"))
-        halves = [half_width_95(std, int(count)) for std, count in zip(deviations, episodes, strict=True)]
-        label = f"evaluation, {max(episodes):.0f} episodes (mean, 95 % interval)"
-        axes.errorbar(
-            steps, returns, yerr=halves, color=EVALUATION, fmt="o-", markersize=4, linewidth=1, capsize=2.5,
-            label=label,
-        )  # fmt: skip
-    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    against_steps(axes)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, loc="best")
+    panels = {"return_mean": ylabel}
+    if any("rollout/success_rate" in entry or "eval/success_rate" in entry for entry in metrics):
+        panels["success_rate"] = "success rate"
+    figure = Figure(figsize=(7, 4.2 * len(panels)), dpi=130, layout="constrained")
+    for axes, (name, label) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
+        _draw(axes, metrics, name)
+        axes.set(xlabel=xlabel, ylabel=label, title=title if name == "return_mean" else "")
+        against_steps(axes)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, loc="best")
     figure.savefig(path)
 
 
@@ -58,6 +52,28 @@ def against_steps(axes: "Axes") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _column(metrics: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    points = [(entry["env_steps"], entry[key]) for entry in metrics if key in entry]
-    return [x for x, _ in points], [y for _, y in points]
+def _draw(axes: "Axes", metrics: Sequence[dict[str, Any]], name: str) -> None:
+    """A score in training and in evaluations."""
+    training = [entry for entry in metrics if f"rollout/{name}" in entry]
+    if training:
+        steps, scores = ([entry[key] for entry in training] for key in ("env_steps", f"rollout/{name}"))
+        marker = "o" if len(steps) == 1 else None  # a line of one point would be invisible
+        axes.plot(steps, scores, color=TRAINING, linewidth=1.6, marker=marker, label="training, sampled")
+    evaluations = [entry for entry in metrics if f"eval/{name}" in entry]
+    if evaluations:
+        steps, scores = ([entry[key] for entry in evaluations] for key in ("env_steps", f"eval/{name}"))
+        lows, highs = zip(*(_interval(entry, name) for entry in evaluations), strict=True)
+        below = [max(0.0, score - low) for score, low in zip(scores, lows, strict=True)]  # negative by rounding
+        above = [max(0.0, high - score) for score, high in zip(scores, highs, strict=True)]
+        label = f"evaluation, {max(entry['eval/episodes'] for entry in evaluations):.0f} episodes (mean, 95 % interval)"
+        axes.errorbar(
+            steps, scores, yerr=(below, above), color=EVALUATION, fmt="o-", markersize=4, linewidth=1, capsize=2.5,
+            label=label,
+        )  # fmt: skip
+
+
+def _interval(entry: dict[str, Any], name: str) -> tuple[float, float]:
+    score, episodes = entry[f"eval/{name}"], int(entry["eval/episodes"])
+    if name == "success_rate":
+        return wilson_95(score, episodes)
+    return mean_ci95(score, entry["eval/return_std"], episodes) or (math.nan, math.nan)

@@ -3,20 +3,32 @@
 import math
 from typing import Any
 
+from groupwise.config.run import EvaluationMetric
 
-def scores_of(metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """Scores of the last evaluation, the best one, and training."""
+SCORES: dict[EvaluationMetric, str] = {"return": "return_mean", "success_rate": "success_rate"}
+"""Names of scores in metrics and summaries."""
+
+
+def scores_of(metrics: list[dict[str, Any]], metric: EvaluationMetric = "return") -> dict[str, Any]:
+    """Scores of the last evaluation, of the best one by ``metric``, and of training."""
     if not metrics:
         return {"env_steps": 0, "iterations": 0, "seconds": 0.0}
     last = metrics[-1]
     scores = {"env_steps": last["env_steps"], "iterations": last["iteration"], "seconds": last["time/total_seconds"]}
     evaluations = [entry for entry in metrics if "eval/return_mean" in entry]
     if evaluations:
-        final, best = evaluations[-1], max(evaluations, key=lambda entry: float(entry["eval/return_mean"]))
+        key = f"eval/{SCORES[metric]}"
+        final, best = evaluations[-1], max(evaluations, key=lambda entry: float(entry.get(key, -math.inf)))
         mean, episodes = final["eval/return_mean"], int(final["eval/episodes"])
         interval = mean_ci95(mean, final["eval/return_std"], episodes)
         scores |= {"return_mean": mean, "ci95": None if interval is None else list(interval), "episodes": episodes}
         scores |= {"best_return_mean": best["eval/return_mean"], "best_env_steps": best["env_steps"]}
+        if "eval/success_rate" in final:
+            rate = final["eval/success_rate"]
+            scores |= {"success_rate": rate, "success_ci95": list(wilson_95(rate, episodes))}
+            scores["best_success_rate"] = best["eval/success_rate"]
+    if "rollout/success_rate" in last:
+        scores["training_success_rate"] = last["rollout/success_rate"]
     return scores | {"training_return_mean": last.get("rollout/return_mean")}
 
 

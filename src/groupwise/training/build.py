@@ -15,7 +15,7 @@ from groupwise.collectors.vector import VectorCollector
 from groupwise.config.algorithm import GRPOCfg, with_max_length
 from groupwise.config.base import GIVEN
 from groupwise.config.env import StartMode
-from groupwise.config.run import RunCfg
+from groupwise.config.run import EvaluationMetric, RunCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
 from groupwise.envs.base import GroupEnv, VectorEnv
@@ -41,6 +41,11 @@ class EnvComponents(Components):
 
     cfg: RunCfg
     env: VectorEnv
+
+    @property
+    def metric(self) -> EvaluationMetric:
+        """What makes an evaluation the best one."""
+        return self.cfg.evaluation.metric
 
     def evaluator(self) -> EnvEvaluator | None:
         """The evaluator; None if the user's environment cannot be made a second time."""

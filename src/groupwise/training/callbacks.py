@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDict
 
+from groupwise.config.run import EvaluationMetric
 from groupwise.errors import DivergedError
 from groupwise.report.folder import RunFolder
+from groupwise.report.scores import SCORES
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Checkpoint, Identity, save_checkpoint
 from groupwise.training.components import Components, Evaluator
@@ -37,9 +39,12 @@ def build_callbacks(
     if stop.time_limit is not None:
         built.append(TimeLimit(stop.time_limit))
     if evaluator is not None:
-        built.append(Evaluate(evaluator, cfg.evaluation.interval or tenth, folder.best, parts.identity))
+        interval = cfg.evaluation.interval or tenth
+        built.append(Evaluate(evaluator, interval, folder.best, parts.identity, parts.metric))
     if stop.return_threshold is not None:
         built.append(StopAtScore(stop.return_threshold))
+    if stop.success_threshold is not None:
+        built.append(StopAtScore(stop.success_threshold, "success_rate"))
     built.append(MetricsLog(folder.metrics))
     if "tensorboard" in logging.report_to:
         built.append(TensorBoard(folder.tensorboard))
@@ -56,15 +61,27 @@ class Evaluate(Callback):
 
     Args:
         evaluate: plays the episodes.
-        best: folder for the policy with the highest mean return so far.
+        best: folder for the policy with the highest score so far.
+        metric: the score.
+
+    Raises:
+        EnvError: ``metric`` is the success rate, and the environment does not say.
     """
 
-    def __init__(self, evaluate: Callable[[], EvaluationResult], interval: int, best: Path, identity: Identity) -> None:
+    def __init__(
+        self,
+        evaluate: Callable[[], EvaluationResult],
+        interval: int,
+        best: Path,
+        identity: Identity,
+        metric: EvaluationMetric = "return",
+    ) -> None:
         self.evaluate = evaluate
         self.interval = interval
         self.best = best
         self.identity = identity
-        self.best_return: float | None = None
+        self.metric = metric
+        self.best_score: float | None = None
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Add ``eval/*`` to the metrics when it is time."""
@@ -72,21 +89,22 @@ class Evaluate(Callback):
             return
         result = self.evaluate()
         metrics |= result.metrics()
-        if self.best_return is None or result.return_mean > self.best_return:
-            self.best_return = result.return_mean
-            counters = {"iteration": trainer.iteration, "env_steps": trainer.env_steps, "return_mean": self.best_return}
+        score = result.score(self.metric)
+        if self.best_score is None or score > self.best_score:
+            self.best_score = score
+            counters = {"iteration": trainer.iteration, "env_steps": trainer.env_steps, SCORES[self.metric]: score}
             _check_weights(trainer)
             save_checkpoint(self.best, Checkpoint(trainer.algorithm.policy.state_dict(), counters), self.identity)
         for callback in trainer.callbacks:
             callback.on_evaluation_end(trainer, result)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best return so far."""
-        return {"best_return": self.best_return}
+        """The best score so far."""
+        return {"best_score": self.best_score}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best return."""
-        self.best_return = state["best_return"]
+        """Restore the best score."""
+        self.best_score = state["best_score"]
 
 
 class SaveCheckpoints(Callback):
@@ -208,15 +226,17 @@ class WandB(Callback):
 
 
 class StopAtScore(Callback):
-    """Stops when an evaluation's mean return reaches ``threshold``."""
+    """Stops when an evaluation's score reaches ``threshold``."""
 
-    def __init__(self, threshold: float) -> None:
+    def __init__(self, threshold: float, metric: EvaluationMetric = "return") -> None:
         self.threshold = threshold
+        self.metric = metric
 
     def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
         """Stop if the score is reached."""
-        if evaluation.return_mean >= self.threshold:
-            trainer.stop(f"score: {evaluation.return_mean:.1f} reached the threshold {self.threshold:g}")
+        score = evaluation.score(self.metric)
+        if score >= self.threshold:
+            trainer.stop(f"score: {self.metric} {score:.6g} reached the threshold {self.threshold:g}")
 
 
 class TimeLimit(Callback):
@@ -262,7 +282,7 @@ class Progress(Callback):
         self.live = mode == "bar" or (mode == "auto" and self.console.is_terminal)
         self.bar = Bar(*columns, console=self.console, refresh_per_second=5)
         self._shown = 0.0
-        self._evaluated: float | None = None
+        self._evaluation: EvaluationResult | None = None
 
     def on_training_start(self, trainer: "Trainer") -> None:
         """Print the title, and show the empty bar."""
@@ -275,7 +295,7 @@ class Progress(Callback):
 
     def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
         """Keep the score for the next line."""
-        self._evaluated = evaluation.return_mean
+        self._evaluation = evaluation
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Move the bar, or print a line when it is time."""
@@ -298,8 +318,12 @@ class Progress(Callback):
         parts = []
         if "rollout/return_mean" in metrics:
             parts.append(f"return {_score(metrics['rollout/return_mean'])}")
-        if self._evaluated is not None:
-            parts.append(f"eval {_score(self._evaluated)}")
+        if "rollout/success_rate" in metrics:
+            parts.append(f"success {metrics['rollout/success_rate']:4.0%}")
+        if self._evaluation is not None:
+            parts.append(f"eval {_score(self._evaluation.return_mean)}")
+            if self._evaluation.success_rate is not None:
+                parts.append(f"eval success {self._evaluation.success_rate:4.0%}")
         speed = metrics["time/steps_per_second"]
         rate = f"{speed / 1000:.1f}k" if speed >= 1000 else f"{speed:.0f}"
         return "   ".join([*parts, f"{rate} steps/s"])

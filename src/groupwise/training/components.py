@@ -10,7 +10,7 @@ import torch
 
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.base import Collector
-from groupwise.config.run import RunCfg, TextRunCfg
+from groupwise.config.run import EvaluationMetric, RunCfg, TextRunCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.errors import ConfigError, nearest
 from groupwise.policies.base import Policy
@@ -86,6 +86,11 @@ class Components(ABC):
     def policy(self) -> Policy:
         """The policy that is trained."""
         return self.algorithm.policy
+
+    @property
+    def metric(self) -> EvaluationMetric:
+        """What makes an evaluation the best one."""
+        return "return"
 
     @abstractmethod
     def evaluator(self) -> Evaluator | None:

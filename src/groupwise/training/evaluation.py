@@ -1,18 +1,19 @@
 """Evaluation of a policy over exactly n episodes, each with its own seed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise.config.run import EvaluationMetric
 from groupwise.data.rollout import Nested, allocate
 from groupwise.envs.base import GroupEnv
-from groupwise.errors import DataError
+from groupwise.errors import DataError, EnvError
 from groupwise.policies.base import Policy
-from groupwise.report.scores import mean_ci95
+from groupwise.report.scores import mean_ci95, wilson_95
 from groupwise.seeding import derive_seed
 
 MAX_STEPS = 100_000
@@ -27,6 +28,8 @@ class EvaluationResult:
     """Undiscounted sum of the raw rewards of each episode."""
     lengths: tuple[int, ...]
     """Steps of each episode."""
+    successes: tuple[bool, ...] | None = field(default=None, kw_only=True)
+    """Whether each episode succeeded; None if the environment does not say."""
 
     @property
     def episodes(self) -> int:
@@ -53,22 +56,55 @@ class EvaluationResult:
         """95 % confidence interval of the mean by Student's t; None for one episode."""
         return mean_ci95(self.return_mean, self.return_std, self.episodes)
 
+    @property
+    def success_rate(self) -> float | None:
+        """Share of the episodes that succeeded; None if the environment does not say."""
+        return None if self.successes is None else float(np.mean(self.successes))
+
+    @property
+    def success_ci95(self) -> tuple[float, float] | None:
+        """95 % confidence interval of the success rate by Wilson's formula; None without one."""
+        return None if self.success_rate is None else wilson_95(self.success_rate, self.episodes)
+
+    def score(self, metric: EvaluationMetric) -> float:
+        """The mean return or the success rate.
+
+        Raises:
+            EnvError: it is the success rate, and the environment does not say.
+        """
+        if metric == "return":
+            return self.return_mean
+        if self.success_rate is None:
+            raise EnvError(
+                f"no success rate: none of {self.episodes} episodes ended with a success flag; fix: info['is_success'] at "
+                "the last step of each episode, or evaluation.metric='return' without stop.success_threshold"
+            )
+        return self.success_rate
+
     def __repr__(self) -> str:
         """Mean, interval and number; the episodes themselves may be thousands."""
         return f"{type(self).__name__}({self.line()})"
 
     def line(self) -> str:
         """The result as a line that scripts can read."""
-        return f"return_mean={self.return_mean:.6g} ci95={shown(self.ci95)} episodes={self.episodes}"
+        success = ""
+        if self.success_rate is not None:
+            success = f"success_rate={self.success_rate:.6g} ci95={shown(self.success_ci95)} "
+        return f"return_mean={self.return_mean:.6g} ci95={shown(self.ci95)} {success}episodes={self.episodes}"
 
     def report(self) -> dict[str, Any]:
         """All of it as plain data."""
         numbers = {"return_mean": self.return_mean, "ci95": self.ci95, "episodes": self.episodes}
-        return numbers | {"length_mean": self.length_mean, "returns": list(self.returns)}
+        success: dict[str, Any] = {}
+        if self.successes is not None:
+            success = {"success_rate": self.success_rate, "success_ci95": self.success_ci95}
+            success["successes"] = list(self.successes)
+        return numbers | success | {"length_mean": self.length_mean, "returns": list(self.returns)}
 
     def metrics(self) -> dict[str, float]:
         """``eval/*`` numbers for the log."""
-        return {
+        success = {} if self.success_rate is None else {"eval/success_rate": self.success_rate}
+        return success | {
             "eval/return_mean": self.return_mean,
             "eval/return_std": self.return_std,
             "eval/length_mean": self.length_mean,
@@ -105,18 +141,22 @@ def evaluate_policy(
         for first in range(0, episodes, env.num_envs)
     ]
     policy.train(was_training)
-    returns, lengths = (torch.cat(parts) for parts in zip(*results, strict=True))
+    returns, lengths, success, tells_success = (torch.cat(parts) for parts in zip(*results, strict=True))
     if not bool(returns.isfinite().all()):
         raise DataError(
             f"return of evaluation episode {int((~returns.isfinite()).nonzero()[0])} is not finite; fix the environment's rewards"
         )
-    return EvaluationResult(tuple(returns.tolist()), tuple(lengths.tolist()))
+    successes = tuple(success.tolist()) if tells_success.any() else None
+    return EvaluationResult(tuple(returns.tolist()), tuple(lengths.tolist()), successes=successes)
 
 
 def _play_round(
     policy: Policy, env: GroupEnv, batch: Nested, first: int, seed: int, deterministic: bool, max_steps: int
-) -> tuple[Tensor, Tensor]:
-    """Returns and lengths of episodes ``first, first + 1, ...``, one in each row of ``env`` that has one left."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of episodes ``first, first + 1, ...``, one in each row of ``env`` that has one left.
+
+    Their returns, lengths, whether they succeeded, and whether the environment says so.
+    """
     count = min(env.num_envs, len(batch) - first)
     rows, episodes = slice(0, count), slice(first, first + count)
     numbers = range(first, first + env.num_envs)
@@ -130,6 +170,7 @@ def _play_round(
         env.pause(idle)
     returns, lengths = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
     running = torch.ones(count, dtype=torch.bool)
+    success, tells_success = torch.zeros(2, count, dtype=torch.bool)
     for step in range(max_steps):
         batch[episodes] = obs[rows]
         generator = None
@@ -141,7 +182,11 @@ def _play_round(
         obs = stepped.obs
         returns += stepped.reward[rows].cpu()
         lengths += running
-        running &= ~(stepped.terminated | stepped.truncated)[rows].cpu()
+        ended = running & (stepped.terminated | stepped.truncated)[rows].cpu()
+        if stepped.success is not None:
+            success |= ended & stepped.success[rows].cpu()
+            tells_success |= ended
+        running &= ~ended
         if not running.any():
             break
-    return returns, lengths
+    return returns, lengths, success, tells_success

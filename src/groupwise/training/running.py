@@ -97,7 +97,7 @@ def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, en
         summary = {parts.kind: cfg.subject, "algorithm": cfg.algorithm.name, "seed": cfg.seed, "stopped": stopped}
         if engine.rank == 0:
             metrics = folder.read_metrics()
-            summary |= scores_of(metrics) | peak_memory(parts.policy.device) | parts.summary_fields()
+            summary |= scores_of(metrics, parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
             folder.write_summary(summary)
             plot_curve(metrics, folder.curve, f"{cfg.subject}, {cfg.algorithm.name}, seed {cfg.seed}", *parts.axes)
     return summary

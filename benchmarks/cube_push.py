@@ -48,7 +48,7 @@ def played(act: Act, seed: int) -> dict[str, float]:
     for _ in range(env.max_episode_steps or 0):
         step = env.step(act(obs))
         obs, returns = step.obs, returns + step.reward
-    solved = env.solved(env.rows.state).float().mean()
+    solved = env.success(env.rows.state).float().mean()
     return {"return_mean": float(returns.mean()), "solved": float(solved)}
 
 

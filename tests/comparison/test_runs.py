@@ -67,6 +67,25 @@ def test_names_make_methods(runs):
     assert found.settings == {}
 
 
+def test_runs_are_compared_by_their_success(runs):
+    """Each is as successful as a twentieth of its return."""
+    for path in Path().glob("[gp]/seed_*/metrics.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [line | {"eval/success_rate": line["eval/return_mean"] / 20} for line in lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    [found] = gw.compare(runs, metric="success_rate").environments
+    assert [method.scores for method in found.methods] == [(0.2, 0.4, 0.6), (0.05, 0.1, 0.15)]
+    assert (found.metric, found.score) == ("success_rate", "success rate")
+    [by_return] = gw.compare(runs).environments
+    assert by_return.methods[0].scores == (4.0, 8.0, 12.0)
+    assert by_return.score == "return"
+
+
+def test_runs_that_know_no_success_cannot_be_compared_by_it(runs):
+    with pytest.raises(RunFolderError, match="g/seed_0 holds no success rates"):
+        gw.compare(runs, metric="success_rate")
+
+
 def test_each_environment_is_a_table_of_its_own(runs):
     write_seeds(Path("a"), (-90.0, -80.0), env="Acrobot-v1")
     write_seeds(Path("b"), (-70.0, -60.0), env="Acrobot-v1", algorithm="ppo")
@@ -160,7 +179,7 @@ def unfinished(kind: str, path: Path) -> None:
         ("failed", "unfinished: failed at step 1,000"),
         ("interrupted", "unfinished: interrupted"),
         ("resumed", "unfinished: resumed, and now at step 1,100"),
-        ("score: 475.0 reached the threshold 475", "stopped early at step 750 of 1,000 .score: 475"),
+        ("score: return 475 reached the threshold 475", "stopped early at step 750 of 1,000 .score: return 475"),
         ("damaged summary", "summary.json is damaged"),
         ("damaged metrics", "metrics.jsonl, line 1 is damaged"),
         ("no settings", "config.json holds no settings of a run"),

@@ -105,7 +105,7 @@ def test_an_arm_at_rest_leaves_the_cube_and_pays_for_both_distances():
     torch.testing.assert_close(reward, torch.tensor([-0.13 - reach, -0.021 - reach]), rtol=0, atol=1e-5)
     torch.testing.assert_close(after["qpos"][:, :5], state["qpos"][:, :5], rtol=0, atol=1e-5)
     assert not terminated.any()
-    assert env.solved(after).tolist() == [False, True]
+    assert env.success(after).tolist() == [False, True]
     expected = [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, *[0.0] * 3, 0.0, 0.65, 0.3, -0.25, 0.12, 0.05, 0.0, 0.0, 1.0, 0.0, 0.0]
     torch.testing.assert_close(env.observe(after)[0], torch.tensor(expected), rtol=0, atol=1e-4)
 
@@ -133,7 +133,7 @@ def test_starts_on_the_table_are_as_described():
     # wherever it turned, the cube, .0424 to its corners, is clear of the finger, .012 thick
     assert (cube - finger).norm(dim=1).min() > 0.0424 + 0.012
     assert finger.norm(dim=1).max() < 0.3
-    assert not env.solved(state).any()
+    assert not env.success(state).any()
 
 
 TASKS = {"cheetah": lambda n: WarpHalfCheetah(n, max_episode_steps=5), "cube": WarpCubePush}

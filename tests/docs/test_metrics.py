@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from success_envs import Touch
 from text_runs import save_model, share_copied, train
 
 import groupwise as gw
@@ -55,6 +56,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     runs = [
         gw.train("CartPole-v1", gw.PPOCfg(num_steps=16), run_dir=folder / "ppo", **short),
         gw.train("CartPole-v1", everything, run_dir=folder / "grpo", **short),
+        gw.train(Touch, gw.PPOCfg(num_steps=16), run_dir=folder / "success", **short),
         gw.train(gw.TorchCartPole, truncating, run_dir=folder / "truncate", **short),
         train(task, model, folder / "text", gw.GRPOCfg(group_size=2), **sampled),
         train(task, model, folder / "text_ppo", gw.PPOCfg(), **sampled),

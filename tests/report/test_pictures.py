@@ -13,7 +13,7 @@ from groupwise.errors import EnvError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.report import video
 from groupwise.report.curve import plot_curve
-from groupwise.report.scores import half_width_95, scores_of
+from groupwise.report.scores import half_width_95, scores_of, wilson_95
 from groupwise.report.video import NoPictureError, film, rendering_env
 
 TRAINING = {"env_steps": 10, "rollout/return_mean": 3.0}
@@ -40,6 +40,35 @@ def test_curve_shows_its_points(tmp_path: Path):
     red = lambda picture: ((picture[..., 0] - picture[..., 2]) > 80).sum()  # noqa: E731
     assert red(a) == 0
     assert red(b) > 50
+
+
+def test_success_has_a_panel_of_its_own(tmp_path: Path):
+    success = {"rollout/success_rate": 0.5, "eval/success_rate": 1.0}
+    plot_curve([TRAINING | EVALUATION], tmp_path / "a.png", "same title")
+    plot_curve([TRAINING | EVALUATION | success], tmp_path / "b.png", "same title")
+    a, b = (Image.open(tmp_path / name).size for name in ("a.png", "b.png"))
+    assert b == (a[0], 2 * a[1])
+
+
+def test_intervals_of_shares_hold_them():
+    # Wilson's lower end of 3 of 4, z^2 = 3.841459: (0.75 + 0.480182 - 1.959964 sqrt(0.75 * 0.25 / 4 + 3.841459 / 64))
+    # / 1.960365 = (1.230182 - 0.640770) / 1.960365 = 0.300664
+    assert wilson_95(0.75, 4)[0] == pytest.approx(0.300664, abs=2e-5)
+    for count in range(1, 200):
+        for successes in (0, 1, count):
+            low, high = wilson_95(successes / count, count)
+            assert 0 <= low <= successes / count <= high <= 1
+
+
+def test_the_best_evaluation_is_that_of_the_metric():
+    fixed = {"iteration": 1, "time/total_seconds": 1.0}
+    first = fixed | EVALUATION | {"eval/success_rate": 0.4, "eval/return_mean": 9.0}
+    last = fixed | EVALUATION | {"eval/success_rate": 0.6, "env_steps": 30, "rollout/success_rate": 0.1}
+    by_return, by_success = scores_of([first, last]), scores_of([first, last], "success_rate")
+    assert [found["best_env_steps"] for found in (by_return, by_success)] == [20, 30]
+    assert [found["best_success_rate"] for found in (by_return, by_success)] == [0.4, 0.6]
+    assert (by_return["success_rate"], by_return["training_success_rate"]) == (0.6, 0.1)
+    assert not any("success" in name for name in scores_of([fixed | TRAINING | EVALUATION]))
 
 
 def test_half_width_by_the_table():

@@ -95,7 +95,7 @@ def test_stops_at_the_score(parts: Any, tmp_path: Path):
     trainer = parts.trainer(Evaluate(scores(1.0, 9.0, 9.0), 10, tmp_path / "best", HERE), StopAtScore(9.0))
     trainer.train()
     assert trainer.env_steps == 20
-    assert trainer.stop_reason == "score: 9.0 reached the threshold 9"
+    assert trainer.stop_reason == "score: return 9 reached the threshold 9"
 
 
 def test_stops_when_time_is_over(parts: Any):

@@ -65,7 +65,7 @@ class WarpCubePush(WarpGroupEnv):
     and 0.15 m, 0.3, 0.2 and 0.1 kg; a cube of 0.06 m and 0.1 kg that slides, turns and topples as contacts and friction
     have it; a step takes 0.05 s. The reward is ``-|cube - goal| - 0.25 |finger - cube|`` after the step, horizontal
     distances in m. The cube begins 0.3 to 0.36 m from the shoulder, the finger between both, and the goal lies 0.1 to 0.2 m
-    from the cube, outwards but for 0.6 rad. ``solved`` says where the cube is within 0.03 m of its goal.
+    from the cube, outwards but for 0.6 rad. An episode succeeds if the cube ends within 0.03 m of its goal.
 
     Needs the extra ``mujoco-warp``. The task has no counterpart in Gymnasium.
     """
@@ -122,7 +122,7 @@ class WarpCubePush(WarpGroupEnv):
         places = [finger, cube - finger, state["goal"] - cube]
         return torch.cat([joints.cos(), joints.sin(), rates, *places, velocity, turn, turning], dim=1)
 
-    def solved(self, state: WarpState) -> Bool[Tensor, " row"]:
+    def success(self, state: WarpState) -> Bool[Tensor, " row"]:
         """Whether the cube is at its goal."""
         distance: Tensor = (state["qpos"][:, 3:5] - state["goal"]).norm(dim=1)
         return distance < self.SUCCESS_DISTANCE

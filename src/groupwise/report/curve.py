@@ -63,8 +63,8 @@ def _draw(axes: "Axes", metrics: Sequence[dict[str, Any]], name: str) -> None:
     if evaluations:
         steps, scores = ([entry[key] for entry in evaluations] for key in ("env_steps", f"eval/{name}"))
         lows, highs = zip(*(_interval(entry, name) for entry in evaluations), strict=True)
-        below = [max(0.0, score - low) for score, low in zip(scores, lows, strict=True)]  # negative by rounding
-        above = [max(0.0, high - score) for score, high in zip(scores, highs, strict=True)]
+        below = [score - low for score, low in zip(scores, lows, strict=True)]
+        above = [high - score for score, high in zip(scores, highs, strict=True)]
         label = f"evaluation, {max(entry['eval/episodes'] for entry in evaluations):.0f} episodes (mean, 95 % interval)"
         axes.errorbar(
             steps, scores, yerr=(below, above), color=EVALUATION, fmt="o-", markersize=4, linewidth=1, capsize=2.5,

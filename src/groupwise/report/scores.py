@@ -61,4 +61,5 @@ def wilson_95(share: float, count: int) -> tuple[float, float]:
     centre = share + z * z / (2 * count)
     half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     scale = 1 + z * z / count
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+    low, high = (centre - half) / scale, (centre + half) / scale
+    return max(0.0, min(share, low)), min(1.0, max(share, high))  # rounding may leave out shares of 0 and 1

@@ -1,0 +1,122 @@
+"""Success of episodes, and the share of them that a rollout reports."""
+
+from functools import partial
+
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from success_envs import TorchTouch, Touch
+
+import groupwise as gw
+from groupwise.collectors.base import Episode
+from groupwise.collectors.groups import GroupCollector
+from groupwise.collectors.vector import VectorCollector
+from groupwise.config.algorithm import CollectionCfg
+from groupwise.config.env import EnvCfg
+from groupwise.data.rollout import RolloutBuffer
+from groupwise.envs.gymnasium import GymnasiumVectorEnv
+from groupwise.envs.make import make_env
+
+
+def collected(collector, num_steps, windows=1):
+    """The last of some rollouts."""
+    env, policy = collector.env, collector.policy
+    buffer = RolloutBuffer(
+        env.num_envs, num_steps, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=not policy.actor_only
+    )
+    for _ in range(windows):
+        rollout = collector.collect(num_steps, buffer.start_rollout())
+    return rollout
+
+
+def last_actions(rollout):
+    """Of each episode that ended in the rollout, by (step, row): whether its last action touched the goal."""
+    action = rollout["action"].reshape(rollout.shape)
+    over = (rollout["terminated"] | rollout["truncated"])[:, :-1]
+    return [bool(action[row, step]) for step, row in over.T.nonzero().tolist()]
+
+
+def vector(key, mode, num_envs=4):
+    env = SyncVectorEnv([partial(Touch, key)] * num_envs, autoreset_mode=AutoresetMode[mode.upper()])
+    return GymnasiumVectorEnv(env, env_id="Touch", max_episode_steps=3)
+
+
+def touches(key="is_success", **settings):
+    cfg = EnvCfg(vectorization="sync", max_episode_steps=None)
+    return make_env(cfg, grouped=True, num_envs=4, env=partial(Touch, key, **settings), verify=False)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "same_step", "next_step"])
+def test_windows_know_which_episodes_succeeded(mode, fake_policy):
+    collector = VectorCollector(vector("success", mode), fake_policy())
+    rollout = collected(collector, 7, windows=2)
+    assert [episode.success for episode in collector.finished] == last_actions(rollout)
+    assert {episode.success for episode in collector.finished} == {True, False}
+    share = sum(episode.success for episode in collector.recent) / len(collector.recent)
+    assert collector.metrics()["rollout/success_rate"] == pytest.approx(share)
+
+
+def test_groups_know_which_episodes_succeeded(fake_policy):
+    env = touches()
+    env.max_episode_steps = 3
+    collector = GroupCollector(env, fake_policy(), group_size=2, verify_start=False)
+    rollout = collected(collector, 9)
+    assert [episode.success for episode in collector.finished] == last_actions(rollout)
+    assert collector.metrics()["rollout/success_rate"] == sum(last_actions(rollout)) / len(collector.finished)
+    assert 0 < collector.metrics()["rollout/success_rate"] < 1
+
+
+def test_an_environment_that_does_not_tell_has_no_rate(fake_policy):
+    collector = VectorCollector(vector(None, "disabled"), fake_policy())
+    collected(collector, 7)
+    assert {episode.success for episode in collector.finished} == {None}
+    assert "rollout/success_rate" not in collector.metrics()
+
+
+def test_episodes_without_a_flag_count_as_failed_beside_those_with_one(fake_policy):
+    collector = VectorCollector(vector(None, "disabled"), fake_policy())
+    collector.recent.extend(Episode(0.0, 1, True, success) for success in (True, None, False, None))
+    assert collector.metrics()["rollout/success_rate"] == 0.25
+
+
+def test_the_horizon_cuts_before_the_environment_tells(fake_policy):
+    collection = CollectionCfg(horizon=2)
+    collector = GroupCollector(touches(), fake_policy(), group_size=2, collection=collection, verify_start=False)
+    collected(collector, 6)
+    assert {(episode.length, episode.success) for episode in collector.finished} == {(2, None)}
+
+
+def test_success_of_recent_episodes_survives_a_resume(fake_policy):
+    first, second = (VectorCollector(vector("success", "disabled"), fake_policy()) for _ in range(2))
+    collected(first, 7)
+    second.load_state_dict(first.state_dict())
+    assert list(second.recent) == list(first.recent)
+    assert second.metrics()["rollout/success_rate"] == first.metrics()["rollout/success_rate"]
+
+
+def torch_collector(kind, lengths, **settings):
+    torch.manual_seed(0)
+    env = TorchTouch(len(lengths), lengths)
+    policy = gw.ActorCritic(
+        env.observation_space, env.action_space, gw.PolicyCfg(hidden_sizes=(4,)), actor_only=bool(settings)
+    )
+    return kind(env, policy, seed=1, **settings)
+
+
+def test_windows_in_torch_know_it_too():
+    reference, ours = (torch_collector(kind, [2, 3, 4]) for kind in (gw.VectorCollector, gw.TorchVectorCollector))
+    rollout = collected(ours, 9, windows=2)
+    collected(reference, 9, windows=2)
+    assert ours.finished == reference.finished
+    assert [episode.success for episode in ours.finished] == last_actions(rollout)
+    assert ours.metrics()["rollout/success_rate"] == reference.metrics()["rollout/success_rate"]
+
+
+def test_first_members_in_torch_know_it_too():
+    # groups of rows 0, 1 and of 2, 3; first members last 2 and 3 steps, and wait for the second ones
+    collector = torch_collector(gw.TorchGroupCollector, [2, 4, 3, 3], group_size=2, verify_start=False)
+    rollout = collected(collector, 8)
+    action = rollout["action"].reshape(rollout.shape)
+    ends = [(0, 1), (2, 2), (0, 5), (2, 5)]
+    assert [episode.length for episode in collector.finished] == [2, 3, 2, 3]
+    assert [episode.success for episode in collector.finished] == [bool(action[row, step]) for row, step in ends]

@@ -1,0 +1,146 @@
+"""The success flag from every kind of environment: of the step at which an episode ends, and of no other."""
+
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from success_envs import TorchTouch, Touch
+
+from groupwise.config.env import EnvCfg
+from groupwise.envs.gymnasium import GymnasiumVectorEnv
+from groupwise.envs.make import make_env
+from groupwise.envs.success import success_of_row, success_of_rows
+from groupwise.errors import EnvError
+
+STEPS = ([1, 0, 1], [1, 1, 0], [0, 1, 1])
+"""Actions of three rows at each of three steps; in the end rows 1 and 2 touch the goal."""
+
+
+def played(env, steps=STEPS):
+    """The flags of each step."""
+    flags = []
+    for actions in steps:
+        success = env.step(torch.tensor(actions)).success
+        flags.append(None if success is None else success.tolist())
+    env.close()
+    return flags
+
+
+def started(make, workers=0):
+    vectorization = "async" if workers else "sync"
+    env = make_env(EnvCfg(vectorization=vectorization), grouped=True, num_envs=3, env=make, verify=False)
+    env.reset(seed=0)
+    return env
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        (True, True),
+        (False, False),
+        (np.bool_(True), True),
+        (1.0, True),
+        (np.float32(0), False),
+        (np.array(1.0), True),
+        ("yes", None),
+        ({"near": True}, None),
+        (np.array([True, False]), None),
+        (None, None),
+    ],
+)
+def test_a_flag_is_a_truth_value_or_a_number(flag, expected):
+    assert success_of_row({"success": flag}) is expected
+
+
+def test_is_success_comes_before_success():
+    assert success_of_row({"success": False, "is_success": True}) is True
+    assert success_of_row({"success": True, "is_success": "near"}) is True
+    assert success_of_row({"reward": 1.0}) is None
+
+
+def test_rows_without_the_flag_count_as_failed_beside_those_with_it():
+    info = {"success": np.array([1.0, 1.0, 0.0]), "_success": np.array([True, False, True])}
+    assert success_of_rows(info, 3).tolist() == [True, False, False]
+    assert success_of_rows({"success": np.array([True, False])}, 2).tolist() == [True, False]
+    assert success_of_rows({"success": np.array([True, None], dtype=object)}, 2).tolist() == [True, False]
+    assert success_of_rows({"success": "yes", "time": np.zeros(3)}, 3) is None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("key", "kind"), [("is_success", bool), ("success", float), ("success", np.bool_)])
+def test_rows_tell_at_the_end_alone(workers, key, kind):
+    assert played(started(partial(Touch, key, kind=kind), workers)) == [None, None, [False, True, True]]
+
+
+def test_a_task_that_does_not_tell_has_no_flag():
+    assert played(started(partial(Touch, None))) == [None, None, None]
+
+
+def test_the_info_is_read_at_the_end_alone():
+    assert played(started(partial(Touch, sealed=True)))[2] == [False, True, True]
+    env = make_env(EnvCfg(vectorization="sync"), num_envs=3, env=partial(Touch, sealed=True))
+    env.reset(seed=0)
+    assert played(env)[2] == [False, True, True]
+
+
+def test_only_rows_that_end_have_a_flag():
+    class AsLongAsItsSeed(Touch):
+        def reset(self, *, seed=None, options=None):
+            self.length = seed
+            return super().reset(seed=seed)
+
+    env, lengths = started(AsLongAsItsSeed), np.array([2, 3, 2])
+    env.start(np.ones(3, dtype=np.bool_), lengths, lengths)
+    assert played(env, [[1, 1, 1]] * 3) == [None, [True, False, True], [False, True, False]]
+
+
+@pytest.mark.parametrize("vectorizer", [SyncVectorEnv, AsyncVectorEnv])
+@pytest.mark.parametrize("mode", ["DISABLED", "NEXT_STEP", "SAME_STEP"])
+@pytest.mark.parametrize("key", ["is_success", "success"])
+def test_vectors_tell_in_every_autoreset_mode(vectorizer, mode, key):
+    env = vectorizer([partial(Touch, key)] * 3, autoreset_mode=AutoresetMode[mode])
+    env = GymnasiumVectorEnv(env, env_id="Touch", max_episode_steps=3)
+    env.reset(seed=0)
+    assert played(env)[2] == [False, True, True]
+
+
+def test_vectors_that_do_not_tell_have_no_flag():
+    env = GymnasiumVectorEnv(SyncVectorEnv([partial(Touch, None)] * 3), env_id="Touch", max_episode_steps=3)
+    env.reset(seed=0)
+    assert played(env) == [None, None, None]
+
+
+def test_a_vector_of_its_own_may_leave_the_masks_out():
+    class Own(gymnasium.vector.VectorEnv):
+        metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+        num_envs = 2
+        single_observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
+        single_action_space = gymnasium.spaces.Discrete(2)
+
+        def step(self, actions):
+            over = np.ones(2, bool)
+            return np.zeros((2, 1), np.float32), np.zeros(2), over, ~over, {"success": np.array([0, 1])}
+
+    env = GymnasiumVectorEnv(Own(), env_id="Own", max_episode_steps=1)
+    assert env.step(torch.zeros(2)).success.tolist() == [False, True]
+
+
+def test_success_in_torch_is_that_of_the_state_after_the_transition():
+    env = TorchTouch(3)
+    env.reset(seed=0)
+    assert played(env)[2] == [False, True, True]
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(3), torch.ones(3, 1, dtype=torch.bool)])
+def test_success_in_torch_must_be_one_truth_value_a_row(wrong):
+    class Wrong(TorchTouch):
+        def success(self, state):
+            return wrong
+
+    env = Wrong(3)
+    env.reset(seed=0)
+    with pytest.raises(EnvError, match=r"success of TorchTouch returned .* expected \[3\] of torch.bool; fix"):
+        env.step(torch.zeros(3))

@@ -1,0 +1,166 @@
+"""Success as a number to steer by: evaluation, best checkpoint, stop, resume, and what a run reports."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from success_envs import Touch
+
+import groupwise as gw
+from groupwise import cli
+from groupwise.config.env import EnvCfg
+from groupwise.envs.make import make_env
+from groupwise.errors import EnvError
+from groupwise.report.folder import RunFolder
+from groupwise.training.callbacks import Evaluate, StopAtScore
+from groupwise.training.checkpoint import Identity, load_checkpoint
+from groupwise.training.evaluation import EvaluationResult, evaluate_policy
+
+HERE = Identity("Touch", "observations", "actions")
+SMALL: dict[str, Any] = {"num_envs": 4, "max_episode_steps": 3, "total_steps": 240, "logging": {"progress": "none"}}
+
+
+def evaluation(*successes: bool | None, returns: float = 0.0) -> EvaluationResult:
+    flags = None if None in successes else tuple(bool(success) for success in successes)
+    return EvaluationResult((returns,) * len(successes), (3,) * len(successes), successes=flags)
+
+
+def train(run_dir: Path, algorithm: Any = None, key: str | None = "is_success", **settings: Any) -> gw.Run:
+    algorithm = algorithm or gw.GRPOCfg(group_size=2, num_steps=9)
+    settings = SMALL | {"evaluation": {"episodes": 10}} | settings
+    return gw.train(partial(Touch, key), algorithm, run_dir=run_dir, **settings)
+
+
+def logged(path: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in RunFolder(path).read_metrics()]
+
+
+def test_interval_by_hand():
+    # Wilson with z = 1.959964, z^2 = 3.841459, for 8 of 10: centre (0.8 + 0.192073) / 1.384146 = 0.716740,
+    # half sqrt(0.8 * 0.2 / 10 + 3.841459 / 400) * 1.959964 / 1.384146 = 0.160036 * 1.416009 = 0.226613
+    result = evaluation(*[True] * 8, *[False] * 2)
+    assert result.success_rate == 0.8
+    assert result.success_ci95 == pytest.approx((0.490162, 0.943318), abs=1e-5)
+    # of 10 of 10 the lower end is 1 / (1 + z^2 / 10)
+    assert evaluation(*[True] * 10).success_ci95 == pytest.approx((1 / 1.3841459, 1.0))
+    assert "success_rate=0.8 ci95=[0.490162, 0.943318] episodes=10" in result.line()
+    assert result.report()["success_ci95"] == result.success_ci95
+    assert result.report()["successes"] == [True] * 8 + [False] * 2
+    assert result.metrics()["eval/success_rate"] == 0.8
+
+
+def test_without_a_flag_there_is_no_word_of_success():
+    result = evaluation(None, None)
+    assert (result.success_rate, result.success_ci95) == (None, None)
+    assert "success" not in result.line() + json.dumps(result.report()) + json.dumps(result.metrics())
+    with pytest.raises(EnvError, match=r"none of 2 episodes ended with a success flag; fix: info\['is_success'\]"):
+        result.score("success_rate")
+
+
+@pytest.mark.parametrize("num_envs", [1, 4, 10])
+def test_evaluation_counts_the_last_step_of_each_episode(num_envs: int, parts: Any):
+    policy = parts.policy()
+    env = make_env(EnvCfg(vectorization="sync"), grouped=True, num_envs=num_envs, env=Touch, verify=False)
+    actions: list[torch.Tensor] = []
+
+    def act(obs: torch.Tensor, *args: Any) -> Any:
+        """As a policy that touches the goal at the last step in every third episode."""
+        touch = (torch.arange(len(obs)) % 3 == 0) & (obs[:, 0] == 2)
+        actions.append(touch)
+        return type(parts.policy().act(obs))(touch.long(), torch.zeros(len(obs)))
+
+    policy.act = act
+    result = evaluate_policy(policy, env, episodes=10, seed=0)
+    assert result.successes == tuple(episode % 3 == 0 for episode in range(10))
+    assert result.lengths == (3,) * 10
+
+
+def test_an_evaluation_cut_before_the_end_does_not_know(parts: Any):
+    env = make_env(EnvCfg(vectorization="sync"), grouped=True, num_envs=2, env=Touch, verify=False)
+    assert evaluate_policy(parts.policy(), env, episodes=2, seed=0, max_steps=2).successes is None
+
+
+def test_the_best_checkpoint_is_the_one_with_the_highest_rate(parts: Any, tmp_path: Path):
+    results = [
+        evaluation(False, True, returns=9.0),
+        evaluation(True, True, returns=1.0),
+        evaluation(True, True, returns=2.0),
+    ]
+    for metric, state in {"success_rate": (2, 20, "success_rate", 1.0), "return": (1, 10, "return_mean", 9.0)}.items():
+        queue = iter(results)
+        evaluate = Evaluate(lambda queue=queue: next(queue), 10, tmp_path / metric, HERE, metric)
+        parts.trainer(evaluate, total_steps=30).train()
+        best = load_checkpoint(tmp_path / metric, HERE)
+        iteration, env_steps, name, score = state
+        assert best.state == {"iteration": iteration, "env_steps": env_steps, name: score}
+        assert best.policy["count"] == iteration
+
+
+def test_stops_when_the_rate_is_reached(parts: Any, tmp_path: Path):
+    queue = iter([evaluation(False, True, returns=9.0), evaluation(True, True)])
+    evaluate = Evaluate(lambda: next(queue), 10, tmp_path / "best", HERE)
+    trainer = parts.trainer(evaluate, StopAtScore(0.9, "success_rate"))
+    trainer.train()
+    assert trainer.env_steps == 20
+    assert trainer.stop_reason == "score: success_rate 1 reached the threshold 0.9"
+
+
+@pytest.mark.parametrize("settings", [{"evaluation": {"metric": "success_rate"}}, {"stop": {"success_threshold": 0.5}}])
+def test_a_rate_that_is_asked_for_and_never_told_is_an_error(settings: dict[str, Any], tmp_path: Path):
+    with pytest.raises(EnvError, match="ended with a success flag; fix"):
+        train(tmp_path / "run", key=None, **settings)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped"] == "failed"
+
+
+@pytest.mark.parametrize(
+    "algorithm", [gw.GRPOCfg(group_size=2, num_steps=9), gw.PPOCfg(num_steps=9)], ids=["grpo", "ppo"]
+)
+def test_a_run_reports_success(algorithm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = train(tmp_path / "run", algorithm, evaluation={"episodes": 10, "metric": "success_rate", "interval": 60})
+    lines = run.metrics()
+    rates = [line["eval/success_rate"] for line in lines if "eval/success_rate" in line]
+    summary = run.summary
+    assert summary["success_rate"] == rates[-1]
+    assert summary["best_success_rate"] == max(rates)
+    assert summary["training_success_rate"] == lines[-1]["rollout/success_rate"]
+    low, high = summary["success_ci95"]
+    assert 0 <= low <= summary["success_rate"] <= high <= 1
+    result = gw.evaluate(run, episodes=7)
+    assert result.success_rate == sum(result.successes) / 7
+    cli.commands._print_run(run)
+    assert f"success {rates[-1]:.0%} (95 % interval {low:.0%} to {high:.0%}). Best" in capsys.readouterr().out
+
+
+def test_training_on_success_learns_to_touch(tmp_path: Path):
+    settings = {
+        "total_steps": 6000,
+        "stop": {"success_threshold": 1.0},
+        "evaluation": {"episodes": 10, "interval": 300},
+    }
+    algorithm = gw.GRPOCfg(group_size=8, num_steps=48, learning_rate=1e-2)
+    run = train(tmp_path / "run", algorithm, **settings)
+    assert run.summary["stopped"].startswith("score: success_rate 1")
+    assert run.summary["success_rate"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_a_resumed_run_logs_the_same_success(name: str, tmp_path: Path):
+    algorithm = gw.GRPOCfg(group_size=2, num_steps=9) if name == "grpo" else gw.PPOCfg(num_steps=7)
+    settings = {"evaluation": {"episodes": 4, "metric": "success_rate", "interval": 50}, "checkpoint_interval": 1}
+
+    class Stop(gw.Callback):
+        def on_iteration_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.iteration == 3:
+                trainer.interrupt()
+
+    whole = train(tmp_path / "whole", algorithm, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "halves", algorithm, callbacks=[Stop()], **settings)
+    again = gw.resume(tmp_path / "halves", env=partial(Touch, "is_success"))
+    assert logged(again.path) == logged(whole.path)
+    assert any("rollout/success_rate" in line for line in logged(whole.path)[3:])
+    first, second = (load_checkpoint(path / "checkpoints" / "best").state for path in (whole.path, again.path))
+    assert first == second

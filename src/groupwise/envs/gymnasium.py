@@ -124,7 +124,7 @@ class LeanSyncVectorEnv(SyncVectorEnv):
     """
 
     def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
-        if not (self._terminations[env_num] or self._truncations[env_num]):
+        if env_info.keys().isdisjoint(SUCCESS_KEYS) or not (self._terminations[env_num] or self._truncations[env_num]):
             return vector_infos
         success = {key: env_info[key] for key in SUCCESS_KEYS if key in env_info}
         return super()._add_info(vector_infos, success, env_num)

@@ -1,6 +1,6 @@
-"""A language model with 120,000 random weights learns to copy three digits from a reward.
+"""A language model with 84,000 random weights learns to copy three digits from a reward.
 
-    python examples/text_copy.py                 about a minute on two cores; no download
+    python examples/text_copy.py                 less than a minute on two cores; no download
 
 With the folder of a real model, which brings its own tokenizer, the rest stays the same.
 """

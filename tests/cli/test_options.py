@@ -23,8 +23,10 @@ from groupwise.config.run import RunCfg
         ("--env.id", ": the environment is the first argument"),
         ("--stop", ": it has --stop.return-threshold, --stop.time-limit"),
         ("--qqq", "; --help-all shows them all"),
-        ("--algorithm.lr", "; --help-all shows them all"),
+        ("--algorithm.qq", "; --help-all shows them all"),
+        ("--algorithm.lr", "; did you mean --algorithm.learning-rate?"),
         ("--algoritm", "; did you mean --algorithm?"),
+        ("--clip-range", "; did you mean --algorithm.clip-coef?"),
         ("--algorithm.gae-lambda", ": 'gae_lambda' is a setting of "),
     ],
 )
@@ -72,6 +74,13 @@ def test_help_of_a_text_run_leaves_out_steps_of_environments(capsys, tmp_path):
     shown = capsys.readouterr().out
     assert "--num-prompts" in shown
     assert "--algorithm.num-steps" not in shown
+
+
+def test_help_says_what_a_setting_without_a_value_does(capsys):
+    assert cli.main(["train", "CartPole-v1", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"--evaluation\.interval .*\(a tenth of total_steps\)\n", out)
+    assert re.search(r"--run-dir .*\(a new one under runs/\)\n", out)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from groupwise.config import load_config, presets, resolve
 from groupwise.config.algorithm import AlgorithmCfg
-from groupwise.config.base import Cfg
+from groupwise.config.base import OTHER_NAMES, Cfg
 from groupwise.config.choices import Choice
 from groupwise.config.env import EnvCfg
 from groupwise.config.presets import Tree
@@ -190,7 +190,8 @@ def _hint(path: str, options: Sequence[Option], default: CommonCfg) -> str:
     if inside := [name for name in known if name.startswith(f"{path}.")]:
         return f": it has {', '.join(map(_flag, inside))}"
     last = {name: name.rpartition(".")[2] for name in known if name != part}
-    like = get_close_matches(path.rpartition(".")[2], last.values(), n=1, cutoff=0.7)
+    own = path.rpartition(".")[2]
+    like = get_close_matches(OTHER_NAMES.get(own, own), last.values(), n=1, cutoff=0.7)
     near = get_close_matches(path, last, n=1, cutoff=0.8) or [name for name in last if last[name] in like]
     if near:
         return f"; did you mean {' or '.join(map(_flag, near[:3]))}?"
@@ -217,7 +218,9 @@ def _show_help(options: Sequence[Option], prog: str, description: str, *, in_ful
 
 def _in_a_line(option: Option) -> str:
     text = textwrap.shorten(option.text.partition(". ")[0].rstrip("."), 80, placeholder=" ...")
-    return f"{f'  {option.flag} {_metavar(option)}':<38}{text} ({_shown(option.default)})"
+    of_none = re.search(r"None: ([^.]+)", option.text)
+    default = of_none[1] if option.default is None and of_none else _shown(option.default)
+    return f"{f'  {option.flag} {_metavar(option)}':<38}{text} ({default})"
 
 
 def _in_full(option: Option, width: int) -> list[str]:

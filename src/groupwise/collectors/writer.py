@@ -107,8 +107,8 @@ def _check_finite(action: Tensor, step: int) -> None:
     if action.is_floating_point() and not all_finite(action):
         bad = ~action.isfinite().flatten(1).all(dim=1)
         raise DataError(
-            f"the action of environment {int(bad.nonzero()[0])} at step {step} of the rollout is not finite; fix: the "
-            "environment's observations, or a learning rate that let the policy diverge"
+            f"the action of environment {int(bad.nonzero()[0])} at step {step} of the rollout is not finite; fix: "
+            "correct the environment's observations, or lower learning_rate if the policy diverged"
         )
 
 

@@ -17,6 +17,13 @@ Fraction = Annotated[float, Ge(0), Le(1)]
 GIVEN = "<given in Python>"
 """Placeholder in a config for an object passed in Python."""
 
+OTHER_NAMES = {
+    "clip_range": "clip_coef", "clip_ratio": "clip_coef", "epsilon": "clip_coef", "num_generations": "group_size",
+    "num_iterations": "num_epochs", "beta": "kl_coef", "lr": "learning_rate", "lam": "gae_lambda",
+    "n_steps": "num_steps", "n_epochs": "num_epochs", "batch_size": "minibatch_size",
+}  # fmt: skip
+"""Settings by their names in Stable-Baselines3, TRL and verl, where another setting is spelled more like them."""
+
 
 class Cfg(BaseModel):
     """A frozen group of settings. The docstring of a field gives its meaning, unit, range and the source of its default.
@@ -48,7 +55,9 @@ class Cfg(BaseModel):
     def explain_unknown(cls, key: str) -> str:
         """The message for a key that is not a field."""
         known = sorted(cls.model_fields)
-        return f"unknown key {key!r}{nearest(key, known) or '; known: ' + ', '.join(known)}"
+        other = OTHER_NAMES.get(key)
+        near = nearest(other if other in known else key, known)
+        return f"unknown key {key!r}{near or '; known: ' + ', '.join(known)}"
 
     @model_validator(mode="before")
     @classmethod

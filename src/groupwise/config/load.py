@@ -172,7 +172,9 @@ def _table(tree: Tree, key: str) -> Tree:
     """The settings under a key; empty if there are none."""
     value = tree.get(key, {})
     if not isinstance(value, dict):
-        raise ConfigError(f"{key} = {value!r}: expected an object with settings by name")
+        raise ConfigError(
+            f"{key} = {value!r}: expected an object with settings by name (a dict, or an instance of a config class)"
+        )
     return value
 
 

@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, SerializeAsAny, model_validator
 
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg, PPOCfg
-from groupwise.config.base import Cfg, Positive, PositiveInt
+from groupwise.config.base import OTHER_NAMES, Cfg, Positive, PositiveInt
 from groupwise.config.credit import CreditCfg
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import EvalSamplingCfg, ModelCfg, PolicyCfg, SamplingCfg
@@ -116,6 +116,19 @@ class CommonCfg(Cfg):
     def subject(self) -> str:
         """Name of the environment or data, for folders and plots."""
         raise NotImplementedError
+
+    @classmethod
+    def explain_unknown(cls, key: str) -> str:
+        """The message for a key that is not a field; says which part of the settings has it."""
+        name = OTHER_NAMES.get(key, key)
+        parts = [
+            part for part, field in cls.model_fields.items() if name in getattr(field.annotation, "model_fields", ())
+        ]
+        if AlgorithmCfg.owners(name):
+            parts = ["algorithm"]
+        if not parts:
+            return super().explain_unknown(key)
+        return f"unknown key {key!r}; did you mean {' or '.join(f'{part}.{name}' for part in parts)}?"
 
     @model_validator(mode="after")
     def _check_algorithm(self) -> "CommonCfg":

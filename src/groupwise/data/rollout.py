@@ -157,7 +157,7 @@ def check_finite(rollout: TensorDict) -> None:
             name = key if isinstance(key, str) else ".".join(key)
             raise DataError(
                 f"{name} of environment {row} at step {step} of the rollout is not finite: "
-                f"{tensor[row, step].tolist()}; fix: the environment, or a learning rate that let the policy diverge"
+                f"{tensor[row, step].tolist()}; fix: correct the environment, or lower learning_rate if the policy diverged"
             )
 
 

@@ -144,7 +144,7 @@ def evaluate_policy(
     returns, lengths, success, tells_success = (torch.cat(parts) for parts in zip(*results, strict=True))
     if not bool(returns.isfinite().all()):
         raise DataError(
-            f"return of evaluation episode {int((~returns.isfinite()).nonzero()[0])} is not finite; fix the environment's rewards"
+            f"return of evaluation episode {int((~returns.isfinite()).nonzero()[0])} is not finite; fix: correct the environment's rewards"
         )
     successes = tuple(success.tolist()) if tells_success.any() else None
     return EvaluationResult(tuple(returns.tolist()), tuple(lengths.tolist()), successes=successes)

@@ -131,7 +131,8 @@ def test_a_run_reports_success(algorithm: Any, tmp_path: Path, capsys: pytest.Ca
     result = gw.evaluate(run, episodes=7)
     assert result.success_rate == sum(result.successes) / 7
     cli.commands._print_run(run)
-    assert f"success {rates[-1]:.0%} (95 % interval {low:.0%} to {high:.0%}). Best" in capsys.readouterr().out
+    printed = f"success {100 * rates[-1]:.0f} % (95 % interval {100 * low:.0f} to {100 * high:.0f}). Best"
+    assert printed in capsys.readouterr().out
 
 
 def test_training_on_success_learns_to_touch(tmp_path: Path):

@@ -301,9 +301,9 @@ def _print_run(run: Any) -> None:
         reached = f": {kind} {score:.1f} ({found['episodes']} episodes, {interval})"
         best = f"{found['best_return_mean']:.1f}"
         if (rate := found.get("success_rate")) is not None:
-            low, high = found["success_ci95"]
-            reached += f", success {rate:.0%} (95 % interval {low:.0%} to {high:.0%})"
-            best += f", success {found['best_success_rate']:.0%},"
+            low, high = (100 * end for end in found["success_ci95"])
+            reached += f", success {100 * rate:.0f} % (95 % interval {low:.0f} to {high:.0f})"
+            best += f", success {100 * found['best_success_rate']:.0f} %,"
         reached += f". Best {best} at step {found['best_env_steps']:,}"
     print(f"Done in {found['seconds']:.1f} s{reached}.")
     if found["stopped"] != "total_steps":

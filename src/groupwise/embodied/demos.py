@@ -1,0 +1,201 @@
+"""Records demonstrations of scripted experts.
+
+The expert decides at each step; noise is added to its action on the way to the environment. So the episode also visits states
+that the expert alone would avoid. What is stored is the expert's own action, without the noise: it shows how to get back.
+A clone that learned the noisy actions would learn the noise's mean, which is the same, with more variance.
+
+Source: Laskey et al. 2017, "DART: Noise Injection for Robust Imitation Learning", https://arxiv.org/abs/1703.09327.
+"""
+
+import pkgutil
+import re
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import gymnasium
+import numpy as np
+
+from groupwise.config.base import GIVEN
+from groupwise.config.env import EnvCfg
+from groupwise.data.spaces import leaf_spaces, space_kind
+from groupwise.embodied.lerobot import INSTRUCTION, DemoWriter, Demonstration
+from groupwise.envs.single import make_one
+from groupwise.envs.success import success_of_row
+from groupwise.errors import ConfigError, DataError
+from groupwise.report.folder import RunFolder
+from groupwise.seeding import derive_seed
+
+Expert: TypeAlias = Callable[[Any], Any]
+"""From an observation to an action of the environment."""
+
+ExpertMaker: TypeAlias = Callable[[gymnasium.Env, dict[str, Any]], Expert]
+"""The expert for an episode, which may keep a state: called after each reset with the environment and the reset's info."""
+
+EXPERTS = {
+    "FetchPickAndPlace": "groupwise.embodied.fetch_expert:pick_and_place",
+    "FetchPush": "groupwise.embodied.fetch_expert:push",
+    "FetchReach": "groupwise.embodied.fetch_expert:reach",
+    "MetaWorld/": "groupwise.embodied.demos:metaworld_expert",
+}
+"""Makers of experts, by the start of the environments' ids."""
+
+MAX_ATTEMPTS = 20
+"""For each episode asked for."""
+MAX_STEPS = 10_000
+"""Of an episode in environments without a step limit."""
+_STEPS_PER_SECOND = 10
+"""Where the environment names none."""
+
+
+class Recording(NamedTuple):
+    """What was recorded."""
+
+    path: Path
+    """The folder."""
+    episodes: int
+    steps: int
+    """Of these episodes."""
+    attempts: int
+    """Episodes played: the expert's successes are ``episodes`` of them, unless failures were kept."""
+
+
+def record_demos(
+    env: str | EnvCfg | Callable[..., gymnasium.Env],
+    expert: Expert | None = None,
+    *,
+    episodes: int = 50,
+    out: Path | str | None = None,
+    noise: float = 0.1,
+    seed: int = 0,
+    keep_failures: bool = False,
+) -> Recording:
+    """Record an expert's episodes, in the layout of LeRobot's dataset format.
+
+    Args:
+        env: a Gymnasium id, an ``EnvCfg``, or a callable that returns an environment.
+        expert: from an observation to an action. None: the one of ``EXPERTS`` for the id.
+        episodes: how many to keep.
+        out: a folder that does not exist or is empty. None: ``demos/<environment>``.
+        noise: of Box actions: standard deviation of Gaussian noise, as a share of half the range (of the unit, where
+            there are no bounds). Of other actions: probability of a random one. The stored action is without it.
+        seed: of the starts and the noise.
+        keep_failures: keep episodes that end without success, too. Environments that do not say keep all.
+
+    Raises:
+        ConfigError: no expert is known, ``out`` is taken, or a number is out of range.
+        DataError: the expert hardly ever succeeds.
+        EnvError: the environment cannot be made.
+    """
+    if episodes < 1 or not noise >= 0:
+        raise ConfigError(f"episodes = {episodes}, noise = {noise}: expected at least 1, and at least 0")
+    cfg = env if isinstance(env, EnvCfg) else EnvCfg(id=env if isinstance(env, str) else GIVEN)
+    make = None if isinstance(env, str | EnvCfg) else env
+    make_expert = _maker(cfg.id) if expert is None else _always(expert)
+    with closing(make_one(cfg, make)) as made:
+        name = cfg.id if made.spec is None or cfg.id != GIVEN else made.spec.id
+        folder = Path(out) if out is not None else Path("demos") / re.sub(r"\W+", "-", name).strip("-")
+        RunFolder.check_free(folder)
+        return _record(made, make_expert, folder, name, episodes, noise, seed, keep_failures)
+
+
+def metaworld_expert(env: gymnasium.Env, info: dict[str, Any]) -> Expert:
+    """Meta-World's scripted policy of the episode's task, which sees the whole state."""
+    from groupwise.embodied.metaworld import expert
+
+    policy, simulation = expert(info["task"]), env.unwrapped
+    return lambda obs: policy(simulation.state)  # type: ignore[attr-defined]
+
+
+def _maker(env_id: str) -> ExpertMaker:
+    for prefix, place in EXPERTS.items():
+        if env_id.startswith(prefix):
+            found: ExpertMaker = pkgutil.resolve_name(place)
+            return found
+    raise ConfigError(
+        f"no expert is known for {env_id!r}, only for {', '.join(EXPERTS)}; fix: from Python, "
+        f"gw.record_demos({env_id!r}, expert=...), a function from an observation to an action"
+    )
+
+
+def _always(expert: Expert) -> ExpertMaker:
+    return lambda env, info: expert
+
+
+def _record(
+    env: gymnasium.Env,
+    make_expert: ExpertMaker,
+    folder: Path,
+    name: str,
+    episodes: int,
+    noise: float,
+    seed: int,
+    keep_failures: bool,
+) -> Recording:
+    steps_per_second = int(env.metadata.get("render_fps") or _STEPS_PER_SECOND)
+    attempts = 0
+    with DemoWriter(folder, env.observation_space, env.action_space, steps_per_second) as writer:
+        while len(writer.lengths) < episodes:
+            if attempts == MAX_ATTEMPTS * episodes:
+                raise DataError(
+                    f"the expert succeeded in {len(writer.lengths)} of {attempts} episodes of {name}, expected {episodes}; "
+                    f"fix: less noise than {noise:g}, a higher step limit, or keep_failures"
+                )
+            demo = _play(env, make_expert, noise, derive_seed(seed, "demo", attempts), name)
+            attempts += 1
+            if keep_failures or demo.success is not False:
+                writer.add(demo)
+    return Recording(folder, len(writer.lengths), sum(writer.lengths), attempts)
+
+
+def _play(env: gymnasium.Env, make_expert: ExpertMaker, noise: float, seed: int, name: str) -> Demonstration:
+    """One episode."""
+    space: Any = env.action_space
+    generator = np.random.default_rng(derive_seed(seed, "noise"))
+    obs, info = env.reset(seed=seed)
+    expert = make_expert(env, info)
+    seen, actions, rewards = [], [], []
+    for _ in range(MAX_STEPS):
+        action = _checked(space, expert(obs))
+        seen.append(_leaves(env.observation_space, obs))
+        actions.append(action)
+        obs, reward, terminated, truncated, info = env.step(_with_noise(space, action, noise, generator))
+        rewards.append(float(reward))
+        if terminated or truncated:
+            break
+    stacked = {path: np.stack([leaves[path] for leaves in seen]) for path in seen[0]}
+    task = bytes(stacked[INSTRUCTION][0]).rstrip(b"\0").decode() if INSTRUCTION in stacked else name
+    return Demonstration(stacked, np.stack(actions), np.array(rewards, np.float32), success_of_row(info), task)
+
+
+def _leaves(space: Any, obs: Any) -> dict[tuple[str, ...], Any]:
+    """Copies of the parts of an observation."""
+    found = {}
+    for path in leaf_spaces(space):
+        part = obs
+        for key in path:
+            part = part[int(key)] if isinstance(part, tuple) else part[key]
+        found[path] = np.array(part)
+    return found
+
+
+def _checked(space: Any, action: Any) -> Any:
+    """The expert's action as the space has it; numbers of a Box are clipped into it."""
+    found = np.asarray(action, dtype=space.dtype)
+    if found.shape != space.shape:
+        raise DataError(f"the expert's action has shape {list(found.shape)}, expected {list(space.shape)}; fix: the expert")
+    return np.clip(found, space.low, space.high) if space_kind(space) == "box" else found
+
+
+def _with_noise(space: Any, action: Any, noise: float, generator: np.random.Generator) -> Any:
+    """What the environment receives."""
+    if space_kind(space) != "box":
+        if generator.random() >= noise:
+            return action
+        space.seed(int(generator.integers(2**31)))
+        return space.sample()
+    half = (space.high.astype(np.float64) - space.low) / 2
+    scale = noise * np.where(np.isfinite(half), half, 1.0)
+    noisy = action + scale * generator.standard_normal(space.shape)
+    return np.clip(noisy, space.low, space.high).astype(space.dtype)

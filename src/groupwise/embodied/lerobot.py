@@ -1,0 +1,406 @@
+"""Demonstrations on disk, in the layout of LeRobot's dataset format v3.0 without videos (https://huggingface.co/docs/lerobot).
+
+    data/chunk-000/file-000.parquet           one row for each step, one row group for each episode
+    meta/info.json                            counts, and name, type and shape of each column
+    meta/stats.json                           least, greatest, mean and standard deviation of each column
+    meta/tasks.parquet                        the instructions
+    meta/episodes/chunk-000/file-000.parquet  length, rows and instruction of each episode
+
+Images are PNG files inside the rows, as LeRobot stores them without a video codec. An observation space gives the columns:
+
+| part of the observation | column |
+|---|---|
+| the whole observation, or ``proprio`` | ``observation.state`` |
+| an image [H, W, 1 or 3] uint8 | ``observation.images.<name>`` |
+| images [V, H, W, 1 or 3] uint8 | ``observation.images.<name>_0``, ``_1``, ... |
+| ``instruction`` [B] uint8, zero-padded UTF-8 | ``task_index``, a row of ``meta/tasks.parquet`` |
+| any other | ``observation.<name>`` |
+"""
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from groupwise.data.spaces import leaf_spaces, space_kind
+from groupwise.errors import DataError, require_extra
+
+VERSION = "v3.0"
+DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+EPISODES = "meta/episodes/chunk-000/file-000.parquet"
+TASKS = "meta/tasks.parquet"
+INFO = "meta/info.json"
+STATS = "meta/stats.json"
+STATE = "observation.state"
+INSTRUCTION = ("instruction",)
+
+Array: TypeAlias = npt.NDArray[Any]
+Leaves: TypeAlias = dict[tuple[str, ...], Array]
+"""The parts of observations by their paths, each ``[T, ...]``."""
+
+
+class Demonstration(NamedTuple):
+    """An episode of T steps."""
+
+    obs: Leaves
+    """What the expert saw at each step."""
+    action: Array
+    """[T, *A] its actions there, in the environment's action space."""
+    reward: npt.NDArray[np.float32]
+    """[T]"""
+    success: bool | None
+    """None if the environment does not say."""
+    task: str
+    """The instruction, or the environment's name."""
+
+
+class Demonstrations(NamedTuple):
+    """The M steps of all episodes, one after another."""
+
+    obs: Leaves
+    action: Array
+    """[M, *A]"""
+    reward: npt.NDArray[np.float32]
+    """[M]"""
+    episode: npt.NDArray[np.int64]
+    """[M] the episode of each step, from 0."""
+
+
+class _Column(NamedTuple):
+    """How a part of each step is stored."""
+
+    dtype: str
+    """Of NumPy, or ``image``."""
+    shape: tuple[int, ...]
+
+    def feature(self) -> dict[str, Any]:
+        """Its entry in ``meta/info.json``."""
+        names = ["height", "width", "channels"] if self.dtype == "image" else None
+        return {"dtype": self.dtype, "shape": list(self.shape), "names": names}
+
+
+_COUNTERS = {"timestamp": _Column("float32", (1,))} | dict.fromkeys(
+    ("frame_index", "episode_index", "index", "task_index"), _Column("int64", (1,))
+)
+_OUTCOMES = {"next.reward": _Column("float32", (1,)), "next.done": _Column("bool", (1,))}
+_SUCCESS = {"next.success": _Column("bool", (1,))}
+
+
+class DemoWriter:
+    """Writes episodes into a new folder; complete when closed.
+
+    Args:
+        steps_per_second: of the environment, for timestamps.
+    """
+
+    def __init__(self, folder: Path, observation_space: Any, action_space: Any, steps_per_second: int) -> None:
+        require_extra("pyarrow", "robots")
+        self.folder = folder
+        self.lengths: list[int] = []
+        self._observation_space = observation_space
+        self._fps = steps_per_second
+        self._columns = _obs_columns(observation_space) | {"action": _number(action_space)} | _OUTCOMES
+        self._tasks: dict[str, int] = {}
+        self._task_of_episode: list[str] = []
+        self._moments: dict[str, _Moments] = {}
+        self._data: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._data is not None:
+            self._data.close()
+        if error is None:
+            self._write_meta()
+
+    def add(self, demo: Demonstration) -> None:
+        """Write an episode."""
+        import pyarrow.parquet as pq
+
+        if self._data is None and demo.success is not None:
+            self._columns |= _SUCCESS
+        values = self._values(demo)
+        table = self._table(values)
+        if self._data is None:
+            path = self.folder / DATA.format(chunk_index=0, file_index=0)
+            path.parent.mkdir(parents=True)
+            self._data = pq.ParquetWriter(path, table.schema, compression="snappy")
+        self._data.write_table(table)  # a row group of its own
+        for name, value in values.items():
+            self._moments.setdefault(name, _Moments()).add(value, self._columns.get(name))
+        self.lengths.append(len(demo.reward))
+        self._task_of_episode.append(demo.task)
+
+    def _values(self, demo: Demonstration) -> dict[str, Array]:
+        """The columns of an episode, each ``[T, ...]``."""
+        steps, episode = len(demo.reward), len(self.lengths)
+        frame = np.arange(steps)
+        done = frame == steps - 1
+        values = _split(self._observation_space, demo.obs) | {"action": demo.action}
+        values |= {"next.reward": demo.reward, "next.done": done}
+        if "next.success" in self._columns:
+            values["next.success"] = done & bool(demo.success)
+        values |= {"timestamp": (frame / self._fps).astype(np.float32), "frame_index": frame}
+        values |= {"episode_index": np.full(steps, episode), "index": sum(self.lengths) + frame}
+        return values | {"task_index": np.full(steps, self._tasks.setdefault(demo.task, len(self._tasks)))}
+
+    def _table(self, values: Mapping[str, Array]) -> Any:
+        import pyarrow as pa
+
+        columns = self._columns | _COUNTERS
+        return pa.table({name: _to_arrow(values[name], column) for name, column in columns.items()})
+
+    def _write_meta(self) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        episodes = {
+            "episode_index": np.arange(len(ends)),
+            "tasks": [[task] for task in self._task_of_episode],
+            "length": np.array(self.lengths, np.int64),
+            "dataset_from_index": ends - self.lengths,
+            "dataset_to_index": ends,
+        }
+        zeros = ("data/chunk_index", "data/file_index", "meta/episodes/chunk_index", "meta/episodes/file_index")
+        episodes |= {name: np.zeros(len(ends), np.int64) for name in zeros}
+        (self.folder / EPISODES).parent.mkdir(parents=True)
+        pq.write_table(pa.table(episodes), self.folder / EPISODES)
+        pq.write_table(_tasks_table(list(self._tasks)), self.folder / TASKS)
+        _write_json(self.folder / STATS, {name: moments.stats() for name, moments in self._moments.items()})
+        _write_json(self.folder / INFO, self._info())
+
+    def _info(self) -> dict[str, Any]:
+        columns = self._columns | _COUNTERS
+        return {
+            "codebase_version": VERSION,
+            "robot_type": None,
+            "total_episodes": len(self.lengths),
+            "total_frames": sum(self.lengths),
+            "total_tasks": len(self._tasks),
+            "chunks_size": 1000,
+            "data_files_size_in_mb": 100,
+            "video_files_size_in_mb": 200,
+            "fps": self._fps,
+            "splits": {"train": f"0:{len(self.lengths)}"},
+            "data_path": DATA,
+            "video_path": None,
+            "features": {name: column.feature() for name, column in columns.items()},
+        }
+
+
+def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
+    """All steps in a folder, observations as ``observation_space`` describes them.
+
+    Raises:
+        DataError: no demonstrations are there, or they are of other observations.
+        MissingExtraError: pyarrow is not installed.
+    """
+    require_extra("pyarrow", "robots")
+    import pyarrow.parquet as pq
+
+    features = _read_features(folder)
+    wanted = _obs_columns(observation_space)
+    for name, column in wanted.items():
+        found = features.get(name)
+        if found is None or (found["dtype"], tuple(found["shape"])) != column:
+            raise DataError(
+                f"{folder} has {name!r} as {_described(found)}, but the environment has {_described(column.feature())}; "
+                "fix: the environment and the settings that they were recorded with"
+            )
+    table = pq.read_table(_data_files(folder))
+    if not len(table):
+        raise DataError(f"{folder} has no steps; fix: record again")
+    columns = {name: _from_arrow(table[name], column) for name, column in wanted.items()}
+    action, reward = features["action"], _Column("float32", (1,))
+    episode = _from_arrow(table["episode_index"], _COUNTERS["episode_index"])
+    tasks = pq.read_table(folder / TASKS).to_pydict()
+    texts = dict(zip(tasks["task_index"], tasks["task"], strict=True))
+    task = [texts[index] for index in table["task_index"].to_pylist()] if INSTRUCTION in leaf_spaces(observation_space) else []
+    return Demonstrations(
+        _join(observation_space, columns, task),
+        _from_arrow(table["action"], _Column(action["dtype"], tuple(action["shape"]))),
+        _from_arrow(table["next.reward"], reward) if "next.reward" in features else np.zeros(len(table), np.float32),
+        np.unique(episode, return_inverse=True)[1].astype(np.int64),
+    )
+
+
+# --- observations and columns ---
+
+
+def _obs_columns(space: Any) -> dict[str, _Column]:
+    """The columns of a space's observations."""
+    found: dict[str, _Column] = {}
+    for path, leaf in leaf_spaces(space).items():
+        if path == INSTRUCTION:
+            continue
+        if _is_image(leaf):
+            found |= dict.fromkeys(_image_names(path, leaf), _Column("image", tuple(leaf.shape[-3:])))
+        else:
+            found[_name(path)] = _number(leaf)
+    return found
+
+
+def _split(space: Any, obs: Leaves) -> dict[str, Array]:
+    """The columns of observations."""
+    found: dict[str, Array] = {}
+    for path, leaf in leaf_spaces(space).items():
+        if path == INSTRUCTION:
+            continue
+        if _is_image(leaf):
+            views = obs[path] if len(leaf.shape) == 4 else obs[path][:, None]
+            found |= {name: views[:, i] for i, name in enumerate(_image_names(path, leaf))}
+        else:
+            found[_name(path)] = obs[path]
+    return found
+
+
+def _join(space: Any, columns: Mapping[str, Array], tasks: Sequence[str]) -> Leaves:
+    """The observations in columns."""
+    found: Leaves = {}
+    for path, leaf in leaf_spaces(space).items():
+        if path == INSTRUCTION:
+            size = leaf.shape[0]
+            text = b"".join(task.encode().ljust(size, b"\0")[:size] for task in tasks)
+            found[path] = np.frombuffer(text, np.uint8).reshape(-1, size)
+        elif _is_image(leaf):
+            views = np.stack([columns[name] for name in _image_names(path, leaf)], axis=1)
+            found[path] = views if len(leaf.shape) == 4 else views[:, 0]
+        else:
+            found[path] = columns[_name(path)]
+    return found
+
+
+def _name(path: tuple[str, ...]) -> str:
+    return STATE if path in ((), ("proprio",)) else ".".join(("observation", *path))
+
+
+def _image_names(path: tuple[str, ...], leaf: Any) -> list[str]:
+    name = ".".join(("observation.images", *(path or ("image",))))
+    return [f"{name}_{view}" for view in range(leaf.shape[0])] if len(leaf.shape) == 4 else [name]
+
+
+def _is_image(leaf: Any) -> bool:
+    is_bytes = space_kind(leaf) == "box" and leaf.dtype == np.uint8
+    return is_bytes and len(leaf.shape) in (3, 4) and leaf.shape[-1] in (1, 3)
+
+
+def _number(space: Any) -> _Column:
+    """Numbers are stored as rollouts hold them: floats in float32."""
+    dtype = "float32" if space.dtype.kind == "f" else space.dtype.name
+    return _Column(dtype, tuple(space.shape) or (1,))
+
+
+# --- Arrow ---
+
+
+def _to_arrow(values: Array, column: _Column) -> Any:
+    import pyarrow as pa
+
+    if column.dtype == "image":
+        kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        return pa.array([{"bytes": _png(image), "path": None} for image in values], type=kind)
+    values = np.ascontiguousarray(values, dtype=column.dtype)
+    if column.shape == (1,):
+        return pa.array(values.reshape(-1))
+    if len(column.shape) == 1:
+        return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), column.shape[0])
+    return pa.array(values.tolist())
+
+
+def _from_arrow(values: Any, column: _Column) -> Array:
+    if column.dtype == "image":
+        return np.stack([_pixels(image["bytes"]) for image in values.to_pylist()]).reshape(-1, *column.shape)
+    found = np.array(values.to_pylist(), dtype=column.dtype)
+    return found.reshape(-1) if column.shape == (1,) else found.reshape(-1, *column.shape)
+
+
+def _png(image: npt.NDArray[np.uint8]) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(image if image.shape[-1] == 3 else image[..., 0]).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _pixels(data: bytes) -> npt.NDArray[np.uint8]:
+    from PIL import Image
+
+    return np.asarray(Image.open(io.BytesIO(data)))
+
+
+def _tasks_table(tasks: Sequence[str]) -> Any:
+    """Instructions and their numbers. LeRobot reads it by pandas, whose metadata say that the text is the index."""
+    import pyarrow as pa
+
+    numbers: dict[str, Any] = {"name": "task_index", "pandas_type": "int64", "numpy_type": "int64"}
+    texts: dict[str, Any] = {"name": "task", "pandas_type": "unicode", "numpy_type": "object"}
+    columns = [{**column, "field_name": column["name"], "metadata": None} for column in (numbers, texts)]
+    pandas = {"index_columns": ["task"], "column_indexes": [], "columns": columns, "pandas_version": "2.0.0"}
+    table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": pa.array(tasks, pa.string())})
+    return table.replace_schema_metadata({"pandas": json.dumps(pandas)})
+
+
+# --- meta files ---
+
+
+class _Moments:
+    """Statistics of a column; of an image those of each channel, with pixels in [0, 1]."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._parts: list[tuple[int, Array, Array, Array, Array]] = []
+
+    def add(self, values: Array, column: _Column | None) -> None:
+        """Take in an episode ``[T, ...]``."""
+        self._steps += len(values)
+        flat = values.astype(np.float64).reshape(len(values), -1)
+        self._shape: tuple[int, ...] = (-1,)
+        if column is not None and column.dtype == "image":
+            flat = values.reshape(-1, column.shape[-1]) / 255.0
+            self._shape = (-1, 1, 1)
+        squares = np.square(flat).sum(axis=0)
+        self._parts.append((len(flat), flat.sum(axis=0), squares, flat.min(axis=0), flat.max(axis=0)))
+
+    def stats(self) -> dict[str, Any]:
+        """Over all episodes, as lists."""
+        counts, sums, squares, least, greatest = (np.stack(part) for part in zip(*self._parts, strict=True))
+        mean = sums.sum(axis=0) / counts.sum()
+        std = np.sqrt(np.maximum(squares.sum(axis=0) / counts.sum() - mean**2, 0.0))
+        found = {"min": least.min(axis=0), "max": greatest.max(axis=0), "mean": mean, "std": std}
+        return {name: value.reshape(self._shape).tolist() for name, value in found.items()} | {"count": [self._steps]}
+
+
+def _read_features(folder: Path) -> dict[str, Any]:
+    path = folder / INFO
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+        features: dict[str, Any] = info["features"]
+        version = str(info["codebase_version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{folder} holds no demonstrations: {path} is missing or damaged ({error!r}); fix: groupwise demos <environment>"
+        ) from error
+    if version.split(".")[0] != VERSION.split(".")[0]:
+        raise DataError(f"{folder} is of format {version!r}, expected {VERSION!r}; fix: convert it with LeRobot's script")
+    return features
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return sorted((folder / "data").glob("*/*.parquet"))
+
+
+def _described(feature: Mapping[str, Any] | None) -> str:
+    return "nothing" if feature is None else f"{feature['dtype']} of shape {list(feature['shape'])}"
+
+
+def _write_json(path: Path, tree: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(tree, indent=1), encoding="utf-8")

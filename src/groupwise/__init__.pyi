@@ -14,7 +14,7 @@ from groupwise.collectors.torch_vector import TorchVectorCollector as TorchVecto
 from groupwise.collectors.vector import VectorCollector as VectorCollector
 from groupwise.comparison.runs import compare as compare
 from groupwise.config import load_config as load_config
-from groupwise.config.algorithm import AlgorithmCfg as AlgorithmCfg, CollectionCfg as CollectionCfg, CreditCfg as CreditCfg, GRPOCfg as GRPOCfg, ObjectiveCfg as ObjectiveCfg, PPOCfg as PPOCfg, register_algorithm as register_algorithm
+from groupwise.config.algorithm import AlgorithmCfg as AlgorithmCfg, BCCfg as BCCfg, CollectionCfg as CollectionCfg, CreditCfg as CreditCfg, GRPOCfg as GRPOCfg, ObjectiveCfg as ObjectiveCfg, PPOCfg as PPOCfg, register_algorithm as register_algorithm
 from groupwise.config.choices import register_recipe as register_recipe
 from groupwise.config.credit import BaselineCfg as BaselineCfg
 from groupwise.config.env import EnvCfg as EnvCfg
@@ -24,6 +24,7 @@ from groupwise.config.run import SamplerMismatchCfg as SamplerMismatchCfg, Evalu
 from groupwise.config.text import RewardCfg as RewardCfg, TextTaskCfg as TextTaskCfg
 from groupwise.data.rollout import RolloutBuffer as RolloutBuffer, transition_view as transition_view
 from groupwise.embodied.torch_sim import from_torch_sim as from_torch_sim
+from groupwise.embodied.demos import Recording as Recording, record_demos as record_demos
 from groupwise.envs.starts import verify_group_start as verify_group_start
 from groupwise.envs.make import make_env as make_env
 from groupwise.envs.torch_env import TorchGroupEnv as TorchGroupEnv

@@ -27,7 +27,7 @@ from groupwise.text.task import TextTask
 from groupwise.training import running
 from groupwise.training.base import Callback
 from groupwise.training.build import build_components
-from groupwise.training.checkpoint import load_checkpoint, load_policy, saved_steps
+from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, saved_steps
 from groupwise.training.components import Components, UserObjects, pick_device
 from groupwise.training.env_evaluator import EnvEvaluator, record
 
@@ -356,20 +356,24 @@ def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]
     return GIVEN, {"num_envs": env.num_envs} if isinstance(env, gymnasium.vector.VectorEnv | VectorEnv) else {}
 
 
-def build(cfg: CommonCfg, given: UserObjects, engine: Engine) -> Components:
-    """The parts that the settings describe."""
+def build(cfg: CommonCfg, given: UserObjects, engine: Engine, *, restored: bool = False) -> Components:
+    """The parts that the settings describe.
+
+    Args:
+        restored: the weights will come from a checkpoint of the run itself, so ``policy.init_from`` is not read.
+    """
     if isinstance(cfg, TextRunCfg):
         from groupwise.text.build import build_text_components
 
         return build_text_components(cfg, given, engine)
     assert isinstance(cfg, RunCfg)
-    return build_components(cfg, given, engine)
+    return build_components(cfg, given, engine, restored=restored)
 
 
 def _rebuild(cfg: CommonCfg, given: UserObjects, folder: RunFolder, engine: Engine) -> Components:
     """The parts of a run in a folder, which may need its plugins."""
     with blaming_absence(folder.path, folder.read_provenance()["plugins"]):
-        return build(cfg, given, engine)
+        return build(cfg, given, engine, restored=has_checkpoint(folder.latest))
 
 
 def _reopen(path: Path | str, given: Mapping[str, Any]) -> tuple[RunFolder, UserObjects, CommonCfg]:

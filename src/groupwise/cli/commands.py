@@ -26,6 +26,7 @@ Reinforcement learning with GRPO and PPO.
   compare RUNS ...   compare methods over seeds: means, intervals, curves
   config ENV|FILE    print all settings as JSON; --schema: their JSON Schema
   check-env ENV      check what an environment supports: shared starts, spaces, speed
+  demos ENV          record episodes of a scripted expert, which --algorithm bc clones
   list               algorithms, presets, choices of credit and objective
 
 With every command:
@@ -99,6 +100,24 @@ Examples:
 Options: --json, and settings of the environment:
 """
 
+DEMOS_HELP = """Record successful episodes of a scripted expert, for --algorithm bc. Layout: LeRobot's dataset format.
+
+Examples:
+  groupwise demos FetchPush-v4
+  groupwise demos FetchPush-v4 --episodes 20 --noise 0.2 --out demos/push
+  groupwise train FetchPush-v4 --algorithm bc --algorithm.data demos/push
+
+Options:
+  --episodes 50       how many to keep
+  --out FOLDER        new or empty (default: demos/<environment>)
+  --noise 0.1         standard deviation of noise on the executed actions, as a share of half their range; the
+                      stored actions are without it
+  --seed 0            of starts and noise
+  --keep-failures     keep episodes without success, too
+
+Settings of the environment:
+"""
+
 LIST_HELP = "Print algorithms, presets, and the choices of credit and objective with their sources."
 
 
@@ -158,6 +177,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         "compare": _compare,
         "config": _config,
         "check-env": _check_env,
+        "demos": _demos,
         "list": _list,
     }
     if argv[0] not in commands:
@@ -211,6 +231,33 @@ def _check_env(argv: Sequence[str]) -> int:
     report = check_env(cfg.env)
     print(json.dumps(report.to_dict()) if "--json" in argv else report)
     return int(report.training.value is None)
+
+
+def _demos(argv: Sequence[str]) -> int:
+    parser = Parser(prog="groupwise demos", add_help=False)
+    parser.add_argument("--episodes", type=_count, default=50)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--noise", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep-failures", action="store_true")
+    options, rest = parser.parse_known_args(argv)
+
+    from groupwise.cli.options import parse_options
+    from groupwise.config.run import RunCfg
+
+    cfg = parse_options(
+        rest, prog="groupwise demos", description=DEMOS_HELP, only=("env.kwargs", "env.max_episode_steps")
+    )
+    if not isinstance(cfg, RunCfg):
+        raise ConfigError(f"{rest[0]} is a text task without an environment; fix: an environment's id or file")
+
+    from groupwise.embodied.demos import record_demos
+
+    found = record_demos(cfg.env, **vars(options))
+    print(f"Recorded {found.episodes} episodes ({found.steps:,} steps) of {found.attempts} attempts in {found.path}.")
+    again = plugins.options(plugins.loaded())
+    print(f"Next:  groupwise train {rest[0]} --algorithm bc --algorithm.data {found.path}{again}")
+    return 0
 
 
 def _eval(argv: Sequence[str]) -> int:

@@ -2,9 +2,10 @@
 
 import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import SerializeAsAny, model_validator
 
 from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt
@@ -326,5 +327,38 @@ class GRPOCfg(AlgorithmCfg):
             raise ValueError(
                 f"credit.reward={self.credit.reward.name!r} with credit.baseline={self.credit.baseline.name!r} learns from groups "
                 f"of equal whole return, which collection.filter_groups leaves out; fix: filter_groups=False"
+            )
+        return self
+
+
+@register_recipe
+class BCCfg(AlgorithmCfg):
+    """Behaviour cloning: maximum likelihood of demonstrated actions."""
+
+    name: Literal["bc"] = "bc"
+    """Name in the registry."""
+    algorithm: ClassVar = "groupwise.embodied.cloning:BehaviorCloning"
+    data: Path | None = None
+    """Folder of the demonstrations, as ``groupwise demos`` writes it."""
+    learning_rate: Positive = 1e-3
+    """Learning rate, before its schedule."""
+    num_epochs: PositiveInt = 1
+    """Passes over each batch of ``num_envs * num_steps`` demonstrated steps. Batches follow one another through the data, again and again until ``total_steps``."""
+    holdout: Annotated[float, Ge(0), Lt(1)] = 0.1
+    """Share of the episodes that are left out of training, for ``eval/demo_loss``."""
+    label_noise: NonNegative = 0.1
+    """Standard deviation of Gaussian noise on the labels of Box actions, in units of the action. It is the least standard deviation that the clone learns, with which it explores afterwards."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "BCCfg":
+        unread = self.changed("target_kl", "clip_coef") | {
+            f"objective.{name}": value
+            for name, value in self.objective.changed(
+                "ratio", "trust_region", "importance_sampling_correction", "old_log_prob"
+            ).items()
+        }
+        for name, value in unread.items():
+            raise ValueError(
+                f"{name}={value!r} has no effect on behaviour cloning, which has no ratio; fix: leave it out"
             )
         return self

@@ -19,6 +19,9 @@ from groupwise.config.presets import Tree
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError
 
+_NOT_OF_WEIGHTS = ("init_from", "normalize_reward")
+"""Settings of a policy that those who begin with its weights choose anew."""
+
 
 def resolve(
     env_id: str, algorithm: str | AlgorithmCfg | Tree | None = None, preset: str | None = None, **fields: Any
@@ -114,6 +117,7 @@ def _resolve(layers: list[Tree], preset: str | None) -> RunCfg | TextRunCfg:
     files = ["text"] if _table(given, "model").get("lora") is None else ["text", "text_lora"]
     trees = [presets.env_preset(str(given["env"]["id"]))] if kind is RunCfg else list(map(presets.read, files))
     base = functools.reduce(_merge, (_preset_for(tree, cfg_type) for tree in trees))
+    base = _merge(base, {"policy": _policy_of(_table(given, "policy").get("init_from"))})
     if preset is not None:
         base = _with_objective(base, str(preset), cfg_type)
     base = _merge(base, {"algorithm": {"name": cfg_type.own_name()}})
@@ -151,6 +155,15 @@ def _preset_for(by_algorithm: dict[str, Tree], cfg_type: type[AlgorithmCfg]) -> 
             settings = _table(tree, "algorithm").items()
             return {**tree, "algorithm": {key: value for key, value in settings if key not in redefined}}
         redefined |= vars(base).get("__annotations__", {}).keys()
+    return {}
+
+
+def _policy_of(source: Any) -> Tree:
+    """Settings of the policy of a run, or of a checkpoint inside one; none where there is no run."""
+    for folder in () if source is None else (Path(source), *Path(source).parents[:2]):
+        if (folder / "config.json").is_file():
+            settings = _table(read_json(folder / "config.json"), "policy")
+            return {key: value for key, value in settings.items() if key not in _NOT_OF_WEIGHTS}
     return {}
 
 

@@ -1,5 +1,6 @@
 """Settings of policies. Imports no torch and no transformers."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Len, Lt
@@ -25,6 +26,8 @@ class PolicyCfg(Cfg):
     """Scale float observations to running mean 0 and standard deviation 1."""
     normalize_reward: bool = False
     """Divide rewards by the running standard deviation of the discounted return."""
+    init_from: Path | None = None
+    """Run folder, or checkpoint, whose weights the policy begins with; a critic that is not in it starts fresh, and the statistics of observations stay as they are there. The run's settings of the policy replace those of the preset. None: random weights."""
 
 
 class SamplingCfg(Cfg):

@@ -20,7 +20,7 @@ import numpy as np
 from groupwise.config.base import GIVEN
 from groupwise.config.env import EnvCfg
 from groupwise.data.spaces import leaf_spaces, space_kind
-from groupwise.embodied.lerobot import INSTRUCTION, DemoWriter, Demonstration
+from groupwise.embodied.lerobot import INSTRUCTION, Demonstration, DemoWriter
 from groupwise.envs.single import make_one
 from groupwise.envs.success import success_of_row
 from groupwise.errors import ConfigError, DataError
@@ -102,10 +102,9 @@ def record_demos(
 
 def metaworld_expert(env: gymnasium.Env, info: dict[str, Any]) -> Expert:
     """Meta-World's scripted policy of the episode's task, which sees the whole state."""
-    from groupwise.embodied.metaworld import expert
-
-    policy, simulation = expert(info["task"]), env.unwrapped
-    return lambda obs: policy(simulation.state)  # type: ignore[attr-defined]
+    simulation: Any = env.unwrapped
+    policy = pkgutil.resolve_name("groupwise.embodied.metaworld:expert")(info["task"])
+    return lambda obs: policy(simulation.state)
 
 
 def _maker(env_id: str) -> ExpertMaker:
@@ -184,7 +183,9 @@ def _checked(space: Any, action: Any) -> Any:
     """The expert's action as the space has it; numbers of a Box are clipped into it."""
     found = np.asarray(action, dtype=space.dtype)
     if found.shape != space.shape:
-        raise DataError(f"the expert's action has shape {list(found.shape)}, expected {list(space.shape)}; fix: the expert")
+        raise DataError(
+            f"the expert's action has shape {list(found.shape)}, expected {list(space.shape)}; fix: the expert"
+        )
     return np.clip(found, space.low, space.high) if space_kind(space) == "box" else found
 
 

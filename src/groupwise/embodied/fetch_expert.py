@@ -78,4 +78,5 @@ def pick_and_place(env: Any, info: dict[str, Any]) -> Controller:
 
 
 def _towards(hand: Vector, target: Vector, gripper: float) -> npt.NDArray[np.float32]:
-    return np.clip([*(_GAIN * (target - hand) / STEP), gripper], -1.0, 1.0).astype(np.float32)
+    action = np.array([*(_GAIN * (target - hand) / STEP), gripper], np.float32)
+    return action.clip(-1.0, 1.0)

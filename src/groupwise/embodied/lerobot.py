@@ -64,7 +64,7 @@ class Demonstrations(NamedTuple):
 
     obs: Leaves
     action: Array
-    """[M, *A]"""
+    """[M, *A], numbers as [M, 1]"""
     reward: npt.NDArray[np.float32]
     """[M]"""
     episode: npt.NDArray[np.int64]
@@ -220,15 +220,19 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     if not len(table):
         raise DataError(f"{folder} has no steps; fix: record again")
     columns = {name: _from_arrow(table[name], column) for name, column in wanted.items()}
-    action, reward = features["action"], _Column("float32", (1,))
-    episode = _from_arrow(table["episode_index"], _COUNTERS["episode_index"])
+    action = features["action"]
+    reward, episode = (table[name].to_numpy() for name in ("next.reward", "episode_index"))
     tasks = pq.read_table(folder / TASKS).to_pydict()
     texts = dict(zip(tasks["task_index"], tasks["task"], strict=True))
-    task = [texts[index] for index in table["task_index"].to_pylist()] if INSTRUCTION in leaf_spaces(observation_space) else []
+    task = (
+        [texts[index] for index in table["task_index"].to_pylist()]
+        if INSTRUCTION in leaf_spaces(observation_space)
+        else []
+    )
     return Demonstrations(
         _join(observation_space, columns, task),
         _from_arrow(table["action"], _Column(action["dtype"], tuple(action["shape"]))),
-        _from_arrow(table["next.reward"], reward) if "next.reward" in features else np.zeros(len(table), np.float32),
+        reward,
         np.unique(episode, return_inverse=True)[1].astype(np.int64),
     )
 
@@ -275,7 +279,7 @@ def _join(space: Any, columns: Mapping[str, Array], tasks: Sequence[str]) -> Lea
             views = np.stack([columns[name] for name in _image_names(path, leaf)], axis=1)
             found[path] = views if len(leaf.shape) == 4 else views[:, 0]
         else:
-            found[path] = columns[_name(path)]
+            found[path] = columns[_name(path)].reshape(-1, *leaf.shape)
     return found
 
 
@@ -319,8 +323,7 @@ def _to_arrow(values: Array, column: _Column) -> Any:
 def _from_arrow(values: Any, column: _Column) -> Array:
     if column.dtype == "image":
         return np.stack([_pixels(image["bytes"]) for image in values.to_pylist()]).reshape(-1, *column.shape)
-    found = np.array(values.to_pylist(), dtype=column.dtype)
-    return found.reshape(-1) if column.shape == (1,) else found.reshape(-1, *column.shape)
+    return np.array(values.to_pylist(), dtype=column.dtype).reshape(-1, *column.shape)
 
 
 def _png(image: npt.NDArray[np.uint8]) -> bytes:
@@ -390,7 +393,9 @@ def _read_features(folder: Path) -> dict[str, Any]:
             f"{folder} holds no demonstrations: {path} is missing or damaged ({error!r}); fix: groupwise demos <environment>"
         ) from error
     if version.split(".")[0] != VERSION.split(".")[0]:
-        raise DataError(f"{folder} is of format {version!r}, expected {VERSION!r}; fix: convert it with LeRobot's script")
+        raise DataError(
+            f"{folder} is of format {version!r}, expected {VERSION!r}; fix: convert it with LeRobot's script"
+        )
     return features
 
 

@@ -48,3 +48,7 @@ class ActionHead(nn.Module, ABC):
     def env_action(self, action: Tensor) -> Tensor:
         """What the environment receives for the policy's own actions."""
         return action
+
+    def own_action(self, action: Tensor) -> Tensor:
+        """The policy's own action for the environment's: the inverse of ``env_action``."""
+        return action.to(self.action_spec.dtype)

@@ -140,6 +140,10 @@ class ActorCritic(Policy):
         """The environment's action: numbered from ``start``, clipped or squashed into the box."""
         return self.head.env_action(action)
 
+    def own_action(self, action: Tensor) -> Tensor:
+        """The inverse of ``env_action``."""
+        return self.head.own_action(action)
+
     def kl(self, dist: Tensor, other: Tensor) -> Tensor:
         """Exact KL(dist || other) per element."""
         return self.head.kl(dist, other)
@@ -150,8 +154,11 @@ class ActorCritic(Policy):
 
     @torch.no_grad()
     def update_normalizers(self, rollout: TensorDict, engine: "Engine") -> None:
-        """Update the normalisers' statistics by the rollout's valid steps of all ranks."""
-        if self.obs_normalizer is not None:
+        """Update the normalisers' statistics by the rollout's valid steps of all ranks.
+
+        Those of observations that came with the weights stay: the weights were trained on them.
+        """
+        if self.obs_normalizer is not None and self.cfg.init_from is None:
             self.obs_normalizer.update(rollout["obs"], rollout["valid"], engine.sum)
         if self.reward_normalizer is not None:
             self.reward_normalizer.update(rollout, engine.sum)

@@ -72,6 +72,8 @@ class Policy(nn.Module, ABC):
     """Keys of the rollout that ``evaluate`` reads."""
     action_spec: Spec
     """The policy's own action, as the rollout stores it."""
+    value_modules: tuple[str, ...] = ("critic", "critic_encoder", "reward_normalizer")
+    """Modules that only values and rewards need, which start fresh where other weights have none for them."""
     refreshable: bool = True
     """Of a reference: whether it has weights of its own, which later ones of the policy can replace."""
 
@@ -93,6 +95,10 @@ class Policy(nn.Module, ABC):
 
     def env_action(self, action: Tensor) -> Tensor:
         """The environment's action for the policy's own: clipped or squashed into the space where it is bounded."""
+        return action
+
+    def own_action(self, action: Tensor) -> Tensor:
+        """The policy's own action for the environment's: what ``env_action`` maps to it, or nearest to it."""
         return action
 
     def kl(self, dist: Tensor, other: Tensor) -> Tensor:

@@ -60,6 +60,10 @@ class Categorical(ActionHead):
         """The environment's numbers: indices from ``start``."""
         return action + self.start if self.start else action
 
+    def own_action(self, action: Tensor) -> Tensor:
+        """Indices from 0."""
+        return action.to(torch.int64) - self.start
+
 
 class MultiCategorical(ActionHead):
     """Independent choices; ``params`` are their logits, one choice after another in the order of ``nvec.ravel()``.
@@ -121,6 +125,10 @@ class MultiCategorical(ActionHead):
     def env_action(self, action: Tensor) -> Tensor:
         """The environment's numbers: indices from ``start``."""
         return action + self.start
+
+    def own_action(self, action: Tensor) -> Tensor:
+        """Indices from 0."""
+        return action.to(torch.int64) - self.start
 
 
 class Bernoulli(ActionHead):

@@ -15,6 +15,8 @@ from groupwise.policies.action_head import ActionHead
 
 _LOG_2PI = math.log(2 * math.pi)
 _QUADRATURE_NODES = 32
+_MARGIN = 1e-3
+"""A latent of 3.5."""
 
 
 class DiagGaussian(ActionHead):
@@ -121,6 +123,11 @@ class SquashedGaussian(DiagGaussian):
         """The latent squashed into the box; rounding never leaves it."""
         unit = 0.5 * (action.tanh() + 1)
         return torch.lerp(self.low, self.high, unit).clamp(self.low, self.high)
+
+    def own_action(self, action: Tensor) -> Tensor:
+        """The latent of an action; at the bounds, where it is infinite, that of an action ``_MARGIN`` of the range inside."""
+        share = (action.float() - self.low) / (self.high - self.low)
+        return torch.logit(share, eps=_MARGIN) / 2
 
 
 def _log_tanh_slope(latent: Tensor) -> Tensor:

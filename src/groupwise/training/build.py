@@ -1,6 +1,7 @@
 """From a ``RunCfg`` to the parts of a run on an environment."""
 
 import logging
+import pkgutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.torch_groups import TorchGroupCollector
 from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.collectors.vector import VectorCollector
-from groupwise.config.algorithm import GRPOCfg, with_max_length
+from groupwise.config.algorithm import BCCfg, GRPOCfg, with_max_length
 from groupwise.config.base import GIVEN
 from groupwise.config.env import StartMode
 from groupwise.config.run import EvaluationMetric, RunCfg
@@ -28,9 +29,13 @@ from groupwise.report.folder import RunFolder
 from groupwise.report.video import NoPictureError
 from groupwise.seeding import derive_seed
 from groupwise.speed.install import install
-from groupwise.training.checkpoint import Identity
+from groupwise.training.base import Callback
+from groupwise.training.checkpoint import Identity, Initialized, initialize
 from groupwise.training.components import Components, UserObjects, pick_device, threads
 from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, record, separate_env
+
+CLONING = "groupwise.embodied.cloning"
+"""Behaviour cloning, which is no part of the core."""
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +46,8 @@ class EnvComponents(Components):
 
     cfg: RunCfg
     env: VectorEnv
+    initialized: Initialized | None = None
+    """Where the policy's first weights come from, if not from random numbers."""
 
     @property
     def metric(self) -> EvaluationMetric:
@@ -56,15 +63,23 @@ class EnvComponents(Components):
         return EnvEvaluator(self.cfg, self.given, self.policy, seed=seed, fresh=self._start_mode() == "fresh")
 
     def notes(self) -> list[str]:
-        """How the members of a group share their start, and what to know about the environment."""
+        """Where the weights come from, how the members of a group share their start, and what to know about the environment."""
         mode = self._start_mode()
         shared = "not shared." if mode == "none" else f"shared ({mode}), verified."
-        return [*([f"Group starts: {shared}"] if mode else []), *self.env.notes]
+        weights = [] if self.initialized is None else [str(self.initialized)]
+        return [*weights, *([f"Group starts: {shared}"] if mode else []), *self.env.notes]
 
     def summary_fields(self) -> dict[str, Any]:
         """How the members of a group share their start."""
         mode = self._start_mode()
         return {"start_mode": "not shared" if mode == "none" else f"{mode}, verified"} if mode else {}
+
+    def own_callbacks(self, folder: RunFolder) -> list[Callback]:
+        """Scores on held-out demonstrations."""
+        if not isinstance(self.cfg.algorithm, BCCfg):
+            return []
+        scores: Callback = pkgutil.resolve_name(f"{CLONING}:DemoScores")(self.algorithm, self.collector)
+        return [scores]
 
     def render(self, folder: RunFolder, seed: int) -> None:
         """Film an episode, where the environment renders."""
@@ -86,11 +101,16 @@ class EnvComponents(Components):
         return None if report is None else report.start_mode
 
 
-def build_components(cfg: RunCfg, given: UserObjects, engine: Engine) -> EnvComponents:
+def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restored: bool = False) -> EnvComponents:
     """The parts of a run from its settings.
+
+    Args:
+        restored: the weights will come from a checkpoint of the run itself, so ``policy.init_from`` is not read.
 
     Raises:
         ConfigError: settings that exclude each other, or an object that must be given and was not.
+        CheckpointError: ``policy.init_from`` does not fit the policy.
+        DataError: demonstrations that do not fit the environment.
     """
     algorithm_type = cfg.algorithm.load()
     _check(cfg, given, algorithm_type)
@@ -105,8 +125,14 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine) -> EnvComp
     )
     cfg = _with_max_length(cfg, env)
     policy = build_policy(cfg, env, given, algorithm_type).to(device)
+    source = None if restored or cfg.policy.init_from is None else initialize(policy, cfg.policy.init_from)
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
-    collector = _build_collector(cfg, env, policy, engine)
+    if isinstance(cfg.algorithm, BCCfg):
+        collector = pkgutil.resolve_name(f"{CLONING}:demo_collector")(
+            cfg, env, policy, engine, read=not restored, fit_normalizers=given.policy is None and source is None
+        )
+    else:
+        collector = _build_collector(cfg, env, policy, engine)
     install(cfg, algorithm, collector)
     buffer = RolloutBuffer(
         env.num_envs,
@@ -118,7 +144,7 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine) -> EnvComp
         device=device,
     )
     identity = Identity(env.env_id, str(env.observation_space), str(env.action_space))
-    return EnvComponents(cfg, given, algorithm, collector, buffer, identity, env)
+    return EnvComponents(cfg, given, algorithm, collector, buffer, identity, env, source)
 
 
 def build_policy(cfg: RunCfg, env: VectorEnv, given: UserObjects, algorithm_type: type[BaseAlgorithm]) -> Policy:

@@ -1,0 +1,255 @@
+"""Behaviour cloning: maximum likelihood of demonstrated actions, in the same loop as PPO and GRPO.
+
+A collector hands out demonstrated steps in place of experience, so minibatches, optimiser, checkpoints, several processes and
+evaluation are everybody's. The loss of a step is ``-log_prob`` of its action: cross-entropy for discrete actions and tokens,
+squared error over the variance for Gaussians. Chunks of actions are the labels of the steps that they begin with.
+"""
+
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from tensordict import TensorDict
+from torch import Tensor
+
+from groupwise.algorithms.base import BaseAlgorithm, LossOutput
+from groupwise.collectors.base import EnvCollector
+from groupwise.config.algorithm import BCCfg
+from groupwise.config.run import RunCfg
+from groupwise.data.rollout import Nested, transition_view
+from groupwise.data.spaces import obs_to_tensor
+from groupwise.embodied.lerobot import Demonstrations, Leaves, read_demos
+from groupwise.engines.base import Engine
+from groupwise.envs.base import VectorEnv
+from groupwise.errors import ConfigError, DataError
+from groupwise.policies.base import Batch, Evaluation, Policy
+from groupwise.seeding import derive_seed
+from groupwise.training.base import Callback
+from groupwise.training.evaluation import EvaluationResult
+from groupwise.training.trainer import Trainer
+
+_SCORED_AT_ONCE = 256
+"""Held-out steps in one forward pass."""
+
+
+class BehaviorCloning(BaseAlgorithm):
+    """Minimises ``-log_prob - ent_coef * entropy`` of demonstrated actions."""
+
+    actor_only: ClassVar = True
+    metric_names: ClassVar = ("loss", "entropy")
+    cfg: BCCfg
+
+    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """Improve the policy by demonstrated steps ``[N, T+1]``; returns 0-dim metrics."""
+        batch = transition_view(rollout)
+        metrics = self.optimize(self.policy_inputs(batch), int(batch["episode_id"].max()) + 1)
+        self.iteration += 1
+        return metrics
+
+    def loss(self, batch: Batch, evaluation: Evaluation) -> LossOutput:
+        """``-log_prob - ent_coef * entropy`` of each step, or of each unit of a policy scored by ``token``."""
+        loss = -evaluation.log_prob
+        if self.entropy.enabled:
+            loss = loss + self.entropy.loss(evaluation.entropy)
+        return LossOutput(loss, (loss, evaluation.entropy))
+
+
+class Labels(NamedTuple):
+    """Demonstrated steps as a rollout has them, M of them."""
+
+    obs: Nested
+    """[M, ...]"""
+    action: Tensor
+    """[M, *A] the policy's own actions; with chunks [M, C, *A], the next C of them, the last one repeated after the end."""
+    executed: Int[Tensor, " step"]
+    """Actions that were demonstrated: fewer than C towards the end of an episode. 1 without chunks."""
+    episode: Int[Tensor, " step"]
+    reward: Float[Tensor, " step"]
+    chunked: bool
+
+    def batch(self, index: Tensor) -> dict[str, Nested]:
+        """Some of the steps, by the keys of a rollout."""
+        obs, action, executed, episode = (part[index] for part in self[:4])
+        counts = torch.ones(len(index), dtype=torch.bool)
+        ids = {"episode_id": episode, "group_id": episode}
+        return {"obs": obs, "action": action, "executed": executed, **ids, "valid": counts, "loss_mask": counts}
+
+
+class DemoCollector(EnvCollector):
+    """Hands out demonstrated steps: the next ones of an endless sequence of random orders of all of them.
+
+    Nothing is read before it is needed: a run's policy can be loaded and evaluated without its data.
+
+    Args:
+        env: gives the spaces; it takes no steps.
+
+    Raises:
+        ConfigError: no data is named.
+    """
+
+    def __init__(self, env: VectorEnv, policy: Policy, cfg: BCCfg, engine: Engine, *, seed: int) -> None:
+        super().__init__(env, policy, seed=seed, rank=engine.rank)
+        if cfg.data is None:
+            raise ConfigError(f"bc needs demonstrations, got algorithm.data=None; fix: groupwise demos {env.env_id}")
+        self.folder = cfg.data
+        self.holdout = cfg.holdout
+        self.label_noise = cfg.label_noise
+        self.engine = engine
+
+    @cached_property
+    def labels(self) -> Labels:
+        """All demonstrated steps.
+
+        Raises:
+            DataError: the data is missing, or of other observations or actions.
+        """
+        return _labels(read_demos(self.folder, self.env.observation_space), self.env, self.policy, str(self.folder))
+
+    @cached_property
+    def held_out(self) -> Bool[Tensor, " step"]:
+        """Which steps are not trained on: whole episodes, at least one of several."""
+        episodes = int(self.labels.episode.max()) + 1
+        count = 0 if self.holdout == 0 or episodes == 1 else max(1, round(self.holdout * episodes))
+        chosen = torch.zeros(episodes, dtype=torch.bool)
+        chosen[torch.randperm(episodes, generator=self._generator("holdout"))[: min(count, episodes - 1)]] = True
+        return chosen[self.labels.episode]
+
+    def fit_normalizers(self) -> None:
+        """Give the policy's normalisers the statistics of the steps that are trained on. They stay as they are afterwards."""
+        labels = self.labels
+        ends = torch.ones_like(self.held_out)
+        ends[:-1] = labels.episode[1:] != labels.episode[:-1]
+        steps = {"obs": labels.obs, "valid": ~self.held_out, "reward": labels.reward}
+        steps |= {"terminated": torch.zeros_like(ends), "truncated": ends}
+        rollout = TensorDict(steps, batch_size=[len(ends)], device=self.policy.device).unsqueeze(0)
+        self.policy.update_normalizers(rollout, self.engine)
+
+    def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
+        """The next ``num_envs * num_steps`` steps of the sequence; with several processes, each takes its share of it."""
+        rows = self.env.num_envs
+        count = rows * num_steps
+        index = self._in_sequence((self.iteration * self.engine.world_size + self.rank) * count, count)
+        steps = self.labels.batch(index)
+        if steps["action"].is_floating_point() and self.label_noise:
+            noise = torch.randn(steps["action"].shape, generator=self._generator("label", self.rank, self.iteration))
+            steps["action"] += self.label_noise * noise
+        batch = transition_view(rollout)
+        for key, value in steps.items():
+            if key in batch.keys():  # noqa: SIM118  iterating goes over rows
+                batch[key].copy_(value.reshape(rows, num_steps, *value.shape[1:]))
+        self.last_steps = count
+        self.iteration += 1
+        return rollout
+
+    def _in_sequence(self, first: int, count: int) -> Int[Tensor, " count"]:
+        """Steps number ``first`` and on of the sequence: each pass over the data has its own random order."""
+        steps = (~self.held_out).nonzero()[:, 0]
+        size = len(steps)
+        passes = range(first // size, (first + count - 1) // size + 1)
+        orders = [torch.randperm(size, generator=self._generator("pass", number)) for number in passes]
+        return steps[torch.cat(orders)[first % size :][:count]]
+
+    def _generator(self, *path: int | str) -> torch.Generator:
+        return torch.Generator().manual_seed(derive_seed(self.seed, *path))
+
+
+def demo_collector(
+    cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine, *, read: bool, fit_normalizers: bool
+) -> DemoCollector:
+    """The collector of a run.
+
+    Args:
+        read: read the data at once, so that a mistake shows before training starts.
+        fit_normalizers: then also give its statistics to the policy's normalisers.
+    """
+    assert isinstance(cfg.algorithm, BCCfg)
+    collector = DemoCollector(env, policy, cfg.algorithm, engine, seed=cfg.seed)
+    if read and fit_normalizers:
+        collector.fit_normalizers()
+    elif read:
+        _ = collector.labels
+    return collector
+
+
+class DemoScores(Callback):
+    """Adds scores on held-out demonstrations to each evaluation."""
+
+    def __init__(self, algorithm: BehaviorCloning, collector: DemoCollector) -> None:
+        self.algorithm = algorithm
+        self.collector = collector
+
+    def on_evaluation_end(self, trainer: Trainer, evaluation: EvaluationResult) -> None:
+        """Add ``eval/demo_*`` to the metrics."""
+        held_out = self.collector.held_out.nonzero()[:, 0]
+        if len(held_out):
+            trainer.metrics.update(self.scores(held_out))
+
+    @torch.no_grad()
+    def scores(self, steps: Int[Tensor, " step"]) -> dict[str, float]:
+        """Loss, and where actions are discrete the share of right ones, else the absolute error, over these steps."""
+        parts = [self._scores(steps[i : i + _SCORED_AT_ONCE]) for i in range(0, len(steps), _SCORED_AT_ONCE)]
+        losses, hits, errors, masks = (torch.cat(part) for part in zip(*parts, strict=True))
+        found = {"eval/demo_loss": float(losses.mean())}
+        if self.collector.labels.action.is_floating_point():
+            return found | {"eval/demo_error": float(errors[masks].mean())}
+        accuracy = hits[masks].double().mean(dim=0)
+        found["eval/demo_accuracy"] = float(accuracy.mean())
+        if len(accuracy) > 1:
+            found |= {f"eval/demo_accuracy_{i}": float(share) for i, share in enumerate(accuracy)}
+        return found
+
+    def _scores(self, index: Int[Tensor, " step"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Losses of units ``[U]``; hits and errors ``[B, C, A]`` of actions, and which of them ``[B, C]`` count."""
+        policy, labels = self.algorithm.policy, self.collector.labels
+        batch = TensorDict(labels.batch(index), batch_size=[len(index)]).to(policy.device)
+        inputs = self.algorithm.policy_inputs(batch.unsqueeze(0))
+        log_prob = self.algorithm.score(policy, inputs).log_prob
+        action = policy.act(batch["obs"], deterministic=True).action
+        size = action.shape[1] if labels.chunked else 1
+        shape = len(index), size, -1
+        hits = (action == batch["action"]).reshape(shape)
+        taken, wanted = (policy.env_action(part).double().reshape(shape) for part in (action, batch["action"]))
+        counts = torch.arange(size, device=policy.device) < batch["executed"].unsqueeze(-1)
+        return -log_prob[inputs["loss_mask"]], hits, (taken - wanted).abs(), counts
+
+
+def _labels(demos: Demonstrations, env: VectorEnv, policy: Policy, source: str) -> Labels:
+    """The steps as the policy stores them.
+
+    Raises:
+        DataError: actions of another shape or kind.
+    """
+    space, steps, episode = env.action_space, len(demos.episode), torch.from_numpy(demos.episode)
+    found, single = demos.action.shape[1:], tuple(space.shape) or (1,)
+    chunked = len(single) > 1 and found == single[1:]
+    same_kind = (demos.action.dtype.kind == "f") == (space.dtype.kind == "f")
+    if not same_kind or (not chunked and found != single):
+        raise DataError(
+            f"{source} has actions {demos.action.dtype} of shape {list(found)}, but those of {env.env_id} are in {space}; "
+            "fix: the environment that they were recorded with"
+        )
+    size = single[0] if chunked else 1
+    last = torch.from_numpy(np.searchsorted(demos.episode, demos.episode, side="right") - 1)
+    now = torch.arange(steps)
+    action = torch.from_numpy(demos.action)
+    if chunked:
+        action = action[torch.minimum(now[:, None] + torch.arange(size), last[:, None])]
+    own = policy.own_action(action.reshape(steps, *space.shape).to(policy.device)).cpu()
+    obs = obs_to_tensor(env.observation_space, _nested(demos.obs), batched=True)
+    executed = (last - now + 1).clamp(max=size)
+    return Labels(obs, own, executed, episode, torch.from_numpy(demos.reward), chunked)
+
+
+def _nested(leaves: Leaves) -> Any:
+    """Observations by name, as their space nests them."""
+    if () in leaves:
+        return leaves[()]
+    tree: dict[str, Any] = {}
+    for (*outer, name), leaf in leaves.items():
+        inside = tree
+        for key in outer:
+            inside = inside.setdefault(key, {})
+        inside[name] = leaf
+    return tree

@@ -12,6 +12,7 @@ STEP = 0.2
 class Reaching(gymnasium.Env[Any, Any]):
     """A point in the plane moves to a goal, up to 0.2 a step. Being within 0.15 of it is success, and ends the episode."""
 
+    metadata = {"render_modes": [], "render_fps": 20}
     observation_space = spaces.Box(-3, 3, (4,), np.float32)
     action_space = spaces.Box(-1, 1, (2,), np.float32)
 
@@ -76,3 +77,8 @@ def register() -> None:
         name = f"Toy{kind.__name__}-v0"
         if name not in gymnasium.registry:
             gymnasium.register(name, entry_point=kind, max_episode_steps=30)
+
+
+def make_straight(env: Any, info: Any) -> Any:
+    """Makes the expert of ``Reaching``, as ``groupwise.embodied.demos.EXPERTS`` names makers."""
+    return straight

@@ -22,7 +22,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -110,7 +110,7 @@ class DemoWriter:
         self._moments: dict[str, _Moments] = {}
         self._data: Any = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "DemoWriter":
         return self
 
     def __exit__(

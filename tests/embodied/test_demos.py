@@ -1,0 +1,147 @@
+"""Recording experts: what is kept, what is executed, and what is stored."""
+
+import gymnasium
+import numpy as np
+import pytest
+import toy_robots
+from toy_robots import STEP, along_the_longer_axis, straight
+
+import groupwise as gw
+from groupwise import cli
+from groupwise.embodied import demos
+from groupwise.embodied.lerobot import read_demos
+
+pytest.importorskip("pyarrow")
+pytestmark = pytest.mark.contrib
+toy_robots.register()
+REACHING = toy_robots.Reaching.observation_space
+INSIDE = 0.95
+"""Actions below it are not clipped, even with the noise of these tests."""
+
+
+def noise_of(folder):
+    """What the environment received beyond the stored actions, at steps whose next one is stored."""
+    found = read_demos(folder, REACHING)
+    point = found.obs[()][:, :2]
+    follows = found.episode[1:] == found.episode[:-1]
+    executed = (point[1:] - point[:-1])[follows] / STEP
+    stored = found.action[:-1][follows]
+    inside = np.abs(stored) < INSIDE
+    return (executed - stored)[inside]
+
+
+def test_stored_actions_are_the_expert_s_at_what_it_saw(tmp_path):
+    gw.record_demos("ToyReaching-v0", straight, episodes=10, noise=0.5, out=tmp_path / "x")
+    found = read_demos(tmp_path / "x", REACHING)
+    expected = np.stack([straight(obs) for obs in found.obs[()]])
+    np.testing.assert_allclose(found.action, expected, atol=1e-6)
+
+
+def test_without_noise_the_stored_actions_are_executed(tmp_path):
+    gw.record_demos("ToyReaching-v0", straight, episodes=10, noise=0.0, out=tmp_path / "x")
+    np.testing.assert_allclose(noise_of(tmp_path / "x"), 0, atol=1e-5)
+
+
+def test_noise_has_the_deviation_that_was_asked_for(tmp_path):
+    def slow(obs):
+        return straight(obs) / 4
+
+    gw.record_demos("ToyReaching-v0", slow, episodes=60, noise=0.1, out=tmp_path / "x", keep_failures=True)
+    noise = noise_of(tmp_path / "x")
+    assert len(noise) > 500
+    assert noise.std() == pytest.approx(0.1, rel=0.1), "half of the range is 1"
+    assert abs(noise.mean()) < 0.02
+
+
+def test_discrete_noise_is_a_random_action(tmp_path):
+    gw.record_demos(
+        "ToyTurning-v0", along_the_longer_axis, episodes=5, noise=1.0, out=tmp_path / "x", keep_failures=True
+    )
+    found = read_demos(tmp_path / "x", REACHING)
+    assert found.action[:, 0].tolist() == [along_the_longer_axis(obs) for obs in found.obs[()]]
+    moves = np.diff(found.obs[()][:, :2], axis=0)[found.episode[1:] == found.episode[:-1]]
+    stays = (np.abs(moves) < 1e-6).all(axis=1).mean()
+    assert 0.1 < stays < 0.35, "one of five random actions stays, and the expert never does"
+
+
+def test_only_successes_are_kept(tmp_path):
+    def sometimes(obs):
+        return straight(obs) if obs[2] > 0 else np.zeros(2)
+
+    found = gw.record_demos("ToyReaching-v0", sometimes, episodes=8, noise=0.0, out=tmp_path / "x")
+    assert found.episodes == 8
+    assert found.attempts > 8
+    obs = read_demos(tmp_path / "x", REACHING).obs[()]
+    assert (obs[:, 2] > 0).all()
+    everything = gw.record_demos(
+        "ToyReaching-v0", sometimes, episodes=8, noise=0.0, out=tmp_path / "y", keep_failures=True
+    )
+    assert everything.attempts == 8
+    assert (read_demos(tmp_path / "y", REACHING).obs[()][:, 2] < 0).any()
+
+
+def test_an_environment_that_does_not_say_keeps_all(tmp_path):
+    found = gw.record_demos("Pendulum-v1", lambda obs: [0.0], episodes=2, out=tmp_path / "x")
+    assert (found.episodes, found.attempts, found.steps) == (2, 2, 400)
+
+
+def test_an_expert_that_always_fails_is_an_error(tmp_path):
+    with pytest.raises(gw.DataError, match="the expert succeeded in 0 of 40 episodes"):
+        gw.record_demos("ToyReaching-v0", lambda obs: np.zeros(2), episodes=2, noise=0.0, out=tmp_path / "x")
+
+
+def test_the_same_seed_records_the_same(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        gw.record_demos("ToyReaching-v0", straight, episodes=3, seed=seed, out=tmp_path / name)
+    data = [(tmp_path / name / "data/chunk-000/file-000.parquet").read_bytes() for name in "abc"]
+    assert data[0] == data[1]
+    assert data[0] != data[2]
+
+
+def test_images_and_instructions_are_kept(tmp_path):
+    gw.record_demos("ToySeeing-v0", straight, episodes=12, out=tmp_path / "x")
+    found = read_demos(tmp_path / "x", toy_robots.Seeing.observation_space)
+    env = toy_robots.Seeing()
+    for obs, image, text in zip(*(found.obs[key,] for key in ("proprio", "image", "instruction")), strict=True):
+        env.point, env.goal = obs[:2], obs[2:]
+        np.testing.assert_array_equal(text, env.look()["instruction"])
+        np.testing.assert_array_equal(image[0], env.look()["image"][0])
+    assert len({bytes(text) for text in found.obs["instruction",]}) == 2
+
+
+def test_a_callable_and_a_limit_of_steps(tmp_path):
+    cfg = gw.EnvCfg(id="ToyReaching-v0", max_episode_steps=2)
+    found = gw.record_demos(cfg, straight, episodes=4, out=tmp_path / "x", keep_failures=True)
+    assert found.steps <= 8
+    made = gw.record_demos(lambda: gymnasium.make("ToyReaching-v0"), straight, episodes=1, out=tmp_path / "y")
+    assert made.episodes == 1
+
+
+def test_mistakes(tmp_path):
+    with pytest.raises(
+        gw.ConfigError, match=r"no expert is known for 'CartPole-v1'.*gw.record_demos\('CartPole-v1', expert="
+    ):
+        gw.record_demos("CartPole-v1", out=tmp_path / "x")
+    with pytest.raises(gw.ConfigError, match="episodes = 0"):
+        gw.record_demos("ToyReaching-v0", straight, episodes=0)
+    with pytest.raises(gw.DataError, match=r"shape \[3\], expected \[2\]"):
+        gw.record_demos("ToyReaching-v0", lambda obs: np.zeros(3), out=tmp_path / "x")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(gw.RunFolderError):
+        gw.record_demos("ToyReaching-v0", straight, out=tmp_path)
+
+
+def test_the_command_records_the_expert_of_the_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(demos.EXPERTS, "ToyReaching", "toy_robots:make_straight")
+    monkeypatch.chdir(tmp_path)
+    assert (
+        cli.main(["demos", "ToyReaching-v0", "--episodes", "3", "--noise", "0.2", "--env.max-episode-steps", "20"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert out.startswith("Recorded 3 episodes (")
+    assert "groupwise train ToyReaching-v0 --algorithm bc --algorithm.data demos/ToyReaching-v0" in out
+    assert len(set(read_demos(tmp_path / "demos/ToyReaching-v0", REACHING).episode)) == 3
+    assert cli.main(["demos", "ToyReaching-v0", "--help"]) == 0
+    assert "--keep-failures" in capsys.readouterr().out
+    assert cli.main(["demos", "CartPole-v1"]) == 2
+    assert "no expert is known for 'CartPole-v1'" in capsys.readouterr().err

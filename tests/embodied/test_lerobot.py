@@ -1,0 +1,193 @@
+"""Demonstrations on disk: what is written is read back, and LeRobot's way of reading finds it."""
+
+import json
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from groupwise.embodied.lerobot import Demonstration, DemoWriter, read_demos
+from groupwise.errors import DataError
+
+pytest.importorskip("pyarrow")
+pytestmark = pytest.mark.contrib
+
+ACTIONS = spaces.Box(-1, 1, (2,), np.float32)
+PARTS = {
+    "image": spaces.Box(0, 255, (2, 3, 4, 3), np.uint8),
+    "depth": spaces.Box(0, 255, (3, 4, 1), np.uint8),
+    "grid": spaces.Box(-9, 9, (2, 3), np.float64),
+    "instruction": spaces.Box(0, 255, (8,), np.uint8),
+    "proprio": spaces.Box(-9, 9, (1,), np.float32),
+    "count": spaces.Discrete(5),
+    "inner": spaces.Dict(speed=spaces.Box(-9, 9, (3,), np.float32)),
+}
+EVERYTHING = spaces.Dict(PARTS)
+
+
+def random_demo(steps, seed, text="go"):
+    generator = np.random.default_rng(seed)
+    obs = {
+        ("image",): generator.integers(0, 256, (steps, 2, 3, 4, 3), dtype=np.uint8),
+        ("depth",): generator.integers(0, 256, (steps, 3, 4, 1), dtype=np.uint8),
+        ("grid",): generator.normal(size=(steps, 2, 3)),
+        ("instruction",): np.tile(np.frombuffer(text.encode().ljust(8, b"\0"), np.uint8), (steps, 1)),
+        ("proprio",): generator.normal(size=(steps, 1)).astype(np.float32),
+        ("count",): generator.integers(0, 5, steps),
+        ("inner", "speed"): generator.normal(size=(steps, 3)).astype(np.float32),
+    }
+    action = generator.uniform(-1, 1, (steps, 2)).astype(np.float32)
+    return Demonstration(obs, action, generator.normal(size=steps).astype(np.float32), True, text)
+
+
+def write(folder, demos, space=EVERYTHING):
+    with DemoWriter(folder, space, ACTIONS, 20) as writer:
+        for demo in demos:
+            writer.add(demo)
+    return folder
+
+
+DEMOS = [random_demo(3, 0), random_demo(2, 1, "stöp"), random_demo(1, 2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("demos"), DEMOS)
+
+
+def test_what_was_written_is_read_back(folder):
+    found = read_demos(folder, EVERYTHING)
+    for path, leaf in found.obs.items():
+        expected = np.concatenate([demo.obs[path] for demo in DEMOS])
+        assert leaf.shape == expected.shape
+        np.testing.assert_array_equal(leaf, expected.astype(leaf.dtype))
+    assert found.obs.keys() == DEMOS[0].obs.keys()
+    np.testing.assert_array_equal(found.action, np.concatenate([demo.action for demo in DEMOS]))
+    np.testing.assert_array_equal(found.reward, np.concatenate([demo.reward for demo in DEMOS]))
+    assert found.episode.tolist() == [0, 0, 0, 1, 1, 2]
+
+
+def test_the_files_are_those_of_the_format(folder):
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
+        "data/chunk-000/file-000.parquet",
+        "meta/episodes/chunk-000/file-000.parquet",
+        "meta/info.json",
+        "meta/stats.json",
+        "meta/tasks.parquet",
+    ]
+    info = json.loads((folder / "meta/info.json").read_text())
+    assert (info["codebase_version"], info["fps"], info["video_path"]) == ("v3.0", 20, None)
+    assert (info["total_episodes"], info["total_frames"], info["total_tasks"]) == (3, 6, 2)
+    assert info["splits"] == {"train": "0:3"}
+    assert info["features"]["observation.images.image_1"] == {
+        "dtype": "image",
+        "shape": [3, 4, 3],
+        "names": ["height", "width", "channels"],
+    }
+    assert info["features"]["observation.state"] == {"dtype": "float32", "shape": [1], "names": None}
+
+
+def test_the_episodes_say_where_their_steps_are(folder):
+    pq = pytest.importorskip("pyarrow.parquet")
+    episodes = pq.read_table(folder / "meta/episodes/chunk-000/file-000.parquet").to_pydict()
+    assert episodes["length"] == [3, 2, 1]
+    assert (episodes["dataset_from_index"], episodes["dataset_to_index"]) == ([0, 3, 5], [3, 5, 6])
+    assert episodes["tasks"] == [["go"], ["stöp"], ["go"]]
+    assert pq.ParquetFile(folder / "data/chunk-000/file-000.parquet").num_row_groups == 3
+    data = pq.read_table(folder / "data/chunk-000/file-000.parquet").to_pydict()
+    assert data["frame_index"] == [0, 1, 2, 0, 1, 0]
+    assert data["index"] == list(range(6))
+    assert data["task_index"] == [0, 0, 0, 1, 1, 0]
+    assert data["next.done"] == [False, False, True, False, True, True]
+    assert data["next.success"] == data["next.done"]
+    np.testing.assert_allclose(data["timestamp"], [0, 0.05, 0.1, 0, 0.05, 0])
+
+
+def test_huggingface_datasets_read_the_columns_as_lerobot_declares_them(folder):
+    """LeRobot passes these features to ``Dataset.from_parquet``: its rule from shape and dtype to a feature."""
+    datasets = pytest.importorskip("datasets")
+    features = {}
+    for name, feature in json.loads((folder / "meta/info.json").read_text())["features"].items():
+        dtype, shape = feature["dtype"], tuple(feature["shape"])
+        if dtype == "image":
+            features[name] = datasets.Image()
+        elif shape == (1,):
+            features[name] = datasets.Value(dtype)
+        elif len(shape) == 1:
+            features[name] = datasets.Sequence(length=shape[0], feature=datasets.Value(dtype))
+        else:
+            features[name] = datasets.Array2D(shape=shape, dtype=dtype)
+    file = str(folder / "data/chunk-000/file-000.parquet")
+    found = datasets.Dataset.from_parquet(file, features=datasets.Features(features), cache_dir=str(folder / "cache"))
+    np.testing.assert_array_equal(np.asarray(found[3]["observation.images.image_0"]), DEMOS[1].obs["image",][0, 0])
+    np.testing.assert_allclose(found[3]["observation.grid"], DEMOS[1].obs["grid",][0], rtol=1e-6)
+    np.testing.assert_array_equal(found[3]["action"], DEMOS[1].action[0])
+
+
+def test_pandas_reads_instructions_as_the_index(folder):
+    pandas = pytest.importorskip("pandas")
+    tasks = pandas.read_parquet(folder / "meta/tasks.parquet")
+    assert tasks.index.tolist() == ["go", "stöp"]
+    assert tasks["task_index"].tolist() == [0, 1]
+
+
+def test_statistics_are_those_of_all_steps(folder):
+    stats = json.loads((folder / "meta/stats.json").read_text())
+    actions = np.concatenate([demo.action for demo in DEMOS]).astype(np.float64)
+    np.testing.assert_allclose(stats["action"]["mean"], actions.mean(axis=0))
+    np.testing.assert_allclose(stats["action"]["std"], actions.std(axis=0))
+    np.testing.assert_allclose(stats["action"]["max"], actions.max(axis=0))
+    pixels = np.concatenate([demo.obs["image",][:, 1] for demo in DEMOS]) / 255
+    found = np.array(stats["observation.images.image_1"]["mean"])
+    assert found.shape == (3, 1, 1)
+    np.testing.assert_allclose(found[:, 0, 0], pixels.mean(axis=(0, 1, 2)))
+    assert stats["observation.images.image_1"]["count"] == [6]
+
+
+def test_a_box_alone_is_the_state(tmp_path):
+    demo = Demonstration(
+        {(): np.ones((2, 4), np.float32)}, np.zeros((2, 2), np.float32), np.zeros(2, np.float32), None, "X"
+    )
+    space = spaces.Box(-1, 1, (4,), np.float32)
+    write(tmp_path / "demos", [demo], space)
+    features = json.loads((tmp_path / "demos/meta/info.json").read_text())["features"]
+    assert "observation.state" in features
+    assert "next.success" not in features, "the environment does not say"
+    assert read_demos(tmp_path / "demos", space).obs[()].shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (spaces.Dict(PARTS | {"proprio": spaces.Box(-9, 9, (2,), np.float32)}), r"'observation.state' as float32 of shape \[1\], .* float32 of shape \[2\]"),
+        (spaces.Dict(PARTS | {"touch": spaces.Box(-9, 9, (2,), np.float32)}), "'observation.touch' as nothing"),
+        (spaces.Dict(PARTS | {"image": spaces.Box(0, 255, (1, 3, 5, 3), np.uint8)}), r"image_0' as image of shape \[3, 4, 3\]"),
+    ],
+)  # fmt: skip
+def test_other_observations_are_refused(folder, space, message):
+    with pytest.raises(DataError, match=message):
+        read_demos(folder, space)
+
+
+def test_a_folder_without_demonstrations_is_refused(tmp_path):
+    with pytest.raises(DataError, match="holds no demonstrations"):
+        read_demos(tmp_path, ACTIONS)
+
+
+def test_an_interrupted_recording_is_no_dataset(tmp_path):
+    def demos():
+        yield DEMOS[0]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, demos())
+    with pytest.raises(DataError, match="holds no demonstrations"):
+        read_demos(tmp_path, EVERYTHING)
+
+
+def test_a_tuple_of_observations_is_read_back(tmp_path):
+    space = gymnasium.spaces.Tuple((spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(3)))
+    obs = {("0",): np.ones((2, 2), np.float32), ("1",): np.array([1, 2])}
+    write(tmp_path / "x", [Demonstration(obs, np.zeros((2, 2), np.float32), np.zeros(2, np.float32), None, "X")], space)
+    assert read_demos(tmp_path / "x", space).obs["1",].tolist() == [1, 2]

@@ -344,6 +344,8 @@ class BCCfg(AlgorithmCfg):
     """Learning rate, before its schedule."""
     num_epochs: PositiveInt = 1
     """Passes over each batch of ``num_envs * num_steps`` demonstrated steps. Batches follow one another through the data, again and again until ``total_steps``."""
+    minibatch_size: PositiveInt | None = 64
+    """Steps in one optimiser step, over all ranks. None: the whole batch."""
     holdout: Annotated[float, Ge(0), Lt(1)] = 0.1
     """Share of the episodes that are left out of training, for ``eval/demo_loss``."""
     label_noise: NonNegative = 0.1

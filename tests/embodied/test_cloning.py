@@ -1,0 +1,378 @@
+"""Behaviour cloning: which steps it sees, its loss and scores by hand, chunks, resuming, and what it learns."""
+
+import math
+import shutil
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+import toy_robots
+from toy_robots import along_the_longer_axis, straight
+
+import groupwise as gw
+from groupwise.data.rollout import RolloutBuffer, TensorSpec
+from groupwise.embodied.cloning import DemoCollector
+from groupwise.embodied.lerobot import Demonstration, DemoWriter
+from groupwise.engines.base import Engine
+from groupwise.envs.base import VectorEnv
+from groupwise.errors import ConfigError
+from groupwise.policies.actor_critic import ActorCritic
+from groupwise.report.folder import RunFolder
+from groupwise.run import build
+from groupwise.training.checkpoint import load_checkpoint
+from groupwise.training.components import UserObjects
+
+pytest.importorskip("pyarrow")
+pytestmark = pytest.mark.contrib
+toy_robots.register()
+QUIET = {"logging": {"progress": "none"}}
+STATE = toy_robots.Reaching.observation_space
+
+
+@pytest.fixture(scope="module")
+def reaching(tmp_path_factory) -> Path:
+    return gw.record_demos("ToyReaching-v0", straight, episodes=30, out=tmp_path_factory.mktemp("reaching")).path
+
+
+@pytest.fixture(scope="module")
+def turning(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("turning")
+    return gw.record_demos("ToyTurning-v0", along_the_longer_axis, episodes=30, out=out).path
+
+
+def write(folder: Path, episodes: list[tuple[np.ndarray, np.ndarray]], actions) -> Path:
+    """Demonstrations of given observations and actions."""
+    with DemoWriter(folder, STATE, actions, 20) as writer:
+        for obs, action in episodes:
+            writer.add(Demonstration({(): obs}, action, np.zeros(len(obs), np.float32), True, "toy"))
+    return folder
+
+
+def numbered(lengths, size=2) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Episodes whose observations and actions are numbers that count through all steps."""
+    episodes, first = [], 0
+    for length in lengths:
+        count = np.arange(first, first + length, dtype=np.float32)[:, None]
+        episodes.append((count.repeat(4, axis=1), count.repeat(size, axis=1) / 1000))
+        first += length
+    return episodes
+
+
+class Spaces(VectorEnv):
+    """An environment that is asked for nothing but its spaces."""
+
+    env_id, observation_space, obs_spec = "Toy", STATE, TensorSpec((4,), torch.float32)
+    max_episode_steps, autoreset = None, "disabled"
+
+    def __init__(self, action_space, num_envs) -> None:
+        self.action_space, self.num_envs = action_space, num_envs
+
+    def reset(self, *, seed=None, mask=None):
+        raise NotImplementedError
+
+    step = close = reset
+
+
+def collector(folder, actions, *, rank=0, world_size=1, num_envs=2, seed=0, **settings) -> DemoCollector:
+    env = Spaces(actions, num_envs)
+    engine = Engine()
+    engine.rank, engine.world_size = rank, world_size
+    policy = ActorCritic(STATE, actions, actor_only=True)
+    settings = {"label_noise": 0.0, "holdout": 0.0} | settings
+    return DemoCollector(env, policy, gw.BCCfg(data=folder, **settings), engine, seed=seed)
+
+
+def collected(demos: DemoCollector, num_steps: int):
+    """The transitions of the next rollout."""
+    obs_spec = TensorSpec((4,), torch.float32)
+    buffer = RolloutBuffer(demos.env.num_envs, num_steps, obs_spec=obs_spec, action_spec=demos.policy.action_spec)
+    rollout = demos.collect(num_steps, buffer.start_rollout())
+    buffer.add(rollout)
+    return buffer.get(flatten=True)
+
+
+def steps_of(batch) -> list[int]:
+    """The numbers of ``numbered`` steps."""
+    return batch["obs"][:, 0].int().tolist()
+
+
+# --- which steps ---
+
+
+def test_a_pass_over_the_data_has_each_step_once_in_an_order_of_its_own(tmp_path):
+    folder = write(tmp_path / "x", numbered([5, 4, 3]), toy_robots.Reaching.action_space)
+    demos = collector(folder, toy_robots.Reaching.action_space)
+    passes = [steps_of(collected(demos, 3)) + steps_of(collected(demos, 3)) for _ in range(2)]
+    assert all(sorted(steps) == list(range(12)) for steps in passes)
+    assert passes[0] != passes[1] != list(range(12))
+
+
+def test_batches_go_on_into_the_next_pass(tmp_path):
+    folder = write(tmp_path / "x", numbered([5, 2]), toy_robots.Reaching.action_space)
+    demos = collector(folder, toy_robots.Reaching.action_space)
+    seen = [step for _ in range(7) for step in steps_of(collected(demos, 5))]  # 70 of 7 steps: ten passes
+    assert np.bincount(seen).tolist() == [10] * 7
+
+
+def test_actions_and_episodes_stay_with_their_observations(tmp_path):
+    folder = write(tmp_path / "x", numbered([5, 4, 3]), toy_robots.Reaching.action_space)
+    batch = collected(collector(folder, toy_robots.Reaching.action_space), 6)
+    torch.testing.assert_close(batch["action"], batch["obs"][:, :2] / 1000)
+    assert [int(step >= 5) + int(step >= 9) for step in steps_of(batch)] == batch["episode_id"].tolist()
+
+
+def test_several_processes_share_a_pass(tmp_path):
+    folder = write(tmp_path / "x", numbered([5, 4, 3]), toy_robots.Reaching.action_space)
+    space = toy_robots.Reaching.action_space
+    ranks = [steps_of(collected(collector(folder, space, rank=rank, world_size=2), 3)) for rank in range(2)]
+    assert sorted(ranks[0] + ranks[1]) == list(range(12))
+
+
+def test_a_resumed_collector_goes_on(tmp_path):
+    folder = write(tmp_path / "x", numbered([5, 4, 3]), toy_robots.Reaching.action_space)
+    space = toy_robots.Reaching.action_space
+    first, second = collector(folder, space, label_noise=0.5), collector(folder, space, label_noise=0.5)
+    collected(first, 4)
+    second.load_state_dict(first.state_dict())
+    second.iteration = first.iteration
+    after = collected(first, 4), collected(second, 4)
+    assert torch.equal(after[0]["action"], after[1]["action"])
+    assert torch.equal(after[0]["obs"], after[1]["obs"])
+
+
+@pytest.mark.parametrize(
+    ("holdout", "episodes", "count"), [(0.25, 8, 2), (0.1, 4, 1), (0.0, 4, 0), (0.5, 1, 0), (0.9, 3, 2)]
+)
+def test_whole_episodes_are_held_out(tmp_path, holdout, episodes, count):
+    folder = write(tmp_path / "x", numbered([3] * episodes), toy_robots.Reaching.action_space)
+    demos = collector(folder, toy_robots.Reaching.action_space, holdout=holdout)
+    held = set(demos.labels.episode[demos.held_out].tolist())
+    assert len(held) == count
+    assert int(demos.held_out.sum()) == 3 * count
+    batch = collected(demos, 3 * episodes)
+    assert set(batch["episode_id"].tolist()) == set(range(episodes)) - held
+
+
+def test_label_noise_moves_labels_of_boxes_and_leaves_held_out_ones(tmp_path):
+    folder = write(tmp_path / "x", numbered([300] * 4), toy_robots.Reaching.action_space)
+    demos = collector(folder, toy_robots.Reaching.action_space, label_noise=0.2)
+    batch = collected(demos, 600)
+    moved = batch["action"] - batch["obs"][:, :2] / 1000
+    assert float(moved.std()) == pytest.approx(0.2, rel=0.1)
+    torch.testing.assert_close(demos.labels.action, demos.labels.obs[:, :2] / 1000)
+
+
+def test_discrete_labels_are_the_policy_s_own_without_noise(turning):
+    space = toy_robots.Turning.action_space
+    demos = collector(turning, space, label_noise=0.2)
+    batch = collected(demos, 40)
+    wanted = [along_the_longer_axis(obs) - 2 for obs in batch["obs"].numpy()]
+    assert batch["action"].tolist() == wanted
+
+
+def test_normalizers_get_the_statistics_of_the_steps_that_are_trained_on(reaching, tmp_path):
+    cfg = gw.BCCfg(data=reaching, num_steps=4, holdout=0.3)
+    run = gw.train(
+        "ToyReaching-v0", cfg, policy={"normalize_obs": True}, total_steps=64, run_dir=tmp_path / "x", **QUIET
+    )
+    statistics = run.policy.obs_normalizer.statistics[0]
+    demos = collector(reaching, toy_robots.Reaching.action_space, holdout=0.3)
+    trained = demos.labels.obs[~demos.held_out].double()
+    torch.testing.assert_close(statistics.mean, trained.mean(dim=0))
+    torch.testing.assert_close(statistics.var, trained.var(dim=0, correction=0))
+
+
+# --- chunks ---
+
+
+def test_a_chunk_is_the_next_actions_of_the_same_episode(tmp_path):
+    one = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+    folder = write(tmp_path / "x", numbered([4, 2], size=1), one)
+    chunks = gymnasium.spaces.Box(-1, 1, (3, 1), np.float32)
+    labels = collector(folder, chunks).labels
+    numbers = (1000 * labels.action).round().int().squeeze(-1).tolist()
+    assert numbers == [[0, 1, 2], [1, 2, 3], [2, 3, 3], [3, 3, 3], [4, 5, 5], [5, 5, 5]]
+    assert labels.executed.tolist() == [3, 3, 2, 1, 2, 1]
+    assert labels.episode.tolist() == [0, 0, 0, 0, 1, 1]
+
+
+def test_actions_without_chunks_are_executed_once(tmp_path):
+    folder = write(tmp_path / "x", numbered([4, 2]), toy_robots.Reaching.action_space)
+    assert collector(folder, toy_robots.Reaching.action_space).labels.executed.tolist() == [1] * 6
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        gymnasium.spaces.Box(-1, 1, (3,), np.float32),
+        gymnasium.spaces.Box(-1, 1, (2, 2, 2), np.float32),
+        gymnasium.spaces.MultiDiscrete([3, 3]),
+        gymnasium.spaces.Discrete(2),
+    ],
+)
+def test_other_actions_are_refused(tmp_path, space):
+    folder = write(tmp_path / "x", numbered([4]), toy_robots.Reaching.action_space)
+    with pytest.raises(gw.DataError, match=r"has actions float32 of shape \[2\]"):
+        _ = collector(folder, space).labels
+
+
+# --- own actions ---
+
+
+def test_squashed_labels_lead_back_to_the_action():
+    space = gymnasium.spaces.Box(np.array([-2, 0], np.float32), np.array([2, 1], np.float32))
+    policy = ActorCritic(STATE, space, gw.PolicyCfg(squash_output=True), actor_only=True)
+    action = torch.tensor([[0.5, 0.2], [-1.9, 0.99], [2.0, 0.0]])
+    own = policy.own_action(action)
+    assert own[0, 0] == pytest.approx(math.atanh(0.25))
+    back = policy.env_action(own)
+    torch.testing.assert_close(back[:2], action[:2])
+    torch.testing.assert_close(back[2], torch.tensor([2.0 - 0.004, 0.001]), msg="a thousandth of the range inside")
+
+
+# --- loss and scores ---
+
+
+def first_update(env_id, data, tmp_path, **settings):
+    """Metrics of a run of one iteration, whose policy's outputs are all 0 before its only optimiser step."""
+    cfg = gw.BCCfg(data=data, num_steps=64, minibatch_size=None, learning_rate=1e-9, **settings)
+    policy = zero_policy(env_id)
+    run = gw.train(
+        env_id,
+        cfg,
+        policy=policy,
+        total_steps=1,
+        num_envs=1,
+        run_dir=tmp_path / "x",
+        evaluation={"episodes": 2},
+        **QUIET,
+    )
+    return run.metrics()[-1]
+
+
+def zero_policy(env_id) -> ActorCritic:
+    env = gymnasium.make(env_id)
+    policy = ActorCritic(env.observation_space, env.action_space, actor_only=True)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.zero_()
+    return policy
+
+
+def test_the_loss_of_discrete_actions_is_the_cross_entropy(turning, tmp_path):
+    metrics = first_update("ToyTurning-v0", turning, tmp_path)
+    assert metrics["train/loss"] == pytest.approx(math.log(5), rel=1e-5)
+    assert metrics["train/entropy"] == pytest.approx(math.log(5), rel=1e-5)
+    assert metrics["eval/demo_loss"] == pytest.approx(math.log(5), rel=1e-5)
+
+
+def test_the_loss_of_gaussians_is_the_squared_error(reaching, tmp_path):
+    metrics = first_update("ToyReaching-v0", reaching, tmp_path, label_noise=0.0)
+    demos = collector(reaching, toy_robots.Reaching.action_space, holdout=0.1)
+    action = collected(collector(reaching, toy_robots.Reaching.action_space, holdout=0.1, num_envs=1), 64)["action"]
+    wanted = math.log(2 * math.pi) + 0.5 * action.square().sum(dim=1).mean().item()
+    assert metrics["train/loss"] == pytest.approx(wanted, rel=1e-5)
+    held_out = demos.labels.action[demos.held_out]
+    wanted = math.log(2 * math.pi) + 0.5 * held_out.square().sum(dim=1).mean().item()
+    assert metrics["eval/demo_loss"] == pytest.approx(wanted, rel=1e-5)
+    assert metrics["eval/demo_error"] == pytest.approx(held_out.abs().mean().item(), rel=1e-5)
+
+
+def test_each_dimension_has_an_accuracy(tmp_path):
+    space = gymnasium.spaces.MultiDiscrete([3, 2])
+    episodes = [(np.zeros((4, 4), np.float32), np.array([[0, 1], [0, 0], [0, 1], [2, 1]])) for _ in range(2)]
+    folder = write(tmp_path / "demos", episodes, space)
+
+    class Choosing(toy_robots.Reaching):
+        action_space = space
+
+    def make():
+        return gymnasium.wrappers.TimeLimit(Choosing(), 2)
+
+    policy = ActorCritic(STATE, space, actor_only=True)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.zero_()
+    cfg = gw.BCCfg(data=folder, num_steps=4, learning_rate=1e-9, holdout=0.5)
+    evaluation = {"episodes": 1}
+    components = build(
+        gw.RunCfg(env={"id": "<given in Python>", "num_envs": 1}, algorithm=cfg, evaluation=evaluation),
+        UserObjects(env=make, policy=policy),
+        Engine(),
+    )
+    (scores,) = components.own_callbacks(RunFolder(tmp_path))
+    found = scores.scores(components.collector.held_out.nonzero()[:, 0])
+    components.close()
+    assert found["eval/demo_accuracy_0"] == 0.75
+    assert found["eval/demo_accuracy_1"] == 0.25
+    assert found["eval/demo_accuracy"] == 0.5
+    assert found["eval/demo_loss"] == pytest.approx(math.log(3) + math.log(2))
+
+
+# --- runs ---
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(reaching, tmp_path):
+    cfg = gw.BCCfg(data=reaching, num_steps=16, minibatch_size=32)
+    common = {"evaluation": {"interval": 100_000, "episodes": 2}, "policy": {"normalize_obs": True}, **QUIET}
+    whole = gw.train("ToyReaching-v0", cfg, total_steps=1024, run_dir=tmp_path / "whole", **common)
+    gw.train("ToyReaching-v0", cfg, total_steps=512, run_dir=tmp_path / "parts", **common)
+    gw.resume(tmp_path / "parts", 1024)
+    states = [load_checkpoint(path / "checkpoints" / "latest").policy for path in (whole.path, tmp_path / "parts")]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_clone_is_evaluated_without_its_data(reaching, tmp_path):
+    data = shutil.copytree(reaching, tmp_path / "data")
+    cfg = gw.BCCfg(data=data, num_steps=16)
+    run = gw.train("ToyReaching-v0", cfg, total_steps=128, run_dir=tmp_path / "run", **QUIET)
+    before = gw.evaluate(run, 5, seed=3).returns
+    shutil.rmtree(data)
+    assert gw.evaluate(tmp_path / "run", 5, seed=3).returns == before
+    with pytest.raises(gw.DataError, match="holds no demonstrations"):
+        gw.train("ToyReaching-v0", cfg, total_steps=128, run_dir=tmp_path / "other", **QUIET)
+    assert not (tmp_path / "other").exists(), "the mistake shows before there is a run"
+
+
+def test_mistakes(tmp_path):
+    with pytest.raises(ConfigError, match=r"algorithm.data=None; fix: groupwise demos ToyReaching-v0"):
+        gw.train("ToyReaching-v0", "bc", run_dir=tmp_path / "x", **QUIET)
+    for settings in ({"target_kl": 0.1}, {"objective": {"ratio": "sequence"}}, {"clip_coef": 0.3}):
+        with pytest.raises(ConfigError, match="has no effect on behaviour cloning"):
+            gw.BCCfg(**settings)
+
+
+@pytest.mark.slow
+def test_a_clone_reaches_its_expert_and_grpo_starts_there(tmp_path):
+    env = gymnasium.make("ToyReaching-v0")
+    returns = []
+    for seed in range(100):
+        obs, _ = env.reset(seed=seed)
+        total, over = 0.0, False
+        while not over:
+            obs, reward, terminated, truncated, _ = env.step(straight(obs))
+            total, over = total + reward, terminated or truncated
+        returns.append(total)
+    expert = float(np.mean(returns))
+    gw.record_demos("ToyReaching-v0", straight, episodes=100, out=tmp_path / "demos")
+    clone = gw.train(
+        "ToyReaching-v0", gw.BCCfg(data=tmp_path / "demos"), total_steps=200_000, run_dir=tmp_path / "bc", **QUIET
+    )
+    cloned = gw.evaluate(clone, 200).return_mean
+    assert cloned == pytest.approx(expert, abs=0.06), "0.1 is one step of an episode"
+    deviations = clone.policy.log_std.exp()
+    assert ((deviations > 0.09) & (deviations < 0.2)).all(), "that of the label noise, and little more"
+
+    sampled = gw.evaluate(clone, 200, deterministic=False).return_mean
+    grpo = gw.GRPOCfg(num_steps=128)
+    run = gw.train(
+        "ToyReaching-v0", grpo, policy={"init_from": clone.path}, total_steps=8192, run_dir=tmp_path / "grpo", **QUIET
+    )
+    curve = [entry["rollout/return_mean"] for entry in run.metrics()]
+    assert curve[0] == pytest.approx(sampled, abs=0.06), "it begins as the clone"
+    assert min(curve) > sampled - 0.1, "and does not fall below it"
+    untrained = gw.train("ToyReaching-v0", grpo, total_steps=1024, run_dir=tmp_path / "fresh", **QUIET).metrics()[0]
+    assert untrained["rollout/return_mean"] < sampled - 1, "as a new policy does"

@@ -1,0 +1,152 @@
+"""Runs that start from the weights of another: what is taken, what starts fresh, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import groupwise as gw
+from groupwise import cli
+from groupwise.config import load_config, resolve
+from groupwise.engines.base import Engine
+from groupwise.errors import CheckpointError
+from groupwise.run import build
+from groupwise.training.checkpoint import load_checkpoint
+from groupwise.training.components import UserObjects
+
+QUIET = {"logging": {"progress": "none"}, "evaluation": {"episodes": 2}}
+GRPO = {"name": "grpo", "num_steps": 16, "group_size": 4}
+
+
+@pytest.fixture(scope="module")
+def grpo_run(tmp_path_factory) -> Path:
+    policy = {"hidden_sizes": [8], "normalize_obs": True}
+    out = tmp_path_factory.mktemp("grpo")
+    return gw.train("CartPole-v1", gw.GRPOCfg(num_steps=32), policy=policy, total_steps=512, run_dir=out, **QUIET).path
+
+
+@pytest.fixture(scope="module")
+def ppo_run(tmp_path_factory) -> Path:
+    policy = {"hidden_sizes": [8], "normalize_obs": True, "normalize_reward": True}
+    out = tmp_path_factory.mktemp("ppo")
+    return gw.train("CartPole-v1", gw.PPOCfg(num_steps=32), policy=policy, total_steps=512, run_dir=out, **QUIET).path
+
+
+def weights(folder: Path, checkpoint="latest") -> dict[str, torch.Tensor]:
+    return load_checkpoint(folder / "checkpoints" / checkpoint).policy
+
+
+def built(algorithm, source, policy=None, **fields):
+    """The parts of a run on CartPole that starts from ``source``."""
+    cfg = resolve(
+        "CartPole-v1", algorithm, policy={"init_from": str(source), **(policy or {})}, env={"num_envs": 4}, **fields
+    )
+    parts = build(cfg, UserObjects(), Engine())
+    parts.close()
+    return parts
+
+
+def test_all_weights_and_statistics_are_taken(grpo_run):
+    parts = built(GRPO, grpo_run)
+    own = parts.policy.state_dict()
+    theirs = weights(grpo_run)
+    assert own.keys() == theirs.keys()
+    assert all(torch.equal(own[name], theirs[name]) for name in own)
+    assert parts.notes()[0] == f"Weights: {len(own)} tensors from {grpo_run / 'checkpoints/latest'}."
+
+
+def test_a_checkpoint_can_be_named(grpo_run):
+    parts = built(GRPO, grpo_run / "checkpoints" / "best")
+    theirs = weights(grpo_run, "best")
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in parts.policy.state_dict().items())
+    assert parts.cfg.policy.hidden_sizes == (8,), "the run's settings, also then"
+
+
+def test_a_critic_starts_fresh_and_is_named(grpo_run):
+    parts = built("ppo", grpo_run)
+    theirs = weights(grpo_run)
+    own = parts.policy.state_dict()
+    assert all(torch.equal(own[name], theirs[name]) for name in theirs)
+    assert {name.partition(".")[0] for name in own.keys() - theirs.keys()} == {"critic", "reward_normalizer"}
+    assert "critic, reward_normalizer starts fresh" in parts.notes()[0]
+
+
+def test_a_critic_that_is_not_needed_is_named(ppo_run):
+    parts = built(GRPO, ppo_run)
+    theirs = weights(ppo_run)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in parts.policy.state_dict().items())
+    assert "its critic, reward_normalizer is not used" in parts.notes()[0]
+
+
+def test_the_reference_is_the_first_policy(grpo_run):
+    parts = built({**GRPO, "kl_coef": 0.1}, grpo_run)
+    theirs = weights(grpo_run)
+    reference = parts.algorithm.reference.state_dict()
+    assert all(torch.equal(reference[name], theirs[name]) for name in theirs)
+
+
+def test_settings_of_the_policy_follow_the_run_and_yours_come_first(grpo_run, ppo_run):
+    cfg = built(GRPO, grpo_run).cfg.policy
+    assert (cfg.hidden_sizes, cfg.normalize_obs) == ((8,), True)
+    assert not built(GRPO, ppo_run).cfg.policy.normalize_reward, (
+        "that of the rewards is of the algorithm, not of the weights"
+    )
+    cfg = resolve("CartPole-v1", policy={"init_from": str(grpo_run), "activation": "relu"})
+    assert cfg.policy.activation == "relu"
+
+
+def test_other_networks_are_refused_by_name(grpo_run):
+    with pytest.raises(CheckpointError, match=r"has in another shape actor\.head\.weight, actor\.hidden"):
+        built(GRPO, grpo_run, {"hidden_sizes": [9]})
+    with pytest.raises(CheckpointError, match=r"has, which the policy lacks, obs_normalizer\.statistics"):
+        built(GRPO, grpo_run, {"normalize_obs": False})
+    with pytest.raises(CheckpointError, match=r"lacks actor\.hidden"):
+        built(GRPO, grpo_run, {"hidden_sizes": [8, 8]})
+
+
+def test_a_missing_folder_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        built(GRPO, tmp_path / "nothing")
+
+
+def test_statistics_that_came_with_the_weights_stay(grpo_run, tmp_path):
+    algorithm = gw.GRPOCfg(num_steps=16)
+    run = gw.train(
+        "CartPole-v1", algorithm, policy={"init_from": grpo_run}, total_steps=256, run_dir=tmp_path / "x", **QUIET
+    )
+    own, theirs = run.policy.state_dict(), weights(grpo_run)
+    kept = [name for name in own if name.startswith("obs_normalizer")]
+    assert kept
+    assert all(torch.equal(own[name], theirs[name]) for name in kept)
+    assert not torch.equal(own["actor.head.weight"], theirs["actor.head.weight"])
+
+
+def test_a_run_is_resumed_and_evaluated_without_its_source(tmp_path):
+    algorithm = gw.GRPOCfg(num_steps=16, kl_coef=0.1)
+    common = {"policy": {"normalize_obs": True}, "num_envs": 4, **QUIET}
+    source = gw.train("CartPole-v1", algorithm, total_steps=64, run_dir=tmp_path / "source", **common).path
+    fields = {
+        "policy": {"init_from": source},
+        "num_envs": 4,
+        "evaluation": {"interval": 10_000, "episodes": 2},
+        "logging": QUIET["logging"],
+    }
+    whole = gw.train("CartPole-v1", algorithm, total_steps=512, run_dir=tmp_path / "whole", **fields)
+    gw.train("CartPole-v1", algorithm, total_steps=200, run_dir=tmp_path / "parts", **fields)
+    source.rename(tmp_path / "moved")
+    resumed = gw.resume(tmp_path / "parts", 512)
+    assert resumed.cfg.policy.init_from == source
+    own, other = whole.policy.state_dict(), resumed.policy.state_dict()
+    assert all(torch.equal(own[name], other[name]) for name in own)
+    assert gw.evaluate(tmp_path / "parts", 3).episodes == 3
+
+
+def test_the_command_line_and_files_have_it(grpo_run, tmp_path, capsys):
+    words = ["--policy.init-from", str(grpo_run), "--total-steps", "64", "--algorithm.num-steps", "16"]
+    assert cli.main(["train", "CartPole-v1", *words, "--run-dir", str(tmp_path / "x")]) == 0
+    assert f"tensors from {grpo_run / 'checkpoints/latest'}." in capsys.readouterr().err.replace("\n", "")
+    assert json.loads((tmp_path / "x/config.json").read_text())["policy"]["init_from"] == str(grpo_run)
+    file = tmp_path / "my_run.json"
+    file.write_text(json.dumps({"env": {"id": "CartPole-v1"}, "policy": {"init_from": str(grpo_run)}}))
+    assert load_config(file).policy.hidden_sizes == (8,)

@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
 from groupwise.config import presets, resolve, resolve_text
-from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg, PPOCfg
+from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, PPOCfg
 from groupwise.config.base import Cfg
 from groupwise.config.choices import Choice
 from groupwise.config.run import RunCfg, TextRunCfg
@@ -67,7 +67,7 @@ def config_classes() -> list[type[Cfg]]:
                 for part in _config_types(field.annotation):
                     visit(part)
 
-    for cls in (RunCfg, GRPOCfg, PPOCfg, TextRunCfg):
+    for cls in (RunCfg, GRPOCfg, PPOCfg, BCCfg, TextRunCfg):
         visit(cls)
     return found
 
@@ -101,7 +101,8 @@ def _config_types(kind: Any) -> Iterable[type[Cfg]]:
 
 def _class_section(cls: type[Cfg]) -> str:
     base = cls.__bases__[0]
-    inherited = set(base.model_fields) - {"name"} if issubclass(base, Cfg) else set()
+    own = {"name"} | vars(cls).get("__annotations__", {}).keys()
+    inherited = set(base.model_fields) - own if issubclass(base, Cfg) else set()
     rows = [
         (f"`{name}`", _choice_type(name, field), _default(field), field.description or "")
         for name, field in cls.model_fields.items()

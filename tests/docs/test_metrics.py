@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import gymnasium
 import pytest
 from success_envs import Touch
 from text_runs import save_model, share_copied, train
@@ -35,6 +36,18 @@ def share_that_is_logged(prompts, completions, log_metric, **columns):
     return scores
 
 
+def two_choices():
+    env = gymnasium.make("CartPole-v1")
+    return gymnasium.wrappers.TransformAction(env, max, gymnasium.spaces.MultiDiscrete([2, 2]))
+
+
+def clones(folder, env, action):
+    """Settings that clone an expert who always does the same."""
+    number = len(list(folder.iterdir()))
+    path = gw.record_demos(env, lambda obs: action, episodes=2, out=folder / f"demos{number}").path
+    return gw.BCCfg(data=path, num_steps=16)
+
+
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """What tiny runs log: each algorithm on environments and texts, with the settings that add metrics."""
@@ -58,6 +71,9 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         gw.train("CartPole-v1", everything, run_dir=folder / "grpo", **short),
         gw.train(Touch, gw.PPOCfg(num_steps=16), run_dir=folder / "success", **short),
         gw.train(gw.TorchCartPole, truncating, run_dir=folder / "truncate", **short),
+        gw.train("CartPole-v1", clones(folder, "CartPole-v1", 1), run_dir=folder / "bc", **short),
+        gw.train("Pendulum-v1", clones(folder, "Pendulum-v1", [1.0]), run_dir=folder / "bc_box", **short),
+        gw.train(two_choices, clones(folder, two_choices, [0, 1]), run_dir=folder / "bc_two", **short),
         train(task, model, folder / "text", gw.GRPOCfg(group_size=2), **sampled),
         train(task, model, folder / "text_ppo", gw.PPOCfg(), **sampled),
     ]

@@ -6,7 +6,7 @@ import re
 import docs_generator
 import pytest
 
-from groupwise.config.algorithm import GRPOCfg, PPOCfg
+from groupwise.config.algorithm import BCCfg, GRPOCfg, PPOCfg
 from groupwise.config.run import RunCfg, TextRunCfg
 
 ROOT = docs_generator.ROOT
@@ -28,7 +28,7 @@ def exists(path: str) -> bool:
             return False
         classes = [cls for field in fields for cls in GENERATOR.classes_of(field.annotation)]
         if name == "algorithm":
-            classes = [GRPOCfg, PPOCfg]
+            classes = [GRPOCfg, PPOCfg, BCCfg]
     return True
 
 

@@ -343,6 +343,8 @@ def test_mistakes(tmp_path):
     for settings in ({"target_kl": 0.1}, {"objective": {"ratio": "sequence"}}, {"clip_coef": 0.3}):
         with pytest.raises(ConfigError, match="has no effect on behaviour cloning"):
             gw.BCCfg(**settings)
+    with pytest.raises(ConfigError, match="clones demonstrations in environments"):
+        gw.TextRunCfg(algorithm={"name": "bc"})
 
 
 @pytest.mark.slow

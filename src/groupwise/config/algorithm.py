@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le
 from pydantic import SerializeAsAny, model_validator
 
 from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt
@@ -346,8 +346,8 @@ class BCCfg(AlgorithmCfg):
     """Passes over each batch of ``num_envs * num_steps`` demonstrated steps. Batches follow one another through the data, again and again until ``total_steps``."""
     minibatch_size: PositiveInt | None = 64
     """Steps in one optimiser step, over all ranks. None: the whole batch."""
-    holdout: Annotated[float, Ge(0), Lt(1)] = 0.1
-    """Share of the episodes that are left out of training, for ``eval/demo_loss``."""
+    holdout: Fraction = 0.1
+    """Share of the episodes that are left out of training, for ``eval/demo_loss``. At least one episode is trained on."""
     label_noise: NonNegative = 0.1
     """Standard deviation of Gaussian noise on the labels of Box actions, in units of the action. It is the least standard deviation that the clone learns, with which it explores afterwards."""
 

@@ -117,7 +117,8 @@ def _resolve(layers: list[Tree], preset: str | None) -> RunCfg | TextRunCfg:
     files = ["text"] if _table(given, "model").get("lora") is None else ["text", "text_lora"]
     trees = [presets.env_preset(str(given["env"]["id"]))] if kind is RunCfg else list(map(presets.read, files))
     base = functools.reduce(_merge, (_preset_for(tree, cfg_type) for tree in trees))
-    base = _merge(base, {"policy": _policy_of(_table(given, "policy").get("init_from"))})
+    if source := _table(given, "policy").get("init_from"):
+        base = _merge(base, {"policy": _policy_of(Path(source))})
     if preset is not None:
         base = _with_objective(base, str(preset), cfg_type)
     base = _merge(base, {"algorithm": {"name": cfg_type.own_name()}})
@@ -158,9 +159,9 @@ def _preset_for(by_algorithm: dict[str, Tree], cfg_type: type[AlgorithmCfg]) -> 
     return {}
 
 
-def _policy_of(source: Any) -> Tree:
+def _policy_of(source: Path) -> Tree:
     """Settings of the policy of a run, or of a checkpoint inside one; none where there is no run."""
-    for folder in () if source is None else (Path(source), *Path(source).parents[:2]):
+    for folder in (source, *source.parents[:2]):
         if (folder / "config.json").is_file():
             settings = _table(read_json(folder / "config.json"), "policy")
             return {key: value for key, value in settings.items() if key not in _NOT_OF_WEIGHTS}

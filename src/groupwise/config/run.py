@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, SerializeAsAny, model_validator
 
-from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg, PPOCfg
+from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, PPOCfg
 from groupwise.config.base import OTHER_NAMES, Cfg, Positive, PositiveInt
 from groupwise.config.credit import CreditCfg
 from groupwise.config.env import EnvCfg
@@ -209,6 +209,10 @@ class TextRunCfg(CommonCfg):
 
     @model_validator(mode="after")
     def _check(self) -> "TextRunCfg":
+        if isinstance(self.algorithm, BCCfg):
+            raise ValueError(
+                "algorithm='bc' clones demonstrations in environments; fix: train on texts by grpo, or fine-tune by another library"
+            )
         if self.task.tool is None and type(self.algorithm) in (GRPOCfg, PPOCfg):
             self._check_turns()
         unread = self.algorithm.changed("num_steps")

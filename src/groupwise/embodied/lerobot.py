@@ -221,7 +221,7 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
         raise DataError(f"{folder} has no steps; fix: record again")
     columns = {name: _from_arrow(table[name], column) for name, column in wanted.items()}
     action = features["action"]
-    reward, episode = (np.array(table[name]) for name in ("next.reward", "episode_index"))
+    reward, episode = (table[name].to_numpy().copy() for name in ("next.reward", "episode_index"))
     tasks = pq.read_table(folder / TASKS).to_pydict()
     texts = dict(zip(tasks["task_index"], tasks["task"], strict=True))
     task = (

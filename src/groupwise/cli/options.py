@@ -27,7 +27,7 @@ from groupwise.envs.names import import_package, refuse_module, unknown_environm
 from groupwise.errors import ConfigError
 
 COMMON = (
-    "algorithm", "task.data", "model.path", "seed", "total_steps", "run_dir", "device", "env.num_envs", "num_prompts",
+    "algorithm", "algorithm.data", "policy.init_from", "task.data", "model.path", "seed", "total_steps", "run_dir", "device", "env.num_envs", "num_prompts",
     "sampling.max_new_tokens", "algorithm.group_size", "algorithm.learning_rate", "algorithm.num_steps",
     "algorithm.num_epochs", "algorithm.minibatch_size", "algorithm.gamma", "algorithm.ent_coef", "algorithm.kl_coef",
     "policy.hidden_sizes", "evaluation.interval", "stop.return_threshold",
@@ -70,6 +70,10 @@ class Option(NamedTuple):
         return found
 
 
+_FIRST = (Option("algorithm", str, None, "", choice=True), Option("policy.init_from", str, None, ""))
+"""What the defaults of the other options depend on."""
+
+
 def parse_options(argv: Sequence[str], *, prog: str, description: str, only: Sequence[str] = ()) -> RunCfg | TextRunCfg:
     """The settings of ``TARGET [--algorithm NAME] [--preset NAME] [--any.field VALUE ...]``.
 
@@ -87,7 +91,7 @@ def parse_options(argv: Sequence[str], *, prog: str, description: str, only: Seq
         raise ConfigError(f"expected an environment id or a JSON file first, as in: {prog} CartPole-v1")
     given = _by_path(words)
     preset = None if only or "preset" not in given else " ".join(given.pop("preset"))
-    default = _resolve(target, preset, _tree([Option("algorithm", str, None, "", choice=True)], given))
+    default = _resolve(target, preset, _tree(_FIRST, given))
     options = [option for option in options_of(default, given=given) if not only or option.path in only]
     if asked:
         _show_help(options, f"{prog} {target}", description, in_full="--help-all" in asked)

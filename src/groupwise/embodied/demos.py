@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import gymnasium
 import numpy as np
@@ -102,8 +102,9 @@ def record_demos(
 
 def metaworld_expert(env: gymnasium.Env, info: dict[str, Any]) -> Expert:
     """Meta-World's scripted policy of the episode's task, which sees the whole state."""
-    simulation: Any = env.unwrapped
-    policy = pkgutil.resolve_name("groupwise.embodied.metaworld:expert")(info["task"])
+    from groupwise.embodied.metaworld import expert
+
+    simulation, policy = cast(Any, env.unwrapped), expert(info["task"])
     return lambda obs: policy(simulation.state)
 
 

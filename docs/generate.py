@@ -128,8 +128,8 @@ def _choice_section(name: str, members: list[type[Cfg]]) -> str:
             f"`{key}` ({_type(_annotation(field))}; default {_default(field)}): {field.description or ''}"
             for key, field in fields.items()
         ]
-        rows.append((f"`{cls.model_fields['name'].default}`", _summary(cls), "<br>".join(parameters) or "none"))
-    example = f'`{name}: "{members[0].model_fields["name"].default}"`'
+        rows.append((f"`{cls.own_name()}`", _summary(cls), "<br>".join(parameters) or "none"))
+    example = f'`{name}: "{members[0].own_name()}"`'
     text = f"Give a name, such as {example}, or an object of a name and parameters."
     return "\n\n".join([f"## Choices of {name}", text, _table(("name", "what it does", "parameters"), rows)])
 
@@ -182,7 +182,7 @@ def _default(field: FieldInfo) -> str:
         return "required"
     value = field.default
     if isinstance(value, Cfg) and _members(field.annotation):
-        return f"`{json.dumps(value.model_dump()['name'])}`"
+        return f"`{json.dumps(value.name)}`"
     if isinstance(value, Cfg):
         return f"`{type(value).__name__}()`"
     return f"`{json.dumps(value)}`"

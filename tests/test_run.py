@@ -168,10 +168,15 @@ def test_a_policys_settings_may_come_as_their_fields() -> None:
     assert "hidden_sizes" in (run.path / "config.json").read_text()
 
 
-@pytest.mark.parametrize("policy", [torch.nn.Linear(2, 2), "small", 3])
+@pytest.mark.parametrize("policy", [torch.nn.Linear(2, 2), [3], 3])
 def test_what_is_no_policy_is_refused(policy: Any) -> None:
     with pytest.raises(gw.ConfigError, match=r"policy = .*expected a gw\.Policy, a gw\.PolicyCfg or its fields"):
         inspect.unwrap(gw.train)(Corridor, policy=policy, **TINY)  # the types are checked in tests only
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(gw.ConfigError, match="unknown policy 'vlaa': did you mean 'vla'"):
+        gw.train(Corridor, policy="vlaa", **TINY)
 
 
 def test_policy_settings():

@@ -13,7 +13,7 @@ from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import GIVEN, explain
 from groupwise.config.env import EnvCfg
-from groupwise.config.policy import ModelCfg, PolicyCfg
+from groupwise.config.policy import AnyPolicyCfg, ModelCfg
 from groupwise.config.run import CommonCfg, EvaluationCfg, RunCfg, TextEvaluationCfg, TextRunCfg
 from groupwise.engines.base import Engine
 from groupwise.engines.distributed import from_environment
@@ -95,7 +95,7 @@ def train(
     env: "str | EnvCfg | TextTask | RunCfg | TextRunCfg | EnvFactory" = "CartPole-v1",
     algorithm: str | AlgorithmCfg | None = None,
     *,
-    policy: Policy | PolicyCfg | Mapping[str, Any] | None = None,
+    policy: Policy | AnyPolicyCfg | str | Mapping[str, Any] | None = None,
     preset: str | None = None,
     num_envs: int | None = None,
     max_episode_steps: int | None = None,
@@ -112,7 +112,7 @@ def train(
             a ``TextTask``. Or all settings as a ``RunCfg`` or ``TextRunCfg``; then only a ``Policy`` and ``callbacks`` may be
             given, too.
         algorithm: a name ("grpo" by default), or a config; fields that are set override the preset of the environment.
-        policy: a policy to train, or settings for a new one: a ``PolicyCfg`` or some of its fields.
+        policy: a policy to train, or settings for a new one: a ``PolicyCfg``, a ``VLACfg``, a name, or some fields.
         preset: credit and objective of a paper or library, by name.
         run_dir: a folder that does not exist or is empty. None: a new one under ``runs/``.
         num_envs, max_episode_steps: override those of ``env``.
@@ -140,10 +140,10 @@ def train(
     if isinstance(env, TextTask):
         cfg: CommonCfg = _text_cfg(env, algorithm, preset, policy, settings | env_settings)
         return train_from_config(cfg, UserObjects(**env.given, policy=given.policy), callbacks)
-    if not isinstance(policy_fields, PolicyCfg | Mapping | None):
+    if not isinstance(policy_fields, AnyPolicyCfg | str | Mapping | None):
         raise ConfigError(
             f"policy = {policy_fields!r:.80}: expected a gw.Policy, a gw.PolicyCfg or its fields, as "
-            "{'normalize_obs': True}; fix: make networks of your own a gw.Policy"
+            "{'normalize_obs': True}, or a name, as 'vla'; fix: make networks of your own a gw.Policy"
         )
     env_id, env_fields = _describe_env(env)
     cfg = config.resolve(env_id, algorithm, preset, env=env_fields | env_settings, **settings)
@@ -320,7 +320,7 @@ def _text_cfg(
     task: TextTask,
     algorithm: str | AlgorithmCfg | None,
     preset: str | None,
-    policy: Policy | PolicyCfg | Mapping[str, Any] | None,
+    policy: Policy | AnyPolicyCfg | str | Mapping[str, Any] | None,
     settings: Any,
 ) -> TextRunCfg:
     """The settings of a run on a task. A given policy has its own model and sampling."""

@@ -1,14 +1,14 @@
 """No split of the data changes an update, whatever the objective."""
 
-import threading
+from functools import partial
 
 import pytest
 import torch
 from objective_updates import EVERY, make_policy, make_rollout, parameters, same, updated
+from two_ranks import on_two_ranks
 
 from groupwise.algorithms.ppo import PPO
 from groupwise.config.algorithm import ObjectiveCfg, PPOCfg
-from groupwise.engines.base import Engine
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -24,54 +24,11 @@ def test_the_order_of_rows_never_changes_the_update(name):
     same(updated(EVERY[name], rollout[order]), updated(EVERY[name], rollout))
 
 
-class TwoThreads(Engine):
-    """One of two ranks that live in threads and add up what they hand over."""
-
-    world_size = 2
-
-    def __init__(self, rank, meeting, table):
-        self.rank, self.meeting, self.table = rank, meeting, table
-
-    def sum(self, tensor):
-        self.table[self.rank] = tensor.detach().clone()
-        self.meeting.wait(20)
-        total = self.table[0] + self.table[1]
-        self.meeting.wait(20)
-        return total
-
-    def sum_gradients(self, parameters):
-        for parameter in parameters:
-            parameter.grad.copy_(self.sum(parameter.grad))
-
-
-def updated_on_two_ranks(objective, rollout):
-    table, meeting, out = [None, None], threading.Barrier(2), [None, None]
-    policies = [make_policy(), make_policy()]
-
-    def work(rank):
-        torch.set_num_threads(1)
-        part = rollout[4 * rank : 4 * rank + 4].clone()
-        for key in ("group_id", "episode_id"):
-            part[key] -= torch.where(part[key] >= 0, rank * (1 if key == "group_id" else 4), 0)
-        try:
-            out[rank] = updated(objective, part, policies[rank], TwoThreads(rank, meeting, table))
-        finally:
-            meeting.abort() if out[rank] is None else None
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return out
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_two_ranks_are_one_on_the_union(name):
-    rollout = make_rollout(make_policy())
-    first, second = updated_on_two_ranks(EVERY[name], rollout)
+    first, second = on_two_ranks(partial(updated, EVERY[name]), make_rollout(make_policy()), make_policy)
     assert torch.equal(first[0], second[0])
-    alone = updated(EVERY[name], rollout)
+    alone = updated(EVERY[name])
     same(first, alone)
 
 

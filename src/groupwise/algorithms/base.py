@@ -12,7 +12,7 @@ from functools import partial
 from typing import ClassVar, NamedTuple, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
@@ -140,6 +140,10 @@ class BaseAlgorithm(ABC):
         inputs = {key: batch[key] for key in keys}
         if "trained" in batch.keys():  # noqa: SIM118  iterating goes over rows
             inputs["loss_mask"] = inputs["loss_mask"] & batch["trained"]
+        if self.policy.scored_by == "token":
+            units = self.policy.unit_mask({**batch})
+            inputs = self._of_units(inputs, units)
+            inputs["loss_mask"] = inputs["loss_mask"] & units
         return inputs
 
     def loss_inputs(
@@ -152,12 +156,18 @@ class BaseAlgorithm(ABC):
     ) -> dict[str, Nested]:
         """``policy_inputs`` with the advantages, and with what the configured objective reads besides them.
 
+        Of policies scored by ``token``, everything is that of units ``[N, T, K]`` but what the policy reads.
+
         Args:
             start: the policy's scores of every step at the update's start, if they are known already.
         """
+        data: TensorDict | Batch = batch
+        if self.policy.scored_by == "token":
+            data = self._of_units({**batch, "advantage": advantage}, inputs["loss_mask"])
+            advantage = data["advantage"]
         more = objective_data(
             self.cfg.objective,
-            batch,
+            data,
             advantage,
             inputs["loss_mask"],
             num_episodes,
@@ -221,15 +231,29 @@ class BaseAlgorithm(ABC):
         self.optimizer_steps = state["optimizer_steps"]
 
     def _elements(self, data: dict[str, Nested]) -> dict[str, Nested]:
-        """What is cut into minibatches: the rows with a step that counts for sequence models, else the transitions that count."""
-        if self.policy.scored_by == "row":
-            return take(data, data["loss_mask"].any(dim=1))
-        flat = _flat(data)
-        return take(flat, flat["loss_mask"].nonzero()[:, 0])
+        """What is cut into minibatches: the transitions that count, or the rows (of steps, or of a decision's units) that do."""
+        if self.policy.scored_by == "transition":
+            flat = _flat(data)
+            return take(flat, flat["loss_mask"].nonzero()[:, 0])
+        rows = data if self.policy.scored_by == "row" else _flat(self._of_units(data, data["loss_mask"]))
+        return take(rows, rows["loss_mask"].any(dim=1))
+
+    def _of_units(self, data: Batch, units: Bool[Tensor, "row step unit"]) -> dict[str, Nested]:
+        """``data`` with the numbers of decisions ``[N, T]`` repeated for each of their units; what the policy reads stays."""
+        decisions = {key for key, value in data.items() if key not in self.policy.batch_keys and value.dim() == 2}
+        return {key: value.unsqueeze(-1).expand_as(units) if key in decisions else value for key, value in data.items()}
+
+    def of_decisions(self, score: Tensor) -> Float[Tensor, "row step"]:
+        """Scores of units summed over each decision; those of other policies as they are."""
+        return score.sum(dim=-1) if self.policy.scored_by == "token" else score
+
+    def _num_steps(self, mask: Tensor) -> int:
+        """Steps that count, on all ranks: a decision is one, however many units it has."""
+        return int(self.engine.sum((mask.any(dim=-1) if self.policy.scored_by == "token" else mask).sum()))
 
     def _minibatches(self, elements: dict[str, Nested]) -> Iterator[list[dict[str, Nested]]]:
         """Micro-batches of each optimiser step, weights included, epoch after epoch."""
-        total = int(self.engine.sum(elements["loss_mask"].sum()))
+        total = self._num_steps(elements["loss_mask"])
         if not total:
             return
         count = self._num_minibatches(total)
@@ -252,12 +276,14 @@ class BaseAlgorithm(ABC):
                     yield [next(parts) for _ in slices]
 
     def _shuffled(self, elements: dict[str, Nested], num_minibatches: int, generator: torch.Generator) -> Epoch:
-        mask = elements["loss_mask"]
-        match coarsest(self.policy.scored_by, finest_unit(self.cfg.objective)):
+        mask, episode = elements["loss_mask"], elements["episode_id"]
+        if self.policy.scored_by == "token":
+            mask, episode = mask.any(dim=1), episode[:, 0]
+        match coarsest("row" if self.policy.scored_by == "row" else "transition", finest_unit(self.cfg.objective)):
             case "transition":
                 shuffle = partial(shuffle_transitions, len(mask))
             case "episode":
-                shuffle = partial(shuffle_items, elements["episode_id"], mask.long())
+                shuffle = partial(shuffle_items, episode, mask.long())
             case "row":
                 shuffle = partial(shuffle_rows, _row_sizes(self.policy, elements))
         micro = self.cfg.micro_batch_size
@@ -286,9 +312,13 @@ class BaseAlgorithm(ABC):
         return elements
 
     def _evaluate(self, policy: Policy, batch: Batch) -> Evaluation:
-        """The policy's scores; in rows those of padding, which may be NaN, are replaced by 0."""
-        evaluation = policy.evaluate(batch)
-        return evaluation if self.policy.scored_by == "transition" else evaluation.masked(~batch["loss_mask"])
+        """The policy's scores; in rows those of padding, which may be NaN, are replaced by 0, and values are those of each unit."""
+        evaluation, mask = policy.evaluate(batch), batch["loss_mask"]
+        if self.policy.scored_by == "transition":
+            return evaluation
+        if self.policy.scored_by == "token" and evaluation.value is not None:
+            evaluation = evaluation._replace(value=evaluation.value.unsqueeze(-1).expand_as(mask))
+        return evaluation.masked(~mask)
 
     def clip_gradients(self) -> Float[Tensor, ""]:
         """Clip the gradient's norm; returns the norm before."""
@@ -311,7 +341,7 @@ class BaseAlgorithm(ABC):
 
     def _is_single_pass(self, mask: Tensor) -> bool:
         """Whether the update is one optimiser step, on the policy that it begins with."""
-        return self.cfg.num_epochs == 1 and self._num_minibatches(int(self.engine.sum(mask.sum()))) == 1
+        return self.cfg.num_epochs == 1 and self._num_minibatches(self._num_steps(mask)) == 1
 
 
 def _flat(data: dict[str, Nested]) -> dict[str, Nested]:

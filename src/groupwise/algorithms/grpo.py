@@ -157,7 +157,8 @@ class GRPO(BaseAlgorithm):
             assert start is not None
             # at the update's start the ratio is 1
             at_start = data | {"old_log_prob": start.log_prob}
-            distance = self.cfg.kl_coef * reference_kl(self.cfg.kl_estimator, self.policy, start, at_start)
+            distance = self.of_decisions(reference_kl(self.cfg.kl_estimator, self.policy, start, at_start))
+            distance = self.cfg.kl_coef * distance
         credit = credit._replace(start=start)
         if cfg.kl_placement == "reward":
             credit = credit._replace(reward=credit.reward - distance.masked_fill(~credit.batch["loss_mask"], 0))

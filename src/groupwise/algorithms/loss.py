@@ -34,12 +34,12 @@ class Counts(NamedTuple):
 class UpdateStart(NamedTuple):
     """What is known when an update begins."""
 
-    batch: TensorDict
-    """Transitions ``[N, T]`` of the rollout."""
-    advantage: Float[Tensor, "row step"]
-    mask: Bool[Tensor, "row step"]
+    batch: TensorDict | Batch
+    """Transitions ``[N, T]`` of the rollout; units ``[N, T, K]`` of policies scored by ``token``, here and below."""
+    advantage: Float[Tensor, "row step *unit"]
+    mask: Bool[Tensor, "row step *unit"]
     """Steps that are trained on."""
-    old_log_prob: Float[Tensor, "row step"]
+    old_log_prob: Float[Tensor, "row step *unit"]
     num_episodes: int
     seed: int
     """Of this update's random choices, the same on every rank."""
@@ -101,9 +101,9 @@ def diagnostics(cfg: ObjectiveCfg, ratio: Tensor, log_prob: Tensor, old_log_prob
 
 def objective_data(
     cfg: ObjectiveCfg,
-    batch: TensorDict,
-    advantage: Float[Tensor, "row step"],
-    mask: Bool[Tensor, "row step"],
+    batch: TensorDict | Batch,
+    advantage: Float[Tensor, "row step *unit"],
+    mask: Bool[Tensor, "row step *unit"],
     num_episodes: int,
     score: Callable[[], Evaluation],
     *,
@@ -167,7 +167,7 @@ def finest_unit(cfg: ObjectiveCfg) -> Unit:
     return "transition" if by_step else "episode"
 
 
-def _turns(batch: TensorDict) -> Tensor:
+def _turns(batch: TensorDict | Batch) -> Tensor:
     """One id for each turn of each episode, dense in this rank's rollout; -1 outside episodes."""
     turn = batch.get("turn_id", None)
     if turn is None:

@@ -113,6 +113,12 @@ class EnvCollector(Collector):
         return generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
 
 
+def env_steps(rollout: TensorDict, decisions: int) -> int:
+    """Environment steps of a rollout with that many decisions: those that chunks executed, else one each."""
+    executed = rollout.get("executed", None)
+    return decisions if executed is None else int(executed[:, :-1].sum())
+
+
 def pool_metrics(ranks: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
     """Metrics over all ranks: ``COUNTS`` are summed, ``*_max`` and ``*_min`` keep their meaning, others are means.
 

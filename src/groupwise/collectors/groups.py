@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from groupwise.collectors.base import EnvCollector, Episode
+from groupwise.collectors.base import EnvCollector, Episode, env_steps
 from groupwise.collectors.group_tracker import GroupTracker, Member, finished_episodes, write_labels
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
@@ -117,7 +117,7 @@ class GroupCollector(EnvCollector):
         self.finished = finished_episodes(rollout, tracker, writer)
         self.recent.extend(self.finished)
         steps, members = tracker.steps, tracker.members
-        self.last_steps = steps
+        self.last_steps = env_steps(rollout, steps)
         groups = {member.group for member in members if member.in_whole_group}
         wasted = sum(member.length for member in members if not member.in_whole_group)
         self._metrics = {
@@ -159,6 +159,6 @@ def with_greedy(sampled: Action, mode: Action, greedy: Mask) -> Action:
     wide = rows.view(-1, *[1] * (sampled.action.dim() - 1))
     return Action(
         torch.where(wide, mode.action, sampled.action),
-        torch.where(rows, mode.log_prob, sampled.log_prob),
+        torch.where(rows.view(-1, *[1] * (sampled.log_prob.dim() - 1)), mode.log_prob, sampled.log_prob),
         sampled.value,
     )

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.collectors.base import EnvCollector, Episode
+from groupwise.collectors.base import EnvCollector, Episode, env_steps
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.data.rollout import Nested
 from groupwise.envs.base import EnvStep, VectorEnv
@@ -48,7 +48,7 @@ class VectorCollector(EnvCollector):
         rollout = writer.finish(num_steps, obs)
         self._label(rollout, writer)
         self._obs = obs
-        self.last_steps = self.env.num_envs * num_steps
+        self.last_steps = env_steps(rollout, self.env.num_envs * num_steps)
         self.iteration += 1
         return rollout
 

@@ -58,6 +58,9 @@ class RolloutWriter:
         _write(self._columns["reward"], step, outcome.reward)
         _write(self._columns["terminated"], step, outcome.terminated)
         _write(self._columns["truncated"], step, truncated)
+        if "executed" in self._columns:
+            assert outcome.executed is not None
+            _write(self._columns["executed"], step, outcome.executed)
         if "reward_parts" in self._columns:
             assert outcome.reward_parts is not None
             _write(self._columns["reward_parts"], step, outcome.reward_parts)

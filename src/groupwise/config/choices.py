@@ -30,14 +30,15 @@ class Choice(Cfg):
     """Members by name: classes, or modules that register them on import."""
 
     def __init__(self, /, **fields: Any) -> None:
-        super().__init__(**{"name": type(self).own_name()} | fields)
+        named = {"name": type(self).own_name()} if "name" in type(self).model_fields else {}
+        super().__init__(**named | fields)
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as in Cfg
 
     @classmethod
     def own_name(cls) -> str | None:
-        """The default of the field ``name``, if it has one."""
-        default = cls.model_fields["name"].default
+        """The default of the field ``name``, if it has one; in a family's default member it may be a class variable."""
+        default = cls.model_fields["name"].default if "name" in cls.model_fields else cls.name
         return default if isinstance(default, str) else None
 
     @classmethod
@@ -70,13 +71,17 @@ class Choice(Cfg):
             value = {"name": value}
         if not isinstance(value, Mapping):
             return handler(value)
-        return cls.named(str(value.get("name", cls.default))).model_validate(value)
+        kind = cls.named(str(value.get("name", cls.default)))
+        known = value if "name" in kind.model_fields else {key: value[key] for key in value if key != "name"}
+        return kind.model_validate(known)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         if "known" not in vars(cls):
             return handler(schema)
-        return {"anyOf": [{"enum": sorted(cls.known)}, *(kind.model_json_schema() for kind in cls.members())]}
+        return {
+            "anyOf": [{"enum": sorted(cls.known)}, *(handler(kind.__pydantic_core_schema__) for kind in cls.members())]
+        }
 
 
 C = TypeVar("C", bound=type[Choice])
@@ -89,7 +94,7 @@ def register_recipe(choice: C) -> C:
         ConfigError: ``name`` has no default, or belongs to another class.
     """
     name = choice.own_name()
-    if name is None:
+    if not name:
         raise ConfigError(f"{choice.__name__} has no name; fix: name: Literal['my_name'] = 'my_name'")
     taken = choice.known.get(name)
     again = repr(taken) == repr(choice)  # defined anew, as when a notebook's cell runs twice

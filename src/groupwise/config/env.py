@@ -27,5 +27,7 @@ class EnvCfg(Cfg):
     """How the members of a group share their start. ``auto``: the best mode that passes its check. GRPO only."""
     num_random_noops: Annotated[int, Ge(0)] = 0
     """Episodes start after up to that many random actions, the same ones in a group, for environments that always start in one state. They count towards the step limit, but not as environment steps."""
+    action_chunk: Annotated[int, Ge(1)] = 1
+    """Actions that the policy decides on at once; the environment executes them open loop. Steps of the policy, such as ``algorithm.num_steps``, are then decisions, and the discount is per decision; ``max_episode_steps`` and ``total_steps`` count environment steps. Box actions only."""
     reward_parts: tuple[str, ...] = ()
     """Entries of ``info`` that make up the reward, such as ``reward_forward``; stored for ``credit.reward="parts"``."""

@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError, create_model
 from groupwise.config import presets
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
 from groupwise.config.base import Cfg, explain
+from groupwise.config.policy import AnyPolicyCfg
 from groupwise.config.presets import Tree
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError
@@ -117,7 +118,10 @@ def _resolve(layers: list[Tree], preset: str | None) -> RunCfg | TextRunCfg:
     files = ["text"] if _table(given, "model").get("lora") is None else ["text", "text_lora"]
     trees = [presets.env_preset(str(given["env"]["id"]))] if kind is RunCfg else list(map(presets.read, files))
     base = functools.reduce(_merge, (_preset_for(tree, cfg_type) for tree in trees))
-    if source := _table(given, "policy").get("init_from"):
+    if kind is RunCfg:  # settings of the preset's policy are not those of another one
+        base = _merge({"policy": {"name": AnyPolicyCfg.default}}, base)
+    policy = given.get("policy")
+    if isinstance(policy, dict) and (source := policy.get("init_from")):
         base = _merge(base, {"policy": _policy_of(Path(source))})
     if preset is not None:
         base = _with_objective(base, str(preset), cfg_type)
@@ -164,7 +168,8 @@ def _policy_of(source: Path) -> Tree:
     for folder in (source, *source.parents[:2]):
         if (folder / "config.json").is_file():
             settings = _table(read_json(folder / "config.json"), "policy")
-            return {key: value for key, value in settings.items() if key not in _NOT_OF_WEIGHTS}
+            kept = {key: value for key, value in settings.items() if key not in _NOT_OF_WEIGHTS}
+            return {"name": AnyPolicyCfg.default, **kept}
     return {}
 
 

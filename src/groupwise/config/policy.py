@@ -1,16 +1,34 @@
 """Settings of policies. Imports no torch and no transformers."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le, Len, Lt
+from annotated_types import Ge, Gt, Le, Len, Lt, MultipleOf
 from pydantic import model_validator
 
 from groupwise.config.base import Cfg, Positive, PositiveInt
+from groupwise.config.choices import Choice, register_recipe
 
 
-class PolicyCfg(Cfg):
+class AnyPolicyCfg(Choice):
+    """Which policy. Subclass it for your own: give ``name`` a default, say where the policy is, and ``register_recipe`` it."""
+
+    name: str = ""
+    family: ClassVar = "policy"
+    default: ClassVar = "actor_critic"
+    known: ClassVar = {}
+    policy: ClassVar[str] = ""
+    """``module:Class`` of the ``Policy``, which takes ``(observation_space, action_space, cfg, *, actor_only, gamma)``."""
+    init_from: Path | None = None
+    """Run folder, or checkpoint, whose weights the policy begins with; a critic that is not in it starts fresh, and the statistics of observations stay as they are there. The run's settings of the policy replace those of the preset. None: random weights."""
+
+
+@register_recipe
+class PolicyCfg(AnyPolicyCfg):
     """Networks, action distribution and normalisers of a control policy."""
+
+    name: ClassVar[str] = "actor_critic"  # type: ignore[misc]  # the default needs no name
+    policy: ClassVar = "groupwise.policies.actor_critic:ActorCritic"
 
     hidden_sizes: tuple[Annotated[int, Ge(1)], ...] = (64, 64)
     """Width of each hidden layer."""
@@ -26,8 +44,54 @@ class PolicyCfg(Cfg):
     """Scale float observations to running mean 0 and standard deviation 1."""
     normalize_reward: bool = False
     """Divide rewards by the running standard deviation of the discounted return."""
-    init_from: Path | None = None
-    """Run folder, or checkpoint, whose weights the policy begins with; a critic that is not in it starts fresh, and the statistics of observations stay as they are there. The run's settings of the policy replace those of the preset. None: random weights."""
+
+
+class LoRACfg(Cfg):
+    """Low-rank adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685)."""
+
+    r: PositiveInt = 16
+    """Rank."""
+    alpha: Positive = 32.0
+    """The output of an adapter is scaled by alpha / r."""
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Modules that get an adapter, by the ends of their names. ``all-linear``: every linear layer except the output head."""
+
+
+@register_recipe
+class VLACfg(AnyPolicyCfg):
+    """A vision-language-action policy: transformers' SigLIP and Llama, or a model of yours, with action tokens."""
+
+    name: Literal["vla"] = "vla"
+    policy: ClassVar = "groupwise.embodied.vla:VLAPolicy"
+    source: ClassVar = "https://arxiv.org/abs/2502.19645"
+    path: str = ""
+    """Folder, or id of the Hugging Face hub, of a model for images and text. Empty: a new one, with random weights and the sizes below."""
+    lora: LoRACfg | None = None
+    """With ``path``: train adapters. None: train all weights."""
+    hidden_size: Annotated[int, Ge(32), MultipleOf(32)] = 128
+    """Width of a new model."""
+    num_layers: PositiveInt = 3
+    """Layers of the vision encoder, and of the language model, of a new model."""
+    patch_size: PositiveInt = 8
+    """Width of an image patch of a new model, in pixels. Four patches make a token."""
+    bins: Annotated[int, Ge(2)] = 21
+    """Tokens of each action dimension: numbers at equal distances from its lower to its upper bound, both included. An odd number has the middle (OpenVLA: 256)."""
+    unit: Literal["token", "action", "chunk"] = "token"
+    """What has a probability ratio: each token, each action of the chunk, or the whole chunk, executed or not (RLinf's ``logprob_type``)."""
+    temperature: Positive = 1.0
+    """Divides the logits, in sampling and in training (SimpleVLA-RL and RLinf: 1.6)."""
+
+    @model_validator(mode="after")
+    def _check_path(self) -> "VLACfg":
+        if not self.path and self.lora is not None:
+            raise ValueError(
+                "lora trains adapters of the model in path, which is empty; fix: path='my_model', or lora=None"
+            )
+        if unread := self.path and self.changed("hidden_size", "num_layers", "patch_size"):
+            raise ValueError(
+                f"{', '.join(unread)} are of a new model, and path={self.path!r} is one; fix: leave them out"
+            )
+        return self
 
 
 class SamplingCfg(Cfg):
@@ -60,17 +124,6 @@ class EvalSamplingCfg(SamplingCfg):
     """Sample among the most likely tokens whose probabilities add up to this. None: all."""
     min_p: Annotated[float, Gt(0), Lt(1)] | None = None
     """Sample among tokens at least this times as likely as the most likely one. None: all."""
-
-
-class LoRACfg(Cfg):
-    """Low-rank adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685)."""
-
-    r: PositiveInt = 16
-    """Rank."""
-    alpha: Positive = 32.0
-    """The output of an adapter is scaled by alpha / r."""
-    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Modules that get an adapter, by the ends of their names. ``all-linear``: every linear layer except the output head."""
 
 
 class ModelCfg(Cfg):

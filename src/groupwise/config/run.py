@@ -11,7 +11,7 @@ from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, PPOCfg
 from groupwise.config.base import OTHER_NAMES, Cfg, Positive, PositiveInt
 from groupwise.config.credit import CreditCfg
 from groupwise.config.env import EnvCfg
-from groupwise.config.policy import EvalSamplingCfg, ModelCfg, PolicyCfg, SamplingCfg
+from groupwise.config.policy import AnyPolicyCfg, EvalSamplingCfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.config.text import TextTaskCfg
 
 EvaluationMetric: TypeAlias = Literal["return", "success_rate"]
@@ -122,7 +122,7 @@ class CommonCfg(Cfg):
         """The message for a key that is not a field; says which part of the settings has it."""
         name = OTHER_NAMES.get(key, key)
         parts = [
-            part for part, field in cls.model_fields.items() if name in getattr(field.annotation, "model_fields", ())
+            part for part, field in cls.model_fields.items() if name in getattr(type(field.default), "model_fields", ())
         ]
         if AlgorithmCfg.owners(name):
             parts = ["algorithm"]
@@ -154,8 +154,8 @@ class RunCfg(CommonCfg):
 
     env: EnvCfg = EnvCfg()
     """The environment."""
-    policy: PolicyCfg = PolicyCfg()
-    """Networks and normalisers."""
+    policy: SerializeAsAny[AnyPolicyCfg] = PolicyCfg()
+    """The policy, with its parameters."""
     evaluation: EvaluationCfg = EvaluationCfg()
     """Evaluation during and after training."""
 

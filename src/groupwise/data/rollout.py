@@ -71,7 +71,9 @@ class RolloutBuffer:
     Args:
         num_rows: N, the environments.
         num_steps: T, transitions per row; after a longer rollout, new ones are as long.
+        num_units: K of a policy scored by ``token``, whose ``sample_log_prob`` is ``[N, T+1, K]``; None for other policies.
         value: whether the policy has a critic (adds ``value`` and ``next_value``).
+        chunked: whether a decision takes several environment steps (adds ``executed``, their number).
         reward_parts: how many parts of the reward are kept (adds ``reward_parts``).
     """
 
@@ -82,13 +84,19 @@ class RolloutBuffer:
         *,
         obs_spec: Spec,
         action_spec: Spec,
+        num_units: int | None = None,
         value: bool = False,
+        chunked: bool = False,
         reward_parts: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
         scalars = _TRANSITION_KEYS | (_VALUE_KEYS if value else {})
         self.spec: dict[str, Spec] = {"obs": obs_spec, "action": action_spec}
         self.spec |= {key: TensorSpec((), dtype) for key, dtype in scalars.items()}
+        if num_units is not None:
+            self.spec["sample_log_prob"] = TensorSpec((num_units,), torch.float32)
+        if chunked:
+            self.spec["executed"] = TensorSpec((), torch.int64)
         if reward_parts:
             self.spec["reward_parts"] = TensorSpec((reward_parts,), torch.float32)
         self.num_rows = num_rows

@@ -1,0 +1,1 @@
+"""Robots: tasks, action chunks, vision-language-action policies and demonstrations."""

@@ -40,6 +40,8 @@ class EnvStep(NamedTuple):
     """[N, R] float32: the parts of the reward, with ``env.reward_parts``."""
     success: Tensor | None = None
     """[N] bool: which of the episodes that end with this step succeeded; other rows mean nothing. None where no such row tells."""
+    executed: Tensor | None = None
+    """[N] int64: environment steps that the action took, with ``env.action_chunk``; 0 in rows that are paused."""
 
 
 class VectorEnv(ABC):

@@ -18,6 +18,8 @@ from groupwise.envs.success import SUCCESS_KEYS, success_of_rows
 from groupwise.errors import EnvError
 from groupwise.seeding import row_seeds
 
+_KEPT = ("executed", *SUCCESS_KEYS)
+
 
 class GymnasiumVectorEnv(VectorEnv):
     """Any ``gymnasium.vector.VectorEnv``, with tensors in and out.
@@ -84,6 +86,7 @@ class GymnasiumVectorEnv(VectorEnv):
             torch.from_numpy(truncated),
             final_obs,
             success=success_of_rows(info, self.num_envs),
+            executed=torch.from_numpy(info["executed"]) if "executed" in info else None,
         )
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -118,13 +121,14 @@ class GymnasiumVectorEnv(VectorEnv):
 
 
 class LeanSyncVectorEnv(SyncVectorEnv):
-    """Gymnasium's rows in this process. Of ``info`` they keep the success of episodes that end.
+    """Gymnasium's rows in this process. Of ``info`` they keep ``executed``, and the success of episodes that end.
 
     Collecting all of it takes a tenth of a step of 8 HalfCheetahs.
     """
 
     def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
-        if env_info.keys().isdisjoint(SUCCESS_KEYS) or not (self._terminations[env_num] or self._truncations[env_num]):
+        if env_info.keys().isdisjoint(_KEPT):
             return vector_infos
-        success = {key: env_info[key] for key in SUCCESS_KEYS if key in env_info}
-        return super()._add_info(vector_infos, success, env_num)
+        ended = self._terminations[env_num] or self._truncations[env_num]
+        kept = {key: env_info[key] for key in (_KEPT if ended else _KEPT[:1]) if key in env_info}
+        return super()._add_info(vector_infos, kept, env_num) if kept else vector_infos

@@ -39,10 +39,12 @@ class RowCfg(NamedTuple):
     observation_space: Any
     action_space: Any
     max_episode_steps: int | None
-    """At which the environment truncates; None if it does not."""
+    """Steps, or chunks, after which the environment truncates; None if it does not."""
     start_mode: StartMode = "seed"
     """How episodes share a start; not ``native``."""
     reward_parts: tuple[str, ...] = ()
+    chunked: bool = False
+    """Whether an action is a chunk of several."""
     on_error: OnError = "raise"
 
 
@@ -130,6 +132,8 @@ class LocalRows:
                 terminated[row], truncated[row], any_ended = ended, cut, True
                 flag = success_of_row(info)
                 success[row], tells_success[row] = bool(flag), flag is not None
+            if self._cfg.chunked:
+                self._arrays["executed"][row] = info["executed"]
             if parts:
                 self._store_parts(row, info)
         return any_ended
@@ -184,8 +188,8 @@ class LocalRows:
         self._arrays["failed"][row] = True
 
 
-def layout_of(space: Any, num_parts: int) -> Layout:
-    """Layout for rows with observations in ``space`` and rewards of ``num_parts`` parts.
+def layout_of(space: Any, num_parts: int, chunked: bool) -> Layout:
+    """Layout for rows with observations in ``space``, rewards of ``num_parts`` parts, and actions in chunks or not.
 
     Raises:
         UnsupportedSpaceError: such observations cannot be stored.
@@ -193,6 +197,8 @@ def layout_of(space: Any, num_parts: int) -> Layout:
     leaves = {obs_name(path): obs_spec(leaf) for path, leaf in leaf_spaces(space).items()}
     layout: Layout = {name: (spec.shape, str(spec.dtype).removeprefix("torch.")) for name, spec in leaves.items()}  # type: ignore[union-attr]
     layout |= {name: ((), "float32" if name == "reward" else "bool") for name in OUTCOMES}
+    if chunked:
+        layout["executed"] = ((), "int64")
     return layout | {"reward_parts": ((num_parts,), "float32")} if num_parts else layout
 
 

@@ -31,6 +31,9 @@ IN_TORCH = {
 }
 """Gymnasium's tasks with a version in torch, the same up to rounding."""
 
+_ONLY_SINGLE = ("num_random_noops", "reward_parts", "action_chunk")
+"""Settings that only single environments support."""
+
 
 def makes_rows(env: object) -> bool:
     """Whether ``env`` is a callable with a parameter ``num_envs``, which returns a whole ``VectorEnv``."""
@@ -149,7 +152,7 @@ def _vectorization(cfg: EnvCfg, env: object | None) -> str:
         )
     if cfg.vectorization != "auto":
         return cfg.vectorization
-    only_single = cfg.num_random_noops or cfg.reward_parts or cfg.start_mode not in ("auto", "native")
+    only_single = cfg.changed(*_ONLY_SINGLE) or cfg.start_mode not in ("auto", "native")
     return "entry_point" if env is None and cfg.id in VECTORISED and not only_single else "sync"
 
 
@@ -244,11 +247,10 @@ def _refuse_group_settings(cfg: EnvCfg) -> None:
 
 def _refuse_single_settings(env: VectorEnv, cfg: EnvCfg) -> None:
     """Refuse settings that only single environments support."""
-    for name, value in {"num_random_noops": cfg.num_random_noops, "reward_parts": cfg.reward_parts}.items():
-        if value:
-            raise EnvError(
-                f"{env.env_id} vectorises itself, which does not support {name} = {value!r}; fix: vectorization='sync'"
-            )
+    for name, value in cfg.changed(*_ONLY_SINGLE).items():
+        raise EnvError(
+            f"{env.env_id} vectorises itself, which does not support {name} = {value!r}; fix: vectorization='sync'"
+        )
     if isinstance(env, GroupEnv) and cfg.start_mode not in ("auto", env.start_mode):
         raise GroupStartError(
             f"start_mode is {cfg.start_mode!r}, but {env.env_id} vectorises itself and starts groups by "

@@ -41,7 +41,7 @@ class RowsGroupEnv(GroupEnv):
         self._live_rows = np.flatnonzero(self._live)
         self._reset_seed = 0
         self._num_resets = [0] * num_envs
-        layout = layout_of(cfg.observation_space, len(cfg.reward_parts))
+        layout = layout_of(cfg.observation_space, len(cfg.reward_parts), cfg.chunked)
         self._rows: LocalRows | WorkerRows
         if num_workers:
             self._rows = WorkerRows(cfg, layout, num_envs, num_workers)
@@ -53,7 +53,8 @@ class RowsGroupEnv(GroupEnv):
         outcomes = [torch.from_numpy(arrays[name]) for name in OUTCOMES]
         self._reward, self._terminated, self._truncated, self._failed, self._success, self._tells_success = outcomes
         self._reward_parts = torch.from_numpy(arrays["reward_parts"]) if cfg.reward_parts else None
-        self._of_step = [array for name, array in arrays.items() if name in (*OUTCOMES, "reward_parts")]
+        self._executed = torch.from_numpy(arrays["executed"]) if cfg.chunked else None
+        self._of_step = [array for name, array in arrays.items() if name in (*OUTCOMES, "reward_parts", "executed")]
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, ...]; see ``VectorEnv.reset``. Each row has its own stream of resets."""
@@ -97,6 +98,7 @@ class RowsGroupEnv(GroupEnv):
             failed=failed,
             reward_parts=self._reward_parts,
             success=success,
+            executed=self._executed,
         )
 
     def close(self) -> None:

@@ -1,6 +1,8 @@
 """Rows made of single Gymnasium environments: a registered id, or a callable of the user's."""
 
 import copy
+import math
+import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +24,9 @@ from groupwise.envs.names import import_package, unknown_environment
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.starts import choose_start, verify_rows
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError, installing
+
+ACTION_CHUNK = "groupwise.embodied.chunks:ActionChunk"
+"""The wrapper of ``env.action_chunk``, which is no part of the core."""
 
 
 def group_env(
@@ -137,6 +142,8 @@ def _describe(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: O
     registered = gymnasium.registry.get(cfg.id, cfg.id)  # the id may be unknown in another process
     name = type(probe.unwrapped).__name__ if probe.spec is None else probe.spec.id
     limit = cfg.max_episode_steps or step_limit(probe)
+    if limit is not None:
+        limit = math.ceil(limit / cfg.action_chunk)
     probe.close()
     return RowCfg(
         partial(_make, registered if env is None else env, cfg),
@@ -145,6 +152,7 @@ def _describe(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: O
         action_space=probe.action_space,
         max_episode_steps=limit,
         reward_parts=cfg.reward_parts,
+        chunked=cfg.action_chunk > 1,
         on_error=on_error,
     )
 
@@ -159,4 +167,9 @@ def _make(env: Callable[..., gymnasium.Env] | EnvSpec | str, cfg: EnvCfg) -> gym
     else:
         import_package(cfg.id)
         made = gymnasium.make(env, **with_limit(cfg))
-    return RandomNoops(made, cfg.num_random_noops) if cfg.num_random_noops else made
+    if cfg.num_random_noops:
+        made = RandomNoops(made, cfg.num_random_noops)
+    if cfg.action_chunk == 1:
+        return made
+    chunked: gymnasium.Env = pkgutil.resolve_name(ACTION_CHUNK)(made, cfg.action_chunk, cfg.reward_parts)
+    return chunked

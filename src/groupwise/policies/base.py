@@ -27,13 +27,16 @@ class Action(NamedTuple):
     action: Tensor
     """[B, ...] the policy's own action, before ``env_action`` maps it into the space."""
     log_prob: Tensor
-    """[B] log-probability under the distribution that was sampled."""
+    """[B] log-probability under the distribution that was sampled; [B, K] of policies scored by ``token``."""
     value: Tensor | None = None
     """[B] V(obs), None without a critic."""
 
 
 class Evaluation(NamedTuple):
-    """Scores of a batch under the policy as it is now, shaped like the batch, with gradient."""
+    """Scores of a batch under the policy as it is now, shaped like the batch, with gradient.
+
+    Of policies scored by ``token``: log_prob and entropy [B, K], value [B], dist [B, K, P].
+    """
 
     log_prob: Tensor
     entropy: Tensor
@@ -64,8 +67,10 @@ class Policy(nn.Module, ABC):
 
     actor_only: bool
     """True without a critic: no ``value`` anywhere."""
-    scored_by: Literal["transition", "row"] = "transition"
-    """``row`` for sequence models, which score ``[B, T]`` at once."""
+    scored_by: Literal["transition", "row", "token"] = "transition"
+    """``row`` for sequence models, which score ``[B, T]`` at once; ``token`` if a decision has several probability ratios."""
+    num_units: int = 1
+    """K, probability ratios of a decision; 1 unless the policy is scored by ``token``."""
     gives_distribution: bool = True
     """Whether ``Evaluation.dist`` holds the whole distribution. Language models score single tokens only."""
     batch_keys: tuple[str, ...] = ("obs", "action")
@@ -92,6 +97,14 @@ class Policy(nn.Module, ABC):
     def value(self, obs: Nested) -> Tensor:
         """V(obs) of shape [B], without gradient. Only policies with a critic have it."""
         raise TypeError(f"{type(self).__name__} has no critic: an actor_only policy has no value")
+
+    def unit_mask(self, batch: Batch) -> Tensor:
+        """Which units of each decision were executed, ``[*batch, K]``; only of policies scored by ``token``.
+
+        Args:
+            batch: keys of the rollout, with any leading dimensions; ``executed`` among them if actions come in chunks.
+        """
+        raise TypeError(f"{type(self).__name__} is scored by {self.scored_by!r}: a decision is one unit")
 
     def env_action(self, action: Tensor) -> Tensor:
         """The environment's action for the policy's own: clipped or squashed into the space where it is bounded."""

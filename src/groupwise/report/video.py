@@ -1,6 +1,7 @@
 """The video of a policy."""
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -42,7 +43,7 @@ def film(policy: Policy, cfg: EnvCfg, env: object | None, path: Path, *, seed: i
     with _no_display(), _explained(cfg.id):
         made = rendering_env(cfg, env)
         try:
-            frames, stride = _play(policy, made, seed)
+            frames, stride = _play(policy, made, cfg.action_chunk > 1, seed)
         finally:
             with suppress(Exception):  # a broken renderer may fail again
                 made.close()
@@ -83,12 +84,12 @@ def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
     return made
 
 
-def _play(policy: Policy, env: "Env[Any, Any]", seed: int) -> tuple[list["Image"], int]:
+def _play(policy: Policy, env: "Env[Any, Any]", chunked: bool, seed: int) -> tuple[list["Image"], int]:
     """Frames of an episode and the steps between two of them, which doubles whenever they become too many."""
     from PIL import Image
 
     frames: list[Image.Image] = []
-    stride = 1
+    stride, actions = 1, deque[Any]()
     obs, _ = env.reset(seed=seed)
     for step in range(MAX_STEPS):
         if step % stride == 0:
@@ -96,7 +97,10 @@ def _play(policy: Policy, env: "Env[Any, Any]", seed: int) -> tuple[list["Image"
             frames[-1].thumbnail((MAX_SIZE, MAX_SIZE))
         if len(frames) > MAX_FRAMES:
             frames, stride = frames[::2], 2 * stride
-        obs, _, terminated, truncated, _ = env.step(policy.predict(obs, deterministic=True))
+        if not actions:
+            action = policy.predict(obs, deterministic=True)
+            actions.extend(action if chunked else [action])
+        obs, _, terminated, truncated, _ = env.step(actions.popleft())
         if terminated or truncated:
             break
     return frames, stride

@@ -16,6 +16,7 @@ from groupwise.collectors.vector import VectorCollector
 from groupwise.config.algorithm import BCCfg, GRPOCfg, with_max_length
 from groupwise.config.base import GIVEN
 from groupwise.config.env import StartMode
+from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import EvaluationMetric, RunCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
@@ -23,7 +24,6 @@ from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.make import make_env, torch_fix
 from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.errors import ConfigError, EnvError
-from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.report.video import NoPictureError
@@ -36,6 +36,8 @@ from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, record
 
 CLONING = "groupwise.embodied.cloning"
 """Behaviour cloning, which is no part of the core."""
+CHUNK_POLICY = "groupwise.embodied.chunks:ChunkActorCritic"
+"""``PolicyCfg``'s policy with ``env.action_chunk``, which is no part of the core."""
 
 log = logging.getLogger(__name__)
 
@@ -123,9 +125,9 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
         on_error="raise" if not isinstance(grpo, GRPOCfg) or grpo.collection.on_env_error == "raise" else "report",
         device=device,
     )
-    cfg = _with_max_length(cfg, env)
     policy = build_policy(cfg, env, given, algorithm_type).to(device)
     source = None if restored or cfg.policy.init_from is None else initialize(policy, cfg.policy.init_from)
+    cfg = _with_max_length(cfg, env, policy.num_units)
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
     if isinstance(cfg.algorithm, BCCfg):
         collector = pkgutil.resolve_name(f"{CLONING}:demo_collector")(
@@ -139,7 +141,9 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
         cfg.algorithm.num_steps,
         obs_spec=env.obs_spec,
         action_spec=policy.action_spec,
+        num_units=policy.num_units if policy.scored_by == "token" else None,
         value=not policy.actor_only,
+        chunked=cfg.env.action_chunk > 1,
         reward_parts=len(cfg.env.reward_parts),
         device=device,
     )
@@ -154,13 +158,16 @@ def build_policy(cfg: RunCfg, env: VectorEnv, given: UserObjects, algorithm_type
     # orthogonal weights come out differently on another number of threads
     with threads(1), torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(cfg.seed, "policy"))
-        return ActorCritic(
+        chunked = cfg.env.action_chunk > 1 and type(cfg.policy) is PolicyCfg
+        kind = pkgutil.resolve_name(CHUNK_POLICY if chunked else cfg.policy.policy)
+        made: Policy = kind(
             env.observation_space,
             env.action_space,
             cfg.policy,
             actor_only=algorithm_type.actor_only,
             gamma=cfg.algorithm.gamma,
         )
+        return made
 
 
 def _check(cfg: RunCfg, given: UserObjects, algorithm_type: type[BaseAlgorithm]) -> None:
@@ -179,10 +186,12 @@ def _check(cfg: RunCfg, given: UserObjects, algorithm_type: type[BaseAlgorithm])
         )
 
 
-def _with_max_length(cfg: RunCfg, env: VectorEnv) -> RunCfg:
-    """The config with the longest episode filled in, where the loss divides by it and it is not set."""
+def _with_max_length(cfg: RunCfg, env: VectorEnv, num_units: int) -> RunCfg:
+    """The config with the longest episode filled in, in units, where the loss divides by it and it is not set."""
     horizon = cfg.algorithm.collection.horizon if isinstance(cfg.algorithm, GRPOCfg) else None
-    return cfg.model_copy(update={"algorithm": with_max_length(cfg.algorithm, horizon or env.max_episode_steps)})
+    longest = horizon or env.max_episode_steps
+    longest = None if longest is None else longest * num_units
+    return cfg.model_copy(update={"algorithm": with_max_length(cfg.algorithm, longest)})
 
 
 def _block_size(cfg: RunCfg) -> int:

@@ -1,0 +1,189 @@
+"""Action chunks: executed open loop until the episode ends, with the plain sum of rewards."""
+
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import groupwise as gw
+from groupwise.collectors.groups import GroupCollector
+from groupwise.collectors.vector import VectorCollector
+from groupwise.config.env import EnvCfg
+from groupwise.config.policy import PolicyCfg
+from groupwise.data.rollout import RolloutBuffer
+from groupwise.embodied.chunks import ActionChunk, ChunkActorCritic
+from groupwise.envs.make import make_env
+from groupwise.errors import EnvError
+
+
+class Counting(gym.Env):
+    """Observes its step count; the reward of step t is t, the part ``double`` twice that; ends at ``end``."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, end=7):
+        self.end = end
+        self.seen = []
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return np.array([self.np_random.normal()], np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        self.seen.append(action.copy())
+        reward = float(self.count)
+        return np.array([self.count], np.float32), reward, self.count >= self.end, False, {"double": 2 * reward}
+
+
+class Drawing(Counting):
+    """Observes an image of its step count, drawn only where it is asked for."""
+
+    observation_space = gym.spaces.Dict(image=gym.spaces.Box(0, 255, (1, 1, 1, 3), np.uint8))
+    draws = True
+
+    def reset(self, *, seed=None, options=None):
+        self.drawn = 0
+        super().reset(seed=seed)
+        return {"image": self.image()}, {}
+
+    def step(self, action):
+        _, *outcome = super().step(action)
+        return {"image": self.image() if self.draws else None}, *outcome
+
+    def image(self):
+        self.drawn += 1
+        return np.full((1, 1, 1, 3), self.count, np.uint8)
+
+
+def chunk(values):
+    return np.repeat(np.array(values, np.float32)[:, None], 2, axis=1)
+
+
+def test_a_chunk_is_executed_in_order_and_its_rewards_are_summed():
+    env = ActionChunk(Counting(), 3, ["double"])
+    env.reset(seed=0)
+    obs, reward, terminated, truncated, info = env.step(chunk([0.1, 0.2, 0.3]))
+    assert (obs[0], reward, terminated, truncated) == (3.0, 1 + 2 + 3, False, False)
+    assert info == {"double": 12.0, "executed": 3}
+    np.testing.assert_array_equal(env.unwrapped.seen, chunk([0.1, 0.2, 0.3]))
+
+
+def test_the_end_of_an_episode_ends_its_chunk():
+    env = ActionChunk(Counting(end=4), 3)
+    env.reset(seed=0)
+    env.step(chunk([0, 0, 0]))
+    _, reward, terminated, _, info = env.step(chunk([0.5, 0.6, 0.7]))
+    assert (reward, terminated, info["executed"]) == (4.0, True, 1)
+    np.testing.assert_array_equal(env.unwrapped.seen[-1], chunk([0.5])[0])
+
+
+def test_the_action_space_is_that_of_all_actions():
+    space = ActionChunk(Counting(), 3).action_space
+    assert space.shape == (3, 2)
+    assert space.low.min() == -1
+    assert space.contains(chunk([-1, 0, 1]))
+
+
+def test_other_actions_are_refused():
+    with pytest.raises(EnvError, match=r"action_chunk=3 needs actions in a Box.*Discrete.*fix: env\.action_chunk=1"):
+        make_env(EnvCfg(id="CartPole-v1", action_chunk=3), grouped=True)
+
+
+def test_batched_environments_are_refused():
+    with pytest.raises(EnvError, match=r"does not support action_chunk = 2; fix: vectorization='sync'"):
+        make_env(EnvCfg(id="Pendulum-v1", action_chunk=2, vectorization="torch"), grouped=True)
+
+
+@pytest.mark.parametrize(("end", "last"), [(7, 3), (2, 2)])
+def test_only_the_last_observation_of_a_chunk_is_drawn(end, last):
+    env = ActionChunk(Drawing(end), 3)
+    env.reset(seed=0)
+    obs = env.step(chunk([0, 0, 0]))[0]
+    assert env.unwrapped.drawn == 2  # the reset's and this one
+    assert int(obs["image"].max()) == last
+    assert env.unwrapped.draws
+    env.unwrapped.draws = False  # as the check of starts does
+    assert env.step(chunk([0, 0, 0]))[0]["image"] is None
+    assert env.unwrapped.drawn == 2
+
+
+def rollout_of(kind, cfg, num_steps=4):
+    grouped = kind == "groups"
+    env = make_env(cfg, grouped=grouped, env=partial(Counting, end=7), verify=grouped)
+    torch.manual_seed(0)
+    policy = ChunkActorCritic(env.observation_space, env.action_space, PolicyCfg(), actor_only=grouped)
+    collector = GroupCollector(env, policy, group_size=2) if grouped else VectorCollector(env, policy)
+    buffer = RolloutBuffer(
+        env.num_envs,
+        num_steps,
+        obs_spec=env.obs_spec,
+        action_spec=policy.action_spec,
+        num_units=policy.num_units,
+        chunked=True,
+        value=not grouped,
+    )
+    try:
+        rollout = collector.collect(num_steps, buffer.start_rollout())
+        buffer.add(rollout)
+        return rollout, collector
+    finally:
+        collector.close()
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+@pytest.mark.parametrize("kind", ["groups", "vector"])
+def test_rollouts_say_how_much_of_each_chunk_was_executed(kind, vectorization):
+    """Episodes of 7 steps in chunks of 3: 3, 3 and 1 executed, rewards 6, 15 and 7."""
+    cfg = EnvCfg(num_envs=2, action_chunk=3, max_episode_steps=20, vectorization=vectorization)
+    rollout, collector = rollout_of(kind, cfg, 3)
+    assert rollout["executed"][:, :3].tolist() == [[3, 3, 1]] * 2
+    assert rollout["reward"][:, :3].tolist() == [[6.0, 15.0, 7.0]] * 2
+    assert rollout["terminated"][:, :3].tolist() == [[False, False, True]] * 2
+    assert rollout["sample_log_prob"].shape == (2, 4, 3)
+    assert rollout["executed"].dtype == torch.int64
+    assert collector.last_steps == 14  # environment steps
+    assert [(e.episode_return, e.length) for e in collector.finished] == [(28.0, 3)] * 2
+
+
+def test_limits_count_environment_steps_and_the_collector_s_decisions():
+    env = make_env(EnvCfg(num_envs=1, action_chunk=3, max_episode_steps=5), grouped=True, env=partial(Counting, 99))
+    assert env.max_episode_steps == 2
+    env.reset(seed=0)
+    env.step(torch.zeros(1, 3, 2))
+    step = env.step(torch.zeros(1, 3, 2))
+    assert (step.truncated.tolist(), step.executed.tolist()) == ([True], [2])
+    assert env.step(torch.zeros(1, 3, 2)).executed.tolist() == [0]  # paused
+    env.close()
+
+
+def test_parts_of_the_reward_are_summed_too():
+    cfg = EnvCfg(num_envs=1, action_chunk=3, max_episode_steps=20, reward_parts=("double",))
+    env = make_env(cfg, grouped=True, env=Counting)
+    env.reset(seed=0)
+    assert env.step(torch.zeros(1, 3, 2)).reward_parts.tolist() == [[12.0]]
+    env.close()
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_control_policies_train_on_chunks(algorithm, tmp_path):
+    run = gw.train(
+        EnvCfg(id="Pendulum-v1", action_chunk=5, num_envs=4),
+        algorithm,
+        total_steps=1600,
+        run_dir=tmp_path / "run",
+        logging={"progress": "none"},
+        evaluation={"episodes": 2},
+    )
+    assert type(run.policy) is ChunkActorCritic
+    assert run.metrics()[-1]["rollout/length_mean"] == 40  # decisions of 5 steps each
+    assert run.metrics()[-1]["env_steps"] % 5 == 0
+    assert torch.tensor([m["train/policy_loss"] for m in run.metrics()]).isfinite().all()
+    again = gw.Run.load(run.path)
+    obs = np.array([1.0, 0.0, 0.0], np.float32)
+    np.testing.assert_array_equal(again.policy.predict(obs), run.policy.predict(obs))
+    assert run.policy.predict(obs).shape == (5, 1)

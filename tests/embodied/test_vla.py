@@ -352,7 +352,7 @@ def test_a_run_loads_and_resumes_bit_for_bit(algorithm, registered, tmp_path):
 
 def test_the_command_line_trains_evaluates_and_resumes_it(registered, tmp_path, capsys):
     sizes = [f"--policy.{name.replace('_', '-')}={value}" for name, value in TINY.items()]
-    words = ["Robot-v0", "--policy", "vla", *sizes, "--preset", "dapo", f"--env.action-chunk={C}", "--env.num-envs=4"]
+    words = ["Robot-v0", "--policy", "vla", *sizes, "--preset", "vla", f"--env.action-chunk={C}", "--env.num-envs=4"]
     words += [
         "--total-steps=100",
         "--algorithm.num-steps=4",
@@ -384,7 +384,7 @@ def test_a_run_begins_with_the_policy_of_another_one(registered, tmp_path):
 def test_it_learns_from_success_and_reads_its_instruction(registered, tmp_path):
     algorithm = GRPOCfg(num_steps=16, num_epochs=2, minibatch_size=128, learning_rate=1e-3)
     policy = VLACfg(**TINY | {"hidden_size": 64})
-    settings = SETTINGS | {"policy": policy, "preset": "dapo", "num_envs": 16, "total_steps": 20_000}
+    settings = SETTINGS | {"policy": policy, "preset": "vla", "num_envs": 16, "total_steps": 20_000}
     run = gw.train(ROBOT, algorithm, run_dir=tmp_path / "run", **settings)
 
     def success(swap):

@@ -107,17 +107,11 @@ def test_every_preset_trains_a_language_model(name):
     preset = {key: value for key, value in PRESETS[name].items() if key not in ("title", "source", "note")}
     aggregation = preset["objective"].get("aggregation")
     divides = aggregation in ("constant", "seq_mean_token_sum_norm")
-    cfg = GRPOCfg(
-        group_size=4,
-        num_epochs=1,
-        minibatch_size=10_000,
-        kl_coef=0.01,
-        **preset
-        | {
-            "objective": preset["objective"]
-            | {"aggregation": {"name": aggregation, "max_length": 6} if divides else aggregation}
-        },
-    )
+    objective = preset["objective"] | {
+        "aggregation": {"name": aggregation, "max_length": 6} if divides else aggregation
+    }
+    sizes = {"group_size": 4, "num_epochs": 1, "minibatch_size": 10_000, "kl_coef": 0.01}
+    cfg = GRPOCfg(**preset | sizes | {"objective": objective})
     policy = CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6))
     before = torch.cat([p.detach().flatten() for p in policy.parameters()])
     metrics = GRPO(cfg, policy).update(text_rollout(rows_for(preset, some_rows(policy))))

@@ -117,6 +117,14 @@ def test_a_callable_and_a_limit_of_steps(tmp_path):
     assert made.episodes == 1
 
 
+def test_single_actions_are_recorded_of_an_environment_with_chunks(tmp_path):
+    for name, chunk in (("chunks", 3), ("steps", 1)):
+        cfg = gw.EnvCfg(id="ToyReaching-v0", action_chunk=chunk)
+        gw.record_demos(cfg, straight, episodes=2, out=tmp_path / name)
+    chunks, steps = (read_demos(tmp_path / name, REACHING) for name in ("chunks", "steps"))
+    np.testing.assert_array_equal(chunks.action, steps.action)
+
+
 def test_mistakes(tmp_path):
     with pytest.raises(
         gw.ConfigError, match=r"no expert is known for 'CartPole-v1'.*gw.record_demos\('CartPole-v1', expert="

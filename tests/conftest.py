@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from groupwise.config.choices import Choice
+
 torch.set_num_threads(1)
 
 # compile and import times would trip a deadline on a busy machine; the seed is fixed so that a red run repeats
@@ -36,6 +38,23 @@ def pytest_collection_modifyitems(items):
             item.add_marker(kind)
         if path.as_posix() in SLOW:
             item.add_marker("slow")
+
+
+@pytest.fixture
+def registry():
+    """Registrations of a test do not outlive it."""
+    families = [family for family in _subclasses(Choice) if "known" in vars(family)]
+    before = [(family, set(family.known)) for family in families]
+    yield
+    for family, names in before:
+        for name in set(family.known) - names:
+            del family.known[name]
+
+
+def _subclasses(parent):
+    for child in parent.__subclasses__():
+        yield child
+        yield from _subclasses(child)
 
 
 @pytest.fixture(scope="session")

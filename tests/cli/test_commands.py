@@ -8,7 +8,7 @@ import pytest
 
 import groupwise
 from groupwise import cli, config
-from groupwise.config.algorithm import AlgorithmCfg, SGDCfg, StepCfg
+from groupwise.config.algorithm import SGDCfg, StepCfg
 from groupwise.errors import RunFolderError
 from groupwise.training.evaluation import EvaluationResult
 
@@ -36,11 +36,6 @@ def api(monkeypatch):
     fake.evaluate = record("evaluate", SCORE)
     monkeypatch.setitem(sys.modules, "groupwise.run", fake)
     return calls
-
-
-@pytest.fixture
-def registry(monkeypatch):
-    monkeypatch.setattr(AlgorithmCfg, "known", dict(AlgorithmCfg.known))
 
 
 def trained(api):

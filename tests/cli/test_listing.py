@@ -76,9 +76,9 @@ def test_list_of_an_unknown_word_names_the_nearest_or_every_preset(capsys):
     assert err.count("\n") == 1
 
 
-def test_list_takes_an_algorithm_that_says_nothing_of_itself(capsys, monkeypatch):
+def test_list_takes_an_algorithm_that_says_nothing_of_itself(capsys, registry):
     class SilentCfg(PPOCfg):
         name: str = "silent"
 
-    monkeypatch.setattr(AlgorithmCfg, "known", AlgorithmCfg.known | {"silent": SilentCfg})
+    AlgorithmCfg.known["silent"] = SilentCfg
     assert "\nsilent:\n" in listed(capsys, "silent")

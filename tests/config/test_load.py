@@ -25,12 +25,6 @@ from groupwise.errors import ConfigError, UnknownNameError
 
 
 @pytest.fixture
-def registry(monkeypatch):
-    """Registrations of a test do not outlive it."""
-    monkeypatch.setattr(AlgorithmCfg, "known", dict(AlgorithmCfg.known))
-
-
-@pytest.fixture
 def write(tmp_path):
     def write_file(content) -> Path:
         path = tmp_path / "run.json"

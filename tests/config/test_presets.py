@@ -10,7 +10,7 @@ from torch.nn.utils import parameters_to_vector
 
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config import presets, resolve
-from groupwise.config.algorithm import AlgorithmCfg, CreditCfg, GRPOCfg, ObjectiveCfg, register_algorithm
+from groupwise.config.algorithm import CreditCfg, GRPOCfg, ObjectiveCfg, register_algorithm
 from groupwise.config.base import GIVEN
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError
@@ -63,8 +63,7 @@ class TurnsCfg(GRPOCfg):
     name: Literal["turns"] = "turns"
 
 
-def test_a_ratio_of_turns_trains_on_turns_and_says_what_it_needs(monkeypatch):
-    monkeypatch.setattr(AlgorithmCfg, "known", dict(AlgorithmCfg.known))
+def test_a_ratio_of_turns_trains_on_turns_and_says_what_it_needs(registry):
     register_algorithm(TurnsCfg)(GRPO)
     settings = TurnsCfg(**SMALL.model_dump(exclude_unset=True, exclude={"name"}))
     parts = build_components(

@@ -13,7 +13,6 @@ import groupwise as gw
 from groupwise import cli, config
 from groupwise import run as commands
 from groupwise.algorithms import advantages as credit
-from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.envs.names import import_package
 from groupwise.text import builtin_rewards, rewards
 from groupwise.training import env_evaluator
@@ -52,10 +51,9 @@ COMMANDS = [
 
 
 @pytest.fixture(autouse=True)
-def _own_directory_and_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def _own_directory_and_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: None):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(env_evaluator, "film", lambda *args, **options: None)  # half of the time of so short a run
-    monkeypatch.setattr(AlgorithmCfg, "known", dict(AlgorithmCfg.known))
     monkeypatch.setattr(credit, "CREDIT_RULES", dict(credit.CREDIT_RULES))
     assert builtin_rewards  # registered before the copy, else later tests would miss them
     monkeypatch.setattr(rewards, "REWARDS", dict(rewards.REWARDS))

@@ -7,7 +7,7 @@ import numpy as np
 import objective_updates
 import pytest
 import torch
-from objective_updates import EVERY, OBS, ROWS, STEPS, parameters, same
+from objective_updates import EVERY, OBS, ROWS, STEPS, fill_episodes, parameters, same
 from two_ranks import on_two_ranks
 
 from groupwise.algorithms.grpo import GRPO
@@ -85,18 +85,11 @@ def chunk_rollout(policy, mismatch=0.3):
     if not policy.actor_only:
         rollout["value"].copy_(done.value.reshape(ROWS, STEPS + 1))
         rollout["next_value"][:, :-1] = rollout["value"][:, 1:]
-    for row in range(ROWS):
-        length = 5 + row
-        rollout["reward"][row, :length] = torch.rand(length, generator=g)
-        rollout["valid"][row, :length] = rollout["loss_mask"][row, :length] = True
-        rollout["group_id"][row, :length] = row // 4
-        rollout["episode_id"][row, :length] = row
-        rollout["step"][row, :length] = torch.arange(length)
-        rollout["executed"][row, :length] = C
-        rollout["executed"][row, length - 1] = row % C + 1
-        rollout["terminated"][row, length - 1] = True
+    fill_episodes(rollout, g)
+    rollout["executed"][:, :-1] = rollout["valid"][:, :-1] * C
+    row, last = rollout["terminated"].nonzero().T
+    rollout["executed"][row, last] = row % C + 1
     buffer.add(rollout)
-    rollout["turn_id"] = rollout["step"] // 2
     return rollout
 
 

@@ -23,13 +23,6 @@ from groupwise.recipes.trust_regions import CispoCfg, SapoCfg
 FAMILIES = (TrustRegionCfg, BaselineCfg, CorrectionCfg, AggregationCfg, OptimizerCfg, ScheduleCfg)
 
 
-@pytest.fixture
-def families(monkeypatch):
-    """Registrations of a test do not outlive it."""
-    for family in FAMILIES:
-        monkeypatch.setattr(family, "known", dict(family.known))
-
-
 @pytest.mark.parametrize(
     "given", ["cispo", {"name": "cispo"}, CispoCfg(), {"name": "cispo", "high": 5.0}, {"name": "cispo", "low": None}]
 )
@@ -120,7 +113,7 @@ def test_a_choice_and_its_parameters_on_the_command_line():
         parse_options([*words[:2], "cisp"], prog="train", description="")
 
 
-def test_a_recipe_of_the_users_own(families, tmp_path):
+def test_a_recipe_of_the_users_own(registry, tmp_path):
     @register_recipe
     class HalfCfg(TrustRegionCfg):
         """Half the policy gradient."""

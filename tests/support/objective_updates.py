@@ -84,17 +84,23 @@ def make_rollout(policy, mismatch=0.4):
     rollout["action"].copy_(done.action.reshape(ROWS, -1))
     noise = mismatch * torch.randn(ROWS, STEPS + 1, generator=g)
     rollout["sample_log_prob"].copy_(done.log_prob.reshape(ROWS, -1) - noise)
+    fill_episodes(rollout, g)
+    buffer.add(rollout)
+    return rollout
+
+
+def fill_episodes(rollout, generator):
+    """One episode of 5 to 12 steps a row, in groups of 4, with turns of two steps."""
+    rollout["turn_id"] = torch.zeros_like(rollout["step"])
     for row in range(ROWS):
         length = 5 + row
-        rollout["reward"][row, :length] = torch.rand(length, generator=g)
+        rollout["reward"][row, :length] = torch.rand(length, generator=generator)
         rollout["valid"][row, :length] = rollout["loss_mask"][row, :length] = True
         rollout["group_id"][row, :length] = row // 4
         rollout["episode_id"][row, :length] = row
         rollout["step"][row, :length] = torch.arange(length)
+        rollout["turn_id"][row, :length] = torch.arange(length) // 2
         rollout["terminated"][row, length - 1] = True
-    buffer.add(rollout)
-    rollout["turn_id"] = rollout["step"] // 2
-    return rollout
 
 
 def build(objective, policy=None, engine=None, **cfg):

@@ -25,6 +25,7 @@ from groupwise.data.spaces import obs_spec, subspaces
 from groupwise.embodied import nested
 from groupwise.envs.base import EnvStep, GroupEnv, GroupStartReport, Mask, Seeds, VectorEnv
 from groupwise.envs.starts import verify_group_start
+from groupwise.envs.success import SUCCESS_KEYS
 from groupwise.errors import EnvError, GroupStartError
 from groupwise.seeding import derive_seed
 
@@ -207,7 +208,7 @@ class TorchSim(VectorEnv):
         """The flag in the info of the last step; where rows were reset, that is in ``final_info``."""
         final = info.get("final_info", None)
         info = info if final is None else final
-        for key in ("success", "is_success"):
+        for key in SUCCESS_KEYS:
             if (flag := info.get(key, None)) is not None:
                 return self._tensor(flag).reshape(self.num_envs).bool()
         return None
@@ -373,8 +374,7 @@ def _first(result: Any) -> Any:
 
 def _refuse_other_resets(env: Any, name: str) -> None:
     """Refuse a vector environment that does not reset a row in the step in which it ends."""
-    mode = getattr(env, "metadata", None) or {}
-    mode = mode.get("autoreset_mode", AutoresetMode.SAME_STEP)
+    mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode", AutoresetMode.SAME_STEP)
     if not getattr(env, "auto_reset", True) or AutoresetMode(mode) != AutoresetMode.SAME_STEP:
         raise EnvError(f"{name} does not reset rows in the step in which they end; fix: auto_reset=True, SAME_STEP")
 

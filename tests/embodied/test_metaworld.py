@@ -14,6 +14,7 @@ from groupwise.errors import EnvError, UnknownNameError
 pytest.importorskip("metaworld")
 pytestmark = pytest.mark.contrib
 
+from groupwise.embodied.chunks import ActionChunk  # noqa: E402
 from groupwise.embodied.metaworld import MetaWorldEnv, expert, instruction_bytes  # noqa: E402
 from groupwise.embodied.metaworld_tasks import INSTRUCTIONS  # noqa: E402
 from groupwise.embodied.rendering import Renderer  # noqa: E402
@@ -198,6 +199,17 @@ def test_images_are_drawn_when_asked_for(make):
         obs = env.step(move)[0]
     assert np.array_equal(obs["image"], drawn)
     assert not np.array_equal(drawn, start)
+
+
+@pytest.mark.parametrize("tasks", [("reach-v3",), ("reach-v3", "push-v3")])
+def test_chunks_of_actions_on_states(tasks):
+    chunks = ActionChunk(MetaWorldEnv(tasks), 5)
+    single = MetaWorldEnv(tasks)
+    moves = actions(0, 5)
+    assert np.array_equal(chunks.reset(seed=0)[0], single.reset(seed=0)[0])
+    assert np.array_equal(chunks.step(moves)[0], [single.step(move)[0] for move in moves][-1])
+    chunks.close()
+    single.close()
 
 
 def test_the_arm_can_be_hidden_and_the_hand_stays(make):

@@ -89,9 +89,7 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
         self.render_mode = render_mode
         self.action_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
         self.observation_space = _space(obs, len(self.tasks), len(views), pixels)
-        self.draws = True
-        """Whether ``step`` draws images."""
-        self._sees = obs == "image"
+        self._sees = self.draws = obs == "image"
         self._views, self._pixels, self._hide_arm = tuple(views), pixels, hide_arm
         self._reward = reward
         self._image = np.zeros((len(views), pixels, pixels, 3), np.uint8)

@@ -23,7 +23,7 @@ class CartDistance(gw.Callback):
 class StopWhenSolved(gw.Callback):
     """Stops when several evaluations in a row reach the score.
 
-    For a single evaluation, ``stop={"return_threshold": 475}`` needs no callback.
+    For a single evaluation, ``stop={"threshold": 475}`` needs no callback.
     """
 
     def __init__(self, score: float, times: int) -> None:

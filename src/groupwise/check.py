@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import count
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import gymnasium
@@ -19,10 +20,11 @@ from groupwise.config import resolve
 from groupwise.config.env import EnvCfg, StartMode
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.spaces import obs_spec, space_kind, subspaces
-from groupwise.envs.base import GroupEnv, VectorEnv
+from groupwise.envs.base import EnvStep, GroupEnv, VectorEnv
 from groupwise.envs.make import make_env, makes_rows
 from groupwise.envs.names import refuse_module
 from groupwise.envs.single import make_one, step_limit
+from groupwise.envs.success import SUCCESS_KEYS, success_of_row, task_of_row
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.policies.distributions import make_head
 
@@ -30,6 +32,7 @@ START_MODES: tuple[StartMode, ...] = ("native", "snapshot", "seed", "fresh")
 VECTORIZATIONS = ("entry_point", "sync", "async")
 NUM_ENVS = 8
 _BUDGET_S = 0.3
+_EPISODE_S = 3.0
 _GROUP_SETTINGS = {"start_mode": "auto", "num_random_noops": 0, "reward_parts": ()}
 
 T = TypeVar("T")
@@ -46,8 +49,10 @@ class Finding(Generic[T]):
     fix: str = ""
 
 
-Measured: TypeAlias = tuple[str, Any, Any, int | None, dict[str, Finding[float]], dict[str, Finding[float]]]
-"""Name, spaces of observations and actions, step limit, microseconds by start mode, steps per second."""
+Measured: TypeAlias = tuple[
+    str, Any, Any, int | None, Finding[str], dict[str, Finding[float]], dict[str, Finding[float]]
+]
+"""Name, spaces of observations and actions, step limit, success, microseconds by start mode, steps per second."""
 
 NO_LIMIT = Finding[int](
     None,
@@ -78,7 +83,7 @@ class EnvReport:
     """The result of ``check_env``; printed, the table of ``groupwise check-env``.
 
     ``observation``, ``action``: the spaces, if they are supported. ``max_episode_steps``: the step limit, which GRPO
-    needs. ``start_varies``: whether the start depends on the seed. ``noise_varies``: whether members drift apart under
+    needs. ``success``: where success is reported, and whether tasks are named. ``start_varies``: whether the start depends on the seed. ``noise_varies``: whether members drift apart under
     equal actions. ``start_modes``: microseconds of a member's start, for each mode that passes its check.
     ``steps_per_second``: with 8 environments and random actions, by vectorisation. ``training``: GRPO's defaults; its
     value is None where GRPO refuses the environment.
@@ -88,6 +93,7 @@ class EnvReport:
     observation: Finding[str]
     action: Finding[str]
     max_episode_steps: Finding[int]
+    success: Finding[str]
     start_varies: Finding[bool]
     noise_varies: Finding[bool]
     start_modes: dict[str, Finding[float]]
@@ -115,6 +121,7 @@ class EnvReport:
         yield "observation", self.observation, f"{self.observation.value}"
         yield "action", self.action, f"{self.action.value}"
         yield "step limit", self.max_episode_steps, f"{self.max_episode_steps.value}"
+        yield "success", self.success, f"{self.success.value}"
         yield "start depends on the seed", self.start_varies, "yes" if self.start_varies.value else "no"
         yield "steps are random", self.noise_varies, "yes" if self.noise_varies.value else "not found"
         for mode, cost in self.start_modes.items():
@@ -144,7 +151,9 @@ def check_env(env: object) -> EnvReport:
     logger.setLevel(logging.ERROR)  # the report has the same messages
     try:
         rows = cfg.vectorization in ("envpool", "torch") or (make is not None and makes_rows(make))
-        name, space, actions, max_steps, modes, speeds = (_measure_rows if rows else _measure_single)(cfg, make)
+        name, space, actions, max_steps, success, modes, speeds = (_measure_rows if rows else _measure_single)(
+            cfg, make
+        )
         start_varies, noise_varies, training = _training(cfg, make)
     finally:
         logger.setLevel(level)
@@ -154,7 +163,7 @@ def check_env(env: object) -> EnvReport:
     missing = [needed for needed in (observation, action, limit) if needed.value is None]
     if missing:
         training = Finding(None, missing[0].reason, missing[0].fix)
-    return EnvReport(name, observation, action, limit, start_varies, noise_varies, modes, speeds, training)
+    return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, modes, speeds, training)
 
 
 def _source(env: object) -> tuple[EnvCfg, Maker]:
@@ -178,7 +187,7 @@ def _measure_single(cfg: EnvCfg, make: Maker) -> Measured:
         limit = step_limit(env)
     modes: dict[str, Finding[float]] = {mode: _tried(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
     speeds = {way: _tried(partial(_steps_per_second, cfg, make, way)) for way in VECTORIZATIONS}
-    return name, env.observation_space, env.action_space, limit, modes, speeds
+    return name, env.observation_space, env.action_space, limit, _tried(partial(_success, cfg, make)), modes, speeds
 
 
 def _measure_rows(cfg: EnvCfg, make: Maker) -> Measured:
@@ -189,7 +198,50 @@ def _measure_rows(cfg: EnvCfg, make: Maker) -> Measured:
         modes: dict[str, Finding[float]] = dict.fromkeys([*START_MODES], only)
         modes[env.start_mode] = _tried(partial(_median_start_us, env, NUM_ENVS))
         speeds = {"own" if make is not None else str(cfg.vectorization): _tried(partial(_speed, env))}
-        return env.env_id, env.observation_space, env.action_space, env.max_episode_steps, modes, speeds
+        success = _tried(partial(_success_of_rows, env))
+        return env.env_id, env.observation_space, env.action_space, env.max_episode_steps, success, modes, speeds
+
+
+def _success(cfg: EnvCfg, make: Maker) -> str:
+    """What an episode with random actions tells of success.
+
+    Raises:
+        EnvError: nothing.
+    """
+    flags, over, begun = [], False, time.perf_counter()
+    with closing(make_one(cfg, make)) as env:
+        env.action_space.seed(0)
+        env.reset(seed=0)
+        while not over and time.perf_counter() - begun < _EPISODE_S:
+            _, _, terminated, truncated, info = env.step(env.action_space.sample())
+            flags.append(next((key for key in SUCCESS_KEYS if success_of_row({key: info.get(key)}) is not None), None))
+            over = bool(terminated or truncated)
+    if flags[-1] is None:
+        raise _no_success(over, "info['is_success'] or info['success'] at the last step of each episode")
+    task = task_of_row(info)
+    named = f"; info['task'] names tasks, such as {task!r}" if task else "; no task is named"
+    return f"info[{flags[-1]!r}] at {'the last' if None in flags else 'every'} step{named}"
+
+
+def _success_of_rows(env: VectorEnv) -> str:
+    """Whether rows that make themselves tell of success, with random actions.
+
+    Raises:
+        EnvError: they do not.
+    """
+    begun = time.perf_counter()
+    for step in _random_steps(env):
+        over = bool((step.terminated | step.truncated).any())
+        if over and step.success is not None:
+            return "at the end of episodes"
+        if over or time.perf_counter() - begun > _EPISODE_S:
+            break
+    raise _no_success(over, "EnvStep.success (of a TorchGroupEnv: a method success)")
+
+
+def _no_success(over: bool, how: str) -> EnvError:
+    where = "at the end of an episode" if over else f"in {_EPISODE_S:g} s, in which no episode ended"
+    return EnvError(f"no flag {where}: success metrics will be missing; report {how}")
 
 
 def _training(cfg: EnvCfg, make: Maker) -> tuple[Finding[bool], Finding[bool], Finding[Training]]:
@@ -243,17 +295,26 @@ def _steps_per_second(cfg: EnvCfg, make: Maker, way: str) -> float:
 
 def _speed(env: VectorEnv) -> float:
     """Environment steps per second with random actions."""
+    steps = _random_steps(env)
+    next(steps)
+    taken, begun = 0, time.perf_counter()
+    while taken < 8 or time.perf_counter() - begun < _BUDGET_S:
+        next(steps)
+        taken += 1
+    return taken * env.num_envs / (time.perf_counter() - begun)
+
+
+def _random_steps(env: VectorEnv) -> Iterator[EnvStep]:
+    """Endless steps with random actions."""
     env.reset(seed=0)
     env.action_space.seed(0)
     samples = [[np.asarray(env.action_space.sample()) for _ in range(env.num_envs)] for _ in range(64)]
     actions = [torch.from_numpy(np.stack(sample)) for sample in samples]
-    count, begun = 0, time.perf_counter()
-    while count < 8 or time.perf_counter() - begun < _BUDGET_S:
-        step = env.step(actions[count % len(actions)])
+    for number in count():
+        step = env.step(actions[number % len(actions)])
+        yield step
         if env.autoreset == "disabled" and (over := (step.terminated | step.truncated).cpu().numpy()).any():
             env.reset(mask=over)
-        count += 1
-    return count * env.num_envs / (time.perf_counter() - begun)
 
 
 def _tried(probe: Callable[[], T]) -> Finding[T]:

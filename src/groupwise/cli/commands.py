@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -286,11 +286,21 @@ def _eval(argv: Sequence[str]) -> int:
         print(json.dumps(found.report() | video))
         return 0
     print(found.line())
+    _print_tasks(found.report().get("success_by_task", {}))
     if found.episodes == 1:
         print("one episode gives no interval; fix: --episodes 2 or more", file=sys.stderr)
     if video:
         print(f"video: {video['video']}")
     return 0
+
+
+def _print_tasks(found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print the success of each task, where there are several."""
+    width = max(map(len, found), default=0)
+    for task, scores in found.items():
+        low, high = (100 * end for end in scores["success_ci95"])
+        rate = f"success {100 * scores['success_rate']:3.0f} % (95 % interval {low:.0f} to {high:.0f})"
+        print(f"{task:<{width}}  {rate} of {scores['episodes']} episodes")
 
 
 def _sample(argv: Sequence[str]) -> int:

@@ -30,7 +30,7 @@ COMMON = (
     "algorithm", "algorithm.data", "policy.init_from", "task.data", "model.path", "seed", "total_steps", "run_dir", "device", "env.num_envs", "num_prompts",
     "sampling.max_new_tokens", "algorithm.group_size", "algorithm.learning_rate", "algorithm.num_steps",
     "algorithm.num_epochs", "algorithm.minibatch_size", "algorithm.gamma", "algorithm.ent_coef", "algorithm.kl_coef",
-    "policy.hidden_sizes", "evaluation.interval", "stop.return_threshold",
+    "policy.hidden_sizes", "evaluation.interval", "stop.threshold",
 )  # fmt: skip
 """What ``--help`` shows, in this order; ``--help-all`` shows all settings."""
 

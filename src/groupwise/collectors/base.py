@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from groupwise.envs.base import VectorEnv
+from groupwise.envs.success import successes_by_task
 from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed
 
@@ -21,6 +22,8 @@ class Episode(NamedTuple):
     terminated: bool
     success: bool | None = None
     """Whether the task was done at its end; None if the environment does not say."""
+    task: str | None = None
+    """Name of the task; None if the environment does not say."""
 
 
 COUNTS = frozenset(
@@ -119,16 +122,18 @@ def env_steps(rollout: TensorDict, decisions: int) -> int:
     return decisions if executed is None else int(executed[:, :-1].sum())
 
 
-def pool_metrics(ranks: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+def pool_metrics(ranks: Sequence[tuple[Sequence[Episode], dict[str, float]]]) -> dict[str, float]:
     """Metrics over all ranks: ``COUNTS`` are summed, ``*_max`` and ``*_min`` keep their meaning, others are means.
 
+    The success rates of tasks are those of all episodes together.
+
     Args:
-        ranks: the number of episodes of each rank, which weights its means, and its metrics.
+        ranks: the episodes that each rank averages, whose number weights its means, and its metrics.
     """
     pooled = {}
     for name in dict.fromkeys(name for _, metrics in ranks for name in metrics):
         values = [metrics[name] for _, metrics in ranks if name in metrics]
-        weights = [max(1, episodes) for episodes, metrics in ranks if name in metrics]
+        weights = [max(1, len(episodes)) for episodes, metrics in ranks if name in metrics]
         if name in COUNTS:
             pooled[name] = sum(values)
         elif name.endswith("_max"):
@@ -137,4 +142,5 @@ def pool_metrics(ranks: Sequence[tuple[int, dict[str, float]]]) -> dict[str, flo
             pooled[name] = min(values)
         else:
             pooled[name] = sum(v * (weight / sum(weights)) for v, weight in zip(values, weights, strict=True))
-    return pooled
+    tasks = successes_by_task((episode.task, episode.success) for episodes, _ in ranks for episode in episodes)
+    return pooled | {f"rollout/success_rate/{task}": sum(found) / len(found) for task, found in tasks.items()}

@@ -217,7 +217,7 @@ class TorchGroupCollector(EnvCollector):
         ended = terminated | truncated
         ended[:, -1] &= ~self._goes_on
         slot, group = ended.T.nonzero().T.tolist()
-        success = writer.success([number * self.group_size for number in group], slot)
+        success, _ = writer.outcomes([number * self.group_size for number in group], slot)
         self.finished = self._finished(reward, terminated, ended, began, success)
         self.recent.extend(self.finished)
         self.last_steps = steps

@@ -124,8 +124,8 @@ class VectorCollector(EnvCollector):
         returns[episode_id[goes_on, 0]] += self._return[goes_on]
         time, row = done.T.nonzero()
         ends = (returns[episode_id[row, time]], step[row, time] + 1, terminated[row, time])
-        success = writer.success(row.tolist(), time.tolist())
-        self.finished = list(map(Episode, *(end.tolist() for end in ends), success))
+        outcomes = writer.outcomes(row.tolist(), time.tolist())
+        self.finished = list(map(Episode, *(end.tolist() for end in ends), *outcomes))
         self.recent.extend(self.finished)
         over = done[:, -1] | dead[:, -1]
         self._return = np.where(over, 0.0, returns[episode_id[:, -1]])

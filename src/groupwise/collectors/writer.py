@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Bool
 from tensordict import TensorDict
@@ -32,6 +33,7 @@ class RolloutWriter:
         self._cut_rows: list[Tensor] = []
         self._cut_steps: list[Tensor] = []
         self._success: dict[int, Tensor] = {}
+        self._task: dict[int, npt.NDArray[np.str_]] = {}
         self._open(rollout)
 
     def observe(self, step: int, obs: Nested) -> None:
@@ -66,13 +68,17 @@ class RolloutWriter:
             _write(self._columns["reward_parts"], step, outcome.reward_parts)
         if outcome.success is not None:
             self._success[step] = outcome.success.clone()
+            if outcome.task is not None:
+                self._task[step] = outcome.task.copy()
 
-    def success(self, rows: Sequence[int], steps: Sequence[int]) -> list[bool | None]:
-        """Whether the episodes that ended in these rows with these steps succeeded; None where the environment did not say."""
+    def outcomes(self, rows: Sequence[int], steps: Sequence[int]) -> tuple[list[bool | None], list[str | None]]:
+        """Success and task of the episodes that ended in these rows with these steps; None where the environment did not say."""
         if not self._success:
-            return [None] * len(rows)
+            return [None] * len(rows), [None] * len(rows)
         flags = dict(zip(self._success, torch.stack([*self._success.values()]).cpu().numpy(), strict=True))
-        return [bool(flags[step][row]) if step in flags else None for row, step in zip(rows, steps, strict=True)]
+        ends = list(zip(rows, steps, strict=True))
+        success = [bool(flags[step][row]) if step in flags else None for row, step in ends]
+        return success, [str(self._task[step][row]) or None if step in self._task else None for row, step in ends]
 
     def cut(self, step: int, rows: Bool[np.ndarray, " row"], obs: Nested) -> None:
         """Keep the final observations, from ``obs`` [N, ...], of the rows truncated at ``step``, for their values."""

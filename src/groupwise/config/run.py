@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt
 from pydantic import AfterValidator, SerializeAsAny, model_validator
 
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, PPOCfg
@@ -27,7 +27,7 @@ class EvaluationCfg(Cfg):
     deterministic: bool = True
     """Take the most likely action. False: sample."""
     metric: EvaluationMetric = "return"
-    """What makes an evaluation the best one: its mean return, or the share of its episodes that succeeded."""
+    """The score of an evaluation, for the best checkpoint and ``stop.threshold``: its mean return, or the share of its episodes that succeeded."""
 
 
 class TextEvaluationCfg(Cfg):
@@ -58,10 +58,8 @@ class TextEvaluationCfg(Cfg):
 class StopCfg(Cfg):
     """When training ends before ``total_steps``."""
 
-    return_threshold: float | None = None
-    """Stop when the mean return of an evaluation reaches this. None: never."""
-    success_threshold: Annotated[float, Gt(0), Le(1)] | None = None
-    """Stop when the success rate of an evaluation reaches this. None: never."""
+    threshold: float | None = None
+    """Stop when an evaluation reaches this score: mean return or success rate, as ``evaluation.metric`` says; for text the mean reward. None: never."""
     time_limit: Annotated[float, Gt(0)] | None = None
     """Seconds of training after which it stops, at the end of the iteration. None: no limit."""
 
@@ -178,6 +176,11 @@ class RunCfg(CommonCfg):
                 "algorithm.credit.reward='parts' compares the parts of a reward, and env.reward_parts names none; fix: "
                 "env.reward_parts=('reward_forward', ...), as the environment's info calls them, or credit.reward='total'"
             )
+        if self.evaluation.metric == "success_rate" and not 0 < (self.stop.threshold or 1) <= 1:
+            raise ValueError(
+                f"stop.threshold={self.stop.threshold} is no success rate in (0, 1], which evaluation.metric='success_rate' "
+                "compares it with; fix: such a rate, or evaluation.metric='return'"
+            )
         return self
 
 
@@ -221,14 +224,8 @@ class TextRunCfg(CommonCfg):
             unread |= {f"collection.{name}": value for name, value in self.algorithm.collection.changed(*names).items()}
         for name, value in unread.items():
             raise ValueError(f"algorithm.{name}={value!r} has no effect on text; fix: leave it out")
-        if self.stop.return_threshold is not None and self.task.eval_data is None:
-            raise ValueError(
-                f"stop.return_threshold={self.stop.return_threshold} needs held-out prompts; fix: task.eval_data"
-            )
-        if self.stop.success_threshold is not None:
-            raise ValueError(
-                f"stop.success_threshold={self.stop.success_threshold} has no effect on text; fix: stop.return_threshold"
-            )
+        if self.stop.threshold is not None and self.task.eval_data is None:
+            raise ValueError(f"stop.threshold={self.stop.threshold} needs held-out prompts; fix: task.eval_data")
         if self.overlong_buffer > self.sampling.max_new_tokens:
             raise ValueError(
                 f"overlong_buffer={self.overlong_buffer} is more than sampling.max_new_tokens={self.sampling.max_new_tokens}; "

@@ -21,6 +21,7 @@ from groupwise.cpus import num_cpus
 from groupwise.data.rollout import Nested, allocate
 from groupwise.data.spaces import obs_spec, obs_to_tensor
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, VectorEnv
+from groupwise.envs.success import success_of_rows
 from groupwise.errors import EnvError, UnknownNameError, require_extra
 from groupwise.seeding import row_seeds
 
@@ -100,8 +101,9 @@ class EnvPoolVectorEnv(VectorEnv):
         """One step of every row with environment actions [N, ...]."""
         if self._pool is None:
             raise _not_started(self.env_id)
-        obs, reward, terminated, truncated, _ = self._pool.step(action.cpu().numpy())
-        return EnvStep(self._tensor(obs), *_outcome(reward, terminated, truncated))
+        obs, reward, terminated, truncated, info = self._pool.step(action.cpu().numpy())
+        success = success_of_rows(info, self.num_envs)
+        return EnvStep(self._tensor(obs), *_outcome(reward, terminated, truncated), success=success)
 
     def close(self) -> None:
         """Free the pool."""
@@ -203,12 +205,16 @@ class EnvPoolGroupEnv(GroupEnv):
                 waiting.append((pool.env, pool.rows[live]))
         reward = np.zeros(self.num_envs, dtype=np.float32)
         terminated, truncated = np.zeros_like(self._paused), np.zeros_like(self._paused)
+        success: Tensor | None = None
         self._obs = self._obs.clone()
         for env, rows in waiting:
-            obs, reward[rows], terminated[rows], truncated[rows], _ = env.recv()
+            obs, reward[rows], terminated[rows], truncated[rows], info = env.recv()
             self._show(self._obs, rows, obs)
+            if (flags := success_of_rows(info, len(rows))) is not None:
+                success = torch.zeros(self.num_envs, dtype=torch.bool) if success is None else success
+                success[torch.from_numpy(rows)] = flags
         self._paused = self._paused | terminated | truncated
-        return EnvStep(self._obs, *_outcome(reward, terminated, truncated))
+        return EnvStep(self._obs, *_outcome(reward, terminated, truncated), success=success)
 
     def close(self) -> None:
         """Free the pools."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from groupwise.config.env import StartMode
 from groupwise.data.spaces import leaf_spaces, obs_spec, obs_to_tensor
 from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, reseed_noise
-from groupwise.envs.success import success_of_row
+from groupwise.envs.success import success_of_row, task_of_row
 from groupwise.errors import DataError, EnvError
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ Layout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
 
 OUTCOMES = ("reward", "terminated", "truncated", "failed", "success", "tells_success")
 """What a step returns for a row, besides the observation; the last two where the episode ends."""
+_TASK = "U64"
+"""The first 64 characters of a task's name."""
 
 
 class RowCfg(NamedTuple):
@@ -113,6 +115,7 @@ class LocalRows:
         leaves = leaf_spaces(cfg.observation_space).items()
         self._leaves = [(path, arrays[obs_name(path)], tuple(leaf.shape)) for path, leaf in leaves]
         self._outcomes = [arrays[name] for name in OUTCOMES]
+        self._task = arrays["task"]
         self._has_failed = False
 
     def step(self, rows: npt.NDArray[Any], actions: npt.NDArray[Any]) -> bool:
@@ -132,6 +135,7 @@ class LocalRows:
                 terminated[row], truncated[row], any_ended = ended, cut, True
                 flag = success_of_row(info)
                 success[row], tells_success[row] = bool(flag), flag is not None
+                self._task[row] = task_of_row(info)
             if self._cfg.chunked:
                 self._arrays["executed"][row] = info["executed"]
             if parts:
@@ -196,7 +200,7 @@ def layout_of(space: Any, num_parts: int, chunked: bool) -> Layout:
     """
     leaves = {obs_name(path): obs_spec(leaf) for path, leaf in leaf_spaces(space).items()}
     layout: Layout = {name: (spec.shape, str(spec.dtype).removeprefix("torch.")) for name, spec in leaves.items()}  # type: ignore[union-attr]
-    layout |= {name: ((), "float32" if name == "reward" else "bool") for name in OUTCOMES}
+    layout |= {name: ((), "float32" if name == "reward" else "bool") for name in OUTCOMES} | {"task": ((), _TASK)}
     if chunked:
         layout["executed"] = ((), "int64")
     return layout | {"reward_parts": ((num_parts,), "float32")} if num_parts else layout

@@ -18,7 +18,7 @@ from groupwise.seeding import derive_seed
 class RowsGroupEnv(GroupEnv):
     """Copies of one Gymnasium environment, stepped one after another in this process or in several.
 
-    The tensors of a step are overwritten by the next one.
+    What a step returns is overwritten by the next one.
 
     Args:
         num_workers: processes that share the rows among them; 0: this process steps them all.
@@ -54,6 +54,7 @@ class RowsGroupEnv(GroupEnv):
         self._reward, self._terminated, self._truncated, self._failed, self._success, self._tells_success = outcomes
         self._reward_parts = torch.from_numpy(arrays["reward_parts"]) if cfg.reward_parts else None
         self._executed = torch.from_numpy(arrays["executed"]) if cfg.chunked else None
+        self._task = arrays["task"]
         self._of_step = [array for name, array in arrays.items() if name in (*OUTCOMES, "reward_parts", "executed")]
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
@@ -99,6 +100,7 @@ class RowsGroupEnv(GroupEnv):
             reward_parts=self._reward_parts,
             success=success,
             executed=self._executed,
+            task=None if success is None else self._task,
         )
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """The whole state of Gymnasium environments as plain data, for running episodes in checkpoints.
 
 Numbers, strings, arrays, containers of them, random generators and MuJoCo's data are captured; spaces, functions,
-models and viewers are not. Nothing is pickled. An environment that holds anything else cannot be captured.
+models and viewers are not. An environment with ``clone_state`` and ``restore_state`` says itself what its state is. Nothing
+is pickled. An environment that holds anything else cannot be captured.
 """
 
 import functools
@@ -15,7 +16,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from groupwise.envs.snapshots import ALE, MUJOCO_DATA, kind_of, stays
+from groupwise.envs.snapshots import ALE, MUJOCO_DATA, HasState, kind_of, stays
 from groupwise.errors import EnvError
 
 _ENVS = (gymnasium.Env, VectorEnv)
@@ -70,6 +71,9 @@ def _captured(value: Any, seen: set[int], budget: Iterator[int]) -> Any:
         if id(value) in seen:
             return {"kind": "stays"}
         seen.add(id(value))
+        if isinstance(value, HasState):
+            parts = {"state": value.clone_state(), "np_random": value.np_random}
+            return {"kind": "own", **{name: _captured(part, seen, budget) for name, part in parts.items()}}
         return {
             "kind": "env",
             "attributes": {name: _captured(part, seen, budget) for name, part in vars(value).items()},
@@ -111,6 +115,9 @@ def _restored(now: Any, saved: Any) -> Any:
             for name in [name for name in mine if name not in attributes]:
                 del mine[name]
             mine.update({name: _restored(mine.get(name), part) for name, part in attributes.items()})
+        case "own":
+            now.restore_state(_restored(now.clone_state(), saved["state"]))
+            _restored(now.np_random, saved["np_random"])
         case "dict":
             before = now if isinstance(now, dict) else {}
             return {key: _restored(before.get(key), part) for key, part in saved["items"]}

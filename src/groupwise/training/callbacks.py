@@ -41,10 +41,8 @@ def build_callbacks(
     if evaluator is not None:
         interval = cfg.evaluation.interval or tenth
         built.append(Evaluate(evaluator, interval, folder.best, parts.identity, parts.metric))
-    if stop.return_threshold is not None:
-        built.append(StopAtScore(stop.return_threshold))
-    if stop.success_threshold is not None:
-        built.append(StopAtScore(stop.success_threshold, "success_rate"))
+    if stop.threshold is not None:
+        built.append(StopAtScore(stop.threshold, parts.metric))
     built.append(MetricsLog(folder.metrics))
     if "tensorboard" in logging.report_to:
         built.append(TensorBoard(folder.tensorboard))

@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from groupwise.config.run import EvaluationMetric
 from groupwise.data.rollout import Nested, allocate
 from groupwise.envs.base import GroupEnv
+from groupwise.envs.success import successes_by_task
 from groupwise.errors import DataError, EnvError
 from groupwise.policies.base import Policy
 from groupwise.report.scores import mean_ci95, wilson_95
@@ -18,6 +20,21 @@ from groupwise.seeding import derive_seed
 
 MAX_STEPS = 100_000
 """Truncates the episodes of environments that have no step limit."""
+
+
+class TaskSuccess(NamedTuple):
+    """Success of one task's episodes."""
+
+    success_rate: float
+    success_ci95: tuple[float, float]
+    """95 % confidence interval by Wilson's formula."""
+    episodes: int
+
+    @classmethod
+    def of(cls, flags: Sequence[bool]) -> "TaskSuccess":
+        """From the success of each episode."""
+        rate = sum(flags) / len(flags)
+        return cls(rate, wilson_95(rate, len(flags)), len(flags))
 
 
 @dataclass(frozen=True)
@@ -30,6 +47,8 @@ class EvaluationResult:
     """Steps of each episode."""
     successes: tuple[bool, ...] | None = field(default=None, kw_only=True)
     """Whether each episode succeeded; None if the environment does not say."""
+    tasks: tuple[str, ...] | None = field(default=None, kw_only=True)
+    """Name of each episode's task, empty where it has none; None if the environment does not say."""
 
     @property
     def episodes(self) -> int:
@@ -66,6 +85,12 @@ class EvaluationResult:
         """95 % confidence interval of the success rate by Wilson's formula; None without one."""
         return None if self.success_rate is None else wilson_95(self.success_rate, self.episodes)
 
+    @property
+    def success_by_task(self) -> dict[str, TaskSuccess]:
+        """Success of each task, by name; empty unless the environment names several."""
+        outcomes = zip(self.tasks or (), self.successes or (), strict=False)
+        return {task: TaskSuccess.of(flags) for task, flags in successes_by_task(outcomes).items()}
+
     def score(self, metric: EvaluationMetric) -> float:
         """The mean return or the success rate.
 
@@ -77,7 +102,7 @@ class EvaluationResult:
         if self.success_rate is None:
             raise EnvError(
                 f"no success rate: none of {self.episodes} episodes ended with a success flag; fix: info['is_success'] at "
-                "the last step of each episode, or evaluation.metric='return' without stop.success_threshold"
+                "the last step of each episode, or evaluation.metric='return'"
             )
         return self.success_rate
 
@@ -99,11 +124,15 @@ class EvaluationResult:
         if self.successes is not None:
             success = {"success_rate": self.success_rate, "success_ci95": self.success_ci95}
             success["successes"] = list(self.successes)
+        if by_task := self.success_by_task:
+            success["success_by_task"] = {task: found._asdict() for task, found in by_task.items()}
+            success["tasks"] = list(self.tasks or ())
         return numbers | success | {"length_mean": self.length_mean, "returns": list(self.returns)}
 
     def metrics(self) -> dict[str, float]:
         """``eval/*`` numbers for the log."""
         success = {} if self.success_rate is None else {"eval/success_rate": self.success_rate}
+        success |= {f"eval/success_rate/{task}": found.success_rate for task, found in self.success_by_task.items()}
         return success | {
             "eval/return_mean": self.return_mean,
             "eval/return_std": self.return_std,
@@ -141,21 +170,25 @@ def evaluate_policy(
         for first in range(0, episodes, env.num_envs)
     ]
     policy.train(was_training)
-    returns, lengths, success, tells_success = (torch.cat(parts) for parts in zip(*results, strict=True))
+    *scores, tasks = zip(*results, strict=True)
+    returns, lengths, success, tells_success = (torch.cat(parts) for parts in scores)
     if not bool(returns.isfinite().all()):
         raise DataError(
             f"return of evaluation episode {int((~returns.isfinite()).nonzero()[0])} is not finite; fix: correct the environment's rewards"
         )
     successes = tuple(success.tolist()) if tells_success.any() else None
-    return EvaluationResult(tuple(returns.tolist()), tuple(lengths.tolist()), successes=successes)
+    named = tuple(np.concatenate(tasks).tolist())
+    return EvaluationResult(
+        tuple(returns.tolist()), tuple(lengths.tolist()), successes=successes, tasks=named if any(named) else None
+    )
 
 
 def _play_round(
     policy: Policy, env: GroupEnv, batch: Nested, first: int, seed: int, deterministic: bool, max_steps: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, npt.NDArray[np.object_]]:
     """Of episodes ``first, first + 1, ...``, one in each row of ``env`` that has one left.
 
-    Their returns, lengths, whether they succeeded, and whether the environment says so.
+    Their returns, lengths, whether they succeeded, whether the environment says so, and their tasks.
     """
     count = min(env.num_envs, len(batch) - first)
     rows, episodes = slice(0, count), slice(first, first + count)
@@ -171,6 +204,7 @@ def _play_round(
     returns, lengths = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
     running = torch.ones(count, dtype=torch.bool)
     success, tells_success = torch.zeros(2, count, dtype=torch.bool)
+    tasks = np.full(count, "", dtype=object)
     for step in range(max_steps):
         batch[episodes] = obs[rows]
         generator = None
@@ -186,7 +220,9 @@ def _play_round(
         if stepped.success is not None:
             success |= ended & stepped.success[rows].cpu()
             tells_success |= ended
+        if stepped.task is not None:
+            tasks[ended.numpy()] = stepped.task[rows][ended.numpy()]
         running &= ~ended
         if not running.any():
             break
-    return returns, lengths, success, tells_success
+    return returns, lengths, success, tells_success, tasks

@@ -179,7 +179,7 @@ class Trainer:
         self.iteration_steps = self.engine.sum_int(self.collector.last_steps)
         self.env_steps += self.iteration_steps
         self.seconds += updated - start
-        collected_by = self.engine.gather_objects((len(self.collector.recent_episodes()), self.collector.metrics()))
+        collected_by = self.engine.gather_objects((self.collector.recent_episodes(), self.collector.metrics()))
         metrics |= pool_metrics(collected_by) | {
             "time/total_seconds": self.seconds,
             "time/collect_seconds": collected - start,

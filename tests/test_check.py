@@ -1,15 +1,25 @@
 import subprocess
 import sys
+from functools import partial
 
 import gymnasium
 import pytest
 from checked_envs import Alike, BreaksInReset, BreaksInStep, Calm, CannotBeMade, Cheats, Counts, Sound, Speaks
+from success_envs import TorchTouch, Touch, TouchEither
 
 from groupwise import check
 from groupwise.check import Finding, Training, check_env
 from groupwise.config.env import EnvCfg
 from groupwise.envs.torch_control import TorchCartPole
 from groupwise.errors import EnvError, UnknownNameError
+
+
+class Late(Touch):
+    """Tells at the end alone."""
+
+    def step(self, action):
+        *outcome, over, info = super().step(action)
+        return *outcome, over, {"success": info["is_success"]} if over else {}
 
 
 @pytest.fixture(autouse=True)
@@ -236,3 +246,28 @@ def test_a_script_without_a_guard_runs_once_and_says_so(tmp_path):
     assert set(told[1:-1]) <= {"before __mp_main__"}  # children come as far as to the check
     assert "if __name__ == '__main__':" in done.stdout
     assert "Training(start_mode=" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (Touch, "info['is_success'] at every step; no task is named"),
+        (partial(TouchEither, "success"), "info['success'] at every step; info['task'] names tasks, such as '"),
+        (Late, "info['success'] at the last step; no task is named"),
+    ],
+)
+def test_where_success_is_reported(env, said):
+    found = check_env(lambda: gymnasium.wrappers.TimeLimit(env(), 9)).success
+    assert found.value.startswith(said)
+
+
+def test_without_success_the_report_says_how(monkeypatch):
+    monkeypatch.setattr(check, "_EPISODE_S", 0.01)
+    assert check_env(TorchTouch).success.value == "at the end of episodes"
+    line = next(line for line in str(check_env(Sound)).splitlines() if line.startswith("success "))
+    assert line.split(maxsplit=1)[1] == (
+        "no: no flag at the end of an episode: success metrics will be missing; report info['is_success'] or "
+        "info['success'] at the last step of each episode"
+    )
+    assert "in 0.01 s, in which no episode ended" in check_env(lambda: Touch(None, length=10**9)).success.reason
+    assert "a method success" in check_env(TorchCartPole).success.reason

@@ -242,6 +242,17 @@ def test_eval_says_where_the_video_is(api, capsys):
     assert capsys.readouterr().out.splitlines()[1:] == ["video: runs/x/policy.gif"]
 
 
+def test_eval_shows_the_success_of_each_task(api, capsys, monkeypatch):
+    tasks = ("push", "open-the-door", "push", "push")
+    found = EvaluationResult((1.0,) * 4, (3,) * 4, successes=(True, True, False, True), tasks=tasks)
+    monkeypatch.setattr(sys.modules["groupwise.run"], "evaluate", lambda *args, **options: found)
+    assert cli.main(["eval", "runs/x"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "open-the-door  success 100 % (95 % interval 21 to 100) of 1 episodes",
+        "push           success  67 % (95 % interval 21 to 94) of 3 episodes",
+    ]
+
+
 def test_one_episode_gives_no_interval(api, capsys, monkeypatch):
     one = EvaluationResult((7.0,), (3,))
     monkeypatch.setattr(sys.modules["groupwise.run"], "evaluate", lambda *args, **options: one)

@@ -1,6 +1,14 @@
 import pytest
 
-from groupwise.collectors.base import pool_metrics
+from groupwise.collectors.base import Episode, pool_metrics
+
+
+def episodes(count: int) -> list[Episode]:
+    return [Episode(1.0, 1, True)] * count
+
+
+def of_task(task: str | None, *successes: bool | None) -> list[Episode]:
+    return [Episode(1.0, 1, True, success, task) for success in successes]
 
 
 def test_counts_are_summed_extremes_kept_and_means_weighted_by_episodes():
@@ -13,7 +21,7 @@ def test_counts_are_summed_extremes_kept_and_means_weighted_by_episodes():
         "rollout/unscorable": 2.0,
         "rollout/length_mean": 4.0,
     }
-    assert pool_metrics([(3, first), (1, second)]) == {
+    assert pool_metrics([(episodes(3), first), (episodes(1), second)]) == {
         "rollout/episodes": 4.0,
         "rollout/length_max": 9.0,
         "rollout/length_min": 1.0,
@@ -24,11 +32,22 @@ def test_counts_are_summed_extremes_kept_and_means_weighted_by_episodes():
 
 
 def test_ranks_without_episodes_count_as_one_of_them():
-    assert pool_metrics([(0, {"rollout/idle_fraction": 0.1}), (0, {"rollout/idle_fraction": 0.3})]) == {
+    assert pool_metrics([([], {"rollout/idle_fraction": 0.1}), ([], {"rollout/idle_fraction": 0.3})]) == {
         "rollout/idle_fraction": pytest.approx(0.2)
     }
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-300])
 def test_one_rank_keeps_its_numbers_exactly(value: float):
-    assert pool_metrics([(7, {"rollout/return_mean": value})]) == {"rollout/return_mean": value}
+    assert pool_metrics([(episodes(7), {"rollout/return_mean": value})]) == {"rollout/return_mean": value}
+
+
+def test_the_success_of_a_task_is_that_of_its_episodes_on_all_ranks():
+    # left: 1 of 1 and 0 of 3; right: on the second rank alone, where one episode does not say and counts as failed
+    ranks = [(of_task("left", True), {}), (of_task("left", False, False, False) + of_task("right", True, None), {})]
+    assert pool_metrics(ranks) == {"rollout/success_rate/left": 0.25, "rollout/success_rate/right": 0.5}
+
+
+def test_a_single_task_has_no_rate_of_its_own():
+    assert pool_metrics([(of_task("left", True), {}), (of_task("left", False), {})]) == {}
+    assert pool_metrics([(of_task("left", True) + of_task(None, False) + of_task("", True), {})]) == {}

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from success_envs import TorchTouch, Touch
+from success_envs import TorchTouch, Touch, TouchEither
 
 import groupwise as gw
 from groupwise.collectors.base import Episode
@@ -77,6 +77,34 @@ def test_episodes_without_a_flag_count_as_failed_beside_those_with_one(fake_poli
     collector = VectorCollector(vector(None, "disabled"), fake_policy())
     collector.recent.extend(Episode(0.0, 1, True, success) for success in (True, None, False, None))
     assert collector.metrics()["rollout/success_rate"] == 0.25
+
+
+def names_seen(rollout):
+    """Of each episode that ended in the rollout, by (step, row): the name that its observations show."""
+    shown = rollout["obs"][..., 1]
+    over = (rollout["terminated"] | rollout["truncated"])[:, :-1]
+    return [TouchEither.names[int(shown[row, step])] for step, row in over.T.nonzero().tolist()]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "same_step", "next_step"])
+def test_windows_know_the_task(mode, fake_policy):
+    env = SyncVectorEnv([TouchEither] * 4, autoreset_mode=AutoresetMode[mode.upper()])
+    collector = VectorCollector(GymnasiumVectorEnv(env, env_id="Touch", max_episode_steps=3), fake_policy())
+    rollout = collected(collector, 7, windows=2)
+    assert [episode.task for episode in collector.finished] == names_seen(rollout)
+    assert {episode.task for episode in collector.recent} == {"left", "right"}
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_groups_know_the_task(vectorization, fake_policy):
+    cfg = EnvCfg(vectorization=vectorization, max_episode_steps=None)
+    env = make_env(cfg, grouped=True, num_envs=4, env=TouchEither, verify=False)
+    env.max_episode_steps = 3
+    collector = GroupCollector(env, fake_policy(), group_size=2, verify_start=False)
+    rollout = collected(collector, 18)
+    assert [episode.task for episode in collector.finished] == names_seen(rollout)
+    assert {episode.task for episode in collector.finished} == {"left", "right"}
+    env.close()
 
 
 def test_the_horizon_cuts_before_the_environment_tells(fake_policy):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from success_envs import TorchTouch, Touch
+from success_envs import TorchTouch, Touch, TouchEither
 
 from groupwise.config.env import EnvCfg
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.make import make_env
-from groupwise.envs.success import success_of_row, success_of_rows
+from groupwise.envs.success import success_of_row, success_of_rows, task_of_row, tasks_of_rows
 from groupwise.errors import EnvError
 
 STEPS = ([1, 0, 1], [1, 1, 0], [0, 1, 1])
@@ -67,6 +67,32 @@ def test_rows_without_the_flag_count_as_failed_beside_those_with_it():
     assert success_of_rows({"success": np.array([True, False])}, 2).tolist() == [True, False]
     assert success_of_rows({"success": np.array([True, None], dtype=object)}, 2).tolist() == [True, False]
     assert success_of_rows({"success": "yes", "time": np.zeros(3)}, 3) is None
+
+
+@pytest.mark.parametrize(("task", "expected"), [("push", "push"), (3, ""), (None, ""), (["push"], "")])
+def test_the_name_of_a_task_is_a_text(task, expected):
+    assert task_of_row({"task": task}) == expected
+
+
+def test_rows_without_a_name_have_an_empty_one():
+    tasks = np.array(["push", None, 3], dtype=object)
+    assert tasks_of_rows({"task": tasks}, 3).tolist() == ["push", "", ""]
+    assert tasks_of_rows({"task": tasks}, 2) is None
+    assert tasks_of_rows({"other": tasks}, 3) is None
+    last = {"task": np.array(["reach", "push"], dtype=object)}
+    assert tasks_of_rows({"task": tasks[:2], "final_info": last}, 2).tolist() == ["reach", "push"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_name_their_task_at_the_end_alone(workers):
+    env = started(TouchEither, workers)
+    obs = env.start(np.ones(3, dtype=np.bool_), np.arange(3), np.arange(3))
+    shown = [TouchEither.names[int(index)] for index in obs[:, 1]]
+    assert set(shown) == {"left", "right"}
+    tasks = [env.step(torch.tensor(actions)).task for actions in STEPS]
+    env.close()
+    assert tasks[:2] == [None, None]
+    assert tasks[2].tolist() == shown
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -44,6 +44,28 @@ class Touch(gymnasium.Env):
         return obs, float(action), False, over, info if over or not self.sealed else Unread()
 
 
+class TouchEither(Touch):
+    """``Touch`` under two names. The start picks one, and the second number of the observation is its index."""
+
+    names = ("left", "right")
+    observation_space = gymnasium.spaces.Box(0, 10, (2,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        self.index = int(self.np_random.integers(2))
+        return self.look(obs), info | self.named()
+
+    def step(self, action):
+        obs, *outcome, info = super().step(action)
+        return self.look(obs), *outcome, info | self.named()
+
+    def named(self):
+        return {"task": self.names[self.index]}
+
+    def look(self, obs):
+        return np.array([obs[0], self.index], np.float32)
+
+
 class TorchTouch(gw.TorchGroupEnv):
     """``Touch`` in torch; row ``k`` lasts three steps, or ``lengths[k]``."""
 

@@ -144,12 +144,8 @@ def test_columns_are_wanted_of_held_out_data_too(model, tmp_path):
 
 def test_a_score_to_stop_at_wants_held_out_prompts(model, tmp_path):
     task = gw.TextTask(numbers()[:20], reward=share_copied)
-    with pytest.raises(gw.ConfigError, match=r"stop.return_threshold=0.5 needs held-out prompts; fix: task.eval_data"):
-        train(task, model, tmp_path / "run", stop={"return_threshold": 0.5})
-    with pytest.raises(
-        gw.ConfigError, match=r"success_threshold=0.5 has no effect on text; fix: stop.return_threshold"
-    ):
-        train(task, model, tmp_path / "run", stop={"success_threshold": 0.5})
+    with pytest.raises(gw.ConfigError, match=r"stop.threshold=0.5 needs held-out prompts; fix: task.eval_data"):
+        train(task, model, tmp_path / "run", stop={"threshold": 0.5})
 
 
 @pytest.mark.parametrize(

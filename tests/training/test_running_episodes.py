@@ -38,6 +38,30 @@ class Walk(gymnasium.Env):
         return np.array([self.place], np.float32), -abs(self.place), False, self.count == 50, {}
 
 
+class Clones(Walk):
+    """Says itself what its state is; the thing could not be captured."""
+
+    def __init__(self) -> None:
+        super().__init__(object())
+
+    def clone_state(self) -> Any:
+        return self.count, {"place": self.place}
+
+    def restore_state(self, state: Any) -> None:
+        self.count, self.place = state[0], state[1]["place"]
+
+
+class Adds(gymnasium.Wrapper):
+    """Adds to the reward how many steps it has seen."""
+
+    seen = 0
+
+    def step(self, action):
+        self.seen += 1
+        obs, reward, *ends = self.env.step(action)
+        return obs, reward + self.seen, *ends
+
+
 class Run:
     """A collector, whose state goes through a checkpoint on the disk."""
 
@@ -77,7 +101,10 @@ RUNS: dict[str, tuple[EnvCfg, Any]] = {
     "HalfCheetah-v5": (EnvCfg(id="HalfCheetah-v5", max_episode_steps=20), None),
     "Ant-v5": (EnvCfg(id="Ant-v5"), None),
     "a class of the user's": (EnvCfg(), Walk),
+    "a class that clones its state": (EnvCfg(), Clones),
+    "a wrapper around it": (EnvCfg(), lambda: Adds(Clones())),
 }
+METAWORLD = EnvCfg(id="MetaWorld/multi", max_episode_steps=20, kwargs={"tasks": ["push-v3", "door-lock-v3"]})
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -85,7 +112,17 @@ def test_running_episodes_go_on_bit_for_bit(name: str, tmp_path: Path):
     if name in ("HalfCheetah-v5", "Ant-v5"):
         pytest.importorskip("mujoco")
     cfg, env = RUNS[name]
-    cfg = cfg.model_copy(update={"num_envs": 3})
+    check_that_episodes_go_on(cfg.model_copy(update={"num_envs": 3}), env, tmp_path)
+
+
+@pytest.mark.contrib
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_running_episodes_of_metaworld_go_on_bit_for_bit(num_envs: int, tmp_path: Path):
+    pytest.importorskip("metaworld")
+    check_that_episodes_go_on(METAWORLD.model_copy(update={"num_envs": num_envs}), None, tmp_path)
+
+
+def check_that_episodes_go_on(cfg: EnvCfg, env: Any, tmp_path: Path) -> None:
     whole, first, second = (Run(cfg, env) for _ in range(3))
     expected = whole.collect(5)
     first.collect(2)

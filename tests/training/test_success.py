@@ -5,9 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
-from success_envs import Touch
+from gymnasium.envs.registration import EnvSpec
+from success_envs import Touch, TouchEither
 
 import groupwise as gw
 from groupwise import cli
@@ -108,10 +110,17 @@ def test_stops_when_the_rate_is_reached(parts: Any, tmp_path: Path):
     assert trainer.stop_reason == "score: success_rate 1 reached the threshold 0.9"
 
 
-@pytest.mark.parametrize("settings", [{"evaluation": {"metric": "success_rate"}}, {"stop": {"success_threshold": 0.5}}])
-def test_a_rate_that_is_asked_for_and_never_told_is_an_error(settings: dict[str, Any], tmp_path: Path):
+@pytest.mark.parametrize("threshold", [0.0, 1.5, 95.0])
+def test_a_threshold_that_is_no_rate_is_refused(threshold: float):
+    settings: dict[str, Any] = {"evaluation": {"metric": "success_rate"}, "stop": {"threshold": threshold}}
+    with pytest.raises(gw.ConfigError, match=rf"stop.threshold={threshold:g} is no success rate.*fix: more than 0"):
+        gw.RunCfg(**settings)
+    assert gw.RunCfg(stop=settings["stop"]).stop.threshold == threshold
+
+
+def test_a_rate_that_is_asked_for_and_never_told_is_an_error(tmp_path: Path):
     with pytest.raises(EnvError, match="ended with a success flag; fix"):
-        train(tmp_path / "run", key=None, **settings)
+        train(tmp_path / "run", key=None, evaluation={"metric": "success_rate"})
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped"] == "failed"
 
 
@@ -135,11 +144,60 @@ def test_a_run_reports_success(algorithm: Any, tmp_path: Path, capsys: pytest.Ca
     assert printed in capsys.readouterr().out
 
 
+def test_success_of_each_task_by_hand():
+    tasks = ("push", "open", "push", "push", "")
+    result = EvaluationResult((0.0,) * 5, (3,) * 5, successes=(True, True, False, True, False), tasks=tasks)
+    assert list(result.success_by_task) == ["open", "push"]
+    push = result.success_by_task["push"]
+    assert (push.success_rate, push.episodes) == (2 / 3, 3)
+    # Wilson for 2 of 3: centre (0.666667 + 0.640243) / 2.280486 = 0.573084,
+    # half sqrt(0.222222 / 3 + 3.841459 / 36) * 1.959964 / 2.280486 = 0.425198 * 0.859450 = 0.365436
+    assert push.success_ci95 == pytest.approx((0.207648, 0.938520), abs=1e-4)
+    assert result.metrics()["eval/success_rate/push"] == 2 / 3
+    assert result.metrics()["eval/success_rate"] == 0.6
+    assert result.report()["success_by_task"]["open"]["success_rate"] == 1.0
+    assert result.report()["tasks"] == list(tasks)
+
+
+def test_a_single_task_has_no_twin_metrics():
+    for tasks in (("push", "push"), ("push", ""), ("", ""), None):
+        result = EvaluationResult((0.0, 1.0), (3, 3), successes=(True, False), tasks=tasks)
+        assert result.success_by_task == {}
+        assert "task" not in json.dumps([result.report(), result.metrics()])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "vectorization"),
+    [
+        (gw.GRPOCfg(group_size=2, num_steps=9), "async"),
+        (gw.PPOCfg(num_steps=9), "sync"),
+        (gw.PPOCfg(num_steps=9), "async"),
+    ],
+)
+def test_a_run_reports_the_success_of_each_task(
+    algorithm: Any, vectorization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    spec = EnvSpec("TouchEither-v0", TouchEither, disable_env_checker=True)
+    monkeypatch.setitem(gymnasium.registry, spec.id, spec)
+    env = gw.EnvCfg(id="TouchEither-v0", vectorization=vectorization)
+    run = gw.train(env, algorithm, run_dir=tmp_path / "run", **SMALL, evaluation={"episodes": 10})
+    last = run.metrics()[-1]
+    for kind in ("rollout", "eval"):
+        names = [name for name in last if name.startswith(f"{kind}/success_rate/")]
+        assert names == [f"{kind}/success_rate/left", f"{kind}/success_rate/right"]
+        assert min(last[name] for name in names) <= last[f"{kind}/success_rate"] <= max(last[name] for name in names)
+    result = gw.evaluate(run, episodes=7)
+    parts = result.success_by_task.values()
+    assert sum(part.episodes for part in parts) == 7
+    assert sum(part.success_rate * part.episodes for part in parts) == pytest.approx(sum(result.successes))
+    assert result.tasks == gw.evaluate(run, episodes=7).tasks
+
+
 def test_training_on_success_learns_to_touch(tmp_path: Path):
     settings = {
         "total_steps": 6000,
-        "stop": {"success_threshold": 1.0},
-        "evaluation": {"episodes": 10, "interval": 300},
+        "stop": {"threshold": 1.0},
+        "evaluation": {"episodes": 10, "interval": 300, "metric": "success_rate"},
     }
     algorithm = gw.GRPOCfg(group_size=8, num_steps=48, learning_rate=1e-2)
     run = train(tmp_path / "run", algorithm, **settings)

@@ -33,7 +33,7 @@ class RolloutWriter:
         self._cut_rows: list[Tensor] = []
         self._cut_steps: list[Tensor] = []
         self._success: dict[int, Tensor] = {}
-        self._task: dict[int, npt.NDArray[np.str_]] = {}
+        self._task: dict[int, npt.NDArray[Any]] = {}
         self._open(rollout)
 
     def observe(self, step: int, obs: Nested) -> None:

@@ -176,10 +176,11 @@ class RunCfg(CommonCfg):
                 "algorithm.credit.reward='parts' compares the parts of a reward, and env.reward_parts names none; fix: "
                 "env.reward_parts=('reward_forward', ...), as the environment's info calls them, or credit.reward='total'"
             )
-        if self.evaluation.metric == "success_rate" and not 0 < (self.stop.threshold or 1) <= 1:
+        threshold = self.stop.threshold
+        if self.evaluation.metric == "success_rate" and threshold is not None and not 0 < threshold <= 1:
             raise ValueError(
-                f"stop.threshold={self.stop.threshold} is no success rate in (0, 1], which evaluation.metric='success_rate' "
-                "compares it with; fix: such a rate, or evaluation.metric='return'"
+                f"stop.threshold={threshold:g} is no success rate, which evaluation.metric='success_rate' compares it with; "
+                "fix: more than 0 and at most 1, or evaluation.metric='return'"
             )
         return self
 

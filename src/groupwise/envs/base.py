@@ -42,8 +42,8 @@ class EnvStep(NamedTuple):
     """[N] bool: which of the episodes that end with this step succeeded; other rows mean nothing. None where no such row tells."""
     executed: Tensor | None = None
     """[N] int64: environment steps that the action took, with ``env.action_chunk``; 0 in rows that are paused."""
-    task: npt.NDArray[np.str_] | None = None
-    """[N] names of the tasks of the episodes that end with this step, empty where it is not named; beside ``success``."""
+    task: npt.NDArray[Any] | None = None
+    """[N] str: names of the tasks of episodes that end with this step, empty where it is not named; beside ``success``."""
 
 
 class VectorEnv(ABC):

@@ -39,8 +39,8 @@ def task_of_row(info: Mapping[str, Any]) -> str:
     return task if isinstance(task, str) else ""
 
 
-def tasks_of_rows(info: Mapping[str, Any], num_envs: int) -> npt.NDArray[np.str_] | None:
-    """The names [N] of tasks in the info of a vector environment, empty for rows without one; None if it has no names."""
+def tasks_of_rows(info: Mapping[str, Any], num_envs: int) -> npt.NDArray[Any] | None:
+    """The names [N] of tasks, str, in the info of a vector environment, empty for rows without one; None if it has no names."""
     tasks: Any = _last_info(info).get("task")
     if np.shape(tasks) != (num_envs,):
         return None

@@ -185,7 +185,7 @@ def evaluate_policy(
 
 def _play_round(
     policy: Policy, env: GroupEnv, batch: Nested, first: int, seed: int, deterministic: bool, max_steps: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, npt.NDArray[np.object_]]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, npt.NDArray[Any]]:
     """Of episodes ``first, first + 1, ...``, one in each row of ``env`` that has one left.
 
     Their returns, lengths, whether they succeeded, whether the environment says so, and their tasks.

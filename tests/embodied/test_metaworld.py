@@ -14,8 +14,11 @@ from groupwise.errors import EnvError, UnknownNameError
 pytest.importorskip("metaworld")
 pytestmark = pytest.mark.contrib
 
+from metaworld.env_dict import ALL_V3_ENVIRONMENTS  # noqa: E402
+
 from groupwise.embodied.chunks import ActionChunk  # noqa: E402
 from groupwise.embodied.metaworld import MetaWorldEnv, expert, instruction_bytes  # noqa: E402
+from groupwise.embodied.metaworld_simulator import touches  # noqa: E402
 from groupwise.embodied.metaworld_tasks import INSTRUCTIONS  # noqa: E402
 from groupwise.embodied.rendering import Renderer  # noqa: E402
 
@@ -199,6 +202,21 @@ def test_images_are_drawn_when_asked_for(make):
         obs = env.step(move)[0]
     assert np.array_equal(obs["image"], drawn)
     assert not np.array_equal(drawn, start)
+
+
+def test_the_fingers_touch_what_the_package_says():
+    sawyer = ALL_V3_ENVIRONMENTS["pick-place-v3"]()
+    sawyer._freeze_rand_vec, sawyer.seeded_rand_vec, sawyer._set_task_called = False, True, True
+    sawyer.seed(0)
+    obs, act, seen = sawyer.reset()[0], expert("pick-place-v3"), Counter()
+    for _ in range(80):
+        obs = sawyer.step(act(obs))[0]
+        touched = sawyer.touching_main_object
+        assert touches(sawyer, sawyer._get_id_main_object()) == touched
+        seen[touched] += 1
+    assert seen[False] > 10
+    assert seen[True] > 10
+    sawyer.close()
 
 
 @pytest.mark.parametrize("tasks", [("reach-v3",), ("reach-v3", "push-v3")])

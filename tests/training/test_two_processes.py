@@ -4,6 +4,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import groupwise as gw
 
@@ -21,15 +24,41 @@ checksum = sum(parameter.double().sum().item() for parameter in run.policy.param
 print(json.dumps([run.algorithm.engine.rank, checksum]), flush=True)
 """
 
+CLONING = """
+import json, sys
+from pathlib import Path
+import groupwise as gw
+
+class Share(gw.Callback):
+    seen = []
+
+    def on_rollout_end(self, trainer, rollout):
+        self.seen += rollout["obs"][:, :-1].flatten(0, 1).tolist()
+
+share = Share()
+cfg = gw.BCCfg(data="demos", holdout=0.2, num_steps=16, minibatch_size=None)
+fields = {"num_envs": int(sys.argv[2]), "total_steps": 256, "policy": {"normalize_obs": True}}
+fields |= {"evaluation": {"episodes": 2}, "logging": {"progress": "none"}}
+run = gw.train("CartPole-v1", cfg, run_dir=sys.argv[1], callbacks=[share], **fields)
+weights = {name: tensor.tolist() for name, tensor in run.policy.state_dict().items()}
+rank = run.algorithm.engine.rank
+Path(f"{sys.argv[1]}-{rank}.json").write_text(json.dumps([weights, share.seen]))
+"""
+
+
+def run_script(folder: Path, script: str, processes: int, *arguments: object) -> str:
+    """What it printed."""
+    (folder / "script.py").write_text(script)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [*torchrun, "script.py", *map(str, arguments)]
+    out = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+    assert out.returncode == 0, out.stderr
+    return out.stdout
+
 
 def launch(folder: Path, command: str, total_steps: int) -> list[list[float]]:
-    (folder / "script.py").write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    out = subprocess.run(
-        [*torchrun, "script.py", command, str(total_steps)], cwd=folder, capture_output=True, text=True, timeout=200
-    )
-    assert out.returncode == 0, out.stderr
-    return sorted(json.loads(line) for line in out.stdout.splitlines())
+    printed = run_script(folder, SCRIPT, 2, command, total_steps)
+    return sorted(json.loads(line) for line in printed.splitlines())
 
 
 def test_two_processes_train_one_policy_and_go_on(tmp_path: Path):
@@ -44,3 +73,33 @@ def test_two_processes_train_one_policy_and_go_on(tmp_path: Path):
     second = launch(tmp_path, "resume", 512)
     assert second[0][1] == second[1][1] != first[0][1]
     assert [entry["env_steps"] for entry in run.metrics()] == [128, 256, 384, 512]
+
+
+@pytest.mark.contrib
+def test_two_processes_clone_one_policy_from_disjoint_shares(tmp_path: Path):
+    pytest.importorskip("pyarrow")
+    demos = gw.record_demos("CartPole-v1", lambda obs: int(obs[2] + obs[3] > 0), episodes=6, out=tmp_path / "demos")
+    assert 0.5 * demos.steps > 256  # less than a pass over the data
+    run_script(tmp_path, CLONING, 2, "two", 4)
+    run_script(tmp_path, CLONING, 1, "one", 8)
+    (weights, first), (other, second), (alone, whole) = (
+        json.loads((tmp_path / name).read_text()) for name in ("two-0.json", "two-1.json", "one-0.json")
+    )
+    assert weights == other
+    assert len(first) == len(second) == 128
+    shares = [set(map(tuple, steps)) for steps in (first, second, whole)]
+    assert shares[0].isdisjoint(shares[1])
+    assert shares[0] | shares[1] == shares[2]
+    assert near(weights, alone)  # what one process learns from both shares
+    entries = gw.Run.load(tmp_path / "two").metrics()
+    assert [entry["env_steps"] for entry in entries] == [128, 256]
+    assert "eval/demo_accuracy" in entries[-1]
+
+
+def near(one: Any, other: Any) -> bool:
+    """Whether nested numbers agree up to rounding."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(near(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(near, one, other))
+    return bool(one == pytest.approx(other, rel=1e-4, abs=1e-5))

@@ -21,8 +21,8 @@ class VectorCollector(EnvCollector):
     """Steps every row ``num_steps`` times; episodes continue across windows. Works in every autoreset mode.
 
     A checkpoint keeps the running episodes where ``env.state_dict`` captures them (classic control, MuJoCo, environments in
-    torch, and others made of numbers and arrays). Elsewhere, and on ranks other than the one that saves, resuming a run
-    starts new episodes.
+    torch, and others made of numbers and arrays, or that clone a state of these). Elsewhere, and on ranks other than the one
+    that saves, resuming a run starts new episodes.
 
     Args:
         env: gives observations on the policy's device.

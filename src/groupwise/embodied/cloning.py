@@ -124,7 +124,7 @@ class DemoCollector(EnvCollector):
         steps = {"obs": labels.obs, "valid": ~self.held_out, "reward": labels.reward}
         steps |= {"terminated": torch.zeros_like(ends), "truncated": ends}
         rollout = TensorDict(steps, batch_size=[len(ends)], device=self.policy.device).unsqueeze(0)
-        self.policy.update_normalizers(rollout, self.engine)
+        self.policy.update_normalizers(rollout, Engine())  # each process has all steps, so nothing is summed
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """The next ``num_envs * num_steps`` steps of the sequence; with several processes, each takes its share of it."""

@@ -1,4 +1,4 @@
-"""Milliseconds of a new VLA policy on one thread: acting, and scoring with its gradient.
+"""Milliseconds of new VLA and flow policies on one thread: acting, and scoring with its gradient.
 
 python benchmarks/vla.py
 """
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from groupwise.embodied.flow import FlowPolicy
 from groupwise.embodied.vla import VLAPolicy
 
 PIXELS, TEXT = 64, b"push the puck to the goal"
@@ -40,8 +41,12 @@ def milliseconds(function, repeats=5):
 def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    policy = VLAPolicy(OBS, CHUNKS, actor_only=True)
-    print(f"{sum(p.numel() for p in policy.parameters()):,} parameters")
+    for kind in (VLAPolicy, FlowPolicy):
+        measure(kind(OBS, CHUNKS, actor_only=True))
+
+
+def measure(policy):
+    print(f"{type(policy).__name__}: {sum(p.numel() for p in policy.parameters()):,} parameters")
     for count in (1, 8, 32):
         obs = observations(count)
         batch = {"obs": obs, "action": policy.act(obs).action}

@@ -19,9 +19,10 @@ from groupwise.config.choices import register_recipe as register_recipe
 from groupwise.config.credit import BaselineCfg as BaselineCfg
 from groupwise.config.env import EnvCfg as EnvCfg
 from groupwise.config.objective import TrustRegionCfg as TrustRegionCfg
-from groupwise.config.policy import EvalSamplingCfg as EvalSamplingCfg, LoRACfg as LoRACfg, ModelCfg as ModelCfg, PolicyCfg as PolicyCfg, SamplingCfg as SamplingCfg, VLACfg as VLACfg
+from groupwise.config.policy import EvalSamplingCfg as EvalSamplingCfg, FlowCfg as FlowCfg, LoRACfg as LoRACfg, ModelCfg as ModelCfg, PolicyCfg as PolicyCfg, SamplingCfg as SamplingCfg, VLACfg as VLACfg
 from groupwise.config.run import SamplerMismatchCfg as SamplerMismatchCfg, EvaluationCfg as EvaluationCfg, LoggingCfg as LoggingCfg, RunCfg as RunCfg, StopCfg as StopCfg, TextEvaluationCfg as TextEvaluationCfg, TextRunCfg as TextRunCfg
 from groupwise.config.text import RewardCfg as RewardCfg, TextTaskCfg as TextTaskCfg
+from groupwise.embodied.flow import FlowPolicy as FlowPolicy
 from groupwise.embodied.vla import VLAPolicy as VLAPolicy
 from groupwise.data.rollout import RolloutBuffer as RolloutBuffer, transition_view as transition_view
 from groupwise.embodied.torch_sim import from_torch_sim as from_torch_sim

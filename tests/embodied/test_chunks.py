@@ -15,7 +15,8 @@ from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.embodied.chunks import ActionChunk, ChunkActorCritic
 from groupwise.envs.make import make_env
-from groupwise.errors import EnvError
+from groupwise.errors import ConfigError, EnvError
+from groupwise.report.video import film
 
 
 class Counting(gym.Env):
@@ -80,6 +81,31 @@ def test_the_end_of_an_episode_ends_its_chunk():
     _, reward, terminated, _, info = env.step(chunk([0.5, 0.6, 0.7]))
     assert (reward, terminated, info["executed"]) == (4.0, True, 1)
     np.testing.assert_array_equal(env.unwrapped.seen[-1], chunk([0.5])[0])
+
+
+def test_the_first_actions_alone_are_executed_if_the_horizon_is_shorter():
+    env = ActionChunk(Counting(end=5), 3, num_steps=2)
+    env.reset(seed=0)
+    assert env.action_space.shape == (3, 2)
+    outcomes = [env.step(chunk([0.1 * i, 0.2 * i, 9])) for i in (1, 2, 3)]
+    np.testing.assert_allclose(env.unwrapped.seen, chunk([0.1, 0.2, 0.2, 0.4, 0.3]))
+    assert [outcome[1] for outcome in outcomes] == [1 + 2, 3 + 4, 5]
+    assert [outcome[2] for outcome in outcomes] == [False, False, True]
+    assert [outcome[4]["executed"] for outcome in outcomes] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+def test_no_more_actions_are_executed_than_are_decided_on(steps):
+    with pytest.raises(ConfigError, match=r"num_action_steps"):
+        EnvCfg(action_chunk=3, num_action_steps=steps)
+    assert EnvCfg(action_chunk=3, num_action_steps=3).num_action_steps == 3
+
+
+def test_the_message_names_both_settings_and_lerobots_name_is_known():
+    with pytest.raises(ConfigError, match=r"num_action_steps=2.*action_chunk=1; fix: at most that many"):
+        EnvCfg(num_action_steps=2)
+    with pytest.raises(ConfigError, match="num_action_steps"):
+        EnvCfg(action_chunk=3, n_action_steps=2)
 
 
 def test_the_action_space_is_that_of_all_actions():
@@ -148,6 +174,42 @@ def test_rollouts_say_how_much_of_each_chunk_was_executed(kind, vectorization):
     assert rollout["executed"].dtype == torch.int64
     assert collector.last_steps == 14  # environment steps
     assert [(e.episode_return, e.length) for e in collector.finished] == [(28.0, 3)] * 2
+
+
+@pytest.mark.parametrize("kind", ["groups", "vector"])
+def test_rollouts_of_a_shorter_horizon(kind):
+    """Episodes of 7 steps, two of each chunk of three: 2, 2, 2 and 1 executed; the third action counts in no ratio."""
+    cfg = EnvCfg(num_envs=2, action_chunk=3, num_action_steps=2, max_episode_steps=20)
+    rollout, collector = rollout_of(kind, cfg, 4)
+    assert rollout["executed"][:, :4].tolist() == [[2, 2, 2, 1]] * 2
+    assert rollout["reward"][:, :4].tolist() == [[3.0, 7.0, 11.0, 7.0]] * 2
+    assert collector.last_steps == 14
+    mask = collector.policy.unit_mask({**rollout[:, :4]})
+    assert mask[0].int().tolist() == [[1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 0, 0]]
+
+
+def test_the_limit_of_a_shorter_horizon_takes_more_decisions():
+    cfg = EnvCfg(num_envs=1, action_chunk=3, num_action_steps=2, max_episode_steps=5)
+    env = make_env(cfg, grouped=True, env=partial(Counting, 99))
+    assert env.max_episode_steps == 3
+    env.close()
+
+
+def test_a_video_decides_as_often_as_a_run(tmp_path):
+    class Filmed(Counting):
+        metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
+        render_mode = "rgb_array"
+
+        def render(self):
+            return np.zeros((8, 8, 3), np.uint8)
+
+    made = Filmed(end=5)
+    policy = ChunkActorCritic(made.observation_space, ActionChunk(made, 3).action_space, PolicyCfg(), actor_only=True)
+    decided = []
+    policy.predict = lambda obs, deterministic: decided.append(int(obs[0])) or chunk([0, 0.5, 9])
+    film(policy, EnvCfg(action_chunk=3, num_action_steps=2), lambda: made, tmp_path / "x.gif", seed=0)
+    assert decided[1:] == [2, 4]
+    assert max(action[0] for action in made.seen) == 0.5
 
 
 def test_limits_count_environment_steps_and_the_collector_s_decisions():

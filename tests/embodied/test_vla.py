@@ -1,12 +1,14 @@
 """The vision-language-action policy."""
 
 import json
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import robots
 import torch
-from robots import TASKS, Robot, encoded
+from robots import TASKS, Robot, encoded, make_rollout
 
 import groupwise as gw
 from groupwise import cli
@@ -14,8 +16,6 @@ from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
 from groupwise.config.algorithm import GRPOCfg, PPOCfg
 from groupwise.config.policy import LoRACfg, VLACfg
-from groupwise.data.rollout import RolloutBuffer
-from groupwise.data.spaces import obs_spec, obs_to_tensor
 from groupwise.embodied.chunks import ActionChunk
 from groupwise.errors import ConfigError, DataError, UnsupportedSpaceError
 from groupwise.training.checkpoint import initialize, load_checkpoint
@@ -38,11 +38,7 @@ def make_policy(actor_only=True, seed=0, **cfg):
     return policy
 
 
-def observations(count=4, texts=TASKS):
-    seen = [ENV.reset(seed=seed)[0] for seed in range(count)]
-    batch = {key: np.stack([obs[key] for obs in seen]) for key in seen[0]}
-    batch["instruction"] = np.stack([encoded(texts[i % len(texts)]) for i in range(count)])
-    return obs_to_tensor(ENV.observation_space, batch, batched=True)
+observations = partial(robots.observations, ENV)
 
 
 def scores(policy, obs, action):
@@ -228,7 +224,7 @@ def test_a_flat_observation_is_refused():
 
 @pytest.mark.parametrize("space", [gym.spaces.Discrete(3), gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)])
 def test_actions_without_bounds_are_refused(space):
-    with pytest.raises(UnsupportedSpaceError, match="action tokens need a bounded Box"):
+    with pytest.raises(UnsupportedSpaceError, match="a VLA policy needs a bounded Box"):
         VLAPolicy(ENV.observation_space, space, VLACfg(**TINY))
 
 
@@ -253,38 +249,6 @@ def test_instructions_are_utf8():
 # --- updates ---
 
 
-def make_rollout(policy, rows=4, steps=3):
-    buffer = RolloutBuffer(
-        rows,
-        steps,
-        obs_spec=obs_spec(ENV.observation_space),
-        action_spec=policy.action_spec,
-        num_units=policy.num_units,
-        chunked=True,
-        value=not policy.actor_only,
-    )
-    rollout = buffer.start_rollout()
-    obs = observations(rows * (steps + 1))
-    action = policy.act(obs, generator=torch.Generator().manual_seed(0))
-    rollout["obs"] = obs.reshape(rows, steps + 1)
-    rollout["action"].copy_(action.action.reshape(rows, steps + 1, C, A))
-    rollout["sample_log_prob"].copy_(action.log_prob.reshape(rows, steps + 1, -1))
-    if action.value is not None:
-        rollout["value"].copy_(action.value.reshape(rows, steps + 1))
-    real = rollout[:, :-1]
-    for key in ("valid", "loss_mask"):
-        real[key].fill_(True)
-    real["episode_id"].copy_(torch.arange(rows)[:, None])
-    real["group_id"].zero_()
-    real["step"].copy_(torch.arange(steps))
-    real["executed"].fill_(C)
-    real["executed"][:, -1] = torch.arange(rows) % C + 1
-    real["terminated"][:, -1] = True
-    real["reward"][:, -1] = torch.arange(rows) % 2
-    buffer.add(rollout)
-    return rollout
-
-
 def updated(kind, unit="token", **cfg):
     policy = make_policy(kind == "grpo", unit=unit)
     shared = {"num_epochs": 2, "minibatch_size": 6, "learning_rate": 1e-3, "optimizer": {"eps": 1e-3}}
@@ -292,7 +256,7 @@ def updated(kind, unit="token", **cfg):
         algorithm = GRPO(GRPOCfg(kl_coef=0.1, **shared | cfg), policy)
     else:
         algorithm = PPO(PPOCfg(**shared | cfg), policy)
-    metrics = algorithm.update(make_rollout(policy))
+    metrics = algorithm.update(make_rollout(ENV, policy))
     return torch.cat([p.detach().flatten() for p in policy.parameters()]), metrics
 
 

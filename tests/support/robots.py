@@ -2,6 +2,10 @@
 
 import gymnasium as gym
 import numpy as np
+import torch
+
+from groupwise.data.rollout import RolloutBuffer
+from groupwise.data.spaces import obs_spec, obs_to_tensor
 
 PIXELS, VIEWS, BYTES = 16, 2, 24
 TASKS = ("go left", "go to the right")
@@ -47,3 +51,50 @@ class Robot(gym.Env):
             "proprio": self.place.astype(np.float32),
             "instruction": encoded(TASKS[self.side]),
         }
+
+
+def towards_its_side(obs):
+    """An expert, who moves to the middle row, too."""
+    way = -0.8 if bytes(obs["instruction"]).rstrip(b"\0").decode() == TASKS[0] else 0.8
+    return np.array([way, np.clip(-4 * obs["proprio"][1], -1, 1)], np.float32)
+
+
+def observations(env, count=4, texts=TASKS):
+    """First observations of episodes, which tell the texts one after another."""
+    seen = [env.reset(seed=seed)[0] for seed in range(count)]
+    batch = {key: np.stack([obs[key] for obs in seen]) for key in seen[0]}
+    batch["instruction"] = np.stack([encoded(texts[i % len(texts)]) for i in range(count)])
+    return obs_to_tensor(env.observation_space, batch, batched=True)
+
+
+def make_rollout(env, policy, rows=4, steps=3):
+    """What the policy would do in ``rows`` episodes of one group, whose last chunks are executed in part."""
+    buffer = RolloutBuffer(
+        rows,
+        steps,
+        obs_spec=obs_spec(env.observation_space),
+        action_spec=policy.action_spec,
+        num_units=policy.num_units if policy.scored_by == "token" else None,
+        chunked=True,
+        value=not policy.actor_only,
+    )
+    rollout = buffer.start_rollout()
+    obs = observations(env, rows * (steps + 1))
+    action = policy.act(obs, generator=torch.Generator().manual_seed(0))
+    rollout["obs"] = obs.reshape(rows, steps + 1)
+    for key, value in (("action", action.action), ("sample_log_prob", action.log_prob), ("value", action.value)):
+        if value is not None:
+            rollout[key].copy_(value.reshape(rollout[key].shape))
+    real = rollout[:, :-1]
+    for key in ("valid", "loss_mask"):
+        real[key].fill_(True)
+    real["episode_id"].copy_(torch.arange(rows)[:, None])
+    real["group_id"].zero_()
+    real["step"].copy_(torch.arange(steps))
+    size = len(env.action_space.low)
+    real["executed"].fill_(size)
+    real["executed"][:, -1] = torch.arange(rows) % size + 1
+    real["terminated"][:, -1] = True
+    real["reward"][:, -1] = torch.arange(rows) % 2
+    buffer.add(rollout)
+    return rollout

@@ -86,6 +86,10 @@ class BaseAlgorithm(ABC):
         """Loss and metrics of each element of a micro-batch."""
         raise TypeError(f"{type(self).__name__} uses optimize() and must define loss()")
 
+    def evaluate(self, policy: Policy, batch: Batch) -> Evaluation:
+        """The policy's scores of a micro-batch, which ``loss`` reads."""
+        return policy.evaluate(batch)
+
     def optimize(self, data: dict[str, Nested], num_episodes: int) -> dict[str, Tensor]:
         """Minimise ``loss`` over all epochs; returns the mean of each metric over the optimiser steps.
 
@@ -313,7 +317,7 @@ class BaseAlgorithm(ABC):
 
     def _evaluate(self, policy: Policy, batch: Batch) -> Evaluation:
         """The policy's scores; in rows those of padding, which may be NaN, are replaced by 0, and values are those of each unit."""
-        evaluation, mask = policy.evaluate(batch), batch["loss_mask"]
+        evaluation, mask = self.evaluate(policy, batch), batch["loss_mask"]
         if self.policy.scored_by == "transition":
             return evaluation
         if self.policy.scored_by == "token" and evaluation.value is not None:

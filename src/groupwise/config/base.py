@@ -21,8 +21,9 @@ OTHER_NAMES = {
     "clip_range": "clip_coef", "clip_ratio": "clip_coef", "epsilon": "clip_coef", "num_generations": "group_size",
     "num_iterations": "num_epochs", "beta": "kl_coef", "lr": "learning_rate", "lam": "gae_lambda",
     "n_steps": "num_steps", "n_epochs": "num_epochs", "batch_size": "minibatch_size",
+    "n_action_steps": "num_action_steps",
 }  # fmt: skip
-"""Settings by their names in Stable-Baselines3, TRL and verl, where another setting is spelled more like them."""
+"""Settings by their names in Stable-Baselines3, TRL, verl and LeRobot, where another setting is spelled more like them."""
 
 
 class Cfg(BaseModel):

@@ -3,6 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
+from pydantic import model_validator
 
 from groupwise.config.base import Cfg
 
@@ -29,5 +30,21 @@ class EnvCfg(Cfg):
     """Episodes start after up to that many random actions, the same ones in a group, for environments that always start in one state. They count towards the step limit, but not as environment steps."""
     action_chunk: Annotated[int, Ge(1)] = 1
     """Actions that the policy decides on at once; the environment executes them open loop. Steps of the policy, such as ``algorithm.num_steps``, are then decisions, and the discount is per decision; ``max_episode_steps`` and ``total_steps`` count environment steps. Box actions only."""
+    num_action_steps: Annotated[int, Ge(1)] | None = None
+    """Of each chunk, only the first so many actions are executed before the policy decides anew (LeRobot's ``n_action_steps``). None: all of ``action_chunk``."""
     reward_parts: tuple[str, ...] = ()
     """Entries of ``info`` that make up the reward, such as ``reward_forward``; stored for ``credit.reward="parts"``."""
+
+    @property
+    def actions_executed(self) -> int:
+        """Actions of a chunk that are executed, unless the episode ends before."""
+        return self.num_action_steps or self.action_chunk
+
+    @model_validator(mode="after")
+    def _check_steps(self) -> "EnvCfg":
+        if self.actions_executed > self.action_chunk:
+            raise ValueError(
+                f"num_action_steps={self.num_action_steps} executes more actions than the policy decides on, which are "
+                f"action_chunk={self.action_chunk}; fix: at most that many, or a longer action_chunk"
+            )
+        return self

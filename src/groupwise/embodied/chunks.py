@@ -1,7 +1,8 @@
-"""Action chunks: the policy decides on several actions at once, and the environment executes them open loop.
+"""Action chunks: the policy decides on several actions at once, and the environment executes them, or the
+first of them, open loop.
 
 A decision is the time step of everything else: rollouts, advantages, the discount. Its reward is the plain sum of its steps'.
-Actions behind the end of the episode are not executed, and count in no ratio.
+Actions that are not executed count in no ratio.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from groupwise.policies.distributions import make_head
 
 
 class ActionChunk(gymnasium.Wrapper):
-    """Takes ``size`` actions at once, and executes them until the episode ends.
+    """Takes ``size`` actions at once, and executes the first ``num_steps`` of them, or fewer where the episode ends.
 
     The action space is ``Box [C, *A]``, the reward the sum over the executed steps, ``info`` that of the last one with
     ``executed``, their number. Step limits inside count environment steps.
@@ -30,24 +31,28 @@ class ActionChunk(gymnasium.Wrapper):
     Args:
         size: C, actions of a chunk.
         reward_parts: entries of ``info`` that are summed like the reward.
+        num_steps: None: all of them.
 
     Raises:
         EnvError: the action space is no ``Box``.
     """
 
-    def __init__(self, env: gymnasium.Env, size: int, reward_parts: Sequence[str] = ()) -> None:
+    def __init__(
+        self, env: gymnasium.Env, size: int, reward_parts: Sequence[str] = (), num_steps: int | None = None
+    ) -> None:
         super().__init__(env)
         space: Any = env.action_space
         if space_kind(space) != "box":
             raise EnvError(
                 f"env.action_chunk={size} needs actions in a Box, and those of {env} are in {space}; fix: env.action_chunk=1"
             )
+        self._num_steps = num_steps or size
         self._reward_parts = tuple(reward_parts)
         low, high = (np.broadcast_to(bound, (size, *space.shape)) for bound in (space.low, space.high))
         self.action_space = gymnasium.spaces.Box(low, high, dtype=space.dtype)
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
-        """Execute the actions ``[C, *A]`` one after another, as far as the episode goes. Images are drawn at the end only."""
+        """Execute the first actions of ``[C, *A]`` one after another, as far as the episode goes. Images are drawn at the end only."""
         env = self.env.unwrapped
         if not isinstance(env, DrawsOnDemand) or not env.draws:
             return self._execute(action)
@@ -60,7 +65,7 @@ class ActionChunk(gymnasium.Wrapper):
 
     def _execute(self, actions: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
         total, executed, parts = 0.0, 0, dict.fromkeys(self._reward_parts, 0.0)
-        for action in actions:
+        for action in actions[: self._num_steps]:
             executed += 1
             obs, reward, terminated, truncated, info = self.env.step(action)
             total += float(reward)

@@ -2,7 +2,8 @@
 
 A collector hands out demonstrated steps in place of experience, so minibatches, optimiser, checkpoints, several processes and
 evaluation are everybody's. The loss of a step is ``-log_prob`` of its action: cross-entropy for discrete actions and tokens,
-squared error over the variance for Gaussians. Chunks of actions are the labels of the steps that they begin with.
+squared error over the variance for Gaussians. Policies may have another one (``Policy.imitate``). Chunks of actions are the
+labels of the steps that they begin with.
 """
 
 from functools import cached_property
@@ -35,7 +36,7 @@ _SCORED_AT_ONCE = 256
 
 
 class BehaviorCloning(BaseAlgorithm):
-    """Minimises ``-log_prob - ent_coef * entropy`` of demonstrated actions."""
+    """Minimises ``-log_prob - ent_coef * entropy`` of demonstrated actions, by ``policy.imitate``."""
 
     actor_only: ClassVar = True
     metric_names: ClassVar = ("loss", "entropy")
@@ -47,6 +48,10 @@ class BehaviorCloning(BaseAlgorithm):
         metrics = self.optimize(self.policy_inputs(batch), int(batch["episode_id"].max()) + 1)
         self.iteration += 1
         return metrics
+
+    def evaluate(self, policy: Policy, batch: Batch) -> Evaluation:
+        """The policy's scores of demonstrated actions."""
+        return policy.imitate(batch)
 
     def loss(self, batch: Batch, evaluation: Evaluation) -> LossOutput:
         """``-log_prob - ent_coef * entropy`` of each step, or of each unit of a policy scored by ``token``."""
@@ -62,7 +67,7 @@ class Labels(NamedTuple):
     obs: Nested
     """[M, ...]"""
     action: Tensor
-    """[M, *A] the policy's own actions; with chunks [M, C, *A], the next C of them, the last one repeated after the end."""
+    """[M, ...] the policy's own actions; with chunks, of the next C, the last one repeated after the end."""
     executed: Int[Tensor, " step"]
     """Actions that were demonstrated: fewer than C towards the end of an episode. 1 without chunks."""
     episode: Int[Tensor, " step"]
@@ -131,10 +136,7 @@ class DemoCollector(EnvCollector):
         rows = self.env.num_envs
         count = rows * num_steps
         index = self._in_sequence((self.iteration * self.engine.world_size + self.rank) * count, count)
-        steps = self.labels.batch(index)
-        if steps["action"].is_floating_point() and self.label_noise:
-            noise = torch.randn(steps["action"].shape, generator=self._generator("label", self.rank, self.iteration))
-            steps["action"] += self.label_noise * noise
+        steps = self._steps(index, self.label_noise, self._generator("label", self.rank, self.iteration))
         batch = transition_view(rollout)
         for key, value in steps.items():
             if key in batch.keys():  # noqa: SIM118  iterating goes over rows
@@ -142,6 +144,14 @@ class DemoCollector(EnvCollector):
         self.last_steps = count
         self.iteration += 1
         return rollout
+
+    def held_out_steps(self, index: Tensor) -> dict[str, Nested]:
+        """Some of the steps, by the keys of a rollout, without noise on their labels and the same each time."""
+        return self._steps(index, 0.0, self._generator("held_out", int(index[0])))
+
+    def _steps(self, index: Tensor, noise: float, generator: torch.Generator) -> dict[str, Nested]:
+        steps = self.labels.batch(index)
+        return steps | {"action": self.policy.label(steps["action"], noise, generator)}
 
     def _in_sequence(self, first: int, count: int) -> Int[Tensor, " count"]:
         """Steps number ``first`` and on of the sequence: each pass over the data has its own random order."""
@@ -190,29 +200,28 @@ class DemoScores(Callback):
     def scores(self, steps: Int[Tensor, " step"]) -> dict[str, float]:
         """Loss, and where actions are discrete the share of right ones, else the absolute error, over these steps."""
         parts = [self._scores(steps[i : i + _SCORED_AT_ONCE]) for i in range(0, len(steps), _SCORED_AT_ONCE)]
-        losses, hits, errors, masks = (torch.cat(part) for part in zip(*parts, strict=True))
+        losses, errors, masks = (torch.cat(part) for part in zip(*parts, strict=True))
         found = {"eval/demo_loss": float(losses.mean())}
         if self.collector.labels.action.is_floating_point():
             return found | {"eval/demo_error": float(errors[masks].mean())}
-        accuracy = hits[masks].double().mean(dim=0)
+        accuracy = (errors[masks] == 0).double().mean(dim=0)
         found["eval/demo_accuracy"] = float(accuracy.mean())
         if len(accuracy) > 1:
             found |= {f"eval/demo_accuracy_{i}": float(share) for i, share in enumerate(accuracy)}
         return found
 
-    def _scores(self, index: Int[Tensor, " step"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Losses of units ``[U]``; hits and errors ``[B, C, A]`` of actions, and which of them ``[B, C]`` count."""
+    def _scores(self, index: Int[Tensor, " step"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses of units ``[U]``; errors ``[B, C, A]`` of the environment's actions, and which of them ``[B, C]`` count."""
         policy, labels = self.algorithm.policy, self.collector.labels
-        batch = TensorDict(labels.batch(index), batch_size=[len(index)]).to(policy.device)
+        batch = TensorDict(self.collector.held_out_steps(index), batch_size=[len(index)]).to(policy.device)
         inputs = self.algorithm.policy_inputs(batch.unsqueeze(0))
         log_prob = self.algorithm.score(policy, inputs).log_prob
         action = policy.act(batch["obs"], deterministic=True).action
-        size = action.shape[1] if labels.chunked else 1
-        shape = len(index), size, -1
-        hits = (action == batch["action"]).reshape(shape)
-        taken, wanted = (policy.env_action(part).double().reshape(shape) for part in (action, batch["action"]))
+        taken, wanted = (policy.env_action(part).double() for part in (action, batch["action"]))
+        size = taken.shape[1] if labels.chunked else 1
+        errors = (taken - wanted).abs().reshape(len(index), size, -1)
         counts = torch.arange(size, device=policy.device) < batch["executed"].unsqueeze(-1)
-        return -log_prob[inputs["loss_mask"]], hits, (taken - wanted).abs(), counts
+        return -log_prob[inputs["loss_mask"]], errors, counts
 
 
 def _labels(demos: Demonstrations, env: VectorEnv, policy: Policy, source: str) -> Labels:

@@ -91,7 +91,8 @@ def record_demos(
     if episodes < 1 or not noise >= 0:
         raise ConfigError(f"episodes = {episodes}, noise = {noise}: expected at least 1, and at least 0")
     cfg = env if isinstance(env, EnvCfg) else EnvCfg(id=env if isinstance(env, str) else GIVEN)
-    cfg = cfg.model_copy(update={"action_chunk": 1})  # experts give single actions; cloning makes chunks of them
+    # experts give single actions; cloning makes chunks of them
+    cfg = cfg.model_copy(update={"action_chunk": 1, "num_action_steps": None})
     make = None if isinstance(env, str | EnvCfg) else env
     make_expert = _maker(cfg.id) if expert is None else _always(expert)
     with closing(make_one(cfg, make)) as made:

@@ -4,6 +4,8 @@ Both map an observation and Q query vectors to Q vectors, in one forward pass. `
 ``proprio`` float ``[B, P]``, ``instruction`` uint8 ``[B, L]``: UTF-8, zero-padded.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +15,6 @@ from torch import Tensor, nn
 
 from groupwise.config.policy import LoRACfg, VLACfg
 from groupwise.errors import ConfigError, DataError, require_extra
-from groupwise.text.layers import silence_dropout
-from groupwise.text.load import find_model, with_adapters
 
 _HEAD_WIDTH = 32
 _BYTES = 256
@@ -96,8 +96,7 @@ class NewModel(nn.Module):
 
     def _images(self, image: UInt8[Tensor, "batch view height width 3"]) -> Float[Tensor, "batch token feature"]:
         """Four neighbouring patches make a token."""
-        pixels = image.flatten(0, 1).movedim(-1, 1).to(self.view.dtype) / 127.5 - 1
-        patches: Tensor = self.vision(pixels).last_hidden_state
+        patches: Tensor = self.vision(pixels(image).flatten(0, 1)).last_hidden_state
         side = round(patches.shape[1] ** 0.5) // 2
         blocks = patches.reshape(*image.shape[:2], side, 2, side, 2, self.width).movedim(3, 4)
         tokens = self.connector(blocks.reshape(*image.shape[:2], side * side, 4 * self.width))
@@ -118,17 +117,15 @@ class PretrainedModel(nn.Module):
     def __init__(self, path: str, lora: LoRACfg | None, sizes: ObsSizes) -> None:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
+        from groupwise.text.layers import silence_dropout
+        from groupwise.text.load import find_model, with_adapters
+
         super().__init__()
         where = find_model(path)
-        try:
+        wanted = "a folder with config.json, weights and the processor of an AutoModelForImageTextToText"
+        with loading(f"{where} is no model for images and text", wanted):
             self.processor: Any = AutoProcessor.from_pretrained(where)
             model: Any = AutoModelForImageTextToText.from_pretrained(where, dtype=torch.float32)
-        except (OSError, ValueError, KeyError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise ConfigError(
-                f"{where} is no model for images and text that transformers can load ({first}); fix: a folder with "
-                "config.json, weights and the processor of an AutoModelForImageTextToText"
-            ) from None
         silence_dropout(model)
         self.model: Any = model if lora is None else with_adapters(model, lora)
         self.has_adapters = lora is not None
@@ -163,6 +160,21 @@ class PretrainedModel(nn.Module):
         message = {"role": "user", "content": content}
         prompt: str = self.processor.apply_chat_template([message], add_generation_prompt=True)
         return prompt
+
+
+@contextmanager
+def loading(problem: str, fix: str) -> Iterator[None]:
+    """Turns what transformers raises about a folder into a ``ConfigError``."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{problem} that transformers can load ({first}); fix: {fix}") from None
+
+
+def pixels(image: UInt8[Tensor, "batch view height width 3"]) -> Float[Tensor, "batch view 3 height width"]:
+    """Images in [-1, 1], as SigLIP reads them."""
+    return image.movedim(-1, 2).float() / 127.5 - 1
 
 
 def instructions(encoded: UInt8[Tensor, "batch byte"]) -> list[str]:

@@ -9,25 +9,23 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from groupwise.config.policy import LoRACfg, VLACfg
 from groupwise.data.rollout import Nested, TensorSpec
-from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind, subspaces
 from groupwise.embodied.chunks import executed_actions
-from groupwise.embodied.vision_language import ObsSizes, make_model
-from groupwise.errors import UnsupportedSpaceError
-from groupwise.policies.base import Action, Batch, Evaluation, Policy
+from groupwise.embodied.robot_policy import RobotPolicy, make_value_head
+from groupwise.embodied.vision_language import make_model
+from groupwise.policies.base import Action, Batch, Evaluation
 from groupwise.policies.discrete_heads import Categorical
 
 _HEAD_STD = 0.01
 _DEFAULT = VLACfg()
 
 
-class VLAPolicy(Policy):
+class VLAPolicy(RobotPolicy):
     """Acts by tokens; each has a probability ratio, or each action, or the chunk (``cfg.unit``).
 
     The policy's own action, which the rollout stores, is the tokens ``[C, A]``. Log-probabilities are in float32, of the
@@ -46,8 +44,6 @@ class VLAPolicy(Policy):
     """
 
     scored_by = "token"
-    gives_distribution = False
-    value_modules = ("value_head",)
 
     def __init__(
         self,
@@ -58,30 +54,19 @@ class VLAPolicy(Policy):
         actor_only: bool = False,
         gamma: float = 0.99,
     ) -> None:
-        super().__init__()
-        sizes = obs_sizes(observation_space)
-        low, high = _bounds(action_space)
-        self.observation_space, self.action_space = observation_space, action_space
+        super().__init__(observation_space, action_space, actor_only=actor_only)
         self.cfg = cfg
-        self.actor_only = actor_only
-        self.num_actions, self.num_dims = low.shape
-        self.num_units = {"token": low.numel(), "action": len(low), "chunk": 1}[cfg.unit]
-        self.action_spec = TensorSpec(tuple(low.shape), torch.int64)
-        self.register_buffer("low", low, persistent=False)
-        self.register_buffer("high", high, persistent=False)
-        self.low: Tensor
-        self.high: Tensor
+        num_tokens = self.low.numel()
+        self.num_units = {"token": num_tokens, "action": self.num_actions, "chunk": 1}[cfg.unit]
+        self.action_spec = TensorSpec((self.num_actions, self.num_dims), torch.int64)
         self.distribution = Categorical(cfg.bins)
-        self.model = make_model(sizes, cfg)
+        self.model = make_model(self.sizes, cfg)
         width = self.model.width
-        self.queries = nn.Parameter(0.02 * torch.randn(low.numel(), width))
+        self.queries = nn.Parameter(0.02 * torch.randn(num_tokens, width))
         self.token_head = nn.Linear(width, cfg.bins)
         nn.init.normal_(self.token_head.weight, std=_HEAD_STD)
         nn.init.zeros_(self.token_head.bias)
-        self.value_head = None if actor_only else nn.Linear(width, 1)
-        if self.value_head is not None:
-            nn.init.zeros_(self.value_head.weight)
-            nn.init.zeros_(self.value_head.bias)
+        self.value_head = None if actor_only else make_value_head(width)
         if cfg.lora is not None:  # the frozen weights are those of ``cfg.path``
             self._saved = {name for name, p in self.named_parameters() if p.requires_grad}
             self.register_state_dict_post_hook(_keep_trained)  # type: ignore[no-untyped-call]
@@ -128,19 +113,6 @@ class VLAPolicy(Policy):
         value = self._forward(obs)[1]
         return super().value(obs) if value is None else value
 
-    @torch.no_grad()
-    def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """Environment actions for one observation or a batch of them: numpy in, numpy out.
-
-        Raises:
-            DataError: an observation that does not fit the space.
-        """
-        batched = is_batched(self.observation_space, obs)
-        tensor = obs_to_tensor(self.observation_space, obs, self.device, batched=batched)
-        tokens = self.act(tensor if batched else tensor.unsqueeze(0), deterministic).action
-        array = self.env_action(tokens).cpu().numpy().astype(self.action_space.dtype, copy=False)
-        return array if batched else array[0]
-
     def unit_mask(self, batch: Batch) -> Bool[Tensor, "*batch unit"]:
         """The units of actions that were executed; a whole chunk counts if any was."""
         executed = executed_actions(batch, self.num_actions)
@@ -154,14 +126,11 @@ class VLAPolicy(Policy):
 
     def env_action(self, action: Int[Tensor, "*batch action dim"]) -> Float[Tensor, "..."]:
         """The numbers that the tokens stand for, ``[*batch, *action_space.shape]``."""
-        share = action.to(self.low.dtype) / (self.cfg.bins - 1)
-        return torch.lerp(self.low, self.high, share).reshape(*action.shape[:-2], *self.action_space.shape)
+        return self._from_share(action.to(self.low.dtype) / (self.cfg.bins - 1))
 
     def own_action(self, action: Float[Tensor, "..."]) -> Int[Tensor, "*batch action dim"]:
         """The nearest tokens of environment actions ``[*batch, *action_space.shape]``: for cloning demonstrations."""
-        batch = action.shape[: action.dim() - len(self.action_space.shape)]
-        share = (action.reshape(*batch, *self.low.shape) - self.low) / (self.high - self.low)
-        return (share * (self.cfg.bins - 1)).round().long().clamp(0, self.cfg.bins - 1)
+        return (self._to_share(action) * (self.cfg.bins - 1)).round().long().clamp(0, self.cfg.bins - 1)
 
     def _forward(self, obs: Nested) -> tuple[Float[Tensor, "batch token bin"], Float[Tensor, " batch"] | None]:
         """Logits of every token at the temperature, and the value if there is a critic."""
@@ -175,43 +144,6 @@ class VLAPolicy(Policy):
     def _of_units(self, score: Float[Tensor, "batch token"]) -> Float[Tensor, "batch unit"]:
         """Sums over the tokens of each unit."""
         return score if self.cfg.unit == "token" else score.reshape(len(score), self.num_units, -1).sum(dim=-1)
-
-
-def obs_sizes(space: Any) -> ObsSizes:
-    """Sizes of a robot's observation.
-
-    Raises:
-        UnsupportedSpaceError: the space is another one; names the part that is missing or wrong.
-    """
-    parts = subspaces(space) if space_kind(space) == "dict" else None
-    form = {"image": ("uint8", 4), "proprio": ("f", 1), "instruction": ("uint8", 1)}
-    fix = (
-        "fix: a Dict of image uint8 [views, H, W, 3], proprio float [P] and instruction uint8 [L] (UTF-8, zero-padded)"
-    )
-    if parts is None or parts.keys() != form.keys():
-        found = space if parts is None else f"a Dict of {', '.join(parts)}"
-        raise UnsupportedSpaceError(f"a VLA policy observes image, proprio and instruction, got {found}; {fix}")
-    for name, (dtype, num_dims) in form.items():
-        part = parts[name]
-        is_it = space_kind(part) == "box" and dtype in (part.dtype.name, part.dtype.kind)
-        if not is_it or len(part.shape) != num_dims or (name == "image" and part.shape[-1] != 3):
-            raise UnsupportedSpaceError(f"a VLA policy cannot read {name!r} of {part}; {fix}")
-    views, height, width, _ = parts["image"].shape
-    return ObsSizes(views, height, width, parts["proprio"].shape[0])
-
-
-def _bounds(space: Any) -> tuple[Float[Tensor, "action dim"], Float[Tensor, "action dim"]]:
-    """Bounds of each dimension of each action of a chunk."""
-    is_box = space_kind(space) == "box" and space.dtype.kind == "f" and len(space.shape) in (1, 2)
-    if not is_box or not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
-        raise UnsupportedSpaceError(
-            f"action tokens need a bounded Box of floats [A], or a chunk of them [C, A], got {space}; fix: "
-            "gymnasium.wrappers.RescaleAction or TransformAction"
-        )
-    low, high = (
-        torch.from_numpy(bound.astype(np.float32)).reshape(-1, space.shape[-1]) for bound in (space.low, space.high)
-    )
-    return low, high
 
 
 def _keep_trained(

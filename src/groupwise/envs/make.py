@@ -31,7 +31,7 @@ IN_TORCH = {
 }
 """Gymnasium's tasks with a version in torch, the same up to rounding."""
 
-_ONLY_SINGLE = ("num_random_noops", "reward_parts", "action_chunk")
+_ONLY_SINGLE = ("num_random_noops", "reward_parts", "action_chunk", "num_action_steps")
 """Settings that only single environments support."""
 
 

@@ -143,7 +143,7 @@ def _describe(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: O
     name = type(probe.unwrapped).__name__ if probe.spec is None else probe.spec.id
     limit = cfg.max_episode_steps or step_limit(probe)
     if limit is not None:
-        limit = math.ceil(limit / cfg.action_chunk)
+        limit = math.ceil(limit / cfg.actions_executed)
     probe.close()
     return RowCfg(
         partial(_make, registered if env is None else env, cfg),
@@ -171,5 +171,7 @@ def _make(env: Callable[..., gymnasium.Env] | EnvSpec | str, cfg: EnvCfg) -> gym
         made = RandomNoops(made, cfg.num_random_noops)
     if cfg.action_chunk == 1:
         return made
-    chunked: gymnasium.Env = pkgutil.resolve_name(ACTION_CHUNK)(made, cfg.action_chunk, cfg.reward_parts)
+    chunked: gymnasium.Env = pkgutil.resolve_name(ACTION_CHUNK)(
+        made, cfg.action_chunk, cfg.reward_parts, cfg.num_action_steps
+    )
     return chunked

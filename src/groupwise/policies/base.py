@@ -114,6 +114,23 @@ class Policy(nn.Module, ABC):
         """The policy's own action for the environment's: what ``env_action`` maps to it, or nearest to it."""
         return action
 
+    def label(self, action: Tensor, noise: float, generator: torch.Generator) -> Tensor:
+        """Own actions of demonstrations as cloning learns them this time, with whatever ``imitate`` needs of chance.
+
+        Args:
+            noise: standard deviation of Gaussian noise that is added to floats.
+        """
+        if not noise or not action.is_floating_point():
+            return action
+        return action + noise * torch.randn(action.shape, generator=generator)
+
+    def imitate(self, batch: Batch) -> Evaluation:
+        """Scores of demonstrated steps, with gradient; cloning maximises ``log_prob``.
+
+        A policy whose density is not what it is best cloned by puts minus the loss of each step there.
+        """
+        return self.evaluate(batch)
+
     def kl(self, dist: Tensor, other: Tensor) -> Tensor:
         """Exact KL(dist || other) per element, from the flat parameters in ``Evaluation.dist``."""
         raise TypeError(f"{type(self).__name__} has no closed-form KL; fix: use kl_estimator k1, k2 or k3")

@@ -43,7 +43,7 @@ def film(policy: Policy, cfg: EnvCfg, env: object | None, path: Path, *, seed: i
     with _no_display(), _explained(cfg.id):
         made = rendering_env(cfg, env)
         try:
-            frames, stride = _play(policy, made, cfg.action_chunk > 1, seed)
+            frames, stride = _play(policy, made, cfg, seed)
         finally:
             with suppress(Exception):  # a broken renderer may fail again
                 made.close()
@@ -84,7 +84,7 @@ def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
     return made
 
 
-def _play(policy: Policy, env: "Env[Any, Any]", chunked: bool, seed: int) -> tuple[list["Image"], int]:
+def _play(policy: Policy, env: "Env[Any, Any]", cfg: EnvCfg, seed: int) -> tuple[list["Image"], int]:
     """Frames of an episode and the steps between two of them, which doubles whenever they become too many."""
     from PIL import Image
 
@@ -99,7 +99,7 @@ def _play(policy: Policy, env: "Env[Any, Any]", chunked: bool, seed: int) -> tup
             frames, stride = frames[::2], 2 * stride
         if not actions:
             action = policy.predict(obs, deterministic=True)
-            actions.extend(action if chunked else [action])
+            actions.extend(action[: cfg.actions_executed] if cfg.action_chunk > 1 else [action])
         obs, _, terminated, truncated, _ = env.step(actions.popleft())
         if terminated or truncated:
             break

@@ -1,0 +1,107 @@
+"""What policies that see, read and act share: the spaces of robots, and the user's call."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind, subspaces
+from groupwise.embodied.vision_language import ObsSizes
+from groupwise.errors import UnsupportedSpaceError
+from groupwise.policies.base import Policy
+
+
+class RobotPolicy(Policy):
+    """A policy on images, proprioception and an instruction, for chunks of C actions of A numbers.
+
+    Args:
+        observation_space: a Dict of ``image`` uint8 [views, H, W, 3], ``proprio`` float [P], ``instruction`` uint8 [L].
+        action_space: a bounded Box of floats, ``[A]`` or a chunk of them ``[C, A]``.
+
+    Raises:
+        UnsupportedSpaceError: other spaces; says what is missing.
+    """
+
+    gives_distribution = False
+    value_modules = ("value_head",)
+
+    def __init__(self, observation_space: Any, action_space: Any, *, actor_only: bool) -> None:
+        super().__init__()
+        self.sizes = obs_sizes(observation_space)
+        low, high = _bounds(action_space)
+        self.observation_space, self.action_space = observation_space, action_space
+        self.actor_only = actor_only
+        self.num_actions, self.num_dims = low.shape
+        self.register_buffer("low", low, persistent=False)
+        self.register_buffer("high", high, persistent=False)
+        self.low: Tensor
+        self.high: Tensor
+
+    @torch.no_grad()
+    def predict(self, obs: Any, deterministic: bool = True) -> Any:
+        """Environment actions for one observation or a batch of them: numpy in, numpy out.
+
+        Raises:
+            DataError: an observation that does not fit the space.
+        """
+        batched = is_batched(self.observation_space, obs)
+        tensor = obs_to_tensor(self.observation_space, obs, self.device, batched=batched)
+        own = self.act(tensor if batched else tensor.unsqueeze(0), deterministic).action
+        array = self.env_action(own).cpu().numpy().astype(self.action_space.dtype, copy=False)
+        return array if batched else array[0]
+
+    def _from_share(self, share: Float[Tensor, "*batch action dim"]) -> Float[Tensor, "..."]:
+        """The environment's actions ``[*batch, *action_space.shape]`` at these shares of the way from ``low`` to ``high``."""
+        return torch.lerp(self.low, self.high, share).reshape(*share.shape[:-2], *self.action_space.shape)
+
+    def _to_share(self, action: Float[Tensor, "..."]) -> Float[Tensor, "*batch action dim"]:
+        """The inverse of ``_from_share``."""
+        batch = action.shape[: action.dim() - len(self.action_space.shape)]
+        return (action.reshape(*batch, *self.low.shape) - self.low) / (self.high - self.low)
+
+
+def make_value_head(width: int) -> nn.Linear:
+    """A linear critic whose values are 0 at first."""
+    head = nn.Linear(width, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def obs_sizes(space: Any) -> ObsSizes:
+    """Sizes of a robot's observation.
+
+    Raises:
+        UnsupportedSpaceError: the space is another one; names the part that is missing or wrong.
+    """
+    parts = subspaces(space) if space_kind(space) == "dict" else None
+    form = {"image": ("uint8", 4), "proprio": ("f", 1), "instruction": ("uint8", 1)}
+    fix = (
+        "fix: a Dict of image uint8 [views, H, W, 3], proprio float [P] and instruction uint8 [L] (UTF-8, zero-padded)"
+    )
+    if parts is None or parts.keys() != form.keys():
+        found = space if parts is None else f"a Dict of {', '.join(parts)}"
+        raise UnsupportedSpaceError(f"a VLA policy observes image, proprio and instruction, got {found}; {fix}")
+    for name, (dtype, num_dims) in form.items():
+        part = parts[name]
+        is_it = space_kind(part) == "box" and dtype in (part.dtype.name, part.dtype.kind)
+        if not is_it or len(part.shape) != num_dims or (name == "image" and part.shape[-1] != 3):
+            raise UnsupportedSpaceError(f"a VLA policy cannot read {name!r} of {part}; {fix}")
+    views, height, width, _ = parts["image"].shape
+    return ObsSizes(views, height, width, parts["proprio"].shape[0])
+
+
+def _bounds(space: Any) -> tuple[Float[Tensor, "action dim"], Float[Tensor, "action dim"]]:
+    """Bounds of each dimension of each action of a chunk."""
+    is_box = space_kind(space) == "box" and space.dtype.kind == "f" and len(space.shape) in (1, 2)
+    if not is_box or not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+        raise UnsupportedSpaceError(
+            f"a VLA policy needs a bounded Box of floats [A], or a chunk of them [C, A], got {space}; fix: "
+            "gymnasium.wrappers.RescaleAction or TransformAction"
+        )
+    low, high = (
+        torch.from_numpy(bound.astype(np.float32)).reshape(-1, space.shape[-1]) for bound in (space.low, space.high)
+    )
+    return low, high

@@ -21,7 +21,7 @@ from groupwise.config.run import RunCfg
         ("--learning_rate", "; did you mean --algorithm.learning-rate?"),
         ("--noise", "; did you mean --algorithm.collection.noise?"),
         ("--env.id", ": the environment is the first argument"),
-        ("--stop", ": it has --stop.return-threshold, --stop.success-threshold, --stop.time-limit"),
+        ("--stop", ": it has --stop.threshold, --stop.time-limit"),
         ("--qqq", "; --help-all shows them all"),
         ("--algorithm.qq", "; --help-all shows them all"),
         ("--algorithm.lr", "; did you mean --algorithm.learning-rate?"),

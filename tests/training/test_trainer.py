@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from groupwise.collectors.base import Episode
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError, DivergedError
 from groupwise.training.base import Callback
@@ -224,12 +225,15 @@ class TwoRanks(Engine):
 
 
 GOES_ON = (None, False)
+EPISODE = Episode(5.0, 1, True)
 
 
 def test_numbers_are_pooled_over_ranks(parts: Any):
     recorder = Recorder()
     trainer = parts.trainer(recorder, total_steps=16)
-    trainer.engine = TwoRanks(GOES_ON, (3, {"rollout/return_mean": 5.0, "rollout/env_steps": 16.0}), GOES_ON)
+    trainer.engine = TwoRanks(
+        GOES_ON, ([EPISODE] * 3, {"rollout/return_mean": 5.0, "rollout/env_steps": 16.0}), GOES_ON
+    )
     trainer.train()
     assert trainer.env_steps == 26
     assert recorder.metrics[0]["rollout/return_mean"] == 4.0  # one episode of return 1, three of 5
@@ -239,7 +243,7 @@ def test_numbers_are_pooled_over_ranks(parts: Any):
 def test_a_stop_on_another_rank_ends_training(parts: Any):
     recorder = Recorder()
     trainer = parts.trainer(recorder)
-    trainer.engine = TwoRanks(GOES_ON, (1, {}), ("enough", False))
+    trainer.engine = TwoRanks(GOES_ON, ([EPISODE], {}), ("enough", False))
     trainer.train()
     assert (trainer.iteration, trainer.stop_reason) == (1, "enough")
     assert recorder.journal[-2:] == ["end", "close"]
@@ -247,7 +251,7 @@ def test_a_stop_on_another_rank_ends_training(parts: Any):
 
 def test_an_interrupt_on_another_rank_interrupts(parts: Any):
     trainer = parts.trainer()
-    trainer.engine = TwoRanks(GOES_ON, (1, {}), (None, True))
+    trainer.engine = TwoRanks(GOES_ON, ([EPISODE], {}), (None, True))
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.iteration == 1

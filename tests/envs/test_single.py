@@ -3,6 +3,7 @@ import os
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
 from groupwise.config.env import EnvCfg
@@ -42,8 +43,8 @@ class PaysByProcess(Calm):
         return float(os.getpid())
 
 
-def make(env, vectorization):
-    cfg = EnvCfg(id="<given in Python>", num_envs=2, max_episode_steps=9, vectorization=vectorization)
+def make(env, vectorization, **settings):
+    cfg = EnvCfg(id="<given in Python>", num_envs=2, max_episode_steps=9, vectorization=vectorization, **settings)
     return make_env(cfg, grouped=True, env=env)
 
 
@@ -61,6 +62,18 @@ def test_rows_of_workers_are_tried_where_they_live(env, where):
     make(env, "sync").close()
     with pytest.raises(GroupStartError, match=f"members of {env.__name__} .*across processes: .*{where}.*fix"):
         make(env, "async")
+
+
+@pytest.mark.usefixtures("two_cpus")
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_starts_that_are_not_shared_follow_from_the_seed_of_the_noise(vectorization):
+    env = make(Calm, vectorization, start_mode="none")
+    every, start = np.ones(2, np.bool_), np.full(2, 7)
+    obs = env.start(every, start, np.array([1, 2]))
+    assert (env.start_mode, env.start_report.start_mode) == ("none", "none")
+    assert obs[0] != obs[1]
+    assert torch.equal(env.start(every, start + 1, np.array([1, 2])), obs)
+    env.close()
 
 
 @pytest.mark.usefixtures("two_cpus")

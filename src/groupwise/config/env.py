@@ -24,8 +24,8 @@ class EnvCfg(Cfg):
     """Episodes are truncated after that many steps. None: the limit of the registration."""
     vectorization: Literal["auto", "entry_point", "sync", "async", "envpool", "torch"] = "auto"
     """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in other processes; ``envpool``: EnvPool (extra ``envpool``); ``torch``: a simulator in torch (classic control; HalfCheetah-v5 with the extra ``mujoco-warp``); ``auto``: ``entry_point`` for CartPole, otherwise ``sync``."""
-    start_mode: Literal["auto", "native", "snapshot", "seed", "fresh"] = "auto"
-    """How the members of a group share their start. ``auto``: the best mode that passes its check. GRPO only."""
+    start_mode: StartMode | Literal["auto"] = "auto"
+    """How the members of a group share their start. ``auto``: the best mode that passes its check. ``none``: each has its own start. GRPO only."""
     num_random_noops: Annotated[int, Ge(0)] = 0
     """Episodes start after up to that many random actions, the same ones in a group, for environments that always start in one state. They count towards the step limit, but not as environment steps."""
     action_chunk: Annotated[int, Ge(1)] = 1

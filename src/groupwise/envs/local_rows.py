@@ -61,13 +61,17 @@ class EnvRow:
     def __init__(self, make: EnvMaker, start_mode: StartMode, starts: dict[int, tuple[Snapshot, Any]]) -> None:
         self.env = make()
         self._make = make
-        self._fresh = start_mode == "fresh"
+        self._fresh, self._shares = start_mode == "fresh", start_mode != "none"
         self._starts = starts
         self._adapter = adapter_for(self.env) or SnapshotAdapter() if start_mode == "snapshot" else None
         self._was_reset = False
 
     def start(self, start_seed: int, noise_seed: int) -> Any:
-        """The first observation of an episode from this seed's start, with noise of its own afterwards."""
+        """The first observation of an episode from this seed's start, with noise of its own afterwards.
+
+        With ``start_mode`` ``none``, the seed of the noise decides the start, too.
+        """
+        start_seed = start_seed if self._shares else noise_seed
         obs = self._reset(start_seed) if self._adapter is None else self._shared_start(start_seed, self._adapter)
         reseed_noise(self.env, noise_seed)
         return obs

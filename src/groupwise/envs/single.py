@@ -17,7 +17,7 @@ from gymnasium.wrappers import TimeLimit
 
 from groupwise.config.env import EnvCfg, StartMode
 from groupwise.cpus import num_cpus
-from groupwise.envs.base import VectorEnv
+from groupwise.envs.base import GroupStartReport, VectorEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv, LeanSyncVectorEnv
 from groupwise.envs.local_rows import OnError, RowCfg
 from groupwise.envs.names import import_package, unknown_environment
@@ -41,7 +41,8 @@ def group_env(
 ) -> RowsGroupEnv:
     """Rows that start independently, by the best start mode that works.
 
-    Without ``verify``, starts are seeded resets, in new environments if ``cfg.start_mode`` is ``fresh``.
+    Without ``verify``, starts are seeded resets, in new environments if ``cfg.start_mode`` is ``fresh``, and not shared if
+    it is ``none``.
 
     Raises:
         GroupStartError: members could not share a start.
@@ -53,12 +54,13 @@ def group_env(
         )
     in_one_process = vectorization == "sync"
     rows = _describe(cfg, env, on_error)
-    report = choose_start(rows, cfg.start_mode) if verify else None
-    unchecked: StartMode = "fresh" if cfg.start_mode == "fresh" else "seed"
+    shared = cfg.start_mode != "none"
+    report = choose_start(rows, cfg.start_mode) if verify and shared else None
+    unchecked: StartMode = cfg.start_mode if cfg.start_mode in ("fresh", "none") else "seed"
     rows = rows._replace(start_mode=unchecked if report is None else report.start_mode)
     made = RowsGroupEnv(rows, num_envs, num_workers=0 if in_one_process else num_cpus(), device=device)
-    made.start_report = report
-    if verify and not in_one_process:
+    made.start_report = report if shared else GroupStartReport(cfg.id, "none", start_varies=True, noise_varies=True)
+    if verify and shared and not in_one_process:
         try:
             verify_rows(made)
         except BaseException:

@@ -1,16 +1,17 @@
-"""Success on Meta-World before and after reinforcement learning: a clone of few demonstrations, then GRPO or PPO.
+"""Success of robot arms before and after reinforcement learning, on Meta-World and FetchPush.
 
 For each task and seed: demonstrations of the scripted expert, a clone of them, then GRPO with shared starts, GRPO without
 them (``start_mode="none"``: members of a group have only the task in common), and PPO with a value head, each from that clone,
-with equal settings and environment steps. Success is that of the likeliest actions in 100 episodes with starts that no
-training saw, the same for all. Policies read states and decide on chunks of 5 actions; the reward is success.
+with equal settings and environment steps. ``FetchPushDense-v4`` starts from random weights instead. Success is that of the
+likeliest actions in 100 episodes with starts that no training saw, the same for all. Policies read states and decide on chunks
+of 5 actions; the reward is success, but for ``FetchPushDense-v4``.
 
 Settings were chosen on seed 0 of ``push-v3`` in runs of 150,000 steps; seeds here start at 1. Results go to
-``benchmarks/results/metaworld.json``, run by run; what is there already is not repeated.
+``benchmarks/results/robot_learning.json``, run by run; what is there already is not repeated.
 
-    python benchmarks/metaworld_table.py                           # everything, several hours on two cores
-    python benchmarks/metaworld_table.py --only push-v3 --arms grpo ppo --seeds 1
-    python benchmarks/metaworld_table.py --table                   # print what is there
+    python benchmarks/robot_learning.py                           # everything, several hours on two cores
+    python benchmarks/robot_learning.py --only push-v3 --arms grpo ppo --seeds 1
+    python benchmarks/robot_learning.py --table                   # print what is there
 """
 
 import argparse
@@ -27,25 +28,31 @@ from typing import Any, NamedTuple
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import groupwise as gw
+from groupwise.training.evaluation import wilson_95
 
-RESULT = Path(__file__).parent / "results" / "metaworld.json"
+RESULT = Path(__file__).parent / "results" / "robot_learning.json"
 EPISODES = 100
 CHUNK = 5
 CLONED_STEPS = 100_000
 
 
 class Task(NamedTuple):
-    """So many demonstrations, of which the clone solves 20 to 60 %, and steps for 10,000 episodes of GRPO."""
+    """What is trained on."""
 
+    env: str
     demos: int
+    """So many that the clone solves 20 to 60 %; 0: no clone, random weights."""
     steps: int
+    """At least 10,000 episodes of GRPO."""
 
 
 TASKS = {
-    "push-v3": Task(5, 800_000),
-    "plate-slide-v3": Task(2, 650_000),
-    "dial-turn-v3": Task(3, 800_000),
-    "lever-pull-v3": Task(4, 950_000),
+    "push-v3": Task("MetaWorld/push-v3", 5, 800_000),
+    "plate-slide-v3": Task("MetaWorld/plate-slide-v3", 2, 650_000),
+    "dial-turn-v3": Task("MetaWorld/dial-turn-v3", 3, 800_000),
+    "lever-pull-v3": Task("MetaWorld/lever-pull-v3", 4, 950_000),
+    "FetchPush-v4": Task("FetchPush-v4", 25, 1_000_000),
+    "FetchPushDense-v4": Task("FetchPushDense-v4", 0, 1_000_000),
 }
 ARMS = {
     "grpo": ("grpo", "auto"),
@@ -53,6 +60,7 @@ ARMS = {
     "ppo": ("ppo", "auto"),
 }
 """Algorithm and how members share their start."""
+NETWORK = {"hidden_sizes": [128, 128]}
 SETTINGS = {"num_steps": 16, "minibatch_size": 256, "num_epochs": 8, "learning_rate": 3e-4}
 
 
@@ -60,37 +68,37 @@ def success(run: Any, seed: int) -> float:
     return gw.evaluate(run, episodes=EPISODES, seed=10_000 + seed).success_rate
 
 
-def clone(task: str, seed: int, folder: Path) -> Path:
+def clone(task: Task, seed: int, folder: Path) -> Path:
     """The run folder of a clone."""
-    env = gw.EnvCfg(id=f"MetaWorld/{task}", action_chunk=CHUNK)
-    demos = gw.record_demos(env.id, episodes=TASKS[task].demos, out=folder / "demos", seed=seed, noise=0.1)
-    policy = {"log_std_init": -1.0, "hidden_sizes": [128, 128]}
+    env = gw.EnvCfg(id=task.env, action_chunk=CHUNK)
+    demos = gw.record_demos(env, episodes=task.demos, out=folder / "demos", seed=seed, noise=0.1)
+    policy = {"log_std_init": -1.0, **NETWORK}
     cfg = gw.BCCfg(data=demos.path, holdout=0.0)
     return gw.train(env, cfg, total_steps=CLONED_STEPS, seed=seed, policy=policy, run_dir=folder / "clone").path
 
 
 def one(job: tuple[str, int, str]) -> dict[str, Any]:
     """One arm of one task and seed, from its own copy of the clone."""
-    task, seed, arm = job
-    algorithm, start_mode = ARMS[arm]
-    with tempfile.TemporaryDirectory() as name:
-        start = clone(task, seed, Path(name))
+    name, seed, arm = job
+    task, (algorithm, start_mode) = TASKS[name], ARMS[arm]
+    with tempfile.TemporaryDirectory() as folder:
+        start = clone(task, seed, Path(folder)) if task.demos else None
         began = time.perf_counter()
         run = gw.train(
-            gw.EnvCfg(id=f"MetaWorld/{task}", action_chunk=CHUNK, num_envs=64, start_mode=start_mode),
+            gw.EnvCfg(id=task.env, action_chunk=CHUNK, num_envs=64, start_mode=start_mode),
             {"name": algorithm, **SETTINGS},
-            total_steps=TASKS[task].steps,
+            total_steps=task.steps,
             seed=seed,
-            policy={"init_from": str(start)},
-            evaluation={"interval": TASKS[task].steps // 5, "episodes": EPISODES},
-            run_dir=Path(name, "run"),
+            policy={"init_from": str(start)} if start else NETWORK,
+            evaluation={"interval": task.steps // 5, "episodes": EPISODES},
+            run_dir=Path(folder, "run"),
         )
         metrics = run.metrics()
         return {
-            "task": task,
+            "task": name,
             "seed": seed,
             "arm": arm,
-            "before": success(start, seed),
+            "before": success(start, seed) if start else None,
             "after": success(run, seed),
             "curve": [[m["env_steps"], m["eval/success_rate"]] for m in metrics if "eval/success_rate" in m],
             "episodes": round(sum(m.get("rollout/episodes", 0) for m in metrics)),
@@ -100,18 +108,22 @@ def one(job: tuple[str, int, str]) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> None:
-    """Success in % over seeds: mean, least and greatest."""
+    """Success in %: mean over seeds with least and greatest, and the 95 % interval of all episodes together."""
     for task in TASKS:
         for arm in ARMS:
-            runs = [r for r in results if (r["task"], r["arm"]) == (task, arm)]
-            if not runs:
-                continue
-            before, after = ([100 * r[key] for r in runs] for key in ("before", "after"))
-            print(
-                f"{task:16} {arm:14} {len(runs)} seeds  before {statistics.mean(before):5.1f} ({min(before):.0f} to {max(before):.0f})"
-                f"  after {statistics.mean(after):5.1f} ({min(after):.0f} to {max(after):.0f})"
-                f"  {statistics.mean(r['episodes'] for r in runs):,.0f} episodes  {statistics.median(r['seconds'] for r in runs):.0f} s"
-            )
+            if runs := [r for r in results if (r["task"], r["arm"]) == (task, arm)]:
+                before = "" if runs[0]["before"] is None else f"before {spread([r['before'] for r in runs])}"
+                rate = statistics.mean(r["after"] for r in runs)
+                low, high = (100 * end for end in wilson_95(rate, EPISODES * len(runs)))
+                episodes = statistics.mean(r["episodes"] for r in runs)
+                print(
+                    f"{task:18} {arm:14} {len(runs)} seeds  {before}  after {spread([r['after'] for r in runs])}"
+                    f"  [{low:.0f}, {high:.0f}]  {episodes:,.0f} episodes  {statistics.median(r['seconds'] for r in runs):.0f} s"
+                )
+
+
+def spread(rates: list[float]) -> str:
+    return f"{100 * statistics.mean(rates):4.1f} ({100 * min(rates):.0f} to {100 * max(rates):.0f})"
 
 
 def main() -> None:

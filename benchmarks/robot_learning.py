@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import groupwise as gw
-from groupwise.training.evaluation import wilson_95
+from groupwise.report.scores import wilson_95
 
 RESULT = Path(__file__).parent / "results" / "robot_learning.json"
 EPISODES = 100

@@ -252,6 +252,14 @@ def test_rows_of_a_task_draw_with_one_renderer(make, monkeypatch):
     assert np.array_equal(rows[1].image(), images[1])
 
 
+def test_a_video_changes_no_observation(make):
+    plain, filmed = make("push-v3", obs="image"), make("push-v3", obs="image", render_mode="rgb_array")
+    images = [env.reset(seed=0)[0]["image"] for env in (plain, filmed)]
+    assert filmed.render().shape == (480, 480, 3)
+    assert np.array_equal(*images)
+    assert np.array_equal(filmed.image(), images[0])
+
+
 def test_a_missing_renderer_says_what_to_install(make, monkeypatch):
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     monkeypatch.setitem(sys.modules, "mujoco.egl", None)

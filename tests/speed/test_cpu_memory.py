@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+import groupwise as gw
+from groupwise.speed import install
 from groupwise.speed.cpu_memory import keep_freed_memory
 
 HELD = """
@@ -37,3 +39,13 @@ def test_freed_memory_stays_with_the_process(monkeypatch):
 def test_settings_of_the_environment_stay(name, monkeypatch):
     monkeypatch.setenv(name, "")
     assert not keep_freed_memory()
+
+
+@pytest.mark.parametrize(("width", "keeps"), [(8, False), (1024, True)])
+def test_only_large_networks_keep_memory(width, keeps, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(install, "keep_freed_memory", lambda: asked.append(True))
+    algorithm = gw.PPOCfg(num_steps=8, minibatch_size=16)
+    policy = {"hidden_sizes": (width, width)}
+    gw.train("CartPole-v1", algorithm, policy=policy, num_envs=2, total_steps=16, run_dir=tmp_path / "run")
+    assert bool(asked) == keeps

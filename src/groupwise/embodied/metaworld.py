@@ -42,7 +42,7 @@ MAX_EPISODE_STEPS = 100
 _MAX_REWARD = 10.0
 _VIDEO_SIZE = 480
 
-_simulators: WeakValueDictionary[tuple[str, int], Simulator] = WeakValueDictionary()
+_simulators: WeakValueDictionary[str, Simulator] = WeakValueDictionary()
 """Those of this process, shared by all rows that use the same ones."""
 
 
@@ -93,8 +93,7 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
         self._views, self._pixels, self._hide_arm = tuple(views), pixels, hide_arm
         self._reward = reward
         self._image = np.zeros((len(views), pixels, pixels, 3), np.uint8)
-        size = max(pixels, _VIDEO_SIZE if render_mode else 0)
-        self._simulators = {task: _simulator(task, size) for task in self.tasks}
+        self._simulators = {task: _simulator(task) for task in self.tasks}
         self._task = self.tasks[0]
         self._episode = Episode()
 
@@ -194,10 +193,10 @@ def instruction_bytes(text: str) -> npt.NDArray[np.uint8]:
     return np.frombuffer(encoded.ljust(INSTRUCTION_BYTES, b"\0"), np.uint8).copy()
 
 
-def _simulator(task: str, size: int) -> Simulator:
-    simulator = _simulators.get((task, size))
+def _simulator(task: str) -> Simulator:
+    simulator = _simulators.get(task)
     if simulator is None:
-        simulator = _simulators[task, size] = Simulator(task, size)
+        simulator = _simulators[task] = Simulator(task)
     return simulator
 
 

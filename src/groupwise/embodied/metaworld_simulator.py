@@ -43,13 +43,9 @@ class Episode:
 
 
 class Simulator:
-    """One task of Meta-World.
+    """One task of Meta-World."""
 
-    Args:
-        size: of the largest picture, in pixels.
-    """
-
-    def __init__(self, task: str, size: int) -> None:
+    def __init__(self, task: str) -> None:
         self._sawyer = ALL_V3_ENVIRONMENTS[task]()
         self._sawyer._freeze_rand_vec = False  # draw a start at each reset
         self._sawyer.seeded_rand_vec = True
@@ -58,8 +54,8 @@ class Simulator:
         self._sawyer.max_path_length = 2**62  # the limit is TimeLimit's
         self._sawyer.touching_object = partial(touches, self._sawyer)
         vars(self._sawyer).pop("sawyer_observation_space", None)  # it was computed without the goal
-        self._size = size
-        self._renderer: Renderer | None = None
+        self._renderers: dict[int, Renderer] = {}
+        """By the size of their pictures."""
         _place_cameras(self._sawyer.model)
         _group_arm(self._sawyer.model)
         self._now: Episode | None = None
@@ -95,10 +91,10 @@ class Simulator:
     def draw(self, episode: Episode, view: str, size: int, *, hide_arm: bool = False) -> Image:
         """The picture [size, size, 3], with or without the links of the arm. The hand is always drawn."""
         self._play(episode)
-        if self._renderer is None:
-            self._renderer = Renderer(self._sawyer.model, self._size)
+        if size not in self._renderers:
+            self._renderers[size] = Renderer(self._sawyer.model, size)
         without = _ARM_GROUP if hide_arm or view == _NEVER_SEES_ARM else None
-        image = self._renderer.render(self._sawyer.data, view, size, without=without)
+        image = self._renderers[size].render(self._sawyer.data, view, without=without)
         return image[::-1, ::-1] if view in _UPSIDE_DOWN else image
 
     def capture(self, episode: Episode) -> State:

@@ -1,6 +1,7 @@
 """Small images of MuJoCo scenes, fast enough in software that a policy can learn from them."""
 
 import atexit
+import copy
 import os
 import sys
 import weakref
@@ -11,6 +12,7 @@ from typing import Any
 import mujoco
 import numpy as np
 import numpy.typing as npt
+from jaxtyping import Float, Int
 
 from groupwise.errors import EnvError
 
@@ -26,12 +28,13 @@ def use_egl_without_display() -> None:
 
 
 class Renderer:
-    """Draws the data of one model without shadows, reflections and anti-aliasing, most of a frame's cost on a CPU.
+    """Draws pictures of one model without shadows, reflections and anti-aliasing, most of a frame's cost on a CPU.
 
-    One renderer serves any number of ``MjData`` of the model. ``close`` it, or drop it.
+    What a picture would not show of the meshes is left out, too. One renderer serves any number of ``MjData`` of the model.
+    ``close`` it, or drop it.
 
     Args:
-        size: largest width and height in pixels.
+        size: width and height of the pictures, in pixels.
 
     Raises:
         EnvError: OpenGL cannot be used.
@@ -41,6 +44,7 @@ class Renderer:
         self._model = model
         model.vis.quality.offsamples = 0
         model.vis.global_.offwidth = model.vis.global_.offheight = size
+        self._size = size
         self._scene = mujoco.MjvScene(model, maxgeom=1000)
         for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
             self._scene.flags[flag] = False
@@ -50,13 +54,13 @@ class Renderer:
         self._camera = mujoco.MjvCamera()
         self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
         self._gl = _gl_context(size)
-        self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
+        self._context = mujoco.MjrContext(_simplified(model, size), mujoco.mjtFontScale.mjFONTSCALE_100)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
         self._free = weakref.finalize(self, _free, self._gl, self._context)
         self._free.atexit = False
         atexit.register(self._free)  # after MuJoCo registered the end of OpenGL, so it runs before that
 
-    def render(self, data: Any, camera: str, size: int, *, without: int | None = None) -> Image:
+    def render(self, data: Any, camera: str, *, without: int | None = None) -> Image:
         """The picture [size, size, 3] of a camera of the model.
 
         Args:
@@ -76,15 +80,46 @@ class Renderer:
             self._scene,
         )
         self._gl.make_current()
-        viewport = mujoco.MjrRect(0, 0, size, size)
+        viewport = mujoco.MjrRect(0, 0, self._size, self._size)
         mujoco.mjr_render(viewport, self._scene, self._context)
-        image = np.empty((size, size, 3), np.uint8)
+        image = np.empty((self._size, self._size, 3), np.uint8)
         mujoco.mjr_readPixels(image, None, viewport, self._context)
         return image[::-1]  # OpenGL counts rows from below
 
     def close(self) -> None:
         """Free the memory of OpenGL."""
         self._free()
+
+
+def _simplified(model: Any, size: int) -> Any:
+    """A copy of the model for pictures [size, size], with fewer faces: vertices in one cell of a grid are drawn as one.
+
+    A cell is about a tenth of a pixel at the distance ``model.stat.extent``, and at most a 32nd of the mesh: cameras may be
+    close to what is small.
+    """
+    simplified = copy.copy(model)
+    for mesh in np.flatnonzero(model.mesh_facenum):
+        first, vertex = model.mesh_faceadr[mesh], model.mesh_vertadr[mesh]
+        faces = slice(first, first + model.mesh_facenum[mesh])
+        vertices = model.mesh_vert[vertex : vertex + model.mesh_vertnum[mesh]]
+        cell = min(model.stat.extent / (8 * size), float(np.ptp(vertices, axis=0).max()) / 32)
+        corners, kept = _merged(vertices, model.mesh_face[faces], cell)
+        fewer = slice(first, first + len(kept))
+        simplified.mesh_facenum[mesh] = len(kept)
+        simplified.mesh_face[fewer] = corners
+        simplified.mesh_facenormal[fewer] = model.mesh_facenormal[faces][kept]
+        simplified.mesh_facetexcoord[fewer] = model.mesh_facetexcoord[faces][kept]
+    return simplified
+
+
+def _merged(
+    vertices: Float[np.ndarray, "vertex 3"], faces: Int[np.ndarray, "face 3"], cell: float
+) -> tuple[Int[np.ndarray, "kept 3"], Int[np.ndarray, " kept"]]:
+    """The faces with corners in three cells, each corner moved to the first vertex of its cell; and their numbers."""
+    _, first, group = np.unique(np.floor(vertices / cell), axis=0, return_index=True, return_inverse=True)
+    corners = first[group.reshape(-1)][faces]
+    kept = np.flatnonzero((corners != np.roll(corners, 1, axis=1)).all(axis=1))
+    return corners[kept], kept
 
 
 def _gl_context(size: int) -> Any:

@@ -259,12 +259,16 @@ def summary(rounds: list[dict[str, dict[str, dict[str, Any]]]]) -> dict[str, Any
         out[name] = {}
         for side in sides:
             runs = [each[name][side] for each in rounds]
-            out[name][side] = {key: statistics.median(run[key] for run in runs) for key in ("seconds", "cpu_seconds")}
+            out[name][side] = {
+                key: round(statistics.median(run[key] for run in runs), 4) for key in ("seconds", "cpu_seconds")
+            }
             for key in ("seconds", "cpu_seconds"):
                 ratios = [each[name][side][key] / each[name]["ranks"][key] for each in rounds]
                 out[name][side][f"{key}, ratio to ranks"] = round(statistics.median(ratios), 2)
         shares = [each[name]["ranks"]["shares"] for each in rounds]
-        out[name]["shares, CPU seconds"] = {key: statistics.median(each[key] for each in shares) for key in shares[0]}
+        out[name]["shares, CPU seconds"] = {
+            key: round(statistics.median(each[key] for each in shares), 4) for key in shares[0]
+        }
     return out
 
 

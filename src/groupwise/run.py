@@ -87,7 +87,7 @@ class Run:
         parts = _rebuild(cfg, objects, folder, Engine())
         with running.closing_after(parts.close):
             where = folder.checkpoints / checkpoint
-            load_policy(parts.policy, load_checkpoint(where, parts.identity).policy, where)
+            load_policy(parts.policy, load_checkpoint(where, parts.identity, parts.policy).policy, where)
         return cls(folder.path, parts.cfg, parts.algorithm, folder.read_summary(), objects)
 
 

@@ -6,6 +6,7 @@ Imports no torch.
 
 import functools
 import json
+import os
 import re
 import shutil
 import textwrap
@@ -15,6 +16,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 from pydantic import TypeAdapter
 
+from groupwise import files
 from groupwise.config import load_config, presets, resolve
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import OTHER_NAMES, Cfg
@@ -174,9 +176,9 @@ def _convert(flag: str, word: str, types: set[Any]) -> Any:
         return None
     if "object" in types:
         try:
-            return json.loads(word)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{flag}: {word!r} is broken JSON: {error}") from error
+            return files.parse_json(os.fsencode(word))
+        except ValueError as error:
+            raise ConfigError(f"{flag}: {word!r:.200} is broken JSON: {error}") from error
     return float(word) if "integer" in types and re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d+", word) else word
 
 

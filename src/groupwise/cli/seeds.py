@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from groupwise import plugins
+from groupwise import files, plugins
 from groupwise.config import to_json
 from groupwise.config.run import CommonCfg
 from groupwise.cpus import num_cpus
@@ -111,7 +111,7 @@ def _create_folder(cfg: CommonCfg) -> Path:
     except FileExistsError as error:
         raise RunFolderError(f"run folder {str(folder)!r} is taken; fix: give another --run-dir") from error
     settings = to_json(cfg.model_copy(update={"run_dir": None}))
-    (folder / "settings.json").write_text(settings + "\n", encoding="utf-8")
+    files.write(folder / "settings.json", f"{settings}\n".encode())
     return folder
 
 

@@ -84,7 +84,7 @@ class Collector(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved ``state_dict``; the collector must be fresh."""
-        self.recent.extend(Episode(*episode) for episode in state["recent"])
+        self.recent.extend(Episode(float(score), int(length), *rest) for score, length, *rest in state["recent"])
 
     @abstractmethod
     def close(self) -> None:

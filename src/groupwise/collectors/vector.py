@@ -67,6 +67,9 @@ class VectorCollector(EnvCollector):
         running = state.get("running")
         if running is None or running["rank"] != self.rank:
             return
+        for name in ("dead", "age", "return"):
+            if running[name].shape != (self.env.num_envs,):
+                raise ValueError(f"running.{name} has shape {running[name].shape}, expected ({self.env.num_envs},)")
         self.env.load_state_dict(running["env"])
         obs, device = running["obs"], self.policy.device
         self._obs = obs.to(device) if isinstance(obs, Tensor) else TensorDict(obs, [self.env.num_envs], device=device)

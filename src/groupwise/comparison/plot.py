@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.comparison.aggregates import Estimate
 from groupwise.comparison.results import Comparison, EnvironmentResult
-from groupwise.report.curve import against_steps
+from groupwise.report.curve import against_steps, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ def plot_comparison(found: Comparison, path: Path) -> None:
         ends = {method.method: method.iqm for method in found.overall.methods}
         title = "all environments, normalised final scores"
         _intervals(figure.add_subplot(grid[rows - 1, :]), ends, {}, looks, title)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def _curves(axes: "Axes", found: EnvironmentResult, looks: dict[str, dict[str, Any]]) -> None:

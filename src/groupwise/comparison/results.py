@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from groupwise import files
 from groupwise.comparison import aggregates
 from groupwise.comparison.aggregates import Array, Curve, Estimate, Number, estimate, iqm
 from groupwise.config.run import EvaluationMetric
@@ -153,7 +154,7 @@ class Comparison:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.report(), indent=1, allow_nan=False)
-        (folder / "comparison.json").write_text(text + "\n", encoding="utf-8")
+        files.write(folder / "comparison.json", f"{text}\n".encode())
         plot_comparison(self, folder / "comparison.png")
 
 

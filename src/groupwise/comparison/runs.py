@@ -134,7 +134,7 @@ def _read_run(path: Path, name: str | None, metric: EvaluationMetric) -> _Run:
     Raises:
         RunFolderError: it is unfinished, damaged, or no run.
     """
-    folder = RunFolder(path)
+    folder = RunFolder.open(path)
     config, summary = folder.read_config(), folder.read_summary()
     numbers = [config.get("seed"), config.get("total_steps")]
     parts = [config.get("algorithm"), config.get("env") or config.get("task")]

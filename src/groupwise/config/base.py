@@ -76,8 +76,8 @@ def explain(item: Mapping[str, Any]) -> str:
         case "literal_error":
             choices = re.findall(r"[^\s',]+(?=')|\b\d+\b", item["ctx"]["expected"])
             hint = nearest(str(item["input"]), choices)
-            return f"{path} = {item['input']!r}: expected one of {', '.join(choices)}{hint}"
+            return f"{path} = {item['input']!r:.200}: expected one of {', '.join(choices)}{hint}"
         case "value_error":
             return f"{path}: {item['ctx']['error']}" if path else str(item["ctx"]["error"])
         case _:
-            return f"{path} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
+            return f"{path} = {item['input']!r:.200}: {item['msg'][0].lower()}{item['msg'][1:]}"

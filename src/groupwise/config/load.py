@@ -4,7 +4,6 @@ Precedence: class defaults < preset of the environment (or of texts) < preset na
 """
 
 import functools
-import json
 import operator
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, create_model
 
+from groupwise import files
 from groupwise.config import presets
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
 from groupwise.config.base import Cfg, explain
@@ -79,10 +79,10 @@ def load_config(
         raise ConfigError(f"{path}: {error}") from error
 
 
-def read_json(path: Path) -> Tree:
-    """The object in a JSON file, or a ``ConfigError``."""
+def read_json(path: Path, *, follow: bool = True) -> Tree:
+    """The object in a JSON file, or a ``ConfigError``; ``follow`` as in ``files.reading``."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = files.parse_json(files.read(path, files.MAX_SETTINGS, follow=follow))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}; expected a JSON file") from error
     except ValueError as error:
@@ -167,7 +167,7 @@ def _policy_of(source: Path) -> Tree:
     """Settings of the policy of a run, or of a checkpoint inside one; none where there is no run."""
     for folder in (source, *source.parents[:2]):
         if (folder / "config.json").is_file():
-            settings = _table(read_json(folder / "config.json"), "policy")
+            settings = _table(read_json(folder / "config.json", follow=False), "policy")
             kept = {key: value for key, value in settings.items() if key not in _NOT_OF_WEIGHTS}
             return {"name": AnyPolicyCfg.default, **kept}
     return {}

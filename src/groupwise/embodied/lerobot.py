@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from groupwise import files
 from groupwise.data.spaces import leaf_spaces, space_kind
 from groupwise.errors import DataError, require_extra
 
@@ -385,7 +386,7 @@ class _Moments:
 def _read_features(folder: Path) -> dict[str, Any]:
     path = folder / INFO
     try:
-        info = json.loads(path.read_text(encoding="utf-8"))
+        info = files.parse_json(files.read(path, files.MAX_SETTINGS, follow=True))
         features: dict[str, Any] = info["features"]
         version = str(info["codebase_version"])
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from groupwise import files
 from groupwise.report.scores import mean_ci95, wilson_95
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 TRAINING, EVALUATION = "#4c72b0", "#c44e52"
 
@@ -39,7 +42,14 @@ def plot_curve(
         against_steps(axes)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, loc="best")
-    figure.savefig(path)
+    save_figure(figure, path)
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write a PNG."""
+    png = BytesIO()
+    figure.savefig(png, format="png")
+    files.write(path, png.getvalue())
 
 
 def against_steps(axes: "Axes") -> None:

@@ -1,24 +1,34 @@
 """The run folder: settings, metrics, checkpoints and pictures of a run. ``docs/run_folder.md`` lists its files."""
 
 import json
-import os
 import platform
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from groupwise import plugins
+from groupwise import files, plugins
 from groupwise.errors import RunFolderError
 
 FORMAT = 2
+MAX_METRICS = 2**30
+"""Bytes of ``metrics.jsonl``."""
+MAX_LINE = files.MIB
+"""Bytes of a line in it."""
+WANDB = "wandb"
+"""Folder in which W&B keeps its files and links."""
 _PACKAGES = ("groupwise", "torch", "tensordict", "gymnasium", "numpy")
+_PROVENANCE: dict[str, type] = {"format": int, "run_id": str, "plugins": str, "given_in_python": str}
+"""Types that the entries must have, or the items of their lists."""
+_COUNTS = ("env_steps", "iterations", "episodes", "best_env_steps")
+_NUMBERS = ("seconds", "peak_memory_mib", "return_mean", "best_return_mean", "success_rate", "training_return_mean")
+"""Entries of the summary that are read again."""
 
 
 class RunFolder:
@@ -57,8 +67,8 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
         folder = cls(path)
         try:
-            with folder.config.open("x", encoding="utf-8") as file:  # two runs may have found the same empty folder
-                file.write(_to_json({**config, "provenance": {**provenance(), "given_in_python": list(given)}}))
+            made = {**config, "provenance": {**provenance(), "given_in_python": list(given)}}
+            files.create(folder.config, _to_json(made))  # two runs may have found the same empty folder
         except FileExistsError as error:
             raise _taken(path) from error
         return folder
@@ -78,7 +88,7 @@ class RunFolder:
         """The folder of an earlier run.
 
         Raises:
-            RunFolderError: it does not exist, or is no run folder.
+            RunFolderError: it does not exist, is no run folder, or has a link that leads out of it.
         """
         folder = cls(path)
         if not path.is_dir():
@@ -87,6 +97,11 @@ class RunFolder:
             inside = [child.name for child in sorted(path.iterdir()) if cls(child).config.is_file()]
             fix = f"a run in it, as {path / inside[0]}" if inside else "a folder that training made"
             raise RunFolderError(f"{path} is no run folder: config.json is missing; fix: give {fix}")
+        if (link := files.link_out_of(path, without=WANDB)) is not None:
+            raise RunFolderError(
+                f"{link} is a link that leads out of the run folder; fix: put what it leads to in its place, or use no "
+                "folder of a stranger"
+            )
         return folder
 
     def read_config(self) -> dict[str, Any]:
@@ -117,16 +132,24 @@ class RunFolder:
             RunFolderError: the file is damaged.
         """
         kept = _read_object(self.config).get("provenance") or {}
-        return {"format": 1, "plugins": [], "given_in_python": []} | kept
+        if not isinstance(kept, dict):
+            raise _damaged(self.config, f"provenance is {_kind(kept)}")
+        found = {"format": 1, "plugins": [], "given_in_python": [], "run_id": self.path.name} | kept
+        for key, kind in _PROVENANCE.items():
+            values = found.get(key, [])
+            for value in values if isinstance(values, list) else [values]:
+                if type(value) is not kind:
+                    raise _damaged(self.config, f"provenance.{key} is {_kind(value)}")
+        return found
 
     def rewrite_config(self, config: Mapping[str, Any]) -> None:
         """Replace the settings, as a resume with more steps does; provenance stays."""
         kept = _read_object(self.config).get("provenance")
-        _replace(self.config, _to_json({**config, "provenance": kept}))
+        files.write(self.config, _to_json({**config, "provenance": kept}))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace ``summary.json``."""
-        _replace(self.summary, _to_json(summary))
+        files.write(self.summary, _to_json(summary))
 
     def read_summary(self) -> dict[str, Any]:
         """What the run reached; empty if it was killed.
@@ -134,7 +157,16 @@ class RunFolder:
         Raises:
             RunFolderError: the file is damaged.
         """
-        return _read_object(self.summary) if self.summary.is_file() else {}
+        if not self.summary.is_file():
+            return {}
+        summary = _read_object(self.summary)
+        for key in _COUNTS:
+            if key in summary and not is_count(summary[key]):
+                raise _damaged(self.summary, f"{key} is {_kind(summary[key])}, expected a count")
+        for key in _NUMBERS:
+            if summary.get(key) is not None and not is_number(summary[key]):
+                raise _damaged(self.summary, f"{key} is {_kind(summary[key])}, expected a number")
+        return summary
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """One dictionary per iteration; an incomplete last line is left out.
@@ -142,24 +174,54 @@ class RunFolder:
         Raises:
             RunFolderError: another line is damaged (names it).
         """
-        lines = self.metrics.read_bytes().splitlines(keepends=True) if self.metrics.is_file() else []
-        if lines and not lines[-1].endswith(b"\n"):
-            del lines[-1]
-        entries = []
-        for number, line in enumerate(lines, start=1):
-            try:
-                entries.append(json.loads(line))
-                _ = entries[-1]["iteration"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise RunFolderError(
-                    f"{self.metrics}, line {number} is damaged: {error!r}; fix: delete that line"
-                ) from error
-        return entries
+        return [_parse_entry(self.metrics, number, line) for number, line in enumerate(self._lines(), start=1)]
 
     def truncate_metrics(self, iteration: int) -> None:
         """Drop what was logged after ``iteration``; a resumed run writes it again."""
         kept = [entry for entry in self.read_metrics() if entry["iteration"] <= iteration]
-        _replace(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
+        files.write(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
+
+    def remove_leftovers(self) -> None:
+        """Remove files that a kill left half written."""
+        for path in self.path.glob(".*.partial"):
+            path.unlink()
+
+    def _lines(self) -> Iterator[bytes]:
+        """The complete lines of ``metrics.jsonl``."""
+        if not self.metrics.is_file():
+            return
+        try:
+            with files.reading(self.metrics, MAX_METRICS) as file:
+                while (line := file.readline(MAX_LINE + 1)).endswith(b"\n"):
+                    yield line
+                files.check_size(len(line), MAX_LINE)
+        except (OSError, ValueError) as error:
+            raise _damaged(self.metrics, error) from error
+
+
+def _parse_entry(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        entry = files.parse_json(line)
+        if not isinstance(entry, dict):
+            raise TypeError(f"it is {_kind(entry)}, expected an object")
+        if wrong := [name for name in ("iteration", "env_steps") if not is_count(entry.get(name, 0))]:
+            raise TypeError(f"{wrong[0]} is {_kind(entry[wrong[0]])}, expected a count")
+        if wrong := [name for name, value in entry.items() if not is_number(value)]:
+            raise TypeError(f"{wrong[0]} is {_kind(entry[wrong[0]])}, expected a number")
+        _ = entry["iteration"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{path}, line {number} is damaged: {error!r:.200}; fix: delete that line") from error
+    return entry
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number from 0 on that fits into 64 bits."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number that fits into a float."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**1000)
 
 
 def provenance() -> dict[str, Any]:
@@ -214,30 +276,24 @@ def _taken(path: Path) -> RunFolderError:
     )
 
 
-def _to_json(data: Mapping[str, Any]) -> str:
-    return json.dumps(data, indent=2) + "\n"
+def _to_json(data: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps(data, indent=2)}\n".encode()
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunFolderError(f"{path} is damaged: {error}; fix: restore it, or train again") from error
+        data = files.parse_json(files.read(path, files.MAX_SETTINGS))
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
     if not isinstance(data, dict):
-        raise RunFolderError(f"{path} is damaged: it holds no JSON object; fix: restore it, or train again")
+        raise _damaged(path, "it holds no JSON object")
     return data
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    partial = path.with_name(path.name + ".partial")
-    write_through(partial, text.encode())
-    os.replace(partial, path)
+def _damaged(path: Path, why: object) -> RunFolderError:
+    return RunFolderError(f"{path} is damaged: {why}; fix: restore it, or train again")
 
 
-def write_through(path: Path, data: bytes) -> None:
-    """Write a file that survives a power cut."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _kind(value: object) -> str:
+    """A value in an error."""
+    return f"{type(value).__name__} {value!r:.80}"

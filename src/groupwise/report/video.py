@@ -5,9 +5,11 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from groupwise import files
 from groupwise.config.env import EnvCfg
 from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
@@ -49,7 +51,9 @@ def film(policy: Policy, cfg: EnvCfg, env: object | None, path: Path, *, seed: i
                 made.close()
     fps = float(made.metadata.get("render_fps") or 30)
     delay = max(MIN_DELAY, round(1000 * stride / fps))
-    frames[0].save(path, save_all=True, append_images=frames[1:], loop=0, duration=delay)
+    video, suffix = BytesIO(), path.suffix.removeprefix(".")
+    frames[0].save(video, suffix, save_all=True, append_images=frames[1:], loop=0, duration=delay)
+    files.write(path, video.getvalue())
 
 
 def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":

@@ -139,7 +139,7 @@ def load_trained(
     trained = _policy(cfg, UserObjects(policy=policy), actor_only=cfg.algorithm.load().actor_only)
     speed_up(trained)
     where = folder.checkpoints / checkpoint
-    load_policy(trained, load_checkpoint(where).policy, where)
+    load_policy(trained, load_checkpoint(where, policy=trained).policy, where)
     return trained
 
 

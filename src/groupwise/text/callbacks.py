@@ -1,11 +1,13 @@
 """Callbacks of text runs: check the sampler against the trainer, and log groups."""
 
 import logging
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensordict import TensorDict
 
+from groupwise import files
 from groupwise.config.run import SamplerMismatchCfg
 from groupwise.errors import SamplerMismatchError
 from groupwise.text.collector import TextCollector
@@ -58,8 +60,9 @@ class LogGroups(Callback):
         names = self.collector.rewards.names
         rows = [_record(member, names) for member in self.collector.members if member.group < self.num_groups]
         self.folder.mkdir(exist_ok=True)
-        path = self.folder / f"{trainer.env_steps:012d}.parquet"
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        table = BytesIO()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+        files.write(self.folder / f"{trainer.env_steps:012d}.parquet", table.getvalue())
 
 
 def _record(member: Transcript, names: tuple[str, ...]) -> dict[str, object]:

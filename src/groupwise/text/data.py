@@ -144,7 +144,7 @@ def _read(path: Path) -> Any:
     reader, fix = _READERS[suffix]
     try:
         return reader(path)
-    except ValueError as error:  # also of JSON, Parquet and UTF-8
+    except (ValueError, RecursionError) as error:  # also of JSON, Parquet and UTF-8
         raise DataError(f"{path}, {error}; fix: {fix}") from error
 
 

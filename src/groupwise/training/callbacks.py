@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDict
 
+from groupwise import files
 from groupwise.config.run import EvaluationMetric
 from groupwise.errors import DivergedError
 from groupwise.report.folder import RunFolder
@@ -102,7 +103,8 @@ class Evaluate(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the best score."""
-        self.best_score = state["best_score"]
+        best = state["best_score"]
+        self.best_score = None if best is None else float(best)
 
 
 class SaveCheckpoints(Callback):
@@ -162,8 +164,7 @@ class MetricsLog(Callback):
     def _write(self, trainer: "Trainer") -> None:
         self._written = trainer.iteration
         entry = {"iteration": trainer.iteration, "env_steps": trainer.env_steps, **trainer.metrics}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        files.append(self.path, f"{json.dumps(entry)}\n".encode())
 
 
 class TensorBoard(Callback):

@@ -8,27 +8,40 @@
 
 A new checkpoint replaces the old one only when it is complete, so a usable one survives a kill at any moment. ``best/``
 holds the policy only.
+
+A checkpoint may come from a stranger: sizes and kinds of its files are checked before they are read.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from groupwise.errors import CheckpointError
+from groupwise import files
+from groupwise.errors import CheckpointError, GroupwiseError
 from groupwise.policies.base import Policy
-from groupwise.report.folder import write_through
+from groupwise.report.folder import RunFolder, is_count, is_number
+
+if TYPE_CHECKING:
+    from groupwise.training.trainer import Trainer
 
 FORMAT = 2
 POLICY, ALGORITHM, STATE, MANIFEST = "policy.safetensors", "algorithm.safetensors", "state.json", "manifest.json"
+DAMAGES = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
+"""What code raises that reads a state with wrong entries."""
+MAX_STATE = 64 * files.MIB
+"""Bytes of ``state.json``."""
+MAX_EXTRA = 1024 * files.MIB
+"""Bytes of a file of tensors beside those that grow with the policy."""
 _FIX = "fix: take another checkpoint of the run, or train again"
 
 
@@ -53,45 +66,65 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, identity: Identity) ->
     """Write a checkpoint atomically.
 
     Raises:
-        CheckpointError: the state holds something that is neither plain data nor a tensor.
+        CheckpointError: the state holds something that is neither plain data nor a tensor, or more than is read again.
     """
-    partial, previous = _beside(folder, "partial"), _beside(folder, "previous")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in files.leftovers(folder):
+        _remove(leftover)
+    partial, previous = files.fresh_name(folder), _beside(folder, "previous")
     tensors: dict[str, Tensor] = {}
     state = _encode(checkpoint.state, tensors, "")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    files = {
+    content = {
         POLICY: safetensors.torch.save(_own(checkpoint.policy)),
         ALGORITHM: safetensors.torch.save(_own(tensors)),
         STATE: json.dumps(state, indent=1).encode(),
     }
-    manifest = {"format": FORMAT, **identity._asdict(), "sha256": {name: _digest(data) for name, data in files.items()}}
-    for name, data in (files | {MANIFEST: json.dumps(manifest, indent=1).encode()}).items():
-        write_through(partial / name, data)
-    _sync_folder(partial)
+    _check_readable(content, checkpoint.policy)
+    manifest = {
+        "format": FORMAT,
+        **identity._asdict(),
+        "sha256": {name: _digest(data) for name, data in content.items()},
+    }
+    content[MANIFEST] = json.dumps(manifest, indent=1).encode()
+    try:
+        partial.mkdir()
+        for name, data in content.items():
+            files.create(partial / name, data)
+        files.sync_folder(partial)
+    except BaseException:
+        _remove(partial)
+        raise
     _swap(partial, folder, previous)
 
 
-def load_checkpoint(folder: Path, identity: Identity | None = None) -> Checkpoint:
+def load_checkpoint(folder: Path, identity: Identity | None = None, policy: nn.Module | None = None) -> Checkpoint:
     """Content of a checkpoint, verified.
 
     Args:
         identity: of the environment it is used in; None does not compare.
+        policy: which the weights are for: its size limits that of the files. None reads files of any size.
 
     Raises:
-        CheckpointError: it is missing, damaged, of a newer format or of another environment.
+        CheckpointError: it is missing, damaged, too large, of a newer format or of another environment.
     """
     folder = find_checkpoint(folder)
     manifest = _read_manifest(folder)
     for field, want in ({} if identity is None else identity._asdict()).items():
         if manifest[field] != want:
             raise CheckpointError(
-                f"{folder} belongs to another environment: its {field} is {manifest[field]!r}, here it is {want!r}; "
+                f"{folder} belongs to another environment: its {field} is {manifest[field]!r:.200}, here it is {want!r}; "
                 "fix: use the environment it was trained in"
             )
-    files = {name: _read_verified(folder / name, digest) for name, digest in manifest["sha256"].items()}
-    policy, tensors = (safetensors.torch.load(files[name]) for name in (POLICY, ALGORITHM))
-    return Checkpoint(policy, _decode(json.loads(files[STATE]), tensors))
+    limits = _limits(None if policy is None else policy.state_dict())
+    content = {name: _read_verified(folder / name, manifest["sha256"][name], limits[name]) for name in limits}
+    try:
+        weights, tensors = (safetensors.torch.load(content[name]) for name in (POLICY, ALGORITHM))
+        state = _decode(files.parse_json(content[STATE]), tensors)
+        if not isinstance(state, dict):
+            raise TypeError(f"its state is a {type(state).__name__}, expected an object")
+    except (*DAMAGES, SafetensorError) as error:
+        raise CheckpointError(f"{folder} is damaged: {_in_short(error)}; {_FIX}") from error
+    return Checkpoint(weights, state)
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -109,9 +142,12 @@ def saved_steps(folder: Path) -> int | None:
         return None
     path = find_checkpoint(folder) / STATE
     try:
-        return int(json.loads(path.read_bytes())["env_steps"])
+        steps = files.parse_json(files.read(path, MAX_STATE))["env_steps"]
+        if not is_count(steps):
+            raise ValueError(f"env_steps is {steps!r:.80}, expected a count")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is missing or damaged ({error!r}); {_FIX}") from error
+        raise CheckpointError(f"{path} is missing or damaged ({_in_short(error)}); {_FIX}") from error
+    return int(steps)
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -170,8 +206,9 @@ def initialize(policy: Policy, source: Path) -> Initialized:
     Raises:
         CheckpointError: there is none, or its policy differs (names the tensors).
     """
-    folder = find_checkpoint(source / "checkpoints" / "latest" if (source / "checkpoints").is_dir() else source)
-    weights, own = load_checkpoint(folder).policy, policy.state_dict()
+    is_run = (source / "checkpoints").is_dir()
+    folder = find_checkpoint(RunFolder.open(source).latest if is_run else source)
+    weights, own = load_checkpoint(folder, policy=policy).policy, policy.state_dict()
     absent, unused = own.keys() - weights.keys(), weights.keys() - own.keys()
     differing = [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
     of_values = {name for name in absent | unused if name.partition(".")[0] in policy.value_modules}
@@ -190,14 +227,67 @@ def initialize(policy: Policy, source: Path) -> Initialized:
     return Initialized(folder, len(own) - len(absent), fresh, left)
 
 
+def load_state(run: "Trainer", state: dict[str, Any], where: Path) -> None:
+    """Restore the state of a run.
+
+    Raises:
+        CheckpointError: an entry is missing or of another type or shape.
+    """
+    try:
+        for name in ("iteration", "env_steps", "num_slots"):
+            if not is_count(state[name]):
+                raise TypeError(f"{name} is {state[name]!r:.80}, expected a count")
+        if not is_number(state["seconds"]):
+            raise TypeError(f"seconds is {state['seconds']!r:.80}, expected a number")
+        for name, fresh in (("algorithm", run.algorithm.state_dict()), ("collector", run.collector.state_dict())):
+            _check_like(state[name], fresh, name)
+        _check_moments(state["algorithm"]["optimizer"]["state"], run.algorithm.parameters)
+        run.load_state_dict(state)
+    except GroupwiseError:
+        raise
+    except DAMAGES as error:
+        raise CheckpointError(f"{where} is damaged: its state does not fit ({_in_short(error)}); {_FIX}") from error
+
+
+def _check_like(saved: Any, fresh: Any, path: str) -> None:
+    """Raise an error if an entry of a saved state has another type or shape than that of a fresh one."""
+    if fresh is None or saved is None:
+        return
+    kind: Any = (int, float) if isinstance(fresh, int | float) else type(fresh)
+    if not isinstance(saved, kind):
+        raise TypeError(f"{path} is {saved!r:.80}, expected {type(fresh).__name__}")
+    if isinstance(fresh, Tensor) and saved.shape != fresh.shape:
+        raise ValueError(f"{path} has shape {tuple(saved.shape)}, expected {tuple(fresh.shape)}")
+    if isinstance(fresh, dict):
+        pairs = [(key, saved[key], value) for key, value in fresh.items() if key in saved]
+    elif isinstance(fresh, list | tuple):
+        pairs = [(index, *both) for index, both in enumerate(zip(saved, fresh, strict=False))]
+    else:
+        return
+    for key, entry, value in pairs:
+        _check_like(entry, value, f"{path}.{key}")
+
+
+def _check_moments(saved: Mapping[int, Mapping[str, Any]], parameters: Sequence[Tensor]) -> None:
+    """Raise an error if what an optimiser keeps of a parameter is neither a number nor of its shape."""
+    for index, moments in saved.items():
+        for name, value in moments.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameters[index].shape:
+                raise ValueError(f"{name} of parameter {index} has shape {tuple(value.shape)}")
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        manifest: dict[str, Any] = files.parse_json(files.read(path, files.MAX_SETTINGS))
         version, _ = manifest["format"], [manifest[key] for key in Identity._fields]
-        manifest["sha256"] = dict(manifest["sha256"])
+        if type(version) is not int:
+            raise TypeError(f"format is {version!r:.80}, expected a number")
+        digests = {name: manifest["sha256"][name] for name in (POLICY, ALGORITHM, STATE)}
+        if wrong := [name for name, digest in digests.items() if not isinstance(digest, str)]:
+            raise TypeError(f"the SHA-256 of {wrong[0]} is {digests[wrong[0]]!r:.80}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is missing or damaged ({error!r}); {_FIX}") from error
+        raise CheckpointError(f"{path} is missing or damaged ({_in_short(error)}); {_FIX}") from error
     if version != FORMAT:
         raise CheckpointError(
             f"{folder} was made by {'a later' if version > FORMAT else 'an earlier'} version of groupwise (format {version}, "
@@ -206,14 +296,43 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _read_verified(path: Path, digest: str) -> bytes:
+def _read_verified(path: Path, digest: str, limit: int) -> bytes:
     try:
-        data = path.read_bytes()
+        with files.reading(path, limit) as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:  # before all of it is in memory
+                raise ValueError(f"its SHA-256 is not the one in {MANIFEST}")
+            file.seek(0)
+            return file.read()
     except OSError as error:
         raise CheckpointError(f"{path} is missing ({error}); {_FIX}") from error
-    if _digest(data) != digest:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; {_FIX}")
-    return data
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}; {_FIX}") from error
+
+
+def _limits(policy: Mapping[str, Any] | None) -> dict[str, int]:
+    """The most bytes of each file, for the weights of a policy, of which optimiser and reference keep several copies."""
+    if policy is None:
+        return {POLICY: 2**63, ALGORITHM: 2**63, STATE: MAX_STATE}
+    size = sum(value.nbytes for value in policy.values() if isinstance(value, Tensor))
+    return {POLICY: MAX_EXTRA + 2 * size, ALGORITHM: MAX_EXTRA + 16 * size, STATE: MAX_STATE}
+
+
+def _check_readable(content: Mapping[str, bytes], policy: Mapping[str, Any]) -> None:
+    """Raise a ``CheckpointError`` if a checkpoint could not be loaded again."""
+    for name, limit in _limits(policy).items():
+        try:
+            files.check_size(len(content[name]), limit)
+            if name == STATE:
+                files.parse_json(content[name])
+        except ValueError as error:
+            raise CheckpointError(
+                f"{name} of a checkpoint could not be read again: {error}; fix: return less from state_dict(), and arrays "
+                "as tensors"
+            ) from error
+
+
+def _in_short(error: Exception) -> str:
+    return f"{error!r:.200}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error!s:.200}"
 
 
 def _encode(value: object, tensors: dict[str, Tensor], path: str) -> Any:
@@ -282,18 +401,16 @@ def _beside(folder: Path, suffix: str) -> Path:
 def _swap(partial: Path, folder: Path, previous: Path) -> None:
     """Replace ``folder`` by ``partial``; at every moment ``folder`` or ``previous`` is complete."""
     if folder.is_dir():
-        shutil.rmtree(previous, ignore_errors=True)
+        _remove(previous)
         os.replace(folder, previous)
     os.replace(partial, folder)
-    _sync_folder(folder.parent)
-    shutil.rmtree(previous, ignore_errors=True)
+    files.sync_folder(folder.parent)
+    _remove(previous)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make renames and new files survive a power cut; Windows needs no such call."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _remove(path: Path) -> None:
+    """Remove a folder, or a link, but not what it leads to."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -24,7 +24,7 @@ from groupwise.report.scores import scores_of
 from groupwise.seeding import derive_seed
 from groupwise.training.base import Callback
 from groupwise.training.callbacks import build_callbacks
-from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, saved_steps
+from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, load_state, saved_steps
 from groupwise.training.components import Components, UserObjects, threads
 from groupwise.training.signals import handling
 from groupwise.training.trainer import Trainer
@@ -68,11 +68,12 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
     """Load the latest checkpoint, and cut the logs back to it. A run without a checkpoint begins again."""
     where = "; no checkpoint was saved, so training begins again"
     if has_checkpoint(folder.latest):
-        checkpoint = load_checkpoint(folder.latest, parts.identity)
+        checkpoint = load_checkpoint(folder.latest, parts.identity, parts.policy)
         load_policy(parts.policy, checkpoint.policy, folder.latest)
-        trainer.load_state_dict(checkpoint.state)
+        load_state(trainer, checkpoint.state, folder.latest)
         where = ""
     if engine.rank == 0:
+        folder.remove_leftovers()
         folder.truncate_metrics(trainer.iteration)
         if folder.read_config()["total_steps"] != parts.cfg.total_steps:
             folder.rewrite_config(parts.cfg.model_dump(mode="json"))

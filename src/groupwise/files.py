@@ -1,0 +1,171 @@
+"""Files in folders that a stranger may have made: written to fresh names, read within limits, and no link followed.
+
+Imports no torch.
+"""
+
+import errno
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+MIB = 2**20
+MAX_SETTINGS = MIB
+"""Bytes of a file of settings."""
+MAX_DEPTH = 200
+"""Levels of nested lists and objects in JSON."""
+MAX_VALUES = 2_000_000
+"""Values in a JSON text."""
+
+if sys.platform == "win32":
+    _FOLLOW = _NO_LINK = os.O_BINARY
+else:
+    _FOLLOW = os.O_NONBLOCK
+    _NO_LINK = _FOLLOW | os.O_NOFOLLOW
+"""Flags of ``open``. None waits for the other end of a FIFO."""
+
+
+def create(path: Path, data: bytes) -> None:
+    """Write a new file that survives a power cut.
+
+    Raises:
+        FileExistsError: something is there, if only a link.
+    """
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write or replace a file at once. A link at ``path`` is replaced, too."""
+    fresh = fresh_name(path)
+    try:
+        create(fresh, data)
+        os.replace(fresh, path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add to a file, or begin it.
+
+    Raises:
+        OSError: it is a link, or no regular file.
+    """
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_LINK, 0o666), "ab") as file:
+        file.write(data)
+
+
+@contextmanager
+def reading(path: Path, limit: int, *, follow: bool = False) -> Iterator[BufferedReader]:
+    """A file, open for reading.
+
+    Args:
+        limit: the most bytes that it may have.
+        follow: whether ``path`` may be a link, as of files that the user names.
+
+    Raises:
+        OSError: there is none.
+        ValueError: it is a link, no regular file, or too large.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | (_FOLLOW if follow else _NO_LINK))
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError("it is a link, and links are not followed") from error
+        raise
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
+        check_size(status.st_size, limit)
+        yield file
+
+
+def read(path: Path, limit: int, *, follow: bool = False) -> bytes:
+    """The content of a file; arguments and errors as of ``reading``."""
+    with reading(path, limit, follow=follow) as file:
+        return file.read(limit)
+
+
+def check_size(size: int, limit: int) -> None:
+    """Raise a ``ValueError`` if ``size`` is more than ``limit`` bytes."""
+    if size > limit:
+        raise ValueError(f"it has {size:,} bytes, more than the limit of {limit:,}")
+
+
+def parse_json(data: bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is broken, or has more than ``MAX_VALUES`` values, ``MAX_DEPTH`` levels or 4,300 digits of a number.
+    """
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise ValueError(f"it has more than {MAX_VALUES:,} values")
+    try:
+        tree = json.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise _too_deep() from None
+    level = [tree]
+    for _ in range(MAX_DEPTH + 1):
+        level = [child for node in level if isinstance(node, dict | list) for child in _children(node)]
+        if not level:
+            return tree
+    raise _too_deep()
+
+
+def _children(node: dict[str, Any] | list[Any]) -> Any:
+    return node.values() if isinstance(node, dict) else node
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+
+
+def link_out_of(folder: Path, *, without: str = "") -> Path | None:
+    """A link inside of a folder that leads out of it; None if there is none.
+
+    Args:
+        without: a folder in it whose content is left out.
+    """
+
+    def leads_out(path: Path) -> bool:
+        return path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root)
+
+    root = Path(os.path.realpath(folder))
+    for place, folders, names in os.walk(root):
+        for path in (Path(place, name) for name in (*folders, *names)):
+            if leads_out(path):
+                return path
+        if Path(place) == root and without in folders:
+            folders.remove(without)
+    return None
+
+
+def fresh_name(path: Path) -> Path:
+    """A path beside ``path`` that nobody can guess."""
+    return path.with_name(f".{path.name}.{token_hex(8)}.partial")
+
+
+def leftovers(path: Path) -> list[Path]:
+    """What a kill left at the fresh names of ``path``."""
+    return sorted(path.parent.glob(f".{path.name}.*.partial"))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new files survive a power cut; Windows needs no such call."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

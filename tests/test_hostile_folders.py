@@ -1,0 +1,223 @@
+"""Run folders and settings of a stranger: refused by one clear error, in 1 s of CPU time and 200 MB, and nothing is written."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import groupwise as gw
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of resource, and /proc")
+
+LATEST = Path("checkpoints", "latest")
+STATE, MANIFEST, WEIGHTS = (LATEST / name for name in ("state.json", "manifest.json", "policy.safetensors"))
+DEEP = b"[" * 100_000 + b"]" * 100_000
+DIGITS = b'{"seed": ' + b"9" * 5_000 + b"}"
+Damage = Callable[[Path], object]
+
+
+def zeros(file: Path) -> None:
+    """Endless, if it is read."""
+    file.unlink(missing_ok=True)
+    os.symlink("/dev/zero", file)
+
+
+def fifo(file: Path) -> None:
+    """Nobody writes into it."""
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+
+
+def huge(file: Path) -> None:
+    with file.open("wb") as opened:
+        opened.truncate(2**40)
+
+
+def holding(data: bytes) -> Damage:
+    return lambda file: file.write_bytes(data)
+
+
+def changed(value: Any, *path: str) -> Damage:
+    """The file with another value somewhere in its JSON."""
+
+    def change(file: Path) -> None:
+        tree = json.loads(file.read_text())
+        inside = tree
+        for key in path[:-1]:
+            inside = inside[key]
+        inside[path[-1]] = value
+        file.write_text(json.dumps(tree))
+
+    return change
+
+
+def line_of(**entry: Any) -> Damage:
+    return holding(json.dumps({"iteration": 1, "env_steps": 10} | entry).encode() + b"\n")
+
+
+CASES: list[tuple[str, str, str | Path, Damage, str]] = [
+    ("config: link", "resume", "config.json", zeros, "RunFolderError"),
+    ("config: FIFO", "resume", "config.json", fifo, "RunFolderError"),
+    ("config: huge", "resume", "config.json", huge, "RunFolderError"),
+    ("config: deep", "resume", "config.json", holding(DEEP), "RunFolderError"),
+    ("config: digits", "resume", "config.json", holding(DIGITS), "RunFolderError"),
+    ("config: not UTF-8", "resume", "config.json", holding(b'{"a": "\xff"}'), "RunFolderError"),
+    ("config: many values", "compare", "config.json", holding(b"[" + b"[]," * 300_000 + b"0]"), "RunFolderError"),
+    ("config: link, as settings", "config", "config.json", zeros, "ConfigError"),
+    ("config: FIFO, as settings", "config", "config.json", fifo, "ConfigError"),
+    ("config: huge, as settings", "config", "config.json", huge, "ConfigError"),
+    ("config: deep, as settings", "config", "config.json", holding(DEEP), "ConfigError"),
+    ("config: digits, as settings", "config", "config.json", holding(DIGITS), "ConfigError"),
+    ("provenance: list", "resume", "config.json", changed([1], "provenance"), "RunFolderError"),
+    ("provenance: format", "resume", "config.json", changed("2", "provenance", "format"), "RunFolderError"),
+    ("provenance: plugins", "resume", "config.json", changed([[]], "provenance", "plugins"), "RunFolderError"),
+    ("provenance: given", "resume", "config.json", changed({"a": 1}, "provenance", "given_in_python"), "RunFolderError"),
+    ("settings: type", "resume", "config.json", changed("x", "algorithm"), "RunFolderError"),
+    ("settings: steps", "resume", "config.json", changed("x", "total_steps"), "RunFolderError"),
+    ("summary: deep", "compare", "summary.json", holding(DEEP), "RunFolderError"),
+    ("summary: huge", "compare", "summary.json", huge, "RunFolderError"),
+    ("summary: list", "compare", "summary.json", holding(b"[1]"), "RunFolderError"),
+    ("summary: seconds", "compare", "summary.json", changed("x", "seconds"), "RunFolderError"),
+    ("summary: steps", "compare", "summary.json", changed([], "env_steps"), "RunFolderError"),
+    ("metrics: link", "resume", "metrics.jsonl", zeros, "RunFolderError"),
+    ("metrics: huge", "resume", "metrics.jsonl", huge, "RunFolderError"),
+    ("metrics: one line", "resume", "metrics.jsonl", holding(b" " * 2**22), "RunFolderError"),
+    ("metrics: deep", "resume", "metrics.jsonl", holding(DEEP + b"\n"), "RunFolderError"),
+    ("metrics: digits", "resume", "metrics.jsonl", holding(DIGITS + b"\n"), "RunFolderError"),
+    ("metrics: iteration", "resume", "metrics.jsonl", line_of(iteration="1"), "RunFolderError"),
+    ("metrics: steps", "compare", "metrics.jsonl", line_of(env_steps=None), "RunFolderError"),
+    ("metrics: score", "compare", "metrics.jsonl", line_of(**{"eval/return_mean": [1]}), "RunFolderError"),
+    ("metrics: large score", "compare", "metrics.jsonl", line_of(**{"eval/return_mean": 10**400}), "RunFolderError"),
+    ("manifest: link", "resume", MANIFEST, zeros, "RunFolderError"),
+    ("manifest: FIFO", "resume", MANIFEST, fifo, "CheckpointError"),
+    ("manifest: huge", "resume", MANIFEST, huge, "CheckpointError"),
+    ("manifest: deep", "resume", MANIFEST, holding(DEEP), "CheckpointError"),
+    ("manifest: list", "resume", MANIFEST, holding(b"[]"), "CheckpointError"),
+    ("manifest: format", "resume", MANIFEST, changed("2", "format"), "CheckpointError"),
+    ("manifest: digests", "resume", MANIFEST, changed(5, "sha256"), "CheckpointError"),
+    ("manifest: digest", "resume", MANIFEST, changed(5, "sha256", "state.json"), "CheckpointError"),
+    ("weights: link", "resume", WEIGHTS, zeros, "RunFolderError"),
+    ("weights: FIFO", "resume", WEIGHTS, fifo, "CheckpointError"),
+    ("weights: huge", "resume", WEIGHTS, huge, "CheckpointError"),
+    ("weights: long header", "resume", WEIGHTS, holding((2**62).to_bytes(8, "little") * 2), "CheckpointError"),
+    ("weights: empty", "resume", WEIGHTS, holding(b""), "CheckpointError"),
+    ("state: FIFO", "resume", STATE, fifo, "CheckpointError"),
+    ("state: huge", "resume", STATE, huge, "CheckpointError"),
+    ("state: deep", "resume", STATE, holding(DEEP), "CheckpointError"),
+    ("state: digits", "resume", STATE, holding(DIGITS), "CheckpointError"),
+    ("state: many values", "resume", STATE, holding(b"[" + b"[]," * 10_000_000 + b"0]"), "CheckpointError"),
+    ("state: list", "resume", STATE, holding(b"[]"), "CheckpointError"),
+    ("state: steps", "resume", STATE, changed("x", "env_steps"), "CheckpointError"),
+    ("state: iteration", "resume", STATE, changed(-1, "iteration"), "CheckpointError"),
+    ("state: seconds", "resume", STATE, changed([], "seconds"), "CheckpointError"),
+    ("state: algorithm", "resume", STATE, changed(None, "algorithm"), "CheckpointError"),
+    ("state: no tensor", "resume", STATE, changed({"$": "tensor"}, "algorithm", "optimizer"), "CheckpointError"),
+    ("state: learning rate", "resume", STATE, changed("x", "algorithm", "schedule", "factor"), "CheckpointError"),
+    ("state: moments", "resume", STATE, changed([1], "algorithm", "optimizer", "state"), "CheckpointError"),
+    ("state: episodes", "resume", STATE, changed([["x", 1]], "collector", "recent"), "CheckpointError"),
+    ("state: running", "resume", STATE, changed("x", "collector", "running"), "CheckpointError"),
+    ("state: best score", "resume", STATE, changed("x", "callbacks", "Evaluate", "best_score"), "CheckpointError"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stranger") / "run"
+    gw.train(
+        "CartPole-v1", "ppo", total_steps=2048, num_envs=4, run_dir=folder, evaluation={"episodes": 2}, compile="off",
+        logging={"progress": "none"},
+    )  # fmt: skip
+    return folder
+
+
+def sign(folder: Path) -> None:
+    """Make the digests those of the files, as a stranger would."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for name in manifest["sha256"]:
+        file = folder / LATEST / name
+        if file.is_file() and file.stat().st_size < 2**30:
+            manifest["sha256"][name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def endings(cases: list[tuple[str, str, Path]], where: Path) -> dict[str, str]:
+    """How each case ended; see ``support/under_limits.py``."""
+    file = where / "cases.json"
+    file.write_text(json.dumps([(name, call, str(folder)) for name, call, folder in cases]))
+    script = Path(__file__).parent / "support" / "under_limits.py"
+    done = subprocess.run([sys.executable, script, file], capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_every_hostile_file_is_refused_by_one_clear_error(trained: Path, tmp_path: Path):
+    calls = []
+    for number, (name, call, file, damage, _) in enumerate(CASES):
+        folder = tmp_path / str(number)
+        shutil.copytree(trained, folder)
+        damage(folder / file)
+        if (folder / file).parent.name == "latest" and file != MANIFEST:
+            sign(folder)
+        calls.append((name, call, folder))
+    found = endings(calls, tmp_path)
+    wrong = {name: found[name] for name, *_, error in CASES if not found[name].startswith(f"{error}: ")}
+    assert wrong == {}
+    assert all("fix: " in found[name] for name, call, *_ in CASES if call == "resume"), found
+
+
+def test_an_untouched_folder_passes_under_the_same_limits(trained: Path, tmp_path: Path):
+    """Otherwise the limits would refuse, and not the checks."""
+    folder = shutil.copytree(trained, tmp_path / "run")
+    calls = [(call, call, folder) for call in ("evaluate", "compare", "config")]
+    assert endings(calls, tmp_path) == dict.fromkeys(("evaluate", "compare", "config"), "accepted")
+
+
+@pytest.mark.parametrize("call", ["resume", "evaluate", "compare"])
+@pytest.mark.parametrize(
+    "place",
+    ["metrics.jsonl", "summary.json", "config.json", "curve.png", "policy.gif", "checkpoints", "groups/x", LATEST],
+)
+def test_links_out_of_the_folder_are_refused_and_their_targets_stay(
+    trained: Path, tmp_path: Path, place: str | Path, call: str
+):
+    folder = shutil.copytree(trained, tmp_path / "run")
+    target, link = tmp_path / "mine", folder / place
+    if link.is_dir():
+        shutil.move(link, target)
+    elif link.is_file():
+        shutil.copy(link, target)
+        link.unlink()
+    else:
+        link.parent.mkdir(exist_ok=True)
+        target.write_text("mine")
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in (target, *target.rglob("*")))
+    os.symlink(target, link)
+    run = {"resume": lambda: gw.resume(folder, 4096), "evaluate": lambda: gw.evaluate(folder, 2), "compare": lambda: gw.compare([folder])}  # fmt: skip
+    with pytest.raises(gw.RunFolderError, match="is a link that leads out of the run folder; fix: "):
+        run[call]()
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in (target, *target.rglob("*"))) == before
+
+
+def test_links_at_names_for_half_written_files_are_not_followed(trained: Path, tmp_path: Path):
+    folder = shutil.copytree(trained, tmp_path / "run")
+    target = folder / "mine"  # inside, so that the folder opens
+    target.write_text("mine")
+    for name in ("metrics.jsonl.partial", "summary.json.partial", "curve.png", "checkpoints/latest.partial"):
+        (folder / name).unlink(missing_ok=True)
+        os.symlink(target, folder / name)
+    gw.resume(folder, 4096)
+    assert target.read_text() == "mine"
+    assert not (folder / "curve.png").is_symlink()
+
+
+def test_latest_may_be_a_link_inside_of_the_folder(trained: Path, tmp_path: Path):
+    folder = shutil.copytree(trained, tmp_path / "run")
+    (folder / LATEST).rename(folder / "checkpoints" / "step_2048")
+    os.symlink("step_2048", folder / LATEST)
+    assert gw.resume(folder, 4096).summary["env_steps"] == 4096

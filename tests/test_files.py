@@ -66,9 +66,19 @@ def test_depth_of_json_is_limited(depth: int):
             files.parse_json(text)
 
 
-@pytest.mark.parametrize("text", [b"[" + b"1," * files.MAX_VALUES + b"1]", b"9" * 5_000, b'"\xff"', b"{", b""])
-def test_other_json_that_is_refused(text: bytes):
-    with pytest.raises(ValueError, match="."):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"[" + b"1," * files.MAX_VALUES + b"1]", "more than 2,000,000 values"),
+        (b"9" * 5_000, "4300 digits"),
+        (b'"\xff"', "invalid start byte"),
+        (b"{", "Expecting"),
+        (b"", "Expecting"),
+    ],
+    ids=["values", "digits", "bytes", "cut", "empty"],
+)
+def test_other_json_that_is_refused(text: bytes, why: str):
+    with pytest.raises(ValueError, match=why):
         files.parse_json(text)
 
 

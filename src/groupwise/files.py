@@ -117,14 +117,11 @@ def parse_json(data: bytes) -> Any:
         raise _too_deep() from None
     level = [tree]
     for _ in range(MAX_DEPTH + 1):
-        level = [child for node in level if isinstance(node, dict | list) for child in _children(node)]
-        if not level:
+        inner = [node for node in level if isinstance(node, dict | list)]
+        if not inner:
             return tree
+        level = [child for node in inner for child in (node.values() if isinstance(node, dict) else node)]
     raise _too_deep()
-
-
-def _children(node: dict[str, Any] | list[Any]) -> Any:
-    return node.values() if isinstance(node, dict) else node
 
 
 def _too_deep() -> ValueError:

@@ -253,9 +253,9 @@ def _check_like(saved: Any, fresh: Any, path: str) -> None:
     """Raise an error if an entry of a saved state has another type or shape than that of a fresh one."""
     if fresh is None or saved is None:
         return
-    kind: Any = (int, float) if isinstance(fresh, int | float) else type(fresh)
-    if not isinstance(saved, kind):
-        raise TypeError(f"{path} is {saved!r:.80}, expected {type(fresh).__name__}")
+    kinds: tuple[Any, ...] = (int | float, str, dict, list, tuple, Tensor, np.ndarray)
+    if kind := next((kind for kind in kinds if isinstance(fresh, kind) and not isinstance(saved, kind)), None):
+        raise TypeError(f"{path} is {saved!r:.80}, expected {kind}")
     if isinstance(fresh, Tensor) and saved.shape != fresh.shape:
         raise ValueError(f"{path} has shape {tuple(saved.shape)}, expected {tuple(fresh.shape)}")
     if isinstance(fresh, dict):

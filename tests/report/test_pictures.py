@@ -128,27 +128,58 @@ def policy_for(env: gymnasium.Env) -> ActorCritic:
     return ActorCritic(env.observation_space, env.action_space, actor_only=True)
 
 
+def levels_and_delays(path: Path) -> tuple[list[int], list[int]]:
+    """Grey level of each frame, and the milliseconds that it stays."""
+    levels, delays = [], []
+    with Image.open(path) as image:
+        for index in range(image.n_frames):
+            image.seek(index)
+            image.load()
+            levels.append(image.convert("L").getpixel((0, 0)))
+            delays.append(image.info["duration"])
+    return levels, delays
+
+
 @pytest.mark.parametrize("name", ["policy.gif", "policy.webp"])
 def test_video_plays_the_whole_episode_at_its_speed(name: str, tmp_path: Path):
     env = Corridor()
     film(policy_for(env), EnvCfg(), lambda: env, tmp_path / name, seed=0)
     with Image.open(tmp_path / name) as image:
-        assert image.n_frames == 40
         assert image.size == (400, 50)  # halved from 800 x 100
-        image.load()
-        assert image.info["duration"] == 100  # 10 frames a second
+    levels, delays = levels_and_delays(tmp_path / name)
+    assert delays == [100] * 40 + [1000]  # 10 frames a second, then the end of the episode
+    assert levels == pytest.approx([5 * i for i in range(41)], abs=3)  # WebP loses some
+
+
+def test_fast_environments_show_fewer_steps_at_the_same_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(Corridor.metadata, "render_fps", 75)
+    film(policy_for(Corridor()), EnvCfg(), Corridor, tmp_path / "policy.gif", seed=0)
+    levels, delays = levels_and_delays(tmp_path / "policy.gif")
+    assert levels == [*range(0, 200, 15), 200]  # every third of the 40 steps, and the end
+    assert delays == [40] * 14 + [1000]  # 25 frames a second
 
 
 def test_long_episodes_are_thinned_out_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(video, "MAX_FRAMES", 12)
     film(policy_for(Corridor()), EnvCfg(), Corridor, tmp_path / "policy.gif", seed=0)
+    levels, delays = levels_and_delays(tmp_path / "policy.gif")
+    assert levels == [*range(0, 200, 20), 200]  # every fourth of the 40 steps, and the end
+    assert delays == [400] * 10 + [1000]
+
+
+def test_frames_of_many_colours_share_a_palette_that_fits_all(tmp_path: Path):
+    class Rainbow(Corridor):
+        def render(self) -> Any:
+            ramp = np.arange(self.width * 100).reshape(100, self.width) % 256
+            return np.roll(np.stack([ramp, 255 - ramp, 0 * ramp + 6 * self.steps], -1), self.steps, 1).astype(np.uint8)
+
+    film(policy_for(Corridor()), EnvCfg(), lambda: Rainbow(width=300), tmp_path / "policy.gif", seed=0)
+    env = Rainbow(width=300)
     with Image.open(tmp_path / "policy.gif") as image:
-        levels = []
-        for index in range(image.n_frames):
-            image.seek(index)
-            levels.append(image.convert("L").getpixel((0, 0)))
-        assert levels == [20 * i for i in range(10)]  # every fourth of the 40 steps
-        assert image.info["duration"] == 400
+        for env.steps in (0, 20, 40):
+            image.seek(env.steps)
+            error = np.abs(np.asarray(image.convert("RGB")).astype(int) - env.render())
+            assert error.mean() < 8
 
 
 def test_cartpole_is_drawn_without_a_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

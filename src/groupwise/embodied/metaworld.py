@@ -40,7 +40,7 @@ PROPRIO_SIZE = 4
 INSTRUCTION_BYTES = 64
 MAX_EPISODE_STEPS = 100
 _MAX_REWARD = 10.0
-_VIDEO_SIZE = 480
+_VIDEO_SIZE = 400
 
 _simulators: WeakValueDictionary[str, Simulator] = WeakValueDictionary()
 """Those of this process, shared by all rows that use the same ones."""

@@ -134,9 +134,21 @@ def test_mistakes(tmp_path):
         gw.record_demos("ToyReaching-v0", straight, episodes=0)
     with pytest.raises(gw.DataError, match=r"shape \[3\], expected \[2\]"):
         gw.record_demos("ToyReaching-v0", lambda obs: np.zeros(3), out=tmp_path / "x")
+
+
+def test_a_folder_that_is_taken_is_refused_and_left_as_it_is(tmp_path):
+    kept = gw.record_demos("ToyReaching-v0", straight, episodes=1, out=tmp_path / "x").path
+    before = {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+    with pytest.raises(
+        gw.ConfigError, match=r"folder of demonstrations '.*x' is taken; fix: delete it, or name another"
+    ):
+        gw.record_demos("ToyReaching-v0", straight, episodes=2, out=kept)
+    assert {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()} == before
     (tmp_path / "file").write_text("")
-    with pytest.raises(gw.RunFolderError):
-        gw.record_demos("ToyReaching-v0", straight, out=tmp_path)
+    with pytest.raises(gw.ConfigError, match="is taken"):
+        gw.record_demos("ToyReaching-v0", straight, out=tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    assert gw.record_demos("ToyReaching-v0", straight, episodes=1, out=tmp_path / "empty").episodes == 1
 
 
 def test_the_command_records_the_expert_of_the_table(tmp_path, monkeypatch, capsys):

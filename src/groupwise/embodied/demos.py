@@ -24,7 +24,7 @@ from groupwise.embodied.lerobot import INSTRUCTION, Demonstration, DemoWriter
 from groupwise.envs.single import make_one
 from groupwise.envs.success import success_of_row
 from groupwise.errors import ConfigError, DataError
-from groupwise.report.folder import RunFolder
+from groupwise.report.folder import is_free
 from groupwise.seeding import derive_seed
 
 Expert: TypeAlias = Callable[[Any], Any]
@@ -98,7 +98,10 @@ def record_demos(
     with closing(make_one(cfg, make)) as made:
         name = cfg.id if made.spec is None or cfg.id != GIVEN else made.spec.id
         folder = Path(out) if out is not None else Path("demos") / re.sub(r"\W+", "-", name).strip("-")
-        RunFolder.check_free(folder)
+        if not is_free(folder):
+            raise ConfigError(
+                f"the folder of demonstrations {str(folder)!r} is taken; fix: delete it, or name another one (out, --out)"
+            )
         return _record(made, make_expert, folder, name, episodes, noise, seed, keep_failures)
 
 

@@ -80,7 +80,7 @@ class RunFolder:
         Raises:
             RunFolderError: ``path`` is a file, or a folder that is not empty.
         """
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if not is_free(path):
             raise _taken(path)
 
     @classmethod
@@ -222,6 +222,11 @@ def is_count(value: object) -> bool:
 def is_number(value: object) -> bool:
     """Whether it is a number that fits into a float."""
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**1000)
+
+
+def is_free(path: Path) -> bool:
+    """Whether it does not exist or is an empty folder."""
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
 def provenance() -> dict[str, Any]:

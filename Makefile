@@ -8,7 +8,7 @@ PEERS := .venv-peers
 PEERS_PIP := python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-text test test-all check format learn bench bench-peers docs clean
+.PHONY: help demo demo-robot demo-text test test-all check format learn bench bench-peers docs clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | sort
@@ -24,6 +24,12 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.text: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing groupwise and what language models need into $(VENV) (the first time takes a minute or two)"
 	$(PIP) -e '.[text]'
+	@touch $@ $(VENV)/.core
+
+$(VENV)/.robots: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing groupwise and what robot arms need into $(VENV) (the first time takes a minute or two)"
+	$(PIP) -e '.[robots]'
+	$(PIP) --no-deps metaworld==3.1.1  # it pins an old MuJoCo, but runs on newer ones
 	@touch $@ $(VENV)/.core
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
@@ -49,6 +55,9 @@ demo: $(VENV)/.core  ## Train CartPole with GRPO, show what it reached
 
 demo-text: $(VENV)/.text  ## Train a tiny language model with GRPO, a minute or two
 	$(BIN)/python examples/text_copy.py
+
+demo-robot: $(VENV)/.robots  ## A robot arm learns from ten demonstrations and success, a few minutes
+	$(BIN)/python examples/robot_arm.py
 
 test: check  ## Every check; tests of the core, of texts and of fast paths, without slow ones
 	$(BIN)/python -m pytest -n 2 -m "not learn and not contrib and not slow"

@@ -19,7 +19,8 @@ def clone_expert(folder: Path, seed: int, episodes: int, total_steps: int) -> gw
     demos = gw.record_demos(TASK, episodes=episodes, seed=seed, out=folder / "demos")
     return gw.train(
         TASK,
-        gw.BCCfg(data=demos.path, holdout=0.0),
+        # noise on the demonstrated actions: a clone without it would not explore afterwards
+        gw.BCCfg(data=demos.path, holdout=0.0, label_noise=0.3),
         policy={"hidden_sizes": [128, 128], "log_std_init": -1.0},
         total_steps=total_steps,
         seed=seed,
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument(
         "--clone-steps", type=int, default=100_000, help="demonstrated steps to imitate, with repetition"
     )
-    parser.add_argument("--total-steps", type=int, default=150_000, help="environment steps of GRPO")
+    parser.add_argument("--total-steps", type=int, default=240_000, help="environment steps of GRPO")
     parser.add_argument("--episodes", type=int, default=100, help="unseen starts in each evaluation")
     parser.add_argument("--run-dir", type=Path, help="folder for everything (default: a fresh one under runs/)")
     args = parser.parse_args()

@@ -92,7 +92,7 @@ def test_command_is_right(page: Path, command: str, run: gw.Run, tmp_path: Path,
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "my_run.json").write_text(config.to_json(run.cfg), encoding="utf-8")
     (tmp_path / "runs").mkdir()
-    for name in ("my_run", "grpo", "ppo"):
+    for name in ("my_run", "grpo", "ppo", "clone"):
         (tmp_path / "runs" / name).symlink_to(run.path)
     monkeypatch.setattr(commands, "resume", lambda path, total_steps: gw.Run.load(path))
 
@@ -101,17 +101,19 @@ def test_command_is_right(page: Path, command: str, run: gw.Run, tmp_path: Path,
         assert not re.match(r"(examples|benchmarks)/", word) or (ROOT / word).is_file()
     match words[0]:
         case "groupwise":
-            assert cli.main(_without_training(words[1:])) == 0
+            assert cli.main(_shortened(words[1:])) == 0
         case "torchrun":
-            assert cli.main(_without_training(words[words.index("groupwise") + 1 :])) == 0
+            assert cli.main(_shortened(words[words.index("groupwise") + 1 :])) == 0
         case "make":
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         case other:
             assert other in ("python", "pip", "git", "cd", "for", "export", ".")
 
 
-def _without_training(words: list[str]) -> list[str]:
-    """``config`` in place of ``train``: it takes the same options, and prints what would be trained."""
+def _shortened(words: list[str]) -> list[str]:
+    """``config`` in place of ``train``: it takes the same options, and prints what would be trained. One demonstration."""
+    if words[0] == "demos":
+        return [*words, "--episodes", "1"]
     if words[0] != "train" or "--help" in words:
         return words
     if "--seeds" in words:

@@ -97,6 +97,17 @@ def check_text_copy(out: str, run_dir: Path) -> None:
     assert metrics_of(run_dir)[-1]["rollout/sampler_kl"] < 1e-8
 
 
+def check_robot_arm(out: str, run_dir: Path) -> None:
+    rows = re.findall(rf"^(clone|after GRPO) +{NUMBER}% +{NUMBER}% to +{NUMBER}%   (.*)$", out, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["clone", "after GRPO"]
+    for _, *shares, video in rows:
+        success, low, high = map(float, shares)
+        assert 0 <= low <= success <= high <= 100
+        assert Path(video).read_bytes().startswith(b"GIF8")
+    assert (run_dir / "demos" / "meta" / "info.json").exists()
+    assert all(0 <= entry["rollout/success_rate"] <= 1 for entry in metrics_of(run_dir / "grpo"))
+
+
 CASES = {
     "python_api": (["--total-steps", "300"], check_python_api),
     "custom_environment": (["--total-steps", "200"], check_custom_environment),
@@ -106,6 +117,10 @@ CASES = {
     "callbacks": (["--total-steps", "6000", "--score", "1"], check_callbacks),
     "continuous_control": (["--total-steps", "200"], check_continuous_control),
     "pixels": (["--total-steps", "200"], check_pixels),
+    "robot_arm": (
+        ["--demos", "2", "--clone-steps", "4000", "--total-steps", "2000", "--episodes", "4"],
+        check_robot_arm,
+    ),
     "distributed": (["--total-steps", "200"], check_distributed),
     "text_copy": (["--total-steps", "1000"], check_text_copy),
     "sb3_grpo": (["--total-steps", "1000"], check_sb3_grpo),

@@ -59,13 +59,12 @@ def main() -> None:
     run = learn_from_success(clone, folder, args.seed, args.total_steps)
     after = gw.evaluate(run, args.episodes)
 
-    print(f"\n{args.episodes} unseen starts   success   95 % interval   video of one episode")
+    print(f"\n{f'{args.episodes} unseen starts':<17}   success   95 % interval   video of one episode")
     for name, result, trained in (("clone", before, clone), ("after GRPO", after, run)):
         low, high = result.success_ci95
-        video = trained.path / "policy.gif"  # missing if images cannot be drawn here; training warned
-        print(
-            f"{name:<17} {result.success_rate:8.0%}   {low:5.0%} to {high:4.0%}   {video if video.exists() else 'none'}"
-        )
+        video = trained.path / "policy.gif"
+        shown = video if video.exists() else "none, see the warning above"
+        print(f"{name:<17}  {result.success_rate:8.0%}   {low:5.0%} to {high:4.0%}   {shown}")
 
 
 if __name__ == "__main__":

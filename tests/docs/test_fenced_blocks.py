@@ -92,7 +92,7 @@ def test_command_is_right(page: Path, command: str, run: gw.Run, tmp_path: Path,
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "my_run.json").write_text(config.to_json(run.cfg), encoding="utf-8")
     (tmp_path / "runs").mkdir()
-    for name in ("my_run", "grpo", "ppo", "clone"):
+    for name in ("my_run", "grpo", "ppo", "clone", "vla-clone"):
         (tmp_path / "runs" / name).symlink_to(run.path)
     monkeypatch.setattr(commands, "resume", lambda path, total_steps: gw.Run.load(path))
 

@@ -34,7 +34,7 @@ EXCHANGED = {
 }
 ENV = gw.EnvCfg(
     id="MetaWorld/multi",
-    kwargs={"tasks": list(EXCHANGED), "obs": "image"},
+    kwargs={"tasks": list(EXCHANGED), "obs": "image", "views": ["corner2"]},
     action_chunk=5,
     num_envs=64,
 )

@@ -75,9 +75,9 @@ def scores(policy: Any, *, exchanged: bool, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--demos", type=int, default=40, help="demonstrations, of all tasks together")
-    parser.add_argument("--passes", type=int, default=30, help="over the demonstrations")
-    parser.add_argument("--steps", type=int, default=100_000, help="environment steps of GRPO")
+    parser.add_argument("--demos", type=int, default=60, help="demonstrations, of all tasks together")
+    parser.add_argument("--passes", type=int, default=20, help="over the demonstrations")
+    parser.add_argument("--steps", type=int, default=60_000, help="environment steps of GRPO")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     result: dict[str, Any] = {"arguments": vars(args)}

@@ -255,7 +255,7 @@ def test_rows_of_a_task_draw_with_one_renderer(make, monkeypatch):
 def test_a_video_changes_no_observation(make):
     plain, filmed = make("push-v3", obs="image"), make("push-v3", obs="image", render_mode="rgb_array")
     images = [env.reset(seed=0)[0]["image"] for env in (plain, filmed)]
-    assert filmed.render().shape == (480, 480, 3)
+    assert filmed.render().shape == (400, 400, 3)
     assert np.array_equal(*images)
     assert np.array_equal(filmed.image(), images[0])
 

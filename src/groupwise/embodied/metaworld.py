@@ -41,6 +41,7 @@ INSTRUCTION_BYTES = 64
 MAX_EPISODE_STEPS = 100
 _MAX_REWARD = 10.0
 _VIDEO_SIZE = 400
+"""Pixels; videos show no more (``report.video.MAX_SIZE``)."""
 
 _simulators: WeakValueDictionary[str, Simulator] = WeakValueDictionary()
 """Those of this process, shared by all rows that use the same ones."""

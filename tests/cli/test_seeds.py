@@ -95,8 +95,8 @@ def test_seed_command_lines_are_valid(api, processes, tmp_path):
     folder = tmp_path / "many"
     assert cli.main(["train", "CartPole-v1", "--seeds", "2", "--run-dir", str(folder)]) == 0
     [command] = processes
-    assert command[:3] == [sys.executable, "-m", "groupwise"]
-    assert cli.main(command[3:]) == 0
+    assert command[:4] == [sys.executable, "-P", "-m", "groupwise"]
+    assert cli.main(command[4:]) == 0
     [cfg] = api
     assert (cfg.seed, cfg.run_dir) == (2, folder / "seed_2")
 
@@ -187,3 +187,20 @@ def test_seeds_are_in_process_groups_of_their_own(monkeypatch, tmp_path):
 def test_wrong_seeds_say_what_to_write(seeds, capsys):
     assert cli.main(["train", "CartPole-v1", f"--seeds={seeds}"]) == 2
     assert "; fix: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_no_module_of_the_current_folder_is_imported_by_the_command_or_its_processes(tmp_path):
+    command, folder = tmp_path / "bin" / "groupwise", tmp_path / "hostile"
+    command.parent.mkdir()
+    command.write_text("import sys\nfrom groupwise.cli import main\nif __name__ == '__main__':\n    sys.exit(main())")
+    folder.mkdir()
+    for name in ("groupwise", "json", "random", "multiprocessing", "gymnasium", "math_verify"):
+        (folder / f"{name}.py").write_text("open('ran', 'a').write(__name__)\nraise SystemExit(7)")
+    options = ["CartPole-v1", "--seeds", "0", "--total-steps", "256", "--env.num-envs", "2", "--run-dir", "runs"]
+    options += ["--env.vectorization", "async"]
+    done = subprocess.run(
+        [sys.executable, command, "train", *options], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert not (folder / "ran").exists(), (folder / "ran").read_text()
+    assert (done.returncode, done.stderr) == (0, ""), (folder / "runs" / "seed_0.log").read_text()

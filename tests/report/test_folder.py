@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from groupwise.errors import RunFolderError
-from groupwise.report.folder import RunFolder
+from groupwise.report.folder import RunFolder, provenance
 
 CONFIG = {"seed": 3, "env": {"id": "CartPole-v1"}}
 
@@ -69,6 +69,35 @@ def test_git_state_is_recorded_inside_a_repository():
     git = json.loads(RunFolder.create(CONFIG).config.read_text())["provenance"]["git"]
     assert len(git["commit"]) == 40
     assert git["dirty"] is False
+
+
+def test_changes_of_tracked_files_make_the_state_dirty():
+    Path("tracked").write_text("a")
+    for command in ("git init -q", "git add tracked", "git -c user.name=a -c user.email=b commit -qm c"):
+        assert os.system(command) == 0
+    Path("inside").mkdir()
+    os.chdir("inside")
+    assert provenance()["git"]["dirty"] is False
+    Path("..", "tracked").write_text("b")
+    Path("..", "other").write_text("not tracked")
+    assert provenance()["git"]["dirty"] is True
+
+
+def test_the_configuration_of_a_strangers_repository_runs_nothing(tmp_path: Path):
+    Path("tracked").write_text("a")
+    Path(".gitattributes").write_text("tracked filter=evil diff=evil\n")
+    for command in ("git init -q", "git add .", "git -c user.name=a -c user.email=b commit -qm c"):
+        assert os.system(command) == 0
+    ran = tmp_path / "ran"
+    run = f"touch {ran}; false"
+    for name in ("core.fsmonitor", "filter.evil.clean", "filter.evil.process", "diff.external", "diff.evil.textconv"):
+        assert os.system(f"git config {name} '{run}'") == 0
+    Path("tracked").write_text("b")
+    os.system("git status > /dev/null 2>&1")
+    assert ran.exists(), "git itself runs it"
+    ran.unlink()
+    assert provenance()["git"]["dirty"] is True
+    assert not ran.exists()
 
 
 def test_rewritten_config_keeps_where_the_run_came_from():

@@ -1,4 +1,7 @@
+import io
 import json
+import os
+import shutil
 import warnings
 
 import pytest
@@ -278,3 +281,56 @@ def dequantise(policy, plain):
                 weight = layer(torch.eye(layer.in_features)).T
                 layers[name].base_layer.weight.copy_(weight)
     assert isinstance(layers["model.layers.0.mlp.up_proj"].base_layer, nn.Linear)
+
+
+def hostile(source, target, **changes):
+    """A copy of a model's folder with other entries in its config.json, and code that must not run."""
+    shutil.copytree(source, target)
+    config = json.loads((target / "config.json").read_text()) | changes
+    (target / "config.json").write_text(json.dumps(config))
+    (target / "evil.py").write_text(f"open({str(target / 'ran')!r}, 'w')")
+    return target
+
+
+@pytest.mark.parametrize("answer", ["y", ""])
+def test_code_of_a_model_never_runs_and_nobody_is_asked(folder, tmp_path, monkeypatch, answer):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{answer}\n"))
+    mapped = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.Tok", None]}
+    path = hostile(folder(), tmp_path / "model", auto_map=mapped, model_type="evil")
+    with pytest.raises(ConfigError):
+        load_causal_lm(ModelCfg(path=str(path)))
+    assert not (path / "ran").exists()
+
+
+def test_a_pickle_of_weights_is_not_read(folder, tmp_path):
+    path = hostile(folder(), tmp_path / "model")
+    (path / "model.safetensors").unlink()
+    torch.save({}, path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="no language model that transformers can load"):
+        load_causal_lm(ModelCfg(path=str(path)))
+
+
+def test_a_pickle_of_adapters_is_not_read(folder, tmp_path):
+    path = tmp_path / "adapters"
+    load_causal_lm(ModelCfg(path=folder(), lora=LORA)).save_pretrained(path)
+    config = json.loads((path / "adapter_config.json").read_text()) | {"base_model_name_or_path": folder()}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    load_causal_lm(ModelCfg(path=str(path)))
+    (path / "adapter_model.safetensors").rename(path / "adapter_model.bin")
+    with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors; fix: "):
+        load_causal_lm(ModelCfg(path=str(path)))
+
+
+@pytest.mark.parametrize("damage", ["fifo", "config", "deep", "weights", "adapters"])
+def test_a_damaged_folder_is_one_clear_error(folder, tmp_path, damage):
+    path = hostile(folder(), tmp_path / "model")
+    if damage == "fifo":
+        (path / "config.json").unlink()
+        os.mkfifo(path / "config.json")
+    elif damage == "adapters":
+        (path / "adapter_config.json").write_text("[" * 100_000)
+    else:
+        name = "model.safetensors" if damage == "weights" else "config.json"
+        (path / name).write_bytes(b"[" * 100_000 if damage == "deep" else b"\xff" * 20)
+    with pytest.raises(ConfigError):
+        load_causal_lm(ModelCfg(path=str(path)))

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from groupwise import plugins
 from groupwise.errors import ConfigError, GroupwiseError, UnknownNameError
+from groupwise.terminal import show
 
 USAGE = """usage: groupwise COMMAND ...
 
@@ -148,10 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GroupwiseError as error:
         if debug:
             raise
-        print("\n".join([f"groupwise: error: {error}", *vars(error).get("__notes__", [])]), file=sys.stderr)
+        show(f"groupwise: error: {error}", *vars(error).get("__notes__", []), to="stderr")
         return 2
     except KeyboardInterrupt as error:
-        print(f"groupwise: {str(error) or 'interrupted'}", file=sys.stderr)
+        show(f"groupwise: {str(error) or 'interrupted'}", to="stderr")
         return 130
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -229,7 +230,7 @@ def _check_env(argv: Sequence[str]) -> int:
     from groupwise.check import check_env
 
     report = check_env(cfg.env)
-    print(json.dumps(report.to_dict()) if "--json" in argv else report)
+    show(json.dumps(report.to_dict()) if "--json" in argv else report)
     return int(report.training.value is None)
 
 
@@ -254,9 +255,9 @@ def _demos(argv: Sequence[str]) -> int:
     from groupwise.embodied.demos import record_demos
 
     found = record_demos(cfg.env, **vars(options))
-    print(f"Recorded {found.episodes} episodes ({found.steps:,} steps) of {found.attempts} attempts in {found.path}.")
+    show(f"Recorded {found.episodes} episodes ({found.steps:,} steps) of {found.attempts} attempts in {found.path}.")
     again = plugins.options(plugins.loaded())
-    print(f"Next:  groupwise train {rest[0]} --algorithm bc --algorithm.data {found.path}{again}")
+    show(f"Next:  groupwise train {rest[0]} --algorithm bc --algorithm.data {found.path}{again}")
     return 0
 
 
@@ -285,12 +286,12 @@ def _eval(argv: Sequence[str]) -> int:
     if as_json:
         print(json.dumps(found.report() | video))
         return 0
-    print(found.line())
+    show(found.line())
     _print_tasks(found.report().get("success_by_task", {}))
     if found.episodes == 1:
         print("one episode gives no interval; fix: --episodes 2 or more", file=sys.stderr)
     if video:
-        print(f"video: {video['video']}")
+        show(f"video: {video['video']}")
     return 0
 
 
@@ -300,7 +301,7 @@ def _print_tasks(found: Mapping[str, Mapping[str, Any]]) -> None:
     for task, scores in found.items():
         low, high = (100 * end for end in scores["success_ci95"])
         rate = f"success {100 * scores['success_rate']:3.0f} % (95 % interval {low:.0f} to {high:.0f})"
-        print(f"{task:<{width}}  {rate} of {scores['episodes']} episodes")
+        show(f"{task:<{width}}  {rate} of {scores['episodes']} episodes")
 
 
 def _sample(argv: Sequence[str]) -> int:
@@ -318,7 +319,7 @@ def _sample(argv: Sequence[str]) -> int:
     from groupwise.run import sample
 
     texts = sample(options.pop("run"), options.pop("prompt"), options.pop("count"), **options)
-    print(f"\n{'-' * 20}\n".join(texts))
+    show(f"\n{'-' * 20}\n".join(texts))
     return 0
 
 
@@ -362,10 +363,10 @@ def _print_run(run: Any) -> None:
             reached += f", success {100 * rate:.0f} % (95 % interval {low:.0f} to {high:.0f})"
             best += f", success {100 * found['best_success_rate']:.0f} %,"
         reached += f". Best {best} at step {found['best_env_steps']:,}"
-    print(f"Done in {found['seconds']:.1f} s{reached}.")
+    show(f"Done in {found['seconds']:.1f} s{reached}.")
     if found["stopped"] != "total_steps":
-        print(f"Stopped at step {found['env_steps']:,}: {found['stopped']}.")
-    print(f"Next:  groupwise eval {run.path}{plugins.options(plugins.loaded())}")
+        show(f"Stopped at step {found['env_steps']:,}: {found['stopped']}.")
+    show(f"Next:  groupwise eval {run.path}{plugins.options(plugins.loaded())}")
 
 
 def _list(argv: Sequence[str]) -> int:

@@ -12,6 +12,8 @@ from groupwise.comparison.runs import compare
 from groupwise.config.load import read_json
 from groupwise.config.run import EvaluationMetric
 from groupwise.errors import ConfigError
+from groupwise.terminal import printable
+from groupwise.terminal import show as write
 
 HELP = """Compare methods by their runs. Runs that differ only in their seed are one method. One table per environment.
 Scores are interquartile means (IQM) over runs with 95 % bootstrap intervals.
@@ -47,11 +49,11 @@ def run(parser: ArgumentParser, argv: Sequence[str]) -> None:
     if options.out is not None:
         found.save(options.out)
     if options.json:
-        print(json.dumps(found.report(), allow_nan=False))
+        write(json.dumps(found.report(), allow_nan=False))
         return
     show(found)
     if options.out is not None:
-        print(f"written: {options.out / 'comparison.json'}, {options.out / 'comparison.png'}")
+        write(f"written: {options.out / 'comparison.json'}, {options.out / 'comparison.png'}")
 
 
 def parse_word(word: str) -> tuple[str | None, Path]:
@@ -80,7 +82,7 @@ def show(found: Comparison) -> None:
     if found.overall is not None:
         _show_overall(found.overall)
     for note in found.notes:
-        print(f"note: {note}")
+        write(f"note: {note}")
 
 
 def _show_environment(found: EnvironmentResult) -> None:
@@ -133,7 +135,8 @@ def _show_improvements(pairs: Sequence[Improvement]) -> None:
 
 
 def _print(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    print(f"\n{title}" if title else "")
+    heads, rows = [*map(printable, heads)], [[*map(printable, row)] for row in rows]
+    write(f"\n{title}" if title else "")
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     for row in (heads, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

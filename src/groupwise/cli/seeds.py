@@ -20,6 +20,7 @@ from groupwise.config.run import CommonCfg
 from groupwise.cpus import num_cpus
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.folder import RunFolder
+from groupwise.terminal import show
 from groupwise.training.signals import handling
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
         KeyboardInterrupt: after a signal; says how to continue each unfinished seed.
     """
     folder = _create_folder(cfg)
-    print(f"{len(seeds)} seeds under {folder}", flush=True)
+    show(f"{len(seeds)} seeds under {folder}")
     # A process group of its own: signals reach it from here only.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     options: dict[str, Any] = {"env": os.environ | threads, "start_new_session": True}
@@ -73,7 +74,8 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
             while waiting and not signals and len(running) < num_cpus():
                 seed = waiting.pop(0)
                 with (folder / f"seed_{seed}.log").open("w", encoding="utf-8") as file:
-                    running[seed] = subprocess.Popen(_command(folder, seed), stdout=file, stderr=file, **options)
+                    command = _command(folder, seed)
+                    running[seed] = subprocess.Popen(command, stdout=file, stderr=file, **options)  # noqa: S603  ours
             # On Windows Ctrl-C reaches them anyway, and terminate() would kill them.
             if len(signals) > passed_on and sys.platform != "win32":
                 passed_on = len(signals)
@@ -83,7 +85,7 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
                 if (code := process.poll()) is not None:
                     exit_codes[seed] = code
                     del running[seed]
-                    print(f"seed {seed}: {_ENDS.get(code, 'failed')}", flush=True)
+                    show(f"seed {seed}: {_ENDS.get(code, 'failed')}")
             time.sleep(0.1)
     unfinished = [seed for seed in seeds if exit_codes.get(seed) != 0]
     if signals and unfinished:
@@ -116,7 +118,8 @@ def _create_folder(cfg: CommonCfg) -> Path:
 
 
 def _command(folder: Path, seed: int) -> list[str]:
-    command = [sys.executable, "-m", "groupwise", *_train_args(folder, seed), "--logging.progress", "lines"]
+    # -P: without it, a groupwise.py in the working folder would run
+    command = [sys.executable, "-P", "-m", "groupwise", *_train_args(folder, seed), "--logging.progress", "lines"]
     return command + shlex.split(plugins.options(plugins.loaded()))
 
 
@@ -136,9 +139,9 @@ def _interruption(folder: Path, unfinished: list[int]) -> str:
 
 def _print_seeds(folder: Path, succeeded: dict[int, bool]) -> None:
     row = "{:<6}{:<13}{:<11}{}".format
-    print(row("seed", "return_mean", "env_steps", "see"))
+    show(row("seed", "return_mean", "env_steps", "see"))
     for seed, good in succeeded.items():
         path = folder / f"seed_{seed}"
         summary = RunFolder(path).read_summary()
         score = "-" if (mean := summary.get("return_mean")) is None else f"{mean:.6g}"
-        print(row(seed, score, summary.get("env_steps", "-"), path) if good else row(seed, "failed", "", f"{path}.log"))
+        show(row(seed, score, summary.get("env_steps", "-"), path) if good else row(seed, "failed", "", f"{path}.log"))

@@ -185,7 +185,7 @@ def _load(path: str) -> tuple[Any, Any]:
         kind = PI0Config.get_config_dict(where)[0].get("model_type", "pi0")
         if kind != "pi0":
             raise ValueError(f"model_type is {kind!r}")
-        tokenizer = AutoTokenizer.from_pretrained(where)
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
         network, info = PI0ForConditionalGeneration.from_pretrained(
             where, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )

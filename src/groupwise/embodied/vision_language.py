@@ -125,8 +125,10 @@ class PretrainedModel(nn.Module):
         where = find_model(path)
         wanted = "a folder with config.json, weights and the processor of an AutoModelForImageTextToText"
         with loading(f"{where} is no model for images and text", wanted):
-            self.processor: Any = AutoProcessor.from_pretrained(where)
-            model: Any = AutoModelForImageTextToText.from_pretrained(where, dtype=torch.float32)
+            self.processor: Any = AutoProcessor.from_pretrained(where, trust_remote_code=False)
+            model: Any = AutoModelForImageTextToText.from_pretrained(
+                where, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+            )
         silence_dropout(model)
         self.model: Any = model if lora is None else with_adapters(model, lora)
         self.has_adapters = lora is not None

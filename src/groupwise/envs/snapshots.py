@@ -196,7 +196,7 @@ class _Own(SnapshotAdapter):
             ) from error
 
     def restore_simulator(self, env: gymnasium.Env, state: bytes) -> None:
-        own_state, np_random = pickle.loads(state)
+        own_state, np_random = pickle.loads(state)  # noqa: S301  made by ``capture_simulator`` in this process or its parent
         self._own(env).restore_state(own_state)
         env.unwrapped.np_random = np_random
 

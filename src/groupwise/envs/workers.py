@@ -2,10 +2,11 @@
 
 import ctypes
 import math
+import os
 import signal
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -59,7 +60,8 @@ class WorkerRows:
             ours, theirs = context.Pipe()
             args = (theirs, payload, columns, slice(first, end))
             process = context.Process(target=_work, args=args, daemon=True, name=f"groupwise rows {first}-{end - 1}")
-            process.start()
+            with _safe_path():
+                process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours, first, end))
         try:
@@ -162,6 +164,19 @@ def _work(connection: Connection, payload: bytes, columns: dict[str, _Column], r
                 answer = traceback.format_exc()
             connection.send(answer)
     local.close()
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """New interpreters import nothing from the current folder before they have the path of this one."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _pickled(cfg: RowCfg) -> bytes:

@@ -1,15 +1,18 @@
 """The run folder: settings, metrics, checkpoints and pictures of a run. ``docs/run_folder.md`` lists its files."""
 
 import json
+import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
@@ -250,14 +253,36 @@ def _version(package: str) -> str | None:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Commit of the working folder and whether tracked files differ from it; None outside of a repository."""
+    """Commit of the working folder and whether tracked files differ from it; None outside of a repository.
 
-    def git(*args: str) -> str:
-        return subprocess.run(["git", *args], capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    The repository may be a stranger's, whose configuration can name programs to run (``core.fsmonitor``, filters). So files
+    are compared by way of another, temporary git folder, which has the objects and the index, but no configuration.
+    """
+    program = shutil.which("git")
+    if program is None:
+        return None
+
+    def git(*args: str, **env: str) -> str:
+        command = [program, "-c", "core.fsmonitor=false", *args]
+        done = subprocess.run(  # noqa: S603  the user's git, with the words below
+            command, capture_output=True, text=True, check=True, timeout=5, env=os.environ | env
+        )
+        return done.stdout.strip()
 
     try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
-    except (OSError, subprocess.SubprocessError):
+        commit, tree = git("rev-parse", "HEAD", "--show-toplevel").splitlines()
+        objects, index = (
+            str(Path(path).absolute())
+            for path in git("rev-parse", "--git-path", "objects", "--git-path", "index").splitlines()
+        )
+        with TemporaryDirectory() as own:
+            Path(own, "refs").mkdir()
+            Path(own, "HEAD").write_text(f"{commit}\n", encoding="ascii")
+            env = {"GIT_DIR": own, "GIT_WORK_TREE": tree, "GIT_OBJECT_DIRECTORY": objects, "GIT_INDEX_FILE": index}
+            status = ("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
+            dirty = bool(git(*status, **env, GIT_OPTIONAL_LOCKS="0"))
+        return {"commit": commit, "dirty": dirty}
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
 

@@ -1,6 +1,5 @@
 """Loading language models from folders and the hub."""
 
-import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -8,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
+from groupwise.config.load import read_json
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.errors import ConfigError, require_extra
 from groupwise.text.policy import CausalLM
@@ -60,9 +61,18 @@ def load_causal_lm(
 
 
 def find_model(path: str) -> str:
-    """The folder of a model, or its id on the hub or in the hub's cache; a ``ConfigError`` if there is none."""
+    """The folder of a model, or its id on the hub or in the hub's cache.
+
+    Raises:
+        ConfigError: there is none, or its folder holds a broken ``config.json``, or what is neither file nor folder.
+    """
     folder = Path(path).expanduser()
     if path and folder.is_dir():
+        for child in folder.iterdir():
+            if not child.is_file() and not child.is_dir():
+                raise ConfigError(f"{child} is neither a file nor a folder; fix: remove it")
+        if (folder / "config.json").is_file():
+            read_json(folder / "config.json")
         return str(folder)
     wanted = "fix: a folder with config.json and weights, or a hub id"
     if not path or path[0] in "./~" or path.count("/") > 1:
@@ -123,6 +133,8 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
     require_extra("peft", "text")
     from peft import PeftConfig, PeftModel
 
+    if not (Path(path) / "adapter_model.safetensors").is_file():  # peft would take a pickle
+        raise ConfigError(f"{path} has no adapter_model.safetensors; fix: save the adapters as safetensors")
     saved = PeftConfig.from_pretrained(path)
     if cfg.lora is not None:
         kind = saved.peft_type.value
@@ -149,9 +161,9 @@ def _base_of(path: str) -> str | None:
     config = Path(path) / _ADAPTER_CONFIG
     if not config.is_file():
         return None
-    name = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    name = read_json(config).get("base_model_name_or_path")
     try:
-        return find_model(name or "")
+        return find_model(name if isinstance(name, str) else "")
     except ConfigError as error:
         raise ConfigError(f"{config} names its base {name!r}: {error}") from None
 
@@ -161,8 +173,8 @@ def _load_tokenizer(path: str, base: str | None) -> Any:
     from transformers import AutoTokenizer
 
     for place in (path, base or path):
-        with suppress(OSError, ValueError, KeyError):
-            return AutoTokenizer.from_pretrained(place)
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     raise ConfigError(f"{path} has no tokenizer that can be read; fix: tokenizer.save_pretrained({path!r})")
 
 
@@ -173,12 +185,12 @@ def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
     if cfg.quantization != "none":
         more |= {"quantization_config": _quantization(cfg), "device_map": {"": device}}
     try:
-        return AutoModelForCausalLM.from_pretrained(path, **more)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
+        return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, use_safetensors=True, **more)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"{path} is no language model that transformers can load ({first}); fix: a folder with config.json and "
-            "weights of a model for causal language modelling"
+            "weights (safetensors, no code of its own) of a model for causal language modelling"
         ) from None
 
 

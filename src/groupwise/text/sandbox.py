@@ -1,25 +1,38 @@
-"""Comparison of mathematical answers in a process with limits of time and memory.
+"""Comparison of mathematical answers in a process with limits of time, memory, files, processes and network.
 
-Run as a script, this module is that process: a pair of answers in, ``true`` or ``false`` out, one line of JSON each.
+Run as a script, this module is that process: a pair of answers in, ``true`` or ``false`` out, one line of JSON each. It
+imports nothing else of groupwise.
 """
 
+import ctypes
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
+import tempfile
 import threading
+from pathlib import Path
 
 _WARM_UP_LIMIT = 120.0
 _MEMORY = 4 * 2**30
 """Bytes that the process may have; ``9**9**9`` wants more."""
+_FILE_SIZE = 2**20
+"""Bytes of a file that it may write."""
+_KEPT = ("PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT")
+"""All that it gets of the environment, besides ``PYTHONPATH``: what Python needs to start."""
+
+# linux/sched.h, linux/mount.h
+_NEW_USER, _NEW_MOUNTS, _NEW_NETWORK = 0x10000000, 0x00020000, 0x40000000
+_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _READ_ONLY = 442, -100, 0x8000, 1
 
 
 class MathVerifier:
     """Compares answers by math-verify in another process, which is killed at the time limit and started again.
 
     A fresh interpreter: a fork would copy locks that torch's threads hold, and ``multiprocessing`` would run the user's
-    script again.
+    script again. It works in an empty temporary folder, and imports nothing from the current one.
 
     Args:
         limit: seconds for each comparison.
@@ -28,9 +41,14 @@ class MathVerifier:
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._process: subprocess.Popen[str] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def same(self, wanted: str, given: str) -> bool:
-        """Whether both are mathematically the same; False where that takes too much time or memory."""
+        """Whether both are mathematically the same; False where that takes too much time or memory.
+
+        Raises:
+            RewardError: the process does not start.
+        """
         return self._ask(self._running(), wanted, given, self._limit)
 
     def close(self) -> None:
@@ -39,8 +57,11 @@ class MathVerifier:
         if process is not None:
             process.kill()
             process.communicate()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.cleanup()
 
-    def _ask(self, process: subprocess.Popen[str], wanted: str, given: str, limit: float) -> bool:
+    def _ask(self, process: "subprocess.Popen[str]", wanted: str, given: str, limit: float) -> bool:
         timer = threading.Timer(limit, process.kill)
         timer.start()
         try:
@@ -54,14 +75,71 @@ class MathVerifier:
             self.close()
         return bool(line) and bool(json.loads(line))
 
-    def _running(self) -> subprocess.Popen[str]:
+    def _running(self) -> "subprocess.Popen[str]":
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None:
-            command = [sys.executable, "-m", "groupwise.text.sandbox"]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
-            self._ask(self._process, "1/2", "0.5", _WARM_UP_LIMIT)  # imports take long
+            self._process = self._start()
         return self._process
+
+    def _start(self) -> "subprocess.Popen[str]":
+        from groupwise.errors import RewardError
+
+        self._folder = tempfile.TemporaryDirectory(prefix="groupwise-")
+        path = os.pathsep.join(map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))))
+        env = {name: os.environ[name] for name in _KEPT if name in os.environ} | ({"PYTHONPATH": path} if path else {})
+        # -P: nothing is imported from the folder of this file or the current one; -B: nothing is written beside modules
+        command = [sys.executable, "-P", "-B", str(Path(__file__).absolute()), str(self._limit)]
+        with tempfile.TemporaryFile() as errors:
+            process = subprocess.Popen(  # noqa: S603  this file
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                encoding="utf-8",
+                env=env,
+                cwd=self._folder.name,
+            )
+            self._process = process
+            if not self._ask(process, "1/2", "0.5", _WARM_UP_LIMIT):  # imports take long
+                self.close()
+                errors.seek(0)
+                why = errors.read().decode(errors="replace").strip().splitlines() or ["it gave no answer"]
+                raise RewardError(f"the process that compares answers does not start: {why[-1]}; fix: its cause")
+        return process
+
+
+def confine() -> None:
+    """Take network and processes from this process, make all files read-only, and limit memory and the size of files.
+
+    Where the system allows no new namespaces, network and files stay.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(_NEW_USER | _NEW_MOUNTS | _NEW_NETWORK) == 0:
+            attributes = (ctypes.c_uint64 * 4)(_READ_ONLY)
+            libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
+    for kind, limit in (
+        (resource.RLIMIT_AS, _MEMORY),
+        (resource.RLIMIT_FSIZE, _FILE_SIZE),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (limit, limit))
+
+
+def _allow_cpu(seconds: float) -> None:
+    """End this process after that much more CPU time, also when nobody waits for it any more."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used + seconds) + 1, resource.RLIM_INFINITY))
 
 
 def _same_mathematics(gold: str, answer: str) -> bool:
@@ -76,15 +154,17 @@ def _same_mathematics(gold: str, answer: str) -> bool:
     return bool(wanted and given and verify(wanted, given, timeout_seconds=None))
 
 
-def _main() -> None:
-    if sys.platform != "win32":
-        import resource
+def _main(limit: float) -> None:
+    confine()
+    import math_verify  # noqa: F401  before standard error is closed: a failure shows there
 
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     logging.disable()  # math_verify warns that it has no time limit; the other process has one
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # keep the output of libraries apart from the results
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # keep the output of libraries apart from the results
+        os.dup2(nowhere, stream)
     for line in sys.stdin:
+        _allow_cpu(limit)
         try:
             same = _same_mathematics(*json.loads(line))
         except Exception:  # an answer that cannot be read, or is too large
@@ -93,4 +173,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    _main(float(sys.argv[1]))

@@ -17,6 +17,7 @@ from groupwise.config.run import EvaluationMetric
 from groupwise.errors import DivergedError
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import SCORES
+from groupwise.terminal import printable
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Checkpoint, Identity, save_checkpoint
 from groupwise.training.components import Components, Evaluator
@@ -328,7 +329,7 @@ class Progress(Callback):
         return "   ".join([*parts, f"{rate} steps/s"])
 
     def _print(self, line: str) -> None:
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self.console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
         self.console.file.flush()
 
 

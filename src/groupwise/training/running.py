@@ -3,7 +3,6 @@
 import logging
 import re
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from groupwise.report.curve import plot_curve
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import scores_of
 from groupwise.seeding import derive_seed
+from groupwise.terminal import show
 from groupwise.training.base import Callback
 from groupwise.training.callbacks import build_callbacks
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, load_state, saved_steps
@@ -179,4 +179,4 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    show(line, to="stderr")

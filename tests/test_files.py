@@ -39,7 +39,7 @@ def test_links_are_neither_created_over_nor_appended_to_nor_read(tmp_path: Path)
     with pytest.raises(FileExistsError):
         files.create(tmp_path / "a", b"new")
     with pytest.raises(OSError, match="symbolic link"):
-        files.append(tmp_path / "a", b"new")
+        files.appending(tmp_path / "a")
     with pytest.raises(ValueError, match="it is a link"):
         files.read(tmp_path / "a", 10)
     assert files.read(tmp_path / "a", 10, follow=True) == b"mine"

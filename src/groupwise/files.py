@@ -10,7 +10,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedReader
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -55,14 +55,13 @@ def write(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def append(path: Path, data: bytes) -> None:
-    """Add to a file, or begin it.
+def appending(path: Path) -> BufferedWriter:
+    """A file, open to add to it; new if there is none.
 
     Raises:
-        OSError: it is a link, or no regular file.
+        OSError: it is a link, or a FIFO.
     """
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_LINK, 0o666), "ab") as file:
-        file.write(data)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_LINK, 0o666), "ab")
 
 
 @contextmanager

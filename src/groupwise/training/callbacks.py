@@ -148,10 +148,12 @@ class MetricsLog(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._written = 0
+        self._file: Any = None
 
     def on_training_start(self, trainer: "Trainer") -> None:
         """Go on after the iterations of a resumed run."""
         self._written = trainer.iteration
+        self._file = files.appending(self.path)
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Write a line."""
@@ -165,7 +167,13 @@ class MetricsLog(Callback):
     def _write(self, trainer: "Trainer") -> None:
         self._written = trainer.iteration
         entry = {"iteration": trainer.iteration, "env_steps": trainer.env_steps, **trainer.metrics}
-        files.append(self.path, f"{json.dumps(entry)}\n".encode())
+        self._file.write(f"{json.dumps(entry)}\n".encode())
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
 
 class TensorBoard(Callback):

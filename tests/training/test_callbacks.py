@@ -3,10 +3,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from tensordict import TensorDict
 
+from groupwise.report.folder import RunFolder
 from groupwise.training.base import Callback
 from groupwise.training.callbacks import Evaluate, MetricsLog, Progress, SaveCheckpoints, StopAtScore, TimeLimit
 from groupwise.training.checkpoint import Identity, load_checkpoint
@@ -89,6 +92,25 @@ def test_every_iteration_is_in_the_file_when_it_ends(parts: Any, tmp_path: Path)
     assert [len(lines) for lines in lines_seen] == [1, 2, 3]
     last = lines_seen[-1][-1]
     assert (last["iteration"], last["env_steps"], last["mine/number"]) == (3, 30, 3.0)
+
+
+def test_numbers_of_a_callback_can_be_read_again_and_others_are_refused(parts: Any, tmp_path: Path):
+    folder = RunFolder.create({}, tmp_path / "run")
+    set_to = {"numpy": np.float32(1.5), "tensor": torch.ones(1), "yes": True, "nan": float("nan"), "env_steps": 7}
+
+    class Adder(Callback):
+        def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, Any]) -> None:
+            metrics |= set_to
+
+    parts.trainer(Adder(), MetricsLog(folder.metrics), total_steps=10).train()
+    (entry,) = folder.read_metrics()
+    assert (entry["numpy"], entry["tensor"], entry["yes"], entry["env_steps"]) == (1.5, 1.0, 1.0, 10)
+    assert "nan" not in entry
+    for value in ("1.5", None, [1.0, 2.0], torch.ones(2), np.ones(2)):
+        set_to["mine/value"] = value
+        with pytest.raises(TypeError, match=r"a callback set metrics\['mine/value'\] to .*expected a number; fix: "):
+            parts.trainer(Adder(), MetricsLog(folder.metrics), total_steps=10).train()
+    assert len(folder.read_metrics()) == 1
 
 
 def test_stops_at_the_score(parts: Any, tmp_path: Path):

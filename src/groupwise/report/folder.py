@@ -223,8 +223,8 @@ def is_count(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number that fits into a float, or a truth value."""
-    return isinstance(value, float | bool) or (type(value) is int and abs(value) < 2**1000)
+    """Whether it is a number that fits into a float."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**1000)
 
 
 def is_free(path: Path) -> bool:

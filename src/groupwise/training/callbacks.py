@@ -5,6 +5,7 @@ checkpoint covers what the logs hold.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -143,7 +144,13 @@ class SaveCheckpoints(Callback):
 
 
 class MetricsLog(Callback):
-    """Appends one JSON object per iteration to a file, a line at a time."""
+    """Appends one JSON object per iteration to a file, a line at a time.
+
+    A metric that is NaN or infinite has no value in that iteration and is left out.
+
+    Raises:
+        TypeError: a callback set a metric to something else than a number.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -166,7 +173,9 @@ class MetricsLog(Callback):
 
     def _write(self, trainer: "Trainer") -> None:
         self._written = trainer.iteration
-        entry = {"iteration": trainer.iteration, "env_steps": trainer.env_steps, **trainer.metrics}
+        numbers = {name: _to_float(name, value) for name, value in trainer.metrics.items()}
+        position = {"iteration": trainer.iteration, "env_steps": trainer.env_steps}
+        entry = position | {name: number for name, number in numbers.items() if math.isfinite(number)} | position
         self._file.write(f"{json.dumps(entry)}\n".encode())
         self._file.flush()
 
@@ -174,6 +183,18 @@ class MetricsLog(Callback):
         """Close the file."""
         if self._file is not None:
             self._file.close()
+
+
+def _to_float(name: str, value: Any) -> float:
+    """Also of a scalar of NumPy and of a tensor with one element."""
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"a callback set metrics[{name!r}] to {value!r:.100}, expected a number; fix: write it to a file of your own"
+        ) from error
 
 
 class TensorBoard(Callback):

@@ -1,52 +1,22 @@
-"""The flow policy: its stochastic step by hand, scores of stored decisions, updates, runs, checkpoints of the user's."""
+"""The flow policy: its stochastic step by hand, scores of stored decisions, checkpoints of the user's."""
 
-import json
 import math
-import subprocess
-import sys
 from functools import partial
 
 import gymnasium as gym
 import numpy as np
 import pytest
-import robots
+import robot_policies
 import torch
-from robots import TASKS, Robot, encoded, make_rollout
+from robot_policies import ENV, TINY, A, C, observations, scores, seeded
 
-import groupwise as gw
-from groupwise import cli
-from groupwise.algorithms.grpo import GRPO
-from groupwise.algorithms.ppo import PPO
-from groupwise.config.algorithm import GRPOCfg, PPOCfg
 from groupwise.config.policy import FlowCfg
-from groupwise.embodied.chunks import ActionChunk
-from groupwise.errors import ConfigError, UnsupportedSpaceError
-from groupwise.training.checkpoint import initialize, load_checkpoint
+from groupwise.errors import ConfigError
 
 pytest.importorskip("transformers")
 from groupwise.embodied.flow import Denoising, FlowPolicy, sde_step
 
-C, A = 3, 2
-TINY = {"hidden_size": 32, "num_layers": 1, "patch_size": 8}
-ENV = ActionChunk(Robot(), C)
-observations = partial(robots.observations, ENV)
-
-
-def make_policy(actor_only=True, seed=0, **cfg):
-    torch.manual_seed(seed)
-    policy = FlowPolicy(ENV.observation_space, ENV.action_space, FlowCfg(**TINY | cfg), actor_only=actor_only)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)  # a new critic is 0
-    return policy
-
-
-def scores(policy, obs, action):
-    return policy.evaluate({"obs": obs, "action": action})
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
+make_policy = partial(robot_policies.make_policy, "flow")
 
 
 # --- the stochastic step ---
@@ -123,22 +93,12 @@ def test_many_stochastic_steps_end_in_the_distribution_of_the_actions():
 # --- decisions and their scores ---
 
 
-def test_it_has_about_as_many_parameters_as_its_settings_promise():
-    space = gym.spaces.Dict(ENV.observation_space.spaces | {"image": gym.spaces.Box(0, 255, (1, 64, 64, 3), np.uint8)})
-    policy = FlowPolicy(space, gym.spaces.Box(-1, 1, (5, 4), np.float32), actor_only=True)
-    assert 1.7e6 < sum(p.numel() for p in policy.parameters()) < 1.9e6
-
-
-@pytest.mark.parametrize("steps", [1, 3, 4])
-def test_decisions_and_their_scores_agree(steps):
-    policy, obs = make_policy(False, denoising_steps=steps), observations()
+@pytest.mark.parametrize("steps", [1, 3])
+def test_other_numbers_of_steps_are_scored_alike(steps):
+    policy, obs = make_policy(denoising_steps=steps), observations()
     action = policy.act(obs, generator=seeded())
-    assert action.log_prob.shape == (4,)
-    evaluation = scores(policy, obs, action.action)
-    torch.testing.assert_close(evaluation.log_prob, action.log_prob, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(evaluation.value, action.value)
-    torch.testing.assert_close(policy.value(obs), action.value)
-    assert action.value.unique().numel() == 4
+    log_prob = scores(policy, obs, action.action).log_prob
+    torch.testing.assert_close(log_prob, action.log_prob, atol=1e-5, rtol=1e-5)
 
 
 def constant_velocity(policy, velocity):
@@ -218,13 +178,6 @@ def test_the_value_does_not_depend_on_the_noise():
     torch.testing.assert_close(first.value, second.value)
 
 
-def test_without_a_critic_there_is_no_value():
-    policy, obs = make_policy(), observations()
-    assert policy.act(obs).value is None
-    with pytest.raises(TypeError, match="has no critic"):
-        policy.value(obs)
-
-
 def test_the_entropy_depends_on_the_step_alone():
     obs, one, other = observations(), make_policy(), make_policy(seed=1)
     action = one.act(obs, generator=seeded()).action
@@ -233,47 +186,13 @@ def test_the_entropy_depends_on_the_step_alone():
 
 def test_actions_fill_the_box_and_are_clipped_to_it():
     space = gym.spaces.Box(np.array([-1, 0], np.float32), np.array([1, 4], np.float32))
-    policy = FlowPolicy(ENV.observation_space, space, FlowCfg(**TINY), actor_only=True)
+    policy = FlowPolicy(ENV.observation_space, space, FlowCfg(**TINY["flow"]), actor_only=True)
     actions = torch.tensor([[[-1.0, -1.0]], [[0.0, 0.5]], [[1.0, 3.0]]])
     own = Denoising(torch.zeros_like(actions), torch.zeros_like(actions), actions, torch.ones(3, 1)).packed()
     torch.testing.assert_close(policy.env_action(own), torch.tensor([[-1.0, 0.0], [0.0, 3.0], [1.0, 4.0]]))
     numbers = torch.tensor([[-0.5, 1.0], [1.0, 4.0]])
     torch.testing.assert_close(policy.env_action(policy.own_action(numbers)), numbers)
     assert policy.predict(ENV.reset(seed=0)[0]).shape == (2,)
-
-
-@pytest.mark.parametrize("part", ["image", "proprio", "instruction"])
-def test_it_looks_at_every_part_of_the_observation(part):
-    policy, obs = make_policy(False), observations(texts=TASKS[:1])
-    action = policy.act(obs, generator=seeded()).action
-    other = obs.clone()
-    if part == "instruction":
-        other[part][:] = torch.from_numpy(encoded(TASKS[1]))
-    elif part == "image":
-        other[part][:, 1] += 90  # of the second view
-    else:
-        other[part][:] += 1
-    before, after = scores(policy, obs, action), scores(policy, other, action)
-    assert ((after.log_prob - before.log_prob).abs() > 1e-4).all()
-    assert ((after.value - before.value).abs() > 1e-5).all()
-
-
-def test_longer_instructions_in_a_batch_change_nothing():
-    policy, obs = make_policy(), observations()
-    action = policy.act(obs, generator=seeded()).action
-    together = scores(policy, obs, action).log_prob
-    for i in range(4):
-        alone = scores(policy, obs[i : i + 1], action[i : i + 1]).log_prob
-        torch.testing.assert_close(alone[0], together[i], atol=1e-4, rtol=1e-4)
-
-
-def test_predict_takes_one_observation_or_a_batch():
-    policy = make_policy()
-    one = ENV.reset(seed=0)[0]
-    batch = {key: np.stack([value] * 2) for key, value in one.items()}
-    action = policy.predict(one)
-    assert ENV.action_space.contains(action)
-    np.testing.assert_allclose(policy.predict(batch), np.stack([action] * 2), atol=1e-5)
 
 
 def test_gradients_reach_expert_and_vision_language_model():
@@ -291,140 +210,6 @@ def test_gradients_reach_expert_and_vision_language_model():
         assert any(part in name for name in moved), part
 
 
-# --- updates ---
-
-
-def updated(kind, **cfg):
-    policy = make_policy(kind == "grpo")
-    shared = {"num_epochs": 2, "minibatch_size": 6, "learning_rate": 1e-3, "optimizer": {"eps": 1e-3}}
-    if kind == "grpo":
-        algorithm = GRPO(GRPOCfg(kl_coef=0.1, **shared | cfg), policy)
-    else:
-        algorithm = PPO(PPOCfg(**shared | cfg), policy)
-    metrics = algorithm.update(make_rollout(ENV, policy))
-    return torch.cat([p.detach().flatten() for p in policy.parameters()]), metrics
-
-
-@pytest.mark.parametrize("kind", ["grpo", "ppo"])
-def test_micro_batches_never_change_the_update(kind):
-    whole, in_parts = updated(kind), updated(kind, micro_batch_size=2)
-    torch.testing.assert_close(in_parts[0], whole[0], atol=1e-5, rtol=1e-4)
-    for name, value in whole[1].items():
-        torch.testing.assert_close(in_parts[1][name], value, atol=1e-3, rtol=1e-3, msg=name)
-
-
-@pytest.mark.parametrize("kind", ["grpo", "ppo"])
-def test_the_ratio_is_one_at_the_start(kind):
-    _, metrics = updated(kind, num_epochs=1, minibatch_size=None, learning_rate=1e-9)
-    assert metrics["train/clip_fraction"] == 0
-    assert metrics["train/approx_kl"].abs() < 1e-9
-
-
-# --- what it refuses ---
-
-
-def test_a_flat_observation_and_actions_without_bounds_are_refused():
-    with pytest.raises(UnsupportedSpaceError, match=r"observes image, proprio and instruction, got Box"):
-        FlowPolicy(gym.spaces.Box(-1, 1, (3,)), ENV.action_space, FlowCfg(**TINY))
-    with pytest.raises(UnsupportedSpaceError, match="needs a bounded Box"):
-        FlowPolicy(ENV.observation_space, gym.spaces.Box(-np.inf, np.inf, (2,), np.float32), FlowCfg(**TINY))
-
-
-def test_images_must_be_made_of_whole_patches():
-    with pytest.raises(ConfigError, match=r"16 x 16 pixels.*policy\.patch_size=5; fix: square images"):
-        make_policy(patch_size=5)
-
-
-def test_settings_of_a_new_model_are_not_those_of_a_folder():
-    with pytest.raises(ConfigError, match="hidden_size are of a new model, and path='my_model' is one"):
-        FlowCfg(path="my_model", hidden_size=64)
-
-
-_HIDING = """
-import sys
-from importlib.machinery import PathFinder
-
-class Finder(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        return None if name.partition(".")[0] == "transformers" else super().find_spec(name, path, target)
-
-sys.meta_path[:] = [Finder if finder is PathFinder else finder for finder in sys.meta_path]
-import groupwise as gw
-from groupwise.embodied.chunks import ActionChunk
-from robots import Robot
-
-env = ActionChunk(Robot(), 3)
-for policy in (gw.VLAPolicy, gw.FlowPolicy):
-    try:
-        policy(env.observation_space, env.action_space)
-    except gw.MissingExtraError as error:
-        print(error)
-"""
-
-
-def test_without_transformers_the_extra_is_named():
-    path = [p for p in sys.path if p]
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{_HIDING}"], capture_output=True, text=True
-    )
-    wanted = "'transformers' is not installed; fix: pip install -e '.[text]' in the checkout"
-    assert done.stdout.splitlines() == [wanted] * 2, done.stderr
-
-
-# --- runs ---
-
-ROBOT = gw.EnvCfg(id="Robot-v0", action_chunk=C, num_action_steps=2, num_envs=4)
-SETTINGS = {
-    "policy": {"name": "flow", **TINY},
-    "evaluation": {"interval": 60, "episodes": 3},
-    "logging": {"progress": "none"},
-    "seed": 3,
-}
-ALGORITHMS = {
-    "grpo": GRPOCfg(group_size=4, num_steps=4, num_epochs=1, minibatch_size=8, kl_coef=0.05),
-    "ppo": PPOCfg(num_steps=5, num_epochs=1, minibatch_size=10),
-}
-
-
-@pytest.fixture
-def registered():
-    gym.register("Robot-v0", entry_point=Robot, max_episode_steps=12)
-    yield
-    del gym.registry["Robot-v0"]
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_run_loads_and_resumes_bit_for_bit(algorithm, registered, tmp_path):
-    settings = SETTINGS | {"algorithm": ALGORITHMS[algorithm], "checkpoint_interval": 1}
-    whole = gw.train(ROBOT, total_steps=100, run_dir=tmp_path / "whole", **settings)
-    gw.train(ROBOT, total_steps=40, run_dir=tmp_path / "cut", **settings)
-    cut = gw.resume(tmp_path / "cut", total_steps=100)
-    first, second = (load_checkpoint(run.path / "checkpoints" / "latest") for run in (whole, cut))
-    assert whole.metrics()[-1]["iteration"] > 1
-    assert first.policy.keys() == second.policy.keys()
-    assert all(torch.equal(first.policy[name], second.policy[name]) for name in first.policy)
-    loaded = gw.Run.load(whole.path)
-    assert isinstance(loaded.policy, FlowPolicy)
-    obs = ENV.reset(seed=5)[0]
-    np.testing.assert_array_equal(loaded.policy.predict(obs), whole.policy.predict(obs))
-
-
-def test_the_command_line_goes_on_from_another_run(registered, tmp_path, capsys):
-    sizes = [f"--policy.{name.replace('_', '-')}={value}" for name, value in TINY.items()]
-    words = ["train", "Robot-v0", "--policy", "flow", f"--env.action-chunk={C}", "--env.num-action-steps=2"]
-    words += ["--env.num-envs=4", "--total-steps=30", "--algorithm.num-steps=4", "--evaluation.episodes=2"]
-    assert cli.main([*words, *sizes, "--algorithm", "ppo", f"--run-dir={tmp_path / 'ppo'}"]) == 0
-    more = ["--preset", "vla", f"--policy.init-from={tmp_path / 'ppo'}", f"--run-dir={tmp_path / 'grpo'}"]
-    assert cli.main([*words, *more]) == 0
-    assert cli.main(["eval", str(tmp_path / "grpo"), "--episodes=2"]) == 0
-    tree = json.loads((tmp_path / "grpo" / "config.json").read_text())
-    assert (tree["policy"]["name"], tree["policy"]["hidden_size"], tree["env"]["num_action_steps"]) == ("flow", 32, 2)
-    assert "episodes" in capsys.readouterr().out
-    policy = make_policy()
-    assert initialize(policy, tmp_path / "ppo").fresh == ()  # an actor alone needs no critic
-
-
 # --- checkpoints of the user's ---
 
 
@@ -439,27 +224,11 @@ def from_folder(folder, **settings):
     return FlowPolicy.from_pretrained(folder, ENV.observation_space, ENV.action_space, **settings)
 
 
-def test_a_checkpoint_of_the_user_s_acts_and_is_scored_alike(folder):
-    """Its images are 8 pixels wide, its actions have 4 numbers and its states 3, all more than the robot's."""
-    policy, obs = from_folder(folder), observations()
-    action = policy.act(obs, generator=seeded())
-    own = policy.unpacked(action.action)
+def test_a_checkpoint_of_the_user_s_stores_its_padding(folder):
+    """Its actions have 4 numbers, more than the robot's."""
+    policy = from_folder(folder)
+    own = policy.unpacked(policy.act(observations(), generator=seeded()).action)
     assert (own.before.shape, own.after.shape, own.actions.shape) == ((4, C, 4), (4, C, A), (4, C, A))
-    together = scores(policy, obs, action.action)
-    torch.testing.assert_close(together.log_prob, action.log_prob, atol=1e-5, rtol=1e-5)
-    for i in range(4):  # instructions of two lengths
-        alone = scores(policy, obs[i : i + 1], action.action[i : i + 1])
-        torch.testing.assert_close(alone.log_prob[0], together.log_prob[i], atol=1e-4, rtol=1e-4)
-    other = obs.clone()
-    other["instruction"][:] = torch.from_numpy(encoded("go up"))
-    assert ((scores(policy, other, action.action).log_prob - together.log_prob).abs() > 1e-4).all()
-
-
-def test_a_run_on_a_checkpoint_of_the_user_s(folder, registered, tmp_path):
-    settings = SETTINGS | {"policy": {"name": "flow", "path": str(folder)}, "algorithm": ALGORITHMS["grpo"]}
-    run = gw.train(ROBOT, total_steps=30, run_dir=tmp_path / "run", **settings)
-    obs = ENV.reset(seed=5)[0]
-    np.testing.assert_array_equal(gw.Run.load(run.path).policy.predict(obs), run.policy.predict(obs))
 
 
 def test_images_that_are_not_square_are_padded(folder):
@@ -472,13 +241,6 @@ def test_images_that_are_not_square_are_padded(folder):
     padded[..., :8, :] = obs["image"]
     obs["image"] = padded
     torch.testing.assert_close(policy.act(obs, deterministic=True).action, narrow, atol=1e-2, rtol=1e-2)
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is no PI0 that transformers can load"):
-        from_folder(tmp_path)
-    with pytest.raises(ConfigError, match=r"no folder '\./nothing'"):
-        from_folder("./nothing")
 
 
 def test_other_models_are_refused(tmp_path):

@@ -1,6 +1,5 @@
 """Flow policies from demonstrations: the loss of flow matching, held-out scores, and GRPO from the clone."""
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import robots
@@ -22,6 +21,7 @@ pytest.importorskip("pyarrow")
 from groupwise.embodied.flow import FlowPolicy
 
 pytestmark = pytest.mark.contrib
+robots.register()
 C = 3
 ENV = ActionChunk(Robot(), C)
 POLICY = {"name": "flow", "hidden_size": 32, "num_layers": 1, "patch_size": 8}
@@ -29,15 +29,8 @@ ROBOT = gw.EnvCfg(id="Robot-v0", action_chunk=C, num_envs=8)
 SETTINGS = {"policy": POLICY, "evaluation": {"episodes": 40}, "logging": {"progress": "none"}, "seed": 0}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def registered():
-    gym.register("Robot-v0", entry_point=Robot, max_episode_steps=12)
-    yield
-    del gym.registry["Robot-v0"]
-
-
 @pytest.fixture(scope="module")
-def data(registered, tmp_path_factory):
+def data(tmp_path_factory):
     return gw.record_demos("Robot-v0", towards_its_side, episodes=20, out=tmp_path_factory.mktemp("demos")).path
 
 

@@ -53,6 +53,12 @@ class Robot(gym.Env):
         }
 
 
+def register():
+    """Register it as ``Robot-v0``."""
+    if "Robot-v0" not in gym.registry:
+        gym.register("Robot-v0", entry_point=Robot, max_episode_steps=12)
+
+
 def towards_its_side(obs):
     """An expert, who moves to the middle row, too."""
     way = -0.8 if bytes(obs["instruction"]).rstrip(b"\0").decode() == TASKS[0] else 0.8

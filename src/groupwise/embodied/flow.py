@@ -15,7 +15,6 @@ pi_RL, https://arxiv.org/abs/2510.25889.
 """
 
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,18 +75,12 @@ class FlowPolicy(RobotPolicy):
 
     ``deterministic`` actions follow the flow from the noise 0, the likeliest, so they depend on the observation alone.
 
-    Args:
-        observation_space: a Dict of ``image`` uint8 [views, H, W, 3], ``proprio`` float [P], ``instruction`` uint8 [L].
-        action_space: a bounded Box of floats, ``[A]`` or a chunk of them ``[C, A]``.
-        actor_only: False adds a value head: a linear layer on the expert's output for the proprioception, which does not
-            depend on the noise; 0 at first.
-        gamma: not used: rewards are not scaled.
-
-    Raises:
-        UnsupportedSpaceError: other spaces; says what is missing.
-        ConfigError: the model does not fit images, proprioception or actions, or there is no such model.
-        MissingExtraError: transformers is not installed.
+    The value head reads the expert's output for the proprioception, which does not depend on the noise. Arguments and errors
+    are those of ``RobotPolicy``.
     """
+
+    settings = FlowCfg
+    cfg: FlowCfg
 
     def __init__(
         self,
@@ -98,30 +91,12 @@ class FlowPolicy(RobotPolicy):
         actor_only: bool = False,
         gamma: float = 0.99,
     ) -> None:
-        super().__init__(observation_space, action_space, actor_only=actor_only)
-        self.cfg = cfg
+        super().__init__(observation_space, action_space, cfg, actor_only=actor_only, gamma=gamma)
         self.model = PI0(self.sizes, self.num_actions, self.num_dims, cfg)
         scored = self.num_actions * self.num_dims
         self.action_spec = TensorSpec((self.num_actions * self.model.num_dims + 2 * scored + 1,), torch.float32)
         self.value_head = None if actor_only else make_value_head(self.model.width)
         self.eval()
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        observation_space: Any,
-        action_space: Any,
-        *,
-        actor_only: bool = False,
-        **settings: Any,
-    ) -> "FlowPolicy":
-        """A policy on a PI0 with its tokenizer: a folder, or an id of the hub. All its weights are trained.
-
-        Args:
-            settings: further fields of ``FlowCfg``: ``denoising_steps``, ``noise_level``.
-        """
-        return cls(observation_space, action_space, FlowCfg(path=str(path), **settings), actor_only=actor_only)
 
     @torch.no_grad()
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:

@@ -1,16 +1,20 @@
 """What policies that see, read and act share: the spaces of robots, and the user's call."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from groupwise.config.policy import FlowCfg, VLACfg
 from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind, subspaces
 from groupwise.embodied.vision_language import ObsSizes
 from groupwise.errors import UnsupportedSpaceError
 from groupwise.policies.base import Policy
+
+SelfPolicy = TypeVar("SelfPolicy", bound="RobotPolicy")
 
 
 class RobotPolicy(Policy):
@@ -19,16 +23,31 @@ class RobotPolicy(Policy):
     Args:
         observation_space: a Dict of ``image`` uint8 [views, H, W, 3], ``proprio`` float [P], ``instruction`` uint8 [L].
         action_space: a bounded Box of floats, ``[A]`` or a chunk of them ``[C, A]``.
+        actor_only: False adds a value head: a linear layer, 0 at first.
+        gamma: not used: rewards are not scaled.
 
     Raises:
         UnsupportedSpaceError: other spaces; says what is missing.
+        ConfigError: the model does not fit images, proprioception or actions, or there is no such model.
+        MissingExtraError: transformers or peft are not installed.
     """
 
+    settings: ClassVar[type[VLACfg] | type[FlowCfg]]
+    """The class of ``cfg``."""
     gives_distribution = False
     value_modules = ("value_head",)
 
-    def __init__(self, observation_space: Any, action_space: Any, *, actor_only: bool) -> None:
+    def __init__(
+        self,
+        observation_space: Any,
+        action_space: Any,
+        cfg: VLACfg | FlowCfg,
+        *,
+        actor_only: bool = False,
+        gamma: float = 0.99,
+    ) -> None:
         super().__init__()
+        self.cfg = cfg
         self.sizes = obs_sizes(observation_space)
         low, high = _bounds(action_space)
         self.observation_space, self.action_space = observation_space, action_space
@@ -38,6 +57,24 @@ class RobotPolicy(Policy):
         self.register_buffer("high", high, persistent=False)
         self.low: Tensor
         self.high: Tensor
+
+    @classmethod
+    def from_pretrained(
+        cls: type[SelfPolicy],
+        path: str | Path,
+        observation_space: Any,
+        action_space: Any,
+        *,
+        actor_only: bool = False,
+        **settings: Any,
+    ) -> SelfPolicy:
+        """A policy on a model of yours: a folder, or an id of the hub.
+
+        Args:
+            settings: further fields of ``cfg``, such as ``lora``.
+        """
+        cfg = cls.settings(path=str(path), **settings)
+        return cls(observation_space, action_space, cfg, actor_only=actor_only)
 
     @torch.no_grad()
     def predict(self, obs: Any, deterministic: bool = True) -> Any:

@@ -6,14 +6,13 @@ https://arxiv.org/abs/2502.19645). Nothing here is pretrained unless the model i
 """
 
 from collections.abc import Mapping, MutableMapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from groupwise.config.policy import LoRACfg, VLACfg
+from groupwise.config.policy import VLACfg
 from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.embodied.chunks import executed_actions
 from groupwise.embodied.robot_policy import RobotPolicy, make_value_head
@@ -31,19 +30,12 @@ class VLAPolicy(RobotPolicy):
     The policy's own action, which the rollout stores, is the tokens ``[C, A]``. Log-probabilities are in float32, of the
     distribution at ``cfg.temperature``. Images stay uint8 until the model reads them.
 
-    Args:
-        observation_space: a Dict of ``image`` uint8 [views, H, W, 3], ``proprio`` float [P], ``instruction`` uint8 [L].
-        action_space: a bounded Box of floats, ``[A]`` or a chunk of them ``[C, A]``.
-        actor_only: False adds a value head: a linear layer on the mean of the queries, 0 at first.
-        gamma: not used: rewards are not scaled.
-
-    Raises:
-        UnsupportedSpaceError: other spaces; says what is missing.
-        ConfigError: the model and the images do not fit, or there is no such model.
-        MissingExtraError: transformers or peft are not installed.
+    The value head reads the mean of the queries. Arguments and errors are those of ``RobotPolicy``.
     """
 
+    settings = VLACfg
     scored_by = "token"
+    cfg: VLACfg
 
     def __init__(
         self,
@@ -54,8 +46,7 @@ class VLAPolicy(RobotPolicy):
         actor_only: bool = False,
         gamma: float = 0.99,
     ) -> None:
-        super().__init__(observation_space, action_space, actor_only=actor_only)
-        self.cfg = cfg
+        super().__init__(observation_space, action_space, cfg, actor_only=actor_only, gamma=gamma)
         num_tokens = self.low.numel()
         self.num_units = {"token": num_tokens, "action": self.num_actions, "chunk": 1}[cfg.unit]
         self.action_spec = TensorSpec((self.num_actions, self.num_dims), torch.int64)
@@ -72,26 +63,6 @@ class VLAPolicy(RobotPolicy):
             self.register_state_dict_post_hook(_keep_trained)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(_expect_trained)  # type: ignore[no-untyped-call]
         self.eval()
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        observation_space: Any,
-        action_space: Any,
-        *,
-        lora: LoRACfg | None = None,
-        actor_only: bool = False,
-        **settings: Any,
-    ) -> "VLAPolicy":
-        """A policy on a model for images and text: a folder, or an id of the hub. Its action tokens are new.
-
-        Args:
-            lora: train adapters. None: train all weights.
-            settings: further fields of ``VLACfg``: ``bins``, ``unit``, ``temperature``.
-        """
-        cfg = VLACfg(path=str(path), lora=lora, **settings)
-        return cls(observation_space, action_space, cfg, actor_only=actor_only)
 
     @torch.no_grad()
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:

@@ -21,7 +21,8 @@ from groupwise.config.algorithm import BCCfg
 from groupwise.config.run import RunCfg
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.data.spaces import obs_to_tensor
-from groupwise.embodied.lerobot import Demonstrations, Leaves, read_demos
+from groupwise.embodied.lerobot import Demonstrations, read_demos
+from groupwise.embodied.lerobot_columns import Leaves
 from groupwise.engines.base import Engine
 from groupwise.envs.base import VectorEnv
 from groupwise.errors import ConfigError, DataError

@@ -20,7 +20,8 @@ import numpy as np
 from groupwise.config.base import GIVEN
 from groupwise.config.env import EnvCfg
 from groupwise.data.spaces import leaf_spaces, space_kind
-from groupwise.embodied.lerobot import INSTRUCTION, Demonstration, DemoWriter
+from groupwise.embodied.lerobot import Demonstration, DemoWriter
+from groupwise.embodied.lerobot_columns import INSTRUCTION
 from groupwise.envs.single import make_one
 from groupwise.envs.success import success_of_row
 from groupwise.errors import ConfigError, DataError

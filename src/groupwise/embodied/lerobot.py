@@ -6,29 +6,33 @@
     meta/tasks.parquet                        the instructions
     meta/episodes/chunk-000/file-000.parquet  length, rows and instruction of each episode
 
-Images are PNG files inside the rows, as LeRobot stores them without a video codec. An observation space gives the columns:
-
-| part of the observation | column |
-|---|---|
-| the whole observation, or ``proprio`` | ``observation.state`` |
-| an image [H, W, 1 or 3] uint8 | ``observation.images.<name>`` |
-| images [V, H, W, 1 or 3] uint8 | ``observation.images.<name>_0``, ``_1``, ... |
-| ``instruction`` [B] uint8, zero-padded UTF-8 | ``task_index``, a row of ``meta/tasks.parquet`` |
-| any other | ``observation.<name>`` |
+Images are PNG files inside the rows, as LeRobot stores them without a video codec. ``lerobot_columns``
+says which columns there are.
 """
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from groupwise import files
-from groupwise.data.spaces import leaf_spaces, space_kind
+from groupwise.data.spaces import leaf_spaces
+from groupwise.embodied.lerobot_columns import (
+    INSTRUCTION,
+    Array,
+    Column,
+    Leaves,
+    from_arrow,
+    join,
+    number,
+    obs_columns,
+    split,
+    to_arrow,
+)
 from groupwise.errors import DataError, require_extra
 
 VERSION = "v3.0"
@@ -37,12 +41,6 @@ EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 TASKS = "meta/tasks.parquet"
 INFO = "meta/info.json"
 STATS = "meta/stats.json"
-STATE = "observation.state"
-INSTRUCTION = ("instruction",)
-
-Array: TypeAlias = npt.NDArray[Any]
-Leaves: TypeAlias = dict[tuple[str, ...], Array]
-"""The parts of observations by their paths, each ``[T, ...]``."""
 
 
 class Demonstration(NamedTuple):
@@ -72,24 +70,11 @@ class Demonstrations(NamedTuple):
     """[M] the episode of each step, from 0."""
 
 
-class _Column(NamedTuple):
-    """How a part of each step is stored."""
-
-    dtype: str
-    """Of NumPy, or ``image``."""
-    shape: tuple[int, ...]
-
-    def feature(self) -> dict[str, Any]:
-        """Its entry in ``meta/info.json``."""
-        names = ["height", "width", "channels"] if self.dtype == "image" else None
-        return {"dtype": self.dtype, "shape": list(self.shape), "names": names}
-
-
-_COUNTERS = {"timestamp": _Column("float32", (1,))} | dict.fromkeys(
-    ("frame_index", "episode_index", "index", "task_index"), _Column("int64", (1,))
+_COUNTERS = {"timestamp": Column("float32", (1,))} | dict.fromkeys(
+    ("frame_index", "episode_index", "index", "task_index"), Column("int64", (1,))
 )
-_OUTCOMES = {"next.reward": _Column("float32", (1,)), "next.done": _Column("bool", (1,))}
-_SUCCESS = {"next.success": _Column("bool", (1,))}
+_OUTCOMES = {"next.reward": Column("float32", (1,)), "next.done": Column("bool", (1,))}
+_SUCCESS = {"next.success": Column("bool", (1,))}
 
 
 class DemoWriter:
@@ -105,7 +90,7 @@ class DemoWriter:
         self.lengths: list[int] = []
         self._observation_space = observation_space
         self._fps = steps_per_second
-        self._columns = _obs_columns(observation_space) | {"action": _number(action_space)} | _OUTCOMES
+        self._columns = obs_columns(observation_space) | {"action": number(action_space)} | _OUTCOMES
         self._tasks: dict[str, int] = {}
         self._task_of_episode: list[str] = []
         self._moments: dict[str, _Moments] = {}
@@ -145,7 +130,7 @@ class DemoWriter:
         steps, episode = len(demo.reward), len(self.lengths)
         frame = np.arange(steps)
         done = frame == steps - 1
-        values = _split(self._observation_space, demo.obs) | {"action": demo.action}
+        values = split(self._observation_space, demo.obs) | {"action": demo.action}
         values |= {"next.reward": demo.reward, "next.done": done}
         if "next.success" in self._columns:
             values["next.success"] = done & bool(demo.success)
@@ -157,7 +142,7 @@ class DemoWriter:
         import pyarrow as pa
 
         columns = self._columns | _COUNTERS
-        return pa.table({name: _to_arrow(values[name], column) for name, column in columns.items()})
+        return pa.table({name: to_arrow(values[name], column) for name, column in columns.items()})
 
     def _write_meta(self) -> None:
         import pyarrow as pa
@@ -209,7 +194,7 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     import pyarrow.parquet as pq
 
     features = _read_features(folder)
-    wanted = _obs_columns(observation_space)
+    wanted = obs_columns(observation_space)
     for name, column in wanted.items():
         found = features.get(name)
         if found is None or (found["dtype"], tuple(found["shape"])) != column:
@@ -220,7 +205,7 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     table = pq.read_table(_data_files(folder))
     if not len(table):
         raise DataError(f"{folder} has no steps; fix: record again")
-    columns = {name: _from_arrow(table[name], column) for name, column in wanted.items()}
+    columns = {name: from_arrow(table[name], column) for name, column in wanted.items()}
     action = features["action"]
     reward, episode = (table[name].to_numpy().copy() for name in ("next.reward", "episode_index"))
     tasks = pq.read_table(folder / TASKS).to_pydict()
@@ -231,114 +216,11 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
         else []
     )
     return Demonstrations(
-        _join(observation_space, columns, task),
-        _from_arrow(table["action"], _Column(action["dtype"], tuple(action["shape"]))),
+        join(observation_space, columns, task),
+        from_arrow(table["action"], Column(action["dtype"], tuple(action["shape"]))),
         reward,
         np.unique(episode, return_inverse=True)[1].astype(np.int64),
     )
-
-
-# --- observations and columns ---
-
-
-def _obs_columns(space: Any) -> dict[str, _Column]:
-    """The columns of a space's observations."""
-    found: dict[str, _Column] = {}
-    for path, leaf in leaf_spaces(space).items():
-        if path == INSTRUCTION:
-            continue
-        if _is_image(leaf):
-            found |= dict.fromkeys(_image_names(path, leaf), _Column("image", tuple(leaf.shape[-3:])))
-        else:
-            found[_name(path)] = _number(leaf)
-    return found
-
-
-def _split(space: Any, obs: Leaves) -> dict[str, Array]:
-    """The columns of observations."""
-    found: dict[str, Array] = {}
-    for path, leaf in leaf_spaces(space).items():
-        if path == INSTRUCTION:
-            continue
-        if _is_image(leaf):
-            views = obs[path] if len(leaf.shape) == 4 else obs[path][:, None]
-            found |= {name: views[:, i] for i, name in enumerate(_image_names(path, leaf))}
-        else:
-            found[_name(path)] = obs[path]
-    return found
-
-
-def _join(space: Any, columns: Mapping[str, Array], tasks: Sequence[str]) -> Leaves:
-    """The observations in columns."""
-    found: Leaves = {}
-    for path, leaf in leaf_spaces(space).items():
-        if path == INSTRUCTION:
-            size = leaf.shape[0]
-            text = b"".join(task.encode().ljust(size, b"\0")[:size] for task in tasks)
-            found[path] = np.frombuffer(text, np.uint8).reshape(-1, size)
-        elif _is_image(leaf):
-            views = np.stack([columns[name] for name in _image_names(path, leaf)], axis=1)
-            found[path] = views if len(leaf.shape) == 4 else views[:, 0]
-        else:
-            found[path] = columns[_name(path)].reshape(-1, *leaf.shape)
-    return found
-
-
-def _name(path: tuple[str, ...]) -> str:
-    return STATE if path in ((), ("proprio",)) else ".".join(("observation", *path))
-
-
-def _image_names(path: tuple[str, ...], leaf: Any) -> list[str]:
-    name = ".".join(("observation.images", *(path or ("image",))))
-    return [f"{name}_{view}" for view in range(leaf.shape[0])] if len(leaf.shape) == 4 else [name]
-
-
-def _is_image(leaf: Any) -> bool:
-    is_bytes = space_kind(leaf) == "box" and leaf.dtype == np.uint8
-    return is_bytes and len(leaf.shape) in (3, 4) and leaf.shape[-1] in (1, 3)
-
-
-def _number(space: Any) -> _Column:
-    """Numbers are stored as rollouts hold them: floats in float32."""
-    dtype = "float32" if space.dtype.kind == "f" else space.dtype.name
-    return _Column(dtype, tuple(space.shape) or (1,))
-
-
-# --- Arrow ---
-
-
-def _to_arrow(values: Array, column: _Column) -> Any:
-    import pyarrow as pa
-
-    if column.dtype == "image":
-        kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-        return pa.array([{"bytes": _png(image), "path": None} for image in values], type=kind)
-    values = np.ascontiguousarray(values, dtype=column.dtype)
-    if column.shape == (1,):
-        return pa.array(values.reshape(-1))
-    if len(column.shape) == 1:
-        return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), column.shape[0])
-    return pa.array(values.tolist())
-
-
-def _from_arrow(values: Any, column: _Column) -> Array:
-    if column.dtype == "image":
-        return np.stack([_pixels(image["bytes"]) for image in values.to_pylist()]).reshape(-1, *column.shape)
-    return np.array(values.to_pylist(), dtype=column.dtype).reshape(-1, *column.shape)
-
-
-def _png(image: npt.NDArray[np.uint8]) -> bytes:
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.fromarray(image if image.shape[-1] == 3 else image[..., 0]).save(file, "PNG", compress_level=1)
-    return file.getvalue()
-
-
-def _pixels(data: bytes) -> npt.NDArray[np.uint8]:
-    from PIL import Image
-
-    return np.asarray(Image.open(io.BytesIO(data)))
 
 
 def _tasks_table(tasks: Sequence[str]) -> Any:
@@ -363,7 +245,7 @@ class _Moments:
         self._steps = 0
         self._parts: list[tuple[int, Array, Array, Array, Array]] = []
 
-    def add(self, values: Array, column: _Column | None) -> None:
+    def add(self, values: Array, column: Column | None) -> None:
         """Take in an episode ``[T, ...]``."""
         self._steps += len(values)
         flat = values.astype(np.float64).reshape(len(values), -1)

@@ -19,6 +19,9 @@ from groupwise.errors import EnvError
 from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed
 
+MAX_EMPTY = 3
+"""Iterations in a row whose groups were all dropped, after which training stops."""
+
 
 class GroupCollector(EnvCollector):
     """Collects groups of ``group_size`` episodes that begin in the same state.
@@ -55,6 +58,7 @@ class GroupCollector(EnvCollector):
         self.group_size = group_size
         self.greedy_members = greedy_members
         self.collection = collection or CollectionCfg()
+        self._empty = 0
         self._check()
         if verify_start and env.start_report is None:
             env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
@@ -119,6 +123,12 @@ class GroupCollector(EnvCollector):
         steps, members = tracker.steps, tracker.members
         self.last_steps = env_steps(rollout, steps)
         groups = {member.group for member in members if member.in_whole_group}
+        self._empty = 0 if groups else self._empty + 1
+        if self._empty == MAX_EMPTY:
+            raise EnvError(
+                f"every group of {MAX_EMPTY} iterations in a row was dropped, because {self.env.env_id} failed; fix: the "
+                "environment, whose errors are above, or collection.on_env_error='raise'"
+            )
         wasted = sum(member.length for member in members if not member.in_whole_group)
         self._metrics = {
             "rollout/groups": float(len(groups)),

@@ -158,7 +158,7 @@ class CollectionCfg(Cfg):
     horizon: PositiveInt | None = None
     """Steps after which episodes of a group are truncated. None: whole episodes."""
     on_env_error: Literal["raise", "retry", "drop"] = "raise"
-    """When an environment raises an error: raise it, start the member again, or drop its group."""
+    """When an environment raises an error, or its process dies or hangs: raise it, start the member again, or drop its group."""
     filter_groups: bool = False
     """Leave groups without variance out of the loss."""
     dynamic_sampling: NonNegative = 0.0

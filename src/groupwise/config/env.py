@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 from pydantic import model_validator
 
 from groupwise.config.base import Cfg
@@ -24,6 +24,8 @@ class EnvCfg(Cfg):
     """Episodes are truncated after that many steps. None: the limit of the registration."""
     vectorization: Literal["auto", "entry_point", "sync", "async", "envpool", "torch"] = "auto"
     """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in other processes; ``envpool``: EnvPool (extra ``envpool``); ``torch``: a simulator in torch (classic control; HalfCheetah-v5 with the extra ``mujoco-warp``); ``auto``: ``entry_point`` for CartPole, otherwise ``sync``."""
+    timeout: Annotated[float, Gt(0)] = 60.0
+    """Seconds that a process of ``vectorization="async"`` may take to start or step its environments; to make them, at least 60. Then it is killed, and ``collection.on_env_error`` decides; PPO ends."""
     start_mode: StartMode | Literal["auto"] = "auto"
     """How the members of a group share their start. ``auto``: the best mode that passes its check. ``none``: each has its own start. GRPO only."""
     num_random_noops: Annotated[int, Ge(0)] = 0

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 EnvMaker: TypeAlias = Callable[[], gymnasium.Env]
 OnError: TypeAlias = Literal["raise", "report"]
-"""An error in an environment's ``step`` is raised, or the row is reported as failed and paused."""
+"""An error of an environment is raised, or the row is reported as failed and paused."""
 
 _STARTS_KEPT = 64
 
@@ -48,6 +48,8 @@ class RowCfg(NamedTuple):
     chunked: bool = False
     """Whether an action is a chunk of several."""
     on_error: OnError = "raise"
+    timeout: float = 60.0
+    """Seconds that rows in another process may take for an answer."""
 
 
 class EnvRow:
@@ -149,7 +151,12 @@ class LocalRows:
     def start(self, rows: npt.NDArray[Any], start_seeds: npt.NDArray[Any], noise_seeds: npt.NDArray[Any]) -> None:
         """Start these rows."""
         for row, start, noise in zip(rows.tolist(), start_seeds.tolist(), noise_seeds.tolist(), strict=True):
-            self._write(row, self.rows[row].start(start, noise), "reset")
+            try:
+                obs = self.rows[row].start(start, noise)
+            except Exception as error:
+                self._fail(row, error)
+                continue
+            self._write(row, obs, "reset")
 
     def close(self) -> None:
         """Free the environments."""

@@ -39,6 +39,7 @@ class RowsGroupEnv(GroupEnv):
         self.device = torch.device(device)
         self._live: Mask = np.zeros(num_envs, dtype=np.bool_)
         self._live_rows = np.flatnonzero(self._live)
+        self._not_started: Mask = np.zeros(num_envs, dtype=np.bool_)
         self._reset_seed = 0
         self._num_resets = [0] * num_envs
         layout = layout_of(cfg.observation_space, len(cfg.reward_parts), cfg.chunked)
@@ -70,9 +71,16 @@ class RowsGroupEnv(GroupEnv):
         return self.start(mask, start_seed, noise_seed)
 
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
-        """Observations [N, ...] after starting the rows of ``mask``; see ``GroupEnv.start``."""
+        """Observations [N, ...] after starting the rows of ``mask``; see ``GroupEnv.start``.
+
+        With ``cfg.on_error="report"``, the next step tells which rows failed here.
+        """
+        failed = self._failed.numpy()
+        failed.fill(False)
         self._rows.start(np.flatnonzero(mask), start_seed[mask], noise_seed[mask])
         self._set_live(self._live | mask)
+        self._not_started = self._not_started & ~mask | failed & self._live
+        self.pause(self._not_started)
         return self._obs.to(self.device)
 
     def pause(self, mask: Mask) -> None:
@@ -87,7 +95,12 @@ class RowsGroupEnv(GroupEnv):
         for array in self._of_step:  # 0 for rows that take no step
             array.fill(0)
         failed = success = None
-        if self._rows.step(self._live_rows, actions):
+        any_ended = self._rows.step(self._live_rows, actions)
+        if self._not_started.any():
+            self._failed |= torch.from_numpy(self._not_started)
+            self._not_started = np.zeros_like(self._live)
+            any_ended = True
+        if any_ended:
             self.pause((self._terminated | self._truncated | self._failed).numpy())
             failed = self._failed.clone() if self._failed.any() else None
             success = self._success if self._tells_success.any() else None

@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium
 import torch
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import TimeLimit
 
 from groupwise.config.env import EnvCfg, StartMode
@@ -76,11 +76,12 @@ def vector_env(
     vectorization: str,
     device: torch.device | str,
 ) -> VectorEnv:
-    """Gymnasium's own vectorisation, whose rows are reset by the caller."""
+    """Rows that are reset by the caller: Gymnasium's own in this process, ours in others."""
     rows = _describe(cfg, env, "raise")
-    vectorize = AsyncVectorEnv if vectorization == "async" else LeanSyncVectorEnv
+    if vectorization == "async":
+        return RowsGroupEnv(rows._replace(start_mode="none"), num_envs, num_workers=num_cpus(), device=device)
     with explained(cfg.id):
-        vector = vectorize([rows.make] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+        vector = LeanSyncVectorEnv([rows.make] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED)
     return GymnasiumVectorEnv(vector, env_id=rows.env_id, max_episode_steps=rows.max_episode_steps, device=device)
 
 
@@ -156,6 +157,7 @@ def _describe(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: O
         reward_parts=cfg.reward_parts,
         chunked=cfg.action_chunk > 1,
         on_error=on_error,
+        timeout=cfg.timeout,
     )
 
 

@@ -1,34 +1,38 @@
 """Rows in worker processes, which write observations and rewards into shared memory."""
 
 import ctypes
+import logging
 import math
-import os
-import signal
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, TypeAlias
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import cloudpickle
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from groupwise import plugins
-from groupwise.envs.local_rows import Arrays, Layout, LocalRows, RowCfg
+from groupwise import processes
+from groupwise.envs.local_rows import OUTCOMES, Arrays, Layout, LocalRows, RowCfg
 from groupwise.errors import EnvError
 
+log = logging.getLogger(__name__)
+
 _SECONDS_TO_CLOSE = 5.0
+_SECONDS_TO_IMPORT = 60.0
+"""At least so long may a new process take to import packages and make its rows."""
 
 _Column: TypeAlias = tuple[Any, tuple[int, ...], str]
 """Shared memory, which can be passed to a new process only among its arguments; shape of a row; dtype."""
 
 
 class _Worker(NamedTuple):
-    process: Any
+    process: BaseProcess
     connection: Connection
     first: int
     """Number of its first row."""
@@ -38,37 +42,30 @@ class _Worker(NamedTuple):
 class WorkerRows:
     """``LocalRows`` of several processes. A step is one message to each process that has running rows.
 
-    The processes are new (forkserver) rather than copies of this one, which may hold threads and a GPU.
+    A process that dies, or gives no answer in ``cfg.timeout`` seconds, is killed. With ``cfg.on_error="report"`` another
+    takes its place, and all its rows have failed.
 
     Raises:
         EnvError: the environment cannot be sent to a process or made there.
     """
 
     def __init__(self, cfg: RowCfg, layout: Layout, num_rows: int, num_workers: int) -> None:
-        self._env_id = cfg.env_id
-        context = get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        columns: dict[str, _Column] = {}
+        self._cfg = cfg
+        self._columns: dict[str, _Column] = {}
         for name, (shape, dtype) in layout.items():
             size = num_rows * math.prod(shape) * np.dtype(dtype).itemsize
-            columns[name] = context.RawArray(ctypes.c_byte, size), shape, dtype
-        self.arrays = _arrays(columns)
-        payload = _pickled(cfg)
-        bounds = np.linspace(0, num_rows, min(num_workers, num_rows) + 1).astype(int).tolist()
-        self._workers: list[_Worker] = []
-        for first, end in pairwise(bounds):
-            ours, theirs = context.Pipe()
-            args = (theirs, payload, columns, slice(first, end))
-            process = context.Process(target=_work, args=args, daemon=True, name=f"groupwise rows {first}-{end - 1}")
-            with _safe_path():
-                process.start()
-            theirs.close()
-            self._workers.append(_Worker(process, ours, first, end))
+            self._columns[name] = processes.context().RawArray(ctypes.c_byte, size), shape, dtype
+        self.arrays = _arrays(self._columns)
         try:
-            self._gather(self._workers)
-        except EnvError:
-            self.close()
-            raise
+            self._payload = processes.pickled(cfg)
+        except Exception as error:
+            raise EnvError(
+                f"what makes {cfg.env_id} cannot be sent to another process: {error!r}; fix: make locks, files and "
+                "generators inside the callable, or vectorization='sync'"
+            ) from error
+        bounds = np.linspace(0, num_rows, min(num_workers, num_rows) + 1).astype(int).tolist()
+        self._workers = [self._launch(first, end) for first, end in pairwise(bounds)]
+        self._await_launched(self._workers)
 
     def step(self, rows: npt.NDArray[Any], actions: npt.NDArray[Any]) -> bool:
         """One step of these rows; whether any ended or failed."""
@@ -85,53 +82,97 @@ class WorkerRows:
             with suppress(OSError):
                 worker.connection.send(None)
             worker.connection.close()
+        deadline = time.monotonic() + _SECONDS_TO_CLOSE
         for worker in self._workers:
-            worker.process.join(_SECONDS_TO_CLOSE)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            processes.kill(worker.process)
         self._workers = []
+
+    def _launch(self, first: int, end: int) -> _Worker:
+        """A process that makes these rows; its first answer says whether it could."""
+        ours, theirs = processes.context().Pipe()
+        rows = slice(first, end)
+        name = f"groupwise rows {first}-{end - 1}"
+        process = processes.start(_work, theirs, self._payload, self._columns, rows, name=name)
+        theirs.close()
+        return _Worker(process, ours, first, end)
+
+    def _await_launched(self, workers: Sequence[_Worker]) -> None:
+        replies, lost = self._gather(workers, max(_SECONDS_TO_IMPORT, self._cfg.timeout))
+        if lost:
+            self._give_up(*lost[0])
+        try:
+            self._raise_first(replies)
+        except EnvError:
+            self.close()
+            raise
 
     def _ask(self, command: str, rows: npt.NDArray[Any], *columns: npt.NDArray[Any]) -> None:
         """Send each worker its rows with their entries of the columns, and wait for the answers."""
         if not self._workers:
-            raise EnvError(f"the worker processes of {self._env_id} have ended; fix: make the environment again")
+            raise EnvError(f"the worker processes of {self._cfg.env_id} have ended; fix: make the environment again")
         asked = []
         try:
             for worker in self._workers:
                 chosen = (rows >= worker.first) & (rows < worker.end)
                 if chosen.any():
                     args = (rows[chosen] - worker.first, *(column[chosen] for column in columns))
-                    worker.connection.send((command, args))
+                    with suppress(OSError):  # it is dead, as its answer will show
+                        worker.connection.send((command, args))
                     asked.append(worker)
-            self._gather(asked)
-        except EnvError:
-            raise
-        except OSError:
-            raise self._died(worker) from None
+            replies, lost = self._gather(asked, self._cfg.timeout)
         except BaseException:  # interrupted: an unread answer would be taken for that to the next message
             self.close()
             raise
+        for worker, why in lost:
+            if self._cfg.on_error == "raise":
+                self._give_up(worker, why)
+            self._replace(worker, why)
+        self._raise_first(replies)
 
-    def _gather(self, workers: Sequence[_Worker]) -> None:
-        """Read all answers; then raise the first error."""
-        replies: list[str | None] = []
+    def _gather(
+        self, workers: Sequence[_Worker], seconds: float
+    ) -> tuple[list[tuple[_Worker, str | None]], list[tuple[_Worker, str]]]:
+        """The answers that come in time, and the workers that gave none, with why."""
+        replies, lost = [], []
+        deadline = time.monotonic() + seconds
         for worker in workers:
             try:
-                replies.append(worker.connection.recv())
+                if worker.connection.poll(max(0.0, deadline - time.monotonic())):
+                    replies.append((worker, worker.connection.recv()))
+                else:
+                    lost.append((worker, f"gave no answer in {seconds:g} s"))
             except (EOFError, OSError):
-                raise self._died(worker) from None
-        for worker, reply in zip(workers, replies, strict=True):
-            if reply is not None:
-                raise EnvError(f"{self._env_id} failed in {worker.process.name}:\n{reply}")
+                worker.process.join(1.0)
+                lost.append((worker, f"ended with exit code {worker.process.exitcode}"))
+        return replies, lost
 
-    def _died(self, worker: _Worker) -> EnvError:
-        self.close()
-        return EnvError(
-            f"{worker.process.name} of {self._env_id} ended with exit code {worker.process.exitcode}; its output is "
-            "above; fix: a script needs `if __name__ == '__main__':` around what it runs, a simulator may have crashed "
-            "or run out of memory; vectorization='sync' shows where"
+    def _raise_first(self, replies: Sequence[tuple[_Worker, str | None]]) -> None:
+        for worker, reply in replies:
+            if reply is not None:
+                raise EnvError(f"{self._cfg.env_id} failed in {worker.process.name}:\n{reply}")
+
+    def _replace(self, worker: _Worker, why: str) -> None:
+        """Start a lost worker again; its rows have failed."""
+        log.error("%s of %s %s, and was replaced", worker.process.name, self._cfg.env_id, why)
+        processes.kill(worker.process)
+        worker.connection.close()
+        for name in OUTCOMES:
+            self.arrays[name][worker.first : worker.end] = name == "failed"
+        launched = self._launch(worker.first, worker.end)
+        self._workers[self._workers.index(worker)] = launched
+        self._await_launched([launched])
+
+    def _give_up(self, worker: _Worker, why: str) -> NoReturn:
+        fix = (
+            "a larger env.timeout, if it is slow; vectorization='sync' shows where it hangs"
+            if worker.process.is_alive()
+            else "a script needs `if __name__ == '__main__':` around what it runs, a simulator may have crashed or run out of "
+            "memory; vectorization='sync' shows where"
         )
+        processes.kill(worker.process)  # closing would wait for it
+        self.close()
+        raise EnvError(f"{worker.process.name} of {self._cfg.env_id} {why}; its output is above; fix: {fix}")
 
 
 def _arrays(columns: dict[str, _Column]) -> Arrays:
@@ -144,7 +185,6 @@ def _work(connection: Connection, payload: bytes, columns: dict[str, _Column], r
 
     An answer is None, or the traceback where the message could not be handled.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it too, and ends its workers
     torch.set_num_threads(1)
     try:
         arrays = {name: array[rows] for name, array in _arrays(columns).items()}
@@ -164,32 +204,3 @@ def _work(connection: Connection, payload: bytes, columns: dict[str, _Column], r
                 answer = traceback.format_exc()
             connection.send(answer)
     local.close()
-
-
-@contextmanager
-def _safe_path() -> Iterator[None]:
-    """New interpreters import nothing from the current folder before they have the path of this one."""
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONSAFEPATH"]
-        if before is not None:
-            os.environ["PYTHONSAFEPATH"] = before
-
-
-def _pickled(cfg: RowCfg) -> bytes:
-    """The config for a new process; the code of plugin files, which could not be imported there, goes along."""
-    with ExitStack() as stack:
-        for module in plugins.modules():
-            cloudpickle.register_pickle_by_value(module)
-            stack.callback(cloudpickle.unregister_pickle_by_value, module)
-        try:
-            payload: bytes = cloudpickle.dumps(cfg)
-            return payload
-        except Exception as error:
-            raise EnvError(
-                f"what makes {cfg.env_id} cannot be sent to another process: {error!r}; fix: make locks, files and "
-                "generators inside the callable, or vectorization='sync'"
-            ) from error

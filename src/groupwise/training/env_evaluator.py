@@ -1,8 +1,11 @@
 """Evaluation and video of a run's policy in environments of its own."""
 
+import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.algorithm import CollectionCfg, GRPOCfg
 from groupwise.config.env import EnvCfg
 from groupwise.config.run import RunCfg
 from groupwise.envs.base import GroupEnv, VectorEnv
@@ -13,6 +16,8 @@ from groupwise.report.video import NoPictureError, film
 from groupwise.seeding import derive_seed
 from groupwise.training.components import Evaluator, UserObjects
 from groupwise.training.evaluation import MAX_STEPS, EvaluationResult, evaluate_policy
+
+log = logging.getLogger(__name__)
 
 MAX_EVALUATION_ENVS = 128
 _MAKE_VEC_KWARGS = {"num_envs", "vectorization_mode", "vector_kwargs"}
@@ -40,7 +45,9 @@ class EnvEvaluator(Evaluator):
         self.cfg = cfg
         self.policy = policy
         self.seed = seed
-        self.env: GroupEnv = make_env(
+        self._collection = cfg.algorithm.collection if isinstance(cfg.algorithm, GRPOCfg) else CollectionCfg()
+        self._make: Callable[[], GroupEnv] = partial(
+            make_env,
             env_cfg.model_copy(update={"start_mode": "fresh" if fresh else "auto"}),
             grouped=True,
             num_envs=min(cfg.evaluation.episodes, most),
@@ -48,11 +55,22 @@ class EnvEvaluator(Evaluator):
             verify=False,
             device=policy.device,
         )
+        self.env = self._make()
 
     def __call__(self) -> EvaluationResult:
-        """Play the episodes."""
-        algorithm = self.cfg.algorithm
-        horizon = algorithm.collection.horizon if isinstance(algorithm, GRPOCfg) else None
+        """Play the episodes; once again in new environments if these fail, unless ``on_env_error`` is ``raise``."""
+        try:
+            return self._play()
+        except Exception as error:
+            if self._collection.on_env_error == "raise":
+                raise
+            log.warning("the evaluation failed, and begins again in new environments: %r", error)
+        self.env.close()
+        self.env = self._make()
+        return self._play()
+
+    def _play(self) -> EvaluationResult:
+        horizon = self._collection.horizon
         return evaluate_policy(
             self.policy,
             self.env,

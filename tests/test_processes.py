@@ -1,0 +1,57 @@
+"""Processes for the user's code end with their parent, and with their children."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PARENT = """
+import os, re, subprocess, sys, time
+from groupwise import processes
+
+def work(how):
+    child = subprocess.Popen(["sleep", "1000"])
+    print(os.getpid(), child.pid, flush=True)
+    if how == "holds":
+        re.match("(a+)+b", "a" * 99)
+    if how == "hangs":
+        time.sleep(1000)
+
+if __name__ == "__main__":
+    process = processes.start(work, sys.argv[1], name="work")
+    if sys.argv[2] == "kill":
+        process.join(3)
+        processes.kill(process)
+    elif sys.argv[2] == "wait":
+        time.sleep(1000)
+"""
+
+
+def is_running(pid):
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+    return bool(state) and not state.startswith("Z")  # what has ended waits for init to collect it
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at the end of a pipe")
+@pytest.mark.parametrize(
+    ("work", "parent"), [("holds", "wait"), ("hangs", "kill"), ("ends", "kill")], ids=["killed", "hangs", "ends"]
+)
+def test_neither_a_process_nor_its_child_outlives_the_parent(tmp_path, work, parent):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    with subprocess.Popen([sys.executable, script, work, parent], stdout=subprocess.PIPE, text=True) as process:
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2
+        if parent == "wait":
+            os.kill(process.pid, signal.SIGKILL)
+        process.wait(60)
+    deadline = time.monotonic() + 15
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [pid for pid in pids if is_running(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left

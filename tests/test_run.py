@@ -1,7 +1,6 @@
 import inspect
 import json
 import logging
-import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -257,33 +256,6 @@ def test_a_run_that_failed_leaves_a_summary():
     with pytest.raises(gw.DataError, match=r"reward of environment 0 at step \d+"):
         gw.train(lambda: Corridor(reward=float("nan")), run_dir="mine", **TINY)
     assert json.loads(Path("mine/summary.json").read_text())["stopped"] == "failed"
-
-
-def test_trackers_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "wandb.py").write_text(
-        "import json\n"
-        "class Run:\n"
-        "    def log(self, metrics, step): print(json.dumps([step, len(metrics) > 5]), file=open('log', 'a'))\n"
-        "    def finish(self): print('finished', file=open('log', 'a'))\n"
-        "def init(**kwargs):\n"
-        "    print(json.dumps([kwargs['project'], len(kwargs['id']), kwargs['config']['seed']]), file=open('log', 'a'))\n"
-        "    return Run()\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    track = {"report_to": ["tensorboard", "wandb"], "progress": "none"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tensorboard's own, on import
-        run = gw.train("CartPole-v1", run_dir="mine", seed=4, **TINY | {"logging": track})
-    assert len(list((run.path / "tensorboard").iterdir())) == 1
-    assert Path("log").read_text().splitlines() == ['["groupwise", 32, 4]', "[64, true]", "[128, true]", "finished"]
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_missing_tracker_is_named_before_training(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("groupwise.errors.find_spec", lambda module: None)
-    with pytest.raises(gw.MissingExtraError, match=rf"'{name}' is not installed; fix: pip install -e '\.\[track\]'"):
-        gw.train("CartPole-v1", **TINY | {"logging": {"report_to": [name]}})
-    assert not Path("runs").exists()
 
 
 def test_longest_episode_is_filled_in_where_the_loss_needs_it():

@@ -18,7 +18,7 @@ from groupwise.config.run import CommonCfg, EvaluationCfg, RunCfg, TextEvaluatio
 from groupwise.engines.base import Engine
 from groupwise.engines.distributed import from_environment
 from groupwise.envs.base import VectorEnv
-from groupwise.errors import ConfigError, RunFolderError, require_extra
+from groupwise.errors import ConfigError, RunFolderError
 from groupwise.plugins import blaming_absence
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
@@ -156,7 +156,6 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
     Args:
         given: Python objects that replace what ``cfg`` names.
     """
-    _check_trackers(cfg)
     given, engine = given or UserObjects(), from_environment(pick_device(cfg.device).type)
     if engine.world_size > 1 and cfg.run_dir is None:
         raise ConfigError("several processes need one run folder, got run_dir=None; fix: set run_dir")
@@ -194,7 +193,6 @@ def resume(
                 f"total_steps = {total_steps:,}, but {folder.path} has {done:,} steps already; fix: a larger total_steps"
             )
         cfg = cfg.model_copy(update={"total_steps": total_steps})
-    _check_trackers(cfg)
     engine = from_environment(pick_device(cfg.device).type)
     parts = _rebuild(cfg, objects, folder, engine)
     summary = running.run(parts, folder, callbacks, engine, resume=True)
@@ -290,12 +288,6 @@ def sample(
     trained = run.policy if isinstance(run, Run) else load_trained(cfg, RunFolder(Path(run)), checkpoint, policy)
     tool = run.given.tool if isinstance(run, Run) else tool
     return write_texts(cfg, trained, prompt, count, deterministic=deterministic, seed=seed, tool=tool)
-
-
-def _check_trackers(cfg: CommonCfg) -> None:
-    """Raise a ``MissingExtraError`` for trackers that are not installed."""
-    for package in cfg.logging.report_to:
-        require_extra(package, "track")
 
 
 def _refuse_for_live(run: Run, checkpoint: str, objects: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ import groupwise as gw
 from groupwise.report.folder import RunFolder
 from groupwise.training.checkpoint import saved_steps
 from groupwise.training.running import finishing_on_signal
+from groupwise.training.signals import STOP
 
 PPO = gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64)
 TINY: dict[str, Any] = {
@@ -86,7 +87,7 @@ class BreaksIt(gw.Callback):
 # --- Ctrl-C ---
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOP)
 def test_a_signal_lets_the_iteration_finish_and_saves_it(number: int, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(KeyboardInterrupt) as caught:
         gw.train("CartPole-v1", PPO, run_dir="mine", callbacks=[Signals(number)], **TINY)

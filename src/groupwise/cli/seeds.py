@@ -3,7 +3,6 @@
 import logging
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -21,15 +20,12 @@ from groupwise.cpus import num_cpus
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.folder import RunFolder
 from groupwise.terminal import show
-from groupwise.training.signals import handling
+from groupwise.training.signals import STOP, handling
 
 log = logging.getLogger(__name__)
 
 _ENDS = {0: "done", 130: "interrupted"}
 """Meaning of a seed's exit codes; any other is a failure."""
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if sys.platform != "win32" else ()))
-"""SIGHUP: the terminal was closed."""
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -69,7 +65,7 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
         log.warning("interrupted: running seeds finish and save their iteration first; a second time stops at once")
         signals.append(number)
 
-    with handling(interrupt, *_SIGNALS), _terminating(running):
+    with handling(interrupt, *STOP), _terminating(running):
         while running or (waiting and not signals):
             while waiting and not signals and len(running) < num_cpus():
                 seed = waiting.pop(0)

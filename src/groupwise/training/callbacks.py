@@ -23,6 +23,7 @@ from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Checkpoint, Identity, save_checkpoint
 from groupwise.training.components import Components, Evaluator
 from groupwise.training.evaluation import EvaluationResult
+from groupwise.training.trackers import Report, TensorBoard, WandB
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,9 +49,10 @@ def build_callbacks(
         built.append(StopAtScore(stop.threshold, parts.metric))
     built.append(MetricsLog(folder.metrics))
     if "tensorboard" in logging.report_to:
-        built.append(TensorBoard(folder.tensorboard))
+        built.append(Report("TensorBoard", TensorBoard(folder.tensorboard)))
     if "wandb" in logging.report_to:
-        built.append(WandB(folder.path, folder.read_provenance()["run_id"], cfg.model_dump(mode="json")))
+        run_id = folder.read_provenance()["run_id"]
+        built.append(Report("W&B", WandB(folder.path, run_id, cfg.model_dump(mode="json"))))
     if logging.progress != "none":
         title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"
         built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
@@ -195,63 +197,6 @@ def _to_float(name: str, value: Any) -> float:
         raise TypeError(
             f"a callback set metrics[{name!r}] to {value!r:.100}, expected a number; fix: write it to a file of your own"
         ) from error
-
-
-class TensorBoard(Callback):
-    """Writes the metrics as TensorBoard events against environment steps."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._writer: Any = None
-
-    def on_training_start(self, trainer: "Trainer") -> None:
-        """Open the event file."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        # purge_step hides what a killed run wrote after its last checkpoint
-        self._writer = SummaryWriter(str(self.folder), purge_step=trainer.env_steps + 1)
-
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Write every number."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, trainer.env_steps)
-
-    def close(self) -> None:
-        """Close the event file."""
-        if self._writer is not None:
-            self._writer.close()
-
-
-class WandB(Callback):
-    """Sends the metrics to Weights & Biases, or keeps them in the run folder with ``WANDB_MODE=offline``.
-
-    Args:
-        run_id: unique; a resumed run keeps it.
-    """
-
-    def __init__(self, folder: Path, run_id: str, config: dict[str, Any]) -> None:
-        self.folder = folder
-        self.run_id = run_id
-        self.config = config
-        self._run: Any = None
-
-    def on_training_start(self, trainer: "Trainer") -> None:
-        """Open the run, or go on with it."""
-        import wandb
-
-        self._run = wandb.init(
-            project="groupwise", id=self.run_id, name=self.folder.name, dir=str(self.folder),
-            config=self.config, resume="allow",
-        )  # fmt: skip
-
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Send every number."""
-        self._run.log(metrics, step=trainer.env_steps)
-
-    def close(self) -> None:
-        """Finish the run."""
-        if self._run is not None:
-            self._run.finish()
 
 
 class StopAtScore(Callback):

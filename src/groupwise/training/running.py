@@ -2,7 +2,6 @@
 
 import logging
 import re
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -26,13 +25,15 @@ from groupwise.training.base import Callback
 from groupwise.training.callbacks import build_callbacks
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, load_state, saved_steps
 from groupwise.training.components import Components, UserObjects, threads
-from groupwise.training.signals import handling
+from groupwise.training.signals import ALARM, STOP, alarm, handling
 from groupwise.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 SMALL_TENSOR = 2**17
 """Elements; networks without larger matrices run fastest on one thread."""
+SECONDS_TO_FINISH = 20
+"""Time that an iteration has after a signal. A cluster often kills 30 s after it."""
 
 
 def run(
@@ -106,16 +107,27 @@ def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, en
 
 @contextmanager
 def finishing_on_signal(trainer: Trainer) -> Iterator[None]:
-    """Let the first SIGINT or SIGTERM end training after the running iteration, and the second at once."""
+    """Let the first signal of ``STOP`` end training after the running iteration, and the second at once.
+
+    The second may be an alarm after ``SECONDS_TO_FINISH``. It waits for an update, which would be lost, and for what saves.
+    """
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if trainer.interrupted:
+        if not trainer.interrupted:
+            trainer.interrupt()
+            alarm(SECONDS_TO_FINISH, handle)
+            with suppress(Exception):  # the terminal may be gone, or in the middle of another line
+                log.warning("interrupted: finishing and saving this iteration; interrupt again to stop at once")
+        elif number in ALARM and (trainer.doing == "updating" or trainer.ending):
+            alarm(1, handle)
+        else:
             raise KeyboardInterrupt
-        trainer.interrupt()
-        log.warning("interrupted: finishing and saving this iteration; interrupt again to stop at once")
 
-    with handling(handle, signal.SIGINT, signal.SIGTERM):
-        yield
+    with handling(handle, *STOP, *ALARM):
+        try:
+            yield
+        finally:
+            alarm(0, handle)
 
 
 @contextmanager

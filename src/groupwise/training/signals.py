@@ -1,11 +1,18 @@
 """Temporary handlers for signals. Imports no torch."""
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+STOP = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if sys.platform != "win32" else ()))
+"""Signals that end a run: Ctrl-C, a request of the system, and the end of the terminal."""
+
+ALARM = (signal.SIGALRM,) if sys.platform != "win32" else ()
+"""What ``alarm`` sends."""
 
 
 @contextmanager
@@ -21,3 +28,9 @@ def handling(handle: Callable[[int, FrameType | None], None], *numbers: int) -> 
     finally:
         for number, was in ours.items():
             signal.signal(number, was)
+
+
+def alarm(seconds: int, handle: Callable[[int, FrameType | None], None]) -> None:
+    """Send ``ALARM`` to this process in that time (0: no more), if ``handle`` takes it."""
+    if sys.platform != "win32" and signal.getsignal(signal.SIGALRM) is handle:
+        signal.alarm(seconds)

@@ -5,6 +5,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import numpy as np
@@ -69,6 +70,8 @@ class Trainer:
         """Of the last finished iteration."""
         self.doing: Literal["collecting", "updating", "callbacks"] = "callbacks"
         """The current phase, or the one in which an error came."""
+        self.ending = False
+        """Whether iterations are over, and callbacks save the last one."""
 
     def train(self) -> None:
         """Run the loop.
@@ -77,13 +80,12 @@ class Trainer:
             DivergedError: a metric of the update is NaN or infinite.
             KeyboardInterrupt: ``interrupt`` was called.
         """
-        try:
+        with ExitStack() as stack:
+            for callback in reversed(self.callbacks):
+                stack.callback(callback.close)
             for callback in self.callbacks:
                 callback.on_training_start(self)
             self._train()
-        finally:
-            for callback in self.callbacks:
-                callback.close()
 
     def stop(self, reason: str) -> None:
         """End training on all ranks after this iteration. Only a stop on rank 0 evaluates the last iteration."""
@@ -140,11 +142,13 @@ class Trainer:
         try:
             while self._goes_on():
                 self._iterate()
+            self.ending = True
             for callback in self.callbacks:
                 callback.on_training_end(self)
         except (DataError, DivergedError):  # the last update is suspect
             raise
         except BaseException:
+            self.ending = True
             if self.doing != "updating":  # else the last iteration is incomplete
                 for callback in self.callbacks:
                     callback.on_interrupt(self)

@@ -1,0 +1,165 @@
+"""Trackers: where metrics go besides ``metrics.jsonl``. Each has a thread of its own, so none delays or ends training."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from tensordict import TensorDict
+
+from groupwise.errors import ConfigError, require_extra
+from groupwise.terminal import printable
+from groupwise.training.base import Callback
+
+if TYPE_CHECKING:
+    from groupwise.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+_MAX_WAITING = 10_000
+"""Iterations that wait for a slow tracker."""
+_SECONDS_TO_OPEN = 20.0
+_SECONDS_TO_CLOSE = 30.0
+_SECONDS_AFTER_INTERRUPT = 5.0
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Receives the metrics of a run. May raise any error, and take its time."""
+
+    def open(self, step: int) -> None:
+        """Begin after ``step`` environment steps: more than 0 in a resumed run."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """The metrics of one iteration."""
+
+    def close(self) -> None:
+        """Send the rest."""
+
+
+class Report(Callback):
+    """Passes the metrics on to a tracker. An error of the tracker is one warning, and training goes on without it."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self.name = name
+        self.tracker = tracker
+        self._seconds = _SECONDS_TO_CLOSE
+        self._waiting: Queue[tuple[dict[str, float], int] | None] = Queue(_MAX_WAITING)
+        self._thread: Thread | None = None
+
+    def on_training_start(self, trainer: "Trainer") -> None:
+        """Begin."""
+        self._thread = Thread(target=self._work, args=(trainer.env_steps,), name=f"groupwise {self.name}", daemon=True)
+        self._thread.start()
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Leave the metrics to the tracker's thread."""
+        self._put((dict(metrics), trainer.env_steps))
+
+    def on_interrupt(self, trainer: "Trainer") -> None:
+        """Who interrupts does not want to wait."""
+        self._seconds = _SECONDS_AFTER_INTERRUPT
+
+    def close(self) -> None:
+        """Wait until everything is sent, but not for long."""
+        self._put(None)
+        if self._thread is not None:
+            self._thread.join(self._seconds)
+            if self._thread.is_alive():
+                self._warn(f"it is still busy after {self._seconds:g} s")
+
+    def _put(self, item: tuple[dict[str, float], int] | None) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            try:
+                self._waiting.put_nowait(item)
+            except Full:
+                self._warn(f"{_MAX_WAITING:,} iterations wait for it")
+                self._thread = None
+
+    def _work(self, step: int) -> None:
+        try:
+            self.tracker.open(step)
+            while (item := self._waiting.get()) is not None:
+                self.tracker.log(*item)
+            self.tracker.close()
+        except BaseException as error:  # whatever it is, it must not end training
+            self._warn(f"{type(error).__name__}: {error}")
+
+    def _warn(self, why: str) -> None:
+        log.warning("%s gets no more metrics (%s); training goes on, metrics.jsonl has all", self.name, printable(why))
+
+
+class TensorBoard:
+    """Writes events into a folder.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._writer: Any = None
+
+    def open(self, step: int) -> None:
+        """Open the event file."""
+        require_extra("tensorboard", "track")
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides what a killed run wrote after its last checkpoint
+        self._writer = SummaryWriter(str(self.folder), purge_step=step + 1)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write every number."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class WandB:
+    """Sends to Weights & Biases, or writes into the run folder with ``WANDB_MODE=offline``.
+
+    Args:
+        run_id: unique; a resumed run keeps it.
+
+    Raises:
+        MissingExtraError: it is not installed.
+        ConfigError: there is no API key.
+    """
+
+    def __init__(self, folder: Path, run_id: str, config: dict[str, Any]) -> None:
+        self.folder = folder
+        self.run_id = run_id
+        self.config = config
+        self._run: Any = None
+
+    def open(self, step: int) -> None:
+        """Open the run, or go on with it."""
+        require_extra("wandb", "track")
+        import wandb
+
+        # wandb itself would ask on the terminal, in the middle of training
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+            raise ConfigError("no API key; fix: wandb login, or WANDB_MODE=offline")
+        settings = wandb.Settings(
+            init_timeout=_SECONDS_TO_OPEN,
+            finish_timeout=_SECONDS_TO_CLOSE,
+            console="off",
+            disable_git=True,  # the repository may be a stranger's
+        )
+        self._run = wandb.init(
+            project="groupwise", id=self.run_id, name=self.folder.name, dir=str(self.folder),
+            config=self.config, resume="allow", settings=settings,
+        )  # fmt: skip
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send every number."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()

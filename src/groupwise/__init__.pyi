@@ -34,6 +34,7 @@ from groupwise.envs.torch_control import TorchCartPole as TorchCartPole, TorchPe
 from groupwise.errors import CheckpointError as CheckpointError, ConfigError as ConfigError, DataError as DataError, SamplerMismatchError as SamplerMismatchError, DivergedError as DivergedError, EnvError as EnvError, GroupStartError as GroupStartError, GroupStartWarning as GroupStartWarning, GroupwiseError as GroupwiseError, MissingExtraError as MissingExtraError, RewardError as RewardError, RunFolderError as RunFolderError, SlowPathWarning as SlowPathWarning, ToolError as ToolError, UnknownNameError as UnknownNameError, UnsupportedSpaceError as UnsupportedSpaceError
 from groupwise.policies.actor_critic import ActorCritic as ActorCritic
 from groupwise.policies.base import Evaluation as Evaluation, Policy as Policy
+from groupwise.policies.export import export as export
 from groupwise.comparison.results import Comparison as Comparison
 from groupwise.run import Run as Run, evaluate as evaluate, resume as resume, sample as sample, train as train
 from groupwise.text.data import Example as Example

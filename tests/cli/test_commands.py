@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from safetensors.torch import load_file
 
 import groupwise
 from groupwise import cli, config
@@ -240,6 +241,20 @@ def test_eval_as_json_and_its_options(api, capsys):
 def test_eval_says_where_the_video_is(api, capsys):
     assert cli.main(["eval", "runs/x", "--video"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["video: runs/x/policy.gif"]
+
+
+def test_export_writes_the_policy_of_a_checkpoint(tmp_path, capsys):
+    evaluation = {"interval": 32, "episodes": 2}
+    run = groupwise.train(
+        "CartPole-v1", "ppo", num_envs=2, total_steps=64, run_dir=tmp_path / "run", evaluation=evaluation
+    )
+    capsys.readouterr()
+    assert cli.main(["export", f"{run.path}", "--to", "safetensors", "--checkpoint", "best"]) == 0
+    assert capsys.readouterr().out == f"written: {run.path}/policy.safetensors\n"
+    best = groupwise.Run.load(run.path, checkpoint="best").policy.state_dict()
+    assert all(best[name].equal(value) for name, value in load_file(run.path / "policy.safetensors").items())
+    assert cli.main(["export", f"{run.path}", "--to", "safetensors"]) == 2
+    assert "policy.safetensors' exists; fix: give another path" in capsys.readouterr().err
 
 
 def test_eval_shows_the_success_of_each_task(api, capsys, monkeypatch):

@@ -115,6 +115,11 @@ def test_the_commands(model, tmp_path, capsys):
     assert len(capsys.readouterr().out.split("-" * 20)) == 2
     assert cli.main(["resume", run, "--total-steps", "150"]) == 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["sampling"]["temperature"] == 0.7
+    assert cli.main(["export", run, "--to", "transformers"]) == 0
+    assert f"written: {run}/transformers" in capsys.readouterr().out
+    exported = AutoModelForCausalLM.from_pretrained(f"{run}/transformers").state_dict()
+    trained = load_file(f"{run}/checkpoints/latest/policy.safetensors")
+    assert all(trained[f"model.{name}"].equal(value) for name, value in exported.items())
 
 
 def test_a_trained_model_is_saved_for_transformers(copied, tmp_path):

@@ -24,6 +24,7 @@ Reinforcement learning with GRPO and PPO.
   eval RUN           evaluate a trained policy in episodes or on held-out prompts
   sample RUN PROMPT  complete a prompt with a trained language model
   resume RUN         continue a run
+  export RUN         write a policy as ONNX or safetensors, a language model for transformers
   compare RUNS ...   compare methods over seeds: means, intervals, curves
   config ENV|FILE    print all settings as JSON; --schema: their JSON Schema
   check-env ENV      check what an environment supports: shared starts, spaces, speed
@@ -175,6 +176,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         "eval": _eval,
         "sample": _sample,
         "resume": _resume,
+        "export": _export,
         "compare": _compare,
         "config": _config,
         "check-env": _check_env,
@@ -334,6 +336,13 @@ def _compare(argv: Sequence[str]) -> int:
     from groupwise.cli import compare
 
     compare.run(Parser(prog="groupwise compare", description=compare.HELP), argv)
+    return 0
+
+
+def _export(argv: Sequence[str]) -> int:
+    from groupwise.cli import export
+
+    export.run(Parser(prog="groupwise export", description=export.HELP), argv)
     return 0
 
 

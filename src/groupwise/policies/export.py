@@ -1,0 +1,151 @@
+"""Trained policies as files for other programs: ONNX, safetensors, and folders of transformers or PEFT."""
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from safetensors.torch import save
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from groupwise import files
+from groupwise.data.rollout import TensorSpec
+from groupwise.data.spaces import leaf_spaces, obs_spec
+from groupwise.errors import ConfigError, require_extra
+from groupwise.policies.base import Policy
+
+ExportFormat = Literal["onnx", "safetensors", "transformers"]
+
+_CHECKED = 64
+"""Observations on which actions are compared."""
+_FARTHEST = 10.0
+"""Random observations are clipped to this size where their space has no bounds, or larger ones."""
+_TOLERANCE = 1e-4
+"""Largest difference of an action, absolute and relative."""
+
+
+def export(policy: Policy, path: Path | str, to: ExportFormat) -> None:
+    """Write a trained policy for other programs.
+
+    Args:
+        path: a new file; for ``transformers`` a new folder.
+        to: ``onnx``: from raw observations to the environment's likeliest actions. Inputs have the names of the observation's
+            entries (``outer.inner`` where they are nested), or ``obs``; the output is ``action``; the batch has any size.
+            ONNX Runtime has to take the same actions on 64 random observations. ``safetensors``: all weights and the
+            statistics of normalisers, by the names of ``policy.state_dict()``. ``transformers``: a language model, or with
+            LoRA its PEFT adapter.
+
+    Raises:
+        ConfigError: ``path`` exists, the policy is of another kind, ONNX cannot express it, or ONNX Runtime takes other actions.
+        MissingExtraError: ``onnx`` without the extra ``export``.
+    """
+    path, save_folder = Path(path), getattr(policy, "save_pretrained", None)
+    if path.exists():
+        raise ConfigError(f"{str(path)!r} exists; fix: give another path, or remove it")
+    if to not in get_args(ExportFormat) or (save_folder is None) == (to == "transformers"):
+        fitting = "onnx or safetensors" if save_folder is None else "transformers"
+        raise ConfigError(f"{type(policy).__name__} cannot be exported to {to!r}; fix: {fitting}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if save_folder is not None:
+        save_folder(path)
+    elif to == "onnx":
+        files.create(path, _onnx(policy))
+    else:
+        weights = {name: value.detach().cpu().clone() for name, value in policy.state_dict().items()}
+        files.create(path, save(weights))
+
+
+class LikeliestAction(nn.Module):
+    """From raw observations, one argument ``[B, ...]`` per leaf of their space, to the environment's likeliest actions."""
+
+    def __init__(self, policy: Policy, space: Any) -> None:
+        super().__init__()
+        self.policy = policy
+        self.paths = list(leaf_spaces(space))
+        self.names = [".".join(path) or "obs" for path in self.paths]
+
+    def forward(self, *leaves: Tensor) -> Tensor:
+        """Actions ``[B, ...]``."""
+        obs: Any = leaves[0]
+        if self.paths != [()]:
+            obs = TensorDict(batch_size=[])
+            for path, leaf in zip(self.paths, leaves, strict=True):
+                obs[path] = leaf
+        return self.policy.env_action(self.policy.act(obs, deterministic=True).action)
+
+
+def _onnx(policy: Policy) -> bytes:
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        require_extra(package, "export")
+    if (space := getattr(policy, "observation_space", None)) is None:
+        raise ConfigError(
+            f"{type(policy).__name__} has no observation_space; fix: set this attribute to the environment's"
+        )
+    actor = LikeliestAction(copy.deepcopy(policy).cpu(), space).eval()
+    leaves = _random_leaves(space)
+    any_size = tuple({0: torch.export.Dim("batch")} for _ in leaves)
+    try:
+        with _quiet(), torch.no_grad():
+            program = torch.onnx.export(
+                actor,
+                leaves,
+                input_names=actor.names,
+                output_names=["action"],
+                dynamic_shapes=(any_size,),
+                verbose=False,
+            )
+    except (torch.onnx.OnnxExporterError, RuntimeError) as error:
+        raise ConfigError(f"{type(policy).__name__} cannot be exported to ONNX: {error}; fix: safetensors") from error
+    assert program is not None
+    model: bytes = program.model_proto.SerializeToString()
+    _check(model, actor, leaves)
+    return model
+
+
+def _random_leaves(space: Any) -> tuple[Tensor, ...]:
+    """Observations ``[64, ...]`` of each leaf of the space, the same each time."""
+    found = []
+    for leaf in leaf_spaces(copy.deepcopy(space)).values():
+        leaf.seed(0)
+        batch = torch.from_numpy(np.stack([np.asarray(leaf.sample()) for _ in range(_CHECKED)]))
+        spec = obs_spec(leaf)
+        assert isinstance(spec, TensorSpec)
+        found.append((batch.clamp(-_FARTHEST, _FARTHEST) if batch.is_floating_point() else batch).to(spec.dtype))
+    return tuple(found)
+
+
+def _check(model: bytes, actor: LikeliestAction, leaves: tuple[Tensor, ...]) -> None:
+    """Raise a ``ConfigError`` unless ONNX Runtime takes the policy's actions, of many observations and of one."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    for count in (_CHECKED, 1):
+        some = [leaf[:count] for leaf in leaves]
+        (found,) = session.run(None, {name: leaf.numpy() for name, leaf in zip(actor.names, some, strict=True)})
+        with torch.no_grad():
+            expected = actor(*some).numpy()
+        if not np.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+            raise ConfigError(
+                f"ONNX Runtime takes other actions than the policy: {found.ravel()[:4]} in place of {expected.ravel()[:4]}; "
+                "fix: safetensors, and please report this"
+            )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warnings and notes about its own exporter."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)

@@ -118,7 +118,7 @@ def train(side: str, settings: dict[str, Any]) -> dict[str, Any]:
             kwargs=kwargs,
             action_chunk=CHUNK,
             num_envs=MEMBERS // ranks,
-            vectorization="sync" if side == "ranks" else "async",
+            vectorization="async" if side == "workers" else "sync",
         ),
         gw.GRPOCfg(group_size=GROUP, num_steps=DECISIONS, num_epochs=1, minibatch_size=MINIBATCH, micro_batch_size=32),
         policy=gw.VLACfg(),
@@ -237,10 +237,10 @@ def per_episode(begin: tuple[float, float], episodes: int, processes: int = 1) -
     return {"seconds": round(wall / episodes, 4), "cpu_seconds": round(cpu / episodes, 4)}
 
 
-def measure(side: str, name: str) -> dict[str, Any]:
-    """One side in a new process."""
-    command = [sys.executable, __file__, "--side", side, "--setting", name]
-    if side == "ranks":
+def measure(side: str, name: str, script: str = __file__) -> dict[str, Any]:
+    """One side in a new process, or for ``ranks`` in two."""
+    command = [sys.executable, script, "--side", side, "--setting", name]
+    if side.startswith("ranks"):
         command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {"RUN_DIR": f"{folder}/run", "OMP_NUM_THREADS": "1"}

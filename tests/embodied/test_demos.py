@@ -130,8 +130,6 @@ def test_mistakes(tmp_path):
         gw.ConfigError, match=r"no expert is known for 'CartPole-v1'.*gw.record_demos\('CartPole-v1', expert="
     ):
         gw.record_demos("CartPole-v1", out=tmp_path / "x")
-    with pytest.raises(gw.ConfigError, match="episodes = 0"):
-        gw.record_demos("ToyReaching-v0", straight, episodes=0)
     with pytest.raises(gw.DataError, match=r"shape \[3\], expected \[2\]"):
         gw.record_demos("ToyReaching-v0", lambda obs: np.zeros(3), out=tmp_path / "x")
 
@@ -165,3 +163,9 @@ def test_the_command_records_the_expert_of_the_table(tmp_path, monkeypatch, caps
     assert "--keep-failures" in capsys.readouterr().out
     assert cli.main(["demos", "CartPole-v1"]) == 2
     assert "no expert is known for 'CartPole-v1'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("numbers", [{"episodes": 0}, {"noise": -0.1}, {"noise": np.nan}])
+def test_impossible_numbers_are_refused(numbers, tmp_path):
+    with pytest.raises(gw.ConfigError, match=r"episodes=.* and noise=.*: expected at least 1 and at least 0; fix: "):
+        gw.record_demos("ToyReaching-v0", straight, out=tmp_path / "x", **numbers)

@@ -264,17 +264,6 @@ def test_a_folder_that_lacks_weights_is_refused(folder, tmp_path):
         from_folder(tmp_path)
 
 
-def test_weights_that_are_pickled_are_refused(folder, tmp_path):
-    from safetensors.torch import load_file
-
-    for file in folder.iterdir():
-        if file.suffix != ".safetensors":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    torch.save(load_file(folder / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"is no PI0 that transformers can load \(.*safetensors"):
-        from_folder(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("part", "found"), [("action", "max_action_dim=4, got 5 numbers"), ("proprio", "max_state_dim=3, got 6 numbers")]
 )

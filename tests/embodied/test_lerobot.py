@@ -175,6 +175,24 @@ def test_a_folder_without_demonstrations_is_refused(tmp_path):
         read_demos(tmp_path, ACTIONS)
 
 
+@pytest.mark.parametrize("name", ["action", "next.reward", "episode_index", "task_index"])
+def test_columns_that_are_missing_are_named(name, tmp_path):
+    info = write(tmp_path, DEMOS) / "meta" / "info.json"
+    tree = json.loads(info.read_text())
+    del tree["features"][name]
+    info.write_text(json.dumps(tree))
+    with pytest.raises(DataError, match=f"has no column '{name}'; fix: "):
+        read_demos(tmp_path, EVERYTHING)
+
+
+@pytest.mark.parametrize("name", ["data/chunk-000/file-000.parquet", "meta/tasks.parquet"])
+def test_files_that_were_cut_are_damaged(name, tmp_path):
+    file = write(tmp_path, DEMOS) / name
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(DataError, match=r"is damaged .*; fix: record again"):
+        read_demos(tmp_path, EVERYTHING)
+
+
 def test_an_interrupted_recording_is_no_dataset(tmp_path):
     def demos():
         yield DEMOS[0]

@@ -348,6 +348,7 @@ def test_a_long_instruction_is_refused():
         ({"reward": "sparse"}, "reward is 'sparse', expected one of"),
         ({"views": ["corner9"]}, r"views is \['corner9'\], expected some of topview, corner,"),
         ({"views": []}, r"views is \[\]"),
+        ({"pixels": 0}, "pixels is 0, expected at least 1"),
     ],
 )
 def test_wrong_arguments_are_refused(settings, message):

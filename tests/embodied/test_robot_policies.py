@@ -118,6 +118,13 @@ def test_predict_takes_one_observation_or_a_batch(policy):
     np.testing.assert_allclose(policy.predict(batch), np.stack([action] * 2), atol=1e-5)
 
 
+def test_a_model_of_the_user_s_has_no_dropout(kind, folders):
+    policy = KINDS[kind].from_pretrained(folders[kind], ENV.observation_space, ENV.action_space).train()
+    obs = observations()
+    action = policy.act(obs, generator=seeded())
+    torch.testing.assert_close(scores(policy, obs, action.action).log_prob, action.log_prob, atol=1e-5, rtol=1e-5)
+
+
 def test_without_a_critic_there_is_no_value(kind):
     policy, obs = make_policy(kind), observations()
     assert policy.act(obs).value is None
@@ -209,6 +216,17 @@ def test_a_folder_without_a_model_is_refused(kind, tmp_path):
         load(tmp_path, ENV.observation_space, ENV.action_space)
     with pytest.raises(ConfigError, match=r"no folder '\./nothing'"):
         load("./nothing", ENV.observation_space, ENV.action_space)
+
+
+def test_weights_that_are_pickled_are_refused(kind, folders, tmp_path):
+    from safetensors.torch import load_file
+
+    for file in folders[kind].iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    torch.save(load_file(folders[kind] / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"that transformers can load \(.*safetensors"):
+        KINDS[kind].from_pretrained(tmp_path, ENV.observation_space, ENV.action_space)
 
 
 _HIDING = """

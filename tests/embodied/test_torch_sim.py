@@ -203,6 +203,24 @@ def test_what_is_lost_is_named(env, lost):
     assert all(part in note for note, part in zip(notes, lost, strict=True))
 
 
+class TellsTheEnd(LearningEnv):
+    def step(self, action):
+        final = self.position + 0.2 * action
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward, terminated, truncated, info | {"final_observation": final}
+
+
+def test_a_simulator_of_the_user_s_may_tell_final_observations():
+    sim = gw.from_torch_sim(TellsTheEnd(4))
+    assert sim.notes == ()
+    before = flat(sim.reset(seed=2))
+    for _ in range(LIMIT):
+        step = sim.step(RIGHT)
+        ended = step.terminated | step.truncated
+        torch.testing.assert_close(flat(step.final_obs)[ended], before[ended] + 0.2)
+        before = flat(step.obs)
+
+
 def test_groups_of_observations_are_chosen_by_name():
     sim = gw.from_torch_sim(IsaacLabEnv(4), obs_groups=["policy"])
     assert list(sim.observation_space) == ["policy"]

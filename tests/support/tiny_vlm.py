@@ -20,7 +20,7 @@ def save_tiny_vlm(folder, chat=True):
     edge = {"longest_edge": 16}
     images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
     processor = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=_TEMPLATE if chat else None)
-    shared = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    shared = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "attention_dropout": 0.5}
     cfg = Idefics3Config(
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
@@ -45,6 +45,7 @@ def save_tiny_pi0(folder):
     tokenizer = tiny_tokenizer(chat=False)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     shared = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    shared["attention_dropout"] = 0.5
     vocabulary = {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": 16, "vocab_size": len(tokenizer)}
     vision = {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4, "vision_use_head": False}
     cfg = PI0Config(

@@ -90,7 +90,9 @@ def record_demos(
         EnvError: the environment cannot be made.
     """
     if episodes < 1 or not noise >= 0:
-        raise ConfigError(f"episodes = {episodes}, noise = {noise}: expected at least 1, and at least 0")
+        raise ConfigError(
+            f"episodes={episodes} and noise={noise}: expected at least 1 and at least 0; fix: episodes=50, noise=0.1"
+        )
     cfg = env if isinstance(env, EnvCfg) else EnvCfg(id=env if isinstance(env, str) else GIVEN)
     # experts give single actions; cloning makes chunks of them
     cfg = cfg.model_copy(update={"action_chunk": 1, "num_action_steps": None})

@@ -74,6 +74,8 @@ _COUNTERS = {"timestamp": Column("float32", (1,))} | dict.fromkeys(
     ("frame_index", "episode_index", "index", "task_index"), Column("int64", (1,))
 )
 _OUTCOMES = {"next.reward": Column("float32", (1,)), "next.done": Column("bool", (1,))}
+_NEEDED = ("action", "next.reward", "episode_index", "task_index")
+"""Columns that are read besides those of observations. Recordings of LeRobot's may lack rewards."""
 _SUCCESS = {"next.success": Column("bool", (1,))}
 
 
@@ -187,12 +189,10 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     """All steps in a folder, observations as ``observation_space`` describes them.
 
     Raises:
-        DataError: no demonstrations are there, or they are of other observations.
+        DataError: no demonstrations are there, they are damaged, or they are of other observations.
         MissingExtraError: pyarrow is not installed.
     """
     require_extra("pyarrow", "robots")
-    import pyarrow.parquet as pq
-
     features = _read_features(folder)
     wanted = obs_columns(observation_space)
     for name, column in wanted.items():
@@ -202,13 +202,13 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
                 f"{folder} has {name!r} as {_described(found)}, but the environment has {_described(column.feature())}; "
                 "fix: the environment and the settings that they were recorded with"
             )
-    table = pq.read_table(_data_files(folder))
+    table = _read_table(folder, sorted((folder / "data").glob("*/*.parquet")))
     if not len(table):
         raise DataError(f"{folder} has no steps; fix: record again")
     columns = {name: from_arrow(table[name], column) for name, column in wanted.items()}
     action = features["action"]
     reward, episode = (table[name].to_numpy().copy() for name in ("next.reward", "episode_index"))
-    tasks = pq.read_table(folder / TASKS).to_pydict()
+    tasks = _read_table(folder, folder / TASKS).to_pydict()
     texts = dict(zip(tasks["task_index"], tasks["task"], strict=True))
     task = (
         [texts[index] for index in table["task_index"].to_pylist()]
@@ -279,11 +279,19 @@ def _read_features(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{folder} is of format {version!r}, expected {VERSION!r}; fix: convert it with LeRobot's script"
         )
+    if absent := [name for name in _NEEDED if name not in features]:
+        raise DataError(f"{folder} has no column {absent[0]!r}; fix: add it, or record by groupwise demos")
     return features
 
 
-def _data_files(folder: Path) -> list[Path]:
-    return sorted((folder / "data").glob("*/*.parquet"))
+def _read_table(folder: Path, files: Path | list[Path]) -> Any:
+    """What Parquet files of the folder hold."""
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(files)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder} is damaged ({error}); fix: record again") from error
 
 
 def _described(feature: Mapping[str, Any] | None) -> str:

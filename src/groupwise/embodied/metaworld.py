@@ -69,7 +69,7 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
 
     Raises:
         UnknownNameError: a task that does not exist.
-        EnvError: a camera that does not exist, no tasks, or images that cannot be drawn here.
+        EnvError: a camera that does not exist, no tasks, no pixels, or images that cannot be drawn here.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 80}
@@ -85,7 +85,7 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
         reward: str = "success",
         render_mode: str | None = None,
     ) -> None:
-        _check(tasks, obs, views, reward)
+        _check(tasks, obs, views, pixels, reward)
         self.tasks = tuple(tasks)
         self.render_mode = render_mode
         self.action_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
@@ -211,7 +211,7 @@ def _space(obs: str, num_tasks: int, num_views: int, pixels: int) -> spaces.Spac
     )
 
 
-def _check(tasks: Sequence[str], obs: str, views: Sequence[str], reward: str) -> None:
+def _check(tasks: Sequence[str], obs: str, views: Sequence[str], pixels: int, reward: str) -> None:
     if isinstance(tasks, str) or not tasks or len(set(tasks)) < len(tasks):
         raise EnvError(
             f"tasks is {tasks!r}, expected at least one name and none twice; fix: env.kwargs.tasks=['push-v3', ...]"
@@ -223,6 +223,8 @@ def _check(tasks: Sequence[str], obs: str, views: Sequence[str], reward: str) ->
             raise EnvError(f"{name} is {value!r}, expected one of {known}; fix: env.kwargs.{name}={known[0]!r}")
     if isinstance(views, str) or not views or not set(views) <= set(VIEWS):
         raise EnvError(f"views is {views!r}, expected some of {', '.join(VIEWS)}; fix: env.kwargs.views=['corner2']")
+    if pixels < 1:
+        raise EnvError(f"pixels is {pixels}, expected at least 1; fix: env.kwargs.pixels=64")
 
 
 def _check_task(task: str) -> None:

@@ -97,7 +97,7 @@ class TorchSim(VectorEnv):
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row with environment actions [N, ...]."""
         obs, reward, terminated, truncated, info = self._outcome(self._env.step(action.to(self.device)))
-        final = info.get("final_observation", info.get("final_obs", None))  # the second is Gymnasium's newer name
+        final = _final(info)
         before, self._obs = self._obs, self._kept(obs)
         return EnvStep(
             self._obs,
@@ -222,7 +222,7 @@ class TorchSim(VectorEnv):
         notes = []
         if len(outcome) == 4 and outcome[-1].get("time_outs", None) is None:
             notes.append(f"{self.env_id} flags no time_outs: every end counts as a termination.")
-        elif not self._is_gymnasium:
+        elif not self._is_gymnasium and _final(outcome[-1]) is None:
             notes.append(
                 f"{self.env_id} loses final observations: truncated episodes are valued by the observation before."
             )
@@ -263,6 +263,11 @@ def _name(env: Any, base: Any) -> str:
 def _first(result: Any) -> Any:
     """The observation of ``reset``, which comes with an info or alone."""
     return result[0] if isinstance(result, tuple) else result
+
+
+def _final(info: Any) -> Any:
+    """The final observation of rows that ended, if the simulator tells it; the second is Gymnasium's newer name."""
+    return info.get("final_observation", info.get("final_obs", None))
 
 
 def _refuse_other_resets(env: Any, name: str) -> None:

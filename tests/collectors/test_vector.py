@@ -245,7 +245,7 @@ def test_a_nan_observation_is_named_before_its_action_reaches_the_environment():
     env = make_env(EnvCfg(num_envs=3), env=Broken)
     policy = ActorCritic(env.observation_space, env.action_space)
     buffer = RolloutBuffer(3, 4, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=True)
-    with pytest.raises(DataError, match=r"action of environment 0 at step 2 .* observations"):
+    with pytest.raises(DataError, match=r"^obs of environment 0 at step 2 of the rollout is not finite: \[nan, nan\]"):
         VectorCollector(env, policy).collect(4, rollout=buffer.start_rollout())
 
 

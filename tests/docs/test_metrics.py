@@ -5,6 +5,7 @@ from pathlib import Path
 
 import gymnasium
 import pytest
+import torch
 from success_envs import Touch
 from text_runs import save_model, share_copied, train
 
@@ -48,6 +49,13 @@ def clones(folder, env, action):
     return gw.BCCfg(data=path, num_steps=16)
 
 
+class SpoilsAGradient(gw.Callback):
+    def on_training_start(self, trainer):
+        norms = iter([torch.tensor(torch.nan)])
+        clip = trainer.algorithm.clip_gradients
+        trainer.algorithm.clip_gradients = lambda: next(norms, None) or clip()
+
+
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """What tiny runs log: each algorithm on environments and texts, with the settings that add metrics."""
@@ -60,6 +68,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         adaptive_entropy={"target": 0.5},
         objective={"old_log_prob": "recomputed"},
         collection={"filter_groups": True, "on_env_error": "retry"},
+        on_nonfinite="drop",
     )
     truncating = gw.GRPOCfg(group_size=2, num_steps=8, collection={"partial_groups": "truncate"})
     prompts = [{"prompt": digits} for digits in ("123", "456", "789", "012")]
@@ -68,7 +77,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     sampled = {"evaluation": {"completions_per_prompt": 2, "deterministic": False}, "total_steps": 40}
     runs = [
         gw.train("CartPole-v1", gw.PPOCfg(num_steps=16), run_dir=folder / "ppo", **short),
-        gw.train("CartPole-v1", everything, run_dir=folder / "grpo", **short),
+        gw.train("CartPole-v1", everything, run_dir=folder / "grpo", callbacks=[SpoilsAGradient()], **short),
         gw.train(Touch, gw.PPOCfg(num_steps=16), run_dir=folder / "success", **short),
         gw.train(gw.TorchCartPole, truncating, run_dir=folder / "truncate", **short),
         gw.train("CartPole-v1", clones(folder, "CartPole-v1", 1), run_dir=folder / "bc", **short),

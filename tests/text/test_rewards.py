@@ -101,11 +101,24 @@ def test_weighted_scores_add_up():
     assert scores.parts == ((1, 0), (10, 20))
 
 
-@pytest.mark.parametrize("nothing", [None, math.nan, math.inf, -math.inf, np.nan, torch.tensor(torch.nan)])
-def test_where_a_function_says_nothing_the_others_count_and_where_none_does_nobody_can_score(nothing):
-    scores = score(reward_set(lambda **_: [nothing, nothing], lambda **_: [3, None]))
+def test_where_a_function_says_nothing_the_others_count_and_where_none_does_nobody_can_score():
+    scores = score(reward_set(lambda **_: [None, None], lambda **_: [3, None]))
     assert scores.reward == (3, None)
     assert scores.parts == ((None, None), (3, None))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39, np.nan, torch.tensor(torch.nan)])
+def test_a_score_that_is_not_finite_ends_training_has_no_score_or_is_0(bad, caplog):
+    functions = reward_set(lambda **_: [2, bad], lambda **_: [3, 4])
+    with pytest.raises(
+        RewardError, match=rf"reward '.*' is {float(bad)} for completion 1 of 2; fix: a finite number, or None"
+    ):
+        score(functions)
+    functions.on_nonfinite = "drop"
+    assert score(functions).parts == ((2, None), (3, 4))
+    functions.on_nonfinite = "zero"
+    assert score(functions).parts == ((2, 0), (3, 4))
+    assert caplog.messages[-1].endswith(f"is {float(bad)} for completion 1 of 2 (1 in all); on_nonfinite='zero'")
 
 
 def test_all_none_is_told_and_not_zero():

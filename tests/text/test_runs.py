@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 
 import pyarrow.parquet
 import pytest
@@ -250,3 +251,38 @@ def test_a_sampler_that_is_another_policy_stops_the_run(model, tmp_path, monkeyp
     monkeypatch.setattr(build, "complete", other)
     with pytest.raises(gw.SamplerMismatchError, match=r"sampler and trainer differ: KL 0\.149 .*fix"):
         train(copying(), model, tmp_path / "run")
+
+
+def scored(value):
+    def reward(prompts, completions, **_):
+        return [value if number % 3 == 0 else len(text) / 4 for number, text in enumerate(completions)]
+
+    return reward
+
+
+def test_a_reward_that_is_not_finite_stops_is_dropped_or_is_0(model, tmp_path):
+    with pytest.raises(gw.RewardError, match="reward 'reward' is nan for completion 0 of 16"):
+        train(copying(scored(math.nan)), model, tmp_path / "stop")
+    for mode, unscorable in (("drop", 6), ("zero", 0)):
+        cfg = gw.GRPOCfg(group_size=4, on_nonfinite=mode)
+        run = train(copying(scored(math.inf)), model, tmp_path / mode, cfg)
+        assert [entry["rollout/unscorable"] for entry in run.metrics()] == [unscorable] * 2
+        assert all(math.isfinite(value) for entry in run.metrics() for value in entry.values())
+
+
+def test_equal_rewards_are_warned_of_once(model, tmp_path, caplog):
+    run = train(copying(lambda prompts, **_: [1.0] * len(prompts)), model, tmp_path / "equal")
+    assert [entry["train/optimizer_steps"] for entry in run.metrics()] == [0, 0]
+    assert sum("no group has members with different returns" in message for message in caplog.messages) == 1
+
+
+def test_lone_surrogates_are_replaced_with_one_warning(model, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1\\ud8002"}\n{"prompt": "\\ud83d\\ude00"}\n')
+    task = gw.TextTask(tmp_path / "data.jsonl", reward=share_copied, tool=lambda text: None)
+    with pytest.warns(
+        UserWarning, match="1 of 2 prompts of .*data.jsonl have lone surrogates, first example 0: U.FFFD"
+    ) as caught:
+        run = train(task, model, tmp_path / "run")
+    assert sum("surrogates" in str(warning.message) for warning in caught) == 1
+    assert run.summary["stopped"] == "total_steps"
+    assert len(gw.sample(run, "1\ud800")) == 1

@@ -250,3 +250,8 @@ def test_a_tool_that_fails_is_told_with_what_it_was_given():
         ask(Failing(3), "abc")
     assert ask(Failing(None), "abc") is None
     assert ask(Failing("3"), "abc") == "3"
+
+
+def test_lone_surrogates_of_an_answer_are_replaced():
+    with pytest.warns(UserWarning, match="lone surrogates"):
+        assert ask(lambda text: "a\ud800b\ud83d\ude00", "") == "a\ufffdb\U0001f600"

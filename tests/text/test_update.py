@@ -147,3 +147,24 @@ def share_copied_after_training(seed):
     fresh = [[2, a, b, c] for a in (3, 7, 11) for b in (4, 9, 10) for c in (5, 6, 8)]
     greedy = complete(policy, fresh, torch.zeros(len(fresh), 1, dtype=torch.long), deterministic=True)
     return sum(share_copied(p, c.tokens) for p, (c,) in zip(fresh, greedy, strict=True)) / len(fresh)
+
+
+def test_rows_are_halved_when_memory_runs_out(monkeypatch):
+    def update(policy):
+        algorithm = GRPO(GRPOCfg(group_size=4, num_epochs=1, minibatch_size=10_000, learning_rate=1e-3), policy)
+        algorithm.update(text_rollout(some_rows(policy)))
+        return torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
+
+    first, second = (CausalLM(tiny_model(), SamplingCfg(max_new_tokens=12)) for _ in range(2))
+    whole = update(first)
+    backward, sizes = GRPO.backward, []
+
+    def limited(self, batch):
+        sizes.append(len(batch["loss_mask"]))
+        if sizes[-1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return backward(self, batch)
+
+    monkeypatch.setattr(GRPO, "backward", limited)
+    torch.testing.assert_close(update(second), whole, atol=1e-6, rtol=0)
+    assert sizes == [8, 4, 2, 2, 2, 2]

@@ -19,10 +19,12 @@ from torch.nn.utils import clip_grad_norm_
 
 from groupwise.algorithms.controllers import EntropyController
 from groupwise.algorithms.loss import Counts, check_objective, finest_unit, objective_data
+from groupwise.algorithms.memory import MicroBatches
 from groupwise.algorithms.metrics import SamplerMismatch, UpdateStats
+from groupwise.algorithms.nonfinite import GradientCheck
 from groupwise.algorithms.optim import Schedule, build_optimizer
 from groupwise.config.algorithm import AlgorithmCfg
-from groupwise.data.minibatch import Epoch, coarsest, cut, shuffle_items, shuffle_transitions, take
+from groupwise.data.minibatch import Epoch, Unit, coarsest, cut, shuffle_items, shuffle_transitions, take
 from groupwise.data.rollout import Nested
 from groupwise.data.row_batches import RowSizes, pack, shuffle_rows
 from groupwise.engines.base import Engine
@@ -71,6 +73,8 @@ class BaseAlgorithm(ABC):
         self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(cfg, self.parameters)
         self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
+        self.micro_batches = MicroBatches(self._unit)
+        self.gradient_check = GradientCheck(cfg.on_nonfinite, policy)
         self.entropy = EntropyController(cfg, policy.device)
         if self.entropy.adaptive and "entropy" not in self.metric_names:
             raise ConfigError(
@@ -103,22 +107,32 @@ class BaseAlgorithm(ABC):
         stats = UpdateStats(self.metric_names, self.policy.device, self.engine.sum)
         mismatch = SamplerMismatch(self.policy.device) if self._recomputes else None
         for minibatch in self._minibatches(self._elements(data)):
-            self.optimizer.zero_grad()
-            for batch in minibatch:
-                stats.add(self.backward(batch))
-                if mismatch is not None and not stats.steps:
+            micro_batches = self.micro_batches.fit(minibatch, partial(self._accumulate, stats))
+            if mismatch is not None and not stats.steps:
+                for batch in micro_batches:
                     mismatch.add(batch)
             self.engine.sum_gradients(self.parameters)
             step_metrics = stats.step_means() if self._needs_step_metrics else {}
             self.schedule.adapt(step_metrics)
             if self._exceeds_target_kl(step_metrics):
                 break
-            stats.end_step(self.clip_gradients())
+            grad_norm = self.clip_gradients()
+            if not self.gradient_check.passes(grad_norm, f"step {stats.steps + 1} of update {self.iteration + 1}"):
+                continue
+            stats.end_step(grad_norm)
             self.optimizer.step()
             self.entropy.adapt(step_metrics)
         self.optimizer_steps += stats.steps
-        metrics = stats.means() | self.schedule.metrics() | self.entropy.metrics()
+        metrics = stats.means() | self.gradient_check.end_update() | self.schedule.metrics() | self.entropy.metrics()
         return metrics if mismatch is None else metrics | mismatch.metrics(self.engine.sum)
+
+    def _accumulate(self, stats: UpdateStats, micro_batches: list[dict[str, Nested]]) -> list[dict[str, Nested]]:
+        """Compute the gradient of a minibatch; returns its micro-batches."""
+        self.optimizer.zero_grad()
+        stats.start_step()
+        for batch in micro_batches:
+            stats.add(self.backward(batch))
+        return micro_batches
 
     def backward(self, batch: dict[str, Nested]) -> Float[Tensor, " metric"]:
         """Add the gradient of a micro-batch to that of the parameters; returns the sums of its metrics."""
@@ -200,7 +214,8 @@ class BaseAlgorithm(ABC):
         if policy.scored_by == "row":
             order, slices = pack(_row_sizes(policy, elements), torch.arange(count, device=policy.device), size)
             elements, back = take(elements, order), order.argsort()
-        parts = [self._evaluate(policy, take(elements, part)) for part in slices]
+        batches = [take(elements, part) for part in slices]
+        parts = self.micro_batches.fit(batches, lambda parts: [self._evaluate(policy, part) for part in parts])
         shape, dims = data["loss_mask"].shape, elements["loss_mask"].dim()
 
         def join(values: tuple[Tensor | None, ...]) -> Tensor | None:
@@ -283,7 +298,7 @@ class BaseAlgorithm(ABC):
         mask, episode = elements["loss_mask"], elements["episode_id"]
         if self.policy.scored_by == "token":
             mask, episode = mask.any(dim=1), episode[:, 0]
-        match coarsest("row" if self.policy.scored_by == "row" else "transition", finest_unit(self.cfg.objective)):
+        match self._unit:
             case "transition":
                 shuffle = partial(shuffle_transitions, len(mask))
             case "episode":
@@ -328,6 +343,11 @@ class BaseAlgorithm(ABC):
         """Clip the gradient's norm; returns the norm before."""
         limit = self.cfg.max_grad_norm
         return clip_grad_norm_(self.parameters, math.inf if limit is None else limit)
+
+    @property
+    def _unit(self) -> Unit:
+        """What a micro-batch must not cut."""
+        return coarsest("row" if self.policy.scored_by == "row" else "transition", finest_unit(self.cfg.objective))
 
     @property
     def _recomputes(self) -> bool:

@@ -7,6 +7,7 @@ Dr. GRPO, RLOO, GSPO and others. Under the preset ``grpo`` it differs from the p
 does not know whether the rollout came from an environment or a language model.
 """
 
+import logging
 from typing import ClassVar
 
 import torch
@@ -32,6 +33,8 @@ from groupwise.functional.returns import episode_return
 from groupwise.functional.selection import highest
 from groupwise.policies.base import Batch, Evaluation, Policy
 
+log = logging.getLogger(__name__)
+
 
 class GRPO(BaseAlgorithm):
     """Several epochs of minibatches on the ratio times the group-relative advantage."""
@@ -56,6 +59,7 @@ class GRPO(BaseAlgorithm):
                 "policy without its adapters; fix: None, or train every weight"
             )
         self.baseline_state: Tensor | None = None
+        self._warned = False
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns 0-dim metrics."""
@@ -67,6 +71,7 @@ class GRPO(BaseAlgorithm):
         start = self.score(self.policy, inputs) if self._needs_start_scores else None
         advantage = self._advantage(credit, inputs, start)
         if not self._can_learn(advantage):
+            self._warn_of_equal_returns()
             inputs["loss_mask"] = torch.zeros_like(inputs["loss_mask"])
         data = self.loss_inputs(batch, inputs, advantage, credit.num_episodes, start)
         if start is not None and self.cfg.top_entropy_quantile < 1:
@@ -137,6 +142,15 @@ class GRPO(BaseAlgorithm):
         if kl_in_loss or self.entropy.enabled or self.cfg.objective.trust_region.learns_alone:
             return True
         return bool(self.engine.sum(advantage.count_nonzero()))
+
+    def _warn_of_equal_returns(self) -> None:
+        """Warn once, unless something was learned: then equal returns may be the end of it."""
+        if not self.optimizer_steps and not self._warned:
+            log.warning(
+                "update %d is skipped: no group has members with different returns, so there is nothing to learn from; fix: a "
+                "reward with steps in between, a larger group_size, easier starts (docs/troubleshooting.md)", self.iteration + 1,
+            )  # fmt: skip
+        self._warned = True
 
     @property
     def _needs_start_scores(self) -> bool:

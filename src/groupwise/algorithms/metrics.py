@@ -31,6 +31,10 @@ class UpdateStats:
         self._taken: list[Tensor] = []
         self._norms: list[Tensor] = []
 
+    def start_step(self) -> None:
+        """Forget what was added to the current optimiser step: it begins again."""
+        self._step = []
+
     def add(self, sums: Float[Tensor, " metric"]) -> None:
         """Add the sums of a micro-batch to the current optimiser step."""
         self._step.append(sums)

@@ -1,13 +1,16 @@
 """The interface of collectors, which fill rollouts with a policy's experience."""
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
+from groupwise.data.rollout import Nested
 from groupwise.envs.base import VectorEnv
 from groupwise.envs.success import successes_by_task
 from groupwise.policies.base import Action, Policy
@@ -55,6 +58,11 @@ class Collector(ABC):
     def actor(self) -> Callable[..., Action]:
         """The policy's ``act``, for many steps in which no parameter changes."""
         return self.policy.act
+
+    def record(self, episodes: Iterable[Episode]) -> None:
+        """Keep the episodes that ended in a rollout, but for those whose return is not finite."""
+        self.finished = [episode for episode in episodes if math.isfinite(episode.episode_return)]
+        self.recent.extend(self.finished)
 
     @abstractmethod
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
@@ -114,6 +122,22 @@ class EnvCollector(Collector):
         """Draws the actions of this iteration."""
         generator = torch.Generator(self.policy.device)
         return generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
+
+
+def acting_on_finite(act: Callable[..., Action]) -> Callable[..., Action]:
+    """``act`` with 0 for what is not finite, in observations and in actions."""
+
+    def acted(obs: Nested, *args: Any, **kwargs: Any) -> Action:
+        action = act(_finite(obs), *args, **kwargs)
+        return action._replace(action=_finite(action.action))
+
+    return acted
+
+
+def _finite(values: Nested) -> Any:
+    if not isinstance(values, Tensor):
+        return values.apply(_finite)
+    return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if values.is_floating_point() else values
 
 
 def env_steps(rollout: TensorDict, decisions: int) -> int:

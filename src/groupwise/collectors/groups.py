@@ -118,8 +118,7 @@ class GroupCollector(EnvCollector):
 
     def _count(self, rollout: TensorDict, tracker: GroupTracker, writer: RolloutWriter) -> None:
         """Count steps, groups and episodes of the rollout."""
-        self.finished = finished_episodes(rollout, tracker, writer)
-        self.recent.extend(self.finished)
+        self.record(finished_episodes(rollout, tracker, writer))
         steps, members = tracker.steps, tracker.members
         self.last_steps = env_steps(rollout, steps)
         groups = {member.group for member in members if member.in_whole_group}

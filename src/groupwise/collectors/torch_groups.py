@@ -218,8 +218,7 @@ class TorchGroupCollector(EnvCollector):
         ended[:, -1] &= ~self._goes_on
         slot, group = ended.T.nonzero().T.tolist()
         success, _ = writer.outcomes([number * self.group_size for number in group], slot)
-        self.finished = self._finished(reward, terminated, ended, began, success)
-        self.recent.extend(self.finished)
+        self.record(self._finished(reward, terminated, ended, began, success))
         self.last_steps = steps
         self._metrics = {
             "rollout/groups": float(last_group + 1),

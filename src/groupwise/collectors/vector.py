@@ -128,8 +128,7 @@ class VectorCollector(EnvCollector):
         time, row = done.T.nonzero()
         ends = (returns[episode_id[row, time]], step[row, time] + 1, terminated[row, time])
         outcomes = writer.outcomes(row.tolist(), time.tolist())
-        self.finished = list(map(Episode, *(end.tolist() for end in ends), *outcomes))
-        self.recent.extend(self.finished)
+        self.record(map(Episode, *(end.tolist() for end in ends), *outcomes))
         over = done[:, -1] | dead[:, -1]
         self._return = np.where(over, 0.0, returns[episode_id[:, -1]])
         self._age = np.where(over, 0, step[:, -1] + 1)

@@ -10,9 +10,8 @@ from jaxtyping import Bool
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.data.rollout import Nested, all_finite, lengthen
+from groupwise.data.rollout import Nested, all_finite, find_nonfinite, lengthen
 from groupwise.envs.base import EnvStep
-from groupwise.errors import DataError
 from groupwise.policies.base import Action, Policy
 
 _Columns: TypeAlias = np.ndarray | tuple[Tensor, ...] | dict[str, Any]  # Any: _Columns again
@@ -44,13 +43,13 @@ class RolloutWriter:
         """Write the actions of a step.
 
         Raises:
-            DataError: an action on the CPU is not finite.
+            DataError: an action on the CPU is not finite; names the observation if that is the reason.
         """
         if step == self.rollout.shape[1] - 1:
             self._open(lengthen(self.rollout, 2 * step + 1))
-        if action.action.device.type == "cpu":  # on a GPU the check would be a host sync
-            _check_finite(action.action, step)
         _write(self._columns["action"], step, action.action)
+        if action.action.device.type == "cpu":  # on a GPU the check would be a host sync
+            self._check_finite(action.action, step)
         _write(self._columns["sample_log_prob"], step, action.log_prob)
         if action.value is not None and "value" in self._columns:
             _write(self._columns["value"], step, action.value)
@@ -96,6 +95,14 @@ class RolloutWriter:
             self._fill_values(rollout, obs)
         return rollout
 
+    def _check_finite(self, action: Tensor, step: int) -> None:
+        if not action.is_floating_point() or all_finite(action):
+            return
+        slots = torch.zeros_like(self.rollout["valid"])
+        slots[:, step] = True
+        if found := find_nonfinite(self.rollout, slots):
+            raise found[0].error()
+
     def _open(self, rollout: TensorDict) -> None:
         self.rollout = rollout
         self._columns = {key: _columns(stored) for key, stored in rollout.items()}
@@ -110,15 +117,6 @@ class RolloutWriter:
         if self._cut_rows:
             rows, steps = (torch.cat(parts).to(value.device) for parts in (self._cut_rows, self._cut_steps))
             next_value[rows, steps] = values[len(value) :]
-
-
-def _check_finite(action: Tensor, step: int) -> None:
-    if action.is_floating_point() and not all_finite(action):
-        bad = ~action.isfinite().flatten(1).all(dim=1)
-        raise DataError(
-            f"the action of environment {int(bad.nonzero()[0])} at step {step} of the rollout is not finite; fix: "
-            "correct the environment's observations, or lower learning_rate if the policy diverged"
-        )
 
 
 def _columns(stored: Nested) -> _Columns:

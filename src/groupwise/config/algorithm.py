@@ -3,7 +3,7 @@
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from annotated_types import Ge, Gt, Le
 from pydantic import SerializeAsAny, model_validator
@@ -13,6 +13,10 @@ from groupwise.config.choices import Choice, register_recipe
 from groupwise.config.credit import CreditCfg as CreditCfg
 from groupwise.config.objective import ClippedCfg, FixedLengthCfg, TrustRegionCfg
 from groupwise.config.objective import ObjectiveCfg as ObjectiveCfg
+
+OnNonFinite: TypeAlias = Literal["stop", "drop", "zero"]
+LearningRate: TypeAlias = Annotated[float, Gt(0), Le(1000)]
+"""Bounded, so that no step makes a parameter infinite."""
 
 
 class OptimizerCfg(Choice):
@@ -174,7 +178,7 @@ class AlgorithmCfg(Choice):
     algorithm: ClassVar[type[Any] | str] = ""
     """The ``BaseAlgorithm`` subclass, or ``module:Class``, to import torch only when needed."""
 
-    learning_rate: Positive = 3e-4
+    learning_rate: LearningRate = 3e-4
     """Learning rate, before its schedule."""
     num_steps: PositiveInt = 256
     """Steps per environment in one iteration. GRPO opens groups until ``num_envs * num_steps`` steps are taken, and completes them."""
@@ -200,6 +204,8 @@ class AlgorithmCfg(Choice):
     """The optimiser, by name or with its parameters."""
     schedule: SerializeAsAny[ScheduleCfg] = ConstantCfg()
     """The schedule of the learning rate, by name or with its parameters."""
+    on_nonfinite: OnNonFinite = "stop"
+    """What NaN and infinity in a rollout or a gradient do. ``stop``: an error names the place. ``drop``: the group is left out (PPO: the episode). ``zero``: 0 takes their place. With both, optimiser steps on such gradients are skipped, and 10 bad updates in a row end training."""
 
     @classmethod
     def load(cls) -> type[Any]:
@@ -340,7 +346,7 @@ class BCCfg(AlgorithmCfg):
     algorithm: ClassVar = "groupwise.embodied.cloning:BehaviorCloning"
     data: Path | None = None
     """Folder of the demonstrations, as ``groupwise demos`` writes it."""
-    learning_rate: Positive = 1e-3
+    learning_rate: LearningRate = 1e-3
     """Learning rate, before its schedule."""
     num_epochs: PositiveInt = 1
     """Passes over each batch of ``num_envs * num_steps`` demonstrated steps. Batches follow one another through the data, again and again until ``total_steps``."""

@@ -4,15 +4,23 @@ N rows are environments (or prompts x group size), T steps or tokens. The last s
 transition (an observation, its value); keys of transitions are padding there. ``docs/concepts.md`` has the schema.
 """
 
+import logging
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
+from jaxtyping import Bool
 from tensordict import TensorDict
 from torch import Tensor
 
+from groupwise.config.algorithm import OnNonFinite
 from groupwise.errors import DataError
+
+log = logging.getLogger(__name__)
+
+MAX_BAD_UPDATES = 10
+"""Updates in a row without use, because of numbers that are not finite, after which training stops."""
 
 
 class TensorSpec(NamedTuple):
@@ -75,7 +83,11 @@ class RolloutBuffer:
         value: whether the policy has a critic (adds ``value`` and ``next_value``).
         chunked: whether a decision takes several environment steps (adds ``executed``, their number).
         reward_parts: how many parts of the reward are kept (adds ``reward_parts``).
+        on_nonfinite: what ``add`` does about numbers that are not finite, as ``AlgorithmCfg.on_nonfinite``.
     """
+
+    row_name: ClassVar[str] = "environment"
+    """What a row is, for messages."""
 
     def __init__(
         self,
@@ -88,6 +100,7 @@ class RolloutBuffer:
         value: bool = False,
         chunked: bool = False,
         reward_parts: int = 0,
+        on_nonfinite: OnNonFinite = "stop",
         device: torch.device | str = "cpu",
     ) -> None:
         scalars = _TRANSITION_KEYS | (_VALUE_KEYS if value else {})
@@ -101,6 +114,9 @@ class RolloutBuffer:
             self.spec["reward_parts"] = TensorSpec((reward_parts,), torch.float32)
         self.num_rows = num_rows
         self.num_steps = num_steps
+        self.on_nonfinite = on_nonfinite
+        self.useless = 0
+        """Rollouts in a row that ``drop`` left nothing of."""
         self.device = torch.device(device)
         self._empty = cast(TensorDict, allocate(self.spec, 0, 0))
         self._rollout: TensorDict | None = None
@@ -116,10 +132,12 @@ class RolloutBuffer:
         """Take a collected rollout after checking it.
 
         Raises:
-            DataError: a missing key, a wrong shape or dtype, or a non-finite number in a valid slot (names row and step).
+            DataError: a missing key, a wrong shape or dtype, or a non-finite number in a valid slot (names row and step),
+                unless ``on_nonfinite`` mends that.
         """
         self._check_layout(rollout)
-        check_finite(rollout)
+        found = find_nonfinite(rollout, rollout["valid"])
+        self.useless = self._mend(rollout, found) if found else 0
         self.num_steps = max(self.num_steps, rollout.shape[1] - 1)
         self._rollout = rollout
 
@@ -132,6 +150,25 @@ class RolloutBuffer:
         if self._rollout is None:
             raise DataError("the buffer is empty; fix: buffer.add(rollout) before buffer.get()")
         return transition_view(self._rollout).reshape(-1) if flatten else self._rollout
+
+    def _mend(self, rollout: TensorDict, found: list["NonFinite"]) -> int:
+        """Put 0 for what is not finite; with ``drop``, take the groups that have such numbers out of the loss.
+
+        Returns ``useless``.
+        """
+        error = found[0].error(self.row_name)
+        if self.on_nonfinite == "stop":
+            raise error
+        if self.on_nonfinite == "drop":
+            bad = torch.stack([one.slots for one in found]).any(dim=0)
+            rollout["loss_mask"] &= ~torch.isin(rollout["group_id"], rollout["group_id"][bad])
+        for one in find_nonfinite(rollout, torch.ones_like(rollout["valid"])):
+            one.tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        useless = 0 if rollout["loss_mask"].any() else self.useless + 1
+        if useless == MAX_BAD_UPDATES:
+            raise error
+        log.warning("%s (on_nonfinite=%r)", error, self.on_nonfinite)
+        return useless
 
     def _check_layout(self, rollout: TensorDict) -> None:
         if rollout.batch_dims != 2 or rollout.shape[0] != self.num_rows or rollout.shape[1] < 2:
@@ -149,24 +186,30 @@ class RolloutBuffer:
                 )
 
 
-def check_finite(rollout: TensorDict) -> None:
-    """Raise if any number in a valid slot is NaN or infinite.
+class NonFinite(NamedTuple):
+    """A tensor of a rollout with numbers that are NaN or infinite."""
 
-    Raises:
-        DataError: names the key, the row (environment) and the step of the first one.
-    """
-    valid = rollout["valid"]
+    name: str
+    tensor: Tensor
+    slots: Bool[Tensor, "row step"]
+
+    def error(self, row_name: str = RolloutBuffer.row_name) -> DataError:
+        """The error that names key, row and step of the first one."""
+        row, step = self.slots.nonzero()[0].tolist()
+        return DataError(
+            f"{self.name} of {row_name} {row} at step {step} of the rollout is not finite: {self.tensor[row, step].tolist()}; "
+            "fix: correct the environment or the reward, or lower learning_rate if the policy diverged; or on_nonfinite='drop'"
+        )
+
+
+def find_nonfinite(rollout: TensorDict, slots: Bool[Tensor, "row step"]) -> list[NonFinite]:
+    """The tensors with numbers in these slots that are NaN or infinite, observations first."""
+    found = []
     for key, tensor in rollout.items(include_nested=True, leaves_only=True):
-        if not tensor.is_floating_point() or all_finite(tensor):
-            continue
-        bad = valid & ~tensor.isfinite().reshape(*valid.shape, -1).all(dim=-1)
-        if bad.any():
-            row, step = bad.nonzero()[0].tolist()
-            name = key if isinstance(key, str) else ".".join(key)
-            raise DataError(
-                f"{name} of environment {row} at step {step} of the rollout is not finite: "
-                f"{tensor[row, step].tolist()}; fix: correct the environment, or lower learning_rate if the policy diverged"
-            )
+        if tensor.is_floating_point() and not all_finite(tensor):
+            bad = slots & ~tensor.isfinite().reshape(*slots.shape, -1).all(dim=-1)
+            found += [NonFinite(key if isinstance(key, str) else ".".join(key), tensor, bad)] if bad.any() else []
+    return found
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -121,7 +121,7 @@ class RewardNormalizer(nn.Module):
         valid = rollout["valid"]
         done = rollout["terminated"] | rollout["truncated"] | ~valid
         returns = return_to_go(rollout["reward"].masked_fill(~valid, 0), done, self.gamma)
-        self.statistics.update(returns, valid, all_sum)
+        self.statistics.update(returns, valid & returns.isfinite(), all_sum)  # sums of large rewards may overflow
 
 
 def _is_float_box(space: Any) -> bool:

@@ -80,7 +80,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     require_extra("transformers", "text")
     algorithm_type = cfg.algorithm.load()
     task = TextTask.from_cfg(cfg.task, given)
-    rewards = task.rewards()
+    rewards = task.rewards(cfg.algorithm.on_nonfinite)
     train, held_out = task.load()
     if engine.world_size > 1 and isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.dynamic_sampling:
         raise ConfigError(
@@ -110,7 +110,12 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
         world_size=engine.world_size,
     )
     assert isinstance(policy.action_spec, TensorSpec)
-    buffer = TextBuffer(policy.action_spec, value=not policy.actor_only, device=device)
+    buffer = TextBuffer(
+        policy.action_spec,
+        value=not policy.actor_only,
+        on_nonfinite=cfg.algorithm.on_nonfinite,
+        device=device,
+    )
     vocabulary, width = policy.head.shape
     identity = Identity(cfg.subject, f"{type(policy.network).__name__} of width {width}", f"{vocabulary} tokens")
     return TextComponents(cfg, given, algorithm, collector, buffer, identity, task, held_out)

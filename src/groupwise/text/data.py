@@ -62,9 +62,27 @@ def load_examples(source: object, *, prompt_column: str = "prompt") -> list[Exam
         )
         for number, row in enumerate(rows)
     ]
+    bad = [number for number, example in enumerate(examples) if _encodable_prompt(example.prompt) != example.prompt]
+    if bad:
+        warnings.warn(
+            f"{len(bad)} of {len(examples)} prompts of {where} have lone surrogates, first example {bad[0]}: U+FFFD takes their place",
+            stacklevel=2,
+        )
+        examples = [example._replace(prompt=_encodable_prompt(example.prompt)) for example in examples]
     if len({isinstance(example.prompt, str) for example in examples}) > 1:
         raise DataError(f"some prompts of {where} are texts and some are messages; fix: all of one kind")
     return examples
+
+
+def encodable(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which no tokenizer takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _encodable_prompt(prompt: Prompt) -> Prompt:
+    if isinstance(prompt, str):
+        return encodable(prompt)
+    return tuple({key: encodable(text) for key, text in message.items()} for message in prompt)
 
 
 def gym_examples(

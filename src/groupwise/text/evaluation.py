@@ -12,7 +12,7 @@ from groupwise.functional.texts import pass_rate
 from groupwise.policies.base import Policy
 from groupwise.report.scores import wilson_95
 from groupwise.seeding import derive_seed
-from groupwise.text.data import Example
+from groupwise.text.data import Example, encodable
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
@@ -84,7 +84,7 @@ class TextEvaluator(Evaluator):
         prompts = self._encoder.select(held_out, policy.max_prompt_length(cfg.sampling.max_new_tokens))
         self._prompts = prompts[: cfg.evaluation.prompts]
         self._cfg = cfg
-        self._rewards = task.rewards()
+        self._rewards = task.rewards(cfg.algorithm.on_nonfinite)
         self._generate = partial(complete, policy)
         self._dialogue = dialogue_of(task.tool(), self._encoder, policy)
         self._seed = seed
@@ -127,7 +127,7 @@ def write_texts(
     """Completions of one prompt; ``tool`` is that of the run, if it was given in Python."""
     assert isinstance(policy, CausalLM)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
-    (encoded,) = encoder.select([Example(prompt, {})], policy.max_prompt_length(cfg.sampling.max_new_tokens))
+    (encoded,) = encoder.select([Example(encodable(prompt), {})], policy.max_prompt_length(cfg.sampling.max_new_tokens))
     transcripts = [Transcript(encoded, 0, derive_seed(seed, "sample", i), deterministic) for i in range(count)]
     write(transcripts, partial(complete, policy), cfg.sampling, dialogue_of(make_tool(cfg.task, tool), encoder, policy))
     return [text_of(transcript, encoder) for transcript in transcripts]

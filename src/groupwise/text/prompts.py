@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from groupwise.config.text import TextTaskCfg
 from groupwise.errors import ConfigError, DataError
-from groupwise.text.data import Example, Message
+from groupwise.text.data import Example, Message, encodable
 
 _WRITTEN = "WRITTEN"
 """Placeholder of the model's turn, whose tokens are known."""
@@ -151,7 +151,7 @@ class PromptEncoder:
         text = isinstance(example.prompt, str)
         messages = [{"role": "user", "content": str(example.prompt)}] if text else [*example.prompt]
         if self.cfg.system_prompt is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.cfg.system_prompt})
+            messages.insert(0, {"role": "system", "content": encodable(self.cfg.system_prompt)})
         return messages
 
     def _encode_messages(self, messages: list[Message]) -> list[int]:

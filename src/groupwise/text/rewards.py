@@ -9,17 +9,23 @@ Source: the signature is that of TRL 1.16's ``GRPOTrainer``.
 
 import asyncio
 import inspect
-import math
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
+from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.text import RewardCfg
 from groupwise.errors import ConfigError, DataError, RewardError, UnknownNameError, nearest
 from groupwise.text.data import Completion, Prompt
 from groupwise.text.registered import check_settings, register
+
+log = logging.getLogger(__name__)
+
+LARGEST = 3.4e38
+"""Of float32; larger scores are as good as infinite."""
 
 Reward = Callable[..., Any]
 """Maps keywords to a sequence of numbers or None, sync or async."""
@@ -121,12 +127,18 @@ class Scores(NamedTuple):
 
 
 class RewardSet:
-    """Functions whose weighted scores add up."""
+    """Functions whose weighted scores add up.
 
-    def __init__(self, functions: Sequence[RewardFunction]) -> None:
+    Args:
+        on_nonfinite: what a score that is NaN, infinite or beyond float32 does. ``stop``: an error; ``drop``: the function has
+            no score; ``zero``: it is 0.
+    """
+
+    def __init__(self, functions: Sequence[RewardFunction], on_nonfinite: OnNonFinite = "stop") -> None:
         if not functions:
             raise ConfigError("there is no reward; fix: reward=my_function, or a registered name")
         self.functions = tuple(functions)
+        self.on_nonfinite = on_nonfinite
         self.names = _distinct([function.name for function in functions])
         self.weights = tuple(function.weight for function in functions)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -162,7 +174,8 @@ class RewardSet:
             columns: by name, a value for each completion.
 
         Raises:
-            RewardError: a function raises, or does not return a number or None for each completion.
+            RewardError: a function raises, does not return a number or None for each completion, or returns one that is not
+                finite (``on_nonfinite``).
         """
         keywords = {name: list(values) for name, values in columns.items() if name not in NEVER_COLUMNS} | {
             "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
@@ -173,7 +186,7 @@ class RewardSet:
             "log_metric": self._log_metric,
         }
         results = zip(self.names, self._results(keywords), strict=True)
-        parts = [_numbers(name, result, len(prompts)) for name, result in results]
+        parts = [self._finite(name, _numbers(name, result, len(prompts))) for name, result in results]
         return Scores(tuple(map(self._sum, zip(*parts, strict=True))), tuple(map(tuple, parts)))
 
     def take_logged(self) -> dict[str, float]:
@@ -210,6 +223,19 @@ class RewardSet:
             threading.Thread(target=_run, args=(self._loop,), daemon=True, name="rewards").start()
         return self._loop
 
+    def _finite(self, name: str, scores: list[float | None]) -> list[float | None]:
+        bad = [number for number, score in enumerate(scores) if score is not None and not abs(score) <= LARGEST]
+        if not bad:
+            return scores
+        what = f"reward {name!r} is {scores[bad[0]]} for completion {bad[0]} of {len(scores)}"
+        if self.on_nonfinite == "stop":
+            raise RewardError(
+                f"{what}; fix: a finite number, or None for what it cannot score; or algorithm.on_nonfinite='drop'"
+            )
+        log.warning("%s (%d in all); on_nonfinite=%r", what, len(bad), self.on_nonfinite)
+        instead = 0.0 if self.on_nonfinite == "zero" else None
+        return [instead if number in bad else score for number, score in enumerate(scores)]
+
     def _sum(self, member: Sequence[float | None]) -> float | None:
         weighted = [weight * value for weight, value in zip(self.weights, member, strict=True) if value is not None]
         return sum(weighted) if weighted else None
@@ -238,10 +264,10 @@ def _result(name: str, call: Callable[[], Any]) -> Any:
 
 
 def _numbers(name: str, result: Any, count: int) -> list[float | None]:
-    """The scores of a function; None for those that are None or not finite."""
+    """The scores of a function."""
     try:
-        values = [math.nan if value is None else float(value) for value in result]
-    except (TypeError, ValueError) as error:
+        values = [None if value is None else float(value) for value in result]
+    except (TypeError, ValueError, OverflowError) as error:
         raise RewardError(
             f"reward {name!r} returned {result!r:.80}: {error}; expected a list of {count} numbers, one for each completion "
             "(None where it does not apply); fix: its return"
@@ -251,7 +277,7 @@ def _numbers(name: str, result: Any, count: int) -> list[float | None]:
             f"reward {name!r} returned {len(values)} scores for {count} completions; fix: one for each, None where it "
             "does not apply"
         )
-    return [value if math.isfinite(value) else None for value in values]
+    return values
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:

@@ -100,8 +100,10 @@ def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu")
 class TextBuffer(RolloutBuffer):
     """Checks rollouts of texts; their size varies, so nothing is allocated before."""
 
-    def __init__(self, action_spec: TensorSpec, *, value: bool = False, device: torch.device | str = "cpu") -> None:
-        super().__init__(0, 0, obs_spec=action_spec, action_spec=action_spec, value=value, device=device)
+    row_name = "completion"
+
+    def __init__(self, action_spec: TensorSpec, **settings: Any) -> None:
+        super().__init__(0, 0, obs_spec=action_spec, action_spec=action_spec, **settings)
 
     def start_rollout(self) -> TensorDict:
         """An empty rollout, which the collector replaces."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.base import GIVEN
 from groupwise.config.text import GYM, RewardCfg, TextTaskCfg
 from groupwise.errors import ConfigError
@@ -83,8 +84,8 @@ class TextTask:
         held_out = [] if self.cfg.eval_data is None else self._examples("eval_data")
         return train if self.cfg.eval_overlap == "keep" else without_overlap(train, held_out), held_out
 
-    def rewards(self) -> RewardSet:
-        """The functions, ready to score.
+    def rewards(self, on_nonfinite: OnNonFinite = "stop") -> RewardSet:
+        """The functions, ready to score; ``on_nonfinite`` as ``AlgorithmCfg.on_nonfinite``.
 
         Raises:
             ConfigError: there is none, it does not take its settings, or it was given in Python and is missing.
@@ -100,7 +101,8 @@ class TextTask:
                 "reward=..."
             )
         given = iter(functions)
-        return RewardSet([make_reward(cfg, next(given) if cfg.name == GIVEN else None) for cfg in cfgs])
+        made = [make_reward(cfg, next(given) if cfg.name == GIVEN else None) for cfg in cfgs]
+        return RewardSet(made, on_nonfinite)
 
     def tool(self) -> Callable[[str], str | None] | None:
         """The model's tool, as ``make_tool`` makes it; None if it has none."""

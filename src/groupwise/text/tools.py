@@ -5,6 +5,7 @@ import functools
 import inspect
 import operator
 import re
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from groupwise.config.base import GIVEN
 from groupwise.config.text import TextTaskCfg
 from groupwise.errors import ConfigError, ToolError, UnknownNameError
+from groupwise.text.data import encodable
 from groupwise.text.registered import check_settings, register
 
 MAX_BITS = 512
@@ -77,8 +79,12 @@ def ask(tool: AnyTool, text: str) -> str | None:
             f"the tool raised {type(error).__name__}: {error}\n  its input: {text!r:.80}\nfix: the tool; return errors "
             "that the model should read"
         ) from error
-    if answer is None or isinstance(answer, str):
-        return answer
+    if answer is None:
+        return None
+    if isinstance(answer, str):
+        if (whole := encodable(answer)) != answer:
+            warnings.warn("the tool's answer has lone surrogates: U+FFFD takes their place", stacklevel=2)
+        return whole
     raise ToolError(f"the tool returned {answer!r:.80}; expected a text, or None for no call; fix: str(...)")
 
 

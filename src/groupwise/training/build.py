@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.collectors.base import Collector
+from groupwise.collectors.base import Collector, acting_on_finite
 from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.torch_groups import TorchGroupCollector
 from groupwise.collectors.torch_vector import TorchVectorCollector
@@ -136,6 +136,9 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
     else:
         collector = _build_collector(cfg, env, policy, engine)
     install(cfg, algorithm, collector)
+    if cfg.algorithm.on_nonfinite != "stop":
+        actor = collector.actor
+        collector.actor = lambda: acting_on_finite(actor())
     buffer = RolloutBuffer(
         env.num_envs,
         cfg.algorithm.num_steps,
@@ -145,6 +148,7 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
         value=not policy.actor_only,
         chunked=cfg.env.action_chunk > 1,
         reward_parts=len(cfg.env.reward_parts),
+        on_nonfinite=cfg.algorithm.on_nonfinite,
         device=device,
     )
     identity = Identity(env.env_id, str(env.observation_space), str(env.action_space))

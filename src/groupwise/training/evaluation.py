@@ -1,5 +1,6 @@
 """Evaluation of a policy over exactly n episodes, each with its own seed."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,14 +10,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from groupwise.collectors.base import acting_on_finite
+from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.run import EvaluationMetric
-from groupwise.data.rollout import Nested, allocate
+from groupwise.data.rollout import Nested, all_finite, allocate
 from groupwise.envs.base import GroupEnv
 from groupwise.envs.success import successes_by_task
 from groupwise.errors import DataError, EnvError
 from groupwise.policies.base import Policy
 from groupwise.report.scores import mean_ci95, wilson_95
 from groupwise.seeding import derive_seed
+
+log = logging.getLogger(__name__)
 
 MAX_STEPS = 100_000
 """Truncates the episodes of environments that have no step limit."""
@@ -148,7 +153,14 @@ def shown(interval: Sequence[float] | None) -> str:
 
 @torch.no_grad()
 def evaluate_policy(
-    policy: Policy, env: GroupEnv, *, episodes: int, seed: int, deterministic: bool = True, max_steps: int = MAX_STEPS
+    policy: Policy,
+    env: GroupEnv,
+    *,
+    episodes: int,
+    seed: int,
+    deterministic: bool = True,
+    max_steps: int = MAX_STEPS,
+    on_nonfinite: OnNonFinite = "stop",
 ) -> EvaluationResult:
     """Result of ``episodes`` whole episodes; episode i starts from ``derive_seed(seed, "eval", i)``.
 
@@ -158,38 +170,53 @@ def evaluate_policy(
     Args:
         env: plays ``num_envs`` episodes at once.
         max_steps: truncates episodes of environments that have no step limit.
+        on_nonfinite: "drop": episodes whose return is not finite are left out; "zero": such rewards are 0.
 
     Raises:
-        DataError: an episode's return is not finite.
+        DataError: an observation or a return is not finite.
     """
     was_training = policy.training
     policy.eval()
     obs = allocate(env.obs_spec, episodes, device=policy.device)
     results = [
-        _play_round(policy, env, obs, first, seed, deterministic, max_steps)
+        _play_round(policy, env, obs, first, seed, deterministic, max_steps, on_nonfinite)
         for first in range(0, episodes, env.num_envs)
     ]
     policy.train(was_training)
     *scores, tasks = zip(*results, strict=True)
     returns, lengths, success, tells_success = (torch.cat(parts) for parts in scores)
-    if not bool(returns.isfinite().all()):
-        raise DataError(
-            f"return of evaluation episode {int((~returns.isfinite()).nonzero()[0])} is not finite; fix: correct the environment's rewards"
-        )
-    successes = tuple(success.tolist()) if tells_success.any() else None
-    named = tuple(np.concatenate(tasks).tolist())
+    named = np.concatenate(tasks)
+    kept = returns.isfinite()
+    if not kept.all():
+        what = f"return of evaluation episode {int((~kept).nonzero()[0])} is not finite"
+        if on_nonfinite == "stop" or not kept.any():
+            raise DataError(f"{what}; fix: correct the environment's rewards")
+        log.warning("%s; %d of %d episodes are left out", what, int((~kept).sum()), episodes)
+        returns, lengths, success, tells_success = (part[kept] for part in (returns, lengths, success, tells_success))
+        named = named[kept.numpy()]
     return EvaluationResult(
-        tuple(returns.tolist()), tuple(lengths.tolist()), successes=successes, tasks=named if any(named) else None
+        tuple(returns.tolist()),
+        tuple(lengths.tolist()),
+        successes=tuple(success.tolist()) if tells_success.any() else None,
+        tasks=tuple(named.tolist()) if any(named) else None,
     )
 
 
 def _play_round(
-    policy: Policy, env: GroupEnv, batch: Nested, first: int, seed: int, deterministic: bool, max_steps: int
+    policy: Policy,
+    env: GroupEnv,
+    batch: Nested,
+    first: int,
+    seed: int,
+    deterministic: bool,
+    max_steps: int,
+    on_nonfinite: OnNonFinite,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, npt.NDArray[Any]]:
     """Of episodes ``first, first + 1, ...``, one in each row of ``env`` that has one left.
 
     Their returns, lengths, whether they succeeded, whether the environment says so, and their tasks.
     """
+    act = policy.act if on_nonfinite == "stop" else acting_on_finite(policy.act)
     count = min(env.num_envs, len(batch) - first)
     rows, episodes = slice(0, count), slice(first, first + count)
     numbers = range(first, first + env.num_envs)
@@ -210,11 +237,18 @@ def _play_round(
         generator = None
         if not deterministic:
             generator = torch.Generator(policy.device).manual_seed(derive_seed(seed, "act", step))
-        action = policy.env_action(policy.act(batch, deterministic, generator).action)[episodes]
+        action = policy.env_action(act(batch, deterministic, generator).action)[episodes]
+        if not _finite(action) and not _finite(action[running.to(action.device)]):
+            row = int((running.to(action.device) & ~action.isfinite().flatten(1).all(dim=1)).nonzero()[0])
+            raise DataError(
+                f"the observation or the action of evaluation episode {first + row} at step {step} is not finite; fix: correct "
+                "the environment, or lower learning_rate if the policy diverged"
+            )
         unused = action.new_zeros(env.num_envs - count, *action.shape[1:])  # of paused rows
         stepped = env.step(torch.cat([action, unused]))
         obs = stepped.obs
-        returns += stepped.reward[rows].cpu()
+        reward = stepped.reward[rows].cpu()
+        returns += reward.nan_to_num(0.0, 0.0, 0.0) if on_nonfinite == "zero" else reward
         lengths += running
         ended = running & (stepped.terminated | stepped.truncated)[rows].cpu()
         if stepped.success is not None:
@@ -226,3 +260,7 @@ def _play_round(
         if not running.any():
             break
     return returns, lengths, success, tells_success, tasks
+
+
+def _finite(action: Tensor) -> bool:
+    return not action.is_floating_point() or all_finite(action)

@@ -1,5 +1,6 @@
 """The training loop. Evaluation, logging, saving and display are callbacks."""
 
+import logging
 import math
 import random
 import time
@@ -19,6 +20,8 @@ from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError
 from groupwise.seeding import derive_seed
 from groupwise.training.base import Callback
+
+log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -179,7 +182,8 @@ class Trainer:
         metrics = self._to_floats(self.algorithm.update(self.buffer.get()))
         updated = time.perf_counter()
         self.iteration += 1
-        _check_finite(metrics, self.iteration)
+        for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
+            self._leave_out(name, metrics.pop(name))
         self.iteration_steps = self.engine.sum_int(self.collector.last_steps)
         self.env_steps += self.iteration_steps
         self.seconds += updated - start
@@ -194,6 +198,16 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_iteration_end(self, rollout, metrics)
 
+    def _leave_out(self, name: str, value: float) -> None:
+        """Warn of a metric that is NaN or infinite, or raise, as ``on_nonfinite`` says."""
+        what = f"{name} is {value} in iteration {self.iteration}"
+        if self.algorithm.cfg.on_nonfinite == "stop":
+            raise DivergedError(
+                f"training diverged: {what}; the last checkpoint is kept; fix: lower learning_rate or max_grad_norm, or look at "
+                "the rewards"
+            )
+        log.warning("%s, and left out", what)
+
     def _to_floats(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         """Python numbers, by one transfer from the device."""
         device = self.algorithm.policy.device
@@ -206,12 +220,3 @@ def _seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def _check_finite(metrics: dict[str, float], iteration: int) -> None:
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            raise DivergedError(
-                f"training diverged: {name} is {value} in iteration {iteration}; the last checkpoint is kept; "
-                "fix: lower learning_rate or max_grad_norm, or look at the rewards"
-            )

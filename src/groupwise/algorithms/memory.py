@@ -1,0 +1,72 @@
+"""What an update does when memory runs out: smaller micro-batches, which change no gradient."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from groupwise.data.minibatch import Unit, take
+from groupwise.data.rollout import Nested
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Batch = dict[str, Nested]
+
+
+class MicroBatches:
+    """Micro-batches, halved once more each time that memory runs out.
+
+    Args:
+        unit: what must not be cut.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.halvings = 0
+        self._unit = unit
+
+    def fit(self, batches: Sequence[Batch], compute: Callable[[list[Batch]], T]) -> T:
+        """The result of ``compute`` of these micro-batches. When memory runs out, again of smaller ones, from now on."""
+        while True:
+            try:
+                return compute(self._parts(batches))
+            except (RuntimeError, MemoryError) as error:
+                self._halve(batches, error)
+
+    def _halve(self, batches: Sequence[Batch], error: Exception) -> None:
+        """Make micro-batches smaller, or raise the error if that does not help."""
+        if not is_out_of_memory(error):
+            raise error
+        count = len(self._parts(batches))
+        self.halvings += 1
+        parts = self._parts(batches)
+        if len(parts) == count:
+            error.add_note("micro-batches cannot be smaller; fix: shorter episodes or texts, or a smaller network")
+            raise error
+        size = max(batch["loss_mask"].numel() for batch in parts)
+        fix = f"fix: algorithm.micro_batch_size={size}"
+        log.warning("out of memory: micro-batches are halved from now on, which changes no gradient; %s", fix)
+
+    def _parts(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The micro-batches in parts that fitted so far."""
+        parts = [*batches]
+        for _ in range(self.halvings):
+            parts = [half for batch in parts for half in self._halves(batch)]
+        return parts
+
+    def _halves(self, batch: Batch) -> list[Batch]:
+        """Two parts of about equal size that cut no unit; the batch itself if it is one unit."""
+        count = len(batch["loss_mask"])
+        middle = count // 2
+        if self._unit == "episode":
+            episode = batch["episode_id"].reshape(count, -1)[:, 0]
+            borders = (episode.diff().nonzero()[:, 0] + 1).tolist()
+            middle = min(borders, key=lambda border: abs(border - middle), default=0)
+        return [take(batch, slice(middle)), take(batch, slice(middle, None))] if middle else [batch]
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, on a GPU or on the CPU."""
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or "DefaultCPUAllocator" in str(error)

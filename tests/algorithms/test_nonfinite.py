@@ -1,0 +1,102 @@
+"""No optimiser step on a gradient that is not finite."""
+
+import math
+
+import pytest
+import torch
+from small_updates import build, make_rollout, parameters
+
+from groupwise.errors import DivergedError
+from groupwise.speed.flat import flatten
+
+ADAM = {"optimizer": "adam", "learning_rate": 1e-2, "num_epochs": 3}
+SGD = {"optimizer": {"name": "sgd", "momentum": 0.9}, "learning_rate": 1e-2, "num_epochs": 3}
+
+
+def spoil(algorithm, value, steps):
+    """Put ``value`` into the gradient in these optimiser steps, counted from 0 over all updates."""
+    backward, seen = algorithm.backward, []
+
+    def spoilt(batch):
+        metrics = backward(batch)
+        if len(seen) in steps:
+            dict(algorithm.policy.named_parameters())["actor.head.bias"].grad[1] = value
+        seen.append(1)
+        return metrics
+
+    algorithm.backward = spoilt
+    return algorithm
+
+
+def finite(algorithm):
+    state = [t for s in algorithm.optimizer.state_dict()["state"].values() for t in s.values() if torch.is_tensor(t)]
+    return bool(parameters(algorithm).isfinite().all()) and all(bool(tensor.isfinite().all()) for tensor in state)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("optimizer", [ADAM, SGD])
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_the_step_is_not_taken(kind, value, limit, optimizer, is_flat):
+    algorithm = build(kind, max_grad_norm=limit, **optimizer)
+    if is_flat and flatten(algorithm) is None:
+        pytest.skip("only Adam")
+    spoil(algorithm, value, [1])
+    with pytest.raises(DivergedError, match=r"the gradient of step 2 of update 1 is (not finite|too large)"):
+        algorithm.update(make_rollout(algorithm.policy))
+    assert finite(algorithm)
+
+
+def test_the_parameter_is_named():
+    algorithm = build("ppo", **ADAM)
+    flatten(algorithm)
+    spoil(algorithm, math.nan, [0])
+    with pytest.raises(
+        DivergedError, match=r"step 1 of update 1 is not finite \(first actor.head.bias\); such steps are not"
+    ):
+        algorithm.update(make_rollout(algorithm.policy))
+
+
+@pytest.mark.parametrize("mode", ["drop", "zero"])
+def test_other_steps_are_taken_as_if_the_skipped_one_had_not_been(mode, caplog):
+    spoilt, shorter = (build("grpo", on_nonfinite=mode, **ADAM | {"num_epochs": epochs}) for epochs in (3, 2))
+    metrics = spoil(spoilt, math.nan, [1]).update(make_rollout(spoilt.policy))
+    expected = shorter.update(make_rollout(shorter.policy))
+    assert torch.equal(parameters(spoilt), parameters(shorter))
+    assert metrics.pop("train/skipped_steps") == 1
+    assert metrics == expected
+    assert (
+        caplog.messages
+        == [
+            "the gradient of step 2 of update 1 is not finite: such steps are skipped"  # torch's clipping makes all of it NaN
+        ]
+    )
+
+
+def test_ten_bad_updates_in_a_row_end_training():
+    # 3 steps an update: the 3rd of each of 9 updates is bad, then none, then one in each of 10
+    steps = [*range(2, 27, 3), *range(30, 60, 3)]
+    algorithm = spoil(build("grpo", on_nonfinite="drop", **ADAM), math.inf, steps)
+    rollout = make_rollout(algorithm.policy)
+    for _ in range(19):
+        algorithm.update(rollout)
+    with pytest.raises(DivergedError, match="gradients of 10 updates in a row are not finite"):
+        algorithm.update(rollout)
+    assert finite(algorithm)
+
+
+def test_equal_returns_are_warned_of_once_and_not_when_something_was_learned(caplog):
+    algorithm = build("grpo", **ADAM)
+    rollout = make_rollout(algorithm.policy)
+    equal = rollout.clone()
+    equal["reward"].zero_()
+    for _ in range(2):
+        assert algorithm.update(equal)["train/optimizer_steps"] == 0
+    assert caplog.messages[0].startswith("update 1 is skipped: no group has members with different returns")
+    assert len(caplog.messages) == 1
+    caplog.clear()
+    learned = build("grpo", **ADAM)
+    learned.update(rollout)
+    learned.update(equal)
+    assert caplog.messages == []

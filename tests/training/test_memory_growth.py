@@ -1,0 +1,50 @@
+"""Memory does not grow with the iterations."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = """
+import os, sys
+import groupwise as gw
+
+class Memory(gw.Callback):
+    def on_iteration_end(self, trainer, rollout, metrics):
+        if trainer.iteration in (START, START + 1000):
+            pages = int(open("/proc/self/statm").read().split()[1])
+            print("MIB", pages * os.sysconf("SC_PAGESIZE") / 2**20, flush=True)
+        if trainer.iteration == START + 1000:
+            trainer.stop("measured")
+        if trainer.iteration % 200 == 0: print("AT", trainer.iteration, int(open("/proc/self/statm").read().split()[1])/256, round(trainer.seconds,1), file=sys.stderr)
+
+settings = {"run_dir": sys.argv[1], "callbacks": [Memory()], "logging": {"progress": "none"}, "total_steps": 10**7, "compile": "off"}
+"""
+CONTROL = """
+algorithm = {"grpo": gw.GRPOCfg, "ppo": gw.PPOCfg}[sys.argv[2]](num_steps=16, num_epochs=1, minibatch_size=64)
+gw.train("CartPole-v1", algorithm, num_envs=8, max_episode_steps=30, evaluation={"interval": 10**7, "episodes": 1}, **settings)
+"""
+TEXT = """
+sys.path.insert(0, SUPPORT)
+from text_runs import save_model
+
+task = gw.TextTask([{"prompt": str(i)} for i in range(60)], reward=lambda completions, **_: [float(len(c)) for c in completions])
+gw.train(
+    task, gw.GRPOCfg(group_size=2), model=str(save_model(sys.argv[1] + "-model", hidden_size=16, num_hidden_layers=1)),
+    num_prompts=1, sampling={"max_new_tokens": 3}, **settings
+)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory from /proc")
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "text"])
+def test_memory_grows_by_less_than_5_mib_in_1000_iterations(kind: str, tmp_path: Path):
+    support = str(Path(__file__).parents[1] / "support")
+    code = f"START, SUPPORT = 200, {support!r}\n{RUN}{TEXT if kind == 'text' else CONTROL}"
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "run"), kind]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    start, end = (float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("MIB"))
+    assert end - start < 5, (start, end)

@@ -17,7 +17,6 @@ class Memory(gw.Callback):
             print("MIB", pages * os.sysconf("SC_PAGESIZE") / 2**20, flush=True)
         if trainer.iteration == START + 1000:
             trainer.stop("measured")
-        if trainer.iteration % 200 == 0: print("AT", trainer.iteration, int(open("/proc/self/statm").read().split()[1])/256, round(trainer.seconds,1), file=sys.stderr)
 
 settings = {"run_dir": sys.argv[1], "callbacks": [Memory()], "logging": {"progress": "none"}, "total_steps": 10**7, "compile": "off"}
 """
@@ -28,7 +27,6 @@ gw.train("CartPole-v1", algorithm, num_envs=8, max_episode_steps=30, evaluation=
 TEXT = """
 sys.path.insert(0, SUPPORT)
 from text_runs import save_model
-
 task = gw.TextTask([{"prompt": str(i)} for i in range(60)], reward=lambda completions, **_: [float(len(c)) for c in completions])
 gw.train(
     task, gw.GRPOCfg(group_size=2), model=str(save_model(sys.argv[1] + "-model", hidden_size=16, num_hidden_layers=1)),

@@ -35,13 +35,11 @@ def finite(algorithm):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("limit", [None, 0.5])
-@pytest.mark.parametrize("optimizer", [ADAM, SGD])
+@pytest.mark.parametrize(("optimizer", "is_flat"), [(ADAM, False), (ADAM, True), (SGD, False)])
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
-@pytest.mark.parametrize("is_flat", [False, True])
 def test_the_step_is_not_taken(kind, value, limit, optimizer, is_flat):
     algorithm = build(kind, max_grad_norm=limit, **optimizer)
-    if is_flat and flatten(algorithm) is None:
-        pytest.skip("only Adam")
+    assert not is_flat or flatten(algorithm)
     spoil(algorithm, value, [1])
     with pytest.raises(DivergedError, match=r"the gradient of step 2 of update 1 is (not finite|too large)"):
         algorithm.update(make_rollout(algorithm.policy))

@@ -77,7 +77,7 @@ class EnvEvaluator(Evaluator):
             episodes=self.cfg.evaluation.episodes,
             seed=self.seed,
             deterministic=self.cfg.evaluation.deterministic,
-            on_nonfinite=algorithm.on_nonfinite,
+            on_nonfinite=self.cfg.algorithm.on_nonfinite,
             max_steps=MAX_STEPS if self.env.max_episode_steps is not None or horizon is None else horizon,
         )
 

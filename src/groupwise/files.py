@@ -5,15 +5,19 @@ Imports no torch.
 
 import errno
 import json
+import logging
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 MIB = 2**20
 MAX_SETTINGS = MIB
@@ -37,10 +41,12 @@ def create(path: Path, data: bytes) -> None:
     Raises:
         FileExistsError: something is there, if only a link.
     """
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666)
+    try:
+        _write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write(path: Path, data: bytes) -> None:
@@ -62,6 +68,37 @@ def appending(path: Path) -> BufferedWriter:
         OSError: it is a link, or a FIFO.
     """
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_LINK, 0o666), "ab")
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add all of ``data`` to a file, or nothing.
+
+    Raises:
+        OSError: as of ``appending``, or the disk is full.
+    """
+    with appending(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            _write_all(file.fileno(), data)
+        except BaseException:
+            file.truncate(size)
+            raise
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    """``os.write`` writes a part where a disk gets full; only the next call fails."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+@contextmanager
+def warning_if_unwritable(what: object) -> Iterator[None]:
+    """Log a warning in place of an ``OSError``: a full disk ends no training."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("NOT SAVED: %s (%s); training goes on; fix: make room, or give rights to write", what, error)
 
 
 @contextmanager
@@ -152,9 +189,13 @@ def fresh_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{token_hex(8)}.partial")
 
 
-def leftovers(path: Path) -> list[Path]:
-    """What a kill left at the fresh names of ``path``."""
-    return sorted(path.parent.glob(f".{path.name}.*.partial"))
+def remove(path: Path) -> None:
+    """Remove a file, a folder, or a link but not what it leads to. What cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def sync_folder(folder: Path) -> None:

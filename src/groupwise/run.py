@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     EnvFactory = Callable[..., gymnasium.Env] | Callable[..., VectorEnv] | VectorEnv | gymnasium.vector.VectorEnv
 
-_DEFAULT_EPISODES = 100
-
 
 @dataclass(frozen=True)
 class Run:
@@ -167,7 +165,8 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
         folder = RunFolder.create(parts.cfg.model_dump(mode="json"), cfg.run_dir, name=name, given=given.names())
     else:
         folder = RunFolder(Path(cfg.run_dir or ""))
-    summary = running.run(parts, folder, callbacks, engine, resume=False)
+    with folder.locked(engine.rank):
+        summary = running.run(parts, folder, callbacks, engine, resume=False)
     return Run(folder.path, parts.cfg, parts.algorithm, summary, given)
 
 
@@ -194,8 +193,9 @@ def resume(
             )
         cfg = cfg.model_copy(update={"total_steps": total_steps})
     engine = from_environment(pick_device(cfg.device).type)
-    parts = _rebuild(cfg, objects, folder, engine)
-    summary = running.run(parts, folder, callbacks, engine, resume=True)
+    with folder.locked(engine.rank):
+        parts = _rebuild(cfg, objects, folder, engine)
+        summary = running.run(parts, folder, callbacks, engine, resume=True)
     return Run(folder.path, parts.cfg, parts.algorithm, summary, objects)
 
 
@@ -245,8 +245,7 @@ def evaluate(
         raise ConfigError(
             f"completions_per_prompt = {completions_per_prompt} is of text runs; got a run on {run.cfg.subject}, fix: more episodes"
         )
-    evaluation = EvaluationCfg(episodes=episodes or _DEFAULT_EPISODES, deterministic=greedy)
-    cfg = run.cfg.model_copy(update={"evaluation": evaluation})
+    cfg = run.cfg.model_copy(update={"evaluation": EvaluationCfg(episodes=episodes or 100, deterministic=greedy)})
     evaluator = EnvEvaluator(cfg, run.given, run.policy, seed=seed)
     with running.threads_for(run.policy), closing(evaluator):
         if video:  # first: it may fail

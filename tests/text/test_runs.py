@@ -1,8 +1,11 @@
 """Whole runs on texts: train, resume, evaluate, sample, and what is said of bad input."""
 
+import errno
 import inspect
 import json
 import math
+import os
+from pathlib import Path
 
 import pyarrow.parquet
 import pytest
@@ -54,6 +57,20 @@ def test_a_run_leaves_what_it_reached_and_groups_to_look_at(copied):
     assert [row["reward"] for row in table] == pytest.approx(
         share_copied([row["prompt"] for row in table], [row["completion"] for row in table])
     )
+
+
+def test_a_full_disk_ends_no_run(model, copied, tmp_path, monkeypatch, caplog):
+    def full(path, flags, *args, opened=os.open, **options):
+        if flags & os.O_CREAT and {"groups", "checkpoints"} & {*Path(path).parts}:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", full)
+    run = train(copying(), model, tmp_path / "run")
+    assert timeless(run) == timeless(copied)
+    for name in ("the checkpoint of step", "checkpoints/best", ".parquet"):
+        assert any(message.startswith("NOT SAVED") and name in message for message in caplog.messages)
+    assert [path for path in run.path.rglob("*") if path.is_file() and path.parent != run.path] == []
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

@@ -103,12 +103,19 @@ class CommonCfg(Cfg):
     """``torch.compile``. ``auto``: updates of runs on environments with 20,000 optimiser steps or more; ``on``: always, also the forward pass of a language model."""
     checkpoint_interval: PositiveInt | None = None
     """Steps between checkpoints. None: a tenth of ``total_steps``. Does not change what is learned."""
+    keep_checkpoints: PositiveInt = 3
+    """The latest checkpoints that stay on disk. If the last one is damaged, a run resumes from the one before."""
     stop: StopCfg = StopCfg()
     """Early stopping."""
     logging: LoggingCfg = LoggingCfg()
     """Trackers and progress."""
     run_dir: Path | None = None
     """Folder of the run, new or empty. None: a new one under ``runs/``."""
+
+    @property
+    def tenth(self) -> int:
+        """A tenth of the run, in steps."""
+        return max(1, self.total_steps // 10)
 
     @property
     def subject(self) -> str:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +19,7 @@ from uuid import uuid4
 
 from groupwise import files, plugins
 from groupwise.errors import RunFolderError
+from groupwise.report.lock import acquire
 
 FORMAT = 2
 MAX_METRICS = 2**30
@@ -26,6 +28,7 @@ MAX_LINE = files.MIB
 """Bytes of a line in it."""
 WANDB = "wandb"
 """Folder in which W&B keeps its files and links."""
+LOCK = ".groupwise.lock"
 _PACKAGES = ("groupwise", "torch", "tensordict", "gymnasium", "numpy")
 _PROVENANCE: dict[str, type] = {"format": int, "run_id": str, "plugins": str, "given_in_python": str}
 """Types that the entries must have, or the items of their lists."""
@@ -65,16 +68,33 @@ class RunFolder:
         """
         if path is None:
             path = _fresh_path(name)
-        else:
-            cls.check_free(path)
-            path.mkdir(parents=True, exist_ok=True)
+        cls.check_free(path)
         folder = cls(path)
-        try:
-            made = {**config, "provenance": {**provenance(), "given_in_python": list(given)}}
-            files.create(folder.config, _to_json(made))  # two runs may have found the same empty folder
-        except FileExistsError as error:
-            raise _taken(path) from error
+        made = {**config, "provenance": {**provenance(), "given_in_python": list(given)}}
+        with folder.locked():
+            cls.check_free(path)  # again: two runs may have found the same empty folder
+            folder.remove_leftovers()
+            with _writing(folder.config):
+                files.write(folder.config, _to_json(made))
         return folder
+
+    @contextmanager
+    def locked(self, rank: int = 0) -> Iterator[None]:
+        """Keep every other process out while this one trains; rank 0 does it for all.
+
+        Raises:
+            RunFolderError: another one trains (names it), or the folder cannot be written.
+        """
+        if rank != 0:
+            yield
+            return
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = acquire(self.path / LOCK)
+        try:
+            yield
+        finally:
+            lock.release()
 
     @staticmethod
     def check_free(path: Path) -> None:
@@ -148,7 +168,8 @@ class RunFolder:
     def rewrite_config(self, config: Mapping[str, Any]) -> None:
         """Replace the settings, as a resume with more steps does; provenance stays."""
         kept = _read_object(self.config).get("provenance")
-        files.write(self.config, _to_json({**config, "provenance": kept}))
+        with _writing(self.config):
+            files.write(self.config, _to_json({**config, "provenance": kept}))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace ``summary.json``."""
@@ -182,12 +203,32 @@ class RunFolder:
     def truncate_metrics(self, iteration: int) -> None:
         """Drop what was logged after ``iteration``; a resumed run writes it again."""
         kept = [entry for entry in self.read_metrics() if entry["iteration"] <= iteration]
-        files.write(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
+        with _writing(self.metrics):
+            files.write(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
+
+    def check_never_saved(self, interval: int) -> None:
+        """Refuse a run that has no checkpoint left: to begin again would delete what it learned.
+
+        Args:
+            interval: environment steps between checkpoints.
+
+        Raises:
+            RunFolderError: it had one.
+        """
+        metrics = self.read_metrics()
+        saved = len(metrics) > 1 and metrics[-2].get("env_steps", 0) >= interval  # before the next iteration began
+        finished = self.read_summary().get("stopped", "failed") not in ("failed", "interrupted")
+        if saved or (metrics and finished):
+            raise RunFolderError(
+                f"{self.path} was trained until step {metrics[-1].get('env_steps', 0):,}, but no checkpoint is left in "
+                f"{self.checkpoints}; fix: restore it, or train again in another folder"
+            )
 
     def remove_leftovers(self) -> None:
-        """Remove files that a kill left half written."""
-        for path in self.path.glob(".*.partial"):
-            path.unlink()
+        """Remove what a kill left half written."""
+        for folder in (self.path, self.checkpoints, self.groups):
+            for path in folder.glob(".*.partial"):
+                files.remove(path)
 
     def _lines(self) -> Iterator[bytes]:
         """The complete lines of ``metrics.jsonl``."""
@@ -200,6 +241,15 @@ class RunFolder:
                 files.check_size(len(line), MAX_LINE)
         except (OSError, ValueError) as error:
             raise _damaged(self.metrics, error) from error
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Explain why a file without which training makes no sense cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be written ({error}); fix: make room, or give rights to write") from error
 
 
 def _parse_entry(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -228,8 +278,10 @@ def is_number(value: object) -> bool:
 
 
 def is_free(path: Path) -> bool:
-    """Whether it does not exist or is an empty folder."""
-    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    """Whether it does not exist, or is a folder that is empty or was left by a kill before its settings were complete."""
+    return not path.exists() or (
+        path.is_dir() and not {*path.iterdir()} - {path / LOCK, *path.glob(".config.json.*.partial")}
+    )
 
 
 def provenance() -> dict[str, Any]:

@@ -59,10 +59,12 @@ class LogGroups(Callback):
 
         names = self.collector.rewards.names
         rows = [_record(member, names) for member in self.collector.members if member.group < self.num_groups]
-        self.folder.mkdir(exist_ok=True)
         table = BytesIO()
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table)
-        files.write(self.folder / f"{trainer.env_steps:012d}.parquet", table.getvalue())
+        path = self.folder / f"{trainer.env_steps:012d}.parquet"
+        with files.warning_if_unwritable(path):
+            self.folder.mkdir(exist_ok=True)
+            files.write(path, table.getvalue())
 
 
 def _record(member: Transcript, names: tuple[str, ...]) -> dict[str, object]:

@@ -1,11 +1,9 @@
-"""Built-in callbacks: evaluate, log, show, save, stop.
+"""Built-in callbacks: evaluate, track, show, stop; those that save are in ``saving``.
 
 ``build_callbacks`` orders them: logs have what others add to the metrics, the last iteration is evaluated, and a
 checkpoint covers what the logs hold.
 """
 
-import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +13,6 @@ from tensordict import TensorDict
 
 from groupwise import files
 from groupwise.config.run import EvaluationMetric
-from groupwise.errors import DivergedError
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import SCORES
 from groupwise.terminal import printable
@@ -23,6 +20,7 @@ from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Checkpoint, Identity, save_checkpoint
 from groupwise.training.components import Components, Evaluator
 from groupwise.training.evaluation import EvaluationResult
+from groupwise.training.saving import MetricsLog, SaveCheckpoints, check_weights
 from groupwise.training.trackers import Report, TensorBoard, WandB
 
 if TYPE_CHECKING:
@@ -38,12 +36,11 @@ def build_callbacks(
     if rank != 0:
         return [*users]
     cfg, stop, logging = parts.cfg, parts.cfg.stop, parts.cfg.logging
-    tenth = max(1, cfg.total_steps // 10)
     built: list[Callback] = [*users, *parts.own_callbacks(folder)]
     if stop.time_limit is not None:
         built.append(TimeLimit(stop.time_limit))
     if evaluator is not None:
-        interval = cfg.evaluation.interval or tenth
+        interval = cfg.evaluation.interval or cfg.tenth
         built.append(Evaluate(evaluator, interval, folder.best, parts.identity, parts.metric))
     if stop.threshold is not None:
         built.append(StopAtScore(stop.threshold, parts.metric))
@@ -56,7 +53,8 @@ def build_callbacks(
     if logging.progress != "none":
         title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"
         built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
-    return [*built, SaveCheckpoints(folder.latest, cfg.checkpoint_interval or tenth, parts.identity)]
+    settings, interval = cfg.model_dump(mode="json"), cfg.checkpoint_interval or cfg.tenth
+    return [*built, SaveCheckpoints(folder.latest, interval, parts.identity, cfg.keep_checkpoints, settings)]
 
 
 class Evaluate(Callback):
@@ -94,10 +92,11 @@ class Evaluate(Callback):
         metrics |= result.metrics()
         score = result.score(self.metric)
         if self.best_score is None or score > self.best_score:
-            self.best_score = score
             counters = {"iteration": trainer.iteration, "env_steps": trainer.env_steps, SCORES[self.metric]: score}
-            _check_weights(trainer)
-            save_checkpoint(self.best, Checkpoint(trainer.algorithm.policy.state_dict(), counters), self.identity)
+            check_weights(trainer)
+            with files.warning_if_unwritable(self.best):
+                save_checkpoint(self.best, Checkpoint(trainer.algorithm.policy.state_dict(), counters), self.identity)
+                self.best_score = score
         for callback in trainer.callbacks:
             callback.on_evaluation_end(trainer, result)
 
@@ -109,94 +108,6 @@ class Evaluate(Callback):
         """Restore the best score."""
         best = state["best_score"]
         self.best_score = None if best is None else float(best)
-
-
-class SaveCheckpoints(Callback):
-    """Saves every ``interval`` environment steps and at the end, also an early one."""
-
-    def __init__(self, folder: Path, interval: int, identity: Identity) -> None:
-        self.folder = folder
-        self.interval = interval
-        self.identity = identity
-        self.saved_at = 0
-
-    def on_training_start(self, trainer: "Trainer") -> None:
-        """Start from the checkpoint of a resumed run."""
-        self.saved_at = trainer.iteration
-
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Save when it is time."""
-        if trainer.passed(self.interval):
-            self._save(trainer)
-
-    def on_training_end(self, trainer: "Trainer") -> None:
-        """Save, unless the last complete iteration is saved."""
-        if trainer.iteration != self.saved_at:
-            self._save(trainer)
-
-    on_interrupt = on_training_end
-
-    def _save(self, trainer: "Trainer") -> None:
-        _check_weights(trainer)
-        self.saved_at = trainer.iteration
-        checkpoint = Checkpoint(trainer.algorithm.policy.state_dict(), trainer.state_dict())
-        save_checkpoint(self.folder, checkpoint, self.identity)
-        for callback in trainer.callbacks:
-            callback.on_checkpoint(trainer, self.folder)
-
-
-class MetricsLog(Callback):
-    """Appends one JSON object per iteration to a file, a line at a time.
-
-    A metric that is NaN or infinite has no value in that iteration and is left out.
-
-    Raises:
-        TypeError: a callback set a metric to something else than a number.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._written = 0
-        self._file: Any = None
-
-    def on_training_start(self, trainer: "Trainer") -> None:
-        """Go on after the iterations of a resumed run."""
-        self._written = trainer.iteration
-        self._file = files.appending(self.path)
-
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Write a line."""
-        self._write(trainer)
-
-    def on_interrupt(self, trainer: "Trainer") -> None:
-        """Write the last complete iteration, if an error of another callback came first."""
-        if trainer.iteration != self._written:
-            self._write(trainer)
-
-    def _write(self, trainer: "Trainer") -> None:
-        self._written = trainer.iteration
-        numbers = {name: _to_float(name, value) for name, value in trainer.metrics.items()}
-        position = {"iteration": trainer.iteration, "env_steps": trainer.env_steps}
-        entry = position | {name: number for name, number in numbers.items() if math.isfinite(number)} | position
-        self._file.write(f"{json.dumps(entry)}\n".encode())
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-
-
-def _to_float(name: str, value: Any) -> float:
-    """Also of a scalar of NumPy and of a tensor with one element."""
-    try:
-        if isinstance(value, str):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"a callback set metrics[{name!r}] to {value!r:.100}, expected a number; fix: write it to a file of your own"
-        ) from error
 
 
 class StopAtScore(Callback):
@@ -310,13 +221,3 @@ class Progress(Callback):
 def _score(value: float) -> str:
     """One decimal for large returns, three for small ones."""
     return f"{value:8.1f}" if abs(value) >= 10 else f"{value:8.3f}"
-
-
-def _check_weights(trainer: "Trainer") -> None:
-    """Raise a ``DivergedError`` before parameters that are not finite are saved."""
-    for name, parameter in trainer.algorithm.policy.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            raise DivergedError(
-                f"training diverged: {name} holds numbers that are not finite after iteration {trainer.iteration}; the last "
-                "checkpoint is kept; fix: lower learning_rate or max_grad_norm, or look at the rewards"
-            )

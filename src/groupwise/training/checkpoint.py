@@ -4,25 +4,28 @@
       policy.safetensors      weights and normaliser statistics
       algorithm.safetensors   tensors of the optimiser, the reference policy, ...
       state.json              plain data of the state, with references to those tensors
-    manifest.json           format, environment, SHA-256 of the files above
+      manifest.json           format, environment, SHA-256 of the files above
+    latest.1/, latest.2/    the ones before it
+    best/                   the policy only
 
-A new checkpoint replaces the old one only when it is complete, so a usable one survives a kill at any moment. ``best/``
-holds the policy only.
+A new checkpoint takes the place of the old one only when it is complete, so a usable one survives a kill at any moment. If
+the newest is damaged, the one before it is loaded.
 
 A checkpoint may come from a stranger: sizes and kinds of its files are checked before they are read.
 """
 
 import hashlib
 import json
+import logging
 import os
-import shutil
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import safetensors.torch
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -30,9 +33,14 @@ from groupwise import files
 from groupwise.errors import CheckpointError, GroupwiseError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder, is_count, is_number
+from groupwise.terminal import printable
+from groupwise.training.plain_data import decode, encode
 
 if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+Content = TypeVar("Content")
 
 FORMAT = 2
 POLICY, ALGORITHM, STATE, MANIFEST = "policy.safetensors", "algorithm.safetensors", "state.json", "manifest.json"
@@ -62,18 +70,18 @@ class Checkpoint(NamedTuple):
     """Plain data and tensors: counters, callbacks, algorithm; counters only in ``best/``."""
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, identity: Identity) -> None:
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, identity: Identity, keep: int = 1) -> None:
     """Write a checkpoint atomically.
+
+    Args:
+        keep: complete checkpoints that stay, with the new one.
 
     Raises:
         CheckpointError: the state holds something that is neither plain data nor a tensor, or more than is read again.
+        OSError: it cannot be written; those that exist are as they were.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in files.leftovers(folder):
-        _remove(leftover)
-    partial, previous = files.fresh_name(folder), _beside(folder, "previous")
     tensors: dict[str, Tensor] = {}
-    state = _encode(checkpoint.state, tensors, "")
+    state = encode(checkpoint.state, tensors, "")
     content = {
         POLICY: safetensors.torch.save(_own(checkpoint.policy)),
         ALGORITHM: safetensors.torch.save(_own(tensors)),
@@ -83,82 +91,61 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, identity: Identity) ->
     manifest = {
         "format": FORMAT,
         **identity._asdict(),
-        "sha256": {name: _digest(data) for name, data in content.items()},
+        "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in content.items()},
     }
     content[MANIFEST] = json.dumps(manifest, indent=1).encode()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = files.fresh_name(folder)
     try:
         partial.mkdir()
         for name, data in content.items():
             files.create(partial / name, data)
         files.sync_folder(partial)
+        _make_room(folder)
+        os.replace(partial, folder)
+        files.sync_folder(folder.parent)
     except BaseException:
-        _remove(partial)
+        files.remove(partial)
         raise
-    _swap(partial, folder, previous)
+    for older in find_checkpoints(folder)[keep:]:
+        files.remove(older)
 
 
 def load_checkpoint(folder: Path, identity: Identity | None = None, policy: nn.Module | None = None) -> Checkpoint:
-    """Content of a checkpoint, verified.
+    """Content of a checkpoint, verified. If it is damaged, that of the newest one before it that is not.
 
     Args:
         identity: of the environment it is used in; None does not compare.
         policy: which the weights are for: its size limits that of the files. None reads files of any size.
 
     Raises:
-        CheckpointError: it is missing, damaged, too large, of a newer format or of another environment.
+        CheckpointError: all are missing, damaged or too large, or the newest is of another format or environment.
     """
-    folder = find_checkpoint(folder)
-    manifest = _read_manifest(folder)
-    for field, want in ({} if identity is None else identity._asdict()).items():
-        if manifest[field] != want:
-            raise CheckpointError(
-                f"{folder} belongs to another environment: its {field} is {manifest[field]!r:.200}, here it is {want!r}; "
-                "fix: use the environment it was trained in"
-            )
     limits = _limits(None if policy is None else policy.state_dict())
-    content = {name: _read_verified(folder / name, manifest["sha256"][name], limits[name]) for name in limits}
-    try:
-        weights, tensors = (safetensors.torch.load(content[name]) for name in (POLICY, ALGORITHM))
-        state = _decode(files.parse_json(content[STATE]), tensors)
-        if not isinstance(state, dict):
-            raise TypeError(f"its state is a {type(state).__name__}, expected an object")
-    except (*DAMAGES, SafetensorError) as error:
-        raise CheckpointError(f"{folder} is damaged: {_in_short(error)}; {_FIX}") from error
-    return Checkpoint(weights, state)
+    return _newest(folder, lambda found: _read_checkpoint(found, identity, limits))
 
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether a complete checkpoint was ever written there."""
-    return folder.is_dir() or _beside(folder, "previous").is_dir()
+    return bool(find_checkpoints(folder))
 
 
 def saved_steps(folder: Path) -> int | None:
     """Environment steps at the checkpoint; None if there is none.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: it is damaged, and so are those before it.
     """
-    if not has_checkpoint(folder):
-        return None
-    path = find_checkpoint(folder) / STATE
-    try:
-        steps = files.parse_json(files.read(path, MAX_STATE))["env_steps"]
-        if not is_count(steps):
-            raise ValueError(f"env_steps is {steps!r:.80}, expected a count")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is missing or damaged ({_in_short(error)}); {_FIX}") from error
-    return int(steps)
+    return _newest(folder, _read_steps) if has_checkpoint(folder) else None
 
 
-def find_checkpoint(folder: Path) -> Path:
-    """Path of the complete checkpoint: ``folder``, or the previous one if a kill came between two renames.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if not has_checkpoint(folder):
-        raise CheckpointError(f"no checkpoint at {folder}; fix: give a run folder that has checkpoints/{folder.name}")
-    return folder if folder.is_dir() else _beside(folder, "previous")
+def find_checkpoints(folder: Path) -> list[Path]:
+    """A checkpoint and those before it, newest first: ``latest``, ``latest.1``, ``latest.2``; without those that miss."""
+    older = [
+        path for path in folder.parent.glob("*") if re.fullmatch(re.escape(folder.name) + r"\.[0-9]{1,9}", path.name)
+    ]
+    found = [folder, *sorted(older, key=lambda path: int(path.suffix[1:]))]
+    return [path for path in found if path.is_dir()]
 
 
 def load_policy(policy: nn.Module, weights: Mapping[str, Tensor], where: Path) -> None:
@@ -207,7 +194,7 @@ def initialize(policy: Policy, source: Path) -> Initialized:
         CheckpointError: there is none, or its policy differs (names the tensors).
     """
     is_run = (source / "checkpoints").is_dir()
-    folder = find_checkpoint(RunFolder.open(source).latest if is_run else source)
+    folder = RunFolder.open(source).latest if is_run else source
     weights, own = load_checkpoint(folder, policy=policy).policy, policy.state_dict()
     absent, unused = own.keys() - weights.keys(), weights.keys() - own.keys()
     differing = [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
@@ -276,6 +263,58 @@ def _check_moments(saved: Mapping[int, Mapping[str, Any]], parameters: Sequence[
                 raise ValueError(f"{name} of parameter {index} has shape {tuple(value.shape)}")
 
 
+class _DamageError(Exception):
+    """Something in a checkpoint is missing or not as it was written."""
+
+
+def _newest(folder: Path, read: Callable[[Path], Content]) -> Content:
+    """What ``read`` finds in the newest checkpoint that is not damaged; a ``CheckpointError`` if there is none."""
+    existing = find_checkpoints(folder)
+    if not existing:
+        raise CheckpointError(f"no checkpoint at {folder}; fix: give a run folder that has checkpoints/{folder.name}")
+    damages = [] if existing[0] == folder else [f"{folder} is missing"]
+    for found in existing:
+        try:
+            content = read(found)
+        except _DamageError as damage:
+            damages.append(str(damage))
+            continue
+        if damages:
+            log.warning("%s", printable(f"{'; '.join(damages)}; using {found} instead"))
+        return content
+    raise CheckpointError(f"{'; '.join(damages)}; {_FIX}")
+
+
+def _read_checkpoint(folder: Path, identity: Identity | None, limits: Mapping[str, int]) -> Checkpoint:
+    manifest = _read_manifest(folder)
+    for field, want in ({} if identity is None else identity._asdict()).items():
+        if manifest[field] != want:
+            raise CheckpointError(
+                f"{folder} belongs to another environment: its {field} is {manifest[field]!r:.200}, here it is {want!r}; "
+                "fix: use the environment it was trained in"
+            )
+    content = {name: _read_verified(folder / name, manifest["sha256"][name], limits[name]) for name in limits}
+    try:
+        weights, tensors = (safetensors.torch.load(content[name]) for name in (POLICY, ALGORITHM))
+        state = decode(files.parse_json(content[STATE]), tensors)
+        if not isinstance(state, dict):
+            raise TypeError(f"its state is a {type(state).__name__}, expected an object")
+    except (*DAMAGES, SafetensorError) as error:
+        raise _DamageError(f"{folder} is damaged: {_in_short(error)}") from error
+    return Checkpoint(weights, state)
+
+
+def _read_steps(folder: Path) -> int:
+    path = folder / STATE
+    try:
+        steps = files.parse_json(files.read(path, MAX_STATE))["env_steps"]
+        if not is_count(steps):
+            raise ValueError(f"env_steps is {steps!r:.80}, expected a count")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _DamageError(f"{path} is missing or damaged ({_in_short(error)})") from error
+    return int(steps)
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
@@ -287,7 +326,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         if wrong := [name for name, digest in digests.items() if not isinstance(digest, str)]:
             raise TypeError(f"the SHA-256 of {wrong[0]} is {digests[wrong[0]]!r:.80}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is missing or damaged ({_in_short(error)}); {_FIX}") from error
+        raise _DamageError(f"{path} is missing or damaged ({_in_short(error)})") from error
     if version != FORMAT:
         raise CheckpointError(
             f"{folder} was made by {'a later' if version > FORMAT else 'an earlier'} version of groupwise (format {version}, "
@@ -304,9 +343,9 @@ def _read_verified(path: Path, digest: str, limit: int) -> bytes:
             file.seek(0)
             return file.read()
     except OSError as error:
-        raise CheckpointError(f"{path} is missing ({error}); {_FIX}") from error
+        raise _DamageError(f"{path} is missing ({error})") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}; {_FIX}") from error
+        raise _DamageError(f"{path} is damaged: {error}") from error
 
 
 def _limits(policy: Mapping[str, Any] | None) -> dict[str, int]:
@@ -335,82 +374,17 @@ def _in_short(error: Exception) -> str:
     return f"{error!r:.200}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error!s:.200}"
 
 
-def _encode(value: object, tensors: dict[str, Tensor], path: str) -> Any:
-    """Nested data as JSON; tensors go to ``tensors`` by their path. ``{"$": kind, ...}`` marks what JSON lacks."""
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
-        kind = "array" if isinstance(value, np.ndarray) else "scalar"
-        return {**_encode(torch.from_numpy(np.array(value)), tensors, path), "$": kind}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor):
-        order = sorted(range(value.dim()), key=value.stride, reverse=True)  # rounding depends on the memory layout
-        tensors[path] = value.permute(order)
-        return {"$": "tensor", "path": path, "order": order}
-    if isinstance(value, list | tuple):
-        items = [_encode(item, tensors, f"{path}/{i}") for i, item in enumerate(value)]
-        return items if isinstance(value, list) else {"$": "tuple", "items": items}
-    if isinstance(value, Mapping):
-        pairs = [(key, _encode(item, tensors, f"{path}/{key}")) for key, item in value.items()]
-        if all(isinstance(key, str) for key in value) and "$" not in value:
-            return dict(pairs)
-        return {"$": "dict", "items": [[_encode(key, {}, path), item] for key, item in pairs]}
-    raise CheckpointError(
-        f"a checkpoint holds plain data and tensors only, but {path!r} is a {type(value).__name__}; "
-        "fix: return such data from state_dict()"
-    )
-
-
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    match value.get("$"):
-        case "tensor":
-            return _in_memory_as_saved(tensors, value)
-        case "array":
-            return _in_memory_as_saved(tensors, value).numpy()
-        case "scalar":
-            return tensors[value["path"]].numpy()[()]
-        case "tuple":
-            return tuple(_decode(value["items"], tensors))
-        case "dict":
-            return {_decode(key, tensors): _decode(item, tensors) for key, item in value["items"]}
-        case _:
-            return {key: _decode(item, tensors) for key, item in value.items()}
-
-
-def _in_memory_as_saved(tensors: Mapping[str, Tensor], value: Mapping[str, Any]) -> Tensor:
-    order = value["order"]
-    return tensors[value["path"]].permute(sorted(range(len(order)), key=order.__getitem__))
-
-
 def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies that share no memory: safetensors refuses tied weights."""
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def _make_room(folder: Path) -> None:
+    """Rename ``folder`` to the one before it, and so on; at every moment all of them are complete."""
 
+    def name(number: int) -> Path:
+        return folder.with_name(f"{folder.name}.{number}") if number else folder
 
-def _beside(folder: Path, suffix: str) -> Path:
-    return folder.with_name(f"{folder.name}.{suffix}")
-
-
-def _swap(partial: Path, folder: Path, previous: Path) -> None:
-    """Replace ``folder`` by ``partial``; at every moment ``folder`` or ``previous`` is complete."""
-    if folder.is_dir():
-        _remove(previous)
-        os.replace(folder, previous)
-    os.replace(partial, folder)
-    files.sync_folder(folder.parent)
-    _remove(previous)
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder, or a link, but not what it leads to."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+    free = next(number for number in count() if not os.path.lexists(name(number)))
+    for number in range(free, 0, -1):
+        os.replace(name(number - 1), name(number))

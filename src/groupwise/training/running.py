@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from groupwise import plugins
+from groupwise import files, plugins
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.run import RunCfg
 from groupwise.engines.base import Engine
@@ -61,7 +61,8 @@ def run(
         if resume and trainer.iteration == begun and engine.rank == 0:
             _print(f"nothing was left to train ({summary['stopped']}); fix: give more total_steps")
         if engine.rank == 0:
-            parts.render(folder, derive_seed(parts.cfg.seed, "evaluation"))
+            with files.warning_if_unwritable(folder.video):
+                parts.render(folder, derive_seed(parts.cfg.seed, "evaluation"))
     return summary
 
 
@@ -73,6 +74,8 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
         load_policy(parts.policy, checkpoint.policy, folder.latest)
         load_state(trainer, checkpoint.state, folder.latest)
         where = ""
+    else:
+        folder.check_never_saved(parts.cfg.checkpoint_interval or parts.cfg.tenth)
     if engine.rank == 0:
         folder.remove_leftovers()
         folder.truncate_metrics(trainer.iteration)
@@ -100,8 +103,10 @@ def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, en
         if engine.rank == 0:
             metrics = folder.read_metrics()
             summary |= scores_of(metrics, parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
-            folder.write_summary(summary)
-            plot_curve(metrics, folder.curve, f"{cfg.subject}, {cfg.algorithm.name}, seed {cfg.seed}", *parts.axes)
+            with files.warning_if_unwritable(folder.summary):
+                folder.write_summary(summary)
+            with files.warning_if_unwritable(folder.curve):
+                plot_curve(metrics, folder.curve, f"{cfg.subject}, {cfg.algorithm.name}, seed {cfg.seed}", *parts.axes)
     return summary
 
 

@@ -1,0 +1,157 @@
+"""Callbacks that save: checkpoints and metrics. A disk that is full or read-only ends no training."""
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDict
+
+from groupwise import files
+from groupwise.comparison.methods import differences, flat
+from groupwise.errors import DivergedError
+from groupwise.training.base import Callback
+from groupwise.training.checkpoint import Checkpoint, Identity, save_checkpoint
+
+if TYPE_CHECKING:
+    from groupwise.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class SaveCheckpoints(Callback):
+    """Saves every ``interval`` environment steps and at the end, also an early one.
+
+    A full disk gives a warning, and the checkpoint is tried again after the next ``interval``.
+
+    Args:
+        keep: checkpoints that stay.
+        settings: those of the run. They are saved, so that a resumed run notices changes.
+    """
+
+    def __init__(
+        self, folder: Path, interval: int, identity: Identity, keep: int = 1, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        self.folder = folder
+        self.interval = interval
+        self.identity = identity
+        self.keep = keep
+        self.settings = dict(settings or {})
+        self.saved_at = 0
+
+    def on_training_start(self, trainer: "Trainer") -> None:
+        """Start from the checkpoint of a resumed run."""
+        self.saved_at = trainer.iteration
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Save when it is time."""
+        if trainer.passed(self.interval):
+            self._save(trainer)
+
+    def on_training_end(self, trainer: "Trainer") -> None:
+        """Save, unless the last complete iteration is saved."""
+        if trainer.iteration != self.saved_at:
+            self._save(trainer)
+
+    on_interrupt = on_training_end
+
+    def _save(self, trainer: "Trainer") -> None:
+        check_weights(trainer)
+        checkpoint = Checkpoint(trainer.algorithm.policy.state_dict(), trainer.state_dict())
+        with files.warning_if_unwritable(f"the checkpoint of step {trainer.env_steps:,}"):
+            save_checkpoint(self.folder, checkpoint, self.identity, self.keep)
+            self.saved_at = trainer.iteration
+        if self.saved_at == trainer.iteration:
+            for callback in trainer.callbacks:
+                callback.on_checkpoint(trainer, self.folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The settings."""
+        return {"settings": self.settings}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Warn of settings that are not those of the checkpoint; checkpoints of earlier versions have none."""
+        compared = {"saved": flat(state.get("settings", {})), "now": flat(self.settings)}
+        changed = [
+            f"{name} from {values['saved']!r:.80} to {values['now']!r:.80}"
+            for name, values in differences(compared).items()
+            if len(values) == 2 and name != "total_steps"
+        ]
+        if changed:
+            log.warning(
+                "config.json was changed since the checkpoint: %s; training goes on with these values, and will not equal a "
+                "run that was trained with either of them from the start",
+                ", ".join(changed),
+            )
+
+
+class MetricsLog(Callback):
+    """Appends one JSON object per iteration to a file, a line at a time. What a full disk refuses is written later.
+
+    A metric that is NaN or infinite has no value in that iteration and is left out.
+
+    Raises:
+        TypeError: a callback set a metric to something else than a number.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._written = 0
+        self._waiting = ""
+
+    def on_training_start(self, trainer: "Trainer") -> None:
+        """Go on after the iterations of a resumed run."""
+        self._written = trainer.iteration
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Write a line."""
+        self._write(trainer)
+
+    def on_interrupt(self, trainer: "Trainer") -> None:
+        """Write the last complete iteration, if an error of another callback came first."""
+        if trainer.iteration != self._written:
+            self._write(trainer)
+
+    def _write(self, trainer: "Trainer") -> None:
+        self._written = trainer.iteration
+        numbers = {name: _to_float(name, value) for name, value in trainer.metrics.items()}
+        position = {"iteration": trainer.iteration, "env_steps": trainer.env_steps}
+        entry = position | {name: number for name, number in numbers.items() if math.isfinite(number)} | position
+        first = files.warning_if_unwritable(f"metrics from iteration {trainer.iteration} on")
+        with suppress(OSError) if self._waiting else first:
+            self._waiting += f"{json.dumps(entry)}\n"
+            files.append(self.path, self._waiting.encode())
+            self._waiting = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Lines that wait for room."""
+        return {"waiting": self._waiting}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore them; checkpoints of earlier versions have none."""
+        self._waiting = str(state.get("waiting", ""))
+
+
+def _to_float(name: str, value: Any) -> float:
+    """Also of a scalar of NumPy and of a tensor with one element."""
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"a callback set metrics[{name!r}] to {value!r:.100}, expected a number; fix: write it to a file of your own"
+        ) from error
+
+
+def check_weights(trainer: "Trainer") -> None:
+    """Raise a ``DivergedError`` before parameters that are not finite are saved."""
+    for name, parameter in trainer.algorithm.policy.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise DivergedError(
+                f"training diverged: {name} holds numbers that are not finite after iteration {trainer.iteration}; the last "
+                "checkpoint is kept; fix: lower learning_rate or max_grad_norm, or look at the rewards"
+            )

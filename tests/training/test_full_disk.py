@@ -1,0 +1,123 @@
+"""A disk that is full or read-only while a run saves and logs: the run goes on, and what was saved stays as it was."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensordict import TensorDict
+
+import groupwise as gw
+from groupwise.report.folder import RunFolder
+
+SETTINGS: dict[str, Any] = {
+    "num_envs": 4, "compile": "off", "seed": 3, "total_steps": 640, "checkpoint_interval": 64,
+    "evaluation": {"interval": 128, "episodes": 1}, "logging": {"progress": "none"},
+}  # fmt: skip
+PPO = gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64)
+
+
+class Disk(gw.Callback):
+    """Between two iterations writes into a folder fail: half of the data fit, or it is read-only."""
+
+    def __init__(self, folder: Path, error: int, patch: pytest.MonkeyPatch, first: int = 4, last: int = 6) -> None:
+        self.folder, self.error, self.first, self.last = folder, error, first, last
+        self.fails = False
+        self.before: dict[Path, bytes] = {}
+        write, opened, replace = os.write, os.open, os.replace
+
+        def checked(path: Any) -> None:
+            if self.fails and str(path).startswith(str(folder)):
+                raise OSError(error, os.strerror(error))
+
+        def writes(descriptor: int, data: Any) -> int:
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+            if self.fails and path.startswith(str(folder)):
+                if len(data) < 2:
+                    checked(path)
+                return write(descriptor, data[: len(data) // 2])
+            return write(descriptor, data)
+
+        def opens(path: Any, flags: int, *args: Any, **options: Any) -> int:
+            if flags & (os.O_WRONLY | os.O_CREAT):
+                checked(path)
+            return opened(path, flags, *args, **options)
+
+        def replaces(source: Any, target: Any) -> None:
+            checked(target)
+            replace(source, target)
+
+        patch.setattr(os, "write", writes)
+        if error == errno.EROFS:
+            patch.setattr(os, "open", opens)
+            patch.setattr(os, "replace", replaces)
+
+    def files(self) -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
+
+    def on_rollout_end(self, trainer: gw.Trainer, rollout: TensorDict) -> None:
+        if trainer.iteration + 1 == self.first:
+            self.fails, self.before = True, self.files()
+        if trainer.iteration == self.last:
+            assert self.files() == self.before
+            self.fails = False
+
+
+def logged(path: Path) -> list[dict[str, Any]]:
+    rows = RunFolder(path).read_metrics()
+    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
+    return gw.train("CartPole-v1", PPO, run_dir=tmp_path_factory.mktemp("runs") / "whole", **SETTINGS)
+
+
+needs_linux = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="/proc")
+
+
+@needs_linux
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
+def test_training_goes_on_and_no_line_is_missing(
+    error: int, whole: gw.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    path = tmp_path / "run"
+    run = gw.train("CartPole-v1", PPO, run_dir=path, callbacks=[Disk(path, error, monkeypatch)], **SETTINGS)
+    assert logged(path) == logged(whole.path)
+    assert run.summary["env_steps"] == 640
+    said = [message.partition(" (")[0] for message in caplog.messages]
+    steps = [f"NOT SAVED: the checkpoint of step {step}" for step in (256, 320, 384)]
+    assert [line for line in said if "checkpoint of" in line] == steps
+    assert [line for line in said if "metrics" in line] == ["NOT SAVED: metrics from iteration 4 on"]
+    assert all(os.strerror(error) in message and "fix: make room" in message for message in caplog.messages)
+    assert not list(path.rglob(".*.partial"))
+
+
+@needs_linux
+def test_lines_that_wait_for_room_survive_a_kill(whole: gw.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Metrics cannot be written from the fourth iteration on; checkpoints can."""
+
+    class Ends(gw.Callback):
+        def on_checkpoint(self, trainer: gw.Trainer, path: Path) -> None:
+            if trainer.iteration == 6:
+                raise SystemExit  # as a kill: nothing is saved any more
+
+    path = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        disk = Disk(path / "metrics.jsonl", errno.ENOSPC, patch, last=99)
+        with pytest.raises(SystemExit):
+            gw.train("CartPole-v1", PPO, run_dir=path, callbacks=[disk, Ends()], **SETTINGS)
+    assert len(logged(path)) == 3
+    gw.resume(path)
+    assert logged(path) == logged(whole.path)
+
+
+@needs_linux
+def test_a_run_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk = Disk(tmp_path / "run", errno.ENOSPC, monkeypatch)
+    disk.fails = True
+    with pytest.raises(gw.RunFolderError, match=r"cannot be written \(.*No space left on device\); fix: make room"):
+        gw.train("CartPole-v1", PPO, run_dir=tmp_path / "run", **SETTINGS)
+    disk.fails = False
+    gw.train("CartPole-v1", PPO, run_dir=tmp_path / "run", **SETTINGS)

@@ -43,7 +43,9 @@ def create(path: Path, data: bytes) -> None:
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666)
     try:
-        _write_all(descriptor, data)
+        rest = memoryview(data)
+        while rest:  # what does not fit is not written, and only the next call fails
+            rest = rest[os.write(descriptor, rest) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -78,18 +80,14 @@ def append(path: Path, data: bytes) -> None:
     """
     with appending(path) as file:
         size = os.fstat(file.fileno()).st_size
-        try:
-            _write_all(file.fileno(), data)
-        except BaseException:
+        if os.write(file.fileno(), data) < len(data):
             file.truncate(size)
-            raise
+            raise OSError(errno.ENOSPC, "there is room for a part only")
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    """``os.write`` writes a part where a disk gets full; only the next call fails."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+def warn_unsaved(what: object, error: OSError) -> None:
+    """Say that something could not be written."""
+    log.warning("NOT SAVED: %s (%s); training goes on; fix: make room, or give rights to write", what, error)
 
 
 @contextmanager
@@ -98,7 +96,7 @@ def warning_if_unwritable(what: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        log.warning("NOT SAVED: %s (%s); training goes on; fix: make room, or give rights to write", what, error)
+        warn_unsaved(what, error)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,11 +119,14 @@ class MetricsLog(Callback):
         numbers = {name: _to_float(name, value) for name, value in trainer.metrics.items()}
         position = {"iteration": trainer.iteration, "env_steps": trainer.env_steps}
         entry = position | {name: number for name, number in numbers.items() if math.isfinite(number)} | position
-        first = files.warning_if_unwritable(f"metrics from iteration {trainer.iteration} on")
-        with suppress(OSError) if self._waiting else first:
-            self._waiting += f"{json.dumps(entry)}\n"
-            files.append(self.path, self._waiting.encode())
+        line = f"{json.dumps(entry)}\n"
+        try:
+            files.append(self.path, (self._waiting + line).encode())
             self._waiting = ""
+        except OSError as error:
+            if not self._waiting:
+                files.warn_unsaved(f"metrics from iteration {trainer.iteration} on", error)
+            self._waiting += line
 
     def state_dict(self) -> dict[str, Any]:
         """Lines that wait for room."""

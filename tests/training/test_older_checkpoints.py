@@ -124,7 +124,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(stopped: str, tra
     if stopped == "killed":
         (path / "summary.json").unlink()
     before = (path / "metrics.jsonl").read_bytes()
-    with pytest.raises(gw.RunFolderError, match=r"trained until step 320, but no checkpoint is left .*fix: "):
+    with pytest.raises(gw.RunFolderError, match=r"trained until step 320, but there is no checkpoint in .*fix: "):
         gw.resume(path)
     assert (path / "metrics.jsonl").read_bytes() == before
 

@@ -220,7 +220,7 @@ class RunFolder:
         finished = self.read_summary().get("stopped", "failed") not in ("failed", "interrupted")
         if saved or (metrics and finished):
             raise RunFolderError(
-                f"{self.path} was trained until step {metrics[-1].get('env_steps', 0):,}, but no checkpoint is left in "
+                f"{self.path} was trained until step {metrics[-1].get('env_steps', 0):,}, but there is no checkpoint in "
                 f"{self.checkpoints}; fix: restore it, or train again in another folder"
             )
 

@@ -141,12 +141,12 @@ def parse_json(data: bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is broken, or has more than ``MAX_VALUES`` values, ``MAX_DEPTH`` levels or 4,300 digits of a number.
+        ValueError: it is broken, has a key twice in one object, or more than ``MAX_VALUES`` values, ``MAX_DEPTH`` levels or 4,300 digits of a number.
     """
     if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise ValueError(f"it has more than {MAX_VALUES:,} values")
     try:
-        tree = json.loads(data.decode("utf-8"))
+        tree = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except RecursionError:
         raise _too_deep() from None
     level = [tree]
@@ -156,6 +156,14 @@ def parse_json(data: bytes) -> Any:
             return tree
         level = [child for node in inner for child in (node.values() if isinstance(node, dict) else node)]
     raise _too_deep()
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key in found if sum(key == other for other, _ in pairs) > 1)
+        raise ValueError(f"the key {twice!r:.100} comes twice")
+    return found
 
 
 def _too_deep() -> ValueError:

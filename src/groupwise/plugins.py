@@ -45,6 +45,11 @@ def options(plugins: Sequence[str]) -> str:
     return "".join(f" --plugin {shlex.quote(plugin)}" for plugin in plugins)
 
 
+def command(*words: object) -> str:
+    """A command of groupwise with these words and the plugins of this one, for a shell."""
+    return f"groupwise {shlex.join(map(str, words))}{options(_loaded)}"
+
+
 @contextmanager
 def blaming_absence(where: Path, plugins: Sequence[str]) -> Iterator[None]:
     """Add to errors which of the plugins that the run in ``where`` was trained with were not loaded."""
@@ -56,7 +61,7 @@ def blaming_absence(where: Path, plugins: Sequence[str]) -> Iterator[None]:
             raise
         given = options(absent).strip()
         raise ConfigError(
-            f"{error}; {where} was trained with {given}; fix: groupwise eval {where} {given} (in Python: import it first)"
+            f"{error}; {where} was trained with {given}; fix: groupwise eval {shlex.quote(str(where))} {given} (in Python: import it first)"
         ) from error
 
 

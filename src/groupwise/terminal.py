@@ -1,8 +1,12 @@
 """Text for the terminal. Imports no torch."""
 
+import io
+import logging
 import re
 import sys
-from typing import Literal
+import warnings
+from contextlib import suppress
+from typing import Any, Literal, TextIO
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -17,5 +21,58 @@ def printable(text: object) -> str:
 
 
 def show(*lines: object, to: Literal["stdout", "stderr"] = "stdout") -> None:
-    """Print lines in their printable form."""
-    print(*map(printable, lines), sep="\n", file=sys.stderr if to == "stderr" else sys.stdout, flush=True)
+    """Print lines in their printable form. A message to ``stderr`` that cannot be written is lost, and no error."""
+    stream = Messages(sys.stderr) if to == "stderr" else sys.stdout
+    print(*map(printable, lines), sep="\n", file=stream, flush=True)
+
+
+class Messages(io.TextIOBase):
+    """A stream, such as stderr, on which nothing depends: a full disk or a closed terminal behind it is no error."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream or io.StringIO()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Of the stream."""
+        return self._stream.encoding or "utf-8"
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """Of the stream."""
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        """Write if that is possible."""
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush if that is possible."""
+        with suppress(OSError):
+            self._stream.flush()
+
+
+def prepare() -> None:
+    """What the command line prints, and what it warns and logs, is printable, also in ASCII and where a library says it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    logging.setLogRecordFactory(_PrintableRecord)
+    warnings.formatwarning = _format_warning
+
+
+class _PrintableRecord(logging.LogRecord):
+    def getMessage(self) -> str:  # noqa: N802  of the base class
+        return printable(super().getMessage())
+
+
+_format = warnings.formatwarning
+
+
+def _format_warning(*args: Any, **options: Any) -> str:
+    return printable(_format(*args, **options))

@@ -139,7 +139,7 @@ def test_a_choice_and_its_parameters(api):
         ("train CartPole-v1 --plugin absent.py", "--plugin absent.py: expected an existing Python file"),
         ("eval", "arguments are required: run; fix: see groupwise eval --help"),
         ("eval x --episodes 0", "--episodes: expected a whole number of at least 1, such as 100 or 1e5, got '0'"),
-        ("resume x --total-step 3", "unrecognized arguments: --total-step 3"),
+        ("resume x --total-step 3", "unknown option --total-step; did you mean --total-steps?"),
     ],
 )
 def test_mistakes_end_in_one_clear_line(api, capsys, argv, message):

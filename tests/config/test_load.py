@@ -78,9 +78,6 @@ def test_user_beats_objective_preset():
 def test_clip_coef_of_the_user_sets_both_sides_over_a_preset():
     objective = resolve("CartPole-v1", GRPOCfg(clip_coef=0.3), preset="sb3_outcome").algorithm.objective
     assert (objective.trust_region.clip_range, objective.ratio) == ((0.3, 0.3), "sequence_product")
-    assert (
-        resolve("X-v0", {"clip_coef": "0.3"}).algorithm.objective.trust_region.clip_high == 0.3
-    )  # text as in a hand-written file
 
 
 def test_unknown_environment_takes_the_default_preset():

@@ -7,14 +7,15 @@ import json
 import os
 import re
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from groupwise import plugins
+from groupwise.cli.parser import Parser, one_of
 from groupwise.errors import ConfigError, GroupwiseError, UnknownNameError
-from groupwise.terminal import show
+from groupwise.terminal import prepare, show
 
 USAGE = """usage: groupwise COMMAND ...
 
@@ -123,17 +124,6 @@ Settings of the environment:
 LIST_HELP = "Print algorithms, presets, and the choices of credit and objective with their sources."
 
 
-class Parser(ArgumentParser):
-    """Raises instead of exiting, and takes no abbreviations, which would swallow settings."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter, **options)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise argparse's message."""
-        raise ConfigError(f"{message}; fix: see {self.prog} --help")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code.
 
@@ -143,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shared.add_argument("--plugin", type=Path, action="append", default=[])
     shared.add_argument("--debug", action="store_true")
     debug = "--debug" in (sys.argv if argv is None else argv)
+    prepare()
     try:
         options, rest = shared.parse_known_args(argv)
         plugins.load(options.plugin)
@@ -184,7 +175,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         "list": _list,
     }
     if argv[0] not in commands:
-        raise UnknownNameError("command", argv[0], commands)
+        raise UnknownNameError("command", argv[0], [*commands, "--help", "--version"])
     return commands[argv[0]](argv[1:])
 
 
@@ -195,7 +186,7 @@ def _train(argv: Sequence[str]) -> int:
 
     from groupwise.cli.options import parse_options
 
-    cfg = parse_options(rest, prog="groupwise train", description=TRAIN_HELP)
+    cfg = parse_options(rest, prog="groupwise train", description=TRAIN_HELP, flags=("seeds", "preset"))
     if options.seeds is not None:
         from groupwise.cli.seeds import parse_seeds, train_seeds
 
@@ -214,7 +205,8 @@ def _config(argv: Sequence[str]) -> int:
     if "--schema" in argv:
         print(json.dumps(json_schema(), indent=2))
     else:
-        print(to_json(parse_options(argv, prog="groupwise config", description=CONFIG_HELP)))
+        flags = ("schema", "preset")
+        print(to_json(parse_options(argv, prog="groupwise config", description=CONFIG_HELP, flags=flags)))
     return 0
 
 
@@ -225,7 +217,7 @@ def _check_env(argv: Sequence[str]) -> int:
 
     words = [word for word in argv if word != "--json"]
     settings = [f"env.{name}" for name in EnvCfg.model_fields if name not in ("id", "num_envs")]
-    cfg = parse_options(words, prog="groupwise check-env", description=CHECK_HELP, only=settings)
+    cfg = parse_options(words, prog="groupwise check-env", description=CHECK_HELP, only=settings, flags=("json",))
     if not isinstance(cfg, RunCfg):
         raise ConfigError(f"{words[0]} is a text task without an environment; fix: an environment's id or file")
 
@@ -248,9 +240,8 @@ def _demos(argv: Sequence[str]) -> int:
     from groupwise.cli.options import parse_options
     from groupwise.config.run import RunCfg
 
-    cfg = parse_options(
-        rest, prog="groupwise demos", description=DEMOS_HELP, only=("env.kwargs", "env.max_episode_steps")
-    )
+    only, flags = ("env.kwargs", "env.max_episode_steps"), [flag.removeprefix("--") for flag in parser.flags]
+    cfg = parse_options(rest, prog="groupwise demos", description=DEMOS_HELP, only=only, flags=flags)
     if not isinstance(cfg, RunCfg):
         raise ConfigError(f"{rest[0]} is a text task without an environment; fix: an environment's id or file")
 
@@ -258,8 +249,8 @@ def _demos(argv: Sequence[str]) -> int:
 
     found = record_demos(cfg.env, **vars(options))
     show(f"Recorded {found.episodes} episodes ({found.steps:,} steps) of {found.attempts} attempts in {found.path}.")
-    again = plugins.options(plugins.loaded())
-    show(f"Next:  groupwise train {rest[0]} --algorithm bc --algorithm.data {found.path}{again}")
+    again = plugins.command("train", rest[0], "--algorithm", "bc", "--algorithm.data", found.path)
+    show(f"Next:  {again}")
     return 0
 
 
@@ -272,11 +263,9 @@ def _eval(argv: Sequence[str]) -> int:
     parser.add_argument("--sampled", dest="deterministic", action="store_const", const=False, help=sampled)
     parser.add_argument("--seed", type=int, help="of the episodes (default: not used in training)")
     parser.add_argument("--video", action="store_true", help="also record an episode")
-    parser.add_argument(
-        "--checkpoint", choices=("latest", "best"), default="latest", help="whose policy (default: latest)"
-    )
+    _add_checkpoint(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON, with each return")
-    options = vars(parser.parse_args(argv))
+    options = vars(parser.read(argv))
     as_json = options.pop("json")
 
     from groupwise.report.folder import RunFolder
@@ -313,16 +302,20 @@ def _sample(argv: Sequence[str]) -> int:
     parser.add_argument("--count", type=_count, default=1, help="number of completions (default: 1)")
     parser.add_argument("--deterministic", action="store_true", help="take the most likely token each time")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
-    parser.add_argument(
-        "--checkpoint", choices=("latest", "best"), default="latest", help="whose policy (default: latest)"
-    )
-    options = vars(parser.parse_args(argv))
+    _add_checkpoint(parser)
+    options = vars(parser.read(argv))
 
     from groupwise.run import sample
 
     texts = sample(options.pop("run"), options.pop("prompt"), options.pop("count"), **options)
     show(f"\n{'-' * 20}\n".join(texts))
     return 0
+
+
+def _add_checkpoint(parser: Parser) -> None:
+    kinds = ("latest", "best")
+    help_text = "whose policy (default: latest)"
+    parser.add_argument("--checkpoint", type=one_of(*kinds), metavar="|".join(kinds), default="latest", help=help_text)
 
 
 def _count(word: str) -> int:
@@ -350,7 +343,7 @@ def _resume(argv: Sequence[str]) -> int:
     parser = Parser(prog="groupwise resume", description=RESUME_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--total-steps", type=_count, help="train until then (default: as before)")
-    options = parser.parse_args(argv)
+    options = parser.read(argv)
 
     from groupwise.run import resume
 
@@ -375,7 +368,7 @@ def _print_run(run: Any) -> None:
     show(f"Done in {found['seconds']:.1f} s{reached}.")
     if found["stopped"] != "total_steps":
         show(f"Stopped at step {found['env_steps']:,}: {found['stopped']}.")
-    show(f"Next:  groupwise eval {run.path}{plugins.options(plugins.loaded())}")
+    show(f"Next:  {plugins.command('eval', run.path)}")
 
 
 def _list(argv: Sequence[str]) -> int:
@@ -384,5 +377,5 @@ def _list(argv: Sequence[str]) -> int:
 
     from groupwise.cli import listing
 
-    listing.show(parser.parse_args(argv).text)
+    listing.show(parser.read(argv).text)
     return 0

@@ -1,11 +1,11 @@
 """``groupwise compare``: what it prints of methods that were compared."""
 
 import json
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from groupwise.cli.parser import Parser, one_of
 from groupwise.comparison.methods import setting
 from groupwise.comparison.results import Comparison, EnvironmentResult, Improvement, Overall, figure, shown
 from groupwise.comparison.runs import compare
@@ -27,7 +27,7 @@ Examples:
 """
 
 
-def run(parser: ArgumentParser, argv: Sequence[str]) -> None:
+def run(parser: Parser, argv: Sequence[str]) -> None:
     """Compare the runs in ``argv``; print tables or JSON, and write files with ``--out``."""
     parser.add_argument("runs", nargs="+", metavar="[NAME=]RUNS", help="folder of a run, or one that holds several")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write comparison.json and comparison.png there")
@@ -37,10 +37,10 @@ def run(parser: ArgumentParser, argv: Sequence[str]) -> None:
     )
     scores = 'scores that count as 0 and 1, as {"CartPole-v1": [20, 500]}: compares over all environments, too'
     parser.add_argument("--reference", type=Path, metavar="FILE.json", help=scores)
-    parser.add_argument(
-        "--metric", choices=get_args(EvaluationMetric), default="return", help="the score (default: return)"
-    )
-    options = parser.parse_args(argv)
+    metrics = get_args(EvaluationMetric)
+    help_text = "the score (default: return)"
+    parser.add_argument("--metric", type=one_of(*metrics), metavar="|".join(metrics), default="return", help=help_text)
+    options = parser.read(argv)
     reference = None if options.reference is None else read_reference(options.reference)
     named: dict[str | None, list[Path]] = {}
     for name, path in map(parse_word, options.runs):

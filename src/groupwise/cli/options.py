@@ -11,12 +11,14 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 from pydantic import TypeAdapter
 
 from groupwise import files
+from groupwise.cli.parser import SHARED
 from groupwise.config import load_config, presets, resolve
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import OTHER_NAMES, Cfg
@@ -40,6 +42,8 @@ _FEW = 20
 """Fewer options than this are all shown."""
 
 _HELP = {"-h", "--help", "--help-all"}
+
+_SHARED = tuple(flag.removeprefix("--") for flag in SHARED)
 
 _HIDDEN = ((EnvCfg, "id"), (TextTaskCfg, "rewards"))
 """The target of the command, and what only a file can set."""
@@ -76,12 +80,15 @@ _FIRST = (Option("algorithm", str, None, "", choice=True), Option("policy.init_f
 """What the defaults of the other options depend on."""
 
 
-def parse_options(argv: Sequence[str], *, prog: str, description: str, only: Sequence[str] = ()) -> RunCfg | TextRunCfg:
+def parse_options(
+    argv: Sequence[str], *, prog: str, description: str, only: Sequence[str] = (), flags: Sequence[str] = ()
+) -> RunCfg | TextRunCfg:
     """The settings of ``TARGET [--algorithm NAME] [--preset NAME] [--any.field VALUE ...]``.
 
     Args:
         argv: the target is an environment id or a JSON file; help without one is that of CartPole.
         only: paths of the settings that are options; empty for all.
+        flags: other options of the command, which may have been meant.
 
     Raises:
         ConfigError: an option is unknown or its value wrong.
@@ -99,7 +106,7 @@ def parse_options(argv: Sequence[str], *, prog: str, description: str, only: Seq
         _show_help(options, f"{prog} {target}", description, in_full="--help-all" in asked)
     known = {option.path for option in options}
     if unknown := [path for path in given if path not in known]:
-        raise ConfigError(f"unknown option {_flag(unknown[0])}{_hint(unknown[0], options, default)}")
+        raise ConfigError(f"unknown option {_flag(unknown[0])}{_hint(unknown[0], options, flags, default)}")
     return _resolve(target, preset, _tree(options, given))
 
 
@@ -166,7 +173,8 @@ def _value(option: Option, words: Sequence[str]) -> Any:
         return True
     if not words and "array" not in types:
         raise ConfigError(f"{option.flag}: expected a value")
-    values = [_convert(option.flag, word, types) for word in words]
+    items = [item for kind in option.types for item in (kind.get("items", {}), *kind.get("prefixItems", ()))]
+    values = [_convert(option.flag, word, types.union(item.get("type") for item in items)) for word in words]
     single = [None, *(kind.get("const") for kind in option.types)]
     return values[0] if len(values) == 1 and ("array" not in types or values[0] in single) else values
 
@@ -179,18 +187,27 @@ def _convert(flag: str, word: str, types: set[Any]) -> Any:
             return files.parse_json(os.fsencode(word))
         except ValueError as error:
             raise ConfigError(f"{flag}: {word!r:.200} is broken JSON: {error}") from error
-    return float(word) if "integer" in types and re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d+", word) else word
+    if "boolean" in types and word in ("true", "false"):
+        return word == "true"
+    if not types.isdisjoint(("integer", "number")):
+        for number in (int, float):
+            with suppress(ValueError):
+                return number(word)
+    return word
 
 
 # --- mistakes ---
 
 
-def _hint(path: str, options: Sequence[Option], default: CommonCfg) -> str:
+def _hint(path: str, options: Sequence[Option], flags: Sequence[str], default: CommonCfg) -> str:
     """What an unknown option may mean."""
     if path == "env.id":
         return ": the environment is the first argument"
     part, field, *_ = f"{path}.".split(".")
-    algorithm, known = type(default.algorithm), [option.path for option in options]
+    algorithm, known = (
+        type(default.algorithm),
+        list(dict.fromkeys([*(option.path for option in options), *flags, *_SHARED])),
+    )
     if part == "algorithm" and field not in algorithm.model_fields and AlgorithmCfg.owners(field):
         return f": {algorithm.explain_unknown(field)}"
     if inside := [name for name in known if name.startswith(f"{path}.")]:

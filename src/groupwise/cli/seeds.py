@@ -129,7 +129,7 @@ def _interruption(folder: Path, unfinished: list[int]) -> str:
     for seed in unfinished:
         run = folder / f"seed_{seed}"
         args = ["resume", str(run)] if RunFolder(run).config.exists() else _train_args(folder, seed)
-        lines.append(f"  groupwise {shlex.join(args)}{plugins.options(plugins.loaded())}")
+        lines.append(f"  {plugins.command(*args)}")
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
 """The base of all config classes: frozen, no unknown keys, documented fields, clear errors. Imports no torch."""
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
@@ -60,6 +61,15 @@ class Cfg(BaseModel):
         near = nearest(other if other in known else key, known)
         return f"unknown key {key!r}{near or '; known: ' + ', '.join(known)}"
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse_other_types(cls, data: object, handler: Callable[[object], Any]) -> Any:
+        made = handler(data)
+        for key, value in data.items() if isinstance(data, Mapping) else ():
+            if key in cls.model_fields and (wrong := _of_another_type(value, taken := vars(made)[key])):
+                raise ValueError(f"{key} = {value!r:.200}: {wrong}; fix: {json.dumps(taken)}")
+        return made
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, data: object) -> object:
@@ -67,6 +77,22 @@ class Cfg(BaseModel):
         if unknown:
             raise ValueError(" ".join(map(cls.explain_unknown, unknown)))
         return data
+
+
+def _of_another_type(given: object, taken: object) -> str:
+    """What is wrong where pydantic made a number of a text or a truth value, or a truth value of another value."""
+    if isinstance(given, list | tuple) and isinstance(taken, tuple):
+        return next(filter(None, map(_of_another_type, given, taken)), "")
+    expected, got = _kind(taken), _kind(given)
+    return "" if expected in (got, _TEXT, "") else f"expected {expected}, got {got}"
+
+
+_TEXT = "text"
+
+
+def _kind(value: object) -> str:
+    kinds: dict[type | tuple[type, ...], str] = {bool: "true or false", str: _TEXT, (int, float): "a number"}
+    return next((name for kind, name in kinds.items() if isinstance(value, kind)), "")
 
 
 def explain(item: Mapping[str, Any]) -> str:
@@ -77,6 +103,8 @@ def explain(item: Mapping[str, Any]) -> str:
             choices = re.findall(r"[^\s',]+(?=')|\b\d+\b", item["ctx"]["expected"])
             hint = nearest(str(item["input"]), choices)
             return f"{path} = {item['input']!r:.200}: expected one of {', '.join(choices)}{hint}"
+        case "tuple_type":
+            return f"{path} = {item['input']!r:.200}: expected a list; fix: [{json.dumps(item['input'], default=repr)}]"
         case "value_error":
             return f"{path}: {item['ctx']['error']}" if path else str(item["ctx"]["error"])
         case _:

@@ -4,6 +4,7 @@ Precedence: class defaults < preset of the environment (or of texts) < preset na
 """
 
 import functools
+import json
 import operator
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,7 +95,7 @@ def read_json(path: Path, *, follow: bool = True) -> Tree:
 
 def to_json(cfg: CommonCfg) -> str:
     """The config as JSON, which ``load_config`` reads."""
-    return cfg.model_dump_json(indent=2)
+    return json.dumps(cfg.model_dump(mode="json"), indent=2)
 
 
 def json_schema() -> Tree:

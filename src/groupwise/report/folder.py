@@ -353,8 +353,7 @@ def _fresh_path(name: str) -> Path:
 
 def _taken(path: Path) -> RunFolderError:
     return RunFolderError(
-        f"run folder {str(path)!r} is taken; fix: give another one, or continue that run: "
-        f"groupwise resume {path}{plugins.options(plugins.loaded())}"
+        f"run folder {str(path)!r} is taken; fix: give another one, or continue that run: {plugins.command('resume', path)}"
     )
 
 

@@ -80,7 +80,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     require_extra("transformers", "text")
     algorithm_type = cfg.algorithm.load()
     task = TextTask.from_cfg(cfg.task, given)
-    rewards = task.rewards(cfg.algorithm.on_nonfinite)
+    rewards, tool = task.rewards(cfg.algorithm.on_nonfinite), task.tool()
     train, held_out = task.load()
     if engine.world_size > 1 and isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.dynamic_sampling:
         raise ConfigError(
@@ -105,7 +105,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
         encoder,
         rewards,
         cfg,
-        dialogue=dialogue_of(task.tool(), encoder, policy),
+        dialogue=dialogue_of(tool, encoder, policy),
         rank=engine.rank,
         world_size=engine.world_size,
     )

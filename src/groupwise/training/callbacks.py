@@ -4,6 +4,7 @@
 checkpoint covers what the logs hold.
 """
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from groupwise import files
 from groupwise.config.run import EvaluationMetric
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import SCORES
-from groupwise.terminal import printable
+from groupwise.terminal import Messages, printable
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Checkpoint, Identity, save_checkpoint
 from groupwise.training.components import Components, Evaluator
@@ -160,7 +161,8 @@ class Progress(Callback):
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        self.console = console or Console(stderr=True)
+        stderr: Any = Messages(sys.stderr)
+        self.console = console or Console(file=stderr)
         self.interval = interval
         self.title = title
         columns = (BarColumn(15), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())

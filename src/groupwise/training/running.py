@@ -172,7 +172,7 @@ def _how_to_continue(folder: RunFolder, given: UserObjects) -> str:
     """What is saved, and the command that goes on from there."""
     steps = saved_steps(folder.latest)
     saved = "nothing was saved yet" if steps is None else f"saved after step {steps:,}"
-    command = f"groupwise resume {folder.path}{plugins.options(plugins.loaded())}"
+    command = plugins.command("resume", folder.path)
     if names := given.names():
         command = f"gw.resume({str(folder.path)!r}, {', '.join(f'{name}=...' for name in names)})"
     return f"{saved}; continue with: {command}"

@@ -1,0 +1,163 @@
+"""Any terminal or none, any path, any clock."""
+
+import json
+import logging
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise import cli, plugins
+from groupwise.terminal import Messages, prepare, show
+from groupwise.training.checkpoint import saved_steps
+
+NAME = "rün €[/x] [red]'a\""
+SHORT = ["--total-steps", "2000", "--evaluation.episodes", "2"]
+ASCII = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+NO_HOME = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"), "/proc/none")
+BACKWARDS = """
+import datetime, time
+now = [time.time()]
+def back(*args):
+    now[0] -= 3600
+    return now[0]
+class Back(datetime.datetime):
+    @classmethod
+    def now(cls, zone=None):
+        return cls.fromtimestamp(back(), zone)
+time.time = back
+datetime.datetime = Back
+"""
+
+
+def run(folder: Path, *words: str, **options: Any) -> "subprocess.CompletedProcess[bytes]":
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | options.pop("env", {})
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.run([sys.executable, "-m", "groupwise", *words], cwd=folder, env=env, check=False, **options)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_ascii_no_home_a_full_stderr_a_clock_that_goes_back_and_a_strange_path(tmp_path: Path):
+    folder = tmp_path / "földer [/x] b"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(BACKWARDS)
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with Path("/dev/full").open("wb") as full:
+        done = run(
+            folder, "train", "CartPole-v1", "--run-dir", NAME, *SHORT, env=ASCII | NO_HOME | {"PYTHONPATH": path}, stderr=full
+        )  # fmt: skip
+    assert done.returncode == 0
+    lines = done.stdout.decode("ascii").splitlines()
+    assert lines[0].startswith("Done in ")
+    assert lines[-1] == "Next:  groupwise eval 'r\\xfcn \\u20ac[/x] [red]'\"'\"'a\"'"
+    assert (
+        saved_steps(folder / NAME / "checkpoints/latest")
+        == json.loads((folder / NAME / "summary.json").read_text())["env_steps"]
+    )
+
+
+@pytest.mark.slow
+def test_the_other_commands_on_a_strange_path_in_ascii(tmp_path: Path):
+    for words in (
+        ["train", "CartPole-v1", "--run-dir", NAME, "--logging.progress", "bar", *SHORT],
+        ["resume", NAME, "--total-steps", "3000"],
+        ["eval", NAME, "--episodes", "2", "--video"],
+        ["compare", f"ü[/x]={NAME}"],
+        ["train", "CartPole-v1", "--run-dir", f"{NAME}s", "--seeds", "0-1", *SHORT],
+        ["check-env", "CartPole-v1"],
+    ):
+        done = run(tmp_path, *words, env=ASCII)
+        assert done.returncode == 0, (words, done.stderr)
+        assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_without_any_open_stream(tmp_path: Path):
+    command = [sys.executable, "-m", "groupwise", "train", "CartPole-v1", "--run-dir", "run", *SHORT]
+    shell = 'exec "$@" <&- >&- 2>&-'
+    assert subprocess.run(["bash", "-c", shell, "-", *command], cwd=tmp_path, check=False).returncode == 0
+    assert (tmp_path / "run/summary.json").exists()
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_saves_the_run(tmp_path: Path):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "groupwise", "train", "CartPole-v1", "--algorithm", "ppo", "--compile", "off"]
+    take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", take, *command, "--run-dir", "run", "--total-steps", "10000000"],
+        cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    deadline = time.monotonic() + 60
+    metrics = tmp_path / "run/metrics.jsonl"
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2) and time.monotonic() < deadline:
+        os.read(ours, 65536)  # else the run would wait for the terminal
+    os.close(ours)
+    try:
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+    iterations = metrics.read_bytes().count(b"\n")
+    assert (
+        saved_steps(tmp_path / "run/checkpoints/latest")
+        == json.loads(metrics.read_text().splitlines()[-1])["env_steps"]
+    )
+    assert iterations > 2
+    assert json.loads((tmp_path / "run/summary.json").read_text())["stopped"] == "interrupted"
+    assert process.returncode != -signal.SIGHUP
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_messages_to_a_full_disk_are_lost_and_no_error(monkeypatch: pytest.MonkeyPatch):
+    with Path("/dev/full").open("w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        show("ä", to="stderr")
+        assert not Messages(full).isatty()
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space left"):
+            full.write("x\n")
+        with suppress(OSError):
+            full.close()
+    monkeypatch.setattr(sys, "stderr", None)
+    show("ä", to="stderr")
+
+
+def test_settings_are_printed_in_ascii(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["config", "CartPole-v1", "--run-dir", "rün"]) == 0
+    out = capsys.readouterr().out
+    assert out.isascii()
+    assert json.loads(out)["run_dir"] == "rün"
+
+
+def test_warnings_and_log_lines_show_control_characters(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    factory = logging.getLogRecordFactory()
+    try:
+        prepare()
+        prepare()  # twice is as once
+        handler = logging.StreamHandler(sys.stderr)
+        log = logging.getLogger("a_library")
+        log.addHandler(handler)
+        log.warning("the model %s", "\x1b[2J of [/x]")
+        log.removeHandler(handler)
+        assert "\\x1b[2J of [/x]\n" in capsys.readouterr().err
+        assert warnings.formatwarning("title \x1b]0;owned\x07", UserWarning, "a.py", 3).startswith(
+            "a.py:3: UserWarning: title \\x1b]0;owned\\x07\n"
+        )
+    finally:
+        logging.setLogRecordFactory(factory)
+
+
+def test_commands_in_messages_can_be_pasted():
+    assert plugins.command("resume", Path("runs/a b")) == "groupwise resume 'runs/a b'"

@@ -6,7 +6,7 @@ import re
 import sys
 import warnings
 from contextlib import suppress
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -29,7 +29,7 @@ def show(*lines: object, to: Literal["stdout", "stderr"] = "stdout") -> None:
 class Messages(io.TextIOBase):
     """A stream, such as stderr, on which nothing depends: a full disk or a closed terminal behind it is no error."""
 
-    def __init__(self, stream: TextIO | None) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream or io.StringIO()
 
     @property

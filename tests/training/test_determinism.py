@@ -29,7 +29,7 @@ def test_processes_of_environments(algorithm: str, tmp_path: Path, monkeypatch: 
         for repeat in range(3):
             env = {"num_envs": 8, "vectorization": "async"}
             place = tmp_path / f"{workers}-{repeat}"
-            found.add(digest(gw.train("Acrobot-v1", algorithm, env=env, total_steps=3000, run_dir=place, **QUIET)))
+            found.add(digest(gw.train(env, algorithm, total_steps=3000, run_dir=place, **QUIET)))
     assert len(found) == 1
 
 

@@ -27,7 +27,7 @@ def test_processes_of_environments(algorithm: str, tmp_path: Path, monkeypatch: 
     for workers in (1, 2, 4):
         monkeypatch.setattr("groupwise.envs.single.num_cpus", lambda count=workers: count)
         for repeat in range(3):
-            env = {"num_envs": 8, "vectorization": "async"}
+            env = gw.EnvCfg(id="Acrobot-v1", num_envs=8, vectorization="async")
             place = tmp_path / f"{workers}-{repeat}"
             found.add(digest(gw.train(env, algorithm, total_steps=3000, run_dir=place, **QUIET)))
     assert len(found) == 1

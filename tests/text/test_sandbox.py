@@ -45,9 +45,10 @@ def test_one_process_answers_many_calls(verifier):
     assert pid(verifier) == first
 
 
-def test_what_takes_too_long_is_wrong_and_the_next_call_works(verifier):
+def test_what_takes_too_long_is_no_answer_and_the_next_call_works(verifier):
     began = time.monotonic()
-    assert verifier.same("4", ENDLESS) is False
+    with pytest.raises(TimeoutError, match="takes more than 1 s of CPU time"):
+        verifier.same("4", ENDLESS)
     assert time.monotonic() - began < 60
     assert verifier.same("4", "4.0") is True
 
@@ -107,7 +108,7 @@ def test_the_process_has_no_keys_of_the_user_and_an_empty_folder_of_its_own(veri
 
 
 @linux
-def test_the_process_has_limits_of_memory_files_processes_and_cpu_time(verifier):
+def test_the_process_has_limits_of_memory_files_and_processes(verifier):
     verifier.same("1/2", "0.5")
     rows = Path("/proc", str(pid(verifier)), "limits").read_text().splitlines()[1:]
     soft = {row[:26].strip(): row[26:].split()[0] for row in rows}
@@ -115,7 +116,6 @@ def test_the_process_has_limits_of_memory_files_processes_and_cpu_time(verifier)
     assert soft["Max file size"] == str(2**20)
     assert soft["Max processes"] == "0"
     assert soft["Max core file size"] == "0"
-    assert int(soft["Max cpu time"]) < 60
 
 
 def confined(code: str) -> str:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from groupwise.config.base import GIVEN, Cfg, PositiveInt
+from groupwise.config.base import GIVEN, Cfg, Positive, PositiveInt
 
 GYM = "reasoning-gym:"
 """Prefix of reasoning-gym tasks."""
@@ -50,12 +50,16 @@ class TextTaskCfg(Cfg):
     """Prompts that are too long: raise an error, or drop them with a warning. They are never cut."""
     rewards: tuple[RewardCfg, ...] = ()
     """Reward functions; their weighted scores are added. Empty: ``reasoning_gym`` for reasoning-gym data."""
+    reward_timeout: Positive | None = None
+    """Seconds that a call of a reward function may take, in a process of its own; a call that takes longer gives no reward. It draws its own random numbers. None: rewards run in the process of training, without a limit. Built-in rewards have limits of their own."""
     success_threshold: float = 1.0
     """A completion with at least this reward counts as a success (pass@k)."""
     tool: str | None = None
     """A tool that answers the model's calls: ``calculator``, or your own registered one. Answers are not trained on. None: a completion is one turn."""
     tool_kwargs: dict[str, Any] = {}
     """Arguments of the tool."""
+    tool_timeout: Positive | None = None
+    """Seconds that a call of the tool may take, in a process of its own; a call that takes longer is answered by an error, which the model reads. None: the tool runs in the process of training, without a limit."""
     tool_answer: str = "<result>{}</result>"
     """Format of an answer ``{}`` in plain text. In a conversation it is a message."""
     max_turns: PositiveInt = 2
@@ -64,7 +68,7 @@ class TextTaskCfg(Cfg):
     @model_validator(mode="after")
     def _check(self) -> "TextTaskCfg":
         if self.tool is None:
-            for name, value in self.changed("tool_kwargs", "tool_answer", "max_turns").items():
+            for name, value in self.changed("tool_kwargs", "tool_timeout", "tool_answer", "max_turns").items():
                 raise ValueError(
                     f"{name}={value!r} has no effect without a tool; fix: tool='calculator', or leave it out"
                 )

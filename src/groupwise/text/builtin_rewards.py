@@ -11,9 +11,9 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from groupwise.config.text import GYM
-from groupwise.errors import ConfigError, require_extra
+from groupwise.errors import ConfigError, RewardError, require_extra
 from groupwise.text.data import Completion
-from groupwise.text.rewards import RewardObject, register_reward
+from groupwise.text.rewards import RewardObject, Score, register_reward
 from groupwise.text.sandbox import MathVerifier
 
 Where = Literal["auto", "tag", "boxed", "whole"]
@@ -25,6 +25,7 @@ _NUMBER = r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?<=[0-9])(?:[
 _WHOLE_NUMBER = re.compile(rf"[$€£]?\s*({_NUMBER})(?:\s*/\s*({_NUMBER}))?\s*%?\.?")
 _NUMBER_INSIDE = re.compile(rf"(?<![\w.,/])(?:{_NUMBER})(?:/{_NUMBER})?(?![\w/]|[.,][0-9])")
 _LONGEST_NUMBER = 100
+_SECONDS_PER_SEARCH = 1.0
 
 _TRUSTED = """
 chain_sum decimal_chain_sum group_anagrams jugs knight_swap palindrome_generation palindrome_partitioning products
@@ -48,33 +49,49 @@ def text_of(completion: Completion) -> str:
 
 @register_reward("regex")
 class RegexReward(RewardObject):
-    """1 if the pattern is found."""
+    """1 if the pattern is found, searched by the package ``regex``, which has a time limit."""
+
+    limits_time = True
 
     def __init__(self, pattern: str) -> None:
+        require_extra("regex", "text")
+        import regex
+
         try:
-            self._pattern = re.compile(pattern)
-        except re.error as error:
+            self._pattern = regex.compile(pattern)
+        except regex.error as error:
             raise ConfigError(f"pattern = {pattern!r}: {error}; fix: a regular expression of Python's re") from error
 
-    def __call__(self, completions: Sequence[Completion], **_: Any) -> list[float]:
-        """1 or 0 for each."""
-        return [float(self._pattern.search(text_of(completion)) is not None) for completion in completions]
+    def __call__(self, completions: Sequence[Completion], **_: Any) -> list[Score]:
+        """1 or 0 for each, and an error where the search takes longer than a second."""
+        return [self._score(text_of(completion)) for completion in completions]
+
+    def _score(self, text: str) -> Score:
+        try:
+            return float(self._pattern.search(text, timeout=_SECONDS_PER_SEARCH) is not None)
+        except TimeoutError:
+            return RewardError(f"the pattern took longer than {_SECONDS_PER_SEARCH:g} s in {text!r:.80}")
 
 
 class AnswerReward(RewardObject):
     """Base of rewards that compare the answer with a column; None where the column is."""
 
+    limits_time = True
+
     def __init__(self, column: str = "answer", where: Where = "auto") -> None:
         self.columns = (column,)
         self._where: Where = where
 
-    def __call__(self, completions: Sequence[Completion], **columns: Any) -> list[float | None]:
-        """1 or 0 for each, None where there is no right answer."""
+    def __call__(self, completions: Sequence[Completion], **columns: Any) -> list[Score]:
+        """1 or 0 for each, None where there is no right answer, and an error where the comparison failed."""
         golds = columns[self.columns[0]]
         return [
-            None if gold is None else float(self._right(gold, text_of(completion)))
+            None if gold is None else self._score(gold, text_of(completion))
             for gold, completion in zip(golds, completions, strict=True)
         ]
+
+    def _score(self, gold: object, completion: str) -> Score:
+        return float(self._right(gold, completion))
 
     def _right(self, gold: object, completion: str) -> bool:
         raise NotImplementedError
@@ -125,7 +142,7 @@ class NumericReward(AnswerReward):
 class MathReward(AnswerReward):
     """1 if the answer is the column's number, set or expression, both read as LaTeX by math-verify.
 
-    Another process compares them, with limits of time and memory; an answer that exceeds them is wrong. Words are
+    Another process compares them, with limits of CPU time and memory; an answer that exceeds them is wrong. Words are
     compared as texts: as factors, the letters of ``north`` equal those of ``thorn``.
     """
 
@@ -138,6 +155,14 @@ class MathReward(AnswerReward):
     def close(self) -> None:
         """End the process."""
         self._verifier.close()
+
+    def _score(self, gold: object, completion: str) -> Score:
+        try:
+            return super()._score(gold, completion)
+        except TimeoutError:  # wrong, and not remembered: the cache keeps no exceptions
+            return 0.0
+        except ChildProcessError as error:
+            return RewardError(str(error))
 
     def _right(self, gold: object, completion: str) -> bool:
         wanted, given = gold_answer(gold).strip("$ "), (final_answer(completion, self._where) or "").strip("$ ")
@@ -154,6 +179,7 @@ class GymReward(RewardObject):
     """
 
     columns = ("task", "answer", "metadata")
+    limits_time = True
 
     def __call__(
         self,

@@ -111,8 +111,10 @@ class TextCollector(Collector):
         self.position = state["position"]
 
     def close(self) -> None:
-        """Close the reward functions."""
+        """Close the reward functions and the tool."""
         self.rewards.close()
+        if self._dialogue is not None:
+            self._dialogue.close()
 
     def _new_groups(self, count: int, first: int) -> list[list[Transcript]]:
         """Groups of the next prompts, generated and scored; ``first`` groups of this rollout precede them."""

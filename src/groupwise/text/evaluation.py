@@ -1,6 +1,7 @@
 """Evaluation of a language model on held-out prompts: mean reward and pass@k."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -110,8 +111,10 @@ class TextEvaluator(Evaluator):
         return TextEvaluation(tuple(map(fmean, rewards)), lengths, rewards, self._cfg.task.success_threshold)
 
     def close(self) -> None:
-        """Close the reward functions."""
+        """Close the reward functions and the tool."""
         self._rewards.close()
+        if self._dialogue is not None:
+            self._dialogue.close()
 
 
 def write_texts(
@@ -129,7 +132,10 @@ def write_texts(
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
     (encoded,) = encoder.select([Example(encodable(prompt), {})], policy.max_prompt_length(cfg.sampling.max_new_tokens))
     transcripts = [Transcript(encoded, 0, derive_seed(seed, "sample", i), deterministic) for i in range(count)]
-    write(transcripts, partial(complete, policy), cfg.sampling, dialogue_of(make_tool(cfg.task, tool), encoder, policy))
+    with ExitStack() as stack:
+        if (dialogue := dialogue_of(make_tool(cfg.task, tool), encoder, policy)) is not None:
+            stack.callback(dialogue.close)
+        write(transcripts, partial(complete, policy), cfg.sampling, dialogue)
     return [text_of(transcript, encoder) for transcript in transcripts]
 
 

@@ -11,15 +11,17 @@ import asyncio
 import inspect
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.text import RewardCfg
 from groupwise.errors import ConfigError, DataError, RewardError, UnknownNameError, nearest
 from groupwise.text.data import Completion, Prompt
+from groupwise.text.isolated import Isolated, LostCallError, RemoteError
 from groupwise.text.registered import check_settings, register
 
 log = logging.getLogger(__name__)
@@ -29,6 +31,10 @@ LARGEST = 3.4e38
 
 Reward = Callable[..., Any]
 """Maps keywords to a sequence of numbers or None, sync or async."""
+Score: TypeAlias = float | RewardError | None
+"""None: the reward does not apply. An error: it failed, and the completion gets no reward."""
+MOST_FAILED, FAILURE_WINDOW = 0.2, 10
+"""Training stops above this part of failed scores, in so many calls."""
 REWARDS: dict[str, Reward] = {}
 """Registered ones; a class is instantiated with the settings."""
 ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -42,9 +48,11 @@ class RewardObject:
 
     columns: tuple[str, ...] = ()
     """Columns that every example must have."""
+    limits_time: bool = False
+    """Whether it limits the time of its calls itself, so that ``task.reward_timeout`` leaves it in this process."""
 
     def close(self) -> None:
-        """Free its resources."""
+        """Free its resources. Not called in a process of ``task.reward_timeout``, which is killed."""
 
 
 class RewardFunction(NamedTuple):
@@ -106,6 +114,24 @@ def make_reward(cfg: RewardCfg, given: Reward | None = None) -> RewardFunction:
     return RewardFunction(cfg.name, reward, cfg.weight, cfg.kwargs)
 
 
+class RemoteReward:
+    """A reward function in a process of its own: returns its scores and what it logged."""
+
+    def __init__(self, name: str, function: RewardFunction) -> None:
+        self._name, self._function = name, function
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __call__(self, keywords: Mapping[str, Any]) -> tuple[list[Score], list[tuple[str, float]]]:
+        """Call the function with those of the keywords that it takes."""
+        logged: list[tuple[str, float]] = []
+        loggers = {"log_extra": _ignore, "log_metric": lambda name, value: logged.append((name, float(value)))}
+        result = self._function.call(**self._function.arguments({**keywords, **loggers}))
+        if inspect.iscoroutine(result):
+            self._loop = self._loop or asyncio.new_event_loop()
+            result = self._loop.run_until_complete(result)
+        return numbers(self._name, result, len(keywords["prompts"])), logged
+
+
 class TrainingState(NamedTuple):
     """Progress of training; functions get it as ``trainer_state``."""
 
@@ -121,9 +147,9 @@ class Scores(NamedTuple):
     """Of each completion."""
 
     reward: tuple[float | None, ...]
-    """Weighted sum of the functions' scores. None: the completion is unscorable, because no function has a score."""
+    """Weighted sum of the functions' scores. None: the completion is unscorable, because no function has a score, or one failed."""
     parts: tuple[tuple[float | None, ...], ...]
-    """Score of each function, unweighted. None: it does not apply."""
+    """Score of each function, unweighted. None: it does not apply, or failed."""
 
 
 class RewardSet:
@@ -132,9 +158,18 @@ class RewardSet:
     Args:
         on_nonfinite: what a score that is NaN, infinite or beyond float32 does. ``stop``: an error; ``drop``: the function has
             no score; ``zero``: it is 0.
+        timeout: seconds that a call of a function may take, which then runs in a process of its own. None: no limit.
+
+    Raises:
+        ConfigError: there is none, or one cannot be sent to a process.
     """
 
-    def __init__(self, functions: Sequence[RewardFunction], on_nonfinite: OnNonFinite = "stop") -> None:
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        on_nonfinite: OnNonFinite = "stop",
+        timeout: float | None = None,
+    ) -> None:
         if not functions:
             raise ConfigError("there is no reward; fix: reward=my_function, or a registered name")
         self.functions = tuple(functions)
@@ -143,6 +178,11 @@ class RewardSet:
         self.weights = tuple(function.weight for function in functions)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._metrics: dict[str, list[float]] = {}
+        self._failed: deque[float] = deque(maxlen=FAILURE_WINDOW)
+        self._isolated: dict[str, Isolated] = {}
+        for name, function in zip(self.names, self.functions, strict=True):
+            if timeout is not None and not (isinstance(function.call, RewardObject) and function.call.limits_time):
+                self._isolated[name] = Isolated(RemoteReward(name, function), f"reward {name!r}", timeout)
 
     def check_columns(self, columns: Iterable[str], data: str = "data") -> None:
         """Refuse data that lack a column of a function, or have one with the name of an argument."""
@@ -174,20 +214,22 @@ class RewardSet:
             columns: by name, a value for each completion.
 
         Raises:
-            RewardError: a function raises, does not return a number or None for each completion, or returns one that is not
-                finite (``on_nonfinite``).
+            RewardError: a function raises, does not return a number or None for each completion, returns one that is not finite
+                (``on_nonfinite``), or failed too often.
         """
         keywords = {name: list(values) for name, values in columns.items() if name not in NEVER_COLUMNS} | {
             "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
             "completions": list(completions),
             "completion_ids": [list(ids) for ids in completion_ids],
             "trainer_state": state or TrainingState(),
-            "log_extra": lambda *_: None,  # TRL prints such columns
+            "log_extra": _ignore,
             "log_metric": self._log_metric,
         }
         results = zip(self.names, self._results(keywords), strict=True)
-        parts = [self._finite(name, _numbers(name, result, len(prompts))) for name, result in results]
-        return Scores(tuple(map(self._sum, zip(*parts, strict=True))), tuple(map(tuple, parts)))
+        scores = [self._finite(name, numbers(name, result, len(prompts))) for name, result in results]
+        self._count_failures(scores)
+        reward = tuple(map(self._sum, zip(*scores, strict=True)))
+        return Scores(reward, tuple(tuple(None if isinstance(s, RewardError) else s for s in part) for part in scores))
 
     def take_logged(self) -> dict[str, float]:
         """Means of the values that functions logged with ``log_metric(name, value)`` since the last call."""
@@ -203,13 +245,44 @@ class RewardSet:
         for function in self.functions:
             if isinstance(function.call, RewardObject):
                 function.call.close()
+        for isolated in self._isolated.values():
+            isolated.close()
+
+    def _count_failures(self, scores: Sequence[Sequence[Score]]) -> None:
+        """Warn of failures; a ``RewardError`` if a fifth of the latest scores are."""
+        shares = [0.0]
+        for name, part in zip(self.names, scores, strict=True):
+            if failures := [score for score in part if isinstance(score, RewardError)]:
+                log.warning(
+                    "reward %r failed for %d of %d completions: %s", name, len(failures), len(part), failures[0]
+                )
+                shares.append(len(failures) / len(part))
+        self._failed.append(max(shares))
+        if sum(self._failed) > MOST_FAILED * FAILURE_WINDOW:
+            raise RewardError(
+                f"more than {MOST_FAILED:.0%} of the scores of {FAILURE_WINDOW} calls failed, the latest warnings say why; "
+                "fix: the reward, or a larger task.reward_timeout"
+            )
+
+    def _call_isolated(self, name: str, isolated: Isolated, keywords: Mapping[str, Any]) -> list[Score]:
+        local = {name: value for name, value in keywords.items() if name not in ("log_extra", "log_metric")}
+        try:
+            scores, logged = isolated(local)
+        except LostCallError as error:
+            return [RewardError(str(error))] * len(keywords["prompts"])
+        for metric, value in logged:
+            self._log_metric(metric, value)
+        return list(scores)
 
     def _results(self, keywords: Mapping[str, Any]) -> list[Any]:
         """The result of each function; async ones run at the same time, and while the others do."""
         functions = list(zip(self.names, self.functions, strict=True))
         started = {}
         for name, function in sorted(functions, key=lambda pair: not _is_async(pair[1].call)):
-            result = _result(name, partial(function.call, **function.arguments(keywords)))
+            call = partial(function.call, **function.arguments(keywords))
+            if isolated := self._isolated.get(name):
+                call = partial(self._call_isolated, name, isolated, keywords)
+            result = _result(name, call)
             if inspect.iscoroutine(result):
                 result = asyncio.run_coroutine_threadsafe(result, self._running_loop())
             started[name] = result
@@ -223,8 +296,8 @@ class RewardSet:
             threading.Thread(target=_run, args=(self._loop,), daemon=True, name="rewards").start()
         return self._loop
 
-    def _finite(self, name: str, scores: list[float | None]) -> list[float | None]:
-        bad = [number for number, score in enumerate(scores) if score is not None and not abs(score) <= LARGEST]
+    def _finite(self, name: str, scores: list[Score]) -> list[Score]:
+        bad = [number for number, score in enumerate(scores) if isinstance(score, float) and not abs(score) <= LARGEST]
         if not bad:
             return scores
         what = f"reward {name!r} is {scores[bad[0]]} for completion {bad[0]} of {len(scores)}"
@@ -236,8 +309,11 @@ class RewardSet:
         instead = 0.0 if self.on_nonfinite == "zero" else None
         return [instead if number in bad else score for number, score in enumerate(scores)]
 
-    def _sum(self, member: Sequence[float | None]) -> float | None:
-        weighted = [weight * value for weight, value in zip(self.weights, member, strict=True) if value is not None]
+    def _sum(self, member: Sequence[Score]) -> float | None:
+        if any(isinstance(score, RewardError) for score in member):
+            return None
+        pairs = zip(self.weights, member, strict=True)
+        weighted = [weight * value for weight, value in pairs if isinstance(value, float)]
         return sum(weighted) if weighted else None
 
     def _log_metric(self, name: str, value: Any) -> None:
@@ -257,16 +333,20 @@ def _result(name: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
+        described = str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
         raise RewardError(
-            f"reward {name!r} raised {type(error).__name__}: {error}; fix: the function (it may return None for what it "
-            "cannot score)"
+            f"reward {name!r} raised {described}; fix: the function (it may return None for what it cannot score)"
         ) from error
 
 
-def _numbers(name: str, result: Any, count: int) -> list[float | None]:
-    """The scores of a function."""
+def numbers(name: str, result: Any, count: int) -> list[Score]:
+    """The scores of a function; errors as they are.
+
+    Raises:
+        RewardError: it did not return a number, None or a ``RewardError`` for each completion.
+    """
     try:
-        values = [None if value is None else float(value) for value in result]
+        values = [v if v is None or isinstance(v, RewardError) else float(v) for v in result]
     except (TypeError, ValueError, OverflowError) as error:
         raise RewardError(
             f"reward {name!r} returned {result!r:.80}: {error}; expected a list of {count} numbers, one for each completion "
@@ -278,6 +358,10 @@ def _numbers(name: str, result: Any, count: int) -> list[float | None]:
             "does not apply"
         )
     return values
+
+
+def _ignore(*_: Any) -> None:
+    """TRL prints the columns of ``log_extra``."""
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:

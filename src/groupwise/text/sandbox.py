@@ -7,8 +7,8 @@ imports nothing else of groupwise.
 import ctypes
 import json
 import logging
-import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +16,8 @@ import threading
 from pathlib import Path
 
 _WARM_UP_LIMIT = 120.0
+_CLOCK = 5.0
+"""Times the limit of CPU time that a comparison may take by the clock: other processes may be busy."""
 _MEMORY = 4 * 2**30
 """Bytes that the process may have; ``9**9**9`` wants more."""
 _FILE_SIZE = 2**20
@@ -29,13 +31,13 @@ _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _READ_ONLY = 442, -100, 0x8000, 1
 
 
 class MathVerifier:
-    """Compares answers by math-verify in another process, which is killed at the time limit and started again.
+    """Compares answers by math-verify in another process, which ends at the time limit and is started again.
 
     A fresh interpreter: a fork would copy locks that torch's threads hold, and ``multiprocessing`` would run the user's
     script again. It works in an empty temporary folder, and imports nothing from the current one.
 
     Args:
-        limit: seconds for each comparison.
+        limit: seconds of CPU time for each comparison.
     """
 
     def __init__(self, limit: float) -> None:
@@ -44,12 +46,22 @@ class MathVerifier:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def same(self, wanted: str, given: str) -> bool:
-        """Whether both are mathematically the same; False where that takes too much time or memory.
+        """Whether both are mathematically the same; False where that takes too much memory.
 
         Raises:
+            TimeoutError: it takes too much CPU time.
+            ChildProcessError: the process gave no answer for another reason.
             RewardError: the process does not start.
         """
-        return self._ask(self._running(), wanted, given, self._limit)
+        process = self._running()
+        answer = self._ask(process, wanted, given, _CLOCK * self._limit)
+        if answer is not None:
+            return answer
+        if sys.platform != "win32" and process.returncode == -signal.SIGPROF:
+            raise TimeoutError(f"comparing {given!r:.80} takes more than {self._limit:g} s of CPU time")
+        raise ChildProcessError(
+            f"the process that compares answers gave none in {_CLOCK * self._limit:g} s, or died, at {given!r:.80}"
+        )
 
     def close(self) -> None:
         """End the process."""
@@ -61,7 +73,8 @@ class MathVerifier:
         if folder is not None:
             folder.cleanup()
 
-    def _ask(self, process: "subprocess.Popen[str]", wanted: str, given: str, limit: float) -> bool:
+    def _ask(self, process: "subprocess.Popen[str]", wanted: str, given: str, limit: float) -> bool | None:
+        """The process's answer; None if it gives none in ``limit`` seconds."""
         timer = threading.Timer(limit, process.kill)
         timer.start()
         try:
@@ -71,9 +84,10 @@ class MathVerifier:
             line = ""
         finally:
             timer.cancel()
-        if not line:
-            self.close()
-        return bool(line) and bool(json.loads(line))
+        if line:
+            return bool(json.loads(line))
+        self.close()
+        return None
 
     def _running(self) -> "subprocess.Popen[str]":
         if self._process is not None and self._process.poll() is not None:
@@ -133,13 +147,9 @@ def confine() -> None:
 
 
 def _allow_cpu(seconds: float) -> None:
-    """End this process after that much more CPU time, also when nobody waits for it any more."""
-    if sys.platform == "win32":
-        return
-    import resource
-
-    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used + seconds) + 1, resource.RLIM_INFINITY))
+    """End this process by SIGPROF after that much more CPU time, also when nobody waits for it any more."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _same_mathematics(gold: str, answer: str) -> bool:

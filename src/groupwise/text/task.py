@@ -102,7 +102,7 @@ class TextTask:
             )
         given = iter(functions)
         made = [make_reward(cfg, next(given) if cfg.name == GIVEN else None) for cfg in cfgs]
-        return RewardSet(made, on_nonfinite)
+        return RewardSet(made, on_nonfinite, self.cfg.reward_timeout)
 
     def tool(self) -> Callable[[str], str | None] | None:
         """The model's tool, as ``make_tool`` makes it; None if it has none."""

@@ -3,10 +3,12 @@
 import ast
 import functools
 import inspect
+import logging
 import operator
 import re
 import warnings
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +16,13 @@ from groupwise.config.base import GIVEN
 from groupwise.config.text import TextTaskCfg
 from groupwise.errors import ConfigError, ToolError, UnknownNameError
 from groupwise.text.data import encodable
+from groupwise.text.isolated import Isolated, LostCallError, RemoteError
 from groupwise.text.registered import check_settings, register
 
+log = logging.getLogger(__name__)
+
+MOST_LOST, CALL_WINDOW = 0.2, 100
+"""Training stops where more than this part of the latest calls was lost."""
 MAX_BITS = 512
 """Numbers of more bits are refused."""
 
@@ -56,10 +63,16 @@ def make_tool(cfg: TextTaskCfg, given: AnyTool | None = None) -> AnyTool | None:
     """
     if cfg.tool is None:
         return None
+    made = _make_tool(cfg, given)
+    return made if cfg.tool_timeout is None else IsolatedTool(made, cfg.tool_timeout)
+
+
+def _make_tool(cfg: TextTaskCfg, given: AnyTool | None) -> AnyTool:
     if cfg.tool == GIVEN:
         if given is None:
             raise ConfigError("the tool was given in Python; fix: give it again as tool=...")
         return given
+    assert cfg.tool is not None
     if cfg.tool not in TOOLS:
         raise UnknownNameError("tool", cfg.tool, TOOLS)
     registered = TOOLS[cfg.tool]
@@ -70,13 +83,40 @@ def make_tool(cfg: TextTaskCfg, given: AnyTool | None = None) -> AnyTool | None:
     return made
 
 
+class IsolatedTool(Tool):
+    """A tool in a process of its own. A call that takes too long or ends the process is answered by an error."""
+
+    def __init__(self, tool: AnyTool, seconds: float) -> None:
+        self.stop = tool.stop if isinstance(tool, Tool) else ()
+        self._isolated = Isolated(tool, "the tool", seconds)
+        self._lost: deque[bool] = deque(maxlen=CALL_WINDOW)
+
+    def __call__(self, text: str) -> str | None:
+        """The tool's answer, or ``error: `` and the reason; a ``ToolError`` if too many of the latest calls were lost."""
+        try:
+            answer: str | None = self._isolated(text)
+            self._lost.append(False)
+        except LostCallError as error:
+            log.warning("%s, with the input %r", error, text[:80])
+            self._lost.append(True)
+            answer = f"error: {error}"
+        if sum(self._lost) > MOST_LOST * CALL_WINDOW:
+            raise ToolError(f"more than {MOST_LOST:.0%} of {CALL_WINDOW} calls took too long or ended its process")
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._isolated.close()
+
+
 def ask(tool: AnyTool, text: str) -> str | None:
     """The tool's answer; a ``ToolError`` with its input if it raised, or returned no text."""
     try:
         answer: Any = tool(text)
     except Exception as error:
+        described = str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
         raise ToolError(
-            f"the tool raised {type(error).__name__}: {error}\n  its input: {text!r:.80}\nfix: the tool; return errors "
+            f"the tool raised {described}\n  its input: {text!r:.80}\nfix: the tool; return errors "
             "that the model should read"
         ) from error
     if answer is None:

@@ -14,7 +14,7 @@ from groupwise.text.generation import Generate
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.rewards import RewardSet, TrainingState
 from groupwise.text.sampling import Completion
-from groupwise.text.tools import AnyTool, Tool, ask
+from groupwise.text.tools import AnyTool, IsolatedTool, Tool, ask
 
 
 @dataclass
@@ -114,6 +114,11 @@ class ToolDialogue:
             return False
         transcript.add_answer(answer, tokens)
         return True
+
+    def close(self) -> None:
+        """End the tool's process, if it has one."""
+        if isinstance(self._tool, IsolatedTool):
+            self._tool.close()
 
 
 def write(

@@ -1,0 +1,224 @@
+"""Rewards and tools that raise, hang, fork, die or hold the interpreter."""
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from groupwise.config.text import RewardCfg, TextTaskCfg
+from groupwise.errors import ConfigError, RewardError, ToolError
+from groupwise.text import builtin_rewards
+from groupwise.text.builtin_rewards import MathReward, RegexReward
+from groupwise.text.rewards import RewardSet, make_reward
+from groupwise.text.sandbox import MathVerifier
+from groupwise.text.tools import CALL_WINDOW, IsolatedTool, ask, make_tool
+
+TIMEOUT = 2.0
+
+
+def lengths(completions, log_metric, **_):
+    """The length of each; or what the first completion says."""
+    match completions[0]:
+        case "raises":
+            raise ValueError("no number")
+        case "hangs":
+            time.sleep(1000)
+        case "holds":
+            re.match("(a+)+b", "a" * 99)  # for years, and no other thread of the process runs meanwhile
+        case "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+    log_metric("characters", sum(map(len, completions)))
+    return [len(completion) for completion in completions]
+
+
+async def slowly(completions, **_):
+    return [1.0 for _ in completions]
+
+
+def reward_set(*functions, timeout=TIMEOUT):
+    return RewardSet([make_reward(RewardCfg(name="given"), function) for function in functions], timeout=timeout)
+
+
+def score(rewards, *completions):
+    return rewards.score(["p"] * len(completions), completions, [[0]] * len(completions), {})
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """The process starts once for several tests."""
+    rewards = reward_set(lengths)
+    yield rewards
+    rewards.close()
+
+
+def test_an_isolated_reward_scores_and_logs_as_any(shared):
+    assert score(shared, "a", "bb").reward == (1, 2)
+    assert score(shared, "ccc").reward == (3,)
+    assert shared.take_logged() == {"characters": 3.0}
+
+
+def test_what_an_isolated_reward_raises_ends_training(shared):
+    with pytest.raises(RewardError, match=r"reward 'lengths' raised ValueError: no number; fix") as caught:
+        score(shared, "raises")
+    assert 'raise ValueError("no number")' in caught.value.__cause__.__notes__[0]
+
+
+@pytest.mark.parametrize("how", ["hangs", "holds", "dies"])
+def test_a_call_that_is_lost_gives_no_reward_and_the_next_one_works(how, caplog):
+    rewards = reward_set(lengths, slowly)
+    began = time.monotonic()
+    scores = score(rewards, how, "a")
+    assert time.monotonic() - began < 20 * TIMEOUT
+    assert scores.parts == ((None, None), (1, 1))
+    assert scores.reward == (None, None)  # a part of a reward is no reward
+    why = "ended its process with exit code -9" if how == "dies" else "took longer than 2 s"
+    assert f"reward 'lengths' failed for 2 of 2 completions: reward 'lengths' {why}" in caplog.text
+    assert score(rewards, "a", "bb").reward == (2, 3)
+    rewards.close()
+
+
+def failing(completions, **_):
+    return [RewardError("the judge is down") if completion == "bad" else 1.0 for completion in completions]
+
+
+def test_training_stops_above_a_fifth_of_failed_scores():
+    rewards = reward_set(failing, timeout=None)
+    for _ in range(2):
+        assert score(rewards, "bad").reward == (None,)
+    assert score(rewards, "good").reward == (1.0,)
+    with pytest.raises(RewardError, match="more than 20% of the scores of 10 calls failed"):
+        score(rewards, "bad")
+    rewards = reward_set(failing, timeout=None)
+    for _ in range(30):  # exactly a fifth
+        assert score(rewards, "bad", *["good"] * 4).reward[0] is None
+
+
+def forks(completions, **_):
+    child = subprocess.Popen(["sleep", "1000"])
+    return [child.pid for _ in completions]
+
+
+def is_running(pid):
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(int(pid))], capture_output=True, text=True).stdout
+    return bool(state) and not state.startswith("Z")
+
+
+def test_the_children_of_a_reward_end_with_its_process():
+    rewards = reward_set(forks)
+    (pid,) = score(rewards, "a").reward
+    assert is_running(pid)
+    rewards.close()
+    assert not is_running(pid)
+
+
+def test_what_cannot_be_sent_or_started_is_an_error():
+    generator = (number for number in range(3))
+    with pytest.raises(ConfigError, match=r"reward '<lambda>' cannot be sent to another process: .*; fix"):
+        reward_set(lambda completions: [next(generator) for _ in completions])
+    rewards = reward_set(Unloadable())
+    with pytest.raises(RewardError, match=r"(?s)the process of reward 'Unloadable' does not start: .*no key"):
+        score(rewards, "a")
+
+
+class Unloadable:
+    def __call__(self, completions, **_):
+        return [0.0] * len(completions)
+
+    def __reduce__(self):
+        return refuse, ()
+
+
+def refuse():
+    raise OSError("no key")
+
+
+def tool(text):
+    match text:
+        case "hangs":
+            time.sleep(1000)
+        case "raises":
+            raise ValueError("no number")
+        case "nothing":
+            return None
+    return text.upper()
+
+
+def test_a_tool_that_hangs_is_answered_by_an_error_and_stops_training_above_a_fifth(monkeypatch):
+    isolated = make_tool(TextTaskCfg(tool="<given in Python>", tool_timeout=TIMEOUT), tool)
+    assert isinstance(isolated, IsolatedTool)
+    assert ask(isolated, "yes") == "YES"
+    assert ask(isolated, "nothing") is None
+    with pytest.raises(ToolError, match=r"the tool raised ValueError: no number\n  its input: 'raises'"):
+        ask(isolated, "raises")
+    assert ask(isolated, "hangs") == "error: the tool took longer than 2 s"
+    assert ask(isolated, "yes") == "YES"
+    isolated._lost.extend([True] * (CALL_WINDOW // 5 - 1))
+    assert ask(isolated, "yes") == "YES"
+    isolated._lost.append(True)
+    with pytest.raises(ToolError, match="more than 20% of 100 calls took too long"):
+        ask(isolated, "yes")
+    isolated.close()
+
+
+def test_tool_timeout_needs_a_tool():
+    with pytest.raises(ValueError, match=r"tool_timeout=1\.0 has no effect without a tool"):
+        TextTaskCfg(tool_timeout=1.0)
+
+
+def test_a_pattern_that_takes_too_long_gives_no_reward(monkeypatch, caplog):
+    monkeypatch.setattr(builtin_rewards, "_SECONDS_PER_SEARCH", 0.2)
+    rewards = reward_set(RegexReward("(a|aa)+$"))
+    assert not rewards._isolated
+    assert score(rewards, "aa", "b", "a" * 99 + "b").reward == (1.0, 0.0, None)
+    assert "reward 'RegexReward' failed for 1 of 3 completions: the pattern took longer than 0.2 s" in caplog.text
+
+
+ENDLESS = "\\boxed{9^{9^{9^{9}}}}"
+
+
+def math_scores(reward, *completions):
+    rewards = RewardSet([make_reward(RewardCfg(name="given"), reward)])
+    columns = {"answer": ["4"] * len(completions)}
+    return rewards.score(["p"] * len(completions), completions, [[0]] * len(completions), columns).reward
+
+
+def test_64_answers_that_take_too_long_are_wrong_end_no_run_and_are_not_remembered(monkeypatch, caplog):
+    calls = []
+
+    def too_long(self, wanted, given):
+        calls.append(given)
+        raise TimeoutError
+
+    monkeypatch.setattr(MathVerifier, "same", too_long)
+    reward = MathReward()
+    assert math_scores(reward, *[ENDLESS] * 64) == (0.0,) * 64
+    assert len(calls) == 64
+    assert not caplog.records
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of CPU time")
+def test_a_comparison_has_cpu_time_and_is_no_failure_when_it_is_used_up(caplog):
+    reward = MathReward(seconds=0.5)
+    began = time.monotonic()
+    assert math_scores(reward, ENDLESS, "\\boxed{2*2}", ENDLESS) == (0.0, 1.0, 0.0)
+    assert time.monotonic() - began < 60
+    assert not caplog.records
+    reward.close()
+
+
+def test_a_comparison_whose_process_dies_gives_no_reward_and_is_tried_again(monkeypatch, caplog):
+    reward = MathReward()
+    assert math_scores(reward, "\\boxed{8/2}") == (1.0,)
+    answer = MathVerifier._ask
+    monkeypatch.setattr(MathVerifier, "_ask", lambda self, process, *_: process.kill() or answer(self, process, *_))
+    caplog.set_level(logging.WARNING)
+    assert math_scores(reward, "\\boxed{8/2}", "\\boxed{12/3}") == (1.0, None)  # the first one is remembered
+    assert "the process that compares answers gave none" in caplog.text
+    monkeypatch.undo()
+    assert math_scores(reward, "\\boxed{12/3}") == (1.0,)
+    reward.close()

@@ -133,10 +133,10 @@ def obs_sizes(space: Any) -> ObsSizes:
 def _bounds(space: Any) -> tuple[Float[Tensor, "action dim"], Float[Tensor, "action dim"]]:
     """Bounds of each dimension of each action of a chunk."""
     is_box = space_kind(space) == "box" and space.dtype.kind == "f" and len(space.shape) in (1, 2)
-    if not is_box or not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+    if not is_box or not (np.isfinite([space.low, space.high]).all() and (space.low < space.high).all()):
         raise UnsupportedSpaceError(
-            f"a VLA policy needs a bounded Box of floats [A], or a chunk of them [C, A], got {space}; fix: "
-            "gymnasium.wrappers.RescaleAction or TransformAction"
+            f"a VLA policy needs a Box of floats [A], or a chunk of them [C, A], with low < high and both finite, got {space}; "
+            "fix: gymnasium.wrappers.RescaleAction or TransformAction"
         )
     low, high = (
         torch.from_numpy(bound.astype(np.float32)).reshape(-1, space.shape[-1]) for bound in (space.low, space.high)

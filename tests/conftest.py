@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from groupwise.config.choices import Choice
 
@@ -13,6 +13,7 @@ torch.set_num_threads(1)
 
 # compile and import times would trip a deadline on a busy machine; the seed is fixed so that a red run repeats
 settings.register_profile("groupwise", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("torture", deadline=None, max_examples=1000, suppress_health_check=list(HealthCheck))
 settings.load_profile("groupwise")
 
 

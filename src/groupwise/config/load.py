@@ -122,7 +122,7 @@ def _resolve(layers: list[Tree], preset: str | None) -> RunCfg | TextRunCfg:
     if kind is RunCfg:  # settings of the preset's policy are not those of another one
         base = _merge({"policy": {"name": AnyPolicyCfg.default}}, base)
     policy = given.get("policy")
-    if isinstance(policy, dict) and (source := policy.get("init_from")):
+    if isinstance(policy, dict) and isinstance(source := policy.get("init_from"), str | Path):
         base = _merge(base, {"policy": _policy_of(Path(source))})
     if preset is not None:
         base = _with_objective(base, str(preset), cfg_type)
@@ -213,7 +213,7 @@ def _merge(low: Any, high: Any) -> Any:
         high = {"name": high}
     if not isinstance(low, dict) or not isinstance(high, dict):
         return high
-    if len({tree["name"] for tree in (low, high) if "name" in tree}) > 1:
+    if low.get("name", high.get("name")) != high.get("name", low.get("name")):
         return high
     whole = {key for key in high if key not in low or key.endswith("kwargs")}
     return low | {key: value if key in whole else _merge(low[key], value) for key, value in high.items()}

@@ -8,7 +8,7 @@ PEERS := .venv-peers
 PEERS_PIP := python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-robot demo-text test test-all check format learn bench bench-peers docs clean
+.PHONY: help demo demo-robot demo-text test test-all check format learn torture bench bench-peers docs clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | sort
@@ -77,6 +77,9 @@ format: $(VENV)/.dev  ## Apply the formatter and the safe lint fixes
 
 learn: $(VENV)/.dev  ## Learning claims over several seeds (about an hour on 2 cores)
 	$(BIN)/python benchmarks/learn.py
+
+torture: $(VENV)/.dev  ## Long tests of faults: 200 kills, memory, random input (half an hour on 2 cores)
+	$(BIN)/python tools/torture.py
 
 bench: $(VENV)/.dev  ## Speed against Stable-Baselines3 on this machine
 	$(BIN)/python benchmarks/speed_sb3.py

@@ -122,7 +122,8 @@ def _resolve(layers: list[Tree], preset: str | None) -> RunCfg | TextRunCfg:
     if kind is RunCfg:  # settings of the preset's policy are not those of another one
         base = _merge({"policy": {"name": AnyPolicyCfg.default}}, base)
     policy = given.get("policy")
-    if isinstance(policy, dict) and isinstance(source := policy.get("init_from"), str | Path):
+    source = policy.get("init_from") if isinstance(policy, dict) else None
+    if isinstance(source, str | Path) and source:
         base = _merge(base, {"policy": _policy_of(Path(source))})
     if preset is not None:
         base = _with_objective(base, str(preset), cfg_type)

@@ -76,13 +76,13 @@ class WorkerRows:
         """Start these rows."""
         self._ask("start", rows, start_seeds, noise_seeds)
 
-    def close(self) -> None:
-        """End the processes; those that do not end by themselves are killed."""
+    def close(self, seconds: float = _SECONDS_TO_CLOSE) -> None:
+        """End the processes; those that do not end by themselves in that time are killed."""
         for worker in self._workers:
             with suppress(OSError):
                 worker.connection.send(None)
             worker.connection.close()
-        deadline = time.monotonic() + _SECONDS_TO_CLOSE
+        deadline = time.monotonic() + seconds
         for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
             processes.kill(worker.process)
@@ -122,7 +122,7 @@ class WorkerRows:
                     asked.append(worker)
             replies, lost = self._gather(asked, self._cfg.timeout)
         except BaseException:  # interrupted: an unread answer would be taken for that to the next message
-            self.close()
+            self.close(0.0)
             raise
         for worker, why in lost:
             if self._cfg.on_error == "raise":

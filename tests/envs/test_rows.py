@@ -1,6 +1,8 @@
 import logging
 import os
 import signal
+import threading
+import time
 
 import gymnasium
 import numpy as np
@@ -261,6 +263,22 @@ def test_an_interrupt_leaves_no_answer_behind_for_the_next_step(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(EnvError, match=r"worker processes of Noisy have ended; fix"):
         env.step(STILL)
+
+
+class Sleeps(Noisy):
+    def step(self, action):
+        time.sleep(60)
+
+
+def test_an_interrupt_waits_for_no_hung_process():
+    env = make(Sleeps, workers=2)
+    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    ctrl_c = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    start = time.perf_counter()
+    ctrl_c.start()
+    with pytest.raises(KeyboardInterrupt):
+        env.step(STILL)
+    assert time.perf_counter() - start < 4.0
 
 
 def test_a_failed_row_of_a_worker_is_reported():

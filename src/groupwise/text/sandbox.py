@@ -82,6 +82,9 @@ class MathVerifier:
             line = process.stdout.readline() if process.stdout else ""
         except BrokenPipeError:
             line = ""
+        except BaseException:  # interrupted: an unread answer would be taken for that to the next question
+            self.close()
+            raise
         finally:
             timer.cancel()
         if line:

@@ -25,6 +25,7 @@ class Faulty(gymnasium.Env):
 
     observation_space = spaces.Box(0, 100, (1,), np.float32)
     action_space = spaces.Discrete(5)
+    count = 0  # it steps without a start, too
 
     def reset(self, *, seed=None, options=None):
         fail(seed)

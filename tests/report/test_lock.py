@@ -23,9 +23,9 @@ from pathlib import Path
 from groupwise.report.folder import RunFolder
 
 with RunFolder(Path(sys.argv[1])).locked():
-    if sys.argv[2] == "with a child" and os.fork() == 0:
-        time.sleep(60)
-    print(os.getpid(), flush=True)
+    holder = os.getpid()
+    if sys.argv[2] != "with a child" or os.fork() == 0:  # the child says so itself: before that it may not have begun
+        print(holder, flush=True)
     time.sleep(60)
 """
 

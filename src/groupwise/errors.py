@@ -60,6 +60,14 @@ class ToolError(GroupwiseError, RuntimeError):
 class DivergedError(GroupwiseError, RuntimeError):
     """Training produced non-finite numbers."""
 
+    @classmethod
+    def because(cls, what: str) -> "DivergedError":
+        """The error, with what to do."""
+        return cls(
+            f"training diverged: {what}; the last checkpoint is kept; fix: lower learning_rate or max_grad_norm, or look at "
+            "the rewards"
+        )
+
 
 class SamplerMismatchError(DivergedError):
     """The sampler's probabilities differ too much from the trainer's."""

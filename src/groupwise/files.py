@@ -195,6 +195,16 @@ def fresh_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{token_hex(8)}.partial")
 
 
+def size(folder: Path) -> int:
+    """Bytes of the files in a folder, without what links lead to. Those that vanish meanwhile do not count."""
+    found = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                found += os.lstat(os.path.join(root, name)).st_size
+    return found
+
+
 def remove(path: Path) -> None:
     """Remove a file, a folder, or a link but not what it leads to. What cannot be removed stays."""
     if path.is_dir() and not path.is_symlink():

@@ -16,6 +16,7 @@ COMMANDS = {
     "eval runs/x": ["episodes", "completions-per-prompt", "sampled", "seed", "video", "checkpoint", "json"],
     "sample runs/x hello": ["count", "deterministic", "seed", "checkpoint"],
     "resume runs/x": ["total-steps"],
+    "export runs/x --to onnx": ["out", "checkpoint"],
     "compare runs/x": ["out", "json", "finished-only", "reference", "metric"],
     "demos FetchPush-v4": ["episodes", "out", "noise", "seed", "keep-failures", "env.kwargs"],
     "check-env CartPole-v1": ["json", "env.kwargs", "env.start-mode", "env.reward-parts"],
@@ -71,6 +72,7 @@ def test_options_of_commands(command: str, capsys: pytest.CaptureFixture[str]):
     ("words", "hint"),
     [
         ("eval runs/x --checkpoint bset", "expected latest or best, got 'bset'; did you mean 'best'?"),
+        ("export runs/x --to onxn", "expected onnx or safetensors or transformers, got 'onxn'; did you mean 'onnx'?"),
         ("compare runs/x --metric retrun", "expected return or success_rate, got 'retrun'; did you mean 'return'?"),
         ("resume runs/x --total_steps=5", "unknown option --total_steps; did you mean --total-steps?"),
         ("resume runs/x 5", "unexpected '5'; fix: see groupwise resume --help"),

@@ -1,6 +1,7 @@
 import io
 import json
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,14 @@ import torch
 from rich.console import Console
 from tensordict import TensorDict
 
+import groupwise as gw
 from groupwise.report.folder import RunFolder
+from groupwise.training import saving
 from groupwise.training.base import Callback
-from groupwise.training.callbacks import Evaluate, MetricsLog, Progress, SaveCheckpoints, StopAtScore, TimeLimit
-from groupwise.training.checkpoint import Identity, load_checkpoint
+from groupwise.training.callbacks import Evaluate, Progress, StopAtScore, TimeLimit
+from groupwise.training.checkpoint import Identity, load_checkpoint, write_checkpoint
 from groupwise.training.evaluation import EvaluationResult
+from groupwise.training.saving import MetricsLog, SaveCheckpoints
 from groupwise.training.trainer import Trainer
 
 HERE = Identity("Countdown", "observations", "actions")
@@ -33,7 +37,7 @@ class AtEvaluation(Callback):
         self.seen.append((trainer.env_steps, evaluation.return_mean))
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        self.checkpoints.append(trainer.env_steps)
+        self.checkpoints.append(load_checkpoint(path, HERE).state["env_steps"])
 
 
 def test_evaluation_comes_every_interval_and_at_the_end_and_the_best_is_kept(parts: Any, tmp_path: Path):
@@ -65,7 +69,7 @@ def test_best_return_survives_a_resume(parts: Any, tmp_path: Path):
 
 def test_checkpoints_come_every_interval_and_at_the_end(parts: Any, tmp_path: Path):
     hears = AtEvaluation()
-    trainer = parts.trainer(hears, SaveCheckpoints(tmp_path / "latest", 20, HERE), total_steps=50)
+    trainer = parts.trainer(hears, SaveCheckpoints(tmp_path / "latest", 20, HERE, 1, {}), total_steps=50)
     trainer.train()
     assert hears.checkpoints == [20, 40, 50]
     assert load_checkpoint(tmp_path / "latest", HERE).state["env_steps"] == 50
@@ -73,8 +77,45 @@ def test_checkpoints_come_every_interval_and_at_the_end(parts: Any, tmp_path: Pa
 
 def test_a_checkpoint_at_the_last_iteration_is_not_written_twice(parts: Any, tmp_path: Path):
     hears = AtEvaluation()
-    parts.trainer(hears, SaveCheckpoints(tmp_path / "latest", 20, HERE), total_steps=40).train()
+    parts.trainer(hears, SaveCheckpoints(tmp_path / "latest", 20, HERE, 1, {}), total_steps=40).train()
     assert hears.checkpoints == [20, 40]
+
+
+class Release(Callback):
+    """Lets checkpoints be written from iteration 3 on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.released = Event()
+        monkeypatch.setattr(saving, "write_checkpoint", self.write)
+
+    def write(self, *args: Any) -> None:
+        assert self.released.wait(60)
+        write_checkpoint(*args)
+
+    def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+        if trainer.iteration == 3:
+            self.released.set()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hears = AtEvaluation()
+    saves = SaveCheckpoints(tmp_path / "latest", 20, HERE, 9, {})
+    parts.trainer(hears, Release(monkeypatch), saves, total_steps=40).train()  # waits for ever if training does
+    assert hears.checkpoints == [20, 40]
+    older = load_checkpoint(tmp_path / "latest.1", HERE)
+    assert older.policy["count"] == 2  # the weights of then, though they are written in iteration 3
+
+
+def test_a_checkpoint_is_complete_after_an_error(parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Failing(Callback):
+        def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
+            if trainer.iteration == 3:
+                raise gw.DataError("broken rollout")
+
+    saves = SaveCheckpoints(tmp_path / "latest", 20, HERE, 1, {})
+    with pytest.raises(gw.DataError, match="broken rollout"):
+        parts.trainer(Release(monkeypatch), saves, Failing(), total_steps=80).train()
+    assert load_checkpoint(tmp_path / "latest", HERE).state["env_steps"] == 20
 
 
 def test_every_iteration_is_in_the_file_when_it_ends(parts: Any, tmp_path: Path):

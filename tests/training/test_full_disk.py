@@ -9,7 +9,9 @@ import pytest
 from tensordict import TensorDict
 
 import groupwise as gw
+from groupwise import cli
 from groupwise.report.folder import RunFolder
+from groupwise.training.saving import SaveCheckpoints
 
 SETTINGS: dict[str, Any] = {
     "num_envs": 4, "compile": "off", "seed": 3, "total_steps": 640, "checkpoint_interval": 64,
@@ -57,11 +59,19 @@ class Disk(gw.Callback):
         return {path: path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
 
     def on_rollout_end(self, trainer: gw.Trainer, rollout: TensorDict) -> None:
+        await_checkpoint(trainer)
         if trainer.iteration + 1 == self.first:
             self.fails, self.before = True, self.files()
         if trainer.iteration == self.last:
             assert self.files() == self.before
             self.fails = False
+
+
+def await_checkpoint(trainer: gw.Trainer) -> None:
+    """Wait until no checkpoint is being written."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, SaveCheckpoints) and callback._writing is not None:
+            callback._writing[0].exception()
 
 
 def logged(path: Path) -> list[dict[str, Any]]:
@@ -92,6 +102,23 @@ def test_training_goes_on_and_no_line_is_missing(
     assert [line for line in said if "metrics" in line] == ["NOT SAVED: metrics from iteration 4 on"]
     assert all(f"([Errno {error}] " in message and "fix: make room" in message for message in caplog.messages)
     assert not list(path.rglob(".*.partial"))
+    assert "unsaved_env_steps" not in run.summary
+
+
+@needs_linux
+def test_a_last_checkpoint_that_does_not_fit_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        run = gw.train(
+            "CartPole-v1", PPO, run_dir=path, callbacks=[Disk(path / "checkpoints", errno.ENOSPC, patch, last=99)],
+            **SETTINGS,
+        )  # fmt: skip
+    assert run.summary["unsaved_env_steps"] == 640 - 192
+    assert cli.commands._print_run(run) == 1
+    assert f"NOT SAVED: the last 448 steps; fix: make room, then groupwise resume {path}" in capsys.readouterr().err
+    assert gw.resume(path).summary.get("unsaved_env_steps") is None
 
 
 @needs_linux

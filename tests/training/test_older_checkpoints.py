@@ -12,14 +12,22 @@ import torch
 
 import groupwise as gw
 from groupwise.report.folder import RunFolder
-from groupwise.training.checkpoint import Checkpoint, Identity, load_checkpoint, save_checkpoint, saved_steps
+from groupwise.training.checkpoint import (
+    Checkpoint,
+    Identity,
+    load_checkpoint,
+    saved_steps,
+    serialize,
+    write_checkpoint,
+)
 
 HERE = Identity("CartPole-v1", "Box(4,)", "Discrete(2)")
 PPO = gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64)
 
 
 def saved(folder: Path, number: int, keep: int = 3) -> None:
-    save_checkpoint(folder, Checkpoint({"weight": torch.full((2,), float(number))}, {"env_steps": number}), HERE, keep)
+    checkpoint = Checkpoint({"weight": torch.full((2,), float(number))}, {"env_steps": number})
+    write_checkpoint(folder, serialize(checkpoint), HERE, keep)
 
 
 def names(folder: Path) -> set[str]:

@@ -45,7 +45,7 @@ class GradientCheck:
         skipped, self._skipped = self._skipped, 0
         self._bad_updates = self._bad_updates + 1 if skipped else 0
         if self._bad_updates == MAX_BAD_UPDATES:
-            raise _diverged(f"gradients of {MAX_BAD_UPDATES} updates in a row are not finite")
+            raise DivergedError.because(f"gradients of {MAX_BAD_UPDATES} updates in a row are not finite")
         return {"train/skipped_steps": torch.tensor(float(skipped))} if skipped else {}
 
     def _skip(self, step: str) -> bool:
@@ -57,14 +57,7 @@ class GradientCheck:
         if 0 < len(bad) < len(found):  # else clipping made all of it NaN
             what += f" (first {bad[0]})"
         if self._mode == "stop":
-            raise _diverged(what)
+            raise DivergedError.because(what)
         if self._skipped == 1:
             log.warning("%s: such steps are skipped", what)
         return False
-
-
-def _diverged(what: str) -> DivergedError:
-    return DivergedError(
-        f"training diverged: {what}; such steps are not taken, and the last checkpoint is kept; fix: lower learning_rate or "
-        "max_grad_norm, or look at the rewards"
-    )

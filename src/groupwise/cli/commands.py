@@ -3,6 +3,7 @@
 Only the commands that train or play import torch, and only once their arguments are known to be right.
 """
 
+import errno
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise import plugins
-from groupwise.cli.parser import Parser, one_of
+from groupwise.cli.parser import Parser
 from groupwise.errors import ConfigError, GroupwiseError, UnknownNameError
 from groupwise.terminal import prepare, show
 
@@ -127,7 +128,8 @@ LIST_HELP = "Print algorithms, presets, and the choices of credit and objective 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code.
 
-    0: done; 1: a seed failed, or ``check-env`` found that GRPO cannot train; 2: an error; 130: interrupted.
+    0: done; 1: the end of a run was not saved, a seed failed, or ``check-env`` found that GRPO cannot train; 2: an error;
+    130: interrupted.
     """
     shared = Parser(prog="groupwise", add_help=False)
     shared.add_argument("--plugin", type=Path, action="append", default=[])
@@ -149,6 +151,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC or debug:
+            raise
+        show(f"groupwise: error: the output does not fit: {error}; fix: make room", to="stderr")
+        return 2
     except SystemExit as stop:  # argparse exits after --help
         return stop.code if isinstance(stop.code, int) else 0
 
@@ -194,8 +201,7 @@ def _train(argv: Sequence[str]) -> int:
 
     from groupwise.run import train_from_config
 
-    _print_run(train_from_config(cfg))
-    return 0
+    return _print_run(train_from_config(cfg))
 
 
 def _config(argv: Sequence[str]) -> int:
@@ -263,7 +269,7 @@ def _eval(argv: Sequence[str]) -> int:
     parser.add_argument("--sampled", dest="deterministic", action="store_const", const=False, help=sampled)
     parser.add_argument("--seed", type=int, help="of the episodes (default: not used in training)")
     parser.add_argument("--video", action="store_true", help="also record an episode")
-    _add_checkpoint(parser)
+    parser.add_choice("--checkpoint", ("latest", "best"), default="latest", help="whose policy (default: latest)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON, with each return")
     options = vars(parser.read(argv))
     as_json = options.pop("json")
@@ -302,7 +308,7 @@ def _sample(argv: Sequence[str]) -> int:
     parser.add_argument("--count", type=_count, default=1, help="number of completions (default: 1)")
     parser.add_argument("--deterministic", action="store_true", help="take the most likely token each time")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
-    _add_checkpoint(parser)
+    parser.add_choice("--checkpoint", ("latest", "best"), default="latest", help="whose policy (default: latest)")
     options = vars(parser.read(argv))
 
     from groupwise.run import sample
@@ -310,12 +316,6 @@ def _sample(argv: Sequence[str]) -> int:
     texts = sample(options.pop("run"), options.pop("prompt"), options.pop("count"), **options)
     show(f"\n{'-' * 20}\n".join(texts))
     return 0
-
-
-def _add_checkpoint(parser: Parser) -> None:
-    kinds = ("latest", "best")
-    help_text = "whose policy (default: latest)"
-    parser.add_argument("--checkpoint", type=one_of(*kinds), metavar="|".join(kinds), default="latest", help=help_text)
 
 
 def _count(word: str) -> int:
@@ -347,12 +347,11 @@ def _resume(argv: Sequence[str]) -> int:
 
     from groupwise.run import resume
 
-    _print_run(resume(options.run, options.total_steps))
-    return 0
+    return _print_run(resume(options.run, options.total_steps))
 
 
-def _print_run(run: Any) -> None:
-    """Print the result of a run and the next command."""
+def _print_run(run: Any) -> int:
+    """Print the result of a run and the next command; returns the exit code."""
     found = run.summary
     reached = ""
     if (score := found.get("return_mean")) is not None:
@@ -368,7 +367,12 @@ def _print_run(run: Any) -> None:
     show(f"Done in {found['seconds']:.1f} s{reached}.")
     if found["stopped"] != "total_steps":
         show(f"Stopped at step {found['env_steps']:,}: {found['stopped']}.")
+    if unsaved := found.get("unsaved_env_steps"):
+        again = plugins.command("resume", run.path)
+        show(f"NOT SAVED: the last {unsaved:,} steps; fix: make room, then {again}", to="stderr")
+        return 1
     show(f"Next:  {plugins.command('eval', run.path)}")
+    return 0
 
 
 def _list(argv: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from groupwise.cli.parser import Parser, one_of
+from groupwise.cli.parser import Parser
 from groupwise.comparison.methods import setting
 from groupwise.comparison.results import Comparison, EnvironmentResult, Improvement, Overall, figure, shown
 from groupwise.comparison.runs import compare
@@ -37,9 +37,7 @@ def run(parser: Parser, argv: Sequence[str]) -> None:
     )
     scores = 'scores that count as 0 and 1, as {"CartPole-v1": [20, 500]}: compares over all environments, too'
     parser.add_argument("--reference", type=Path, metavar="FILE.json", help=scores)
-    metrics = get_args(EvaluationMetric)
-    help_text = "the score (default: return)"
-    parser.add_argument("--metric", type=one_of(*metrics), metavar="|".join(metrics), default="return", help=help_text)
+    parser.add_choice("--metric", get_args(EvaluationMetric), default="return", help="the score (default: return)")
     options = parser.read(argv)
     reference = None if options.reference is None else read_reference(options.reference)
     named: dict[str | None, list[Path]] = {}

@@ -1,9 +1,9 @@
 """``groupwise export``: a trained policy as a file for other programs."""
 
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
+from groupwise.cli.parser import Parser
 from groupwise.terminal import show
 
 HELP = """Write a trained policy for other programs.
@@ -16,15 +16,13 @@ FILES = {"onnx": "policy.onnx", "safetensors": "policy.safetensors", "transforme
 """Formats, and where in the run folder they go by default."""
 
 
-def run(parser: ArgumentParser, argv: Sequence[str]) -> None:
+def run(parser: Parser, argv: Sequence[str]) -> None:
     """Export the policy of the run in ``argv``."""
     parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("--to", choices=FILES, required=True)
+    parser.add_choice("--to", tuple(FILES), required=True)
     parser.add_argument("--out", type=Path, metavar="PATH", help="new file or folder (default: in the run's folder)")
-    parser.add_argument(
-        "--checkpoint", choices=("latest", "best"), default="latest", help="whose policy (default: latest)"
-    )
-    options = parser.parse_args(argv)
+    parser.add_choice("--checkpoint", ("latest", "best"), default="latest", help="whose policy (default: latest)")
+    options = parser.read(argv)
 
     from groupwise.policies.export import export
     from groupwise.run import Run

@@ -204,10 +204,8 @@ def _hint(path: str, options: Sequence[Option], flags: Sequence[str], default: C
     if path == "env.id":
         return ": the environment is the first argument"
     part, field, *_ = f"{path}.".split(".")
-    algorithm, known = (
-        type(default.algorithm),
-        list(dict.fromkeys([*(option.path for option in options), *flags, *_SHARED])),
-    )
+    algorithm = type(default.algorithm)
+    known = list(dict.fromkeys([*(option.path for option in options), *flags, *_SHARED]))
     if part == "algorithm" and field not in algorithm.model_fields and AlgorithmCfg.owners(field):
         return f": {algorithm.explain_unknown(field)}"
     if inside := [name for name in known if name.startswith(f"{path}.")]:

@@ -1,7 +1,7 @@
 """Arguments of the commands. A mistake is one line, with the nearest name."""
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -23,6 +23,16 @@ class Parser(ArgumentParser):
         self.flags += [name for name in names if name.startswith("--")]
         return super().add_argument(*names, **options)
 
+    def add_choice(self, name: str, known: Sequence[str], **options: Any) -> None:
+        """An option that takes one of these words."""
+
+        def check(word: str) -> str:
+            if word not in known:
+                raise ArgumentTypeError(f"expected {' or '.join(known)}, got {word!r}{nearest(word, known)}")
+            return word
+
+        self.add_argument(name, type=check, metavar="|".join(known), **options)
+
     def read(self, argv: Sequence[str]) -> Namespace:
         """The arguments; a ``ConfigError`` names the option that is nearest to an unknown one."""
         found, rest = self.parse_known_args(argv)
@@ -36,14 +46,3 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise argparse's message."""
         raise ConfigError(message if "did you mean" in message else f"{message}; fix: see {self.prog} --help")
-
-
-def one_of(*known: str) -> Callable[[str], str]:
-    """The type of an option that takes one of these words."""
-
-    def check(word: str) -> str:
-        if word not in known:
-            raise ArgumentTypeError(f"expected {' or '.join(known)}, got {word!r}{nearest(word, known)}")
-        return word
-
-    return check

@@ -26,7 +26,7 @@ class Callback:
         """After an evaluation, before its iteration ends."""
 
     def on_checkpoint(self, trainer: "Trainer", path: Path) -> None:
-        """After a checkpoint was written."""
+        """After a checkpoint was written to ``path``. Training went on meanwhile, so ``trainer`` may be further."""
 
     def on_training_end(self, trainer: "Trainer") -> None:
         """After the last iteration, unless an error or the user's interrupt ended the run."""

@@ -70,30 +70,49 @@ class Checkpoint(NamedTuple):
     """Plain data and tensors: counters, callbacks, algorithm; counters only in ``best/``."""
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, identity: Identity, keep: int = 1) -> None:
-    """Write a checkpoint atomically.
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, identity: Identity) -> None:
+    """Write a checkpoint in place of the one in ``folder``.
 
-    Args:
-        keep: complete checkpoints that stay, with the new one.
+    Raises:
+        CheckpointError: as ``serialize``.
+        OSError: as ``write_checkpoint``.
+    """
+    write_checkpoint(folder, serialize(checkpoint), identity)
+
+
+def serialize(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """The content of a checkpoint's files, which training cannot change any more.
 
     Raises:
         CheckpointError: the state holds something that is neither plain data nor a tensor, or more than is read again.
-        OSError: it cannot be written; those that exist are as they were.
     """
     tensors: dict[str, Tensor] = {}
     state = encode(checkpoint.state, tensors, "")
     content = {
         POLICY: safetensors.torch.save(_own(checkpoint.policy)),
         ALGORITHM: safetensors.torch.save(_own(tensors)),
-        STATE: json.dumps(state, indent=1).encode(),
+        STATE: json.dumps(state).encode(),  # with an indent it would take five times as long
     }
     _check_readable(content, checkpoint.policy)
+    return content
+
+
+def write_checkpoint(folder: Path, content: Mapping[str, bytes], identity: Identity, keep: int = 1) -> None:
+    """Write a checkpoint atomically.
+
+    Args:
+        content: as ``serialize`` gives it.
+        keep: complete checkpoints that stay, with the new one.
+
+    Raises:
+        OSError: it cannot be written; those that exist are as they were.
+    """
     manifest = {
         "format": FORMAT,
         **identity._asdict(),
         "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in content.items()},
     }
-    content[MANIFEST] = json.dumps(manifest, indent=1).encode()
+    content = {**content, MANIFEST: json.dumps(manifest, indent=1).encode()}
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = files.fresh_name(folder)
     try:

@@ -103,6 +103,7 @@ def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, en
         if engine.rank == 0:
             metrics = folder.read_metrics()
             summary |= scores_of(metrics, parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
+            summary |= _disk_use(trainer, folder)
             with files.warning_if_unwritable(folder.summary):
                 folder.write_summary(summary)
             with files.warning_if_unwritable(folder.curve):
@@ -151,6 +152,13 @@ def _is_interruption(error: BaseException, trainer: Trainer) -> bool:
     """Whether an interrupt ended training: itself, or an error it caused in environments, whose processes it reaches, too."""
     of_rollout = trainer.doing == "collecting" and not isinstance(error, DataError | DivergedError)
     return isinstance(error, KeyboardInterrupt) or (trainer.interrupted and of_rollout)
+
+
+def _disk_use(trainer: Trainer, folder: RunFolder) -> dict[str, float]:
+    """Size of the run folder in MiB, and environment steps after the last checkpoint if there are any."""
+    found: dict[str, float] = {"disk_mib": round(files.size(folder.path) / files.MIB, 1)}
+    unsaved = trainer.env_steps - (saved_steps(folder.latest) or 0)
+    return found | {"unsaved_env_steps": unsaved} if unsaved else found
 
 
 def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: RunFolder) -> str:

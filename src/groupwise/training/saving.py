@@ -4,6 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from groupwise import files
 from groupwise.comparison.methods import differences, flat
 from groupwise.errors import DivergedError
 from groupwise.training.base import Callback
-from groupwise.training.checkpoint import Checkpoint, Identity, save_checkpoint
+from groupwise.training.checkpoint import Checkpoint, Identity, serialize, write_checkpoint
 
 if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
@@ -24,22 +25,25 @@ log = logging.getLogger(__name__)
 class SaveCheckpoints(Callback):
     """Saves every ``interval`` environment steps and at the end, also an early one.
 
-    A full disk gives a warning, and the checkpoint is tried again after the next ``interval``.
+    A thread writes the files while training goes on. A full disk gives a warning, and the checkpoint is tried again after
+    the next ``interval``.
 
     Args:
         keep: checkpoints that stay.
         settings: those of the run. They are saved, so that a resumed run notices changes.
     """
 
-    def __init__(
-        self, folder: Path, interval: int, identity: Identity, keep: int = 1, settings: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, interval: int, identity: Identity, keep: int, settings: Mapping[str, Any]) -> None:
         self.folder = folder
         self.interval = interval
         self.identity = identity
         self.keep = keep
-        self.settings = dict(settings or {})
+        self.settings = dict(settings)
         self.saved_at = 0
+        """Iteration of the newest checkpoint on disk."""
+        self._thread = ThreadPoolExecutor(1, "groupwise checkpoints")
+        self._writing: tuple[Future[None], int, int] | None = None
+        """The checkpoint that is being written, with its iteration and environment steps."""
 
     def on_training_start(self, trainer: "Trainer") -> None:
         """Start from the checkpoint of a resumed run."""
@@ -47,25 +51,46 @@ class SaveCheckpoints(Callback):
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Save when it is time."""
+        if self._writing is not None and self._writing[0].done():
+            self._finish(trainer)
         if trainer.passed(self.interval):
-            self._save(trainer)
+            self._begin(trainer)
 
     def on_training_end(self, trainer: "Trainer") -> None:
         """Save, unless the last complete iteration is saved."""
+        self._finish(trainer)
         if trainer.iteration != self.saved_at:
-            self._save(trainer)
+            self._begin(trainer)
+            self._finish(trainer)
 
     on_interrupt = on_training_end
 
-    def _save(self, trainer: "Trainer") -> None:
+    def close(self) -> None:
+        """Wait until everything is written."""
+        self._wait()
+        self._thread.shutdown()
+
+    def _begin(self, trainer: "Trainer") -> None:
+        self._finish(trainer)
         check_weights(trainer)
-        checkpoint = Checkpoint(trainer.algorithm.policy.state_dict(), trainer.state_dict())
-        with files.warning_if_unwritable(f"the checkpoint of step {trainer.env_steps:,}"):
-            save_checkpoint(self.folder, checkpoint, self.identity, self.keep)
-            self.saved_at = trainer.iteration
-        if self.saved_at == trainer.iteration:
+        content = serialize(Checkpoint(trainer.algorithm.policy.state_dict(), trainer.state_dict()))
+        written = self._thread.submit(write_checkpoint, self.folder, content, self.identity, self.keep)
+        self._writing = written, trainer.iteration, trainer.env_steps
+
+    def _finish(self, trainer: "Trainer") -> None:
+        if self._wait():
             for callback in trainer.callbacks:
                 callback.on_checkpoint(trainer, self.folder)
+
+    def _wait(self) -> bool:
+        """Wait for the checkpoint that is being written; whether there is a new one on disk now."""
+        if self._writing is None:
+            return False
+        (written, iteration, env_steps), self._writing = self._writing, None
+        with files.warning_if_unwritable(f"the checkpoint of step {env_steps:,}"):
+            written.result()
+            self.saved_at = iteration
+        return self.saved_at == iteration
 
     def state_dict(self) -> dict[str, Any]:
         """The settings."""
@@ -153,7 +178,4 @@ def check_weights(trainer: "Trainer") -> None:
     """Raise a ``DivergedError`` before parameters that are not finite are saved."""
     for name, parameter in trainer.algorithm.policy.named_parameters():
         if not bool(parameter.isfinite().all()):
-            raise DivergedError(
-                f"training diverged: {name} holds numbers that are not finite after iteration {trainer.iteration}; the last "
-                "checkpoint is kept; fix: lower learning_rate or max_grad_norm, or look at the rewards"
-            )
+            raise DivergedError.because(f"{name} is not finite after iteration {trainer.iteration}")

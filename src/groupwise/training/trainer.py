@@ -202,10 +202,7 @@ class Trainer:
         """Warn of a metric that is NaN or infinite, or raise, as ``on_nonfinite`` says."""
         what = f"{name} is {value} in iteration {self.iteration}"
         if self.algorithm.cfg.on_nonfinite == "stop":
-            raise DivergedError(
-                f"training diverged: {what}; the last checkpoint is kept; fix: lower learning_rate or max_grad_norm, or look at "
-                "the rewards"
-            )
+            raise DivergedError.because(what)
         log.warning("%s, and left out", what)
 
     def _to_floats(self, metrics: dict[str, Tensor]) -> dict[str, float]:

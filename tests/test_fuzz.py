@@ -9,13 +9,15 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from text_runs import copying, save_model
 from tiny_tokenizers import character_tokenizer
 
 import groupwise as gw
@@ -144,6 +146,56 @@ def test_checkpoints(trained: Path, data: st.DataObject):
     found = only(CheckpointError, lambda: load_checkpoint(latest))
     if changed.name != "manifest.json" and not signed and changed.read_bytes() != content:
         assert found is None, "damage was not noticed"
+
+
+class StopsAtOnce(gw.Callback):
+    """A resumed run ends as soon as its state is loaded."""
+
+    def on_training_start(self, trainer: gw.Trainer) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module", params=["ppo", "grpo", "text"])
+def saved_run(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A run folder, and what has to be given to resume it."""
+    path = folder / request.param
+    common: dict[str, Any] = {"run_dir": path, "compile": "off", "keep_checkpoints": 1, "logging": {"progress": "none"}}
+    if request.param == "text":
+        task = copying()
+        save_model(folder / "model")
+        cfg = gw.GRPOCfg(group_size=2, kl_coef=0.1)
+        gw.train(
+            task,
+            cfg,
+            model=str(folder / "model"),
+            num_prompts=2,
+            sampling={"max_new_tokens": 4},
+            total_steps=10,
+            **common,
+        )
+        return path, {name: value for name, value in task.given.items() if value is not None}
+    algorithm = {"name": request.param, "num_steps": 8, "num_epochs": 1, "minibatch_size": 16}
+    if request.param == "grpo":
+        algorithm |= {"group_size": 2, "kl_coef": 0.1}
+    gw.train("CartPole-v1", algorithm, num_envs=2, total_steps=16, evaluation={"episodes": 1}, **common)
+    return path, {}
+
+
+@settings(max_examples=settings().max_examples // 5)  # each resumes a run
+@given(data=st.data())
+def test_states(saved_run: tuple[Path, dict[str, Any]], data: st.DataObject):
+    """Changed by a stranger who makes the digests fit: refused when it is resumed, or taken."""
+    path, given_objects = saved_run
+    copied = path.with_name("changed")
+    shutil.rmtree(copied, ignore_errors=True)
+    shutil.copytree(path, copied)
+    latest = copied / "checkpoints" / "latest"
+    state, manifest = (json.loads((latest / name).read_text()) for name in ("state.json", "manifest.json"))
+    (latest / "state.json").write_text(json.dumps(data.draw(changed_trees(state))))
+    manifest["sha256"]["state.json"] = hashlib.sha256((latest / "state.json").read_bytes()).hexdigest()
+    (latest / "manifest.json").write_text(json.dumps(manifest))
+    with suppress(KeyboardInterrupt):
+        only(GroupwiseError, lambda: gw.resume(copied, callbacks=[StopsAtOnce()], **given_objects))
 
 
 @given(data=st.data())

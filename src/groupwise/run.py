@@ -91,7 +91,7 @@ class Run:
 
 def train(
     env: "str | EnvCfg | TextTask | RunCfg | TextRunCfg | EnvFactory" = "CartPole-v1",
-    algorithm: str | AlgorithmCfg | None = None,
+    algorithm: str | AlgorithmCfg | dict[str, Any] | None = None,
     *,
     policy: Policy | AnyPolicyCfg | str | Mapping[str, Any] | None = None,
     preset: str | None = None,
@@ -109,7 +109,8 @@ def train(
         env: a Gymnasium id, an ``EnvCfg``, a callable that returns a ``gymnasium.Env``, a ``gymnasium.vector.VectorEnv`` or
             a ``TextTask``. Or all settings as a ``RunCfg`` or ``TextRunCfg``; then only a ``Policy`` and ``callbacks`` may be
             given, too.
-        algorithm: a name ("grpo" by default), or a config; fields that are set override the preset of the environment.
+        algorithm: a name ("grpo" by default), a config, or some of its fields; fields that are set override the preset of the
+            environment.
         policy: a policy to train, or settings for a new one: a ``PolicyCfg``, a ``VLACfg``, a name, or some fields.
         preset: credit and objective of a paper or library, by name.
         run_dir: a folder that does not exist or is empty. None: a new one under ``runs/``.
@@ -309,7 +310,7 @@ def _evaluate_texts(run: Run, cfg: TextRunCfg, changed: dict[str, Any], seed: in
 
 def _text_cfg(
     task: TextTask,
-    algorithm: str | AlgorithmCfg | None,
+    algorithm: str | AlgorithmCfg | dict[str, Any] | None,
     preset: str | None,
     policy: Policy | AnyPolicyCfg | str | Mapping[str, Any] | None,
     settings: Any,

@@ -53,6 +53,18 @@ def test_what_takes_too_long_is_no_answer_and_the_next_call_works(verifier):
     assert verifier.same("4", "4.0") is True
 
 
+def test_an_answer_that_an_interrupt_left_unread_is_not_that_to_the_next_question(verifier):
+    assert verifier.same("1/2", "0.5") is True
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    verifier._process.stdout.readline = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        verifier.same("1/2", "0.5")
+    assert verifier.same("1/2", "0.7") is False
+
+
 def test_starting_the_process_takes_none_of_a_call_s_time():
     verifier = MathVerifier(0.5)  # the imports take longer than this
     assert verifier.same("2", "4/2") is True

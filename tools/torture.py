@@ -1,4 +1,4 @@
-"""The long versions of the tests of faults: kills, memory growth, random input. Half an hour on two cores; Linux.
+"""The long versions of the tests of faults: kills, memory growth, random input. An hour on two cores; Linux.
 
     python tools/torture.py                      # what `make torture` runs
     python tools/torture.py --kills 6 --minutes 1
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -44,15 +45,15 @@ def fuzz(minutes: float) -> tuple[int, str]:
     return seed, ""
 
 
-def growth() -> str:
-    """Memory over many iterations; what was wrong."""
-    done = run([*PYTEST, str(ROOT / "tests" / "training" / "test_memory_growth.py")])
+def tests(name: str, chosen: str, rounds: int) -> str:
+    """The tests of a file, in their long version; what was wrong."""
+    done = run([*PYTEST, str(ROOT / "tests" / "training" / name), "-k", chosen], {"TORTURE_ROUNDS": str(rounds)})
     return done.stdout[-500:] if done.returncode else ""
 
 
-def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(SUPPORT)])}
-    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+def run(words: list[str], more: Mapping[str, str] = {}) -> subprocess.CompletedProcess[str]:
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(SUPPORT)]), **more}
+    return subprocess.run(words, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False)
 
 
 def main() -> int:
@@ -69,8 +70,12 @@ def main() -> int:
     for kind in ("control", "text"):
         begin = time.monotonic()
         add(f"SIGKILL, {kind}", f"{args.kills} runs", kills(kind, args.kills), begin)
+    count, begin = max(1, args.kills // 10), time.monotonic()
+    add("signals", f"{5 * count} signals", tests("test_signals.py", "random_moments", count), begin)
     begin = time.monotonic()
-    add("memory growth", "1,000 iterations", growth(), begin)
+    add("broken environments", f"{8 * count},000 steps", tests("test_env_faults.py", "whatever_fails", count), begin)
+    begin = time.monotonic()
+    add("memory growth", "1,000 iterations", tests("test_memory_growth.py", "memory", 1), begin)
     begin = time.monotonic()
     rounds, wrong = fuzz(args.minutes)
     add("random input", f"{rounds} rounds of 11,600", wrong, begin)

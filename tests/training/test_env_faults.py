@@ -54,25 +54,6 @@ class WholeGroups(gw.Callback):
         self.groups += len(members)
 
 
-def train_with_faults(on_env_error, folder, total_steps):
-    """A run on ``Unreliable``; a ``tools`` script may call it many times."""
-    before = {process.pid for process in multiprocessing.active_children()}
-    groups = WholeGroups()
-    cfg = gw.GRPOCfg(group_size=GROUP_SIZE, num_steps=32, collection={"on_env_error": on_env_error})
-    run = gw.train(
-        gw.EnvCfg(id="Unreliable-v0", num_envs=8, max_episode_steps=16, vectorization="async", timeout=2.0),
-        cfg,
-        total_steps=total_steps,
-        run_dir=folder,
-        logging={"progress": "none"},
-        evaluation={"interval": 10**9, "episodes": 2},
-        callbacks=[groups],
-    )
-    assert {process.pid for process in multiprocessing.active_children()} <= before
-    assert groups.groups == sum(row["rollout/groups"] for row in run.metrics()) > 0
-    return sum(row["rollout/env_errors"] for row in run.metrics())
-
-
 @pytest.fixture
 def unreliable():
     gymnasium.register("Unreliable-v0", Unreliable)
@@ -83,7 +64,21 @@ def unreliable():
 @pytest.mark.slow
 @pytest.mark.parametrize("on_env_error", ["retry", "drop"])
 def test_groups_are_whole_and_no_process_stays_whatever_fails(unreliable, tmp_path, on_env_error):
-    assert train_with_faults(on_env_error, tmp_path / "run", total_steps=4000) > 0
+    before = {process.pid for process in multiprocessing.active_children()}
+    groups = WholeGroups()
+    cfg = gw.GRPOCfg(group_size=GROUP_SIZE, num_steps=32, collection={"on_env_error": on_env_error})
+    run = gw.train(
+        gw.EnvCfg(id="Unreliable-v0", num_envs=8, max_episode_steps=16, vectorization="async", timeout=2.0),
+        cfg,
+        total_steps=4000 * int(os.environ.get("TORTURE_ROUNDS", "1")),
+        run_dir=tmp_path / "run",
+        logging={"progress": "none"},
+        evaluation={"interval": 10**9, "episodes": 2},
+        callbacks=[groups],
+    )
+    assert {process.pid for process in multiprocessing.active_children()} <= before
+    assert groups.groups == sum(row["rollout/groups"] for row in run.metrics()) > 0
+    assert sum(row["rollout/env_errors"] for row in run.metrics()) > 0
 
 
 class Switch(gymnasium.Env):

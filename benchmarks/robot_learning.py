@@ -3,7 +3,7 @@
 For each task and seed: demonstrations of the scripted expert, a clone of them, then GRPO with shared starts, GRPO without
 them (``start_mode="none"``: members of a group have only the task in common), and PPO with a value head, each from that clone,
 with equal settings and environment steps. ``FetchPushDense-v4`` starts from random weights instead. Success is that of the
-likeliest actions in 100 episodes with starts that no training saw, the same for all. Policies read states and decide on chunks
+deterministic actions in 100 episodes with starts that no training saw, the same for all. Policies read states and decide on chunks
 of actions; the reward is success, but for ``FetchPushDense-v4``.
 
 Settings were chosen on seed 0 of ``push-v3`` in runs of 150,000 steps, and for Fetch on seed 0 of ``FetchPush-v4`` in runs of

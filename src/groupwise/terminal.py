@@ -22,12 +22,12 @@ def printable(text: object) -> str:
 
 def show(*lines: object, to: Literal["stdout", "stderr"] = "stdout") -> None:
     """Print lines in their printable form. A message to ``stderr`` that cannot be written is lost, and no error."""
-    stream = Messages(sys.stderr) if to == "stderr" else sys.stdout
+    stream = SafeStream(sys.stderr) if to == "stderr" else sys.stdout
     print(*map(printable, lines), sep="\n", file=stream, flush=True)
 
 
-class Messages(io.TextIOBase):
-    """A stream, such as stderr, on which nothing depends: a full disk or a closed terminal behind it is no error."""
+class SafeStream(io.TextIOBase):
+    """A stream that may fail, such as stderr on a full disk or of a closed terminal: what cannot be written is lost."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream or io.StringIO()
@@ -47,13 +47,13 @@ class Messages(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write if that is possible."""
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         """Flush if that is possible."""
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self._stream.flush()
 
 

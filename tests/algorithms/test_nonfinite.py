@@ -51,7 +51,7 @@ def test_the_parameter_is_named():
     flatten(algorithm)
     spoil(algorithm, math.nan, [0])
     with pytest.raises(
-        DivergedError, match=r"step 1 of update 1 is not finite \(first actor.head.bias\); such steps are not"
+        DivergedError, match=r"step 1 of update 1 is not finite \(first actor.head.bias\); the last checkpoint"
     ):
         algorithm.update(make_rollout(algorithm.policy))
 
@@ -70,18 +70,6 @@ def test_other_steps_are_taken_as_if_the_skipped_one_had_not_been(mode, caplog):
             "the gradient of step 2 of update 1 is not finite: such steps are skipped"  # torch's clipping makes all of it NaN
         ]
     )
-
-
-def test_ten_bad_updates_in_a_row_end_training():
-    # 3 steps an update: the 3rd of each of 9 updates is bad, then none, then one in each of 10
-    steps = [*range(2, 27, 3), *range(30, 60, 3)]
-    algorithm = spoil(build("grpo", on_nonfinite="drop", **ADAM), math.inf, steps)
-    rollout = make_rollout(algorithm.policy)
-    for _ in range(19):
-        algorithm.update(rollout)
-    with pytest.raises(DivergedError, match="gradients of 10 updates in a row are not finite"):
-        algorithm.update(rollout)
-    assert finite(algorithm)
 
 
 def test_equal_returns_are_warned_of_once_and_not_when_something_was_learned(caplog):

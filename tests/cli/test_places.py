@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from groupwise import cli, plugins
-from groupwise.terminal import Messages, prepare, show
+from groupwise.terminal import SafeStream, prepare, show
 from groupwise.training.checkpoint import saved_steps
 
 NAME = "rün €[/x] [red]'a\""
@@ -121,7 +121,7 @@ def test_messages_to_a_full_disk_are_lost_and_no_error(monkeypatch: pytest.Monke
     with Path("/dev/full").open("w", buffering=1) as full:
         monkeypatch.setattr(sys, "stderr", full)
         show("ä", to="stderr")
-        assert not Messages(full).isatty()
+        assert not SafeStream(full).isatty()
         monkeypatch.undo()
         with pytest.raises(OSError, match="No space left"):
             full.write("x\n")

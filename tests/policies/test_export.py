@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import groupwise as gw
 from groupwise.errors import ConfigError
-from groupwise.policies.export import LikeliestAction
+from groupwise.policies.export import DeterministicActor
 
 SPACES: dict[str, tuple[spaces.Space, spaces.Space]] = {
     "numbers": (spaces.Box(-np.inf, np.inf, (3,), np.float64), spaces.Discrete(3, start=2)),
@@ -99,13 +99,13 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_overwritten(tmp_path:
 @pytest.mark.slow
 def test_a_file_with_other_actions_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("onnxscript")
-    forward, calls = LikeliestAction.forward, []
+    forward, calls = DeterministicActor.forward, []
 
     def wrong_at_first(self: Any, *leaves: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return forward(self, *leaves) + (1 if len(calls) == 1 else 0)
 
-    monkeypatch.setattr(LikeliestAction, "forward", wrong_at_first)
+    monkeypatch.setattr(DeterministicActor, "forward", wrong_at_first)
     with pytest.raises(ConfigError, match="ONNX Runtime takes other actions than the policy"):
         gw.export(policy("numbers"), tmp_path / "p.onnx", to="onnx")
     assert not (tmp_path / "p.onnx").exists()

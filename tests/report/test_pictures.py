@@ -6,6 +6,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from groupwise.config.env import EnvCfg
@@ -125,6 +126,7 @@ class NoImages(Corridor):
 
 
 def policy_for(env: gymnasium.Env) -> ActorCritic:
+    torch.manual_seed(0)
     return ActorCritic(env.observation_space, env.action_space, actor_only=True)
 
 

@@ -82,40 +82,52 @@ def test_a_checkpoint_at_the_last_iteration_is_not_written_twice(parts: Any, tmp
 
 
 class Release(Callback):
-    """Lets checkpoints be written from iteration 3 on."""
+    """Lets checkpoints after the first be written from an iteration on."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+        self.at = at
         self.released = Event()
         monkeypatch.setattr(saving, "write_checkpoint", self.write)
 
-    def write(self, *args: Any) -> None:
-        assert self.released.wait(60)
-        write_checkpoint(*args)
+    def write(self, folder: Path, *args: Any) -> None:
+        assert not folder.exists() or self.released.wait(60)
+        write_checkpoint(folder, *args)
 
     def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
-        if trainer.iteration == 3:
+        if trainer.iteration == self.at:
             self.released.set()
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     hears = AtEvaluation()
     saves = SaveCheckpoints(tmp_path / "latest", 20, HERE, 9, {})
-    parts.trainer(hears, Release(monkeypatch), saves, total_steps=40).train()  # waits for ever if training does
-    assert hears.checkpoints == [20, 40]
+    release = Release(monkeypatch, at=5)
+    parts.trainer(hears, release, saves, total_steps=60).train()  # waits for ever if training does
+    assert hears.checkpoints == [20, 40, 60]
     older = load_checkpoint(tmp_path / "latest.1", HERE)
-    assert older.policy["count"] == 2  # the weights of then, though they are written in iteration 3
+    assert older.policy["count"] == 4  # the weights of then, though they are written in iteration 5
+
+
+def test_the_first_checkpoint_is_on_disk_before_training_goes_on(parts: Any, tmp_path: Path):
+    """A run that logged more, but has no checkpoint, counts as one that lost it."""
+
+    class There(Callback):
+        def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
+            assert (tmp_path / "latest").exists() == (trainer.iteration >= 2)
+
+    parts.trainer(SaveCheckpoints(tmp_path / "latest", 20, HERE, 1, {}), There(), total_steps=40).train()
 
 
 def test_a_checkpoint_is_complete_after_an_error(parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class Failing(Callback):
         def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
-            if trainer.iteration == 3:
+            if trainer.iteration == 5:
                 raise gw.DataError("broken rollout")
 
     saves = SaveCheckpoints(tmp_path / "latest", 20, HERE, 1, {})
     with pytest.raises(gw.DataError, match="broken rollout"):
-        parts.trainer(Release(monkeypatch), saves, Failing(), total_steps=80).train()
-    assert load_checkpoint(tmp_path / "latest", HERE).state["env_steps"] == 20
+        parts.trainer(Release(monkeypatch, at=5), saves, Failing(), total_steps=80).train()
+    assert load_checkpoint(tmp_path / "latest", HERE).state["env_steps"] == 40
 
 
 def test_every_iteration_is_in_the_file_when_it_ends(parts: Any, tmp_path: Path):

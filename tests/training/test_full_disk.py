@@ -11,6 +11,7 @@ from tensordict import TensorDict
 import groupwise as gw
 from groupwise import cli
 from groupwise.report.folder import RunFolder
+from groupwise.training.checkpoint import Checkpoint, Identity, load_checkpoint, serialize, write_checkpoint
 from groupwise.training.saving import SaveCheckpoints
 
 SETTINGS: dict[str, Any] = {
@@ -138,6 +139,70 @@ def test_lines_that_wait_for_room_survive_a_kill(whole: gw.Run, tmp_path: Path, 
     assert len(logged(path)) == 3
     gw.resume(path)
     assert logged(path) == logged(whole.path)
+
+
+@needs_linux
+def test_lines_that_found_room_before_a_kill_are_not_written_again(
+    whole: gw.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A checkpoint holds the lines of iterations 4 to 6; they are written in the seventh, and no other is saved."""
+
+    class Ends(gw.Callback):
+        def on_rollout_end(self, trainer: gw.Trainer, rollout: TensorDict) -> None:
+            if trainer.iteration == 6:
+                await_checkpoint(trainer)
+                saver = next(callback for callback in trainer.callbacks if isinstance(callback, SaveCheckpoints))
+                saver.interval = 10**9
+            if trainer.iteration == 8:
+                raise gw.DivergedError("as a kill: nothing is saved any more")
+
+    path = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        disk = Disk(path / "metrics.jsonl", errno.ENOSPC, patch)
+        with pytest.raises(gw.DivergedError):
+            gw.train("CartPole-v1", PPO, run_dir=path, callbacks=[disk, Ends()], **SETTINGS)
+    assert [row["iteration"] for row in logged(path)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    gw.resume(path)
+    assert logged(path) == logged(whole.path)
+
+
+@needs_linux
+def test_lines_that_find_no_room_are_a_failure_and_written_by_resume(
+    whole: gw.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        disk = Disk(path / "metrics.jsonl", errno.ENOSPC, patch, first=9, last=99)
+        run = gw.train("CartPole-v1", PPO, run_dir=path, callbacks=[disk], **SETTINGS)
+    assert run.summary["unlogged_iterations"] == 2
+    assert cli.commands._print_run(run) == 1
+    assert "NOT SAVED: metrics of 2 iterations; fix: make room, then " in capsys.readouterr().err
+    assert "unlogged_iterations" not in gw.resume(path).summary
+    assert logged(path) == logged(whole.path)
+
+
+@needs_linux
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rename_that_fails_leaves_the_checkpoints_as_they_were(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "latest"
+    identity = Identity("CartPole-v1", "observations", "actions")
+    for steps in (1, 2):
+        write_checkpoint(folder, serialize(Checkpoint({}, {"env_steps": steps})), identity, keep=3)
+    replace = os.replace
+
+    def replaces(source: Any, target: Any) -> None:
+        if Path(target) == (folder if number else tmp_path / "latest.1"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replaces)
+        with pytest.raises(OSError, match="Input/output error"):
+            write_checkpoint(folder, serialize(Checkpoint({}, {"env_steps": 3})), identity, keep=3)
+    assert load_checkpoint(folder).state == {"env_steps": 2}
+    assert not list(tmp_path.glob(".*.partial"))
 
 
 @needs_linux

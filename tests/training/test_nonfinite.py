@@ -126,7 +126,7 @@ def test_drop_leaves_the_whole_group_out_and_zero_leaves_nothing_out():
 def test_a_tenth_rollout_of_which_nothing_is_left_ends_training(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(TINY, "total_steps", 64 * 20)
     monkeypatch.setitem(TINY, "evaluation", {"interval": 10**6, "episodes": 2})
-    with pytest.raises(gw.DataError, match="reward of environment"):
+    with pytest.raises(gw.DivergedError, match="numbers of 10 updates in a row were not finite"):
         train(name, lambda: Env("reward", math.nan, limit=-99.0), on_nonfinite="drop", num_steps=10)
     assert len(strictly("metrics.jsonl")) == 9
 

@@ -72,7 +72,7 @@ def untracked(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         ("no key", "ConfigError: no API key; fix: wandb login, or WANDB_MODE=offline", 0),
         ("init", "the server [/x] \\x1b[2J is down at init", 0),
-        ("log", "the server [/x] \\x1b[2J is down at log", 2),
+        ("log", "the server [/x] \\x1b[2J is down at log", 3),
         ("finish", "the server [/x] \\x1b[2J is down at finish", 4),
         ("hang in init", "it is still busy after 0.2 s", 0),
         ("hang in log", "it is still busy after 0.2 s", 1),

@@ -265,3 +265,21 @@ def test_recent_episodes_of_a_checkpoint_are_those_of_rank_0(rank: int, count: i
     resumed.engine = TwoRanks(rank=rank)
     resumed.load_state_dict(first.state_dict())
     assert len(resumed.collector.recent) == count
+
+
+def test_ten_useless_updates_in_a_row_end_training(parts: Any):
+    """Half of them have skipped steps, of the others nothing is left; the tenth of all updates is good."""
+
+    class Skips(parts.likelihood):  # type: ignore[name-defined, misc]
+        def update(self, rollout: TensorDict) -> dict[str, torch.Tensor]:
+            skipped = {"train/skipped_steps": torch.tensor(1.0)} if self.iteration % 2 else {}
+            return super().update(rollout) | ({} if self.iteration == 10 else skipped)
+
+    class Drops(Callback):
+        def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
+            trainer.buffer.all_dropped = trainer.iteration % 2 == 0
+
+    trainer = parts.trainer(Drops(), total_steps=1000, algorithm=Skips)
+    with pytest.raises(DivergedError, match="numbers of 10 updates in a row were not finite"):
+        trainer.train()
+    assert trainer.iteration == 20

@@ -107,7 +107,7 @@ class BaseAlgorithm(ABC):
         stats = UpdateStats(self.metric_names, self.policy.device, self.engine.sum)
         mismatch = SamplerMismatch(self.policy.device) if self._recomputes else None
         for minibatch in self._minibatches(self._elements(data)):
-            micro_batches = self.micro_batches.fit(minibatch, partial(self._accumulate, stats))
+            micro_batches = self.micro_batches.run(minibatch, partial(self._accumulate, stats))
             if mismatch is not None and not stats.steps:
                 for batch in micro_batches:
                     mismatch.add(batch)
@@ -215,7 +215,7 @@ class BaseAlgorithm(ABC):
             order, slices = pack(_row_sizes(policy, elements), torch.arange(count, device=policy.device), size)
             elements, back = take(elements, order), order.argsort()
         batches = [take(elements, part) for part in slices]
-        parts = self.micro_batches.fit(batches, lambda parts: [self._evaluate(policy, part) for part in parts])
+        parts = self.micro_batches.run(batches, lambda parts: [self._evaluate(policy, part) for part in parts])
         shape, dims = data["loss_mask"].shape, elements["loss_mask"].dim()
 
         def join(values: tuple[Tensor | None, ...]) -> Tensor | None:

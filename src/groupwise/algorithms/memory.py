@@ -26,7 +26,7 @@ class MicroBatches:
         self.halvings = 0
         self._unit = unit
 
-    def fit(self, batches: Sequence[Batch], compute: Callable[[list[Batch]], T]) -> T:
+    def run(self, batches: Sequence[Batch], compute: Callable[[list[Batch]], T]) -> T:
         """The result of ``compute`` of these micro-batches. When memory runs out, again of smaller ones, from now on."""
         while True:
             try:

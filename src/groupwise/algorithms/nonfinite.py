@@ -8,7 +8,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.config.algorithm import OnNonFinite
-from groupwise.data.rollout import MAX_BAD_UPDATES
 from groupwise.errors import DivergedError
 from groupwise.policies.base import Policy
 
@@ -25,7 +24,6 @@ class GradientCheck:
     def __init__(self, mode: OnNonFinite, policy: Policy) -> None:
         self._mode = mode
         self._policy = policy
-        self._bad_updates = 0
         self._skipped = 0
 
     def passes(self, grad_norm: Float[Tensor, ""], step: str) -> bool:
@@ -37,15 +35,8 @@ class GradientCheck:
         return math.isfinite(grad_norm) or self._skip(step)
 
     def end_update(self) -> dict[str, Tensor]:
-        """``train/skipped_steps`` of this update, where there are any.
-
-        Raises:
-            DivergedError: steps were skipped in ``MAX_BAD_UPDATES`` updates in a row.
-        """
+        """``train/skipped_steps`` of this update, where there are any."""
         skipped, self._skipped = self._skipped, 0
-        self._bad_updates = self._bad_updates + 1 if skipped else 0
-        if self._bad_updates == MAX_BAD_UPDATES:
-            raise DivergedError.because(f"gradients of {MAX_BAD_UPDATES} updates in a row are not finite")
         return {"train/skipped_steps": torch.tensor(float(skipped))} if skipped else {}
 
     def _skip(self, step: str) -> bool:

@@ -3,7 +3,6 @@
 Only the commands that train or play import torch, and only once their arguments are known to be right.
 """
 
-import errno
 import json
 import os
 import re
@@ -152,9 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.errno != errno.ENOSPC or debug:
+        if debug:
             raise
-        show(f"groupwise: error: the output does not fit: {error}; fix: make room", to="stderr")
+        show(f"groupwise: error: {error} (--debug shows where)", *vars(error).get("__notes__", []), to="stderr")
         return 2
     except SystemExit as stop:  # argparse exits after --help
         return stop.code if isinstance(stop.code, int) else 0
@@ -367,9 +366,11 @@ def _print_run(run: Any) -> int:
     show(f"Done in {found['seconds']:.1f} s{reached}.")
     if found["stopped"] != "total_steps":
         show(f"Stopped at step {found['env_steps']:,}: {found['stopped']}.")
-    if unsaved := found.get("unsaved_env_steps"):
+    steps, iterations = found.get("unsaved_env_steps"), found.get("unlogged_iterations")
+    if steps or iterations:
+        what = f"the last {steps:,} steps" if steps else f"metrics of {iterations:,} iterations"
         again = plugins.command("resume", run.path)
-        show(f"NOT SAVED: the last {unsaved:,} steps; fix: make room, then {again}", to="stderr")
+        show(f"NOT SAVED: {what}; fix: make room, then {again}", to="stderr")
         return 1
     show(f"Next:  {plugins.command('eval', run.path)}")
     return 0

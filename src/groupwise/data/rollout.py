@@ -19,9 +19,6 @@ from groupwise.errors import DataError
 
 log = logging.getLogger(__name__)
 
-MAX_BAD_UPDATES = 10
-"""Updates in a row without use, because of numbers that are not finite, after which training stops."""
-
 
 class TensorSpec(NamedTuple):
     """Shape and dtype of one slot's tensor, without the leading ``[N, T+1]``."""
@@ -115,8 +112,8 @@ class RolloutBuffer:
         self.num_rows = num_rows
         self.num_steps = num_steps
         self.on_nonfinite = on_nonfinite
-        self.useless = 0
-        """Rollouts in a row that ``drop`` left nothing of."""
+        self.all_dropped = False
+        """Whether ``drop`` left nothing of the rollout last added."""
         self.device = torch.device(device)
         self._empty = cast(TensorDict, allocate(self.spec, 0, 0))
         self._rollout: TensorDict | None = None
@@ -133,11 +130,13 @@ class RolloutBuffer:
 
         Raises:
             DataError: a missing key, a wrong shape or dtype, or a non-finite number in a valid slot (names row and step),
-                unless ``on_nonfinite`` mends that.
+                unless ``on_nonfinite`` says otherwise.
         """
         self._check_layout(rollout)
         found = find_nonfinite(rollout, rollout["valid"])
-        self.useless = self._mend(rollout, found) if found else 0
+        if found:
+            self._replace_nonfinite(rollout, found)
+        self.all_dropped = bool(found) and not rollout["loss_mask"].any()
         self.num_steps = max(self.num_steps, rollout.shape[1] - 1)
         self._rollout = rollout
 
@@ -151,11 +150,8 @@ class RolloutBuffer:
             raise DataError("the buffer is empty; fix: buffer.add(rollout) before buffer.get()")
         return transition_view(self._rollout).reshape(-1) if flatten else self._rollout
 
-    def _mend(self, rollout: TensorDict, found: list["NonFinite"]) -> int:
-        """Put 0 for what is not finite; with ``drop``, take the groups that have such numbers out of the loss.
-
-        Returns ``useless``.
-        """
+    def _replace_nonfinite(self, rollout: TensorDict, found: list["NonFinite"]) -> None:
+        """Put 0 for what is not finite; with ``drop``, take the groups that have such numbers out of the loss."""
         error = found[0].error(self.row_name)
         if self.on_nonfinite == "stop":
             raise error
@@ -164,11 +160,7 @@ class RolloutBuffer:
             rollout["loss_mask"] &= ~torch.isin(rollout["group_id"], rollout["group_id"][bad])
         for one in find_nonfinite(rollout, torch.ones_like(rollout["valid"])):
             one.tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        useless = 0 if rollout["loss_mask"].any() else self.useless + 1
-        if useless == MAX_BAD_UPDATES:
-            raise error
         log.warning("%s (on_nonfinite=%r)", error, self.on_nonfinite)
-        return useless
 
     def _check_layout(self, rollout: TensorDict) -> None:
         if rollout.batch_dims != 2 or rollout.shape[0] != self.num_rows or rollout.shape[1] < 2:

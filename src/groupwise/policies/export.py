@@ -35,7 +35,7 @@ def export(policy: Policy, path: Path | str, to: ExportFormat) -> None:
 
     Args:
         path: a new file; for ``transformers`` a new folder.
-        to: ``onnx``: from raw observations to the environment's likeliest actions. Inputs have the names of the observation's
+        to: ``onnx``: from raw observations to the environment's deterministic actions. Inputs have the names of the observation's
             entries (``outer.inner`` where they are nested), or ``obs``; the output is ``action``; the batch has any size.
             ONNX Runtime has to take the same actions on 64 random observations. ``safetensors``: all weights and the
             statistics of normalisers, by the names of ``policy.state_dict()``. ``transformers``: a language model, or with
@@ -55,14 +55,14 @@ def export(policy: Policy, path: Path | str, to: ExportFormat) -> None:
     if save_folder is not None:
         save_folder(path)
     elif to == "onnx":
-        files.create(path, _onnx(policy))
+        files.write(path, _onnx(policy))
     else:
         weights = {name: value.detach().cpu().clone() for name, value in policy.state_dict().items()}
-        files.create(path, save(weights))
+        files.write(path, save(weights))
 
 
-class LikeliestAction(nn.Module):
-    """From raw observations, one argument ``[B, ...]`` per leaf of their space, to the environment's likeliest actions."""
+class DeterministicActor(nn.Module):
+    """From raw observations, one argument ``[B, ...]`` per leaf of their space, to the environment's deterministic actions."""
 
     def __init__(self, policy: Policy, space: Any) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def _onnx(policy: Policy) -> bytes:
         raise ConfigError(
             f"{type(policy).__name__} has no observation_space; fix: set this attribute to the environment's"
         )
-    actor = LikeliestAction(copy.deepcopy(policy).cpu(), space).eval()
+    actor = DeterministicActor(copy.deepcopy(policy).cpu(), space).eval()
     leaves = _random_leaves(space)
     any_size = tuple({0: torch.export.Dim("batch")} for _ in leaves)
     try:
@@ -120,7 +120,7 @@ def _random_leaves(space: Any) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def _check(model: bytes, actor: LikeliestAction, leaves: tuple[Tensor, ...]) -> None:
+def _check(model: bytes, actor: DeterministicActor, leaves: tuple[Tensor, ...]) -> None:
     """Raise a ``ConfigError`` unless ONNX Runtime takes the policy's actions, of many observations and of one."""
     import onnxruntime
 

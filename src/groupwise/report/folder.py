@@ -198,7 +198,7 @@ class RunFolder:
         Raises:
             RunFolderError: another line is damaged (names it).
         """
-        return [_parse_entry(self.metrics, number, line) for number, line in enumerate(self._lines(), start=1)]
+        return [parse_entry(self.metrics, number, line) for number, line in enumerate(self._lines(), start=1)]
 
     def truncate_metrics(self, iteration: int) -> None:
         """Drop what was logged after ``iteration``; a resumed run writes it again."""
@@ -252,7 +252,12 @@ def _writing(path: Path) -> Iterator[None]:
         raise RunFolderError(f"{path} cannot be written ({error}); fix: make room, or give rights to write") from error
 
 
-def _parse_entry(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def parse_entry(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """The entry in a line of ``metrics.jsonl``.
+
+    Raises:
+        RunFolderError: it is damaged (names file and line).
+    """
     try:
         entry = files.parse_json(line)
         if not isinstance(entry, dict):

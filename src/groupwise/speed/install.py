@@ -37,7 +37,7 @@ def install(cfg: RunCfg, algorithm: BaseAlgorithm, collector: Collector) -> None
     if cfg.compile == "on" and why is not None:
         raise ConfigError(f"compile='on', but the update cannot be compiled: {why}; fix: compile='auto'")
     pays = cfg.total_steps // (cfg.env.num_envs * world_size) >= rollouts.WORTH_STEPS
-    stops = cfg.algorithm.on_nonfinite == "stop"  # else actions are mended on their way to the environment
+    stops = cfg.algorithm.on_nonfinite == "stop"  # else actions are replaced on their way to the environment
     if stops and (pays or cfg.compile == "on") and rollouts.why_not_compiled(collector) is None:
         collector.stepper = rollouts.CompiledStepper(collector)  # type: ignore[attr-defined, arg-type]
 

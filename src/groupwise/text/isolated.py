@@ -1,7 +1,5 @@
 """A function in a process of its own, which is killed with its children where a call takes too long."""
 
-import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -103,27 +101,22 @@ class Isolated:
         process, connection = self._process, self._connection
         assert process is not None
         assert connection is not None
-        timer = threading.Timer(seconds, processes.kill, [process])
-        began = time.monotonic()
-        timer.start()
         try:
             if message is not None:
                 connection.send(message)
-            return connection.recv()
+            if connection.poll(seconds):
+                return connection.recv()
+            why = f"took longer than {seconds:g} s"
         except (EOFError, OSError):
-            late = time.monotonic() - began >= seconds
-            timer.cancel()
             process.join()
-            code = process.exitcode
-            self.close()
-            why = f"took longer than {seconds:g} s" if late else f"ended its process with exit code {code}"
-            raise LostCallError(f"{self._name} {why}") from None
+            why = f"ended its process with exit code {process.exitcode}"
         except BaseException:  # interrupted: an unread answer would be taken for that to the next message
             processes.kill(process)
             self.close()
             raise
-        finally:
-            timer.cancel()
+        processes.kill(process)
+        self.close()
+        raise LostCallError(f"{self._name} {why}")
 
 
 def _serve(connection: Connection, payload: bytes) -> None:

@@ -116,6 +116,7 @@ class MathVerifier:
                 encoding="utf-8",
                 env=env,
                 cwd=self._folder.name,
+                start_new_session=True,  # Ctrl-C in the terminal must not end a comparison
             )
             self._process = process
             if not self._ask(process, "1/2", "0.5", _WARM_UP_LIMIT):  # imports take long

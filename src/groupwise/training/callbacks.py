@@ -16,7 +16,7 @@ from groupwise import files
 from groupwise.config.run import EvaluationMetric
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import SCORES
-from groupwise.terminal import Messages, printable
+from groupwise.terminal import SafeStream, printable
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Checkpoint, Identity, save_checkpoint
 from groupwise.training.components import Components, Evaluator
@@ -161,7 +161,7 @@ class Progress(Callback):
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        stderr: Any = Messages(sys.stderr)
+        stderr: Any = SafeStream(sys.stderr)
         self.console = console or Console(file=stderr)
         self.interval = interval
         self.title = title

@@ -124,6 +124,8 @@ def write_checkpoint(folder: Path, content: Mapping[str, bytes], identity: Ident
         os.replace(partial, folder)
         files.sync_folder(folder.parent)
     except BaseException:
+        if not folder.exists() and (before := folder.with_name(f"{folder.name}.1")).exists():
+            before.rename(folder)
         files.remove(partial)
         raise
     for older in find_checkpoints(folder)[keep:]:

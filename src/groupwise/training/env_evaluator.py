@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from groupwise.config.env import EnvCfg
 from groupwise.config.run import RunCfg
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.make import make_env
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, DataError
 from groupwise.policies.base import Policy
 from groupwise.report.video import NoPictureError, film
 from groupwise.seeding import derive_seed
@@ -61,11 +62,14 @@ class EnvEvaluator(Evaluator):
         """Play the episodes; once again in new environments if these fail, unless ``on_env_error`` is ``raise``."""
         try:
             return self._play()
+        except DataError:  # of the policy's actions; other environments would not help
+            raise
         except Exception as error:
             if self._collection.on_env_error == "raise":
                 raise
             log.warning("the evaluation failed, and begins again in new environments: %r", error)
-        self.env.close()
+        with suppress(Exception):
+            self.env.close()
         self.env = self._make()
         return self._play()
 

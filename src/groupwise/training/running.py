@@ -14,7 +14,7 @@ from groupwise import files, plugins
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.run import RunCfg
 from groupwise.engines.base import Engine
-from groupwise.errors import DataError, DivergedError
+from groupwise.errors import CheckpointError, DataError, DivergedError, GroupwiseError
 from groupwise.policies.base import Policy
 from groupwise.report.curve import plot_curve
 from groupwise.report.folder import RunFolder
@@ -101,14 +101,29 @@ def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, en
     finally:
         summary = {parts.kind: cfg.subject, "algorithm": cfg.algorithm.name, "seed": cfg.seed, "stopped": stopped}
         if engine.rank == 0:
-            metrics = folder.read_metrics()
-            summary |= scores_of(metrics, parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
-            summary |= _disk_use(trainer, folder)
-            with files.warning_if_unwritable(folder.summary):
-                folder.write_summary(summary)
-            with files.warning_if_unwritable(folder.curve):
-                plot_curve(metrics, folder.curve, f"{cfg.subject}, {cfg.algorithm.name}, seed {cfg.seed}", *parts.axes)
+            try:
+                _report(summary, trainer, parts, folder)
+            except GroupwiseError as error:  # it must not take the place of what ended training
+                log.warning("no summary: %s", error)
     return summary
+
+
+def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder: RunFolder) -> None:
+    """Complete the summary; write it, and the curve."""
+    metrics = folder.read_metrics()
+    summary |= scores_of(metrics, parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
+    summary["disk_mib"] = round(files.size(folder.path) / files.MIB, 1)
+    logged = metrics[-1]["iteration"] if metrics else 0
+    unsaved = {
+        "unsaved_env_steps": trainer.env_steps - (saved_steps(folder.latest) or 0),
+        "unlogged_iterations": trainer.iteration - logged,
+    }
+    summary |= {name: count for name, count in unsaved.items() if count}
+    with files.warning_if_unwritable(folder.summary):
+        folder.write_summary(summary)
+    with files.warning_if_unwritable(folder.curve):
+        title = f"{summary[parts.kind]}, {summary['algorithm']}, seed {summary['seed']}"
+        plot_curve(metrics, folder.curve, title, *parts.axes)
 
 
 @contextmanager
@@ -154,13 +169,6 @@ def _is_interruption(error: BaseException, trainer: Trainer) -> bool:
     return isinstance(error, KeyboardInterrupt) or (trainer.interrupted and of_rollout)
 
 
-def _disk_use(trainer: Trainer, folder: RunFolder) -> dict[str, float]:
-    """Size of the run folder in MiB, and environment steps after the last checkpoint if there are any."""
-    found: dict[str, float] = {"disk_mib": round(files.size(folder.path) / files.MIB, 1)}
-    unsaved = trainer.env_steps - (saved_steps(folder.latest) or 0)
-    return found | {"unsaved_env_steps": unsaved} if unsaved else found
-
-
 def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: RunFolder) -> str:
     """The note on an error that ended training: where it was, what is saved, how to continue."""
     collecting = trainer.doing == "collecting"
@@ -178,8 +186,11 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
 
 def _how_to_continue(folder: RunFolder, given: UserObjects) -> str:
     """What is saved, and the command that goes on from there."""
-    steps = saved_steps(folder.latest)
-    saved = "nothing was saved yet" if steps is None else f"saved after step {steps:,}"
+    try:
+        steps = saved_steps(folder.latest)
+        saved = "nothing was saved yet" if steps is None else f"saved after step {steps:,}"
+    except CheckpointError as error:  # it must not take the place of what ended training
+        saved = str(error)
     command = plugins.command("resume", folder.path)
     if names := given.names():
         command = f"gw.resume({str(folder.path)!r}, {', '.join(f'{name}=...' for name in names)})"

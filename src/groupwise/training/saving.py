@@ -13,13 +13,19 @@ from tensordict import TensorDict
 from groupwise import files
 from groupwise.comparison.methods import differences, flat
 from groupwise.errors import DivergedError
+from groupwise.report.folder import RunFolder, parse_entry
 from groupwise.training.base import Callback
-from groupwise.training.checkpoint import Checkpoint, Identity, serialize, write_checkpoint
+from groupwise.training.checkpoint import Checkpoint, Identity, has_checkpoint, serialize, write_checkpoint
 
 if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+_TEACH_NOTHING = (
+    "total_steps", "run_dir", "logging", "evaluation", "stop", "checkpoint_interval", "keep_checkpoints"
+)  # fmt: skip
+"""Settings that may change without another result."""
 
 
 class SaveCheckpoints(Callback):
@@ -74,8 +80,11 @@ class SaveCheckpoints(Callback):
         self._finish(trainer)
         check_weights(trainer)
         content = serialize(Checkpoint(trainer.algorithm.policy.state_dict(), trainer.state_dict()))
+        is_first = not has_checkpoint(self.folder)
         written = self._thread.submit(write_checkpoint, self.folder, content, self.identity, self.keep)
         self._writing = written, trainer.iteration, trainer.env_steps
+        if is_first:  # later iterations show that there was one: a run that lost it does not begin again
+            self._finish(trainer)
 
     def _finish(self, trainer: "Trainer") -> None:
         if self._wait():
@@ -86,10 +95,11 @@ class SaveCheckpoints(Callback):
         """Wait for the checkpoint that is being written; whether there is a new one on disk now."""
         if self._writing is None:
             return False
-        (written, iteration, env_steps), self._writing = self._writing, None
+        written, iteration, env_steps = self._writing
         with files.warning_if_unwritable(f"the checkpoint of step {env_steps:,}"):
             written.result()
             self.saved_at = iteration
+        self._writing = None
         return self.saved_at == iteration
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,12 +107,13 @@ class SaveCheckpoints(Callback):
         return {"settings": self.settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Warn of settings that are not those of the checkpoint; checkpoints of earlier versions have none."""
-        compared = {"saved": flat(state.get("settings", {})), "now": flat(self.settings)}
+        """Warn of settings that are not those of the checkpoint."""
+        if not (saved := state.get("settings")):
+            return
         changed = [
-            f"{name} from {values['saved']!r:.80} to {values['now']!r:.80}"
-            for name, values in differences(compared).items()
-            if len(values) == 2 and name != "total_steps"
+            f"{name} from {values.get('saved')!r:.80} to {values.get('now')!r:.80}"
+            for name, values in differences({"saved": flat(saved), "now": flat(self.settings)}).items()
+            if name.partition(".")[0] not in _TEACH_NOTHING
         ]
         if changed:
             log.warning(
@@ -124,42 +135,59 @@ class MetricsLog(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._written = 0
-        self._waiting = ""
+        self._waiting: list[str] = []
+        """Lines that the disk refused."""
 
     def on_training_start(self, trainer: "Trainer") -> None:
         """Go on after the iterations of a resumed run."""
         self._written = trainer.iteration
+        there = {entry["iteration"] for entry in RunFolder(self.path.parent).read_metrics()}
+        self._waiting = [line for line in self._waiting if self._iteration(line) not in there]
+        self._append([])
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Write a line."""
         self._write(trainer)
 
-    def on_interrupt(self, trainer: "Trainer") -> None:
-        """Write the last complete iteration, if an error of another callback came first."""
+    def on_training_end(self, trainer: "Trainer") -> None:
+        """Write the last complete iteration, if an error of another callback came first, and what waits."""
         if trainer.iteration != self._written:
             self._write(trainer)
+        self._append([])
+
+    on_interrupt = on_training_end
 
     def _write(self, trainer: "Trainer") -> None:
         self._written = trainer.iteration
         numbers = {name: _to_float(name, value) for name, value in trainer.metrics.items()}
         position = {"iteration": trainer.iteration, "env_steps": trainer.env_steps}
         entry = position | {name: number for name, number in numbers.items() if math.isfinite(number)} | position
-        line = f"{json.dumps(entry)}\n"
+        self._append([f"{json.dumps(entry)}\n"])
+
+    def _append(self, lines: list[str]) -> None:
+        """Write these lines after those that wait; or let them wait, too."""
+        if not self._waiting and not lines:
+            return
         try:
-            files.append(self.path, (self._waiting + line).encode())
-            self._waiting = ""
+            files.append(self.path, "".join(self._waiting + lines).encode())
+            self._waiting = []
         except OSError as error:
-            if not self._waiting:
-                files.warn_unsaved(f"metrics from iteration {trainer.iteration} on", error)
-            self._waiting += line
+            if lines and not self._waiting:
+                files.warn_unsaved(f"metrics from iteration {self._iteration(lines[0])} on", error)
+            self._waiting += lines
+
+    def _iteration(self, line: str) -> int:
+        return int(parse_entry(self.path, 0, line.encode())["iteration"])
 
     def state_dict(self) -> dict[str, Any]:
         """Lines that wait for room."""
         return {"waiting": self._waiting}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore them; checkpoints of earlier versions have none."""
-        self._waiting = str(state.get("waiting", ""))
+        """Restore them."""
+        self._waiting = [*state.get("waiting", ())]
+        for line in self._waiting:
+            self._iteration(line)
 
 
 def _to_float(name: str, value: Any) -> float:

@@ -81,9 +81,11 @@ class Report(Callback):
     def _work(self, step: int) -> None:
         try:
             self.tracker.open(step)
-            while (item := self._waiting.get()) is not None:
-                self.tracker.log(*item)
-            self.tracker.close()
+            try:
+                while (item := self._waiting.get()) is not None:
+                    self.tracker.log(*item)
+            finally:
+                self.tracker.close()
         except BaseException as error:  # whatever it is, it must not end training
             self._warn(f"{type(error).__name__}: {error}")
 

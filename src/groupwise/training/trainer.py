@@ -23,6 +23,9 @@ from groupwise.training.base import Callback
 
 log = logging.getLogger(__name__)
 
+MAX_BAD_UPDATES = 10
+"""Updates in a row with skipped steps, or of which nothing is left, after which training stops."""
+
 
 class Trainer:
     """Collects, updates and calls the callbacks, until ``total_steps`` or ``stop``.
@@ -75,6 +78,7 @@ class Trainer:
         """The current phase, or the one in which an error came."""
         self.ending = False
         """Whether iterations are over, and callbacks save the last one."""
+        self._bad_updates = 0
 
     def train(self) -> None:
         """Run the loop.
@@ -182,6 +186,7 @@ class Trainer:
         metrics = self._to_floats(self.algorithm.update(self.buffer.get()))
         updated = time.perf_counter()
         self.iteration += 1
+        self._count_bad_updates("train/skipped_steps" in metrics or self.buffer.all_dropped)
         for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
             self._leave_out(name, metrics.pop(name))
         self.iteration_steps = self.engine.sum_int(self.collector.last_steps)
@@ -197,6 +202,14 @@ class Trainer:
         self.metrics, self.doing = metrics, "callbacks"
         for callback in self.callbacks:
             callback.on_iteration_end(self, rollout, metrics)
+
+    def _count_bad_updates(self, bad: bool) -> None:
+        """Raise after ``MAX_BAD_UPDATES`` in a row that numbers which are not finite made useless."""
+        self._bad_updates = self._bad_updates + 1 if bad else 0
+        if self._bad_updates == MAX_BAD_UPDATES:
+            raise DivergedError.because(
+                f"numbers of {MAX_BAD_UPDATES} updates in a row were not finite (see the warnings)"
+            )
 
     def _leave_out(self, name: str, value: float) -> None:
         """Warn of a metric that is NaN or infinite, or raise, as ``on_nonfinite`` says."""

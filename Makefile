@@ -78,7 +78,7 @@ format: $(VENV)/.dev  ## Apply the formatter and the safe lint fixes
 learn: $(VENV)/.dev  ## Learning claims over several seeds (about an hour on 2 cores)
 	$(BIN)/python benchmarks/learn.py
 
-torture: $(VENV)/.dev  ## Long tests of faults: 200 kills, signals, broken environments, memory, random input (an hour on 2 cores)
+torture: $(VENV)/.dev  ## Long tests of faults: 200 kills, signals, broken environments, memory, random input (half an hour on 2 cores)
 	$(BIN)/python tools/torture.py
 
 bench: $(VENV)/.dev  ## Speed against Stable-Baselines3 on this machine

@@ -8,7 +8,6 @@ With the folder of a real model, which brings its own tokenizer, the rest stays 
 import argparse
 import itertools
 import random
-import tempfile
 from pathlib import Path
 
 import torch
@@ -77,11 +76,10 @@ def main() -> None:
     parser.add_argument("--total-steps", type=int, default=120_000, help="tokens to write in training")
     parser.add_argument("--run-dir", type=Path, help="folder of the run (default: a fresh one under runs/)")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        run = learn(Path(folder) / "model", options.seed, options.total_steps, options.run_dir)
-        print(gw.evaluate(run).line())
-        for prompt in ("123", "957"):
-            print(f"{prompt} -> {gw.sample(run, prompt, deterministic=True)[0]}")
+    run = learn(Path("runs", "text_copy_model"), options.seed, options.total_steps, options.run_dir)
+    print(gw.evaluate(run).line())
+    for prompt in ("123", "957"):
+        print(f"{prompt} -> {gw.sample(run, prompt, deterministic=True)[0]}")
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def append(path: Path, data: bytes) -> None:
 
 def warn_unsaved(what: object, error: OSError) -> None:
     """Say that something could not be written."""
-    log.warning("NOT SAVED: %s (%s); training goes on; fix: make room, or give rights to write", what, error)
+    log.warning("NOT SAVED: %s (%s); fix: make room, or give rights to write", what, error)
 
 
 @contextmanager

@@ -373,7 +373,8 @@ def _reopen(path: Path | str, given: Mapping[str, Any]) -> tuple[RunFolder, User
     folder, objects = RunFolder.open(Path(path)), UserObjects.again(given)
     if missing := sorted(set(folder.read_provenance()["given_in_python"]) - set(objects.names())):
         raise ConfigError(
-            f"{path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as {missing[0]}=..."
+            f"{path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as in "
+            f"gw.resume({str(path)!r}, {missing[0]}=...) or gw.Run.load"
         )
     return folder, objects, _read_cfg(folder)
 

@@ -128,7 +128,7 @@ class Limit(gw.Callback):
         resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
 
 algorithm = gw.GRPOCfg(num_steps=512, num_epochs=1, minibatch_size=None, group_size=4)
-settings = {"num_envs": 8, "max_episode_steps": 16, "total_steps": 3 * 4096, "evaluation": {"interval": 10**9, "episodes": 2}}
+settings = {"num_envs": 8, "max_episode_steps": 16, "total_steps": 3 * 4096, "evaluation": {"interval": 10**9, "episodes": 2}, "checkpoint_interval": 10**9}
 gw.train(Env, algorithm, policy={"hidden_sizes": (1024, 1024)}, callbacks=[Limit()], run_dir=sys.argv[1], **settings)
 """
 

@@ -167,7 +167,10 @@ def test_mistakes_end_in_one_clear_line(api, capsys, argv, message):
         ("train CartPole-v1 --total-steps", "--total-steps: expected a value"),
         ("train evil:Mine-v0", "environment 'evil:Mine-v0' would import 'evil', and a config imports nothing; fix: "),
         ("check-env evil:Mine-v0", "name the id alone, 'Mine-v0'"),
-        ("train Qqqqqqqq", "unknown environment 'Qqqqqqqq': no registered id is similar; fix: --plugin FILE.py"),
+        (
+            "train Qqqqqqqq",
+            "unknown environment 'Qqqqqqqq': no registered id is similar; if it is yours: --plugin FILE.py",
+        ),
     ],
 )
 def test_words_that_cannot_be_read_are_named_in_one_line(api, capsys, argv, message):

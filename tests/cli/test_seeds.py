@@ -183,7 +183,7 @@ def test_seeds_are_in_process_groups_of_their_own(monkeypatch, tmp_path):
     assert seen == [True]
 
 
-@pytest.mark.parametrize("seeds", ["3-1", "1,1", "a", ""])
+@pytest.mark.parametrize("seeds", ["3-1", "1,1", "a", "", "0-", "-3"])
 def test_wrong_seeds_say_what_to_write(seeds, capsys):
     assert cli.main(["train", "CartPole-v1", f"--seeds={seeds}"]) == 2
     assert "; fix: " in capsys.readouterr().err

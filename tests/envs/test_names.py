@@ -41,7 +41,7 @@ def test_any_other_id_names_the_nearest(env_id, known, near):
 
 def test_an_id_like_no_other_asks_for_a_plugin_and_lists_nothing():
     assert str(unknown_environment("Mine-v0", KNOWN)) == (
-        "unknown environment 'Mine-v0': no registered id is similar; fix: --plugin FILE.py if it is yours (in Python: "
+        "unknown environment 'Mine-v0': no registered id is similar; if it is yours: --plugin FILE.py (in Python: "
         "register it first)"
     )
 

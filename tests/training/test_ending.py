@@ -194,7 +194,8 @@ def train_until_it_breaks(algorithm: Any, iteration: int = 2) -> list[str]:
 def test_an_error_of_the_environment_says_what_is_kept_and_how_to_go_on():
     assert train_until_it_breaks(PPO)[-1] == (
         "groupwise: ZeroDivisionError ended training on Breaks in iteration 2 (step 64); "
-        "saved after step 64; continue with: gw.resume('mine', env=...)"
+        "saved after step 64; continue with: gw.resume('mine', env=...); a resumed run takes the same steps and meets the same "
+        "error: first change its cause, or mine/config.json"
     )
     Breaks.broken = False
     run = gw.resume("mine", env=Breaks)
@@ -205,7 +206,7 @@ def test_groups_could_do_without_the_episode():
     algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"horizon": 20})
     row, note = train_until_it_breaks(algorithm)
     assert row == "in row 0 of Breaks"
-    assert "; if the environment fails now and then: collection.on_env_error='retry' or 'drop'" in note
+    assert "; if the environment fails now and then: algorithm.collection.on_env_error='retry' or 'drop'" in note
 
 
 def test_groups_could_do_without_a_row_in_another_process(tmp_path: Path):
@@ -332,7 +333,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
 def test_resuming_a_finished_run_says_so(finished: gw.Run, capsys: pytest.CaptureFixture[str]):
     gw.resume(finished.path)
     assert capsys.readouterr().err == (
-        "resuming from step 192 of 192\nnothing was left to train (total_steps); fix: give more total_steps\n"
+        "resuming from step 192 of 192\nnothing was left to train (total_steps); fix: a larger total_steps\n"
     )
 
 

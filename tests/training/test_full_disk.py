@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,19 @@ def test_lines_that_found_room_before_a_kill_are_not_written_again(
 
 
 @needs_linux
+def test_a_run_of_which_nothing_was_ever_saved_begins_again(
+    whole: gw.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        disk = Disk(path / "checkpoints", errno.ENOSPC, patch, first=1, last=99)
+        run = gw.train("CartPole-v1", PPO, run_dir=path, callbacks=[disk], **SETTINGS)
+    assert run.summary["unsaved_env_steps"] == 640
+    gw.resume(path)
+    assert logged(path) == logged(whole.path)
+
+
+@needs_linux
 def test_lines_that_find_no_room_are_a_failure_and_written_by_resume(
     whole: gw.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -203,6 +217,15 @@ def test_a_rename_that_fails_leaves_the_checkpoints_as_they_were(
             write_checkpoint(folder, serialize(Checkpoint({}, {"env_steps": 3})), identity, keep=3)
     assert load_checkpoint(folder).state == {"env_steps": 2}
     assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_metrics_that_were_cut_are_told(whole: gw.Run, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = Path(shutil.copytree(whole.path, tmp_path / "run"))
+    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (path / "metrics.jsonl").write_text("".join(lines[:2] + lines[4:]))
+    summary = gw.resume(path).summary
+    assert caplog.messages == [f"{path / 'metrics.jsonl'} lacks 2 of 10 iterations: it was cut or changed"]
+    assert "unlogged_iterations" not in summary
 
 
 @needs_linux

@@ -97,7 +97,7 @@ def test_drop_and_zero_go_on(name: str, mode: str, field: str, box: bool, caplog
     assert is_finite(gw.Run.load("run", env=lambda: Env(field, math.nan, box=box)))
 
 
-def test_drop_leaves_the_whole_group_out_and_zero_leaves_nothing_out():
+def test_drop_leaves_the_whole_group_out_and_zero_leaves_nothing_out(caplog: pytest.LogCaptureFixture):
     seen: dict[str, Any] = {}
 
     class Look(gw.Callback):
@@ -114,7 +114,10 @@ def test_drop_leaves_the_whole_group_out_and_zero_leaves_nothing_out():
     dropped, kept = seen["drop"], seen["zero"]
     bad = kept["valid"] & (kept["step"] == 2) & (kept["obs"][..., 0] > 0.7)  # 0.2 above the start
     groups = kept["group_id"][bad].unique().tolist()
-    assert 0 < len(groups) < int(kept["group_id"].max()) + 1
+    count = int(kept["group_id"].max()) + 1
+    assert 0 < len(groups) < count
+    assert f"nan; {len(groups)} of {count} groups are left out of the loss (on_nonfinite='drop')" in caplog.messages[0]
+    assert any(message.endswith("nan; 0 takes its place (on_nonfinite='zero')") for message in caplog.messages)
     for group in range(int(kept["group_id"].max()) + 1):
         members = kept["group_id"] == group
         assert kept["loss_mask"][members].all()
@@ -123,12 +126,15 @@ def test_drop_leaves_the_whole_group_out_and_zero_leaves_nothing_out():
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_tenth_rollout_of_which_nothing_is_left_ends_training(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_tenth_rollout_of_which_nothing_is_left_ends_training(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setitem(TINY, "total_steps", 64 * 20)
     monkeypatch.setitem(TINY, "evaluation", {"interval": 10**6, "episodes": 2})
     with pytest.raises(gw.DivergedError, match="numbers of 10 updates in a row were not finite"):
         train(name, lambda: Env("reward", math.nan, limit=-99.0), on_nonfinite="drop", num_steps=10)
     assert len(strictly("metrics.jsonl")) == 9
+    assert not any("members with different returns" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize("reward", [1e38, -1e38])

@@ -71,7 +71,8 @@ class GRPO(BaseAlgorithm):
         start = self.score(self.policy, inputs) if self._needs_start_scores else None
         advantage = self._advantage(credit, inputs, start)
         if not self._can_learn(advantage):
-            self._warn_of_equal_returns()
+            if inputs["loss_mask"].any():  # else nothing was left of the rollout, which was said already
+                self._warn_of_equal_returns()
             inputs["loss_mask"] = torch.zeros_like(inputs["loss_mask"])
         data = self.loss_inputs(batch, inputs, advantage, credit.num_episodes, start)
         if start is not None and self.cfg.top_entropy_quantile < 1:

@@ -36,10 +36,11 @@ def parse_seeds(text: str) -> list[int]:
     """
     seeds: list[int] = []
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        if not first.isdecimal() or not last.isdecimal():
             raise ConfigError(f"--seeds {text}: expected numbers; fix: a range like 0-9 or a list like 0,3,5")
-        seeds.extend(range(int(first), int(last or first) + 1))
+        seeds.extend(range(int(first), int(last) + 1))
     if not seeds or len(set(seeds)) < len(seeds):
         raise ConfigError(f"--seeds {text}: expected different seeds and increasing ranges; fix: 0-9 or 0,3,5")
     return seeds
@@ -53,7 +54,7 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
         KeyboardInterrupt: after a signal; says how to continue each unfinished seed.
     """
     folder = _create_folder(cfg)
-    show(f"{len(seeds)} seeds under {folder}")
+    show(f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''} under {folder}")
     # A process group of its own: signals reach it from here only.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     options: dict[str, Any] = {"env": os.environ | threads, "start_new_session": True}

@@ -126,7 +126,7 @@ class GroupCollector(EnvCollector):
         if self._empty == MAX_EMPTY:
             raise EnvError(
                 f"every group of {MAX_EMPTY} iterations in a row was dropped, because {self.env.env_id} failed; fix: the "
-                "environment, whose errors are above, or collection.on_env_error='raise'"
+                "environment, whose errors are above, or algorithm.collection.on_env_error='raise'"
             )
         wasted = sum(member.length for member in members if not member.in_whole_group)
         self._metrics = {

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from groupwise import plugins
 from groupwise.comparison.methods import Flat, differences, differing, environment_of, flat, labels, method_of, setting
 from groupwise.comparison.results import Comparison, Measure, Reference, RunRecord, compare_records
 from groupwise.config.run import EvaluationMetric
@@ -195,8 +194,7 @@ def _check_steps(environment: str, runs: Sequence[_Run]) -> None:
     if budgets[0] != budgets[1]:
         raise ConfigError(
             f"{environment}: runs of unequal total_steps ({budgets[0]:,} in {short.path}, {budgets[1]:,} in {long.path}); fix: "
-            f"compare runs of equal length, or continue the short ones: "
-            + plugins.command("resume", short.path, "--total-steps", budgets[1])
+            f"train the short ones again with --total-steps {budgets[1]} (a run that is continued has had another schedule)"
         )
 
 

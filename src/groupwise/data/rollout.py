@@ -152,15 +152,21 @@ class RolloutBuffer:
 
     def _replace_nonfinite(self, rollout: TensorDict, found: list["NonFinite"]) -> None:
         """Put 0 for what is not finite; with ``drop``, take the groups that have such numbers out of the loss."""
-        error = found[0].error(self.row_name)
+        where = found[0].where(self.row_name)
         if self.on_nonfinite == "stop":
-            raise error
+            raise DataError(
+                f"{where}; fix: correct the environment or the reward, or lower learning_rate if the policy diverged; or "
+                "algorithm.on_nonfinite='drop'"
+            )
+        done = "0 takes its place"
         if self.on_nonfinite == "drop":
-            bad = torch.stack([one.slots for one in found]).any(dim=0)
-            rollout["loss_mask"] &= ~torch.isin(rollout["group_id"], rollout["group_id"][bad])
+            groups = rollout["group_id"]
+            bad = groups[torch.stack([one.slots for one in found]).any(dim=0)].unique()
+            rollout["loss_mask"] &= ~torch.isin(groups, bad)
+            done = f"{len(bad)} of {len(groups[rollout['valid']].unique())} groups are left out of the loss"
         for one in find_nonfinite(rollout, torch.ones_like(rollout["valid"])):
             one.tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        log.warning("%s (on_nonfinite=%r)", error, self.on_nonfinite)
+        log.warning("%s; %s (on_nonfinite=%r)", where, done, self.on_nonfinite)
 
     def _check_layout(self, rollout: TensorDict) -> None:
         if rollout.batch_dims != 2 or rollout.shape[0] != self.num_rows or rollout.shape[1] < 2:
@@ -185,13 +191,11 @@ class NonFinite(NamedTuple):
     tensor: Tensor
     slots: Bool[Tensor, "row step"]
 
-    def error(self, row_name: str = RolloutBuffer.row_name) -> DataError:
-        """The error that names key, row and step of the first one."""
+    def where(self, row_name: str = RolloutBuffer.row_name) -> str:
+        """Key, row and step of the first one, in words."""
         row, step = self.slots.nonzero()[0].tolist()
-        return DataError(
-            f"{self.name} of {row_name} {row} at step {step} of the rollout is not finite: {self.tensor[row, step].tolist()}; "
-            "fix: correct the environment or the reward, or lower learning_rate if the policy diverged; or on_nonfinite='drop'"
-        )
+        value = self.tensor[row, step].tolist()
+        return f"{self.name} of {row_name} {row} at step {step} of the rollout is not finite: {value}"
 
 
 def find_nonfinite(rollout: TensorDict, slots: Bool[Tensor, "row step"]) -> list[NonFinite]:

@@ -56,8 +56,9 @@ def require_package(prefix: str) -> None:
 def unknown_environment(env_id: str, known: Iterable[str]) -> UnknownNameError:
     """The error to raise: names the nearest id."""
     names = list(known)
-    hint = "no registered id is similar; fix: --plugin FILE.py if it is yours (in Python: register it first)"
-    return UnknownNameError("environment", env_id, names, hint=None if nearest(env_id, names) else hint)
+    near = nearest(env_id, names).removeprefix("; ") or "no registered id is similar"
+    hint = f"{near}; if it is yours: --plugin FILE.py (in Python: register it first)"
+    return UnknownNameError("environment", env_id, names, hint=hint)
 
 
 def refuse_module(env_id: str) -> None:

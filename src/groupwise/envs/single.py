@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
 import torch
@@ -55,7 +55,7 @@ def group_env(
     in_one_process = vectorization == "sync"
     rows = _describe(cfg, env, on_error)
     shared = cfg.start_mode != "none"
-    report = choose_start(rows, cfg.start_mode) if verify and shared else None
+    report = _checked_start(rows, cfg.start_mode) if verify and shared else None
     unchecked: StartMode = cfg.start_mode if cfg.start_mode in ("fresh", "none") else "seed"
     rows = rows._replace(start_mode=unchecked if report is None else report.start_mode)
     made = RowsGroupEnv(rows, num_envs, num_workers=0 if in_one_process else num_cpus(), device=device)
@@ -67,6 +67,15 @@ def group_env(
             made.close()
             raise
     return made
+
+
+def _checked_start(rows: RowCfg, wanted: StartMode | Literal["auto"]) -> GroupStartReport:
+    """``choose_start``; an error of the environment says when it came."""
+    try:
+        return choose_start(rows, wanted)
+    except Exception as error:
+        error.add_note(f"groupwise: {rows.env_id} failed in the check that members of a group share their start")
+        raise
 
 
 def vector_env(

@@ -32,7 +32,7 @@ LOCK = ".groupwise.lock"
 _PACKAGES = ("groupwise", "torch", "tensordict", "gymnasium", "numpy")
 _PROVENANCE: dict[str, type] = {"format": int, "run_id": str, "plugins": str, "given_in_python": str}
 """Types that the entries must have, or the items of their lists."""
-_COUNTS = ("env_steps", "iterations", "episodes", "best_env_steps")
+_COUNTS = ("env_steps", "iterations", "episodes", "best_env_steps", "unsaved_env_steps", "unlogged_iterations")
 _NUMBERS = ("seconds", "peak_memory_mib", "return_mean", "best_return_mean", "success_rate", "training_return_mean")
 """Entries of the summary that are read again."""
 
@@ -217,7 +217,10 @@ class RunFolder:
         """
         metrics = self.read_metrics()
         saved = len(metrics) > 1 and metrics[-2].get("env_steps", 0) >= interval  # before the next iteration began
-        finished = self.read_summary().get("stopped", "failed") not in ("failed", "interrupted")
+        summary = self.read_summary()
+        if 0 < summary.get("env_steps", 0) == summary.get("unsaved_env_steps"):  # the disk was full all the time
+            return
+        finished = summary.get("stopped", "failed") not in ("failed", "interrupted")
         if saved or (metrics and finished):
             raise RunFolderError(
                 f"{self.path} was trained until step {metrics[-1].get('env_steps', 0):,}, but there is no checkpoint in "

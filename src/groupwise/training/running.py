@@ -25,6 +25,7 @@ from groupwise.training.base import Callback
 from groupwise.training.callbacks import build_callbacks
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, load_state, saved_steps
 from groupwise.training.components import Components, UserObjects, threads
+from groupwise.training.saving import MetricsLog
 from groupwise.training.signals import ALARM, STOP, alarm, handling
 from groupwise.training.trainer import Trainer
 
@@ -59,7 +60,7 @@ def run(
         begun = trainer.iteration
         summary = _train_and_report(trainer, parts, folder, engine)
         if resume and trainer.iteration == begun and engine.rank == 0:
-            _print(f"nothing was left to train ({summary['stopped']}); fix: give more total_steps")
+            _print(f"nothing was left to train ({summary['stopped']}); fix: a larger total_steps")
         if engine.rank == 0:
             with files.warning_if_unwritable(folder.video):
                 parts.render(folder, derive_seed(parts.cfg.seed, "evaluation"))
@@ -113,10 +114,9 @@ def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder
     metrics = folder.read_metrics()
     summary |= scores_of(metrics, parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
     summary["disk_mib"] = round(files.size(folder.path) / files.MIB, 1)
-    logged = metrics[-1]["iteration"] if metrics else 0
     unsaved = {
         "unsaved_env_steps": trainer.env_steps - (saved_steps(folder.latest) or 0),
-        "unlogged_iterations": trainer.iteration - logged,
+        "unlogged_iterations": sum(len(c.waiting) for c in trainer.callbacks if isinstance(c, MetricsLog)),
     }
     summary |= {name: count for name, count in unsaved.items() if count}
     with files.warning_if_unwritable(folder.summary):
@@ -179,8 +179,12 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
         _how_to_continue(folder, parts.given),
     ]
     groups = isinstance(algorithm, GRPOCfg) and algorithm.collection.on_env_error == "raise"
+    if collecting or isinstance(error, DataError):
+        lines.append(
+            f"a resumed run takes the same steps and meets the same error: first change its cause, or {folder.config}"
+        )
     if collecting and groups and isinstance(parts.cfg, RunCfg) and not isinstance(error, DataError):
-        lines.append("if the environment fails now and then: collection.on_env_error='retry' or 'drop'")
+        lines.append("if the environment fails now and then: algorithm.collection.on_env_error='retry' or 'drop'")
     return "; ".join(lines)
 
 

@@ -54,6 +54,7 @@ class SaveCheckpoints(Callback):
     def on_training_start(self, trainer: "Trainer") -> None:
         """Start from the checkpoint of a resumed run."""
         self.saved_at = trainer.iteration
+        self._thread.submit(int)  # the thread starts now: when memory is short, it could not
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Save when it is time."""
@@ -135,14 +136,16 @@ class MetricsLog(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._written = 0
-        self._waiting: list[str] = []
+        self.waiting: list[str] = []
         """Lines that the disk refused."""
 
     def on_training_start(self, trainer: "Trainer") -> None:
         """Go on after the iterations of a resumed run."""
         self._written = trainer.iteration
         there = {entry["iteration"] for entry in RunFolder(self.path.parent).read_metrics()}
-        self._waiting = [line for line in self._waiting if self._iteration(line) not in there]
+        self.waiting = [line for line in self.waiting if self._iteration(line) not in there]
+        if missing := trainer.iteration - len(there) - len(self.waiting):
+            log.warning("%s lacks %d of %d iterations: it was cut or changed", self.path, missing, trainer.iteration)
         self._append([])
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
@@ -166,27 +169,27 @@ class MetricsLog(Callback):
 
     def _append(self, lines: list[str]) -> None:
         """Write these lines after those that wait; or let them wait, too."""
-        if not self._waiting and not lines:
+        if not self.waiting and not lines:
             return
         try:
-            files.append(self.path, "".join(self._waiting + lines).encode())
-            self._waiting = []
+            files.append(self.path, "".join(self.waiting + lines).encode())
+            self.waiting = []
         except OSError as error:
-            if lines and not self._waiting:
+            if lines and not self.waiting:
                 files.warn_unsaved(f"metrics from iteration {self._iteration(lines[0])} on", error)
-            self._waiting += lines
+            self.waiting += lines
 
     def _iteration(self, line: str) -> int:
         return int(parse_entry(self.path, 0, line.encode())["iteration"])
 
     def state_dict(self) -> dict[str, Any]:
         """Lines that wait for room."""
-        return {"waiting": self._waiting}
+        return {"waiting": self.waiting}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore them."""
-        self._waiting = [*state.get("waiting", ())]
-        for line in self._waiting:
+        self.waiting = [*state.get("waiting", ())]
+        for line in self.waiting:
             self._iteration(line)
 
 

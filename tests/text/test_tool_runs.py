@@ -105,7 +105,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model, tmp_path):
     task = counting()
     given = task.given | {"tool": None}
     with pytest.raises(
-        gw.ConfigError, match=r"was given tool in Python; fix: from Python, give the same again, as in gw.resume\(.*, tool=\.\.\.\)"
+        gw.ConfigError,
+        match=r"was given tool in Python; fix: from Python, give the same again, as in gw.resume\(.*, tool=\.\.\.\)",
     ):
         gw.resume(part.path, 250, **given)
     again = gw.resume(part.path, 250, **given | {"tool": Count()})

@@ -45,6 +45,11 @@ def test_one_process_answers_many_calls(verifier):
     assert pid(verifier) == first
 
 
+def test_ctrl_c_in_the_terminal_does_not_reach_it(verifier):
+    assert verifier.same("1/2", "0.5") is True
+    assert os.getpgid(pid(verifier)) != os.getpgid(0)
+
+
 def test_what_takes_too_long_is_no_answer_and_the_next_call_works(verifier):
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="takes more than 1 s of CPU time"):

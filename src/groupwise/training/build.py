@@ -30,9 +30,10 @@ from groupwise.report.video import NoPictureError
 from groupwise.seeding import derive_seed
 from groupwise.speed.install import install
 from groupwise.training.base import Callback
-from groupwise.training.checkpoint import Identity, Initialized, initialize
+from groupwise.training.checkpoint import Identity
 from groupwise.training.components import Components, UserObjects, pick_device, threads
 from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, record, separate_env
+from groupwise.training.initialize import Initialized, initialize
 
 CLONING = "groupwise.embodied.cloning"
 """Behaviour cloning, which is no part of the core."""

@@ -228,6 +228,15 @@ def test_metrics_that_were_cut_are_told(whole: gw.Run, tmp_path: Path, caplog: p
     assert "unlogged_iterations" not in summary
 
 
+def test_metrics_that_were_damaged_in_training_are_an_error(tmp_path: Path):
+    class Damages(gw.Callback):
+        def on_training_end(self, trainer: gw.Trainer) -> None:
+            (tmp_path / "run" / "metrics.jsonl").write_text("[\n")
+
+    with pytest.raises(gw.RunFolderError, match="line 1 is damaged"):
+        gw.train("CartPole-v1", PPO, run_dir=tmp_path / "run", callbacks=[Damages()], **SETTINGS)
+
+
 @needs_linux
 def test_a_run_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     disk = Disk(tmp_path / "run", errno.ENOSPC, monkeypatch)

@@ -104,8 +104,10 @@ def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, en
         if engine.rank == 0:
             try:
                 _report(summary, trainer, parts, folder)
-            except GroupwiseError as error:  # it must not take the place of what ended training
-                log.warning("no summary: %s", error)
+            except GroupwiseError as error:
+                if stopped not in ("failed", "interrupted"):
+                    raise
+                log.warning("no summary: %s", error)  # it must not take the place of what ended training
     return summary
 
 

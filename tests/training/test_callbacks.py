@@ -147,7 +147,9 @@ def test_every_iteration_is_in_the_file_when_it_ends(parts: Any, tmp_path: Path)
     assert (last["iteration"], last["env_steps"], last["mine/number"]) == (3, 30, 3.0)
 
 
-def test_numbers_of_a_callback_can_be_read_again_and_others_are_refused(parts: Any, tmp_path: Path):
+def test_numbers_of_a_callback_can_be_read_again_and_others_are_refused(
+    parts: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     folder = RunFolder.create({}, tmp_path / "run")
     set_to = {"numpy": np.float32(1.5), "tensor": torch.ones(1), "yes": True, "nan": float("nan"), "env_steps": 7}
 
@@ -164,6 +166,7 @@ def test_numbers_of_a_callback_can_be_read_again_and_others_are_refused(parts: A
         with pytest.raises(TypeError, match=r"a callback set metrics\['mine/value'\] to .*expected a number; fix: "):
             parts.trainer(Adder(), MetricsLog(folder.metrics), total_steps=10).train()
     assert len(folder.read_metrics()) == 1
+    assert caplog.messages == []  # lines of an earlier run are no missing ones
 
 
 def test_stops_at_the_score(parts: Any, tmp_path: Path):

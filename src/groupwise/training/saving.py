@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_TEACH_NOTHING = (
+_NOT_LEARNING = (
     "total_steps", "run_dir", "logging", "evaluation", "stop", "checkpoint_interval", "keep_checkpoints"
 )  # fmt: skip
-"""Settings that may change without another result."""
+"""Settings that do not change what is learned."""
 
 
 class SaveCheckpoints(Callback):
@@ -114,7 +114,7 @@ class SaveCheckpoints(Callback):
         changed = [
             f"{name} from {values.get('saved')!r:.80} to {values.get('now')!r:.80}"
             for name, values in differences({"saved": flat(saved), "now": flat(self.settings)}).items()
-            if name.partition(".")[0] not in _TEACH_NOTHING
+            if name.partition(".")[0] not in _NOT_LEARNING
         ]
         if changed:
             log.warning(
@@ -144,7 +144,7 @@ class MetricsLog(Callback):
         self._written = trainer.iteration
         there = {entry["iteration"] for entry in RunFolder(self.path.parent).read_metrics()}
         self.waiting = [line for line in self.waiting if self._iteration(line) not in there]
-        if missing := trainer.iteration - len(there) - len(self.waiting):
+        if (missing := trainer.iteration - len(there) - len(self.waiting)) > 0:
             log.warning("%s lacks %d of %d iterations: it was cut or changed", self.path, missing, trainer.iteration)
         self._append([])
 

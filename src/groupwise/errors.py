@@ -15,14 +15,14 @@ class ConfigError(GroupwiseError, ValueError):
 
 
 class UnknownNameError(ConfigError):
-    """A name that is not registered; the message has the nearest ones, or ``hint``."""
+    """A name that is not registered; the message has the nearest ones, or ``hint``, and then ``more``."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], *, hint: str | None = None) -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, hint: str | None = None, more: str = "") -> None:
         options = sorted(known)
         near = difflib.get_close_matches(name, options, n=3, cutoff=0.5)
         some = textwrap.shorten(", ".join(options), 600, placeholder=" ...") or "none"
         found = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {some}"
-        super().__init__(f"unknown {kind} {name!r}: {found if hint is None else hint}")
+        super().__init__(f"unknown {kind} {name!r}: {found if hint is None else hint}{more}")
 
 
 class EnvError(GroupwiseError, ValueError):

@@ -56,9 +56,9 @@ def require_package(prefix: str) -> None:
 def unknown_environment(env_id: str, known: Iterable[str]) -> UnknownNameError:
     """The error to raise: names the nearest id."""
     names = list(known)
-    near = nearest(env_id, names).removeprefix("; ") or "no registered id is similar"
-    hint = f"{near}; if it is yours: --plugin FILE.py (in Python: register it first)"
-    return UnknownNameError("environment", env_id, names, hint=hint)
+    hint = None if nearest(env_id, names) else "no registered id is similar"
+    more = "; if it is yours: --plugin FILE.py (in Python: register it first)"
+    return UnknownNameError("environment", env_id, names, hint=hint, more=more)
 
 
 def refuse_module(env_id: str) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested, all_finite, find_nonfinite, lengthen
 from groupwise.envs.base import EnvStep
-from groupwise.errors import DataError
 from groupwise.policies.base import Action, Policy
 
 _Columns: TypeAlias = np.ndarray | tuple[Tensor, ...] | dict[str, Any]  # Any: _Columns again
@@ -102,10 +101,7 @@ class RolloutWriter:
         slots = torch.zeros_like(self.rollout["valid"])
         slots[:, step] = True
         if found := find_nonfinite(self.rollout, slots):
-            raise DataError(
-                f"{found[0].where()}; fix: correct the environment, or lower learning_rate if the policy diverged; or "
-                "algorithm.on_nonfinite='drop'"
-            )
+            raise found[0].error()
 
     def _open(self, rollout: TensorDict) -> None:
         self.rollout = rollout

@@ -152,13 +152,9 @@ class RolloutBuffer:
 
     def _replace_nonfinite(self, rollout: TensorDict, found: list["NonFinite"]) -> None:
         """Put 0 for what is not finite; with ``drop``, take the groups that have such numbers out of the loss."""
-        where = found[0].where(self.row_name)
         if self.on_nonfinite == "stop":
-            raise DataError(
-                f"{where}; fix: correct the environment or the reward, or lower learning_rate if the policy diverged; or "
-                "algorithm.on_nonfinite='drop'"
-            )
-        done = "0 takes its place"
+            raise found[0].error(self.row_name)
+        where, done = found[0].where(self.row_name), "0 takes its place"
         if self.on_nonfinite == "drop":
             groups = rollout["group_id"]
             bad = groups[torch.stack([one.slots for one in found]).any(dim=0)].unique()
@@ -191,11 +187,18 @@ class NonFinite(NamedTuple):
     tensor: Tensor
     slots: Bool[Tensor, "row step"]
 
-    def where(self, row_name: str = RolloutBuffer.row_name) -> str:
+    def where(self, row_name: str) -> str:
         """Key, row and step of the first one, in words."""
         row, step = self.slots.nonzero()[0].tolist()
         value = self.tensor[row, step].tolist()
         return f"{self.name} of {row_name} {row} at step {step} of the rollout is not finite: {value}"
+
+    def error(self, row_name: str = RolloutBuffer.row_name) -> DataError:
+        """The error that names the first one."""
+        return DataError(
+            f"{self.where(row_name)}; fix: correct the environment or the reward, or lower learning_rate if the policy "
+            "diverged; or algorithm.on_nonfinite='drop'"
+        )
 
 
 def find_nonfinite(rollout: TensorDict, slots: Bool[Tensor, "row step"]) -> list[NonFinite]:

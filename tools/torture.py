@@ -1,4 +1,4 @@
-"""The long versions of the tests of faults: kills, memory growth, random input. Half an hour on two cores; Linux.
+"""The long versions of the tests of faults: kills, signals, broken environments, memory, random input. Half an hour on two cores; Linux.
 
     python tools/torture.py                      # what `make torture` runs
     python tools/torture.py --kills 6 --minutes 1

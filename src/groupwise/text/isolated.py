@@ -20,6 +20,11 @@ class RemoteError(Exception):
     """The function raised an error: its type and message, with its traceback as a note."""
 
 
+def described(error: Exception) -> str:
+    """Type and message of an error, also of one in another process."""
+    return str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
+
+
 class LostCallError(Exception):
     """The call took too long, or its process died."""
 

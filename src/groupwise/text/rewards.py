@@ -21,7 +21,7 @@ from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.text import RewardCfg
 from groupwise.errors import ConfigError, DataError, RewardError, UnknownNameError, nearest
 from groupwise.text.data import Completion, Prompt
-from groupwise.text.isolated import Isolated, LostCallError, RemoteError
+from groupwise.text.isolated import Isolated, LostCallError, described
 from groupwise.text.registered import check_settings, register
 
 log = logging.getLogger(__name__)
@@ -333,9 +333,8 @@ def _result(name: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
-        described = str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
         raise RewardError(
-            f"reward {name!r} raised {described}; fix: the function (it may return None for what it cannot score)"
+            f"reward {name!r} raised {described(error)}; fix: the function (it may return None for what it cannot score)"
         ) from error
 
 

@@ -16,7 +16,7 @@ from groupwise.config.base import GIVEN
 from groupwise.config.text import TextTaskCfg
 from groupwise.errors import ConfigError, ToolError, UnknownNameError
 from groupwise.text.data import encodable
-from groupwise.text.isolated import Isolated, LostCallError, RemoteError
+from groupwise.text.isolated import Isolated, LostCallError, described
 from groupwise.text.registered import check_settings, register
 
 log = logging.getLogger(__name__)
@@ -114,9 +114,8 @@ def ask(tool: AnyTool, text: str) -> str | None:
     try:
         answer: Any = tool(text)
     except Exception as error:
-        described = str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
         raise ToolError(
-            f"the tool raised {described}\n  its input: {text!r:.80}\nfix: the tool; return errors "
+            f"the tool raised {described(error)}\n  its input: {text!r:.80}\nfix: the tool; return errors "
             "that the model should read"
         ) from error
     if answer is None:

@@ -62,17 +62,20 @@ class ActorCritic(Policy):
         self.action_spec = self.head.action_spec
         self.obs_normalizer = ObsNormalizer(observation_space) if cfg.normalize_obs else None
         self.reward_normalizer = RewardNormalizer(gamma) if cfg.normalize_reward else None
-        self.encoder = ObsEncoder(observation_space, cfg)
+        self.encoder = self._make_encoder()
         self.critic_encoder = self._make_critic_encoder()
         self._build_networks(actor, critic)
         # Act and evaluate must be the same function: dropout in a custom network would move the ratio off 1.
         self.eval()
 
+    def _make_encoder(self) -> ObsEncoder:
+        return ObsEncoder(self.observation_space, self.cfg)
+
     def _make_critic_encoder(self) -> ObsEncoder | None:
         """The critic's own encoder, None where features can be shared: no critic, a shared trunk, nothing to learn."""
         learns = any(True for _ in self.encoder.parameters())
         own = learns and self.cfg.trunk == "separate" and not self.actor_only
-        return ObsEncoder(self.observation_space, self.cfg) if own else None
+        return self._make_encoder() if own else None
 
     def _build_networks(self, actor: nn.Module | None, critic: nn.Module | None) -> None:
         num_features, num_outputs = self.encoder.num_features, self.head.num_outputs
@@ -126,15 +129,9 @@ class ActorCritic(Policy):
         Raises:
             DataError: an observation of the wrong shape or structure, or one that is not finite.
         """
-        batched = is_batched(self.observation_space, obs)
-        tensor = obs_to_tensor(self.observation_space, obs, self.device, batched=batched)
-        _check_finite(tensor, "obs")
-        params = self._params(self._features(self._normalized(tensor if batched else tensor.unsqueeze(0))))
-        action = self.head.env_action(self.head.mode(params) if deterministic else self.head.sample(params))
-        array = action.cpu().numpy().astype(self.action_space.dtype, copy=False)
-        if batched:
-            return array
-        return int(array[0]) if space_kind(self.action_space) == "discrete" else array[0]
+        tensor, batched = self._read(obs)
+        params = self._params(self._features(self._normalized(tensor)))
+        return self._written(self.head.mode(params) if deterministic else self.head.sample(params), batched)
 
     def env_action(self, action: Tensor) -> Tensor:
         """The environment's action: numbered from ``start``, clipped or squashed into the box."""
@@ -163,16 +160,32 @@ class ActorCritic(Policy):
         if self.reward_normalizer is not None:
             self.reward_normalizer.update(rollout, engine.sum)
 
+    def _read(self, obs: Any) -> tuple[Nested, bool]:
+        """A user's observations ``[B, ...]`` as tensors, and whether they came as a batch."""
+        batched = is_batched(self.observation_space, obs)
+        tensor = obs_to_tensor(self.observation_space, obs, self.device, batched=batched)
+        _check_finite(tensor, "obs")
+        return tensor if batched else tensor.unsqueeze(0), batched
+
+    def _written(self, action: Tensor, batched: bool) -> Any:
+        """The environment's actions for the policy's own, as the action space has them."""
+        array = self.head.env_action(action).cpu().numpy().astype(self.action_space.dtype, copy=False)
+        if batched:
+            return array
+        return int(array[0]) if space_kind(self.action_space) == "discrete" else array[0]
+
     def _forward(self, obs: Nested) -> tuple[Tensor, Tensor | None]:
         """Flat parameters of the action distribution, and the value if there is a critic."""
         obs = self._normalized(obs)
-        features = self._features(obs)
+        features = self.encoder(obs)
+        return self._heads(features, features if self.critic_encoder is None else self.critic_encoder(obs))
+
+    def _heads(self, features: Tensor, for_critic: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``_forward`` from what the encoders of actor and critic give."""
+        if self.trunk is not None:
+            features = for_critic = self.trunk(features)
         params = self._params(features)
-        if self.critic is None:
-            return params, None
-        if self.critic_encoder is not None:
-            features = self.critic_encoder(obs)
-        return params, self.critic(features).squeeze(-1)
+        return params, None if self.critic is None else self.critic(for_critic).squeeze(-1)
 
     def _normalized(self, obs: Nested) -> Nested:
         return obs if self.obs_normalizer is None else self.obs_normalizer(obs)

@@ -6,7 +6,7 @@ A test compares them with what this script would write, so they cannot go stale.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -79,7 +79,9 @@ def families() -> dict[str, list[type[Cfg]]]:
 
 
 def _members(kind: Any) -> list[type[Cfg]]:
-    """The classes of a choice: a registered family, or a union of classes with a name. Empty if it is none."""
+    """The classes of a choice or a list of choices: a registered family, or a union of classes with a name. Empty if it is none."""
+    if get_origin(kind) is tuple:
+        kind = next(_config_types(kind), None)
     if isinstance(kind, type) and issubclass(kind, Choice) and not issubclass(kind, AlgorithmCfg):
         return list(kind.members())
     parts = list(_config_types(kind))
@@ -91,7 +93,7 @@ def classes_of(kind: Any) -> list[type[Cfg]]:
     return _members(kind) or list(_config_types(kind))
 
 
-def _config_types(kind: Any) -> Iterable[type[Cfg]]:
+def _config_types(kind: Any) -> Iterator[type[Cfg]]:
     """The settings classes in a type, such as those of a union."""
     if isinstance(kind, type) and issubclass(kind, Cfg):
         yield kind
@@ -116,7 +118,10 @@ def _class_section(cls: type[Cfg]) -> str:
 
 def _choice_type(name: str, field: FieldInfo) -> str:
     """The type of a field; a link to its choices where it has parameters of its own."""
-    return f"one of [{name}](#choices-of-{_anchor(name)})" if _members(field.annotation) else _type(_annotation(field))
+    if not _members(field.annotation):
+        return _type(_annotation(field))
+    number = "list" if get_origin(field.annotation) is tuple else "one"
+    return f"{number} of [{name}](#choices-of-{_anchor(name)})"
 
 
 def _choice_section(name: str, members: list[type[Cfg]]) -> str:

@@ -21,6 +21,7 @@ from groupwise.config.env import EnvCfg as EnvCfg
 from groupwise.config.objective import TrustRegionCfg as TrustRegionCfg
 from groupwise.config.policy import EvalSamplingCfg as EvalSamplingCfg, FlowCfg as FlowCfg, LoRACfg as LoRACfg, ModelCfg as ModelCfg, PolicyCfg as PolicyCfg, SamplingCfg as SamplingCfg, VLACfg as VLACfg
 from groupwise.config.run import SamplerMismatchCfg as SamplerMismatchCfg, EvaluationCfg as EvaluationCfg, LoggingCfg as LoggingCfg, RunCfg as RunCfg, StopCfg as StopCfg, TextEvaluationCfg as TextEvaluationCfg, TextRunCfg as TextRunCfg
+from groupwise.config.trackers import TrackedRun as TrackedRun, TrackerCfg as TrackerCfg
 from groupwise.config.text import RewardCfg as RewardCfg, TextTaskCfg as TextTaskCfg
 from groupwise.embodied.flow import FlowPolicy as FlowPolicy
 from groupwise.embodied.vla import VLAPolicy as VLAPolicy
@@ -43,6 +44,7 @@ from groupwise.text.rewards import register_reward as register_reward
 from groupwise.text.task import TextTask as TextTask
 from groupwise.text.tools import Calculator as Calculator, Tool as Tool, register_tool as register_tool
 from groupwise.training.base import Callback as Callback
+from groupwise.training.trackers import Tracker as Tracker
 from groupwise.training.trainer import Trainer as Trainer
 
 __version__: str

@@ -3,12 +3,14 @@
 import hashlib
 import json
 import logging
+import re
 import sys
 import time
+import types
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -19,15 +21,17 @@ from groupwise.training.trackers import Report
 FAKE = """
 import json, os, threading, time
 BROKEN = os.environ.get("BROKEN", "")
+CALLS = []
 def write(*what):
     with open("log", "a") as log: print(json.dumps(what), file=log)
 def fails(where, item=1):
     if BROKEN == where and item > 64: raise OSError(f"the server [/x] \\x1b[2J is down at {where}")
     if BROKEN == f"hang in {where}": threading.Event().wait()
 class Settings:
-    mode = "online"
     def __init__(self, **settings): vars(self).update(settings)
-def setup(): return type("Setup", (), {"settings": Settings()})
+def setup():
+    found = {name: os.environ.get(f"WANDB_{key}") for name, key in [("project", "PROJECT"), ("run_name", "NAME"), ("run_id", "RUN_ID")]}
+    return type("Setup", (), {"settings": Settings(mode=os.environ.get("WANDB_MODE", "online"), **found)})
 def login(prompt): return BROKEN != "no key"
 class Run:
     def log(self, metrics, step): fails("log", step); write(step, len(metrics) > 5)
@@ -35,6 +39,7 @@ class Run:
 def init(**kwargs):
     fails("init", 99)
     write(kwargs["project"], len(kwargs["id"]), kwargs["config"]["seed"])
+    CALLS.append(kwargs)
     return Run()
 """
 TINY: dict[str, Any] = {
@@ -70,7 +75,7 @@ def untracked(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("broken", "said", "logged"),
     [
-        ("no key", "ConfigError: no API key; fix: wandb login, or WANDB_MODE=offline", 0),
+        ("no key", "ConfigError: no API key; fix: wandb login, or mode='offline' (WANDB_MODE=offline)", 0),
         ("init", "the server [/x] \\x1b[2J is down at init", 0),
         ("log", "the server [/x] \\x1b[2J is down at log", 3),
         ("finish", "the server [/x] \\x1b[2J is down at finish", 4),
@@ -99,7 +104,7 @@ def test_a_broken_tracker_is_one_warning(
         )
     assert learned(run) == untracked
     (line,) = [record.getMessage() for record in caplog.records if "metrics" in record.getMessage()]
-    assert line.startswith("W&B gets no more metrics (")
+    assert line.startswith("wandb gets no more metrics (")
     assert said in line
     assert line.endswith("training goes on, metrics.jsonl has all")
     assert len(Path("log").read_text().splitlines() if Path("log").exists() else []) == logged
@@ -115,6 +120,170 @@ def test_trackers_get_every_iteration(untracked: Any):
     assert len(list((run.path / "tensorboard").iterdir())) == 1
     lines = [json.loads(line) for line in Path("log").read_text().splitlines()]
     assert lines == [["groupwise", 32, 4], [64, True], [128, True], [192, True], ["finished"]]
+
+
+def tracked_run(folder: str = "arms") -> gw.TrackedRun:
+    return gw.TrackedRun(Path(folder), "0123456789abcdef", {"seed": 4, "env": {"id": "x", "sizes": [64, 64]}})
+
+
+def sent_to_wandb(**parameters: Any) -> dict[str, Any]:
+    tracker = gw.LoggingCfg(report_to=[{"name": "wandb", **parameters}]).report_to[0].build(tracked_run())
+    tracker.open(0)
+    return sys.modules["wandb"].CALLS[-1]
+
+
+def test_wandb_takes_what_is_set_then_its_variables_then_ours(monkeypatch: pytest.MonkeyPatch):
+    plain = sent_to_wandb()
+    assert (plain["project"], plain["name"], plain["id"], plain["dir"]) == (
+        "groupwise", "arms", "0123456789abcdef", "arms",
+    )  # fmt: skip
+    assert [plain[name] for name in ("entity", "group", "tags", "mode")] == [None] * 4  # wandb fills in its own
+    for name in ("PROJECT", "NAME", "RUN_ID", "DIR"):
+        monkeypatch.setenv(f"WANDB_{name}", f"their {name.lower()}")
+    theirs = sent_to_wandb()
+    assert (theirs["project"], theirs["name"], theirs["id"], theirs["dir"]) == (
+        "their project", "their name", "their run_id", "their dir",
+    )  # fmt: skip
+    given = {"project": "p", "entity": "e", "group": "g", "tags": ["a", "b"], "mode": "disabled"}
+    ours = sent_to_wandb(run_name="n", **given)
+    assert {name: ours[name] for name in ("name", *given)} == {"name": "n", **given, "tags": ("a", "b")}
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_wandb_offline_needs_no_key(by_variable: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("BROKEN", "no key")
+    if by_variable:
+        monkeypatch.setenv("WANDB_MODE", "offline")
+    assert sent_to_wandb(**{} if by_variable else {"mode": "offline"})["project"] == "groupwise"
+    with pytest.raises(gw.ConfigError, match="no API key"):
+        sent_to_wandb(mode="online")
+
+
+class FakeTrackio(types.ModuleType):
+    """Records the calls."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.calls: list[Any] = []
+
+    def init(self, project: str, **options: Any) -> Any:
+        self.calls.append((project, options))
+        finish = lambda: self.calls.append("finished")  # noqa: E731
+        return types.SimpleNamespace(log=lambda metrics, step: self.calls.append((metrics, step)), finish=finish)
+
+
+class FakeMLflow(types.ModuleType):
+    """A server that keeps experiments and runs in dictionaries."""
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        self.runs: dict[str, Any] = {}
+        self.experiments: dict[str, str] = {}
+        self.uri = None
+        self.entities = types.ModuleType("mlflow.entities")
+        vars(self.entities).update(Metric=lambda *values: values, Param=lambda *values: values)
+
+    def MlflowClient(self, uri: str | None) -> "FakeMLflow":
+        self.uri = uri
+        return self
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return types.SimpleNamespace(experiment_id=self.experiments[name]) if name in self.experiments else None
+
+    def create_experiment(self, name: str) -> str:
+        return self.experiments.setdefault(name, f"experiment {len(self.experiments)}")
+
+    def search_runs(self, experiments: list[str], condition: str) -> list[Any]:
+        key, _, value = condition.removeprefix("tags.").partition(" = ")
+        found = [run for run in self.runs.values() if run.tags[key] == value.strip("'")]
+        return [run for run in found if run.experiment in experiments]
+
+    def create_run(self, experiment: str, tags: dict[str, str], run_name: str) -> Any:
+        run_id = f"run {len(self.runs)}"
+        made = types.SimpleNamespace(
+            info=types.SimpleNamespace(run_id=run_id), experiment=experiment, tags=tags, run_name=run_name,
+            params={}, metrics=[], status="RUNNING",
+        )  # fmt: skip
+        self.runs[run_id] = made
+        return made
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        assert len(params) <= 100
+        self.runs[run_id].params |= dict(params)
+        self.runs[run_id].metrics += [(name, value, step) for name, value, _, step in metrics]
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.runs[run_id].status = status
+
+    def set_terminated(self, run_id: str) -> None:
+        self.runs[run_id].status = "FINISHED"
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    made = {"trackio": FakeTrackio(), "mlflow": FakeMLflow()}
+    for name, module in {**made, "mlflow.entities": made["mlflow"].entities}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("groupwise.errors.find_spec", lambda module: True)
+    return made
+
+
+def test_trackio_gets_every_iteration(fakes: dict[str, Any]):
+    tracker = {"name": "trackio", "project": "arms", "group": "ppo"}
+    gw.train("CartPole-v1", run_dir="mine", **TINY | {"logging": {"report_to": [tracker], "progress": "none"}})
+    (project, options), *logged, last = fakes["trackio"].calls
+    assert (project, options["group"], options["resume"], options["config"]["seed"]) == ("arms", "ppo", "allow", 4)
+    assert options["name"].startswith("mine-")
+    assert len(options["name"]) == len("mine-") + 8
+    assert [step for _, step in logged] == [64, 128, 192]
+    assert last == "finished"
+
+
+def test_mlflow_goes_on_with_the_run_that_is_resumed(fakes: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
+    tracker = {"name": "mlflow", "run_name": "first", "tags": {"owner": "me"}, "tracking_uri": "sqlite:///x.db"}
+    gw.train("CartPole-v1", run_dir="mine", **TINY | {"logging": {"report_to": [tracker], "progress": "none"}})
+    gw.resume("mine", 256)
+    server = fakes["mlflow"]
+    assert (server.uri, list(server.experiments)) == ("sqlite:///x.db", ["theirs"])
+    (run,) = server.runs.values()
+    assert (run.run_name, run.status, run.tags["owner"]) == ("first", "FINISHED", "me")
+    assert [step for name, _, step in run.metrics if name == "time/total_seconds"] == [64, 128, 192, 256]
+    assert (run.params["seed"], run.params["algorithm.num_steps"]) == ("4", "16")
+    assert run.params["total_steps"] == "192"  # MLflow refuses to change a parameter
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["wan"], "report_to.0: unknown tracker 'wan': did you mean 'wandb'?"),
+        (["mlflow", {"name": "mlflow"}], "report_to names 'mlflow' 2 times; fix: once"),
+        ([{"name": "wandb", "projet": "x"}], "report_to.0: unknown key 'projet'; did you mean 'project'?"),
+        (
+            [{"name": "wandb", "mode": "ofline"}],
+            "report_to.0.mode = 'ofline': expected one of online, offline, disabled",
+        ),
+    ],
+)
+def test_mistakes_are_named(given: Any, said: str):
+    with pytest.raises(gw.ConfigError, match=re.escape(said)):
+        gw.LoggingCfg(report_to=given)
+
+
+def test_a_registered_tracker_is_named_like_a_built_in_one(registry: None):
+    kept = Slow(0.0)
+
+    @gw.register_recipe
+    class KeepCfg(gw.TrackerCfg):
+        """Keeps the steps in a list."""
+
+        name: Literal["keep"] = "keep"
+
+        def build(self, run: gw.TrackedRun) -> gw.Tracker:
+            return kept
+
+    gw.train("CartPole-v1", **TINY | {"logging": {"report_to": ["keep"], "progress": "none"}})
+    assert kept.steps == [64, 128, 192]
 
 
 class Slow:

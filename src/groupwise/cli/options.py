@@ -50,6 +50,9 @@ _HIDDEN = ((EnvCfg, "id"), (TextTaskCfg, "rewards"))
 
 _TYPES = {"integer": "INT", "number": "FLOAT", "string": "TEXT", "object": "JSON", "null": "none"}
 
+_CHOICE = "choice"
+"""Type of an item that is a name, or a JSON object of a name and parameters."""
+
 
 class Option(NamedTuple):
     """A setting on the command line."""
@@ -72,6 +75,9 @@ class Option(NamedTuple):
     def types(self) -> list[dict[str, Any]]:
         """JSON Schemas of the values that it takes."""
         schema = TypeAdapter(self.annotation).json_schema()
+        if "$ref" in schema.get("items", ()):  # a list of choices, whose definition lists the names first
+            (definition,) = schema["$defs"].values()
+            schema["items"] = {**definition["anyOf"][0], "type": _CHOICE}
         found: list[dict[str, Any]] = schema.get("anyOf", [schema])
         return found
 
@@ -182,7 +188,7 @@ def _value(option: Option, words: Sequence[str]) -> Any:
 def _convert(flag: str, word: str, types: set[Any]) -> Any:
     if "null" in types and word in ("None", "none", "null"):
         return None
-    if "object" in types:
+    if "object" in types or (_CHOICE in types and word.startswith("{")):
         try:
             return files.parse_json(os.fsencode(word))
         except ValueError as error:

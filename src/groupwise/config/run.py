@@ -13,6 +13,7 @@ from groupwise.config.credit import CreditCfg
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import AnyPolicyCfg, EvalSamplingCfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.config.text import TextTaskCfg
+from groupwise.config.trackers import TrackerCfg
 
 EvaluationMetric: TypeAlias = Literal["return", "success_rate"]
 
@@ -67,10 +68,17 @@ class StopCfg(Cfg):
 class LoggingCfg(Cfg):
     """Where metrics go besides ``metrics.jsonl``, and what the terminal shows."""
 
-    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Trackers that also get the metrics (extra ``track``)."""
+    report_to: tuple[SerializeAsAny[TrackerCfg], ...] = ()
+    """Trackers that also get the metrics, each by name or with its parameters: ``[{"name": "wandb", "project": "arms"}]``."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """``bar``: live; ``lines``: plain lines; ``auto``: a bar on a terminal, otherwise lines; ``none``."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "LoggingCfg":
+        names = [tracker.name for tracker in self.report_to]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"report_to names {twice[0]!r} {len(twice)} times; fix: once")
+        return self
 
 
 class SamplerMismatchCfg(Cfg):

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from groupwise import files
 from groupwise.config.run import EvaluationMetric
+from groupwise.config.trackers import TrackedRun
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import SCORES
 from groupwise.terminal import SafeStream, printable
@@ -22,7 +23,7 @@ from groupwise.training.checkpoint import Checkpoint, Identity, save_checkpoint
 from groupwise.training.components import Components, Evaluator
 from groupwise.training.evaluation import EvaluationResult
 from groupwise.training.saving import MetricsLog, SaveCheckpoints, check_weights
-from groupwise.training.trackers import Report, TensorBoard, WandB
+from groupwise.training.trackers import Report
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,15 +47,14 @@ def build_callbacks(
     if stop.threshold is not None:
         built.append(StopAtScore(stop.threshold, parts.metric))
     built.append(MetricsLog(folder.metrics))
-    if "tensorboard" in logging.report_to:
-        built.append(Report("TensorBoard", TensorBoard(folder.tensorboard)))
-    if "wandb" in logging.report_to:
-        run_id = folder.read_provenance()["run_id"]
-        built.append(Report("W&B", WandB(folder.path, run_id, cfg.model_dump(mode="json"))))
+    settings = cfg.model_dump(mode="json")
+    if logging.report_to:
+        run = TrackedRun(folder.path, folder.read_provenance()["run_id"], settings)
+        built += [Report(tracker.name, tracker.build(run)) for tracker in logging.report_to]
     if logging.progress != "none":
         title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"
         built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
-    settings, interval = cfg.model_dump(mode="json"), cfg.checkpoint_interval or cfg.tenth
+    interval = cfg.checkpoint_interval or cfg.tenth
     return [*built, SaveCheckpoints(folder.latest, interval, parts.identity, cfg.keep_checkpoints, settings)]
 
 

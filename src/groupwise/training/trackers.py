@@ -1,15 +1,18 @@
 """Trackers: where metrics go besides ``metrics.jsonl``. Each has a thread of its own, so none delays or ends training."""
 
 import logging
-from collections.abc import Mapping
-from pathlib import Path
+import os
+import time
+from collections.abc import Iterator, Mapping
 from queue import Full, Queue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict
 
+from groupwise.config.trackers import MLflowCfg, TensorBoardCfg, TrackedRun, TrackioCfg, WandBCfg
 from groupwise.errors import ConfigError, require_extra
+from groupwise.report.folder import RunFolder
 from groupwise.terminal import printable
 from groupwise.training.base import Callback
 
@@ -23,6 +26,11 @@ _MAX_WAITING = 10_000
 _SECONDS_TO_OPEN = 20.0
 _SECONDS_TO_CLOSE = 30.0
 _SECONDS_AFTER_INTERRUPT = 5.0
+_MLFLOW_TAG = "groupwise_run_id"
+_MLFLOW_PARAMS = 100
+"""Parameters that MLflow takes at a time."""
+_MLFLOW_PARAM_LENGTH = 500
+"""Characters of a parameter that every version of MLflow takes."""
 
 
 @runtime_checkable
@@ -94,14 +102,14 @@ class Report(Callback):
 
 
 class TensorBoard:
-    """Writes events into a folder.
+    """Writes events into ``tensorboard/`` of the run folder.
 
     Raises:
         MissingExtraError: it is not installed.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, cfg: TensorBoardCfg, run: TrackedRun) -> None:
+        self.folder = RunFolder(run.folder).tensorboard
         self._writer: Any = None
 
     def open(self, step: int) -> None:
@@ -123,20 +131,16 @@ class TensorBoard:
 
 
 class WandB:
-    """Sends to Weights & Biases, or writes into the run folder with ``WANDB_MODE=offline``.
-
-    Args:
-        run_id: unique; a resumed run keeps it.
+    """Sends to Weights & Biases, or keeps the run on disk where its mode is offline.
 
     Raises:
         MissingExtraError: it is not installed.
         ConfigError: there is no API key.
     """
 
-    def __init__(self, folder: Path, run_id: str, config: dict[str, Any]) -> None:
-        self.folder = folder
-        self.run_id = run_id
-        self.config = config
+    def __init__(self, cfg: WandBCfg, run: TrackedRun) -> None:
+        self.cfg = cfg
+        self.run = run
         self._run: Any = None
 
     def open(self, step: int) -> None:
@@ -144,9 +148,10 @@ class WandB:
         require_extra("wandb", "track")
         import wandb
 
+        cfg, theirs = self.cfg, wandb.setup().settings  # WANDB_* variables and wandb's settings files
         # wandb itself would ask on the terminal, in the middle of training
-        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
-            raise ConfigError("no API key; fix: wandb login, or WANDB_MODE=offline")
+        if (cfg.mode or theirs.mode) == "online" and not wandb.login(prompt=False):
+            raise ConfigError("no API key; fix: wandb login, or mode='offline' (WANDB_MODE=offline)")
         settings = wandb.Settings(
             init_timeout=_SECONDS_TO_OPEN,
             finish_timeout=_SECONDS_TO_CLOSE,
@@ -154,8 +159,12 @@ class WandB:
             disable_git=True,  # the repository may be a stranger's
         )
         self._run = wandb.init(
-            project="groupwise", id=self.run_id, name=self.folder.name, dir=str(self.folder),
-            config=self.config, resume="allow", settings=settings,
+            project=cfg.project or theirs.project or "groupwise",
+            name=cfg.run_name or theirs.run_name or self.run.folder.name,
+            id=theirs.run_id or self.run.run_id,
+            dir=os.environ.get("WANDB_DIR", str(self.run.folder)),
+            config=self.run.settings, resume="allow", settings=settings,
+            entity=cfg.entity, group=cfg.group, tags=cfg.tags, mode=cfg.mode,
         )  # fmt: skip
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -165,3 +174,94 @@ class WandB:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+class Trackio:
+    """Writes to Trackio's database on this machine, or sends to a Space.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+
+    def __init__(self, cfg: TrackioCfg, run: TrackedRun) -> None:
+        self.cfg = cfg
+        self.run = run
+        self._run: Any = None
+
+    def open(self, step: int) -> None:
+        """Open the run, or go on with it: Trackio finds it by its name, which is unique."""
+        require_extra("trackio", "trackio")
+        import trackio
+
+        self._run = trackio.init(
+            self.cfg.project,
+            name=f"{self.cfg.run_name or self.run.folder.name}-{self.run.run_id[:8]}",
+            group=self.cfg.group,
+            space_id=self.cfg.space_id,
+            config=self.run.settings,
+            resume="allow",
+            embed=False,
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send every number."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class MLflow:
+    """Sends to an MLflow server, or writes to its database or folder.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+
+    def __init__(self, cfg: MLflowCfg, run: TrackedRun) -> None:
+        self.cfg = cfg
+        self.run = run
+        self._client: Any = None
+        self._run_id = ""
+
+    def open(self, step: int) -> None:
+        """Create the run with its settings as parameters, or find it by its id, which is a tag."""
+        require_extra("mlflow", "mlflow")
+        import mlflow
+
+        self._client = client = mlflow.MlflowClient(self.cfg.tracking_uri)
+        name = self.cfg.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "groupwise")
+        known = client.get_experiment_by_name(name)
+        experiment = client.create_experiment(name) if known is None else known.experiment_id
+        found = client.search_runs([experiment], f"tags.{_MLFLOW_TAG} = '{self.run.run_id}'")
+        if found:
+            self._run_id = found[0].info.run_id
+            client.update_run(self._run_id, "RUNNING")
+            return
+        tags = {**self.cfg.tags, _MLFLOW_TAG: self.run.run_id}
+        made = client.create_run(experiment, tags=tags, run_name=self.cfg.run_name or self.run.folder.name)
+        self._run_id = made.info.run_id
+        params = [mlflow.entities.Param(key, value) for key, value in _flat(self.run.settings)]
+        for begin in range(0, len(params), _MLFLOW_PARAMS):
+            client.log_batch(self._run_id, params=params[begin : begin + _MLFLOW_PARAMS])
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send every number."""
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        self._client.log_batch(self._run_id, [Metric(name, value, now, step) for name, value in metrics.items()])
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._client.set_terminated(self._run_id)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Each setting by its path."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)[:_MLFLOW_PARAM_LENGTH]

@@ -1,0 +1,112 @@
+"""Settings of the trackers. Imports no torch."""
+
+import pkgutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from groupwise.config.choices import Choice, register_recipe
+
+if TYPE_CHECKING:
+    from groupwise.training.trackers import Tracker
+
+_HOME = "groupwise.training.trackers"
+
+
+class TrackedRun(NamedTuple):
+    """What a tracker knows of its run."""
+
+    folder: Path
+    """The run folder."""
+    run_id: str
+    """Unique; a resumed run keeps it."""
+    settings: dict[str, Any]
+    """All settings, as plain data."""
+
+
+class TrackerCfg(Choice):
+    """A place that metrics are sent to. Subclass it with a ``build``, and ``@register_recipe`` it."""
+
+    family: ClassVar = "tracker"
+    known: ClassVar = {}
+
+    def build(self, run: TrackedRun) -> "Tracker":
+        """The tracker of a run."""
+        raise NotImplementedError(f"{type(self).__name__} has no build()")
+
+
+@register_recipe
+class TensorBoardCfg(TrackerCfg):
+    """TensorBoard, in the run folder."""
+
+    name: Literal["tensorboard"] = "tensorboard"
+
+    def build(self, run: TrackedRun) -> "Tracker":
+        """Writes events."""
+        return _of("TensorBoard", self, run)
+
+
+@register_recipe
+class WandBCfg(TrackerCfg):
+    """Weights & Biases. ``WANDB_*`` variables hold where a setting is None."""
+
+    name: Literal["wandb"] = "wandb"
+    project: str | None = None
+    """Project. None: ``WANDB_PROJECT``, or ``groupwise``."""
+    entity: str | None = None
+    """User or team. None: ``WANDB_ENTITY``, or the account's own."""
+    run_name: str | None = None
+    """Name of the run. None: ``WANDB_NAME``, or that of the run folder."""
+    group: str | None = None
+    """Group of runs. None: ``WANDB_RUN_GROUP``."""
+    tags: tuple[str, ...] | None = None
+    """Tags of the run. None: ``WANDB_TAGS``."""
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """``offline`` keeps the run on disk. None: ``WANDB_MODE``, or ``online``."""
+
+    def build(self, run: TrackedRun) -> "Tracker":
+        """Sends to a server, or writes into the run folder."""
+        return _of("WandB", self, run)
+
+
+@register_recipe
+class TrackioCfg(TrackerCfg):
+    """Trackio, on this machine or in a Space."""
+
+    name: Literal["trackio"] = "trackio"
+    project: str = "groupwise"
+    """Project."""
+    run_name: str | None = None
+    """Name of the run, to which a part of its unique id is added. None: that of the run folder."""
+    group: str | None = None
+    """Group of runs."""
+    space_id: str | None = None
+    """Space on Hugging Face that gets the metrics. None: ``TRACKIO_SPACE_ID``, or this machine alone."""
+
+    def build(self, run: TrackedRun) -> "Tracker":
+        """Writes to this machine, or sends to a Space."""
+        return _of("Trackio", self, run)
+
+
+@register_recipe
+class MLflowCfg(TrackerCfg):
+    """MLflow."""
+
+    name: Literal["mlflow"] = "mlflow"
+    experiment: str | None = None
+    """Experiment. None: ``MLFLOW_EXPERIMENT_NAME``, or ``groupwise``."""
+    run_name: str | None = None
+    """Name of the run. None: that of the run folder."""
+    tags: dict[str, str] = {}
+    """Tags of the run."""
+    tracking_uri: str | None = None
+    """Server, database or folder. None: ``MLFLOW_TRACKING_URI``, or MLflow's default."""
+
+    def build(self, run: TrackedRun) -> "Tracker":
+        """Sends to a server, or writes to a database or a folder."""
+        return _of("MLflow", self, run)
+
+
+def _of(tracker: str, cfg: TrackerCfg, run: TrackedRun) -> "Tracker":
+    """The tracker of that name, which needs torch."""
+    made: Tracker = pkgutil.resolve_name(f"{_HOME}:{tracker}")(cfg, run)
+    return made

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
@@ -13,7 +13,7 @@ from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import GIVEN, explain
 from groupwise.config.env import EnvCfg
-from groupwise.config.policy import AnyPolicyCfg, ModelCfg
+from groupwise.config.policy import AnyPolicyCfg
 from groupwise.config.run import CommonCfg, EvaluationCfg, RunCfg, TextEvaluationCfg, TextRunCfg
 from groupwise.engines.base import Engine
 from groupwise.engines.distributed import from_environment
@@ -23,6 +23,7 @@ from groupwise.plugins import blaming_absence
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
+from groupwise.text.settings import text_cfg
 from groupwise.text.task import TextTask
 from groupwise.training import running
 from groupwise.training.base import Callback
@@ -74,14 +75,19 @@ class Run:
         """A run from its folder, with the policy of one of its checkpoints.
 
         Args:
-            given: the Python objects that the run was trained with: ``env``, ``policy`` (its weights are replaced),
-                ``data``, ``eval_data``, ``reward`` or ``tool``.
+            given: the Python objects that the run was trained with: ``env``, ``policy`` (its weights are replaced). A text
+                run needs ``reward``, ``eval_data`` and ``tool`` only if it is evaluated.
 
         Raises:
             RunFolderError: ``path`` is not a run folder, or is damaged.
             CheckpointError: the checkpoint is missing, damaged, or of another environment or architecture.
         """
-        folder, objects, cfg = _reopen(path, given)
+        folder, objects, cfg = _reopen(path, given, to_train=False)
+        if isinstance(cfg, TextRunCfg):
+            from groupwise.text.build import load_algorithm
+
+            algorithm = load_algorithm(cfg, objects.policy, folder, checkpoint)
+            return cls(folder.path, cfg, algorithm, folder.read_summary(), objects)
         parts = _rebuild(cfg, objects, folder, Engine())
         with running.closing_after(parts.close):
             where = folder.checkpoints / checkpoint
@@ -137,7 +143,7 @@ def train(
             raise ConfigError(f"a {kind} has all settings, got {', '.join(extra)} too; fix: set them in the {kind}")
         return train_from_config(env, given, callbacks)
     if isinstance(env, TextTask):
-        cfg: CommonCfg = _text_cfg(env, algorithm, preset, policy, settings | env_settings)
+        cfg: CommonCfg = text_cfg(env.cfg, algorithm, preset, policy, settings | env_settings)
         return train_from_config(cfg, UserObjects(**env.given, policy=given.policy), callbacks)
     if not isinstance(policy_fields, AnyPolicyCfg | str | Mapping | None):
         raise ConfigError(
@@ -186,7 +192,7 @@ def resume(
         RunFolderError: ``path`` is not a run folder, or is damaged.
         CheckpointError: the checkpoint is damaged, or of another environment or architecture.
     """
-    folder, objects, cfg = _reopen(path, given)
+    folder, objects, cfg = _reopen(path, given, to_train=True)
     if total_steps is not None:
         if total_steps <= (done := saved_steps(folder.latest) or 0):
             raise ConfigError(
@@ -277,17 +283,16 @@ def sample(
     """
     if not isinstance(prompt, str):
         raise ConfigError(f"prompt = {prompt!r:.80}: expected a string; fix: one call per prompt")
+    given = {"policy": policy, "tool": tool}
     if isinstance(run, Run):
-        _refuse_for_live(run, checkpoint, {"policy": policy, "tool": tool})
+        _refuse_for_live(run, checkpoint, given)
     cfg = run.cfg if isinstance(run, Run) else _read_cfg(RunFolder.open(Path(run)))
     if not isinstance(cfg, TextRunCfg):
         raise ConfigError(f"{run} is a run on {cfg.subject}, without a language model; fix: groupwise eval")
-    from groupwise.text.build import load_trained
     from groupwise.text.evaluation import write_texts
 
-    trained = run.policy if isinstance(run, Run) else load_trained(cfg, RunFolder(Path(run)), checkpoint, policy)
-    tool = run.given.tool if isinstance(run, Run) else tool
-    return write_texts(cfg, trained, prompt, count, deterministic=deterministic, seed=seed, tool=tool)
+    run = run if isinstance(run, Run) else Run.load(run, checkpoint=checkpoint, **given)
+    return write_texts(cfg, run.policy, prompt, count, deterministic=deterministic, seed=seed, tool=run.given.tool)
 
 
 def _refuse_for_live(run: Run, checkpoint: str, objects: Mapping[str, Any]) -> None:
@@ -304,37 +309,8 @@ def _evaluate_texts(run: Run, cfg: TextRunCfg, changed: dict[str, Any], seed: in
 
     cfg = cfg.model_copy(update={"evaluation": TextEvaluationCfg(**dict(cfg.evaluation) | changed)})
     task = TextTask.from_cfg(cfg.task, run.given)
-    with closing(TextEvaluator(task, task.load()[1], cfg, run.policy, seed=seed)) as evaluator:
+    with closing(TextEvaluator(task, task.held_out(), cfg, run.policy, seed=seed)) as evaluator:
         return evaluator()
-
-
-def _text_cfg(
-    task: TextTask,
-    algorithm: str | AlgorithmCfg | dict[str, Any] | None,
-    preset: str | None,
-    policy: Policy | AnyPolicyCfg | str | Mapping[str, Any] | None,
-    settings: Any,
-) -> TextRunCfg:
-    """The settings of a run on a task. A given policy has its own model and sampling."""
-    if policy is not None and not isinstance(policy, Policy):
-        raise ConfigError(f"policy = {policy!r:.80}: expected a gw.CausalLM; fix: model='path-or-hub-id', lora=...")
-    model, lora = settings.pop("model", None), settings.pop("lora", None)
-    if policy is not None:
-        others = {"model": model, "lora": lora, "sampling": settings.get("sampling")}
-        if named := [key for key, value in others.items() if value is not None]:
-            raise ConfigError(
-                f"a policy has its own model and sampling, got {', '.join(named)}, too; fix: one of the two"
-            )
-        model, settings["sampling"] = ModelCfg(path=GIVEN), cast(Any, policy).sampling
-    elif model is None:
-        raise ConfigError("no model; fix: model='path-or-hub-id', or policy=CausalLM(...)")
-    if isinstance(model, str | Path):
-        model = {"path": str(model)}
-    elif isinstance(model, ModelCfg):
-        model = model.model_dump(exclude_unset=True)
-    if lora is not None:
-        model = {**model, "lora": lora}
-    return config.resolve_text(algorithm, preset, task=task.cfg, model=model, **settings)
 
 
 def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]]:
@@ -368,15 +344,21 @@ def _rebuild(cfg: CommonCfg, given: UserObjects, folder: RunFolder, engine: Engi
         return build(cfg, given, engine, restored=has_checkpoint(folder.latest))
 
 
-def _reopen(path: Path | str, given: Mapping[str, Any]) -> tuple[RunFolder, UserObjects, CommonCfg]:
-    """A run's folder, Python objects and settings; a ``ConfigError`` if objects are missing."""
+def _reopen(path: Path | str, given: Mapping[str, Any], *, to_train: bool) -> tuple[RunFolder, UserObjects, CommonCfg]:
+    """A run's folder, Python objects and settings; a ``ConfigError`` if objects are missing.
+
+    Args:
+        to_train: False: what only training or scoring texts needs may be missing.
+    """
     folder, objects = RunFolder.open(Path(path)), UserObjects.again(given)
-    if missing := sorted(set(folder.read_provenance()["given_in_python"]) - set(objects.names())):
+    cfg = _read_cfg(folder)
+    optional = set() if to_train else {"data", "eval_data", "reward", "tool"}
+    if missing := sorted(set(folder.read_provenance()["given_in_python"]) - optional - set(objects.names())):
         raise ConfigError(
             f"{path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as in "
             f"gw.resume({str(path)!r}, {missing[0]}=...) or gw.Run.load"
         )
-    return folder, objects, _read_cfg(folder)
+    return folder, objects, cfg
 
 
 def _read_cfg(folder: RunFolder) -> CommonCfg:

@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from groupwise.config import resolve_text
+from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.run import TextRunCfg
 from groupwise.config.text import RewardCfg, TextTaskCfg
 from groupwise.errors import ConfigError
 
@@ -32,8 +35,36 @@ def test_settings_survive_json():
         ({"on_long_prompt": "cut"}, "on_long_prompt = 'cut': expected one of error, drop"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens = 0"),
         ({"chat": "always"}, "chat = 'always': expected one of auto, never"),
+        ({"data_size": 5}, r"data_size=5 is of reasoning-gym tasks, .* data does not name; fix: leave it out"),
+        ({"data": "a.jsonl", "data_kwargs": {"max_terms": 2}}, r"data_kwargs=\{'max_terms': 2\} is of reasoning-gym"),
+        (
+            {"data": "reasoning-gym:chain_sum", "eval_data": "a.jsonl", "eval_size": 5},
+            "eval_size=5 .* eval_data does not",
+        ),
     ],
 )
 def test_mistakes_are_explained(fields, message):
     with pytest.raises(ConfigError, match=message):
         TextTaskCfg(**fields)
+
+
+def test_a_discount_that_nothing_reads_is_refused():
+    discounted = {"returns": "return_to_go", "group_key": "group_step"}
+    assert resolve_text({"gamma": 0.9, "credit": discounted}).algorithm.gamma == 0.9
+    assert resolve_text({"gamma": 0.9, "credit": {"baseline": "gigpo"}}).algorithm.gamma == 0.9
+    assert resolve_text({"name": "ppo", "gamma": 0.9}).algorithm.gamma == 0.9
+    assert TextRunCfg(algorithm=GRPOCfg(group_size=4)).algorithm.group_size == 4
+    with pytest.raises(
+        ConfigError, match=r"gamma=0\.99 has no effect with credit\.returns='outcome'; fix: leave it out"
+    ):
+        resolve_text({"gamma": 0.99})
+
+
+@pytest.mark.parametrize(("model", "rate"), [({}, 1e-6), ({"lora": {"r": 2}}, 1e-5), ({"path": "saved"}, 1e-5)])
+def test_the_default_rate_of_adapters_is_higher(model, rate, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "adapter_config.json").write_text("{}")
+    for algorithm in ("grpo", "ppo"):
+        assert resolve_text(algorithm, model=model).algorithm.learning_rate == rate
+    assert resolve_text({"learning_rate": 1e-3}, model=model).algorithm.learning_rate == 1e-3

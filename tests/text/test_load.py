@@ -9,7 +9,7 @@ import torch
 from tiny_models import EOS, FAMILIES, tiny_model
 from tiny_tokenizers import character_tokenizer, tiny_tokenizer
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BartConfig, LlamaConfig, LlamaForCausalLM
 
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.data.rollout import transition_view
@@ -47,6 +47,13 @@ def folder(tmp_path_factory):
         return made[family]
 
     return folder_of
+
+
+def test_the_decoder_of_a_model_with_an_encoder_is_not_taken_alone(tmp_path):
+    BartConfig(vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1).save_pretrained(tmp_path)
+    character_tokenizer("0123456789").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"can load \(it is an encoder-decoder model\); fix: .*causal"):
+        load_causal_lm(ModelCfg(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,10 +11,14 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from groupwise.algorithms.grpo import GRPO
@@ -128,6 +132,15 @@ def test_a_head_that_is_more_than_a_weight_is_refused():
         adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
     with pytest.raises(ConfigError, match="lora_A"):
         CausalLM(adapted)
+
+
+def test_a_model_with_an_encoder_is_refused():
+    sizes = {"vocab_size": 40, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    with pytest.raises(ConfigError, match="BartForConditionalGeneration is an encoder-decoder model; fix: a causal"):
+        CausalLM(BartForConditionalGeneration(BartConfig(**sizes, **heads)))
+    with pytest.raises(ConfigError, match="T5ForConditionalGeneration is an encoder-decoder model; fix: a causal"):
+        CausalLM(T5ForConditionalGeneration(T5Config(vocab_size=40, d_model=16, d_ff=16, num_layers=1, num_heads=2)))
 
 
 def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused():

@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from text_runs import SETTINGS, copying, numbers, save_model, share_copied, train
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import groupwise as gw
 from groupwise import cli
+from groupwise.text.load import with_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
 
@@ -95,6 +96,20 @@ def test_a_given_reward_must_be_given_again(copied):
         gw.resume(copied.path)
 
 
+def test_a_run_is_loaded_sampled_and_exported_without_its_data_and_rewards(copied, tmp_path, capsys):
+    loaded = gw.Run.load(copied.path)
+    assert gw.sample(loaded, "123") == gw.sample(copied, "123") == gw.sample(copied.path, "123")
+    assert cli.main(["export", str(copied.path), "--to", "transformers", "--out", f"{tmp_path}/out"]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(weights(copied)[f"model.{name}"].equal(value) for name, value in exported.items())
+    rows = numbers()[60:68]
+    assert gw.evaluate(copied.path, eval_data=rows, reward=share_copied) == gw.evaluate(copied)
+    with pytest.raises(gw.ConfigError, match=r"eval_data were given in Python; fix: give them again as eval_data="):
+        gw.evaluate(loaded)
+    with pytest.raises(gw.ConfigError, match=r"1 reward.* given in Python, but now 0; fix: give them again"):
+        gw.evaluate(copied.path, eval_data=rows)
+
+
 def test_evaluation_tells_mean_and_pass_rates_with_intervals(copied):
     greedy = gw.evaluate(copied)
     assert (greedy.episodes, greedy.completions_per_prompt) == (8, 1)
@@ -169,6 +184,19 @@ def test_a_score_to_stop_at_wants_held_out_prompts(model, tmp_path):
     task = gw.TextTask(numbers()[:20], reward=share_copied)
     with pytest.raises(gw.ConfigError, match=r"stop.threshold=0.5 needs held-out prompts; fix: task.eval_data"):
         train(task, model, tmp_path / "run", stop={"threshold": 0.5})
+
+
+def test_a_given_model_is_given_again_and_its_adapters_have_their_own_rate(model, tmp_path):
+    def policy():
+        made = with_adapters(AutoModelForCausalLM.from_pretrained(model), gw.LoRACfg(r=2))
+        return gw.CausalLM(made, gw.SamplingCfg(max_new_tokens=4), tokenizer=AutoTokenizer.from_pretrained(model))
+
+    settings = {key: value for key, value in SETTINGS.items() if key != "sampling"} | {"total_steps": 40}
+    run = gw.train(copying(), policy=policy(), run_dir=tmp_path / "run", **settings)
+    assert run.cfg.algorithm.learning_rate == 1e-5
+    with pytest.raises(gw.ConfigError, match=r"was given policy in Python; fix: .*policy=\.\.\."):
+        gw.sample(run.path, "123")
+    assert gw.sample(run.path, "123", policy=policy()) == gw.sample(run, "123")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ class BaselineCfg(Choice):
     """Required values of other settings of credit."""
     within_group: ClassVar[bool] = True
     """Whether a group of equal returns has advantages 0."""
+    discounts: ClassVar[bool] = False
+    """Whether it reads ``CreditInput.gamma``."""
     greedy_members: ClassVar[Literal[0, 1]] = 0
     """Further deterministic episodes of each group, not trained on."""
     needs_scores: ClassVar[bool] = False
@@ -113,6 +115,11 @@ class CreditCfg(Cfg):
     """Scale advantages to mean 0 and standard deviation 1: never, over all steps of the batch, or over the groups with variance."""
     kl_placement: Literal["loss", "reward", "advantage"] = "loss"
     """Where ``kl_coef`` times the KL goes: into the loss, off each reward before credit, or into the advantage."""
+
+    @property
+    def discounts(self) -> bool:
+        """Whether ``gamma`` has an effect; of a registered rule it is not known."""
+        return self.rule != "composed" or self.returns == "return_to_go" or self.baseline.discounts
 
     def check_steps(self) -> None:
         """Refuse rules for single steps where whole episodes are compared, by a ``ConfigError``.

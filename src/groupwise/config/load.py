@@ -21,6 +21,8 @@ from groupwise.config.presets import Tree
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""In a folder of peft's adapters."""
 _NOT_OF_WEIGHTS = ("init_from", "normalize_reward")
 """Settings of a policy that those who begin with its weights choose anew."""
 
@@ -45,11 +47,19 @@ def resolve(
 
 
 def resolve_text(
-    algorithm: str | AlgorithmCfg | Tree | None = None, preset: str | None = None, **fields: Any
+    algorithm: str | AlgorithmCfg | Tree | None = None,
+    preset: str | None = None,
+    *,
+    adapters: bool = False,
+    **fields: Any,
 ) -> TextRunCfg:
-    """The full config of a run on texts; see ``resolve``. ``fields`` are those of ``TextRunCfg``."""
+    """The full config of a run on texts; see ``resolve``. ``fields`` are those of ``TextRunCfg``.
+
+    Args:
+        adapters: whether a policy that was made in Python has adapters; of a folder this is known.
+    """
     given = _given(algorithm, fields)
-    cfg = _resolve([{"task": {}, **given}], preset)
+    cfg = _resolve([{"task": {}, **given}], preset, adapters=adapters)
     assert isinstance(cfg, TextRunCfg)
     return cfg
 
@@ -111,12 +121,12 @@ def json_schema() -> Tree:
     return TypeAdapter(files[0] | files[1]).json_schema()
 
 
-def _resolve(layers: list[Tree], preset: str | None) -> RunCfg | TextRunCfg:
+def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) -> RunCfg | TextRunCfg:
     """The config from the user's settings, later layers over earlier ones, over the presets."""
     kind = TextRunCfg if "task" in layers[0] else RunCfg
     cfg_type = _algorithm_type(layers)
     given = functools.reduce(_merge, layers)
-    files = ["text"] if _table(given, "model").get("lora") is None else ["text", "text_lora"]
+    files = ["text", "text_lora"] if adapters or _names_adapters(_table(given, "model")) else ["text"]
     trees = [presets.env_preset(str(given["env"]["id"]))] if kind is RunCfg else list(map(presets.read, files))
     base = functools.reduce(_merge, (_preset_for(tree, cfg_type) for tree in trees))
     if kind is RunCfg:  # settings of the preset's policy are not those of another one
@@ -163,6 +173,14 @@ def _preset_for(by_algorithm: dict[str, Tree], cfg_type: type[AlgorithmCfg]) -> 
             return {**tree, "algorithm": {key: value for key, value in settings if key not in redefined}}
         redefined |= vars(base).get("__annotations__", {}).keys()
     return {}
+
+
+def _names_adapters(model: Tree) -> bool:
+    """Whether adapters are trained: new ones, or those in the model's folder."""
+    path = model.get("path")
+    return model.get("lora") is not None or (
+        isinstance(path, str) and (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
+    )
 
 
 def _policy_of(source: Path) -> Tree:

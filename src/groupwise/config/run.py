@@ -240,6 +240,7 @@ class TextRunCfg(CommonCfg):
             unread |= {f"collection.{name}": value for name, value in self.algorithm.collection.changed(*names).items()}
         for name, value in unread.items():
             raise ValueError(f"algorithm.{name}={value!r} has no effect on text; fix: leave it out")
+        self._check_discount()
         if self.stop.threshold is not None and self.task.eval_data is None:
             raise ValueError(f"stop.threshold={self.stop.threshold} needs held-out prompts; fix: task.eval_data")
         if self.overlong_buffer > self.sampling.max_new_tokens:
@@ -248,6 +249,16 @@ class TextRunCfg(CommonCfg):
                 "fix: a smaller one"
             )
         return self
+
+    def _check_discount(self) -> None:
+        algorithm = self.algorithm
+        if type(algorithm) is not GRPOCfg or algorithm.credit.discounts:  # a user's own may discount
+            return
+        if "gamma" in algorithm.model_fields_set and algorithm.gamma != 1:
+            raise ValueError(
+                f"algorithm.gamma={algorithm.gamma:g} has no effect with credit.returns={algorithm.credit.returns!r}; fix: leave it "
+                "out, or credit.returns='return_to_go'"
+            )
 
     def _check_turns(self) -> None:
         needs = "needs turns, and without a tool a completion is one turn; fix: task.tool"

@@ -72,6 +72,17 @@ class TextTaskCfg(Cfg):
                 raise ValueError(
                     f"{name}={value!r} has no effect without a tool; fix: tool='calculator', or leave it out"
                 )
+        gym = {"data": self.data.startswith(GYM), "eval_data": (self.eval_data or "").startswith(GYM)}
+        for name, read in {
+            "data_size": gym["data"],
+            "eval_size": gym["eval_data"],
+            "data_kwargs": any(gym.values()),
+        }.items():
+            if not read and (value := self.changed(name)):
+                raise ValueError(
+                    f"{name}={value[name]!r} is of reasoning-gym tasks, which "
+                    f"{'eval_data' if name == 'eval_size' else 'data'} does not name; fix: leave it out, or '{GYM}<task>'"
+                )
         if self.tool == GIVEN and self.tool_kwargs:
             raise ValueError(
                 f"tool_kwargs={self.tool_kwargs!r} are for registered tools, got a Python object; fix: leave them out"

@@ -181,6 +181,7 @@ class GigpoCfg(BaselineCfg):
     name: Literal["gigpo"] = "gigpo"
     weight: NonNegative = 1.0
     """Weight of the second advantage, the paper's omega."""
+    discounts: ClassVar = True
     source: ClassVar = "https://arxiv.org/abs/2505.10978"
 
     def advantage(self, credit: "CreditInput", compare: "Callable[[CreditInput], Tensor]") -> "Tensor":

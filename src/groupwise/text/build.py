@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 import torch
 
+from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import GRPOCfg, with_max_length
-from groupwise.config.base import GIVEN
 from groupwise.config.credit import PartsCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.data.rollout import TensorSpec
@@ -77,8 +77,6 @@ class TextComponents(Components):
 
 def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -> TextComponents:
     """The components of a run, from its settings."""
-    require_extra("transformers", "text")
-    algorithm_type = cfg.algorithm.load()
     task = TextTask.from_cfg(cfg.task, given)
     rewards, tool = task.rewards(cfg.algorithm.on_nonfinite), task.tool()
     train, held_out = task.load()
@@ -87,17 +85,15 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
             "collection.dynamic_sampling takes a varying number of prompts, which several processes cannot divide; fix: "
             "dynamic_sampling=0, or one process"
         )
-    device = pick_device(cfg.device)
-    policy = _policy(cfg, given, actor_only=algorithm_type.actor_only).to(device)
-    speed_up(policy)
+    cfg = _filled_in(cfg, rewards.weights)
+    algorithm = build_algorithm(cfg, given.policy, engine)
+    policy = algorithm.policy
+    assert isinstance(policy, CausalLM)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
     prompts = encoder.select(train, policy.max_prompt_length(cfg.sampling.max_new_tokens))
     rewards.check_columns(prompts[0].example.columns)
     if held_out:
         rewards.check_columns(held_out[0].columns, "eval_data")
-    cfg = _filled_in(cfg, rewards.weights)
-    algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
-    flatten(algorithm)
     collector = TextCollector(
         policy,
         partial(complete, policy),
@@ -114,11 +110,30 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
         policy.action_spec,
         value=not policy.actor_only,
         on_nonfinite=cfg.algorithm.on_nonfinite,
-        device=device,
+        device=policy.device,
     )
+    return TextComponents(cfg, given, algorithm, collector, buffer, identity_of(cfg, policy), task, held_out)
+
+
+def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine) -> BaseAlgorithm:
+    """The algorithm with its language model: all that learns, without prompts and rewards.
+
+    Args:
+        given: the policy, if it was made in Python.
+    """
+    require_extra("transformers", "text")
+    algorithm_type = cfg.algorithm.load()
+    policy = _policy(cfg, given, actor_only=algorithm_type.actor_only).to(pick_device(cfg.device))
+    speed_up(policy)
+    algorithm: BaseAlgorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
+    flatten(algorithm)
+    return algorithm
+
+
+def identity_of(cfg: TextRunCfg, policy: CausalLM) -> Identity:
+    """What a checkpoint belongs to: the data, and the model's class and sizes."""
     vocabulary, width = policy.head.shape
-    identity = Identity(cfg.subject, f"{type(policy.network).__name__} of width {width}", f"{vocabulary} tokens")
-    return TextComponents(cfg, given, algorithm, collector, buffer, identity, task, held_out)
+    return Identity(cfg.subject, f"{type(policy.network).__name__} of width {width}", f"{vocabulary} tokens")
 
 
 def speed_up(policy: CausalLM) -> None:
@@ -129,33 +144,29 @@ def speed_up(policy: CausalLM) -> None:
         keep_freed_memory()
 
 
-def load_trained(
-    cfg: TextRunCfg, folder: RunFolder, checkpoint: Literal["latest", "best"], policy: Policy | None = None
-) -> CausalLM:
-    """The policy of an earlier run, without its prompts and rewards.
+def load_algorithm(
+    cfg: TextRunCfg, given: Policy | None, folder: RunFolder, checkpoint: Literal["latest", "best"]
+) -> BaseAlgorithm:
+    """The algorithm of an earlier run with the policy of a checkpoint, without prompts and rewards.
 
     Args:
-        policy: the one that the run was given in Python; it gets the checkpoint's weights.
+        given: the policy that the run was given in Python; it gets the checkpoint's weights.
     """
-    if policy is None and cfg.model.path == GIVEN:
-        raise ConfigError(
-            f"{folder.path} was given policy in Python; fix: from Python, give the same again, as policy=..."
-        )
-    trained = _policy(cfg, UserObjects(policy=policy), actor_only=cfg.algorithm.load().actor_only)
-    speed_up(trained)
+    algorithm = build_algorithm(cfg, given, Engine())
+    policy = algorithm.policy
+    assert isinstance(policy, CausalLM)
     where = folder.checkpoints / checkpoint
-    load_policy(trained, load_checkpoint(where, policy=trained).policy, where)
-    return trained
+    load_policy(policy, load_checkpoint(where, identity_of(cfg, policy), policy).policy, where)
+    return algorithm
 
 
-def _policy(cfg: TextRunCfg, given: UserObjects, *, actor_only: bool) -> CausalLM:
+def _policy(cfg: TextRunCfg, policy: Policy | None, *, actor_only: bool) -> CausalLM:
     """The policy that was given, or the one that the settings name."""
-    if given.policy is None:
+    if policy is None:
         with torch.random.fork_rng(devices=[]):  # adapters start from random weights
             torch.manual_seed(derive_seed(cfg.seed, "policy"))
             device, compiled = pick_device(cfg.device), cfg.compile == "on"
             return load_causal_lm(cfg.model, cfg.sampling, actor_only=actor_only, device=device, compile=compiled)
-    policy = given.policy
     if not isinstance(policy, CausalLM):
         raise ConfigError(f"a text task needs a CausalLM; got {type(policy).__name__}, fix: gw.CausalLM(model, ...)")
     if policy.tokenizer is None:
@@ -168,10 +179,14 @@ def _policy(cfg: TextRunCfg, given: UserObjects, *, actor_only: bool) -> CausalL
 
 
 def _filled_in(cfg: TextRunCfg, weights: tuple[float, ...]) -> TextRunCfg:
-    """The settings with those that follow from others: the longest completion, and weights of rewards compared one by one."""
+    """The settings with those that follow from others: the longest completion, a discount that is
+    not read, and weights of rewards compared one by one.
+    """
     algorithm = cfg.algorithm
     num_turns = 1 if cfg.task.tool is None else cfg.task.max_turns
     algorithm = with_max_length(algorithm, num_turns * cfg.sampling.max_new_tokens)
+    if isinstance(algorithm, GRPOCfg) and not algorithm.credit.discounts:
+        algorithm = algorithm.model_copy(update={"gamma": 1.0})
     if isinstance(algorithm, GRPOCfg) and isinstance(algorithm.credit.reward, PartsCfg):
         if len(weights) < 2:
             raise ConfigError("credit.reward='parts' compares several rewards; got one, fix: credit.reward='total'")

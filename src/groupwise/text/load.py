@@ -10,13 +10,12 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from groupwise.config.load import read_json
+from groupwise.config.load import ADAPTER_CONFIG, read_json
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.errors import ConfigError, require_extra
 from groupwise.text.policy import CausalLM
 
 _HUB_SECONDS = 10.0
-_ADAPTER_CONFIG = "adapter_config.json"
 
 
 def load_causal_lm(
@@ -79,7 +78,7 @@ def find_model(path: str) -> str:
         raise ConfigError(f"no folder {path!r}; {wanted}")
     from huggingface_hub import HfApi, try_to_load_from_cache
 
-    if any(isinstance(try_to_load_from_cache(path, name), str) for name in ("config.json", _ADAPTER_CONFIG)):
+    if any(isinstance(try_to_load_from_cache(path, name), str) for name in ("config.json", ADAPTER_CONFIG)):
         return path
     try:
         HfApi().model_info(path, timeout=_HUB_SECONDS)  # asks once; loading would try for half a minute
@@ -158,7 +157,7 @@ def _quiet_peft() -> Iterator[None]:
 
 def _base_of(path: str) -> str | None:
     """The base model of a folder of adapters; None for a whole model."""
-    config = Path(path) / _ADAPTER_CONFIG
+    config = Path(path) / ADAPTER_CONFIG
     if not config.is_file():
         return None
     name = read_json(config).get("base_model_name_or_path")
@@ -179,12 +178,14 @@ def _load_tokenizer(path: str, base: str | None) -> Any:
 
 
 def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     more: dict[str, Any] = {"dtype": torch.bfloat16 if cfg.precision == "bfloat16" else torch.float32}
     if cfg.quantization != "none":
         more |= {"quantization_config": _quantization(cfg), "device_map": {"": device}}
     try:
+        if AutoConfig.from_pretrained(path, trust_remote_code=False).is_encoder_decoder:
+            raise ValueError("it is an encoder-decoder model")  # transformers would load its decoder alone
         return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, use_safetensors=True, **more)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -286,8 +286,9 @@ class CausalLM(Policy):
     def _check_head(self) -> None:
         """Compare the model's logits with the head's on a few tokens, and the head with the tokenizer."""
         name, embeddings = type(self.network).__name__, self.network.get_output_embeddings()
-        if embeddings is None:
-            raise ConfigError(f"{name} has no output embeddings; fix: a causal language model")
+        if embeddings is None or self.network.config.is_encoder_decoder:
+            what = "has no output embeddings" if embeddings is None else "is an encoder-decoder model"
+            raise ConfigError(f"{name} {what}; fix: a causal language model, such as Llama, Qwen or GPT-2")
         parts = [part for part, _ in embeddings.named_parameters()]
         if parts != ["weight"]:
             raise ConfigError(

@@ -80,9 +80,12 @@ class TextTask:
             ConfigError: data that were given in Python are missing.
             DataError: no examples, or examples that cannot be read.
         """
-        train = self._examples("data")
-        held_out = [] if self.cfg.eval_data is None else self._examples("eval_data")
+        train, held_out = self._examples("data"), self.held_out()
         return train if self.cfg.eval_overlap == "keep" else without_overlap(train, held_out), held_out
+
+    def held_out(self) -> list[Example]:
+        """Examples that are held out, none without ``eval_data``; errors as ``load``."""
+        return [] if self.cfg.eval_data is None else self._examples("eval_data")
 
     def rewards(self, on_nonfinite: OnNonFinite = "stop") -> RewardSet:
         """The functions, ready to score; ``on_nonfinite`` as ``AlgorithmCfg.on_nonfinite``.

@@ -23,6 +23,7 @@ from groupwise.data.spaces import obs_spec, space_kind, subspaces
 from groupwise.envs.base import EnvStep, GroupEnv, VectorEnv
 from groupwise.envs.make import make_env, makes_rows
 from groupwise.envs.names import refuse_module
+from groupwise.envs.obs_keys import kept_space
 from groupwise.envs.single import make_one, step_limit
 from groupwise.envs.success import SUCCESS_KEYS, success_of_row, task_of_row
 from groupwise.errors import EnvError, GroupwiseError
@@ -184,10 +185,11 @@ def _measure_single(cfg: EnvCfg, make: Maker) -> Measured:
     """Of an environment that is made one by one."""
     with closing(make_one(cfg, make)) as env:
         name = type(env.unwrapped).__name__ if env.spec is None else env.spec.id
+        space, _ = kept_space(env.observation_space, cfg.obs_keys, name)
         limit = step_limit(env)
     modes: dict[str, Finding[float]] = {mode: _tried(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
     speeds = {way: _tried(partial(_steps_per_second, cfg, make, way)) for way in VECTORIZATIONS}
-    return name, env.observation_space, env.action_space, limit, _tried(partial(_success, cfg, make)), modes, speeds
+    return name, space, env.action_space, limit, _tried(partial(_success, cfg, make)), modes, speeds
 
 
 def _measure_rows(cfg: EnvCfg, make: Maker) -> Measured:

@@ -61,12 +61,10 @@ class CannotBeMade(Sound):
 
 
 class Speaks(Sound):
-    observation_space = gymnasium.spaces.Dict(
-        {"place": Sound.observation_space, "word": gymnasium.spaces.Text(5)},
-    )
+    observation_space = gymnasium.spaces.Text(5)
 
     def look(self):
-        return {"place": super().look(), "word": "hello"}
+        return "hello"
 
 
 class Counts(Sound):

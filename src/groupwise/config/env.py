@@ -26,6 +26,8 @@ class EnvCfg(Cfg):
     """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in other processes; ``envpool``: EnvPool (extra ``envpool``); ``torch``: a simulator in torch (classic control; HalfCheetah-v5 with the extra ``mujoco-warp``); ``auto``: ``entry_point`` for CartPole, otherwise ``sync``."""
     timeout: Annotated[float, Gt(0)] = 60.0
     """Seconds that a process of ``vectorization="async"`` may take to start or step its environments; to make them, at least 60. Then it is killed, and ``collection.on_env_error`` decides; PPO ends."""
+    obs_keys: tuple[str, ...] | None = None
+    """Entries of a Dict observation that the policy gets. None: all but those without a fixed shape, such as text."""
     start_mode: StartMode | Literal["auto"] = "auto"
     """How the members of a group share their start. ``auto``: the best mode that passes its check. ``none``: each has its own start. GRPO only."""
     num_random_noops: Annotated[int, Ge(0)] = 0

@@ -14,6 +14,7 @@ from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec, obs_to_tensor
 from groupwise.envs import states
 from groupwise.envs.base import Autoreset, EnvStep, Mask, VectorEnv
+from groupwise.envs.obs_keys import kept_space
 from groupwise.envs.success import SUCCESS_KEYS, success_of_rows, tasks_of_rows
 from groupwise.errors import EnvError
 from groupwise.seeding import row_seeds
@@ -29,6 +30,7 @@ class GymnasiumVectorEnv(VectorEnv):
     stream; sync and async ones get a seed a row.
 
     Args:
+        obs_keys: entries of a Dict observation to keep, as ``EnvCfg.obs_keys``.
         device: where observations go.
 
     Raises:
@@ -42,11 +44,12 @@ class GymnasiumVectorEnv(VectorEnv):
         *,
         env_id: str,
         max_episode_steps: int | None,
+        obs_keys: tuple[str, ...] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.env_id = env_id
         self.num_envs = env.num_envs
-        self.observation_space = env.single_observation_space
+        self.observation_space, self.notes = kept_space(env.single_observation_space, obs_keys, env_id)
         self.action_space = env.single_action_space
         self.obs_spec = obs_spec(self.observation_space)
         self.max_episode_steps = max_episode_steps
@@ -117,7 +120,7 @@ class GymnasiumVectorEnv(VectorEnv):
         if isinstance(final, np.ndarray) and final.dtype == object:
             filler = next(obs for obs in final if obs is not None)
             rows = [filler if obs is None else obs for obs in final]
-            space = self.observation_space
+            space = self._env.single_observation_space
             final = concatenate(space, rows, create_empty_array(space, self.num_envs))  # type: ignore[arg-type]
         return self._tensor(final)
 

@@ -48,6 +48,7 @@ class RowCfg(NamedTuple):
     chunked: bool = False
     """Whether an action is a chunk of several."""
     on_error: OnError = "raise"
+    notes: tuple[str, ...] = ()
     timeout: float = 60.0
     """Seconds that rows in another process may take for an answer."""
 

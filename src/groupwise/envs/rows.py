@@ -37,6 +37,7 @@ class RowsGroupEnv(GroupEnv):
         self.max_episode_steps = cfg.max_episode_steps
         self.start_mode = cfg.start_mode
         self.device = torch.device(device)
+        self.notes = cfg.notes
         self._live: Mask = np.zeros(num_envs, dtype=np.bool_)
         self._live_rows = np.flatnonzero(self._live)
         self._not_started: Mask = np.zeros(num_envs, dtype=np.bool_)

@@ -21,6 +21,7 @@ from groupwise.envs.base import GroupStartReport, VectorEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv, LeanSyncVectorEnv
 from groupwise.envs.local_rows import OnError, RowCfg
 from groupwise.envs.names import import_package, unknown_environment
+from groupwise.envs.obs_keys import kept_space
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.starts import choose_start, verify_rows
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError, installing
@@ -91,7 +92,8 @@ def vector_env(
         return RowsGroupEnv(rows._replace(start_mode="none"), num_envs, num_workers=num_cpus(), device=device)
     with explained(cfg.id):
         vector = LeanSyncVectorEnv([rows.make] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED)
-    return GymnasiumVectorEnv(vector, env_id=rows.env_id, max_episode_steps=rows.max_episode_steps, device=device)
+    limit = rows.max_episode_steps
+    return GymnasiumVectorEnv(vector, env_id=rows.env_id, max_episode_steps=limit, obs_keys=cfg.obs_keys, device=device)
 
 
 class RandomNoops(gymnasium.Wrapper):
@@ -156,16 +158,18 @@ def _describe(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: O
     limit = cfg.max_episode_steps or step_limit(probe)
     if limit is not None:
         limit = math.ceil(limit / cfg.actions_executed)
+    space, notes = kept_space(probe.observation_space, cfg.obs_keys, name)
     probe.close()
     return RowCfg(
         partial(_make, registered if env is None else env, cfg),
         env_id=name,
-        observation_space=probe.observation_space,
+        observation_space=space,
         action_space=probe.action_space,
         max_episode_steps=limit,
         reward_parts=cfg.reward_parts,
         chunked=cfg.action_chunk > 1,
         on_error=on_error,
+        notes=notes,
         timeout=cfg.timeout,
     )
 

@@ -72,7 +72,8 @@ def main() -> None:
 
     # The registered name in config.json leads back to the class.
     assert gw.load_config(run.path / "config.json") == run.cfg
-    run = gw.resume(run.path, args.total_steps)
+    if run.summary["env_steps"] < args.total_steps:  # the first half ends with a whole iteration
+        run = gw.resume(run.path, args.total_steps)
     print(f"{run.cfg.algorithm.name} with elite {run.cfg.algorithm.elite}: {run.summary['return_mean']:.1f} in the end")
 
 

@@ -229,7 +229,10 @@ def settings(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", metavar="PNG", help="draw the logged numbers (needs matplotlib)")
     parser.add_argument("--render", action="store_true", help="show one greedy episode in a window (needs pygame)")
     parser.set_defaults(**DEFAULTS[parser.parse_known_args(arguments)[0].algorithm])
-    return parser.parse_args(arguments)
+    s = parser.parse_args(arguments)
+    if min(s.group_size - 1, s.epochs, s.minibatch, s.steps, s.total_steps) < 1:
+        parser.error("--group-size must be at least 2; --epochs, --minibatch, --steps and --total-steps at least 1")
+    return s
 
 
 def main() -> None:

@@ -63,10 +63,7 @@ class DivergedError(GroupwiseError, RuntimeError):
     @classmethod
     def because(cls, what: str) -> "DivergedError":
         """The error, with what to do."""
-        return cls(
-            f"training diverged: {what}; the last checkpoint is kept; fix: lower learning_rate or max_grad_norm, or look at "
-            "the rewards"
-        )
+        return cls(f"training diverged: {what}; fix: lower learning_rate or max_grad_norm, or look at the rewards")
 
 
 class SamplerMismatchError(DivergedError):

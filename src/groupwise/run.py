@@ -26,7 +26,7 @@ from groupwise.seeding import derive_seed
 from groupwise.text.settings import text_cfg
 from groupwise.text.task import TextTask
 from groupwise.training import running
-from groupwise.training.base import Callback
+from groupwise.training.base import Callback, check_callbacks
 from groupwise.training.build import build_components
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, saved_steps
 from groupwise.training.components import Components, UserObjects, pick_device
@@ -161,6 +161,7 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
     Args:
         given: Python objects that replace what ``cfg`` names.
     """
+    check_callbacks(callbacks)
     given, engine = given or UserObjects(), from_environment(pick_device(cfg.device).type)
     if engine.world_size > 1 and cfg.run_dir is None:
         raise ConfigError("several processes need one run folder, got run_dir=None; fix: set run_dir")
@@ -192,6 +193,7 @@ def resume(
         RunFolderError: ``path`` is not a run folder, or is damaged.
         CheckpointError: the checkpoint is damaged, or of another environment or architecture.
     """
+    check_callbacks(callbacks)
     folder, objects, cfg = _reopen(path, given, to_train=True)
     if total_steps is not None:
         if total_steps <= (done := saved_steps(folder.latest) or 0):

@@ -265,6 +265,16 @@ def test_errors():
     algorithm = build("ppo")
     with pytest.raises(DataError, match="no 'value'"):
         algorithm.update(make_rollout(make_policy(True)))
+    with pytest.raises(DataError, match="no 'next_value'"):
+        algorithm.compute_gae(make_rollout(algorithm.policy).exclude("next_value"), 1.0, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+def test_flat_transitions_are_refused(kind):
+    algorithm = build(kind)
+    flat = transition_view(make_rollout(algorithm.policy)).reshape(-1)
+    with pytest.raises(DataError, match=r"batch \[96\], expected \[N, T\+1\]; fix: .* without flatten=True"):
+        algorithm.update(flat)
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo"])

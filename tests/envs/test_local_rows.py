@@ -61,3 +61,41 @@ def test_an_array_serves_as_a_tuple():
     assert obs["0"].tolist() == [1, 1]
     assert obs["1"].tolist() == [2, 2]
     env.close()
+
+
+class Steps(Misshapen):
+    """Its step returns, or raises, what it is given."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return np.zeros(3, np.float32), *self.result
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize(
+    ("result", "error", "message"),
+    [
+        (
+            (np.ones(1), False, False, {}),
+            DataError,
+            r"step\(\) of Steps returned .* a number as reward .*float\(reward\)",
+        ),
+        ((1.0, False, {}), DataError, r"step\(\) of Steps returned .*not enough values"),
+        (ValueError("of the simulator"), ValueError, "^of the simulator"),
+    ],
+)
+def test_a_step_that_returns_something_else_is_named_and_its_own_errors_stay(
+    grouped: bool, result: Any, error: type[Exception], message: str
+):
+    env = make_env(EnvCfg(num_envs=2), grouped=grouped, env=lambda: Steps(result), verify=False)
+    env.reset(seed=0)
+    with pytest.raises(error, match=message):
+        env.step(torch.zeros(2, dtype=torch.int64))
+    env.close()

@@ -145,3 +145,10 @@ def test_example(name: str, tmp_path: Path):
     )  # the model that it begins with stays, for groupwise sample
     assert sorted(path.name for path in tmp_path.iterdir()) == made
     check(done.stdout, run_dir)
+
+
+def test_a_budget_of_one_iteration_needs_no_second_half(tmp_path: Path):
+    command = [sys.executable, EXAMPLES / "custom_algorithm.py", "--total-steps", "2000", "--run-dir", tmp_path / "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert len(metrics_of(tmp_path / "run")) == 1

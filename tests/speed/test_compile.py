@@ -1,5 +1,6 @@
 """Compiled updates give the reference's parameters and metrics."""
 
+import copy
 import warnings
 
 import gymnasium as gym
@@ -64,6 +65,20 @@ def test_a_function_that_cannot_be_compiled_warns_once_and_the_reference_goes_on
         reference.update(rollout)
     for one, other in zip(fast.policy.parameters(), reference.policy.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_a_copied_algorithm_compiles_for_its_own_policy(monkeypatch):
+    monkeypatch.setattr("groupwise.speed.compile.compiled_for", lambda function, example, **options: function)
+    original = compiled(make(*PPO))
+    rollout = make_rollout(original.policy)
+    original.update(rollout)
+    copied = copy.deepcopy(original)
+    before = original.parameters[0].clone()
+    copied.update(rollout)
+    assert torch.equal(original.parameters[0], before)
+    original.update(rollout)
+    assert torch.equal(copied.parameters[0], original.parameters[0])
+    assert not copied.backward.failed
 
 
 class OwnLoss(gw.PPO):

@@ -9,8 +9,8 @@ from tensordict import TensorDict
 
 from groupwise.collectors.base import Episode
 from groupwise.engines.base import Engine
-from groupwise.errors import DataError, DivergedError
-from groupwise.training.base import Callback
+from groupwise.errors import ConfigError, DataError, DivergedError
+from groupwise.training.base import Callback, check_callbacks
 from groupwise.training.trainer import Trainer
 
 
@@ -160,7 +160,7 @@ def test_training_that_diverged_is_stopped(bad: float, parts: Any):
             return {"train/loss": loss, "train/entropy": torch.tensor(bad if self.iteration == 2 else 1.0)}
 
     recorder = Recorder()
-    with pytest.raises(DivergedError, match=rf"train/entropy is {bad} in iteration 2; the last checkpoint is kept"):
+    with pytest.raises(DivergedError, match=rf"train/entropy is {bad} in iteration 2; fix: lower"):
         parts.trainer(recorder, algorithm=Diverging).train()
     assert recorder.journal[-2:] == ["rollout 1", "close"]
 
@@ -283,3 +283,11 @@ def test_ten_useless_updates_in_a_row_end_training(parts: Any):
     with pytest.raises(DivergedError, match="numbers of 10 updates in a row were not finite"):
         trainer.train()
     assert trainer.iteration == 20
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"), [(Callback(), r"expected a list; fix: callbacks=\["), ([Callback], "is no Callback; fix:")]
+)
+def test_callbacks_come_as_a_list_of_instances(callbacks: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        check_callbacks(callbacks)

@@ -45,8 +45,9 @@ class PPO(BaseAlgorithm):
         Raises:
             DataError: the rollout has no values: it was collected with an ``actor_only`` policy.
         """
-        if rollout.get("value", None) is None:
-            raise DataError("the rollout has no 'value'; fix: collect it with a policy that has a critic")
+        for key in ("value", "next_value"):
+            if rollout.get(key, None) is None:
+                raise DataError(f"the rollout has no {key!r}; fix: collect it with a policy that has a critic")
         batch = transition_view(rollout)
         advantage = advantages.gae(
             self.policy.normalize_reward(batch["reward"]),

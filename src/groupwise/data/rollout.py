@@ -57,7 +57,15 @@ def allocate(spec: Spec, *batch: int, device: torch.device | str = "cpu") -> Nes
 
 
 def transition_view(rollout: TensorDict) -> TensorDict:
-    """The ``[N, T]`` transitions of a rollout: a view without the padded last slot."""
+    """The ``[N, T]`` transitions of a rollout: a view without the padded last slot.
+
+    Raises:
+        DataError: the rollout is not ``[N, T+1]``.
+    """
+    if rollout.batch_dims != 2:
+        raise DataError(
+            f"the rollout has batch {list(rollout.shape)}, expected [N, T+1]; fix: buffer.get() without flatten=True"
+        )
     return rollout[:, :-1]
 
 

@@ -14,6 +14,7 @@ from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec, obs_to_tensor
 from groupwise.envs import states
 from groupwise.envs.base import Autoreset, EnvStep, Mask, VectorEnv
+from groupwise.envs.local_rows import explained_step
 from groupwise.envs.obs_keys import kept_space
 from groupwise.envs.success import SUCCESS_KEYS, success_of_rows, tasks_of_rows
 from groupwise.errors import EnvError
@@ -78,7 +79,10 @@ class GymnasiumVectorEnv(VectorEnv):
 
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row with environment actions [N, ...]."""
-        obs, reward, terminated, truncated, info = self._env.step(action.cpu().numpy())
+        try:
+            obs, reward, terminated, truncated, info = self._env.step(action.cpu().numpy())
+        except Exception as error:
+            raise explained_step(error, self.env_id) from error.__cause__
         final_obs = None
         if self.autoreset == "same_step" and (terminated | truncated).any():
             final_obs = self._final_obs(info)

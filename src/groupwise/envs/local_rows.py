@@ -2,12 +2,14 @@
 
 import copy
 import logging
+import traceback
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
+from gymnasium.vector import SyncVectorEnv
 
 from groupwise.config.env import StartMode
 from groupwise.data.spaces import leaf_spaces, obs_spec, obs_to_tensor
@@ -134,7 +136,7 @@ class LocalRows:
             try:
                 obs, reward[row], ended, cut, info = self.rows[row].env.step(action)
             except Exception as error:
-                self._fail(row, error)
+                self._fail(row, explained_step(error, self._cfg.env_id))
                 any_ended = True
                 continue
             self._write(row, obs, "step")
@@ -202,6 +204,19 @@ class LocalRows:
         self.rows[row].renew()
         self._arrays["reward"][row] = 0.0
         self._arrays["failed"][row] = True
+
+
+def explained_step(error: Exception, env_id: str) -> Exception:
+    """An error of a step: the environment's own, or one that says what it must return where that could not be stored."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    if frame.f_globals.get("__name__") not in (__name__, SyncVectorEnv.__module__):
+        return error
+    explained = DataError(
+        f"step() of {env_id} returned something else than (observation, reward, terminated, truncated, info) with a number "
+        f"as reward and truth values as ends ({error}); fix: the environment, as by float(reward)"
+    )
+    explained.__cause__ = error
+    return explained
 
 
 def layout_of(space: Any, num_parts: int, chunked: bool) -> Layout:

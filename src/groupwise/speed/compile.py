@@ -4,6 +4,7 @@ A small minibatch takes some sixty operations, whose overhead is larger than the
 of CartPole takes a third to a quarter of the time (``benchmarks/README.md``), after some seconds of compiling.
 """
 
+import copy
 import logging
 import math
 import warnings
@@ -86,11 +87,16 @@ class CompiledBackward:
         self._algorithm = algorithm
         self._flat = flat
         self._vector = flat.vector.detach()
-        self._reference = algorithm.backward
         self._function: _Gradient | None = None
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.failed = False
         """Whether it cannot be compiled."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledBackward":
+        """The compiled function reads this policy's buffers, so the copy compiles its own."""
+        copied = memo[id(self)] = object.__new__(CompiledBackward)
+        copied.__init__(copy.deepcopy(self._algorithm, memo), copy.deepcopy(self._flat, memo))  # type: ignore[misc]
+        return copied
 
     def __call__(self, batch: Batch) -> Float[Tensor, " metric"]:
         """Add the gradient of a micro-batch to that of the parameters; returns the sums of its metrics."""
@@ -99,7 +105,7 @@ class CompiledBackward:
         function = self._function
         # compiled for a number of elements that is not 1
         if self._compiled is None or function is None or len(batch["loss_mask"]) < 2 or not function.fits(batch):
-            return self._reference(batch)
+            return BaseAlgorithm.backward(self._algorithm, batch)
         with torch.no_grad():
             gradient, metrics = self._compiled(self._vector, *function.values(batch))
             self._flat.gradient.add_(gradient)

@@ -3,6 +3,7 @@
 Of a dozen small tensors, clipping and stepping are nearly all operator overhead; of one vector they take a third.
 """
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -25,9 +26,19 @@ class FlatParameters:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._lay_out(parameters, nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in parameters])))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FlatParameters":
+        """Copied parameters are tensors of their own, so they become views of the copied vector again."""
+        copied = memo[id(self)] = object.__new__(FlatParameters)
+        copied._lay_out(copy.deepcopy(self.parameters, memo), copy.deepcopy(self.vector, memo))
+        return copied
+
+    def _lay_out(self, parameters: Sequence[nn.Parameter], vector: nn.Parameter) -> None:
+        """Make the parameters views of a vector with their values."""
         self.parameters = parameters
         self.sizes = [parameter.numel() for parameter in parameters]
-        self.vector = nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+        self.vector = vector
         self.gradient = torch.zeros_like(self.vector, requires_grad=False)
         for parameter, part in zip(parameters, torch.split(self.vector.detach(), self.sizes), strict=True):
             parameter.data = part.view_as(parameter)

@@ -36,7 +36,7 @@ class CheckSamplerMismatch(Callback):
         )
         if self.cfg.stop is not None and found > self.cfg.stop:
             raise SamplerMismatchError(
-                f"{differ} sampler_mismatch.stop={self.cfg.stop:g}; the last checkpoint is kept; fix: another precision, "
+                f"{differ} sampler_mismatch.stop={self.cfg.stop:g}; fix: another precision, "
                 "objective.importance_sampling_correction, or sampler_mismatch.stop=null"
             )
         if found > self.cfg.warn and not self._warned:

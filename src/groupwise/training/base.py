@@ -1,13 +1,30 @@
 """The events of a run."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
+from groupwise.errors import ConfigError
+
 if TYPE_CHECKING:
     from groupwise.training.evaluation import EvaluationResult
     from groupwise.training.trainer import Trainer
+
+
+def check_callbacks(callbacks: Any) -> tuple["Callback", ...]:
+    """The user's callbacks.
+
+    Raises:
+        ConfigError: they are no list, or one is no ``Callback``.
+    """
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError(f"callbacks = {callbacks!r:.80}: expected a list; fix: callbacks=[...]")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"{callback!r:.80} is no Callback; fix: give instances of subclasses of gw.Callback")
+    return tuple(callbacks)
 
 
 class Callback:

@@ -17,9 +17,9 @@ from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.base import Collector, pool_metrics
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError, DataError, DivergedError
+from groupwise.errors import DataError, DivergedError
 from groupwise.seeding import derive_seed
-from groupwise.training.base import Callback
+from groupwise.training.base import Callback, check_callbacks
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +56,7 @@ class Trainer:
         self.num_steps = num_steps
         self.total_steps = total_steps
         self.seed = seed
-        self.callbacks = tuple(callbacks)
-        for callback in self.callbacks:
-            if not isinstance(callback, Callback):
-                raise ConfigError(f"{callback!r} is no Callback; fix: give instances of subclasses of gw.Callback")
+        self.callbacks = check_callbacks(callbacks)
         self.engine = engine or Engine()
         self.iteration = 0
         """Finished iterations."""

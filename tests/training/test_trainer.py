@@ -286,7 +286,8 @@ def test_ten_useless_updates_in_a_row_end_training(parts: Any):
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "message"), [(Callback(), r"expected a list; fix: callbacks=\["), ([Callback], "is no Callback; fix:")]
+    ("callbacks", "message"),
+    [(Callback(), r"expected a list; fix: callbacks=\["), ([Callback], "is no Callback; fix:")],
 )
 def test_callbacks_come_as_a_list_of_instances(callbacks: Any, message: str):
     with pytest.raises(ConfigError, match=message):

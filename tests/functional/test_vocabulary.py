@@ -179,6 +179,12 @@ def test_a_frozen_head_gets_no_gradient_and_hidden_states_do():
     assert hidden.grad.abs().sum() > 0
 
 
+def among(support, width):
+    """A processor that keeps these ids of each token."""
+    keep = torch.zeros(len(support), width, dtype=torch.bool).scatter(1, support, True)
+    return lambda logits, part: (logits.masked_fill(~keep[part], -1e30), None)
+
+
 def masked(hidden, weight, token, temperature, support):
     """The whole matrix at once in float64, what cannot be drawn at minus infinity, by torch's own distribution."""
     logits = hidden.double() @ weight.double().T / temperature
@@ -208,12 +214,7 @@ def test_among_what_could_be_drawn_value_and_gradient_are_those_of_a_masked_soft
     support = torch.stack([torch.randperm(9, generator=generator)[:kept] for _ in range(count)])
     token = support.amax(dim=1)
     ours = token_scores(
-        hidden,
-        weight,
-        token,
-        temperature=temperature,
-        support=support,
-        chunk_elements=chunk,
+        hidden, weight, token, temperature=temperature, processor=among(support, 9), chunk_elements=chunk
     )
     theirs = masked(hidden, weight, token, temperature, support)
     upstream = torch.randn(2, count, generator=generator)
@@ -229,7 +230,7 @@ def test_among_what_could_be_drawn_value_and_gradient_are_those_of_a_masked_soft
 def test_a_support_by_hand():
     # logits [0, ln 3, 9, ln 2]; among ids 0 and 1: p = [1/4, 3/4]
     hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [math.log(3)], [9.0], [math.log(2)]])
-    scores = token_scores(hidden, weight, torch.tensor([1, 0]), support=torch.tensor([[0, 1], [1, 0]]))
+    scores = token_scores(hidden, weight, torch.tensor([1, 0]), processor=among(torch.tensor([[0, 1], [1, 0]]), 4))
     torch.testing.assert_close(scores.log_prob, torch.tensor([math.log(3 / 4), math.log(1 / 4)]))
     entropy = -0.25 * math.log(0.25) - 0.75 * math.log(0.75)
     torch.testing.assert_close(scores.entropy, torch.tensor([entropy, entropy]))
@@ -238,10 +239,10 @@ def test_a_support_by_hand():
 def test_half_precision_supports_are_multiplied_in_full_precision():
     torch.manual_seed(0)
     hidden, weight = torch.randn(6, 64).bfloat16(), torch.randn(20, 64).bfloat16()
-    support = torch.arange(8).expand(6, 8)
+    support = among(torch.arange(8).expand(6, 8), 20)
     token = torch.arange(6)
-    halves = token_scores(hidden, weight, token, support=support)
-    full = token_scores(hidden.float(), weight.float(), token, support=support)
+    halves = token_scores(hidden, weight, token, processor=support)
+    full = token_scores(hidden.float(), weight.float(), token, processor=support)
     torch.testing.assert_close(halves.log_prob, full.log_prob)
 
 
@@ -258,8 +259,8 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("trained", ["both", "hidden"])
-@pytest.mark.parametrize("support", [None, torch.arange(10).expand(300, 10)])
-def test_never_holds_more_than_it_is_allowed(support, trained):
+@pytest.mark.parametrize("processor", [None, lambda logits, part: (logits * 2, torch.full_like(logits, 2))])
+def test_never_holds_more_than_it_is_allowed(processor, trained):
     hidden, weight = torch.randn(300, 4), torch.randn(100, 4)
     leaves_of(trained, hidden, weight)
     with Largest() as seen:
@@ -267,9 +268,9 @@ def test_never_holds_more_than_it_is_allowed(support, trained):
             hidden,
             weight,
             torch.ones(300, dtype=torch.long),
-            support=support,
+            processor=processor,
             chunk_elements=800,
         )
         scores.log_prob.sum().backward()
-    # the inputs themselves have 1,200 numbers, all logits 30,000, the weights of all supports 12,000
+    # the inputs themselves have 1,200 numbers, all logits 30,000
     assert 800 <= seen.largest <= 3_000

@@ -16,7 +16,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from groupwise.config.policy import EvalSamplingCfg, SamplingCfg
+from groupwise.config.policy import SamplingCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.speed.decoding_step import FastDecoder
 from groupwise.text.generation import Decoder, complete
@@ -93,12 +93,12 @@ def test_log_probs_are_those_of_a_full_forward_under_the_processed_distribution(
     written = backend(CausalLM(model))(PROMPTS, seeds(3, 3), sampling)
     for prompt, c in rows(PROMPTS, written):
         logits = read(model, prompt, c.tokens) / 1.7
-        kept = torch.tensor(c.support)
+        kept = torch.stack(c.support).long()
         assert kept.shape == (len(c.tokens), 5)
         likeliest = logits.topk(5).indices.sort().values
         assert torch.equal(kept, likeliest)
-        place = [ids.index(token) for ids, token in zip(c.support, c.tokens, strict=True)]
-        expected = torch.distributions.Categorical(logits=logits.gather(1, kept)).log_prob(torch.tensor(place))
+        place = (kept == torch.tensor(c.tokens)[:, None]).int().argmax(dim=1)
+        expected = torch.distributions.Categorical(logits=logits.gather(1, kept)).log_prob(place)
         torch.testing.assert_close(torch.tensor(c.log_probs), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -129,8 +129,9 @@ def test_same_seed_same_text_whatever_else_is_written(backend):
 SETTINGS = [
     SamplingCfg(max_new_tokens=2),
     SamplingCfg(max_new_tokens=2, temperature=0.5, top_k=3),
-    EvalSamplingCfg(max_new_tokens=2, top_p=0.6),
-    EvalSamplingCfg(max_new_tokens=2, min_p=0.3, top_k=5),
+    SamplingCfg(max_new_tokens=2, top_p=0.6),
+    SamplingCfg(max_new_tokens=2, min_p=0.3, top_k=5),
+    SamplingCfg(max_new_tokens=2, repetition_penalty=1.5, presence_penalty=1.0, temperature=0.8, top_p=0.9),
 ]
 
 
@@ -140,8 +141,8 @@ def test_pairs_of_tokens_come_as_often_as_they_are_likely(backend, sampling):
     policy, count = CausalLM(model), 6_000
     (group,) = backend(policy)([[5, 6]], seeds(1, count), sampling)
     expected = {}
-    for first, p in stated(model, [5, 6], sampling).items():
-        after = {None: 1.0} if first == EOS else stated(model, [5, 6, first], sampling)
+    for first, p in stated(model, [5, 6], [], sampling).items():
+        after = {None: 1.0} if first == EOS else stated(model, [5, 6], [first], sampling)
         expected |= {(first, second): p * q for second, q in after.items()}
     found = dict.fromkeys(expected, 0)
     for c in group:
@@ -151,18 +152,22 @@ def test_pairs_of_tokens_come_as_often_as_they_are_likely(backend, sampling):
         assert abs(found[pair] / count - p) < 5 * (p * (1 - p) / count) ** 0.5 + 1e-4, pair
 
 
-def stated(model, context, sampling):
+def stated(model, prompt, written, sampling):
     """Token -> probability, worked out token by token."""
     with torch.no_grad():
-        logits = (model(input_ids=torch.tensor([context])).logits[0, -1] / sampling.temperature).tolist()
+        logits = model(input_ids=torch.tensor([prompt + written])).logits[0, -1].tolist()
+    for token in {*prompt, *written}:
+        logits[token] *= sampling.repetition_penalty ** (-1 if logits[token] > 0 else 1)
+    for token in set(written):
+        logits[token] -= sampling.presence_penalty
+    logits = [logit / sampling.temperature for logit in logits]
     ordered = sorted(range(len(logits)), key=logits.__getitem__, reverse=True)[: sampling.top_k]
     weight = torch.tensor([logits[t] for t in ordered]).softmax(dim=0).tolist()
-    if isinstance(sampling, EvalSamplingCfg):
-        if sampling.top_p is not None:
-            count = next(n for n in range(1, len(weight) + 1) if sum(weight[:n]) >= sampling.top_p - 1e-6)
-            weight = weight[:count]
-        if sampling.min_p is not None:
-            weight = [w for w in weight if w >= sampling.min_p * weight[0]]
+    if sampling.top_p is not None:
+        count = next(n for n in range(1, len(weight) + 1) if sum(weight[:n]) >= sampling.top_p - 1e-6)
+        weight = weight[:count]
+    if sampling.min_p is not None:
+        weight = [w for w in weight if w >= sampling.min_p * weight[0]]
     return {t: w / sum(weight) for t, w in zip(ordered, weight, strict=False)}
 
 
@@ -236,7 +241,7 @@ def test_half_precision_samples_from_the_logits_it_states(backend):
     model = sharp_model().bfloat16()
     sampling = SamplingCfg(max_new_tokens=8, top_k=10)
     for prompt, c in rows(PROMPTS, backend(CausalLM(model))(PROMPTS, seeds(3, 2), sampling)):
-        kept = torch.tensor(c.support)
+        kept = torch.stack(c.support).long()
         place = (kept == torch.tensor(c.tokens)[:, None]).int().argmax(dim=1)
         p = torch.distributions.Categorical(logits=read(model, prompt, c.tokens).gather(1, kept))
         # bfloat16 has steps of 1/256: logits of up to 20, computed in another order

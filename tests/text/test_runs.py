@@ -254,7 +254,6 @@ def test_adapters_train_alone_and_their_reference_is_the_base(model, tmp_path):
         ({"algorithm": gw.GRPOCfg(num_steps=9)}, "num_steps=9 has no effect on text; fix: leave it out"),
         ({"algorithm": gw.GRPOCfg(credit={"reward": "parts"})}, "compares several rewards; got one, fix"),
         ({"overlong_buffer": 5}, "overlong_buffer=5 is more than .*max_new_tokens=4.*fix: a smaller one"),
-        ({"sampling": {"top_p": 0.9}}, "top_p is for evaluation only, .*fix: top_k"),
         ({"model": "nowhere/at-all"}, "nowhere/at-all"),
     ],
 )

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.config.policy import EvalSamplingCfg, SamplingCfg
+from groupwise.config.policy import SamplingCfg
 from groupwise.text.sampling import BLOCK, draw, pick
 
 
@@ -30,7 +30,7 @@ def test_logits_that_are_no_numbers_show_in_the_log_probability_of_their_row_alo
     logits = torch.zeros(2, width)
     expected = draw(logits, torch.tensor([0.3, 0.3]), SamplingCfg())
     logits[1, 5] = bad
-    for sampling in (SamplingCfg(), SamplingCfg(top_k=3)):
+    for sampling in (SamplingCfg(), SamplingCfg(top_k=3), SamplingCfg(top_p=0.5)):
         token, log_prob, _ = draw(logits, torch.tensor([0.3, 0.3]), sampling)
         assert 0 <= token[1] < width
         assert log_prob[1].isnan()
@@ -101,6 +101,6 @@ def test_logits_are_not_changed():
 )
 def test_nucleus_by_hand(settings, kept):
     probability = torch.tensor([0.15, 0.5, 0.05, 0.3])
-    token, log_prob, _ = draw(probability.log().expand(1000, 4), torch.arange(1000) / 1000, EvalSamplingCfg(**settings))
+    token, log_prob, _ = draw(probability.log().expand(1000, 4), torch.arange(1000) / 1000, SamplingCfg(**settings))
     found = {round(probability[t].item(), 2): lp for t, lp in zip(token.tolist(), log_prob.tolist(), strict=True)}
     assert found == {p: pytest.approx(math.log(p / sum(kept)), abs=1e-5) for p in kept}

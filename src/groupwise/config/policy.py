@@ -123,36 +123,39 @@ def _check_sizes(cfg: Cfg, path: str) -> None:
         raise ValueError(f"{', '.join(unread)} are of a new model, and path={path!r} is one; fix: leave them out")
 
 
-class SamplingCfg(Cfg):
-    """How completions are sampled in training. Training scores under the same distribution."""
+MAX_KEPT = 1024
+"""Most tokens that ``top_k``, ``top_p`` and ``min_p`` keep at a step."""
 
+
+class SamplingCfg(Cfg):
+    """How completions are sampled. Training scores under the same distribution; it stores the tokens that filters keep."""
+
+    repetition_penalty: Positive = 1.0
+    """Divides positive and multiplies negative logits of tokens that the prompt or the completion has. 1: none."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the completion, or the turn, has. 0: none."""
     temperature: Positive = 1.0
-    """Divides the logits."""
-    top_k: Annotated[int, Ge(2), Le(64)] | None = None
-    """Sample among the k most likely tokens only. They are stored, and training scores among them. None: all."""
+    """Divides the logits, after the penalties."""
+    top_k: Annotated[int, Ge(2), Le(MAX_KEPT)] | None = None
+    """Sample among the k most likely tokens only. None: all."""
+    top_p: Annotated[float, Gt(0), Le(1)] | None = None
+    """Sample among the most likely tokens whose probabilities add up to this, at most 1,024. None or 1: all."""
+    min_p: Annotated[float, Ge(0), Lt(1)] | None = None
+    """Sample among tokens at least this times as likely as the most likely one, at most 1,024. None or 0: all."""
     max_new_tokens: PositiveInt = 64
     """Longest completion, or longest turn, in tokens."""
     stop: tuple[Annotated[str, Len(1)], ...] = ()
     """Strings that end a completion; they stay part of it."""
 
-    @classmethod
-    def explain_unknown(cls, key: str) -> str:
-        """The message for a key that is not a field; says where those of evaluation belong."""
-        if key not in EvalSamplingCfg.model_fields:
-            return super().explain_unknown(key)
-        return (
-            f"{key} is for evaluation only, because in training a sampled token can leave the set when the policy changes "
-            "(log-probability -inf); fix: top_k, or evaluation.sampling"
-        )
+    @property
+    def has_filters(self) -> bool:
+        """Whether only some tokens can be drawn."""
+        return self.top_k is not None or self.top_p not in (None, 1) or bool(self.min_p)
 
-
-class EvalSamplingCfg(SamplingCfg):
-    """How completions are sampled in evaluation."""
-
-    top_p: Annotated[float, Gt(0), Le(1)] | None = None
-    """Sample among the most likely tokens whose probabilities add up to this. None: all."""
-    min_p: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Sample among tokens at least this times as likely as the most likely one. None: all."""
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits depend on the text by more than the model."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0
 
 
 class ModelCfg(Cfg):

@@ -11,7 +11,7 @@ from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, PPOCfg
 from groupwise.config.base import OTHER_NAMES, Cfg, Positive, PositiveInt
 from groupwise.config.credit import CreditCfg
 from groupwise.config.env import EnvCfg
-from groupwise.config.policy import AnyPolicyCfg, EvalSamplingCfg, ModelCfg, PolicyCfg, SamplingCfg
+from groupwise.config.policy import AnyPolicyCfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.config.text import TextTaskCfg
 from groupwise.config.trackers import TrackerCfg
 
@@ -42,7 +42,7 @@ class TextEvaluationCfg(Cfg):
     """Completions per prompt. pass@k is reported for k up to this."""
     deterministic: bool = True
     """Take the most likely token; needs ``completions_per_prompt=1``. False: sample."""
-    sampling: EvalSamplingCfg | None = None
+    sampling: SamplingCfg | None = None
     """How completions are sampled. None: as in training."""
     num_logged_groups: Annotated[int, Ge(0)] = 4
     """Groups of the last rollout that are saved with each evaluation, in ``groups/`` of the run folder."""

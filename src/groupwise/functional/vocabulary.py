@@ -1,19 +1,20 @@
 """Scores of tokens under the head of a language model, without holding the logits of all tokens.
 
-Axes: token = the scored positions, width = the model's hidden size, vocabulary = all token ids, kept = the ids that could
-be drawn at a position.
+Axes: token = the scored positions, width = the model's hidden size, vocabulary = all token ids.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 2**22
 """Logits held at once: 16 MiB, of which two or three copies exist for a moment."""
+LogitProcessor = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
+"""From the logits ``[token, vocabulary]`` of these tokens to processed ones, all finite, and their derivative, if it is not 1."""
 
 
 class TokenScores(NamedTuple):
@@ -30,40 +31,24 @@ def token_scores(
     token: Int[Tensor, " token"],
     *,
     temperature: float = 1.0,
-    support: Int[Tensor, "token kept"] | None = None,
+    processor: LogitProcessor | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> TokenScores:
-    """Log-probability of each token, and entropy, under ``softmax(hidden @ weight.T / temperature)``.
+    """Log-probability of each token, and entropy, under ``softmax(processor(hidden @ weight.T) / temperature)``.
 
     Tokens are scored in chunks, and once more in the backward pass. Half-precision inputs are multiplied, and gradients
     summed, in float32.
 
     Args:
         hidden: last hidden state at the position *before* each token.
-        support: ids that the softmax is over, each once and the token among them. None: all ids.
-        chunk_elements: most logits (with a support: numbers of its weights) held at once, but at least those of one token.
+        processor: changes each logit by itself. None: the logits as they are.
+        chunk_elements: most logits held at once, but at least those of one token.
     """
-    per_token = len(weight) if support is None else support.shape[1] * weight.shape[1]
-    rows = max(1, chunk_elements // per_token)
+    rows = max(1, chunk_elements // len(weight))
     chunks = [slice(i, i + rows) for i in range(0, max(len(hidden), 1), rows)]
+    frozen = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
     with torch.autocast(hidden.device.type, enabled=False):
-        if support is None:
-            frozen = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
-            return TokenScores(*_Scores.apply(hidden, weight, token, temperature, chunks, frozen))  # type: ignore[no-untyped-call]
-        parts = [
-            checkpoint(_scores_among, hidden[c], weight, token[c], support[c], temperature, use_reentrant=False)
-            for c in chunks
-        ]
-    return TokenScores(*(torch.cat(scores) for scores in zip(*parts, strict=True)))
-
-
-def _scores_among(
-    hidden: Tensor, weight: Tensor, token: Tensor, support: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    logits = torch.einsum("tw,tkw->tk", hidden.float(), weight[support].float()) / temperature
-    log_p = logits.log_softmax(dim=-1)
-    place = (support == token[:, None]).int().argmax(dim=-1, keepdim=True)
-    return log_p.gather(1, place)[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
+        return TokenScores(*_Scores.apply(hidden, weight, token, temperature, processor, chunks, frozen))  # type: ignore[no-untyped-call]
 
 
 class _Scores(torch.autograd.Function):
@@ -75,15 +60,23 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, token: Tensor, temperature: float, chunks: list[slice], frozen: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        token: Tensor,
+        temperature: float,
+        processor: LogitProcessor | None,
+        chunks: list[slice],
+        frozen: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.chunks = temperature, chunks
+        ctx.temperature, ctx.processor, ctx.chunks = temperature, processor, chunks
         wide = _widened(weight, hidden)
         log_prob, entropy, peak, log_total = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         slope = torch.empty_like(hidden, dtype=torch.float32) if frozen else None
         for c in chunks:
-            logits = _product(hidden[c], weight, wide).div_(temperature)
+            logits, derivative = _processed(_product(hidden[c], weight, wide), processor, c)
+            logits.div_(temperature)
             peak[c] = logits.amax(dim=-1)
             exp = logits.sub_(peak[c, None]).exp()
             total, place = exp.sum(dim=-1), token[c, None]
@@ -93,7 +86,7 @@ class _Scores(torch.autograd.Function):
             if slope is not None:
                 # d log_prob / d logit = [token] - p; expm1 is exact where p is near 1
                 p = exp.div_(total[:, None]).scatter_(1, place, log_prob[c, None].expm1())
-                slope[c] = _back_product(p, wide).div_(-temperature)
+                slope[c] = _back_product(_times(p, derivative), wide).div_(-temperature)
         ctx.save_for_backward(hidden, weight, token, log_prob, entropy, peak, log_total, slope)
         return log_prob, entropy
 
@@ -103,7 +96,7 @@ class _Scores(torch.autograd.Function):
         hidden, weight, token, log_prob, entropy, peak, log_total, slope = ctx.saved_tensors
         grad_log_prob = torch.zeros_like(log_prob) if grad_log_prob is None else grad_log_prob
         if slope is not None and grad_entropy is None:
-            return (grad_log_prob[:, None] * slope).to(hidden.dtype), None, None, None, None, None
+            return (grad_log_prob[:, None] * slope).to(hidden.dtype), *(None,) * 6
         wide = _widened(weight, hidden)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -113,18 +106,27 @@ class _Scores(torch.autograd.Function):
             at_token -= grad_entropy * log_prob.exp() * (log_prob + entropy)
         with torch.autocast(hidden.device.type, enabled=False):
             for c in ctx.chunks:
-                log_p = _product(hidden[c], weight, wide).div_(ctx.temperature)
-                log_p.sub_(peak[c, None]).sub_(log_total[c, None])
+                log_p, derivative = _processed(_product(hidden[c], weight, wide), ctx.processor, c)
+                log_p.div_(ctx.temperature).sub_(peak[c, None]).sub_(log_total[c, None])
                 grad, upstream = log_p.exp(), grad_log_prob[c, None]
                 if grad_entropy is not None:
                     upstream = log_p.add_(entropy[c, None]).mul_(grad_entropy[c, None]).add_(upstream)
                 grad.mul_(-upstream).scatter_(1, token[c, None], at_token[c, None]).div_(ctx.temperature)
+                grad = _times(grad, derivative)
                 if grad_hidden is not None:
                     grad_hidden[c] = _back_product(grad, wide)
                 if grad_weight is not None:
                     grad_weight.addmm_(grad.T, hidden[c].float())
         grads = ((grad_hidden, hidden), (grad_weight, weight))
-        return *(None if grad is None else grad.to(to.dtype) for grad, to in grads), None, None, None, None
+        return *(None if grad is None else grad.to(to.dtype) for grad, to in grads), *(None,) * 5
+
+
+def _processed(logits: Tensor, processor: LogitProcessor | None, c: slice) -> tuple[Tensor, Tensor | None]:
+    return (logits, None) if processor is None else processor(logits, c)
+
+
+def _times(grad: Tensor, derivative: Tensor | None) -> Tensor:
+    return grad if derivative is None else grad.mul_(derivative)
 
 
 def _widened(weight: Tensor, hidden: Tensor) -> Tensor:

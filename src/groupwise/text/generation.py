@@ -95,7 +95,10 @@ def complete(
     with policy.decoder.context(policy), policy.computing():
         tokens, valid = left_padded(prompts, policy.device)
         rows = seeds.reshape(-1).to(policy.device)
-        state = DecodingState(rows, sampling, policy.eos_ids, policy.tokenizer, deterministic=deterministic)
+        prompt = tokens.masked_fill(~valid, -1).repeat_interleave(size, dim=0)
+        state = DecodingState(
+            rows, sampling, policy.eos_ids, policy.tokenizer, prompt=prompt, deterministic=deterministic
+        )
         _decode(policy, tokens, valid, size, state, sampling.max_new_tokens)
     flat = state.completions()
     return [flat[i : i + size] for i in range(0, len(flat), size)]

@@ -21,6 +21,7 @@ from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.functional.vocabulary import token_scores
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.text.prefixes import Prefixes, find_prefixes
+from groupwise.text.processing import recorded_processor
 
 _TOLERANCE = 0.02
 """Largest difference of logits, relative to the largest logit; bfloat16 rounds to 0.004."""
@@ -73,7 +74,7 @@ class CausalLM(Policy):
         self.tokenizer = tokenizer
         self.autocast = autocast
         self.action_spec = TensorSpec((), torch.int64)
-        if self.sampling.top_k is not None:
+        if self.sampling.has_filters:
             self.batch_keys = (*self.batch_keys, "support")
         self.has_adapters = _has_adapters(model)
         silence_dropout(model)  # with dropout, sampler and trainer would be two different policies
@@ -140,9 +141,9 @@ class CausalLM(Policy):
         """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
         mask = batch["loss_mask"]
         hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], mask, batch["action"])
-        support = batch["support"][mask] if "support" in batch else None
+        processor = recorded_processor(batch, self.sampling)
         scores = token_scores(
-            hidden, self.head, batch["action"][mask], temperature=self.sampling.temperature, support=support
+            hidden, self.head, batch["action"][mask], temperature=self.sampling.temperature, processor=processor
         )
         log_prob, entropy = (_spread(score, mask) for score in scores)
         return Evaluation(log_prob, entropy, None if self.value_head is None else self._value(hidden, mask))

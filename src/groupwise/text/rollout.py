@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.errors import DataError
@@ -30,8 +31,8 @@ class TextRow(NamedTuple):
     """Number of the prompt in this iteration."""
     turn: Sequence[int] | None = None
     """The model's turn that wrote each token, from 0; -1: the tool's. None: one turn wrote all."""
-    support: Sequence[Sequence[int]] | None = None
-    """The tokens that could be drawn, equally many in all rows. None: all of them."""
+    support: Sequence[Tensor] | None = None
+    """The tokens that could be drawn at each step, ``[kept]``; -1 fills up. None: all of them."""
     trained: bool = True
     """False: the row counts in its group, but has no loss."""
     greedy: bool = False
@@ -86,8 +87,9 @@ def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu")
     if any(row.turn is not None for row in rows):
         keys["turn_id"] = turn
     if rows[0].support:
-        support = [row.support or [] for row in rows]
-        keys["support"] = _spread(support, prompt - 1, num_slots, [-1] * len(support[0][0]))
+        kept = pad_sequence([ids for row in rows for ids in row.support or ()], batch_first=True, padding_value=-1)
+        keys["support"] = torch.full((len(rows), num_slots, kept.shape[1]), -1, dtype=torch.int32)
+        keys["support"][_places([row.support or () for row in rows], prompt - 1)] = kept.int()
     if not all(row.trained for row in rows):
         keys["trained"] = valid & torch.tensor([row.trained for row in rows])[:, None]
     if any(row.greedy for row in rows):
@@ -118,9 +120,13 @@ class TextBuffer(RolloutBuffer):
 def _spread(entries: Sequence[Sequence[Any]], first: Tensor, num_slots: int, empty: Any) -> Tensor:
     """Entries of each row from its slot ``first`` on, ``empty`` elsewhere."""
     fill = torch.tensor(empty)
-    out = fill.expand(len(entries), num_slots, *fill.shape).clone()
+    out = fill.expand(len(entries), num_slots).clone()
+    out[_places(entries, first)] = torch.tensor([entry for values in entries for entry in values], dtype=fill.dtype)
+    return out
+
+
+def _places(entries: Sequence[Sequence[Any]], first: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and slot of each entry, where each row's entries begin at its slot ``first``."""
     lengths = torch.tensor([len(values) for values in entries])
     row = torch.arange(len(entries)).repeat_interleave(lengths)
-    place = torch.arange(len(row)) + (first - lengths.cumsum(0) + lengths)[row]
-    out[row, place] = torch.tensor([entry for values in entries for entry in values], dtype=fill.dtype)
-    return out
+    return row, torch.arange(len(row)) + (first - lengths.cumsum(0) + lengths)[row]

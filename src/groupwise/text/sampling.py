@@ -8,9 +8,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from groupwise.config.policy import EvalSamplingCfg, SamplingCfg
+from groupwise.config.policy import SamplingCfg
 from groupwise.errors import ConfigError
 from groupwise.functional.row_random import hash_pair, mix, unit
+from groupwise.text.processing import kept_tokens, penalized
 
 BLOCK = 256
 """Probabilities in one running sum: one over a whole vocabulary is slow."""
@@ -27,8 +28,8 @@ class Completion(NamedTuple):
     """Of each token, under the distribution that it was drawn from."""
     stop: Literal["eos", "stop", "length"]
     """What ended it: an end-of-text token, a stop string, or ``max_new_tokens``."""
-    support: list[list[int]] | None = None
-    """With ``top_k``: the tokens that could be drawn at each step, by rising id."""
+    support: list[Int[Tensor, " kept"]] | None = None
+    """With ``top_k``, ``top_p`` or ``min_p``: the tokens that could be drawn at each step, by rising id; -1 fills up."""
 
 
 class DecodingState:
@@ -37,6 +38,7 @@ class DecodingState:
     A row's choices follow from its seed and its own tokens alone, up to the rounding of logits in another batch.
 
     Args:
+        prompt: the tokens before each completion, -1 at padding; only needed for the repetition penalty.
         eos_ids: tokens that end a completion.
         tokenizer: of transformers; only needed for stop strings.
         deterministic: take the most likely token each time; seeds do not matter then.
@@ -49,6 +51,7 @@ class DecodingState:
         eos_ids: Sequence[int],
         tokenizer: Any = None,
         *,
+        prompt: Int[Tensor, "row place"] | None = None,
         deterministic: bool = False,
     ) -> None:
         if sampling.stop and tokenizer is None:
@@ -64,7 +67,8 @@ class DecodingState:
         shape = (count, sampling.max_new_tokens)
         self._tokens = torch.zeros(shape, dtype=torch.long, device=device)
         self._log_probs = torch.zeros(shape, device=device)
-        self._supports: list[list[list[int]]] = [[] for _ in range(count)]
+        self._prompt = self._tokens[:, :0] if prompt is None else prompt
+        self._supports: list[tuple[Tensor, Tensor]] = []
         self._lengths, self._stops = torch.zeros(2, count, dtype=torch.long, device=device)
 
     def write(
@@ -72,13 +76,15 @@ class DecodingState:
     ) -> tuple[Int[Tensor, " running"], Bool[Tensor, " running"]]:
         """The next token of each unfinished row, and whether the row is still unfinished."""
         rows, step = self.running, self._step
+        if self._sampling.has_penalties:
+            written = self._tokens[rows, :step]
+            logits, _ = penalized(logits, self._sampling, torch.cat([self._prompt[rows], written], dim=1), written)
         token, log_prob, support = draw(
             logits, self._chances[rows, step], self._sampling, deterministic=self._deterministic
         )
         self._tokens[rows, step], self._log_probs[rows, step] = token, log_prob
         if support is not None:
-            for row, ids in zip(rows.tolist(), support.tolist(), strict=True):
-                self._supports[row].append(ids)
+            self._supports.append((rows, support.int()))
         self._step = step + 1
         stop = torch.isin(token, self._ends).long()
         if self._sampling.stop:
@@ -91,7 +97,11 @@ class DecodingState:
     def completions(self) -> list[Completion]:
         """Of all rows, in their order; of unfinished ones, their tokens so far."""
         columns = (self._tokens, self._log_probs, self._stops, self._lengths)
-        rows = zip(*(column.tolist() for column in columns), self._supports, strict=True)
+        supports: list[list[Tensor]] = [[] for _ in self._tokens]
+        for numbers, support in self._supports:
+            for row, ids in zip(numbers.tolist(), support.cpu(), strict=True):
+                supports[row].append(ids)
+        rows = zip(*(column.tolist() for column in columns), supports, strict=True)
         return [Completion(t[:n], lp[:n], _STOPS[stop], support or None) for t, lp, stop, n, support in rows]
 
     def _has_stop_string(self, rows: Int[Tensor, " running"]) -> Bool[Tensor, " running"]:
@@ -110,27 +120,22 @@ def draw(
     *,
     deterministic: bool = False,
 ) -> tuple[Int[Tensor, " row"], Float[Tensor, " row"], Int[Tensor, "row kept"] | None]:
-    """A token of each row, from ``softmax(logits / temperature)`` among those that the settings keep.
-
-    Exactly ``top_k`` tokens are kept, of several equally likely ones some.
+    """A token of each row, from ``softmax(logits / temperature)`` among those that the filters keep.
 
     Args:
         chance: uniform in [0, 1); equal numbers draw equal tokens.
         deterministic: take the most likely token instead, of equally likely ones the first.
 
     Returns:
-        The tokens, their log-probabilities in that distribution, and with ``top_k`` the tokens that are kept, by rising id.
+        The tokens, their log-probabilities in that distribution, and with filters the tokens that are kept (``kept_tokens``).
     """
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
     support = None
-    if sampling.top_k is not None:
-        kept = logits.topk(min(sampling.top_k, logits.shape[1]), sorted=False).indices
-        support = kept.sort(dim=-1).values  # by id, as rounding in another batch may change the order by likelihood
-        logits = logits.gather(1, support)
+    if sampling.has_filters:
+        support = kept_tokens(logits, sampling)
+        logits = logits.gather(1, support.clamp(min=0)).masked_fill(support < 0, -torch.inf)
     probability = logits.softmax(dim=-1)
-    if isinstance(sampling, EvalSamplingCfg):
-        probability = _nucleus(probability, sampling)
     place = probability.argmax(dim=-1) if deterministic else pick(probability, chance)
     log_prob = probability.gather(1, place[:, None])[:, 0].log()
     return place if support is None else support.gather(1, place[:, None])[:, 0], log_prob, support
@@ -162,20 +167,3 @@ def _reach(
     reached = torch.where(mass > 0, summed, 0)  # on a GPU, rounding may let sums rise or fall without mass
     goal = torch.minimum(goal, reached.amax(dim=-1))
     return (reached >= goal[:, None]).int().argmax(dim=-1), summed, goal
-
-
-def _nucleus(probability: Float[Tensor, "row place"], sampling: EvalSamplingCfg) -> Float[Tensor, "row place"]:
-    """Probabilities among the tokens that ``top_p`` and then ``min_p`` keep; the most likely one is always kept.
-
-    Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, section 3.1; Nguyen et al., "Turning Up
-    the Heat: Min-p Sampling", 2024, section 3.
-    """
-    if sampling.top_p is not None:
-        ordered, order = probability.sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(dim=-1) - ordered
-        ordered = ordered.masked_fill(before >= sampling.top_p, 0)
-        probability = torch.zeros_like(probability).scatter(1, order, ordered)
-    if sampling.min_p is not None:
-        least = sampling.min_p * probability.amax(dim=-1, keepdim=True)
-        probability = probability.masked_fill(probability < least, 0)
-    return probability / probability.sum(dim=-1, keepdim=True)

@@ -6,6 +6,7 @@ from itertools import chain, zip_longest
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.seeding import derive_seed
@@ -31,7 +32,8 @@ class Transcript:
     """Of each token; 0 for the tool's."""
     turn: list[int] = field(default_factory=list)
     """The model's turn that wrote each token; -1: the tool's."""
-    support: list[list[int]] = field(default_factory=list)
+    support: list[Tensor] = field(default_factory=list)
+    """The tokens that could be drawn, if not all could."""
     stop: Literal["eos", "stop", "length"] = "length"
     """How the model's last turn ended."""
     turns: int = 0
@@ -69,7 +71,7 @@ class Transcript:
         """Add the tool's answer, and all tokens between two turns of the model."""
         self._add(tokens, [0.0] * len(tokens), -1)
         if self.support:
-            self.support += [[-1] * len(self.support[-1])] * len(tokens)
+            self.support += [torch.tensor([-1], dtype=torch.int32)] * len(tokens)
         self.answers.append(answer)
 
     def _add(self, tokens: Sequence[int], log_probs: Sequence[float], turn: int) -> None:

@@ -204,7 +204,6 @@ def test_settings_of_another_algorithm_are_refused(write):
         ({"seed": 1}, r"run\.json: no environment and no task; fix"),
         ({"env": {"id": "CartPole-v1"}, "task": {}}, r"run\.json: .*leave out env or task"),
         ({"task": {}, "model": {"lora": {"rank": 3}}}, r"run\.json: model\.lora: unknown key 'rank'"),
-        ({"task": {}, "sampling": {"top_p": 0.9}}, r"run\.json: sampling: top_p is for evaluation only, .*fix"),
         (
             {"task": {}, "algorithm": {"collection": {"horizon": 9}}},
             r"run\.json: algorithm.collection.horizon=9 has no effect on text",

@@ -71,6 +71,38 @@ def test_a_function_without_keywords_gets_what_it_names():
     assert score(reward_set(reward), columns={"answer": ["a", "a"], "level": [1, 2]}).reward == (1, 0)
 
 
+def right(completion, answer, question):
+    return float(completion.strip() == answer) + 0.5 * question.endswith("=")
+
+
+async def async_right(completion, answer, question):
+    await asyncio.sleep(0)
+    return right(completion, answer, question)
+
+
+@pytest.mark.parametrize("function", [right, async_right, functools.partial(right)])
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_a_function_of_one_completion_scores_each(function, timeout):
+    rewards = RewardSet([make_reward(RewardCfg(name="given"), function)], timeout=timeout)
+    rewards.check_columns(["answer"])
+    columns = {"answer": ["3", "4"], "question": ["1+2", "2+2="]}
+    assert score(rewards, [" 3", "5"], columns=columns).reward == (1.0, 0.5)
+    # without a column of that name, the question is the prompt
+    assert score(rewards, [" 3", "5"], ["1+2=", "2+2"], columns={"answer": ["3", "4"]}).reward == (1.5, 0.0)
+    rewards.close()
+    with pytest.raises(DataError, match=r"reward '\w+' needs the column 'answer'; the data have 'solution'"):
+        rewards.check_columns(["solution"])
+
+
+def test_a_function_of_one_completion_gets_the_text_of_a_conversation():
+    seen = []
+    rewards = reward_set(
+        lambda completion, prompt, level=1, **rest: seen.append((completion, prompt, level, rest)) or 1.0
+    )
+    score(rewards, [[{"role": "assistant", "content": "2"}]], [(USER,)], columns={"level": [3], "other": [4]})
+    assert seen == [("2", [USER], 3, {})]
+
+
 def test_a_function_that_changes_its_arguments_does_not_change_the_data():
     def vandal(prompts, completions, completion_ids, answer):
         prompts[0][0]["content"] = "?"
@@ -296,6 +328,17 @@ def test_a_registered_function_is_bound_to_its_settings_whatever_the_columns_are
     assert score(rewards, ["ab", "aa"], columns=columns).reward == (1, 2)
     with pytest.raises(ConfigError, match="reward 'share' is registered already"):
         register_reward("share")(share)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_registered_function_of_one_completion_takes_settings():
+    @register_reward("longer")
+    def longer(completion, than: int, letter):
+        return float(len(completion) > than) + (letter in completion)
+
+    rewards = RewardSet([make_reward(RewardCfg(name="longer", kwargs={"than": 1}))])
+    rewards.check_columns(["letter"])
+    assert score(rewards, ["b", "ab"], columns={"letter": ["b", "c"], "than": [9, 9]}).reward == (1.0, 1.0)
 
 
 @pytest.mark.usefixtures("registry")

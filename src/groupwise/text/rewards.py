@@ -2,7 +2,7 @@
 
 One call for all completions, ``reward(prompts=..., completions=..., completion_ids=..., trainer_state=..., log_extra=...,
 log_metric=..., **columns)``, returns a score for each, None where it does not apply. A function without ``**kwargs`` gets
-the arguments that it names.
+the arguments that it names. A function with a parameter ``completion`` scores one completion at a time.
 
 Source: the signature is that of TRL 1.16's ``GRPOTrainer``.
 """
@@ -23,6 +23,7 @@ from groupwise.errors import ConfigError, DataError, RewardError, UnknownNameErr
 from groupwise.text.data import Completion, Prompt
 from groupwise.text.isolated import Isolated, LostCallError, described
 from groupwise.text.registered import check_settings, register
+from groupwise.text.single_rewards import SingleReward, scores_one
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def make_reward(cfg: RewardCfg, given: Reward | None = None) -> RewardFunction:
     if given is not None:
         function = given.func if isinstance(given, partial) else given
         name = function.__name__ if inspect.isroutine(function) else type(function).__name__
-        return RewardFunction(name, given, cfg.weight)
+        return RewardFunction(name, SingleReward(given) if scores_one(given) else given, cfg.weight)
     import groupwise.text.builtin_rewards  # noqa: F401  registers them
 
     if cfg.name not in REWARDS:
@@ -111,6 +112,8 @@ def make_reward(cfg: RewardCfg, given: Reward | None = None) -> RewardFunction:
     check_settings(f"reward {cfg.name!r}", reward, cfg.kwargs, complete=is_class)
     if is_class:
         return RewardFunction(cfg.name, reward(**cfg.kwargs), cfg.weight)
+    if scores_one(reward):
+        return RewardFunction(cfg.name, SingleReward(reward, cfg.kwargs), cfg.weight)
     return RewardFunction(cfg.name, reward, cfg.weight, cfg.kwargs)
 
 

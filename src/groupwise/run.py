@@ -264,7 +264,7 @@ def evaluate(
 
 def sample(
     run: Run | Path | str,
-    prompt: str,
+    prompt: str | Sequence[Any],
     count: int = 1,
     *,
     deterministic: bool = False,
@@ -272,29 +272,34 @@ def sample(
     checkpoint: Literal["latest", "best"] = "latest",
     policy: Policy | None = None,
     tool: "Callable[[str], str | None] | None" = None,
-) -> list[str]:
-    """Completions of a prompt by a run's language model.
+) -> list[str] | list[list[str]]:
+    """Completions of a prompt by a run's language model; of several prompts, a list for each.
 
     Args:
+        prompt: a text, a list of messages (``{"role": "user", "content": "..."}``), or a list of prompts.
         count: number of completions.
         deterministic: take the most likely token each time.
         policy, tool: if ``run`` is a folder: the Python objects that it was trained with.
 
     Raises:
-        ConfigError: the run has no language model, or ``prompt`` is not a string.
+        ConfigError: the run has no language model.
+        DataError: a prompt is neither a text nor messages, or too long.
     """
-    if not isinstance(prompt, str):
-        raise ConfigError(f"prompt = {prompt!r:.80}: expected a string; fix: one call per prompt")
     given = {"policy": policy, "tool": tool}
     if isinstance(run, Run):
         _refuse_for_live(run, checkpoint, given)
     cfg = run.cfg if isinstance(run, Run) else _read_cfg(RunFolder.open(Path(run)))
     if not isinstance(cfg, TextRunCfg):
         raise ConfigError(f"{run} is a run on {cfg.subject}, without a language model; fix: groupwise eval")
-    from groupwise.text.evaluation import write_texts
+    from groupwise.text.policy import CausalLM
+    from groupwise.text.samples import is_single, read_prompts, write_texts
 
+    prompts = read_prompts(prompt)
     run = run if isinstance(run, Run) else Run.load(run, checkpoint=checkpoint, **given)
-    return write_texts(cfg, run.policy, prompt, count, deterministic=deterministic, seed=seed, tool=run.given.tool)
+    assert isinstance(run.policy, CausalLM)
+    how: dict[str, Any] = {"sampling": cfg.sampling, "task": cfg.task, "tool": run.given.tool}
+    texts = write_texts(run.policy, prompts, count, deterministic=deterministic, seed=seed, **how)
+    return texts[0] if is_single(prompt) else texts
 
 
 def _refuse_for_live(run: Run, checkpoint: str, objects: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from groupwise.errors import ConfigError
 
 COMMANDS = {
     "eval runs/x": ["episodes", "completions-per-prompt", "sampled", "seed", "video", "checkpoint", "json"],
-    "sample runs/x hello": ["count", "deterministic", "seed", "checkpoint"],
+    "sample runs/x hello": ["messages", "count", "deterministic", "seed", "checkpoint"],
     "resume runs/x": ["total-steps"],
     "export runs/x --to onnx": ["out", "checkpoint"],
     "compare runs/x": ["out", "json", "finished-only", "reference", "metric"],

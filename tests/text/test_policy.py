@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import EOS, FAMILIES, tiny_model
-from tiny_tokenizers import character_tokenizer
+from tiny_tokenizers import character_tokenizer, tiny_tokenizer
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -26,8 +26,9 @@ from groupwise.algorithms.ppo import PPO
 from groupwise.config.algorithm import GRPOCfg, PPOCfg
 from groupwise.config.policy import LoRACfg, SamplingCfg
 from groupwise.data.rollout import transition_view
-from groupwise.errors import CheckpointError, ConfigError, SlowPathWarning
+from groupwise.errors import CheckpointError, ConfigError, DataError, SlowPathWarning
 from groupwise.speed.flat import flatten
+from groupwise.text.generation import complete
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
 from groupwise.text.rollout import TextRow, text_rollout
@@ -443,8 +444,62 @@ def test_without_a_value_head_there_are_no_values():
         CausalLM(tiny_model()).values(text_rollout(ROWS))
 
 
-def test_acting_and_predicting_say_what_to_use():
-    policy = CausalLM(tiny_model())
-    for call in (policy.act, policy.predict):
-        with pytest.raises(TypeError, match=r"generation\.complete"):
-            call(torch.zeros(1, dtype=torch.long))
+def log_probs_of_next(policy, contexts):
+    """Of every token after each context, by the model alone."""
+    with torch.no_grad():
+        logits = [policy.network(input_ids=torch.tensor([context])).logits[0, -1] for context in contexts]
+    return (torch.stack(logits) / policy.sampling.temperature).log_softmax(dim=-1)
+
+
+def test_acting_is_the_next_token_of_each_context():
+    policy = CausalLM(tiny_model(), SamplingCfg(temperature=0.5), actor_only=False)
+    contexts = [[5, 6, 7], [9], [5, 6, 7]]
+    expected = log_probs_of_next(policy, contexts)
+    drawn = [policy.act(contexts, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    assert drawn[0].action.equal(drawn[1].action)
+    assert not drawn[0].action.equal(drawn[2].action)
+    for action in (*drawn, policy.act(contexts, deterministic=True)):
+        chosen = expected.gather(1, action.action[:, None])[:, 0]
+        torch.testing.assert_close(action.log_prob, chosen, atol=1e-5, rtol=0)
+    best = policy.act(torch.tensor([[5, 6, 7]]), deterministic=True)
+    assert best.action.tolist() == [int(expected[0].argmax())]
+    assert best.value.tolist() == [0.0]  # the value head begins at 0
+    assert CausalLM(tiny_model()).act(contexts).value is None
+
+
+def test_acting_step_by_step_writes_what_generation_writes():
+    policy = CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6), eos_ids=())
+    context = [5, 6]
+    for _ in range(6):
+        context.append(int(policy.act([context], deterministic=True).action))
+    assert complete(policy, [[5, 6]], torch.tensor([[0]]), deterministic=True)[0][0].tokens == context[2:]
+
+
+def test_predicting_completes_texts_messages_and_lists_of_them():
+    sampling = SamplingCfg(max_new_tokens=4)
+    policy = CausalLM(tiny_model(vocab_size=300), sampling, tokenizer=tiny_tokenizer())
+    messages = [{"role": "user", "content": "two"}]
+    one, other = policy.predict(messages), policy.predict("one")
+    assert isinstance(one, str)
+    assert policy.predict("two") == one  # a text is a user's message to a chat model
+    assert policy.predict([messages, "one"]) == [one, other]
+    torch.manual_seed(0)
+    drawn = [policy.predict("one", deterministic=False) for _ in range(3)]
+    torch.manual_seed(0)
+    assert drawn == [policy.predict("one", deterministic=False) for _ in range(3)]
+    assert len(set(drawn)) == 3
+    with pytest.raises(ConfigError, match=r"the policy has no tokenizer; fix: CausalLM\(model, tokenizer="):
+        CausalLM(tiny_model()).predict("one")
+    with pytest.raises(DataError, match=r"prompt 1: prompt = 3: expected a text or a list of messages"):
+        policy.predict(["one", 3])
+
+
+def test_the_reference_of_adapters_acts_without_them():
+    with warnings.catch_warnings(action="ignore"):
+        policy = CausalLM(get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"])))
+    reference, before = policy.make_reference(), policy.act([[5, 6, 7]], deterministic=True).log_prob
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            nn.init.ones_(parameter)
+    assert not policy.act([[5, 6, 7]], deterministic=True).log_prob.equal(before)
+    assert reference.act([[5, 6, 7]], deterministic=True).log_prob.equal(before)

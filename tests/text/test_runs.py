@@ -1,7 +1,6 @@
 """Whole runs on texts: train, resume, evaluate, sample, and what is said of bad input."""
 
 import errno
-import inspect
 import json
 import math
 import os
@@ -110,6 +109,16 @@ def test_a_run_is_loaded_sampled_and_exported_without_its_data_and_rewards(copie
         gw.evaluate(copied.path, eval_data=rows)
 
 
+def test_prompts_are_sampled_alone_or_together(copied):
+    together = gw.sample(copied, ["123", "456"], 2)
+    assert [len(of_prompt) for of_prompt in together] == [2, 2]
+    assert together[0] == gw.sample(copied, "123", 2)
+    with pytest.raises(gw.ConfigError, match=r"the data's prompts are for conversations, but .* has no chat template"):
+        gw.sample(copied, [{"role": "user", "content": "123"}])
+    with pytest.raises(gw.DataError, match=r"1 of 2 prompts have more than 60 tokens"):
+        gw.sample(copied, ["123", "1" * 70])
+
+
 def test_evaluation_tells_mean_and_pass_rates_with_intervals(copied):
     greedy = gw.evaluate(copied)
     assert (greedy.episodes, greedy.completions_per_prompt) == (8, 1)
@@ -145,7 +154,14 @@ def test_the_commands(model, tmp_path, capsys):
     assert (found["episodes"], found["completions_per_prompt"]) == (6, 2)
     assert found["pass_at_2"]["ci95"][0] == 0
     assert cli.main(["sample", run, "123", "--count", "2"]) == 0
-    assert len(capsys.readouterr().out.split("-" * 20)) == 2
+    first = capsys.readouterr().out
+    assert len(first.split("-" * 20)) == 2
+    assert cli.main(["sample", run, "123", "456", "--count", "2"]) == 0
+    assert capsys.readouterr().out.startswith(first + "=" * 20 + "\n")
+    assert cli.main(["sample", run, "--messages", '[{"role": "user"}]']) == 2
+    assert "prompt 0: message = {'role': 'user'}: expected the texts role and content" in capsys.readouterr().err
+    assert cli.main(["sample", run, "--messages", "123 +"]) == 2
+    assert "--messages: '123 +' is no JSON" in capsys.readouterr().err
     assert cli.main(["resume", run, "--total-steps", "150"]) == 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["sampling"]["temperature"] == 0.7
     assert cli.main(["export", run, "--to", "transformers"]) == 0
@@ -205,7 +221,6 @@ def test_a_given_model_is_given_again_and_its_adapters_have_their_own_rate(model
         (lambda run: gw.evaluate(run, checkpoint="best"), "checkpoint: only for a run's folder; fix: give"),
         (lambda run: gw.evaluate(run, reward=share_copied, foo=1), "reward, foo: only for a run's folder"),
         (lambda run: gw.sample(run, "12", checkpoint="best"), "checkpoint: only for a run's folder"),
-        (lambda run: inspect.unwrap(gw.sample)(run, ["12", "21"]), r"prompt = \['12', '21'\]: expected a string; fix"),
         (
             lambda run: gw.evaluate(run.path, rewards=share_copied),
             "unknown object 'rewards'; fix: .*did you mean 'reward'",

@@ -23,7 +23,7 @@ Reinforcement learning with GRPO and PPO.
 
   train ENV|FILE     train on a Gymnasium environment, or with the settings of a JSON file
   eval RUN           evaluate a trained policy in episodes or on held-out prompts
-  sample RUN PROMPT  complete a prompt with a trained language model
+  sample RUN PROMPT  complete prompts with a trained language model
   resume RUN         continue a run
   export RUN         write a policy as ONNX or safetensors, a language model for transformers
   compare RUNS ...   compare methods over seeds: means, intervals, curves
@@ -77,11 +77,12 @@ Examples:
   groupwise eval runs/<text run> --completions-per-prompt 8
 """
 
-SAMPLE_HELP = """Complete a prompt with the language model of a run.
+SAMPLE_HELP = """Complete prompts with the language model of a run.
 
 Examples:
   groupwise sample runs/<run> "What is 12 + 7?"
-  groupwise sample runs/<run> "What is 12 + 7?" --count 4 --checkpoint best
+  groupwise sample runs/<run> "What is 12 + 7?" "What is 3 + 4?" --count 4 --checkpoint best
+  groupwise sample runs/<run> --messages '[{"role": "user", "content": "What is 12 + 7?"}]'
 """
 
 RESUME_HELP = """Continue a run from its last checkpoint, as if it had never stopped.
@@ -303,8 +304,9 @@ def _print_tasks(found: Mapping[str, Mapping[str, Any]]) -> None:
 def _sample(argv: Sequence[str]) -> int:
     parser = Parser(prog="groupwise sample", description=SAMPLE_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("prompt", help="what to complete")
-    parser.add_argument("--count", type=_count, default=1, help="number of completions (default: 1)")
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="what to complete")
+    parser.add_argument("--messages", action="store_true", help="prompts are lists of messages, in JSON")
+    parser.add_argument("--count", type=_count, default=1, help="completions of each prompt (default: 1)")
     parser.add_argument("--deterministic", action="store_true", help="take the most likely token each time")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
     parser.add_choice("--checkpoint", ("latest", "best"), default="latest", help="whose policy (default: latest)")
@@ -312,9 +314,19 @@ def _sample(argv: Sequence[str]) -> int:
 
     from groupwise.run import sample
 
-    texts = sample(options.pop("run"), options.pop("prompt"), options.pop("count"), **options)
-    show(f"\n{'-' * 20}\n".join(texts))
+    prompts, as_messages = options.pop("prompts"), options.pop("messages")
+    read = list(map(_messages, prompts)) if as_messages else prompts
+    texts = sample(options.pop("run"), read, options.pop("count"), **options)
+    show(f"\n{'=' * 20}\n".join(f"\n{'-' * 20}\n".join(of_prompt) for of_prompt in texts))
     return 0
+
+
+def _messages(word: str) -> Any:
+    try:
+        return json.loads(word)
+    except ValueError as error:
+        fix = """'[{"role": "user", "content": "..."}]'"""
+        raise ConfigError(f"--messages: {word!r:.80} is no JSON ({error}); fix: {fix}") from error
 
 
 def _count(word: str) -> int:

@@ -24,13 +24,14 @@ from groupwise.speed.flat import flatten
 from groupwise.text.callbacks import CheckSamplerMismatch, LogGroups
 from groupwise.text.collector import TextCollector
 from groupwise.text.data import Example
-from groupwise.text.evaluation import TextEvaluator, dialogue_of
+from groupwise.text.evaluation import TextEvaluator
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.rollout import TextBuffer
 from groupwise.text.task import TextTask
+from groupwise.text.transcripts import dialogue_of
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
 from groupwise.training.components import Components, UserObjects, pick_device
@@ -101,7 +102,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
         encoder,
         rewards,
         cfg,
-        dialogue=dialogue_of(tool, encoder, policy),
+        dialogue=dialogue_of(tool, encoder, policy.context_length),
         rank=engine.rank,
         world_size=engine.world_size,
     )

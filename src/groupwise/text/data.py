@@ -57,18 +57,18 @@ def load_examples(source: object, *, prompt_column: str = "prompt") -> list[Exam
         )
     examples = [
         Example(
-            _prompt(f"{where}, example {number}", row.get(prompt_column)),
+            read_prompt(f"{where}, example {number}", row.get(prompt_column)),
             {column: row.get(column) for column in columns if column != prompt_column},
         )
         for number, row in enumerate(rows)
     ]
-    bad = [number for number, example in enumerate(examples) if _encodable_prompt(example.prompt) != example.prompt]
+    bad = [number for number, example in enumerate(examples) if encodable_prompt(example.prompt) != example.prompt]
     if bad:
         warnings.warn(
             f"{len(bad)} of {len(examples)} prompts of {where} have lone surrogates, first example {bad[0]}: U+FFFD takes their place",
             stacklevel=2,
         )
-        examples = [example._replace(prompt=_encodable_prompt(example.prompt)) for example in examples]
+        examples = [example._replace(prompt=encodable_prompt(example.prompt)) for example in examples]
     if len({isinstance(example.prompt, str) for example in examples}) > 1:
         raise DataError(f"some prompts of {where} are texts and some are messages; fix: all of one kind")
     return examples
@@ -79,7 +79,8 @@ def encodable(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _encodable_prompt(prompt: Prompt) -> Prompt:
+def encodable_prompt(prompt: Prompt) -> Prompt:
+    """The prompt with ``encodable`` texts."""
     if isinstance(prompt, str):
         return encodable(prompt)
     return tuple({key: encodable(text) for key, text in message.items()} for message in prompt)
@@ -211,7 +212,8 @@ _READERS: dict[str, tuple[Callable[[Path], Any], str]] = {
 """How to read a file, and the fix if that fails, by its ending."""
 
 
-def _prompt(where: str, prompt: object) -> Prompt:
+def read_prompt(where: str, prompt: object) -> Prompt:
+    """The prompt, checked; a ``DataError`` that begins with ``where`` if it is neither a text nor messages."""
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, Sequence) or not prompt:

@@ -1,7 +1,6 @@
 """Evaluation of a language model on held-out prompts: mean reward and pass@k."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -13,13 +12,12 @@ from groupwise.functional.texts import pass_rate
 from groupwise.policies.base import Policy
 from groupwise.report.scores import wilson_95
 from groupwise.seeding import derive_seed
-from groupwise.text.data import Example, encodable
+from groupwise.text.data import Example
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.task import TextTask
-from groupwise.text.tools import AnyTool, make_tool
-from groupwise.text.transcripts import ToolDialogue, Transcript, rewards_of_groups, score, text_of, write
+from groupwise.text.transcripts import Transcript, dialogue_of, rewards_of_groups, score, write
 from groupwise.training.components import Evaluator
 from groupwise.training.evaluation import EvaluationResult, shown
 
@@ -87,7 +85,7 @@ class TextEvaluator(Evaluator):
         self._cfg = cfg
         self._rewards = task.rewards(cfg.algorithm.on_nonfinite)
         self._generate = partial(complete, policy)
-        self._dialogue = dialogue_of(task.tool(), self._encoder, policy)
+        self._dialogue = dialogue_of(task.tool(), self._encoder, policy.context_length)
         self._seed = seed
 
     def __call__(self) -> TextEvaluation:
@@ -115,30 +113,3 @@ class TextEvaluator(Evaluator):
         self._rewards.close()
         if self._dialogue is not None:
             self._dialogue.close()
-
-
-def write_texts(
-    cfg: TextRunCfg,
-    policy: Policy,
-    prompt: str,
-    count: int,
-    *,
-    deterministic: bool,
-    seed: int,
-    tool: AnyTool | None = None,
-) -> list[str]:
-    """Completions of one prompt; ``tool`` is that of the run, if it was given in Python."""
-    assert isinstance(policy, CausalLM)
-    encoder = PromptEncoder(policy.tokenizer, cfg.task)
-    (encoded,) = encoder.select([Example(encodable(prompt), {})], policy.max_prompt_length(cfg.sampling.max_new_tokens))
-    transcripts = [Transcript(encoded, 0, derive_seed(seed, "sample", i), deterministic) for i in range(count)]
-    with ExitStack() as stack:
-        if (dialogue := dialogue_of(make_tool(cfg.task, tool), encoder, policy)) is not None:
-            stack.callback(dialogue.close)
-        write(transcripts, partial(complete, policy), cfg.sampling, dialogue)
-    return [text_of(transcript, encoder) for transcript in transcripts]
-
-
-def dialogue_of(tool: AnyTool | None, encoder: PromptEncoder, policy: CausalLM) -> ToolDialogue | None:
-    """The dialogue with the tool; None without one."""
-    return None if tool is None else ToolDialogue(tool, encoder, policy.context_length)

@@ -12,7 +12,8 @@ from transformers.cache_utils import DynamicCache
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import DataError
-from groupwise.text.sampling import Completion, DecodingState
+from groupwise.policies.base import Action
+from groupwise.text.sampling import Completion, DecodingState, draw
 
 if TYPE_CHECKING:
     from groupwise.text.policy import CausalLM
@@ -102,6 +103,25 @@ def complete(
         _decode(policy, tokens, valid, size, state, sampling.max_new_tokens)
     flat = state.completions()
     return [flat[i : i + size] for i in range(0, len(flat), size)]
+
+
+@torch.no_grad()
+def next_token(
+    policy: "CausalLM",
+    contexts: Int[Tensor, "row step"] | Sequence[Sequence[int]],
+    deterministic: bool = False,
+    generator: torch.Generator | None = None,
+) -> Action:
+    """The next token of each context, its log-probability in the sampling distribution, and the context's value."""
+    ids = contexts.tolist() if isinstance(contexts, Tensor) else contexts
+    tokens, valid = left_padded(ids, policy.device)
+    with policy.computing():
+        hidden = policy.hidden_states(tokens, valid)[:, -1]
+    chance = torch.rand(len(ids), generator=generator, device=policy.device)
+    logits = policy.decoder.head(policy)(hidden)
+    token, log_prob, _ = draw(logits, chance, policy.sampling, deterministic=deterministic)
+    value = None if policy.value_head is None else policy.value_head(hidden.float())[:, 0]
+    return Action(token, log_prob, value)
 
 
 def _decode(

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from groupwise.config.policy import SamplingCfg
-from groupwise.data.rollout import Nested, TensorSpec
+from groupwise.data.rollout import TensorSpec
 from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.functional.vocabulary import token_scores
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
@@ -187,13 +187,17 @@ class CausalLM(Policy):
         """The autocast context of every forward pass. Around several passes without gradient, weights are cast once."""
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
-    def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """Raises: ``generation.complete`` generates whole completions."""
-        raise TypeError("a CausalLM does not act token by token; fix: generation.complete")
+    def act(self, obs: Any, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
+        """The next token of B contexts: token ids ``[B, T]``, or a sequence of ids for each."""
+        from groupwise.text.generation import next_token
+
+        return next_token(self, obs, deterministic, generator)
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """Raises: ``generation.complete`` takes prompts."""
-        raise TypeError("a CausalLM takes prompts, not arrays; fix: generation.complete")
+        """The completion of a prompt, a text or a list of messages, as text; of a list of prompts, a list."""
+        from groupwise.text.samples import predict
+
+        return predict(self, obs, deterministic)
 
     def make_reference(self) -> Policy:
         """A frozen policy that scores like this one does now: the base model while adapters change nothing."""
@@ -328,13 +332,15 @@ class AdaptersOff(Policy):
         with self._policy[0].model.disable_adapter():
             return self._policy[0].evaluate(batch)
 
-    def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """Raises, like the policy's."""
-        return self._policy[0].act(obs, deterministic, generator)
+    def act(self, obs: Any, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
+        """As the policy's."""
+        with self._policy[0].model.disable_adapter():
+            return self._policy[0].act(obs, deterministic, generator)
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """Raises, like the policy's."""
-        return self._policy[0].predict(obs, deterministic)
+        """As the policy's."""
+        with self._policy[0].model.disable_adapter():
+            return self._policy[0].predict(obs, deterministic)
 
     @property
     def shares_prefixes(self) -> bool:

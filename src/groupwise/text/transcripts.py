@@ -123,6 +123,11 @@ class ToolDialogue:
             self._tool.close()
 
 
+def dialogue_of(tool: AnyTool | None, encoder: PromptEncoder, context: int | None) -> ToolDialogue | None:
+    """The dialogue with the tool; None without one."""
+    return None if tool is None else ToolDialogue(tool, encoder, context)
+
+
 def write(
     transcripts: Sequence[Transcript],
     generate: Generate,

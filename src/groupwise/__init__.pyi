@@ -19,7 +19,7 @@ from groupwise.config.choices import register_recipe as register_recipe
 from groupwise.config.credit import BaselineCfg as BaselineCfg
 from groupwise.config.env import EnvCfg as EnvCfg
 from groupwise.config.objective import TrustRegionCfg as TrustRegionCfg
-from groupwise.config.policy import FlowCfg as FlowCfg, LoRACfg as LoRACfg, ModelCfg as ModelCfg, PolicyCfg as PolicyCfg, SamplingCfg as SamplingCfg, VLACfg as VLACfg
+from groupwise.config.policy import FlowCfg as FlowCfg, LoRACfg as LoRACfg, ModelCfg as ModelCfg, PolicyCfg as PolicyCfg, SamplingCfg as SamplingCfg, VLACfg as VLACfg, register_policy as register_policy
 from groupwise.config.run import SamplerMismatchCfg as SamplerMismatchCfg, EvaluationCfg as EvaluationCfg, LoggingCfg as LoggingCfg, RunCfg as RunCfg, StopCfg as StopCfg, TextEvaluationCfg as TextEvaluationCfg, TextRunCfg as TextRunCfg
 from groupwise.config.trackers import TrackedRun as TrackedRun, TrackerCfg as TrackerCfg
 from groupwise.config.text import RewardCfg as RewardCfg, TextTaskCfg as TextTaskCfg

@@ -21,7 +21,7 @@ USAGE = """usage: groupwise COMMAND ...
 
 Reinforcement learning with GRPO and PPO.
 
-  train ENV|FILE     train on a Gymnasium environment, or with the settings of a JSON file
+  train ENV|FILE     train on a Gymnasium environment, or with the settings of a file
   eval RUN           evaluate a trained policy in episodes or on held-out prompts
   sample RUN PROMPT  complete prompts with a trained language model
   resume RUN         continue a run
@@ -43,12 +43,13 @@ Start with:
   groupwise train CartPole-v1
 """
 
-TRAIN_HELP = """Train a policy on a Gymnasium environment, or with the settings of a JSON file.
+TRAIN_HELP = """Train a policy on a Gymnasium environment, or with the settings of a JSON or YAML file.
 
   groupwise train CartPole-v1
   groupwise train CartPole-v1 --algorithm ppo --seed 3
   groupwise train CartPole-v1 --preset dr_grpo --seeds 0-9
   groupwise train my_run.json --algorithm.learning-rate 3e-4
+  groupwise train --config my_run.yaml
 
 Options, with the defaults of this environment:
   --seeds 0-9                         or 0,3,5: one run per seed, in parallel

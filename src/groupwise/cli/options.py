@@ -27,6 +27,7 @@ from groupwise.config.env import EnvCfg
 from groupwise.config.presets import Tree
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.config.text import TextTaskCfg
+from groupwise.config.yaml_files import SUFFIXES
 from groupwise.envs.names import import_package, refuse_module, unknown_environment
 from groupwise.errors import ConfigError
 
@@ -92,7 +93,7 @@ def parse_options(
     """The settings of ``TARGET [--algorithm NAME] [--preset NAME] [--any.field VALUE ...]``.
 
     Args:
-        argv: the target is an environment id or a JSON file; help without one is that of CartPole.
+        argv: the target is an environment id or a file of settings, also as ``--config FILE``; help without one is that of CartPole.
         only: paths of the settings that are options; empty for all.
         flags: other options of the command, which may have been meant.
 
@@ -101,9 +102,9 @@ def parse_options(
         SystemExit: after ``--help``.
     """
     asked = _HELP.intersection(argv)
-    target, *words = [word for word in argv if word not in _HELP] or (["CartPole-v1"] if asked else [""])
+    target, *words = _target_first([word for word in argv if word not in _HELP]) or ["CartPole-v1" if asked else ""]
     if target.startswith("-") or not target:
-        raise ConfigError(f"expected an environment id or a JSON file first, as in: {prog} CartPole-v1")
+        raise ConfigError(f"expected an environment id or a file of settings first, as in: {prog} CartPole-v1")
     given = _by_path(words)
     preset = None if only or "preset" not in given else " ".join(given.pop("preset"))
     default = _resolve(target, preset, _tree(_FIRST, given))
@@ -143,6 +144,16 @@ def _flag(path: str) -> str:
 
 
 # --- reading ---
+
+
+def _target_first(words: list[str]) -> list[str]:
+    """The words with that of ``--config FILE`` as the target."""
+    if "--config" not in words:
+        return words
+    at = words.index("--config")
+    if at and not words[0].startswith("--"):
+        raise ConfigError(f"{words[0]} and --config both say what to train on; fix: one of them")
+    return [*words[at + 1 : at + 2], *words[:at], *words[at + 2 :]]
 
 
 def _by_path(words: Sequence[str]) -> dict[str, list[str]]:
@@ -281,7 +292,7 @@ def _shown(value: object) -> str:
 
 
 def _resolve(target: str, preset: str | None, changed: Tree) -> RunCfg | TextRunCfg:
-    if target.endswith(".json"):
+    if target.endswith((".json", *SUFFIXES)):
         return load_config(target, preset=preset, **changed)
     refuse_module(target)
     if target not in presets.env_ids():  # a typo is found before anything slow is imported

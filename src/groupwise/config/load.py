@@ -6,7 +6,7 @@ Precedence: class defaults < preset of the environment (or of texts) < preset na
 import functools
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from groupwise.config.base import Cfg, explain
 from groupwise.config.policy import AnyPolicyCfg
 from groupwise.config.presets import Tree
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
+from groupwise.config.yaml_files import SUFFIXES, parse_yaml
 from groupwise.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -67,7 +68,7 @@ def resolve_text(
 def load_config(
     path: Path | str, algorithm: str | AlgorithmCfg | Tree | None = None, preset: str | None = None, **fields: Any
 ) -> RunCfg | TextRunCfg:
-    """The full config of a run from a JSON file; other arguments override it as in ``resolve``.
+    """The full config of a run from a JSON or YAML file; other arguments override it as in ``resolve``.
 
     The file has some fields of ``RunCfg`` (at least ``env.id``) or ``TextRunCfg`` (at least ``task.data`` and
     ``model.path``), and may have a ``preset``. A run folder's ``config.json`` is such a file.
@@ -75,7 +76,7 @@ def load_config(
     Raises:
         ConfigError: the file is missing or broken, or a setting is wrong.
     """
-    tree = read_json(Path(path))
+    tree = _read_yaml(Path(path)) if Path(path).suffix in SUFFIXES else read_json(Path(path))
     named = tree.pop("preset", None)
     tree.pop("provenance", None)
     try:
@@ -92,14 +93,22 @@ def load_config(
 
 def read_json(path: Path, *, follow: bool = True) -> Tree:
     """The object in a JSON file, or a ``ConfigError``; ``follow`` as in ``files.reading``."""
+    return _read_object(path, "JSON", files.parse_json, follow=follow)
+
+
+def _read_yaml(path: Path) -> Tree:
+    return _read_object(path, "YAML", parse_yaml, follow=True)
+
+
+def _read_object(path: Path, language: str, parse: Callable[[bytes], Any], *, follow: bool) -> Tree:
     try:
-        tree = files.parse_json(files.read(path, files.MAX_SETTINGS, follow=follow))
+        tree = parse(files.read(path, files.MAX_SETTINGS, follow=follow))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}; expected a JSON file") from error
+        raise ConfigError(f"{path}: {error.strerror or error}; expected a {language} file") from error
     except ValueError as error:
-        raise ConfigError(f"{path}: broken JSON: {error}") from error
+        raise ConfigError(f"{path}: broken {language}: {error}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {type(tree).__name__}")
+        raise ConfigError(f"{path}: expected a {language} object, found {type(tree).__name__}")
     return tree
 
 

@@ -1,24 +1,26 @@
 """Settings of policies. Imports no torch and no transformers."""
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Len, Lt, MultipleOf
-from pydantic import model_validator
+from pydantic import Field, create_model, model_validator
 
 from groupwise.config.base import Cfg, Positive, PositiveInt
 from groupwise.config.choices import Choice, register_recipe
 
 
 class AnyPolicyCfg(Choice):
-    """Which policy. Subclass it for your own: give ``name`` a default, say where the policy is, and ``register_recipe`` it."""
+    """Which policy. ``register_policy`` adds yours."""
 
     name: str = ""
     family: ClassVar = "policy"
     default: ClassVar = "actor_critic"
     known: ClassVar = {}
-    policy: ClassVar[str] = ""
-    """``module:Class`` of the ``Policy``, which takes ``(observation_space, action_space, cfg, *, actor_only, gamma)``."""
+    policy: ClassVar[str | type] = ""
+    """The ``Policy``, or its ``module:Class``; it takes ``(observation_space, action_space, cfg, *, actor_only, gamma)``."""
     init_from: Path | None = None
     """Run folder, or checkpoint, whose weights the policy begins with; a critic that is not in it starts fresh, and the statistics of observations stay as they are there. The run's settings of the policy replace those of the preset. None: random weights."""
 
@@ -44,6 +46,34 @@ class PolicyCfg(AnyPolicyCfg):
     """Scale float observations to running mean 0 and standard deviation 1."""
     normalize_reward: bool = False
     """Divide rewards by the running standard deviation of the discounted return."""
+
+
+T = TypeVar("T", bound=type)
+
+
+def register_policy(name: str, cfg: type[AnyPolicyCfg] = PolicyCfg) -> Callable[[T], T]:
+    """Class decorator that makes a ``Policy`` available as ``policy="name"``, also in files and on the command line.
+
+    Args:
+        cfg: the class of its settings, which the policy gets as its third argument; a subclass of ``AnyPolicyCfg`` or
+            ``PolicyCfg`` if it has settings of its own.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+
+    def register(policy: T) -> T:
+        with warnings.catch_warnings():  # the name of PolicyCfg is no field
+            warnings.filterwarnings("ignore", 'Field name "name"')
+            named: Any = create_model(
+                f"{policy.__name__}Cfg", __base__=cfg, __module__=policy.__module__, __doc__=policy.__doc__,
+                name=(Literal[name], Field(name, description="Name in the registry.")),
+            )  # fmt: skip
+        named.policy = policy
+        register_recipe(named)
+        return policy
+
+    return register
 
 
 class LoRACfg(Cfg):

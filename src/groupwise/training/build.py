@@ -164,7 +164,8 @@ def build_policy(cfg: RunCfg, env: VectorEnv, given: UserObjects, algorithm_type
     with threads(1), torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(cfg.seed, "policy"))
         chunked = cfg.env.action_chunk > 1 and type(cfg.policy) is PolicyCfg
-        kind = pkgutil.resolve_name(CHUNK_POLICY if chunked else cfg.policy.policy)
+        kind: Any = CHUNK_POLICY if chunked else cfg.policy.policy
+        kind = pkgutil.resolve_name(kind) if isinstance(kind, str) else kind
         made: Policy = kind(
             env.observation_space,
             env.action_space,

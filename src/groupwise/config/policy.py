@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from annotated_types import Ge, Gt, Le, Len, Lt, MultipleOf
 from pydantic import Field, create_model, model_validator
@@ -67,7 +67,7 @@ def register_policy(name: str, cfg: type[AnyPolicyCfg] = PolicyCfg) -> Callable[
             warnings.filterwarnings("ignore", 'Field name "name"')
             named: Any = create_model(
                 f"{policy.__name__}Cfg", __base__=cfg, __module__=policy.__module__, __doc__=policy.__doc__,
-                name=(Literal[name], Field(name, description="Name in the registry.")),
+                name=(cast(Any, Literal[name]), Field(name, description="Name in the registry.")),
             )  # fmt: skip
         named.policy = policy
         register_recipe(named)

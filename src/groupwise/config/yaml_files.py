@@ -42,7 +42,7 @@ def parse_yaml(data: bytes) -> Any:
 def _loader() -> type:
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         """Refuses aliases, which could stand for gigabytes, and keys that come twice."""
 
         yaml_implicit_resolvers: dict[str, Any] = {}  # in place of those of YAML 1.1

@@ -121,7 +121,6 @@ def page(data: dict[str, Any]) -> str:
                 f"The result of `groupwise check-env` for {len(found)} environments ({versions}).",
                 "- `yes` in the column of a [start mode](../starts.md): a group shares its start in this mode, bit for bit.\n"
                 "- `steps random`: members with their own random numbers drifted apart within some tens of random steps.\n"
-                "- `needs a step limit`: GRPO trains once you set `env.max_episode_steps`.",
                 *(text for title, names in present.items() if names for text in facts(title, names, found)),
                 "## Times",
                 "Starts in microseconds per member. Environment steps per second with 8 environments and random actions. "
@@ -163,9 +162,7 @@ def facts(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
 
 
 def used(report: dict[str, Any]) -> str:
-    """What training uses, or that only a step limit is missing."""
-    if report["training"]["reason"] and report["training"]["reason"] == report["max_episode_steps"]["reason"]:
-        return "needs a step limit"
+    """What training uses."""
     return shown(report["training"], lambda value: f"{value['start_mode']}, {value['vectorization']}")
 
 

@@ -188,13 +188,11 @@ class Endless(Calm):
         pass
 
 
-def test_without_a_known_step_limit_training_is_refused_with_the_fix():
+def test_without_a_known_step_limit_the_report_says_when_episodes_are_cut():
     report = check_env(Endless)
-    assert report.max_episode_steps == report.training
-    assert report.training.reason == "no step limit is known, so an episode might never end"
-    assert report.training.fix.startswith("env.max_episode_steps")
-    assert report.start_modes["seed"].value > 0
-    assert "training uses             no, see 'step limit'" in str(report)
+    assert report.max_episode_steps.value is None
+    assert report.training.value is not None
+    assert "step limit                no: none is known, so GRPO and evaluations cut episodes after" in str(report)
 
 
 def test_the_step_limit_is_found_where_it_is_said():
@@ -210,10 +208,10 @@ class EndlessRows(TorchCartPole):
         self.max_episode_steps = None
 
 
-def test_rows_without_a_known_step_limit_are_refused_too():
+def test_the_step_limit_of_rows():
     report = check_env(EndlessRows)
-    assert report.training == report.max_episode_steps
-    assert "no step limit is known" in report.training.reason
+    assert "none is known" in report.max_episode_steps.reason
+    assert report.training.value is not None
     assert check_env(TorchCartPole).max_episode_steps == Finding(500)
 
 

@@ -55,11 +55,7 @@ Measured: TypeAlias = tuple[
 ]
 """Name, spaces of observations and actions, step limit, success, microseconds by start mode, steps per second."""
 
-NO_LIMIT = Finding[int](
-    None,
-    "no step limit is known, so an episode might never end",
-    "env.max_episode_steps (also where it truncates by itself), or algorithm.collection.horizon",
-)
+NO_LIMIT = Finding[int](None, "none is known, so GRPO and evaluations cut episodes after at most 10,000 steps")
 
 
 @dataclass(frozen=True)
@@ -83,8 +79,7 @@ class Training:
 class EnvReport:
     """The result of ``check_env``; printed, the table of ``groupwise check-env``.
 
-    ``observation``, ``action``: the spaces, if they are supported. ``max_episode_steps``: the step limit, which GRPO
-    needs. ``success``: where success is reported, and whether tasks are named. ``start_varies``: whether the start depends on the seed. ``noise_varies``: whether members drift apart under
+    ``observation``, ``action``: the spaces, if they are supported. ``max_episode_steps``: the step limit. ``success``: where success is reported, and whether tasks are named. ``start_varies``: whether the start depends on the seed. ``noise_varies``: whether members drift apart under
     equal actions. ``start_modes``: microseconds of a member's start, for each mode that passes its check.
     ``steps_per_second``: with 8 environments and random actions, by vectorisation. ``training``: GRPO's defaults; its
     value is None where GRPO refuses the environment.
@@ -161,7 +156,7 @@ def check_env(env: object) -> EnvReport:
     observation = _tried(lambda: (obs_spec(space), _brief(space))[1])
     action = _tried(lambda: (make_head(actions, PolicyCfg()), _brief(actions))[1])
     limit = NO_LIMIT if max_steps is None else Finding(max_steps)
-    missing = [needed for needed in (observation, action, limit) if needed.value is None]
+    missing = [needed for needed in (observation, action) if needed.value is None]
     if missing:
         training = Finding(None, missing[0].reason, missing[0].fix)
     return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, modes, speeds, training)

@@ -63,11 +63,13 @@ def test_check_env_command_refuses_what_it_does_not_know(capsys):
     assert "did you mean 'CartPole-v1'" in capsys.readouterr().err
 
 
-def test_check_env_command_and_train_agree_that_a_step_limit_is_needed(tmp_path, capsys):
-    assert cli.main(["check-env", "CliffWalking-v1"]) == 1
-    assert "env.max_episode_steps" in capsys.readouterr().out
-    assert cli.main(["train", "CliffWalking-v1", "--run-dir", str(tmp_path / "run")]) == 2
-    assert "has no known step limit" in capsys.readouterr().err
+def test_check_env_command_and_train_agree_that_no_step_limit_is_needed(tmp_path, capsys):
+    assert cli.main(["check-env", "CliffWalking-v1"]) == 0
+    assert "no: none is known" in capsys.readouterr().out
+    few = ["--total-steps", "10", "--env.num-envs", "2", "--algorithm.group-size", "2", "--evaluation.episodes", "2"]
+    assert cli.main(["train", "CliffWalking-v1", "--run-dir", str(tmp_path / "run"), *few]) == 0
+    text = "".join(capsys.readouterr())
+    assert text.count("CliffWalking-v1 has no step limit: episodes of groups are truncated after 1,000 steps") == 1
 
 
 @pytest.mark.parametrize("option", ["--algorithm ppo", "--algorithm=ppo", "--preset dr_grpo", "--algorithm.gamma 0.9"])

@@ -79,6 +79,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         gw.train("CartPole-v1", gw.PPOCfg(num_steps=16), run_dir=folder / "ppo", **short),
         gw.train("CartPole-v1", everything, run_dir=folder / "grpo", callbacks=[SpoilsAGradient()], **short),
         gw.train(Touch, gw.PPOCfg(num_steps=16), run_dir=folder / "success", **short),
+        gw.train("CliffWalking-v1", gw.PPOCfg(num_steps=16), run_dir=folder / "endless", **short),
         gw.train(gw.TorchCartPole, truncating, run_dir=folder / "truncate", **short),
         gw.train("CartPole-v1", clones(folder, "CartPole-v1", 1), run_dir=folder / "bc", **short),
         gw.train("Pendulum-v1", clones(folder, "Pendulum-v1", [1.0]), run_dir=folder / "bc_box", **short),

@@ -60,8 +60,15 @@ def test_global_random_streams_and_the_policy_mode_are_left_alone(parts: Any):
     assert policy.training
 
 
-def test_endless_episodes_are_cut(parts: Any):
-    assert max(evaluate_policy(parts.policy(), parts.env(9), episodes=9, seed=0, max_steps=2).lengths) == 2
+def test_endless_episodes_are_cut_and_counted(parts: Any):
+    result = evaluate_policy(parts.policy(), parts.env(9), episodes=9, seed=0, max_steps=2)
+    whole = evaluate_policy(parts.policy(), parts.env(9), episodes=9, seed=0)
+    longer = sum(length > 2 for length in whole.lengths)
+    assert max(result.lengths) == 2
+    assert (result.cut_episodes, whole.cut_episodes) == (longer, 0)
+    assert result.line().endswith(f" episodes=9 cut_episodes={longer}")
+    assert result.report()["cut_episodes"] == result.metrics()["eval/cut_episodes"] == longer
+    assert "cut" not in whole.line() + " ".join([*whole.report(), *whole.metrics()])
 
 
 def test_return_that_is_not_finite_names_its_episode(parts: Any, monkeypatch: pytest.MonkeyPatch):

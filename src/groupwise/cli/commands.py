@@ -369,7 +369,8 @@ def _print_run(run: Any) -> int:
     if (score := found.get("return_mean")) is not None:
         kind = "greedy return" if run.cfg.evaluation.deterministic else "return"
         interval = "95 % interval {:.4g} to {:.4g}".format(*found["ci95"]) if found.get("ci95") else "no interval"
-        reached = f": {kind} {score:.1f} ({found['episodes']} episodes, {interval})"
+        cut = f", {count} cut at the step limit" if (count := found.get("cut_episodes")) else ""
+        reached = f": {kind} {score:.1f} ({found['episodes']} episodes{cut}, {interval})"
         best = f"{found['best_return_mean']:.1f}"
         if (rate := found.get("success_rate")) is not None:
             low, high = (100 * end for end in found["success_ci95"])

@@ -177,6 +177,11 @@ class RunCfg(CommonCfg):
         """The environment's id."""
         return self.env.id
 
+    @property
+    def default_horizon(self) -> int:
+        """Steps of an episode where the environment has no limit: a hundredth of the run, but from 1,000 to 10,000."""
+        return min(max(1_000, self.total_steps // 100), 10_000)
+
     @model_validator(mode="after")
     def _check(self) -> "RunCfg":
         algorithm = self.algorithm

@@ -22,6 +22,8 @@ def scores_of(metrics: list[dict[str, Any]], metric: EvaluationMetric = "return"
         mean, episodes = final["eval/return_mean"], int(final["eval/episodes"])
         interval = mean_ci95(mean, final["eval/return_std"], episodes)
         scores |= {"return_mean": mean, "ci95": None if interval is None else list(interval), "episodes": episodes}
+        if cut := int(final.get("eval/cut_episodes", 0)):
+            scores["cut_episodes"] = cut
         scores |= {"best_return_mean": best["eval/return_mean"], "best_env_steps": best["env_steps"]}
         if "eval/success_rate" in final:
             rate = final["eval/success_rate"]

@@ -70,7 +70,7 @@ class EnvComponents(Components):
         mode = self._start_mode()
         shared = "not shared." if mode == "none" else f"shared ({mode}), verified."
         weights = [] if self.initialized is None else [str(self.initialized)]
-        return [*weights, *([f"Group starts: {shared}"] if mode else []), *self.env.notes]
+        return [*weights, *([f"Group starts: {shared}"] if mode else []), *self._horizon_note(), *self.env.notes]
 
     def summary_fields(self) -> dict[str, Any]:
         """How the members of a group share their start."""
@@ -97,6 +97,14 @@ class EnvComponents(Components):
 
         if not isinstance(self.given.env, gymnasium.vector.VectorEnv | VectorEnv):
             super().close()
+
+    def _horizon_note(self) -> list[str]:
+        """How long episodes are where only the horizon ends them."""
+        horizon = self.cfg.algorithm.collection.horizon if isinstance(self.cfg.algorithm, GRPOCfg) else None
+        if horizon is None or self.env.max_episode_steps is not None:
+            return []
+        steps = f"{horizon:,} steps (algorithm.collection.horizon)"
+        return [f"{self.env.env_id} has no step limit: episodes of groups are truncated after {steps}."]
 
     def _start_mode(self) -> StartMode | None:
         """How the members of a group share their start, which was verified; None for algorithms without groups."""
@@ -128,7 +136,7 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
     )
     policy = build_policy(cfg, env, given, algorithm_type).to(device)
     source = None if restored or cfg.policy.init_from is None else initialize(policy, cfg.policy.init_from)
-    cfg = _with_max_length(cfg, env, policy.num_units)
+    cfg = _with_max_length(_with_horizon(cfg, env), env, policy.num_units)
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
     if isinstance(cfg.algorithm, BCCfg):
         collector = pkgutil.resolve_name(f"{CLONING}:demo_collector")(
@@ -190,6 +198,17 @@ def _check(cfg: RunCfg, given: UserObjects, algorithm_type: type[BaseAlgorithm])
             f"{algorithm_type.__name__} is grouped, but {type(cfg.algorithm).__name__} has no group_size; "
             "fix: derive the config from GRPOCfg"
         )
+
+
+def _with_horizon(cfg: RunCfg, env: VectorEnv) -> RunCfg:
+    """The config with a horizon, where whole groups are collected and nothing else ends their episodes."""
+    if not isinstance(cfg.algorithm, GRPOCfg) or env.max_episode_steps is not None:
+        return cfg
+    collection = cfg.algorithm.collection
+    if collection.horizon is not None or collection.partial_groups != "complete":
+        return cfg
+    collection = collection.model_copy(update={"horizon": cfg.default_horizon})
+    return cfg.model_copy(update={"algorithm": cfg.algorithm.model_copy(update={"collection": collection})})
 
 
 def _with_max_length(cfg: RunCfg, env: VectorEnv, num_units: int) -> RunCfg:

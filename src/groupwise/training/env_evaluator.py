@@ -57,6 +57,7 @@ class EnvEvaluator(Evaluator):
             device=policy.device,
         )
         self.env = self._make()
+        self._told = False
 
     def __call__(self) -> EvaluationResult:
         """Play the episodes; once again in new environments if these fail, unless ``on_env_error`` is ``raise``."""
@@ -74,16 +75,27 @@ class EnvEvaluator(Evaluator):
         return self._play()
 
     def _play(self) -> EvaluationResult:
-        horizon = self._collection.horizon
-        return evaluate_policy(
+        horizon = self._collection.horizon or self.cfg.default_horizon
+        limit = MAX_STEPS if self.env.max_episode_steps is not None else horizon
+        result = evaluate_policy(
             self.policy,
             self.env,
             episodes=self.cfg.evaluation.episodes,
             seed=self.seed,
             deterministic=self.cfg.evaluation.deterministic,
             on_nonfinite=self.cfg.algorithm.on_nonfinite,
-            max_steps=MAX_STEPS if self.env.max_episode_steps is not None or horizon is None else horizon,
+            max_steps=limit,
         )
+        if result.cut_episodes and not self._told:
+            self._told = True
+            log.warning(
+                "%d of %d evaluation episodes were cut after %s steps, because %s has no step limit; fix: env.max_episode_steps",
+                result.cut_episodes,
+                result.episodes,
+                f"{limit:,}",
+                self.env.env_id,
+            )
+        return result
 
     def close(self) -> None:
         """Free the environments."""

@@ -24,7 +24,7 @@ from groupwise.seeding import derive_seed
 log = logging.getLogger(__name__)
 
 MAX_STEPS = 100_000
-"""Truncates the episodes of environments that have no step limit."""
+"""Cuts episodes that do not end."""
 
 
 class TaskSuccess(NamedTuple):
@@ -52,6 +52,8 @@ class EvaluationResult:
     """Steps of each episode."""
     successes: tuple[bool, ...] | None = field(default=None, kw_only=True)
     """Whether each episode succeeded; None if the environment does not say."""
+    cut_episodes: int = field(default=0, kw_only=True)
+    """How many episodes did not end within ``max_steps``; their returns are of their first steps only."""
     tasks: tuple[str, ...] | None = field(default=None, kw_only=True)
     """Name of each episode's task, empty where it has none; None if the environment does not say."""
 
@@ -120,11 +122,14 @@ class EvaluationResult:
         success = ""
         if self.success_rate is not None:
             success = f"success_rate={self.success_rate:.6g} ci95={shown(self.success_ci95)} "
-        return f"return_mean={self.return_mean:.6g} ci95={shown(self.ci95)} {success}episodes={self.episodes}"
+        cut = f" cut_episodes={self.cut_episodes}" if self.cut_episodes else ""
+        return f"return_mean={self.return_mean:.6g} ci95={shown(self.ci95)} {success}episodes={self.episodes}{cut}"
 
     def report(self) -> dict[str, Any]:
         """All of it as plain data."""
         numbers = {"return_mean": self.return_mean, "ci95": self.ci95, "episodes": self.episodes}
+        if self.cut_episodes:
+            numbers["cut_episodes"] = self.cut_episodes
         success: dict[str, Any] = {}
         if self.successes is not None:
             success = {"success_rate": self.success_rate, "success_ci95": self.success_ci95}
@@ -138,6 +143,8 @@ class EvaluationResult:
         """``eval/*`` numbers for the log."""
         success = {} if self.success_rate is None else {"eval/success_rate": self.success_rate}
         success |= {f"eval/success_rate/{task}": found.success_rate for task, found in self.success_by_task.items()}
+        if self.cut_episodes:
+            success["eval/cut_episodes"] = float(self.cut_episodes)
         return success | {
             "eval/return_mean": self.return_mean,
             "eval/return_std": self.return_std,
@@ -169,7 +176,7 @@ def evaluate_policy(
 
     Args:
         env: plays ``num_envs`` episodes at once.
-        max_steps: truncates episodes of environments that have no step limit.
+        max_steps: cuts episodes that have not ended by then.
         on_nonfinite: "drop": episodes whose return is not finite are left out; "zero": such rewards are 0.
 
     Raises:
@@ -184,7 +191,7 @@ def evaluate_policy(
     ]
     policy.train(was_training)
     *scores, tasks = zip(*results, strict=True)
-    returns, lengths, success, tells_success = (torch.cat(parts) for parts in scores)
+    returns, lengths, success, tells_success, cut = (torch.cat(parts) for parts in scores)
     named = np.concatenate(tasks)
     kept = returns.isfinite()
     if not kept.all():
@@ -192,12 +199,14 @@ def evaluate_policy(
         if on_nonfinite == "stop" or not kept.any():
             raise DataError(f"{what}; fix: correct the environment's rewards")
         log.warning("%s; %d of %d episodes are left out", what, int((~kept).sum()), episodes)
-        returns, lengths, success, tells_success = (part[kept] for part in (returns, lengths, success, tells_success))
+        scores = (returns, lengths, success, tells_success, cut)
+        returns, lengths, success, tells_success, cut = (part[kept] for part in scores)
         named = named[kept.numpy()]
     return EvaluationResult(
         tuple(returns.tolist()),
         tuple(lengths.tolist()),
         successes=tuple(success.tolist()) if tells_success.any() else None,
+        cut_episodes=int(cut.sum()),
         tasks=tuple(named.tolist()) if any(named) else None,
     )
 
@@ -211,10 +220,10 @@ def _play_round(
     deterministic: bool,
     max_steps: int,
     on_nonfinite: OnNonFinite,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, npt.NDArray[Any]]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, npt.NDArray[Any]]:
     """Of episodes ``first, first + 1, ...``, one in each row of ``env`` that has one left.
 
-    Their returns, lengths, whether they succeeded, whether the environment says so, and their tasks.
+    Their returns, lengths, whether they succeeded, whether the environment says so, whether they were cut, and their tasks.
     """
     act = policy.act if on_nonfinite == "stop" else acting_on_finite(policy.act)
     count = min(env.num_envs, len(batch) - first)
@@ -259,7 +268,7 @@ def _play_round(
         running &= ~ended
         if not running.any():
             break
-    return returns, lengths, success, tells_success, tasks
+    return returns, lengths, success, tells_success, running, tasks
 
 
 def _finite(action: Tensor) -> bool:

@@ -120,7 +120,7 @@ def page(data: dict[str, Any]) -> str:
                 NOTE,
                 f"The result of `groupwise check-env` for {len(found)} environments ({versions}).",
                 "- `yes` in the column of a [start mode](../starts.md): a group shares its start in this mode, bit for bit.\n"
-                "- `steps random`: members with their own random numbers drifted apart within some tens of random steps.\n"
+                "- `steps random`: members with their own random numbers drifted apart within some tens of random steps.",
                 *(text for title, names in present.items() if names for text in facts(title, names, found)),
                 "## Times",
                 "Starts in microseconds per member. Environment steps per second with 8 environments and random actions. "

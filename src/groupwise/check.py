@@ -180,7 +180,7 @@ def _measure_single(cfg: EnvCfg, make: Maker) -> Measured:
     """Of an environment that is made one by one."""
     with closing(make_one(cfg, make)) as env:
         name = type(env.unwrapped).__name__ if env.spec is None else env.spec.id
-        space, _ = kept_space(env.observation_space, cfg.obs_keys, name)
+        space, _ = kept_space(env.observation_space, cfg.obs_keys)
         limit = step_limit(env)
     modes: dict[str, Finding[float]] = {mode: _tried(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
     speeds = {way: _tried(partial(_steps_per_second, cfg, make, way)) for way in VECTORIZATIONS}

@@ -187,7 +187,7 @@ def test_a_step_copies_nothing_to_the_host(double):
     [
         (LearningEnv, ["loses final observations: truncated episodes are valued by the observation before"]),
         (EmbodiChainEnv, ["loses final observations"]),
-        (IsaacLabEnv, ["loses final observations", "sees 'critic', too; fix: obs_groups without it"]),
+        (IsaacLabEnv, ["loses final observations", "sees 'critic', too, unless policy.actor_keys leaves it out"]),
         (
             lambda n: IsaacLabEnv(n, is_finite_horizon=True),
             ["flags no time_outs: every end counts as a", "sees 'critic'"],

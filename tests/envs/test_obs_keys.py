@@ -10,7 +10,7 @@ from groupwise.check import check_env
 from groupwise.config.env import EnvCfg
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.make import make_env
-from groupwise.errors import EnvError, UnsupportedSpaceError
+from groupwise.errors import ConfigError, UnsupportedSpaceError
 
 
 class Mission(gymnasium.Env):
@@ -71,12 +71,15 @@ def test_entries_of_a_tuple_keep_their_position():
 
 
 def test_an_unknown_key_is_named_with_the_nearest():
-    with pytest.raises(EnvError, match=r"no key 'imag' in Mission; did you mean 'image'\?; known: direction, image"):
+    message = (
+        r"env.obs_keys: the observation has no key 'imag'; did you mean 'image'\?; known: direction, image, mission"
+    )
+    with pytest.raises(ConfigError, match=message):
         make_env(EnvCfg(obs_keys=("imag",)), env=Mission)
 
 
 def test_keys_of_an_observation_without_keys_are_refused():
-    with pytest.raises(EnvError, match="observation of CartPole-v1 is a Box, which has no keys"):
+    with pytest.raises(ConfigError, match=r"env.obs_keys names keys, and the observation is Box\(.*, which has none"):
         make_env(EnvCfg(obs_keys=("image",)))
 
 

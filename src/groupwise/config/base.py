@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Len
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from groupwise.errors import ConfigError, nearest
@@ -14,6 +14,9 @@ PositiveInt = Annotated[int, Ge(1)]
 Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
+
+Keys = Annotated[tuple[str, ...], Len(1)]
+"""Entries of a Dict observation."""
 
 GIVEN = "<given in Python>"
 """Placeholder in a config for an object passed in Python."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt
 from pydantic import model_validator
 
-from groupwise.config.base import Cfg
+from groupwise.config.base import Cfg, Keys
 
 StartMode = Literal["native", "snapshot", "seed", "fresh", "none"]
 """How members share a start, best first: state set for all rows at once; state captured and restored by an adapter; a seeded reset; a seeded reset of a fresh environment. ``none``: they do not."""
@@ -26,7 +26,7 @@ class EnvCfg(Cfg):
     """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in other processes; ``envpool``: EnvPool (extra ``envpool``); ``torch``: a simulator in torch (classic control; HalfCheetah-v5 with the extra ``mujoco-warp``); ``auto``: ``entry_point`` for CartPole, otherwise ``sync``."""
     timeout: Annotated[float, Gt(0)] = 60.0
     """Seconds that a process of ``vectorization="async"`` may take to start or step its environments; to make them, at least 60. Then it is killed, and ``collection.on_env_error`` decides; PPO ends."""
-    obs_keys: tuple[str, ...] | None = None
+    obs_keys: Keys | None = None
     """Entries of a Dict observation that the policy gets. None: all but those without a fixed shape, such as text."""
     start_mode: StartMode | Literal["auto"] = "auto"
     """How the members of a group share their start. ``auto``: the best mode that passes its check. ``none``: each has its own start. GRPO only."""

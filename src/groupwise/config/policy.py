@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 from annotated_types import Ge, Gt, Le, Len, Lt, MultipleOf
 from pydantic import Field, create_model, model_validator
 
-from groupwise.config.base import Cfg, Positive, PositiveInt
+from groupwise.config.base import Cfg, Keys, Positive, PositiveInt
 from groupwise.config.choices import Choice, register_recipe
 
 
@@ -42,10 +42,22 @@ class PolicyCfg(AnyPolicyCfg):
     """Initial log standard deviation of Gaussian actions."""
     squash_output: bool = False
     """Squash Box actions into their bounds with tanh. False: clip them on their way to the environment."""
+    actor_keys: Keys | None = None
+    """Entries of a Dict observation that the actor reads. None: all."""
+    critic_keys: Keys | None = None
+    """Entries that the critic reads. None: all. Actor and critic with keys of their own share no layers."""
     normalize_obs: bool = False
     """Scale float observations to running mean 0 and standard deviation 1."""
     normalize_reward: bool = False
     """Divide rewards by the running standard deviation of the discounted return."""
+
+    @model_validator(mode="after")
+    def _check_trunk(self) -> "PolicyCfg":
+        if self.trunk == "shared" and (keys := self.changed("actor_keys", "critic_keys")):
+            raise ValueError(
+                f"trunk='shared' has one encoder, and {', '.join(keys)} asks for two; fix: trunk='separate', or env.obs_keys"
+            )
+        return self
 
 
 T = TypeVar("T", bound=type)

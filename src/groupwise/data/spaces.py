@@ -22,7 +22,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.data.rollout import Nested, Spec, TensorSpec
-from groupwise.errors import DataError, UnsupportedSpaceError
+from groupwise.errors import ConfigError, DataError, UnsupportedSpaceError, nearest
 
 SpaceKind = Literal["box", "discrete", "multi_discrete", "multi_binary", "dict", "tuple", "unsupported"]
 
@@ -79,6 +79,28 @@ def leaf_spaces(space: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...],
     if children is None:
         return {path: space}
     return {p: leaf for name, child in children.items() for p, leaf in leaf_spaces(child, (*path, name)).items()}
+
+
+def chosen_entries(space: Any, keys: Sequence[str] | None, setting: str) -> Any:
+    """The Dict space with these entries only; the space itself if ``keys`` is None.
+
+    Args:
+        setting: where the keys come from, for errors.
+
+    Raises:
+        ConfigError: a key that the space does not have.
+    """
+    if keys is None:
+        return space
+    if space_kind(space) != "dict":
+        raise ConfigError(f"{setting} names keys, and the observation is {space}, which has none; fix: leave it out")
+    for key in keys:
+        if key not in space.spaces:
+            known = ", ".join(space.spaces)
+            raise ConfigError(
+                f"{setting}: the observation has no key {key!r}{nearest(key, space.spaces)}; known: {known}"
+            )
+    return type(space)({key: child for key, child in space.spaces.items() if key in keys})
 
 
 def obs_to_tensor(

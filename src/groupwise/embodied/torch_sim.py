@@ -227,7 +227,7 @@ class TorchSim(VectorEnv):
                 f"{self.env_id} loses final observations: truncated episodes are valued by the observation before."
             )
         if seen := [name for name in _PRIVILEGED if name in (subspaces(self.observation_space) or {})]:
-            notes.append(f"The policy of {self.env_id} sees {seen[0]!r}, too; fix: obs_groups without it.")
+            notes.append(f"The actor of {self.env_id} sees {seen[0]!r}, too, unless policy.actor_keys leaves it out.")
         return tuple(notes)
 
     def _kept(self, obs: Any) -> Nested:

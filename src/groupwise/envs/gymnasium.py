@@ -50,7 +50,7 @@ class GymnasiumVectorEnv(VectorEnv):
     ) -> None:
         self.env_id = env_id
         self.num_envs = env.num_envs
-        self.observation_space, self.notes = kept_space(env.single_observation_space, obs_keys, env_id)
+        self.observation_space, self.notes = kept_space(env.single_observation_space, obs_keys)
         self.action_space = env.single_action_space
         self.obs_spec = obs_spec(self.observation_space)
         self.max_episode_steps = max_episode_steps

@@ -4,21 +4,20 @@ from typing import Any
 
 import gymnasium
 
-from groupwise.data.spaces import leaf_spaces, space_kind, subspaces
-from groupwise.errors import EnvError, nearest
+from groupwise.data.spaces import chosen_entries, leaf_spaces, space_kind, subspaces
 
 
-def kept_space(space: Any, keys: tuple[str, ...] | None, env_id: str) -> tuple[Any, tuple[str, ...]]:
+def kept_space(space: Any, keys: tuple[str, ...] | None) -> tuple[Any, tuple[str, ...]]:
     """The space without the entries that the policy does not get, and a note that names those without a fixed shape.
 
     Args:
-        keys: of a Dict, or positions in a Tuple, to keep; None: all that can be stored.
+        keys: of a Dict, to keep; None: all that can be stored.
 
     Raises:
-        EnvError: there is no such key.
+        ConfigError: there is no such key.
     """
     if keys is not None:
-        return _chosen(space, keys, env_id), ()
+        return chosen_entries(space, keys, "env.obs_keys"), ()
     kept = _storable(space) or space
     rest = leaf_spaces(kept)
     missing = {path: leaf for path, leaf in leaf_spaces(space).items() if path not in rest}
@@ -26,20 +25,6 @@ def kept_space(space: Any, keys: tuple[str, ...] | None, env_id: str) -> tuple[A
         return kept, ()
     names = ", ".join(f"{'.'.join(path)} ({type(leaf).__name__})" for path, leaf in missing.items())
     return kept, (f"Left out of the observation, because it has no fixed shape: {names}.",)
-
-
-def _chosen(space: Any, keys: tuple[str, ...], env_id: str) -> Any:
-    children = subspaces(space)
-    if children is None:
-        raise EnvError(
-            f"env.obs_keys is {list(keys)}, but an observation of {env_id} is a {type(space).__name__}, which has no keys; "
-            "fix: leave env.obs_keys out"
-        )
-    for key in keys:
-        if key not in children:
-            hint = nearest(key, children)
-            raise EnvError(f"env.obs_keys has no key {key!r} in {env_id}{hint}; known: {', '.join(children)}")
-    return gymnasium.spaces.Dict({key: child for key, child in children.items() if key in keys})
 
 
 def _storable(space: Any) -> Any | None:

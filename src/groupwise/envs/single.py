@@ -158,7 +158,7 @@ def _describe(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: O
     limit = cfg.max_episode_steps or step_limit(probe)
     if limit is not None:
         limit = math.ceil(limit / cfg.actions_executed)
-    space, notes = kept_space(probe.observation_space, cfg.obs_keys, name)
+    space, notes = kept_space(probe.observation_space, cfg.obs_keys)
     probe.close()
     return RowCfg(
         partial(_make, registered if env is None else env, cfg),

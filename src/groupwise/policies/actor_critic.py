@@ -1,5 +1,6 @@
 """The control policy: an actor, and for PPO a critic, on any fixed-shape observation and action space."""
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import Nested
-from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind
+from groupwise.data.spaces import chosen_entries, is_batched, obs_to_tensor, space_kind
 from groupwise.errors import ConfigError, DataError
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.distributions import make_head
@@ -62,23 +63,26 @@ class ActorCritic(Policy):
         self.action_spec = self.head.action_spec
         self.obs_normalizer = ObsNormalizer(observation_space) if cfg.normalize_obs else None
         self.reward_normalizer = RewardNormalizer(gamma) if cfg.normalize_reward else None
-        self.encoder = self._make_encoder()
+        self.actor_space = chosen_entries(observation_space, cfg.actor_keys, "policy.actor_keys")
+        self.critic_space = chosen_entries(observation_space, cfg.critic_keys, "policy.critic_keys")
+        self.encoder = self._make_encoder(self.actor_space)
         self.critic_encoder = self._make_critic_encoder()
         self._build_networks(actor, critic)
         # Act and evaluate must be the same function: dropout in a custom network would move the ratio off 1.
         self.eval()
 
-    def _make_encoder(self) -> ObsEncoder:
-        return ObsEncoder(self.observation_space, self.cfg)
+    def _make_encoder(self, space: Any) -> ObsEncoder:
+        return ObsEncoder(space, self.cfg)
 
     def _make_critic_encoder(self) -> ObsEncoder | None:
         """The critic's own encoder, None where features can be shared: no critic, a shared trunk, nothing to learn."""
-        learns = any(True for _ in self.encoder.parameters())
+        learns = any(True for _ in self.encoder.parameters()) or self.critic_space is not self.actor_space
         own = learns and self.cfg.trunk == "separate" and not self.actor_only
-        return self._make_encoder() if own else None
+        return self._make_encoder(self.critic_space) if own else None
 
     def _build_networks(self, actor: nn.Module | None, critic: nn.Module | None) -> None:
         num_features, num_outputs = self.encoder.num_features, self.head.num_outputs
+        num_critic_features = (self.critic_encoder or self.encoder).num_features
         self.trunk: MLP | None = None
         self.actor: nn.Module
         self.critic: nn.Module | None
@@ -89,9 +93,9 @@ class ActorCritic(Policy):
             self.critic = None if self.actor_only else orthogonal(nn.Linear(width, 1), CRITIC_GAIN)
         else:
             self.actor = actor or MLP(num_features, self.cfg, num_outputs, ACTOR_GAIN)
-            self.critic = None if self.actor_only else critic or MLP(num_features, self.cfg, 1, CRITIC_GAIN)
+            self.critic = None if self.actor_only else critic or MLP(num_critic_features, self.cfg, 1, CRITIC_GAIN)
         if critic is not None:
-            _count_outputs(critic, "critic", num_features, (1,))
+            _count_outputs(critic, "critic", num_critic_features, (1,))
         if actor is not None:
             num_outputs = _count_outputs(actor, "actor", num_features, (num_outputs, self.head.num_params))
         held = self.head.num_params - num_outputs
@@ -124,7 +128,7 @@ class ActorCritic(Policy):
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """Environment actions for one observation or a batch of them: numpy in, numpy out.
 
-        One observation in a Discrete action space gives an int.
+        One observation in a Discrete action space gives an int. What only the critic reads may be missing.
 
         Raises:
             DataError: an observation of the wrong shape or structure, or one that is not finite.
@@ -160,10 +164,17 @@ class ActorCritic(Policy):
         if self.reward_normalizer is not None:
             self.reward_normalizer.update(rollout, engine.sum)
 
+    def without_critic(self) -> "ActorCritic":
+        """A copy that only acts, on what the actor reads."""
+        actor = copy.deepcopy(self)
+        actor.actor_only, actor.observation_space = True, self.actor_space
+        actor.critic = actor.critic_encoder = None
+        return actor
+
     def _read(self, obs: Any) -> tuple[Nested, bool]:
         """A user's observations ``[B, ...]`` as tensors, and whether they came as a batch."""
-        batched = is_batched(self.observation_space, obs)
-        tensor = obs_to_tensor(self.observation_space, obs, self.device, batched=batched)
+        batched = is_batched(self.actor_space, obs)
+        tensor = obs_to_tensor(self.actor_space, obs, self.device, batched=batched)
         _check_finite(tensor, "obs")
         return tensor if batched else tensor.unsqueeze(0), batched
 

@@ -152,6 +152,10 @@ class Policy(nn.Module, ABC):
         """A deep copy that shares nothing."""
         return copy.deepcopy(self)
 
+    def without_critic(self) -> "Policy":
+        """A copy that only acts, if it can be made."""
+        return self.clone()
+
     @property
     def shares_prefixes(self) -> bool:
         """Whether the common prefix of a group is encoded once, and micro-batches count it once."""

@@ -83,11 +83,12 @@ class DeterministicActor(nn.Module):
 def _onnx(policy: Policy) -> bytes:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         require_extra(package, "export")
+    policy = policy.without_critic().cpu()
     if (space := getattr(policy, "observation_space", None)) is None:
         raise ConfigError(
             f"{type(policy).__name__} has no observation_space; fix: set this attribute to the environment's"
         )
-    actor = DeterministicActor(copy.deepcopy(policy).cpu(), space).eval()
+    actor = DeterministicActor(policy, space).eval()
     leaves = _random_leaves(space)
     any_size = tuple({0: torch.export.Dim("batch")} for _ in leaves)
     try:

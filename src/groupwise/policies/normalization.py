@@ -89,7 +89,8 @@ class ObsNormalizer(nn.Module):
         for path, statistics in self._leaves():
             if isinstance(out, Tensor):
                 return statistics.normalize(out)
-            out[path] = statistics.normalize(out[path])
+            if (leaf := out.get(path, None)) is not None:  # an actor alone is not given the critic's entries
+                out[path] = statistics.normalize(leaf)
         return out
 
     def update(self, obs: Nested, valid: Bool[Tensor, "*batch"], all_sum: AllSum = local) -> None:

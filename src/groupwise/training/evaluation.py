@@ -199,8 +199,8 @@ def evaluate_policy(
         if on_nonfinite == "stop" or not kept.any():
             raise DataError(f"{what}; fix: correct the environment's rewards")
         log.warning("%s; %d of %d episodes are left out", what, int((~kept).sum()), episodes)
-        scores = (returns, lengths, success, tells_success, cut)
-        returns, lengths, success, tells_success, cut = (part[kept] for part in scores)
+        numbers = (returns, lengths, success, tells_success, cut)
+        returns, lengths, success, tells_success, cut = (part[kept] for part in numbers)
         named = named[kept.numpy()]
     return EvaluationResult(
         tuple(returns.tolist()),

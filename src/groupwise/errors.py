@@ -82,9 +82,9 @@ class MissingExtraError(GroupwiseError, ImportError):
     """An optional dependency that is not installed."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """``; did you mean 'x'?`` with the nearest known name; empty if none is near."""
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -90,7 +90,8 @@ def test_what_is_no_function_of_the_micro_batch_is_not_compiled():
     assert why_not_compiled(make(*PPO)) is None
     sequence = {"objective": {"ratio": "sequence"}}
     adaptive = {"adaptive_entropy": {"target": 0.1}, "ent_coef": 0.01}
-    for settings in (sequence, adaptive, {"objective": {"old_log_prob": "recomputed"}}):
+    scheduled = {"clip_coef": {"name": "linear", "start": 0.2}}
+    for settings in (sequence, adaptive, scheduled, {"objective": {"old_log_prob": "recomputed"}}):
         assert why_not_compiled(make("grpo", settings)), settings
     hooked = make(*PPO)
     hooked.policy.actor.register_forward_hook(lambda module, inputs, output: None)

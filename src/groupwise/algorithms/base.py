@@ -23,7 +23,7 @@ from groupwise.algorithms.memory import MicroBatches
 from groupwise.algorithms.metrics import SamplerMismatch, UpdateStats
 from groupwise.algorithms.nonfinite import GradientCheck
 from groupwise.algorithms.optim import Schedule, build_optimizer
-from groupwise.config.algorithm import AlgorithmCfg
+from groupwise.config.algorithm import AlgorithmCfg, at_progress, has_range_schedule
 from groupwise.data.minibatch import Epoch, Unit, coarsest, cut, shuffle_items, shuffle_transitions, take
 from groupwise.data.rollout import Nested
 from groupwise.data.row_batches import RowSizes, pack, shuffle_rows
@@ -61,6 +61,8 @@ class BaseAlgorithm(ABC):
     def __init__(self, cfg: AlgorithmCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
         check_objective(cfg.objective, policy)
         self.cfg = cfg
+        """With the clip ranges of now, where these have schedules."""
+        self.range_schedules = cfg if has_range_schedule(cfg) else None
         self.policy = policy
         self.engine = engine or Engine()
         self.seed = seed
@@ -228,8 +230,10 @@ class BaseAlgorithm(ABC):
         return Evaluation(log_prob, entropy, value, dist)
 
     def set_progress(self, progress: float) -> None:
-        """Tell the schedule which share of training is done, in [0, 1]."""
+        """Tell the schedules which share of training is done, in [0, 1]."""
         self.schedule.set_progress(progress)
+        if self.range_schedules is not None:
+            self.cfg = at_progress(self.range_schedules, progress)
 
     def state_dict(self) -> dict[str, object]:
         """Everything but the policy that the next update depends on."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
 from groupwise.algorithms.loss import DIAGNOSTICS, diagnostics, policy_loss, policy_ratio
 from groupwise.config.algorithm import PPOCfg
+from groupwise.config.ranges import range_at
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError
@@ -91,7 +92,8 @@ class PPO(BaseAlgorithm):
         if cfg.clip_range_vf is None:
             value = value_loss(evaluation.value, batch["returns"])
         else:
-            value = clipped_value_loss(evaluation.value, batch["old_value"], batch["returns"], cfg.clip_range_vf)
+            clip_range = range_at(cfg.clip_range_vf)
+            value = clipped_value_loss(evaluation.value, batch["old_value"], batch["returns"], clip_range)
         loss = torch.add(policy, value, alpha=cfg.vf_coef)
         if self.entropy.enabled:
             loss = loss + self.entropy.loss(evaluation.entropy)

@@ -80,7 +80,7 @@ class Option(NamedTuple):
             (definition,) = schema["$defs"].values()
             schema["items"] = {**definition["anyOf"][0], "type": _CHOICE}
         found: list[dict[str, Any]] = schema.get("anyOf", [schema])
-        return found
+        return [{"type": "object"} if "$ref" in kind else kind for kind in found]  # a number, or a choice
 
 
 _FIRST = (Option("algorithm", str, None, "", choice=True), Option("policy.init_from", str, None, ""))
@@ -199,7 +199,7 @@ def _value(option: Option, words: Sequence[str]) -> Any:
 def _convert(flag: str, word: str, types: set[Any]) -> Any:
     if "null" in types and word in ("None", "none", "null"):
         return None
-    if "object" in types or (_CHOICE in types and word.startswith("{")):
+    if types <= {"object", "null", None} or (word.startswith("{") and not types.isdisjoint(("object", _CHOICE))):
         try:
             return files.parse_json(os.fsencode(word))
         except ValueError as error:

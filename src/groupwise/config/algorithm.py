@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from annotated_types import Ge, Gt, Le
-from pydantic import SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny, TypeAdapter, ValidationError, model_validator
 
-from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt
+from groupwise.config.base import OTHER_NAMES, Cfg, Fraction, NonNegative, Positive, PositiveInt
 from groupwise.config.choices import Choice, register_recipe
 from groupwise.config.credit import CreditCfg as CreditCfg
 from groupwise.config.objective import ClippedCfg, FixedLengthCfg, TrustRegionCfg
 from groupwise.config.objective import ObjectiveCfg as ObjectiveCfg
+from groupwise.config.ranges import ClipRange, RangeScheduleCfg, range_at
 
+_CLIP_RANGE: TypeAdapter[float | RangeScheduleCfg] = TypeAdapter(ClipRange)
 OnNonFinite: TypeAlias = Literal["stop", "drop", "zero"]
 LearningRate: TypeAlias = Annotated[float, Gt(0), Le(1000)]
 """Bounded, so that no step makes a parameter infinite."""
@@ -196,8 +198,8 @@ class AlgorithmCfg(Choice):
     """Largest global norm of the gradient. None: no clipping."""
     target_kl: Positive | None = None
     """Stops the update when the approximate KL of a minibatch exceeds 1.5 times this (SB3's rule). None: never."""
-    clip_coef: Positive | None = None
-    """Sets ``clip_low`` and ``clip_high`` of the trust region together."""
+    clip_coef: ClipRange | None = Field(default=None, exclude=True)
+    """Sets ``clip_low`` and ``clip_high`` of the trust region together, to a number or a schedule. Saved settings have these two."""
     objective: ObjectiveCfg = ObjectiveCfg()
     """Ratio, trust region, correction, aggregation."""
     optimizer: SerializeAsAny[OptimizerCfg] = AdamCfg()
@@ -220,10 +222,11 @@ class AlgorithmCfg(Choice):
     @classmethod
     def explain_unknown(cls, key: str) -> str:
         """The message for a key that is not a field; says which other algorithms have it."""
-        if not (owners := cls.owners(key)):
+        name = OTHER_NAMES.get(key, key)
+        if name in cls.model_fields or not (owners := cls.owners(name)):
             return super().explain_unknown(key)
         return (
-            f"{key!r} is a setting of {' and '.join(owners)}, not of {cls.own_name()}; "
+            f"{name!r} is a setting of {' and '.join(owners)}, not of {cls.own_name()}; "
             f"fix: leave it out, or choose algorithm {' or '.join(map(repr, owners))}"
         )
 
@@ -234,22 +237,40 @@ class AlgorithmCfg(Choice):
         if not isinstance(data, dict) or data.get("clip_coef") is None:
             return data
         try:
-            coef = float(data["clip_coef"])
-        except (TypeError, ValueError):
+            coef = _CLIP_RANGE.validate_python(data["clip_coef"])
+        except ValidationError:
             return data  # the field's own check says what is wrong
         objective = data.get("objective", {})
         values = dict(objective) if isinstance(objective, dict | ObjectiveCfg) else {}
         region: TrustRegionCfg = TrustRegionCfg.model_validate(values.get("trust_region", {}))
         if not isinstance(region, ClippedCfg):
             raise ValueError(
-                f"clip_coef={coef} sets a clip range, which trust_region={region.name!r} does not have; fix: leave it out"
+                f"clip_coef={data['clip_coef']!r} sets a clip range, which trust_region={region.name!r} does not have; fix: leave it out"
             )
         given = {name: value for name, value in region if name in region.model_fields_set}
         both = given | {"clip_low": coef, "clip_high": coef}
-        return {**data, "clip_coef": None, "objective": values | {"trust_region": both}}
+        return {**data, "objective": values | {"trust_region": both}}
 
 
 A = TypeVar("A", bound=AlgorithmCfg)
+C = TypeVar("C", bound=Cfg)
+
+
+def has_range_schedule(cfg: AlgorithmCfg) -> bool:
+    """Whether a clip range changes over training."""
+    return any(isinstance(value, RangeScheduleCfg) for part in (cfg, cfg.objective.trust_region) for _, value in part)
+
+
+def at_progress(cfg: A, progress: float) -> A:
+    """``cfg`` with the clip ranges that its schedules have at a share ``progress`` of training."""
+    region = _with_numbers(cfg.objective.trust_region, progress)
+    objective = cfg.objective.model_copy(update={"trust_region": region})
+    return _with_numbers(cfg.model_copy(update={"objective": objective}), progress)
+
+
+def _with_numbers(cfg: C, progress: float) -> C:
+    scheduled = {name: value for name, value in cfg if isinstance(value, RangeScheduleCfg)}
+    return cfg.model_copy(update={name: range_at(value, progress) for name, value in scheduled.items()})
 
 
 def with_max_length(cfg: A, longest: int | None) -> A:
@@ -290,8 +311,8 @@ class PPOCfg(AlgorithmCfg):
     """Lambda of generalised advantage estimation."""
     vf_coef: NonNegative = 0.5
     """Weight of the value loss."""
-    clip_range_vf: Positive | None = None
-    """Clips the change of the value, in units of the return. None: no clipping."""
+    clip_range_vf: ClipRange | None = None
+    """Clips the change of the value, in units of the return: a number or a schedule, as ``clip_coef``. None: no clipping."""
     normalize_advantage: Literal["none", "batch", "minibatch"] = "minibatch"
     """Scale advantages to mean 0 and standard deviation 1: never, over the rollout, or over each minibatch (SB3)."""
 

@@ -24,10 +24,13 @@ GIVEN = "<given in Python>"
 OTHER_NAMES = {
     "clip_range": "clip_coef", "clip_ratio": "clip_coef", "epsilon": "clip_coef", "num_generations": "group_size",
     "num_iterations": "num_epochs", "beta": "kl_coef", "lr": "learning_rate", "lam": "gae_lambda",
-    "n_steps": "num_steps", "n_epochs": "num_epochs", "batch_size": "minibatch_size",
-    "n_action_steps": "num_action_steps",
+    "n_steps": "num_steps", "n_epochs": "num_epochs", "update_epochs": "num_epochs", "batch_size": "minibatch_size",
+    "n_action_steps": "num_action_steps", "n_envs": "num_envs", "total_timesteps": "total_steps",
+    "kl_beta": "kl_coef", "kl_ref_iterations": "ref_model_sync_steps", "scale_rewards": "scale",
+    "batch_group_updates": "minibatch_size", "group_rollout_buffer_class": "credit",
+    "loss_type": "aggregation", "epsilon_high": "clip_high", "max_completion_length": "max_new_tokens",
 }  # fmt: skip
-"""Settings by their names in Stable-Baselines3, TRL, verl and LeRobot, where another setting is spelled more like them."""
+"""Settings by their names in Stable-Baselines3, its proposed GRPO, TRL, verl, CleanRL and LeRobot, where another setting is spelled more like them."""
 
 
 class Cfg(BaseModel):
@@ -58,10 +61,14 @@ class Cfg(BaseModel):
 
     @classmethod
     def explain_unknown(cls, key: str) -> str:
-        """The message for a key that is not a field."""
-        known = sorted(cls.model_fields)
-        other = OTHER_NAMES.get(key)
-        near = nearest(other if other in known else key, known)
+        """The message for a key that is not a field; says which other settings have it."""
+        known, name = sorted(cls.model_fields), OTHER_NAMES.get(key, key)
+        if name not in known and (paths := paths_of(cls, name)):
+            return f"unknown key {key!r}; did you mean {' or '.join(paths[:3])}?"
+        alike = name != key and nearest(key, known, cutoff=0.6)  # Adam's epsilon is its eps
+        if name not in known and not alike and (owners := owners_of(name)):
+            return f"unknown key {key!r}; {name} is a setting of {' and '.join(owners[:3])}, not of {cls.__name__}"
+        near = nearest(name if name in known else key, known)
         return f"unknown key {key!r}{near or '; known: ' + ', '.join(known)}"
 
     @model_validator(mode="wrap")
@@ -80,6 +87,20 @@ class Cfg(BaseModel):
         if unknown:
             raise ValueError(" ".join(map(cls.explain_unknown, unknown)))
         return data
+
+
+def paths_of(cls: type[Cfg], name: str) -> list[str]:
+    """Where the parts of a group of settings, as they are by default, have a setting of that name."""
+    parts = {part: type(field.default) for part, field in cls.model_fields.items() if isinstance(field.default, Cfg)}
+    here = [f"{part}.{name}" for part, inner in parts.items() if name in inner.model_fields]
+    return here + [f"{part}.{path}" for part, inner in parts.items() for path in paths_of(inner, name)]
+
+
+def owners_of(name: str, cls: type[Cfg] = Cfg) -> list[str]:
+    """The classes of settings that introduce a setting of that name."""
+    if name in cls.model_fields:
+        return [cls.__name__]
+    return [owner for kind in cls.__subclasses__() for owner in owners_of(name, kind)]
 
 
 def _of_another_type(given: object, taken: object) -> str:

@@ -6,6 +6,7 @@ from pydantic import SerializeAsAny, model_validator
 
 from groupwise.config.base import Cfg, Positive, PositiveInt
 from groupwise.config.choices import Choice, register_recipe
+from groupwise.config.ranges import ClipRange, range_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,21 +61,21 @@ class TrustRegionCfg(Choice):
 class ClippedCfg(TrustRegionCfg):
     """A trust region with a clip range of the ratio; its loss is PPO's."""
 
-    clip_low: Positive = 0.2
-    """The ratio is clipped at 1 - clip_low."""
-    clip_high: Positive = 0.2
-    """The ratio is clipped at 1 + clip_high."""
+    clip_low: ClipRange = 0.2
+    """The ratio is clipped at 1 - clip_low. A number, or a schedule over training: ``{"name": "linear", "start": 0.2, "end": 0.05}``."""
+    clip_high: ClipRange = 0.2
+    """The ratio is clipped at 1 + clip_high. A number or a schedule."""
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """The clip range."""
-        return self.clip_low, self.clip_high
+        """The clip range; of schedules, that at the beginning of training."""
+        return range_at(self.clip_low), range_at(self.clip_high)
 
     def loss(self, ratio: "Tensor", log_prob: "Tensor", batch: "Batch", counts: "Counts") -> "Tensor":
         """``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)``."""
         from groupwise.functional.objective import clip_loss
 
-        return clip_loss(ratio, batch["advantage"], self.clip_low, self.clip_high)
+        return clip_loss(ratio, batch["advantage"], *self.clip_range)
 
 
 @register_recipe

@@ -134,14 +134,10 @@ class CommonCfg(Cfg):
     def explain_unknown(cls, key: str) -> str:
         """The message for a key that is not a field; says which part of the settings has it."""
         name = OTHER_NAMES.get(key, key)
-        parts = [
-            part for part, field in cls.model_fields.items() if name in getattr(type(field.default), "model_fields", ())
-        ]
-        if AlgorithmCfg.owners(name):
-            parts = ["algorithm"]
-        if not parts:
+        if name in cls.model_fields or not (owners := AlgorithmCfg.owners(name)):
             return super().explain_unknown(key)
-        return f"unknown key {key!r}; did you mean {' or '.join(f'{part}.{name}' for part in parts)}?"
+        of_some = "" if len(owners) == len(AlgorithmCfg.known) else f" of {' or '.join(owners)}"
+        return f"unknown key {key!r}; did you mean algorithm.{name}{of_some}?"
 
     @model_validator(mode="after")
     def _check_algorithm(self) -> "CommonCfg":

@@ -8,6 +8,7 @@ from pydantic import model_validator
 from groupwise.config.base import Fraction, NonNegative, Positive
 from groupwise.config.choices import register_recipe
 from groupwise.config.objective import ClippedCfg, TrustRegionCfg
+from groupwise.config.ranges import range_at
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class DualClipCfg(ClippedCfg):
         """``min(clip_loss, -bound * A)`` at negative advantage, else ``clip_loss``."""
         from groupwise.functional.objective import dual_clip_loss
 
-        return dual_clip_loss(ratio, batch["advantage"], self.clip_low, self.clip_high, self.bound)
+        return dual_clip_loss(ratio, batch["advantage"], *self.clip_range, self.bound)
 
 
 @register_recipe
@@ -44,10 +45,10 @@ class TwoSidedCfg(ClippedCfg):
 
     @model_validator(mode="after")
     def _check_delta(self) -> "TwoSidedCfg":
-        if self.delta <= 1 + self.clip_high:
-            enough = max(4.0, 2 + self.clip_high)
+        high = max(range_at(self.clip_high), range_at(self.clip_high, 1.0))
+        if self.delta <= 1 + high:
             raise ValueError(
-                f"delta={self.delta} must exceed 1 + clip_high = {1 + self.clip_high}; fix: delta={enough}"
+                f"delta={self.delta} must exceed 1 + clip_high = {1 + high}; fix: delta={max(4.0, 2 + high)}"
             )
         return self
 
@@ -55,7 +56,7 @@ class TwoSidedCfg(ClippedCfg):
         """``-min(min(ratio, delta) * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)``."""
         from groupwise.functional.trust_regions import two_sided_loss
 
-        return two_sided_loss(ratio, batch["advantage"], self.clip_low, self.clip_high, self.delta)
+        return two_sided_loss(ratio, batch["advantage"], *self.clip_range, self.delta)
 
 
 @register_recipe
@@ -105,7 +106,7 @@ class GmpoCfg(ClippedCfg):
 
         episodes = batch["loss_mask"], batch["episode_id"], counts.episodes
         old, advantage = batch["old_log_prob"], batch["advantage"]
-        return gmpo_loss(log_prob, old, advantage, *episodes, self.clip_low, self.clip_high)
+        return gmpo_loss(log_prob, old, advantage, *episodes, *self.clip_range)
 
 
 @register_recipe

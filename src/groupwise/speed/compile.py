@@ -58,6 +58,8 @@ def why_not_compiled(algorithm: BaseAlgorithm) -> str | None:
         return "networks are large or not on a CPU"
     if finest_unit(cfg.objective) != "transition" or algorithm.entropy.adaptive:
         return "the objective looks at whole episodes, or changes its entropy bonus"
+    if algorithm.range_schedules is not None:
+        return "the clip range has a schedule"
     if cfg.objective.old_log_prob == "recomputed" or has_hooks(policy):
         return "old_log_prob is recomputed, or there are hooks"
     return None

@@ -1,0 +1,116 @@
+"""Clip ranges: numbers, or schedules over training."""
+
+import json
+import re
+from typing import Literal
+
+import pytest
+import torch
+from small_updates import build, make_rollout
+
+import groupwise as gw
+from groupwise.config import load_config, resolve, to_json
+from groupwise.config.ranges import RangeScheduleCfg
+
+FALLING = {"name": "linear", "start": 0.3, "end": 0.1}
+
+
+def updated(kind: str, progress: float, **settings):
+    """The parameters after epochs in which ratios leave the clip range."""
+    algorithm = build(kind, **{"num_epochs": 6, "learning_rate": 2.0} | settings)
+    algorithm.set_progress(progress)
+    rollout = make_rollout(algorithm.policy)
+    algorithm.update(rollout)
+    return torch.cat([parameter.detach().flatten() for parameter in algorithm.policy.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "number"),
+    [
+        ("ppo", {"clip_coef": FALLING}, {"clip_coef": 0.15}),
+        ("grpo", {"clip_coef": FALLING}, {"clip_coef": 0.15}),
+        (
+            "ppo",
+            {"clip_range_vf": {"start": 0.2}, "learning_rate": 0.01},
+            {"clip_range_vf": 0.05, "learning_rate": 0.01},
+        ),
+        (
+            "grpo",
+            {"objective": {"trust_region": {"name": "dual_clip", "clip_high": FALLING}}},
+            {"objective": {"trust_region": {"name": "dual_clip", "clip_high": 0.15}}},
+        ),
+    ],
+)
+def test_an_update_takes_the_range_of_its_time(kind: str, schedule: dict, number: dict):
+    """At 3/4 of training, 0.3 falling to 0.1 is 0.15, and 0.2 falling to 0 is 0.05."""
+    torch.testing.assert_close(updated(kind, 0.75, **schedule), updated(kind, 0.75, **number))
+    early = updated(kind, 0.0, **schedule)
+    assert not torch.allclose(early, updated(kind, 0.0, **number), atol=1e-4)
+
+
+def test_what_was_given_can_be_read_and_saved(tmp_path):
+    assert gw.GRPOCfg(clip_coef=0.1).clip_coef == 0.1
+    assert gw.GRPOCfg().clip_coef is None
+    cfg = resolve("CartPole-v1", gw.PPOCfg(clip_coef=FALLING, clip_range_vf=0.5))
+    assert (cfg.algorithm.clip_coef.start, cfg.algorithm.clip_coef.end) == (0.3, 0.1)
+    saved = json.loads(to_json(cfg))["algorithm"]
+    assert saved["objective"]["trust_region"] == {"name": "clip", "clip_low": FALLING, "clip_high": FALLING}
+    assert "clip_coef" not in saved  # else it would undo a later change of the trust region
+    (tmp_path / "run.json").write_text(to_json(cfg))
+    assert load_config(tmp_path / "run.json").algorithm.objective == cfg.algorithm.objective
+
+
+def test_a_run_with_schedules_resumes_exactly(tmp_path):
+    algorithm = gw.PPOCfg(clip_coef=FALLING, clip_range_vf={"start": 0.2}, num_steps=16, num_epochs=2)
+    settings = {
+        "num_envs": 4,
+        "evaluation": {"episodes": 1},
+        "logging": {"progress": "none"},
+        "checkpoint_interval": 64,
+    }
+    whole = gw.train("CartPole-v1", algorithm, total_steps=192, run_dir=tmp_path / "whole", **settings)
+    stop = {"time_limit": 1e-9}
+    gw.train("CartPole-v1", algorithm, total_steps=192, run_dir=tmp_path / "cut", stop=stop, **settings)
+    config = tmp_path / "cut/config.json"
+    config.write_text(config.read_text().replace('"time_limit": 1e-09', '"time_limit": null'))
+    resumed = gw.resume(tmp_path / "cut")
+    for one, other in zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_schedule_of_your_own(registry: None):
+    @gw.register_recipe
+    class HalvedCfg(RangeScheduleCfg):
+        """Half of it in the second half of training."""
+
+        name: Literal["halved"] = "halved"
+        start: float = 0.2
+
+        def at(self, progress: float) -> float:
+            return self.start if progress < 0.5 else self.start / 2
+
+    algorithm = build("grpo", clip_coef={"name": "halved"})
+    algorithm.set_progress(0.5)
+    assert algorithm.cfg.objective.trust_region.clip_range == (0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"clip_coef": -1}, "clip_coef = -1: input should be greater than 0"),
+        ({"clip_coef": {"start": -1}}, "clip_coef.start = -1: input should be greater than 0"),
+        (
+            {"clip_coef": {"name": "cos", "start": 1}},
+            "clip_coef: unknown schedule of a clip range 'cos': known: linear",
+        ),
+        ({"clip_range_vf": {"strt": 1}}, "clip_range_vf: unknown key 'strt'; did you mean 'start'?"),
+        (
+            {"clip_coef": FALLING, "objective": {"trust_region": "cispo"}},
+            "sets a clip range, which trust_region='cispo'",
+        ),
+        ({"clip_coef": float("nan")}, "clip_coef = nan: input should be a finite number"),
+    ],
+)
+def test_mistakes_are_named(given: dict, said: str):
+    with pytest.raises(gw.ConfigError, match=re.escape(said)):
+        gw.PPOCfg(**given)

@@ -27,6 +27,8 @@ class Episode(NamedTuple):
     """Whether the task was done at its end; None if the environment does not say."""
     task: str | None = None
     """Name of the task; None if the environment does not say."""
+    info: dict[str, float] | None = None
+    """Numbers at its last step, with ``env.log_info``; None if it was cut before."""
 
 
 COUNTS = frozenset(
@@ -84,7 +86,7 @@ class Collector(ABC):
             out["rollout/length_mean"] = sum(e.length for e in episodes) / len(episodes)
         if any(e.success is not None for e in episodes):
             out["rollout/success_rate"] = sum(e.success is True for e in episodes) / len(episodes)
-        return out | self._metrics
+        return out | _info_means(episodes) | self._metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data that the next rollouts depend on, besides ``iteration``: where it can be captured, running episodes too."""
@@ -122,6 +124,14 @@ class EnvCollector(Collector):
         """Draws the actions of this iteration."""
         generator = torch.Generator(self.policy.device)
         return generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
+
+
+def _info_means(episodes: Iterable[Episode]) -> dict[str, float]:
+    """``rollout/info/*`` numbers: means over the episodes that have them."""
+    infos = [episode.info for episode in episodes if episode.info is not None]
+    return {
+        f"rollout/info/{name}": sum(info[name] for info in infos) / len(infos) for name in (infos[0] if infos else ())
+    }
 
 
 def acting_on_finite(act: Callable[..., Action]) -> Callable[..., Action]:

@@ -228,6 +228,6 @@ def finished_episodes(rollout: TensorDict, tracker: GroupTracker, writer: Rollou
     ended = [member for member in tracker.members if member.ended and not member.greedy]
     ended.sort(key=lambda member: member.end)
     returns = [float(reward[a.row, a.start : a.end].cumsum(dtype=np.float64)[-1]) for a in ended]
-    outcomes = writer.outcomes([a.row for a in ended], [a.end - 1 for a in ended])
-    ends = zip(returns, ended, *outcomes, strict=True)
-    return [Episode(total, a.length, a.terminated, success, task) for total, a, success, task in ends]
+    where = [a.row for a in ended], [a.end - 1 for a in ended]
+    ends = zip(returns, ended, *writer.outcomes(*where), writer.infos(*where), strict=True)
+    return [Episode(total, a.length, a.terminated, *outcome) for total, a, *outcome in ends]

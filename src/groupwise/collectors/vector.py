@@ -127,8 +127,8 @@ class VectorCollector(EnvCollector):
         returns[episode_id[goes_on, 0]] += self._return[goes_on]
         time, row = done.T.nonzero()
         ends = (returns[episode_id[row, time]], step[row, time] + 1, terminated[row, time])
-        outcomes = writer.outcomes(row.tolist(), time.tolist())
-        self.record(map(Episode, *(end.tolist() for end in ends), *outcomes))
+        where = row.tolist(), time.tolist()
+        self.record(map(Episode, *(end.tolist() for end in ends), *writer.outcomes(*where), writer.infos(*where)))
         over = done[:, -1] | dead[:, -1]
         self._return = np.where(over, 0.0, returns[episode_id[:, -1]])
         self._age = np.where(over, 0, step[:, -1] + 1)

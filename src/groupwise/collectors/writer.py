@@ -1,5 +1,6 @@
 """Writes a rollout step by step."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -33,6 +34,7 @@ class RolloutWriter:
         self._cut_steps: list[Tensor] = []
         self._success: dict[int, Tensor] = {}
         self._task: dict[int, npt.NDArray[Any]] = {}
+        self._info: dict[int, dict[str, Tensor]] = {}
         self._open(rollout)
 
     def observe(self, step: int, obs: Nested) -> None:
@@ -69,6 +71,8 @@ class RolloutWriter:
             self._success[step] = outcome.success.clone()
             if outcome.task is not None:
                 self._task[step] = outcome.task.copy()
+        if outcome.info is not None:
+            self._info[step] = outcome.info
 
     def outcomes(self, rows: Sequence[int], steps: Sequence[int]) -> tuple[list[bool | None], list[str | None]]:
         """Success and task of the episodes that ended in these rows with these steps; None where the environment did not say."""
@@ -78,6 +82,16 @@ class RolloutWriter:
         ends = list(zip(rows, steps, strict=True))
         success = [bool(flags[step][row]) if step in flags else None for row, step in ends]
         return success, [str(self._task[step][row]) or None if step in self._task else None for row, step in ends]
+
+    def infos(self, rows: Sequence[int], steps: Sequence[int]) -> list[dict[str, float] | None]:
+        """Numbers of ``env.log_info`` of the episodes that ended in these rows with these steps; None without any."""
+        if not self._info:
+            return [None] * len(rows)
+        found = [
+            {name: float(values[row]) for name, values in self._info.get(step, {}).items()}
+            for row, step in zip(rows, steps, strict=True)
+        ]
+        return [None if any(map(math.isnan, info.values())) else info or None for info in found]
 
     def cut(self, step: int, rows: Bool[np.ndarray, " row"], obs: Nested) -> None:
         """Keep the final observations, from ``obs`` [N, ...], of the rows truncated at ``step``, for their values."""

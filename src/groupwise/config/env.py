@@ -38,6 +38,8 @@ class EnvCfg(Cfg):
     """Of each chunk, only the first so many actions are executed before the policy decides anew (LeRobot's ``n_action_steps``). None: all of ``action_chunk``."""
     reward_parts: tuple[str, ...] = ()
     """Entries of ``info`` that make up the reward, such as ``reward_forward``; stored for ``credit.reward="parts"``."""
+    log_info: tuple[str, ...] = ()
+    """Entries of ``info`` to log as ``rollout/info/<name>``: numbers at the last step of each episode, averaged over episodes like the return."""
 
     @property
     def actions_executed(self) -> int:

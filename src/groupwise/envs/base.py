@@ -42,6 +42,8 @@ class EnvStep(NamedTuple):
     """[N] bool: which of the episodes that end with this step succeeded; other rows mean nothing. None where no such row tells."""
     executed: Tensor | None = None
     """[N] int64: environment steps that the action took, with ``env.action_chunk``; 0 in rows that are paused."""
+    info: dict[str, Tensor] | None = None
+    """[N] float64 by name: ``env.log_info`` of the episodes that end with this step, NaN or 0 in other rows. None where none ends."""
     task: npt.NDArray[Any] | None = None
     """[N] str: names of the tasks of episodes that end with this step, empty where it is not named; beside ``success``."""
 

@@ -1,6 +1,6 @@
 """Gymnasium's vector environments as tensors, in any of its three autoreset modes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import gymnasium
@@ -15,12 +15,13 @@ from groupwise.data.spaces import obs_spec, obs_to_tensor
 from groupwise.envs import states
 from groupwise.envs.base import Autoreset, EnvStep, Mask, VectorEnv
 from groupwise.envs.local_rows import explained_step
+from groupwise.envs.log_info import LOGGED, by_name
 from groupwise.envs.obs_keys import kept_space
 from groupwise.envs.success import SUCCESS_KEYS, success_of_rows, tasks_of_rows
 from groupwise.errors import EnvError
 from groupwise.seeding import row_seeds
 
-_KEPT = ("executed", *SUCCESS_KEYS, "task")
+_KEPT = ("executed", *SUCCESS_KEYS, "task", LOGGED)
 
 
 class GymnasiumVectorEnv(VectorEnv):
@@ -32,6 +33,7 @@ class GymnasiumVectorEnv(VectorEnv):
 
     Args:
         obs_keys: entries of a Dict observation to keep, as ``EnvCfg.obs_keys``.
+        log_info: names of the numbers that ``LogInfo`` adds.
         device: where observations go.
 
     Raises:
@@ -46,6 +48,7 @@ class GymnasiumVectorEnv(VectorEnv):
         env_id: str,
         max_episode_steps: int | None,
         obs_keys: tuple[str, ...] | None = None,
+        log_info: Sequence[str] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         self.env_id = env_id
@@ -62,6 +65,7 @@ class GymnasiumVectorEnv(VectorEnv):
         self.autoreset = cast(Autoreset, mode.name.lower())
         self.device = torch.device(device)
         self._env = env
+        self._log_info = log_info
         self._seeds_rows = isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
@@ -95,6 +99,7 @@ class GymnasiumVectorEnv(VectorEnv):
             final_obs,
             success=success,
             executed=torch.from_numpy(info["executed"]) if "executed" in info else None,
+            info=by_name(info[LOGGED], self._log_info) if LOGGED in info else None,
             task=None if success is None else tasks_of_rows(info, self.num_envs),
         )
 

@@ -13,6 +13,7 @@ from gymnasium.vector import SyncVectorEnv
 
 from groupwise.config.env import StartMode
 from groupwise.data.spaces import leaf_spaces, obs_spec, obs_to_tensor
+from groupwise.envs.log_info import LOGGED
 from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, reseed_noise
 from groupwise.envs.success import success_of_row, task_of_row
 from groupwise.errors import DataError, EnvError
@@ -47,6 +48,7 @@ class RowCfg(NamedTuple):
     start_mode: StartMode = "seed"
     """How episodes share a start; not ``native``."""
     reward_parts: tuple[str, ...] = ()
+    log_info: tuple[str, ...] = ()
     chunked: bool = False
     """Whether an action is a chunk of several."""
     on_error: OnError = "raise"
@@ -145,6 +147,8 @@ class LocalRows:
                 flag = success_of_row(info)
                 success[row], tells_success[row] = bool(flag), flag is not None
                 self._task[row] = task_of_row(info)
+                if self._cfg.log_info:
+                    self._arrays["info"][row] = info[LOGGED]
             if self._cfg.chunked:
                 self._arrays["executed"][row] = info["executed"]
             if parts:
@@ -219,18 +223,22 @@ def explained_step(error: Exception, env_id: str) -> Exception:
     return explained
 
 
-def layout_of(space: Any, num_parts: int, chunked: bool) -> Layout:
-    """Layout for rows with observations in ``space``, rewards of ``num_parts`` parts, and actions in chunks or not.
+def layout_of(cfg: RowCfg) -> Layout:
+    """Layout for rows of ``cfg``.
 
     Raises:
         UnsupportedSpaceError: such observations cannot be stored.
     """
-    leaves = {obs_name(path): obs_spec(leaf) for path, leaf in leaf_spaces(space).items()}
+    leaves = {obs_name(path): obs_spec(leaf) for path, leaf in leaf_spaces(cfg.observation_space).items()}
     layout: Layout = {name: (spec.shape, str(spec.dtype).removeprefix("torch.")) for name, spec in leaves.items()}  # type: ignore[union-attr]
     layout |= {name: ((), "float32" if name == "reward" else "bool") for name in OUTCOMES} | {"task": ((), _TASK)}
-    if chunked:
+    if cfg.chunked:
         layout["executed"] = ((), "int64")
-    return layout | {"reward_parts": ((num_parts,), "float32")} if num_parts else layout
+    if cfg.reward_parts:
+        layout["reward_parts"] = ((len(cfg.reward_parts),), "float32")
+    if cfg.log_info:
+        layout["info"] = ((len(cfg.log_info),), "float64")
+    return layout
 
 
 def obs_name(path: tuple[str, ...]) -> str:

@@ -11,6 +11,7 @@ from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec, subspaces
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
 from groupwise.envs.local_rows import OUTCOMES, Arrays, LocalRows, RowCfg, layout_of, obs_name
+from groupwise.envs.log_info import by_name
 from groupwise.envs.workers import WorkerRows
 from groupwise.seeding import derive_seed
 
@@ -43,7 +44,7 @@ class RowsGroupEnv(GroupEnv):
         self._not_started: Mask = np.zeros(num_envs, dtype=np.bool_)
         self._reset_seed = 0
         self._num_resets = [0] * num_envs
-        layout = layout_of(cfg.observation_space, len(cfg.reward_parts), cfg.chunked)
+        layout = layout_of(cfg)
         self._rows: LocalRows | WorkerRows
         if num_workers:
             self._rows = WorkerRows(cfg, layout, num_envs, num_workers)
@@ -57,6 +58,7 @@ class RowsGroupEnv(GroupEnv):
         self._reward_parts = torch.from_numpy(arrays["reward_parts"]) if cfg.reward_parts else None
         self._executed = torch.from_numpy(arrays["executed"]) if cfg.chunked else None
         self._task = arrays["task"]
+        self._log_info, self._info = cfg.log_info, arrays.get("info")
         self._of_step = [array for name, array in arrays.items() if name in (*OUTCOMES, "reward_parts", "executed")]
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
@@ -95,7 +97,9 @@ class RowsGroupEnv(GroupEnv):
             actions = actions[self._live_rows]
         for array in self._of_step:  # 0 for rows that take no step
             array.fill(0)
-        failed = success = None
+        if self._info is not None:
+            self._info.fill(np.nan)
+        failed = success = info = None
         any_ended = self._rows.step(self._live_rows, actions)
         if self._not_started.any():
             self._failed |= torch.from_numpy(self._not_started)
@@ -105,6 +109,7 @@ class RowsGroupEnv(GroupEnv):
             self.pause((self._terminated | self._truncated | self._failed).numpy())
             failed = self._failed.clone() if self._failed.any() else None
             success = self._success if self._tells_success.any() else None
+            info = None if self._info is None else by_name(self._info, self._log_info)
         return EnvStep(
             self._obs.to(self.device),
             self._reward,
@@ -114,6 +119,7 @@ class RowsGroupEnv(GroupEnv):
             reward_parts=self._reward_parts,
             success=success,
             executed=self._executed,
+            info=info,
             task=None if success is None else self._task,
         )
 

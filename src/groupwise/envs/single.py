@@ -20,6 +20,7 @@ from groupwise.cpus import num_cpus
 from groupwise.envs.base import GroupStartReport, VectorEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv, LeanSyncVectorEnv
 from groupwise.envs.local_rows import OnError, RowCfg
+from groupwise.envs.log_info import LogInfo
 from groupwise.envs.names import import_package, unknown_environment
 from groupwise.envs.obs_keys import kept_space
 from groupwise.envs.rows import RowsGroupEnv
@@ -93,7 +94,14 @@ def vector_env(
     with explained(cfg.id):
         vector = LeanSyncVectorEnv([rows.make] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED)
     limit = rows.max_episode_steps
-    return GymnasiumVectorEnv(vector, env_id=rows.env_id, max_episode_steps=limit, obs_keys=cfg.obs_keys, device=device)
+    return GymnasiumVectorEnv(
+        vector,
+        env_id=rows.env_id,
+        max_episode_steps=limit,
+        obs_keys=cfg.obs_keys,
+        log_info=cfg.log_info,
+        device=device,
+    )
 
 
 class RandomNoops(gymnasium.Wrapper):
@@ -167,6 +175,7 @@ def _describe(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: O
         action_space=probe.action_space,
         max_episode_steps=limit,
         reward_parts=cfg.reward_parts,
+        log_info=cfg.log_info,
         chunked=cfg.action_chunk > 1,
         on_error=on_error,
         notes=notes,
@@ -186,6 +195,8 @@ def _make(env: Callable[..., gymnasium.Env] | EnvSpec | str, cfg: EnvCfg) -> gym
         made = gymnasium.make(env, **with_limit(cfg))
     if cfg.num_random_noops:
         made = RandomNoops(made, cfg.num_random_noops)
+    if cfg.log_info:
+        made = LogInfo(made, cfg.log_info)
     if cfg.action_chunk == 1:
         return made
     chunked: gymnasium.Env = pkgutil.resolve_name(ACTION_CHUNK)(

@@ -90,7 +90,10 @@ def test_episodes_that_the_horizon_cuts_have_none(counting, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (("cuont",), r"env\.log_info has no entry 'cuont' at the end of an episode; did you mean 'count'\?; known: count, "),
+        (
+            ("cuont",),
+            r"env\.log_info has no entry 'cuont' at the end of an episode; did you mean 'count'\?; known: count, ",
+        ),
         (("name",), r"env\.log_info: info\['name'\] is 'counts', expected a number; fix: leave it out"),
     ],
 )

@@ -12,6 +12,7 @@ from groupwise import config
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import GIVEN, explain
+from groupwise.config.budget import BUDGETS, Budget
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import AnyPolicyCfg
 from groupwise.config.run import CommonCfg, EvaluationCfg, RunCfg, TextEvaluationCfg, TextRunCfg
@@ -179,33 +180,48 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
 
 
 def resume(
-    path: Path | str, total_steps: int | None = None, *, callbacks: Sequence[Callback] = (), **given: Any
+    path: Path | str,
+    total_steps: int | None = None,
+    *,
+    total_iterations: int | None = None,
+    total_epochs: int | float | None = None,
+    callbacks: Sequence[Callback] = (),
+    **given: Any,
 ) -> Run:
     """Continue a run from its latest checkpoint, as if it had never stopped. A finished run is left as it is.
 
     Args:
-        total_steps: train until then instead; schedules stretch accordingly.
+        total_steps, total_iterations, total_epochs: train until then instead; schedules stretch accordingly.
         callbacks: those that the run was trained with.
         given: the Python objects that the run was trained with, as in ``Run.load``.
 
     Raises:
-        ConfigError: ``total_steps`` is not more than was already trained.
+        ConfigError: the new budget is not more than was already trained.
         RunFolderError: ``path`` is not a run folder, or is damaged.
         CheckpointError: the checkpoint is damaged, or of another environment or architecture.
     """
     check_callbacks(callbacks)
     folder, objects, cfg = _reopen(path, given, to_train=True)
-    if total_steps is not None:
-        if total_steps <= (done := saved_steps(folder.latest) or 0):
-            raise ConfigError(
-                f"total_steps = {total_steps:,}, but {folder.path} has {done:,} steps already; fix: a larger total_steps"
-            )
-        cfg = cfg.model_copy(update={"total_steps": total_steps})
+    totals = {"total_steps": total_steps, "total_iterations": total_iterations, "total_epochs": total_epochs}
+    if any(total is not None for total in totals.values()):
+        cfg = _with_budget(cfg, Budget.only(**totals), folder)
     engine = from_environment(pick_device(cfg.device).type)
     with folder.locked(engine.rank):
         parts = _rebuild(cfg, objects, folder, engine)
         summary = running.run(parts, folder, callbacks, engine, resume=True)
     return Run(folder.path, parts.cfg, parts.algorithm, summary, objects)
+
+
+def _with_budget(cfg: CommonCfg, budget: Budget, folder: RunFolder) -> CommonCfg:
+    """The settings with another budget, which must be more than the run has used."""
+    name, unit, total = budget.name, budget.unit, budget.total
+    if name not in type(cfg).model_fields:
+        raise ConfigError(f"{name} = {total:,}: an environment has no {unit}; fix: total_steps or total_iterations")
+    last = folder.read_metrics()[-1:]
+    done = saved_steps(folder.latest) or 0 if unit == "steps" else sum(entry.get(budget.metric, 0) for entry in last)
+    if total <= done:
+        raise ConfigError(f"{name} = {total:,}, but {folder.path} has {done:,} {unit} already; fix: a larger {name}")
+    return cfg.model_copy(update={other: None for other in BUDGETS if other in type(cfg).model_fields} | {name: total})
 
 
 def evaluate(

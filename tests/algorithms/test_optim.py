@@ -1,8 +1,11 @@
 import pytest
 import torch
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from groupwise.algorithms.optim import Schedule, build_optimizer, schedule_factor
 from groupwise.config.algorithm import AdaptiveKLCfg, LinearCfg, PPOCfg
+from groupwise.config.run import RunCfg
+from groupwise.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,52 @@ from groupwise.config.algorithm import AdaptiveKLCfg, LinearCfg, PPOCfg
 )
 def test_schedule_factor(cfg, progress, expected):
     assert schedule_factor(PPOCfg(schedule=cfg).schedule, progress) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "done", "expected"),
+    [
+        # of 1,000: up to 200, then down over 800
+        ({"name": "linear", "warmup": 200}, 0, 0.0),
+        ({"name": "linear", "warmup": 200}, 50, 0.25),
+        ({"name": "linear", "warmup": 200}, 200, 1.0),
+        ({"name": "linear", "warmup": 200}, 400, 0.75),
+        ({"name": "linear", "warmup": 0.2}, 400, 0.75),
+        ({"name": "linear", "warmup": 0.2, "final": 0.5}, 1000, 0.5),
+        ({"name": "linear", "warmup": 0.5, "final": 1.0}, 250, 0.5),
+        ({"name": "linear", "warmup": 0.5, "final": 1.0}, 900, 1.0),
+        # half of what follows the warm-up: (1 + cos(pi / 2)) / 2; a third of it: (1 + cos(pi / 3)) / 2
+        ({"name": "cosine", "warmup": 0.1}, 100, 1.0),
+        ({"name": "cosine", "warmup": 0.1}, 550, 0.5),
+        ({"name": "cosine", "warmup": 0.1, "final": 0.2}, 400, 0.2 + 0.8 * 0.75),
+        ({"name": "cosine", "warmup": 100}, 10, 0.1),
+    ],
+)
+def test_warm_up_by_hand(cfg, done, expected):
+    assert schedule_factor(PPOCfg(schedule=cfg).schedule, done / 1000, 1000) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"), [("cosine", get_cosine_schedule_with_warmup), ("linear", get_linear_schedule_with_warmup)]
+)
+def test_warm_up_is_that_of_transformers(name, theirs):
+    sgd = optimizer()
+    scheduler = theirs(sgd, num_warmup_steps=7, num_training_steps=40)
+    schedule = PPOCfg(schedule={"name": name, "warmup": 7}).schedule
+    for step in range(41):
+        assert schedule_factor(schedule, step / 40, 40) == pytest.approx(sgd.param_groups[0]["lr"], abs=1e-12)
+        sgd.step()
+        scheduler.step()
+
+
+def test_a_warm_up_that_never_ends_is_refused():
+    schedule = PPOCfg(schedule={"name": "cosine", "warmup": 40}).schedule
+    with pytest.raises(ConfigError, match="warmup=40 is all of a budget of 40; fix: less"):
+        schedule_factor(schedule, 0.5, 40)
+    with pytest.raises(ConfigError, match="warmup"):
+        schedule_factor(schedule, 0.5)
+    with pytest.raises(ConfigError, match=r"warmup=40 is not less than total_iterations=30; fix: .* fewer iterations"):
+        RunCfg(algorithm=PPOCfg(schedule=schedule), total_iterations=30)
 
 
 def optimizer():

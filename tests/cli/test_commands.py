@@ -107,7 +107,7 @@ def test_whole_numbers_may_be_written_as_in_python(api):
     cfg = trained(api)
     assert (cfg.total_steps, cfg.env.max_episode_steps, cfg.seed) == (100_000, 200, 7)
     assert cli.main(["resume", "runs/x", "--total-steps", "1e3"]) == 0
-    assert api[-1][1] == (Path("runs/x"), 1000)
+    assert api[-1][1:] == ((Path("runs/x"),), {"total_steps": 1000})
 
 
 def test_a_choice_and_its_parameters(api):
@@ -285,7 +285,9 @@ def test_one_episode_gives_no_interval(api, capsys, monkeypatch):
 def test_resume(api, capsys):
     assert cli.main(["resume", "runs/x", "--total-steps", "5"]) == 0
     assert cli.main(["resume", "runs/x"]) == 0
-    assert [args for _, args, _ in api] == [(Path("runs/x"), 5), (Path("runs/x"), None)]
+    assert cli.main(["resume", "runs/x", "--total-epochs", "1.5"]) == 0
+    assert all(args == (Path("runs/x"),) for _, args, _ in api)
+    assert [totals for *_, totals in api] == [{"total_steps": 5}, {}, {"total_epochs": 1.5}]
 
 
 # --- config, help ---

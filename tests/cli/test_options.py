@@ -79,7 +79,7 @@ def test_help_of_a_text_run_leaves_out_steps_of_environments(capsys, tmp_path):
 def test_help_says_what_a_setting_without_a_value_does(capsys):
     assert cli.main(["train", "CartPole-v1", "--help"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"--evaluation\.interval .*\(a tenth of total_steps\)\n", out)
+    assert re.search(r"--evaluation\.interval .*\(a tenth of the budget\)\n", out)
     assert re.search(r"--run-dir .*\(a new one under runs/\)\n", out)
 
 

@@ -215,7 +215,9 @@ def test_leaving_out_every_run_is_refused():
 
 def test_unequal_budgets_are_refused(runs):
     write_run(Path("long"), (1.0, 2.0), steps=(1000, 2000), total_steps=2000, seed=9)
-    with pytest.raises(ConfigError, match=r"1,000 in g/seed_0, 2,000 in long.*train .* again with --total-steps 2000"):
+    with pytest.raises(
+        ConfigError, match=r"1,000 in g/seed_0, total_steps=2,000 in long.*train .* again with --total-steps 2000"
+    ):
         gw.compare([*runs, "long"])
 
 

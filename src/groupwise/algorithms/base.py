@@ -229,9 +229,9 @@ class BaseAlgorithm(ABC):
         assert entropy is not None
         return Evaluation(log_prob, entropy, value, dist)
 
-    def set_progress(self, progress: float) -> None:
-        """Tell the schedules which share of training is done, in [0, 1]."""
-        self.schedule.set_progress(progress)
+    def set_progress(self, progress: float, budget: int | float = 1) -> None:
+        """Tell the schedules which share of training is done, in [0, 1], and how long training is (see ``schedule_factor``)."""
+        self.schedule.set_progress(progress, budget)
         if self.range_schedules is not None:
             self.cfg = at_progress(self.range_schedules, progress)
 

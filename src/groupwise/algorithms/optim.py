@@ -50,10 +50,10 @@ class Schedule:
         """The current rate, as a share of ``learning_rate``."""
         self.adaptive = isinstance(cfg, AdaptiveKLCfg)
 
-    def set_progress(self, progress: float) -> None:
-        """Set the rate for a share of training done, in [0, 1]."""
+    def set_progress(self, progress: float, budget: int | float = 1) -> None:
+        """Set the rate for a share of training done, in [0, 1]; ``budget`` is all of training, in the unit of ``warmup``."""
         if not self.adaptive:
-            self._apply(schedule_factor(self.cfg, progress))
+            self._apply(schedule_factor(self.cfg, progress, budget))
 
     def adapt(self, step_metrics: Mapping[str, Tensor]) -> None:
         """``adaptive_kl``: by an optimiser step's ``approx_kl``, lower the rate when the policy moves too fast, raise it when it hardly moves.
@@ -92,8 +92,21 @@ class Schedule:
         self._apply(state["factor"])
 
 
-def schedule_factor(cfg: ScheduleCfg, progress: float) -> float:
-    """Share of the learning rate at a share ``progress`` of training."""
+def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1) -> float:
+    """Share of the learning rate at a share ``progress`` of training; warm-up as in transformers' schedules.
+
+    Args:
+        budget: all of training, in the unit of a ``warmup`` that is no share.
+    """
+    if isinstance(cfg, LinearCfg) and cfg.warmup:
+        warmup = cfg.warmup if cfg.warmup < 1 else cfg.warmup / budget
+        if warmup >= 1:
+            raise ConfigError(
+                f"schedule.warmup={cfg.warmup} is all of a budget of {budget:g}; fix: less, or a larger budget"
+            )
+        if progress < warmup:
+            return progress / warmup
+        progress = (progress - warmup) / (1 - warmup)
     match cfg:
         case CosineCfg():
             return cfg.final + (1 - cfg.final) * (1 + math.cos(math.pi * progress)) / 2

@@ -14,6 +14,7 @@ from typing import Any
 
 from groupwise import plugins
 from groupwise.cli.parser import Parser
+from groupwise.config.budget import BUDGETS
 from groupwise.errors import ConfigError, GroupwiseError, UnknownNameError
 from groupwise.terminal import prepare, show
 
@@ -355,11 +356,14 @@ def _resume(argv: Sequence[str]) -> int:
     parser = Parser(prog="groupwise resume", description=RESUME_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--total-steps", type=_count, help="train until then (default: as before)")
+    parser.add_argument("--total-iterations", type=_count, help="likewise")
+    parser.add_argument("--total-epochs", type=float, help="likewise")
     options = parser.read(argv)
 
     from groupwise.run import resume
 
-    return _print_run(resume(options.run, options.total_steps))
+    totals = {name: total for name in BUDGETS if (total := getattr(options, name)) is not None}
+    return _print_run(resume(options.run, **totals))
 
 
 def _print_run(run: Any) -> int:
@@ -378,7 +382,7 @@ def _print_run(run: Any) -> int:
             best += f", success {100 * found['best_success_rate']:.0f} %,"
         reached += f". Best {best} at step {found['best_env_steps']:,}"
     show(f"Done in {found['seconds']:.1f} s{reached}.")
-    if found["stopped"] != "total_steps":
+    if found["stopped"] not in BUDGETS:
         show(f"Stopped at step {found['env_steps']:,}: {found['stopped']}.")
     steps, iterations = found.get("unsaved_env_steps"), found.get("unlogged_iterations")
     if steps or iterations:

@@ -32,7 +32,7 @@ from groupwise.envs.names import import_package, refuse_module, unknown_environm
 from groupwise.errors import ConfigError
 
 COMMON = (
-    "algorithm", "algorithm.data", "policy.init_from", "task.data", "model.path", "seed", "total_steps", "run_dir", "device", "env.num_envs", "num_prompts",
+    "algorithm", "algorithm.data", "policy.init_from", "task.data", "model.path", "seed", "total_steps", "total_iterations", "total_epochs", "run_dir", "device", "env.num_envs", "num_prompts",
     "sampling.max_new_tokens", "algorithm.group_size", "algorithm.learning_rate", "algorithm.num_steps",
     "algorithm.num_epochs", "algorithm.minibatch_size", "algorithm.gamma", "algorithm.ent_coef", "algorithm.kl_coef",
     "policy.hidden_sizes", "evaluation.interval", "stop.threshold",

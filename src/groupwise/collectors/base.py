@@ -48,6 +48,10 @@ class Collector(ABC):
     """How many rollouts were collected; streams of the next one are derived from it."""
     last_steps: int = 0
     """Environment steps that the last ``collect`` took, wasted ones included."""
+    position: int = 0
+    """Number of prompts that this process has taken from its data, over all epochs."""
+    data_size: int = 0
+    """Prompts in the data; 0: there is none."""
 
     def __init__(self) -> None:
         self.finished: list[Episode] = []

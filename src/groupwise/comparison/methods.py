@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from groupwise.config.budget import BUDGETS
+
 Tree = dict[str, Any]
 Flat = dict[str, Any]
 """Settings by their full names, such as ``algorithm.gamma``; lists are values."""
 
-_NO_METHOD = ("seed", "run_dir", "logging", "evaluation", "stop", "total_steps", "task")
-"""Settings that do not make a method. ``stop`` has no effect on a run that took all its steps."""
+_NO_METHOD = ("seed", "run_dir", "logging", "evaluation", "stop", *BUDGETS, "task")
+"""Settings that do not make a method. ``stop`` has no effect on a run that used up its budget."""
 _ABSENT = object()
 _OF_ENVIRONMENT = ("id", "kwargs", "max_episode_steps")
 """Settings in ``env`` that do not make one either."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from groupwise.comparison.methods import Flat, differences, differing, environment_of, flat, labels, method_of, setting
 from groupwise.comparison.results import Comparison, Measure, Reference, RunRecord, compare_records
+from groupwise.config.budget import BUDGETS, Budget
 from groupwise.config.run import EvaluationMetric
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.folder import RunFolder
@@ -43,7 +44,7 @@ def compare(
 ) -> Comparison:
     """What methods reached: interquartile means over seeds with 95 % bootstrap intervals, and curves.
 
-    Runs that differ in their seed only are one method. Each environment is compared by itself, at equal ``total_steps``.
+    Runs that differ in their seed only are one method. Each environment is compared by itself, at equal budgets.
 
     Args:
         runs: run folders, or folders that hold some, as ``train --seeds`` makes them. Or a mapping from names to these, as
@@ -55,7 +56,7 @@ def compare(
 
     Raises:
         RunFolderError: there are no runs, or unfinished or damaged ones (names each).
-        ConfigError: runs that cannot be compared (unequal ``total_steps``, a name for different settings), or reference
+        ConfigError: runs that cannot be compared (unequal budgets, a name for different settings), or reference
             scores that are missing.
         DataError: a seed of a method came twice.
     """
@@ -136,21 +137,23 @@ def _read_run(path: Path, name: str | None, metric: EvaluationMetric) -> _Run:
     """
     folder = RunFolder.open(path)
     config, summary = folder.read_config(), folder.read_summary()
-    numbers = [config.get("seed"), config.get("total_steps")]
+    numbers = [config.get("seed"), *(config[name] for name in BUDGETS if config.get(name) is not None)]
     parts = [config.get("algorithm"), config.get("env") or config.get("task")]
-    if not (all(isinstance(part, dict) for part in parts) and all(isinstance(number, int) for number in numbers)):
+    is_run = len(numbers) == 2 and all(isinstance(number, int | float) for number in numbers)
+    if not (is_run and all(isinstance(part, dict) for part in parts)):
         raise RunFolderError(f"{folder.config} holds no settings of a run; fix: give folders that training made")
     metrics = folder.read_metrics()
-    _check_finished(metrics, summary, config["total_steps"])
+    _check_finished(metrics, summary, _budget(config))
     given = folder.read_provenance()["given_in_python"]
     method = method_of(config) | {"given_in_python": sorted(given)}
     points = {measure: _points(metrics, f"{prefix}/{SCORES[metric]}") for measure, prefix in _PREFIXES.items()}
     return _Run(path, name, config, method, points, summary, given)
 
 
-def _check_finished(metrics: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], total_steps: int) -> None:
-    steps = metrics[-1].get("env_steps", 0) if metrics else 0
-    at = f"at step {steps:,} of {total_steps:,}"
+def _check_finished(metrics: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], budget: Budget) -> None:
+    last = metrics[-1] if metrics else {}
+    steps, done = last.get("env_steps", 0), last.get(budget.metric, 0)
+    at = f"at {budget.unit.removesuffix('s')} {done:,} of {budget.total:,}"
     stopped = str(summary.get("stopped", ""))
     if not summary:
         raise RunFolderError(f"unfinished: still training, or killed, {at}")
@@ -158,7 +161,7 @@ def _check_finished(metrics: Sequence[Mapping[str, Any]], summary: Mapping[str, 
         raise RunFolderError(f"unfinished: {stopped} {at}")
     if summary.get("env_steps") != steps:
         raise RunFolderError(f"unfinished: resumed, and now {at}")
-    if steps < total_steps:
+    if done < budget.total:
         raise RunFolderError(f"stopped early {at} ({stopped})")
 
 
@@ -189,13 +192,18 @@ def _key(settings: Flat) -> str:
 
 
 def _check_steps(environment: str, runs: Sequence[_Run]) -> None:
-    short, long = (pick(runs, key=lambda run: run.config["total_steps"]) for pick in (min, max))
-    budgets = [run.config["total_steps"] for run in (short, long)]
-    if budgets[0] != budgets[1]:
+    short, long = (pick(runs, key=lambda run: _budget(run.config)) for pick in (min, max))
+    less, more = (_budget(run.config) for run in (short, long))
+    if less != more:
         raise ConfigError(
-            f"{environment}: runs of unequal total_steps ({budgets[0]:,} in {short.path}, {budgets[1]:,} in {long.path}); fix: "
-            f"train the short ones again with --total-steps {budgets[1]} (a run that is continued has had another schedule)"
+            f"{environment}: runs of unequal budgets ({less.name}={less.total:,} in {short.path}, {more.name}={more.total:,} in "
+            f"{long.path}); fix: train the others again with --{more.name.replace('_', '-')} {more.total} (a run that is "
+            "continued has had another schedule)"
         )
+
+
+def _budget(config: Mapping[str, Any]) -> Budget:
+    return Budget.only(**{name: config.get(name) for name in BUDGETS})
 
 
 def _by_method(environment: str, runs: Sequence[_Run]) -> dict[str, list[_Run]]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, SerializeAsAny, TypeAdapter, ValidationError, model_validator
 
 from groupwise.config.base import OTHER_NAMES, Cfg, Fraction, NonNegative, Positive, PositiveInt
@@ -90,7 +90,9 @@ class LinearCfg(ScheduleCfg):
 
     name: Literal["linear"] = "linear"
     final: Fraction = 0.0
-    """Share of the learning rate left at the end."""
+    """Share of the learning rate left at the end. 1: constant."""
+    warmup: Annotated[float, Ge(0), Lt(1)] | PositiveInt = 0.0
+    """The rate first rises linearly from 0, then falls: over a share of training, or from 1 on over a number in the unit of the budget (steps, iterations, epochs)."""
 
 
 @register_recipe

@@ -28,7 +28,7 @@ OTHER_NAMES = {
     "n_action_steps": "num_action_steps", "n_envs": "num_envs", "total_timesteps": "total_steps",
     "kl_beta": "kl_coef", "kl_ref_iterations": "ref_model_sync_steps", "scale_rewards": "scale",
     "batch_group_updates": "minibatch_size", "group_rollout_buffer_class": "credit",
-    "loss_type": "aggregation", "epsilon_high": "clip_high", "max_completion_length": "max_new_tokens",
+    "num_train_epochs": "total_epochs", "n_iterations": "total_iterations", "loss_type": "aggregation", "epsilon_high": "clip_high", "max_completion_length": "max_new_tokens",
 }  # fmt: skip
 """Settings by their names in Stable-Baselines3, its proposed GRPO, TRL, verl, CleanRL and LeRobot, where another setting is spelled more like them."""
 

@@ -16,6 +16,7 @@ from groupwise import files
 from groupwise.config import presets
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
 from groupwise.config.base import Cfg, explain
+from groupwise.config.budget import BUDGETS
 from groupwise.config.policy import AnyPolicyCfg
 from groupwise.config.presets import Tree
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
@@ -134,7 +135,7 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
     """The config from the user's settings, later layers over earlier ones, over the presets."""
     kind = TextRunCfg if "task" in layers[0] else RunCfg
     cfg_type = _algorithm_type(layers)
-    given = functools.reduce(_merge, layers)
+    given = functools.reduce(_over, layers)
     files = ["text", "text_lora"] if adapters or _names_adapters(_table(given, "model")) else ["text"]
     trees = [presets.env_preset(str(given["env"]["id"]))] if kind is RunCfg else list(map(presets.read, files))
     base = functools.reduce(_merge, (_preset_for(tree, cfg_type) for tree in trees))
@@ -148,7 +149,7 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
         base = _with_objective(base, str(preset), cfg_type)
     base = _merge(base, {"algorithm": {"name": cfg_type.own_name()}})
     try:
-        return kind.model_validate(_merge(base, given))
+        return kind.model_validate(_over(base, given))
     except ValidationError as error:
         lines = [_explain(item, base, given) for item in error.errors()]
         raise ConfigError("\n".join(lines)) from error
@@ -231,6 +232,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Cfg):
         return {key: _plain(item) for key, item in value if key in value.model_fields_set}
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _over(low: Tree, high: Tree) -> Tree:
+    """``high`` over ``low``, all settings of a run: one budget replaces another."""
+    if any(high.get(name) is not None for name in BUDGETS):
+        low = {key: value for key, value in low.items() if key not in BUDGETS}
+    merged: Tree = _merge(low, high)
+    return merged
 
 
 def _merge(low: Any, high: Any) -> Any:

@@ -2,13 +2,14 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from annotated_types import Ge, Gt
 from pydantic import AfterValidator, SerializeAsAny, model_validator
 
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, PPOCfg
 from groupwise.config.base import OTHER_NAMES, Cfg, Positive, PositiveInt
+from groupwise.config.budget import BUDGETS, Budget
 from groupwise.config.credit import CreditCfg
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import AnyPolicyCfg, ModelCfg, PolicyCfg, SamplingCfg
@@ -22,7 +23,7 @@ class EvaluationCfg(Cfg):
     """When and how the policy is evaluated, in its own environments."""
 
     interval: PositiveInt | None = None
-    """Environment steps between evaluations, rounded up to whole iterations. None: a tenth of ``total_steps``. The last iteration is always evaluated."""
+    """Environment steps between evaluations, rounded up to whole iterations. None: a tenth of the budget. The last iteration is always evaluated."""
     episodes: PositiveInt = 20
     """Episodes per evaluation."""
     deterministic: bool = True
@@ -35,7 +36,7 @@ class TextEvaluationCfg(Cfg):
     """When and how the policy is evaluated on held-out prompts."""
 
     interval: PositiveInt | None = None
-    """Training tokens between evaluations, rounded up to whole iterations. None: a tenth of ``total_steps``. The last iteration is always evaluated."""
+    """Training tokens between evaluations, rounded up to whole iterations. None: a tenth of the budget. The last iteration is always evaluated."""
     prompts: PositiveInt | None = 128
     """Most prompts per evaluation, always the same. None: all."""
     completions_per_prompt: PositiveInt = 1
@@ -57,7 +58,7 @@ class TextEvaluationCfg(Cfg):
 
 
 class StopCfg(Cfg):
-    """When training ends before ``total_steps``."""
+    """When training ends before its budget."""
 
     threshold: float | None = None
     """Stop when an evaluation reaches this score: mean return or success rate, as ``evaluation.metric`` says; for text the mean reward. None: never."""
@@ -101,8 +102,10 @@ class CommonCfg(Cfg):
 
     algorithm: SerializeAsAny[AlgorithmCfg] = GRPOCfg()
     """The algorithm, found by its ``name``."""
-    total_steps: PositiveInt = 100_000
-    """Environment steps, or tokens for text. Training stops at the end of the iteration that reaches it."""
+    total_steps: PositiveInt | None = 100_000
+    """The budget in environment steps, or tokens for text. Training stops at the end of the iteration that reaches it. None where another budget is given."""
+    total_iterations: PositiveInt | None = None
+    """The budget in iterations, in place of ``total_steps``."""
     seed: Annotated[int, Ge(0)] = 0
     """Seed of all randomness."""
     device: Annotated[str, AfterValidator(_check_device)] = "cpu"
@@ -110,7 +113,7 @@ class CommonCfg(Cfg):
     compile: Literal["auto", "off", "on"] = "auto"
     """``torch.compile``. ``auto``: updates of runs on environments with 20,000 optimiser steps or more; ``on``: always, also the forward pass of a language model."""
     checkpoint_interval: PositiveInt | None = None
-    """Steps between checkpoints. None: a tenth of ``total_steps``. Does not change what is learned."""
+    """Steps between checkpoints. None: a tenth of the budget. Does not change what is learned."""
     keep_checkpoints: PositiveInt = 3
     """The latest checkpoints that stay on disk. If the last one is damaged, a run resumes from the one before."""
     stop: StopCfg = StopCfg()
@@ -121,9 +124,9 @@ class CommonCfg(Cfg):
     """Folder of the run, new or empty. None: a new one under ``runs/``."""
 
     @property
-    def tenth(self) -> int:
-        """A tenth of the run, in steps."""
-        return max(1, self.total_steps // 10)
+    def budget(self) -> Budget:
+        """How long training lasts."""
+        return Budget.only(**{name: getattr(self, name) for name in BUDGETS if name in type(self).model_fields})
 
     @property
     def subject(self) -> str:
@@ -139,8 +142,22 @@ class CommonCfg(Cfg):
         of_some = "" if len(owners) == len(AlgorithmCfg.known) else f" of {' or '.join(owners)}"
         return f"unknown key {key!r}; did you mean algorithm.{name}{of_some}?"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_budget(cls, data: Any) -> Any:
+        """No default budget beside another one."""
+        if isinstance(data, dict) and "total_steps" not in data and any(data.get(name) is not None for name in BUDGETS):
+            return data | {"total_steps": None}
+        return data
+
     @model_validator(mode="after")
     def _check_algorithm(self) -> "CommonCfg":
+        warmup = getattr(getattr(self.algorithm, "schedule", None), "warmup", 0)
+        if warmup >= self.budget.total:
+            raise ValueError(
+                f"algorithm.schedule.warmup={warmup} is not less than {self.budget.name}={self.budget.total:,}; fix: a share of "
+                f"training below 1, or fewer {self.budget.unit}"
+            )
         expected = AlgorithmCfg.named(self.algorithm.name)
         if type(self.algorithm) is not expected:
             got = type(self.algorithm).__name__
@@ -176,7 +193,13 @@ class RunCfg(CommonCfg):
     @property
     def default_horizon(self) -> int:
         """Steps of an episode where the environment has no limit: a hundredth of the run, but from 1,000 to 10,000."""
-        return min(max(1_000, self.total_steps // 100), 10_000)
+        return min(max(1_000, self.expected_steps() // 100), 10_000)
+
+    def expected_steps(self, world_size: int = 1) -> int:
+        """Environment steps of the run, or about as many where the budget is one of iterations."""
+        if self.total_steps is not None:
+            return self.total_steps
+        return (self.total_iterations or 0) * self.env.num_envs * self.algorithm.num_steps * world_size
 
     @model_validator(mode="after")
     def _check(self) -> "RunCfg":
@@ -210,6 +233,8 @@ class TextRunCfg(CommonCfg):
     """The language model."""
     sampling: SamplingCfg = SamplingCfg()
     """How completions are sampled in training."""
+    total_epochs: Positive | None = None
+    """The budget in passes over the training prompts, in place of ``total_steps``."""
     num_prompts: PositiveInt = 8
     """Prompts per iteration. GRPO writes ``group_size`` completions of each."""
     mask_truncated_completions: bool = False

@@ -206,17 +206,18 @@ class RunFolder:
         with _writing(self.metrics):
             files.write(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
 
-    def check_never_saved(self, interval: int) -> None:
+    def check_never_saved(self, metric: str, interval: int | float) -> None:
         """Refuse a run that has no checkpoint left: to begin again would delete what it learned.
 
         Args:
-            interval: environment steps between checkpoints.
+            metric: what the interval between checkpoints counts, such as ``env_steps``.
+            interval: between checkpoints.
 
         Raises:
             RunFolderError: it had one.
         """
         metrics = self.read_metrics()
-        saved = len(metrics) > 1 and metrics[-2].get("env_steps", 0) >= interval  # before the next iteration began
+        saved = len(metrics) > 1 and metrics[-2].get(metric, 0) >= interval  # before the next iteration began
         summary = self.read_summary()
         if 0 < summary.get("env_steps", 0) == summary.get("unsaved_env_steps"):  # the disk was full all the time
             return

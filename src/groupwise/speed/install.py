@@ -36,7 +36,7 @@ def install(cfg: RunCfg, algorithm: BaseAlgorithm, collector: Collector) -> None
             algorithm.backward = compiling.CompiledBackward(algorithm, flat)  # type: ignore[method-assign]
     if cfg.compile == "on" and why is not None:
         raise ConfigError(f"compile='on', but the update cannot be compiled: {why}; fix: compile='auto'")
-    pays = cfg.total_steps // (cfg.env.num_envs * world_size) >= rollouts.WORTH_STEPS
+    pays = cfg.expected_steps(world_size) // (cfg.env.num_envs * world_size) >= rollouts.WORTH_STEPS
     stops = cfg.algorithm.on_nonfinite == "stop"  # else actions are replaced on their way to the environment
     if stops and (pays or cfg.compile == "on") and rollouts.why_not_compiled(collector) is None:
         collector.stepper = rollouts.CompiledStepper(collector)  # type: ignore[attr-defined, arg-type]
@@ -46,4 +46,4 @@ def optimizer_steps(cfg: RunCfg, world_size: int = 1) -> int:
     """About how many optimiser steps a run takes, early stopping left out."""
     elements = cfg.env.num_envs * cfg.algorithm.num_steps * world_size
     minibatches = max(1, round(elements / (cfg.algorithm.minibatch_size or elements)))
-    return cfg.total_steps // elements * cfg.algorithm.num_epochs * minibatches
+    return cfg.expected_steps(world_size) // elements * cfg.algorithm.num_epochs * minibatches

@@ -58,7 +58,7 @@ class TextCollector(Collector):
         self.members: list[Transcript] = []
         """Completions of the last rollout, those of filtered groups included."""
         self.position = 0
-        """Number of prompts that this process has taken, over all epochs."""
+        self.data_size = len(prompts)
         self.policy: CausalLM = policy
         self.prompts, self.rewards = prompts, rewards
         self.generate = generate

@@ -42,7 +42,7 @@ def build_callbacks(
     if stop.time_limit is not None:
         built.append(TimeLimit(stop.time_limit))
     if evaluator is not None:
-        interval = cfg.evaluation.interval or cfg.tenth
+        interval = cfg.evaluation.interval
         built.append(Evaluate(evaluator, interval, folder.best, parts.identity, parts.metric))
     if stop.threshold is not None:
         built.append(StopAtScore(stop.threshold, parts.metric))
@@ -54,15 +54,16 @@ def build_callbacks(
     if logging.progress != "none":
         title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"
         built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
-    interval = cfg.checkpoint_interval or cfg.tenth
+    interval = cfg.checkpoint_interval
     return [*built, SaveCheckpoints(folder.latest, interval, parts.identity, cfg.keep_checkpoints, settings)]
 
 
 class Evaluate(Callback):
-    """Evaluates every ``interval`` environment steps and after the last one; keeps the weights of the best evaluation.
+    """Evaluates regularly and after the last iteration; keeps the weights of the best evaluation.
 
     Args:
         evaluate: plays the episodes.
+        interval: environment steps between evaluations. None: a tenth of the budget.
         best: folder for the policy with the highest score so far.
         metric: the score.
 
@@ -73,7 +74,7 @@ class Evaluate(Callback):
     def __init__(
         self,
         evaluate: Callable[[], EvaluationResult],
-        interval: int,
+        interval: int | None,
         best: Path,
         identity: Identity,
         metric: EvaluationMetric = "return",
@@ -177,7 +178,8 @@ class Progress(Callback):
         if self.title:
             self._print(self.title)
         if self.live:
-            self._task = self.bar.add_task("", total=trainer.total_steps, completed=trainer.env_steps)
+            self._task = self.bar.add_task("", total=trainer.budget.total)
+            self.bar.update(self._task, completed=trainer.done)
             self.bar.start()
 
     def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
@@ -187,13 +189,13 @@ class Progress(Callback):
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Move the bar, or print a line when it is time."""
         text = self._text(metrics)
-        done, total = min(trainer.env_steps, trainer.total_steps), trainer.total_steps
+        done, total = min(trainer.done, trainer.budget.total), trainer.budget.total
         if self.live:
             self.bar.update(self._task, completed=done, description=" ".join(text.split()))
         elif trainer.is_done() or time.perf_counter() - self._shown >= self.interval:
             self._shown = time.perf_counter()
-            left = int((total - done) / max(metrics["time/steps_per_second"], 1e-9))
-            steps = f"{trainer.env_steps:>12,} / {total:,} steps"
+            left = int((total - done) * trainer.seconds / max(done, 1e-9))
+            steps = f"{round(trainer.done, 2):>12,} / {total:,} {trainer.budget.unit}"
             self._print(f"{done / total:5.0%}{steps}   {text}   {left // 60}:{left % 60:02} left")
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from groupwise import files, plugins
 from groupwise.config.algorithm import GRPOCfg
-from groupwise.config.run import RunCfg
+from groupwise.config.run import RunCfg, TextRunCfg
 from groupwise.engines.base import Engine
 from groupwise.errors import CheckpointError, DataError, DivergedError, GroupwiseError
 from groupwise.policies.base import Policy
@@ -51,6 +51,8 @@ def run(
             parts.buffer,
             num_steps=parts.cfg.algorithm.num_steps,
             total_steps=parts.cfg.total_steps,
+            total_iterations=parts.cfg.total_iterations,
+            total_epochs=parts.cfg.total_epochs if isinstance(parts.cfg, TextRunCfg) else None,
             seed=parts.cfg.seed,
             callbacks=build_callbacks(parts, folder, users, evaluator, engine.rank),
             engine=engine,
@@ -60,7 +62,7 @@ def run(
         begun = trainer.iteration
         summary = _train_and_report(trainer, parts, folder, engine)
         if resume and trainer.iteration == begun and engine.rank == 0:
-            _print(f"nothing was left to train ({summary['stopped']}); fix: a larger total_steps")
+            _print(f"nothing was left to train ({summary['stopped']}); fix: a larger {parts.cfg.budget.name}")
         if engine.rank == 0:
             with files.warning_if_unwritable(folder.video):
                 parts.render(folder, derive_seed(parts.cfg.seed, "evaluation"))
@@ -76,13 +78,15 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
         load_state(trainer, checkpoint.state, folder.latest)
         where = ""
     else:
-        folder.check_never_saved(parts.cfg.checkpoint_interval or parts.cfg.tenth)
+        interval, budget = parts.cfg.checkpoint_interval, parts.cfg.budget
+        folder.check_never_saved(*(("env_steps", interval) if interval else (budget.metric, budget.tenth)))
     if engine.rank == 0:
         folder.remove_leftovers()
         folder.truncate_metrics(trainer.iteration)
-        if folder.read_config()["total_steps"] != parts.cfg.total_steps:
+        budget, saved = trainer.budget, folder.read_config()
+        if saved.get(budget.name) != budget.total:
             folder.rewrite_config(parts.cfg.model_dump(mode="json"))
-        _print(f"resuming from step {trainer.env_steps:,} of {parts.cfg.total_steps:,}{where}")
+        _print(f"resuming from {budget.unit.removesuffix('s')} {trainer.done:,} of {budget.total:,}{where}")
 
 
 def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine) -> dict[str, Any]:
@@ -91,7 +95,7 @@ def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, en
     try:
         with finishing_on_signal(trainer):
             trainer.train()
-        stopped = trainer.stop_reason or "total_steps"
+        stopped = trainer.stop_reason or trainer.budget.name
     except (KeyboardInterrupt, Exception) as error:
         if _is_interruption(error, trainer):
             stopped = "interrupted"

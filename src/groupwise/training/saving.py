@@ -12,6 +12,7 @@ from tensordict import TensorDict
 
 from groupwise import files
 from groupwise.comparison.methods import differences, flat
+from groupwise.config.budget import BUDGETS
 from groupwise.errors import DivergedError
 from groupwise.report.folder import RunFolder, parse_entry
 from groupwise.training.base import Callback
@@ -23,23 +24,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NOT_LEARNING = (
-    "total_steps", "run_dir", "logging", "evaluation", "stop", "checkpoint_interval", "keep_checkpoints"
+    *BUDGETS, "run_dir", "logging", "evaluation", "stop", "checkpoint_interval", "keep_checkpoints"
 )  # fmt: skip
 """Settings that do not change what is learned."""
 
 
 class SaveCheckpoints(Callback):
-    """Saves every ``interval`` environment steps and at the end, also an early one.
+    """Saves regularly and at the end, also an early one.
 
     A thread writes the files while training goes on. A full disk gives a warning, and the checkpoint is tried again after
     the next ``interval``.
 
     Args:
+        interval: environment steps between checkpoints. None: a tenth of the budget.
         keep: checkpoints that stay.
         settings: those of the run. They are saved, so that a resumed run notices changes.
     """
 
-    def __init__(self, folder: Path, interval: int, identity: Identity, keep: int, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, interval: int | None, identity: Identity, keep: int, settings: Mapping[str, Any]
+    ) -> None:
         self.folder = folder
         self.interval = interval
         self.identity = identity

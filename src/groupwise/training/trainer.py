@@ -15,6 +15,7 @@ from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.base import Collector, pool_metrics
+from groupwise.config.budget import Budget
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError, DivergedError
@@ -28,11 +29,12 @@ MAX_BAD_UPDATES = 10
 
 
 class Trainer:
-    """Collects, updates and calls the callbacks, until ``total_steps`` or ``stop``.
+    """Collects, updates and calls the callbacks, until the budget is used up or ``stop``.
 
     Args:
         num_steps: steps per row that the collector aims for in one iteration.
-        total_steps: environment steps over all ranks; the iteration that reaches them is finished.
+        total_steps, total_iterations, total_epochs: the budget, one of them: environment steps over all ranks, iterations,
+            or passes over the collector's data. The iteration that reaches it is finished.
         seed: of the global generators of ``random``, NumPy and torch. They are seeded in every iteration, so that
             third-party code resumes exactly too, and not restored afterwards.
         callbacks: called in this order at each event.
@@ -45,7 +47,9 @@ class Trainer:
         buffer: RolloutBuffer,
         *,
         num_steps: int,
-        total_steps: int,
+        total_steps: int | None = None,
+        total_iterations: int | None = None,
+        total_epochs: int | float | None = None,
         seed: int = 0,
         callbacks: Sequence[Callback] = (),
         engine: Engine | None = None,
@@ -54,7 +58,7 @@ class Trainer:
         self.collector = collector
         self.buffer = buffer
         self.num_steps = num_steps
-        self.total_steps = total_steps
+        self.budget = Budget.only(total_steps=total_steps, total_iterations=total_iterations, total_epochs=total_epochs)
         self.seed = seed
         self.callbacks = check_callbacks(callbacks)
         self.engine = engine or Engine()
@@ -64,6 +68,8 @@ class Trainer:
         """Environment steps taken, over all ranks."""
         self.iteration_steps = 0
         """Of them, those of the last iteration."""
+        self.epochs = 0.0
+        """Passes over the data of the collector; 0 if it has none."""
         self.seconds = 0.0
         """Duration of finished iterations, also those before a resume."""
         self.stop_reason: str | None = None
@@ -76,6 +82,7 @@ class Trainer:
         self.ending = False
         """Whether iterations are over, and callbacks save the last one."""
         self._bad_updates = 0
+        self._done_before: int | float = 0
 
     def train(self) -> None:
         """Run the loop.
@@ -101,10 +108,17 @@ class Trainer:
 
     def is_done(self) -> bool:
         """Whether the current iteration is the last one."""
-        return self.env_steps >= self.total_steps or self.stop_reason is not None
+        return self.done >= self.budget.total or self.stop_reason is not None
 
-    def passed(self, interval: int) -> bool:
-        """Whether the last iteration passed a multiple of ``interval`` environment steps."""
+    @property
+    def done(self) -> int | float:
+        """What is done of the budget, in its unit."""
+        return {"steps": self.env_steps, "iterations": self.iteration, "epochs": self.epochs}[self.budget.unit]
+
+    def passed(self, interval: int | None) -> bool:
+        """Whether the last iteration passed a multiple of ``interval`` environment steps. None: of a tenth of the budget."""
+        if interval is None:
+            return self.done // self.budget.tenth > self._done_before // self.budget.tenth
         return self.env_steps // interval > (self.env_steps - self.iteration_steps) // interval
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,6 +140,7 @@ class Trainer:
         self.seconds = state["seconds"]
         self.buffer.num_steps = state["num_slots"]
         self.collector.load_state_dict(state["collector"])
+        self._count_epochs()
         if self.engine.rank != 0:
             self.collector.recent.clear()  # a checkpoint holds the episodes of rank 0
         self.algorithm.load_state_dict(state["algorithm"])
@@ -171,7 +186,8 @@ class Trainer:
     def _iterate(self) -> None:
         start = time.perf_counter()
         _seed_everything(derive_seed(self.seed, "global", self.engine.rank, self.iteration))
-        self.algorithm.set_progress(self.env_steps / self.total_steps)
+        self._done_before = self.done
+        self.algorithm.set_progress(self.done / self.budget.total, self.budget.total)
         self.doing = "collecting"
         rollout = self.collector.collect(self.num_steps, rollout=self.buffer.start_rollout())
         self.doing = "updating"
@@ -188,6 +204,7 @@ class Trainer:
             self._leave_out(name, metrics.pop(name))
         self.iteration_steps = self.engine.sum_int(self.collector.last_steps)
         self.env_steps += self.iteration_steps
+        self._count_epochs()
         self.seconds += updated - start
         collected_by = self.engine.gather_objects((self.collector.recent_episodes(), self.collector.metrics()))
         metrics |= pool_metrics(collected_by) | {
@@ -199,6 +216,10 @@ class Trainer:
         self.metrics, self.doing = metrics, "callbacks"
         for callback in self.callbacks:
             callback.on_iteration_end(self, rollout, metrics)
+
+    def _count_epochs(self) -> None:
+        if self.collector.data_size:
+            self.epochs = self.engine.sum_int(self.collector.position) / self.collector.data_size
 
     def _count_bad_updates(self, bad: bool) -> None:
         """Raise after ``MAX_BAD_UPDATES`` in a row that numbers which are not finite made useless."""

@@ -1,0 +1,53 @@
+"""Budgets in passes over the prompts."""
+
+import pytest
+from text_runs import SETTINGS, numbers, save_model, share_copied, train
+
+import groupwise as gw
+from groupwise import config
+from groupwise.errors import ConfigError
+
+QUICK = {key: value for key, value in SETTINGS.items() if key != "total_steps"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("lm") / "model")
+
+
+def task(count=10):
+    return gw.TextTask(numbers()[:count], reward=share_copied)
+
+
+@pytest.mark.filterwarnings("ignore:.*no prompts are held out")
+def test_a_run_of_epochs_takes_every_prompt_as_often(model, tmp_path):
+    # 4 prompts an iteration of 10: 20 are taken by the fifth
+    algorithm = gw.GRPOCfg(group_size=2, learning_rate=1e-3, schedule={"name": "linear", "warmup": 1})
+    run = train(task(), model, tmp_path / "run", algorithm, total_steps=None, total_epochs=2)
+    assert run.summary["stopped"] == "total_epochs"
+    assert [entry["rollout/epoch"] for entry in run.metrics()] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+    # one epoch up, one down
+    rates = [entry["train/learning_rate"] / 1e-3 for entry in run.metrics()]
+    assert rates == pytest.approx([0, 0.4, 0.8, 0.8, 0.4])
+
+
+@pytest.mark.filterwarnings("ignore:.*no prompts are held out")
+def test_a_run_of_epochs_goes_on(model, tmp_path):
+    given = {"data": numbers()[:10], "reward": share_copied}
+    whole = train(task(), model, tmp_path / "whole", total_steps=None, total_epochs=1.2)
+    train(task(), model, tmp_path / "part", total_steps=None, total_epochs=0.5)
+    longer = gw.resume(tmp_path / "part", total_epochs=1.2, **given)
+    assert [entry["reward/share_copied_mean"] for entry in longer.metrics()] == [
+        entry["reward/share_copied_mean"] for entry in whole.metrics()
+    ]
+    assert [entry["rollout/epoch"] for entry in longer.metrics()] == pytest.approx([0.4, 0.8, 1.2])
+    with pytest.raises(ConfigError, match=r"total_epochs = 1\.2, but .* has 1\.2 epochs already"):
+        gw.resume(tmp_path / "part", total_epochs=1.2, **given)
+
+
+def test_epochs_are_of_texts():
+    assert config.resolve_text(total_epochs=0.5).budget == ("total_epochs", 0.5)
+    with pytest.raises(ConfigError, match="one of total_steps, total_iterations, total_epochs; got total_steps=5 and"):
+        config.resolve_text(total_epochs=0.5, total_steps=5)
+    with pytest.raises(ConfigError, match="unknown key 'total_epochs'"):
+        config.resolve("CartPole-v1", total_epochs=2)

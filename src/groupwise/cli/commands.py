@@ -56,6 +56,7 @@ Options, with the defaults of this environment:
   --seeds 0-9                         or 0,3,5: one run per seed, in parallel
   --plugin FILE.py                    import your file first
   --preset NAME                       credit and objective of a paper; see: groupwise list
+  --profile 3                         record that many iterations with torch.profiler, into profile/ of the run folder
 """
 
 CONFIG_HELP = """Print all settings of a run as JSON, which train takes as a file.
@@ -191,19 +192,27 @@ def _dispatch(argv: Sequence[str]) -> int:
 def _train(argv: Sequence[str]) -> int:
     parser = Parser(prog="groupwise train", add_help=False)
     parser.add_argument("--seeds")
+    parser.add_argument("--profile", type=_count)
     options, rest = parser.parse_known_args(argv)
 
     from groupwise.cli.options import parse_options
 
-    cfg = parse_options(rest, prog="groupwise train", description=TRAIN_HELP, flags=("seeds", "preset"))
+    cfg = parse_options(rest, prog="groupwise train", description=TRAIN_HELP, flags=("seeds", "profile", "preset"))
     if options.seeds is not None:
+        if options.profile is not None:
+            raise ConfigError("--profile is of a single run, got --seeds too; fix: one of them")
         from groupwise.cli.seeds import parse_seeds, train_seeds
 
         return train_seeds(cfg, parse_seeds(options.seeds))
 
     from groupwise.run import train_from_config
 
-    return _print_run(train_from_config(cfg))
+    if options.profile is None:
+        return _print_run(train_from_config(cfg))
+
+    from groupwise.training.profiler import Profiler
+
+    return _print_run(train_from_config(cfg, callbacks=[Profiler(options.profile)]))
 
 
 def _config(argv: Sequence[str]) -> int:

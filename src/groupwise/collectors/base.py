@@ -3,7 +3,8 @@
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.data.rollout import Nested
-from groupwise.envs.base import VectorEnv
+from groupwise.envs.base import EnvStep, VectorEnv
 from groupwise.envs.success import successes_by_task
+from groupwise.errors import ConfigError
 from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed
 
@@ -70,6 +72,14 @@ class Collector(ABC):
         self.finished = [episode for episode in episodes if math.isfinite(episode.episode_return)]
         self.recent.extend(self.finished)
 
+    def calling(self, hook: Callable[[Tensor, EnvStep], None]) -> AbstractContextManager[None]:
+        """Call ``hook`` with actions and outcome of every step, until the context ends.
+
+        Raises:
+            ConfigError: there are no environments.
+        """
+        raise ConfigError("on_step hears steps of environments, and there are none; fix: on_rollout_end")
+
     @abstractmethod
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Experience of about ``num_steps`` steps per row, written into ``rollout``; may return a longer or shorter one."""
@@ -124,6 +134,10 @@ class EnvCollector(Collector):
         """Free the environments."""
         self.env.close()
 
+    def calling(self, hook: Callable[[Tensor, EnvStep], None]) -> AbstractContextManager[None]:
+        """Call ``hook`` with actions and outcome of every step, until the context ends."""
+        return _calling_after_steps(self.env, hook)
+
     def action_generator(self) -> torch.Generator:
         """Draws the actions of this iteration."""
         generator = torch.Generator(self.policy.device)
@@ -136,6 +150,22 @@ def _info_means(episodes: Iterable[Episode]) -> dict[str, float]:
     return {
         f"rollout/info/{name}": sum(info[name] for info in infos) / len(infos) for name in (infos[0] if infos else ())
     }
+
+
+@contextmanager
+def _calling_after_steps(env: VectorEnv, hook: Callable[[Tensor, EnvStep], None]) -> Iterator[None]:
+    step = env.step
+
+    def stepped(action: Tensor) -> EnvStep:
+        outcome = step(action)
+        hook(action, outcome)
+        return outcome
+
+    env.step = stepped  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        env.step = step  # type: ignore[method-assign]
 
 
 def acting_on_finite(act: Callable[..., Action]) -> Callable[..., Action]:

@@ -1,6 +1,7 @@
 """Groups of episodes from torch environments, all rows in step: GRPO on a GPU."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.collectors.base import EnvCollector, Episode
-from groupwise.collectors.torch_vector import StepOutput, check_device
+from groupwise.collectors.torch_vector import StepOutput, calling_after_steps, check_device
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested
+from groupwise.envs.base import EnvStep
 from groupwise.envs.starts import verify_group_start
 from groupwise.envs.torch_env import TorchGroupEnv, TorchRows
 from groupwise.errors import EnvError
@@ -128,6 +130,10 @@ class TorchGroupCollector(EnvCollector):
         if running["rank"] == self.rank:
             self.env.load_state_dict(running["env"])
             self._goes_on, self._return, self._length = (running[k].to(device) for k in ("goes_on", "return", "length"))
+
+    def calling(self, hook: Callable[[Tensor, EnvStep], None]) -> AbstractContextManager[None]:
+        """Call ``hook`` with actions and outcome of every step, until the context ends."""
+        return calling_after_steps(self, hook)
 
     def stepper(self, generator: torch.Generator) -> Callable[..., StepOutput]:
         """What acts and steps all rows in one rollout. Replace it to compile ``step``."""

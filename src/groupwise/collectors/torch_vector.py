@@ -1,8 +1,9 @@
 """Fixed windows of experience from torch environments: for PPO."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +42,28 @@ def check_device(env: TorchGroupEnv, policy: Policy) -> None:
         )
 
 
+@contextmanager
+def calling_after_steps(collector: Any, hook: Callable[[Tensor, EnvStep], None]) -> Iterator[None]:
+    """``Collector.calling`` of a collector that has a ``stepper``."""
+    stepper = collector.stepper
+
+    def heard(generator: torch.Generator) -> Callable[..., StepOutput]:
+        step = stepper(generator)
+
+        def stepped(*inputs: Any) -> StepOutput:
+            output: StepOutput = step(*inputs)
+            hook(output.action.action, output.result)
+            return output
+
+        return stepped
+
+    collector.stepper = heard
+    try:
+        yield
+    finally:
+        collector.stepper = stepper
+
+
 class TorchVectorCollector(VectorCollector):
     """The rollouts of ``VectorCollector`` from a ``TorchGroupEnv``, without a host sync in any step."""
 
@@ -49,6 +72,10 @@ class TorchVectorCollector(VectorCollector):
     def __init__(self, env: TorchGroupEnv, policy: Policy, *, seed: int = 0, rank: int = 0) -> None:
         check_device(env, policy)
         super().__init__(env, policy, seed=seed, rank=rank)
+
+    def calling(self, hook: Callable[[Tensor, EnvStep], None]) -> AbstractContextManager[None]:
+        """Call ``hook`` with actions and outcome of every step, until the context ends."""
+        return calling_after_steps(self, hook)
 
     def stepper(self, generator: torch.Generator) -> Callable[..., StepOutput]:
         """What acts and steps all rows in one rollout. Replace it to compile ``step``."""

@@ -28,6 +28,8 @@ class EvaluationCfg(Cfg):
     """Episodes per evaluation."""
     deterministic: bool = True
     """Take the most likely action. False: sample."""
+    video_interval: PositiveInt | None = None
+    """Film an episode after every so many evaluations, as ``videos/step_<steps>.gif`` of the run folder. None: only ``policy.gif`` in the end."""
     metric: EvaluationMetric = "return"
     """The score of an evaluation, for the best checkpoint and ``stop.threshold``: its mean return, or the share of its episodes that succeeded."""
 

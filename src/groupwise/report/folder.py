@@ -50,6 +50,7 @@ class RunFolder:
         self.best = self.checkpoints / "best"
         self.curve = path / "curve.png"
         self.video = path / "policy.gif"
+        self.videos = path / "videos"
         self.tensorboard = path / "tensorboard"
         self.groups = path / "groups"
 

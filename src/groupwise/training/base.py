@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
+from torch import Tensor
 
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
+    from groupwise.envs.base import EnvStep
     from groupwise.training.evaluation import EvaluationResult
     from groupwise.training.trainer import Trainer
 
@@ -32,6 +34,14 @@ class Callback:
 
     def on_training_start(self, trainer: "Trainer") -> None:
         """Before the first iteration, also of a resumed run."""
+
+    def on_step(self, trainer: "Trainer", action: Tensor, step: "EnvStep") -> None:
+        """After each step of all environments, if you override it; else it costs nothing. Of language models: an error.
+
+        Args:
+            action: [N, ...] as the environments got it, or of environments in torch as the policy gave it.
+            step: what they returned; copy what you keep. Rows that wait for the others of their group have reward 0.
+        """
 
     def on_rollout_end(self, trainer: "Trainer", rollout: TensorDict) -> None:
         """After collection, before the update. The rollout must not be changed."""

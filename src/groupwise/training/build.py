@@ -3,6 +3,8 @@
 import logging
 import pkgutil
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from groupwise.training.checkpoint import Identity
 from groupwise.training.components import Components, UserObjects, pick_device, threads
 from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, record, separate_env
 from groupwise.training.initialize import Initialized, initialize
+from groupwise.training.videos import Videos
 
 CLONING = "groupwise.embodied.cloning"
 """Behaviour cloning, which is no part of the core."""
@@ -78,16 +81,19 @@ class EnvComponents(Components):
         return {"start_mode": "not shared" if mode == "none" else f"{mode}, verified"} if mode else {}
 
     def own_callbacks(self, folder: RunFolder) -> list[Callback]:
-        """Scores on held-out demonstrations."""
-        if not isinstance(self.cfg.algorithm, BCCfg):
-            return []
-        scores: Callback = pkgutil.resolve_name(f"{CLONING}:DemoScores")(self.algorithm, self.collector)
-        return [scores]
+        """Videos after evaluations; scores on held-out demonstrations."""
+        built: list[Callback] = []
+        if self.cfg.evaluation.video_interval is not None:
+            seed = derive_seed(self.cfg.seed, "evaluation")
+            built.append(Videos(partial(self.render, seed=seed), self.cfg.evaluation.video_interval, folder.videos))
+        if isinstance(self.cfg.algorithm, BCCfg):
+            built.append(pkgutil.resolve_name(f"{CLONING}:DemoScores")(self.algorithm, self.collector))
+        return built
 
-    def render(self, folder: RunFolder, seed: int) -> None:
+    def render(self, path: Path, seed: int) -> None:
         """Film an episode, where the environment renders."""
         try:
-            record(self.cfg, self.given, self.policy, folder.video, seed)
+            record(self.cfg, self.given, self.policy, path, seed)
         except EnvError as error:
             log.log(logging.INFO if isinstance(error, NoPictureError) else logging.WARNING, "%s", error)
 

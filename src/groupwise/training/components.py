@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -108,7 +109,7 @@ class Components(ABC):
         """Callbacks of this kind of run."""
         return []
 
-    def render(self, folder: RunFolder, seed: int) -> None:  # noqa: B027 (not every run has pictures)
+    def render(self, path: Path, seed: int) -> None:  # noqa: B027 (not every run has pictures)
         """Write a video of the policy, where possible."""
 
     def close(self) -> None:

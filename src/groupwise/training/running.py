@@ -56,6 +56,7 @@ def run(
             seed=parts.cfg.seed,
             callbacks=build_callbacks(parts, folder, users, evaluator, engine.rank),
             engine=engine,
+            run_dir=folder.path,
         )
         if resume:
             _load(trainer, parts, folder, engine)
@@ -65,7 +66,7 @@ def run(
             _print(f"nothing was left to train ({summary['stopped']}); fix: a larger {parts.cfg.budget.name}")
         if engine.rank == 0:
             with files.warning_if_unwritable(folder.video):
-                parts.render(folder, derive_seed(parts.cfg.seed, "evaluation"))
+                parts.render(folder.video, derive_seed(parts.cfg.seed, "evaluation"))
     return summary
 
 

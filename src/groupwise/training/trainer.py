@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -53,6 +55,7 @@ class Trainer:
         seed: int = 0,
         callbacks: Sequence[Callback] = (),
         engine: Engine | None = None,
+        run_dir: Path | None = None,
     ) -> None:
         self.algorithm = algorithm
         self.collector = collector
@@ -62,6 +65,8 @@ class Trainer:
         self.seed = seed
         self.callbacks = check_callbacks(callbacks)
         self.engine = engine or Engine()
+        self.run_dir = run_dir
+        """The run folder; None for parts that were put together by hand."""
         self.iteration = 0
         """Finished iterations."""
         self.env_steps = 0
@@ -96,6 +101,8 @@ class Trainer:
                 stack.callback(callback.close)
             for callback in self.callbacks:
                 callback.on_training_start(self)
+            if hears := [callback for callback in self.callbacks if type(callback).on_step is not Callback.on_step]:
+                stack.enter_context(self.collector.calling(partial(self._call_on_step, hears)))
             self._train()
 
     def stop(self, reason: str) -> None:
@@ -146,6 +153,10 @@ class Trainer:
         self.algorithm.load_state_dict(state["algorithm"])
         for name, callback in self._named_callbacks():
             callback.load_state_dict(state["callbacks"].get(name, callback.state_dict()))
+
+    def _call_on_step(self, callbacks: Sequence[Callback], action: Tensor, step: Any) -> None:
+        for callback in callbacks:
+            callback.on_step(self, action, step)
 
     def _named_callbacks(self) -> list[tuple[str, Callback]]:
         """Callbacks by class name, numbered where a class comes twice."""

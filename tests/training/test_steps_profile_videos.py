@@ -1,0 +1,121 @@
+"""Callbacks of every step, profiles and videos during training."""
+
+import json
+
+import pytest
+import torch
+
+import groupwise as gw
+from groupwise import cli
+from groupwise.training import env_evaluator
+from groupwise.training.profiler import Profiler
+
+QUIET = {"evaluation": {"episodes": 2}, "logging": {"progress": "none"}}
+
+
+class Steps(gw.Callback):
+    """Adds up what every step returned."""
+
+    def __init__(self):
+        self.reward, self.calls, self.actions = 0.0, 0, set()
+
+    def on_step(self, trainer, action, step):
+        self.calls += 1
+        self.reward += float(step.reward.sum())
+        self.actions |= set(action.tolist())
+        assert step.obs.shape == (4, 4)
+        assert len(action) == len(step.terminated) == 4
+
+
+@pytest.mark.parametrize("vectorization", ["auto", "sync", "torch"])
+@pytest.mark.parametrize("algorithm", [{"name": "ppo"}, {"name": "grpo", "group_size": 2}])
+def test_every_step_is_heard_and_nothing_else(algorithm, vectorization, tmp_path):
+    env = gw.EnvCfg(id="CartPole-v1", num_envs=4, vectorization=vectorization)
+    runs = []
+    for callbacks in ([Steps()], []):
+        out = tmp_path / str(len(callbacks))
+        settings = {"total_steps": 200, "run_dir": out, "callbacks": callbacks, **QUIET}
+        runs.append(gw.train(env, algorithm | {"num_steps": 32}, **settings))
+        if callbacks:
+            heard = callbacks[0]
+    assert heard.reward == runs[0].summary["env_steps"]  # CartPole gives 1 at each step
+    assert heard.actions == {0, 1}
+    pairs = zip(runs[0].policy.parameters(), runs[1].policy.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_ready_environment_is_left_as_it_was(tmp_path):
+    env = gw.make_env(gw.EnvCfg(id="CartPole-v1", num_envs=4))
+    heard = Steps()
+    for out in ("one", "two"):
+        gw.train(
+            env, {"name": "ppo", "num_steps": 8}, total_steps=32, run_dir=tmp_path / out, callbacks=[heard], **QUIET
+        )
+    assert heard.calls == 16
+    env.reset(seed=0)
+    env.step(torch.zeros(4, dtype=torch.int64))
+    assert heard.calls == 16
+
+
+def test_collectors_without_environments_refuse_it(parts):
+    with pytest.raises(gw.ConfigError, match="on_step hears steps of environments, and there are none; fix:"):
+        parts.trainer(Steps()).train()
+
+
+# --- profile ---
+
+
+def test_a_profile_of_some_iterations_lands_in_the_run_folder(tmp_path, capsys):
+    run = str(tmp_path / "run")
+    small = ["--algorithm", "ppo", "--env.num-envs", "2", "--algorithm.num-steps", "8", "--evaluation.episodes", "2"]
+    assert cli.main(["train", "CartPole-v1", *small, "--total-steps", "80", "--profile", "2", "--run-dir", run]) == 0
+    trace = json.loads((tmp_path / "run/profile/trace.json").read_text())
+    names = [event.get("name") for event in trace["traceEvents"]]
+    assert "aten::addmm" in names
+    assert "aten::addmm" in (tmp_path / "run/profile/operators.txt").read_text()
+    assert f"Profile of 2 iterations: {run}/profile/trace.json" in capsys.readouterr().err
+
+
+def test_the_first_iteration_is_not_recorded_and_a_short_run_writes_what_there_is(parts, tmp_path):
+    recorded = []
+
+    class Marks(gw.Callback):
+        def on_rollout_end(self, trainer, rollout):
+            with torch.profiler.record_function(f"iteration {trainer.iteration + 1}"):
+                recorded.append(trainer.iteration + 1)
+
+    for iterations, total_steps, expected in ((2, 50, [2, 3]), (9, 30, [2, 3])):
+        folder = tmp_path / str(iterations)
+        recorded.clear()
+        parts.trainer(Marks(), Profiler(iterations, folder), total_steps=total_steps).train()
+        assert recorded == list(range(1, total_steps // 10 + 1))
+        events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+        found = {event["name"] for event in events if event.get("name", "").startswith("iteration ")}
+        assert found == {f"iteration {number}" for number in expected}
+
+
+def test_a_profiler_without_a_folder_says_so(parts):
+    with pytest.raises(gw.ConfigError, match=r"no folder to write to; fix: Profiler\(folder=\.\.\.\)"):
+        parts.trainer(Profiler()).train()
+
+
+def test_a_profile_is_of_a_single_run(capsys):
+    assert cli.main(["train", "CartPole-v1", "--seeds", "0-1", "--profile", "2"]) == 2
+    assert "--profile is of a single run, got --seeds too; fix:" in capsys.readouterr().err
+
+
+# --- videos ---
+
+
+def test_every_second_evaluation_is_filmed_also_after_a_resume(tmp_path, monkeypatch):
+    filmed = []
+    monkeypatch.setattr(env_evaluator, "film", lambda policy, cfg, env, path, seed: filmed.append(path.name))
+    evaluation = {"interval": 16, "episodes": 2, "video_interval": 2}
+    cfg = {"algorithm": {"name": "ppo", "num_steps": 8}, "num_envs": 2, "evaluation": evaluation}
+    settings = {"logging": {"progress": "none"}, "run_dir": tmp_path / "run"}
+    run = gw.train("CartPole-v1", **cfg, **settings, total_steps=48)
+    assert filmed == ["step_32.gif", "policy.gif"]
+    filmed.clear()
+    gw.resume(run.path, 96)
+    assert filmed == ["step_64.gif", "step_96.gif", "policy.gif"]
+    assert (run.path / "videos").is_dir()

@@ -32,6 +32,30 @@ def test_two_ranks_are_one_on_the_union(name):
     same(first, alone)
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_a_policy_in_float64_learns_the_same(name):
+    rollout = make_rollout(make_policy())
+    precise = rollout.clone()
+    precise["obs"] = rollout["obs"].double()
+    found, _ = updated(EVERY[name], precise, make_policy().double())
+    torch.testing.assert_close(found.float(), updated(EVERY[name], rollout)[0], atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_random_choice_of_clip_cov_follows_the_steps_alone(seed):
+    policy = make_policy()
+    rollout = make_rollout(policy)
+    torch.manual_seed(seed)
+    rollout["reward"] = torch.where(rollout["valid"], torch.rand(rollout.shape), 0.0)
+    run = partial(updated, EVERY["clip_cov"], credit={"scale": "batch_std"})
+    alone, _ = run(rollout)
+    renumbered = rollout.clone()
+    renumbered["group_id"] = torch.where(rollout["valid"], 1 - rollout["group_id"], -1)
+    ranks = on_two_ranks(lambda *args: run(args[0], policy=args[1], engine=args[2]), rollout, make_policy)
+    for other, _ in (run(rollout[torch.randperm(8)]), run(renumbered), *ranks):
+        torch.testing.assert_close(other, alone, atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", sorted(set(EVERY) - {"clip"}))
 def test_every_choice_makes_a_difference(name):
     plain, _ = updated({})

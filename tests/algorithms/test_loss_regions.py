@@ -91,6 +91,19 @@ def test_the_way_back_is_always_open(name, advantage):
     assert -advantage * log_prob.grad.item() > 0.5
 
 
+def test_dppo_pulls_every_step_back_to_where_it_was():
+    # kept, ratio e^.3: -2 e^.3 * -1.7 + .5 * .3^2; dropped, moved too far upwards: only .5 * 1.5^2
+    cfg = ObjectiveCfg(trust_region={"name": "dppo", "low": 0.3, "high": 0.3, "pull": 0.5})
+    old = torch.tensor([-2.0, -2.0])
+    batch = {"old_log_prob": old, "sample_log_prob": old, "advantage": torch.tensor([2.0, 2.0])}
+    log_prob = torch.tensor([-1.7, -0.5]).requires_grad_()
+    loss = policy_loss(cfg, policy_ratio(cfg, log_prob, batch | EPISODE, Counts(1)), log_prob, batch, Counts(1))
+    torch.testing.assert_close(loss, torch.tensor([2 * 1.3498588 * 1.7 + 0.045, 1.125]))
+    loss.sum().backward()
+    torch.testing.assert_close(log_prob.grad, torch.tensor([-2 * 1.3498588 + 0.3, 1.5]))
+
+
+EPISODE = {"loss_mask": torch.tensor([True, True]), "episode_id": torch.tensor([0, 0])}
 WIDE = {
     "dual_clip": {"trust_region": {"name": "dual_clip", "bound": 1e6}},
     "two_sided": {"trust_region": {"name": "two_sided", "delta": 1e6}},

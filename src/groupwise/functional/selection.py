@@ -21,7 +21,7 @@ def kth_largest(
     mask: Bool[Tensor, "*batch"],
     all_sum: AllSum = local,
 ) -> Float[Tensor, ""]:
-    """The k-th largest element over the mask and all ranks, k >= 1; minus infinity where there are fewer.
+    """The k-th largest element over the mask and all ranks, in float32, k >= 1; minus infinity where there are fewer.
 
     A radix selection: four counts of 256 digits find the element's 32 bits, from the highest on.
     """
@@ -53,7 +53,7 @@ def highest(
     count = all_sum(mask.sum()).double()
     # the tolerance keeps 0.2 * 10 at 2 whatever the rounding
     k = (count - ((1 - share) * (count - 1) - 1e-9).ceil()).clamp(min=1)
-    return (x >= kth_largest(x, k, mask, all_sum)) & mask
+    return (x.float() >= kth_largest(x, k, mask, all_sum)) & mask
 
 
 @torch.no_grad()
@@ -82,7 +82,7 @@ def top_fraction(
     Elements that tie at the border are all left out: if all are equal, none is chosen.
     """
     beyond = kth_largest(x, _number(fraction, mask, all_sum) + 1, mask, all_sum)
-    return (x > beyond) & mask
+    return (x.float() > beyond) & mask
 
 
 @torch.no_grad()

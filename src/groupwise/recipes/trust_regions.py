@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from groupwise.algorithms.loss import Counts, UpdateStart
+    from groupwise.data.rollout import Nested
     from groupwise.policies.base import Batch, Policy
 
 
@@ -80,15 +81,28 @@ class ClipCovCfg(ClippedCfg):
         return self
 
     def at_start(self, start: "UpdateStart") -> "dict[str, Tensor]":
-        """A factor 0 for the steps that are left out."""
+        """A factor 0 for the steps that are left out.
+
+        The choice hashes what a step holds. Advantages are not hashed: their last bits depend on the order of rows.
+        """
         from groupwise.functional import selection
 
         together = selection.covariance(start.old_log_prob, start.advantage, start.mask, start.all_sum)
         candidate = (together > self.low) & (together < self.high) & start.mask
         batch = start.batch
-        noise = selection.element_noise(start.seed, batch["sample_log_prob"], start.advantage, batch["step"])
+        content = batch["sample_log_prob"], batch["step"], *_numbers(batch["action"], like=start.mask)
+        noise = selection.element_noise(start.seed, *content)
         masked = selection.random_fraction(noise, self.fraction, candidate, start.mask, start.all_sum)
         return {"policy_factor": (~masked).to(start.old_log_prob)}
+
+
+def _numbers(action: "Nested", like: "Tensor") -> "list[Tensor]":
+    """Each number of the actions ``[N, T, ...]``, shaped like the mask."""
+    from torch import Tensor
+
+    leaves = [action] if isinstance(action, Tensor) else action.values(True, True)
+    parts = [part for leaf in leaves for part in leaf.reshape(*leaf.shape[:2], -1).unbind(-1)]
+    return [part.view(*part.shape, *[1] * (like.dim() - 2)).expand_as(like) for part in parts]
 
 
 @register_recipe

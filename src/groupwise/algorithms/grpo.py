@@ -26,7 +26,7 @@ from groupwise.algorithms.loss import DIAGNOSTICS, diagnostics, multiplied, poli
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, DataError
 from groupwise.functional.advantages import kl_shaping
 from groupwise.functional.diagnostics import zero_variance_groups
 from groupwise.functional.returns import episode_return
@@ -59,7 +59,7 @@ class GRPO(BaseAlgorithm):
                 "policy without its adapters; fix: None, or train every weight"
             )
         self.baseline_state: Tensor | None = None
-        self._warned = False
+        self._is_first = True
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns 0-dim metrics."""
@@ -71,8 +71,6 @@ class GRPO(BaseAlgorithm):
         start = self.score(self.policy, inputs) if self._needs_start_scores else None
         advantage = self._advantage(credit, inputs, start)
         if not self._can_learn(advantage):
-            if inputs["loss_mask"].any():  # else nothing was left of the rollout, which was said already
-                self._warn_of_equal_returns()
             inputs["loss_mask"] = torch.zeros_like(inputs["loss_mask"])
         data = self.loss_inputs(batch, inputs, advantage, credit.num_episodes, start)
         if start is not None and self.cfg.top_entropy_quantile < 1:
@@ -80,6 +78,9 @@ class GRPO(BaseAlgorithm):
             chosen = highest(start.entropy, quantile, mask, self.engine.sum)
             data = multiplied(data, chosen.to(advantage))
         metrics = self.optimize(data, credit.num_episodes)
+        if self._is_first and batch["loss_mask"].any():  # else nothing was left of the rollout, which was said already
+            self._is_first = False
+            self._check_gradient(advantage, metrics)
         self.policy.update_normalizers(rollout, self.engine)
         self.iteration += 1
         self._sync_reference()
@@ -108,13 +109,24 @@ class GRPO(BaseAlgorithm):
     def load_state_dict(self, state: dict) -> None:
         """Restore a saved ``state_dict``."""
         super().load_state_dict(state)
+        self._is_first = not self.optimizer_steps
         remembered = state["baseline_state"]
         self.baseline_state = None if remembered is None else remembered.to(self.policy.device)
         if self.reference is not None:
             self.reference.load_state_dict(state["reference"])
 
     def _credit_input(self, batch: TensorDict) -> CreditInput:
-        """What credit reads of the transitions, rewards in the policy's scale."""
+        """What credit reads of the transitions, rewards in the policy's scale.
+
+        Raises:
+            DataError: no group has two members.
+        """
+        num_groups, num_episodes = int(batch["group_id"].max()) + 1, int(batch["episode_id"].max()) + 1
+        if num_episodes and not 0 < num_groups < num_episodes and self.cfg.credit.baseline.within_group:
+            raise DataError(
+                f"no group of the rollout has two members ({num_episodes} episodes, {num_groups} groups), so there is nothing "
+                "to compare; fix: collect it with GroupCollector, which starts the members of a group in the same state"
+            )
         parts = batch.get("reward_parts", None) if self.cfg.credit.reward.name == "parts" else None
         return CreditInput(
             batch=batch,
@@ -122,8 +134,8 @@ class GRPO(BaseAlgorithm):
             parts=None if parts is None else self.policy.normalize_reward(parts),
             cfg=self.cfg.credit,
             gamma=self.cfg.gamma,
-            num_groups=int(batch["group_id"].max()) + 1,
-            num_episodes=int(batch["episode_id"].max()) + 1,
+            num_groups=num_groups,
+            num_episodes=num_episodes,
             engine=self.engine,
             state=self.baseline_state,
         )
@@ -144,14 +156,13 @@ class GRPO(BaseAlgorithm):
             return True
         return bool(self.engine.sum(advantage.count_nonzero()))
 
-    def _warn_of_equal_returns(self) -> None:
-        """Warn once, unless something was learned: then equal returns may be the end of it."""
-        if not self.optimizer_steps and not self._warned:
+    def _check_gradient(self, advantage: Tensor, metrics: dict[str, Tensor]) -> None:
+        """Warn of a first update that changes nothing. Later ones may be the end of learning."""
+        if not metrics["train/grad_norm"] and not advantage.any():
             log.warning(
-                "update %d is skipped: no group has members with different returns, so there is nothing to learn from; fix: a "
-                "reward with steps in between, a larger group_size, easier starts (docs/troubleshooting.md)", self.iteration + 1,
+                "update %d changes nothing: no group has members with different returns, so there is nothing to learn from; fix: "
+                "a reward with steps in between, a larger group_size, easier starts (docs/troubleshooting.md)", self.iteration + 1,
             )  # fmt: skip
-        self._warned = True
 
     @property
     def _needs_start_scores(self) -> bool:

@@ -393,6 +393,8 @@ def _print_run(run: Any) -> int:
     show(f"Done in {found['seconds']:.1f} s{reached}.")
     if found["stopped"] not in BUDGETS:
         show(f"Stopped at step {found['env_steps']:,}: {found['stopped']}.")
+    if 0 < found.get("updates_without_gradient", 0) == found["iterations"]:
+        show("Nothing was learned: the gradient of every update was 0 (docs/troubleshooting.md).")
     steps, iterations = found.get("unsaved_env_steps"), found.get("unlogged_iterations")
     if steps or iterations:
         what = f"the last {steps:,} steps" if steps else f"metrics of {iterations:,} iterations"

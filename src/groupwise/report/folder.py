@@ -32,7 +32,10 @@ LOCK = ".groupwise.lock"
 _PACKAGES = ("groupwise", "torch", "tensordict", "gymnasium", "numpy")
 _PROVENANCE: dict[str, type] = {"format": int, "run_id": str, "plugins": str, "given_in_python": str}
 """Types that the entries must have, or the items of their lists."""
-_COUNTS = ("env_steps", "iterations", "episodes", "best_env_steps", "unsaved_env_steps", "unlogged_iterations")
+_COUNTS = (
+    "env_steps", "iterations", "episodes", "best_env_steps", "unsaved_env_steps", "unlogged_iterations",
+    "updates_without_gradient",
+)  # fmt: skip
 _NUMBERS = ("seconds", "peak_memory_mib", "return_mean", "best_return_mean", "success_rate", "training_return_mean")
 """Entries of the summary that are read again."""
 

@@ -10,11 +10,13 @@ SCORES: dict[EvaluationMetric, str] = {"return": "return_mean", "success_rate": 
 
 
 def scores_of(metrics: list[dict[str, Any]], metric: EvaluationMetric = "return") -> dict[str, Any]:
-    """Scores of the last evaluation, of the best one by ``metric``, and of training."""
+    """Scores of the last evaluation, of the best one by ``metric``, and of training; and its updates that changed nothing."""
     if not metrics:
         return {"env_steps": 0, "iterations": 0, "seconds": 0.0}
     last = metrics[-1]
     scores = {"env_steps": last["env_steps"], "iterations": last["iteration"], "seconds": last["time/total_seconds"]}
+    if without_gradient := sum(entry.get("train/grad_norm") == 0 for entry in metrics):
+        scores["updates_without_gradient"] = without_gradient
     evaluations = [entry for entry in metrics if "eval/return_mean" in entry]
     if evaluations:
         key = f"eval/{SCORES[metric]}"

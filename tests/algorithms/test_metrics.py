@@ -135,19 +135,23 @@ SETTINGS = {
 def test_an_updates_metrics_are_those_of_its_elements_one_by_one(monkeypatch, kind, settings):
     algorithm = build(kind, **SETTINGS[settings], learning_rate=2.0, max_grad_norm=0.5)
     loss, step, names = algorithm.loss, algorithm.optimizer.step, algorithm.metric_names
-    steps, current, norms = [], [], []
+    steps, current, weights, norms = [], [], [], []
+    is_loss = torch.tensor([name.endswith("loss") for name in names])
 
     def recorded_loss(batch, evaluation):
         found = loss(batch, evaluation)
         for i, counts in enumerate(batch["loss_mask"]):
             assert counts
             current.append([float(values[i].detach()) for values in found.metrics])
+            weights.append(float(batch["weight"][i]))
         return found
 
     def recorded_step():
-        steps.append(torch.tensor(current, dtype=torch.float64).mean(dim=0))
+        values, weight = torch.tensor(current, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
+        steps.append(torch.where(is_loss, weight @ values, values.mean(dim=0)))
         norms.append(torch.stack([p.grad.norm() for p in algorithm.parameters]).norm())
         current.clear()
+        weights.clear()
         step()
 
     monkeypatch.setattr(algorithm, "loss", recorded_loss)

@@ -303,6 +303,64 @@ def test_credit_reaches_the_loss():
     assert not torch.allclose(base, other)
 
 
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
+AGGREGATIONS += [{"name": name, "max_length": 7} for name in ("constant", "seq_mean_token_sum_norm")]
+
+
+@pytest.mark.parametrize("micro", [None, 14])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=str)
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+def test_the_logged_loss_is_the_one_that_is_minimised(monkeypatch, kind, aggregation, micro):
+    minimised, backward = [], torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: (minimised.append(loss.item()), backward(loss)))
+    settings = {"objective": {"aggregation": aggregation}, "num_epochs": 2, "minibatch_size": 40}
+    settings |= {"micro_batch_size": micro} | ({"ent_coef": 0.0, "vf_coef": 0.7} if kind == "ppo" else {})
+    algorithm = build(kind, **settings)
+    metrics = algorithm.update(make_rollout(algorithm.policy))
+    expected = sum(minimised) / float(metrics["train/optimizer_steps"])
+    assert metrics["train/optimizer_steps"] > 2
+    assert abs(expected) > 1e-4
+    torch.testing.assert_close(float(metrics["train/loss"]), expected, rtol=1e-4, atol=1e-6)
+    parts = metrics["train/policy_loss"] + 0.7 * metrics.get("train/value_loss", 0)
+    torch.testing.assert_close(metrics["train/loss"], parts, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("ids", ["own", "none"])
+def test_grpo_refuses_a_rollout_without_groups(ids):
+    rollout = make_rollout(make_policy(True)).clone()
+    rollout["group_id"] = rollout["episode_id"] if ids == "own" else torch.full_like(rollout["group_id"], -1)
+    before = build("grpo")
+    with pytest.raises(
+        DataError, match=r"no group .* has two members \(16 episodes, (16|0) groups\).*fix: .*GroupCollector"
+    ):
+        before.update(rollout)
+    # these baselines compare with other groups
+    for baseline in ({"baseline": "ema", "scale": "none"}, {"baseline": "none", "scale": "none", "normalize": "batch"}):
+        if ids == "own":
+            assert updated("grpo", rollout, credit=baseline)[1]["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("placement", ["reward", "advantage"])
+def test_without_a_weight_the_place_of_the_kl_changes_nothing(placement):
+    rollout = make_rollout(make_policy(True))
+    expected, _ = updated("grpo", rollout)
+    assert torch.equal(updated("grpo", rollout, credit={"kl_placement": placement})[0], expected)
+
+
+def test_a_group_whose_rewards_come_in_another_order_has_no_variance():
+    rollout = make_rollout(make_policy(True)).clone()
+    rewards = torch.tensor([[0.2, 1.9, 0.1], [0.1, 0.2, 1.9], [1.9, 0.1, 0.2]])
+    assert len({float(first + second + third) for first, second, third in rewards.unbind(0)}) > 1
+    at = torch.arange(3)
+    for episode in range(16):
+        row, column = (index[0] for index in torch.where(rollout["episode_id"] == episode))
+        rollout["reward"][row, rollout["episode_id"][row] == episode] = 0.0
+        rollout["reward"][row, column + at] = rewards[episode % 3]
+    metrics = updated("grpo", rollout, credit={"eps": 1e-6})[1]
+    assert metrics["rollout/zero_variance_groups"] == 1.0
+    assert metrics["train/optimizer_steps"] == 0
+
+
 def test_zero_variance_groups_are_counted():
     rollout = make_rollout(make_policy(True)).clone()
     reward = torch.zeros_like(rollout["reward"])

@@ -40,7 +40,7 @@ class LossOutput(NamedTuple):
     loss: Tensor
     """Minimised; everything that has a gradient."""
     metrics: tuple[Tensor, ...]
-    """In the order of ``metric_names``; logged as means over the steps of the update."""
+    """In the order of ``metric_names``."""
 
 
 class BaseAlgorithm(ABC):
@@ -56,7 +56,8 @@ class BaseAlgorithm(ABC):
     actor_only: ClassVar[bool] = False
     """Whether the policy needs no critic."""
     metric_names: ClassVar[tuple[str, ...]] = ()
-    """What ``loss`` reports; ``target_kl`` and the adaptive schedule need ``approx_kl`` among them."""
+    """What ``loss`` reports. Those that end in ``loss`` are logged as they are minimised, with the weights of the aggregation,
+    others as means over steps. ``target_kl`` and the adaptive schedule need ``approx_kl`` among them."""
 
     def __init__(self, cfg: AlgorithmCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
         check_objective(cfg.objective, policy)
@@ -143,12 +144,14 @@ class BaseAlgorithm(ABC):
         return metrics
 
     def loss_and_metrics(self, batch: dict[str, Nested]) -> tuple[Float[Tensor, ""], Float[Tensor, " metric"]]:
-        """The loss of a micro-batch, and the sums of its metrics: what it adds to their means over the optimiser step."""
+        """The loss of a micro-batch, and what it adds to the metrics of the optimiser step."""
         evaluation = self._evaluate(self.policy, batch)
         batch.setdefault("old_log_prob", evaluation.log_prob.detach())  # of a single pass
         loss, metrics = self.loss(batch, evaluation)
         values = torch.stack([values.detach().flatten() for values in metrics])
-        return (batch["weight"] * loss).sum(), values @ batch["share"].flatten()
+        shares = [batch["weight" if name.endswith("loss") else "share"] for name in self.metric_names]
+        sums = (values * torch.stack(shares).flatten(1)).sum(dim=1)
+        return (batch["weight"] * loss).sum(), sums.float()
 
     def policy_inputs(self, batch: TensorDict) -> dict[str, Nested]:
         """What scoring the transitions ``[N, T]`` reads, and which of them count."""

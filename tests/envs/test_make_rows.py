@@ -1,4 +1,5 @@
 import functools
+from contextlib import closing
 
 import gymnasium
 import numpy as np
@@ -6,13 +7,16 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from groupwise.config import resolve
 from groupwise.config.env import EnvCfg
 from groupwise.envs.make import IN_TORCH, make_env, makes_rows
 from groupwise.envs.torch_control import TorchCartPole, TorchPendulum
 from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.errors import EnvError, MissingExtraError
+from groupwise.policies.actor_critic import ActorCritic
 from groupwise.report.video import NoPictureError, rendering_env
-from groupwise.training.env_evaluator import separate_env
+from groupwise.training.components import UserObjects
+from groupwise.training.env_evaluator import EnvEvaluator, separate_env
 
 
 @pytest.mark.parametrize(
@@ -68,6 +72,20 @@ def test_evaluation_makes_rows_of_its_own_from_a_callable_only():
     cfg, source = separate_env(EnvCfg(num_envs=3), TorchCartPole)
     assert make_env(cfg, env=source, grouped=True, num_envs=7).num_envs == 7
     assert separate_env(EnvCfg(), TorchCartPole(3)) is None
+
+
+@pytest.mark.parametrize("asked", ["auto", "entry_point", "sync", "async", "envpool", "torch"])
+def test_evaluation_is_vectorised_like_training_where_rows_can_start_one_by_one(asked):
+    cfg, _ = separate_env(EnvCfg(vectorization=asked), None)
+    assert cfg.vectorization == ("auto" if asked == "entry_point" else asked)
+
+
+@pytest.mark.parametrize(("asked", "rows"), [("sync", 5), ("async", 2)])
+def test_evaluation_has_a_row_for_each_episode_and_no_more_processes_than_training(asked, rows):
+    cfg = resolve("CartPole-v1", env={"vectorization": asked, "num_envs": 2}, evaluation={"episodes": 5})
+    policy = ActorCritic(TorchCartPole(1).observation_space, TorchCartPole(1).action_space)
+    with closing(EnvEvaluator(cfg, UserObjects(), policy, seed=0)) as evaluator:
+        assert evaluator.env.num_envs == rows
 
 
 def test_whole_batches_have_no_picture():

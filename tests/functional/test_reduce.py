@@ -163,8 +163,9 @@ def test_segments_are_one_over_two_ranks(two_ranks):
 
 def test_whiten_leaves_tiny_deviations_their_size():
     # 1e-6 and 3e-6: deviation 1.4142136e-6 dwarfs eps 1e-8 by 141; 0.7071068 / (1 + 1e-8 / 1.4142136e-6) = 0.7021416
-    out = whiten(torch.tensor([1e-6, 3e-6]), torch.ones(2).bool())
-    torch.testing.assert_close(out, torch.tensor([-0.7021416, 0.7021416]), rtol=1e-4, atol=0)
+    x, mask = torch.tensor([1e-6, 3e-6]), torch.ones(2).bool()
+    for out in (whiten(x, mask), whiten_segments(x, torch.zeros(2).long(), 1, mask)):
+        torch.testing.assert_close(out, torch.tensor([-0.7021416, 0.7021416]), rtol=1e-4, atol=0)
 
 
 @settings(deadline=None)

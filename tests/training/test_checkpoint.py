@@ -23,7 +23,7 @@ plain = st.recursive(
         st.lists(inner)
         | st.lists(inner).map(tuple)
         | st.dictionaries(st.text(), inner)
-        | st.dictionaries(st.integers(), inner)
+        | st.dictionaries(st.integers() | st.text(), inner)
     ),
     max_leaves=20,
 )
@@ -39,6 +39,13 @@ def test_plain_data_comes_back_as_it_was(state: dict[str, Any], tmp_path_factory
     folder = tmp_path_factory.mktemp("checkpoint") / "latest"
     save_checkpoint(folder, Checkpoint({}, state), HERE)
     assert load_checkpoint(folder).state == state
+
+
+def test_keys_of_every_type_keep_their_tensors(tmp_path: Path):
+    one, two, three, four = torch.arange(4.0).unbind()
+    state = {1: one, "1": {2: two}, "1/2": three, 1.5: {"$": four}, None: [], True: {"$": "tuple"}}
+    save_checkpoint(tmp_path / "latest", Checkpoint({}, {"state": state}), HERE)
+    assert load_checkpoint(tmp_path / "latest").state == {"state": state}
 
 
 def test_optimizer_state_comes_back_bit_for_bit(tmp_path: Path):

@@ -1,5 +1,6 @@
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,17 @@ def test_training_ends_with_the_iteration_that_reaches_total_steps(parts: Any):
     assert {"train/loss", "rollout/return_mean", "time/steps_per_second", "time/total_seconds"} <= set(
         recorder.metrics[0]
     )
+
+
+def test_times_by_hand(parts: Any, monkeypatch: pytest.MonkeyPatch):
+    # an iteration begins, has collected, and begins and ends its update
+    clock = iter([10.0, 13.0, 20.0, 27.0, 100.0, 101.0, 110.0, 112.0])
+    monkeypatch.setattr("groupwise.training.trainer.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    recorder = Recorder()
+    parts.trainer(recorder, total_steps=20).train()
+    names = ["time/collect_seconds", "time/update_seconds", "time/total_seconds", "time/steps_per_second"]
+    found = [[metrics[name] for name in names] for metrics in recorder.metrics]
+    assert found == [[3.0, 7.0, 17.0, 10 / 17], [1.0, 2.0, 29.0, 10 / 12]]
 
 
 def test_stop_ends_after_the_iteration_and_keeps_the_first_reason(parts: Any):

@@ -18,6 +18,8 @@ def encode(value: object, tensors: dict[str, Tensor], path: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
+        while path in tensors:  # the keys 1 and "1" have the same path
+            path += "+"
         order = sorted(range(value.dim()), key=value.stride, reverse=True)  # rounding depends on the memory layout
         tensors[path] = value.permute(order)
         return {"$": "tensor", "path": path, "order": order}

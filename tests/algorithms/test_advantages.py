@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from credit_rollouts import STEP, TWO, credit, per_episode, preset, rollout
+from credit_rollouts import STEP, TWO, credit, per_episode, preset, rollout, same_rewards_in_other_order
 from objective_updates import make_policy
 
 from groupwise.algorithms.advantages import CREDIT_RULES, CreditInput, check_credit, register_credit
@@ -52,6 +52,48 @@ def test_two_trajectories(choices, expected, per_row):
 def test_members_that_ended_early(end, choices, expected):
     batch = rollout([(0, [1.0, 1.0], "terminated"), (0, [1.0], end)])
     assert per_episode(credit(batch, **STEP, **choices), batch) == expected
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [{}, {"baseline": "leave_one_out"}, {"scale": "batch_std"}, {"group_key": "group_step", "returns": "turn"}],
+    ids=str,
+)
+def test_the_order_of_equal_rewards_gives_no_credit(choices):
+    rewards = same_rewards_in_other_order()
+    batch = rollout([(0, row.tolist(), "terminated") for row in rewards], turn_id=torch.zeros(4, 200).long().tolist())
+    assert not credit(batch, eps=1e-6, **choices).any()
+
+
+def test_the_order_of_equal_rewards_gives_no_credit_from_the_first_step_on():
+    batch = rollout([(0, row.tolist(), "terminated") for row in same_rewards_in_other_order()])
+    out = credit(batch, **preset("embodichain"))
+    assert not out[:, 0].any()
+    assert out.any()
+
+
+@pytest.mark.parametrize(
+    ("baseline", "expected"),
+    # all scores are 0, which counts as one of two that is not: -4 / (1 / 2)
+    [("ema", [[-8.0], [-8.0], [0.0]]), ("greedy", [[-8.0], [-8.0], [0.0]])],
+)
+def test_the_share_of_scores_that_are_not_0_is_never_0(baseline, expected):
+    batch = rollout([(0, [0.0], "terminated"), (0, [0.0], "terminated"), (0, [4.0], "greedy")])
+    out = credit(batch, average=torch.tensor(4.0), baseline=baseline, scale="nonzero_share")
+    assert per_episode(out, batch) == expected
+
+
+@pytest.mark.parametrize("choices", [{}, {"scale": "batch_std"}, {"scale": "none", "normalize": "batch"}], ids=str)
+@pytest.mark.parametrize("size", [1.0, 1e19, 1e30])
+def test_rewards_may_be_huge(size, choices):
+    batch = rollout([(0, [r * size], "terminated") for r in (1.0, 2.0, 3.0)])  # deviation 1
+    out = torch.cat([*map(torch.tensor, per_episode(credit(batch, **choices, eps=0.0), batch))])
+    torch.testing.assert_close(out, torch.tensor([-1.0, 0.0, 1.0]), atol=1e-5, rtol=0)
+
+
+def test_returns_that_overflow_are_no_equal_ones():
+    batch = rollout([(0, [3e38, 3e38], "terminated"), (0, [3e38, 2e38], "terminated")])
+    assert credit(batch).isnan().all()
 
 
 def test_an_absorbed_member_is_company():
@@ -174,6 +216,8 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
         ),
         ({"baseline": "none", "scale": "none"}, "normalize='none', fix: normalize='batch'"),
         ({"baseline": "none", "scale": "none", "normalize": "informative"}, "normalize='informative', fix"),
+        ({"normalize": "episodes", "returns": "process"}, "one advantage for each episode; got returns='process'.*fix"),
+        ({"normalize": "episodes", "baseline": "gigpo"}, "got returns='outcome', baseline='gigpo', fix: "),
         ({"baseline": "none", "normalize": "batch"}, "scale='std'"),
         ({"baseline": "none", "normalize": "batch", **STEP}, "group_key='group_step'"),
     ],

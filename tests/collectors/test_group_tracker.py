@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from credit_rollouts import same_rewards_in_other_order
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -131,6 +132,16 @@ def test_equal_returns_count_not_equal_lengths(collect, scripted_group):
     env = scripted_group(4, [4, 2, 2, 2], rewards=[1.0, 2.0, 1.0, 3.0])
     _, rollout = collect(env, 2, group_size=2, collection=CollectionCfg(filter_groups=True))
     assert numbers(rollout, "loss_mask") == [[F] * 4, [F] * 4, [T, T, F, F], [T, T, F, F]]
+
+
+def test_rewards_in_another_order_are_equal_returns(collect, scripted_group):
+    rewards = same_rewards_in_other_order()
+    env = scripted_group(4, [200])
+    step = env.step
+    env.step = lambda action: step(action)._replace(reward=rewards[torch.arange(4), env.count - 1])
+    collector, rollout = collect(env, 200, group_size=4, collection=CollectionCfg(filter_groups=True))
+    assert collector.metrics()["rollout/filtered_groups"] == 1
+    assert not rollout["loss_mask"].any()
 
 
 @pytest.mark.parametrize(

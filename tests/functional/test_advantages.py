@@ -133,6 +133,15 @@ def test_non_members_get_zero_and_leak_nothing(baseline, scale):
     torch.testing.assert_close(out, torch.cat([clean, torch.zeros(2)]))
 
 
+@pytest.mark.parametrize("near", [0.1, 1.0, 1e6, 3e30])
+def test_scores_one_unit_in_the_last_place_apart_are_told_apart(near):
+    # one of four is a unit above: mean 1/4, deviation 1/2 units
+    low = torch.tensor(near)
+    score = torch.stack([low, torch.nextafter(low, torch.tensor(torch.inf)), low, low])
+    out = group_relative(score, ONE_GROUP[:4], 1, baseline="mean", scale="std", eps=0.0)
+    torch.testing.assert_close(out, torch.tensor([-0.5, 1.5, -0.5, -0.5]))
+
+
 def test_nan_of_a_member_is_not_hidden():
     score, key = torch.tensor([NAN, 1.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1])
     out = group_relative(score, key, 2, baseline="mean", scale="none")

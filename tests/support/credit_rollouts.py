@@ -98,6 +98,17 @@ def per_episode(out, batch):
     return [out[ids == i].tolist() for i in range(int(ids.max()) + 1)]
 
 
+def same_rewards_in_other_order(members=4, steps=200):
+    """Rewards of members that earn the same, 1.7 a step and five times something else, at other steps each."""
+    torch.manual_seed(0)
+    reward = torch.full((members, steps), 1.7)
+    for row in reward:
+        row[torch.randperm(steps)[:5]] += torch.tensor([1.0, 0.7, 0.3, 2.0, 5.5])
+    one_by_one = torch.zeros(members).index_add(0, torch.arange(members).repeat(steps), reward.T.flatten())
+    assert len(one_by_one.unique()) > 1  # sums in float32 differ
+    return reward
+
+
 TWO = [(0, [1.0, 0.0, 2.0], "terminated"), (0, [0.0, 1.0], "terminated")]
 
 

@@ -138,6 +138,18 @@ def test_resampling_ends_as_soon_as_there_are_enough():
     assert of.position == 2
 
 
+def test_parts_of_the_reward_in_another_order_are_equal_rewards():
+    # 0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1 differ in the last place of a float64
+    def part(i):
+        return lambda completions, **rest: [[0.1, 0.2, 0.3][i if text == "4" else 2 - i] for text in completions]
+
+    of = collector({"1": ["4.", "5."]}, functions=[part(i) for i in range(3)], collection={"filter_groups": True})
+    rollout = collect(of)
+    assert of.members[0].reward != of.members[1].reward
+    assert of.metrics()["rollout/filtered_groups"] == 1
+    assert not rollout["loss_mask"].any()
+
+
 def test_overlong_completions_are_punished_linearly():
     of = collector({"1": ["4.", "44."], "2": ["4444.", "44444"]}, overlong_buffer=4)
     # at most 5 tokens, of which the last 4 cost 1/4 each: lengths 2, 3, 5, 5, the end included
@@ -243,6 +255,7 @@ def test_repeated_ngrams_by_hand():
     assert repeated_ngrams([1, 2, 3, 4, 5, 6]) == 0
     assert repeated_ngrams([1, 1, 1, 1, 1, 1]) == pytest.approx(2 / 3)  # 3 n-grams, all the same
     assert repeated_ngrams([1, 2, 3, 4]) == 0
+    assert repeated_ngrams([1, 1, 1, 1, 1]) == 0.5  # 2 n-grams, the same
     assert repeated_ngrams([1, 2, 1, 2, 1], n=2) == 0.5  # 12 21 12 21
 
 

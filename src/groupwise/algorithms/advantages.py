@@ -22,7 +22,7 @@ from groupwise.functional.advantages import (
     finished_count,
     group_relative,
 )
-from groupwise.functional.reduce import gather_segments, segment_min_max, segment_sum, whiten
+from groupwise.functional.reduce import gather_segments, segment_mean, segment_min_max, segment_sum, whiten
 from groupwise.functional.returns import episode_return, return_to_go
 from groupwise.policies.base import Evaluation, Policy
 
@@ -58,6 +58,11 @@ class CreditInput(NamedTuple):
         """Steps that are compared: they count, and belong to a group."""
         live: Tensor = self.batch["loss_mask"] & (self.batch["group_id"] >= 0)
         return live
+
+    @property
+    def return_to_go(self) -> Float[Tensor, "row step"]:
+        """Discounted reward from each step on; summed in float64, as outcomes are."""
+        return return_to_go(self.reward.double(), self.done, self.gamma).to(self.reward)
 
 
 class Scores(NamedTuple):
@@ -129,9 +134,9 @@ def compare(credit: CreditInput) -> Float[Tensor, "row step"]:
         case "turn", _:
             return per_turn(credit)
         case _, "group":
-            return among_group(credit, return_to_go(credit.reward, credit.done, credit.gamma))
+            return among_group(credit, credit.return_to_go)
         case _:
-            return per_step(credit, return_to_go(credit.reward, credit.done, credit.gamma))
+            return per_step(credit, credit.return_to_go)
 
 
 def whole_episodes(credit: CreditInput, score: Float[Tensor, " episode"]) -> Float[Tensor, "row step"]:
@@ -162,7 +167,7 @@ def per_turn(credit: CreditInput) -> Float[Tensor, "row step"]:
     num_turns = int(turn.max()) + 1
     played = torch.where(credit.live, batch["episode_id"] * num_turns + turn, -1)
     num_played = credit.num_episodes * num_turns
-    score = gather_segments(segment_sum(credit.reward, played, num_played), played)
+    score = gather_segments(episode_return(credit.reward, played, num_played), played)
     # a turn of many steps is one member, represented by its first step
     place = torch.arange(turn.numel(), device=turn.device).view_as(turn).to(torch.float64)
     first, _ = segment_min_max(place, played, num_played)
@@ -207,10 +212,15 @@ def _complete(credit: CreditInput, key: Int[Tensor, "row step"], num_keys: int) 
 
 
 def normalized(credit: CreditInput, advantage: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
-    """The advantages, unchanged or with mean 0 and standard deviation 1 over the batch."""
+    """The advantages, unchanged or with mean 0 and standard deviation 1 over steps or episodes of the batch."""
     cfg, counts = credit.cfg, credit.batch["loss_mask"]
     if cfg.normalize == "none":
         return advantage
+    if cfg.normalize == "episodes":
+        episode, number = credit.batch["episode_id"], credit.num_episodes
+        _, scored = episode_groups(credit.batch, number)
+        each = segment_mean(advantage, episode, number, counts)
+        return gather_segments(whiten(each, scored, eps=cfg.eps, all_sum=credit.engine.sum), episode)
     if cfg.normalize == "informative":
         group = credit.batch["group_id"]
         differs = segment_sum((advantage != 0).to(advantage), group, credit.num_groups)

@@ -111,8 +111,8 @@ class CreditCfg(Cfg):
     """With ``group_step``, a member with nothing to compare with: advantage 0, or the advantage of the whole episode."""
     eps: NonNegative = 1e-4
     """Added to the standard deviation, in units of the score. 1e-8 would turn rounding noise into full advantages."""
-    normalize: Literal["none", "batch", "informative"] = "none"
-    """Scale advantages to mean 0 and standard deviation 1: never, over all steps of the batch, or over the groups with variance."""
+    normalize: Literal["none", "batch", "informative", "episodes"] = "none"
+    """Scale advantages to mean 0 and standard deviation 1: never; over all steps of the batch; over the steps of groups with variance; over episodes, whatever their length (GDPO)."""
     kl_placement: Literal["loss", "reward", "advantage"] = "loss"
     """Where ``kl_coef`` times the KL goes: into the loss, off each reward before credit, or into the advantage."""
 
@@ -150,6 +150,11 @@ class CreditCfg(Cfg):
         if self.returns == "turn" and self.group_key != "group_step":
             raise ValueError(
                 f"returns='turn' compares the same turn; got group_key={self.group_key!r}, fix: group_key='group_step'"
+            )
+        if self.normalize == "episodes" and (self.returns != "outcome" or self.baseline.name == "gigpo"):
+            raise ValueError(
+                "normalize='episodes' needs one advantage for each episode; got "
+                f"returns={self.returns!r}, baseline={self.baseline.name!r}, fix: returns='outcome', or normalize='batch'"
             )
         if self.kl_placement == "reward" and self.reward.name == "parts":
             raise ValueError(

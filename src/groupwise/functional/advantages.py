@@ -84,15 +84,26 @@ def group_relative(
         https://arxiv.org/abs/2508.08221; second_best: https://arxiv.org/abs/2503.19595; scale by the mean: MaxRL,
         https://arxiv.org/abs/2602.02710; nonzero_share: GPG, as in verl, https://github.com/volcengine/verl.
     """
-    mask = _members(key, member)
+    mask, dtype = _members(key, member), score.dtype
+    score = score.double()  # squares of large scores would overflow, and means of nearly equal ones round
     live = segment_sum(torch.ones_like(score), key, num_keys, mask)
-    zeros = torch.zeros_like(live) if zeros is None else zeros.masked_fill(live == 0, 0)
+    zeros = torch.zeros_like(live) if zeros is None else zeros.double().masked_fill(live == 0, 0)
     size = live + zeros
     mean = segment_sum(score, key, num_keys, mask) / size.clamp(min=1)
-    advantage = _above_baseline(baseline, score, key, mask, mean, size, weight)
+    centred = score - gather_segments(mean, key)
+    match baseline:
+        case "mean":
+            advantage = centred
+            if weight is not None:
+                advantage = score - gather_segments(_weighted_mean(score, weight.double(), mean, key, mask), key)
+        case "leave_one_out":
+            advantage = centred * gather_segments(size / (size - 1).clamp(min=1), key)
+        case "second_best":
+            advantage = (score - gather_segments(_second_best(score, key, num_keys, mask), key)).clamp(min=0)
+        case _:
+            assert_never(baseline)
     match scale:
         case "std" | "population_std":
-            centred = score - gather_segments(mean, key)
             square = segment_sum(centred.square(), key, num_keys, mask) + zeros * mean.square()
             variance = square / (size - int(scale == "std")).clamp(min=1)
             advantage = advantage / (gather_segments(variance.sqrt(), key) + eps)
@@ -101,7 +112,7 @@ def group_relative(
             advantage = (advantage / per_element).masked_fill(per_element <= 0, 0)
         case _:
             advantage = advantage / _batch_scale(scale, score, mask, zeros, eps, all_sum)
-    return advantage.masked_fill(~mask | _all_equal(score, key, mask, zeros), 0)
+    return advantage.masked_fill(~mask | _all_equal(score, key, mask, zeros), 0).to(dtype)
 
 
 def baseline_relative(
@@ -118,8 +129,9 @@ def baseline_relative(
     Args:
         scale, eps: as in ``group_relative``.
     """
-    advantage = (score - baseline) / _batch_scale(scale, score, member, score.new_zeros(1), eps, all_sum)
-    return advantage.masked_fill(~member, 0)
+    exact = score.double()
+    advantage = (exact - baseline) / _batch_scale(scale, exact, member, exact.new_zeros(1), eps, all_sum)
+    return advantage.masked_fill(~member, 0).to(score.dtype)
 
 
 def next_average(
@@ -217,28 +229,6 @@ def _members(key: Int[Tensor, "*batch"], member: Bool[Tensor, "*batch"] | None) 
     return present if member is None else present & member
 
 
-def _above_baseline(
-    baseline: Baseline,
-    score: Float[Tensor, "*batch"],
-    key: Int[Tensor, "*batch"],
-    mask: Bool[Tensor, "*batch"],
-    mean: Float[Tensor, " key"],
-    size: Float[Tensor, " key"],
-    weight: Float[Tensor, "*batch"] | None,
-) -> Float[Tensor, "*batch"]:
-    """Score of each element less the baseline of its key, whose mean and size are known."""
-    match baseline:
-        case "mean":
-            centre = mean if weight is None else _weighted_mean(score, weight, mean, key, mask)
-            return score - gather_segments(centre, key)
-        case "leave_one_out":
-            return (score - gather_segments(mean, key)) * gather_segments(size / (size - 1).clamp(min=1), key)
-        case "second_best":
-            return (score - gather_segments(_second_best(score, key, mean.shape[0], mask), key)).clamp(min=0)
-        case _:
-            assert_never(baseline)
-
-
 def _weighted_mean(
     score: Float[Tensor, "*batch"],
     weight: Float[Tensor, "*batch"],
@@ -272,7 +262,7 @@ def _all_equal(
     lowest, highest = segment_min_max(score, key, zeros.shape[0], mask)
     lowest = torch.where(zeros > 0, lowest.clamp(max=0), lowest)
     highest = torch.where(zeros > 0, highest.clamp(min=0), highest)
-    return gather_segments((lowest == highest).to(score), key) > 0
+    return gather_segments((highest - lowest == 0).to(score), key) > 0  # infinite scores are never equal
 
 
 def _batch_scale(

@@ -88,9 +88,9 @@ def whiten(
 
     0 outside the mask, and everywhere when all elements are equal.
     """
-    centred, count = _centre(x, mask, all_sum)
+    centred, count = _centre(x.double(), mask, all_sum)  # squares of large elements would overflow
     variance = all_sum(centred.square().sum()) / (count - 1).clamp(min=1)
-    return centred / (variance.sqrt() + eps)
+    return (centred / (variance.sqrt() + eps)).to(x.dtype)
 
 
 def whiten_segments(

@@ -41,8 +41,11 @@ def return_to_go(
 def episode_return(
     reward: Float[Tensor, "*batch"], episode_id: Int[Tensor, "*batch"], num_episodes: int
 ) -> Float[Tensor, " episode"]:
-    """Undiscounted sum of each episode's rewards; elements with id -1 belong to none."""
-    return segment_sum(reward, episode_id, num_episodes)
+    """Undiscounted sum of each episode's rewards; elements with id -1 belong to none.
+
+    Summed in float64, so that equal rewards in another order have the same sum.
+    """
+    return segment_sum(reward.double(), episode_id, num_episodes).to(reward.dtype)
 
 
 def running_sum(x: Float[Tensor, "row step"], episode_id: Int[Tensor, "row step"]) -> Float[Tensor, "row step"]:

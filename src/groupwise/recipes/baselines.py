@@ -190,12 +190,11 @@ class GigpoCfg(BaselineCfg):
         As in the paper (eq. 5 to 7), that includes the episode's own visits. A unique observation adds 0.
         """
         from groupwise.algorithms.advantages import Scores
-        from groupwise.functional.returns import return_to_go
         from groupwise.recipes.anchors import anchors
 
         key, num_keys = anchors(credit.batch["obs"], credit.batch["group_id"], credit.live)
-        score = return_to_go(credit.reward, credit.done, credit.gamma)
-        return compare(credit) + self.weight * Scores(credit, score, key, num_keys, credit.live).relative()
+        steps = Scores(credit, credit.return_to_go, key, num_keys, credit.live)
+        return compare(credit) + self.weight * steps.relative()
 
 
 @register_recipe

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -196,9 +197,12 @@ class TextCollector(Collector):
 
 
 def has_no_variance(group: Sequence[Transcript]) -> bool:
-    """Whether all rewards of the group are the same, or fewer than two members have any. Overlong penalties do not count."""
-    rewards = {member.reward for member in group if member.reward is not None and not member.greedy}
-    return len(rewards) < 2
+    """Whether all rewards of the group are the same, or fewer than two members have any. Overlong penalties do not count.
+
+    Rewards are compared in float32, as in the rollout: the order in which parts were added up makes no difference.
+    """
+    rewards = [member.reward for member in group if member.reward is not None and not member.greedy]
+    return len(set(np.asarray(rewards, np.float32).tolist())) < 2
 
 
 def text_metrics(

@@ -43,7 +43,7 @@ def test_plain_data_comes_back_as_it_was(state: dict[str, Any], tmp_path_factory
 
 def test_keys_of_every_type_keep_their_tensors(tmp_path: Path):
     one, two, three, four = torch.arange(4.0).unbind()
-    state = {1: one, "1": {2: two}, "1/2": three, 1.5: {"$": four}, None: [], True: {"$": "tuple"}}
+    state = {1: one, "1": {2: two}, "1/2": three, 1.5: {"$": four}, None: [], False: {"$": "tuple"}}
     save_checkpoint(tmp_path / "latest", Checkpoint({}, {"state": state}), HERE)
     assert load_checkpoint(tmp_path / "latest").state == {"state": state}
 

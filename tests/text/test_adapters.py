@@ -1,3 +1,5 @@
+from copy import deepcopy
+
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
@@ -6,9 +8,8 @@ from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import LoRACfg
 from groupwise.data.rollout import transition_view
-from groupwise.errors import ConfigError
 from groupwise.text.load import with_adapters
-from groupwise.text.policy import AdaptersOff, CausalLM
+from groupwise.text.policy import CausalLM
 from groupwise.text.rollout import TextRow, text_rollout
 
 ROWS = [TextRow([5, 6, 7], [8 + i, 9], [-3.0, -3.0], float(i), False, i // 2) for i in range(4)]
@@ -46,18 +47,19 @@ def test_without_its_adapters_the_policy_is_its_own_reference(family):
     assert all(p.requires_grad == ("lora" in name) for name, p in policy.named_parameters())
 
 
-def test_the_reference_has_nothing_of_its_own():
+def test_the_reference_has_a_copy_of_the_adapters_alone():
     policy = adapted()
     reference = policy.make_reference()
-    assert isinstance(reference, AdaptersOff)
-    assert not list(reference.parameters())
-    assert not reference.state_dict()
-    reference.load_state_dict({})
+    adapters = [p for p in policy.parameters() if p.requires_grad]
+    assert [p.shape for p in reference.parameters()] == [p.shape for p in adapters]
+    assert sum(p.numel() for p in adapters) < sum(p.numel() for p in policy.parameters()) / 4
+    assert not any(p.requires_grad for p in reference.parameters())
     assert reference.device == policy.device
-    assert not reference.refreshable
-    for call in (reference.act, reference.predict):
-        with pytest.raises(TypeError, match=r"generation\.complete"):
-            call(torch.zeros(1, dtype=torch.long))
+    prompt = [[5, 6, 7]]
+    before = reference.act(prompt, deterministic=True).log_prob
+    move(policy)
+    assert torch.equal(reference.act(prompt, deterministic=True).log_prob, before)
+    assert not torch.equal(policy.act(prompt, deterministic=True).log_prob, before)
 
 
 def test_adapters_that_change_something_are_part_of_the_reference():
@@ -67,8 +69,16 @@ def test_adapters_that_change_something_are_part_of_the_reference():
     reference = policy.make_reference()
     move(policy)
     assert torch.equal(reference.evaluate(batch()).log_prob, start)
-    assert reference.refreshable
-    assert list(reference.state_dict()) == list(policy.state_dict())
+
+
+def test_the_policy_is_back_after_an_error():
+    policy = adapted()
+    reference = policy.make_reference()
+    move(policy)
+    moved = policy.evaluate(batch()).log_prob
+    with pytest.raises(KeyError):
+        reference.evaluate({})
+    assert torch.equal(policy.evaluate(batch()).log_prob, moved)
 
 
 @pytest.mark.parametrize("make", [adapted, lambda: CausalLM(tiny_model())], ids=["adapters", "weights"])
@@ -91,9 +101,38 @@ def test_only_adapters_move():
     assert all("lora_" in name for name in moved)
 
 
-def test_a_reference_without_weights_cannot_be_renewed():
-    cfg = GRPOCfg(kl_coef=0.1, ref_model_sync_steps=2)
-    with pytest.raises(ConfigError, match="ref_model_sync_steps=2 needs a reference with weights of its own"):
-        GRPO(cfg, adapted())
-    GRPO(cfg, CausalLM(tiny_model()))
-    GRPO(cfg.model_copy(update={"kl_coef": 0.0}), adapted())
+SYNC = GRPOCfg(kl_coef=0.1, ref_model_sync_steps=2, num_epochs=1, minibatch_size=None, learning_rate=0.05)
+
+
+def test_after_its_interval_the_reference_is_the_policy():
+    algorithm = GRPO(SYNC, adapted())
+    copies = [p.clone() for p in algorithm.reference.parameters()]
+    distances = []
+    for _ in range(5):
+        distances.append(algorithm.update(text_rollout(ROWS))["train/kl"].item())
+        if len(distances) == 1:  # the optimiser leaves the copies alone
+            assert all(torch.equal(a, b) for a, b in zip(copies, algorithm.reference.parameters(), strict=True))
+    assert [distance == 0 for distance in distances] == [True, False, True, False, True]
+
+
+def test_a_reference_can_move_a_part_of_the_way():
+    algorithm = GRPO(SYNC.model_copy(update={"ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.25}), adapted())
+    before = [p.clone() for p in algorithm.reference.parameters()]
+    algorithm.update(text_rollout(ROWS))
+    policy = [p for p in algorithm.policy.parameters() if p.requires_grad]
+    for old, new, towards in zip(before, algorithm.reference.parameters(), policy, strict=True):
+        torch.testing.assert_close(new, 0.75 * old + 0.25 * towards)
+
+
+def test_a_renewed_reference_is_saved_with_the_algorithm():
+    first = GRPO(SYNC, adapted())
+    for _ in range(3):
+        first.update(text_rollout(ROWS))
+    second = GRPO(SYNC, adapted())
+    second.policy.load_state_dict(first.policy.state_dict())
+    second.load_state_dict(deepcopy(first.state_dict()))
+    for _ in range(2):
+        metrics = [algorithm.update(text_rollout(ROWS)) for algorithm in (first, second)]
+        assert metrics[0] == metrics[1]
+    for a, b in zip(first.policy.parameters(), second.policy.parameters(), strict=True):
+        assert torch.equal(a, b)

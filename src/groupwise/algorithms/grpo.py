@@ -53,11 +53,6 @@ class GRPO(BaseAlgorithm):
             )
         super().__init__(cfg, policy, engine, seed=seed)
         self.reference = policy.make_reference() if cfg.kl_coef > 0 else None
-        if self.reference is not None and cfg.ref_model_sync_steps is not None and not self.reference.refreshable:
-            raise ConfigError(
-                f"ref_model_sync_steps={cfg.ref_model_sync_steps} needs a reference with weights of its own, and this one is the "
-                "policy without its adapters; fix: None, or train every weight"
-            )
         self.baseline_state: Tensor | None = None
         self._is_first = True
 
@@ -195,19 +190,11 @@ class GRPO(BaseAlgorithm):
             advantage = advantage + kl_shaping(distance, credit.batch["episode_id"], credit.num_episodes, mask)
         return advantage
 
-    @torch.no_grad()
     def _sync_reference(self) -> None:
         """Replace the reference by the policy, or mix it in, when its interval has passed."""
-        every, mix = self.cfg.ref_model_sync_steps, self.cfg.ref_model_mixup_alpha
-        if self.reference is None or every is None or self.iteration % every:
-            return
-        for parameter, target in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
-            parameter.lerp_(target, mix)
-        for buffer, source in zip(self.reference.buffers(), self.policy.buffers(), strict=True):
-            if buffer.is_floating_point():
-                buffer.lerp_(source, mix)
-            else:
-                buffer.copy_(source)
+        every = self.cfg.ref_model_sync_steps
+        if self.reference is not None and every is not None and self.iteration % every == 0:
+            self.reference.move_towards(self.policy, self.cfg.ref_model_mixup_alpha)
 
     def _zero_variance(self, credit: CreditInput) -> Tensor:
         """Share of groups whose members all did equally well, in every part of the reward that credit compares."""

@@ -79,8 +79,6 @@ class Policy(nn.Module, ABC):
     """The policy's own action, as the rollout stores it."""
     value_modules: tuple[str, ...] = ("critic", "critic_encoder", "reward_normalizer")
     """Modules that only values and rewards need, which start fresh where other weights have none for them."""
-    refreshable: bool = True
-    """Of a reference: whether it has weights of its own, which later ones of the policy can replace."""
 
     @abstractmethod
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
@@ -147,6 +145,17 @@ class Policy(nn.Module, ABC):
         reference = self.clone()
         reference.requires_grad_(False)
         return reference.eval()
+
+    @torch.no_grad()
+    def move_towards(self, policy: "Policy", share: float) -> None:
+        """Move parameters and statistics towards those of ``policy``, by this share of the way; 1 copies them."""
+        for parameter, target in zip(self.parameters(), policy.parameters(), strict=True):
+            parameter.lerp_(target, share)
+        for buffer, source in zip(self.buffers(), policy.buffers(), strict=True):
+            if buffer.is_floating_point():
+                buffer.lerp_(source, share)
+            else:
+                buffer.copy_(source)
 
     def clone(self) -> "Policy":
         """A deep copy that shares nothing."""

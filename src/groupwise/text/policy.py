@@ -22,6 +22,7 @@ from groupwise.functional.vocabulary import token_scores
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.text.prefixes import Prefixes, find_prefixes
 from groupwise.text.processing import recorded_processor
+from groupwise.text.reference import AdapterReference
 
 _TOLERANCE = 0.02
 """Largest difference of logits, relative to the largest logit; bfloat16 rounds to 0.004."""
@@ -200,8 +201,8 @@ class CausalLM(Policy):
         return predict(self, obs, deterministic)
 
     def make_reference(self) -> Policy:
-        """A frozen policy that scores like this one does now: the base model while adapters change nothing."""
-        return AdaptersOff(self) if self.has_adapters and self._adapters_change_nothing() else super().make_reference()
+        """A frozen policy that scores like this one does now; with adapters it shares the base model."""
+        return AdapterReference(self) if self.has_adapters else super().make_reference()
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a transformers folder, or with adapters peft's, and the tokenizer; without the value head."""
@@ -276,17 +277,6 @@ class CausalLM(Policy):
         trained = {name for name, parameter in named.items() if parameter.requires_grad}
         return frozenset((trained or set(named)) | {name for name, _ in self.named_buffers()})
 
-    def _adapters_change_nothing(self) -> bool:
-        _, with_adapters = self._probe()
-        with self.model.disable_adapter():
-            return torch.equal(with_adapters, self._probe()[1])
-
-    @torch.no_grad()
-    def _probe(self) -> tuple[Int[Tensor, "1 4"], Float[Tensor, "1 4 width"]]:
-        """A few tokens and their hidden states."""
-        tokens = torch.arange(4, device=self.device)[None] % len(self.head)
-        return tokens, self.hidden_states(tokens, torch.ones_like(tokens, dtype=torch.bool))
-
     @torch.no_grad()
     def _check_head(self) -> None:
         """Compare the model's logits with the head's on a few tokens, and the head with the tokenizer."""
@@ -303,7 +293,8 @@ class CausalLM(Policy):
             raise ConfigError(
                 f"the tokenizer has {len(self.tokenizer)} tokens, and {name} only {len(self.head)}; fix: a tokenizer of that model"
             )
-        tokens, hidden = self._probe()
+        tokens = torch.arange(4, device=self.device)[None] % len(self.head)
+        hidden = self.hidden_states(tokens, torch.ones_like(tokens, dtype=torch.bool))
         with self.computing():
             theirs = self.network(input_ids=tokens).logits[0].float()
         ours = hidden[0].float() @ self.head.float().T
@@ -313,44 +304,6 @@ class CausalLM(Policy):
                 f"the logits of {name} are not its hidden states times its output embeddings: they differ by {off:.1%}; "
                 "fix: a model whose logits are not scaled, capped or biased"
             )
-
-
-class AdaptersOff(Policy):
-    """The policy with its adapters switched off, without gradient: a reference without weights of its own."""
-
-    scored_by = "row"
-    refreshable = False
-
-    def __init__(self, policy: CausalLM) -> None:
-        super().__init__()
-        self._policy = (policy,)  # in a tuple, it is no submodule
-        self.actor_only, self.batch_keys, self.action_spec = policy.actor_only, policy.batch_keys, policy.action_spec
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Evaluation:
-        """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
-        with self._policy[0].model.disable_adapter():
-            return self._policy[0].evaluate(batch)
-
-    def act(self, obs: Any, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """As the policy's."""
-        with self._policy[0].model.disable_adapter():
-            return self._policy[0].act(obs, deterministic, generator)
-
-    def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """As the policy's."""
-        with self._policy[0].model.disable_adapter():
-            return self._policy[0].predict(obs, deterministic)
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether the policy shares prefixes."""
-        return self._policy[0].shares_prefixes
-
-    @property
-    def device(self) -> torch.device:
-        """The policy's device."""
-        return self._policy[0].device
 
 
 def _has_adapters(model: Any) -> bool:

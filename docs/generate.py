@@ -187,7 +187,7 @@ def _default(field: FieldInfo) -> str:
         return "required"
     value = field.default
     if isinstance(value, Cfg) and _members(field.annotation):
-        return f"`{json.dumps(value.name)}`"
+        return f"`{json.dumps(value.own_name())}`"
     if isinstance(value, Cfg):
         return f"`{type(value).__name__}()`"
     return f"`{json.dumps(value)}`"

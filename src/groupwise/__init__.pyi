@@ -19,7 +19,7 @@ from groupwise.config.choices import register_recipe as register_recipe
 from groupwise.config.credit import BaselineCfg as BaselineCfg
 from groupwise.config.env import EnvCfg as EnvCfg
 from groupwise.config.objective import TrustRegionCfg as TrustRegionCfg
-from groupwise.config.policy import FlowCfg as FlowCfg, LoRACfg as LoRACfg, ModelCfg as ModelCfg, PolicyCfg as PolicyCfg, SamplingCfg as SamplingCfg, VLACfg as VLACfg, register_policy as register_policy
+from groupwise.config.policy import FlowCfg as FlowCfg, LoRACfg as LoRACfg, ModelCfg as ModelCfg, PolicyCfg as PolicyCfg, RecurrentCfg as RecurrentCfg, SamplingCfg as SamplingCfg, VLACfg as VLACfg, register_policy as register_policy
 from groupwise.config.run import SamplerMismatchCfg as SamplerMismatchCfg, EvaluationCfg as EvaluationCfg, LoggingCfg as LoggingCfg, RunCfg as RunCfg, StopCfg as StopCfg, TextEvaluationCfg as TextEvaluationCfg, TextRunCfg as TextRunCfg
 from groupwise.config.trackers import TrackedRun as TrackedRun, TrackerCfg as TrackerCfg
 from groupwise.config.text import RewardCfg as RewardCfg, TextTaskCfg as TextTaskCfg
@@ -36,6 +36,7 @@ from groupwise.errors import CheckpointError as CheckpointError, ConfigError as 
 from groupwise.policies.actor_critic import ActorCritic as ActorCritic
 from groupwise.policies.base import Evaluation as Evaluation, Policy as Policy
 from groupwise.policies.export import export as export
+from groupwise.policies.recurrent import RecurrentActorCritic as RecurrentActorCritic
 from groupwise.comparison.results import Comparison as Comparison
 from groupwise.run import Run as Run, evaluate as evaluate, resume as resume, sample as sample, train as train
 from groupwise.text.data import Example as Example

@@ -12,6 +12,7 @@ from PIL import Image
 from groupwise.config.env import EnvCfg
 from groupwise.errors import EnvError
 from groupwise.policies.actor_critic import ActorCritic
+from groupwise.policies.recurrent import RecurrentActorCritic
 from groupwise.report import video
 from groupwise.report.curve import plot_curve
 from groupwise.report.scores import half_width_95, scores_of, wilson_95
@@ -151,6 +152,12 @@ def test_video_plays_the_whole_episode_at_its_speed(name: str, tmp_path: Path):
     levels, delays = levels_and_delays(tmp_path / name)
     assert delays == [100] * 40 + [1000]  # 10 frames a second, then the end of the episode
     assert levels == pytest.approx([5 * i for i in range(41)], abs=3)  # WebP loses some
+
+
+def test_a_recurrent_policy_is_filmed(tmp_path: Path):
+    policy = RecurrentActorCritic(Corridor.observation_space, Corridor.action_space, actor_only=True)
+    film(policy, EnvCfg(), Corridor, tmp_path / "policy.gif", seed=0)
+    assert len(levels_and_delays(tmp_path / "policy.gif")[0]) == 41
 
 
 def test_fast_environments_show_fewer_steps_at_the_same_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -26,6 +26,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "policy": gw.PolicyCfg(normalize_obs=True, normalize_reward=True),
         "env": {"num_envs": 4},
     },
+    "recurrent": {
+        "algorithm": gw.PPOCfg(num_steps=32, num_epochs=2, minibatch_size=64),
+        "policy": {"name": "recurrent", "hidden_size": 8, "hidden_sizes": (8,), "normalize_obs": True},
+        "env": {"num_envs": 4},
+    },
     "grpo": {
         "algorithm": gw.GRPOCfg(
             num_steps=50, num_epochs=2, group_size=4, kl_coef=0.1, ref_model_sync_steps=2, ref_model_mixup_alpha=0.6

@@ -129,9 +129,10 @@ def options_of(config: Cfg, prefix: str = "", given: Mapping[str, list[str]] = {
         if (type(config), name) in _HIDDEN or (value is None and optional):
             continue
         if isinstance(value, Choice):
-            yield Option(path, Literal[tuple(sorted(value.known))], value.name, text, choice=True)
-            name = " ".join(given.get(path, [value.name]))
-            chosen = value.named(name)() if name in value.known and name != value.name else value
+            own = value.own_name()
+            yield Option(path, Literal[tuple(sorted(value.known))], own, text, choice=True)
+            name = " ".join(given.get(path, [str(own)]))
+            chosen = value.named(name)() if name in value.known and name != own else value
             yield from (option for option in options_of(chosen, f"{path}.", given) if option.path != f"{path}.name")
         elif isinstance(value, Cfg):
             yield from options_of(value, f"{path}.", given)

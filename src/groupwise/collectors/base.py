@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from groupwise.collectors.recurrent import RecurrentEnv
 from groupwise.data.rollout import Nested
 from groupwise.envs.base import EnvStep, VectorEnv
 from groupwise.envs.success import successes_by_task
@@ -125,7 +126,7 @@ class EnvCollector(Collector):
 
     def __init__(self, env: VectorEnv, policy: Policy, *, seed: int, rank: int) -> None:
         super().__init__()
-        self.env = env
+        self.env = RecurrentEnv(env, policy) if policy.state_size else env
         self.policy = policy
         self.seed = seed
         self.rank = rank
@@ -136,7 +137,13 @@ class EnvCollector(Collector):
 
     def calling(self, hook: Callable[[Tensor, EnvStep], None]) -> AbstractContextManager[None]:
         """Call ``hook`` with actions and outcome of every step, until the context ends."""
-        return _calling_after_steps(self.env, hook)
+        return _calling_after_steps(self.env.env if isinstance(self.env, RecurrentEnv) else self.env, hook)
+
+    def step_env(self, action: Action) -> EnvStep:
+        """The outcome of an action in every row."""
+        if isinstance(self.env, RecurrentEnv):
+            self.env.remember(action)
+        return self.env.step(self.policy.env_action(action.action))
 
     def action_generator(self) -> torch.Generator:
         """Draws the actions of this iteration."""

@@ -79,7 +79,7 @@ class GroupCollector(EnvCollector):
             if tracker.greedy.any():
                 action = with_greedy(action, act(obs, deterministic=True), tracker.greedy)
             writer.act(t, action)
-            step = self.env.step(self.policy.env_action(action.action))
+            step = self.step_env(action)
             ends = tracker.count_step(step)
             writer.outcome(t, step, torch.from_numpy(ends.truncated))
             obs = step.obs
@@ -166,8 +166,7 @@ def with_greedy(sampled: Action, mode: Action, greedy: Mask) -> Action:
     """The sampled actions, with the policy's most likely ones in greedy rows."""
     rows = torch.from_numpy(greedy).to(sampled.log_prob.device)
     wide = rows.view(-1, *[1] * (sampled.action.dim() - 1))
-    return Action(
-        torch.where(wide, mode.action, sampled.action),
-        torch.where(rows.view(-1, *[1] * (sampled.log_prob.dim() - 1)), mode.log_prob, sampled.log_prob),
-        sampled.value,
+    return sampled._replace(
+        action=torch.where(wide, mode.action, sampled.action),
+        log_prob=torch.where(rows.view(-1, *[1] * (sampled.log_prob.dim() - 1)), mode.log_prob, sampled.log_prob),
     )

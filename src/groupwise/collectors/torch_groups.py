@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.collectors.base import EnvCollector, Episode
-from groupwise.collectors.torch_vector import StepOutput, calling_after_steps, check_device
+from groupwise.collectors.torch_vector import StepOutput, calling_after_steps, check_policy
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested
@@ -57,6 +57,7 @@ class TorchGroupCollector(EnvCollector):
         rank: int = 0,
         verify_start: bool = True,
     ) -> None:
+        check_policy(env, policy)
         super().__init__(env, policy, seed=seed, rank=rank)
         self.group_size = group_size
         self.collection = collection or CollectionCfg(partial_groups="truncate")
@@ -75,7 +76,6 @@ class TorchGroupCollector(EnvCollector):
 
     def _check(self) -> None:
         env, cfg = self.env, self.collection
-        check_device(env, self.policy)
         if cfg.partial_groups != "truncate":
             raise EnvError(f"collection.partial_groups={cfg.partial_groups!r} needs GroupCollector; fix: 'truncate'")
         if env.num_envs % self.group_size:

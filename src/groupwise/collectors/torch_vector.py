@@ -30,12 +30,17 @@ class StepOutput(NamedTuple):
     """Further tensors that the collector carries to the next step."""
 
 
-def check_device(env: TorchGroupEnv, policy: Policy) -> None:
-    """Refuse a policy and an environment on different devices.
+def check_policy(env: TorchGroupEnv, policy: Policy) -> None:
+    """Refuse a policy on another device than the environment, and one that remembers.
 
     Raises:
-        EnvError: the devices differ.
+        EnvError: the devices differ, or the policy is recurrent.
     """
+    if policy.state_size:
+        raise EnvError(
+            f"a recurrent policy cannot act within the steps of {env.env_id}; fix: VectorCollector for PPO, or "
+            "collection.partial_groups='complete' for GRPO"
+        )
     if policy.device.type != env.device.type:
         raise EnvError(
             f"{env.env_id} is on {env.device}, and the policy on {policy.device}; fix: device={str(policy.device)!r}"
@@ -70,7 +75,7 @@ class TorchVectorCollector(VectorCollector):
     env: TorchGroupEnv
 
     def __init__(self, env: TorchGroupEnv, policy: Policy, *, seed: int = 0, rank: int = 0) -> None:
-        check_device(env, policy)
+        check_policy(env, policy)
         super().__init__(env, policy, seed=seed, rank=rank)
 
     def calling(self, hook: Callable[[Tensor, EnvStep], None]) -> AbstractContextManager[None]:

@@ -89,7 +89,7 @@ class VectorCollector(EnvCollector):
             writer.observe(t, obs)
             action = act(obs, generator=generator)
             writer.act(t, action)
-            step = self.env.step(self.policy.env_action(action.action))
+            step = self.step_env(action)
             writer.outcome(t, step, step.truncated)
             obs = step.obs if self.env.autoreset == "next_step" else self._after_ends(t, step, writer)
         return obs

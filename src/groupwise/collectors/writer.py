@@ -38,7 +38,11 @@ class RolloutWriter:
         self._open(rollout)
 
     def observe(self, step: int, obs: Nested) -> None:
-        """Write the observations [N, ...] of a step."""
+        """Write the observations [N, ...] of a step, and what a recurrent policy remembers there."""
+        if "state" in self._columns:
+            assert isinstance(obs, TensorDict)
+            _write(self._columns["state"], step, obs["state"])
+            obs = obs["obs"]
         _write(self._columns["obs"], step, obs)
 
     def act(self, step: int, action: Action) -> None:

@@ -37,8 +37,8 @@ class Choice(Cfg):
 
     @classmethod
     def own_name(cls) -> str | None:
-        """The default of the field ``name``, if it has one; in a family's default member it may be a class variable."""
-        default = cls.model_fields["name"].default if "name" in cls.model_fields else cls.name
+        """The default of the field ``name``, if it has one; without that field it is the family's default member."""
+        default = cls.model_fields["name"].default if "name" in cls.model_fields else cls.default
         return default if isinstance(default, str) else None
 
     @classmethod

@@ -1,6 +1,5 @@
 """Settings of policies. Imports no torch and no transformers."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
@@ -29,7 +28,7 @@ class AnyPolicyCfg(Choice):
 class PolicyCfg(AnyPolicyCfg):
     """Networks, action distribution and normalisers of a control policy."""
 
-    name: ClassVar[str] = "actor_critic"  # type: ignore[misc]  # the default needs no name
+    name: ClassVar[str]  # type: ignore[misc]  # the default needs no name
     policy: ClassVar = "groupwise.policies.actor_critic:ActorCritic"
 
     hidden_sizes: tuple[Annotated[int, Ge(1)], ...] = (64, 64)
@@ -75,17 +74,28 @@ def register_policy(name: str, cfg: type[AnyPolicyCfg] = PolicyCfg) -> Callable[
     """
 
     def register(policy: T) -> T:
-        with warnings.catch_warnings():  # the name of PolicyCfg is no field
-            warnings.filterwarnings("ignore", 'Field name "name"')
-            named: Any = create_model(
-                f"{policy.__name__}Cfg", __base__=cfg, __module__=policy.__module__, __doc__=policy.__doc__,
-                name=(cast(Any, Literal[name]), Field(name, description="Name in the registry.")),
-            )  # fmt: skip
+        named: Any = create_model(
+            f"{policy.__name__}Cfg", __base__=cfg, __module__=policy.__module__, __doc__=policy.__doc__,
+            name=(cast(Any, Literal[name]), Field(name, description="Name in the registry.")),
+        )  # fmt: skip
         named.policy = policy
         register_recipe(named)
         return policy
 
     return register
+
+
+@register_recipe
+class RecurrentCfg(PolicyCfg):
+    """A control policy with a memory: an LSTM or GRU between encoder and layers. Actor and critic have one each, unless ``trunk`` is ``shared``."""
+
+    name: Literal["recurrent"] = "recurrent"  # type: ignore[misc]  # the default has none
+    policy: ClassVar = "groupwise.policies.recurrent:RecurrentActorCritic"
+
+    cell: Literal["lstm", "gru"] = "lstm"
+    """Kind of recurrent layer."""
+    hidden_size: PositiveInt = 64
+    """Width of the recurrent layer."""
 
 
 class LoRACfg(Cfg):

@@ -84,6 +84,7 @@ class RolloutBuffer:
     Args:
         num_rows: N, the environments.
         num_steps: T, transitions per row; after a longer rollout, new ones are as long.
+        state_size: S of a recurrent policy (adds ``state``, what it remembers before each observation).
         num_units: K of a policy scored by ``token``, whose ``sample_log_prob`` is ``[N, T+1, K]``; None for other policies.
         value: whether the policy has a critic (adds ``value`` and ``next_value``).
         chunked: whether a decision takes several environment steps (adds ``executed``, their number).
@@ -101,6 +102,7 @@ class RolloutBuffer:
         *,
         obs_spec: Spec,
         action_spec: Spec,
+        state_size: int = 0,
         num_units: int | None = None,
         value: bool = False,
         chunked: bool = False,
@@ -111,6 +113,8 @@ class RolloutBuffer:
         scalars = _TRANSITION_KEYS | (_VALUE_KEYS if value else {})
         self.spec: dict[str, Spec] = {"obs": obs_spec, "action": action_spec}
         self.spec |= {key: TensorSpec((), dtype) for key, dtype in scalars.items()}
+        if state_size:
+            self.spec["state"] = TensorSpec((state_size,), torch.float32)
         if num_units is not None:
             self.spec["sample_log_prob"] = TensorSpec((num_units,), torch.float32)
         if chunked:

@@ -176,6 +176,10 @@ def demo_collector(
         fit_normalizers: then also give its statistics to the policy's normalisers.
     """
     assert isinstance(cfg.algorithm, BCCfg)
+    if policy.state_size:
+        raise ConfigError(
+            f"bc clones single steps, and {type(policy).__name__} remembers the ones before; fix: policy='actor_critic'"
+        )
     collector = DemoCollector(env, policy, cfg.algorithm, engine, seed=cfg.seed)
     if read and fit_normalizers:
         collector.fit_normalizers()

@@ -132,7 +132,7 @@ class GroupEnv(VectorEnv):
     last observation with reward 0 and not done. Rows must be started (or all reset) before the first ``step``.
     """
 
-    autoreset = "disabled"
+    autoreset: Autoreset = "disabled"
     start_mode: StartMode
     """How members share a start."""
     block_size: int = 1

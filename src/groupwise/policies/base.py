@@ -6,7 +6,7 @@ Algorithms and collectors know this module only; no class here knows an environm
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from tensordict import TensorDict
@@ -30,6 +30,8 @@ class Action(NamedTuple):
     """[B] log-probability under the distribution that was sampled; [B, K] of policies scored by ``token``."""
     value: Tensor | None = None
     """[B] V(obs), None without a critic."""
+    state: Tensor | None = None
+    """[B, S] what a recurrent policy remembers from here on; None of other policies."""
 
 
 class Evaluation(NamedTuple):
@@ -58,6 +60,17 @@ class Evaluation(NamedTuple):
         )
 
 
+@runtime_checkable
+class Player(Protocol):
+    """What plays whole episodes, one in each row, from their first observations on."""
+
+    def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
+        """As ``Policy.act``."""
+
+    def predict(self, obs: Any, deterministic: bool = True) -> Any:
+        """As ``Policy.predict``."""
+
+
 class Policy(nn.Module, ABC):
     """Maps observations to actions, and scores (observation, action) pairs.
 
@@ -71,6 +84,8 @@ class Policy(nn.Module, ABC):
     """``row`` for sequence models, which score ``[B, T]`` at once; ``token`` if a decision has several probability ratios."""
     num_units: int = 1
     """K, probability ratios of a decision; 1 unless the policy is scored by ``token``."""
+    state_size: int = 0
+    """S, numbers that a recurrent policy remembers; ``act`` and ``value`` then take ``{"obs": ..., "state": [B, S]}``. 0 of other policies."""
     gives_distribution: bool = True
     """Whether ``Evaluation.dist`` holds the whole distribution. Language models score single tokens only."""
     batch_keys: tuple[str, ...] = ("obs", "action")
@@ -91,6 +106,10 @@ class Policy(nn.Module, ABC):
     @abstractmethod
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """Environment actions for one observation or a batch of them: numpy in, numpy out."""
+
+    def player(self) -> Player:
+        """Plays episodes that begin now; that of a recurrent policy remembers what it saw."""
+        return self
 
     def value(self, obs: Nested) -> Tensor:
         """V(obs) of shape [B], without gradient. Only policies with a critic have it."""
@@ -174,6 +193,11 @@ class Policy(nn.Module, ABC):
     def device(self) -> torch.device:
         """Where the parameters live."""
         return next(self.parameters()).device
+
+
+def with_state(obs: Nested, state: Tensor) -> TensorDict:
+    """Observations [B, ...] and states [B, S] as a recurrent policy takes them."""
+    return TensorDict({"obs": obs, "state": state}, batch_size=[len(state)])
 
 
 def has_hooks(network: nn.Module) -> bool:

@@ -81,6 +81,10 @@ class DeterministicActor(nn.Module):
 
 
 def _onnx(policy: Policy) -> bytes:
+    if policy.state_size:
+        raise ConfigError(
+            f"{type(policy).__name__} remembers earlier observations, which an ONNX model cannot here; fix: safetensors"
+        )
     for package in ("onnx", "onnxscript", "onnxruntime"):
         require_extra(package, "export")
     policy = policy.without_critic().cpu()

@@ -96,7 +96,7 @@ def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
 
 def _play(policy: Policy, env: "Env[Any, Any]", cfg: EnvCfg, seed: int, stride: int) -> tuple[list["Image"], int]:
     """Frames of an episode with its end, and the steps between two of them, which double whenever they become too many."""
-    frames, actions = [], deque[Any]()
+    frames, actions, player = [], deque[Any](), policy.player()
     obs, _ = env.reset(seed=seed)
     for step in range(MAX_STEPS):
         if step % stride == 0:
@@ -104,7 +104,7 @@ def _play(policy: Policy, env: "Env[Any, Any]", cfg: EnvCfg, seed: int, stride: 
         if len(frames) > MAX_FRAMES:
             frames, stride = frames[::2], 2 * stride
         if not actions:
-            action = policy.predict(obs, deterministic=True)
+            action = player.predict(obs, deterministic=True)
             actions.extend(action[: cfg.actions_executed] if cfg.action_chunk > 1 else [action])
         obs, _, terminated, truncated, _ = env.step(actions.popleft())
         if terminated or truncated:

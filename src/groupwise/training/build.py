@@ -159,6 +159,7 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
         cfg.algorithm.num_steps,
         obs_spec=env.obs_spec,
         action_spec=policy.action_spec,
+        state_size=policy.state_size,
         num_units=policy.num_units if policy.scored_by == "token" else None,
         value=not policy.actor_only,
         chunked=cfg.env.action_chunk > 1,
@@ -236,7 +237,7 @@ def _block_size(cfg: RunCfg) -> int:
 def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine) -> Collector:
     algorithm = cfg.algorithm
     if not isinstance(algorithm, GRPOCfg) or not isinstance(env, GroupEnv):
-        if isinstance(env, TorchGroupEnv):
+        if isinstance(env, TorchGroupEnv) and not policy.state_size:
             return TorchVectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
         return VectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
     greedy_members = algorithm.credit.baseline.greedy_members

@@ -225,7 +225,8 @@ def _play_round(
 
     Their returns, lengths, whether they succeeded, whether the environment says so, whether they were cut, and their tasks.
     """
-    act = policy.act if on_nonfinite == "stop" else acting_on_finite(policy.act)
+    act = policy.player().act
+    act = act if on_nonfinite == "stop" else acting_on_finite(act)
     count = min(env.num_envs, len(batch) - first)
     rows, episodes = slice(0, count), slice(first, first + count)
     numbers = range(first, first + env.num_envs)

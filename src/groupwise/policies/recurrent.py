@@ -1,0 +1,225 @@
+"""The control policy with a memory: what it saw earlier in the episode decides, too."""
+
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from groupwise.config.policy import RecurrentCfg
+from groupwise.data.rollout import Nested
+from groupwise.errors import DataError
+from groupwise.policies.actor_critic import ActorCritic
+from groupwise.policies.base import Action, Batch, Evaluation, with_state
+from groupwise.policies.networks import ObsEncoder
+
+_DEFAULT = RecurrentCfg()
+
+
+class RecurrentEncoder(ObsEncoder):
+    """Features of observations, and of those before them in the episode: those of ``ObsEncoder`` through an LSTM or GRU.
+
+    Weights start orthogonal and biases 0, as in CleanRL's ``ppo_atari_lstm``.
+    """
+
+    def __init__(self, space: Any, cfg: RecurrentCfg) -> None:
+        super().__init__(space, cfg)
+        kind: Any = {"lstm": nn.LSTM, "gru": nn.GRU}[cfg.cell]
+        self.layer = kind(self.num_features, cfg.hidden_size)
+        for name, parameter in self.layer.named_parameters():
+            nn.init.orthogonal_(parameter) if "weight" in name else nn.init.zeros_(parameter)
+        self.num_features = cfg.hidden_size
+        self.state_size = cfg.hidden_size * (2 if cfg.cell == "lstm" else 1)
+
+    def follow(
+        self, obs: Nested, state: Float[Tensor, "sequence state"], batch_sizes: Int[Tensor, " step"]
+    ) -> tuple[Float[Tensor, "element feature"], Float[Tensor, "sequence state"]]:
+        """Features of each observation of some sequences, and the states at their ends.
+
+        Args:
+            obs: in the order of a ``PackedSequence``.
+            state: at the beginnings; an LSTM's output and cell, one after the other.
+            batch_sizes: of the ``PackedSequence``, on the CPU.
+        """
+        x = self(obs)
+        if not len(x):
+            return x.new_zeros(0, self.num_features), state
+        parts = tuple(part.contiguous() for part in torch.split(state.to(x).unsqueeze(0), self.num_features, dim=-1))
+        out, end = self.layer(PackedSequence(x, batch_sizes), parts if len(parts) > 1 else parts[0])
+        return out.data, (torch.cat(end, dim=-1) if isinstance(end, tuple) else end)[0]
+
+
+class RecurrentActorCritic(ActorCritic):
+    """An ``ActorCritic`` whose actor and critic see their encoder's features through an LSTM or GRU each.
+
+    With ``cfg.trunk="shared"`` they share it. The state is 0 at the beginning of an episode. ``evaluate`` runs through the
+    episodes of each row from the states that the rollout stored, with gradients through time back to the row's beginning.
+    Arguments and errors as of ``ActorCritic``; networks of yours map the layer's ``hidden_size`` outputs.
+    """
+
+    scored_by = "row"
+    batch_keys = ("obs", "action", "state", "step")
+    cfg: RecurrentCfg
+    encoder: RecurrentEncoder
+    critic_encoder: RecurrentEncoder | None
+
+    def __init__(
+        self, observation_space: Any, action_space: Any, cfg: RecurrentCfg = _DEFAULT, **arguments: Any
+    ) -> None:
+        super().__init__(observation_space, action_space, cfg, **arguments)
+        self.state_size = sum(encoder.state_size for encoder in self._encoders())
+
+    @torch.no_grad()
+    def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
+        """Actions for B observations ``{"obs": [B, ...], "state": [B, S]}``, and the states that follow."""
+        params, value, state = self._step(obs)
+        action = self.head.mode(params) if deterministic else self.head.sample(params, generator)
+        return Action(action, self.head.log_prob(params, action), value, state)
+
+    @torch.no_grad()
+    def value(self, obs: Nested) -> Tensor:
+        """V of shape [B] of observations with states, without gradient."""
+        value = self._step(obs)[1]
+        return super().value(obs) if value is None else value
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Scores of the actions of whole rows ``[B, T]``, with gradient; 0 where a row is not valid."""
+        at = Packing.of(batch["valid"], batch["step"])
+        obs, action, state = (batch[key][at.row, at.slot] for key in ("obs", "action", "state"))
+        params, value, _ = self._follow(obs, state[: at.num_sequences], at.batch_sizes)
+        log_prob, entropy = self.head.score(params, action)
+        shape = batch["valid"].shape
+        return Evaluation(
+            at.unpacked(log_prob, shape),
+            at.unpacked(entropy, shape),
+            None if value is None else at.unpacked(value, shape),
+            at.unpacked(params, shape),
+        )
+
+    @torch.no_grad()
+    def predict(
+        self,
+        obs: Any,
+        deterministic: bool = True,
+        *,
+        state: npt.ArrayLike | None = None,
+        episode_start: npt.ArrayLike | None = None,
+    ) -> Any:
+        """``(actions, state)``, as in Stable-Baselines3: give the state back with the next observations.
+
+        Args:
+            state: of the last call, the actor's; None where all episodes begin.
+            episode_start: ``[B]`` True where an episode begins.
+
+        Raises:
+            DataError: as ``ActorCritic.predict``.
+        """
+        tensor, batched = self._read(obs)
+        size = self.encoder.state_size
+        given = self.zero_state(len(tensor))[:, :size] if state is None else torch.as_tensor(state, device=self.device)
+        if episode_start is not None:
+            begins = torch.as_tensor(episode_start, dtype=torch.bool, device=self.device)
+            given = given.masked_fill(begins.reshape(-1, 1), 0.0)
+        features, end = self.encoder.follow(self._normalized(tensor), given, torch.tensor([len(tensor)]))
+        params = self._params(features if self.trunk is None else self.trunk(features))
+        action = self.head.mode(params) if deterministic else self.head.sample(params)
+        return self._written(action, batched), end.cpu().numpy()
+
+    def player(self) -> "RecurrentPlayer":
+        """Plays episodes that begin now, and remembers what it saw."""
+        return RecurrentPlayer(self)
+
+    def _step(self, obs: Nested) -> tuple[Tensor, Tensor | None, Tensor]:
+        """``_follow`` for one more observation of each row.
+
+        Raises:
+            DataError: observations without states.
+        """
+        if isinstance(obs, Tensor) or "state" not in obs:
+            raise DataError(
+                "a recurrent policy acts on an observation and its state, got an observation alone; fix: policy.player(), "
+                "whose act and predict remember"
+            )
+        state = obs["state"]
+        return self._follow(obs["obs"], state, torch.tensor([len(state)]))
+
+    def _follow(
+        self, obs: Nested, state: Float[Tensor, "sequence state"], batch_sizes: Int[Tensor, " step"]
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Parameters of the action distributions, values if there is a critic, and the states at the ends of the sequences."""
+        obs, encoders = self._normalized(obs), self._encoders()
+        states = torch.split(state, [encoder.state_size for encoder in encoders], dim=-1)
+        followed = [encoder.follow(obs, part, batch_sizes) for encoder, part in zip(encoders, states, strict=True)]
+        params, value = self._heads(followed[0][0], followed[-1][0])
+        return params, value, torch.cat([end for _, end in followed], dim=-1)
+
+    def _make_encoder(self, space: Any) -> RecurrentEncoder:
+        return RecurrentEncoder(space, self.cfg)
+
+    def _encoders(self) -> list[RecurrentEncoder]:
+        """That of the actor, and that of the critic if it has its own."""
+        return [self.encoder] if self.critic_encoder is None else [self.encoder, self.critic_encoder]
+
+    def zero_state(self, rows: int) -> Float[Tensor, "row state"]:
+        """What is remembered where episodes begin."""
+        return torch.zeros(rows, self.state_size, device=self.device)
+
+
+class RecurrentPlayer:
+    """Plays one episode in each row with a policy's state, which begins at 0."""
+
+    def __init__(self, policy: RecurrentActorCritic) -> None:
+        self._policy = policy
+        self._state: Tensor | None = None
+
+    def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
+        """As ``Policy.act``, of the next observations."""
+        state = self._policy.zero_state(len(obs)) if self._state is None else self._state
+        action = self._policy.act(with_state(obs, state), deterministic, generator)
+        self._state = action.state
+        return action
+
+    def predict(self, obs: Any, deterministic: bool = True) -> Any:
+        """As ``Policy.predict``, of the next observations."""
+        action, self._state = self._policy.predict(obs, deterministic, state=self._state)
+        return action
+
+
+class Packing(NamedTuple):
+    """Where the elements of a ``PackedSequence`` are in rows ``[B, T]``.
+
+    A sequence is an episode, or the part of it that a row has. Sequences of all rows run side by side, longest first.
+    """
+
+    row: Int[Tensor, " element"]
+    slot: Int[Tensor, " element"]
+    batch_sizes: Int[Tensor, " step"]
+    """Sequences that have a first, second, ... element. On the CPU."""
+
+    @classmethod
+    def of(cls, valid: Bool[Tensor, "row slot"], step: Int[Tensor, "row slot"]) -> "Packing":
+        """The sequences of all valid slots.
+
+        Args:
+            step: of the episode; one begins where it is 0.
+        """
+        begins = valid.clone()
+        begins[:, 1:] &= (step[:, 1:] == 0) | ~valid[:, :-1]
+        number = begins.flatten().cumsum(0)[valid.flatten()] - 1
+        length = torch.bincount(number)
+        place = torch.arange(len(number), device=valid.device) - (length.cumsum(0) - length)[number]
+        rank = length.argsort(descending=True, stable=True).argsort()
+        order = (place * len(length) + rank[number]).argsort()
+        row, slot = valid.nonzero()[order].unbind(dim=1)
+        return cls(row, slot, torch.bincount(place).cpu())
+
+    @property
+    def num_sequences(self) -> int:
+        """How many there are; their first elements come first."""
+        return int(self.batch_sizes[:1].sum())
+
+    def unpacked(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """``x`` ``[element, ...]`` in rows ``[*shape, ...]``, 0 elsewhere."""
+        return x.new_zeros(*shape, *x.shape[1:]).index_put((self.row, self.slot), x)

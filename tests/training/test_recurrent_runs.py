@@ -1,0 +1,93 @@
+"""Runs of recurrent policies: trained, evaluated, filmed, exported, refused."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium
+import memory_envs  # noqa: F401  registers Recall-v0
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+import groupwise as gw
+from groupwise.cli import main
+from groupwise.errors import ConfigError, DataError
+from groupwise.seeding import derive_seed
+from groupwise.training.evaluation import evaluate_policy
+
+SMALL = {"name": "recurrent", "hidden_size": 8, "hidden_sizes": (8,)}
+
+
+def train(algorithm: str, path: Path, **settings: Any) -> gw.Run:
+    settings = {"num_envs": 4, "total_steps": 256, "evaluation": {"episodes": 4}, "policy": SMALL} | settings
+    return gw.train("Recall-v0", {"name": algorithm, "num_steps": 32}, run_dir=path, seed=1, **settings)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
+    return train("ppo", tmp_path_factory.mktemp("run") / "r")
+
+
+@pytest.mark.parametrize(
+    ("policy", "vectorization"),
+    [
+        (SMALL | {"cell": "gru", "trunk": "shared", "normalize_obs": True, "normalize_reward": True}, "sync"),
+        (gw.RecurrentCfg(hidden_size=4), "async"),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_trains(algorithm: str, policy: Any, vectorization: Literal["sync", "async"], tmp_path: Path):
+    env = gw.EnvCfg(id="Recall-v0", num_envs=4, vectorization=vectorization)
+    run = gw.train(env, algorithm, policy=policy, run_dir=tmp_path / "r", total_steps=300, evaluation={"episodes": 4})
+    assert run.policy.state_size > 0
+    assert all(np.isfinite(value) for entry in run.metrics() for value in entry.values())
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_evaluation_does_not_depend_on_the_number_of_environments(run: gw.Run, deterministic: bool):
+    envs = [gw.make_env(gw.EnvCfg(id="Recall-v0", num_envs=n), grouped=True) for n in (9, 4, 12)]
+    results = [evaluate_policy(run.policy, env, episodes=9, seed=2, deterministic=deterministic) for env in envs]
+    assert results[0] == results[1] == results[2]
+
+
+def test_evaluation_plays_as_predict_does(run: gw.Run):
+    """A user's loop with the state of Stable-Baselines3's signature."""
+    env, returns = gymnasium.make("Recall-v0"), []
+    for episode in range(6):
+        obs, _ = env.reset(seed=derive_seed(3, "eval", episode))
+        state, over, total = None, False, 0.0
+        while not over:
+            action, state = run.policy.predict(obs, state=state)
+            obs, reward, terminated, truncated, _ = env.step(action)
+            over, total = terminated or truncated, total + float(reward)
+        returns.append(total)
+    found = evaluate_policy(run.policy, gw.make_env(gw.EnvCfg(id="Recall-v0"), grouped=True), episodes=6, seed=3)
+    assert list(found.returns) == returns
+
+
+def test_a_run_is_evaluated_and_exported_from_its_folder(run: gw.Run, tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert main(["eval", str(run.path), "--episodes", "5", "--plugin", "memory_envs"]) in (None, 0)
+    assert "return_mean" in capsys.readouterr().out
+    loaded = gw.Run.load(run.path)
+    assert gw.evaluate(loaded, 5).returns == gw.evaluate(run, 5).returns
+    gw.export(run.policy, tmp_path / "p.safetensors", to="safetensors")
+    assert "encoder.layer.weight_hh_l0" in load_file(tmp_path / "p.safetensors")
+    with pytest.raises(ConfigError, match=r"RecurrentActorCritic remembers .*fix: safetensors"):
+        gw.export(run.policy, tmp_path / "p.onnx", to="onnx")
+
+
+def test_a_critic_is_added_to_the_actor_of_another_run(tmp_path: Path):
+    first = train("grpo", tmp_path / "grpo")
+    second = train("ppo", tmp_path / "ppo", policy={"init_from": first.path})
+    assert second.cfg.policy.name == "recurrent"
+    assert second.policy.state_size == 2 * first.policy.state_size
+
+
+def test_observations_alone_are_refused(run: gw.Run):
+    with pytest.raises(DataError, match=r"an observation and its state.*fix: policy.player\(\)"):
+        run.policy.act(run.policy.zero_state(2)[:, :2])
+
+
+def test_cloning_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"bc clones single steps.*fix: policy='actor_critic'"):
+        gw.train("CartPole-v1", {"name": "bc", "data": tmp_path}, policy="recurrent", run_dir=tmp_path / "r")

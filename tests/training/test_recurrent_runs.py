@@ -91,3 +91,23 @@ def test_observations_alone_are_refused(run: gw.Run):
 def test_cloning_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"bc clones single steps.*fix: policy='actor_critic'"):
         gw.train("CartPole-v1", {"name": "bc", "data": tmp_path}, policy="recurrent", run_dir=tmp_path / "r")
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize("seed", [11, 12, 13])
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("cell", ["lstm", "gru", None])
+def test_memory_solves_what_a_feed_forward_policy_cannot(cell: str | None, algorithm: str, seed: int, tmp_path: Path):
+    memory = {"name": "recurrent", "cell": cell, "hidden_size": 32} if cell else {}
+    run = gw.train(
+        "Recall-v0",
+        {"name": algorithm, "num_steps": 64, "learning_rate": 0.002, "num_epochs": 4, "minibatch_size": 256},
+        policy={**memory, "hidden_sizes": (32,)},
+        num_envs=16,
+        total_steps=25_000,
+        seed=seed,
+        run_dir=tmp_path / "r",
+        evaluation={"episodes": 200},
+    )
+    success = run.summary["success_rate"]
+    assert success > 0.95 if cell else success < 0.65

@@ -105,6 +105,20 @@ def test_training_scores_what_acting_did(kind, setting, before):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in policy.parameters())
 
 
+def test_a_critic_that_sees_more_remembers_what_it_saw():
+    policy = make("dict", actor_keys=("x",))
+    batch, log_prob, value = played(policy, "dict")
+    found = policy.evaluate(batch)
+    torch.testing.assert_close(found.log_prob, log_prob, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found.value, value, atol=1e-6, rtol=1e-6)
+    other = batch["obs"].clone()
+    other["i"][0, 0] += 50  # the image, which the actor does not see
+    changed = policy.evaluate(batch | {"obs": other})
+    assert torch.equal(changed.log_prob, found.log_prob)
+    assert (changed.value[0, :4] != found.value[0, :4]).all()
+    assert policy.predict({"x": np.zeros(3, np.float32)})[1].shape == (1, 10)
+
+
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_nothing_of_an_earlier_episode_leaks(cell):
     policy = make(cell=cell)

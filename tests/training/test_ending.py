@@ -112,6 +112,24 @@ def test_a_second_signal_stops_at_once(capsys: pytest.CaptureFixture[str]):
     assert "resuming from step 0 of 192; no checkpoint was saved, so training begins again\n" in err
 
 
+class SignalsAtAStep(gw.Callback):
+    """Sends a signal in the middle of the second rollout."""
+
+    def on_step(self, trainer: gw.Trainer, action: torch.Tensor, step: Any) -> None:
+        if trainer.iteration == 1 and not trainer.interrupted:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_rollout_of_groups_is_left_at_the_first_signal_and_collected_again():
+    grpo = gw.GRPOCfg(num_steps=16, group_size=2, num_epochs=1)
+    with pytest.raises(KeyboardInterrupt, match="interrupted; saved after step"):
+        gw.train("CartPole-v1", grpo, run_dir="mine", callbacks=[SignalsAtAStep()], **TINY)
+    assert [entry["iteration"] for entry in RunFolder(Path("mine")).read_metrics()] == [1]
+    resumed, whole = gw.resume("mine"), gw.train("CartPole-v1", grpo, run_dir="whole", **TINY)
+    pairs = zip(resumed.policy.parameters(), whole.policy.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
 def test_what_ctrl_c_breaks_is_part_of_the_interrupt_and_other_errors_are_not():
     class Interrupts(gw.Callback):
         def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:

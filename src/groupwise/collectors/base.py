@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -46,6 +46,8 @@ class Collector(ABC):
     All its randomness follows from ``seed`` and ``iteration``. A resumed run needs these, ``state_dict``, and nothing else.
     """
 
+    repeatable: ClassVar[bool] = False
+    """Whether ``collect`` gives the same rollout again after it was broken off: nothing goes on across rollouts."""
     policy: Policy
     iteration: int = 0
     """How many rollouts were collected; streams of the next one are derived from it."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ class GroupCollector(EnvCollector):
         GroupStartError: members do not share a start.
     """
 
+    repeatable: ClassVar = True
     env: GroupEnv
 
     def __init__(

@@ -137,12 +137,14 @@ def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder
 def finishing_on_signal(trainer: Trainer) -> Iterator[None]:
     """Let the first signal of ``STOP`` end training after the running iteration, and the second at once.
 
-    The second may be an alarm after ``SECONDS_TO_FINISH``. It waits for an update, which would be lost, and for what saves.
+    A rollout that can be collected again is left at the first. The second may be an alarm after ``SECONDS_TO_FINISH``. It waits for an update, which would be lost, and for what saves.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
         if not trainer.interrupted:
             trainer.interrupt()
+            if trainer.doing == "collecting" and trainer.collector.repeatable and trainer.engine.world_size == 1:
+                raise KeyboardInterrupt
             alarm(SECONDS_TO_FINISH, handle)
             with suppress(Exception):  # the terminal may be gone, or in the middle of another line
                 log.warning("interrupted: finishing and saving this iteration; interrupt again to stop at once")

@@ -19,9 +19,12 @@ import torch
 from groupwise.config import resolve
 from groupwise.config.env import EnvCfg, StartMode
 from groupwise.config.policy import PolicyCfg
+from groupwise.data.action_masks import allowed_action
+from groupwise.data.nested_actions import flat_action
 from groupwise.data.spaces import obs_spec, space_kind, subspaces
 from groupwise.envs.base import EnvStep, GroupEnv, VectorEnv
 from groupwise.envs.make import make_env, makes_rows
+from groupwise.envs.masked import allowed_sample
 from groupwise.envs.names import refuse_module
 from groupwise.envs.obs_keys import kept_space
 from groupwise.envs.single import make_one, step_limit
@@ -180,7 +183,7 @@ def _measure_single(cfg: EnvCfg, make: Maker) -> Measured:
     """Of an environment that is made one by one."""
     with closing(make_one(cfg, make)) as env:
         name = type(env.unwrapped).__name__ if env.spec is None else env.spec.id
-        space, _ = kept_space(env.observation_space, cfg.obs_keys)
+        space, _ = kept_space(env.observation_space, cfg.kept_keys)
         limit = step_limit(env)
     modes: dict[str, Finding[float]] = {mode: _tried(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
     speeds = {way: _tried(partial(_steps_per_second, cfg, make, way)) for way in VECTORIZATIONS}
@@ -208,9 +211,9 @@ def _success(cfg: EnvCfg, make: Maker) -> str:
     flags, over, begun = [], False, time.perf_counter()
     with closing(make_one(cfg, make)) as env:
         env.action_space.seed(0)
-        env.reset(seed=0)
+        obs, _ = env.reset(seed=0)
         while not over and time.perf_counter() - begun < _EPISODE_S:
-            _, _, terminated, truncated, info = env.step(env.action_space.sample())
+            obs, _, terminated, truncated, info = env.step(allowed_sample(env.action_space, obs))
             flags.append(next((key for key in SUCCESS_KEYS if success_of_row({key: info.get(key)}) is not None), None))
             over = bool(terminated or truncated)
     if flags[-1] is None:
@@ -303,15 +306,17 @@ def _speed(env: VectorEnv) -> float:
 
 def _random_steps(env: VectorEnv) -> Iterator[EnvStep]:
     """Endless steps with random actions."""
-    env.reset(seed=0)
+    obs = env.reset(seed=0)
     env.action_space.seed(0)
-    samples = [[np.asarray(env.action_space.sample()) for _ in range(env.num_envs)] for _ in range(64)]
+    space = env.action_space
+    samples = [[flat_action(space, space.sample()) for _ in range(env.num_envs)] for _ in range(64)]
     actions = [torch.from_numpy(np.stack(sample)) for sample in samples]
     for number in count():
-        step = env.step(actions[number % len(actions)])
+        step = env.step(allowed_action(actions[number % len(actions)], obs, env.action_space))
+        obs = step.obs
         yield step
         if env.autoreset == "disabled" and (over := (step.terminated | step.truncated).cpu().numpy()).any():
-            env.reset(mask=over)
+            obs = env.reset(mask=over)
 
 
 def _tried(probe: Callable[[], T]) -> Finding[T]:

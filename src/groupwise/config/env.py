@@ -28,6 +28,8 @@ class EnvCfg(Cfg):
     """Seconds that a process of ``vectorization="async"`` may take to start or step its environments; to make them, at least 60. Then it is killed, and ``collection.on_env_error`` decides; PPO ends."""
     obs_keys: Keys | None = None
     """Entries of a Dict observation that the policy gets. None: all but those without a fixed shape, such as text."""
+    action_masks: bool = False
+    """Add ``info["action_mask"]`` to the observation. A Dict observation with the entry ``action_mask`` needs no setting. Actions that a mask forbids are never taken. Discrete and MultiDiscrete actions only."""
     start_mode: StartMode | Literal["auto"] = "auto"
     """How the members of a group share their start. ``auto``: the best mode that passes its check. ``none``: each has its own start. GRPO only."""
     num_random_noops: Annotated[int, Ge(0)] = 0
@@ -40,6 +42,11 @@ class EnvCfg(Cfg):
     """Entries of ``info`` that make up the reward, such as ``reward_forward``; stored for ``credit.reward="parts"``."""
     log_info: tuple[str, ...] = ()
     """Entries of ``info`` to log as ``rollout/info/<name>``: numbers at the last step of each episode, averaged over episodes like the return."""
+
+    @property
+    def kept_keys(self) -> tuple[str, ...] | None:
+        """``obs_keys`` with that of masks from ``info``."""
+        return (*self.obs_keys, "action_mask") if self.obs_keys and self.action_masks else self.obs_keys
 
     @property
     def actions_executed(self) -> int:

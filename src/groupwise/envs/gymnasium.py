@@ -10,8 +10,9 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 from torch import Tensor
 
+from groupwise.data.nested_actions import nested_action
 from groupwise.data.rollout import Nested
-from groupwise.data.spaces import obs_spec, obs_to_tensor
+from groupwise.data.spaces import obs_spec, obs_to_tensor, subspaces
 from groupwise.envs import states
 from groupwise.envs.base import Autoreset, EnvStep, Mask, VectorEnv
 from groupwise.envs.local_rows import explained_step
@@ -84,7 +85,7 @@ class GymnasiumVectorEnv(VectorEnv):
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row with environment actions [N, ...]."""
         try:
-            obs, reward, terminated, truncated, info = self._env.step(action.cpu().numpy())
+            obs, reward, terminated, truncated, info = self._env.step(self._env_action(action.cpu().numpy()))
         except Exception as error:
             raise explained_step(error, self.env_id) from error.__cause__
         final_obs = None
@@ -115,6 +116,9 @@ class GymnasiumVectorEnv(VectorEnv):
     def close(self) -> None:
         """Free simulators and processes."""
         self._env.close()
+
+    def _env_action(self, action: np.ndarray) -> Any:
+        return action if subspaces(self.action_space) is None else nested_action(self.action_space, action)
 
     def _tensor(self, obs: Any) -> Nested:
         return obs_to_tensor(self.observation_space, obs, self.device, batched=True)

@@ -3,7 +3,7 @@
 import copy
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import gymnasium
@@ -12,7 +12,8 @@ import numpy.typing as npt
 from gymnasium.vector import SyncVectorEnv
 
 from groupwise.config.env import StartMode
-from groupwise.data.spaces import leaf_spaces, obs_spec, obs_to_tensor
+from groupwise.data.nested_actions import nested_action
+from groupwise.data.spaces import leaf_spaces, obs_spec, obs_to_tensor, subspaces
 from groupwise.envs.log_info import LOGGED
 from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, reseed_noise
 from groupwise.envs.success import success_of_row, task_of_row
@@ -125,15 +126,18 @@ class LocalRows:
         self.rows = [EnvRow(cfg.make, cfg.start_mode, starts) for _ in arrays["reward"]]
         leaves = leaf_spaces(cfg.observation_space).items()
         self._leaves = [(path, arrays[obs_name(path)], tuple(leaf.shape)) for path, leaf in leaves]
+        self._has_nested_actions = subspaces(cfg.action_space) is not None
         self._outcomes = [arrays[name] for name in OUTCOMES]
         self._task = arrays["task"]
         self._has_failed = False
 
-    def step(self, rows: npt.NDArray[Any], actions: npt.NDArray[Any]) -> bool:
+    def step(self, rows: npt.NDArray[Any], actions: Sequence[Any] | npt.NDArray[Any]) -> bool:
         """One step of these rows; whether any ended or failed."""
         parts = self._cfg.reward_parts
         reward, terminated, truncated, _, success, tells_success = self._outcomes
         any_ended = False
+        if self._has_nested_actions:
+            actions = [nested_action(self._cfg.action_space, action) for action in actions]
         for row, action in zip(rows.tolist(), actions, strict=True):
             try:
                 obs, reward[row], ended, cut, info = self.rows[row].env.step(action)

@@ -31,7 +31,15 @@ IN_TORCH = {
 }
 """Gymnasium's tasks with a version in torch, the same up to rounding."""
 
-_ONLY_SINGLE = ("obs_keys", "num_random_noops", "reward_parts", "action_chunk", "num_action_steps", "log_info")
+_ONLY_SINGLE = (
+    "obs_keys",
+    "action_masks",
+    "num_random_noops",
+    "reward_parts",
+    "action_chunk",
+    "num_action_steps",
+    "log_info",
+)
 """Settings that only single environments support."""
 
 

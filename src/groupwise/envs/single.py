@@ -21,6 +21,7 @@ from groupwise.envs.base import GroupStartReport, VectorEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv, LeanSyncVectorEnv
 from groupwise.envs.local_rows import OnError, RowCfg
 from groupwise.envs.log_info import LogInfo
+from groupwise.envs.masked import allowed_sample, with_masks
 from groupwise.envs.names import import_package, unknown_environment
 from groupwise.envs.obs_keys import kept_space
 from groupwise.envs.rows import RowsGroupEnv
@@ -98,7 +99,7 @@ def vector_env(
         vector,
         env_id=rows.env_id,
         max_episode_steps=limit,
-        obs_keys=cfg.obs_keys,
+        obs_keys=cfg.kept_keys,
         log_info=cfg.log_info,
         device=device,
     )
@@ -118,7 +119,8 @@ class RandomNoops(gymnasium.Wrapper):
         if seed is not None:
             self._actions.seed(seed)
         for _ in range(self._actions.np_random.integers(self._num_random_noops + 1)):
-            obs, _, terminated, truncated, info = self.env.step(self._actions.sample())
+            action = allowed_sample(self._actions, first[0])
+            obs, _, terminated, truncated, info = self.env.step(action)
             first = self.env.reset(options=options) if terminated or truncated else (obs, info)
         return first
 
@@ -166,7 +168,7 @@ def _describe(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: O
     limit = cfg.max_episode_steps or step_limit(probe)
     if limit is not None:
         limit = math.ceil(limit / cfg.actions_executed)
-    space, notes = kept_space(probe.observation_space, cfg.obs_keys)
+    space, notes = kept_space(probe.observation_space, cfg.kept_keys)
     probe.close()
     return RowCfg(
         partial(_make, registered if env is None else env, cfg),
@@ -193,6 +195,7 @@ def _make(env: Callable[..., gymnasium.Env] | EnvSpec | str, cfg: EnvCfg) -> gym
     else:
         import_package(cfg.id)
         made = gymnasium.make(env, **with_limit(cfg))
+    made = with_masks(made, cfg)
     if cfg.num_random_noops:
         made = RandomNoops(made, cfg.num_random_noops)
     if cfg.log_info:

@@ -14,8 +14,10 @@ import numpy.typing as npt
 import torch
 
 from groupwise.config.env import StartMode
+from groupwise.data.action_masks import allowed_action
+from groupwise.data.nested_actions import flat_action
 from groupwise.data.rollout import Nested
-from groupwise.data.spaces import space_kind
+from groupwise.data.spaces import leaf_spaces, space_kind
 from groupwise.envs.base import GroupEnv, GroupStartReport, Seeds
 from groupwise.envs.local_rows import EnvMaker, RowCfg
 from groupwise.envs.rows import RowsGroupEnv
@@ -120,30 +122,33 @@ def _own(env: GroupEnv, seed: int, name: str, rows_alike: int = 1) -> Seeds:
 
 
 def _random_actions(env: GroupEnv, seed: int, num_steps: int, *, equal: bool = True) -> list[torch.Tensor]:
-    if space_kind(env.action_space) in ("dict", "tuple", "unsupported"):
+    if any(space_kind(leaf) == "unsupported" for leaf in leaf_spaces(env.action_space).values()):
         raise UnsupportedSpaceError(
             f"action space {env.action_space} of {env.env_id} is not supported; supported: Box, Discrete, MultiDiscrete, "
-            "MultiBinary; fix: flatten it with gymnasium.wrappers.TransformAction"
+            "MultiBinary, Dict and Tuple; fix: wrap it with gymnasium.wrappers.TransformAction"
         )
     space = copy.deepcopy(env.action_space)
     space.seed(seed)
     draws = 1 if equal else env.num_envs
-    samples = ([np.asarray(space.sample()) for _ in range(draws)] for _ in range(num_steps))
+    samples = ([flat_action(space, space.sample()) for _ in range(draws)] for _ in range(num_steps))
     return [torch.from_numpy(np.stack(sample * (env.num_envs // draws))) for sample in samples]
 
 
 def _scatter(env: GroupEnv, seed: int, num_steps: int) -> None:
     """Give each row a history of its own."""
-    _started(env, _own(env, seed, "scatter", env.block_size), _own(env, seed, "scatter noise"), [])
+    every = np.ones(env.num_envs, dtype=np.bool_)
+    obs = env.start(every, _own(env, seed, "scatter", env.block_size), _own(env, seed, "scatter noise"))
     for action in _random_actions(env, derive_seed(seed, "scatter"), num_steps, equal=False):
-        env.step(action)
+        obs = env.step(allowed_action(action, obs, env.action_space)).obs
 
 
 def _started(env: GroupEnv, start_seed: Seeds, noise_seed: Seeds, actions: Sequence[torch.Tensor]) -> _Trace:
     """All outputs of the environment from the start up to the first end of an episode."""
-    trace = [_arrays(env.start(np.ones(env.num_envs, dtype=np.bool_), start_seed, noise_seed), "obs")]
+    obs = env.start(np.ones(env.num_envs, dtype=np.bool_), start_seed, noise_seed)
+    trace = [_arrays(obs, "obs")]
     for action in actions:
-        step = env.step(action)
+        step = env.step(allowed_action(action, obs, env.action_space))
+        obs = step.obs
         if step.failed is not None:
             break
         flags = {"reward": step.reward, "terminated": step.terminated, "truncated": step.truncated}

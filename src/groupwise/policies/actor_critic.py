@@ -8,11 +8,14 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from groupwise.config.policy import PolicyCfg
+from groupwise.data import action_masks
+from groupwise.data.nested_actions import nested_action
 from groupwise.data.rollout import Nested
-from groupwise.data.spaces import chosen_entries, is_batched, obs_to_tensor, space_kind
+from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind
 from groupwise.errors import ConfigError, DataError
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.distributions import make_head
+from groupwise.policies.entries import Entries
 from groupwise.policies.networks import ACTOR_GAIN, CRITIC_GAIN, MLP, ObsEncoder, orthogonal
 from groupwise.policies.normalization import ObsNormalizer, RewardNormalizer
 
@@ -61,11 +64,10 @@ class ActorCritic(Policy):
         self.actor_only = actor_only
         self.head = make_head(action_space, cfg)
         self.action_spec = self.head.action_spec
+        self.entries = Entries.of(observation_space, action_space, cfg)
         self.obs_normalizer = ObsNormalizer(observation_space) if cfg.normalize_obs else None
         self.reward_normalizer = RewardNormalizer(gamma) if cfg.normalize_reward else None
-        self.actor_space = chosen_entries(observation_space, cfg.actor_keys, "policy.actor_keys")
-        self.critic_space = chosen_entries(observation_space, cfg.critic_keys, "policy.critic_keys")
-        self.encoder = self._make_encoder(self.actor_space)
+        self.encoder = self._make_encoder(self.entries.actor)
         self.critic_encoder = self._make_critic_encoder()
         self._build_networks(actor, critic)
         # Act and evaluate must be the same function: dropout in a custom network would move the ratio off 1.
@@ -76,9 +78,9 @@ class ActorCritic(Policy):
 
     def _make_critic_encoder(self) -> ObsEncoder | None:
         """The critic's own encoder, None where features can be shared: no critic, a shared trunk, nothing to learn."""
-        learns = any(True for _ in self.encoder.parameters()) or self.critic_space is not self.actor_space
+        learns = any(True for _ in self.encoder.parameters()) or self.entries.critic is not self.entries.actor
         own = learns and self.cfg.trunk == "separate" and not self.actor_only
-        return self._make_encoder(self.critic_space) if own else None
+        return self._make_encoder(self.entries.critic) if own else None
 
     def _build_networks(self, actor: nn.Module | None, critic: nn.Module | None) -> None:
         num_features, num_outputs = self.encoder.num_features, self.head.num_outputs
@@ -134,7 +136,7 @@ class ActorCritic(Policy):
             DataError: an observation of the wrong shape or structure, or one that is not finite.
         """
         tensor, batched = self._read(obs)
-        params = self._params(self._features(self._normalized(tensor)))
+        params = self._allowed(self._params(self._features(self._normalized(tensor))), tensor)
         return self._written(self.head.mode(params) if deterministic else self.head.sample(params), batched)
 
     def env_action(self, action: Tensor) -> Tensor:
@@ -167,29 +169,33 @@ class ActorCritic(Policy):
     def without_critic(self) -> "ActorCritic":
         """A copy that only acts, on what the actor reads."""
         actor = copy.deepcopy(self)
-        actor.actor_only, actor.observation_space = True, self.actor_space
+        actor.actor_only, actor.observation_space = True, self.entries.to_act
         actor.critic = actor.critic_encoder = None
         return actor
 
     def _read(self, obs: Any) -> tuple[Nested, bool]:
         """A user's observations ``[B, ...]`` as tensors, and whether they came as a batch."""
-        batched = is_batched(self.actor_space, obs)
-        tensor = obs_to_tensor(self.actor_space, obs, self.device, batched=batched)
+        space = self.entries.to_act
+        batched = is_batched(space, obs)
+        tensor: Any = obs_to_tensor(space, obs, self.device, batched=batched)
         _check_finite(tensor, "obs")
+        if self.entries.masked:
+            action_masks.check(tensor[action_masks.KEY], self.action_space)
         return tensor if batched else tensor.unsqueeze(0), batched
 
     def _written(self, action: Tensor, batched: bool) -> Any:
         """The environment's actions for the policy's own, as the action space has them."""
-        array = self.head.env_action(action).cpu().numpy().astype(self.action_space.dtype, copy=False)
-        if batched:
-            return array
-        return int(array[0]) if space_kind(self.action_space) == "discrete" else array[0]
+        array = self.head.env_action(action).cpu().numpy()
+        found = nested_action(self.action_space, array if batched else array[0])
+        return found if batched or space_kind(self.action_space) != "discrete" else int(found)
 
     def _forward(self, obs: Nested) -> tuple[Tensor, Tensor | None]:
         """Flat parameters of the action distribution, and the value if there is a critic."""
-        obs = self._normalized(obs)
-        features = self.encoder(obs)
-        return self._heads(features, features if self.critic_encoder is None else self.critic_encoder(obs))
+        normalized = self._normalized(obs)
+        features = self.encoder(normalized)
+        for_critic = features if self.critic_encoder is None else self.critic_encoder(normalized)
+        params, value = self._heads(features, for_critic)
+        return self._allowed(params, obs), value
 
     def _heads(self, features: Tensor, for_critic: Tensor) -> tuple[Tensor, Tensor | None]:
         """``_forward`` from what the encoders of actor and critic give."""
@@ -197,6 +203,10 @@ class ActorCritic(Policy):
             features = for_critic = self.trunk(features)
         params = self._params(features)
         return params, None if self.critic is None else self.critic(for_critic).squeeze(-1)
+
+    def _allowed(self, params: Tensor, obs: Any) -> Tensor:
+        """The parameters, with probability 0 for actions that the observation's mask forbids."""
+        return action_masks.allowed_logits(params, obs[action_masks.KEY]) if self.entries.masked else params
 
     def _normalized(self, obs: Nested) -> Nested:
         return obs if self.obs_normalizer is None else self.obs_normalizer(obs)
@@ -210,7 +220,7 @@ class ActorCritic(Policy):
         outputs: Tensor = self.actor(features)
         if self.log_std is None:
             return outputs
-        return torch.cat([outputs, self.log_std.expand_as(outputs)], dim=-1)
+        return torch.cat([outputs, self.log_std.expand(*outputs.shape[:-1], -1)], dim=-1)
 
 
 @torch.no_grad()

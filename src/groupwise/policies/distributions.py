@@ -10,6 +10,7 @@ A head has no parameters and remembers nothing; its constants move with the poli
 | MultiBinary | Bernoulli | logits | int8 |
 | Box of floats | DiagGaussian | mean, log_std | the unclipped sample |
 | bounded Box, ``squash_output=True`` | SquashedGaussian | mean, log_std of the latent | the latent, before tanh |
+| Dict, Tuple | Composite | outputs of all parts, then all log_std | one vector of float32, all parts |
 
 The rollout stores the policy's own action, never what the environment received: the probability ratio is then exact
 where the box's bound was hit. ``env_action`` maps one to the other.
@@ -22,9 +23,10 @@ import torch
 from torch import Tensor
 
 from groupwise.config.policy import PolicyCfg
-from groupwise.data.spaces import space_kind
+from groupwise.data.spaces import leaf_spaces, space_kind
 from groupwise.errors import UnsupportedSpaceError
 from groupwise.policies.action_head import ActionHead
+from groupwise.policies.composite_head import Composite
 from groupwise.policies.discrete_heads import Bernoulli, Categorical, MultiCategorical
 from groupwise.policies.gaussian_heads import DiagGaussian, SquashedGaussian
 
@@ -46,9 +48,11 @@ def make_head(action_space: Any, cfg: PolicyCfg) -> ActionHead:
     if kind == "box" and action_space.dtype.kind == "f":
         bounds = _inner_float32(action_space.low, action_space.high)
         return SquashedGaussian(*bounds) if cfg.squash_output else DiagGaussian(*bounds)
+    if (leaves := leaf_spaces(action_space)) and () not in leaves:
+        return Composite([make_head(leaf, cfg) for leaf in leaves.values()])
     raise UnsupportedSpaceError(
-        f"action space {action_space} is not supported; supported: Discrete, MultiDiscrete, MultiBinary and Box of "
-        "floats; fix: wrap the environment with gymnasium.wrappers.TransformAction"
+        f"action space {action_space} is not supported; supported: Discrete, MultiDiscrete, MultiBinary, Box of floats, and "
+        "Dict or Tuple of them; fix: wrap the environment with gymnasium.wrappers.TransformAction"
     )
 
 

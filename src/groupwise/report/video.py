@@ -71,6 +71,7 @@ def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
     import gymnasium
 
     from groupwise.envs.make import makes_rows
+    from groupwise.envs.masked import with_masks
     from groupwise.envs.names import import_package
 
     if cfg.vectorization == "envpool" or makes_rows(env):
@@ -86,6 +87,7 @@ def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
     if env is None and "rgb_array" in made.metadata.get("render_modes", ()):
         made.close()
         made = make(**kwargs | {"render_mode": "rgb_array"})
+    made = with_masks(made, cfg)
     if made.render_mode != "rgb_array":
         made.close()
         raise NoPictureError(

@@ -179,30 +179,6 @@ def test_the_check_takes_them():
     assert report.steps_per_second["sync"].value > 0
 
 
-@pytest.mark.slow
-def test_compiled_updates_take_them(tmp_path):
-    class Flat(Workbench):
-        observation_space = SEEN
-
-        def look(self):
-            return super().look()[1]
-
-    found = []
-    for compiled in ("off", "on"):
-        run = gw.train(
-            Flat,
-            gw.PPOCfg(num_steps=16),
-            run_dir=tmp_path / compiled,
-            num_envs=4,
-            max_episode_steps=5,
-            total_steps=128,
-            compile=compiled,
-            evaluation={"episodes": 2},
-        )
-        found.append(torch.cat([parameter.flatten() for parameter in run.policy.parameters()]))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.learn
 def test_every_part_is_learned(tmp_path):
     run = gw.train(

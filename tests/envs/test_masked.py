@@ -57,10 +57,12 @@ def test_runs_never_take_a_forbidden_action(kind, algorithm, tmp_path):
     assert gw.evaluate(tmp_path / "run", 4, deterministic=False).episodes == 4
 
 
-def test_the_ratio_of_the_first_minibatch_is_one(tmp_path):
+@pytest.mark.parametrize("policy", ["actor_critic", "recurrent"])
+def test_the_ratio_of_the_first_minibatch_is_one_and_policies_with_memory_obey_too(policy, tmp_path):
     run = gw.train(
         EnvCfg(id="Cards-v0", num_envs=4, action_masks=True),
         gw.GRPOCfg(group_size=2, num_steps=16, num_epochs=1, kl_coef=0.1),
+        policy=policy,
         run_dir=tmp_path / "run",
         total_steps=64,
         evaluation={"episodes": 2},

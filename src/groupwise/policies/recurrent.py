@@ -123,9 +123,16 @@ class RecurrentActorCritic(ActorCritic):
             begins = torch.as_tensor(episode_start, dtype=torch.bool, device=self.device)
             given = given.masked_fill(begins.reshape(-1, 1), 0.0)
         features, end = self.encoder.follow(self._normalized(tensor), given, torch.tensor([len(tensor)]))
-        params = self._params(features if self.trunk is None else self.trunk(features))
+        params = self._allowed(self._params(features if self.trunk is None else self.trunk(features)), tensor)
         action = self.head.mode(params) if deterministic else self.head.sample(params)
         return self._written(action, batched), end.cpu().numpy()
+
+    def without_critic(self) -> "RecurrentActorCritic":
+        """A copy that only acts; it remembers what the actor does."""
+        actor = super().without_critic()
+        assert isinstance(actor, RecurrentActorCritic)
+        actor.state_size = self.encoder.state_size
+        return actor
 
     def player(self) -> "RecurrentPlayer":
         """Plays episodes that begin now, and remembers what it saw."""
@@ -149,11 +156,13 @@ class RecurrentActorCritic(ActorCritic):
         self, obs: Nested, state: Float[Tensor, "sequence state"], batch_sizes: Int[Tensor, " step"]
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Parameters of the action distributions, values if there is a critic, and the states at the ends of the sequences."""
-        obs, encoders = self._normalized(obs), self._encoders()
+        normalized, encoders = self._normalized(obs), self._encoders()
         states = torch.split(state, [encoder.state_size for encoder in encoders], dim=-1)
-        followed = [encoder.follow(obs, part, batch_sizes) for encoder, part in zip(encoders, states, strict=True)]
+        followed = [
+            encoder.follow(normalized, part, batch_sizes) for encoder, part in zip(encoders, states, strict=True)
+        ]
         params, value = self._heads(followed[0][0], followed[-1][0])
-        return params, value, torch.cat([end for _, end in followed], dim=-1)
+        return self._allowed(params, obs), value, torch.cat([end for _, end in followed], dim=-1)
 
     def _make_encoder(self, space: Any) -> RecurrentEncoder:
         return RecurrentEncoder(space, self.cfg)

@@ -216,8 +216,8 @@ def test_what_was_found_comes_with_the_environment():
 
 
 def test_actions_that_no_policy_has_are_refused_by_name():
-    class Twofold(Noisy):
-        action_space = gymnasium.spaces.Dict({"left": gymnasium.spaces.Discrete(2)})
+    class Speaking(Noisy):
+        action_space = gymnasium.spaces.Dict({"left": gymnasium.spaces.Discrete(2), "word": gymnasium.spaces.Text(5)})
 
     with pytest.raises(UnsupportedSpaceError, match=r"action space Dict\(.* of Env is not supported; .*fix"):
-        choose(Twofold)
+        choose(Speaking)

@@ -46,6 +46,7 @@ from groupwise.text.task import TextTask as TextTask
 from groupwise.text.tools import Calculator as Calculator, Tool as Tool, register_tool as register_tool
 from groupwise.training.base import Callback as Callback
 from groupwise.training.trackers import Tracker as Tracker
+from groupwise.training.fork import fork as fork
 from groupwise.training.profiler import Profiler as Profiler
 from groupwise.training.trainer import Trainer as Trainer
 

@@ -125,8 +125,8 @@ def test_a_choice_and_its_parameters(api):
     [
         ("trian CartPole-v1", "unknown command 'trian': did you mean 'train'"),
         ("train CartPole-v9", "unknown environment 'CartPole-v9': did you mean 'CartPole-v1'"),
-        ("train", "expected an environment id or a JSON file first, as in: groupwise train CartPole-v1"),
-        ("train --seed 3 CartPole-v1", "expected an environment id or a JSON file first"),
+        ("train", "expected an environment id or a file of settings first, as in: groupwise train CartPole-v1"),
+        ("train --seed 3 CartPole-v1", "expected an environment id or a file of settings first"),
         ("train CartPole-v1 --algorithm pppo", "unknown algorithm 'pppo': did you mean 'ppo'"),
         ("train CartPole-v1 --algorithm", "--algorithm: expected a value"),
         ("train CartPole-v1 --preset dr_grp", "unknown preset 'dr_grp': did you mean 'dr_grpo'"),

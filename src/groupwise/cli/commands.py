@@ -5,15 +5,13 @@ Only the commands that train or play import torch, and only once their arguments
 
 import json
 import os
-import re
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from groupwise import plugins
-from groupwise.cli.parser import Parser
+from groupwise.cli.parser import Parser, count
 from groupwise.config.budget import BUDGETS
 from groupwise.errors import ConfigError, GroupwiseError, UnknownNameError
 from groupwise.terminal import prepare, show
@@ -86,13 +84,6 @@ Examples:
   groupwise sample runs/<run> "What is 12 + 7?"
   groupwise sample runs/<run> "What is 12 + 7?" "What is 3 + 4?" --count 4 --checkpoint best
   groupwise sample runs/<run> --messages '[{"role": "user", "content": "What is 12 + 7?"}]'
-"""
-
-RESUME_HELP = """Continue a run from its last checkpoint, as if it had never stopped.
-
-Examples:
-  groupwise resume runs/<run>
-  groupwise resume runs/<run> --total-steps 200000
 """
 
 CHECK_HELP = """Check what an environment supports: shared starts of groups and their cost, randomness, spaces, speed.
@@ -192,7 +183,7 @@ def _dispatch(argv: Sequence[str]) -> int:
 def _train(argv: Sequence[str]) -> int:
     parser = Parser(prog="groupwise train", add_help=False)
     parser.add_argument("--seeds")
-    parser.add_argument("--profile", type=_count)
+    parser.add_argument("--profile", type=count)
     options, rest = parser.parse_known_args(argv)
 
     from groupwise.cli.options import parse_options
@@ -247,7 +238,7 @@ def _check_env(argv: Sequence[str]) -> int:
 
 def _demos(argv: Sequence[str]) -> int:
     parser = Parser(prog="groupwise demos", add_help=False)
-    parser.add_argument("--episodes", type=_count, default=50)
+    parser.add_argument("--episodes", type=count, default=50)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--noise", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
@@ -274,8 +265,8 @@ def _demos(argv: Sequence[str]) -> int:
 def _eval(argv: Sequence[str]) -> int:
     parser = Parser(prog="groupwise eval", description=EVAL_HELP)
     parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("--episodes", type=_count, help="episodes (default: 100) or prompts (default: all)")
-    parser.add_argument("--completions-per-prompt", type=_count, default=1, help="sampled if more than 1 (default: 1)")
+    parser.add_argument("--episodes", type=count, help="episodes (default: 100) or prompts (default: all)")
+    parser.add_argument("--completions-per-prompt", type=count, default=1, help="sampled if more than 1 (default: 1)")
     sampled = "sample actions (default: take the most likely one)"
     parser.add_argument("--sampled", dest="deterministic", action="store_const", const=False, help=sampled)
     parser.add_argument("--seed", type=int, help="of the episodes (default: not used in training)")
@@ -317,7 +308,7 @@ def _sample(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="what to complete")
     parser.add_argument("--messages", action="store_true", help="prompts are lists of messages, in JSON")
-    parser.add_argument("--count", type=_count, default=1, help="completions of each prompt (default: 1)")
+    parser.add_argument("--count", type=count, default=1, help="completions of each prompt (default: 1)")
     parser.add_argument("--deterministic", action="store_true", help="take the most likely token each time")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
     parser.add_choice("--checkpoint", ("latest", "best"), default="latest", help="whose policy (default: latest)")
@@ -340,13 +331,6 @@ def _messages(word: str) -> Any:
         raise ConfigError(f"--messages: {word!r:.80} is no JSON ({error}); fix: {fix}") from error
 
 
-def _count(word: str) -> int:
-    """A whole number of at least 1, also in the form 1e5."""
-    if not re.fullmatch(r"\d+(\.\d+)?([eE]\+?\d+)?", word) or float(word) < 1 or float(word) % 1:
-        raise ArgumentTypeError(f"expected a whole number of at least 1, such as 100 or 1e5, got {word!r}")
-    return int(float(word))
-
-
 def _compare(argv: Sequence[str]) -> int:
     from groupwise.cli import compare
 
@@ -362,17 +346,9 @@ def _export(argv: Sequence[str]) -> int:
 
 
 def _resume(argv: Sequence[str]) -> int:
-    parser = Parser(prog="groupwise resume", description=RESUME_HELP)
-    parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("--total-steps", type=_count, help="train until then (default: as before)")
-    parser.add_argument("--total-iterations", type=_count, help="likewise")
-    parser.add_argument("--total-epochs", type=float, help="likewise")
-    options = parser.read(argv)
+    from groupwise.cli import resume
 
-    from groupwise.run import resume
-
-    totals = {name: total for name in BUDGETS if (total := getattr(options, name)) is not None}
-    return _print_run(resume(options.run, **totals))
+    return _print_run(resume.run(Parser(prog="groupwise resume", description=resume.HELP), argv))
 
 
 def _print_run(run: Any) -> int:

@@ -1,5 +1,6 @@
 """Arguments of the commands. A mistake is one line, with the nearest name."""
 
+import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -46,3 +47,10 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise argparse's message."""
         raise ConfigError(message if "did you mean" in message else f"{message}; fix: see {self.prog} --help")
+
+
+def count(word: str) -> int:
+    """A whole number of at least 1, also in the form 1e5."""
+    if not re.fullmatch(r"\d+(\.\d+)?([eE]\+?\d+)?", word) or float(word) < 1 or float(word) % 1:
+        raise ArgumentTypeError(f"expected a whole number of at least 1, such as 100 or 1e5, got {word!r}")
+    return int(float(word))

@@ -19,7 +19,7 @@ from groupwise.report.folder import RunFolder
 from groupwise.report.scores import SCORES
 from groupwise.terminal import SafeStream, printable
 from groupwise.training.base import Callback
-from groupwise.training.checkpoint import Checkpoint, Identity, save_checkpoint
+from groupwise.training.checkpoint import Checkpoint, Identity, has_checkpoint, save_checkpoint
 from groupwise.training.components import Components, Evaluator
 from groupwise.training.evaluation import EvaluationResult
 from groupwise.training.saving import MetricsLog, SaveCheckpoints, check_weights
@@ -85,6 +85,11 @@ class Evaluate(Callback):
         self.identity = identity
         self.metric = metric
         self.best_score: float | None = None
+
+    def on_training_start(self, trainer: "Trainer") -> None:
+        """A score whose checkpoint is not there, as in a fork, is forgotten."""
+        if not has_checkpoint(self.best):
+            self.best_score = None
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Add ``eval/*`` to the metrics when it is time."""

@@ -18,11 +18,11 @@ from groupwise.errors import CheckpointError, DataError, DivergedError, Groupwis
 from groupwise.policies.base import Policy
 from groupwise.report.curve import plot_curve
 from groupwise.report.folder import RunFolder
-from groupwise.report.scores import scores_of
+from groupwise.report.scores import SCORES, scores_of
 from groupwise.seeding import derive_seed
 from groupwise.terminal import show
 from groupwise.training.base import Callback
-from groupwise.training.callbacks import build_callbacks
+from groupwise.training.callbacks import Evaluate, build_callbacks
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, load_state, saved_steps
 from groupwise.training.components import Components, UserObjects, threads
 from groupwise.training.saving import MetricsLog
@@ -76,7 +76,10 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
     if has_checkpoint(folder.latest):
         checkpoint = load_checkpoint(folder.latest, parts.identity, parts.policy)
         load_policy(parts.policy, checkpoint.policy, folder.latest)
-        load_state(trainer, checkpoint.state, folder.latest)
+        if "algorithm" in checkpoint.state:
+            load_state(trainer, checkpoint.state, folder.latest)
+        else:  # a fork of the best one
+            _begin_with_weights(trainer, parts, checkpoint.state)
         where = ""
     else:
         interval, budget = parts.cfg.checkpoint_interval, parts.cfg.budget
@@ -88,6 +91,15 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
         if saved.get(budget.name) != budget.total:
             folder.rewrite_config(parts.cfg.model_dump(mode="json"))
         _print(f"resuming from {budget.unit.removesuffix('s')} {trainer.done:,} of {budget.total:,}{where}")
+
+
+def _begin_with_weights(trainer: Trainer, parts: Components, state: dict[str, Any]) -> None:
+    """Begin where the best evaluation was, with a new optimiser."""
+    trainer.iteration = trainer.collector.iteration = state["iteration"]
+    trainer.env_steps = state["env_steps"]
+    for callback in trainer.callbacks:
+        if isinstance(callback, Evaluate):
+            callback.best_score = state[SCORES[parts.metric]]
 
 
 def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine) -> dict[str, Any]:

@@ -1,0 +1,63 @@
+"""``groupwise resume``: continue a run, or fork a new one from it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from groupwise.cli.parser import Parser, count
+from groupwise.config.budget import BUDGETS
+from groupwise.errors import ConfigError
+
+HELP = """Continue a run from its last checkpoint, as if it had never stopped.
+
+Examples:
+  groupwise resume runs/<run>
+  groupwise resume runs/<run> --total-steps 200000
+  groupwise resume runs/<run> --from best --fork runs/<new> --algorithm.learning-rate 1e-4
+"""
+
+
+def run(parser: Parser, argv: Sequence[str]) -> Any:
+    """The run that ``argv`` continues."""
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--total-steps", type=count, help="train until then (default: as before)")
+    parser.add_argument("--total-iterations", type=count, help="likewise")
+    parser.add_argument("--total-epochs", type=float, help="likewise")
+    parser.add_argument(
+        "--fork", type=Path, metavar="NEW_DIR", help="go on in a new run folder, with settings as train's"
+    )
+    chosen = "with --fork: latest, best, or the environment steps of a checkpoint (default: latest)"
+    parser.add_argument("--from", dest="checkpoint", type=_checkpoint, metavar="CHECKPOINT", help=chosen)
+    options, settings = parser.parse_known_args(argv)
+    if options.fork is None:
+        _refuse_changes(parser, argv, options.checkpoint, settings)
+    else:
+        options.run = _fork(options.run, options.fork, options.checkpoint or "latest", settings)
+
+    from groupwise.run import resume
+
+    totals = {name: total for name in BUDGETS if (total := getattr(options, name)) is not None}
+    return resume(options.run, **totals)
+
+
+def _checkpoint(word: str) -> str | int:
+    return word if word in ("latest", "best") else count(word)
+
+
+def _refuse_changes(parser: Parser, argv: Sequence[str], checkpoint: object, settings: Sequence[str]) -> None:
+    if checkpoint is not None:
+        raise ConfigError("--from would overwrite what was trained since; fix: --fork NEW_DIR, too")
+    if settings and settings[0].startswith("--") and "." in settings[0]:
+        raise ConfigError(f"{settings[0]} makes another run of it; fix: --fork NEW_DIR, too")
+    parser.read(argv)
+
+
+def _fork(run: Path, run_dir: Path, checkpoint: Any, settings: Sequence[str]) -> Path:
+    from groupwise.cli.options import parse_options
+    from groupwise.report.folder import RunFolder
+    from groupwise.training.fork import fork_run
+
+    folder = RunFolder.open(run)
+    words = [str(folder.config), *settings]
+    cfg = parse_options(words, prog="groupwise resume", description=HELP, flags=("fork", "from"))
+    return fork_run(folder, run_dir, cfg, checkpoint)

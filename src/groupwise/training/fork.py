@@ -1,0 +1,97 @@
+"""A new run that begins at a checkpoint of another one, with other settings."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from groupwise import files
+from groupwise.comparison.methods import differences, flat
+from groupwise.config.load import load_config
+from groupwise.config.run import CommonCfg
+from groupwise.errors import ConfigError
+from groupwise.plugins import blaming_absence
+from groupwise.report.folder import RunFolder
+from groupwise.training.checkpoint import find_checkpoints, has_checkpoint, load_checkpoint, saved_steps
+
+CheckpointName: TypeAlias = Literal["latest", "best"] | int
+"""A checkpoint of a run; a number is that of its environment steps."""
+
+_FIXED = (
+    "env.id",
+    "env.num_envs",
+    "env.vectorization",
+    "policy",
+    "model",
+    "task.data",
+    "algorithm.name",
+    "algorithm.optimizer",
+)
+"""Settings that the content of a checkpoint depends on."""
+
+
+def fork(path: Path | str, run_dir: Path | str, *, checkpoint: CheckpointName = "latest", **fields: Any) -> Path:
+    """A new run folder that begins at a checkpoint of the run in ``path``; ``resume`` trains on in it.
+
+    Its metrics up to there are copied. ``best`` holds weights only, so optimiser and running episodes start anew.
+
+    Args:
+        run_dir: does not exist, or is empty.
+        checkpoint: ``latest``, ``best``, or the environment steps of one of the latest.
+        fields: changed settings, as of ``gw.train``: ``algorithm={"learning_rate": 1e-4}``, ``total_steps=200_000``.
+
+    Raises:
+        ConfigError: a setting is wrong or cannot change, or there is no such checkpoint.
+        RunFolderError: ``path`` is no run folder, or ``run_dir`` is taken.
+        CheckpointError: the checkpoint is damaged.
+    """
+    folder = RunFolder.open(Path(path))
+    with blaming_absence(folder.path, folder.read_provenance()["plugins"]):
+        folder.check_format()
+        cfg = load_config(folder.config, **fields)
+    return fork_run(folder, Path(run_dir), cfg, checkpoint)
+
+
+def fork_run(folder: RunFolder, run_dir: Path, cfg: CommonCfg, checkpoint: CheckpointName) -> Path:
+    """``fork`` with all settings of the new run."""
+    settings = cfg.model_copy(update={"run_dir": None}).model_dump(mode="json")
+    _check_changes(folder, settings)
+    found = _find(folder, checkpoint)
+    iteration, steps = (load_checkpoint(found).state[name] for name in ("iteration", "env_steps"))
+    given = folder.read_provenance()["given_in_python"]
+    new = RunFolder.create(settings, run_dir, given=given)
+    new.checkpoints.mkdir()
+    shutil.copytree(found, new.latest)
+    if has_checkpoint(folder.best) and (saved_steps(folder.best) or 0) <= steps:
+        shutil.copytree(folder.best, new.best)
+    kept = [entry for entry in folder.read_metrics() if entry["iteration"] <= iteration]
+    files.write(new.metrics, "".join(f"{json.dumps(entry)}\n" for entry in kept).encode())
+    return new.path
+
+
+def _find(folder: RunFolder, checkpoint: CheckpointName) -> Path:
+    if checkpoint == "best":
+        return folder.best
+    existing = find_checkpoints(folder.latest)
+    if checkpoint == "latest":
+        return existing[0] if existing else folder.latest
+    steps = {saved_steps(path) or 0: path for path in existing}
+    if checkpoint not in steps:
+        there = ", ".join(f"{number:,}" for number in sorted(steps)) or "no step"
+        raise ConfigError(
+            f"checkpoint = {checkpoint}: {folder.path} has checkpoints of {there}; fix: one of these, 'latest' or 'best'"
+        )
+    return steps[checkpoint]
+
+
+def _check_changes(folder: RunFolder, settings: dict[str, Any]) -> None:
+    """Refuse changes of settings that the content of a checkpoint depends on."""
+    changed = differences({"old": flat(folder.read_config()), "new": flat(settings)})
+    for name, values in changed.items():
+        old, new = values.get("old"), values.get("new")
+        fixed = any(f"{name}.".startswith(f"{prefix}.") for prefix in _FIXED) and name != "policy.init_from"
+        if fixed or (name == "algorithm.kl_coef" and not old):
+            raise ConfigError(
+                f"{name} cannot change from {old!r:.80} to {new!r:.80}: the checkpoint was made with it; fix: a new run with "
+                f"policy.init_from={str(folder.path)!r}"
+            )

@@ -1,0 +1,133 @@
+"""Runs that begin at a checkpoint of another one, with other settings."""
+
+import json
+
+import pytest
+import torch
+
+import groupwise as gw
+from groupwise import cli
+from groupwise.report.folder import RunFolder
+from groupwise.training.checkpoint import load_checkpoint
+
+PPO = {"name": "ppo", "num_steps": 16, "num_epochs": 2, "minibatch_size": 64}
+GRPO = {"name": "grpo", "num_steps": 16, "group_size": 2}
+TINY = {
+    "num_envs": 4, "evaluation": {"interval": 64, "episodes": 2}, "checkpoint_interval": 64, "logging": {"progress": "none"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[PPO, GRPO], ids=["ppo", "grpo"])
+def run(request, tmp_path_factory):
+    """A run of a few iterations, each of which is evaluated and saved."""
+    return gw.train("CartPole-v1", request.param, total_steps=320, run_dir=tmp_path_factory.mktemp("run"), **TINY)
+
+
+def weights(run, checkpoint="latest"):
+    return load_checkpoint(RunFolder(run.path).checkpoints / checkpoint).policy
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_fork_without_changes_is_the_run_itself(run, tmp_path):
+    steps = load_checkpoint(RunFolder(run.path).checkpoints / "latest.1").state["env_steps"]
+    again = gw.resume(gw.fork(run.path, tmp_path / "again", checkpoint=steps))
+    assert same(weights(again), weights(run))
+    shown = [{name: value for name, value in entry.items() if "time/" not in name} for entry in again.metrics()]
+    assert shown == [{name: value for name, value in entry.items() if "time/" not in name} for entry in run.metrics()]
+    assert again.summary["env_steps"] == run.summary["env_steps"]
+
+
+def test_changed_settings_hold_from_there_on(run, tmp_path):
+    before = (run.path / "config.json").read_bytes(), weights(run)
+    forked = gw.fork(run.path, tmp_path / "new", algorithm={"learning_rate": 1e-5}, total_steps=600, seed=3)
+    assert RunFolder(forked).read_metrics() == run.metrics()
+    again = gw.resume(forked)
+    assert again.cfg.algorithm.num_steps == 16
+    rates = [entry["train/learning_rate"] for entry in again.metrics()]
+    assert rates[: len(run.metrics())] == [entry["train/learning_rate"] for entry in run.metrics()]
+    assert len(rates) > len(run.metrics())
+    assert all(0 < rate <= 1e-5 for rate in rates[len(run.metrics()) :])
+    assert not same(weights(again), weights(run))
+    assert before[0] == (run.path / "config.json").read_bytes()
+    assert same(before[1], weights(run))
+
+
+def test_a_fork_of_the_best_takes_its_weights_and_its_score(run, tmp_path):
+    forked = gw.fork(run.path, tmp_path / "best", checkpoint="best", total_steps=400, algorithm={"learning_rate": 1e-9})
+    assert same(load_checkpoint(forked / "checkpoints/latest").policy, weights(run, "best"))
+    again = gw.resume(forked)
+    reached = run.summary["best_env_steps"]
+    assert [entry["env_steps"] for entry in again.metrics() if entry["env_steps"] <= reached] == [
+        entry["env_steps"] for entry in run.metrics() if entry["env_steps"] <= reached
+    ]
+    assert again.metrics()[-1]["env_steps"] >= 400
+    # a rate of 1e-9 changes no action, so nothing is better than the best, which stays
+    assert same(weights(again, "best"), weights(run, "best"))
+    assert again.summary["best_env_steps"] == reached
+
+
+def test_a_best_of_later_is_not_of_the_fork(run, tmp_path):
+    folder = RunFolder(run.path)
+    best = load_checkpoint(folder.best).state["env_steps"]
+    earlier = ("latest.2", "latest.1", "latest")
+    steps = [load_checkpoint(folder.checkpoints / name).state["env_steps"] for name in earlier]
+    forked = gw.fork(run.path, tmp_path / "new", checkpoint=steps[0])
+    assert (forked / "checkpoints/best").exists() == (best <= steps[0])
+    again = gw.resume(forked)
+    assert (again.path / "checkpoints/best").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"env": {"num_envs": 8}},
+            r"env\.num_envs cannot change from 4 to 8: .*fix: a new run with policy\.init_from=",
+        ),
+        ({"policy": {"hidden_sizes": [8]}}, r"policy\.hidden_sizes cannot change from \[64, 64\] to \[8\]"),
+        ({"env": {"id": "Acrobot-v1"}}, r"env\.id cannot change from 'CartPole-v1' to 'Acrobot-v1'"),
+        ({"algorithm": {"optimizer": "sgd"}}, r"algorithm\.optimizer.* cannot change"),
+        ({"algorithm": {"gama": 0.9}}, "unknown key 'gama'; did you mean 'gamma'"),
+        ({"algorithm": "bc"}, "settings of algorithm .* do not fit algorithm 'bc'"),
+        (
+            {"checkpoint": 5},
+            r"checkpoint = 5: .* has checkpoints of \d+, \d+, \d+; fix: one of these, 'latest' or 'best'",
+        ),
+    ],
+)
+def test_what_cannot_change_is_named_and_leaves_no_folder(run, tmp_path, changed, message):
+    with pytest.raises(gw.ConfigError, match=message):
+        gw.fork(run.path, tmp_path / "new", **changed)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_reference_cannot_come_from_nowhere(tmp_path):
+    run = gw.train("CartPole-v1", GRPO, total_steps=64, run_dir=tmp_path / "run", **TINY)
+    with pytest.raises(gw.ConfigError, match=r"algorithm\.kl_coef cannot change from 0\.0 to 0\.1"):
+        gw.fork(run.path, tmp_path / "new", algorithm={"kl_coef": 0.1})
+
+
+def test_a_taken_folder_is_refused(run):
+    with pytest.raises(gw.RunFolderError, match="is taken"):
+        gw.fork(run.path, run.path)
+
+
+def test_the_command_line_forks(run, tmp_path, capsys):
+    new = tmp_path / "new"
+    words = ["--from", "best", "--fork", str(new), "--algorithm.learning-rate", "1e-4", "--total-steps", "400"]
+    assert cli.main(["resume", str(run.path), *words]) == 0
+    cfg = json.loads((new / "config.json").read_text())
+    assert (cfg["algorithm"]["learning_rate"], cfg["total_steps"]) == (1e-4, 400)
+    assert f"resuming from step {run.summary['best_env_steps']:,} of 400" in capsys.readouterr().err
+    for more, message in (
+        (["--from", "best"], "--from would overwrite what was trained since; fix: --fork NEW_DIR, too"),
+        (["--algorithm.gamma", "0.9"], "--algorithm.gamma makes another run of it; fix: --fork NEW_DIR, too"),
+        (["--form", "best"], "unknown option --form; did you mean --from?"),
+        (["--fork", str(tmp_path / "x"), "--algorithm.gama", "1"], "did you mean"),
+        (["--fork", str(tmp_path / "x"), "--from", "bets"], "expected a whole number"),
+    ):
+        assert cli.main(["resume", str(run.path), *more]) == 2
+        assert message in capsys.readouterr().err

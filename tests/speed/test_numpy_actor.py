@@ -132,4 +132,4 @@ def test_a_choice_of_probability_zero_is_never_drawn():
     act, generator = numpy_actor(policy), torch.Generator().manual_seed(0)
     acted = [act(torch.zeros(30, 4), generator=generator) for _ in range(40)]
     assert {int(i) for action, *_ in acted for i in action} == {0, 2}
-    assert all(log_prob.isfinite().all() for _, log_prob, _ in acted)
+    assert all(log_prob.isfinite().all() for _, log_prob, *_ in acted)

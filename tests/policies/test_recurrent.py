@@ -11,6 +11,7 @@ from recurrent_policies import averaging
 
 from groupwise.config.policy import RecurrentCfg
 from groupwise.data.spaces import obs_to_tensor
+from groupwise.errors import DataError
 from groupwise.policies.base import with_state
 from groupwise.policies.recurrent import Packing, RecurrentActorCritic
 
@@ -196,6 +197,9 @@ def test_predict_gives_the_state_back(kind):
     _, mixed = policy.predict(obs, state=state, episode_start=[False, True])
     np.testing.assert_allclose(mixed[0], later[0], rtol=1e-6)
     np.testing.assert_allclose(mixed[1], state[1], rtol=1e-6)
+    for wrong in ({"state": state[:1]}, {"state": state[:, :3]}, {"state": state, "episode_start": [True]}):
+        with pytest.raises(DataError, match=r"expected \[2, 10\] and \[2\]; fix: the state of the last call"):
+            policy.predict(obs, **wrong)
     one, _ = policy.predict(SPACES[kind][0].sample())
     assert SPACES[kind][1].contains(one)
 

@@ -114,14 +114,10 @@ class RecurrentActorCritic(ActorCritic):
             episode_start: ``[B]`` True where an episode begins.
 
         Raises:
-            DataError: as ``ActorCritic.predict``.
+            DataError: as ``ActorCritic.predict``; or a state, or beginnings, of another number of observations.
         """
         tensor, batched = self._read(obs)
-        size = self.encoder.state_size
-        given = self.zero_state(len(tensor))[:, :size] if state is None else torch.as_tensor(state, device=self.device)
-        if episode_start is not None:
-            begins = torch.as_tensor(episode_start, dtype=torch.bool, device=self.device)
-            given = given.masked_fill(begins.reshape(-1, 1), 0.0)
+        given = self._given_state(len(tensor), state, episode_start)
         features, end = self.encoder.follow(self._normalized(tensor), given, torch.tensor([len(tensor)]))
         params = self._allowed(self._params(features if self.trunk is None else self.trunk(features)), tensor)
         action = self.head.mode(params) if deterministic else self.head.sample(params)
@@ -170,6 +166,20 @@ class RecurrentActorCritic(ActorCritic):
     def _encoders(self) -> list[RecurrentEncoder]:
         """That of the actor, and that of the critic if it has its own."""
         return [self.encoder] if self.critic_encoder is None else [self.encoder, self.critic_encoder]
+
+    def _given_state(
+        self, rows: int, state: npt.ArrayLike | None, episode_start: npt.ArrayLike | None
+    ) -> Float[Tensor, "row state"]:
+        """The actor's state from ``predict``'s arguments."""
+        shape = (rows, self.encoder.state_size)
+        given = torch.zeros(shape) if state is None else torch.as_tensor(state, dtype=torch.float32)
+        begins = torch.zeros(rows) if episode_start is None else torch.as_tensor(episode_start).reshape(-1)
+        if given.shape != shape or len(begins) != rows:
+            raise DataError(
+                f"state has shape {list(given.shape)} and episode_start {list(begins.shape)}, expected {list(shape)} and "
+                f"[{rows}]; fix: the state of the last call, for as many observations"
+            )
+        return given.masked_fill(begins.bool().unsqueeze(-1), 0.0).to(self.device)
 
     def zero_state(self, rows: int) -> Float[Tensor, "row state"]:
         """What is remembered where episodes begin."""

@@ -39,8 +39,10 @@ from groupwise.policies.export import export as export
 from groupwise.policies.recurrent import RecurrentActorCritic as RecurrentActorCritic
 from groupwise.comparison.results import Comparison as Comparison
 from groupwise.run import Run as Run, evaluate as evaluate, resume as resume, sample as sample, train as train
+from groupwise.text.agent import LanguageAgent as LanguageAgent
 from groupwise.text.data import Example as Example
 from groupwise.text.policy import CausalLM as CausalLM
+from groupwise.text.prompt_env import PromptEnv as PromptEnv
 from groupwise.text.rewards import register_reward as register_reward
 from groupwise.text.task import TextTask as TextTask
 from groupwise.text.tools import Calculator as Calculator, Tool as Tool, register_tool as register_tool

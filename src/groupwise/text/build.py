@@ -86,7 +86,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
             "collection.dynamic_sampling takes a varying number of prompts, which several processes cannot divide; fix: "
             "dynamic_sampling=0, or one process"
         )
-    cfg = _filled_in(cfg, rewards.weights)
+    cfg = filled_in(cfg, rewards.weights)
     algorithm = build_algorithm(cfg, given.policy, engine)
     policy = algorithm.policy
     assert isinstance(policy, CausalLM)
@@ -179,7 +179,7 @@ def _policy(cfg: TextRunCfg, policy: Policy | None, *, actor_only: bool) -> Caus
     return policy
 
 
-def _filled_in(cfg: TextRunCfg, weights: tuple[float, ...]) -> TextRunCfg:
+def filled_in(cfg: TextRunCfg, weights: tuple[float, ...]) -> TextRunCfg:
     """The settings with those that follow from others: the longest completion, a discount that is
     not read, and weights of rewards compared one by one.
     """

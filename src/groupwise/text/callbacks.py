@@ -1,6 +1,7 @@
 """Callbacks of text runs: check the sampler against the trainer, and log groups."""
 
 import logging
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,10 +31,12 @@ class CheckSamplerMismatch(Callback):
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Check the KL of this iteration's first minibatch."""
+        self.check(metrics, trainer.iteration)
+
+    def check(self, metrics: Mapping[str, float], iteration: int) -> None:
+        """Warn once, or raise a ``SamplerMismatchError``."""
         found = metrics.get("rollout/sampler_kl", 0.0)
-        differ = (
-            f"sampler and trainer differ: KL {found:.3g} nats per token in iteration {trainer.iteration}, more than"
-        )
+        differ = f"sampler and trainer differ: KL {found:.3g} nats per token in iteration {iteration}, more than"
         if self.cfg.stop is not None and found > self.cfg.stop:
             raise SamplerMismatchError(
                 f"{differ} sampler_mismatch.stop={self.cfg.stop:g}; fix: another precision, "

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -13,7 +14,6 @@ from groupwise.collectors.base import Collector, Episode
 from groupwise.config.algorithm import CollectionCfg, GRPOCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.errors import DataError
-from groupwise.functional.shaping import overlong_penalty
 from groupwise.functional.texts import pass_rate, repeated_ngrams
 from groupwise.seeding import derive_seed
 from groupwise.text.data import shuffled
@@ -21,8 +21,16 @@ from groupwise.text.generation import Generate
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.rewards import RewardSet, TrainingState
-from groupwise.text.rollout import TextRow, text_rollout
-from groupwise.text.transcripts import ToolDialogue, Transcript, rewards_of_groups, score, write
+from groupwise.text.rollout import text_rollout
+from groupwise.text.transcripts import (
+    ToolDialogue,
+    Transcript,
+    open_group,
+    rewards_of_groups,
+    score,
+    training_row,
+    write,
+)
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +74,6 @@ class TextCollector(Collector):
         self.rank, self.world_size = rank, world_size
         self._cfg, self._encoder, self._dialogue = cfg, encoder, dialogue
         grpo = cfg.algorithm if isinstance(cfg.algorithm, GRPOCfg) else None
-        self._num_sampled = 1 if grpo is None else grpo.group_size
-        self._group_size = self._num_sampled + (0 if grpo is None else grpo.credit.baseline.greedy_members)
         self._collection = CollectionCfg() if grpo is None else grpo.collection
         self._unscored = 0
 
@@ -93,8 +99,9 @@ class TextCollector(Collector):
         self.iteration += 1
         self.members = [member for group in (*kept, *filtered) for member in group]
         self._check_scored()
-        rows = [self._row(member) for group in kept for member in group]
-        rows += [self._row(member)._replace(reward=None) for group in filtered for member in group]
+        row = partial(training_row, cfg=self._cfg)
+        rows = [row(member) for group in kept for member in group]
+        rows += [row(member)._replace(reward=None) for group in filtered for member in group]
         self._update_metrics(num_filtered=len(filtered))
         return self._with_values(text_rollout(rows, device=self.policy.device))
 
@@ -119,13 +126,10 @@ class TextCollector(Collector):
 
     def _new_groups(self, count: int, first: int) -> list[list[Transcript]]:
         """Groups of the next prompts, generated and scored; ``first`` groups of this rollout precede them."""
-        stream = self._cfg.seed, "completion", self.rank, self.iteration
+        numbers = range(first, first + count)
+        stream = "completion", self.rank, self.iteration
         groups = [
-            [
-                Transcript(self._prompt(group), group, derive_seed(*stream, group, i), greedy=i == self._num_sampled)
-                for i in range(self._group_size)
-            ]
-            for group in range(first, first + count)
+            open_group(self._prompt(number), number, self._cfg.algorithm, self._cfg.seed, *stream) for number in numbers
         ]
         transcripts = [member for group in groups for member in group]
         write(transcripts, self.generate, self._cfg.sampling, self._dialogue)
@@ -142,25 +146,6 @@ class TextCollector(Collector):
     @property
     def _epoch(self) -> float:
         return self.position * self.world_size / len(self.prompts)
-
-    def _row(self, member: Transcript) -> TextRow:
-        cut, cfg, reward = member.stop == "length", self._cfg, member.reward
-        if reward is not None and cfg.overlong_buffer:
-            length = torch.tensor([len(member.last_turn())])
-            reward -= float(overlong_penalty(length, cfg.sampling.max_new_tokens, cfg.overlong_buffer))
-        return TextRow(
-            member.prompt.tokens,
-            member.tokens,
-            member.log_probs,
-            reward,
-            terminated=not cut,
-            group=member.group,
-            turn=None if self._dialogue is None else member.turn,
-            support=member.support or None,
-            trained=not (cut and cfg.mask_truncated_completions),
-            greedy=member.greedy,
-            reward_parts=tuple(part or 0.0 for part in member.parts) if len(member.parts) > 1 else (),
-        )
 
     def _check_scored(self) -> None:
         if any(member.reward is not None for member in self.members):

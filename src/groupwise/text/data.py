@@ -41,7 +41,7 @@ def load_examples(source: object, *, prompt_column: str = "prompt") -> list[Exam
         DataError: no examples, a row that cannot be read (names file and line), or a missing column.
     """
     where = str(source) if isinstance(source, str | Path) else "the data"
-    rows = [{prompt_column: row} if isinstance(row, str) else row for row in _rows(source, where)]
+    rows = [{prompt_column: row} if isinstance(row, str) else row for row in read_rows(source, where)]
     if not rows:
         raise DataError(f"{where} has no examples; fix: at least one prompt")
     for number, row in enumerate(rows):
@@ -140,7 +140,8 @@ def shuffled(size: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def _rows(source: object, where: str) -> list[Any]:
+def read_rows(source: object, where: str = "the data") -> list[Any]:
+    """The rows of a file, a data frame or any other iterable; a ``DataError`` if it is none."""
     if isinstance(source, str | Path):
         source = _read(Path(source))
     elif "pandas" in sys.modules and isinstance(source, sys.modules["pandas"].DataFrame):

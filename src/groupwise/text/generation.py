@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import DataError
 from groupwise.policies.base import Action
-from groupwise.text.sampling import Completion, DecodingState, draw
+from groupwise.text.sampling import Completion, DecodingState
 
 if TYPE_CHECKING:
     from groupwise.text.policy import CausalLM
@@ -112,16 +112,20 @@ def next_token(
     deterministic: bool = False,
     generator: torch.Generator | None = None,
 ) -> Action:
-    """The next token of each context, its log-probability in the sampling distribution, and the context's value."""
+    """The next token of each context, its log-probability in the sampling distribution, and the context's value.
+
+    To penalties the context is a prompt.
+    """
     ids = contexts.tolist() if isinstance(contexts, Tensor) else contexts
-    tokens, valid = left_padded(ids, policy.device)
-    with policy.computing():
-        hidden = policy.hidden_states(tokens, valid)[:, -1]
-    chance = torch.rand(len(ids), generator=generator, device=policy.device)
-    logits = policy.decoder.head(policy)(hidden)
-    token, log_prob, _ = draw(logits, chance, policy.sampling, deterministic=deterministic)
-    value = None if policy.value_head is None else policy.value_head(hidden.float())[:, 0]
-    return Action(token, log_prob, value)
+    seeds = torch.randint(2**31, (len(ids), 1), generator=generator, device=policy.device)
+    once = policy.sampling.model_copy(update={"max_new_tokens": 1, "stop": ()})
+    completions = [one for (one,) in complete(policy, ids, seeds, once, deterministic=deterministic)]
+    token = torch.tensor([one.tokens[0] for one in completions], device=policy.device)
+    log_prob = torch.tensor([one.log_probs[0] for one in completions], device=policy.device)
+    if policy.value_head is None:
+        return Action(token, log_prob)
+    hidden = policy.hidden_states(*left_padded(ids, policy.device))[:, -1]
+    return Action(token, log_prob, policy.value_head(hidden.float())[:, 0])
 
 
 def _decode(

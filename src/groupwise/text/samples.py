@@ -74,7 +74,7 @@ def write_texts(
 
 def predict(policy: CausalLM, prompts: str | Sequence[Any], deterministic: bool) -> str | list[str]:
     """A completion of each prompt, as ``policy.predict`` returns it; random ones by torch's global generator."""
-    seed = 0 if deterministic else int(torch.randint(2**62, ()))
+    seed = 0 if deterministic else int(torch.randint(2**31, ()))
     read = read_prompts(prompts)
     texts = write_texts(policy, read, 1, sampling=policy.sampling, deterministic=deterministic, seed=seed)
     return texts[0][0] if is_single(prompts) else [text for (text,) in texts]

@@ -8,12 +8,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
 from groupwise.config.policy import SamplingCfg
+from groupwise.config.run import TextRunCfg
+from groupwise.functional.shaping import overlong_penalty
 from groupwise.seeding import derive_seed
 from groupwise.text.data import Completion as CompletionText
 from groupwise.text.generation import Generate
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.rewards import RewardSet, TrainingState
+from groupwise.text.rollout import TextRow
 from groupwise.text.sampling import Completion
 from groupwise.text.tools import AnyTool, IsolatedTool, Tool, ask
 
@@ -128,6 +132,20 @@ def dialogue_of(tool: AnyTool | None, encoder: PromptEncoder, context: int | Non
     return None if tool is None else ToolDialogue(tool, encoder, context)
 
 
+def open_group(
+    prompt: EncodedPrompt, number: int, algorithm: AlgorithmCfg, seed: int, *stream: int | str
+) -> list[Transcript]:
+    """The members of a group, not written yet; the seed of each follows from ``seed``, ``stream``, group and member.
+
+    Args:
+        number: of the group in its rollout.
+    """
+    grpo = algorithm if isinstance(algorithm, GRPOCfg) else None
+    sampled = 1 if grpo is None else grpo.group_size
+    size = sampled + (0 if grpo is None else grpo.credit.baseline.greedy_members)
+    return [Transcript(prompt, number, derive_seed(seed, *stream, number, i), greedy=i == sampled) for i in range(size)]
+
+
 def write(
     transcripts: Sequence[Transcript],
     generate: Generate,
@@ -175,6 +193,27 @@ def score(
     scores = rewards.score([example.prompt for example in examples], completions, ids, columns, state)
     for transcript, reward, *parts in zip(transcripts, scores.reward, *scores.parts, strict=True):
         transcript.reward, transcript.parts = reward, parts
+
+
+def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:
+    """What training reads of a completion with its reward."""
+    cut, reward = member.stop == "length", member.reward
+    if reward is not None and cfg.overlong_buffer:
+        length = torch.tensor([len(member.last_turn())])
+        reward -= float(overlong_penalty(length, cfg.sampling.max_new_tokens, cfg.overlong_buffer))
+    return TextRow(
+        member.prompt.tokens,
+        member.tokens,
+        member.log_probs,
+        reward,
+        terminated=not cut,
+        group=member.group,
+        turn=None if cfg.task.tool is None else member.turn,
+        support=member.support or None,
+        trained=not (cut and cfg.mask_truncated_completions),
+        greedy=member.greedy,
+        reward_parts=tuple(part or 0.0 for part in member.parts) if len(member.parts) > 1 else (),
+    )
 
 
 def rewards_of_groups(transcripts: Sequence[Transcript]) -> list[list[float]]:

@@ -1,0 +1,266 @@
+"""A language model and GRPO for training loops by hand, in AgileRL's manner. The parts are those of ``gw.train``."""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from groupwise.algorithms.base import BaseAlgorithm
+from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
+from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
+from groupwise.config.run import TextRunCfg
+from groupwise.config.text import TextTaskCfg
+from groupwise.data.rollout import TensorSpec
+from groupwise.engines.base import Engine
+from groupwise.errors import ConfigError, DataError, DivergedError, nearest
+from groupwise.report.folder import RunFolder
+from groupwise.text.build import build_algorithm, filled_in, identity_of
+from groupwise.text.callbacks import CheckSamplerMismatch
+from groupwise.text.completions import Completions, group_shape
+from groupwise.text.data import Example, Prompt
+from groupwise.text.generation import complete
+from groupwise.text.policy import CausalLM
+from groupwise.text.prompt_env import PromptEnv
+from groupwise.text.prompts import PromptEncoder
+from groupwise.text.rollout import TextBuffer, text_rollout
+from groupwise.text.samples import read_prompts
+from groupwise.text.settings import text_cfg
+from groupwise.text.transcripts import Transcript, open_group, training_row, write
+from groupwise.training.checkpoint import Checkpoint, load_checkpoint, load_policy, save_checkpoint
+
+Experiences = tuple[Any, Sequence[Tensor], Any]
+"""Completions and masks of ``get_action``, and their rewards ``[B, G]``."""
+_OF_PROMPTS = ("chat", "chat_template_kwargs", "max_prompt_tokens", "system_prompt")
+_OF_RUN = ("compile", "device", "mask_truncated_completions", "overlong_buffer", "sampler_mismatch")
+_WHOLE_RUNS = ("filter_groups", "dynamic_sampling")
+"""Settings of ``collection`` that choose groups, which is left to the loop."""
+
+
+class LanguageAgent:
+    """Samples groups of completions, and learns from their rewards by ``GRPO.update``.
+
+    With the prompts and rewards of a ``PromptEnv``, the same settings and seed, the parameters are those of ``gw.train``.
+
+    Args:
+        model: a folder or hub id, a ``ModelCfg``, or a ``CausalLM`` with its own sampling.
+        algorithm: a ``GRPOCfg`` or some of its fields, over the defaults of text runs.
+        preset: credit and objective of a paper or library, by name.
+        lora: trains adapters.
+        index: a number of your own, which ``clone`` changes.
+        settings: further fields of ``TextRunCfg``: ``device``, ``compile``, ``mask_truncated_completions``, ``overlong_buffer``
+            and ``sampler_mismatch``; and of ``TextTaskCfg``: ``system_prompt``, ``chat``, ``chat_template_kwargs`` and
+            ``max_prompt_tokens``.
+
+    Raises:
+        ConfigError: a setting is unknown or impossible, or only works in ``gw.train``.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | ModelCfg | CausalLM,
+        algorithm: str | AlgorithmCfg | dict[str, Any] | None = None,
+        *,
+        preset: str | None = None,
+        lora: LoRACfg | Mapping[str, Any] | None = None,
+        sampling: SamplingCfg | Mapping[str, Any] | None = None,
+        seed: int = 0,
+        index: int = 0,
+        **settings: Any,
+    ) -> None:
+        if unknown := [name for name in settings if name not in _OF_PROMPTS + _OF_RUN]:
+            near = nearest(unknown[0], _OF_PROMPTS + _OF_RUN)
+            raise ConfigError(f"unknown setting {unknown[0]!r} of a LanguageAgent{near or '; fix: gw.train'}")
+        given = model if isinstance(model, CausalLM) else None
+        task = TextTaskCfg(**{name: value for name, value in settings.items() if name in _OF_PROMPTS})
+        of_run = {name: value for name, value in settings.items() if name in _OF_RUN}
+        of_run |= {"model": None if given else model, "lora": lora, "sampling": sampling, "seed": seed}
+        self._build(text_cfg(task, algorithm, preset, given, of_run), given, index)
+
+    def _build(self, cfg: TextRunCfg, given: CausalLM | None, index: int) -> None:
+        if not isinstance(cfg.algorithm, GRPOCfg):
+            raise ConfigError(f"a LanguageAgent learns from groups, by grpo; got {cfg.algorithm.name!r}, fix: gw.train")
+        for name in cfg.algorithm.collection.changed(*_WHOLE_RUNS):
+            raise ConfigError(
+                f"collection.{name} chooses groups while they are collected; fix: gw.train, or leave it out"
+            )
+        if cfg.task.tool is not None:
+            raise ConfigError(f"a LanguageAgent writes one turn; got tool={cfg.task.tool!r}, fix: gw.train")
+        self.cfg = filled_in(cfg, (1.0,))
+        """The settings, as those of a run."""
+        self.index = index
+        self.algorithm: BaseAlgorithm = build_algorithm(self.cfg, given, Engine())
+        """The ``GRPO``, with the policy."""
+        self.metrics: dict[str, float] = {}
+        """Of the last ``learn``, by the names of ``metrics.jsonl``."""
+        self.iteration = 0
+        """Batches of completions sampled in training."""
+        self._given_in_python = [] if given is None else ["policy"]
+        self._encoder = PromptEncoder(self.policy.tokenizer, self.cfg.task)
+        self._mismatch = CheckSamplerMismatch(self.cfg.sampler_mismatch)
+        assert isinstance(self.policy.action_spec, TensorSpec)
+        on_nonfinite, device = self.cfg.algorithm.on_nonfinite, self.policy.device
+        self._buffer = TextBuffer(self.policy.action_spec, on_nonfinite=on_nonfinite, device=device)
+
+    @property
+    def policy(self) -> CausalLM:
+        """The language model."""
+        assert isinstance(self.algorithm.policy, CausalLM)
+        return self.algorithm.policy
+
+    def get_action(self, prompts: str | Sequence[Any], training: bool = True) -> tuple[Completions, list[Tensor]]:
+        """Completions of each prompt, and masks ``[G, L - 1]`` of their tokens.
+
+        Args:
+            prompts: texts or lists of messages; also a single one.
+            training: a group for each prompt. False: its most likely completion, which nothing is learned from.
+
+        Raises:
+            DataError: a prompt is too long, or neither a text nor messages.
+        """
+        groups = self._open_groups(read_prompts(prompts), training)
+        members = list(chain(*groups))
+        write(members, partial(complete, self.policy), self.cfg.sampling)
+        for member in members:
+            member.text = self._encoder.decode(member.tokens)
+        self.iteration += training
+        completions = Completions(groups)
+        return completions, completions.masks()
+
+    def learn(self, experiences: Experiences) -> tuple[float, float]:
+        """Update the policy; returns the loss, and the KL to the reference, 0 without one.
+
+        Args:
+            experiences: completions and masks of ``get_action``, and rewards ``[B, G]``; NaN: no reward. Tokens that you take out
+                of a mask have no loss.
+
+        Raises:
+            DataError: shapes that do not fit, or rewards that are infinite.
+            DivergedError: a metric of the update is NaN or infinite.
+            SamplerMismatchError: sampler and trainer are two different policies.
+        """
+        if not isinstance(experiences[0], Completions):
+            raise DataError(f"completions are a {type(experiences[0]).__name__}; fix: what get_action returned")
+        self._buffer.add(self._rollout(*experiences))
+        metrics = self.algorithm.update(self._buffer.get())
+        self.metrics = {name: float(value) for name, value in metrics.items()}
+        for name, value in self.metrics.items():
+            if not math.isfinite(value) and self.cfg.algorithm.on_nonfinite == "stop":
+                raise DivergedError.because(f"{name} is {value} in iteration {self.iteration}")
+        self._mismatch.check(self.metrics, self.iteration)
+        return self.metrics["train/loss"], self.metrics["train/kl"]
+
+    def test(self, env: PromptEnv) -> float:
+        """Mean reward of the most likely completion of each held-out prompt.
+
+        Raises:
+            ConfigError: no prompts are held out.
+            DataError: no completion could be scored.
+        """
+        rewards = []
+        with env.eval_mode():
+            prompts = env.reset()
+            while prompts:
+                prompts, scored = env.step(self.get_action(prompts, training=False)[0])
+                rewards.append(scored.flatten())
+        mean = float(torch.cat(rewards).double().nanmean())
+        if math.isnan(mean):
+            raise DataError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
+        return mean
+
+    def set_progress(self, progress: float) -> None:
+        """Tell a schedule of the learning rate which share of training is done, in [0, 1]."""
+        self.algorithm.set_progress(progress)
+
+    def clone(self, index: int | None = None) -> "LanguageAgent":
+        """A copy that shares nothing, with the state of the optimiser."""
+        twin = copy.deepcopy(self)
+        twin.index = self.index if index is None else index
+        return twin
+
+    def save(self, path: str | Path) -> None:
+        """Write settings and a checkpoint into a folder, in place of those of an earlier ``save``.
+
+        It is a run folder, which ``gw.sample``, ``gw.Run.load`` and ``groupwise export`` read, too.
+
+        Raises:
+            RunFolderError: the folder has other files.
+        """
+        folder, settings = RunFolder(Path(path)), self.cfg.model_dump(mode="json")
+        if folder.latest.is_dir():
+            folder.rewrite_config(settings)
+        else:
+            folder = RunFolder.create(settings, Path(path), given=self._given_in_python)
+        state = {
+            "env_steps": 0,
+            "iteration": self.iteration,
+            "index": self.index,
+            "algorithm": self.algorithm.state_dict(),
+        }
+        save_checkpoint(folder.latest, Checkpoint(self.policy.state_dict(), state), identity_of(self.cfg, self.policy))
+
+    @classmethod
+    def load(cls, path: str | Path, model: CausalLM | None = None) -> "LanguageAgent":
+        """The agent that ``save`` wrote, or that of a text run, which goes on exactly.
+
+        Args:
+            model: the model that the agent was given in Python; it gets the saved weights.
+
+        Raises:
+            RunFolderError, CheckpointError: there is none, or it is damaged.
+            ConfigError: the agent was given a model in Python, or the run's settings only work in ``gw.train``.
+        """
+        folder = RunFolder.open(Path(path))
+        if model is None and "policy" in folder.read_provenance()["given_in_python"]:
+            raise ConfigError(f"{path} was given a model in Python; fix: LanguageAgent.load({str(path)!r}, model=...)")
+        agent = cls.__new__(cls)
+        agent._build(TextRunCfg.model_validate(folder.read_config()), model, 0)
+        saved = load_checkpoint(folder.latest, identity_of(agent.cfg, agent.policy), agent.policy)
+        load_policy(agent.policy, saved.policy, folder.latest)
+        agent.algorithm.load_state_dict(saved.state["algorithm"])
+        agent.iteration, agent.index = saved.state["iteration"], saved.state.get("index", 0)
+        return agent
+
+    def _open_groups(self, prompts: Sequence[Prompt], training: bool) -> list[list[Transcript]]:
+        room = self.policy.max_prompt_length(self.cfg.sampling.max_new_tokens)
+        encoded = self._encoder.select([Example(prompt, {}) for prompt in prompts], room)
+        if not training:
+            return [[Transcript(prompt, number, 0, greedy=True)] for number, prompt in enumerate(encoded)]
+        stream = "completion", 0, self.iteration  # as the collector's, of rank 0
+        cfg = self.cfg
+        return [open_group(prompt, number, cfg.algorithm, cfg.seed, *stream) for number, prompt in enumerate(encoded)]
+
+    def _rollout(self, completions: Completions, masks: Sequence[Tensor], rewards: Any) -> TensorDict:
+        scores = torch.as_tensor(rewards, dtype=torch.float64)
+        if scores.shape != (shape := group_shape(completions.groups)) or len(masks) != len(completions):
+            raise DataError(
+                f"rewards of shape {tuple(scores.shape)} and {len(masks)} masks for {shape[0]} groups of {shape[1]} completions; "
+                f"fix: rewards of shape {shape}, and a mask for each group"
+            )
+        members = list(chain(*completions.groups))
+        known = [None if math.isnan(score) else score for score in scores.flatten().tolist()]
+        scored = [replace(member, reward=reward) for member, reward in zip(members, known, strict=True)]
+        rollout = text_rollout([training_row(member, self.cfg) for member in scored], device=self.policy.device)
+        return _with_masks(rollout, completions, masks)
+
+
+def _with_masks(rollout: TensorDict, completions: Completions, masks: Sequence[Tensor]) -> TensorDict:
+    """The rollout, with no loss where a mask is False."""
+    trained = torch.zeros(rollout.shape, dtype=torch.bool)
+    first = 0
+    for ids, mask in zip(completions, masks, strict=True):
+        if mask.shape != (len(ids), ids.shape[1] - 1):
+            raise DataError(f"a mask of shape {tuple(mask.shape)} for ids of shape {tuple(ids.shape)}; fix: [G, L - 1]")
+        trained[first : first + len(ids), : mask.shape[1]] = mask.bool()
+        first += len(ids)
+    trained = trained.to(rollout.device)
+    if bool((rollout["loss_mask"] & ~trained).any()):
+        rollout["trained"] = trained & rollout.get("trained", rollout["valid"])
+    return rollout

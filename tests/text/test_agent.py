@@ -1,0 +1,329 @@
+"""Training loops by hand: the agent, the environment of prompts, and that they are what ``gw.train`` does."""
+
+import math
+
+import pytest
+import torch
+from text_runs import DIGITS, copying, numbers, save_model, share_copied
+from tiny_models import tiny_model
+from tiny_tokenizers import character_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import groupwise as gw
+from groupwise import cli
+from groupwise.text.load import with_adapters
+
+SHORT = {"max_new_tokens": 4}
+QUIET = {"logging": {"progress": "none"}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_model(tmp_path_factory.mktemp("lm") / "model"))
+
+
+def digits(**settings):
+    rows = numbers()
+    return gw.PromptEnv(rows[:60], rows[60:68], reward=share_copied, batch_size=4, **settings)
+
+
+def agent_of(model, **settings):
+    fields = {"group_size": 4, "learning_rate": 1e-3} | settings.pop("algorithm", {})
+    return gw.LanguageAgent(model, fields, sampling=settings.pop("sampling", SHORT), **settings)
+
+
+def loop(agent, env, iterations):
+    prompts = env.reset()
+    for _ in range(iterations):
+        completion_ids, masks = agent.get_action(prompts)
+        prompts, rewards = env.step(completion_ids)
+        agent.learn((completion_ids, masks, rewards))
+    return agent
+
+
+def weights(policy):
+    return dict(policy.state_dict())
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    assert all(one[name].equal(other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"lora": {"r": 2}, "seed": 3, "algorithm": {"kl_coef": 0.05, "num_epochs": 2}},
+        {"sampling": SHORT | {"top_k": 3}, "preset": "remax", "mask_truncated_completions": True, "overlong_buffer": 2},
+    ],
+    ids=["plain", "adapters", "filtered"],
+)
+def test_a_loop_by_hand_is_gw_train_bit_for_bit(model, settings, tmp_path):
+    by_hand = loop(agent_of(model, **settings), digits(seed=settings.get("seed", 0)), iterations=3)
+    fields = {"group_size": 4, "learning_rate": 1e-3} | settings.get("algorithm", {})
+    rest = {"sampling": SHORT} | {name: value for name, value in settings.items() if name != "algorithm"}
+    stop_after = StopAfter(3)
+    run = gw.train(
+        copying(), fields, model=model, num_prompts=4, run_dir=tmp_path / "run", callbacks=[stop_after], **rest, **QUIET
+    )
+    assert_equal(weights(by_hand.policy), weights(run.policy))
+    last = run.metrics()[-1]
+    assert by_hand.metrics == {name: last[name] for name in by_hand.metrics}
+    assert by_hand.metrics["train/optimizer_steps"] > 0
+
+
+class StopAfter(gw.Callback):
+    def __init__(self, iterations):
+        self.iterations = iterations
+
+    def on_iteration_end(self, trainer, rollout, metrics):
+        if trainer.iteration == self.iterations:
+            trainer.stop("enough")
+
+
+def test_completions_are_ids_with_masks_and_texts(model):
+    agent = agent_of(model)
+    completions, masks = agent.get_action(["12", "345"])
+    assert len(completions) == len(masks) == 2
+    for ids, mask, texts, prompt in zip(completions, masks, completions.texts, ["12", "345"], strict=True):
+        assert ids.shape[0] == mask.shape[0] == 4
+        assert mask.shape[1] == ids.shape[1] - 1
+        for row, (of_row, text) in zip(ids, zip(mask, texts, strict=True), strict=True):
+            written = row[1:][of_row].tolist()
+            assert row[: len(prompt)].tolist() == [4 + DIGITS.index(digit) for digit in prompt]
+            assert 1 <= len(written) <= 4
+            assert agent.policy.tokenizer.decode(written, skip_special_tokens=True) == text
+            assert not of_row[: len(prompt) - 1].any()
+    again, _ = agent.get_action(["12", "345"])
+    assert again.texts != completions.texts  # each call has seeds of its own
+
+
+def test_without_training_one_greedy_completion_of_each_prompt(model):
+    agent = agent_of(model)
+    greedy, _ = agent.get_action(["123", "456"], training=False)
+    assert [ids.shape[0] for ids in greedy] == [1, 1]
+    assert [text for (text,) in greedy.texts] == agent.policy.predict(["123", "456"])
+    assert agent.iteration == 0
+    assert agent.get_action("123", training=False)[0].texts == [greedy.texts[0]]
+
+
+def test_the_score_is_the_mean_over_all_held_out_prompts_and_training_goes_on_where_it_was(model):
+    agent, env = agent_of(model), digits()
+    prompts = env.reset()
+    with env.eval_mode():
+        assert len(env) == 8
+        held_out = [row["prompt"] for row in numbers()[60:68]]
+        assert env.reset() + env.step([["1"]] * 4)[0] == held_out
+    expected = share_copied(held_out, agent.policy.predict(held_out))
+    assert agent.test(env) == pytest.approx(sum(expected) / 8)
+    assert env.reset() == prompts
+
+
+def test_each_epoch_has_every_prompt_once_in_an_order_of_its_own():
+    env = gw.PromptEnv(["a", "b", "c"], reward=lambda completions: [0.0] * len(completions), batch_size=2)
+    assert len(env) == 3
+    seen, prompts = [], env.reset()
+    for _ in range(6):
+        assert env.num_epochs == len(seen) // 3
+        seen += prompts
+        prompts, rewards = env.step([["x", "y"]] * 2)
+        assert rewards.shape == (2, 2)
+    assert env.num_epochs == 4
+    assert [sorted(seen[i : i + 3]) for i in (0, 3, 6, 9)] == [["a", "b", "c"]] * 4
+    assert len({tuple(seen[i : i + 3]) for i in (0, 3, 6, 9)}) > 1
+    assert env.reset() == env.reset()  # what was not answered comes again
+    assert env.reset(reset_dataloaders=True) == seen[:2]
+    assert env.num_epochs == 0
+
+
+def test_prompts_are_made_by_templates_and_functions():
+    rows = [{"question": "1+1", "answer": "2"}]
+    seen = []
+
+    def right(completion, answer, question):
+        seen.append(question)
+        return float(completion == answer)
+
+    env = gw.PromptEnv(rows, rows, reward=right, prompt="{question}=", batch_size=1, eval_overlap="keep")
+    assert env.reset() == ["1+1="]
+    assert env.step([["2", "3"]])[1].tolist() == [[1.0, 0.0]]
+    assert seen == ["1+1", "1+1"]
+
+    def chat(row):
+        return [{"role": "user", "content": row["question"]}]
+
+    env = gw.PromptEnv(rows, reward=right, prompt=chat, batch_size=1)
+    assert env.reset() == [({"role": "user", "content": "1+1"},)]
+    assert env.step([["2", "3"]])[1].tolist() == [[1.0, 0.0]]
+
+
+def test_what_nobody_can_score_is_nan_and_teaches_nothing(model):
+    def first_only(prompts, completions):
+        return [1.0 if number == 0 else None for number in range(len(completions))]
+
+    env = gw.PromptEnv(["123"], ["456"], reward=first_only, batch_size=1)
+    agent = agent_of(model)
+    before = weights(agent.clone().policy)
+    completions, masks = agent.get_action(env.reset())
+    _, rewards = env.step(completions)
+    assert rewards[0, 0] == 1
+    assert rewards[0, 1:].isnan().all()
+    loss, kl = agent.learn((completions, masks, rewards))
+    assert loss == kl == agent.metrics["train/optimizer_steps"] == 0
+    assert_equal(weights(agent.policy), before)
+    assert agent.test(env) == 1
+
+
+def test_tokens_that_are_taken_out_of_a_mask_have_no_loss(model):
+    agent, rewards = agent_of(model), torch.tensor([[1.0, 0.0, 0.0, 0.0]])
+    completions, masks = agent.get_action(["123"])
+    assert agent.clone().learn((completions, masks, rewards)) == agent.clone().learn((completions, masks, rewards))
+    masked = agent.clone()
+    masked.learn((completions, [torch.zeros_like(masks[0])], rewards))
+    assert_equal(weights(masked.policy), weights(agent.policy))
+    part, whole = agent.clone(), agent.clone()
+    part.learn((completions, [masks[0] & (torch.arange(masks[0].shape[1]) < 3)], rewards))
+    whole.learn((completions, masks, rewards))
+    assert part.metrics["train/grad_norm"] != whole.metrics["train/grad_norm"]
+
+
+def test_a_clone_shares_nothing_and_goes_on_alike(model):
+    agent = loop(agent_of(model, lora={"r": 2}, algorithm={"kl_coef": 0.1}), digits(), iterations=2)
+    twin = agent.clone(index=7)
+    assert (agent.index, twin.index) == (0, 7)
+    before = weights(twin.clone().policy)
+    loop(agent, digits(), iterations=1)
+    assert_equal(weights(twin.policy), before)
+    loop(twin, digits(), iterations=1)
+    assert_equal(weights(twin.policy), weights(agent.policy))
+    assert twin.metrics == agent.metrics
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": {"r": 2}, "algorithm": {"kl_coef": 0.1}}], ids=["plain", "adapters"])
+def test_a_saved_agent_goes_on_exactly(model, settings, tmp_path):
+    agent = loop(agent_of(model, index=5, **settings), digits(), iterations=1)
+    agent.save(tmp_path / "agent")
+    loop(agent, digits(), iterations=1).save(tmp_path / "agent")  # takes the place of the first
+    loaded = gw.LanguageAgent.load(tmp_path / "agent")
+    assert (loaded.index, loaded.iteration, loaded.cfg) == (5, 2, agent.cfg)
+    assert_equal(weights(loaded.policy), weights(agent.policy))
+    loop(agent, digits(), iterations=1)
+    loop(loaded, digits(), iterations=1)
+    assert_equal(weights(loaded.policy), weights(agent.policy))
+    assert loaded.metrics == agent.metrics
+
+
+def test_a_saved_agent_is_sampled_from_and_exported_like_a_run(model, tmp_path, capsys):
+    agent = loop(agent_of(model), digits(), iterations=1)
+    agent.save(tmp_path / "agent")
+    assert gw.sample(tmp_path / "agent", "123", deterministic=True) == [agent.policy.predict("123")]
+    assert cli.main(["export", str(tmp_path / "agent"), "--to", "transformers"]) == 0
+    with pytest.raises(gw.RunFolderError, match=r"agent.*fix"):
+        gw.LanguageAgent.load(tmp_path)
+
+
+def test_a_model_of_the_users_is_given_again(model, tmp_path):
+    def policy():
+        adapted = with_adapters(AutoModelForCausalLM.from_pretrained(model), gw.LoRACfg(r=2))
+        return gw.CausalLM(adapted, gw.SamplingCfg(**SHORT), tokenizer=AutoTokenizer.from_pretrained(model))
+
+    agent = gw.LanguageAgent(policy(), {"group_size": 4})
+    assert agent.cfg.algorithm.learning_rate == 1e-5
+    loop(agent, digits(), iterations=1).save(tmp_path / "agent")
+    with pytest.raises(gw.ConfigError, match=r"was given a model in Python; fix: .*model=\.\.\."):
+        gw.LanguageAgent.load(tmp_path / "agent")
+    loaded = gw.LanguageAgent.load(tmp_path / "agent", policy())
+    assert_equal(weights(loaded.policy), weights(agent.policy))
+
+
+def test_an_agent_goes_on_where_a_run_ended(model, tmp_path):
+    fields = {"group_size": 4, "learning_rate": 1e-3}
+    settings = {"num_prompts": 4, "sampling": SHORT, "model": model} | QUIET
+    run = gw.train(copying(), fields, run_dir=tmp_path / "run", callbacks=[StopAfter(2)], **settings)
+    agent, env = gw.LanguageAgent.load(run.path), digits()
+    assert_equal(weights(agent.policy), weights(run.policy))
+    env.reset()
+    for _ in range(2):
+        env.step([["1"]] * 4)
+    longer = gw.train(copying(), fields, run_dir=tmp_path / "longer", callbacks=[StopAfter(3)], **settings)
+    assert_equal(weights(loop(agent, env, iterations=1).policy), weights(longer.policy))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"algorithm": "ppo"}, r"learns from groups, by grpo; got 'ppo', fix: gw\.train"),
+        (
+            {"algorithm": {"collection": {"filter_groups": True}}},
+            r"collection\.filter_groups chooses groups .*gw\.train",
+        ),
+        ({"algorithm": {"credit": {"reward": "parts"}}}, r"compares several rewards; got one"),
+        ({"num_prompts": 3}, r"unknown setting 'num_prompts' of a LanguageAgent"),
+        ({"system_promt": "Add."}, r"unknown setting 'system_promt' of a LanguageAgent.*'system_prompt'"),
+        ({"system_prompt": "Add.", "sampling": SHORT}, r"system_prompt is for conversations, but .* has no chat template"),
+        ({"lora": {"rank": 2}}, r"unknown key 'rank'"),
+    ],
+)
+def test_settings_that_an_agent_cannot_have(model, settings, message):
+    with pytest.raises(gw.ConfigError, match=message):
+        gw.LanguageAgent(model, settings.pop("algorithm", None), **settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c, m, r: (list(c), m, r), "completions are a list; fix: what get_action returned"),
+        (lambda c, m, r: (c, m, r[0]), r"rewards of shape \(4,\) .*fix: rewards of shape \(2, 4\)"),
+        (lambda c, m, r: (c, m[:1], r), "1 masks for 2 groups of 4 completions"),
+        (lambda c, m, r: (c, [m[0][:, :1], m[1]], r), r"a mask of shape \(4, 1\) for ids of shape"),
+        (lambda c, m, r: (c, m, r * math.inf), r"reward of completion 0 at step \d of the rollout is not finite: inf"),
+    ],
+)
+def test_experiences_that_do_not_fit(model, change, message):
+    agent = agent_of(model)
+    with pytest.raises(gw.DataError, match=message):
+        agent.learn(change(*agent.get_action(["123", "456"]), torch.ones(2, 4)))
+
+
+def test_an_environment_says_what_it_cannot_do():
+    reward = len
+    rows = [{"question": "1+1"}]
+    with pytest.raises(gw.ConfigError, match=r"there is no reward; fix: reward=my_function"):
+        gw.PromptEnv(["a"])
+    with pytest.raises(gw.ConfigError, match=r"unknown setting 'data_sise' of a PromptEnv.*'data_size'"):
+        gw.PromptEnv(["a"], reward=reward, data_sise=3)
+    with pytest.raises(gw.ConfigError, match=r"batch_size = 0: expected at least 1"):
+        gw.PromptEnv(["a"], reward=reward, batch_size=0)
+    with pytest.raises(gw.ConfigError, match=r"prompt makes the prompts that prompt_column would name"):
+        gw.PromptEnv(rows, reward=reward, prompt="{question}", prompt_column="question")
+    with pytest.raises(gw.DataError, match=r"example 0 has no column 'problem' for the prompt; it has 'question'"):
+        gw.PromptEnv(rows, reward=reward, prompt="{problem}")
+    with pytest.raises(gw.DataError, match=r"example 0: expected a mapping of columns; got 'a'"):
+        gw.PromptEnv(["a"], reward=reward, prompt="{problem}")
+    with pytest.raises(gw.ConfigError, match=r"reasoning-gym:chain_sum has prompts of its own"):
+        gw.PromptEnv("reasoning-gym:chain_sum", prompt="{question}")
+    env = gw.PromptEnv(["a", "b"], reward=lambda completions: [0.0] * len(completions), batch_size=2)
+    with pytest.raises(gw.DataError, match=r"1 groups of completions for 0 prompts; fix: reset\(\)"):
+        env.step([["x"]])
+    env.reset()
+    with pytest.raises(gw.DataError, match=r"groups of 1 and of 2 completions; fix: equally many"):
+        env.step([["x"], ["x", "y"]])
+    with (
+        pytest.raises(gw.ConfigError, match=r"no prompts are held out; fix: PromptEnv\(data, eval_data"),
+        env.eval_mode(),
+    ):
+        pass
+
+
+def test_an_agent_of_a_chat_model_reads_messages():
+    policy = gw.CausalLM(
+        tiny_model(vocab_size=40), gw.SamplingCfg(**SHORT), tokenizer=character_tokenizer("0123456789", chat=True)
+    )
+    agent = gw.LanguageAgent(policy, {"group_size": 2}, system_prompt="1")
+    message, system = {"role": "user", "content": "2"}, {"role": "system", "content": "1"}
+    prompts = []
+    for prompt in ([system, message], [message], "2"):
+        (ids,), (mask,) = agent.get_action([prompt])
+        prompts.append(ids[0, : int(mask[0].long().argmax()) + 1].tolist())
+    assert prompts[0] == prompts[1] == prompts[2]

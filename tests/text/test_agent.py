@@ -63,23 +63,13 @@ def test_a_loop_by_hand_is_gw_train_bit_for_bit(model, settings, tmp_path):
     by_hand = loop(agent_of(model, **settings), digits(seed=settings.get("seed", 0)), iterations=3)
     fields = {"group_size": 4, "learning_rate": 1e-3} | settings.get("algorithm", {})
     rest = {"sampling": SHORT} | {name: value for name, value in settings.items() if name != "algorithm"}
-    stop_after = StopAfter(3)
     run = gw.train(
-        copying(), fields, model=model, num_prompts=4, run_dir=tmp_path / "run", callbacks=[stop_after], **rest, **QUIET
+        copying(), fields, model=model, num_prompts=4, run_dir=tmp_path / "run", total_iterations=3, **rest, **QUIET
     )
     assert_equal(weights(by_hand.policy), weights(run.policy))
     last = run.metrics()[-1]
     assert by_hand.metrics == {name: last[name] for name in by_hand.metrics}
     assert by_hand.metrics["train/optimizer_steps"] > 0
-
-
-class StopAfter(gw.Callback):
-    def __init__(self, iterations):
-        self.iterations = iterations
-
-    def on_iteration_end(self, trainer, rollout, metrics):
-        if trainer.iteration == self.iterations:
-            trainer.stop("enough")
 
 
 def test_completions_are_ids_with_masks_and_texts(model):
@@ -188,6 +178,16 @@ def test_tokens_that_are_taken_out_of_a_mask_have_no_loss(model):
     assert part.metrics["train/grad_norm"] != whole.metrics["train/grad_norm"]
 
 
+def test_a_schedule_follows_the_loop(model):
+    agent, env = agent_of(model, algorithm={"schedule": {"name": "linear", "warmup": 2}}), digits()
+    rates = []
+    for step in range(4):
+        agent.set_progress(step, 4)
+        loop(agent, env, iterations=1)
+        rates.append(agent.metrics["train/learning_rate"])
+    assert rates == pytest.approx([0, 5e-4, 1e-3, 5e-4])
+
+
 def test_a_clone_shares_nothing_and_goes_on_alike(model):
     agent = loop(agent_of(model, lora={"r": 2}, algorithm={"kl_coef": 0.1}), digits(), iterations=2)
     twin = agent.clone(index=7)
@@ -240,13 +240,13 @@ def test_a_model_of_the_users_is_given_again(model, tmp_path):
 def test_an_agent_goes_on_where_a_run_ended(model, tmp_path):
     fields = {"group_size": 4, "learning_rate": 1e-3}
     settings = {"num_prompts": 4, "sampling": SHORT, "model": model} | QUIET
-    run = gw.train(copying(), fields, run_dir=tmp_path / "run", callbacks=[StopAfter(2)], **settings)
+    run = gw.train(copying(), fields, run_dir=tmp_path / "run", total_iterations=2, **settings)
     agent, env = gw.LanguageAgent.load(run.path), digits()
     assert_equal(weights(agent.policy), weights(run.policy))
     env.reset()
     for _ in range(2):
         env.step([["1"]] * 4)
-    longer = gw.train(copying(), fields, run_dir=tmp_path / "longer", callbacks=[StopAfter(3)], **settings)
+    longer = gw.train(copying(), fields, run_dir=tmp_path / "longer", total_iterations=3, **settings)
     assert_equal(weights(loop(agent, env, iterations=1).policy), weights(longer.policy))
 
 
@@ -261,7 +261,10 @@ def test_an_agent_goes_on_where_a_run_ended(model, tmp_path):
         ({"algorithm": {"credit": {"reward": "parts"}}}, r"compares several rewards; got one"),
         ({"num_prompts": 3}, r"unknown setting 'num_prompts' of a LanguageAgent"),
         ({"system_promt": "Add."}, r"unknown setting 'system_promt' of a LanguageAgent.*'system_prompt'"),
-        ({"system_prompt": "Add.", "sampling": SHORT}, r"system_prompt is for conversations, but .* has no chat template"),
+        (
+            {"system_prompt": "Add.", "sampling": SHORT},
+            r"system_prompt is for conversations, but .* has no chat template",
+        ),
         ({"lora": {"rank": 2}}, r"unknown key 'rank'"),
     ],
 )

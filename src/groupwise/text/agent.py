@@ -175,9 +175,9 @@ class LanguageAgent:
             raise DataError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
         return mean
 
-    def set_progress(self, progress: float) -> None:
-        """Tell a schedule of the learning rate which share of training is done, in [0, 1]."""
-        self.algorithm.set_progress(progress)
+    def set_progress(self, step: int, num_steps: int) -> None:
+        """Tell a schedule of the learning rate that ``step`` of ``num_steps`` calls of ``learn`` are done."""
+        self.algorithm.set_progress(step / num_steps, num_steps)
 
     def clone(self, index: int | None = None) -> "LanguageAgent":
         """A copy that shares nothing, with the state of the optimiser."""

@@ -49,7 +49,7 @@ def allowed_logits(logits: Float[Tensor, "*batch option"], mask: Tensor) -> Floa
     Where a choice has no option, as after an episode's end, any may be taken. ``mask`` has as many numbers as ``logits``.
     """
     forbidden = (mask == 0).reshape(logits.shape)
-    return logits.masked_fill(forbidden, torch.finfo(logits.dtype).min / 2)  # above the heads' own padding
+    return logits.masked_fill(forbidden, torch.finfo(logits.dtype).min)
 
 
 def check(mask: Any, action_space: Any, where: str = "obs", *, error: type[GroupwiseError] = DataError) -> None:

@@ -1,12 +1,10 @@
 """Rewards that are registered: what is right, and what only looks so."""
 
-import itertools
 import threading
 
 import pytest
 import reasoning_gym
 
-import groupwise.text.builtin_rewards as builtin
 from groupwise.config.text import RewardCfg
 from groupwise.errors import ConfigError, MissingExtraError, UnknownNameError
 from groupwise.text.data import gym_examples
@@ -106,20 +104,6 @@ def test_a_gym_answer_that_contains_the_right_one_is_wrong(score):
     assert score("reasoning_gym", texts, columns=columns) == [1, 1, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("task", sorted(builtin.TRUSTED_SCORERS))
-def test_trusted_scorers_give_full_marks_to_right_answers_alone(task, score):
-    for example, other in itertools.pairwise(gym_examples(task, size=3)):
-        gold = example.columns["answer"]
-        wrong = [f"{gold} 1", f"x{gold}", f"The answer is {gold}", f"{gold}\n{gold}", "", "[]", "{}", "0x", "a"]
-        if other.columns["answer"] != gold:
-            wrong.append(other.columns["answer"])
-        columns = {name: [value] * (len(wrong) + 1) for name, value in example.columns.items()}
-        scores = score("reasoning_gym", [gold, *wrong], columns=columns)
-        answers = dict(zip(wrong, scores[1:], strict=True))
-        assert scores[0] == 1
-        assert not any(answers.values()), answers
-
-
 def test_another_right_answer_counts_where_the_scorer_can_be_trusted(score):
     example = gym_examples("chain_sum", size=1)[0]
     columns = {name: [value] for name, value in example.columns.items()}
@@ -135,20 +119,6 @@ def test_scorers_leave_the_data_alone(score):
     before = repr(columns)
     score("reasoning_gym", ['["w,A1,A2"]'], columns=columns)
     assert repr(columns) == before
-
-
-@pytest.mark.parametrize("task", sorted(builtin.REFUSED_TASKS))
-def test_tasks_that_cannot_be_judged_are_refused(task, score):
-    columns = {"task": [task], "answer": ["1"], "metadata": [{}]}
-    with pytest.raises(RuntimeError, match=f"reasoning-gym:{task} has many right answers"):
-        score("reasoning_gym", ["1"], columns=columns)
-
-
-def test_lists_of_tasks_name_tasks_that_exist():
-    from reasoning_gym.factory import DATASETS
-
-    assert DATASETS.keys() >= builtin.TRUSTED_SCORERS | builtin.REFUSED_TASKS
-    assert not builtin.TRUSTED_SCORERS & builtin.REFUSED_TASKS
 
 
 @pytest.mark.parametrize(

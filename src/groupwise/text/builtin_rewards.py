@@ -6,13 +6,12 @@ An answer is right as a whole or not at all: it is not searched for in a longer 
 import functools
 import re
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from fractions import Fraction
 from typing import Any, Literal
 
-from groupwise.config.text import GYM
 from groupwise.errors import ConfigError, RewardError, require_extra
 from groupwise.text.data import Completion
+from groupwise.text.gym_scores import is_right
 from groupwise.text.rewards import RewardObject, Score, register_reward
 from groupwise.text.sandbox import MathVerifier
 
@@ -26,20 +25,6 @@ _WHOLE_NUMBER = re.compile(rf"[$€£]?\s*({_NUMBER})(?:\s*/\s*({_NUMBER}))?\s*%
 _NUMBER_INSIDE = re.compile(rf"(?<![\w.,/])(?:{_NUMBER})(?:/{_NUMBER})?(?![\w/]|[.,][0-9])")
 _LONGEST_NUMBER = 100
 _SECONDS_PER_SEARCH = 1.0
-
-_TRUSTED = """
-chain_sum decimal_chain_sum group_anagrams jugs knight_swap palindrome_generation palindrome_partitioning products
-shortest_path
-"""
-TRUSTED_SCORERS = frozenset(_TRUSTED.split())
-"""Tasks of reasoning-gym where several answers are right, and whose own scorer gives full marks to these alone and reads
-none as code."""
-_REFUSED = """
-boxnet countdown graph_color intermediate_integration n_queens polynomial_equations propositional_logic puzzle24
-quantum_lock rubiks_cube rush_hour simple_integration sokoban tower_of_hanoi
-"""
-REFUSED_TASKS = frozenset(_REFUSED.split())
-"""Those where several answers are right, and whose own scorer runs them as code or gives full marks to wrong ones."""
 
 
 def text_of(completion: Completion) -> str:
@@ -173,10 +158,7 @@ class MathReward(AnswerReward):
 
 @register_reward("reasoning_gym")
 class GymReward(RewardObject):
-    """1 if the answer, in its tag or the whole completion, is right for its task of reasoning-gym.
-
-    It is compared as a text. Where several answers are right and the task's own scorer can be trusted, full marks count.
-    """
+    """1 if the answer, in its tag or the whole completion, is right for its task of reasoning-gym (``gym_scores``)."""
 
     columns = ("task", "answer", "metadata")
     limits_time = True
@@ -185,7 +167,7 @@ class GymReward(RewardObject):
         self,
         completions: Sequence[Completion],
         task: Sequence[str],
-        answer: Sequence[str],
+        answer: Sequence[str | None],
         metadata: Sequence[Any],
         **_: Any,
     ) -> list[float]:
@@ -193,29 +175,8 @@ class GymReward(RewardObject):
         rows = zip(completions, task, answer, metadata, strict=True)
         return [self._score(final_answer(text_of(completion)), *row) for completion, *row in rows]
 
-    def _score(self, given: str | None, task: str, answer: str, metadata: Any) -> float:
-        if task in REFUSED_TASKS:
-            raise ConfigError(
-                f"{GYM}{task} has many right answers, and its own scorer runs them as code or accepts wrong ones; fix: a "
-                "reward of your own"
-            )
-        if not given:
-            return 0.0
-        if given == answer.strip():
-            return 1.0
-        if task not in TRUSTED_SCORERS:
-            return 0.0
-        entry = {"answer": answer, "metadata": deepcopy(metadata)}  # some scorers write into it
-        return float(_own_scorer(task)(given, entry) >= 1)
-
-
-@functools.cache
-def _own_scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
-    require_extra("reasoning_gym", "text")
-    from reasoning_gym.factory import get_score_answer_fn
-
-    scorer: Callable[[str, dict[str, Any]], float] = get_score_answer_fn(task)
-    return scorer
+    def _score(self, given: str | None, task: str, answer: str | None, metadata: Any) -> float:
+        return 0.0 if given is None else float(is_right(task, given, answer, metadata))
 
 
 def _has_words(text: str) -> bool:

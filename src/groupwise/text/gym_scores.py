@@ -6,6 +6,7 @@ import functools
 import io
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from fractions import Fraction
@@ -99,8 +100,8 @@ def computes(expression: str, numbers: list[int], result: int) -> bool:
     try:
         tree = ast.parse(expression.strip(), mode="eval")
         used = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        return sorted(used) == sorted(numbers) and _value(tree.body) == result
-    except (SyntaxError, ValueError, TypeError, ZeroDivisionError, RecursionError, MemoryError):
+        return Counter(used) == Counter(numbers) and _value(tree.body) == result
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return False
 
 

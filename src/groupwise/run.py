@@ -119,7 +119,7 @@ def train(
         algorithm: a name ("grpo" by default), a config, or some of its fields; fields that are set override the preset of the
             environment.
         policy: a policy to train, or settings for a new one: a ``PolicyCfg``, a ``VLACfg``, a name, or some fields.
-        preset: credit and objective of a paper or library, by name.
+        preset: credit and objective of a paper or library, by name. ``auto`` or None: those of the environment.
         run_dir: a folder that does not exist or is empty. None: a new one under ``runs/``.
         num_envs, max_episode_steps: override those of ``env``.
         fields: other fields of ``RunCfg``, such as ``device="auto"`` or ``evaluation={"interval": 10_000}``. For a

@@ -75,6 +75,12 @@ def test_user_beats_objective_preset():
     assert (cfg.algorithm.credit.scale, cfg.algorithm.objective.aggregation.name) == ("std", "constant")
 
 
+def test_the_preset_auto_is_the_environments(tmp_path):
+    assert resolve("CartPole-v1", preset="auto") == resolve("CartPole-v1")
+    (tmp_path / "run.json").write_text('{"env": {"id": "CartPole-v1"}, "preset": "dapo"}')
+    assert load_config(tmp_path / "run.json", preset="auto") == resolve("CartPole-v1")
+
+
 def test_clip_coef_of_the_user_sets_both_sides_over_a_preset():
     objective = resolve("CartPole-v1", GRPOCfg(clip_coef=0.3), preset="sb3_outcome").algorithm.objective
     assert (objective.trust_region.clip_range, objective.ratio) == ((0.3, 0.3), "sequence_product")

@@ -36,7 +36,8 @@ def resolve(
 
     Args:
         algorithm: a name, a config, or some of its fields. Of a config, only fields that were set count.
-        preset: name in ``presets/objectives.json``; replaces credit and objective of the environment's preset.
+        preset: name in ``presets/objectives.json``; replaces credit and objective of the environment's preset, which
+            ``auto`` and None keep.
         fields: of ``RunCfg``, as values, configs or partial dicts. None means not given.
 
     Raises:
@@ -122,9 +123,10 @@ def json_schema() -> Tree:
     """JSON Schema of a config file, with the settings of every registered algorithm."""
     variants: Any = functools.reduce(operator.or_, AlgorithmCfg.members())
     algorithm = Field(GRPOCfg(), description=CommonCfg.model_fields["algorithm"].description)
-    names: Any = Literal[tuple(presets.objective_presets())]
+    names: Any = Literal[("auto", *presets.objective_presets())]
     preset = Field(
-        None, description="Credit and objective of a paper or library, in place of the environment's preset."
+        None,
+        description="Credit and objective of a paper or library, in place of the environment's. ``auto``: the environment's.",
     )
     more: Any = {"algorithm": (variants, algorithm), "preset": (names | None, preset)}
     files: list[Any] = [create_model(kind.__name__, __base__=kind, **more) for kind in (RunCfg, TextRunCfg)]
@@ -145,7 +147,7 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
     source = policy.get("init_from") if isinstance(policy, dict) else None
     if isinstance(source, str | Path) and source:
         base = _merge(base, {"policy": _policy_of(Path(source))})
-    if preset is not None:
+    if preset not in (None, "auto"):
         base = _with_objective(base, str(preset), cfg_type)
     base = _merge(base, {"algorithm": {"name": cfg_type.own_name()}})
     try:

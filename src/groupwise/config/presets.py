@@ -54,7 +54,7 @@ def objective_preset(name: str) -> ObjectivePreset:
         UnknownNameError: there is none.
     """
     if name not in objective_presets():
-        raise UnknownNameError("preset", name, objective_presets())
+        raise UnknownNameError("preset", name, ["auto", *objective_presets()])
     return objective_presets()[name]
 
 

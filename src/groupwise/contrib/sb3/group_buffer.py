@@ -207,3 +207,13 @@ class GroupBuffer:
         leaves = {key: gather([obs[key] for obs in seen]) for key in seen[0]}
         some = next(iter(leaves.values()))
         return TensorDict(leaves, batch_size=list(some.shape[:2]), device=some.device)
+
+
+def copy_obs(obs: Obs) -> Obs:
+    """A copy, as environments may reuse their arrays."""
+    return {key: value.copy() for key, value in obs.items()} if isinstance(obs, dict) else obs.copy()
+
+
+def on_cpu(value: object) -> object:
+    """A tensor where every machine can load it; anything else as it is."""
+    return value.cpu() if isinstance(value, torch.Tensor) else value

@@ -21,31 +21,27 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
-from stable_baselines3.common.utils import LinearSchedule, obs_as_tensor
+from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
 from groupwise.algorithms import grpo
 from groupwise.config.algorithm import AdaptiveEntropyCfg, CreditCfg, GRPOCfg, ObjectiveCfg
-from groupwise.contrib.sb3.group_buffer import GroupBuffer, Obs, Tick
+from groupwise.contrib.sb3.group_buffer import GroupBuffer, Tick, copy_obs, on_cpu
 from groupwise.contrib.sb3.policy import (
     ActorPolicy,
     CnnActorPolicy,
     MultiInputActorPolicy,
+    NormalizedExtractor,
     ScoredActor,
 )
+from groupwise.contrib.sb3.presets import DEFAULTS, preset_arguments
 from groupwise.contrib.sb3.settings import ARGUMENTS, PolicyError, refuse, refuse_loading, update_cfg
 from groupwise.contrib.sb3.start import insert_shared_start, verify_shared_start
-from groupwise.errors import ConfigError, EnvError
+from groupwise.errors import ConfigError, EnvError, UnsupportedSpaceError
 from groupwise.seeding import derive_seed
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
-PER_STEP = CreditCfg(group_key="group_step", returns="return_to_go", scale="batch_std")
-"""Return-to-go at each time step among the members still running, over one scale for the rollout: CartPole's preset."""
-CLIPPED = ObjectiveCfg()
-"""PPO's clipped ratio, all steps alike."""
-DECAYING = LinearSchedule(1e-3, 0.0, 1.0)
-"""From 1e-3 towards 0 over the training; an update takes the rate of its rollout's start."""
 _WITHOUT_CRITIC: dict[str, Any] = {"gae_lambda": 1.0, "vf_coef": 0.0, "use_sde": False, "sde_sample_freq": -1}
 """What SB3 asks of every on-policy algorithm, and nothing here reads."""
 _SAVED_BY_SB3 = ("optimizer", "reference")
@@ -55,12 +51,16 @@ _SAVED_BY_SB3 = ("optimizer", "reference")
 class GRPO(OnPolicyAlgorithm):
     """Group relative policy optimisation, for every place where a Stable-Baselines3 algorithm fits.
 
+    Arguments of SB3's PPO mean the same here. None stands for the preset's value, or for that in ``presets.DEFAULTS``.
+
     Args:
         n_steps: steps of each environment after which a rollout waits for the groups under way, and ends.
         batch_size: steps in one minibatch; a rollout is split evenly into the nearest whole number of them.
         group_size: episodes at the same start.
         credit: from rewards to advantages, or the name of a preset.
-        objective: ratio, trust region (the clip range is here) and aggregation, or the name of a preset.
+        objective: ratio, trust region and aggregation, or the name of a preset.
+        clip_range: replaces both clip ranges of the objective; a number, or a function of the progress that remains.
+        preset: ``auto``, the tuned settings of the environment, or the name of a preset for credit and objective.
         kl_coef: weight of the KL to a reference policy; 0 makes no reference.
         kl_estimator: of that KL; this and the next two are also set by a preset that is named as ``objective``.
         top_entropy_quantile: share of the steps, those with the highest entropy, that have a policy loss.
@@ -79,6 +79,9 @@ class GRPO(OnPolicyAlgorithm):
         "MultiInputPolicy": MultiInputActorPolicy,
     }
     policy: ActorPolicy  # type: ignore[assignment]
+    group_size: int
+    kl_coef: float
+    shared_starts: Literal["verify", "trust", "off"]
     rollout_buffer: GroupBuffer | None  # type: ignore[assignment]
     core: grpo.GRPO
     """Groupwise's own algorithm, which makes the updates."""
@@ -91,21 +94,23 @@ class GRPO(OnPolicyAlgorithm):
         self,
         policy: str | type[BasePolicy],
         env: GymEnv | str | None,
-        learning_rate: float | Schedule = DECAYING,
-        n_steps: int = 1024,
-        batch_size: int = 128,
-        n_epochs: int = 10,
-        gamma: float = 0.99,
-        group_size: int = 4,
-        credit: CreditCfg | dict[str, Any] | str = PER_STEP,
-        objective: ObjectiveCfg | dict[str, Any] | str = CLIPPED,
+        learning_rate: float | Schedule | None = None,
+        n_steps: int | None = None,
+        batch_size: int | None = None,
+        n_epochs: int | None = None,
+        gamma: float | None = None,
+        group_size: int | None = None,
+        credit: CreditCfg | dict[str, Any] | str | None = None,
+        objective: ObjectiveCfg | dict[str, Any] | str | None = None,
+        clip_range: float | Schedule | None = None,
+        preset: str | None = None,
         kl_coef: float = 0.0,
         kl_estimator: str = "k3",
         top_entropy_quantile: float = 1.0,
         adaptive_entropy: AdaptiveEntropyCfg | dict[str, Any] | None = None,
         kl_ref_iterations: int | None = None,
         shared_starts: Literal["verify", "trust", "off"] = "verify",
-        ent_coef: float = 0.0,
+        ent_coef: float | None = None,
         max_grad_norm: float = 0.5,
         target_kl: float | None = None,
         stats_window_size: int = 100,
@@ -121,10 +126,10 @@ class GRPO(OnPolicyAlgorithm):
         super().__init__(
             policy,  # type: ignore[arg-type]
             env,  # type: ignore[arg-type]
-            learning_rate=learning_rate,
-            n_steps=n_steps,
-            gamma=gamma,
-            ent_coef=ent_coef,
+            learning_rate=0.0,  # this and the next three: below, once the environment is known
+            n_steps=0,
+            gamma=0.0,
+            ent_coef=0.0,
             max_grad_norm=max_grad_norm,
             stats_window_size=stats_window_size,
             tensorboard_log=tensorboard_log,
@@ -136,18 +141,23 @@ class GRPO(OnPolicyAlgorithm):
             supported_action_spaces=(spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary),
             **_WITHOUT_CRITIC,
         )
-        self.batch_size = batch_size
-        self.n_epochs = n_epochs
-        self.group_size = group_size
-        self.credit = credit
-        self.objective = objective
-        self.kl_coef = kl_coef
-        self.kl_estimator = kl_estimator
-        self.top_entropy_quantile = top_entropy_quantile
-        self.adaptive_entropy = adaptive_entropy
-        self.kl_ref_iterations = kl_ref_iterations
-        self.shared_starts = shared_starts
-        self.target_kl = target_kl
+        observations = None if self.env is None else self.env.observation_space
+        if isinstance(observations, spaces.Tuple):
+            raise UnsupportedSpaceError(
+                "Stable-Baselines3 has no Tuple observations; fix: gymnasium.wrappers.FlattenObservation(env)"
+            )
+        given = {
+            "learning_rate": learning_rate, "n_steps": n_steps, "batch_size": batch_size, "n_epochs": n_epochs,
+            "gamma": gamma, "group_size": group_size, "credit": credit, "objective": objective, "ent_coef": ent_coef,
+            "clip_range": clip_range, "target_kl": target_kl, "kl_coef": kl_coef, "kl_estimator": kl_estimator,
+            "kl_ref_iterations": kl_ref_iterations, "top_entropy_quantile": top_entropy_quantile,
+            "adaptive_entropy": adaptive_entropy, "shared_starts": shared_starts,
+        }  # fmt: skip
+        tuned = DEFAULTS if preset is None else DEFAULTS | preset_arguments(preset, self.env)
+        for name, value in given.items():
+            setattr(self, name, tuned.get(name) if value is None else value)
+        if tuned.get("normalize_obs") and isinstance(observations, spaces.Box):
+            self.policy_kwargs = {"features_extractor_class": NormalizedExtractor, **self.policy_kwargs}
         self.rollout_buffer = None
         self._core_state: dict[str, Any] = {}
         if _init_setup_model:
@@ -234,7 +244,7 @@ class GRPO(OnPolicyAlgorithm):
             self.num_timesteps < self._total_timesteps and not rollout_buffer.all_finished(begun)
         ):
             assert self._last_obs is not None
-            seen = _copy(self._last_obs)
+            seen = copy_obs(self._last_obs)
             with torch.no_grad():
                 obs_tensor = obs_as_tensor(seen, self.device)
                 actions, log_probs = self.policy(obs_tensor)
@@ -269,10 +279,11 @@ class GRPO(OnPolicyAlgorithm):
         rollout = self.rollout_buffer.take_whole_groups(self.device)
         if rollout is None:
             return
+        self.core.set_progress(1 - self._current_progress_remaining)  # the clip range; SB3 sets the learning rate
         self._update_learning_rate(self.policy.optimizer)
         metrics = {name: value.item() for name, value in self.core.update(rollout).items()}
         state = self.core.state_dict()
-        self._core_state = {key: _on_cpu(value) for key, value in state.items() if key not in _SAVED_BY_SB3}
+        self._core_state = {key: on_cpu(value) for key, value in state.items() if key not in _SAVED_BY_SB3}
         self._n_updates += int(metrics["train/optimizer_steps"])
         self._record(metrics, num_groups=int(rollout["group_id"].max()) + 1)
 
@@ -364,7 +375,6 @@ class GRPO(OnPolicyAlgorithm):
 
     def _record(self, metrics: dict[str, float], num_groups: int) -> None:
         """Log under SB3's names where it has one."""
-        assert isinstance(self.objective, ObjectiveCfg)
         record = self.logger.record
         record("train/policy_gradient_loss", metrics["train/policy_loss"])
         record("train/entropy_loss", -metrics["train/entropy"])
@@ -375,7 +385,7 @@ class GRPO(OnPolicyAlgorithm):
         if self.policy.log_std is not None:
             record("train/std", self.policy.log_std.exp().mean().item())
         record("train/n_updates", self._n_updates, exclude="tensorboard")
-        record("train/clip_range", self.objective.trust_region.clip_range[1])
+        record("train/clip_range", self.core.cfg.objective.trust_region.clip_range[1])
         record("rollout/groups", num_groups)
         record("rollout/zero_variance_groups", metrics["rollout/zero_variance_groups"])
 
@@ -387,13 +397,3 @@ class GRPO(OnPolicyAlgorithm):
         """What is saved as state dicts: policy, optimiser, and the reference if there is one."""
         names, tensors = super()._get_torch_save_params()
         return names + ["reference_policy"] * (self.kl_coef > 0), tensors
-
-
-def _copy(obs: Obs) -> Obs:
-    """A copy, as environments may reuse their arrays."""
-    return {key: value.copy() for key, value in obs.items()} if isinstance(obs, dict) else obs.copy()
-
-
-def _on_cpu(value: object) -> object:
-    """A tensor where every machine can load it; anything else as it is."""
-    return value.cpu() if isinstance(value, torch.Tensor) else value

@@ -8,6 +8,7 @@ import torch
 from gymnasium import spaces
 from jaxtyping import Float
 from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.preprocessing import get_flattened_obs_dim
 from stable_baselines3.common.torch_layers import (
     BaseFeaturesExtractor,
     CombinedExtractor,
@@ -16,17 +17,33 @@ from stable_baselines3.common.torch_layers import (
     create_mlp,
 )
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import Nested
+from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.distributions import make_head
+from groupwise.policies.normalization import ObsNormalizer
 
 NetArch = list[int] | dict[str, list[int]]
 _HIDDEN_GAIN = float(np.sqrt(2))
 _ACTION_GAIN = 0.01
+
+
+class NormalizedExtractor(BaseFeaturesExtractor):
+    """Flat observations, scaled to running mean 0 and standard deviation 1 if they are floats."""
+
+    def __init__(self, observation_space: spaces.Space) -> None:
+        super().__init__(observation_space, get_flattened_obs_dim(observation_space))
+        self.normalizer = ObsNormalizer(observation_space)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Features [B, F]."""
+        scaled: Tensor = self.normalizer(observations)
+        return scaled.flatten(start_dim=1)
 
 
 class ActorPolicy(BasePolicy):
@@ -194,6 +211,11 @@ class ScoredActor(Policy):
         params = self.actor.action_params(_plain(batch["obs"]))
         log_prob, entropy = self.actor.head.score(params, batch["action"])
         return Evaluation(log_prob, entropy, None, params)
+
+    def update_normalizers(self, rollout: TensorDict, engine: Engine) -> None:
+        """Update the statistics of a ``NormalizedExtractor``."""
+        if isinstance(self.actor.features_extractor, NormalizedExtractor):
+            self.actor.features_extractor.normalizer.update(rollout["obs"], rollout["valid"], engine.sum)
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """Environment actions for one observation or a batch of them: numpy in, numpy out."""

@@ -2,9 +2,9 @@
 
 import inspect
 import io
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from stable_baselines3.common.save_util import load_from_zip_file
@@ -13,9 +13,15 @@ from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.base import explain
 from groupwise.config.choices import Choice
 from groupwise.config.presets import objective_preset
+from groupwise.config.ranges import RangeScheduleCfg
 from groupwise.errors import ConfigError, UnknownNameError, nearest
 
-CFG_NAMES = {"n_steps": "num_steps", "n_epochs": "num_epochs", "batch_size": "minibatch_size"}
+CFG_NAMES = {
+    "n_steps": "num_steps",
+    "n_epochs": "num_epochs",
+    "batch_size": "minibatch_size",
+    "clip_range": "clip_coef",
+}
 """Arguments that ``GRPOCfg`` has under another name."""
 _SAME_NAME = (
     "gamma",
@@ -39,7 +45,6 @@ _NO_CRITIC = "there is no critic; fix: leave it out"
 _EVERY_STEP = "actions are drawn independently at every step; fix: leave it out, ent_coef is what explores"
 _OWN_STORE = "whole groups have a store of their own; fix: leave it out"
 ELSEWHERE = {
-    "clip_range": "the clip is part of the objective; fix: objective={'trust_region': {'clip_low': 0.2, 'clip_high': 0.2}}",
     "clip_range_vf": _NO_CRITIC,
     "vf_coef": _NO_CRITIC,
     "gae_lambda": "advantages compare members, and no critic looks ahead; fix: leave it out, or choose a credit=...",
@@ -48,9 +53,15 @@ ELSEWHERE = {
     "sde_sample_freq": _EVERY_STEP,
     "rollout_buffer_class": _OWN_STORE,
     "rollout_buffer_kwargs": _OWN_STORE,
+    "scale_rewards": "credit has a scale; fix: credit=CreditCfg(scale='std'), or 'none'",
+    "batch_group_updates": "minibatches are drawn from all groups of a rollout; fix: leave it out, or a larger batch_size=...",
+    "group_rollout_buffer_class": (
+        "how members are compared is the credit; fix: credit='sb3_outcome', 'sb3_process' or 'sb3_process_deepseek'"
+    ),
+    "group_rollout_buffer_kwargs": "how members are compared is the credit; fix: credit=CreditCfg(...)",
 }
-"""Arguments of SB3's own on-policy algorithms: why they are not here, and what is instead."""
-_RENAMED = {"lr": "learning_rate"} | {cfg: sb3 for sb3, cfg in CFG_NAMES.items()}
+"""Arguments of SB3's own on-policy algorithms, and of the GRPO proposed for sb3-contrib: why they are not here, and what is instead."""
+_RENAMED = {"lr": "learning_rate", "kl_beta": "kl_coef"} | {cfg: sb3 for sb3, cfg in CFG_NAMES.items()}
 """Arguments that others know by another name."""
 _ABSENT = {
     ("credit", "reward", "parts"): "no reward here has parts; fix: credit.reward='total', or another preset",
@@ -60,6 +71,17 @@ _ABSENT = {
     ("objective", "ratio", "turn"): "no step here belongs to a turn; fix: objective.ratio='token', or another preset",
 }
 """Choices that read what the rollouts of SB3's environments do not hold."""
+
+
+class FunctionRangeCfg(RangeScheduleCfg):
+    """A clip range by a function of the progress that remains."""
+
+    name: Literal["function"] = "function"
+    function: Callable[[float], float]
+
+    def at(self, progress: float) -> float:
+        """The function's value at ``1 - progress``."""
+        return float(self.function(1 - progress))
 
 
 class PolicyError(ConfigError):
@@ -102,6 +124,8 @@ def refuse_loading(
     Raises:
         ConfigError: as ``refuse``.
     """
+    if "preset" in names:
+        raise ConfigError("a preset is chosen when the model is made; fix: leave it out of load()")
     strange = names - _arguments(algorithm)
     refuse(ELSEWHERE.keys() & strange, algorithm)  # SB3's base class saves some of these
     if strange:
@@ -122,6 +146,8 @@ def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
         ConfigError: an argument is impossible; names it as SB3 does.
     """
     tree = {CFG_NAMES.get(name, name): value for name, value in arguments.items()}
+    if callable(tree["clip_coef"]):
+        tree["clip_coef"] = FunctionRangeCfg(function=tree["clip_coef"])
     starts, interval = tree.pop("shared_starts"), tree.pop("kl_ref_iterations")
     if starts not in SHARED_STARTS:
         raise ConfigError(f"shared_starts is {starts!r}, expected 'verify', 'trust' or 'off'; fix: 'verify'")
@@ -150,4 +176,4 @@ def _check_present(cfg: GRPOCfg) -> None:
 def _complaint(item: Mapping[str, Any]) -> str:
     """One line on one of pydantic's errors, with SB3's name of the setting."""
     name = _SB3_NAMES.get(tuple(item["loc"]))
-    return explain(item if name is None else {**item, "loc": (name,)})
+    return explain(item if name is None else {**item, "loc": (name,)}).replace("clip_coef", "clip_range")

@@ -67,7 +67,9 @@ class Cfg(BaseModel):
             return f"unknown key {key!r}; did you mean {' or '.join(paths[:3])}?"
         alike = name != key and nearest(key, known, cutoff=0.6)  # Adam's epsilon is its eps
         if name not in known and not alike and (owners := owners_of(name)):
-            return f"unknown key {key!r}; {name} is a setting of {' and '.join(owners[:3])}, not of {cls.__name__}"
+            siblings = [owner for owner in owners if issubclass(owner, cls.__bases__[0])]  # of the same choice
+            names = " and ".join(owner.__name__ for owner in (siblings or owners)[:3])
+            return f"unknown key {key!r}; {name} is a setting of {names}, not of {cls.__name__}"
         near = nearest(name if name in known else key, known)
         return f"unknown key {key!r}{near or '; known: ' + ', '.join(known)}"
 
@@ -96,10 +98,10 @@ def paths_of(cls: type[Cfg], name: str) -> list[str]:
     return here + [f"{part}.{path}" for part, inner in parts.items() for path in paths_of(inner, name)]
 
 
-def owners_of(name: str, cls: type[Cfg] = Cfg) -> list[str]:
+def owners_of(name: str, cls: type[Cfg] = Cfg) -> list[type[Cfg]]:
     """The classes of settings that introduce a setting of that name."""
     if name in cls.model_fields:
-        return [cls.__name__]
+        return [cls]
     return [owner for kind in cls.__subclasses__() for owner in owners_of(name, kind)]
 
 

@@ -94,7 +94,7 @@ def test_command_is_right(page: Path, command: str, run: gw.Run, tmp_path: Path,
     (tmp_path / "runs").mkdir()
     for name in ("my_run", "grpo", "ppo", "clone", "vla-clone"):
         (tmp_path / "runs" / name).symlink_to(run.path)
-    monkeypatch.setattr(commands, "resume", lambda path, **totals: gw.Run.load(path))
+    monkeypatch.setattr(commands, "resume", lambda path, **totals: gw.Run.load(run.path))
 
     words = shlex.split(re.split(r" [|>] ", command)[0], comments=True)
     for word in words:

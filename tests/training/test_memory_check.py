@@ -72,3 +72,11 @@ def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
     assert memory_check.total_memory() == 1048576
     limit.write_text("max\n")
     assert memory_check.total_memory() == physical
+
+
+def test_groups_of_completions_count_too(tmp_path):
+    # 8 x 10 ** 11 x 290 bytes
+    match = r"216,066\.8 GiB: num_prompts=8 x algorithm\.group_size=100,000,000,000 x at least 290 bytes"
+    task = gw.TextTask(["a"], reward=lambda prompts, completions: [0.0])
+    with pytest.raises(gw.ConfigError, match=match):
+        gw.train(task, {"group_size": 10**11}, model="absent", run_dir=tmp_path / "run")

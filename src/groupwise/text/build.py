@@ -35,6 +35,7 @@ from groupwise.text.transcripts import dialogue_of
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
 from groupwise.training.components import Components, UserObjects, pick_device
+from groupwise.training.memory_check import check_rollout_fits
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class TextComponents(Components):
 
 def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -> TextComponents:
     """The components of a run, from its settings."""
+    check_rollout_fits(cfg)
     task = TextTask.from_cfg(cfg.task, given)
     rewards, tool = task.rewards(cfg.algorithm.on_nonfinite), task.tool()
     train, held_out = task.load()

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from groupwise.config.algorithm import GRPOCfg
-from groupwise.config.run import RunCfg
+from groupwise.config.run import RunCfg, TextRunCfg
 from groupwise.errors import ConfigError
 
 SLOT_BYTES = 40
@@ -16,19 +16,27 @@ _EPISODE_BYTES = 250
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
-def check_rollout_fits(cfg: RunCfg, slot_bytes: int = SLOT_BYTES, device: torch.device | None = None) -> None:
+def check_rollout_fits(
+    cfg: RunCfg | TextRunCfg, slot_bytes: int = SLOT_BYTES, device: torch.device | None = None
+) -> None:
     """Raise a ``ConfigError`` if a rollout needs more memory than there is, even with episodes of a single step.
 
     Args:
-        slot_bytes: of one step of one environment.
+        slot_bytes: of one step of one environment, or one token.
         device: that holds the rollout.
     """
-    rows, steps = cfg.env.num_envs, cfg.algorithm.num_steps
-    window = f"env.num_envs={rows:,} x (algorithm.num_steps={steps:,} + 1) x {slot_bytes} bytes"
-    sums = {window: rows * (steps + 1) * slot_bytes}
+    sums = {}
+    if isinstance(cfg, RunCfg):
+        rows, steps = cfg.env.num_envs, cfg.algorithm.num_steps
+        window = f"env.num_envs={rows:,} x (algorithm.num_steps={steps:,} + 1) x {slot_bytes} bytes"
+        sums[window] = rows * (steps + 1) * slot_bytes
+    of_episode, episodes, names = slot_bytes + _EPISODE_BYTES, 1, []
+    if isinstance(cfg, TextRunCfg):
+        episodes, names = cfg.num_prompts, [f"num_prompts={cfg.num_prompts:,}"]
     if isinstance(cfg.algorithm, GRPOCfg):
-        members, of_episode = cfg.algorithm.group_size, slot_bytes + _EPISODE_BYTES
-        sums[f"algorithm.group_size={members:,} x at least {of_episode} bytes an episode"] = members * of_episode
+        episodes *= cfg.algorithm.group_size
+        names.append(f"algorithm.group_size={cfg.algorithm.group_size:,}")
+    sums[f"{' x '.join(names)} x at least {of_episode} bytes an episode"] = episodes * of_episode
     what, need = max(sums.items(), key=lambda item: item[1])
     there = total_memory(device)
     if there is not None and need > there:

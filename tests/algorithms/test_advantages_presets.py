@@ -121,11 +121,12 @@ PARTS = [[[1.0, 0.0]], [[0.0, 0.0]], [[0.0, 3.0]]]
 
 def test_gdpo_counts_each_episode_once():
     episodes = [(0, [0.0] * 3), (0, [0.0]), (1, [0.0] * 2), (1, [0.0])]
-    parts = [[[0.0, 0.0]] * 2 + [[1.0, 0.0]], [[0.0, 0.0]], [[0.0, 0.0], [0.0, 1.0]], [[0.0, 0.0]]]
-    batch = rollout([(*episode, "terminated") for episode in episodes], reward_parts=parts)
+    episodes = [(*episode, "terminated") for episode in episodes] + [(1, [0.0], "unscorable")]
+    parts = [[[0.0, 0.0]] * 2 + [[1.0, 0.0]], [[0.0, 0.0]], [[0.0, 0.0], [0.0, 1.0]], [[0.0, 0.0]], [[0.0, 0.0]]]
+    batch = rollout(episodes, reward_parts=parts)
     weighted = {"reward": {"name": "parts", "weights": (1.0, 0.5)}, "eps": 0.0}
     # +-0.707107 and +-0.353553: squares .5 + .5 + .125 + .125, over 3, deviation .645497
-    expected = [[1.095445] * 3, [-1.095445], [0.547723] * 2, [-0.547723]]
+    expected = [[1.095445] * 3, [-1.095445], [0.547723] * 2, [-0.547723], [0.0]]
     assert_advantages(batch, expected, name="gdpo", **weighted)
 
 

@@ -1,5 +1,7 @@
 """What an objective counts, keeps and refuses."""
 
+import math
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -18,12 +20,14 @@ from objective_updates import (
     updated,
 )
 
-from groupwise.algorithms.loss import finest_unit, reference_kl
+from groupwise.algorithms.loss import UpdateStart, finest_unit, reference_kl
 from groupwise.config.algorithm import ObjectiveCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.errors import ConfigError, DataError
+from groupwise.functional.reduce import local
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Evaluation
+from groupwise.recipes.trust_regions import ClipCovCfg
 
 
 @pytest.mark.parametrize(
@@ -72,6 +76,17 @@ def test_clip_cov_leaves_out_a_random_share_that_changes_with_the_update():
         drawn.append(more["policy_factor"])
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize("size", [(), (2,)])
+def test_clip_cov_tells_steps_of_one_probability_apart_by_their_actions(size):
+    advantage, mask = torch.tensor([[1.0] * 16, [-1.0] * 16]), torch.ones(2, 16).bool()
+    action = torch.arange(32 * math.prod(size)).view(2, 16, *size)
+    batch = {"action": action, "step": torch.zeros(2, 16).long(), "sample_log_prob": torch.zeros(2, 16)}
+    old = torch.tensor([[-1.0] * 16, [-3.0] * 16])
+    cfg = ClipCovCfg(fraction=0.25, low=0.0, high=9.0)
+    kept = cfg.at_start(UpdateStart(batch, advantage, mask, old, 2, 7, local))["policy_factor"]
+    assert (kept == 0).sum() == 8
 
 
 def test_correction_weighs_by_the_mismatch_at_the_updates_start():

@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.config.credit import CreditCfg, PartsCfg
+from groupwise.config.credit import CreditCfg
 from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError, DataError, UnknownNameError
+from groupwise.errors import ConfigError, UnknownNameError
 from groupwise.functional.advantages import (
     Baseline,
     baseline_relative,
@@ -117,10 +117,10 @@ def advantages(credit: CreditInput) -> Float[Tensor, "row step"]:
 def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
     """Advantages by the independent choices of ``CreditCfg``."""
     advantage = torch.zeros_like(credit.reward)
-    for weight, reward in compared_rewards(credit):
+    for weight, reward in credit.cfg.reward.compared(credit):
         part = credit._replace(reward=reward)
         advantage = advantage + weight * credit.cfg.baseline.advantage(part, compare)
-    return normalized(credit, advantage)
+    return advantage if credit.cfg.normalize == "none" else normalized(credit, advantage)
 
 
 def compare(credit: CreditInput) -> Float[Tensor, "row step"]:
@@ -212,10 +212,8 @@ def _complete(credit: CreditInput, key: Int[Tensor, "row step"], num_keys: int) 
 
 
 def normalized(credit: CreditInput, advantage: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
-    """The advantages, unchanged or with mean 0 and standard deviation 1 over steps or episodes of the batch."""
+    """The advantages with mean 0 and standard deviation 1 over the steps or the episodes of the batch."""
     cfg, counts = credit.cfg, credit.batch["loss_mask"]
-    if cfg.normalize == "none":
-        return advantage
     if cfg.normalize == "episodes":
         episode, number = credit.batch["episode_id"], credit.num_episodes
         _, scored = episode_groups(credit.batch, number)
@@ -235,29 +233,6 @@ def episode_groups(batch: TensorDict, num_episodes: int) -> tuple[Int[Tensor, " 
     total = segment_sum(group.to(torch.float64), episode, num_episodes)
     scored = segment_sum(torch.ones_like(batch["reward"]), episode, num_episodes, batch["loss_mask"]) > 0
     return (total / steps.clamp(min=1)).round().long(), scored
-
-
-def compared_rewards(credit: CreditInput) -> list[tuple[float, Float[Tensor, "row step"]]]:
-    """What is compared, one after another, with weights: the reward, or its parts.
-
-    Raises:
-        DataError: there are no parts, or not as many as weights.
-    """
-    cfg = credit.cfg.reward
-    if not isinstance(cfg, PartsCfg):
-        return [(1.0, credit.reward)]
-    found = credit.batch.get("reward_parts", None) if credit.parts is None else credit.parts
-    if found is None:
-        raise DataError(
-            "credit.reward='parts', but the rollout has no 'reward_parts'; fix: name them in env.reward_parts"
-        )
-    parts = found.unbind(dim=-1)
-    weights = cfg.weights or (1.0,) * len(parts)
-    if len(weights) != len(parts):
-        raise DataError(
-            f"credit.reward.weights has {len(weights)} weights for {len(parts)} parts of the reward; fix: one for each"
-        )
-    return list(zip(weights, parts, strict=True))
 
 
 CreditRule = Callable[[CreditInput], Float[Tensor, "row step"]]

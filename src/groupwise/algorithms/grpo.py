@@ -18,7 +18,6 @@ from groupwise.algorithms.advantages import (
     CreditInput,
     advantages,
     check_credit,
-    compared_rewards,
     episode_groups,
 )
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
@@ -200,9 +199,8 @@ class GRPO(BaseAlgorithm):
         """Share of groups whose members all did equally well, in every part of the reward that credit compares."""
         batch, episodes = credit.batch, credit.num_episodes
         raw = credit._replace(reward=batch["reward"], parts=None)
-        scores = [
-            weight * episode_return(reward, batch["episode_id"], episodes) for weight, reward in compared_rewards(raw)
-        ]
+        compared = self.cfg.credit.reward.compared(raw)
+        scores = [weight * episode_return(reward, batch["episode_id"], episodes) for weight, reward in compared]
         group, scored = episode_groups(batch, episodes)
         return zero_variance_groups(
             torch.stack(scores, dim=-1), group, credit.num_groups, scored, all_sum=self.engine.sum

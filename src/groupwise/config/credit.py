@@ -7,7 +7,7 @@ from pydantic import SerializeAsAny, model_validator
 
 from groupwise.config.base import Cfg, NonNegative
 from groupwise.config.choices import Choice, register_recipe
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +71,10 @@ class CreditRewardCfg(Choice):
     default: ClassVar = "total"
     known: ClassVar = {}
 
+    def compared(self, credit: "CreditInput") -> "list[tuple[float, Tensor]]":
+        """What is compared, one after another, with the weights of the advantages."""
+        return [(1.0, credit.reward)]
+
 
 @register_recipe
 class TotalCfg(CreditRewardCfg):
@@ -88,6 +92,21 @@ class PartsCfg(CreditRewardCfg):
     weights: tuple[float, ...] = ()
     """Weight of each part's advantage. Empty: 1 each."""
     source: ClassVar = "https://arxiv.org/abs/2601.05242"
+
+    def compared(self, credit: "CreditInput") -> "list[tuple[float, Tensor]]":
+        """The parts. A ``DataError`` if there are none, or not as many as weights."""
+        found = credit.batch.get("reward_parts", None) if credit.parts is None else credit.parts
+        if found is None:
+            raise DataError(
+                "credit.reward='parts', but the rollout has no 'reward_parts'; fix: name them in env.reward_parts"
+            )
+        parts = found.unbind(dim=-1)
+        weights = self.weights or (1.0,) * len(parts)
+        if len(weights) != len(parts):
+            raise DataError(
+                f"credit.reward.weights has {len(weights)} weights for {len(parts)} parts of the reward; fix: one for each"
+            )
+        return list(zip(weights, parts, strict=True))
 
 
 class CreditCfg(Cfg):

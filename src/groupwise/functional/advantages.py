@@ -84,7 +84,7 @@ def group_relative(
         https://arxiv.org/abs/2508.08221; second_best: https://arxiv.org/abs/2503.19595; scale by the mean: MaxRL,
         https://arxiv.org/abs/2602.02710; nonzero_share: GPG, as in verl, https://github.com/volcengine/verl.
     """
-    mask, dtype = _members(key, member), score.dtype
+    mask, dtype = key >= 0 if member is None else (key >= 0) & member, score.dtype
     score = score.double()  # squares of large scores would overflow, and means of nearly equal ones round
     live = segment_sum(torch.ones_like(score), key, num_keys, mask)
     zeros = torch.zeros_like(live) if zeros is None else zeros.double().masked_fill(live == 0, 0)
@@ -198,7 +198,7 @@ def comparable(
     Args:
         member, zeros: as in ``group_relative``; a further member with score 0 is company too.
     """
-    mask = _members(key, member)
+    mask = key >= 0 if member is None else (key >= 0) & member
     size = segment_sum(mask.float(), key, num_keys)
     return mask & (gather_segments(size if zeros is None else size + zeros, key) > 1)
 
@@ -222,11 +222,6 @@ def finished_count(
     first_missed = group_id * num_steps + step + 1
     ends = segment_sum(torch.ones_like(step, dtype=torch.float32), first_missed, num_groups * num_steps, inside)
     return ends.reshape(num_groups, num_steps).cumsum(dim=1).flatten()
-
-
-def _members(key: Int[Tensor, "*batch"], member: Bool[Tensor, "*batch"] | None) -> Bool[Tensor, "*batch"]:
-    present = key >= 0
-    return present if member is None else present & member
 
 
 def _weighted_mean(
@@ -278,22 +273,13 @@ def _batch_scale(
         case "none":
             return score.new_ones(())
         case "batch_std":
-            return _batch_deviation(score, mask, zeros, all_sum) + eps
+            total, count = all_sum(torch.stack([score.masked_fill(~mask, 0).sum(), mask.sum() + zeros.sum()])).unbind()
+            mean = total / count.clamp(min=1)
+            square = (score - mean).masked_fill(~mask, 0).square().sum() + zeros.sum() * mean.square()
+            return (all_sum(square) / (count - 1).clamp(min=1)).sqrt() + eps
         case "nonzero_share":
             counts = torch.stack([((score != 0) & mask).sum().to(score), mask.sum() + zeros.sum()])
             nonzero, count = all_sum(counts).unbind()
             return nonzero.clamp(min=1) / count.clamp(min=1)
         case _:
             assert_never(scale)
-
-
-def _batch_deviation(
-    score: Float[Tensor, "*batch"], mask: Bool[Tensor, "*batch"], zeros: Float[Tensor, " key"], all_sum: AllSum
-) -> Float[Tensor, ""]:
-    """Unbiased standard deviation of the members' scores over all keys and ranks, zeros of finished members included."""
-    num_zeros = zeros.sum()
-    sums = torch.stack([score.masked_fill(~mask, 0).sum(), mask.sum() + num_zeros])
-    total, count = all_sum(sums).unbind()
-    mean = total / count.clamp(min=1)
-    square = (score - mean).masked_fill(~mask, 0).square().sum() + num_zeros * mean.square()
-    return (all_sum(square) / (count - 1).clamp(min=1)).sqrt()

@@ -14,7 +14,6 @@ from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.envs.base import EnvStep, GroupEnv, Mask
 from groupwise.errors import EnvError
-from groupwise.functional.returns import episode_return
 
 MAX_RETRIES = 5
 """Of one episode; more errors are unlikely to be bad luck."""
@@ -193,9 +192,7 @@ def has_equal_returns(group: Group, rollout: TensorDict) -> bool:
     """Whether ``rollout/zero_variance_groups`` counts the group."""
     members = [member for member in group.members if not member.greedy]
     rewards = [rollout["reward"][member.row, member.start : member.end] for member in members]
-    lengths = torch.tensor([member.length for member in members])
-    number = torch.arange(len(members)).repeat_interleave(lengths).to(rewards[0].device)
-    returns = episode_return(torch.cat(rewards), number, len(members))
+    returns = torch.stack([reward.sum(dtype=torch.float64).float() for reward in rewards])
     return len(members) > 1 and bool((returns == returns[0]).all())
 
 

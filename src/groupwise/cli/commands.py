@@ -27,6 +27,7 @@ Reinforcement learning with GRPO and PPO.
   export RUN         write a policy as ONNX or safetensors, a language model for transformers
   compare RUNS ...   compare methods over seeds: means, intervals, curves
   config ENV|FILE    print all settings as JSON; --schema: their JSON Schema
+  convert LIB FILE   print the settings of another library (embodichain) as settings of groupwise
   check-env ENV      check what an environment supports: shared starts, spaces, speed
   demos ENV          record episodes of a scripted expert, which --algorithm bc clones
   list               algorithms, presets, choices of credit and objective
@@ -171,6 +172,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         "export": _export,
         "compare": _compare,
         "config": _config,
+        "convert": _convert,
         "check-env": _check_env,
         "demos": _demos,
         "list": _list,
@@ -335,6 +337,13 @@ def _compare(argv: Sequence[str]) -> int:
     from groupwise.cli import compare
 
     compare.run(Parser(prog="groupwise compare", description=compare.HELP), argv)
+    return 0
+
+
+def _convert(argv: Sequence[str]) -> int:
+    from groupwise.cli import convert
+
+    convert.run(Parser(prog="groupwise convert", description=convert.HELP), argv)
     return 0
 
 

@@ -51,7 +51,7 @@ def test_the_parameter_is_named():
     flatten(algorithm)
     spoil(algorithm, math.nan, [0])
     with pytest.raises(
-        DivergedError, match=r"step 1 of update 1 is not finite \(first actor.head.bias\); the last checkpoint"
+        DivergedError, match=r"step 1 of update 1 is not finite \(first actor.head.bias\); fix: lower learning_rate"
     ):
         algorithm.update(make_rollout(algorithm.policy))
 
@@ -79,7 +79,7 @@ def test_equal_returns_are_warned_of_once_and_not_when_something_was_learned(cap
     equal["reward"].zero_()
     for _ in range(2):
         assert algorithm.update(equal)["train/optimizer_steps"] == 0
-    assert caplog.messages[0].startswith("update 1 changes nothing: no group has members with different returns")
+    assert caplog.messages[0].startswith("update 1 learns nothing: no group has members with different returns")
     assert len(caplog.messages) == 1
     caplog.clear()
     learned = build("grpo", **ADAM)
@@ -95,7 +95,7 @@ def test_a_kl_without_gradient_does_not_hide_equal_returns(caplog):
     algorithm = build("grpo", kl_coef=0.1, **ADAM)
     rollout = make_rollout(algorithm.policy).clone()
     rollout["reward"].zero_()
-    assert algorithm.update(rollout)["train/grad_norm"] == 0
-    assert [message[:24] for message in caplog.messages] == ["update 1 changes nothing"]
+    assert algorithm.update(rollout)["train/grad_norm"] < 1e-6
+    assert [message[:23] for message in caplog.messages] == ["update 1 learns nothing"]
     build("grpo", ent_coef=0.01, **ADAM).update(rollout)
     assert len(caplog.messages) == 1

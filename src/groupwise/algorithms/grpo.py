@@ -74,7 +74,7 @@ class GRPO(BaseAlgorithm):
         metrics = self.optimize(data, credit.num_episodes)
         if self._is_first and batch["loss_mask"].any():  # else nothing was left of the rollout, which was said already
             self._is_first = False
-            self._check_gradient(advantage, metrics)
+            self._check_advantage(advantage)
         self.policy.update_normalizers(rollout, self.engine)
         self.iteration += 1
         self._sync_reference()
@@ -150,11 +150,11 @@ class GRPO(BaseAlgorithm):
             return True
         return bool(self.engine.sum(advantage.count_nonzero()))
 
-    def _check_gradient(self, advantage: Tensor, metrics: dict[str, Tensor]) -> None:
-        """Warn of a first update that changes nothing. Later ones may be the end of learning."""
-        if not metrics["train/grad_norm"] and not advantage.any():
+    def _check_advantage(self, advantage: Tensor) -> None:
+        """Warn of a first update without a gradient: a KL has none yet. Later ones may be the end of learning."""
+        if not self.entropy.enabled and not advantage.any():
             log.warning(
-                "update %d changes nothing: no group has members with different returns, so there is nothing to learn from; fix: "
+                "update %d learns nothing: no group has members with different returns, so there is nothing to learn from; fix: "
                 "a reward with steps in between, a larger group_size, easier starts (docs/troubleshooting.md)", self.iteration + 1,
             )  # fmt: skip
 

@@ -49,9 +49,13 @@ Path(f"{sys.argv[1]}-{rank}.json").write_text(json.dumps([weights, share.seen]))
 def run_script(folder: Path, script: str, processes: int, *arguments: object) -> str:
     """What it printed."""
     (folder / "script.py").write_text(script)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [*torchrun, "script.py", *map(str, arguments)]
-    out = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+    return torchrun(folder, processes, "script.py", *map(str, arguments))
+
+
+def torchrun(folder: Path, processes: int, *command: str) -> str:
+    """What the processes printed."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    out = subprocess.run([*launcher, *command], cwd=folder, capture_output=True, text=True, timeout=200)
     assert out.returncode == 0, out.stderr
     return out.stdout
 
@@ -59,6 +63,13 @@ def run_script(folder: Path, script: str, processes: int, *arguments: object) ->
 def launch(folder: Path, command: str, total_steps: int) -> list[list[float]]:
     printed = run_script(folder, SCRIPT, 2, command, total_steps)
     return sorted(json.loads(line) for line in printed.splitlines())
+
+
+def test_one_process_of_the_command_line_reports(tmp_path: Path):
+    command = ["-m", "groupwise", "train", "CartPole-v1", "--algorithm", "ppo", "--total-steps", "256"]
+    options = ["--env.num-envs", "4", "--algorithm.num-steps", "16", "--run-dir", "run", "--logging.progress", "none"]
+    printed = torchrun(tmp_path, 2, *command, *options)
+    assert printed.count("Done in") == printed.count("Next:") == 1
 
 
 def test_two_processes_train_one_policy_and_go_on(tmp_path: Path):

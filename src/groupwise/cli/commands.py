@@ -363,6 +363,8 @@ def _resume(argv: Sequence[str]) -> int:
 def _print_run(run: Any) -> int:
     """Print the result of a run and the next command; returns the exit code."""
     found = run.summary
+    if "seconds" not in found:  # of several processes, the first one reports
+        return 0
     reached = ""
     if (score := found.get("return_mean")) is not None:
         kind = "greedy return" if run.cfg.evaluation.deterministic else "return"

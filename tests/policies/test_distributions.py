@@ -251,8 +251,6 @@ def test_entropy_is_the_mean_surprise(name):
         spaces.Text(3),
         spaces.Graph(BOX, None),
         spaces.Sequence(BOX),
-        spaces.Dict({"a": BOX}),
-        spaces.Tuple((BOX,)),
         spaces.Box(0, 5, (2,), np.int64),
     ],
 )

@@ -9,8 +9,6 @@ from groupwise.config.choices import Choice, register_recipe
 if TYPE_CHECKING:
     from groupwise.training.trackers import Tracker
 
-_HOME = "groupwise.training.trackers"
-
 
 class TrackedRun(NamedTuple):
     """What a tracker knows of its run."""
@@ -28,10 +26,13 @@ class TrackerCfg(Choice):
 
     family: ClassVar = "tracker"
     known: ClassVar = {}
+    tracker: ClassVar[str]
+    """Its class as ``module:name``, which ``build`` imports; that may need torch."""
 
     def build(self, run: TrackedRun) -> "Tracker":
         """The tracker of a run."""
-        raise NotImplementedError(f"{type(self).__name__} has no build()")
+        made: Tracker = pkgutil.resolve_name(self.tracker)(self, run)
+        return made
 
 
 @register_recipe
@@ -39,10 +40,7 @@ class TensorBoardCfg(TrackerCfg):
     """TensorBoard, in the run folder."""
 
     name: Literal["tensorboard"] = "tensorboard"
-
-    def build(self, run: TrackedRun) -> "Tracker":
-        """Writes events."""
-        return _of("TensorBoard", self, run)
+    tracker: ClassVar = "groupwise.training.trackers:TensorBoard"
 
 
 @register_recipe
@@ -50,6 +48,7 @@ class WandBCfg(TrackerCfg):
     """Weights & Biases. ``WANDB_*`` variables hold where a setting is None."""
 
     name: Literal["wandb"] = "wandb"
+    tracker: ClassVar = "groupwise.training.trackers:WandB"
     project: str | None = None
     """Project. None: ``WANDB_PROJECT``, or ``groupwise``."""
     entity: str | None = None
@@ -63,16 +62,13 @@ class WandBCfg(TrackerCfg):
     mode: Literal["online", "offline", "disabled"] | None = None
     """``offline`` keeps the run on disk. None: ``WANDB_MODE``, or ``online``."""
 
-    def build(self, run: TrackedRun) -> "Tracker":
-        """Sends to a server, or writes into the run folder."""
-        return _of("WandB", self, run)
-
 
 @register_recipe
 class TrackioCfg(TrackerCfg):
     """Trackio, on this machine or in a Space."""
 
     name: Literal["trackio"] = "trackio"
+    tracker: ClassVar = "groupwise.training.trackers:Trackio"
     project: str = "groupwise"
     """Project."""
     run_name: str | None = None
@@ -82,16 +78,13 @@ class TrackioCfg(TrackerCfg):
     space_id: str | None = None
     """Space on Hugging Face that gets the metrics. None: ``TRACKIO_SPACE_ID``, or this machine alone."""
 
-    def build(self, run: TrackedRun) -> "Tracker":
-        """Writes to this machine, or sends to a Space."""
-        return _of("Trackio", self, run)
-
 
 @register_recipe
 class MLflowCfg(TrackerCfg):
     """MLflow."""
 
     name: Literal["mlflow"] = "mlflow"
+    tracker: ClassVar = "groupwise.training.trackers:MLflow"
     experiment: str | None = None
     """Experiment. None: ``MLFLOW_EXPERIMENT_NAME``, or ``groupwise``."""
     run_name: str | None = None
@@ -100,13 +93,3 @@ class MLflowCfg(TrackerCfg):
     """Tags of the run."""
     tracking_uri: str | None = None
     """Server, database or folder. None: ``MLFLOW_TRACKING_URI``, or MLflow's default."""
-
-    def build(self, run: TrackedRun) -> "Tracker":
-        """Sends to a server, or writes to a database or a folder."""
-        return _of("MLflow", self, run)
-
-
-def _of(tracker: str, cfg: TrackerCfg, run: TrackedRun) -> "Tracker":
-    """The tracker of that name, which needs torch."""
-    made: Tracker = pkgutil.resolve_name(f"{_HOME}:{tracker}")(cfg, run)
-    return made

@@ -221,6 +221,9 @@ def test_a_saved_agent_is_sampled_from_and_exported_like_a_run(model, tmp_path, 
     assert cli.main(["export", str(tmp_path / "agent"), "--to", "transformers"]) == 0
     with pytest.raises(gw.RunFolderError, match=r"agent.*fix"):
         gw.LanguageAgent.load(tmp_path)
+    (tmp_path / "agent/metrics.jsonl").touch()
+    with pytest.raises(gw.RunFolderError, match="of a training run, which would be lost; fix: another folder"):
+        agent.save(tmp_path / "agent")
 
 
 def test_a_model_of_the_users_is_given_again(model, tmp_path):

@@ -45,6 +45,12 @@ def test_a_run_of_epochs_goes_on(model, tmp_path):
         gw.resume(tmp_path / "part", total_epochs=1.2, **given)
 
 
+def test_each_tenth_of_an_epoch_is_evaluated(model, tmp_path):
+    held_out = gw.TextTask(numbers()[:10], eval_data=numbers()[10:12], reward=share_copied)
+    run = train(held_out, model, tmp_path / "run", total_steps=None, total_epochs=1, num_prompts=1)
+    assert ["eval/return_mean" in entry for entry in run.metrics()] == [True] * 10
+
+
 def test_epochs_are_of_texts():
     assert config.resolve_text(total_epochs=0.5).budget == ("total_epochs", 0.5)
     with pytest.raises(ConfigError, match="one of total_steps, total_iterations, total_epochs; got total_steps=5 and"):

@@ -163,7 +163,7 @@ def test_the_commands(model, tmp_path, capsys):
     assert cli.main(["sample", run, "--messages", '[{"role": "user"}]']) == 2
     assert "prompt 0: message = {'role': 'user'}: expected the texts role and content" in capsys.readouterr().err
     assert cli.main(["sample", run, "--messages", "123 +"]) == 2
-    assert "--messages: '123 +' is no JSON" in capsys.readouterr().err
+    assert "--messages: '123 +' is no list of messages in JSON; fix:" in capsys.readouterr().err
     assert cli.main(["resume", run, "--total-steps", "150"]) == 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["sampling"]["temperature"] == 0.7
     assert cli.main(["export", run, "--to", "transformers"]) == 0

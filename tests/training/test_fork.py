@@ -69,6 +69,20 @@ def test_a_fork_of_the_best_takes_its_weights_and_its_score(run, tmp_path):
     assert again.summary["best_env_steps"] == reached
 
 
+def test_a_best_by_another_score_is_not_of_the_fork(run, tmp_path):
+    forked = gw.fork(run.path, tmp_path / "sampled", evaluation={"deterministic": False}, total_steps=400)
+    assert not (forked / "checkpoints/best").exists()
+    forked = gw.fork(run.path, tmp_path / "more", evaluation={"episodes": 3}, total_steps=400)
+    assert (forked / "checkpoints/best").exists()
+
+
+def test_the_best_lacks_a_reference(tmp_path):
+    gw.train("CartPole-v1", GRPO | {"kl_coef": 0.1}, total_steps=64, run_dir=tmp_path / "run", **TINY)
+    with pytest.raises(gw.ConfigError, match=r"best has no reference for algorithm\.kl_coef; fix: checkpoint='latest'"):
+        gw.fork(tmp_path / "run", tmp_path / "new", checkpoint="best")
+    gw.fork(tmp_path / "run", tmp_path / "new")
+
+
 def test_a_best_of_later_is_not_of_the_fork(run, tmp_path):
     folder = RunFolder(run.path)
     best = load_checkpoint(folder.best).state["env_steps"]

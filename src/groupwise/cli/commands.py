@@ -327,10 +327,13 @@ def _sample(argv: Sequence[str]) -> int:
 
 def _messages(word: str) -> Any:
     try:
-        return json.loads(word)
-    except ValueError as error:
-        fix = """'[{"role": "user", "content": "..."}]'"""
-        raise ConfigError(f"--messages: {word!r:.80} is no JSON ({error}); fix: {fix}") from error
+        messages = json.loads(word)
+    except ValueError:
+        messages = None
+    if isinstance(messages, list):
+        return messages
+    fix = """'[{"role": "user", "content": "..."}]'"""
+    raise ConfigError(f"--messages: {word!r:.80} is no list of messages in JSON; fix: {fix}")
 
 
 def _compare(argv: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ from groupwise.config.run import TextRunCfg
 from groupwise.config.text import TextTaskCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError, DataError, DivergedError, nearest
+from groupwise.errors import ConfigError, DataError, DivergedError, RunFolderError, nearest
 from groupwise.report.folder import RunFolder
 from groupwise.text.build import build_algorithm, filled_in, identity_of
 from groupwise.text.callbacks import CheckSamplerMismatch
@@ -191,9 +191,11 @@ class LanguageAgent:
         It is a run folder, which ``gw.sample``, ``gw.Run.load`` and ``groupwise export`` read, too.
 
         Raises:
-            RunFolderError: the folder has other files.
+            RunFolderError: the folder is that of a training run, or has other files.
         """
         folder, settings = RunFolder(Path(path)), self.cfg.model_dump(mode="json")
+        if folder.metrics.exists():
+            raise RunFolderError(f"{path} is the folder of a training run, which would be lost; fix: another folder")
         if folder.latest.is_dir():
             folder.rewrite_config(settings)
         else:

@@ -28,6 +28,9 @@ _FIXED = (
     "algorithm.optimizer",
 )
 """Settings that the content of a checkpoint depends on."""
+_SCORING = ("env.", "evaluation.", "task.")
+_NOT_SCORING = ("evaluation.interval", "evaluation.episodes", "evaluation.video_interval")
+"""Settings that do not change what an evaluation scores; others do, and the score of ``best`` is then of another kind."""
 
 
 def fork(path: Path | str, run_dir: Path | str, *, checkpoint: CheckpointName = "latest", **fields: Any) -> Path:
@@ -55,14 +58,17 @@ def fork(path: Path | str, run_dir: Path | str, *, checkpoint: CheckpointName = 
 def fork_run(folder: RunFolder, run_dir: Path, cfg: CommonCfg, checkpoint: CheckpointName) -> Path:
     """``fork`` with all settings of the new run."""
     settings = cfg.model_copy(update={"run_dir": None}).model_dump(mode="json")
-    _check_changes(folder, settings)
+    changed = _check_changes(folder, settings)
+    if checkpoint == "best":
+        _check_best(folder, cfg)
     found = _find(folder, checkpoint)
     iteration, steps = (load_checkpoint(found).state[name] for name in ("iteration", "env_steps"))
     given = folder.read_provenance()["given_in_python"]
     new = RunFolder.create(settings, run_dir, given=given)
     new.checkpoints.mkdir()
     shutil.copytree(found, new.latest)
-    if has_checkpoint(folder.best) and (saved_steps(folder.best) or 0) <= steps:
+    comparable = not any(name.startswith(_SCORING) and name not in _NOT_SCORING for name in changed)
+    if comparable and has_checkpoint(folder.best) and (saved_steps(folder.best) or 0) <= steps:
         shutil.copytree(folder.best, new.best)
     kept = [entry for entry in folder.read_metrics() if entry["iteration"] <= iteration]
     files.write(new.metrics, "".join(f"{json.dumps(entry)}\n" for entry in kept).encode())
@@ -84,8 +90,17 @@ def _find(folder: RunFolder, checkpoint: CheckpointName) -> Path:
     return steps[checkpoint]
 
 
-def _check_changes(folder: RunFolder, settings: dict[str, Any]) -> None:
-    """Refuse changes of settings that the content of a checkpoint depends on."""
+def _check_best(folder: RunFolder, cfg: CommonCfg) -> None:
+    """Refuse what needs more than the weights, which ``best`` has alone."""
+    fix = "fix: checkpoint='latest' (--from latest), or its environment steps"
+    if getattr(cfg.algorithm, "kl_coef", 0) > 0:
+        raise ConfigError(f"{folder.best} has no reference for algorithm.kl_coef; {fix}")
+    if cfg.budget.name == "total_epochs":
+        raise ConfigError(f"{folder.best} does not say how far it is in the data, which total_epochs needs; {fix}")
+
+
+def _check_changes(folder: RunFolder, settings: dict[str, Any]) -> list[str]:
+    """Names of the settings that changed; an error for those that the content of a checkpoint depends on."""
     changed = differences({"old": flat(folder.read_config()), "new": flat(settings)})
     for name, values in changed.items():
         old, new = values.get("old"), values.get("new")
@@ -95,3 +110,4 @@ def _check_changes(folder: RunFolder, settings: dict[str, Any]) -> None:
                 f"{name} cannot change from {old!r:.80} to {new!r:.80}: the checkpoint was made with it; fix: a new run with "
                 f"policy.init_from={str(folder.path)!r}"
             )
+    return list(changed)

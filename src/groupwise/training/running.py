@@ -99,7 +99,7 @@ def _begin_with_weights(trainer: Trainer, parts: Components, state: dict[str, An
     trainer.env_steps = state["env_steps"]
     for callback in trainer.callbacks:
         if isinstance(callback, Evaluate):
-            callback.best_score = state[SCORES[parts.metric]]
+            callback.best_score = state.get(SCORES[parts.metric])
 
 
 def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine) -> dict[str, Any]:
@@ -155,9 +155,9 @@ def finishing_on_signal(trainer: Trainer) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         if not trainer.interrupted:
             trainer.interrupt()
+            alarm(SECONDS_TO_FINISH, handle)
             if trainer.doing == "collecting" and trainer.collector.repeatable and trainer.engine.world_size == 1:
                 raise KeyboardInterrupt
-            alarm(SECONDS_TO_FINISH, handle)
             with suppress(Exception):  # the terminal may be gone, or in the middle of another line
                 log.warning("interrupted: finishing and saving this iteration; interrupt again to stop at once")
         elif number in ALARM and (trainer.doing == "updating" or trainer.ending):

@@ -125,7 +125,8 @@ class Trainer:
     def passed(self, interval: int | None) -> bool:
         """Whether the last iteration passed a multiple of ``interval`` environment steps. None: of a tenth of the budget."""
         if interval is None:
-            return self.done // self.budget.tenth > self._done_before // self.budget.tenth
+            before, now = (int(done / self.budget.tenth + 1e-9) for done in (self._done_before, self.done))
+            return now > before  # of epochs, 0.3 // 0.1 would be 2
         return self.env_steps // interval > (self.env_steps - self.iteration_steps) // interval
 
     def state_dict(self) -> dict[str, Any]:

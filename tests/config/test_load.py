@@ -209,7 +209,10 @@ def test_settings_of_another_algorithm_are_refused(write):
         ("[1]", r"run\.json: expected a JSON object, found list"),
         ({"seed": 1}, r"run\.json: no environment and no task; fix"),
         ({"env": {"id": "CartPole-v1"}, "task": {}}, r"run\.json: .*leave out env or task"),
-        ({"task": {}, "model": {"lora": {"rank": 3}}}, r"run\.json: model\.lora: unknown key 'rank'"),
+        (
+            {"task": {}, "model": {"lora": {"rank": 3}}},
+            r"run\.json: model\.lora: unknown key 'rank'; did you mean 'r'\?",
+        ),
         (
             {"task": {}, "algorithm": {"collection": {"horizon": 9}}},
             r"run\.json: algorithm.collection.horizon=9 has no effect on text",

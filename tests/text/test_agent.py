@@ -178,6 +178,14 @@ def test_tokens_that_are_taken_out_of_a_mask_have_no_loss(model):
     assert part.metrics["train/grad_norm"] != whole.metrics["train/grad_norm"]
 
 
+def test_the_presence_penalty_does_not_depend_on_a_mask_made_by_hand(model):
+    agent = agent_of(model, sampling={"presence_penalty": 1.0, "max_new_tokens": 8})
+    completions, masks = agent.get_action(["123", "45"])
+    without_third = [mask & (mask.cumsum(dim=1) != 3) for mask in masks]
+    agent.learn((completions, without_third, torch.eye(4)[:2]))
+    assert agent.metrics["rollout/sampler_kl"] == pytest.approx(0, abs=1e-9)
+
+
 def test_a_schedule_follows_the_loop(model):
     agent, env = agent_of(model, algorithm={"schedule": {"name": "linear", "warmup": 2}}), digits()
     rates = []
@@ -268,7 +276,8 @@ def test_an_agent_goes_on_where_a_run_ended(model, tmp_path):
             {"system_prompt": "Add.", "sampling": SHORT},
             r"system_prompt is for conversations, but .* has no chat template",
         ),
-        ({"lora": {"rank": 2}}, r"unknown key 'rank'"),
+        ({"lora": {"rank": 2}}, r"unknown key 'rank'; did you mean 'r'\?"),
+        ({"sampling": {"top_k": 0}}, r"sampling\.top_k: 0 keeps no token; fix: null \(None\) to sample among all"),
     ],
 )
 def test_settings_that_an_agent_cannot_have(model, settings, message):
@@ -299,6 +308,8 @@ def test_an_environment_says_what_it_cannot_do():
         gw.PromptEnv(["a"])
     with pytest.raises(gw.ConfigError, match=r"unknown setting 'data_sise' of a PromptEnv.*'data_size'"):
         gw.PromptEnv(["a"], reward=reward, data_sise=3)
+    with pytest.raises(gw.ConfigError, match=r"unknown setting 'reward_fn' of a PromptEnv.*'reward'"):
+        gw.PromptEnv(["a"], reward_fn=reward)
     with pytest.raises(gw.ConfigError, match=r"batch_size = 0: expected at least 1"):
         gw.PromptEnv(["a"], reward=reward, batch_size=0)
     with pytest.raises(gw.ConfigError, match=r"prompt makes the prompts that prompt_column would name"):

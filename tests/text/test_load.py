@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import EOS, FAMILIES, tiny_model
 from tiny_tokenizers import character_tokenizer, tiny_tokenizer
 from torch import nn
@@ -325,6 +326,31 @@ def test_a_pickle_of_adapters_is_not_read(folder, tmp_path):
     load_causal_lm(ModelCfg(path=str(path)))
     (path / "adapter_model.safetensors").rename(path / "adapter_model.bin")
     with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors; fix: "):
+        load_causal_lm(ModelCfg(path=str(path)))
+
+
+@pytest.mark.parametrize("family", ["llama", "smollm"])
+@pytest.mark.parametrize(
+    "change", [lambda weights, name: weights.pop(name), lambda w, name: w.update({name: torch.ones(7)})]
+)
+def test_missing_weights_are_named_instead_of_drawn_at_random(folder, tmp_path, family, change):
+    path, name = hostile(folder(family), tmp_path / "model"), "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(path / "model.safetensors")
+    change(weights, name)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"lack 1 of the model's, or have them in other shapes: {name}; fix: "):
+        load_causal_lm(ModelCfg(path=str(path)))
+
+
+def test_missing_adapters_are_named(folder, tmp_path):
+    path = tmp_path / "adapters"
+    load_causal_lm(ModelCfg(path=folder(), lora=LORA)).save_pretrained(path)
+    weights = load_file(path / "adapter_model.safetensors")
+    name, _ = weights.popitem()
+    save_file(weights, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=rf"are not complete: .*{name.removesuffix('.weight')}.*; fix: save them again"
+    ):
         load_causal_lm(ModelCfg(path=str(path)))
 
 

@@ -80,7 +80,12 @@ async def async_right(completion, answer, question):
     return right(completion, answer, question)
 
 
-@pytest.mark.parametrize("function", [right, async_right, functools.partial(right)])
+def sometimes_async(completion, answer, question):
+    """As a reward that asks a server only about what it does not know."""
+    return (right if question.endswith("=") else async_right)(completion, answer, question)
+
+
+@pytest.mark.parametrize("function", [right, async_right, sometimes_async, functools.partial(right)])
 @pytest.mark.parametrize("timeout", [None, 60.0])
 def test_a_function_of_one_completion_scores_each(function, timeout):
     rewards = RewardSet([make_reward(RewardCfg(name="given"), function)], timeout=timeout)

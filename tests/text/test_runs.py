@@ -111,6 +111,14 @@ def test_a_run_is_loaded_sampled_and_exported_without_its_data_and_rewards(copie
         gw.evaluate(copied.path, eval_data=rows)
 
 
+def test_a_loaded_run_has_no_reference_in_memory(model, tmp_path, monkeypatch):
+    run = train(copying(), model, tmp_path / "run", {"group_size": 4, "kl_coef": 0.1})
+    assert run.algorithm.reference is not None
+    monkeypatch.setattr(gw.CausalLM, "make_reference", lambda policy: pytest.fail("a second model"))
+    assert gw.sample(run.path, "123") == gw.sample(run, "123")
+    assert gw.Run.load(run.path).cfg.algorithm.kl_coef == 0.1
+
+
 def test_prompts_are_sampled_alone_or_together(copied):
     together = gw.sample(copied, ["123", "456"], 2)
     assert [len(of_prompt) for of_prompt in together] == [2, 2]
@@ -263,6 +271,7 @@ def test_adapters_train_alone_and_their_reference_is_the_base(model, tmp_path):
             "'optimal_token' .*CausalLM .*fix: baseline=",
         ),
         ({"policy": gw.PolicyCfg(hidden_sizes=(3,))}, "policy = PolicyCfg.*: expected a gw.CausalLM; fix: model="),
+        ({"reward": share_copied}, r"the reward is the task's; fix: gw\.TextTask\(data, reward=\.\.\.\)"),
         ({"lora": True}, "lora = True: input should be a valid dictionary"),
         ({"algorithm": gw.GRPOCfg(num_steps=9)}, "num_steps=9 has no effect on text; fix: leave it out"),
         ({"algorithm": gw.GRPOCfg(credit={"reward": "parts"})}, "compares several rewards; got one, fix"),

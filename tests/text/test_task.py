@@ -74,7 +74,12 @@ def test_objects_that_are_missing_are_named(given, message):
     [
         ({"reward": 3}, "reward = 3: expected a function, the name of a registered one"),
         ({"reward": [right, 3]}, "reward = 3: expected"),
-        ({"reward": right, "promt_column": "x"}, "unknown key 'promt_column'; did you mean 'prompt_column'"),
+        (
+            {"reward": right, "promt_column": "x"},
+            "unknown setting 'promt_column' of a TextTask; did you mean 'prompt_column'",
+        ),
+        ({"reward_fn": right}, "unknown setting 'reward_fn' of a TextTask; did you mean 'reward'"),
+        ({"rewards": right}, "unknown setting 'rewards' of a TextTask; did you mean 'reward'"),
         ({"reward": right, "eval_overlap": "ignore"}, "eval_overlap = 'ignore': expected one of drop, keep"),
     ],
 )

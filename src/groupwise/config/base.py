@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Len
@@ -29,8 +29,9 @@ OTHER_NAMES = {
     "kl_beta": "kl_coef", "kl_ref_iterations": "ref_model_sync_steps", "scale_rewards": "scale",
     "batch_group_updates": "minibatch_size", "group_rollout_buffer_class": "credit",
     "num_train_epochs": "total_epochs", "n_iterations": "total_iterations", "loss_type": "aggregation", "epsilon_high": "clip_high", "max_completion_length": "max_new_tokens",
+    "rank": "r", "reward_fn": "rewards", "reward_funcs": "rewards", "reward_function": "rewards",
 }  # fmt: skip
-"""Settings by their names in Stable-Baselines3, its proposed GRPO, TRL, verl, CleanRL and LeRobot, where another setting is spelled more like them."""
+"""Settings by their names in Stable-Baselines3, its proposed GRPO, TRL, verl, PEFT, CleanRL and LeRobot, where another setting is spelled more like them."""
 
 
 class Cfg(BaseModel):
@@ -89,6 +90,14 @@ class Cfg(BaseModel):
         if unknown:
             raise ValueError(" ".join(map(cls.explain_unknown, unknown)))
         return data
+
+
+def refuse_unknown(settings: Iterable[str], known: Collection[str], owner: str) -> None:
+    """Refuse arguments that ``owner`` does not have, by a ``ConfigError`` with the nearest one."""
+    for name in settings:
+        if name not in known:
+            near = nearest(OTHER_NAMES.get(name, name), known) or f"; known: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown setting {name!r} of a {owner}{near}")
 
 
 def paths_of(cls: type[Cfg], name: str) -> list[str]:

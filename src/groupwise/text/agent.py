@@ -15,12 +15,13 @@ from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
+from groupwise.config.base import refuse_unknown
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.config.text import TextTaskCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError, DataError, DivergedError, RunFolderError, nearest
+from groupwise.errors import ConfigError, DataError, DivergedError, RunFolderError
 from groupwise.report.folder import RunFolder
 from groupwise.text.build import build_algorithm, filled_in, identity_of
 from groupwise.text.callbacks import CheckSamplerMismatch
@@ -75,9 +76,7 @@ class LanguageAgent:
         index: int = 0,
         **settings: Any,
     ) -> None:
-        if unknown := [name for name in settings if name not in _OF_PROMPTS + _OF_RUN]:
-            near = nearest(unknown[0], _OF_PROMPTS + _OF_RUN)
-            raise ConfigError(f"unknown setting {unknown[0]!r} of a LanguageAgent{near or '; fix: gw.train'}")
+        refuse_unknown(settings, (*_OF_PROMPTS, *_OF_RUN), "LanguageAgent")
         given = model if isinstance(model, CausalLM) else None
         task = TextTaskCfg(**{name: value for name, value in settings.items() if name in _OF_PROMPTS})
         of_run = {name: value for name, value in settings.items() if name in _OF_RUN}

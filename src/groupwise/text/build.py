@@ -150,11 +150,13 @@ def speed_up(policy: CausalLM) -> None:
 def load_algorithm(
     cfg: TextRunCfg, given: Policy | None, folder: RunFolder, checkpoint: Literal["latest", "best"]
 ) -> BaseAlgorithm:
-    """The algorithm of an earlier run with the policy of a checkpoint, without prompts and rewards.
+    """The algorithm of an earlier run with the policy of a checkpoint, without prompts, rewards and reference.
 
     Args:
         given: the policy that the run was given in Python; it gets the checkpoint's weights.
     """
+    if isinstance(cfg.algorithm, GRPOCfg):  # a reference would be a second model in memory, which only training reads
+        cfg = cfg.model_copy(update={"algorithm": cfg.algorithm.model_copy(update={"kl_coef": 0.0})})
     algorithm = build_algorithm(cfg, given, Engine())
     policy = algorithm.policy
     assert isinstance(policy, CausalLM)

@@ -1,5 +1,6 @@
 """Loading language models from folders and the hub."""
 
+import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -143,7 +144,11 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
                 f"the adapters in {path} have {found}; got r={cfg.lora.r}, alpha={cfg.lora.alpha}; fix: lora=None, or the same"
             )
     with _quiet_peft():
-        adapted: nn.Module = PeftModel.from_pretrained(model, path, is_trainable=True)
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        try:
+            adapted: nn.Module = PeftModel.from_pretrained(model, path, is_trainable=True)
+        except UserWarning as error:
+            raise ConfigError(f"the adapters in {path} are not complete: {error}; fix: save them again") from None
     return adapted
 
 
@@ -186,13 +191,26 @@ def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
     try:
         if AutoConfig.from_pretrained(path, trust_remote_code=False).is_encoder_decoder:
             raise ValueError("it is an encoder-decoder model")  # transformers would load its decoder alone
-        return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, use_safetensors=True, **more)
+        more |= {"trust_remote_code": False, "use_safetensors": True, "ignore_mismatched_sizes": True}
+        model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **more)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"{path} is no language model that transformers can load ({first}); fix: a folder with config.json and "
             "weights (safetensors, no code of its own) of a model for causal language modelling"
         ) from None
+    _check_complete(path, {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
+    return model
+
+
+def _check_complete(path: str, absent: set[str]) -> None:
+    """Refuse weights that transformers would draw at random. Tied ones, and those that follow from others, are not absent."""
+    if absent:
+        first = textwrap.shorten(", ".join(sorted(absent)), 200, placeholder=" ...")
+        raise ConfigError(
+            f"the weights of {path} lack {len(absent)} of the model's, or have them in other shapes: {first}; fix: save the "
+            "model again, with the config.json that belongs to it"
+        )
 
 
 def _quantization(cfg: ModelCfg) -> Any:

@@ -76,7 +76,9 @@ class CausalLM(Policy):
         self.autocast = autocast
         self.action_spec = TensorSpec((), torch.int64)
         if self.sampling.has_filters:
-            self.batch_keys = (*self.batch_keys, "support")
+            self.batch_keys += ("support",)
+        if self.sampling.has_penalties:
+            self.batch_keys += ("turn_id",)
         self.has_adapters = _has_adapters(model)
         silence_dropout(model)  # with dropout, sampler and trainer would be two different policies
         self.eval()

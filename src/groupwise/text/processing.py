@@ -11,6 +11,7 @@ a filter keeps. The id -1 fills up.
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from groupwise.config.policy import MAX_KEPT, SamplingCfg
 from groupwise.functional.vocabulary import LogitProcessor
@@ -66,7 +67,8 @@ def recorded_processor(batch: Batch, sampling: SamplingCfg) -> LogitProcessor | 
     """What processed the logits of the tokens in ``loss_mask`` when they were sampled; None if nothing did.
 
     Args:
-        batch: ``obs``, ``valid`` and ``loss_mask``, and with filters ``support``: the ids that were kept, ``[N, T, kept]``.
+        batch: ``obs``, ``valid`` and ``loss_mask``; with penalties ``turn_id``; and with filters ``support``: the ids that
+            were kept, ``[N, T, kept]``.
     """
     if not (sampling.has_filters or sampling.has_penalties):
         return None
@@ -74,16 +76,14 @@ def recorded_processor(batch: Batch, sampling: SamplingCfg) -> LogitProcessor | 
     row, step = mask.nonzero(as_tuple=True)
     place = torch.arange(mask.shape[1], device=mask.device)
     tokens = batch["obs"].masked_fill(~batch["valid"], -1)
-    starts = mask.clone()  # a turn is what the model wrote without a break
-    starts[:, 1:] &= ~mask[:, :-1]
-    turn = torch.where(starts, place, 0).cummax(dim=1).values[row, step]
 
     def process(logits: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         derivative = None
         if sampling.has_penalties:
-            # slot t holds token t, which precedes its action
-            text = tokens[row[part]].masked_fill(place > step[part, None], -1)
-            logits, derivative = penalized(logits, sampling, text, text.masked_fill(place <= turn[part, None], -1))
+            # slot t holds token t, which precedes its action and was the action of slot t - 1
+            text, turn = tokens[row[part]].masked_fill(place > step[part, None], -1), batch["turn_id"][row[part]]
+            other_turn = functional.pad(turn, (1, -1), value=-1) != turn.gather(1, step[part, None])
+            logits, derivative = penalized(logits, sampling, text, text.masked_fill(other_turn, -1))
         if sampling.has_filters:
             kept = _among(batch["support"][row[part], step[part]].long(), logits.shape[1])
             logits = logits.masked_fill(~kept, _NEVER)

@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from groupwise.config.base import refuse_unknown
 from groupwise.config.text import GYM
-from groupwise.errors import ConfigError, DataError, nearest
+from groupwise.errors import ConfigError, DataError
 from groupwise.seeding import derive_seed
 from groupwise.text.completions import Completions, group_shape
 from groupwise.text.data import Completion, Example, Prompt, read_rows, shuffled
@@ -52,8 +53,7 @@ class PromptEnv:
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        if unknown := [name for name in settings if name not in _SETTINGS]:
-            raise ConfigError(f"unknown setting {unknown[0]!r} of a PromptEnv{nearest(unknown[0], _SETTINGS)}")
+        refuse_unknown(settings, (*_SETTINGS, "reward", "reward_weights", "prompt", "batch_size", "seed"), "PromptEnv")
         if batch_size < 1:
             raise ConfigError(f"batch_size = {batch_size}: expected at least 1")
         if prompt is not None:

@@ -45,8 +45,8 @@ def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu")
     """The rollout ``[N, T+1]`` of the rows, padded on the right; ``loss_mask`` is True where the model wrote the action.
 
     Slot t holds token t and, as its action, token t+1; a completion's reward is at its last token. ``step`` counts from
-    the prompt's first token, so that members' steps correspond. Keys that no row has are left out: ``turn_id``,
-    ``support`` (-1 at tokens of others), ``trained``, ``greedy``, ``reward_parts``.
+    the prompt's first token, so that members' steps correspond. Keys that no row has are left out: ``support`` (-1 at
+    tokens of others), ``trained``, ``greedy``, ``reward_parts``.
 
     Raises:
         DataError: a prompt or completion without tokens, or not one log-probability for each token.
@@ -83,9 +83,8 @@ def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu")
         "group_id": torch.where(valid, torch.tensor([row.group for row in rows])[:, None], -1),
         "episode_id": torch.where(valid, torch.arange(len(rows))[:, None], -1),
         "step": place * valid,
+        "turn_id": turn,
     }
-    if any(row.turn is not None for row in rows):
-        keys["turn_id"] = turn
     if rows[0].support:
         kept = pad_sequence([ids for row in rows for ids in row.support or ()], batch_first=True, padding_value=-1)
         keys["support"] = torch.full((len(rows), num_slots, kept.shape[1]), -1, dtype=torch.int32)

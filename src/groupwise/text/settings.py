@@ -31,6 +31,8 @@ def text_cfg(
 
     if policy is not None and not isinstance(policy, CausalLM):
         raise ConfigError(f"policy = {policy!r:.80}: expected a gw.CausalLM; fix: model='path-or-hub-id', lora=...")
+    if "reward" in settings:
+        raise ConfigError("the reward is the task's; fix: gw.TextTask(data, reward=...)")
     model, lora = settings.pop("model", None), settings.pop("lora", None)
     if policy is not None:
         others = {"model": model, "lora": lora, "sampling": settings.get("sampling")}

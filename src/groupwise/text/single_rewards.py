@@ -51,8 +51,12 @@ class SingleReward:
         return not variable and name not in _OWN and name not in self.settings
 
 
-async def _all(scores: Sequence[Awaitable[Any]]) -> list[Any]:
-    return await asyncio.gather(*scores)
+async def _all(scores: Sequence[Any]) -> list[Any]:
+    return await asyncio.gather(*map(_value, scores))
+
+
+async def _value(score: Any) -> Any:
+    return await score if inspect.isawaitable(score) else score
 
 
 def _text(completion: Completion) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.config.algorithm import OnNonFinite
-from groupwise.config.base import GIVEN
+from groupwise.config.base import GIVEN, refuse_unknown
 from groupwise.config.text import GYM, RewardCfg, TextTaskCfg
 from groupwise.errors import ConfigError
 from groupwise.text.data import Example, gym_examples, load_examples, without_overlap
@@ -43,6 +43,7 @@ class TextTask:
         tool: "str | Callable[[str], str | None] | None" = None,
         **settings: Any,
     ) -> None:
+        refuse_unknown(settings, {*TextTaskCfg.model_fields, "reward", "reward_weights"} - {"rewards"}, "TextTask")
         rewards = _several(reward)
         cfgs = [_reward_cfg(one) for one in rewards]
         if reward_weights is not None:

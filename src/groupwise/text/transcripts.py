@@ -208,7 +208,7 @@ def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:
         reward,
         terminated=not cut,
         group=member.group,
-        turn=None if cfg.task.tool is None else member.turn,
+        turn=member.turn,
         support=member.support or None,
         trained=not (cut and cfg.mask_truncated_completions),
         greedy=member.greedy,

@@ -48,6 +48,14 @@ def test_means_by_hand():
     assert all(value.shape == () for value in stats.means().values())
 
 
+def test_the_samplers_kl_is_that_of_the_first_step_that_is_taken():
+    stats = stats_of("loss", "approx_kl")
+    assert stats.means()["rollout/sampler_kl"] == 0
+    two_steps(stats)
+    assert stats.means()["rollout/sampler_kl"].item() == 1.75
+    assert "rollout/sampler_kl" not in stats_of("loss").means()
+
+
 def test_a_step_that_is_not_taken_does_not_count():
     stats = stats_of("a", "b")
     two_steps(stats)
@@ -92,6 +100,19 @@ def of_rank(steps, all_sum):
     return torch.stack([*current, stats.means()["train/a"]])
 
 
+def first_of_rank(steps, all_sum):
+    stats = stats_of("approx_kl", all_sum=all_sum)
+    for micro_batches in steps:
+        for value in micro_batches:
+            add(stats, value)
+        end(stats)
+    return stats.means()["rollout/sampler_kl"].reshape(1)
+
+
+def test_the_first_step_is_the_same_one_on_every_rank(two_ranks):
+    assert two_ranks(first_of_rank, ([[], [7.0]],), ([[0.25, 3.25], []],)).flatten().tolist()[0] == 3.5
+
+
 def test_two_ranks_have_the_means_of_their_union(two_ranks):
     union = of_rank([[0.25, 3.25], [7.0]], local)
     assert union.tolist() == [3.5, 7.0, 5.25]
@@ -117,7 +138,7 @@ def test_sums_over_ranks_do_not_depend_on_what_a_rank_has():
                 add(stats, 1.0)
             end(stats)
         stats.means()
-    assert calls == [(1,)] * 3
+    assert calls == [(2, 1)] * 3
 
 
 SETTINGS = {

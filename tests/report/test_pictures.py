@@ -200,6 +200,16 @@ def test_cartpole_is_drawn_without_a_display(tmp_path: Path, monkeypatch: pytest
     assert "SDL_VIDEODRIVER" not in os.environ
 
 
+@pytest.mark.slow
+def test_mujoco_is_drawn_without_a_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "MUJOCO_GL"):
+        monkeypatch.delenv(name, raising=False)
+    env = gymnasium.make("InvertedPendulum-v5")
+    for attempt in range(2):
+        film(policy_for(env), EnvCfg(id="InvertedPendulum-v5"), None, tmp_path / f"{attempt}.gif", seed=0)
+    assert "MUJOCO_GL" not in os.environ
+
+
 def test_an_environment_without_pictures_says_so():
     with pytest.raises(NoPictureError, match=r"does not render to arrays; fix: .*render_mode='rgb_array'"):
         rendering_env(EnvCfg(kwargs={"render_mode": None}), Corridor)

@@ -315,7 +315,7 @@ def test_a_sampler_that_is_another_policy_stops_the_run(model, tmp_path, monkeyp
         return [[c._replace(log_probs=[p + 0.6 for p in c.log_probs]) for c in group] for group in groups]
 
     monkeypatch.setattr(build, "complete", other)
-    with pytest.raises(gw.SamplerMismatchError, match=r"sampler and trainer differ: KL 0\.149 .*fix"):
+    with pytest.raises(gw.SamplerMismatchError, match=r"sampler and trainer differ: KL 0\.149 .*more than 0.1; fix"):
         train(copying(), model, tmp_path / "run")
 
 

@@ -48,9 +48,11 @@ def test_an_update_tells_a_sampler_that_is_another_policy(micro_batch_size):
     assert metrics["rollout/sampler_kl"].item() == pytest.approx(0.004837, abs=1e-5)
 
 
-def test_where_probabilities_are_taken_as_sampled_nothing_is_compared():
+def test_where_probabilities_are_taken_as_sampled_the_first_step_is_compared():
     rows = rows_of(CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6)))
-    assert not [name for name in updated(rows, objective={})[1] if name.startswith("rollout/sampler_kl")]
+    found = {name: kl for name, kl in updated(rows, objective={})[1].items() if name.startswith("rollout/sampler_kl")}
+    assert list(found) == ["rollout/sampler_kl"]
+    assert found["rollout/sampler_kl"].item() < 1e-10
 
 
 def test_a_single_pass_needs_no_forward_of_its_own_for_the_old_probabilities():

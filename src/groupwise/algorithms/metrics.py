@@ -27,6 +27,7 @@ class UpdateStats:
         self._names = names
         self._all_sum = all_sum
         self._zeros = torch.zeros(len(names), device=device)
+        self._first = self._zeros
         self._step: list[Tensor] = []
         self._taken: list[Tensor] = []
         self._norms: list[Tensor] = []
@@ -45,6 +46,8 @@ class UpdateStats:
 
     def end_step(self, grad_norm: Float[Tensor, ""]) -> None:
         """Count the current optimiser step: it will be taken."""
+        if not self.steps:
+            self._first = sum(self._step, self._zeros)
         self._taken += self._step
         self._norms.append(grad_norm)
         self._step = []
@@ -53,10 +56,12 @@ class UpdateStats:
     def means(self) -> dict[str, Tensor]:
         """0-dim means over the steps taken, on all ranks; 0 without steps."""
         total = torch.stack([self._zeros, *self._taken]).sum(dim=0)
-        means = self._all_sum(total) / max(self.steps, 1)
-        out = {f"train/{name}": mean for name, mean in zip(self._names, means.unbind(), strict=True)}
+        total, first = self._all_sum(torch.stack([total, self._first]))
+        out = {f"train/{name}": value / max(self.steps, 1) for name, value in zip(self._names, total, strict=True)}
         out["train/grad_norm"] = torch.stack(self._norms).mean() if self._norms else total.new_zeros(())
         out["train/optimizer_steps"] = total.new_tensor(float(self.steps))
+        if "approx_kl" in self._names:  # nothing has changed yet in the first step
+            out["rollout/sampler_kl"] = first[self._names.index("approx_kl")]
         return out
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -136,14 +137,17 @@ def _with_one_palette(frames: list["Image"]) -> list["Image"]:
 
 @contextmanager
 def _no_display() -> Iterator[None]:
-    """Let SDL (pygame) draw into memory without looking for a display, unless the user chose a driver."""
-    chosen = "SDL_VIDEODRIVER" in os.environ
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    """Let SDL (pygame), and MuJoCo where there is no display, draw into memory, unless the user chose a driver."""
+    drivers = {"SDL_VIDEODRIVER": "dummy"}
+    if sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}:
+        drivers["MUJOCO_GL"] = "egl"  # a second failure of GLFW would end the process
+    unset = drivers.keys() - os.environ.keys()
+    os.environ.update({name: drivers[name] for name in unset})
     try:
         yield
     finally:
-        if not chosen:
-            del os.environ["SDL_VIDEODRIVER"]
+        for name in unset:
+            del os.environ[name]
 
 
 @contextmanager

@@ -23,8 +23,7 @@ from groupwise.data.rollout import TensorSpec
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError, RunFolderError
 from groupwise.report.folder import RunFolder
-from groupwise.text.build import build_algorithm, filled_in, identity_of
-from groupwise.text.callbacks import CheckSamplerMismatch
+from groupwise.text.build import SAMPLER_FIX, build_algorithm, filled_in, identity_of
 from groupwise.text.completions import Completions, group_shape
 from groupwise.text.data import Example, Prompt
 from groupwise.text.generation import complete
@@ -35,6 +34,7 @@ from groupwise.text.rollout import TextBuffer, text_rollout
 from groupwise.text.samples import read_prompts
 from groupwise.text.settings import text_cfg
 from groupwise.text.transcripts import Transcript, open_group, training_row, write
+from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Checkpoint, load_checkpoint, load_policy, save_checkpoint
 
 Experiences = tuple[Any, Sequence[Tensor], Any]
@@ -103,7 +103,7 @@ class LanguageAgent:
         """Batches of completions sampled in training."""
         self._given_in_python = [] if given is None else ["policy"]
         self._encoder = PromptEncoder(self.policy.tokenizer, self.cfg.task)
-        self._mismatch = CheckSamplerMismatch(self.cfg.sampler_mismatch)
+        self._mismatch = CheckSamplerMismatch(self.cfg.sampler_mismatch, SAMPLER_FIX)
         assert isinstance(self.policy.action_spec, TensorSpec)
         on_nonfinite, device = self.cfg.algorithm.on_nonfinite, self.policy.device
         self._buffer = TextBuffer(self.policy.action_spec, on_nonfinite=on_nonfinite, device=device)

@@ -21,7 +21,7 @@ from groupwise.speed.cpu_attention import attend_on_cpus
 from groupwise.speed.cpu_memory import keep_freed_memory
 from groupwise.speed.decoding_step import FastDecoder
 from groupwise.speed.flat import flatten
-from groupwise.text.callbacks import CheckSamplerMismatch, LogGroups
+from groupwise.text.callbacks import LogGroups
 from groupwise.text.collector import TextCollector
 from groupwise.text.data import Example
 from groupwise.text.evaluation import TextEvaluator
@@ -33,10 +33,12 @@ from groupwise.text.rollout import TextBuffer
 from groupwise.text.task import TextTask
 from groupwise.text.transcripts import dialogue_of
 from groupwise.training.base import Callback
+from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
 from groupwise.training.components import Components, UserObjects, pick_device
 from groupwise.training.memory_check import check_rollout_fits
 
+SAMPLER_FIX = "another precision, objective.importance_sampling_correction, or other limits in sampler_mismatch"
 log = logging.getLogger(__name__)
 
 
@@ -71,7 +73,7 @@ class TextComponents(Components):
 
     def own_callbacks(self, folder: RunFolder) -> list[Callback]:
         """The check of sampler against trainer, and the logging of groups."""
-        built: list[Callback] = [CheckSamplerMismatch(self.cfg.sampler_mismatch)]
+        built: list[Callback] = [CheckSamplerMismatch(self.cfg.sampler_mismatch, SAMPLER_FIX)]
         if self.cfg.evaluation.num_logged_groups:
             built.append(LogGroups(folder.groups, self.collector, self.cfg.evaluation.num_logged_groups))
         return built

@@ -1,16 +1,10 @@
-"""Callbacks of text runs: check the sampler against the trainer, and log groups."""
+"""Logs groups of text runs."""
 
-import logging
-from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensordict import TensorDict
-
 from groupwise import files
-from groupwise.config.run import SamplerMismatchCfg
-from groupwise.errors import SamplerMismatchError
 from groupwise.text.collector import TextCollector
 from groupwise.text.transcripts import Transcript
 from groupwise.training.base import Callback
@@ -18,33 +12,6 @@ from groupwise.training.evaluation import EvaluationResult
 
 if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
-
-log = logging.getLogger(__name__)
-
-
-class CheckSamplerMismatch(Callback):
-    """Warns and then stops the run when the KL between sampler and trainer is too large."""
-
-    def __init__(self, cfg: SamplerMismatchCfg) -> None:
-        self.cfg = cfg
-        self._warned = False
-
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Check the KL of this iteration's first minibatch."""
-        self.check(metrics, trainer.iteration)
-
-    def check(self, metrics: Mapping[str, float], iteration: int) -> None:
-        """Warn once, or raise a ``SamplerMismatchError``."""
-        found = metrics.get("rollout/sampler_kl", 0.0)
-        differ = f"sampler and trainer differ: KL {found:.3g} nats per token in iteration {iteration}, more than"
-        if self.cfg.stop is not None and found > self.cfg.stop:
-            raise SamplerMismatchError(
-                f"{differ} sampler_mismatch.stop={self.cfg.stop:g}; fix: another precision, "
-                "objective.importance_sampling_correction, or sampler_mismatch.stop=null"
-            )
-        if found > self.cfg.warn and not self._warned:
-            self._warned = True
-            log.warning("%s sampler_mismatch.warn=%g", differ, self.cfg.warn)
 
 
 class LogGroups(Callback):

@@ -19,7 +19,7 @@ from groupwise.config.algorithm import BCCfg, GRPOCfg, with_max_length
 from groupwise.config.base import GIVEN
 from groupwise.config.env import StartMode
 from groupwise.config.policy import PolicyCfg
-from groupwise.config.run import EvaluationMetric, RunCfg
+from groupwise.config.run import EvaluationMetric, RunCfg, SamplerMismatchCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
 from groupwise.envs.base import GroupEnv, VectorEnv
@@ -32,6 +32,7 @@ from groupwise.report.video import NoPictureError
 from groupwise.seeding import derive_seed
 from groupwise.speed.install import install
 from groupwise.training.base import Callback
+from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity
 from groupwise.training.components import Components, UserObjects, pick_device, threads
 from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, record, separate_env
@@ -82,8 +83,9 @@ class EnvComponents(Components):
         return {"start_mode": "not shared" if mode == "none" else f"{mode}, verified"} if mode else {}
 
     def own_callbacks(self, folder: RunFolder) -> list[Callback]:
-        """Videos after evaluations; scores on held-out demonstrations."""
-        built: list[Callback] = []
+        """A check of the sampler; videos after evaluations; scores on held-out demonstrations."""
+        fix = "act() and evaluate() of the policy must give an action the same log-probability"
+        built: list[Callback] = [CheckSamplerMismatch(SamplerMismatchCfg(stop=None), fix)]
         if self.cfg.evaluation.video_interval is not None:
             seed = derive_seed(self.cfg.seed, "evaluation")
             built.append(Videos(partial(self.render, seed=seed), self.cfg.evaluation.video_interval, folder.videos))

@@ -1,9 +1,10 @@
-"""Built-in callbacks: evaluate, track, show, stop; those that save are in ``saving``.
+"""Built-in callbacks: evaluate, check, track, show, stop; those that save are in ``saving``.
 
 ``build_callbacks`` orders them: logs have what others add to the metrics, the last iteration is evaluated, and a
 checkpoint covers what the logs hold.
 """
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from tensordict import TensorDict
 
 from groupwise import files
-from groupwise.config.run import EvaluationMetric
+from groupwise.config.run import EvaluationMetric, SamplerMismatchCfg
 from groupwise.config.trackers import TrackedRun
+from groupwise.errors import SamplerMismatchError
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import SCORES
 from groupwise.terminal import SafeStream, printable
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from groupwise.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 
 def build_callbacks(
@@ -56,6 +60,33 @@ def build_callbacks(
         built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
     interval = cfg.checkpoint_interval
     return [*built, SaveCheckpoints(folder.latest, interval, parts.identity, cfg.keep_checkpoints, settings)]
+
+
+class CheckSamplerMismatch(Callback):
+    """Warns once, and then stops the run, when the KL between sampler and trainer is too large.
+
+    Args:
+        fix: what the user can do.
+    """
+
+    def __init__(self, cfg: SamplerMismatchCfg, fix: str) -> None:
+        self.cfg = cfg
+        self.fix = fix
+        self._warned = False
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Check the KL of this iteration's first minibatch."""
+        self.check(metrics, trainer.iteration)
+
+    def check(self, metrics: Mapping[str, float], iteration: int) -> None:
+        """Warn, or raise a ``SamplerMismatchError``."""
+        found, limit = metrics.get("rollout/sampler_kl", 0.0), self.cfg.stop
+        differ = f"sampler and trainer differ: KL {found:.3g} nats in iteration {iteration}, more than"
+        if limit is not None and found > limit:
+            raise SamplerMismatchError(f"{differ} {limit:g}; fix: {self.fix}")
+        if found > self.cfg.warn and not self._warned:
+            self._warned = True
+            log.warning("%s %g; fix: %s", differ, self.cfg.warn, self.fix)
 
 
 class Evaluate(Callback):

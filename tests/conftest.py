@@ -1,6 +1,7 @@
 """Settings that every test shares."""
 
 import itertools
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ from hypothesis import HealthCheck, settings
 from groupwise.config.choices import Choice
 
 torch.set_num_threads(1)
+
+# nohup and background jobs of some shells ignore these, and what a test starts would inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # compile and import times would trip a deadline on a busy machine; the seed is fixed so that a red run repeats
 settings.register_profile("groupwise", deadline=None, derandomize=True, max_examples=50)

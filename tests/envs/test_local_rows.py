@@ -42,6 +42,28 @@ def test_a_wrong_observation_names_the_environment_and_the_method(where: str):
     env.close()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (np.zeros(4, np.float32), r"has shape \[4\], expected \[3\]"),
+        (np.array(["a", "b", "c"]), "has dtype <U1, expected numbers"),
+    ],
+)
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_so_does_one_that_gymnasium_cannot_store(where: str, wrong: Any, message: str):
+    class Wrong(Misshapen):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return wrong if self.where == "reset" else np.zeros(3, np.float32), {}
+
+        def step(self, action: Any) -> Any:
+            return wrong, 0.0, False, False, {}
+
+    env = make_env(EnvCfg(num_envs=2), env=lambda: Wrong(where))
+    with pytest.raises(DataError, match=rf"^{where}\(\) of Wrong returned what .*{message}"):
+        env.reset(seed=0)
+        env.step(torch.zeros(2, dtype=torch.int64))
+
+
 class Pair(gymnasium.Env[Any, Any]):
     """Gives an array where its space has a tuple, as Gymnasium's own vector environments accept."""
 

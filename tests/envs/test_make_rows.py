@@ -156,3 +156,8 @@ def test_missing_envpool_names_the_extra(monkeypatch):
     monkeypatch.setattr("groupwise.errors.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[envpool\]'"):
         make_env(EnvCfg(vectorization="envpool"))
+
+
+def test_rows_that_were_not_asked_for_are_refused():
+    with pytest.raises(EnvError, match="TorchCartPole was asked for 8 rows and has 3; fix: as many as num_envs says"):
+        make_env(EnvCfg(), env=lambda num_envs: TorchCartPole(3))

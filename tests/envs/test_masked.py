@@ -125,6 +125,22 @@ def test_masks_that_cannot_be_used_are_named(env, message):
         make_env(EnvCfg(num_envs=1, action_masks=True), env=env).reset(seed=0)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_masks_that_nobody_asked_for_are_mentioned(grouped):
+    def notes(env, **settings):
+        cfg = EnvCfg(num_envs=1, max_episode_steps=4, **settings)
+        return make_env(cfg, env=env, grouped=grouped, verify=False).notes
+
+    hint = (
+        "Action masks: info['action_mask'] is not used; env.action_masks=True has the policy take only allowed actions."
+    )
+    assert notes(Cards) == (hint,)
+    assert notes(CardsInDict) == ("Action masks: from the observation's 'action_mask'.",)
+    assert notes(Cards, action_masks=True) == ()
+    assert notes(CardsInDict, obs_keys=("hand",)) == ()
+    assert notes(lambda: gymnasium.make("Acrobot-v1")) == ()
+
+
 def test_an_entry_that_allows_nothing_is_an_error_too():
     class StuckInDict(CardsInDict):
         def look(self):

@@ -13,7 +13,7 @@ from groupwise.envs.local_rows import RowCfg
 from groupwise.envs.make import make_env
 from groupwise.envs.single import RandomNoops
 from groupwise.envs.starts import choose_start
-from groupwise.errors import GroupStartError, GroupStartWarning, UnsupportedSpaceError
+from groupwise.errors import EnvError, GroupStartError, GroupStartWarning, UnsupportedSpaceError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.training.components import UserObjects
 from groupwise.training.env_evaluator import EnvEvaluator
@@ -136,7 +136,6 @@ def test_a_named_way_is_taken_alone(wanted):
     ("env", "wanted", "reason"),
     [
         (Remembers, "seed", "rows that were started"),
-        (Locked, "snapshot", "Locked.draws"),
         (GlobalNoise, "fresh", "rows that were started"),
         (GlobalStart, "snapshot", "the start of a seed is another state when it is captured again"),
     ],
@@ -145,6 +144,13 @@ def test_a_named_way_that_fails_is_an_error_with_the_fix(env, wanted, reason):
     message = rf"^members of Env cannot share a start by start_mode='{wanted}': {reason}.*; fix: .*np_random.*'auto'"
     with pytest.raises(GroupStartError, match=message):
         choose(env, wanted)
+
+
+def test_an_environment_that_cannot_be_captured_says_why_where_that_was_asked_for():
+    with pytest.raises(
+        EnvError, match=r"^Locked.draws \(generator\) cannot be copied: .*; fix: .*clone_state\(\).*by seed"
+    ):
+        choose(Locked, "snapshot")
 
 
 def test_single_environments_have_no_native_starts():

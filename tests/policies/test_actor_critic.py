@@ -293,3 +293,16 @@ def test_plays_a_real_environment(env_id):
     for _ in range(5):
         obs, *_ = env.step(policy.predict(obs, deterministic=False))
     env.close()
+
+
+@pytest.mark.parametrize("space", [BOX, spaces.Box(0, 255, (8, 8, 3), np.uint8), spaces.Discrete(3)])
+def test_a_policy_in_float64_acts_on_what_environments_return(space):
+    space.seed(0)
+    obs, policy = space.sample(), ActorCritic(space, spaces.Discrete(2))
+    with torch.no_grad():
+        value = policy.value(obs_to_tensor(space, np.asarray(obs)[None], batched=True))
+        policy.double()
+        precise = policy.value(obs_to_tensor(space, np.asarray(obs)[None], batched=True))
+    assert precise.dtype == torch.float64
+    torch.testing.assert_close(precise.float(), value)
+    assert policy.predict(obs) in (0, 1)

@@ -212,9 +212,33 @@ def test_a_player_remembers():
     for row in obs.split(1):
         expected, state = policy.predict(row.numpy(), state=state)
         acted = player.act(row, deterministic=True)
-        np.testing.assert_allclose(acted.state[:, :10].numpy(), state, rtol=1e-6)
+        np.testing.assert_allclose(acted.state.numpy(), state, rtol=1e-6)
         assert predicting.predict(row.numpy()) == expected == acted.action
-    assert torch.equal(policy.player().act(obs[:1]).state, policy.act(with_state(obs[:1], policy.zero_state(1))).state)
+
+
+def test_a_player_has_one_memory():
+    policy = make()
+    policy.requires_grad_(False)
+    first, second, third = observations("box", 3).split(1)
+    player, predicting = policy.player(), policy.player()
+    player.act(first)
+    player.predict(second.numpy())
+    predicting.predict(first.numpy())
+    predicting.predict(second.numpy())
+    torch.testing.assert_close(player.act(third).state, predicting.act(third).state)
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_a_policy_in_float64_acts_and_scores(cell):
+    policy = make(cell=cell)
+    obs = observations("box", 4)
+    expected = policy.player().act(obs, deterministic=True).log_prob
+    policy.double()
+    assert policy.player().predict(obs.numpy()).shape[0] == 4
+    scored = policy.player().act(obs, deterministic=True).log_prob
+    assert scored.dtype == torch.float64
+    torch.testing.assert_close(scored.float(), expected, rtol=1e-5, atol=1e-5)
+    assert policy.evaluate(played(policy)[0]).log_prob.dtype == torch.float64
 
 
 def test_a_reference_keeps_its_own_weights():

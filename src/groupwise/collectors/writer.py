@@ -128,7 +128,7 @@ class RolloutWriter:
     def _fill_values(self, rollout: TensorDict, last_obs: Nested) -> None:
         """Complete ``value`` and ``next_value`` with one forward pass."""
         value, next_value = rollout["value"], rollout["next_value"]
-        values = self._policy.value(torch.cat([last_obs, *self._final_obs])).to(value.device)
+        values = self._policy.value(torch.cat([last_obs, *self._final_obs])).to(value)
         value[:, -1] = values[: len(value)]
         next_value[:, :-1] = value[:, 1:]
         next_value[rollout["terminated"]] = 0.0

@@ -1,6 +1,6 @@
 """Gymnasium's vector environments as tensors, in any of its three autoreset modes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import gymnasium
@@ -15,7 +15,7 @@ from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec, obs_to_tensor, subspaces
 from groupwise.envs import states
 from groupwise.envs.base import Autoreset, EnvStep, Mask, VectorEnv
-from groupwise.envs.local_rows import explained_step
+from groupwise.envs.local_rows import explained_step, refuse_misfit
 from groupwise.envs.log_info import LOGGED, by_name
 from groupwise.envs.obs_keys import kept_space
 from groupwise.envs.success import SUCCESS_KEYS, success_of_rows, tasks_of_rows
@@ -79,7 +79,11 @@ class GymnasiumVectorEnv(VectorEnv):
         seeds = seed if seed is None or not self._seeds_rows else row_seeds(seed, self.num_envs)
         # Gymnasium pops reset_mask from the dictionary: a reused one would mean a full reset.
         options = None if mask is None else {"reset_mask": mask}
-        obs, _ = self._env.reset(seed=seeds, options=options)  # type: ignore[arg-type]
+        try:
+            obs, _ = self._env.reset(seed=seeds, options=options)  # type: ignore[arg-type]
+        except Exception:
+            self._refuse_misfits("reset")
+            raise
         return self._tensor(obs)
 
     def step(self, action: Tensor) -> EnvStep:
@@ -87,6 +91,7 @@ class GymnasiumVectorEnv(VectorEnv):
         try:
             obs, reward, terminated, truncated, info = self._env.step(self._env_action(action.cpu().numpy()))
         except Exception as error:
+            self._refuse_misfits("step")
             raise explained_step(error, self.env_id) from error.__cause__
         final_obs = None
         if self.autoreset == "same_step" and (terminated | truncated).any():
@@ -123,6 +128,12 @@ class GymnasiumVectorEnv(VectorEnv):
     def _tensor(self, obs: Any) -> Nested:
         return obs_to_tensor(self.observation_space, obs, self.device, batched=True)
 
+    def _refuse_misfits(self, method: str) -> None:
+        """Name the observation that Gymnasium could not store, if that is why it failed."""
+        if isinstance(self._env, LeanSyncVectorEnv):
+            for obs in self._env.last_obs():
+                refuse_misfit(obs, self.observation_space, f"{method}() of {self.env_id}")
+
     def _final_obs(self, info: dict[str, Any]) -> Nested:
         if "final_obs" not in info:
             raise EnvError(
@@ -143,6 +154,10 @@ class LeanSyncVectorEnv(SyncVectorEnv):
 
     Collecting all of it takes a tenth of a step of 8 HalfCheetahs.
     """
+
+    def last_obs(self) -> Iterator[Any]:
+        """The last observation of each row, as its environment returned it."""
+        return (obs for obs in self._env_obs if obs is not None)
 
     def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
         if env_info.keys().isdisjoint(_KEPT):

@@ -184,15 +184,8 @@ class LocalRows:
                     raise ValueError
                 array[row] = leaf
         except (KeyError, IndexError, TypeError, ValueError):
-            raise self._misfit(obs, method) from None
-
-    def _misfit(self, obs: Any, method: str) -> DataError:
-        cfg = self._cfg
-        try:
-            obs_to_tensor(cfg.observation_space, obs, batched=False)
-        except DataError as error:
-            return DataError(f"{method}() of {cfg.env_id} returned what its observation_space does not allow: {error}")
-        raise AssertionError(f"{obs!r} could not be stored, but fits its space")
+            refuse_misfit(obs, self._cfg.observation_space, f"{method}() of {self._cfg.env_id}")
+            raise
 
     def _store_parts(self, row: int, info: dict[str, Any]) -> None:
         try:
@@ -212,6 +205,14 @@ class LocalRows:
         self.rows[row].renew()
         self._arrays["reward"][row] = 0.0
         self._arrays["failed"][row] = True
+
+
+def refuse_misfit(obs: Any, space: Any, source: str) -> None:
+    """Raise a ``DataError`` that says what came from ``source`` and what was declared, if the space does not allow it."""
+    try:
+        obs_to_tensor(space, obs, batched=False)
+    except DataError as error:
+        raise DataError(f"{source} returned what its observation_space does not allow: {error}") from None
 
 
 def explained_step(error: Exception, env_id: str) -> Exception:

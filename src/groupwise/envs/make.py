@@ -178,7 +178,11 @@ def _from_maker(make: Callable[..., Any], cfg: EnvCfg, num_envs: int, device: to
             f"the callable with num_envs returned a {type(env).__name__}, expected a GroupEnv or gw.from_torch_sim; fix: a "
             "callable that returns one gymnasium.Env has no parameter num_envs"
         )
-    _check_ready(env, cfg, num_envs, device)
+    if env.num_envs != num_envs:
+        raise EnvError(
+            f"{env.env_id} was asked for {num_envs} rows and has {env.num_envs}; fix: as many as num_envs says"
+        )
+    _check_ready(env, cfg, None, device)
     return env
 
 

@@ -28,6 +28,24 @@ def with_masks(env: gymnasium.Env, cfg: EnvCfg) -> gymnasium.Env:
     return CheckedMask(env) if has_mask(env.observation_space, env.action_space) else env
 
 
+def mask_notes(env: gymnasium.Env, space: Any, cfg: EnvCfg) -> tuple[str, ...]:
+    """What a run says about masks that it did not ask for: that they are used, or how to use them.
+
+    Args:
+        env: is reset.
+        space: of the observations that the policy gets.
+    """
+    if cfg.action_masks or not options(env.action_space):
+        return ()
+    if has_mask(space, env.action_space):
+        return (f"Action masks: from the observation's {KEY!r}.",)
+    if KEY in env.reset(seed=0)[1]:
+        return (
+            f"Action masks: info[{KEY!r}] is not used; env.action_masks=True has the policy take only allowed actions.",
+        )
+    return ()
+
+
 def allowed_sample(action_space: Any, obs: Any) -> Any:
     """A random action of the space, allowed where the observation has a mask."""
     action = action_space.sample()

@@ -21,12 +21,12 @@ from groupwise.envs.base import GroupStartReport, VectorEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv, LeanSyncVectorEnv
 from groupwise.envs.local_rows import OnError, RowCfg
 from groupwise.envs.log_info import LogInfo
-from groupwise.envs.masked import allowed_sample, with_masks
+from groupwise.envs.masked import allowed_sample, mask_notes, with_masks
 from groupwise.envs.names import import_package, unknown_environment
 from groupwise.envs.obs_keys import kept_space
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.starts import choose_start, verify_rows
-from groupwise.errors import EnvError, GroupStartError, MissingExtraError, installing
+from groupwise.errors import EnvError, GroupStartError, GroupwiseError, MissingExtraError, installing
 
 ACTION_CHUNK = "groupwise.embodied.chunks:ActionChunk"
 """The wrapper of ``env.action_chunk``, which is no part of the core."""
@@ -73,11 +73,12 @@ def group_env(
 
 
 def _checked_start(rows: RowCfg, wanted: StartMode | Literal["auto"]) -> GroupStartReport:
-    """``choose_start``; an error of the environment says when it came."""
+    """``choose_start``; an error inside the environment says when it came."""
     try:
         return choose_start(rows, wanted)
     except Exception as error:
-        error.add_note(f"groupwise: {rows.env_id} failed in the check that members of a group share their start")
+        if not isinstance(error, GroupwiseError):
+            error.add_note(f"groupwise: {rows.env_id} failed in the check that members of a group share their start")
         raise
 
 
@@ -94,15 +95,16 @@ def vector_env(
         return RowsGroupEnv(rows._replace(start_mode="none"), num_envs, num_workers=num_cpus(), device=device)
     with explained(cfg.id):
         vector = LeanSyncVectorEnv([rows.make] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED)
-    limit = rows.max_episode_steps
-    return GymnasiumVectorEnv(
+    made = GymnasiumVectorEnv(
         vector,
         env_id=rows.env_id,
-        max_episode_steps=limit,
+        max_episode_steps=rows.max_episode_steps,
         obs_keys=cfg.kept_keys,
         log_info=cfg.log_info,
         device=device,
     )
+    made.notes = rows.notes
+    return made
 
 
 class RandomNoops(gymnasium.Wrapper):
@@ -169,6 +171,7 @@ def _describe(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: O
     if limit is not None:
         limit = math.ceil(limit / cfg.actions_executed)
     space, notes = kept_space(probe.observation_space, cfg.kept_keys)
+    notes += mask_notes(probe, space, cfg)
     probe.close()
     return RowCfg(
         partial(_make, registered if env is None else env, cfg),

@@ -193,7 +193,7 @@ def choose_start(cfg: RowCfg, wanted: StartMode | Literal["auto"]) -> GroupStart
     cfg = cfg._replace(make=partial(_drawing_starts_only, cfg.make))
     for mode in _modes(cfg) if wanted == "auto" else (wanted,):
         try:
-            report = _examine_mode(cfg._replace(start_mode=mode))._replace(rejected=tuple(_joined(reasons)))
+            report = _examine_mode(cfg._replace(start_mode=mode), wanted)._replace(rejected=tuple(_joined(reasons)))
         except _ApartError as error:
             reasons[mode] = str(error)
             continue
@@ -207,8 +207,8 @@ def choose_start(cfg: RowCfg, wanted: StartMode | Literal["auto"]) -> GroupStart
     )
 
 
-def _examine_mode(cfg: RowCfg) -> GroupStartReport:
-    """The report on two rows that start by ``cfg.start_mode``."""
+def _examine_mode(cfg: RowCfg, wanted: StartMode | Literal["auto"]) -> GroupStartReport:
+    """The report on two rows that start by ``cfg.start_mode``. Where another mode may work, errors of snapshots are reasons."""
     captures = cfg.start_mode == "snapshot"
     with closing(RowsGroupEnv(cfg, 2)) as env, closing(RowsGroupEnv(cfg, 2)) as used:
         try:
@@ -217,7 +217,9 @@ def _examine_mode(cfg: RowCfg) -> GroupStartReport:
                 _check_captured_again(env, used)
             return report
         except Exception as error:
-            if isinstance(error, _ApartError) or not captures:  # else the user must see the environment's own error
+            if (
+                isinstance(error, _ApartError) or not captures or wanted != "auto"
+            ):  # the user sees the environment's own
                 raise
             kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
             raise _ApartError(kind + str(error).partition("; fix: ")[0]) from error

@@ -43,7 +43,7 @@ class RecurrentEncoder(ObsEncoder):
             state: at the beginnings; an LSTM's output and cell, one after the other.
             batch_sizes: of the ``PackedSequence``, on the CPU.
         """
-        x = self(obs)
+        x = self(obs).to(self.layer.weight_hh_l0.dtype)
         if not len(x):
             return x.new_zeros(0, self.num_features), state
         parts = tuple(part.contiguous() for part in torch.split(state.to(x).unsqueeze(0), self.num_features, dim=-1))
@@ -172,14 +172,14 @@ class RecurrentActorCritic(ActorCritic):
     ) -> Float[Tensor, "row state"]:
         """The actor's state from ``predict``'s arguments."""
         shape = (rows, self.encoder.state_size)
-        given = torch.zeros(shape) if state is None else torch.as_tensor(state, dtype=torch.float32)
+        given = torch.zeros(shape) if state is None else torch.as_tensor(state)
         begins = torch.zeros(rows) if episode_start is None else torch.as_tensor(episode_start).reshape(-1)
         if given.shape != shape or len(begins) != rows:
             raise DataError(
                 f"state has shape {list(given.shape)} and episode_start {list(begins.shape)}, expected {list(shape)} and "
                 f"[{rows}]; fix: the state of the last call, for as many observations"
             )
-        return given.masked_fill(begins.bool().unsqueeze(-1), 0.0).to(self.device)
+        return given.to(self.device).masked_fill(begins.bool().unsqueeze(-1).to(self.device), 0.0)
 
     def zero_state(self, rows: int) -> Float[Tensor, "row state"]:
         """What is remembered where episodes begin."""
@@ -187,10 +187,10 @@ class RecurrentActorCritic(ActorCritic):
 
 
 class RecurrentPlayer:
-    """Plays one episode in each row with a policy's state, which begins at 0."""
+    """Plays one episode in each row with a policy's state, which begins at 0. ``act`` and ``predict`` go on from each other."""
 
     def __init__(self, policy: RecurrentActorCritic) -> None:
-        self._policy = policy
+        self._policy = policy.without_critic()  # whose state is the same for both
         self._state: Tensor | None = None
 
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
@@ -202,7 +202,8 @@ class RecurrentPlayer:
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """As ``Policy.predict``, of the next observations."""
-        action, self._state = self._policy.predict(obs, deterministic, state=self._state)
+        action, state = self._policy.predict(obs, deterministic, state=self._state)
+        self._state = torch.from_numpy(state).to(self._policy.device)
         return action
 
 

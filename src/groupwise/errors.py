@@ -88,6 +88,14 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def require_name(kind: str, name: object) -> None:
+    """Raise a ``ConfigError`` where a decorator was used without the name that it takes."""
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"the name of a {kind} is {name!r}, expected a string; fix: @register_{kind.split()[0]}('my_name')"
+        )
+
+
 def require_extra(module: str, extra: str) -> None:
     """Raise a ``MissingExtraError`` with the install command if ``module`` is not installed."""
     if find_spec(module) is None:

@@ -7,15 +7,34 @@ import importlib
 import importlib.util
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
-from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.errors import ConfigError, GroupwiseError, require_name
 
+Made = TypeVar("Made")
 _PREFIX = "groupwise_plugin_"
 _loaded: list[str] = []
+
+
+def register(kind: str, registry: dict[str, Made], name: str) -> Callable[[Made], Made]:
+    """Decorator: add to the registry.
+
+    Raises:
+        ConfigError: the name is taken, or missing.
+    """
+    require_name(kind, name)
+
+    def add(made: Made) -> Made:
+        if name in registry:
+            raise ConfigError(f"{kind} {name!r} is registered already; fix: choose another name")
+        registry[name] = made
+        return made
+
+    return add
 
 
 def load(plugins: Sequence[Path]) -> None:

@@ -8,7 +8,7 @@ from objective_updates import make_policy
 from groupwise.algorithms.advantages import CREDIT_RULES, CreditInput, check_credit, register_credit
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import CreditCfg, GRPOCfg
-from groupwise.errors import ConfigError, UnknownNameError
+from groupwise.errors import ConfigError, DataError, UnknownNameError
 
 
 @pytest.mark.parametrize("per_row", [1, 2])
@@ -181,6 +181,16 @@ def test_a_rule_of_the_users_own():
             credit(batch, rule="first_rewards")
     finally:
         del CREDIT_RULES["first_reward"]
+
+
+@pytest.mark.parametrize(
+    ("returned", "what"), [(torch.zeros(2), r"shape \[2\]"), (torch.zeros(2, 1), r"shape \[2, 1\]"), (None, "NoneType")]
+)
+def test_a_rule_that_returns_no_advantages_is_named(returned, what, monkeypatch):
+    monkeypatch.setitem(CREDIT_RULES, "mine", lambda given: returned)
+    message = rf"credit rule 'mine' returned .*{what}.*, expected a tensor of shape \[2, 3\]; fix: .*gather_segments"
+    with pytest.raises(DataError, match=message):
+        credit(rollout(TWO), rule="mine")
 
 
 def test_impossible_composition_is_refused():

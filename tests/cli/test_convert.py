@@ -1,10 +1,12 @@
 """``groupwise convert embodichain``: agent configs written by hand after EmbodiChain's documentation."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from groupwise import cli
+from groupwise.cli.convert import convert_embodichain
 from groupwise.config import load_config
 
 PPO = {
@@ -127,3 +129,11 @@ def test_mistakes_are_named(agent, said, tmp_path, monkeypatch, capsys):
     assert said in capsys.readouterr().err
     assert cli.main(["convert", "rllib", "agent.json"]) == 2
     assert "unknown library 'rllib'" in capsys.readouterr().err
+
+
+def test_the_layout_in_the_docs_is_one_that_converts():
+    page = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    found = convert_embodichain(json.loads(page.partition("```json\n")[2].partition("```")[0]))
+    assert found.missing == []
+    assert found.settings["algorithm"]["minibatch_size"] == 256
+    assert found.settings["policy"]["hidden_sizes"] == [64, 64]

@@ -27,12 +27,21 @@ from groupwise.config.run import RunCfg
         ("--algorithm.lr", "; did you mean --algorithm.learning-rate?"),
         ("--algoritm", "; did you mean --algorithm?"),
         ("--clip-range", "; did you mean --algorithm.clip-coef?"),
+        ("--policy.cell", ": it is a setting of --policy recurrent; fix: choose that, too"),
+        ("--policy.hidden-size", ": it is a setting of --policy flow or recurrent or vla; fix: choose that, too"),
         ("--algorithm.gae-lambda", ": 'gae_lambda' is a setting of "),
     ],
 )
 def test_an_unknown_option_names_the_nearest_one(capsys, option, hint):
     assert cli.main(["config", "CartPole-v1", "--seed", "3", option, "1"]) == 2
     assert f"unknown option {spelt(option)}{hint}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [['{"name": "recurrent"}'], ["name:recurrent", "cell:gru"]])
+def test_a_choice_with_settings_is_no_json(capsys, words):
+    assert cli.main(["config", "CartPole-v1", "--policy", *words]) == 2
+    fix = f"got {' '.join(words)}; fix: --policy NAME --policy.SETTING VALUE\n"
+    assert f"--policy: expected a name, {fix}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

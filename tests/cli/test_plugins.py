@@ -1,3 +1,4 @@
+import re
 import sys
 
 import gymnasium
@@ -6,6 +7,7 @@ from safetensors.torch import load_file
 
 import groupwise as gw
 from groupwise import cli
+from groupwise.errors import require_name
 
 MODULE = """
 import gymnasium
@@ -72,6 +74,13 @@ def test_a_policy_of_a_plugin_is_chosen_by_name_and_every_command_finds_it_again
     assert groupwise("train", "CartPole-v1", "--algorithm", "ppo", *start, *small, "--run-dir", tmp_path / "next") == 0
     assert f"Weights: {len(kept)} tensors from {run}" in capsys.readouterr().err
     assert gw.load_config(tmp_path / "next" / "config.json").policy.width == 8
+
+
+@pytest.mark.parametrize("kind", ["policy", "credit rule"])
+def test_a_decorator_without_a_name_is_refused(kind):
+    fix = re.escape(f"fix: @register_{kind.split()[0]}('my_name')")
+    with pytest.raises(gw.ConfigError, match=f"the name of a {kind} is .*ActorCritic.*, expected a string; {fix}"):
+        require_name(kind, gw.ActorCritic)  # as in @register_policy without brackets
 
 
 def test_a_taken_name_of_a_policy_is_refused(registry):

@@ -107,6 +107,6 @@ def test_the_step_limit_of_a_callable_is_read_off_its_wrappers(env, limit, group
 @pytest.mark.parametrize("mode", ["auto", "snapshot", "seed"])
 def test_a_setting_that_does_not_fit_is_not_blamed_on_the_shared_start(mode):
     cfg = EnvCfg(num_envs=2, max_episode_steps=3, log_info=("speed",), start_mode=mode)
-    with pytest.raises(EnvError, match="^env.log_info has no entry 'speed'") as caught:
+    with pytest.raises(EnvError, match=r"^env.log_info has no entry 'speed'") as caught:
         make_env(cfg, env=Calm, grouped=True)
     assert caught.value.__notes__ == ["in row 0 of Calm"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from groupwise.config.credit import CreditCfg
 from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError, UnknownNameError
+from groupwise.errors import DataError, UnknownNameError
 from groupwise.functional.advantages import (
     Baseline,
     baseline_relative,
@@ -24,6 +24,7 @@ from groupwise.functional.advantages import (
 )
 from groupwise.functional.reduce import gather_segments, segment_mean, segment_min_max, segment_sum, whiten
 from groupwise.functional.returns import episode_return, return_to_go
+from groupwise.plugins import register
 from groupwise.policies.base import Evaluation, Policy
 
 
@@ -109,9 +110,16 @@ def advantages(credit: CreditInput) -> Float[Tensor, "row step"]:
 
     Raises:
         UnknownNameError: no such rule is registered.
-        DataError: the rollout lacks what the rule needs.
+        DataError: the rollout lacks what the rule needs, or the rule returned anything else than advantages.
     """
-    return torch.where(credit.batch["loss_mask"], credit_rule(credit.cfg.rule)(credit), 0.0)
+    mask, found = credit.batch["loss_mask"], credit_rule(credit.cfg.rule)(credit)
+    if not isinstance(found, torch.Tensor) or found.shape != mask.shape:
+        what = f"shape {list(found.shape)}" if isinstance(found, torch.Tensor) else repr(type(found))
+        raise DataError(
+            f"credit rule {credit.cfg.rule!r} returned {what}, expected a tensor of shape {list(mask.shape)}; fix: an "
+            "advantage for each step, as gather_segments(advantage, batch['episode_id']) from one for each episode"
+        )
+    return torch.where(mask, found, 0.0)
 
 
 def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
@@ -247,16 +255,9 @@ def register_credit(name: str) -> Callable[[CreditRule], CreditRule]:
     The rule maps a ``CreditInput`` to advantages ``[N, T]``; values outside ``loss_mask`` are ignored.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: the name is taken, or missing.
     """
-
-    def register(rule: CreditRule) -> CreditRule:
-        if name in CREDIT_RULES:
-            raise ConfigError(f"credit rule {name!r} is registered already; fix: choose another name")
-        CREDIT_RULES[name] = rule
-        return rule
-
-    return register
+    return register("credit rule", CREDIT_RULES, name)
 
 
 def credit_rule(name: str) -> CreditRule:

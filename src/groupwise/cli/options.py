@@ -191,6 +191,9 @@ def _value(option: Option, words: Sequence[str]) -> Any:
         return True
     if not words and "array" not in types:
         raise ConfigError(f"{option.flag}: expected a value")
+    if option.choice and (len(words) > 1 or words[0].startswith("{")):
+        fix = f"{option.flag} NAME {option.flag}.SETTING VALUE"
+        raise ConfigError(f"{option.flag}: expected a name, got {' '.join(words)}; fix: {fix}")
     items = [item for kind in option.types for item in (kind.get("items", {}), *kind.get("prefixItems", ()))]
     values = [_convert(option.flag, word, types.union(item.get("type") for item in items)) for word in words]
     single = [None, *(kind.get("const") for kind in option.types)]
@@ -228,8 +231,12 @@ def _hint(path: str, options: Sequence[Option], flags: Sequence[str], default: C
         return f": {algorithm.explain_unknown(field)}"
     if inside := [name for name in known if name.startswith(f"{path}.")]:
         return f": it has {', '.join(map(_flag, inside))}"
+    outer, _, own = path.rpartition(".")
+    if any(option.choice and option.path == outer for option in options):
+        choice: Any = functools.reduce(lambda settings, name: vars(settings)[name], outer.split("."), default)
+        if names := [str(kind.own_name()) for kind in choice.members() if own in kind.model_fields]:
+            return f": it is a setting of {_flag(outer)} {' or '.join(names)}; fix: choose that, too"
     last = {name: name.rpartition(".")[2] for name in known if name != part}
-    own = path.rpartition(".")[2]
     like = get_close_matches(OTHER_NAMES.get(own, own), last.values(), n=1, cutoff=0.7)
     near = get_close_matches(path, last, n=1, cutoff=0.8) or [name for name in last if last[name] in like]
     if near:

@@ -9,6 +9,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 
 from groupwise.config.base import Cfg, Keys, Positive, PositiveInt
 from groupwise.config.choices import Choice, register_recipe
+from groupwise.errors import require_name
 
 
 class AnyPolicyCfg(Choice):
@@ -70,8 +71,9 @@ def register_policy(name: str, cfg: type[AnyPolicyCfg] = PolicyCfg) -> Callable[
             ``PolicyCfg`` if it has settings of its own.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: the name is taken, or missing.
     """
+    require_name("policy", name)
 
     def register(policy: T) -> T:
         named: Any = create_model(

@@ -209,7 +209,7 @@ class _Image(nn.Module):
         super().__init__()
         channels, height, width, self.channels_first = layout
         network = NatureCNN if min(height, width) >= NatureCNN.min_size else SmallCNN
-        self.network = network(channels, height, width)
+        self.network: Any = network(channels, height, width)
         self.num_features = network.num_features
 
     def forward(self, obs: Shaped[Tensor, "*batch a b c"]) -> Float[Tensor, "*batch feature"]:

@@ -9,18 +9,6 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from groupwise.errors import ConfigError, nearest
 
 
-def register(kind: str, registry: dict[str, Any], name: str) -> Callable[[Any], Any]:
-    """Decorator: add to the registry; a ``ConfigError`` if the name is taken."""
-
-    def add(made: Any) -> Any:
-        if name in registry:
-            raise ConfigError(f"{kind} {name!r} is registered already; fix: choose another name")
-        registry[name] = made
-        return made
-
-    return add
-
-
 def check_settings(
     what: str, made: Callable[..., Any], settings: Mapping[str, Any], *, first: Sequence[Any] = (), complete: bool
 ) -> None:

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple, TypeAlias
 from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.text import RewardCfg
 from groupwise.errors import ConfigError, DataError, RewardError, UnknownNameError, nearest
+from groupwise.plugins import register
 from groupwise.text.data import Completion, Prompt
 from groupwise.text.isolated import Isolated, LostCallError, described
-from groupwise.text.registered import check_settings, register
+from groupwise.text.registered import check_settings
 from groupwise.text.single_rewards import SingleReward, scores_one
 
 log = logging.getLogger(__name__)

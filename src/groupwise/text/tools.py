@@ -15,9 +15,10 @@ from typing import Any
 from groupwise.config.base import GIVEN
 from groupwise.config.text import TextTaskCfg
 from groupwise.errors import ConfigError, ToolError, UnknownNameError
+from groupwise.plugins import register
 from groupwise.text.data import encodable
 from groupwise.text.isolated import Isolated, LostCallError, described
-from groupwise.text.registered import check_settings, register
+from groupwise.text.registered import check_settings
 
 log = logging.getLogger(__name__)
 

@@ -66,6 +66,17 @@ def test_warm_up_is_that_of_transformers(name, theirs):
         scheduler.step()
 
 
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_every_update_of_a_warm_up_has_a_rate(name):
+    # 4 of 10 iterations: quarters of the rate
+    schedule = PPOCfg(schedule={"name": name, "warmup": 4}).schedule
+    rates = [schedule_factor(schedule, done / 10, 10, 1 / 10) for done in range(5)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+    # an update that goes beyond the warm-up, which is a fifth of training
+    schedule = PPOCfg(schedule={"name": name, "warmup": 0.2}).schedule
+    assert schedule_factor(schedule, 0.15, 1, 0.3) == 1
+
+
 def test_a_warm_up_that_never_ends_is_refused():
     schedule = PPOCfg(schedule={"name": "cosine", "warmup": 40}).schedule
     with pytest.raises(ConfigError, match="warmup=40 is all of a budget of 40; fix: less"):

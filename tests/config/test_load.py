@@ -190,6 +190,23 @@ def test_file_may_name_a_preset_and_the_argument_beats_it(write):
     assert load_config(path, preset="grpo").algorithm.credit.baseline.name == "mean"
 
 
+def test_a_preset_beside_a_whole_file_replaces_its_credit_and_objective(write):
+    algorithm = {"name": "grpo", "group_size": 6, "gamma": 0.7, "collection": {"horizon": 30}}
+    path = write(json.loads(to_json(resolve("CartPole-v1", algorithm, preset="grpo"))))
+    named = load_config(path, preset="dapo").algorithm
+    fresh = resolve("CartPole-v1", preset="dapo").algorithm
+    assert (named.credit, named.objective) == (fresh.credit, fresh.objective)
+    assert named.collection == fresh.collection.model_copy(update={"horizon": 30})
+    assert (named.group_size, named.gamma) == (6, 0.7)
+    environments = load_config(path, preset="auto").algorithm
+    assert environments.credit == resolve("CartPole-v1").algorithm.credit
+    assert load_config(path, {"credit": {"scale": "none"}}, preset="dapo").algorithm.credit.scale == "none"
+    with pytest.raises(ConfigError, match="algorithm = 'ppo': expected an object"):
+        load_config(write({"env": {"id": "CartPole-v1"}, "algorithm": "ppo"}), preset="dapo")
+    with pytest.raises(ConfigError, match=r"preset 'dapo' .* which algorithm 'ppo' lacks"):
+        load_config(write(json.loads(to_json(resolve("CartPole-v1", "ppo")))), preset="dapo")
+
+
 def test_config_of_a_run_folder_is_a_config_file(write):
     cfg = resolve("CartPole-v1")
     tree = json.loads(to_json(cfg)) | {"provenance": {"git": None}}

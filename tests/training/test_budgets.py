@@ -32,9 +32,9 @@ def test_a_run_of_iterations_takes_as_many_and_schedules_follow(tmp_path: Path, 
     assert run.cfg.total_steps is None
     entries = run.metrics()
     assert [entry["iteration"] for entry in entries] == [1, 2, 3, 4, 5, 6]
-    # up over 2 of 6 iterations, then down over 4
+    # half and all of it in the first 2 of 6 iterations, then down over 4
     rates = [entry["train/learning_rate"] / run.cfg.algorithm.learning_rate for entry in entries]
-    assert rates == pytest.approx([0, 0.5, 1, 0.75, 0.5, 0.25])
+    assert rates == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25])
     assert "6 / 6 iterations" in capsys.readouterr().err
     assert all("eval/return_mean" in entry for entry in entries)  # a tenth is less than one
 

@@ -55,6 +55,17 @@ def test_changed_settings_hold_from_there_on(run, tmp_path):
     assert same(before[1], weights(run))
 
 
+def test_a_fork_takes_a_preset(run, tmp_path):
+    if run.cfg.algorithm.name == "ppo":
+        with pytest.raises(gw.ConfigError, match=r"preset 'rloo' sets the credit of grpo"):
+            gw.fork(run.path, tmp_path / "new", preset="rloo")
+        return
+    gw.fork(run.path, tmp_path / "new", preset="rloo")
+    assert RunFolder(tmp_path / "new").read_config()["algorithm"]["credit"]["baseline"]["name"] == "leave_one_out"
+    assert cli.main(["resume", str(run.path), "--fork", str(tmp_path / "newer"), "--preset", "rloo"]) == 0
+    assert RunFolder(tmp_path / "newer").read_config()["algorithm"] == RunFolder(tmp_path / "new").read_config()["algorithm"]
+
+
 def test_a_fork_of_the_best_takes_its_weights_and_its_score(run, tmp_path):
     forked = gw.fork(run.path, tmp_path / "best", checkpoint="best", total_steps=400, algorithm={"learning_rate": 1e-9})
     assert same(load_checkpoint(forked / "checkpoints/latest").policy, weights(run, "best"))

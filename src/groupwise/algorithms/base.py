@@ -232,9 +232,9 @@ class BaseAlgorithm(ABC):
         assert entropy is not None
         return Evaluation(log_prob, entropy, value, dist)
 
-    def set_progress(self, progress: float, budget: int | float = 1) -> None:
-        """Tell the schedules which share of training is done, in [0, 1], and how long training is (see ``schedule_factor``)."""
-        self.schedule.set_progress(progress, budget)
+    def set_progress(self, progress: float, budget: int | float = 1, step: float = 0.0) -> None:
+        """Tell the schedules which share of training is done, in [0, 1]; ``budget`` and ``step`` as in ``schedule_factor``."""
+        self.schedule.set_progress(progress, budget, step)
         if self.range_schedules is not None:
             self.cfg = at_progress(self.range_schedules, progress)
 

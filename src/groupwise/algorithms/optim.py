@@ -50,10 +50,10 @@ class Schedule:
         """The current rate, as a share of ``learning_rate``."""
         self.adaptive = isinstance(cfg, AdaptiveKLCfg)
 
-    def set_progress(self, progress: float, budget: int | float = 1) -> None:
-        """Set the rate for a share of training done, in [0, 1]; ``budget`` is all of training, in the unit of ``warmup``."""
+    def set_progress(self, progress: float, budget: int | float = 1, step: float = 0.0) -> None:
+        """Set the rate of the next update, as ``schedule_factor`` has it."""
         if not self.adaptive:
-            self._apply(schedule_factor(self.cfg, progress, budget))
+            self._apply(schedule_factor(self.cfg, progress, budget, step))
 
     def adapt(self, step_metrics: Mapping[str, Tensor]) -> None:
         """``adaptive_kl``: by an optimiser step's ``approx_kl``, lower the rate when the policy moves too fast, raise it when it hardly moves.
@@ -92,11 +92,13 @@ class Schedule:
         self._apply(state["factor"])
 
 
-def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1) -> float:
-    """Share of the learning rate at a share ``progress`` of training; warm-up as in transformers' schedules.
+def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, step: float = 0.0) -> float:
+    """Share of the learning rate for an update that begins at a share ``progress`` of training.
 
     Args:
         budget: all of training, in the unit of a ``warmup`` that is no share.
+        step: share of training that the update takes. The warm-up counts it, so that its first update has a rate, too; with 0 it is that of
+            transformers.
     """
     if isinstance(cfg, LinearCfg) and cfg.warmup:
         warmup = cfg.warmup if cfg.warmup < 1 else cfg.warmup / budget
@@ -105,7 +107,7 @@ def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1) 
                 f"schedule.warmup={cfg.warmup} is all of a budget of {budget:g}; fix: less, or a larger budget"
             )
         if progress < warmup:
-            return progress / warmup
+            return min((progress + step) / warmup, 1.0)
         progress = (progress - warmup) / (1 - warmup)
     match cfg:
         case CosineCfg():

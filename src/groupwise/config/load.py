@@ -1,6 +1,7 @@
 """The settings of a run, from presets, files and fields. Imports no torch.
 
-Precedence: class defaults < preset of the environment (or of texts) < preset named by ``preset`` < fields the user set.
+Precedence: class defaults < preset of the environment (or of texts) < preset named by ``preset`` < fields the user set. A
+preset that is named beside a file is the user's, too, and comes before the file.
 """
 
 import functools
@@ -70,7 +71,9 @@ def resolve_text(
 def load_config(
     path: Path | str, algorithm: str | AlgorithmCfg | Tree | None = None, preset: str | None = None, **fields: Any
 ) -> RunCfg | TextRunCfg:
-    """The full config of a run from a JSON or YAML file; other arguments override it as in ``resolve``.
+    """The full config of a run from a JSON or YAML file; other arguments override it.
+
+    A ``preset`` replaces credit and objective of the file, ``auto`` by those of the environment's preset.
 
     The file has some fields of ``RunCfg`` (at least ``env.id``) or ``TextRunCfg`` (at least ``task.data`` and
     ``model.path``), and may have a ``preset``. A run folder's ``config.json`` is such a file.
@@ -88,6 +91,9 @@ def load_config(
             )
         if "task" in tree and "env" in tree:
             raise ConfigError("a run has an environment or a text task; got both, fix: leave out env or task")
+        if preset is not None:
+            own = presets.objective_preset(preset).settings if preset != "auto" else {}
+            tree["algorithm"] = _without(_table(tree, "algorithm"), {**own, "credit": None, "objective": None})
         return _resolve([tree, _given(algorithm, fields)], preset or named)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -256,6 +262,14 @@ def _merge(low: Any, high: Any) -> Any:
         return high
     whole = {key for key in high if key not in low or key.endswith("kwargs")}
     return low | {key: value if key in whole else _merge(low[key], value) for key, value in high.items()}
+
+
+def _without(tree: Tree, replaced: Tree) -> Tree:
+    """The settings less those that are replaced: tables key by key, other values as a whole."""
+    tables = [key for key in tree if isinstance(tree[key], dict) and isinstance(replaced.get(key), dict)]
+    return {key: value for key, value in tree.items() if key not in replaced} | {
+        key: _without(tree[key], replaced[key]) for key in tables
+    }
 
 
 def _explain(item: Mapping[str, Any], base: Tree, given: Tree) -> str:

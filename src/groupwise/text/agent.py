@@ -176,7 +176,7 @@ class LanguageAgent:
 
     def set_progress(self, step: int, num_steps: int) -> None:
         """Tell a schedule of the learning rate that ``step`` of ``num_steps`` calls of ``learn`` are done."""
-        self.algorithm.set_progress(step / num_steps, num_steps)
+        self.algorithm.set_progress(step / num_steps, num_steps, 1 / num_steps)
 
     def clone(self, index: int | None = None) -> "LanguageAgent":
         """A copy that shares nothing, with the state of the optimiser."""

@@ -148,7 +148,7 @@ class Trainer:
         self.seconds = state["seconds"]
         self.buffer.num_steps = state["num_slots"]
         self.collector.load_state_dict(state["collector"])
-        self._count_epochs()
+        self.epochs = self._passes()
         if self.engine.rank != 0:
             self.collector.recent.clear()  # a checkpoint holds the episodes of rank 0
         self.algorithm.load_state_dict(state["algorithm"])
@@ -199,11 +199,12 @@ class Trainer:
         start = time.perf_counter()
         _seed_everything(derive_seed(self.seed, "global", self.engine.rank, self.iteration))
         self._done_before = self.done
-        self.algorithm.set_progress(self.done / self.budget.total, self.budget.total)
         self.doing = "collecting"
         rollout = self.collector.collect(self.num_steps, rollout=self.buffer.start_rollout())
         self.doing = "updating"
         self.buffer.add(rollout)
+        total = self.budget.total
+        self.algorithm.set_progress(self.done / total, total, self._collected() / total)
         collected = time.perf_counter()
         for callback in self.callbacks:
             callback.on_rollout_end(self, rollout)
@@ -216,7 +217,7 @@ class Trainer:
             self._leave_out(name, metrics.pop(name))
         self.iteration_steps = self.engine.sum_int(self.collector.last_steps)
         self.env_steps += self.iteration_steps
-        self._count_epochs()
+        self.epochs = self._passes()
         self.seconds += updated - start
         collected_by = self.engine.gather_objects((self.collector.recent_episodes(), self.collector.metrics()))
         metrics |= pool_metrics(collected_by) | {
@@ -229,9 +230,16 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_iteration_end(self, rollout, metrics)
 
-    def _count_epochs(self) -> None:
-        if self.collector.data_size:
-            self.epochs = self.engine.sum_int(self.collector.position) / self.collector.data_size
+    def _collected(self) -> int | float:
+        """What the last rollout adds to ``done``."""
+        if self.budget.unit == "steps":
+            return self.engine.sum_int(self.collector.last_steps)
+        return 1 if self.budget.unit == "iterations" else self._passes() - self.epochs
+
+    def _passes(self) -> float:
+        """Passes over the data of the collector; 0 if it has none."""
+        size = self.collector.data_size
+        return self.engine.sum_int(self.collector.position) / size if size else 0.0
 
     def _count_bad_updates(self, bad: bool) -> None:
         """Raise after ``MAX_BAD_UPDATES`` in a row that numbers which are not finite made useless."""

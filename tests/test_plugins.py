@@ -40,7 +40,7 @@ def test_the_printed_commands_work_as_they_stand_and_an_error_names_what_lacks()
     without = groupwise("resume r")
     assert without.returncode == 2
     assert "unknown environment 'OfAPlugin-v0'" in without.stderr
-    assert "r was trained with --plugin 'my env.py'; fix: groupwise eval r" in without.stderr
+    assert "r was trained with --plugin 'my env.py'; fix: add --plugin 'my env.py' (in" in without.stderr
 
 
 def test_what_was_loaded_is_what_the_last_command_named():

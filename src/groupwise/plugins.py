@@ -80,7 +80,7 @@ def blaming_absence(where: Path, plugins: Sequence[str]) -> Iterator[None]:
             raise
         given = options(absent).strip()
         raise ConfigError(
-            f"{error}; {where} was trained with {given}; fix: groupwise eval {shlex.quote(str(where))} {given} (in Python: import it first)"
+            f"{error}; {where} was trained with {given}; fix: add {given} (in Python: import it first)"
         ) from error
 
 

@@ -29,7 +29,7 @@ from groupwise.text.task import TextTask
 from groupwise.training import running
 from groupwise.training.base import Callback, check_callbacks
 from groupwise.training.build import build_components
-from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, saved_steps
+from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, saved_done
 from groupwise.training.components import Components, UserObjects, pick_device
 from groupwise.training.env_evaluator import EnvEvaluator, record
 
@@ -171,7 +171,9 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
     parts = build(cfg.model_copy(update={"run_dir": None}), given, engine)
     name = f"{parts.identity.env_id}-{cfg.algorithm.name}-seed{cfg.seed}"
     if engine.rank == 0:
-        folder = RunFolder.create(parts.cfg.model_dump(mode="json"), cfg.run_dir, name=name, given=given.names())
+        folder = RunFolder.create(
+            parts.cfg.model_dump(mode="json"), cfg.run_dir, name=name, given_in_python=given.names()
+        )
     else:
         folder = RunFolder(Path(cfg.run_dir or ""))
     with folder.locked(engine.rank):
@@ -217,10 +219,7 @@ def _with_budget(cfg: CommonCfg, budget: Budget, folder: RunFolder) -> CommonCfg
     name, unit, total = budget.name, budget.unit, budget.total
     if name not in type(cfg).model_fields:
         raise ConfigError(f"{name} = {total:,}: an environment has no {unit}; fix: total_steps or total_iterations")
-    last = folder.read_metrics()[-1:]
-    done = saved_steps(folder.latest) or 0 if unit == "steps" else sum(entry.get(budget.metric, 0) for entry in last)
-    if total <= done:
-        raise ConfigError(f"{name} = {total:,}, but {folder.path} has {done:,} {unit} already; fix: a larger {name}")
+    budget.check_exceeds(saved_done(folder.latest, unit) or 0, folder.path)
     return cfg.model_copy(update={other: None for other in BUDGETS if other in type(cfg).model_fields} | {name: total})
 
 

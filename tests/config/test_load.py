@@ -308,6 +308,31 @@ def test_every_mistake_is_reported_at_once():
     assert "unknown key 'epochs'; did you mean 'num_epochs'?" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_eval_episodes": 3}, r"unknown key 'n_eval_episodes'; did you mean evaluation\.episodes\?"),
+        ({"net_arch": [64]}, r"unknown key 'net_arch'; did you mean policy\.hidden_sizes\?"),
+        ({"policy": {"net_arch": [64]}}, r"policy: unknown key 'net_arch'; did you mean 'hidden_sizes'\?"),
+        ({"policy": "MlpPolicy"}, "unknown policy 'MlpPolicy': did you mean 'actor_critic'"),
+        ({"callback": []}, r"unknown key 'callback'; did you mean callbacks of gw\.train\?"),
+        (
+            {"reward_fn": len},
+            r"unknown key 'reward_fn'; rewards is a setting of TextTaskCfg, not of RunCfg",
+        ),
+        (
+            {"algorithm": {"clip_coef": lambda left: left}},
+            r"algorithm\.clip_coef: expected data, got a function; fix: a num",
+        ),
+        ({"env": EnvCfg}, r"env = <class .*EnvCfg'>: expected .*; fix: an instance, as gw\.PPOCfg\(\)"),
+    ],
+)
+def test_names_and_habits_of_stable_baselines3(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve("CartPole-v1", **fields)
+    assert resolve("CartPole-v1", {"clip_coef": {"start": 0.2, "end": 0.0}})  # what the message says
+
+
 def test_unknown_preset_names_the_nearest():
     with pytest.raises(UnknownNameError, match="did you mean 'dr_grpo'"):
         resolve("CartPole-v1", preset="dr_grp")

@@ -10,7 +10,7 @@ import groupwise as gw
 from groupwise import cli
 from groupwise.config import load_config, resolve
 from groupwise.engines.base import Engine
-from groupwise.errors import CheckpointError
+from groupwise.errors import CheckpointError, RunFolderError
 from groupwise.run import build
 from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.components import UserObjects
@@ -106,8 +106,12 @@ def test_other_networks_are_refused_by_name(grpo_run):
 
 
 def test_a_missing_folder_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="no checkpoint at"):
+    with pytest.raises(RunFolderError, match=r"there is no run folder '.*nothing'; fix: give the path that training"):
         built(GRPO, tmp_path / "nothing")
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint at .*checkpoints/best; fix: .* that has checkpoints/best"
+    ):
+        built(GRPO, tmp_path / "checkpoints" / "best")
 
 
 def test_statistics_that_came_with_the_weights_stay(grpo_run, tmp_path):

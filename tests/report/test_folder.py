@@ -54,7 +54,7 @@ def test_folder_with_something_in_it_is_refused(kind: str):
 
 def test_config_tells_what_repeats_the_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.argv", ["groupwise", "train", "CartPole-v1"])
-    folder = RunFolder.create(CONFIG, Path("a", "b"), given=["policy"])
+    folder = RunFolder.create(CONFIG, Path("a", "b"), given_in_python=["policy"])
     provenance = json.loads(folder.config.read_text())["provenance"]
     assert folder.read_config() == CONFIG
     assert folder.read_provenance()["given_in_python"] == ["policy"]

@@ -6,6 +6,7 @@ from text_runs import SETTINGS, numbers, save_model, share_copied, train
 import groupwise as gw
 from groupwise import config
 from groupwise.errors import ConfigError
+from groupwise.training.checkpoint import load_checkpoint
 
 QUICK = {key: value for key, value in SETTINGS.items() if key != "total_steps"}
 
@@ -43,6 +44,22 @@ def test_a_run_of_epochs_goes_on(model, tmp_path):
     assert [entry["rollout/epoch"] for entry in longer.metrics()] == pytest.approx([0.4, 0.8, 1.2])
     with pytest.raises(ConfigError, match=r"total_epochs = 1\.2, but .* has 1\.2 epochs already"):
         gw.resume(tmp_path / "part", total_epochs=1.2, **given)
+
+
+def test_a_fork_of_the_best_goes_on_in_the_data(model, tmp_path):
+    held_out = {"eval_data": numbers()[10:12], "reward": share_copied}
+    # a small rate: the first evaluation is the best one
+    algorithm = gw.GRPOCfg(group_size=2, learning_rate=1e-9)
+    run = train(
+        gw.TextTask(numbers()[:10], **held_out), model, tmp_path / "run", algorithm, total_steps=None, total_epochs=1.2
+    )
+    assert load_checkpoint(run.path / "checkpoints/best").state["position"] == 4
+    forked = gw.fork(run.path, tmp_path / "new", checkpoint="best")
+    again = gw.resume(forked, data=numbers()[:10], **held_out)
+    assert [entry["rollout/epoch"] for entry in again.metrics()] == pytest.approx([0.4, 0.8, 1.2])
+    assert again.metrics()[-1]["rollout/return_mean"] == run.metrics()[-1]["rollout/return_mean"]
+    with pytest.raises(ConfigError, match=r"total_epochs = 0\.3, but .*best has 0\.4 epochs already"):
+        gw.fork(run.path, tmp_path / "newer", checkpoint="best", total_epochs=0.3)
 
 
 def test_each_tenth_of_an_epoch_is_evaluated(model, tmp_path):

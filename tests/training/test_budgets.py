@@ -1,6 +1,7 @@
 """Budgets in iterations; those in epochs are in ``tests/text/test_budgets.py``."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ def test_a_longer_run_of_iterations_is_that_run_from_the_start(tmp_path: Path):
         640,
         "total_steps",
     )
+
+
+def test_what_is_done_is_that_of_the_checkpoint(tmp_path: Path):
+    run = train(tmp_path / "run", total_iterations=4)
+    shutil.rmtree(RunFolder(run.path).latest)  # the one before it is of iteration 3
+    assert gw.resume(run.path, total_iterations=4).summary["iterations"] == 4
 
 
 def test_one_budget_replaces_that_of_the_preset_and_of_the_file(tmp_path: Path):

@@ -47,7 +47,7 @@ def test_evaluation_comes_every_interval_and_at_the_end_and_the_best_is_kept(par
     trainer.train()
     assert hears.seen == [(20, 1.0), (40, 5.0), (50, 3.0)]
     best = load_checkpoint(tmp_path / "best", HERE)
-    assert best.state == {"iteration": 4, "env_steps": 40, "return_mean": 5.0}
+    assert best.state == {"iteration": 4, "env_steps": 40, "epochs": 0.0, "position": 0, "return_mean": 5.0}
     assert best.policy["count"] == 4  # the weights of then, not those of the end
     assert "algorithm" not in best.state
 

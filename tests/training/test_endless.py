@@ -5,10 +5,8 @@ import logging
 
 import gymnasium
 import numpy as np
-import pytest
 
 import groupwise as gw
-from groupwise.config.run import RunCfg
 
 
 class Endless(gymnasium.Env):
@@ -26,11 +24,6 @@ class Endless(gymnasium.Env):
 
 
 SMALL = {"num_envs": 2, "total_steps": 32, "evaluation": {"episodes": 2, "interval": 8}}
-
-
-@pytest.mark.parametrize(("steps", "horizon"), [(10, 1_000), (250_000, 2_500), (10**9, 10_000)])
-def test_episodes_are_in_proportion_to_the_run(steps, horizon):
-    assert RunCfg(total_steps=steps).default_horizon == horizon
 
 
 def test_grpo_takes_a_limit_and_keeps_it(tmp_path, capsys):
@@ -59,3 +52,11 @@ def test_evaluations_say_once_that_they_cut(tmp_path, caplog):
     assert said.startswith("2 of 2 evaluation episodes were cut after 1,000 steps, because Endless has no step limit")
     assert (run.summary["return_mean"], run.summary["cut_episodes"]) == (1_000, 2)
     assert gw.evaluate(run, 3).cut_episodes == 3
+
+
+def test_where_an_evaluation_cuts_does_not_depend_on_the_budget(tmp_path):
+    stop = {"time_limit": 1e-9}  # after the first iteration
+    settings = SMALL | {"total_steps": 300_000, "stop": stop, "compile": "off"}
+    run = gw.train(Endless, gw.PPOCfg(num_steps=4), run_dir=tmp_path / "run", **settings)
+    assert run.summary["return_mean"] == 1_000
+    assert gw.resume(run.path, env=Endless, total_steps=900_000).summary["return_mean"] == 1_000

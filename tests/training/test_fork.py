@@ -1,6 +1,7 @@
 """Runs that begin at a checkpoint of another one, with other settings."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -60,30 +61,34 @@ def test_a_fork_takes_a_preset(run, tmp_path):
         with pytest.raises(gw.ConfigError, match=r"preset 'rloo' sets the credit of grpo"):
             gw.fork(run.path, tmp_path / "new", preset="rloo")
         return
-    gw.fork(run.path, tmp_path / "new", preset="rloo")
+    gw.fork(run.path, tmp_path / "new", preset="rloo", total_steps=600)
     assert RunFolder(tmp_path / "new").read_config()["algorithm"]["credit"]["baseline"]["name"] == "leave_one_out"
-    assert cli.main(["resume", str(run.path), "--fork", str(tmp_path / "newer"), "--preset", "rloo"]) == 0
-    assert RunFolder(tmp_path / "newer").read_config()["algorithm"] == RunFolder(tmp_path / "new").read_config()["algorithm"]
+    words = ["--fork", str(tmp_path / "newer"), "--preset", "rloo", "--total-steps", "600"]
+    assert cli.main(["resume", str(run.path), *words]) == 0
+    assert (
+        RunFolder(tmp_path / "newer").read_config()["algorithm"]
+        == RunFolder(tmp_path / "new").read_config()["algorithm"]
+    )
 
 
 def test_a_fork_of_the_best_takes_its_weights_and_its_score(run, tmp_path):
-    forked = gw.fork(run.path, tmp_path / "best", checkpoint="best", total_steps=400, algorithm={"learning_rate": 1e-9})
+    forked = gw.fork(run.path, tmp_path / "best", checkpoint="best", total_steps=600, algorithm={"learning_rate": 1e-9})
     assert same(load_checkpoint(forked / "checkpoints/latest").policy, weights(run, "best"))
     again = gw.resume(forked)
     reached = run.summary["best_env_steps"]
     assert [entry["env_steps"] for entry in again.metrics() if entry["env_steps"] <= reached] == [
         entry["env_steps"] for entry in run.metrics() if entry["env_steps"] <= reached
     ]
-    assert again.metrics()[-1]["env_steps"] >= 400
+    assert again.metrics()[-1]["env_steps"] >= 600
     # a rate of 1e-9 changes no action, so nothing is better than the best, which stays
     assert same(weights(again, "best"), weights(run, "best"))
     assert again.summary["best_env_steps"] == reached
 
 
 def test_a_best_by_another_score_is_not_of_the_fork(run, tmp_path):
-    forked = gw.fork(run.path, tmp_path / "sampled", evaluation={"deterministic": False}, total_steps=400)
+    forked = gw.fork(run.path, tmp_path / "sampled", evaluation={"deterministic": False}, total_steps=600)
     assert not (forked / "checkpoints/best").exists()
-    forked = gw.fork(run.path, tmp_path / "more", evaluation={"episodes": 3}, total_steps=400)
+    forked = gw.fork(run.path, tmp_path / "more", evaluation={"episodes": 3}, total_steps=600)
     assert (forked / "checkpoints/best").exists()
 
 
@@ -91,7 +96,7 @@ def test_the_best_lacks_a_reference(tmp_path):
     gw.train("CartPole-v1", GRPO | {"kl_coef": 0.1}, total_steps=64, run_dir=tmp_path / "run", **TINY)
     with pytest.raises(gw.ConfigError, match=r"best has no reference for algorithm\.kl_coef; fix: checkpoint='latest'"):
         gw.fork(tmp_path / "run", tmp_path / "new", checkpoint="best")
-    gw.fork(tmp_path / "run", tmp_path / "new")
+    gw.fork(tmp_path / "run", tmp_path / "new", total_steps=600)
 
 
 def test_a_best_of_later_is_not_of_the_fork(run, tmp_path):
@@ -112,11 +117,15 @@ def test_a_best_of_later_is_not_of_the_fork(run, tmp_path):
             {"env": {"num_envs": 8}},
             r"env\.num_envs cannot change from 4 to 8: .*fix: a new run with policy\.init_from=",
         ),
-        ({"policy": {"hidden_sizes": [8]}}, r"policy\.hidden_sizes cannot change from \[64, 64\] to \[8\]"),
+        (
+            {"policy": {"hidden_sizes": [8]}},
+            r"policy\.hidden_sizes cannot change from \[64, 64\] to \[8\]: .*a new run$",
+        ),
         ({"env": {"id": "Acrobot-v1"}}, r"env\.id cannot change from 'CartPole-v1' to 'Acrobot-v1'"),
         ({"algorithm": {"optimizer": "sgd"}}, r"algorithm\.optimizer.* cannot change"),
         ({"algorithm": {"gama": 0.9}}, "unknown key 'gama'; did you mean 'gamma'"),
-        ({"algorithm": "bc"}, "settings of algorithm .* do not fit algorithm 'bc'"),
+        ({"algorithm": "bc"}, "settings of algorithm .* do not fit algorithm 'bc'; fix: keep .*, or a new run"),
+        ({}, r"total_steps = 320, but .*latest has \d+ steps already; fix: a larger total_steps"),
         (
             {"checkpoint": 5},
             r"checkpoint = 5: .* has checkpoints of \d+, \d+, \d+; fix: one of these, 'latest' or 'best'",
@@ -137,22 +146,62 @@ def test_a_reference_cannot_come_from_nowhere(tmp_path):
 
 def test_a_taken_folder_is_refused(run):
     with pytest.raises(gw.RunFolderError, match="is taken"):
-        gw.fork(run.path, run.path)
+        gw.fork(run.path, run.path, total_steps=600)
 
 
 def test_the_command_line_forks(run, tmp_path, capsys):
     new = tmp_path / "new"
-    words = ["--from", "best", "--fork", str(new), "--algorithm.learning-rate", "1e-4", "--total-steps", "400"]
+    words = ["--from", "best", "--fork", str(new), "--algorithm.learning-rate", "1e-4", "--total-steps", "600"]
     assert cli.main(["resume", str(run.path), *words]) == 0
     cfg = json.loads((new / "config.json").read_text())
-    assert (cfg["algorithm"]["learning_rate"], cfg["total_steps"]) == (1e-4, 400)
-    assert f"resuming from step {run.summary['best_env_steps']:,} of 400" in capsys.readouterr().err
+    assert (cfg["algorithm"]["learning_rate"], cfg["total_steps"]) == (1e-4, 600)
+    assert f"resuming from step {run.summary['best_env_steps']:,} of 600" in capsys.readouterr().err
     for more, message in (
         (["--from", "best"], "--from would overwrite what was trained since; fix: --fork NEW_DIR, too"),
         (["--algorithm.gamma", "0.9"], "--algorithm.gamma makes another run of it; fix: --fork NEW_DIR, too"),
         (["--form", "best"], "unknown option --form; did you mean --from?"),
         (["--fork", str(tmp_path / "x"), "--algorithm.gama", "1"], "did you mean"),
         (["--fork", str(tmp_path / "x"), "--from", "bets"], "expected a whole number"),
+        (["--fork", str(tmp_path / "x"), "--from", "12,345"], "checkpoint = 12345: "),
+        (
+            ["--fork", str(tmp_path / "x"), "--run-dir", "y"],
+            f"run_dir = 'y', but the fork goes to {tmp_path / 'x'}; fix: ",
+        ),
+        (["--fork", str(tmp_path / "x"), "--total-steps", "10"], "total_steps = 10, but "),
+        (["--fork", str(tmp_path / "x"), "--total-steps", "999", "--env.kwargs", '{"a": 1}'], "cannot be made"),
     ):
         assert cli.main(["resume", str(run.path), *more]) == 2
         assert message in capsys.readouterr().err
+        assert not (tmp_path / "x").exists()
+
+
+def test_a_fork_that_cannot_be_written_leaves_no_folder(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.copytree", lambda *paths: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        gw.fork(run.path, tmp_path / "new", total_steps=600)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_fork_names_the_plugins_of_its_run(run, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(run.path, path)
+    config = json.loads((path / "config.json").read_text())
+    config["provenance"]["plugins"] = ["mine.py"]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(gw.ConfigError, match=r"unknown key 'gama'.*with --plugin mine\.py; fix: add --plugin mine\.py"):
+        gw.fork(path, tmp_path / "new", algorithm={"gama": 1})
+    forked = gw.fork(path, tmp_path / "new", env={"kwargs": {"a": 1}}, total_steps=600)
+    with pytest.raises(gw.ConfigError, match=r"cannot be made.*new was trained with --plugin mine\.py"):
+        gw.resume(forked)
+
+
+def test_settings_given_to_resume_point_to_a_fork(run):
+    with pytest.raises(
+        gw.ConfigError, match=r"is a setting, which the run has; fix: .*gw\.fork\(run, .*, algorithm=\.\.\.\)"
+    ):
+        gw.resume(run.path, algorithm={"gamma": 0.9})
+    for given in ({"env": "CartPole-v1"}, {"policy": {"hidden_sizes": [8]}}):
+        with pytest.raises(gw.ConfigError, match=r"is a setting, which the run has; fix: leave it out$"):
+            gw.resume(run.path, **given)
+    with pytest.raises(gw.ConfigError, match=r"is a run on an environment, .*; fix: gw\.Run\.load"):
+        gw.LanguageAgent.load(run.path)

@@ -55,7 +55,7 @@ Options, with the defaults of this environment:
   --seeds 0-9                         or 0,3,5: one run per seed, in parallel
   --plugin FILE.py                    import your file first
   --preset NAME                       credit and objective of a paper; see: groupwise list
-  --profile 3                         record that many iterations with torch.profiler, into profile/ of the run folder
+  --profile [3]                       record that many iterations with torch.profiler, into profile/ of the run folder
 """
 
 CONFIG_HELP = """Print all settings of a run as JSON, which train takes as a file.
@@ -185,7 +185,7 @@ def _dispatch(argv: Sequence[str]) -> int:
 def _train(argv: Sequence[str]) -> int:
     parser = Parser(prog="groupwise train", add_help=False)
     parser.add_argument("--seeds")
-    parser.add_argument("--profile", type=count)
+    parser.add_argument("--profile", type=count, nargs="?", const=3)
     options, rest = parser.parse_known_args(argv)
 
     from groupwise.cli.options import parse_options

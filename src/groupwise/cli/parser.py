@@ -50,7 +50,8 @@ class Parser(ArgumentParser):
 
 
 def count(word: str) -> int:
-    """A whole number of at least 1, also in the form 1e5."""
+    """A whole number of at least 1, also in the forms 1e5 and 12,345."""
+    word = word.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+", word) else word
     if not re.fullmatch(r"\d+(\.\d+)?([eE]\+?\d+)?", word) or float(word) < 1 or float(word) % 1:
         raise ArgumentTypeError(f"expected a whole number of at least 1, such as 100 or 1e5, got {word!r}")
     return int(float(word))

@@ -4,16 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from groupwise import files
 from groupwise.cli.parser import Parser, count
 from groupwise.config.budget import BUDGETS
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, GroupwiseError
 
 HELP = """Continue a run from its last checkpoint, as if it had never stopped.
 
 Examples:
   groupwise resume runs/<run>
   groupwise resume runs/<run> --total-steps 200000
-  groupwise resume runs/<run> --from best --fork runs/<new> --algorithm.learning-rate 1e-4
+  groupwise resume runs/<run> --from best --fork runs/<new> --algorithm.learning-rate 1e-4 --total-steps 200000
 """
 
 
@@ -29,14 +30,14 @@ def run(parser: Parser, argv: Sequence[str]) -> Any:
     chosen = "with --fork: latest, best, or the environment steps of a checkpoint (default: latest)"
     parser.add_argument("--from", dest="checkpoint", type=_checkpoint, metavar="CHECKPOINT", help=chosen)
     options, settings = parser.parse_known_args(argv)
-    if options.fork is None:
-        _refuse_changes(parser, argv, options.checkpoint, settings)
-    else:
-        options.run = _fork(options.run, options.fork, options.checkpoint or "latest", settings)
+    totals = {name: total for name in BUDGETS if (total := getattr(options, name)) is not None}
+    if options.fork is not None:
+        settings += [f"--{name.replace('_', '-')}={total}" for name, total in totals.items()]
+        return _fork(options.run, options.fork, options.checkpoint or "latest", settings)
+    _refuse_changes(parser, argv, options.checkpoint, settings)
 
     from groupwise.run import resume
 
-    totals = {name: total for name in BUDGETS if (total := getattr(options, name)) is not None}
     return resume(options.run, **totals)
 
 
@@ -52,12 +53,21 @@ def _refuse_changes(parser: Parser, argv: Sequence[str], checkpoint: object, set
     parser.read(argv)
 
 
-def _fork(run: Path, run_dir: Path, checkpoint: Any, settings: Sequence[str]) -> Path:
+def _fork(run: Path, run_dir: Path, checkpoint: Any, settings: Sequence[str]) -> Any:
     from groupwise.cli.options import parse_options
     from groupwise.report.folder import RunFolder
+    from groupwise.run import resume
     from groupwise.training.fork import fork_run
 
-    folder = RunFolder.open(run)
-    words = [str(folder.config), *settings]
-    cfg = parse_options(words, prog="groupwise resume", description=HELP, flags=("fork", "from"))
-    return fork_run(folder, run_dir, cfg, checkpoint)
+    def read(config: Path) -> Any:
+        return parse_options(
+            [str(config), *settings], prog="groupwise resume", description=HELP, flags=("fork", "from")
+        )
+
+    made = fork_run(run, run_dir, checkpoint, read)
+    try:
+        return resume(made)
+    except GroupwiseError:
+        if not RunFolder(made).summary.exists():  # an error before training, as of a wrong setting
+            files.remove(made)
+        raise

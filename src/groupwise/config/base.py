@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import FunctionType
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Len
@@ -28,10 +29,13 @@ OTHER_NAMES = {
     "n_action_steps": "num_action_steps", "n_envs": "num_envs", "total_timesteps": "total_steps",
     "kl_beta": "kl_coef", "kl_ref_iterations": "ref_model_sync_steps", "scale_rewards": "scale",
     "batch_group_updates": "minibatch_size", "group_rollout_buffer_class": "credit",
+    "n_eval_episodes": "episodes", "eval_freq": "interval", "net_arch": "hidden_sizes", "activation_fn": "activation",
+    "callback": "callbacks of gw.train",
+    "MlpPolicy": "actor_critic", "CnnPolicy": "actor_critic", "MultiInputPolicy": "actor_critic", "MlpLstmPolicy": "recurrent",
     "num_train_epochs": "total_epochs", "n_iterations": "total_iterations", "loss_type": "aggregation", "epsilon_high": "clip_high", "max_completion_length": "max_new_tokens",
     "rank": "r", "reward_fn": "rewards", "reward_funcs": "rewards", "reward_function": "rewards",
 }  # fmt: skip
-"""Settings by their names in Stable-Baselines3, its proposed GRPO, TRL, verl, PEFT, CleanRL and LeRobot, where another setting is spelled more like them."""
+"""Settings and choices by their names in Stable-Baselines3, its proposed GRPO, TRL, verl, PEFT, CleanRL and LeRobot, where another setting is spelled more like them."""
 
 
 class Cfg(BaseModel):
@@ -64,6 +68,8 @@ class Cfg(BaseModel):
     def explain_unknown(cls, key: str) -> str:
         """The message for a key that is not a field; says which other settings have it."""
         known, name = sorted(cls.model_fields), OTHER_NAMES.get(key, key)
+        if " " in name:
+            return f"unknown key {key!r}; did you mean {name}?"
         if name not in known and (paths := paths_of(cls, name)):
             return f"unknown key {key!r}; did you mean {' or '.join(paths[:3])}?"
         alike = name != key and nearest(key, known, cutoff=0.6)  # Adam's epsilon is its eps
@@ -142,5 +148,8 @@ def explain(item: Mapping[str, Any]) -> str:
             return f"{path} = {item['input']!r:.200}: expected a list; fix: [{json.dumps(item['input'], default=repr)}]"
         case "value_error":
             return f"{path}: {item['ctx']['error']}" if path else str(item["ctx"]["error"])
+        case _ if isinstance(item["input"], FunctionType):
+            over = "over training a clip range takes {'start': 0.2, 'end': 0.0}, and the rate has its schedule='linear'"
+            return f"{path}: expected data, got a function; fix: a number; {over}"
         case _:
             return f"{path} = {item['input']!r:.200}: {item['msg'][0].lower()}{item['msg'][1:]}"

@@ -28,6 +28,19 @@ class Budget(NamedTuple):
             raise ConfigError(f"training needs one of {', '.join(totals)}; got {found}, fix: give one of them")
         return cls(*given.popitem())
 
+    def check_exceeds(self, done: int | float, where: object) -> None:
+        """Refuse a budget that is used up.
+
+        Args:
+            where: what has done as much.
+
+        Raises:
+            ConfigError: it is not more than ``done``.
+        """
+        if self.total <= done:
+            name, total, unit = self.name, self.total, self.unit
+            raise ConfigError(f"{name} = {total:,}, but {where} has {done:,} {unit} already; fix: a larger {name}")
+
     @property
     def unit(self) -> str:
         """``steps``, ``iterations`` or ``epochs``."""

@@ -11,7 +11,7 @@ from pydantic import GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from groupwise.config.base import Cfg
+from groupwise.config.base import OTHER_NAMES, Cfg
 from groupwise.errors import ConfigError, UnknownNameError
 
 
@@ -49,7 +49,10 @@ class Choice(Cfg):
             importlib.import_module(found)
             found = cls.known[name]
         if not isinstance(found, type):
-            raise UnknownNameError(cls.family, name, cls.known)
+            near = OTHER_NAMES.get(name)
+            raise UnknownNameError(
+                cls.family, name, cls.known, hint=f"did you mean {near!r}?" if near in cls.known else None
+            )
         return found
 
     @classmethod

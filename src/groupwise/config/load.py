@@ -176,7 +176,9 @@ def _algorithm_type(layers: list[Tree]) -> type[AlgorithmCfg]:
     own = first.get("name", AlgorithmCfg.default)
     name = str(_table(layers[-1], "algorithm").get("name", own))
     if name != own and first.keys() - {"name"}:
-        raise ConfigError(f"settings of algorithm {own!r} do not fit algorithm {name!r}; fix: drop one of the two")
+        raise ConfigError(
+            f"settings of algorithm {own!r} do not fit algorithm {name!r}; fix: keep {own!r}, or a new run without them"
+        )
     if name not in AlgorithmCfg.known and name in presets.objective_presets():
         raise ConfigError(f"unknown algorithm {name!r}: it is a preset of grpo; fix: preset={name!r}")
     return AlgorithmCfg.named(name)
@@ -229,8 +231,9 @@ def _table(tree: Tree, key: str) -> Tree:
     """The settings under a key; empty if there are none."""
     value = tree.get(key, {})
     if not isinstance(value, dict):
+        fix = "; fix: an instance, as gw.PPOCfg()" if isinstance(value, type) else ""
         raise ConfigError(
-            f"{key} = {value!r}: expected an object with settings by name (a dict, or an instance of a config class)"
+            f"{key} = {value!r}: expected an object with settings by name (a dict, or an instance of a config class){fix}"
         )
     return value
 

@@ -18,6 +18,9 @@ from groupwise.config.trackers import TrackerCfg
 
 EvaluationMetric: TypeAlias = Literal["return", "success_rate"]
 
+DEFAULT_HORIZON = 1_000
+"""Steps of an episode, of groups and of evaluations, where neither the environment nor a setting limits it."""
+
 
 class EvaluationCfg(Cfg):
     """When and how the policy is evaluated, in its own environments."""
@@ -191,11 +194,6 @@ class RunCfg(CommonCfg):
     def subject(self) -> str:
         """The environment's id."""
         return self.env.id
-
-    @property
-    def default_horizon(self) -> int:
-        """Steps of an episode where the environment has no limit: a hundredth of the run, but from 1,000 to 10,000."""
-        return min(max(1_000, self.expected_steps() // 100), 10_000)
 
     def expected_steps(self, world_size: int = 1) -> int:
         """Environment steps of the run, or about as many where the budget is one of iterations."""

@@ -59,13 +59,13 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, config: Mapping[str, Any], path: Path | None = None, *, name: str = "run", given: Sequence[str] = ()
+        cls, config: Mapping[str, Any], path: Path | None = None, *, name: str = "run", **known: Sequence[str]
     ) -> "RunFolder":
         """A new folder with ``config`` in its ``config.json``.
 
         Args:
             path: None makes ``runs/<name>-<time>``, numbered where it is taken.
-            given: what came as Python objects, and must come again to resume.
+            known: lists for its provenance: ``given_in_python`` names the objects that must come again to resume.
 
         Raises:
             RunFolderError: ``path`` is a file, or a folder that is not empty.
@@ -74,7 +74,7 @@ class RunFolder:
             path = _fresh_path(name)
         cls.check_free(path)
         folder = cls(path)
-        made = {**config, "provenance": {**provenance(), "given_in_python": list(given)}}
+        made = {**config, "provenance": {**provenance(), **{key: list(names) for key, names in known.items()}}}
         with folder.locked():
             cls.check_free(path)  # again: two runs may have found the same empty folder
             folder.remove_leftovers()

@@ -198,7 +198,7 @@ class LanguageAgent:
         if folder.latest.is_dir():
             folder.rewrite_config(settings)
         else:
-            folder = RunFolder.create(settings, Path(path), given=self._given_in_python)
+            folder = RunFolder.create(settings, Path(path), given_in_python=self._given_in_python)
         state = {
             "env_steps": 0,
             "iteration": self.iteration,
@@ -221,8 +221,11 @@ class LanguageAgent:
         folder = RunFolder.open(Path(path))
         if model is None and "policy" in folder.read_provenance()["given_in_python"]:
             raise ConfigError(f"{path} was given a model in Python; fix: LanguageAgent.load({str(path)!r}, model=...)")
+        settings = folder.read_config()
+        if "task" not in settings:
+            raise ConfigError(f"{path} is a run on an environment, without a language model; fix: gw.Run.load")
         agent = cls.__new__(cls)
-        agent._build(TextRunCfg.model_validate(folder.read_config()), model, 0)
+        agent._build(TextRunCfg(**settings), model, 0)
         saved = load_checkpoint(folder.latest, identity_of(agent.cfg, agent.policy), agent.policy)
         load_policy(agent.policy, saved.policy, folder.latest)
         agent.algorithm.load_state_dict(saved.state["algorithm"])

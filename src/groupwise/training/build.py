@@ -19,7 +19,7 @@ from groupwise.config.algorithm import BCCfg, GRPOCfg, with_max_length
 from groupwise.config.base import GIVEN
 from groupwise.config.env import StartMode
 from groupwise.config.policy import PolicyCfg
-from groupwise.config.run import EvaluationMetric, RunCfg, SamplerMismatchCfg
+from groupwise.config.run import DEFAULT_HORIZON, EvaluationMetric, RunCfg, SamplerMismatchCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines.base import Engine
 from groupwise.envs.base import GroupEnv, VectorEnv
@@ -219,7 +219,7 @@ def _with_horizon(cfg: RunCfg, env: VectorEnv) -> RunCfg:
     collection = cfg.algorithm.collection
     if collection.horizon is not None or collection.partial_groups != "complete":
         return cfg
-    collection = collection.model_copy(update={"horizon": cfg.default_horizon})
+    collection = collection.model_copy(update={"horizon": DEFAULT_HORIZON})
     return cfg.model_copy(update={"algorithm": cfg.algorithm.model_copy(update={"collection": collection})})
 
 

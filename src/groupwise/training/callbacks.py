@@ -130,7 +130,13 @@ class Evaluate(Callback):
         metrics |= result.metrics()
         score = result.score(self.metric)
         if self.best_score is None or score > self.best_score:
-            counters = {"iteration": trainer.iteration, "env_steps": trainer.env_steps, SCORES[self.metric]: score}
+            counters = {
+                "iteration": trainer.iteration,
+                "env_steps": trainer.env_steps,
+                "epochs": trainer.epochs,
+                "position": trainer.collector.position,
+                SCORES[self.metric]: score,
+            }
             check_weights(trainer)
             with files.warning_if_unwritable(self.best):
                 save_checkpoint(self.best, Checkpoint(trainer.algorithm.policy.state_dict(), counters), self.identity)

@@ -20,6 +20,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -45,6 +46,8 @@ FORMAT = 2
 POLICY, ALGORITHM, STATE, MANIFEST = "policy.safetensors", "algorithm.safetensors", "state.json", "manifest.json"
 DAMAGES = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 """What code raises that reads a state with wrong entries."""
+COUNTERS = {"steps": "env_steps", "iterations": "iteration", "epochs": "epochs"}
+"""Entries of a state that say what is done of a budget, by its unit."""
 MAX_STATE = 64 * files.MIB
 """Bytes of ``state.json``."""
 MAX_EXTRA = 1024 * files.MIB
@@ -156,7 +159,17 @@ def saved_steps(folder: Path) -> int | None:
     Raises:
         CheckpointError: it is damaged, and so are those before it.
     """
-    return _newest(folder, _read_steps) if has_checkpoint(folder) else None
+    steps = saved_done(folder, "steps")
+    return None if steps is None else int(steps)
+
+
+def saved_done(folder: Path, unit: str) -> int | float | None:
+    """What is done at the checkpoint of a budget in ``steps``, ``iterations`` or ``epochs``; None if there is none.
+
+    Raises:
+        CheckpointError: as ``saved_steps``.
+    """
+    return _newest(folder, partial(_read_counter, name=COUNTERS[unit])) if has_checkpoint(folder) else None
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -275,15 +288,15 @@ def _read_checkpoint(folder: Path, identity: Identity | None, limits: Mapping[st
     return Checkpoint(weights, state)
 
 
-def _read_steps(folder: Path) -> int:
+def _read_counter(folder: Path, name: str) -> int | float:
     path = folder / STATE
     try:
-        steps = files.parse_json(files.read(path, MAX_STATE))["env_steps"]
-        if not is_count(steps):
-            raise ValueError(f"env_steps is {steps!r:.80}, expected a count")
+        found: int | float = ({"epochs": 0.0} | files.parse_json(files.read(path, MAX_STATE)))[name]
+        if not (is_number if name == "epochs" else is_count)(found):
+            raise ValueError(f"{name} is {found!r:.80}, expected a {'number' if name == 'epochs' else 'count'}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _DamageError(f"{path} is missing or damaged ({_in_short(error)})") from error
-    return int(steps)
+    return found
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from groupwise.config.algorithm import CollectionCfg, GRPOCfg
 from groupwise.config.env import EnvCfg
-from groupwise.config.run import RunCfg
+from groupwise.config.run import DEFAULT_HORIZON, RunCfg
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError, DataError
@@ -75,7 +75,7 @@ class EnvEvaluator(Evaluator):
         return self._play()
 
     def _play(self) -> EvaluationResult:
-        horizon = self._collection.horizon or self.cfg.default_horizon
+        horizon = self._collection.horizon or DEFAULT_HORIZON
         limit = MAX_STEPS if self.env.max_episode_steps is not None else horizon
         result = evaluate_policy(
             self.policy,

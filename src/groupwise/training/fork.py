@@ -2,17 +2,18 @@
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from groupwise import files
+from groupwise import files, plugins
 from groupwise.comparison.methods import differences, flat
 from groupwise.config.load import load_config
 from groupwise.config.run import CommonCfg
 from groupwise.errors import ConfigError
-from groupwise.plugins import blaming_absence
 from groupwise.report.folder import RunFolder
-from groupwise.training.checkpoint import find_checkpoints, has_checkpoint, load_checkpoint, saved_steps
+from groupwise.training.checkpoint import find_checkpoints, has_checkpoint, load_checkpoint, saved_done, saved_steps
 
 CheckpointName: TypeAlias = Literal["latest", "best"] | int
 """A checkpoint of a run; a number is that of its environment steps."""
@@ -36,7 +37,8 @@ _NOT_SCORING = ("evaluation.interval", "evaluation.episodes", "evaluation.video_
 def fork(path: Path | str, run_dir: Path | str, *, checkpoint: CheckpointName = "latest", **fields: Any) -> Path:
     """A new run folder that begins at a checkpoint of the run in ``path``; ``resume`` trains on in it.
 
-    Its metrics up to there are copied. ``best`` holds weights only, so optimiser and running episodes start anew.
+    Its metrics up to there are copied. ``best`` holds weights only, so optimiser and running episodes start anew. A run that
+    is finished needs a larger budget.
 
     Args:
         run_dir: does not exist, or is empty.
@@ -44,34 +46,44 @@ def fork(path: Path | str, run_dir: Path | str, *, checkpoint: CheckpointName = 
         fields: changed settings, as of ``gw.train``: ``algorithm={"learning_rate": 1e-4}``, ``total_steps=200_000``.
 
     Raises:
-        ConfigError: a setting is wrong or cannot change, or there is no such checkpoint.
+        ConfigError: a setting is wrong or cannot change, the budget is used up, or there is no such checkpoint.
         RunFolderError: ``path`` is no run folder, or ``run_dir`` is taken.
         CheckpointError: the checkpoint is damaged.
     """
-    folder = RunFolder.open(Path(path))
-    with blaming_absence(folder.path, folder.read_provenance()["plugins"]):
+    return fork_run(Path(path), Path(run_dir), checkpoint, partial(load_config, **fields))
+
+
+def fork_run(path: Path, run_dir: Path, checkpoint: CheckpointName, read: Callable[[Path], CommonCfg]) -> Path:
+    """``fork`` with the settings that ``read`` makes of the file with those of the run."""
+    folder = RunFolder.open(path)
+    known = folder.read_provenance()
+    with plugins.blaming_absence(path, known["plugins"]):
         folder.check_format()
-        cfg = load_config(folder.config, **fields)
-    return fork_run(folder, Path(run_dir), cfg, checkpoint)
-
-
-def fork_run(folder: RunFolder, run_dir: Path, cfg: CommonCfg, checkpoint: CheckpointName) -> Path:
-    """``fork`` with all settings of the new run."""
-    settings = cfg.model_copy(update={"run_dir": None}).model_dump(mode="json")
+        cfg = read(folder.config)
+    if cfg.run_dir is not None:
+        raise ConfigError(f"run_dir = {str(cfg.run_dir)!r}, but the fork goes to {run_dir}; fix: leave run_dir out")
+    settings = cfg.model_dump(mode="json")
     changed = _check_changes(folder, settings)
-    if checkpoint == "best":
-        _check_best(folder, cfg)
+    if checkpoint == "best" and getattr(cfg.algorithm, "kl_coef", 0) > 0:
+        raise ConfigError(
+            f"{folder.best} has no reference for algorithm.kl_coef; fix: checkpoint='latest' (--from latest), or its environment steps"
+        )
     found = _find(folder, checkpoint)
     iteration, steps = (load_checkpoint(found).state[name] for name in ("iteration", "env_steps"))
-    given = folder.read_provenance()["given_in_python"]
-    new = RunFolder.create(settings, run_dir, given=given)
-    new.checkpoints.mkdir()
-    shutil.copytree(found, new.latest)
-    comparable = not any(name.startswith(_SCORING) and name not in _NOT_SCORING for name in changed)
-    if comparable and has_checkpoint(folder.best) and (saved_steps(folder.best) or 0) <= steps:
-        shutil.copytree(folder.best, new.best)
+    cfg.budget.check_exceeds(saved_done(found, cfg.budget.unit) or 0, found)
     kept = [entry for entry in folder.read_metrics() if entry["iteration"] <= iteration]
-    files.write(new.metrics, "".join(f"{json.dumps(entry)}\n" for entry in kept).encode())
+    used = list(dict.fromkeys([*known["plugins"], *plugins.loaded()]))
+    new = RunFolder.create(settings, run_dir, given_in_python=known["given_in_python"], plugins=used)
+    try:
+        new.checkpoints.mkdir()
+        shutil.copytree(found, new.latest)
+        comparable = not any(name.startswith(_SCORING) and name not in _NOT_SCORING for name in changed)
+        if comparable and has_checkpoint(folder.best) and (saved_steps(folder.best) or 0) <= steps:
+            shutil.copytree(folder.best, new.best)
+        files.write(new.metrics, "".join(f"{json.dumps(entry)}\n" for entry in kept).encode())
+    except BaseException:
+        files.remove(new.path)
+        raise
     return new.path
 
 
@@ -83,20 +95,11 @@ def _find(folder: RunFolder, checkpoint: CheckpointName) -> Path:
         return existing[0] if existing else folder.latest
     steps = {saved_steps(path) or 0: path for path in existing}
     if checkpoint not in steps:
-        there = ", ".join(f"{number:,}" for number in sorted(steps)) or "no step"
+        there = ", ".join(map(str, sorted(steps))) or "no step"
         raise ConfigError(
             f"checkpoint = {checkpoint}: {folder.path} has checkpoints of {there}; fix: one of these, 'latest' or 'best'"
         )
     return steps[checkpoint]
-
-
-def _check_best(folder: RunFolder, cfg: CommonCfg) -> None:
-    """Refuse what needs more than the weights, which ``best`` has alone."""
-    fix = "fix: checkpoint='latest' (--from latest), or its environment steps"
-    if getattr(cfg.algorithm, "kl_coef", 0) > 0:
-        raise ConfigError(f"{folder.best} has no reference for algorithm.kl_coef; {fix}")
-    if cfg.budget.name == "total_epochs":
-        raise ConfigError(f"{folder.best} does not say how far it is in the data, which total_epochs needs; {fix}")
 
 
 def _check_changes(folder: RunFolder, settings: dict[str, Any]) -> list[str]:
@@ -106,8 +109,11 @@ def _check_changes(folder: RunFolder, settings: dict[str, Any]) -> list[str]:
         old, new = values.get("old"), values.get("new")
         fixed = any(f"{name}.".startswith(f"{prefix}.") for prefix in _FIXED) and name != "policy.init_from"
         if fixed or (name == "algorithm.kl_coef" and not old):
+            takes_weights = "policy" in settings and not name.startswith(
+                "policy."
+            )  # else they do not fit, or it is text
+            begin = f" with policy.init_from={str(folder.path)!r}" if takes_weights else ""
             raise ConfigError(
-                f"{name} cannot change from {old!r:.80} to {new!r:.80}: the checkpoint was made with it; fix: a new run with "
-                f"policy.init_from={str(folder.path)!r}"
+                f"{name} cannot change from {old!r:.80} to {new!r:.80}: the checkpoint was made with it; fix: a new run{begin}"
             )
     return list(changed)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from groupwise.errors import CheckpointError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
-from groupwise.training.checkpoint import load_checkpoint
+from groupwise.training.checkpoint import MANIFEST, load_checkpoint
 
 
 class Initialized(NamedTuple):
@@ -35,10 +35,11 @@ def initialize(policy: Policy, source: Path) -> Initialized:
         source: a run folder (its latest checkpoint), or a checkpoint.
 
     Raises:
-        CheckpointError: there is none, or its policy differs (names the tensors).
+        RunFolderError: there is no run.
+        CheckpointError: there is no checkpoint, or its policy differs (names the tensors).
     """
-    is_run = (source / "checkpoints").is_dir()
-    folder = RunFolder.open(source).latest if is_run else source
+    is_checkpoint = source.parent.name == "checkpoints" or (source / MANIFEST).is_file()
+    folder = source if is_checkpoint else RunFolder.open(source).latest
     weights, own = load_checkpoint(folder, policy=policy).policy, policy.state_dict()
     absent, unused = own.keys() - weights.keys(), weights.keys() - own.keys()
     differing = [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]

@@ -134,6 +134,7 @@ class Trainer:
         return {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
+            "epochs": self.epochs,
             "seconds": self.seconds,
             "num_slots": self.buffer.num_steps,
             "collector": self.collector.state_dict(),

@@ -3,10 +3,12 @@
 Only the commands that train or play import torch, and only once their arguments are known to be right.
 """
 
+import importlib
 import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,21 +137,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, rest = shared.parse_known_args(argv)
         plugins.load(options.plugin)
         return _dispatch(rest)
-    except GroupwiseError as error:
-        if debug:
-            raise
-        show(f"groupwise: error: {error}", *vars(error).get("__notes__", []), to="stderr")
-        return 2
     except KeyboardInterrupt as error:
         show(f"groupwise: {str(error) or 'interrupted'}", to="stderr")
         return 130
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
+    except (GroupwiseError, OSError) as error:
         if debug:
             raise
-        show(f"groupwise: error: {error} (--debug shows where)", *vars(error).get("__notes__", []), to="stderr")
+        hint = " (--debug shows where)" if isinstance(error, OSError) else ""
+        show(f"groupwise: error: {error}{hint}", *vars(error).get("__notes__", []), to="stderr")
         return 2
     except SystemExit as stop:  # argparse exits after --help
         return stop.code if isinstance(stop.code, int) else 0
@@ -169,10 +167,10 @@ def _dispatch(argv: Sequence[str]) -> int:
         "eval": _eval,
         "sample": _sample,
         "resume": _resume,
-        "export": _export,
-        "compare": _compare,
+        "export": partial(_run_module, "export"),
+        "compare": partial(_run_module, "compare"),
         "config": _config,
-        "convert": _convert,
+        "convert": partial(_run_module, "convert"),
         "check-env": _check_env,
         "demos": _demos,
         "list": _list,
@@ -221,21 +219,28 @@ def _config(argv: Sequence[str]) -> int:
 
 
 def _check_env(argv: Sequence[str]) -> int:
-    from groupwise.cli.options import parse_options
     from groupwise.config.env import EnvCfg
-    from groupwise.config.run import RunCfg
 
     words = [word for word in argv if word != "--json"]
     settings = [f"env.{name}" for name in EnvCfg.model_fields if name not in ("id", "num_envs")]
-    cfg = parse_options(words, prog="groupwise check-env", description=CHECK_HELP, only=settings, flags=("json",))
-    if not isinstance(cfg, RunCfg):
-        raise ConfigError(f"{words[0]} is a text task without an environment; fix: an environment's id or file")
+    env = _read_env(words, prog="groupwise check-env", description=CHECK_HELP, only=settings, flags=("json",))
 
     from groupwise.check import check_env
 
-    report = check_env(cfg.env)
+    report = check_env(env)
     show(json.dumps(report.to_dict()) if "--json" in argv else report)
     return int(report.training.value is None)
+
+
+def _read_env(words: Sequence[str], **command: Any) -> Any:
+    """The ``EnvCfg`` that the words describe."""
+    from groupwise.cli.options import parse_options
+    from groupwise.config.run import RunCfg
+
+    cfg = parse_options(words, **command)
+    if not isinstance(cfg, RunCfg):
+        raise ConfigError(f"{words[0]} is a text task without an environment; fix: an environment's id or file")
+    return cfg.env
 
 
 def _demos(argv: Sequence[str]) -> int:
@@ -247,17 +252,12 @@ def _demos(argv: Sequence[str]) -> int:
     parser.add_argument("--keep-failures", action="store_true")
     options, rest = parser.parse_known_args(argv)
 
-    from groupwise.cli.options import parse_options
-    from groupwise.config.run import RunCfg
-
     only, flags = ("env.kwargs", "env.max_episode_steps"), [flag.removeprefix("--") for flag in parser.flags]
-    cfg = parse_options(rest, prog="groupwise demos", description=DEMOS_HELP, only=only, flags=flags)
-    if not isinstance(cfg, RunCfg):
-        raise ConfigError(f"{rest[0]} is a text task without an environment; fix: an environment's id or file")
+    env = _read_env(rest, prog="groupwise demos", description=DEMOS_HELP, only=only, flags=flags)
 
     from groupwise.embodied.demos import record_demos
 
-    found = record_demos(cfg.env, **vars(options))
+    found = record_demos(env, **vars(options))
     show(f"Recorded {found.episodes} episodes ({found.steps:,} steps) of {found.attempts} attempts in {found.path}.")
     again = plugins.command("train", rest[0], "--algorithm", "bc", "--algorithm.data", found.path)
     show(f"Next:  {again}")
@@ -336,24 +336,10 @@ def _messages(word: str) -> Any:
     raise ConfigError(f"--messages: {word!r:.80} is no list of messages in JSON; fix: {fix}")
 
 
-def _compare(argv: Sequence[str]) -> int:
-    from groupwise.cli import compare
-
-    compare.run(Parser(prog="groupwise compare", description=compare.HELP), argv)
-    return 0
-
-
-def _convert(argv: Sequence[str]) -> int:
-    from groupwise.cli import convert
-
-    convert.run(Parser(prog="groupwise convert", description=convert.HELP), argv)
-    return 0
-
-
-def _export(argv: Sequence[str]) -> int:
-    from groupwise.cli import export
-
-    export.run(Parser(prog="groupwise export", description=export.HELP), argv)
+def _run_module(name: str, argv: Sequence[str]) -> int:
+    """Run a command that has a module of its name."""
+    module = importlib.import_module(f"groupwise.cli.{name}")
+    module.run(Parser(prog=f"groupwise {name}", description=module.HELP), argv)
     return 0
 
 

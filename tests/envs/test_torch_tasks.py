@@ -6,13 +6,7 @@ import pytest
 import torch
 from no_waiting import NoWaiting
 
-from groupwise.contrib.torch_tasks import (
-    TorchAcrobot,
-    TorchMountainCar,
-    TorchMountainCarContinuous,
-    TorchPointMass,
-    TorchReacher,
-)
+from groupwise.contrib.torch_tasks import TorchAcrobot, TorchMountainCar, TorchMountainCarContinuous
 from groupwise.contrib.warp_tasks import WarpCubePush, WarpHalfCheetah
 from groupwise.envs.starts import verify_group_start
 from groupwise.envs.torch_control import TorchCartPole, TorchPendulum
@@ -24,8 +18,6 @@ LIMITS = {
     TorchAcrobot: 500,
     TorchMountainCar: 200,
     TorchMountainCarContinuous: 999,
-    TorchPointMass: 100,
-    TorchReacher: 50,
     WarpHalfCheetah: 1000,
     WarpCubePush: 60,
 }

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 
 import groupwise as gw
-from groupwise.contrib.torch_tasks import TorchPointMass, TorchReacher
+from groupwise.contrib.torch_tasks import TorchMountainCarContinuous
 from groupwise.envs.torch_env import TorchGroupEnv
 
 
@@ -40,9 +40,8 @@ ENVS = {
     "cut often": lambda n: gw.TorchCartPole(n, max_episode_steps=7),
     "pendulum": lambda n: gw.TorchPendulum(n, max_episode_steps=9),
     "named": Corridor,
-    "point mass": TorchPointMass,
+    "mountain car": TorchMountainCarContinuous,
     "never cut": lambda n: Corridor(n, max_episode_steps=None),
-    "reacher": lambda n: TorchReacher(n, max_episode_steps=8),
 }
 
 

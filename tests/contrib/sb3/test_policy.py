@@ -149,13 +149,11 @@ def test_policy_saves_and_loads_by_itself(tmp_path, cls):
     assert loaded.log_std.tolist() == [-1.0] * 3
 
 
-def test_parameters_come_and_go_as_one_vector_without_leaving_their_place():
+def test_parameters_come_and_go_as_one_vector():
     policy = make("box")
     vector = policy.parameters_to_vector()
-    places = [parameter.data_ptr() for parameter in policy.parameters()]
     policy.load_from_vector(vector + 1)
     np.testing.assert_allclose(policy.parameters_to_vector(), vector + 1)
-    assert [parameter.data_ptr() for parameter in policy.parameters()] == places
 
 
 def test_optimizer_is_the_users():

@@ -11,7 +11,8 @@ from stable_baselines3.common.utils import LinearSchedule
 
 import groupwise as gw
 from groupwise.config import resolve
-from groupwise.contrib.sb3 import GRPO
+from groupwise.config.presets import env_preset
+from groupwise.contrib.sb3 import GRPO, presets
 from groupwise.contrib.sb3.policy import NormalizedExtractor
 
 TUNED = ("CartPole-v1", "Pendulum-v1", "Acrobot-v1", "LunarLander-v3", "MountainCarContinuous-v0")
@@ -44,6 +45,36 @@ def test_the_name_of_a_preset_sets_credit_and_objective():
     model = GRPO("MlpPolicy", "CartPole-v1", preset="dapo")
     assert model.core.cfg.objective.trust_region.clip_high == 0.28
     assert (model.gamma, model.n_steps) == (0.99, 1024)
+
+
+def test_the_settings_of_a_preset_are_arguments_and_those_without_a_counterpart_are_named():
+    with pytest.warns(
+        UserWarning, match="the preset of vla also sets collection, which GRPO in Stable-Baselines3 does not"
+    ):
+        model = GRPO("MlpPolicy", "CartPole-v1", preset="vla", ent_coef=0.1)
+    assert (model.group_size, model.core.cfg.group_size) == (8, 8)
+    assert (model.ent_coef, model.core.cfg.ent_coef) == (0.1, 0.1)
+    assert not model.core.cfg.collection.filter_groups
+    assert GRPO("MlpPolicy", "CartPole-v1", preset="rloo").kl_estimator == "k1"
+    assert GRPO("MlpPolicy", "CartPole-v1", preset="rloo", kl_estimator="k2").core.cfg.kl_estimator == "k2"
+
+
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [
+        ({"algorithm": {"schedule": {"name": "cosine"}}}, "schedule"),
+        ({"algorithm": {"optimizer": {"eps": 1e-8}}}, "optimizer"),
+        ({"policy": {"hidden_sizes": [8]}}, "policy.hidden_sizes"),
+        ({"env": {"num_random_noops": 3}}, "env.num_random_noops"),
+    ],
+)
+def test_so_are_those_of_an_environments_preset(change: dict, missing: str, monkeypatch: pytest.MonkeyPatch):
+    tree = env_preset("CartPole-v1")["grpo"]
+    [(part, settings)] = change.items()
+    changed = {"grpo": {**tree, part: {**tree.get(part, {}), **settings}}}
+    monkeypatch.setattr(presets, "env_preset", lambda env_id: changed)
+    with pytest.warns(UserWarning, match=f"the preset of CartPole-v1 also sets {missing}, which"):
+        GRPO("MlpPolicy", "CartPole-v1", preset="auto")
 
 
 def test_statistics_of_observations_are_learned_and_saved(tmp_path):

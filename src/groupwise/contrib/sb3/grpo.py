@@ -104,9 +104,9 @@ class GRPO(OnPolicyAlgorithm):
         objective: ObjectiveCfg | dict[str, Any] | str | None = None,
         clip_range: float | Schedule | None = None,
         preset: str | None = None,
-        kl_coef: float = 0.0,
-        kl_estimator: str = "k3",
-        top_entropy_quantile: float = 1.0,
+        kl_coef: float | None = None,
+        kl_estimator: str | None = None,
+        top_entropy_quantile: float | None = None,
         adaptive_entropy: AdaptiveEntropyCfg | dict[str, Any] | None = None,
         kl_ref_iterations: int | None = None,
         shared_starts: Literal["verify", "trust", "off"] = "verify",
@@ -146,13 +146,7 @@ class GRPO(OnPolicyAlgorithm):
             raise UnsupportedSpaceError(
                 "Stable-Baselines3 has no Tuple observations; fix: gymnasium.wrappers.FlattenObservation(env)"
             )
-        given = {
-            "learning_rate": learning_rate, "n_steps": n_steps, "batch_size": batch_size, "n_epochs": n_epochs,
-            "gamma": gamma, "group_size": group_size, "credit": credit, "objective": objective, "ent_coef": ent_coef,
-            "clip_range": clip_range, "target_kl": target_kl, "kl_coef": kl_coef, "kl_estimator": kl_estimator,
-            "kl_ref_iterations": kl_ref_iterations, "top_entropy_quantile": top_entropy_quantile,
-            "adaptive_entropy": adaptive_entropy, "shared_starts": shared_starts,
-        }  # fmt: skip
+        given = {name: value for name, value in locals().items() if name in {"learning_rate", *ARGUMENTS}}
         tuned = DEFAULTS if preset is None else DEFAULTS | preset_arguments(preset, self.env)
         for name, value in given.items():
             setattr(self, name, tuned.get(name) if value is None else value)

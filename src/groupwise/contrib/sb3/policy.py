@@ -1,7 +1,7 @@
 """Stable-Baselines3 policies without a critic, and how the algorithms here see them."""
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -61,6 +61,8 @@ class ActorPolicy(BasePolicy):
         UnsupportedSpaceError: actions are neither Discrete, MultiDiscrete, MultiBinary nor a Box of floats.
     """
 
+    default_extractor: ClassVar[type[BaseFeaturesExtractor]] = FlattenExtractor
+
     def __init__(
         self,
         observation_space: spaces.Space,
@@ -70,12 +72,13 @@ class ActorPolicy(BasePolicy):
         activation_fn: type[nn.Module] = nn.Tanh,
         ortho_init: bool = True,
         log_std_init: float = 0.0,
-        features_extractor_class: type[BaseFeaturesExtractor] = FlattenExtractor,
+        features_extractor_class: type[BaseFeaturesExtractor] | None = None,
         features_extractor_kwargs: dict[str, Any] | None = None,
         normalize_images: bool = True,
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.Adam,
         optimizer_kwargs: dict[str, Any] | None = None,
     ) -> None:
+        features_extractor_class = features_extractor_class or self.default_extractor
         if optimizer_kwargs is None:
             optimizer_kwargs = {"eps": 1e-5, "fused": True} if optimizer_class is torch.optim.Adam else {}
         super().__init__(
@@ -115,15 +118,6 @@ class ActorPolicy(BasePolicy):
         """Log-probability and entropy of actions as ``forward`` returns them, with gradient."""
         return self.head.score(self.action_params(obs), actions)
 
-    def load_from_vector(self, vector: np.ndarray) -> None:
-        """Take the parameters from one vector, in place, as the optimiser refers to the same tensors."""
-        values = torch.as_tensor(vector, dtype=torch.float, device=self.device)
-        parameters = list(self.parameters())
-        parts = torch.split(values, [parameter.numel() for parameter in parameters])
-        with torch.no_grad():
-            for parameter, part in zip(parameters, parts, strict=True):
-                parameter.copy_(part.view_as(parameter))
-
     def _predict(self, observation: PyTorchObs, deterministic: bool = False) -> Tensor:
         params = self.action_params(observation)
         return self.head.env_action(self.head.mode(params) if deterministic else self.head.sample(params))
@@ -158,35 +152,13 @@ class ActorPolicy(BasePolicy):
 class CnnActorPolicy(ActorPolicy):
     """``CnnPolicy``: as ``ActorPolicy``, for images."""
 
-    def __init__(
-        self,
-        observation_space: spaces.Space,
-        action_space: spaces.Space,
-        lr_schedule: Schedule,
-        *,
-        features_extractor_class: type[BaseFeaturesExtractor] = NatureCNN,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            observation_space, action_space, lr_schedule, features_extractor_class=features_extractor_class, **kwargs
-        )
+    default_extractor = NatureCNN
 
 
 class MultiInputActorPolicy(ActorPolicy):
     """``MultiInputPolicy``: as ``ActorPolicy``, for dictionaries of observations."""
 
-    def __init__(
-        self,
-        observation_space: spaces.Space,
-        action_space: spaces.Space,
-        lr_schedule: Schedule,
-        *,
-        features_extractor_class: type[BaseFeaturesExtractor] = CombinedExtractor,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            observation_space, action_space, lr_schedule, features_extractor_class=features_extractor_class, **kwargs
-        )
+    default_extractor = CombinedExtractor
 
 
 class ScoredActor(Policy):

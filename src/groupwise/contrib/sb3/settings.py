@@ -38,6 +38,8 @@ _SAME_NAME = (
 )
 ARGUMENTS = (*CFG_NAMES, *_SAME_NAME, "kl_ref_iterations", "shared_starts")
 """What ``update_cfg`` makes settings of."""
+OF_OBJECTIVE = {"kl_estimator", "top_entropy_quantile", "adaptive_entropy"}
+"""Arguments that a preset which is named as ``objective`` sets, too."""
 SHARED_STARTS = ("verify", "trust", "off")
 _SB3_NAMES = {(cfg,): sb3 for sb3, cfg in CFG_NAMES.items()} | {("ref_model_sync_steps",): "kl_ref_iterations"}
 
@@ -156,8 +158,8 @@ def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
     for part in ("credit", "objective"):
         if isinstance(tree[part], str):
             settings = objective_preset(tree[part]).settings
-            own = {key: value for key, value in settings.items() if key not in ("credit", "objective")}
-            tree |= {part: settings[part], **(own if part == "objective" else {})}
+            own = OF_OBJECTIVE & settings.keys() if part == "objective" else ()
+            tree |= {name: settings[name] for name in (part, *own)}
     try:
         cfg = GRPOCfg.model_validate(tree)
     except ValidationError as error:

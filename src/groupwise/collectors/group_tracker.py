@@ -226,5 +226,5 @@ def finished_episodes(rollout: TensorDict, tracker: GroupTracker, writer: Rollou
     ended.sort(key=lambda member: member.end)
     returns = [float(reward[a.row, a.start : a.end].cumsum(dtype=np.float64)[-1]) for a in ended]
     where = [a.row for a in ended], [a.end - 1 for a in ended]
-    ends = zip(returns, ended, *writer.outcomes(*where), writer.infos(*where), strict=True)
-    return [Episode(total, a.length, a.terminated, success, task, info) for total, a, success, task, info in ends]
+    ends = zip(returns, ended, writer.outcomes(*where), strict=True)
+    return [Episode(total, a.length, a.terminated, *outcome) for total, a, outcome in ends]

@@ -1,8 +1,6 @@
 """Groups of episodes from torch environments, all rows in step: GRPO on a GPU."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +8,11 @@ from jaxtyping import Bool, Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.collectors.base import EnvCollector, Episode
-from groupwise.collectors.torch_vector import StepOutput, calling_after_steps, check_policy
+from groupwise.collectors.base import Episode
+from groupwise.collectors.torch_vector import StepOutput, TorchCollector
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested
-from groupwise.envs.base import EnvStep
 from groupwise.envs.starts import verify_group_start
 from groupwise.envs.torch_env import TorchGroupEnv, TorchRows
 from groupwise.errors import EnvError
@@ -27,7 +24,7 @@ Seeds = tuple[Int[Tensor, " row"], Int[Tensor, " row"]]
 """Of starts and of noise."""
 
 
-class TorchGroupCollector(EnvCollector):
+class TorchGroupCollector(TorchCollector):
     """Windows of groups, without a host sync in any step. The rows of a group are neighbours and start together.
 
     Members that ended wait for the others. The last step of the window truncates the running ones. If the first member
@@ -44,8 +41,6 @@ class TorchGroupCollector(EnvCollector):
         GroupStartError: members do not share a start.
     """
 
-    env: TorchGroupEnv
-
     def __init__(
         self,
         env: TorchGroupEnv,
@@ -57,7 +52,6 @@ class TorchGroupCollector(EnvCollector):
         rank: int = 0,
         verify_start: bool = True,
     ) -> None:
-        check_policy(env, policy)
         super().__init__(env, policy, seed=seed, rank=rank)
         self.group_size = group_size
         self.collection = collection or CollectionCfg(partial_groups="truncate")
@@ -130,14 +124,6 @@ class TorchGroupCollector(EnvCollector):
         if running["rank"] == self.rank:
             self.env.load_state_dict(running["env"])
             self._goes_on, self._return, self._length = (running[k].to(device) for k in ("goes_on", "return", "length"))
-
-    def calling(self, hook: Callable[[Tensor, EnvStep], None]) -> AbstractContextManager[None]:
-        """Call ``hook`` with actions and outcome of every step, until the context ends."""
-        return calling_after_steps(self, hook)
-
-    def stepper(self, generator: torch.Generator) -> Callable[..., StepOutput]:
-        """What acts and steps all rows in one rollout. Replace it to compile ``step``."""
-        return partial(self.step, partial(self.actor(), generator=generator))
 
     def step(
         self,
@@ -223,7 +209,7 @@ class TorchGroupCollector(EnvCollector):
         ended = terminated | truncated
         ended[:, -1] &= ~self._goes_on
         slot, group = ended.T.nonzero().T.tolist()
-        success, _ = writer.outcomes([number * self.group_size for number in group], slot)
+        success = [flag for flag, _, _ in writer.outcomes([number * self.group_size for number in group], slot)]
         self.record(self._finished(reward, terminated, ended, began, success))
         self.last_steps = steps
         self._metrics = {

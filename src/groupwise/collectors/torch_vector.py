@@ -1,13 +1,14 @@
 """Fixed windows of experience from torch environments: for PPO."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from groupwise.collectors.base import EnvCollector
 from groupwise.collectors.vector import VectorCollector
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.data.rollout import Nested
@@ -30,61 +31,56 @@ class StepOutput(NamedTuple):
     """Further tensors that the collector carries to the next step."""
 
 
-def check_policy(env: TorchGroupEnv, policy: Policy) -> None:
-    """Refuse a policy on another device than the environment, and one that remembers.
+class TorchCollector(EnvCollector):
+    """Acts and steps all rows of a ``TorchGroupEnv`` by one function.
 
     Raises:
-        EnvError: the devices differ, or the policy is recurrent.
+        EnvError: the policy is on another device than the environment, or recurrent.
     """
-    if policy.state_size:
-        raise EnvError(
-            f"a recurrent policy cannot act within the steps of {env.env_id}; fix: VectorCollector for PPO, or "
-            "collection.partial_groups='complete' for GRPO"
-        )
-    if policy.device.type != env.device.type:
-        raise EnvError(
-            f"{env.env_id} is on {env.device}, and the policy on {policy.device}; fix: device={str(policy.device)!r}"
-        )
-
-
-@contextmanager
-def calling_after_steps(collector: Any, hook: Callable[[Tensor, EnvStep], None]) -> Iterator[None]:
-    """``Collector.calling`` of a collector that has a ``stepper``."""
-    stepper = collector.stepper
-
-    def heard(generator: torch.Generator) -> Callable[..., StepOutput]:
-        step = stepper(generator)
-
-        def stepped(*inputs: Any) -> StepOutput:
-            output: StepOutput = step(*inputs)
-            hook(output.action.action, output.result)
-            return output
-
-        return stepped
-
-    collector.stepper = heard
-    try:
-        yield
-    finally:
-        collector.stepper = stepper
-
-
-class TorchVectorCollector(VectorCollector):
-    """The rollouts of ``VectorCollector`` from a ``TorchGroupEnv``, without a host sync in any step."""
 
     env: TorchGroupEnv
+    step: Callable[..., StepOutput]
 
     def __init__(self, env: TorchGroupEnv, policy: Policy, *, seed: int = 0, rank: int = 0) -> None:
-        check_policy(env, policy)
+        if policy.state_size:
+            raise EnvError(
+                f"a recurrent policy cannot act within the steps of {env.env_id}; fix: VectorCollector for PPO, or "
+                "collection.partial_groups='complete' for GRPO"
+            )
+        if policy.device.type != env.device.type:
+            raise EnvError(
+                f"{env.env_id} is on {env.device}, and the policy on {policy.device}; fix: device={str(policy.device)!r}"
+            )
         super().__init__(env, policy, seed=seed, rank=rank)
-
-    def calling(self, hook: Callable[[Tensor, EnvStep], None]) -> AbstractContextManager[None]:
-        """Call ``hook`` with actions and outcome of every step, until the context ends."""
-        return calling_after_steps(self, hook)
 
     def stepper(self, generator: torch.Generator) -> Callable[..., StepOutput]:
         """What acts and steps all rows in one rollout. Replace it to compile ``step``."""
         return partial(self.step, partial(self.actor(), generator=generator))
+
+    @contextmanager
+    def calling(self, hook: Callable[[Tensor, EnvStep], None]) -> Iterator[None]:
+        """Call ``hook`` with actions and outcome of every step, until the context ends."""
+        stepper = self.stepper
+
+        def heard(generator: torch.Generator) -> Callable[..., StepOutput]:
+            step = stepper(generator)
+
+            def stepped(*inputs: Any) -> StepOutput:
+                output: StepOutput = step(*inputs)
+                hook(output.action.action, output.result)
+                return output
+
+            return stepped
+
+        self.stepper = heard  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self.stepper = stepper  # type: ignore[method-assign]
+
+
+class TorchVectorCollector(TorchCollector, VectorCollector):
+    """The rollouts of ``VectorCollector`` from a ``TorchGroupEnv``, without a host sync in any step."""
 
     def step(self, act: Callable[[Nested], Action], rows: TorchRows, obs: Nested) -> StepOutput:
         """An action of all rows, a step, and new starts where episodes ended. A pure function of tensors."""

@@ -127,8 +127,10 @@ class VectorCollector(EnvCollector):
         returns[episode_id[goes_on, 0]] += self._return[goes_on]
         time, row = done.T.nonzero()
         ends = (returns[episode_id[row, time]], step[row, time] + 1, terminated[row, time])
-        where = row.tolist(), time.tolist()
-        self.record(map(Episode, *(end.tolist() for end in ends), *writer.outcomes(*where), writer.infos(*where)))
+        outcomes = writer.outcomes(row.tolist(), time.tolist())
+        self.record(
+            Episode(*end, *outcome) for *end, outcome in zip(*(part.tolist() for part in ends), outcomes, strict=True)
+        )
         over = done[:, -1] | dead[:, -1]
         self._return = np.where(over, 0.0, returns[episode_id[:, -1]])
         self._age = np.where(over, 0, step[:, -1] + 1)

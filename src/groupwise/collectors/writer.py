@@ -15,6 +15,7 @@ from groupwise.data.rollout import Nested, all_finite, find_nonfinite, lengthen
 from groupwise.envs.base import EnvStep
 from groupwise.policies.base import Action, Policy
 
+Outcome: TypeAlias = tuple[bool | None, str | None, dict[str, float] | None]
 _Columns: TypeAlias = np.ndarray | tuple[Tensor, ...] | dict[str, Any]  # Any: _Columns again
 
 
@@ -78,24 +79,23 @@ class RolloutWriter:
         if outcome.info is not None:
             self._info[step] = outcome.info
 
-    def outcomes(self, rows: Sequence[int], steps: Sequence[int]) -> tuple[list[bool | None], list[str | None]]:
-        """Success and task of the episodes that ended in these rows with these steps; None where the environment did not say."""
-        if not self._success:
-            return [None] * len(rows), [None] * len(rows)
-        flags = dict(zip(self._success, torch.stack([*self._success.values()]).cpu().numpy(), strict=True))
-        ends = list(zip(rows, steps, strict=True))
-        success = [bool(flags[step][row]) if step in flags else None for row, step in ends]
-        return success, [str(self._task[step][row]) or None if step in self._task else None for row, step in ends]
-
-    def infos(self, rows: Sequence[int], steps: Sequence[int]) -> list[dict[str, float] | None]:
-        """Numbers of ``env.log_info`` of the episodes that ended in these rows with these steps; None without any."""
-        if not self._info:
-            return [None] * len(rows)
-        found = [
-            {name: float(values[row]) for name, values in self._info.get(step, {}).items()}
-            for row, step in zip(rows, steps, strict=True)
-        ]
-        return [None if any(map(math.isnan, info.values())) else info or None for info in found]
+    def outcomes(self, rows: Sequence[int], steps: Sequence[int]) -> list[Outcome]:
+        """Success, task and ``env.log_info`` of the episodes that ended in these rows with these steps; None where it is not known."""
+        if not self._success and not self._info:
+            return [(None, None, None)] * len(rows)
+        flags = torch.stack([*self._success.values()]).cpu().numpy() if self._success else ()
+        success = dict(zip(self._success, flags, strict=True))
+        found: list[Outcome] = []
+        for row, step in zip(rows, steps, strict=True):
+            info = {name: float(values[row]) for name, values in self._info.get(step, {}).items()}
+            found.append(
+                (
+                    bool(success[step][row]) if step in success else None,
+                    str(self._task[step][row]) or None if step in self._task else None,
+                    None if any(map(math.isnan, info.values())) else info or None,
+                )
+            )
+        return found
 
     def cut(self, step: int, rows: Bool[np.ndarray, " row"], obs: Nested) -> None:
         """Keep the final observations, from ``obs`` [N, ...], of the rows truncated at ``step``, for their values."""

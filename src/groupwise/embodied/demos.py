@@ -97,7 +97,7 @@ def record_demos(
     # experts give single actions; cloning makes chunks of them
     cfg = cfg.model_copy(update={"action_chunk": 1, "num_action_steps": None})
     make = None if isinstance(env, str | EnvCfg) else env
-    make_expert = _maker(cfg.id) if expert is None else _always(expert)
+    make_expert = _maker(cfg.id) if expert is None else lambda env, info: expert
     with closing(make_one(cfg, make)) as made:
         name = cfg.id if made.spec is None or cfg.id != GIVEN else made.spec.id
         folder = Path(out) if out is not None else Path("demos") / re.sub(r"\W+", "-", name).strip("-")
@@ -125,10 +125,6 @@ def _maker(env_id: str) -> ExpertMaker:
         f"no expert is known for {env_id!r}, only for {', '.join(EXPERTS)}; fix: from Python, "
         f"gw.record_demos({env_id!r}, expert=...), a function from an observation to an action"
     )
-
-
-def _always(expert: Expert) -> ExpertMaker:
-    return lambda env, info: expert
 
 
 def _record(

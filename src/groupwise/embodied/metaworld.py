@@ -94,7 +94,9 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
         self._views, self._pixels, self._hide_arm = tuple(views), pixels, hide_arm
         self._reward = reward
         self._image = np.zeros((len(views), pixels, pixels, 3), np.uint8)
-        self._simulators = {task: _simulator(task) for task in self.tasks}
+        self._simulators = {
+            task: _simulators.get(task) or _simulators.setdefault(task, Simulator(task)) for task in tasks
+        }
         self._task = self.tasks[0]
         self._episode = Episode()
 
@@ -146,7 +148,8 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
     def _observed(self, draw: bool) -> Any:
         state = self.state.astype(np.float32)
         if not self._sees:
-            return state if len(self.tasks) == 1 else np.concatenate([state, self._one_hot()])
+            one_hot = [task == self._task for task in self.tasks] if len(self.tasks) > 1 else []
+            return np.concatenate([state, np.array(one_hot, np.float32)])
         if draw:
             self._image = self.image()
         return {
@@ -154,9 +157,6 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
             "proprio": state[:PROPRIO_SIZE],
             "instruction": instruction_bytes(INSTRUCTIONS[self._task]),
         }
-
-    def _one_hot(self) -> npt.NDArray[np.float32]:
-        return np.array([task == self._task for task in self.tasks], np.float32)
 
 
 def expert(task: str) -> Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float32]]:
@@ -192,13 +192,6 @@ def instruction_bytes(text: str) -> npt.NDArray[np.uint8]:
             f"instruction {text!r} has {len(encoded)} bytes, expected at most {INSTRUCTION_BYTES}; fix: shorten it"
         )
     return np.frombuffer(encoded.ljust(INSTRUCTION_BYTES, b"\0"), np.uint8).copy()
-
-
-def _simulator(task: str) -> Simulator:
-    simulator = _simulators.get(task)
-    if simulator is None:
-        simulator = _simulators[task] = Simulator(task)
-    return simulator
 
 
 def _space(obs: str, num_tasks: int, num_views: int, pixels: int) -> spaces.Space[Any]:

@@ -56,7 +56,7 @@ class Simulator:
         vars(self._sawyer).pop("sawyer_observation_space", None)  # it was computed without the goal
         self._renderers: dict[int, Renderer] = {}
         """By the size of their pictures."""
-        _place_cameras(self._sawyer.model)
+        self._sawyer.model.camera("corner2").pos = _CORNER2_POSITION
         _group_arm(self._sawyer.model)
         self._now: Episode | None = None
         self._made = self._captured()
@@ -133,10 +133,9 @@ class Simulator:
     def _restore(self, state: State) -> None:
         model, data = self._sawyer.model, self._sawyer.data
         attributes = vars(self._sawyer)
-        for name in [
-            name for name in attributes if name not in state["attributes"] and _is_state(name, attributes[name])
-        ]:
-            del attributes[name]
+        for name in attributes.keys() - state["attributes"].keys():
+            if _is_state(name, attributes[name]):
+                del attributes[name]
         for name, value in state["attributes"].items():
             attributes[name] = value.copy() if isinstance(value, np.ndarray | list) else value
         model.body_pos[:], model.site_pos[:] = state["body_pos"], state["site_pos"]
@@ -153,10 +152,6 @@ def _is_view_of_data(value: Any) -> bool:
     while isinstance(owner, np.ndarray) and owner.base is not None:
         owner = owner.base
     return isinstance(value, np.ndarray) and not isinstance(owner, np.ndarray)
-
-
-def _place_cameras(model: Any) -> None:
-    model.camera("corner2").pos = _CORNER2_POSITION
 
 
 def _group_arm(model: Any) -> None:

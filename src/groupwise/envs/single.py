@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import gymnasium
 import torch
@@ -26,7 +26,7 @@ from groupwise.envs.names import import_package, unknown_environment
 from groupwise.envs.obs_keys import kept_space
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.starts import choose_start, verify_rows
-from groupwise.errors import EnvError, GroupStartError, GroupwiseError, MissingExtraError, installing
+from groupwise.errors import EnvError, GroupStartError, MissingExtraError, installing
 
 ACTION_CHUNK = "groupwise.embodied.chunks:ActionChunk"
 """The wrapper of ``env.action_chunk``, which is no part of the core."""
@@ -58,7 +58,7 @@ def group_env(
     in_one_process = vectorization == "sync"
     rows = _describe(cfg, env, on_error)
     shared = cfg.start_mode != "none"
-    report = _checked_start(rows, cfg.start_mode) if verify and shared else None
+    report = choose_start(rows, cfg.start_mode) if verify and shared else None
     unchecked: StartMode = cfg.start_mode if cfg.start_mode in ("fresh", "none") else "seed"
     rows = rows._replace(start_mode=unchecked if report is None else report.start_mode)
     made = RowsGroupEnv(rows, num_envs, num_workers=0 if in_one_process else num_cpus(), device=device)
@@ -70,16 +70,6 @@ def group_env(
             made.close()
             raise
     return made
-
-
-def _checked_start(rows: RowCfg, wanted: StartMode | Literal["auto"]) -> GroupStartReport:
-    """``choose_start``; an error inside the environment says when it came."""
-    try:
-        return choose_start(rows, wanted)
-    except Exception as error:
-        if not isinstance(error, GroupwiseError):
-            error.add_note(f"groupwise: {rows.env_id} failed in the check that members of a group share their start")
-        raise
 
 
 def vector_env(

@@ -34,7 +34,6 @@ DEFAULTS: dict[str, Any] = {
     "top_entropy_quantile": 1.0,
 }
 """Of the arguments that a preset may set."""
-_SB3_NAMES = {cfg: sb3 for sb3, cfg in CFG_NAMES.items()}
 
 
 def preset_arguments(preset: str, env: VecEnv | None) -> dict[str, Any]:
@@ -72,7 +71,8 @@ def preset_arguments(preset: str, env: VecEnv | None) -> dict[str, Any]:
 
 def _translated(preset: str, arguments: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """The arguments, and those that settings of a preset have as counterparts; warns of settings that have none."""
-    found = {_SB3_NAMES.get(name, name): value for name, value in settings.items()}
+    names = {cfg: sb3 for sb3, cfg in CFG_NAMES.items()}
+    found = {names.get(name, name): value for name, value in settings.items()}
     if missing := found.keys() - set(ARGUMENTS):
         warnings.warn(
             f"the preset of {preset} also sets {', '.join(sorted(missing))}, which GRPO in Stable-Baselines3 does not have; "

@@ -302,7 +302,7 @@ def test_each_dimension_has_an_accuracy(tmp_path):
         UserObjects(env=make, policy=policy),
         Engine(),
     )
-    (scores,) = components.own_callbacks(RunFolder(tmp_path))
+    *_, scores = components.own_callbacks(RunFolder(tmp_path))
     found = scores.scores(components.collector.held_out.nonzero()[:, 0])
     components.close()
     assert found["eval/demo_accuracy_0"] == 0.75

@@ -62,7 +62,7 @@ def test_the_loss_is_the_mean_over_actions_that_were_demonstrated(data):
     with torch.no_grad():
         for parameter in parts.policy.parameters():
             parameter.zero_()
-    (scores,) = parts.own_callbacks(RunFolder(data))
+    *_, scores = parts.own_callbacks(RunFolder(data))
     labels = parts.collector.labels
     steps = torch.arange(len(labels.executed))
     shown = labels.action[torch.arange(CHUNK) < labels.executed[:, None]]

@@ -82,20 +82,12 @@ class FlowPolicy(RobotPolicy):
     settings = FlowCfg
     cfg: FlowCfg
 
-    def __init__(
-        self,
-        observation_space: Any,
-        action_space: Any,
-        cfg: FlowCfg = _DEFAULT,
-        *,
-        actor_only: bool = False,
-        gamma: float = 0.99,
-    ) -> None:
-        super().__init__(observation_space, action_space, cfg, actor_only=actor_only, gamma=gamma)
+    def __init__(self, observation_space: Any, action_space: Any, cfg: FlowCfg = _DEFAULT, **arguments: Any) -> None:
+        super().__init__(observation_space, action_space, cfg, **arguments)
         self.model = PI0(self.sizes, self.num_actions, self.num_dims, cfg)
         scored = self.num_actions * self.num_dims
         self.action_spec = TensorSpec((self.num_actions * self.model.num_dims + 2 * scored + 1,), torch.float32)
-        self.value_head = None if actor_only else make_value_head(self.model.width)
+        self.value_head = None if self.actor_only else make_value_head(self.model.width)
         self.eval()
 
     @torch.no_grad()

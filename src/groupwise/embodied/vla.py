@@ -37,16 +37,8 @@ class VLAPolicy(RobotPolicy):
     scored_by = "token"
     cfg: VLACfg
 
-    def __init__(
-        self,
-        observation_space: Any,
-        action_space: Any,
-        cfg: VLACfg = _DEFAULT,
-        *,
-        actor_only: bool = False,
-        gamma: float = 0.99,
-    ) -> None:
-        super().__init__(observation_space, action_space, cfg, actor_only=actor_only, gamma=gamma)
+    def __init__(self, observation_space: Any, action_space: Any, cfg: VLACfg = _DEFAULT, **arguments: Any) -> None:
+        super().__init__(observation_space, action_space, cfg, **arguments)
         num_tokens = self.low.numel()
         self.num_units = {"token": num_tokens, "action": self.num_actions, "chunk": 1}[cfg.unit]
         self.action_spec = TensorSpec((self.num_actions, self.num_dims), torch.int64)
@@ -57,7 +49,7 @@ class VLAPolicy(RobotPolicy):
         self.token_head = nn.Linear(width, cfg.bins)
         nn.init.normal_(self.token_head.weight, std=_HEAD_STD)
         nn.init.zeros_(self.token_head.bias)
-        self.value_head = None if actor_only else make_value_head(width)
+        self.value_head = None if self.actor_only else make_value_head(width)
         if cfg.lora is not None:  # the frozen weights are those of ``cfg.path``
             self._saved = {name for name, p in self.named_parameters() if p.requires_grad}
             self.register_state_dict_post_hook(_keep_trained)  # type: ignore[no-untyped-call]

@@ -248,13 +248,12 @@ def _adopt(
 
 def _refuse_group_settings(cfg: EnvCfg) -> None:
     """Refuse settings that only groups use."""
-    for name, value in {"reward_parts": cfg.reward_parts, "start_mode": cfg.start_mode}.items():
+    for name, value in cfg.changed("reward_parts", "start_mode").items():
         default = EnvCfg.model_fields[name].default
-        if value != default:
-            raise EnvError(
-                f"env.{name} = {value!r} is for groups of episodes; fix: env.{name}={default!r}, or an algorithm with "
-                "groups (grpo)"
-            )
+        raise EnvError(
+            f"env.{name} = {value!r} is for groups of episodes; fix: env.{name}={default!r}, or an algorithm with "
+            "groups (grpo)"
+        )
 
 
 def _refuse_single_settings(env: VectorEnv, cfg: EnvCfg) -> None:

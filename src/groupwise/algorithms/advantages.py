@@ -113,13 +113,17 @@ def advantages(credit: CreditInput) -> Float[Tensor, "row step"]:
         DataError: the rollout lacks what the rule needs, or the rule returned anything else than advantages.
     """
     mask, found = credit.batch["loss_mask"], credit_rule(credit.cfg.rule)(credit)
-    if not isinstance(found, torch.Tensor) or found.shape != mask.shape:
-        what = f"shape {list(found.shape)}" if isinstance(found, torch.Tensor) else repr(type(found))
-        raise DataError(
-            f"credit rule {credit.cfg.rule!r} returned {what}, expected a tensor of shape {list(mask.shape)}; fix: an "
-            "advantage for each step, as gather_segments(advantage, batch['episode_id']) from one for each episode"
-        )
+    if not isinstance(found, Tensor) or found.shape != mask.shape:
+        raise _no_advantages(credit.cfg.rule, found, mask)
     return torch.where(mask, found, 0.0)
+
+
+def _no_advantages(rule: str, found: object, mask: Tensor) -> DataError:
+    what = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(type(found))
+    return DataError(
+        f"credit rule {rule!r} returned {what}, expected a tensor of shape {list(mask.shape)}; fix: an advantage for each "
+        "step, as gather_segments(advantage, batch['episode_id']) from one for each episode"
+    )
 
 
 def composed(credit: CreditInput) -> Float[Tensor, "row step"]:

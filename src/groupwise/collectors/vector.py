@@ -128,9 +128,8 @@ class VectorCollector(EnvCollector):
         time, row = done.T.nonzero()
         ends = (returns[episode_id[row, time]], step[row, time] + 1, terminated[row, time])
         outcomes = writer.outcomes(row.tolist(), time.tolist())
-        self.record(
-            Episode(*end, *outcome) for *end, outcome in zip(*(part.tolist() for part in ends), outcomes, strict=True)
-        )
+        ended = zip(*(part.tolist() for part in ends), outcomes, strict=True)
+        self.record(Episode(*end, *outcome) for *end, outcome in ended)
         over = done[:, -1] | dead[:, -1]
         self._return = np.where(over, 0.0, returns[episode_id[:, -1]])
         self._age = np.where(over, 0, step[:, -1] + 1)

@@ -85,17 +85,7 @@ class RolloutWriter:
             return [(None, None, None)] * len(rows)
         flags = torch.stack([*self._success.values()]).cpu().numpy() if self._success else ()
         success = dict(zip(self._success, flags, strict=True))
-        found: list[Outcome] = []
-        for row, step in zip(rows, steps, strict=True):
-            info = {name: float(values[row]) for name, values in self._info.get(step, {}).items()}
-            found.append(
-                (
-                    bool(success[step][row]) if step in success else None,
-                    str(self._task[step][row]) or None if step in self._task else None,
-                    None if any(map(math.isnan, info.values())) else info or None,
-                )
-            )
-        return found
+        return [self._outcome(row, step, success) for row, step in zip(rows, steps, strict=True)]
 
     def cut(self, step: int, rows: Bool[np.ndarray, " row"], obs: Nested) -> None:
         """Keep the final observations, from ``obs`` [N, ...], of the rows truncated at ``step``, for their values."""
@@ -112,6 +102,12 @@ class RolloutWriter:
         if not self._policy.actor_only:
             self._fill_values(rollout, obs)
         return rollout
+
+    def _outcome(self, row: int, step: int, success: dict[int, npt.NDArray[np.bool_]]) -> Outcome:
+        flag = bool(success[step][row]) if step in success else None
+        task = str(self._task[step][row]) or None if step in self._task else None
+        info = {name: float(values[row]) for name, values in self._info.get(step, {}).items()}
+        return flag, task, None if any(map(math.isnan, info.values())) else info or None
 
     def _check_finite(self, action: Tensor, step: int) -> None:
         if not action.is_floating_point() or all_finite(action):

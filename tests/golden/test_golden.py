@@ -7,7 +7,7 @@ import recorded
 
 GOLDEN = json.loads(recorded.FILE.read_text(encoding="utf-8"))
 CONTROL, TEXT = recorded.control_cases(), recorded.text_cases()
-SAME_MACHINE = recorded.machine() == GOLDEN["machine"]
+SAME_MACHINE = recorded.compute((recorded.machine,)) == GOLDEN["machine"]
 SENSITIVE = ("Pendulum-v1 ppo", "Pendulum-v1 grpo", "preset clip_cov")
 """Rounding grows in the simulator, or decides which steps are selected."""
 

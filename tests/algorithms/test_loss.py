@@ -43,8 +43,7 @@ def factors(objective, rollout=None, policy=None, **cfg):
     """Factor of each step's policy loss (1 where there is none), flat over the steps that count."""
     algorithm = build(objective, policy, **cfg)
     seen = []
-    weigh = algorithm._weighted
-    algorithm._weighted = lambda shuffled, slices: seen.append(shuffled) or weigh(shuffled, slices)
+    algorithm.prepare = lambda elements, minibatch, count: seen.append(elements) or elements
     algorithm.update(make_rollout(algorithm.policy) if rollout is None else rollout)
     return seen[0]
 

@@ -5,7 +5,7 @@ import torch
 from small_updates import build, make_rollout, parameters
 
 from groupwise.algorithms.loss import DIAGNOSTICS, diagnostics
-from groupwise.algorithms.metrics import SamplerMismatch, UpdateStats
+from groupwise.algorithms.metrics import UpdateStats
 from groupwise.config.algorithm import ObjectiveCfg
 from groupwise.functional.reduce import local
 
@@ -209,15 +209,15 @@ def test_metrics_carry_no_gradient():
 
 
 def test_sampler_mismatch_by_hand_and_by_depth():
-    mismatch = SamplerMismatch(CPU)
+    stats = UpdateStats((), CPU, local, recomputed=True)
     batch = {
         "loss_mask": torch.tensor([[True, True, True, False]]),
         "step": torch.tensor([[127, 128, 600, 9]]),
         "sample_log_prob": torch.tensor([[-1.0, -2.0, -3.0, -4.0]]),
         "old_log_prob": torch.tensor([[-1.1, -1.8, -3.0, 7.0]]),
     }
-    mismatch.add(batch)
-    found = mismatch.metrics(local)
+    stats.compare_sampler([batch])
+    found = stats.means()
     # exp(-0.1) + 0.1 - 1 = 0.004837; exp(0.2) - 0.2 - 1 = 0.021403; and 0
     assert found["rollout/sampler_kl_from_0"].item() == pytest.approx(0.004837, abs=1e-6)
     assert found["rollout/sampler_kl_from_128"].item() == pytest.approx(0.021403, abs=1e-6)

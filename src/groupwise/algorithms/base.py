@@ -1,35 +1,32 @@
 """The optimisation that PPO and GRPO share: epochs, minibatches, micro-batches, one weighted loss.
 
-An algorithm turns a rollout into advantages and calls ``optimize``, which minimises ``loss = sum(weight * element)``. The
-weights are computed once for each optimiser step, over all micro-batches and ranks, so the gradient depends neither on the
-micro-batch size nor on the number of processes.
+An algorithm turns a rollout into advantages and calls ``optimize``, which minimises ``loss = sum(weight * element)``.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from functools import partial
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from groupwise.algorithms.controllers import EntropyController
-from groupwise.algorithms.loss import Counts, check_objective, finest_unit, objective_data
+from groupwise.algorithms.loss import Counts, check_objective, objective_data
 from groupwise.algorithms.memory import MicroBatches
-from groupwise.algorithms.metrics import SamplerMismatch, UpdateStats
+from groupwise.algorithms.metrics import UpdateStats
+from groupwise.algorithms.minibatches import Minibatches, flat, per_unit, row_sizes
 from groupwise.algorithms.nonfinite import GradientCheck
 from groupwise.algorithms.optim import Schedule, build_optimizer
 from groupwise.config.algorithm import AlgorithmCfg, at_progress, has_range_schedule
-from groupwise.data.minibatch import Epoch, Unit, coarsest, cut, shuffle_items, shuffle_transitions, take
+from groupwise.data.minibatch import take
 from groupwise.data.rollout import Nested
-from groupwise.data.row_batches import RowSizes, pack, shuffle_rows
+from groupwise.data.row_batches import pack
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError
-from groupwise.functional.reduce import Aggregation, loss_weights, token_mean_weights
 from groupwise.policies.base import Batch, Evaluation, Policy
 from groupwise.seeding import derive_seed
 
@@ -76,7 +73,8 @@ class BaseAlgorithm(ABC):
         self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(cfg, self.parameters)
         self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
-        self.micro_batches = MicroBatches(self._unit)
+        self.minibatches = Minibatches(cfg, policy, self.engine, seed)
+        self.micro_batches = MicroBatches(self.minibatches.unit)
         self.gradient_check = GradientCheck(cfg.on_nonfinite, policy)
         self.entropy = EntropyController(cfg, policy.device)
         if self.entropy.adaptive and "entropy" not in self.metric_names:
@@ -107,35 +105,29 @@ class BaseAlgorithm(ABC):
             num_episodes: ids in ``episode_id`` are below it.
         """
         self.counts = Counts(num_episodes, int(data["turn"].max()) + 1 if "turn" in data else 0)
-        stats = UpdateStats(self.metric_names, self.policy.device, self.engine.sum)
-        mismatch = SamplerMismatch(self.policy.device) if self._recomputes else None
-        for minibatch in self._minibatches(self._elements(data)):
-            micro_batches = self.micro_batches.run(minibatch, partial(self._accumulate, stats))
-            if mismatch is not None and not stats.steps:
-                for batch in micro_batches:
-                    mismatch.add(batch)
+        stats = UpdateStats(self.metric_names, self.policy.device, self.engine.sum, recomputed=self._recomputes)
+        for minibatch in self.minibatches.epochs(data, num_episodes, self.iteration, self.prepare):
+            self.micro_batches.run(minibatch, partial(self._accumulate, stats))
             self.engine.sum_gradients(self.parameters)
             step_metrics = stats.step_means() if self._needs_step_metrics else {}
             self.schedule.adapt(step_metrics)
             if self._exceeds_target_kl(step_metrics):
                 break
             grad_norm = self.clip_gradients()
-            if not self.gradient_check.passes(grad_norm, f"step {stats.steps + 1} of update {self.iteration + 1}"):
-                continue
-            stats.end_step(grad_norm)
-            self.optimizer.step()
-            self.entropy.adapt(step_metrics)
+            if self.gradient_check.passes(grad_norm, f"step {stats.steps + 1} of update {self.iteration + 1}"):
+                stats.end_step(grad_norm)
+                self.optimizer.step()
+                self.entropy.adapt(step_metrics)
         self.optimizer_steps += stats.steps
-        metrics = stats.means() | self.gradient_check.end_update() | self.schedule.metrics() | self.entropy.metrics()
-        return metrics if mismatch is None else metrics | mismatch.metrics(self.engine.sum)
+        return stats.means() | self.gradient_check.end_update() | self.schedule.metrics() | self.entropy.metrics()
 
-    def _accumulate(self, stats: UpdateStats, micro_batches: list[dict[str, Nested]]) -> list[dict[str, Nested]]:
-        """Compute the gradient of a minibatch; returns its micro-batches."""
+    def _accumulate(self, stats: UpdateStats, micro_batches: list[dict[str, Nested]]) -> None:
+        """Compute the gradient of a minibatch."""
         self.optimizer.zero_grad()
         stats.start_step()
         for batch in micro_batches:
             stats.add(self.backward(batch))
-        return micro_batches
+        stats.compare_sampler(micro_batches)
 
     def backward(self, batch: dict[str, Nested]) -> Float[Tensor, " metric"]:
         """Add the gradient of a micro-batch to that of the parameters; returns the sums of its metrics."""
@@ -165,7 +157,7 @@ class BaseAlgorithm(ABC):
             inputs["loss_mask"] = inputs["loss_mask"] & batch["trained"]
         if self.policy.scored_by == "token":
             units = self.policy.unit_mask({**batch})
-            inputs = self._of_units(inputs, units)
+            inputs = per_unit(self.policy, inputs, units)
             inputs["loss_mask"] = inputs["loss_mask"] & units
         return inputs
 
@@ -186,7 +178,7 @@ class BaseAlgorithm(ABC):
         """
         data: TensorDict | Batch = batch
         if self.policy.scored_by == "token":
-            data = self._of_units({**batch, "advantage": advantage}, inputs["loss_mask"])
+            data = per_unit(self.policy, {**batch, "advantage": advantage}, inputs["loss_mask"])
             advantage = data["advantage"]
         more = objective_data(
             self.cfg.objective,
@@ -196,7 +188,7 @@ class BaseAlgorithm(ABC):
             num_episodes,
             lambda: self.score(self.policy, inputs) if start is None else start,
             seed=derive_seed(self.seed, "objective", self.iteration),
-            single_pass=self._is_single_pass(inputs["loss_mask"]),
+            single_pass=self.minibatches.is_single_pass(inputs["loss_mask"]),
             all_sum=self.engine.sum,
         )
         return inputs | {"advantage": advantage} | more
@@ -212,12 +204,12 @@ class BaseAlgorithm(ABC):
     @torch.no_grad()
     def score(self, policy: Policy, data: dict[str, Nested]) -> Evaluation:
         """Scores of every step ``[N, T]`` under ``policy``, in micro-batches and without gradient."""
-        elements = data if self.policy.scored_by == "row" else _flat(data)
+        elements = data if self.policy.scored_by == "row" else flat(data)
         count, size = len(elements["loss_mask"]), self.cfg.micro_batch_size
         slices = [slice(i, i + (size or count)) for i in range(0, count, size or count)]
         back: Tensor | slice = slice(None)
         if policy.scored_by == "row":
-            order, slices = pack(_row_sizes(policy, elements), torch.arange(count, device=policy.device), size)
+            order, slices = pack(row_sizes(policy, elements), torch.arange(count, device=policy.device), size)
             elements, back = take(elements, order), order.argsort()
         batches = [take(elements, part) for part in slices]
         parts = self.micro_batches.run(batches, lambda parts: [self._evaluate(policy, part) for part in parts])
@@ -256,86 +248,9 @@ class BaseAlgorithm(ABC):
         self.iteration = state["iteration"]
         self.optimizer_steps = state["optimizer_steps"]
 
-    def _elements(self, data: dict[str, Nested]) -> dict[str, Nested]:
-        """What is cut into minibatches: the transitions that count, or the rows (of steps, or of a decision's units) that do."""
-        if self.policy.scored_by == "transition":
-            flat = _flat(data)
-            return take(flat, flat["loss_mask"].nonzero()[:, 0])
-        rows = data if self.policy.scored_by == "row" else _flat(self._of_units(data, data["loss_mask"]))
-        return take(rows, rows["loss_mask"].any(dim=1))
-
-    def _of_units(self, data: Batch, units: Bool[Tensor, "row step unit"]) -> dict[str, Nested]:
-        """``data`` with the numbers of decisions ``[N, T]`` repeated for each of their units; what the policy reads stays."""
-        decisions = {key for key, value in data.items() if key not in self.policy.batch_keys and value.dim() == 2}
-        return {key: value.unsqueeze(-1).expand_as(units) if key in decisions else value for key, value in data.items()}
-
     def of_decisions(self, score: Tensor) -> Float[Tensor, "row step"]:
         """Scores of units summed over each decision; those of other policies as they are."""
         return score.sum(dim=-1) if self.policy.scored_by == "token" else score
-
-    def _num_steps(self, mask: Tensor) -> int:
-        """Steps that count, on all ranks: a decision is one, however many units it has."""
-        return int(self.engine.sum((mask.any(dim=-1) if self.policy.scored_by == "token" else mask).sum()))
-
-    def _minibatches(self, elements: dict[str, Nested]) -> Iterator[list[dict[str, Nested]]]:
-        """Micro-batches of each optimiser step, weights included, epoch after epoch."""
-        total = self._num_steps(elements["loss_mask"])
-        if not total:
-            return
-        count = self._num_minibatches(total)
-        if count == 1 and self.cfg.micro_batch_size is None:
-            # a single minibatch has no order: it is prepared once, and nothing is gathered
-            whole = self._weighted(elements, [[slice(0, len(elements["loss_mask"]))]])
-            for _ in range(self.cfg.num_epochs):
-                yield [whole]
-            return
-        seed = derive_seed(self.seed, "minibatch", self.engine.rank, self.iteration)
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(self.cfg.num_epochs):
-            epoch = self._shuffled(elements, count, generator)
-            weighted = self._weighted(take(elements, epoch.order), epoch.minibatches)
-            sizes = [part.stop - part.start for slices in epoch.minibatches for part in slices]
-            parts = cut(weighted, sizes)
-            lengths = torch.tensor([len(slices) for slices in epoch.minibatches], device=self.policy.device)
-            for slices, on_any_rank in zip(epoch.minibatches, self.engine.sum(lengths).tolist(), strict=True):
-                if on_any_rank:  # a step on nothing would move on by momentum alone
-                    yield [next(parts) for _ in slices]
-
-    def _shuffled(self, elements: dict[str, Nested], num_minibatches: int, generator: torch.Generator) -> Epoch:
-        mask, episode = elements["loss_mask"], elements["episode_id"]
-        if self.policy.scored_by == "token":
-            mask, episode = mask.any(dim=1), episode[:, 0]
-        match self._unit:
-            case "transition":
-                shuffle = partial(shuffle_transitions, len(mask))
-            case "episode":
-                shuffle = partial(shuffle_items, episode, mask.long())
-            case "row":
-                shuffle = partial(shuffle_rows, _row_sizes(self.policy, elements))
-        micro = self.cfg.micro_batch_size
-        return shuffle(num_minibatches=num_minibatches, micro_batch_size=micro, generator=generator)
-
-    def _num_minibatches(self, total: int) -> int:
-        size = self.cfg.minibatch_size
-        return 1 if size is None else max(1, round(total / size))
-
-    def _weighted(self, elements: dict[str, Nested], minibatches: list[list[slice]]) -> dict[str, Nested]:
-        """An epoch's elements, prepared, with weights over each optimiser step's elements on all ranks."""
-        objective, count = self.cfg.objective, len(minibatches)
-        sizes = [sum(part.stop - part.start for part in slices) for slices in minibatches]
-        minibatch = torch.arange(count).repeat_interleave(torch.tensor(sizes)).to(self.policy.device)
-        minibatch = minibatch.view(-1, *[1] * (elements["loss_mask"].dim() - 1)).expand_as(elements["loss_mask"])
-        elements = self.prepare(dict(elements), minibatch, count)
-        mask, episode = elements["loss_mask"], elements["episode_id"]
-        elements["share"] = token_mean_weights(mask & (episode >= 0), minibatch, count, all_sum=self.engine.sum)
-        elements["weight"] = elements["share"]
-        aggregation = objective.aggregation
-        if aggregation.name != "token_mean":
-            weigh = partial(loss_weights, max_length=aggregation.divisor, all_sum=self.engine.sum)
-            whole = zip(mask.split(sizes), episode.split(sizes), strict=True)
-            weights = [weigh(m, e, self.counts.episodes, cast(Aggregation, aggregation.name)) for m, e in whole]
-            elements["weight"] = torch.cat(weights)
-        return elements
 
     def _evaluate(self, policy: Policy, batch: Batch) -> Evaluation:
         """The policy's scores; in rows those of padding, which may be NaN, are replaced by 0, and values are those of each unit."""
@@ -352,11 +267,6 @@ class BaseAlgorithm(ABC):
         return clip_grad_norm_(self.parameters, math.inf if limit is None else limit)
 
     @property
-    def _unit(self) -> Unit:
-        """What a micro-batch must not cut."""
-        return coarsest("row" if self.policy.scored_by == "row" else "transition", finest_unit(self.cfg.objective))
-
-    @property
     def _recomputes(self) -> bool:
         """Whether the sampler's probabilities may differ from the trainer's."""
         return self.cfg.objective.old_log_prob == "recomputed"
@@ -369,20 +279,3 @@ class BaseAlgorithm(ABC):
         """Whether the policy has moved too far for another step: Stable-Baselines3's 1.5 times ``target_kl``."""
         limit = self.cfg.target_kl
         return limit is not None and float(step_metrics["approx_kl"]) > 1.5 * limit
-
-    def _is_single_pass(self, mask: Tensor) -> bool:
-        """Whether the update is one optimiser step, on the policy that it begins with."""
-        return self.cfg.num_epochs == 1 and self._num_minibatches(self._num_steps(mask)) == 1
-
-
-def _flat(data: dict[str, Nested]) -> dict[str, Nested]:
-    """Every key ``[N, T, ...]`` as transitions ``[N * T, ...]``."""
-    return {
-        key: value.reshape(-1, *value.shape[2:]) if isinstance(value, Tensor) else value.reshape(-1)
-        for key, value in data.items()
-    }
-
-
-def _row_sizes(policy: Policy, rows: Batch) -> RowSizes:
-    sizes = RowSizes.of(rows["valid"], rows["loss_mask"], rows["group_id"])
-    return sizes if policy.shares_prefixes else sizes.apart()

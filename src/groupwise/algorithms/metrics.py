@@ -19,9 +19,12 @@ class UpdateStats:
 
     Args:
         names: of the metrics, in the order of the sums.
+        recomputed: the trainer computes ``old_log_prob`` itself, so the sampler's can differ.
     """
 
-    def __init__(self, names: Sequence[str], device: torch.device, all_sum: AllSum) -> None:
+    def __init__(
+        self, names: Sequence[str], device: torch.device, all_sum: AllSum, *, recomputed: bool = False
+    ) -> None:
         self.steps = 0
         """Optimiser steps taken."""
         self._names = names
@@ -31,6 +34,7 @@ class UpdateStats:
         self._step: list[Tensor] = []
         self._taken: list[Tensor] = []
         self._norms: list[Tensor] = []
+        self._sampler = torch.zeros(2, len(DEPTHS), dtype=torch.float64, device=device) if recomputed else None
 
     def start_step(self) -> None:
         """Forget what was added to the current optimiser step: it begins again."""
@@ -39,6 +43,11 @@ class UpdateStats:
     def add(self, sums: Float[Tensor, " metric"]) -> None:
         """Add the sums of a micro-batch to the current optimiser step."""
         self._step.append(sums)
+
+    def compare_sampler(self, micro_batches: Sequence[Batch]) -> None:
+        """Add what the first optimiser step tells of the sampler, before anything has changed."""
+        if self._sampler is not None and not self.steps:
+            self._sampler = sum(map(sampler_kl_sums, micro_batches), self._sampler)
 
     def step_means(self) -> dict[str, Tensor]:
         """Means over the current optimiser step, on all ranks."""
@@ -60,32 +69,26 @@ class UpdateStats:
         out = {f"train/{name}": value / max(self.steps, 1) for name, value in zip(self._names, total, strict=True)}
         out["train/grad_norm"] = torch.stack(self._norms).mean() if self._norms else total.new_zeros(())
         out["train/optimizer_steps"] = total.new_tensor(float(self.steps))
+        if self._sampler is not None:
+            return out | sampler_kl(self._all_sum(self._sampler))
         if "approx_kl" in self._names:  # nothing has changed yet in the first step
             out["rollout/sampler_kl"] = first[self._names.index("approx_kl")]
         return out
 
 
-class SamplerMismatch:
-    """KL of the sampler to the trainer per token at the update's start, where the two should be the same."""
+@torch.no_grad()
+def sampler_kl_sums(batch: Batch) -> Float[Tensor, "sum depth"]:
+    """KL of the sampler to the trainer, summed over the tokens at each of ``DEPTHS``, and their number."""
+    mask = batch["loss_mask"]
+    depth = torch.bucketize(batch["step"][mask], torch.tensor(DEPTHS[1:], device=mask.device), right=True)
+    distance = k3(batch["sample_log_prob"][mask], batch["old_log_prob"][mask]).double()
+    sums = distance.new_zeros(2, len(DEPTHS))
+    return sums.index_add(1, depth, torch.stack([distance, torch.ones_like(distance)]))
 
-    def __init__(self, device: torch.device) -> None:
-        self._edges = torch.tensor(DEPTHS[1:], device=device)
-        self._sums = torch.zeros(2, len(DEPTHS), device=device, dtype=torch.float64)
 
-    @torch.no_grad()
-    def add(self, batch: Batch) -> None:
-        """Add a micro-batch; ``old_log_prob`` is the trainer's."""
-        mask = batch["loss_mask"]
-        depth = torch.bucketize(batch["step"][mask], self._edges, right=True)
-        distance = k3(batch["sample_log_prob"][mask], batch["old_log_prob"][mask]).double()
-        self._sums[0].index_add_(0, depth, distance)
-        self._sums[1].index_add_(0, depth, torch.ones_like(distance))
-
-    def metrics(self, all_sum: AllSum) -> dict[str, Tensor]:
-        """``rollout/sampler_kl`` over all tokens, and of each depth, 0 where there are none so deep."""
-        total, count = all_sum(self._sums)
-        means = total / count.clamp(min=1)
-        by_depth = {
-            f"rollout/sampler_kl_from_{depth}": mean for depth, mean in zip(DEPTHS, means.unbind(), strict=True)
-        }
-        return {"rollout/sampler_kl": total.sum() / count.sum().clamp(min=1)} | by_depth
+def sampler_kl(sums: Float[Tensor, "sum depth"]) -> dict[str, Tensor]:
+    """``rollout/sampler_kl``, the mean over all tokens, and that of each depth; 0 where no token is so deep."""
+    total, count = sums
+    means = (total / count.clamp(min=1)).unbind()
+    by_depth = {f"rollout/sampler_kl_from_{depth}": mean for depth, mean in zip(DEPTHS, means, strict=True)}
+    return {"rollout/sampler_kl": total.sum() / count.sum().clamp(min=1)} | by_depth

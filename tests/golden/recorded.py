@@ -62,7 +62,9 @@ def machine():
     torch.manual_seed(0)
     x = torch.randn(64, 64)
     parts = [x @ x, x[:3] @ x, x.tanh(), x.exp(), x.log_softmax(-1), x.sum(0), torch.nn.functional.gelu(x)]
-    network = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 64), torch.nn.Linear(64, 2))
+    network = torch.nn.Sequential(
+        torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 64), torch.nn.Linear(64, 2)
+    )
     optimizer = torch.optim.Adam(network.parameters(), fused=True)
     for rows in (1, 8, 20, 32, 64, 256, 2048):  # kernels depend on the shape
         network(torch.randn(rows, 3)).square().mean().backward()

@@ -53,7 +53,6 @@ class GRPO(BaseAlgorithm):
         super().__init__(cfg, policy, engine, seed=seed)
         self.reference = policy.make_reference() if cfg.kl_coef > 0 else None
         self.baseline_state: Tensor | None = None
-        self._is_first = True
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns 0-dim metrics."""
@@ -68,13 +67,10 @@ class GRPO(BaseAlgorithm):
             inputs["loss_mask"] = torch.zeros_like(inputs["loss_mask"])
         data = self.loss_inputs(batch, inputs, advantage, credit.num_episodes, start)
         if start is not None and self.cfg.top_entropy_quantile < 1:
-            mask, quantile = inputs["loss_mask"], self.cfg.top_entropy_quantile
-            chosen = highest(start.entropy, quantile, mask, self.engine.sum)
-            data = multiplied(data, chosen.to(advantage))
+            data = self._select_by_entropy(data, start.entropy)
         metrics = self.optimize(data, credit.num_episodes)
-        if self._is_first and batch["loss_mask"].any():  # else nothing was left of the rollout, which was said already
-            self._is_first = False
-            self._check_advantage(advantage)
+        if self.iteration == 0:
+            self._check_advantage(advantage, batch["loss_mask"])
         self.policy.update_normalizers(rollout, self.engine)
         self.iteration += 1
         self._sync_reference()
@@ -103,7 +99,6 @@ class GRPO(BaseAlgorithm):
     def load_state_dict(self, state: dict) -> None:
         """Restore a saved ``state_dict``."""
         super().load_state_dict(state)
-        self._is_first = not self.optimizer_steps
         remembered = state["baseline_state"]
         self.baseline_state = None if remembered is None else remembered.to(self.policy.device)
         if self.reference is not None:
@@ -150,13 +145,18 @@ class GRPO(BaseAlgorithm):
             return True
         return bool(self.engine.sum(advantage.count_nonzero()))
 
-    def _check_advantage(self, advantage: Tensor) -> None:
+    def _select_by_entropy(self, data: dict[str, Nested], entropy: Tensor) -> dict[str, Nested]:
+        """``data`` in which the steps with the highest entropies alone have a policy loss."""
+        chosen = highest(entropy, self.cfg.top_entropy_quantile, data["loss_mask"], self.engine.sum)
+        return multiplied(data, chosen.to(entropy))
+
+    def _check_advantage(self, advantage: Tensor, mask: Tensor) -> None:
         """Warn of a first update without a gradient: a KL has none yet. Later ones may be the end of learning."""
-        if not self.entropy.enabled and not advantage.any():
+        if mask.any() and not self.entropy.enabled and not advantage.any():
             log.warning(
-                "update %d learns nothing: no group has members with different returns, so there is nothing to learn from; fix: "
-                "a reward with steps in between, a larger group_size, easier starts (docs/troubleshooting.md)", self.iteration + 1,
-            )  # fmt: skip
+                "update 1 learns nothing: no group has members with different returns; "
+                "fix: a denser reward, a larger group_size, easier starts (docs/troubleshooting.md)"
+            )
 
     @property
     def _needs_start_scores(self) -> bool:

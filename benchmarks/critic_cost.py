@@ -37,8 +37,6 @@ PER_STEP: dict[str, Any] = {
     "returns": "return_to_go",
     "baseline": "mean",
     "scale": "population_std",
-    "finished_members": "mask",
-    "singleton": "zero",
     "normalize": "none",
 }
 KNN: dict[str, Any] = PER_STEP | {

@@ -48,8 +48,6 @@ CREDIT: dict[str, Any] = {
     "returns": "return_to_go",
     "baseline": "mean",
     "scale": "batch_std",
-    "finished_members": "mask",
-    "singleton": "zero",
     "eps": 1e-4,
 }
 CREDIT_IN_TORCH: dict[str, Any] = {key: CREDIT[key] for key in ("group_key", "returns", "scale")}

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from credit_rollouts import STEP, TWO, credit, per_episode, preset, rollout, same_rewards_in_other_order
-from objective_updates import make_policy
+from credit_rollouts import STEP, TWO, by_step, credit, per_episode, preset, rollout, same_rewards_in_other_order
 
-from groupwise.algorithms.advantages import CREDIT_RULES, CreditInput, check_credit, register_credit
-from groupwise.algorithms.grpo import GRPO
+from groupwise.algorithms.advantages import CREDIT_RULES, CreditInput, register_credit
 from groupwise.config.algorithm import CreditCfg, GRPOCfg
 from groupwise.errors import ConfigError, DataError, UnknownNameError
 
@@ -34,7 +32,7 @@ def test_two_trajectories(choices, expected, per_row):
 
 
 @pytest.mark.parametrize(
-    ("end", "choices", "expected"),
+    ("end", "rules", "expected"),
     [
         # lengths 2 and 1, reward 1: returns to go [2,1] and [1]; t0: mean 1.5
         # absorbed: the terminated member counts with 0 at t1, mean .5
@@ -45,13 +43,15 @@ def test_two_trajectories(choices, expected, per_row):
         # trajectory advantage: outcomes 2 and 1, mean 1.5
         ("terminated", {"finished_members": "mask", "singleton": "trajectory"}, [[0.5, 0.5], [-0.5]]),
         ("terminated", {"finished_members": "trajectory"}, [[0.5, 0.5], [-0.5]]),
-        # leave one out doubles the distance of two
-        ("terminated", {"finished_members": "zero", "baseline": "leave_one_out"}, [[1.0, 1.0], [-1.0]]),
     ],
 )
-def test_members_that_ended_early(end, choices, expected):
+def test_members_that_ended_early(end, rules, expected):
     batch = rollout([(0, [1.0, 1.0], "terminated"), (0, [1.0], end)])
-    assert per_episode(credit(batch, **STEP, **choices), batch) == expected
+    assert per_episode(credit(batch, **by_step(**rules)), batch) == expected
+    # leave one out doubles the distance of two
+    if rules == {"finished_members": "zero"} and end == "terminated":
+        leave_one_out = credit(batch, **by_step(**rules), baseline="leave_one_out")
+        assert per_episode(leave_one_out, batch) == [[1.0, 1.0], [-1.0]]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_returns_that_overflow_are_no_equal_ones():
 def test_an_absorbed_member_is_company():
     # returns to go 4 3 and 5: t0 mean 4.5; t1: 3 beside 0, not the trajectory's -.5
     batch = rollout([(0, [1.0, 3.0], "terminated"), (0, [5.0], "terminated")])
-    choices = STEP | {"finished_members": "zero", "singleton": "trajectory"}
+    choices = by_step(finished_members="zero", singleton="trajectory")
     assert per_episode(credit(batch, **choices), batch) == [[-0.5, 1.5], [0.5]]
 
 
@@ -110,24 +110,24 @@ def test_trajectory_rule_starts_where_the_first_member_ends():
     # lengths 3, 2, 1: returns to go [3,2,1], [2,1], [1]
     # t0 all three: mean 2; t1 one is gone: trajectory advantages 3-2 and 2-2; t2 likewise
     batch = rollout([(0, [1.0] * n, "terminated") for n in (3, 2, 1)])
-    out = per_episode(credit(batch, **STEP, finished_members="trajectory"), batch)
+    out = per_episode(credit(batch, **by_step(finished_members="trajectory")), batch)
     assert out == [[1.0, 1.0, 1.0], [0.0, 0.0], [-1.0]]
     # the lone rule still compares the two that are left at t1: [2, 1], mean 1.5
-    out = per_episode(credit(batch, **STEP, singleton="trajectory"), batch)
+    out = per_episode(credit(batch, **by_step(singleton="trajectory")), batch)
     assert out == [[1.0, 0.5, 1.0], [0.0, -0.5], [-1.0]]
 
 
 def test_trajectory_fallback_discounts_like_the_steps_it_stands_in_for():
     # gamma .5: discounted outcomes 1 + .5 = 1.5 and 1, mean 1.25
     batch = rollout([(0, [1.0, 1.0], "terminated"), (0, [1.0], "terminated")])
-    out = per_episode(credit(batch, gamma=0.5, **STEP, singleton="trajectory"), batch)
+    out = per_episode(credit(batch, gamma=0.5, **by_step(singleton="trajectory")), batch)
     assert out == [[0.25, 0.25], [-0.25]]
 
 
 def test_a_lone_survivor_has_no_signal_under_mask_and_some_under_absorb():
     batch = rollout([(0, [1.0] * n, "terminated") for n in (10, 10, 10, 50)])
-    masked = per_episode(credit(batch, **STEP, finished_members="mask"), batch)[3]
-    absorbed = per_episode(credit(batch, **STEP, finished_members="zero"), batch)[3]
+    masked = per_episode(credit(batch, **by_step(finished_members="mask")), batch)[3]
+    absorbed = per_episode(credit(batch, **by_step(finished_members="zero")), batch)[3]
     assert masked[10:] == [0.0] * 40
     assert min(absorbed) > 0
 
@@ -148,7 +148,7 @@ def test_constant_step_rewards_say_nothing_to_process_supervision():
 
 @pytest.mark.parametrize(
     "choices",
-    [preset("grpo"), preset("rloo"), preset("sb3_process"), preset("embodichain"), STEP | {"finished_members": "zero"}],
+    [preset("grpo"), preset("rloo"), preset("sb3_process"), preset("embodichain"), by_step(finished_members="zero")],
 )
 def test_an_unscorable_member_is_no_member(choices):
     members = [(0, [1.0, 2.0], "terminated"), (0, [0.0, 1.0], "terminated")]
@@ -163,7 +163,7 @@ def test_an_unscorable_member_is_no_member(choices):
 def test_a_member_that_does_not_count_is_not_absorbed_either(end):
     # returns to go 3 2 and 1 0, means 2 and 1; a third that ended after one step would be a 0 at the second
     batch = rollout([(0, [1.0, 2.0], "terminated"), (0, [1.0, 0.0], "terminated"), (0, [9.0], end)])
-    out = per_episode(credit(batch, **STEP, finished_members="zero"), batch)
+    out = per_episode(credit(batch, **by_step(finished_members="zero")), batch)
     assert out == [[1.0, 1.0], [-1.0, -1.0], [0.0]]
 
 
@@ -222,9 +222,10 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
         ({"baseline": "greedy", "scale": "mean"}, "baseline='greedy' needs .*; got scale='mean'"),
         ({"baseline": "greedy", "scale": "population_std"}, "baseline='greedy' needs .*; got scale='population_std'"),
         ({"baseline": "ema", "scale": "none", "reward": "parts"}, "got reward='parts', fix: reward='total'"),
+        ({"group_key": {"singleton": "zero"}}, "singleton is a setting of GroupStepCfg, not of WholeGroupCfg"),
         ({"baseline": "optimal_token"}, "got group_key='group', fix: group_key='group_step'"),
         (
-            {"baseline": "optimal_token", **STEP, "finished_members": "zero"},
+            {"baseline": "optimal_token", **by_step(finished_members="zero")},
             "finished_members='zero', fix: finished_members='mask'",
         ),
         ({"baseline": "none", "scale": "none"}, "normalize='none', fix: normalize='batch'"),
@@ -238,28 +239,6 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
 def test_compositions_that_make_no_sense_are_refused(choices, message):
     with pytest.raises(ValueError, match=message):
         CreditCfg(**choices)
-
-
-@pytest.mark.parametrize(
-    ("choices", "found"),
-    [
-        ({"finished_members": "zero"}, "credit.finished_members='zero' needs"),
-        ({"singleton": "trajectory"}, "credit.singleton='trajectory' needs"),
-        ({"returns": "return_to_go", "finished_members": "trajectory"}, "credit.finished_members='trajectory' needs"),
-    ],
-)
-def test_rules_for_single_steps_are_refused_where_whole_episodes_are_compared(choices, found):
-    with pytest.raises(
-        ConfigError, match=f"{found}.*group_key='group_step', got 'group'; fix: group_key='group_step' with"
-    ):
-        GRPO(GRPOCfg(credit=choices), make_policy())
-    fixed = {**choices, "group_key": "group_step", "returns": "return_to_go"}
-    GRPO(GRPOCfg(credit=fixed), make_policy())
-
-
-def test_a_rule_of_the_users_own_may_read_the_rules_for_single_steps(monkeypatch):
-    monkeypatch.setitem(CREDIT_RULES, "own", lambda given: given.reward)
-    check_credit(CreditCfg(rule="own", finished_members="zero", singleton="trajectory"), make_policy())
 
 
 @pytest.mark.parametrize(

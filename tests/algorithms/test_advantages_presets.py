@@ -8,6 +8,8 @@ from groupwise.algorithms.advantages import CreditInput
 from groupwise.config.algorithm import CreditCfg
 from groupwise.errors import DataError
 
+TURNS = {"name": "group_step", "singleton": "trajectory"}
+
 
 def test_outcome_presets_on_the_golden_group():
     # rewards [1,0,0,1,0,0,0,0]: mean .25, unbiased deviation .46291005, population .43301270
@@ -159,7 +161,7 @@ def test_optimal_token_baseline(per_row):
     # the longest takes its episode's advantage, 3 - 2, at t2
     fallback = [[1.5, 0.666667, 1.0], [-0.5, -0.333333]]
     batch = rollout(TWO, variance=CHANCE)
-    assert_advantages(batch, fallback, name="optimal_token_baseline", singleton="trajectory")
+    assert_advantages(batch, fallback, name="optimal_token_baseline", group_key=TURNS)
     with pytest.raises(DataError, match=r"CreditInput\(start="):
         credit(rollout(TWO), **preset("optimal_token_baseline"))
 
@@ -212,17 +214,17 @@ def test_turns_are_compared_once_each():
     # the lone turn takes its episode's: 8, 2, 4, mean 14 / 3
     assert_advantages(batch, [[-1.0, -1.0, 0.5, 3.333333], [-1.0, -1.0, -0.5], [2.0]], name="agilerl_turn")
     zero = [[-1.0, -1.0, 0.5, 0.0], [-1.0, -1.0, -0.5], [2.0]]
-    assert_advantages(batch, zero, name="agilerl_turn", singleton="zero")
+    assert_advantages(batch, zero, name="agilerl_turn", group_key="group_step")
     # deviations: -1 -1 2, squares 6 over 2; .5 and .5 over 1
     root = 3**0.5
     scaled = [[-1 / root, -1 / root, 0.707107, 0.0], [-1 / root, -1 / root, -0.707107], [2 / root]]
-    assert_advantages(batch, scaled, name="agilerl_turn", singleton="zero", scale="std")
+    assert_advantages(batch, scaled, name="agilerl_turn", group_key="group_step", scale="std")
     # absorbed: 2, 1 and a 0 in turn 1; 5 and two 0 in turn 2
     absorbed = [[-1.0, -1.0, 1.0, 3.333333], [-1.0, -1.0, 0.0], [2.0]]
-    assert_advantages(batch, absorbed, name="agilerl_turn", finished_members="zero")
+    assert_advantages(batch, absorbed, name="agilerl_turn", group_key=TURNS | {"finished_members": "zero"})
     # the trajectory's, from the first turn that somebody missed
     whole = [[-1.0, -1.0, 3.333333, 3.333333], [-1.0, -1.0, -2.666667], [2.0]]
-    assert_advantages(batch, whole, name="agilerl_turn", finished_members="trajectory")
+    assert_advantages(batch, whole, name="agilerl_turn", group_key=TURNS | {"finished_members": "trajectory"})
 
 
 def test_each_step_is_a_turn_where_there_are_none():

@@ -90,7 +90,7 @@ def test_grpo_trains(convert):
     path, missing = convert(GRPO)
     algorithm = load_config(path).algorithm
     assert (algorithm.name, algorithm.group_size, algorithm.kl_coef, algorithm.credit.eps) == ("grpo", 4, 0, 1e-7)
-    assert (algorithm.credit.group_key, algorithm.credit.returns) == ("group_step", "return_to_go")
+    assert (algorithm.credit.group_key.name, algorithm.credit.returns) == ("group_step", "return_to_go")
     assert missing == [
         "no counterpart: algorithm.cfg.gae_lambda = 0.95 (grpo has no critic)",
         "no counterpart: algorithm.cfg.truncate_at_first_done = false (groups always begin anew, and each member plays "

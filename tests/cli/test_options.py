@@ -68,7 +68,7 @@ def test_a_choice_takes_its_own_parameters_and_the_settings_that_it_needs(capsys
     assert cli.main(["config", "CartPole-v1", *choice, *needed]) == 0
     credit = json.loads(capsys.readouterr().out)["algorithm"]["credit"]
     assert credit["baseline"] == {"name": "knn", "k": 3, "gae_lambda": 0.95}
-    assert credit["group_key"] == "group"
+    assert credit["group_key"] == {"name": "group"}
 
 
 def test_the_parameters_of_another_member_are_no_options(capsys):

@@ -18,6 +18,7 @@ from groupwise.config.algorithm import (
 )
 from groupwise.config.base import Cfg
 from groupwise.config.choices import Choice
+from groupwise.config.credit import GroupStepCfg
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import RunCfg
@@ -53,7 +54,7 @@ def test_environment_preset_beats_class_defaults():
 def test_user_beats_environment_preset_field_by_field():
     cfg = resolve("CartPole-v1", GRPOCfg(gamma=0.5, credit=CreditCfg(eps=1.0)))
     assert (cfg.algorithm.gamma, cfg.algorithm.credit.eps) == (0.5, 1.0)
-    assert (cfg.algorithm.group_size, cfg.algorithm.credit.group_key) == (4, "group_step")
+    assert (cfg.algorithm.group_size, cfg.algorithm.credit.group_key.name) == (4, "group_step")
 
 
 def test_a_value_that_equals_the_class_default_counts_as_set():
@@ -134,13 +135,13 @@ def test_every_objective_preset_is_valid_and_names_its_source(name):
 
 
 def test_every_choice_of_credit_and_objective_is_described():
-    parts = {"credit": CreditCfg, "objective": ObjectiveCfg}
+    parts = {"credit": CreditCfg, "objective": ObjectiveCfg, "credit.group_key": GroupStepCfg}
     estimators = {f"kl_estimator.{name}" for name in get_args(GRPOCfg.model_fields["kl_estimator"].annotation)}
     literals = {
         f"{part}.{name}.{choice}"
         for part, cfg_type in parts.items()
         for name, field in cfg_type.model_fields.items()
-        if get_origin(field.annotation) is Literal
+        if get_origin(field.annotation) is Literal and name != "name"
         for choice in get_args(field.annotation)
     }
     members = {
@@ -478,22 +479,17 @@ def test_groups_that_teach_although_equal_are_not_left_out(preset):
         resolve("CartPole-v1", {"name": "grpo", "collection": {"filter_groups": True}}, preset=preset)
 
 
-@pytest.mark.parametrize("choices", [{"finished_members": "zero"}, {"singleton": "trajectory"}])
+@pytest.mark.parametrize("rules", [{"finished_members": "zero"}, {"singleton": "trajectory"}])
 @pytest.mark.parametrize("given", [lambda c: GRPOCfg(credit=c), lambda c: {"credit": c}], ids=["config", "dictionary"])
-def test_rules_for_single_steps_go_over_a_preset_that_compares_steps(choices, given):
-    credit = resolve("CartPole-v1", given(choices)).algorithm.credit
-    assert credit == CreditCfg(group_key="group_step", returns="return_to_go", scale="batch_std", **choices)
-    with pytest.raises(ConfigError, match=r"group_key='group_step', got 'group'; fix: .* with returns='return_to_go'"):
-        resolve("CartPole-v1", given(choices), preset="grpo")
-    with pytest.raises(ValueError, match=r"got 'group'; fix"):
-        RunCfg(algorithm=GRPOCfg(credit=choices))
-    fixed = {"credit": {**choices, "group_key": "group_step", "returns": "return_to_go"}}
-    assert resolve("CartPole-v1", fixed, preset="grpo").algorithm.credit.group_key == "group_step"
-
-
-def test_a_credit_rule_of_ones_own_reads_what_it_likes():
-    own = {"rule": "own", "finished_members": "zero", "singleton": "trajectory"}
-    assert resolve("CartPole-v1", {"credit": own}, preset="grpo").algorithm.credit.finished_members == "zero"
+def test_rules_for_single_steps_go_over_a_preset_that_compares_steps(rules, given):
+    full = {"group_key": {"name": "group_step", **rules}, "returns": "return_to_go"}
+    credit = resolve("CartPole-v1", given(full)).algorithm.credit
+    assert credit == CreditCfg(**full, scale="batch_std")
+    short = {"credit": {"group_key": rules}}
+    assert resolve("CartPole-v1", short).algorithm.credit == credit
+    with pytest.raises(ConfigError, match=r"group_key: unknown key .* is a setting of GroupStepCfg, not of WholeGroup"):
+        resolve("CartPole-v1", short, preset="grpo")
+    assert resolve("CartPole-v1", given(full), preset="grpo").algorithm.credit.group_key == GroupStepCfg(**rules)
 
 
 def test_a_reference_is_renewed_only_where_there_is_one():

@@ -115,6 +115,11 @@ TWO = [(0, [1.0, 0.0, 2.0], "terminated"), (0, [0.0, 1.0], "terminated")]
 STEP = {"group_key": "group_step", "returns": "return_to_go", "scale": "none"}
 
 
+def by_step(**rules):
+    """``STEP`` with rules for members that ended early."""
+    return STEP | {"group_key": {"name": "group_step", **rules}}
+
+
 def assert_advantages(batch, expected, *, name, average=None, **changes):
     got = per_episode(credit(batch, average=average, **preset(name, **changes)), batch)
     for have, want in zip(got, expected, strict=True):

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.config.credit import CreditCfg
+from groupwise.config.credit import CreditCfg, GroupStepCfg
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError, UnknownNameError
 from groupwise.functional.advantages import (
@@ -137,7 +137,7 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
 
 def compare(credit: CreditInput) -> Float[Tensor, "row step"]:
     """Advantage of each step within its group, by score, key, baseline and scale."""
-    match credit.cfg.returns, credit.cfg.group_key:
+    match credit.cfg.returns, credit.cfg.group_key.name:
         case "outcome", _:
             score = episode_return(credit.reward, credit.batch["episode_id"], credit.num_episodes)
             return whole_episodes(credit, score)
@@ -197,18 +197,19 @@ def _at_moment(
     outcome: Float[Tensor, " episode"],
 ) -> Float[Tensor, "row step"]:
     """Advantage of each member at its moment (step or turn) of the group, or its whole episode's where rules say so."""
-    batch, cfg = credit.batch, credit.cfg
+    batch, cfg, rules = credit.batch, credit.cfg, credit.cfg.group_key
+    assert isinstance(rules, GroupStepCfg)
     moments = int(moment.max()) + 1  # more than the rollout has, where it holds the end of an episode only
     num_keys = credit.num_groups * moments
     key = torch.where(member, batch["group_id"] * moments + moment, -1)
     zeros = None
-    if cfg.finished_members == "zero":
+    if rules.finished_members == "zero":
         ended = batch["terminated"] & credit.live
         zeros = finished_count(batch["group_id"], moment, ended, credit.num_groups, moments)
     advantage = cfg.baseline.of_steps(Scores(credit, score, key, num_keys, batch["loss_mask"], zeros))
-    if cfg.finished_members == "trajectory":
+    if rules.finished_members == "trajectory":
         among_all = _complete(credit, key, num_keys)
-    elif cfg.singleton == "trajectory":
+    elif rules.singleton == "trajectory":
         among_all = comparable(key, num_keys, member, zeros)
     else:
         return advantage
@@ -283,5 +284,4 @@ def check_credit(cfg: CreditCfg, policy: Policy) -> None:
         ConfigError: the settings contradict each other, or the baseline cannot work with the policy.
     """
     credit_rule(cfg.rule)
-    cfg.check_steps()
     cfg.baseline.check_policy(policy)

@@ -7,7 +7,7 @@ from pydantic import SerializeAsAny, model_validator
 
 from groupwise.config.base import Cfg, NonNegative
 from groupwise.config.choices import Choice, register_recipe
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,6 +109,34 @@ class PartsCfg(CreditRewardCfg):
         return list(zip(weights, parts, strict=True))
 
 
+class GroupKeyCfg(Choice):
+    """What is compared."""
+
+    family: ClassVar = "group key"
+    default: ClassVar = "group"
+    known: ClassVar = {}
+
+
+@register_recipe
+class WholeGroupCfg(GroupKeyCfg):
+    """Members are compared as a whole."""
+
+    name: Literal["group"] = "group"
+    source: ClassVar = "https://arxiv.org/abs/2402.03300"
+
+
+@register_recipe
+class GroupStepCfg(GroupKeyCfg):
+    """Members are compared at the same time step (with ``returns="turn"``: at the same turn)."""
+
+    name: Literal["group_step"] = "group_step"
+    source: ClassVar = "https://github.com/DexForce/EmbodiChain"
+    finished_members: Literal["zero", "mask", "trajectory"] = "mask"
+    """After a member has ended: ``zero``, a terminated member counts with return 0; ``mask``, it is left out; ``trajectory``, steps take the advantage of the whole episode."""
+    singleton: Literal["zero", "trajectory"] = "zero"
+    """A member with nothing to compare with: advantage 0, or the advantage of the whole episode."""
+
+
 class CreditCfg(Cfg):
     """How rewards become advantages: a composition of independent choices."""
 
@@ -116,18 +144,14 @@ class CreditCfg(Cfg):
     """``composed``: the choices below; or the name of a registered credit rule."""
     reward: SerializeAsAny[CreditRewardCfg] = TotalCfg()
     """The whole reward, or each of its parts on its own, with the advantages added (GDPO)."""
-    group_key: Literal["group", "group_step"] = "group"
-    """What is compared: the whole group, or its members at the same time step (with ``turn``: at the same turn)."""
+    group_key: SerializeAsAny[GroupKeyCfg] = WholeGroupCfg()
+    """What is compared: the whole group, or its members at the same step, by name or with parameters: ``{"name": "group_step", "singleton": "trajectory"}``."""
     returns: Literal["outcome", "process", "return_to_go", "turn"] = "outcome"
     """Score: ``outcome``, the sum of the episode's rewards; ``process``, normalised step rewards summed from this step; ``return_to_go``, discounted rewards from this step; ``turn``, the sum of the turn's rewards."""
     baseline: SerializeAsAny[BaselineCfg] = MeanCfg()
     """Subtracted from the score, by name or with its parameters: ``{"name": "knn", "k": 16}``."""
     scale: Literal["std", "population_std", "batch_std", "mean", "nonzero_share", "none"] = "std"
     """Divisor: standard deviation of what is compared, unbiased or of the population; unbiased standard deviation of the batch; mean of what is compared (MaxRL); share of scores that are not 0 (GPG); nothing."""
-    finished_members: Literal["zero", "mask", "trajectory"] = "mask"
-    """With ``group_step``, after a member has ended: ``zero``, a terminated member counts with return 0; ``mask``, it is left out; ``trajectory``, steps take the advantage of the whole episode."""
-    singleton: Literal["zero", "trajectory"] = "zero"
-    """With ``group_step``, a member with nothing to compare with: advantage 0, or the advantage of the whole episode."""
     eps: NonNegative = 1e-4
     """Added to the standard deviation, in units of the score. 1e-8 would turn rounding noise into full advantages."""
     normalize: Literal["none", "batch", "informative", "episodes"] = "none"
@@ -140,35 +164,23 @@ class CreditCfg(Cfg):
         """Whether ``gamma`` has an effect; of a registered rule it is not known."""
         return self.rule != "composed" or self.returns == "return_to_go" or self.baseline.discounts
 
-    def check_steps(self) -> None:
-        """Refuse rules for single steps where whole episodes are compared, by a ``ConfigError``.
-
-        Not a validator: these settings may override a preset that compares steps.
-        """
-        if self.rule == "composed" and self.group_key == "group":
-            for name, value in self.changed("finished_members", "singleton").items():
-                raise ConfigError(
-                    f"credit.{name}={value!r} needs credit.group_key='group_step', got 'group'; "
-                    "fix: group_key='group_step' with returns='return_to_go', or leave it out"
-                )
-
     @model_validator(mode="after")
     def _check_together(self) -> "CreditCfg":
         for field, allowed in self.baseline.needs.items():
-            value = vars(self)[field]
+            value = (vars(self.group_key) | vars(self))[field]
             found = value.name if isinstance(value, Choice) else value
             if found not in allowed:
                 raise ValueError(
                     f"baseline={self.baseline.name!r} needs {field}={' or '.join(map(repr, allowed))}; got {field}={found!r}, "
                     f"fix: {field}={allowed[0]!r}, or baseline='mean'"
                 )
-        if self.group_key == "group_step" and self.returns not in ("return_to_go", "turn"):
+        if isinstance(self.group_key, GroupStepCfg) and self.returns not in ("return_to_go", "turn"):
             raise ValueError(
                 f"group_key='group_step' compares returns from a step on; got returns={self.returns!r}, fix: returns='return_to_go'"
             )
-        if self.returns == "turn" and self.group_key != "group_step":
+        if self.returns == "turn" and not isinstance(self.group_key, GroupStepCfg):
             raise ValueError(
-                f"returns='turn' compares the same turn; got group_key={self.group_key!r}, fix: group_key='group_step'"
+                f"returns='turn' compares the same turn; got group_key={self.group_key.name!r}, fix: group_key='group_step'"
             )
         if self.normalize == "episodes" and (self.returns != "outcome" or self.baseline.name == "gigpo"):
             raise ValueError(

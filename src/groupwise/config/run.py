@@ -170,7 +170,6 @@ class CommonCfg(Cfg):
                 f"algorithm {self.algorithm.name!r} is registered for {expected.__name__}, got {got}; fix: register_algorithm({got})"
             )
         if isinstance(self.algorithm, GRPOCfg):
-            self.algorithm.credit.check_steps()
             collection = self.algorithm.collection
             if collection.dynamic_sampling and not collection.filter_groups:
                 raise ValueError(

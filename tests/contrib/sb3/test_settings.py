@@ -43,10 +43,6 @@ def refused(**arguments) -> str:
             {"credit": {"group_key": "group_step"}},
             "credit: group_key='group_step' compares returns from a step on; got",
         ),
-        (
-            {"credit": {"singleton": "trajectory"}},
-            "credit.singleton='trajectory' needs credit.group_key='group_step'",
-        ),
     ],
 )
 def test_impossible_arguments_are_named_as_they_were_given(arguments, message):

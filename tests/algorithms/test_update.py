@@ -190,8 +190,8 @@ def test_no_reference_without_kl_and_an_exact_one_with_it():
     ("reference", "expected"),
     [
         ({}, [0.0, 0.0]),
-        ({"ref_model_sync_steps": 2}, [0.0, 1.0]),
-        ({"ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.25}, [0.25, None]),
+        ({"sync_ref_model": {"steps": 2}}, [0.0, 1.0]),
+        ({"sync_ref_model": {"mixup_alpha": 0.25}}, [0.25, None]),
     ],
 )
 def test_reference_renewal(reference, expected):
@@ -229,7 +229,7 @@ def test_gradient_clipping_bounds_the_step():
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
 def test_state_goes_on_where_it_was(kind):
     cfg = {"optimizer": "adam", "minibatch_size": 20, "num_epochs": 2, "learning_rate": 1e-2}
-    cfg |= {"kl_coef": 0.1, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.6} if kind == "grpo" else {}
+    cfg |= {"kl_coef": 0.1, "sync_ref_model": {"mixup_alpha": 0.6}} if kind == "grpo" else {}
     one = build(kind, **cfg)
     rollouts = [make_rollout(one.policy, seed=s) for s in range(3)]
     one.update(rollouts[0])
@@ -410,7 +410,7 @@ def test_a_policy_in_training_mode_is_scored_without_dropout():
 
 def test_a_mixed_reference_has_mixed_statistics_too():
     policy = make_policy(True, normalize_obs=True)
-    algorithm = build("grpo", policy=policy, kl_coef=1e-9, ref_model_sync_steps=1, ref_model_mixup_alpha=0.25)
+    algorithm = build("grpo", policy=policy, kl_coef=1e-9, sync_ref_model={"mixup_alpha": 0.25})
     before = {name: buffer.clone() for name, buffer in algorithm.reference.named_buffers()}
     algorithm.update(make_rollout(policy))
     for name, buffer in algorithm.reference.named_buffers():

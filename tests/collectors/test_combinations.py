@@ -10,8 +10,7 @@ from groupwise.config.algorithm import CollectionCfg
 COLLECTIONS = st.builds(
     CollectionCfg,
     on_env_error=st.sampled_from(["retry", "drop"]),
-    filter_groups=st.booleans(),
-    dynamic_sampling=st.sampled_from([0.0, 1.0]),
+    dynamic_sampling=st.sampled_from([None, 0.0, 1.0]),
 )
 
 

@@ -13,7 +13,7 @@ from groupwise.data.rollout import transition_view
 from groupwise.errors import EnvError
 
 T, F = True, False
-SAMPLING = st.sampled_from([{}, {"filter_groups": True}, {"filter_groups": True, "dynamic_sampling": 1.0}])
+SAMPLING = st.sampled_from([{}, {"dynamic_sampling": 0.0}, {"dynamic_sampling": 1.0}])
 
 
 def numbers(rollout, key):
@@ -112,12 +112,12 @@ def test_a_failure_in_the_last_step_of_a_window_is_no_cut(collect, scripted_grou
     assert collector.metrics()["rollout/env_errors"] == 1.0
 
 
-@pytest.mark.parametrize("filter_groups", [False, True])
-def test_groups_of_equal_returns_are_masked_and_stay_valid(collect, scripted_group, filter_groups):
+@pytest.mark.parametrize("dynamic_sampling", [None, 0.0])
+def test_groups_of_equal_returns_are_masked_and_stay_valid(collect, scripted_group, dynamic_sampling):
     # Groups of two in two rows, budget 4. Rewards 1 a step: group 0 lasts 2 and 2 steps, so that no other opens.
     env = scripted_group(2, [2])
-    collector, rollout = collect(env, 2, group_size=2, collection=CollectionCfg(filter_groups=filter_groups))
-    counts = not filter_groups
+    collector, rollout = collect(env, 2, group_size=2, collection=CollectionCfg(dynamic_sampling=dynamic_sampling))
+    counts = dynamic_sampling is None
     assert numbers(rollout, "valid") == [[T, T], [T, T]]
     assert numbers(rollout, "loss_mask") == [[counts] * 2] * 2
     assert numbers(rollout, "group_id") == [[0, 0], [0, 0]]
@@ -130,7 +130,7 @@ def test_groups_of_equal_returns_are_masked_and_stay_valid(collect, scripted_gro
 def test_equal_returns_count_not_equal_lengths(collect, scripted_group):
     # returns 4 * 1 and 2 * 2 in group 0, 2 * 1 and 2 * 3 in group 1
     env = scripted_group(4, [4, 2, 2, 2], rewards=[1.0, 2.0, 1.0, 3.0])
-    _, rollout = collect(env, 2, group_size=2, collection=CollectionCfg(filter_groups=True))
+    _, rollout = collect(env, 2, group_size=2, collection=CollectionCfg(dynamic_sampling=0.0))
     assert numbers(rollout, "loss_mask") == [[F] * 4, [F] * 4, [T, T, F, F], [T, T, F, F]]
 
 
@@ -139,7 +139,7 @@ def test_rewards_in_another_order_are_equal_returns(collect, scripted_group):
     env = scripted_group(4, [200])
     step = env.step
     env.step = lambda action: step(action)._replace(reward=rewards[torch.arange(4), env.count - 1])
-    collector, rollout = collect(env, 200, group_size=4, collection=CollectionCfg(filter_groups=True))
+    collector, rollout = collect(env, 200, group_size=4, collection=CollectionCfg(dynamic_sampling=0.0))
     assert collector.metrics()["rollout/filtered_groups"] == 1
     assert not rollout["loss_mask"].any()
 
@@ -154,7 +154,7 @@ def test_resampling_goes_on_until_informative_groups_fill_the_budget(collect, sc
     # again (9): after group 1 8 < 9 steps are taken, only 4 of them informative: group 2 opens. With 18: after group 2
     # 12 are taken, still 4 informative: group 3 opens, and 8 >= 6 are informative.
     env = scripted_group(2, [2], rewards=[1, 1, 1, 2, 1, 1, 1, 2, 1, 2, 1, 2])
-    cfg = CollectionCfg(filter_groups=True, dynamic_sampling=budget)
+    cfg = CollectionCfg(dynamic_sampling=budget)
     collector, _ = collect(env, 3, slots=16, group_size=2, collection=cfg)
     assert (collector.metrics()["rollout/groups"], collector.metrics()["rollout/filtered_groups"]) == (groups, skipped)
     assert collector.last_steps == env.taken == 4 * groups

@@ -202,8 +202,8 @@ def test_a_resumed_collector_goes_on_bit_for_bit():
         ({"group_size": 3}, "8 rows of TorchCartPole do not make whole groups of 3"),
         ({"collection": CollectionCfg()}, "partial_groups='complete' needs GroupCollector"),
         (
-            {"collection": CollectionCfg(partial_groups="truncate", filter_groups=True)},
-            "keeps all groups, but collection.filter_groups is True",
+            {"collection": CollectionCfg(partial_groups="truncate", dynamic_sampling=0.0)},
+            "keeps all groups, and collection.dynamic_sampling leaves some out",
         ),
         ({"actor_only": False}, "keeps no values, and the policy has a critic"),
     ],

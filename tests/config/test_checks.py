@@ -26,15 +26,3 @@ def test_parts_that_are_named_and_turns_that_are_steps_are_fine():
     assert parts.algorithm.credit.reward.name == "parts"
     turns = resolve("CartPole-v1", {"credit": {"group_key": "group_step", "returns": "turn"}})
     assert turns.algorithm.credit.returns == "turn"
-
-
-def test_a_setting_that_nothing_reads_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"dynamic_sampling=2\.0 has no effect without collection\.filter_groups.*; fix: "
-    ):
-        resolve("CartPole-v1", {"collection": {"dynamic_sampling": 2.0}})
-    resolve("CartPole-v1", {"collection": {"dynamic_sampling": 2.0, "filter_groups": True}})
-
-
-def test_a_default_that_was_written_down_is_no_mistake():
-    resolve("CartPole-v1", {"collection": {"dynamic_sampling": 0.0}})

@@ -274,7 +274,7 @@ def test_file_that_is_no_text_is_named(tmp_path):
         ({"name": "ppo", "kl_beta": 1}, {}, r"'kl_coef' is a setting of grpo, not of ppo"),
         ({"scale_rewards": True}, {}, r"unknown key 'scale_rewards'; did you mean credit\.scale\?"),
         ({"batch_group_updates": True}, {}, r"'batch_group_updates'; did you mean 'minibatch_size'\?"),
-        ({"kl_ref_iterations": 1}, {}, r"'kl_ref_iterations'; did you mean 'ref_model_sync_steps'\?"),
+        ({"kl_ref_iterations": 1}, {}, r"'kl_ref_iterations'; did you mean 'sync_ref_model'\?"),
         ({"eps": 1}, {}, r"unknown key 'eps'; did you mean optimizer\.eps or credit\.eps\?"),
         (None, {"n_steps": 1}, r"unknown key 'n_steps'; did you mean algorithm\.num_steps\?"),
         (None, {"hidden_sizes": 1}, r"unknown key 'hidden_sizes'; did you mean policy\.hidden_sizes\?"),
@@ -475,8 +475,8 @@ def test_an_error_names_choices_that_are_numbers(registry):
 
 @pytest.mark.parametrize("preset", ["remax", "rae", "reinforce_plus_plus", "gdpo", "knn"])
 def test_groups_that_teach_although_equal_are_not_left_out(preset):
-    with pytest.raises(ConfigError, match=r"learns from groups of equal whole return.*fix: filter_groups=False"):
-        resolve("CartPole-v1", {"name": "grpo", "collection": {"filter_groups": True}}, preset=preset)
+    with pytest.raises(ConfigError, match=r"learns from groups of equal whole return.*fix: dynamic_sampling=None"):
+        resolve("CartPole-v1", {"name": "grpo", "collection": {"dynamic_sampling": 0}}, preset=preset)
 
 
 @pytest.mark.parametrize("rules", [{"finished_members": "zero"}, {"singleton": "trajectory"}])
@@ -493,11 +493,9 @@ def test_rules_for_single_steps_go_over_a_preset_that_compares_steps(rules, give
 
 
 def test_a_reference_is_renewed_only_where_there_is_one():
-    with pytest.raises(
-        ConfigError, match=r"ref_model_sync_steps=2 updates a reference, and kl_coef=0 has none; fix: kl_coef > 0"
-    ):
-        GRPOCfg(ref_model_sync_steps=2)
-    assert GRPOCfg(ref_model_sync_steps=2, kl_coef=0.1).ref_model_sync_steps == 2
+    with pytest.raises(ConfigError, match=r"sync_ref_model updates a reference, and kl_coef=0 has none; fix: kl_coef"):
+        GRPOCfg(sync_ref_model={"steps": 2})
+    GRPOCfg(sync_ref_model={"steps": 2}, kl_coef=0.1)
 
 
 # --- choices with parameters of their own ---

@@ -67,7 +67,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         kl_coef=0.1,
         adaptive_entropy={"target": 0.5},
         objective={"old_log_prob": "recomputed"},
-        collection={"filter_groups": True, "on_env_error": "retry"},
+        collection={"dynamic_sampling": 0, "on_env_error": "retry"},
         on_nonfinite="drop",
     )
     truncating = gw.GRPOCfg(group_size=2, num_steps=8, collection={"partial_groups": "truncate"})

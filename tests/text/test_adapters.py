@@ -5,7 +5,7 @@ import torch
 from tiny_models import FAMILIES, tiny_model
 
 from groupwise.algorithms.grpo import GRPO
-from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.algorithm import GRPOCfg, SyncRefModelCfg
 from groupwise.config.policy import LoRACfg
 from groupwise.data.rollout import transition_view
 from groupwise.text.load import with_adapters
@@ -101,7 +101,7 @@ def test_only_adapters_move():
     assert all("lora_" in name for name in moved)
 
 
-SYNC = GRPOCfg(kl_coef=0.1, ref_model_sync_steps=2, num_epochs=1, minibatch_size=None, learning_rate=0.05)
+SYNC = GRPOCfg(kl_coef=0.1, sync_ref_model={"steps": 2}, num_epochs=1, minibatch_size=None, learning_rate=0.05)
 
 
 def test_after_its_interval_the_reference_is_the_policy():
@@ -116,7 +116,7 @@ def test_after_its_interval_the_reference_is_the_policy():
 
 
 def test_a_reference_can_move_a_part_of_the_way():
-    algorithm = GRPO(SYNC.model_copy(update={"ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.25}), adapted())
+    algorithm = GRPO(SYNC.model_copy(update={"sync_ref_model": SyncRefModelCfg(steps=1, mixup_alpha=0.25)}), adapted())
     before = [p.clone() for p in algorithm.reference.parameters()]
     algorithm.update(text_rollout(ROWS))
     policy = [p for p in algorithm.policy.parameters() if p.requires_grad]

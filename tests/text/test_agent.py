@@ -266,8 +266,8 @@ def test_an_agent_goes_on_where_a_run_ended(model, tmp_path):
     [
         ({"algorithm": "ppo"}, r"learns from groups, by grpo; got 'ppo', fix: gw\.train"),
         (
-            {"algorithm": {"collection": {"filter_groups": True}}},
-            r"collection\.filter_groups chooses groups .*gw\.train",
+            {"algorithm": {"collection": {"dynamic_sampling": 0}}},
+            r"collection\.dynamic_sampling chooses groups .*gw\.train",
         ),
         ({"algorithm": {"credit": {"reward": "parts"}}}, r"compares several rewards; got one"),
         ({"num_prompts": 3}, r"unknown setting 'num_prompts' of a LanguageAgent"),

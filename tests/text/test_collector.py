@@ -112,17 +112,16 @@ def test_members_that_nobody_can_score_are_none():
 
 
 @pytest.mark.parametrize(
-    ("filtered", "dynamic_sampling", "asked", "skipped"),
-    [(False, 0.0, 3, 0), (True, 0.0, 3, 2), (True, 1 / 3, 4, 3)],
+    ("dynamic_sampling", "asked", "skipped"),
+    [(None, 3, 0), (0.0, 3, 2), (1 / 3, 4, 3)],
 )
-def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budget(
-    filtered, dynamic_sampling, asked, skipped
-):
+def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budget(dynamic_sampling, asked, skipped):
     script = {"1": ["4.", "5."], "2": ["4.", "4."], "3": ["9.", "4."], "4": ["7.", "7."]}
-    of = collector(script, num_prompts=3, collection={"filter_groups": filtered, "dynamic_sampling": dynamic_sampling})
+    of = collector(script, num_prompts=3, collection={"dynamic_sampling": dynamic_sampling})
     of._prompt = lambda group: of.prompts[group % 4]
     rollout = collect(of)
     assert sum(map(len, of.generate.asked)) == asked == of.position
+    filtered = dynamic_sampling is not None
     counts = {prompt: any(c for _, c in rows) for prompt, rows in rows_of(rollout, of).items()}
     assert counts == {"1": True, "2": not filtered, "3": not filtered} | ({"4": False} if asked == 4 else {})
     assert of.metrics()["rollout/filtered_groups"] == skipped
@@ -131,7 +130,7 @@ def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budg
 
 def test_resampling_ends_as_soon_as_there_are_enough():
     script = {"1": ["4.", "4."], "2": ["4.", "5."], "3": ["1.", "2."]}
-    of = collector(script, num_prompts=1, collection={"filter_groups": True, "dynamic_sampling": 9})
+    of = collector(script, num_prompts=1, collection={"dynamic_sampling": 9})
     of._prompt = lambda group: of.prompts[group % 3]
     collect(of)
     assert of.generate.asked == [["1"], ["2"]]
@@ -143,7 +142,7 @@ def test_parts_of_the_reward_in_another_order_are_equal_rewards():
     def part(i):
         return lambda completions, **rest: [[0.1, 0.2, 0.3][i if text == "4" else 2 - i] for text in completions]
 
-    of = collector({"1": ["4.", "5."]}, functions=[part(i) for i in range(3)], collection={"filter_groups": True})
+    of = collector({"1": ["4.", "5."]}, functions=[part(i) for i in range(3)], collection={"dynamic_sampling": 0})
     rollout = collect(of)
     assert of.members[0].reward != of.members[1].reward
     assert of.metrics()["rollout/filtered_groups"] == 1

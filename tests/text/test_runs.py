@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import groupwise as gw
 from groupwise import cli
+from groupwise.config.algorithm import SyncRefModelCfg
 from groupwise.text.load import with_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
@@ -76,7 +77,7 @@ def test_a_full_disk_ends_no_run(model, copied, tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "adapters"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(algorithm, model, tmp_path):
     cfg = {"grpo": gw.GRPOCfg(group_size=4, learning_rate=1e-3, kl_coef=0.1), "ppo": gw.PPOCfg(learning_rate=1e-3)}
-    cfg["adapters"] = cfg["grpo"].model_copy(update={"ref_model_sync_steps": 2, "learning_rate": 1e-2})
+    cfg["adapters"] = cfg["grpo"].model_copy(update={"sync_ref_model": SyncRefModelCfg(steps=2), "learning_rate": 1e-2})
     settings = {"num_prompts": 16 if algorithm == "ppo" else 4, "checkpoint_interval": 1}
     settings |= {"lora": {"r": 2}} if algorithm == "adapters" else {}
     whole = train(copying(), model, tmp_path / "whole", cfg[algorithm], total_steps=200, **settings)

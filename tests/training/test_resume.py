@@ -33,7 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "grpo": {
         "algorithm": gw.GRPOCfg(
-            num_steps=50, num_epochs=2, group_size=4, kl_coef=0.1, ref_model_sync_steps=2, ref_model_mixup_alpha=0.6
+            num_steps=50, num_epochs=2, group_size=4, kl_coef=0.1, sync_ref_model={"steps": 2, "mixup_alpha": 0.6}
         ),
         "env": {"num_envs": 4},
     },

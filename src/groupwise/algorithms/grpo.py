@@ -191,9 +191,9 @@ class GRPO(BaseAlgorithm):
 
     def _sync_reference(self) -> None:
         """Replace the reference by the policy, or mix it in, when its interval has passed."""
-        every = self.cfg.ref_model_sync_steps
-        if self.reference is not None and every is not None and self.iteration % every == 0:
-            self.reference.move_towards(self.policy, self.cfg.ref_model_mixup_alpha)
+        sync = self.cfg.sync_ref_model
+        if self.reference is not None and sync is not None and self.iteration % sync.steps == 0:
+            self.reference.move_towards(self.policy, sync.mixup_alpha)
 
     def _zero_variance(self, credit: CreditInput) -> Tensor:
         """Share of groups whose members all did equally well, in every part of the reward that credit compares."""

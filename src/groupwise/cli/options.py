@@ -121,13 +121,16 @@ def options_of(config: Cfg, prefix: str = "", given: Mapping[str, list[str]] = {
     """An option for every setting except the target and what only a file can set.
 
     Args:
-        given: words by path; the parameters of a choice are those of the member that is given.
+        given: words by path; the parameters of a choice are those of the member that is given, and a group that is None
+            has options of its own once one of them is given.
     """
     for name, field in type(config).model_fields.items():
         value, path, text = vars(config)[name], f"{prefix}{name}", (field.description or "").replace("``", "")
-        optional = any(isinstance(kind, type) and issubclass(kind, Cfg) for kind in get_args(field.annotation))
-        if (type(config), name) in _HIDDEN or (value is None and optional):
+        if (type(config), name) in _HIDDEN:
             continue
+        groups = [kind for kind in get_args(field.annotation) if isinstance(kind, type) and issubclass(kind, Cfg)]
+        if value is None and groups and any(other.startswith(f"{path}.") for other in given):
+            value = groups[0]()
         if isinstance(value, Choice):
             own = value.own_name()
             yield Option(path, Literal[tuple(sorted(value.known))], own, text, choice=True)

@@ -98,7 +98,7 @@ class GroupTracker:
         """In the order in which they began."""
         self.env_errors = 0
         self._env, self._cfg = env, cfg
-        self._num_steps, self._most_steps = num_steps, num_steps * (1 + cfg.dynamic_sampling)
+        self._num_steps, self._most_steps = num_steps, num_steps * (1 + (cfg.dynamic_sampling or 0))
         self._group_size, self._num_members = group_size, group_size + greedy_members
         self._start_seed = start_seed
         self._num_groups = 0
@@ -151,7 +151,7 @@ class GroupTracker:
 
     def _complete(self, group: Group, rollout: TensorDict) -> None:
         group.status = "complete"
-        if self._cfg.filter_groups and has_equal_returns(group, rollout):
+        if self._cfg.dynamic_sampling is not None and has_equal_returns(group, rollout):
             group.status = "filtered"
             self.filtered_steps += sum(member.length for member in group.members)
 

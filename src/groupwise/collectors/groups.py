@@ -137,7 +137,7 @@ class GroupCollector(EnvCollector):
         }
         if self.collection.on_env_error != "raise":
             self._metrics["rollout/env_errors"] = float(tracker.env_errors)
-        if self.collection.filter_groups:
+        if self.collection.dynamic_sampling is not None:
             self._metrics["rollout/filtered_groups"] = float(sum(group.status == "filtered" for group in groups))
             self._metrics["rollout/filtered_steps"] = tracker.filtered_steps / steps
 

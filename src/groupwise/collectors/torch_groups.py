@@ -82,10 +82,10 @@ class TorchGroupCollector(TorchCollector):
                 "collection.partial_groups='truncate' keeps no values, and the policy has a critic; fix: an actor_only "
                 "policy, or 'complete'"
             )
-        if cfg.filter_groups:
+        if cfg.dynamic_sampling is not None:
             raise EnvError(
-                "collection.partial_groups='truncate' keeps all groups, but collection.filter_groups is True; fix: "
-                "False, or partial_groups='complete'"
+                "collection.partial_groups='truncate' keeps all groups, and collection.dynamic_sampling leaves some out; fix: "
+                "None, or partial_groups='complete'"
             )
 
     @torch.inference_mode()

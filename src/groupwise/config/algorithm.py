@@ -156,6 +156,15 @@ class AdaptiveEntropyCfg(Cfg):
         return self
 
 
+class SyncRefModelCfg(Cfg):
+    """When and how the reference follows the policy."""
+
+    steps: PositiveInt = 1
+    """Iterations between updates (TRL's ``ref_model_sync_steps``, which are optimiser steps)."""
+    mixup_alpha: Fraction = 1.0
+    """Weight of the policy in an updated reference. 1: replaces it (TRL's ``ref_model_mixup_alpha``: 0.6)."""
+
+
 class CollectionCfg(Cfg):
     """How groups are collected."""
 
@@ -167,10 +176,8 @@ class CollectionCfg(Cfg):
     """Steps after which episodes of a group are truncated. None: whole episodes."""
     on_env_error: Literal["raise", "retry", "drop"] = "raise"
     """When an environment raises an error, or its process dies or hangs: raise it, start the member again, or drop its group."""
-    filter_groups: bool = False
-    """Leave groups without variance out of the loss."""
-    dynamic_sampling: NonNegative = 0.0
-    """With ``filter_groups``: collect further groups in their place, with at most this many times the steps of an iteration (DAPO)."""
+    dynamic_sampling: NonNegative | None = None
+    """Leave groups without variance out of the loss, and collect others in their place, with at most this many times the steps of an iteration (DAPO). 0: only leave them out. None: they stay."""
 
 
 class AlgorithmCfg(Choice):
@@ -336,10 +343,8 @@ class GRPOCfg(AlgorithmCfg):
     """Weight of the KL to a reference policy. 0: no reference."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+", "k3_unbiased", "abs", "exact"] = "k3"
     """Estimator of the KL to the reference. ``k3+``: value of k3, gradient of k2; ``k3_unbiased``: k3 times the ratio (DeepSeek-V3.2); ``exact``: closed form, for control."""
-    ref_model_sync_steps: PositiveInt | None = None
-    """Iterations between updates of the reference. None: it is frozen."""
-    ref_model_mixup_alpha: Fraction = 1.0
-    """Weight of the policy in an updated reference. 1: replaces it (TRL: 0.6)."""
+    sync_ref_model: SyncRefModelCfg | None = None
+    """Updates of the reference. None: it is frozen."""
     top_entropy_quantile: Annotated[float, Gt(0), Le(1)] = 1.0
     """Share of the steps, those with the highest entropy, that have a policy loss (TRL). 1: all."""
     adaptive_entropy: AdaptiveEntropyCfg | None = None
@@ -347,15 +352,13 @@ class GRPOCfg(AlgorithmCfg):
 
     @model_validator(mode="after")
     def _check(self) -> "GRPOCfg":
-        if self.kl_coef == 0 and self.ref_model_sync_steps is not None:
-            raise ValueError(
-                f"ref_model_sync_steps={self.ref_model_sync_steps} updates a reference, and kl_coef=0 has none; fix: kl_coef > 0, or None"
-            )
+        if self.kl_coef == 0 and self.sync_ref_model is not None:
+            raise ValueError("sync_ref_model updates a reference, and kl_coef=0 has none; fix: kl_coef > 0, or None")
         equal_returns_teach = self.credit.reward.name == "parts" or not self.credit.baseline.within_group
-        if equal_returns_teach and self.collection.filter_groups:
+        if equal_returns_teach and self.collection.dynamic_sampling is not None:
             raise ValueError(
                 f"credit.reward={self.credit.reward.name!r} with credit.baseline={self.credit.baseline.name!r} learns from groups "
-                f"of equal whole return, which collection.filter_groups leaves out; fix: filter_groups=False"
+                f"of equal whole return, which collection.dynamic_sampling leaves out; fix: dynamic_sampling=None"
             )
         return self
 

@@ -27,7 +27,7 @@ OTHER_NAMES = {
     "num_iterations": "num_epochs", "beta": "kl_coef", "lr": "learning_rate", "lam": "gae_lambda",
     "n_steps": "num_steps", "n_epochs": "num_epochs", "update_epochs": "num_epochs", "batch_size": "minibatch_size",
     "n_action_steps": "num_action_steps", "n_envs": "num_envs", "total_timesteps": "total_steps",
-    "kl_beta": "kl_coef", "kl_ref_iterations": "ref_model_sync_steps", "scale_rewards": "scale",
+    "kl_beta": "kl_coef", "kl_ref_iterations": "sync_ref_model", "ref_model_sync_steps": "sync_ref_model", "ref_model_mixup_alpha": "sync_ref_model", "filter_groups": "dynamic_sampling", "scale_rewards": "scale",
     "batch_group_updates": "minibatch_size", "group_rollout_buffer_class": "credit",
     "n_eval_episodes": "episodes", "eval_freq": "interval", "net_arch": "hidden_sizes", "activation_fn": "activation",
     "callback": "callbacks of gw.train",

@@ -169,13 +169,6 @@ class CommonCfg(Cfg):
             raise ValueError(
                 f"algorithm {self.algorithm.name!r} is registered for {expected.__name__}, got {got}; fix: register_algorithm({got})"
             )
-        if isinstance(self.algorithm, GRPOCfg):
-            collection = self.algorithm.collection
-            if collection.dynamic_sampling and not collection.filter_groups:
-                raise ValueError(
-                    f"algorithm.collection.dynamic_sampling={collection.dynamic_sampling!r} has no effect without "
-                    "collection.filter_groups=True; fix: set both, or leave dynamic_sampling out"
-                )
         return self
 
 

@@ -41,8 +41,6 @@ Experiences = tuple[Any, Sequence[Tensor], Any]
 """Completions and masks of ``get_action``, and their rewards ``[B, G]``."""
 _OF_PROMPTS = ("chat", "chat_template_kwargs", "max_prompt_tokens", "system_prompt")
 _OF_RUN = ("compile", "device", "mask_truncated_completions", "overlong_buffer", "sampler_mismatch")
-_WHOLE_RUNS = ("filter_groups", "dynamic_sampling")
-"""Settings of ``collection`` that choose groups, which is left to the loop."""
 
 
 class LanguageAgent:
@@ -86,9 +84,9 @@ class LanguageAgent:
     def _build(self, cfg: TextRunCfg, given: CausalLM | None, index: int) -> None:
         if not isinstance(cfg.algorithm, GRPOCfg):
             raise ConfigError(f"a LanguageAgent learns from groups, by grpo; got {cfg.algorithm.name!r}, fix: gw.train")
-        for name in cfg.algorithm.collection.changed(*_WHOLE_RUNS):
+        if cfg.algorithm.collection.dynamic_sampling is not None:
             raise ConfigError(
-                f"collection.{name} chooses groups while they are collected; fix: gw.train, or leave it out"
+                "collection.dynamic_sampling chooses groups while they are collected; fix: gw.train, or leave it out"
             )
         if cfg.task.tool is not None:
             raise ConfigError(f"a LanguageAgent writes one turn; got tool={cfg.task.tool!r}, fix: gw.train")

@@ -88,7 +88,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     if engine.world_size > 1 and isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.dynamic_sampling:
         raise ConfigError(
             "collection.dynamic_sampling takes a varying number of prompts, which several processes cannot divide; fix: "
-            "dynamic_sampling=0, or one process"
+            "dynamic_sampling=None, or one process"
         )
     cfg = filled_in(cfg, rewards.weights)
     algorithm = build_algorithm(cfg, given.policy, engine)

@@ -87,11 +87,11 @@ class TextCollector(Collector):
         kept: list[list[Transcript]] = []
         filtered: list[list[Transcript]] = []
         num_prompts = self._cfg.num_prompts
-        budget = int(num_prompts * (1 + self._collection.dynamic_sampling))
+        budget = int(num_prompts * (1 + (self._collection.dynamic_sampling or 0)))
         taken, wanted = 0, num_prompts
         while wanted:
             for group in self._new_groups(wanted, first=taken):
-                drop = self._collection.filter_groups and has_no_variance(group)
+                drop = self._collection.dynamic_sampling is not None and has_no_variance(group)
                 (filtered if drop else kept).append(group)
             taken += wanted
             wanted = min(num_prompts - len(kept), budget - taken)

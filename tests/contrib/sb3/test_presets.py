@@ -54,7 +54,7 @@ def test_the_settings_of_a_preset_are_arguments_and_those_without_a_counterpart_
         model = GRPO("MlpPolicy", "CartPole-v1", preset="vla", ent_coef=0.1)
     assert (model.group_size, model.core.cfg.group_size) == (8, 8)
     assert (model.ent_coef, model.core.cfg.ent_coef) == (0.1, 0.1)
-    assert not model.core.cfg.collection.filter_groups
+    assert model.core.cfg.collection.dynamic_sampling is None
     assert GRPO("MlpPolicy", "CartPole-v1", preset="rloo").kl_estimator == "k1"
     assert GRPO("MlpPolicy", "CartPole-v1", preset="rloo", kl_estimator="k2").core.cfg.kl_estimator == "k2"
 

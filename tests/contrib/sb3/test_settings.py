@@ -163,7 +163,7 @@ def test_the_update_has_every_argument():
     model = GRPO("MlpPolicy", CARTPOLE, n_steps=7, batch_size=8, n_epochs=9, kl_coef=0.1, kl_ref_iterations=3)
     cfg = update_cfg({name: vars(model)[name] for name in ARGUMENTS})
     assert (cfg.num_steps, cfg.minibatch_size, cfg.num_epochs) == (7, 8, 9)
-    assert cfg.ref_model_sync_steps == 3
+    assert cfg.sync_ref_model.steps == 3
     assert cfg.model_fields_set <= GRPOCfg.model_fields.keys()
 
 

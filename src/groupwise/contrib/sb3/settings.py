@@ -41,7 +41,7 @@ ARGUMENTS = (*CFG_NAMES, *_SAME_NAME, "kl_ref_iterations", "shared_starts")
 OF_OBJECTIVE = {"kl_estimator", "top_entropy_quantile", "adaptive_entropy"}
 """Arguments that a preset which is named as ``objective`` sets, too."""
 SHARED_STARTS = ("verify", "trust", "off")
-_SB3_NAMES = {(cfg,): sb3 for sb3, cfg in CFG_NAMES.items()} | {("ref_model_sync_steps",): "kl_ref_iterations"}
+_SB3_NAMES = {(cfg,): sb3 for sb3, cfg in CFG_NAMES.items()} | {("sync_ref_model", "steps"): "kl_ref_iterations"}
 
 _NO_CRITIC = "there is no critic; fix: leave it out"
 _EVERY_STEP = "actions are drawn independently at every step; fix: leave it out, ent_coef is what explores"
@@ -154,7 +154,7 @@ def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
     if starts not in SHARED_STARTS:
         raise ConfigError(f"shared_starts is {starts!r}, expected 'verify', 'trust' or 'off'; fix: 'verify'")
     if interval is not None:
-        tree["ref_model_sync_steps"] = interval
+        tree["sync_ref_model"] = {"steps": interval}
     for part in ("credit", "objective"):
         if isinstance(tree[part], str):
             settings = objective_preset(tree[part]).settings

@@ -27,9 +27,9 @@ from groupwise.config.run import RunCfg
         ("--algorithm.lr", "; did you mean --algorithm.learning-rate?"),
         ("--algoritm", "; did you mean --algorithm?"),
         ("--clip-range", "; did you mean --algorithm.clip-coef?"),
-        ("--policy.cell", ": it is a setting of --policy recurrent; fix: choose that, too"),
-        ("--policy.hidden-size", ": it is a setting of --policy flow or recurrent or vla; fix: choose that, too"),
-        ("--algorithm.gae-lambda", ": 'gae_lambda' is a setting of "),
+        ("--policy.cell", ": cell is a setting of policy 'recurrent', not of policy 'actor_critic'"),
+        ("--policy.hidden-size", ": hidden_size is a setting of policy "),
+        ("--algorithm.gae-lambda", ": gae_lambda is a setting of algorithm 'ppo', not of "),
     ],
 )
 def test_an_unknown_option_names_the_nearest_one(capsys, option, hint):
@@ -48,7 +48,7 @@ def test_a_choice_with_settings_is_no_json(capsys, words):
     "option", ["--algorithm.collection.x", "--algorithm.collection.noise", "--algorithm.collection"]
 )
 def test_settings_of_another_algorithm_are_named_as_such(capsys, option):
-    hint = "'collection' is a setting of grpo, not of ppo; fix: leave it out, or choose algorithm 'grpo'"
+    hint = "collection is a setting of algorithm 'grpo', not of algorithm 'ppo'"
     assert cli.main(["config", "CartPole-v1", "--algorithm", "ppo", option, "1"]) == 2
     assert f"unknown option {option}: {hint}" in capsys.readouterr().err
 
@@ -57,7 +57,7 @@ def test_the_command_line_says_it_in_one_line(capsys):
     assert cli.main(["config", "CartPole-v1", "--algorithm", "ppo", "--algorithm.collection.x", "1"]) == 2
     err = capsys.readouterr().err
     assert err.startswith(
-        "groupwise: error: unknown option --algorithm.collection.x: 'collection' is a setting of grpo"
+        "groupwise: error: unknown option --algorithm.collection.x: collection is a setting of algorithm 'grpo'"
     )
     assert err.count("\n") == 1
 

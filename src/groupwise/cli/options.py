@@ -20,8 +20,7 @@ from pydantic import TypeAdapter
 from groupwise import files
 from groupwise.cli.parser import SHARED
 from groupwise.config import load_config, presets, resolve
-from groupwise.config.algorithm import AlgorithmCfg
-from groupwise.config.base import OTHER_NAMES, Cfg
+from groupwise.config.base import OTHER_NAMES, Cfg, paths_of
 from groupwise.config.choices import Choice
 from groupwise.config.env import EnvCfg
 from groupwise.config.presets import Tree
@@ -227,24 +226,30 @@ def _hint(path: str, options: Sequence[Option], flags: Sequence[str], default: C
     """What an unknown option may mean."""
     if path == "env.id":
         return ": the environment is the first argument"
-    part, field, *_ = f"{path}.".split(".")
-    algorithm = type(default.algorithm)
     known = list(dict.fromkeys([*(option.path for option in options), *flags, *_SHARED]))
-    if part == "algorithm" and field not in algorithm.model_fields and AlgorithmCfg.owners(field):
-        return f": {algorithm.explain_unknown(field)}"
     if inside := [name for name in known if name.startswith(f"{path}.")]:
         return f": it has {', '.join(map(_flag, inside))}"
-    outer, _, own = path.rpartition(".")
-    if any(option.choice and option.path == outer for option in options):
-        choice: Any = functools.reduce(lambda settings, name: vars(settings)[name], outer.split("."), default)
-        if names := [str(kind.own_name()) for kind in choice.members() if own in kind.model_fields]:
-            return f": it is a setting of {_flag(outer)} {' or '.join(names)}; fix: choose that, too"
-    last = {name: name.rpartition(".")[2] for name in known if name != part}
+    if owner := _owner(path, default):
+        return f": {owner}"
+    own = path.rpartition(".")[2]
+    last = {name: name.rpartition(".")[2] for name in known if not path.startswith(f"{name}.")}
     like = get_close_matches(OTHER_NAMES.get(own, own), last.values(), n=1, cutoff=0.7)
     near = get_close_matches(path, last, n=1, cutoff=0.8) or [name for name in last if last[name] in like]
     if near:
         return f"; did you mean {' or '.join(map(_flag, near[:3]))}?"
     return f"; known: {', '.join(map(_flag, known))}" if len(known) < _FEW else "; --help-all shows them all"
+
+
+def _owner(path: str, settings: Cfg) -> str:
+    """Which settings have the first part of a path that these lack, if it is not further down in these."""
+    for part in path.split("."):
+        name = OTHER_NAMES.get(part, part)
+        if name not in type(settings).model_fields:
+            return "" if paths_of(type(settings), name) else settings.owner_of(name)
+        settings = vars(settings)[name]
+        if not isinstance(settings, Cfg):
+            break
+    return ""
 
 
 # --- help ---

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, SerializeAsAny, TypeAdapter, ValidationError, model_validator
 
-from groupwise.config.base import OTHER_NAMES, Cfg, Fraction, NonNegative, Positive, PositiveInt
+from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt
 from groupwise.config.choices import Choice, register_recipe
 from groupwise.config.credit import CreditCfg as CreditCfg
 from groupwise.config.objective import ClippedCfg, FixedLengthCfg, TrustRegionCfg
@@ -222,22 +222,6 @@ class AlgorithmCfg(Choice):
     def load(cls) -> type[Any]:
         """The ``BaseAlgorithm`` subclass."""
         return pkgutil.resolve_name(cls.algorithm) if isinstance(cls.algorithm, str) else cls.algorithm
-
-    @classmethod
-    def owners(cls, key: str) -> list[str]:
-        """The algorithms that have this setting."""
-        return [name for name in sorted(cls.known) if key in cls.named(name).model_fields]
-
-    @classmethod
-    def explain_unknown(cls, key: str) -> str:
-        """The message for a key that is not a field; says which other algorithms have it."""
-        name = OTHER_NAMES.get(key, key)
-        if name in cls.model_fields or not (owners := cls.owners(name)):
-            return super().explain_unknown(key)
-        return (
-            f"{name!r} is a setting of {' and '.join(owners)}, not of {cls.own_name()}; "
-            f"fix: leave it out, or choose algorithm {' or '.join(map(repr, owners))}"
-        )
 
     @model_validator(mode="before")
     @classmethod

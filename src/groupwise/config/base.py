@@ -66,19 +66,29 @@ class Cfg(BaseModel):
 
     @classmethod
     def explain_unknown(cls, key: str) -> str:
-        """The message for a key that is not a field; says which other settings have it."""
+        """The message for a key that is not a field: the one that was meant, or who has it."""
         known, name = sorted(cls.model_fields), OTHER_NAMES.get(key, key)
-        if " " in name:
-            return f"unknown key {key!r}; did you mean {name}?"
-        if name not in known and (paths := paths_of(cls, name)):
+        paths = [name] if " " in name else [] if name in known else paths_of(cls, name)
+        if paths:
             return f"unknown key {key!r}; did you mean {' or '.join(paths[:3])}?"
         alike = name != key and nearest(key, known, cutoff=0.6)  # Adam's epsilon is its eps
-        if name not in known and not alike and (owners := owners_of(name)):
-            siblings = [owner for owner in owners if issubclass(owner, cls.__bases__[0])]  # of the same choice
-            names = " and ".join(owner.__name__ for owner in (siblings or owners)[:3])
-            return f"unknown key {key!r}; {name} is a setting of {names}, not of {cls.__name__}"
+        if not alike and (owner := cls.owner_of(name)):
+            return f"unknown key {key!r}; {owner}"
         near = nearest(name if name in known else key, known)
         return f"unknown key {key!r}{near or '; known: ' + ', '.join(known)}"
+
+    @classmethod
+    def owner_of(cls, name: str) -> str:
+        """Which settings elsewhere have one of that name; empty if it is here or nowhere."""
+        owners = [] if name in cls.model_fields else owners_of(name)
+        siblings = [owner for owner in owners if issubclass(owner, cls.__bases__[0])]  # of the same choice
+        names = " and ".join(owner.title() for owner in (siblings or owners)[:3])
+        return names and f"{name} is a setting of {names}, not of {cls.title()}"
+
+    @classmethod
+    def title(cls) -> str:
+        """What messages call it."""
+        return cls.__name__
 
     @model_validator(mode="wrap")
     @classmethod

@@ -42,6 +42,11 @@ class Choice(Cfg):
         return default if isinstance(default, str) else None
 
     @classmethod
+    def title(cls) -> str:
+        """``schedule 'linear'``."""
+        return f"{cls.family} {cls.own_name()!r}" if cls.own_name() else super().title()
+
+    @classmethod
     def named(cls, name: str) -> type[Any]:
         """The member of this family with that name, or an ``UnknownNameError``."""
         found = cls.known.get(name)

@@ -31,11 +31,6 @@ class TrustRegionCfg(Choice):
     needs_old_log_prob: ClassVar[bool] = False
     """Whether ``at_start`` reads ``old_log_prob``."""
 
-    @classmethod
-    def explain_unknown(cls, key: str) -> str:
-        """The message for a key that is not a field."""
-        return super().explain_unknown(key) + (" (clip_coef sets it, too)" if key in ClippedCfg.model_fields else "")
-
     @property
     def learns_alone(self) -> bool:
         """Whether its loss has a gradient where all advantages are 0."""

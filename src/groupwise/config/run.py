@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt
 from pydantic import AfterValidator, SerializeAsAny, model_validator
 
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, PPOCfg
-from groupwise.config.base import OTHER_NAMES, Cfg, Positive, PositiveInt
+from groupwise.config.base import Cfg, Positive, PositiveInt
 from groupwise.config.budget import BUDGETS, Budget
 from groupwise.config.credit import CreditCfg
 from groupwise.config.env import EnvCfg
@@ -137,15 +137,6 @@ class CommonCfg(Cfg):
     def subject(self) -> str:
         """Name of the environment or data, for folders and plots."""
         raise NotImplementedError
-
-    @classmethod
-    def explain_unknown(cls, key: str) -> str:
-        """The message for a key that is not a field; says which part of the settings has it."""
-        name = OTHER_NAMES.get(key, key)
-        if name in cls.model_fields or not (owners := AlgorithmCfg.owners(name)):
-            return super().explain_unknown(key)
-        of_some = "" if len(owners) == len(AlgorithmCfg.known) else f" of {' or '.join(owners)}"
-        return f"unknown key {key!r}; did you mean algorithm.{name}{of_some}?"
 
     @model_validator(mode="before")
     @classmethod

@@ -277,7 +277,7 @@ def test_an_agent_goes_on_where_a_run_ended(model, tmp_path):
             r"system_prompt is for conversations, but .* has no chat template",
         ),
         ({"lora": {"rank": 2}}, r"unknown key 'rank'; did you mean 'r'\?"),
-        ({"sampling": {"top_k": 0}}, r"sampling\.top_k: 0 keeps no token; fix: null \(None\) to sample among all"),
+        ({"sampling": {"top_k": 0}}, r"sampling\.top_k = 0: input should be greater than or equal to 2"),
     ],
 )
 def test_settings_that_an_agent_cannot_have(model, settings, message):

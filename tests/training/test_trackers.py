@@ -258,7 +258,6 @@ def test_mlflow_goes_on_with_the_run_that_is_resumed(fakes: dict[str, Any], monk
     ("given", "said"),
     [
         (["wan"], "report_to.0: unknown tracker 'wan': did you mean 'wandb'?"),
-        (["mlflow", {"name": "mlflow"}], "report_to names 'mlflow' 2 times; fix: once"),
         ([{"name": "wandb", "projet": "x"}], "report_to.0: unknown key 'projet'; did you mean 'project'?"),
         (
             [{"name": "wandb", "mode": "ofline"}],

@@ -51,11 +51,16 @@ _COUNTERPARTS = {
     "algorithm.cfg.eps": "algorithm.credit.eps",
 }
 _COMPUTED = (
-    "trainer.use_wandb", "trainer.wandb_project_name", "policy.name", "policy.actor.type",
-    "policy.critic.type", "policy.action_dim", "algorithm.cfg.device", "algorithm.cfg.optimizer.name",
-    "algorithm.cfg.reset_every_rollout", "algorithm.cfg.truncate_at_first_done",
+    "trainer.use_wandb", "trainer.wandb_project_name", "policy.actor.type", "policy.critic.type", "policy.action_dim",
+    "algorithm.cfg.device", "algorithm.cfg.optimizer.name",
 )  # fmt: skip
 """What ``_trackers`` reads, and what follows from other settings here."""
+_AS_HERE: dict[str, tuple[Any, ...]] = {
+    "policy.name": ("actor_critic", "actor_only"),
+    "algorithm.cfg.reset_every_rollout": (True,),
+    "algorithm.cfg.truncate_at_first_done": (True,),
+}
+"""Values that need no setting here."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "ppo": {"ent_coef": 0.01, "vf_coef": 0.5},
     "grpo": {"ent_coef": 0.0, "group_size": 4, "kl_coef": 0.02, "eps": 1e-8},
@@ -128,24 +133,10 @@ def _trackers(given: Tree) -> Tree:
 
 
 def _missing(given: Tree, unread: Sequence[str]) -> list[str]:
-    reasons = dict.fromkeys(unread, "grpo has no critic")
-    for path in ("reset_every_rollout", "truncate_at_first_done"):
-        if given.get(f"algorithm.cfg.{path}") is False:
-            reasons[f"algorithm.cfg.{path}"] = "groups always begin anew, and each member plays one episode"
-    if given.get("policy.name") not in (None, "actor_critic", "actor_only"):
-        reasons["policy.name"] = "the policy is an MLP; fix: policy={'name': 'vla'} or a registered one"
-    actor = {key: given.get(f"policy.actor.network_cfg.{key}") for key in ("hidden_sizes", "activation")}
-    for key, value in actor.items():
-        path = f"policy.critic.network_cfg.{key}"
-        if path in given:
-            reasons[path] = "" if given[path] == value else "the critic has the actor's"
-    for path in given.keys() - _COUNTERPARTS.keys() - set(_COMPUTED) - reasons.keys():
-        reasons[path] = (
-            "it belongs to the environment; fix: env.kwargs" if path.startswith("env.") else "nothing reads it"
-        )
-    return sorted(
-        f"{path} = {json.dumps(given[path])} ({why})" for path, why in reasons.items() if why and path in given
-    )
+    same = {path for path, values in _AS_HERE.items() if given.get(path) in values}
+    same |= {path for path in given if "critic" in path and given[path] == given.get(path.replace("critic", "actor"))}
+    lost = given.keys() - (_COUNTERPARTS.keys() - set(unread)) - set(_COMPUTED) - same
+    return sorted(f"{path} = {json.dumps(given[path])}" for path in lost)
 
 
 def _leaves(tree: Tree, prefix: str = "") -> Tree:

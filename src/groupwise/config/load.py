@@ -92,8 +92,11 @@ def load_config(
         if "task" in tree and "env" in tree:
             raise ConfigError("a run has an environment or a text task; got both, fix: leave out env or task")
         if preset is not None:
-            own = presets.objective_preset(preset).settings if preset != "auto" else {}
-            tree["algorithm"] = _without(_table(tree, "algorithm"), {**own, "credit": None, "objective": None})
+            own = {} if preset == "auto" else presets.objective_preset(preset).settings
+            file = {
+                key: value for key, value in _table(tree, "algorithm").items() if key not in ("credit", "objective")
+            }
+            tree["algorithm"] = _merge(file, {key: value for key, value in own.items() if key in file})
         return _resolve([tree, _given(algorithm, fields)], preset or named)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -265,14 +268,6 @@ def _merge(low: Any, high: Any) -> Any:
         return high
     whole = {key for key in high if key not in low or key.endswith("kwargs")}
     return low | {key: value if key in whole else _merge(low[key], value) for key, value in high.items()}
-
-
-def _without(tree: Tree, replaced: Tree) -> Tree:
-    """The settings less those that are replaced: tables key by key, other values as a whole."""
-    tables = [key for key in tree if isinstance(tree[key], dict) and isinstance(replaced.get(key), dict)]
-    return {key: value for key, value in tree.items() if key not in replaced} | {
-        key: _without(tree[key], replaced[key]) for key in tables
-    }
 
 
 def _explain(item: Mapping[str, Any], base: Tree, given: Tree) -> str:

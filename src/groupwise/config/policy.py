@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from annotated_types import Ge, Gt, Le, Len, Lt, MultipleOf
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import Field, create_model, model_validator
 
 from groupwise.config.base import Cfg, Keys, Positive, PositiveInt
 from groupwise.config.choices import Choice, register_recipe
@@ -200,13 +200,6 @@ class SamplingCfg(Cfg):
     """Longest completion, or longest turn, in tokens."""
     stop: tuple[Annotated[str, Len(1)], ...] = ()
     """Strings that end a completion; they stay part of it."""
-
-    @field_validator("top_k", mode="before")
-    @classmethod
-    def _check_top_k(cls, value: object) -> object:
-        if value in (0, -1):  # as transformers and vLLM say it
-            raise ValueError(f"{value} keeps no token; fix: null (None) to sample among all")
-        return value
 
     @property
     def has_filters(self) -> bool:

@@ -1,13 +1,12 @@
 """The settings of a run: ``RunCfg`` for environments, ``TextRunCfg`` for texts. Imports no torch."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from annotated_types import Ge, Gt
-from pydantic import AfterValidator, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
-from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, PPOCfg
+from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, LinearCfg, PPOCfg
 from groupwise.config.base import Cfg, Positive, PositiveInt
 from groupwise.config.budget import BUDGETS, Budget
 from groupwise.config.credit import CreditCfg
@@ -79,13 +78,6 @@ class LoggingCfg(Cfg):
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """``bar``: live; ``lines``: plain lines; ``auto``: a bar on a terminal, otherwise lines; ``none``."""
 
-    @model_validator(mode="after")
-    def _check(self) -> "LoggingCfg":
-        names = [tracker.name for tracker in self.report_to]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"report_to names {twice[0]!r} {len(twice)} times; fix: once")
-        return self
-
 
 class SamplerMismatchCfg(Cfg):
     """Limits of the KL between sampler and trainer at the start of an update, in nats per token."""
@@ -94,12 +86,6 @@ class SamplerMismatchCfg(Cfg):
     """Warn once above this."""
     stop: Positive | None = 0.1
     """Stop training above this and keep the last checkpoint. None: never."""
-
-
-def _check_device(device: str) -> str:
-    if not re.fullmatch(r"cpu|auto|cuda(:\d+)?", device):
-        raise ValueError(f"expected 'cpu', 'cuda', 'cuda:<index>' or 'auto', got {device!r}")
-    return device
 
 
 class CommonCfg(Cfg):
@@ -113,7 +99,7 @@ class CommonCfg(Cfg):
     """The budget in iterations, in place of ``total_steps``."""
     seed: Annotated[int, Ge(0)] = 0
     """Seed of all randomness."""
-    device: Annotated[str, AfterValidator(_check_device)] = "cpu"
+    device: Annotated[str, Field(pattern=r"^(cpu|auto|cuda(:\d+)?)$")] = "cpu"
     """Device of the policy: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` (a GPU if there is one)."""
     compile: Literal["auto", "off", "on"] = "auto"
     """``torch.compile``. ``auto``: updates of runs on environments with 20,000 optimiser steps or more; ``on``: always, also the forward pass of a language model."""
@@ -148,10 +134,10 @@ class CommonCfg(Cfg):
 
     @model_validator(mode="after")
     def _check_algorithm(self) -> "CommonCfg":
-        warmup = getattr(getattr(self.algorithm, "schedule", None), "warmup", 0)
-        if warmup >= self.budget.total:
+        schedule = self.algorithm.schedule
+        if isinstance(schedule, LinearCfg) and schedule.warmup >= self.budget.total:
             raise ValueError(
-                f"algorithm.schedule.warmup={warmup} is not less than {self.budget.name}={self.budget.total:,}; fix: a share of "
+                f"algorithm.schedule.warmup={schedule.warmup} is not less than {self.budget.name}={self.budget.total:,}; fix: a share of "
                 f"training below 1, or fewer {self.budget.unit}"
             )
         expected = AlgorithmCfg.named(self.algorithm.name)

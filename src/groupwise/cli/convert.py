@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from groupwise.cli.parser import Parser
+from groupwise.comparison.methods import flat
 from groupwise.config.load import read_json, resolve
 from groupwise.config.presets import Tree
 from groupwise.errors import ConfigError, UnknownNameError
@@ -102,7 +103,7 @@ def convert_embodichain(agent: Tree) -> Converted:
     Raises:
         ConfigError: a part is missing, the algorithm is neither PPO nor GRPO, or a value is impossible.
     """
-    given = _leaves(agent)
+    given = flat(agent)
     name = given.get("algorithm.name")
     if name not in _DEFAULTS:
         raise ConfigError(f"algorithm.name = {name!r}: expected one of ppo, grpo; fix: an agent config of one of them")
@@ -137,14 +138,6 @@ def _missing(given: Tree, unread: Sequence[str]) -> list[str]:
     same |= {path for path in given if "critic" in path and given[path] == given.get(path.replace("critic", "actor"))}
     lost = given.keys() - (_COUNTERPARTS.keys() - set(unread)) - set(_COMPUTED) - same
     return sorted(f"{path} = {json.dumps(given[path])}" for path in lost)
-
-
-def _leaves(tree: Tree, prefix: str = "") -> Tree:
-    """Values by path."""
-    found: Tree = {}
-    for key, value in tree.items():
-        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return found
 
 
 def _put(tree: Tree, path: str, value: Any) -> None:

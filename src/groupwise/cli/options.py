@@ -242,14 +242,12 @@ def _hint(path: str, options: Sequence[Option], flags: Sequence[str], default: C
 
 def _owner(path: str, settings: Cfg) -> str:
     """Which settings have the first part of a path that these lack, if it is not further down in these."""
-    for part in path.split("."):
-        name = OTHER_NAMES.get(part, part)
-        if name not in type(settings).model_fields:
-            return "" if paths_of(type(settings), name) else settings.owner_of(name)
-        settings = vars(settings)[name]
-        if not isinstance(settings, Cfg):
-            break
-    return ""
+    part, _, rest = path.partition(".")
+    name = OTHER_NAMES.get(part, part)
+    if name not in type(settings).model_fields:
+        return "" if paths_of(type(settings), name) else settings.owner_of(name)
+    inner = vars(settings)[name]
+    return _owner(rest, inner) if isinstance(inner, Cfg) and rest else ""
 
 
 # --- help ---

@@ -81,7 +81,8 @@ def load_config(
     Raises:
         ConfigError: the file is missing or broken, or a setting is wrong.
     """
-    tree = _read_yaml(Path(path)) if Path(path).suffix in SUFFIXES else read_json(Path(path))
+    is_yaml = Path(path).suffix in SUFFIXES
+    tree = _read_object(Path(path), "YAML", parse_yaml) if is_yaml else read_json(Path(path))
     named = tree.pop("preset", None)
     tree.pop("provenance", None)
     try:
@@ -107,11 +108,7 @@ def read_json(path: Path, *, follow: bool = True) -> Tree:
     return _read_object(path, "JSON", files.parse_json, follow=follow)
 
 
-def _read_yaml(path: Path) -> Tree:
-    return _read_object(path, "YAML", parse_yaml, follow=True)
-
-
-def _read_object(path: Path, language: str, parse: Callable[[bytes], Any], *, follow: bool) -> Tree:
+def _read_object(path: Path, language: str, parse: Callable[[bytes], Any], *, follow: bool = True) -> Tree:
     try:
         tree = parse(files.read(path, files.MAX_SETTINGS, follow=follow))
     except OSError as error:

@@ -9,11 +9,12 @@ from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import VecEnv
 
 from groupwise.config.algorithm import CreditCfg, ObjectiveCfg
+from groupwise.config.credit import GroupStepCfg
 from groupwise.config.presets import env_preset, objective_preset
 from groupwise.contrib.sb3.settings import ARGUMENTS, CFG_NAMES
 from groupwise.errors import ConfigError
 
-PER_STEP = CreditCfg(group_key="group_step", returns="return_to_go", scale="batch_std")
+PER_STEP = CreditCfg(group_key=GroupStepCfg(), returns="return_to_go", scale="batch_std")
 """Return-to-go at each time step among the members still running, over one scale for the rollout: CartPole's preset."""
 CLIPPED = ObjectiveCfg()
 """PPO's clipped ratio, all steps alike."""

@@ -124,50 +124,6 @@ def test_a_last_checkpoint_that_does_not_fit_is_a_failure(
 
 
 @needs_linux
-def test_lines_that_wait_for_room_survive_a_kill(whole: gw.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Metrics cannot be written from the fourth iteration on; checkpoints can."""
-
-    class Ends(gw.Callback):
-        def on_checkpoint(self, trainer: gw.Trainer, path: Path) -> None:
-            if trainer.iteration == 6:
-                raise SystemExit  # as a kill: nothing is saved any more
-
-    path = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        disk = Disk(path / "metrics.jsonl", errno.ENOSPC, patch, last=99)
-        with pytest.raises(SystemExit):
-            gw.train("CartPole-v1", PPO, run_dir=path, callbacks=[disk, Ends()], **SETTINGS)
-    assert len(logged(path)) == 3
-    gw.resume(path)
-    assert logged(path) == logged(whole.path)
-
-
-@needs_linux
-def test_lines_that_found_room_before_a_kill_are_not_written_again(
-    whole: gw.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """A checkpoint holds the lines of iterations 4 to 6; they are written in the seventh, and no other is saved."""
-
-    class Ends(gw.Callback):
-        def on_rollout_end(self, trainer: gw.Trainer, rollout: TensorDict) -> None:
-            if trainer.iteration == 6:
-                await_checkpoint(trainer)
-                saver = next(callback for callback in trainer.callbacks if isinstance(callback, SaveCheckpoints))
-                saver.interval = 10**9
-            if trainer.iteration == 8:
-                raise gw.DivergedError("as a kill: nothing is saved any more")
-
-    path = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        disk = Disk(path / "metrics.jsonl", errno.ENOSPC, patch)
-        with pytest.raises(gw.DivergedError):
-            gw.train("CartPole-v1", PPO, run_dir=path, callbacks=[disk, Ends()], **SETTINGS)
-    assert [row["iteration"] for row in logged(path)] == [1, 2, 3, 4, 5, 6, 7, 8]
-    gw.resume(path)
-    assert logged(path) == logged(whole.path)
-
-
-@needs_linux
 def test_a_run_of_which_nothing_was_ever_saved_begins_again(
     whole: gw.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -181,7 +137,7 @@ def test_a_run_of_which_nothing_was_ever_saved_begins_again(
 
 
 @needs_linux
-def test_lines_that_find_no_room_are_a_failure_and_written_by_resume(
+def test_lines_that_find_no_room_are_a_failure(
     whole: gw.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     path = tmp_path / "run"
@@ -190,9 +146,8 @@ def test_lines_that_find_no_room_are_a_failure_and_written_by_resume(
         run = gw.train("CartPole-v1", PPO, run_dir=path, callbacks=[disk], **SETTINGS)
     assert run.summary["unlogged_iterations"] == 2
     assert cli.commands._print_run(run) == 1
-    assert "NOT SAVED: metrics of 2 iterations; fix: make room, then " in capsys.readouterr().err
-    assert "unlogged_iterations" not in gw.resume(path).summary
-    assert logged(path) == logged(whole.path)
+    assert "NOT SAVED: metrics of 2 iterations; fix: make room\n" in capsys.readouterr().err
+    assert logged(path) == logged(whole.path)[:8]
 
 
 @needs_linux

@@ -12,6 +12,7 @@ from groupwise.collectors.base import Episode
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError
 from groupwise.training.base import Callback, check_callbacks
+from groupwise.training.callbacks import StopAfterBadUpdates
 from groupwise.training.trainer import Trainer
 
 
@@ -181,7 +182,7 @@ def test_global_random_streams_follow_from_the_iteration(parts: Any):
     whole, second = Recorder(), Recorder()
     parts.trainer(whole, total_steps=20).train()
     later = parts.trainer(second, total_steps=20)
-    later.iteration, later.env_steps = 1, 10
+    later.go_on_from({"iteration": 1, "env_steps": 10})
     random.seed(99)
     later.train()
     assert second.draws == whole.draws[1:]
@@ -291,7 +292,7 @@ def test_ten_useless_updates_in_a_row_end_training(parts: Any):
         def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
             trainer.buffer.all_dropped = trainer.iteration % 2 == 0
 
-    trainer = parts.trainer(Drops(), total_steps=1000, algorithm=Skips)
+    trainer = parts.trainer(Drops(), StopAfterBadUpdates(), total_steps=1000, algorithm=Skips)
     with pytest.raises(DivergedError, match="numbers of 10 updates in a row were not finite"):
         trainer.train()
     assert trainer.iteration == 20

@@ -374,8 +374,8 @@ def _print_run(run: Any) -> int:
     steps, iterations = found.get("unsaved_env_steps"), found.get("unlogged_iterations")
     if steps or iterations:
         what = f"the last {steps:,} steps" if steps else f"metrics of {iterations:,} iterations"
-        again = plugins.command("resume", run.path)
-        show(f"NOT SAVED: {what}; fix: make room, then {again}", to="stderr")
+        again = f", then {plugins.command('resume', run.path)}" if steps else ""
+        show(f"NOT SAVED: {what}; fix: make room{again}", to="stderr")
         return 1
     show(f"Next:  {plugins.command('eval', run.path)}")
     return 0

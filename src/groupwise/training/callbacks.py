@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from groupwise import files
 from groupwise.config.run import EvaluationMetric, SamplerMismatchCfg
 from groupwise.config.trackers import TrackedRun
-from groupwise.errors import SamplerMismatchError
+from groupwise.errors import DivergedError, SamplerMismatchError
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import SCORES
 from groupwise.terminal import SafeStream, printable
@@ -34,15 +34,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MAX_BAD_UPDATES = 10
+
 
 def build_callbacks(
     parts: Components, folder: RunFolder, users: Sequence[Callback], evaluator: Evaluator | None, rank: int
 ) -> list[Callback]:
-    """The user's callbacks and those of the settings, in their order; only the user's on ranks above 0."""
-    if rank != 0:
-        return [*users]
+    """The user's callbacks and those of the settings, in their order; on ranks above 0 only what ends training there, too."""
     cfg, stop, logging = parts.cfg, parts.cfg.stop, parts.cfg.logging
-    built: list[Callback] = [*users, *parts.own_callbacks(folder)]
+    built = [*users]
+    if cfg.algorithm.on_nonfinite != "stop":
+        built.append(StopAfterBadUpdates())
+    if rank != 0:
+        return built
+    built += parts.own_callbacks(folder)
     if stop.time_limit is not None:
         built.append(TimeLimit(stop.time_limit))
     if evaluator is not None:
@@ -81,12 +86,28 @@ class CheckSamplerMismatch(Callback):
     def check(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Warn, or raise a ``SamplerMismatchError``."""
         found, limit = metrics.get("rollout/sampler_kl", 0.0), self.cfg.stop
+        if found <= min(self.cfg.warn, limit or self.cfg.warn):
+            return
         differ = f"sampler and trainer differ: KL {found:.3g} nats in iteration {iteration}, more than"
         if limit is not None and found > limit:
             raise SamplerMismatchError(f"{differ} {limit:g}; fix: {self.fix}")
         if found > self.cfg.warn and not self._warned:
             self._warned = True
             log.warning("%s %g; fix: %s", differ, self.cfg.warn, self.fix)
+
+
+class StopAfterBadUpdates(Callback):
+    """Ends training after 10 updates in a row with skipped steps, or of which nothing is left: numbers were not finite."""
+
+    def __init__(self) -> None:
+        self._bad = 0
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Count."""
+        bad = "train/skipped_steps" in metrics or trainer.buffer.all_dropped
+        self._bad = self._bad + 1 if bad else 0
+        if self._bad == _MAX_BAD_UPDATES:
+            raise DivergedError.because(f"numbers of {self._bad} updates in a row were not finite (see the warnings)")
 
 
 class Evaluate(Callback):
@@ -124,8 +145,10 @@ class Evaluate(Callback):
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Add ``eval/*`` to the metrics when it is time."""
-        if not trainer.passed(self.interval) and not trainer.is_done():
-            return
+        if trainer.passed(self.interval) or trainer.is_done():
+            self._evaluate(trainer, metrics)
+
+    def _evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         result = self.evaluate()
         metrics |= result.metrics()
         score = result.score(self.metric)
@@ -133,7 +156,7 @@ class Evaluate(Callback):
             counters = {
                 "iteration": trainer.iteration,
                 "env_steps": trainer.env_steps,
-                "epochs": trainer.epochs,
+                "epochs": trainer.counts["epochs"],
                 "position": trainer.collector.position,
                 SCORES[self.metric]: score,
             }
@@ -230,15 +253,18 @@ class Progress(Callback):
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Move the bar, or print a line when it is time."""
-        text = self._text(metrics)
-        done, total = min(trainer.done, trainer.budget.total), trainer.budget.total
         if self.live:
-            self.bar.update(self._task, completed=done, description=" ".join(text.split()))
+            done = min(trainer.done, trainer.budget.total)
+            self.bar.update(self._task, completed=done, description=" ".join(self._text(metrics).split()))
         elif trainer.is_done() or time.perf_counter() - self._shown >= self.interval:
             self._shown = time.perf_counter()
-            left = int((total - done) * trainer.seconds / max(done, 1e-9))
-            steps = f"{round(trainer.done, 2):>12,} / {total:,} {trainer.budget.unit}"
-            self._print(f"{done / total:5.0%}{steps}   {text}   {left // 60}:{left % 60:02} left")
+            self._print_line(trainer, metrics)
+
+    def _print_line(self, trainer: "Trainer", metrics: Mapping[str, float]) -> None:
+        done, total = min(trainer.done, trainer.budget.total), trainer.budget.total
+        left = int((total - done) * trainer.seconds / max(done, 1e-9))
+        steps = f"{round(trainer.done, 2):>12,} / {total:,} {trainer.budget.unit}"
+        self._print(f"{done / total:5.0%}{steps}   {self._text(metrics)}   {left // 60}:{left % 60:02} left")
 
     def close(self) -> None:
         """Leave the terminal as it was."""

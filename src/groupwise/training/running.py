@@ -95,8 +95,7 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
 
 def _begin_with_weights(trainer: Trainer, parts: Components, state: dict[str, Any]) -> None:
     """Begin where the best evaluation was, also in the data, with a new optimiser."""
-    trainer.iteration = trainer.collector.iteration = state["iteration"]
-    trainer.env_steps, trainer.epochs = state["env_steps"], state.get("epochs", 0.0)
+    trainer.go_on_from(state)
     trainer.collector.position = state.get("position", 0)
     for callback in trainer.callbacks:
         if isinstance(callback, Evaluate):

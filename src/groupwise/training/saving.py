@@ -14,7 +14,7 @@ from groupwise import files
 from groupwise.comparison.methods import differences, flat
 from groupwise.config.budget import BUDGETS
 from groupwise.errors import DivergedError
-from groupwise.report.folder import RunFolder, parse_entry
+from groupwise.report.folder import RunFolder
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Checkpoint, Identity, has_checkpoint, serialize, write_checkpoint
 
@@ -139,62 +139,47 @@ class MetricsLog(Callback):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._written = 0
+        self._logged = 0
         self.waiting: list[str] = []
         """Lines that the disk refused."""
 
     def on_training_start(self, trainer: "Trainer") -> None:
         """Go on after the iterations of a resumed run."""
-        self._written = trainer.iteration
-        there = {entry["iteration"] for entry in RunFolder(self.path.parent).read_metrics()}
-        self.waiting = [line for line in self.waiting if self._iteration(line) not in there]
-        if (missing := trainer.iteration - len(there) - len(self.waiting)) > 0:
+        self._logged = trainer.iteration
+        missing = trainer.iteration - len(RunFolder(self.path.parent).read_metrics())
+        if missing > 0:
             log.warning("%s lacks %d of %d iterations: it was cut or changed", self.path, missing, trainer.iteration)
-        self._append([])
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Write a line."""
-        self._write(trainer)
+        self._log(trainer)
 
     def on_training_end(self, trainer: "Trainer") -> None:
         """Write the last complete iteration, if an error of another callback came first, and what waits."""
-        if trainer.iteration != self._written:
+        if trainer.iteration != self._logged:
+            self._log(trainer)
+        elif self.waiting:
             self._write(trainer)
-        self._append([])
 
     on_interrupt = on_training_end
 
-    def _write(self, trainer: "Trainer") -> None:
-        self._written = trainer.iteration
-        numbers = {name: _to_float(name, value) for name, value in trainer.metrics.items()}
+    def _log(self, trainer: "Trainer") -> None:
+        self._logged = trainer.iteration
         position = {"iteration": trainer.iteration, "env_steps": trainer.env_steps}
+        numbers = {k: value if type(value) is float else _to_float(k, value) for k, value in trainer.metrics.items()}
         entry = position | {name: number for name, number in numbers.items() if math.isfinite(number)} | position
-        self._append([f"{json.dumps(entry)}\n"])
+        self.waiting.append(f"{json.dumps(entry)}\n")
+        self._write(trainer)
 
-    def _append(self, lines: list[str]) -> None:
-        """Write these lines after those that wait; or let them wait, too."""
-        if not self.waiting and not lines:
-            return
+    def _write(self, trainer: "Trainer") -> None:
+        """Write the lines that wait, or let them wait on."""
+        lines, self.waiting = self.waiting, []
         try:
-            files.append(self.path, "".join(self.waiting + lines).encode())
-            self.waiting = []
+            files.append(self.path, "".join(lines).encode())
         except OSError as error:
-            if lines and not self.waiting:
-                files.warn_unsaved(f"metrics from iteration {self._iteration(lines[0])} on", error)
-            self.waiting += lines
-
-    def _iteration(self, line: str) -> int:
-        return int(parse_entry(self.path, 0, line.encode())["iteration"])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Lines that wait for room."""
-        return {"waiting": self.waiting}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore them."""
-        self.waiting = [*state.get("waiting", ())]
-        for line in self.waiting:
-            self._iteration(line)
+            self.waiting = lines
+            if len(lines) == 1:
+                files.warn_unsaved(f"metrics from iteration {trainer.iteration} on", error)
 
 
 def _to_float(name: str, value: Any) -> float:

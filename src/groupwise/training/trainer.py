@@ -5,7 +5,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,6 @@ from groupwise.seeding import derive_seed
 from groupwise.training.base import Callback, check_callbacks
 
 log = logging.getLogger(__name__)
-
-MAX_BAD_UPDATES = 10
-"""Updates in a row with skipped steps, or of which nothing is left, after which training stops."""
 
 
 class Trainer:
@@ -67,14 +64,8 @@ class Trainer:
         self.engine = engine or Engine()
         self.run_dir = run_dir
         """The run folder; None for parts that were put together by hand."""
-        self.iteration = 0
-        """Finished iterations."""
-        self.env_steps = 0
-        """Environment steps taken, over all ranks."""
-        self.iteration_steps = 0
-        """Of them, those of the last iteration."""
-        self.epochs = 0.0
-        """Passes over the data of the collector; 0 if it has none."""
+        self.counts: dict[str, int | float] = {"iterations": 0, "steps": 0, "epochs": 0.0}
+        """What finished iterations did, over all ranks: environment steps, and passes over the data of the collector."""
         self.seconds = 0.0
         """Duration of finished iterations, also those before a resume."""
         self.stop_reason: str | None = None
@@ -86,8 +77,7 @@ class Trainer:
         """The current phase, or the one in which an error came."""
         self.ending = False
         """Whether iterations are over, and callbacks save the last one."""
-        self._bad_updates = 0
-        self._done_before: int | float = 0
+        self._counts_before = self.counts
 
     def train(self) -> None:
         """Run the loop.
@@ -118,23 +108,32 @@ class Trainer:
         return self.done >= self.budget.total or self.stop_reason is not None
 
     @property
+    def iteration(self) -> int:
+        """Finished iterations."""
+        return int(self.counts["iterations"])
+
+    @property
+    def env_steps(self) -> int:
+        """Environment steps taken, over all ranks."""
+        return int(self.counts["steps"])
+
+    @property
     def done(self) -> int | float:
         """What is done of the budget, in its unit."""
-        return {"steps": self.env_steps, "iterations": self.iteration, "epochs": self.epochs}[self.budget.unit]
+        return self.counts[self.budget.unit]
 
     def passed(self, interval: int | None) -> bool:
         """Whether the last iteration passed a multiple of ``interval`` environment steps. None: of a tenth of the budget."""
-        if interval is None:
-            before, now = (int(done / self.budget.tenth + 1e-9) for done in (self._done_before, self.done))
-            return now > before  # of epochs, 0.3 // 0.1 would be 2
-        return self.env_steps // interval > (self.env_steps - self.iteration_steps) // interval
+        unit, size = (self.budget.unit, self.budget.tenth) if interval is None else ("steps", interval)
+        before, now = (int(counts[unit] / size + 1e-9) for counts in (self._counts_before, self.counts))
+        return now > before  # 1e-9: of epochs, 0.3 / 0.1 is less than 3
 
     def state_dict(self) -> dict[str, Any]:
         """What the next iteration depends on, without the policy: plain data and tensors."""
         return {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
-            "epochs": self.epochs,
+            "epochs": self.counts["epochs"],
             "seconds": self.seconds,
             "num_slots": self.buffer.num_steps,
             "collector": self.collector.state_dict(),
@@ -144,17 +143,24 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved ``state_dict``; the collector must be fresh. New callbacks start afresh."""
-        self.iteration = self.collector.iteration = state["iteration"]
-        self.env_steps = state["env_steps"]
+        self.go_on_from(state)
         self.seconds = state["seconds"]
         self.buffer.num_steps = state["num_slots"]
         self.collector.load_state_dict(state["collector"])
-        self.epochs = self._passes()
         if self.engine.rank != 0:
             self.collector.recent.clear()  # a checkpoint holds the episodes of rank 0
         self.algorithm.load_state_dict(state["algorithm"])
         for name, callback in self._named_callbacks():
             callback.load_state_dict(state["callbacks"].get(name, callback.state_dict()))
+
+    def go_on_from(self, counters: Mapping[str, Any]) -> None:
+        """Take over what was done, from the entries of a ``state_dict``."""
+        self.collector.iteration = counters["iteration"]
+        self.counts = {
+            "iterations": counters["iteration"],
+            "steps": counters["env_steps"],
+            "epochs": counters.get("epochs", 0.0),
+        }
 
     def _call_on_step(self, callbacks: Sequence[Callback], action: Tensor, step: Any) -> None:
         for callback in callbacks:
@@ -199,56 +205,41 @@ class Trainer:
     def _iterate(self) -> None:
         start = time.perf_counter()
         _seed_everything(derive_seed(self.seed, "global", self.engine.rank, self.iteration))
-        self._done_before = self.done
         self.doing = "collecting"
         rollout = self.collector.collect(self.num_steps, rollout=self.buffer.start_rollout())
         self.doing = "updating"
         self.buffer.add(rollout)
-        total = self.budget.total
-        self.algorithm.set_progress(self.done / total, total, self._collected() / total)
+        counts, total = self._count(), self.budget.total
+        self.algorithm.set_progress(self.done / total, total, (counts[self.budget.unit] - self.done) / total)
         collected = time.perf_counter()
         for callback in self.callbacks:
             callback.on_rollout_end(self, rollout)
         update_start = time.perf_counter()
         metrics = self._to_floats(self.algorithm.update(self.buffer.get()))
         updated = time.perf_counter()
-        self.iteration += 1
-        self._count_bad_updates("train/skipped_steps" in metrics or self.buffer.all_dropped)
+        self._counts_before, self.counts = self.counts, counts
         for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
             self._leave_out(name, metrics.pop(name))
-        self.iteration_steps = self.engine.sum_int(self.collector.last_steps)
-        self.env_steps += self.iteration_steps
-        self.epochs = self._passes()
         self.seconds += updated - start
         collected_by = self.engine.gather_objects((self.collector.recent_episodes(), self.collector.metrics()))
-        metrics |= pool_metrics(collected_by) | {
+        self.metrics = metrics | pool_metrics(collected_by) | {
             "time/total_seconds": self.seconds,
             "time/collect_seconds": collected - start,
             "time/update_seconds": updated - update_start,
-            "time/steps_per_second": self.iteration_steps / (updated - start),
-        }
-        self.metrics, self.doing = metrics, "callbacks"
+            "time/steps_per_second": (counts["steps"] - self._counts_before["steps"]) / (updated - start),
+        }  # fmt: skip
+        self.doing = "callbacks"
         for callback in self.callbacks:
-            callback.on_iteration_end(self, rollout, metrics)
+            callback.on_iteration_end(self, rollout, self.metrics)
 
-    def _collected(self) -> int | float:
-        """What the last rollout adds to ``done``."""
-        if self.budget.unit == "steps":
-            return self.engine.sum_int(self.collector.last_steps)
-        return 1 if self.budget.unit == "iterations" else self._passes() - self.epochs
-
-    def _passes(self) -> float:
-        """Passes over the data of the collector; 0 if it has none."""
+    def _count(self) -> dict[str, int | float]:
+        """The counts after the rollout that was just collected."""
         size = self.collector.data_size
-        return self.engine.sum_int(self.collector.position) / size if size else 0.0
-
-    def _count_bad_updates(self, bad: bool) -> None:
-        """Raise after ``MAX_BAD_UPDATES`` in a row that numbers which are not finite made useless."""
-        self._bad_updates = self._bad_updates + 1 if bad else 0
-        if self._bad_updates == MAX_BAD_UPDATES:
-            raise DivergedError.because(
-                f"numbers of {MAX_BAD_UPDATES} updates in a row were not finite (see the warnings)"
-            )
+        return {
+            "iterations": self.iteration + 1,
+            "steps": self.env_steps + self.engine.sum_int(self.collector.last_steps),
+            "epochs": self.engine.sum_int(self.collector.position) / size if size else 0.0,
+        }
 
     def _leave_out(self, name: str, value: float) -> None:
         """Warn of a metric that is NaN or infinite, or raise, as ``on_nonfinite`` says."""

@@ -1,23 +1,22 @@
 """Evaluation of a policy over exactly n episodes, each with its own seed."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from groupwise.collectors.base import acting_on_finite
 from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.run import EvaluationMetric
-from groupwise.data.rollout import Nested, all_finite, allocate
-from groupwise.envs.base import GroupEnv
+from groupwise.data.rollout import all_finite, allocate
+from groupwise.envs.base import EnvStep, GroupEnv
 from groupwise.envs.success import successes_by_task
 from groupwise.errors import DataError, EnvError
-from groupwise.policies.base import Policy
+from groupwise.policies.base import Action, Policy
 from groupwise.report.scores import mean_ci95, wilson_95
 from groupwise.seeding import derive_seed
 
@@ -184,93 +183,104 @@ def evaluate_policy(
     """
     was_training = policy.training
     policy.eval()
-    obs = allocate(env.obs_spec, episodes, device=policy.device)
-    results = [
-        _play_round(policy, env, obs, first, seed, deterministic, max_steps, on_nonfinite)
-        for first in range(0, episodes, env.num_envs)
-    ]
+    played = _Episodes(policy, env, episodes, seed, deterministic, on_nonfinite)
+    for first in range(0, episodes, env.num_envs):
+        played.play_round(first, max_steps)
     policy.train(was_training)
-    *scores, tasks = zip(*results, strict=True)
-    returns, lengths, success, tells_success, cut = (torch.cat(parts) for parts in scores)
-    named = np.concatenate(tasks)
-    kept = returns.isfinite()
-    if not kept.all():
-        what = f"return of evaluation episode {int((~kept).nonzero()[0])} is not finite"
-        if on_nonfinite == "stop" or not kept.any():
-            raise DataError(f"{what}; fix: correct the environment's rewards")
-        log.warning("%s; %d of %d episodes are left out", what, int((~kept).sum()), episodes)
-        numbers = (returns, lengths, success, tells_success, cut)
-        returns, lengths, success, tells_success, cut = (part[kept] for part in numbers)
-        named = named[kept.numpy()]
-    return EvaluationResult(
-        tuple(returns.tolist()),
-        tuple(lengths.tolist()),
-        successes=tuple(success.tolist()) if tells_success.any() else None,
-        cut_episodes=int(cut.sum()),
-        tasks=tuple(named.tolist()) if any(named) else None,
-    )
+    return played.result()
 
 
-def _play_round(
-    policy: Policy,
-    env: GroupEnv,
-    batch: Nested,
-    first: int,
-    seed: int,
-    deterministic: bool,
-    max_steps: int,
-    on_nonfinite: OnNonFinite,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, npt.NDArray[Any]]:
-    """Of episodes ``first, first + 1, ...``, one in each row of ``env`` that has one left.
+class _Episodes:
+    """Plays the episodes of an evaluation; arguments as of ``evaluate_policy``."""
 
-    Their returns, lengths, whether they succeeded, whether the environment says so, whether they were cut, and their tasks.
-    """
-    act = policy.player().act
-    act = act if on_nonfinite == "stop" else acting_on_finite(act)
-    count = min(env.num_envs, len(batch) - first)
-    rows, episodes = slice(0, count), slice(first, first + count)
-    numbers = range(first, first + env.num_envs)
-    obs = env.start(
-        np.ones(env.num_envs, dtype=np.bool_),
-        np.array([derive_seed(seed, "eval", i) for i in numbers], dtype=np.int64),
-        np.array([derive_seed(seed, "eval", i, "noise") for i in numbers], dtype=np.int64),
-    )
-    idle = np.arange(env.num_envs) >= count
-    if idle.any():
-        env.pause(idle)
-    returns, lengths = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
-    running = torch.ones(count, dtype=torch.bool)
-    success, tells_success = torch.zeros(2, count, dtype=torch.bool)
-    tasks = np.full(count, "", dtype=object)
-    for step in range(max_steps):
-        batch[episodes] = obs[rows]
+    def __init__(
+        self, policy: Policy, env: GroupEnv, count: int, seed: int, deterministic: bool, on_nonfinite: OnNonFinite
+    ) -> None:
+        self.policy = policy
+        self.env = env
+        self.seed = seed
+        self.deterministic = deterministic
+        self.on_nonfinite = on_nonfinite
+        self.obs = allocate(env.obs_spec, count, device=policy.device)
+        self.returns, self.lengths = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
+        self.running = torch.ones(count, dtype=torch.bool)
+        """Of which the end was not seen."""
+        self.success, self.tells_success = torch.zeros(2, count, dtype=torch.bool)
+        self.tasks = np.full(count, "", dtype=object)
+
+    def play_round(self, first: int, max_steps: int) -> None:
+        """Play episodes ``first, first + 1, ...``, one in each row of the environment that has one left."""
+        env, act = self.env, self.policy.player().act
+        act = act if self.on_nonfinite == "stop" else acting_on_finite(act)
+        numbers = range(first, first + env.num_envs)
+        count = min(env.num_envs, len(self.returns) - first)
+        episodes = slice(first, first + count)
+        obs = env.start(
+            np.ones(env.num_envs, dtype=np.bool_),
+            np.array([derive_seed(self.seed, "eval", i) for i in numbers], dtype=np.int64),
+            np.array([derive_seed(self.seed, "eval", i, "noise") for i in numbers], dtype=np.int64),
+        )
+        if count < env.num_envs:
+            env.pause(np.arange(env.num_envs) >= count)
+        for step in range(max_steps):
+            self.obs[episodes] = obs[:count]
+            action = self._act(act, step)[episodes]
+            self._check_finite(action, first, step)
+            unused = action.new_zeros(env.num_envs - count, *action.shape[1:])  # of paused rows
+            stepped = env.step(torch.cat([action, unused]))
+            obs = stepped.obs
+            self._add(stepped, episodes)
+            if not self.running[episodes].any():
+                break
+
+    def result(self) -> EvaluationResult:
+        """What was played, without episodes whose return is not finite.
+
+        Raises:
+            DataError: there is such a return, and ``on_nonfinite`` is "stop", or there is no other.
+        """
+        kept = self.returns.isfinite()
+        if not kept.all():
+            what = f"return of evaluation episode {int((~kept).nonzero()[0])} is not finite"
+            if self.on_nonfinite == "stop" or not kept.any():
+                raise DataError(f"{what}; fix: correct the environment's rewards")
+            log.warning("%s; %d of %d episodes are left out", what, int((~kept).sum()), len(kept))
+        tasks = self.tasks[kept.numpy()].tolist()
+        return EvaluationResult(
+            tuple(self.returns[kept].tolist()),
+            tuple(self.lengths[kept].tolist()),
+            successes=tuple(self.success[kept].tolist()) if self.tells_success[kept].any() else None,
+            cut_episodes=int(self.running[kept].sum()),
+            tasks=tuple(tasks) if any(tasks) else None,
+        )
+
+    def _act(self, act: Callable[..., Action], step: int) -> Tensor:
         generator = None
-        if not deterministic:
-            generator = torch.Generator(policy.device).manual_seed(derive_seed(seed, "act", step))
-        action = policy.env_action(act(batch, deterministic, generator).action)[episodes]
-        if not _finite(action) and not _finite(action[running.to(action.device)]):
-            row = int((running.to(action.device) & ~action.isfinite().flatten(1).all(dim=1)).nonzero()[0])
-            raise DataError(
-                f"the observation or the action of evaluation episode {first + row} at step {step} is not finite; fix: correct "
-                "the environment, or lower learning_rate if the policy diverged"
-            )
-        unused = action.new_zeros(env.num_envs - count, *action.shape[1:])  # of paused rows
-        stepped = env.step(torch.cat([action, unused]))
-        obs = stepped.obs
+        if not self.deterministic:
+            generator = torch.Generator(self.policy.device).manual_seed(derive_seed(self.seed, "act", step))
+        return self.policy.env_action(act(self.obs, self.deterministic, generator).action)
+
+    def _add(self, stepped: EnvStep, episodes: slice) -> None:
+        """Add a step to the episodes that run."""
+        rows, running = slice(0, episodes.stop - episodes.start), self.running[episodes]
         reward = stepped.reward[rows].cpu()
-        returns += reward.nan_to_num(0.0, 0.0, 0.0) if on_nonfinite == "zero" else reward
-        lengths += running
+        self.returns[episodes] += reward.nan_to_num(0.0, 0.0, 0.0) if self.on_nonfinite == "zero" else reward
+        self.lengths[episodes] += running
         ended = running & (stepped.terminated | stepped.truncated)[rows].cpu()
         if stepped.success is not None:
-            success |= ended & stepped.success[rows].cpu()
-            tells_success |= ended
+            self.success[episodes] |= ended & stepped.success[rows].cpu()
+            self.tells_success[episodes] |= ended
         if stepped.task is not None:
-            tasks[ended.numpy()] = stepped.task[rows][ended.numpy()]
-        running &= ~ended
-        if not running.any():
-            break
-    return returns, lengths, success, tells_success, running, tasks
+            self.tasks[episodes][ended.numpy()] = stepped.task[rows][ended.numpy()]
+        self.running[episodes] = running & ~ended
 
-
-def _finite(action: Tensor) -> bool:
-    return not action.is_floating_point() or all_finite(action)
+    def _check_finite(self, action: Tensor, first: int, step: int) -> None:
+        """Raise a ``DataError`` where an episode that runs has an action that is not finite."""
+        if not action.is_floating_point() or all_finite(action):
+            return
+        bad = ~action.isfinite().flatten(1).all(dim=1).cpu() & self.running[first : first + len(action)]
+        if bad.any():
+            raise DataError(
+                f"the observation or the action of evaluation episode {first + int(bad.nonzero()[0])} at step {step} is not "
+                "finite; fix: correct the environment, or lower learning_rate if the policy diverged"
+            )

@@ -29,7 +29,7 @@ from groupwise.text.task import TextTask
 from groupwise.training import running
 from groupwise.training.base import Callback, check_callbacks
 from groupwise.training.build import build_components
-from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, saved_done
+from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, saved_counts
 from groupwise.training.components import Components, UserObjects, pick_device
 from groupwise.training.env_evaluator import EnvEvaluator, record
 
@@ -219,7 +219,7 @@ def _with_budget(cfg: CommonCfg, budget: Budget, folder: RunFolder) -> CommonCfg
     name, unit, total = budget.name, budget.unit, budget.total
     if name not in type(cfg).model_fields:
         raise ConfigError(f"{name} = {total:,}: an environment has no {unit}; fix: total_steps or total_iterations")
-    budget.check_exceeds(saved_done(folder.latest, unit) or 0, folder.path)
+    budget.check_exceeds(saved_counts(folder.latest)[unit], folder.path)
     return cfg.model_copy(update={other: None for other in BUDGETS if other in type(cfg).model_fields} | {name: total})
 
 

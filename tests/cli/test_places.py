@@ -17,7 +17,7 @@ import pytest
 
 from groupwise import cli, plugins
 from groupwise.terminal import SafeStream, prepare, show
-from groupwise.training.checkpoint import saved_steps
+from groupwise.training.checkpoint import saved_counts
 
 NAME = "rün €[/x] [red]'a\""
 SHORT = ["--total-steps", "2000", "--evaluation.episodes", "2"]
@@ -59,7 +59,7 @@ def test_ascii_no_home_a_full_stderr_a_clock_that_goes_back_and_a_strange_path(t
     assert lines[0].startswith("Done in ")
     assert lines[-1] == "Next:  groupwise eval 'r\\xfcn \\u20ac[/x] [red]'\"'\"'a\"'"
     assert (
-        saved_steps(folder / NAME / "checkpoints/latest")
+        saved_counts(folder / NAME / "checkpoints/latest")["steps"]
         == json.loads((folder / NAME / "summary.json").read_text())["env_steps"]
     )
 
@@ -108,7 +108,7 @@ def test_a_terminal_that_is_closed_saves_the_run(tmp_path: Path):
         process.kill()
     iterations = metrics.read_bytes().count(b"\n")
     assert (
-        saved_steps(tmp_path / "run/checkpoints/latest")
+        saved_counts(tmp_path / "run/checkpoints/latest")["steps"]
         == json.loads(metrics.read_text().splitlines()[-1])["env_steps"]
     )
     assert iterations > 2

@@ -324,9 +324,9 @@ def test_a_run_begins_with_the_policy_of_another_one(kind, tmp_path):
     second = train(kind, tmp_path / "second", "ppo", **taken)
     assert second.cfg.policy == first.cfg.policy.model_copy(update={"init_from": first.path})
     policy = KINDS[kind](ENV.observation_space, ENV.action_space, second.cfg.policy)  # what init_from fills
-    assert initialize(policy, first.path).fresh == ("value_head",)
+    assert "value_head starts fresh" in initialize(policy, first.path)
     assert predicts_alike(policy, first.policy)
-    assert initialize(make_policy(kind), second.path).fresh == ()  # an actor alone needs no critic
+    assert "fresh" not in initialize(make_policy(kind), second.path)  # an actor alone needs no critic
 
 
 @pytest.mark.parametrize(

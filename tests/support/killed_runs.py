@@ -21,7 +21,7 @@ import torch
 import groupwise as gw
 from groupwise.report.folder import RunFolder
 from groupwise.training import env_evaluator
-from groupwise.training.checkpoint import load_checkpoint, saved_steps
+from groupwise.training.checkpoint import load_checkpoint, saved_counts
 
 INTERVAL = {"control": 128, "text": 40}
 COMMON = {"seed": 3, "compile": "off", "logging": {"progress": "none"}}
@@ -103,7 +103,7 @@ class Runs:
         """Let a killed run end, and compare it with the whole one."""
         folder = RunFolder(path)
         rows = folder.read_metrics() if folder.config.exists() else []
-        lost = rows[-1]["env_steps"] - (saved_steps(folder.latest) or 0) if rows else 0
+        lost = rows[-1]["env_steps"] - saved_counts(folder.latest)["steps"] if rows else 0
         longest = max(row["rollout/env_steps"] for row in rows) if rows else 0
         if lost > INTERVAL[self.kind] + longest:
             return f"{lost} steps are lost"

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 import groupwise as gw
 from groupwise.report.folder import RunFolder
-from groupwise.training.checkpoint import saved_steps
+from groupwise.training.checkpoint import saved_counts
 from groupwise.training.running import finishing_on_signal
 from groupwise.training.signals import STOP
 
@@ -284,7 +284,7 @@ def test_weights_that_are_not_finite_never_take_the_place_of_good_ones(how: str,
     settings |= {"evaluation": {"interval": 128 if how == "best" else 9999, "episodes": 2}}
     with pytest.raises(gw.DivergedError, match=r"is not finite after iteration 2; .*fix: lower"):
         gw.train("CartPole-v1", PPO, run_dir="mine", callbacks=[Poison()], **settings)
-    assert saved_steps(Path("mine/checkpoints/latest")) == (64 if how in ("due", "best") else None)
+    assert saved_counts(Path("mine/checkpoints/latest"))["steps"] == (64 if how in ("due", "best") else 0)
     assert not Path("mine/checkpoints/best").exists()
 
 
@@ -302,7 +302,7 @@ def test_a_policy_that_diverged_leaves_the_last_checkpoint():
     settings = TINY | {"checkpoint_interval": 160, "total_steps": 999}  # an iteration takes 80 steps
     with pytest.raises(gw.DataError, match="is not finite") as caught:
         gw.train("Pendulum-v1", algorithm, run_dir="mine", callbacks=[Diverges()], **settings)
-    assert saved_steps(Path("mine/checkpoints/latest")) == 160
+    assert saved_counts(Path("mine/checkpoints/latest"))["steps"] == 160
     assert "on_env_error" not in caught.value.__notes__[-1]
 
 

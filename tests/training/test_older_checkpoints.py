@@ -16,7 +16,7 @@ from groupwise.training.checkpoint import (
     Checkpoint,
     Identity,
     load_checkpoint,
-    saved_steps,
+    saved_counts,
     serialize,
     write_checkpoint,
 )
@@ -109,7 +109,7 @@ def test_the_one_before_may_be_damaged_too(trained: gw.Run, tmp_path: Path, capl
     assert gw.evaluate(path, 1).episodes == 1
     assert "latest/state.json is" in caplog.text
     assert "latest.1/state.json is" in caplog.text
-    assert saved_steps(path / "checkpoints" / "latest") == 192
+    assert saved_counts(path / "checkpoints" / "latest")["steps"] == 192
     flip(path / "checkpoints" / "latest.2" / "policy.safetensors")
     before = logged(path)
     with pytest.raises(gw.CheckpointError, match=r"latest/state.*latest\.1/state.*latest\.2/policy.*fix: "):

@@ -20,7 +20,7 @@ from text_runs import DIGITS, save_model
 import groupwise as gw
 from groupwise.report.folder import RunFolder
 from groupwise.training import running
-from groupwise.training.checkpoint import load_checkpoint, saved_steps
+from groupwise.training.checkpoint import load_checkpoint, saved_counts
 from groupwise.training.signals import STOP
 
 ROUNDS = int(os.environ.get("TORTURE_ROUNDS", "1"))
@@ -132,7 +132,9 @@ def stop_at_random(folder: Path, target: list[str], count: int, seed: int) -> No
         assert _command(folder, "resume", stopped).wait() == 0
         first, second = (load_checkpoint(path / "checkpoints/latest").policy for path in (whole, stopped))
         assert all(torch.equal(value, second[name]) for name, value in first.items())
-        assert saved_steps(stopped / "checkpoints/latest") == saved_steps(whole / "checkpoints/latest")
+        assert (
+            saved_counts(stopped / "checkpoints/latest")["steps"] == saved_counts(whole / "checkpoints/latest")["steps"]
+        )
         numbers = [entry["iteration"] for entry in RunFolder(stopped).read_metrics()]
         assert numbers == list(range(1, len(numbers) + 1))
 

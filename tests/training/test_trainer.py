@@ -305,18 +305,3 @@ def test_ten_useless_updates_in_a_row_end_training(parts: Any):
 def test_callbacks_come_as_a_list_of_instances(callbacks: Any, message: str):
     with pytest.raises(ConfigError, match=message):
         check_callbacks(callbacks)
-
-
-def test_a_callback_whose_method_takes_other_arguments_is_refused():
-    class Old(Callback):
-        def on_iteration_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:  # type: ignore[override]
-            pass
-
-    class Open(Callback):
-        def on_iteration_end(self, *arguments: Any, **named: Any) -> None:
-            pass
-
-    check_callbacks([Open()])
-    fix = r"called with \(trainer, rollout, metrics\); fix: def on_iteration_end\(self, trainer, rollout, metrics\)$"
-    with pytest.raises(ConfigError, match=r"^Old.on_iteration_end takes \(trainer: .*, metrics: .*" + fix):
-        check_callbacks([Old()])

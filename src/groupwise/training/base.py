@@ -1,6 +1,5 @@
 """The events of a run."""
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,30 +19,14 @@ def check_callbacks(callbacks: Any) -> tuple["Callback", ...]:
     """The user's callbacks.
 
     Raises:
-        ConfigError: they are no list, or one is no ``Callback``, or has a method of other arguments.
+        ConfigError: they are no list, or one is no ``Callback``.
     """
     if not isinstance(callbacks, Sequence):
         raise ConfigError(f"callbacks = {callbacks!r:.80}: expected a list; fix: callbacks=[...]")
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ConfigError(f"{callback!r:.80} is no Callback; fix: give instances of subclasses of gw.Callback")
-        _check_signatures(callback)
     return tuple(callbacks)
-
-
-def _check_signatures(callback: "Callback") -> None:
-    for name, event in vars(Callback).items():
-        if name.startswith("_"):
-            continue
-        arguments = list(inspect.signature(event).parameters)[1:]
-        own = inspect.signature(getattr(callback, name))
-        try:
-            own.bind(*arguments)
-        except TypeError:
-            raise ConfigError(
-                f"{type(callback).__name__}.{name} takes {own}, and is called with ({', '.join(arguments)}); fix: "
-                f"def {name}({', '.join(['self', *arguments])})"
-            ) from None
 
 
 class Callback:

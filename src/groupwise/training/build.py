@@ -36,7 +36,7 @@ from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity
 from groupwise.training.components import Components, UserObjects, pick_device, threads
 from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, record, separate_env
-from groupwise.training.initialize import Initialized, initialize
+from groupwise.training.initialize import initialize
 from groupwise.training.memory_check import check_rollout_fits
 from groupwise.training.videos import Videos
 
@@ -54,7 +54,7 @@ class EnvComponents(Components):
 
     cfg: RunCfg
     env: VectorEnv
-    initialized: Initialized | None = None
+    initialized: str = ""
     """Where the policy's first weights come from, if not from random numbers."""
 
     @property
@@ -74,7 +74,7 @@ class EnvComponents(Components):
         """Where the weights come from, how the members of a group share their start, and what to know about the environment."""
         mode = self._start_mode()
         shared = "not shared." if mode == "none" else f"shared ({mode}), verified."
-        weights = [] if self.initialized is None else [str(self.initialized)]
+        weights = [self.initialized] if self.initialized else []
         return [*weights, *([f"Group starts: {shared}"] if mode else []), *self._horizon_note(), *self.env.notes]
 
     def summary_fields(self) -> dict[str, Any]:
@@ -145,12 +145,12 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
         device=device,
     )
     policy = build_policy(cfg, env, given, algorithm_type).to(device)
-    source = None if restored or cfg.policy.init_from is None else initialize(policy, cfg.policy.init_from)
+    initialized = "" if restored or cfg.policy.init_from is None else initialize(policy, cfg.policy.init_from)
     cfg = _with_max_length(_with_horizon(cfg, env), env, policy.num_units)
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
     if isinstance(cfg.algorithm, BCCfg):
         collector = pkgutil.resolve_name(f"{CLONING}:demo_collector")(
-            cfg, env, policy, engine, read=not restored, fit_normalizers=given.policy is None and source is None
+            cfg, env, policy, engine, read=not restored, fit_normalizers=given.policy is None and not initialized
         )
     else:
         collector = _build_collector(cfg, env, policy, engine)
@@ -173,7 +173,7 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
     )
     check_rollout_fits(cfg, buffer.slot_bytes, device)
     identity = Identity(env.env_id, str(env.observation_space), str(env.action_space))
-    return EnvComponents(cfg, given, algorithm, collector, buffer, identity, env, source)
+    return EnvComponents(cfg, given, algorithm, collector, buffer, identity, env, initialized)
 
 
 def build_policy(cfg: RunCfg, env: VectorEnv, given: UserObjects, algorithm_type: type[BaseAlgorithm]) -> Policy:

@@ -19,8 +19,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -46,8 +45,6 @@ FORMAT = 2
 POLICY, ALGORITHM, STATE, MANIFEST = "policy.safetensors", "algorithm.safetensors", "state.json", "manifest.json"
 DAMAGES = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 """What code raises that reads a state with wrong entries."""
-COUNTERS = {"steps": "env_steps", "iterations": "iteration", "epochs": "epochs"}
-"""Entries of a state that say what is done of a budget, by its unit."""
 MAX_STATE = 64 * files.MIB
 """Bytes of ``state.json``."""
 MAX_EXTRA = 1024 * files.MIB
@@ -153,23 +150,13 @@ def has_checkpoint(folder: Path) -> bool:
     return bool(find_checkpoints(folder))
 
 
-def saved_steps(folder: Path) -> int | None:
-    """Environment steps at the checkpoint; None if there is none.
+def saved_counts(folder: Path) -> dict[str, int | float]:
+    """What was done at the checkpoint, as ``Trainer.counts``; nothing if there is none.
 
     Raises:
         CheckpointError: it is damaged, and so are those before it.
     """
-    steps = saved_done(folder, "steps")
-    return None if steps is None else int(steps)
-
-
-def saved_done(folder: Path, unit: str) -> int | float | None:
-    """What is done at the checkpoint of a budget in ``steps``, ``iterations`` or ``epochs``; None if there is none.
-
-    Raises:
-        CheckpointError: as ``saved_steps``.
-    """
-    return _newest(folder, partial(_read_counter, name=COUNTERS[unit])) if has_checkpoint(folder) else None
+    return _newest(folder, _read_counts) if has_checkpoint(folder) else {"iterations": 0, "steps": 0, "epochs": 0.0}
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -205,14 +192,8 @@ def load_state(run: "Trainer", state: dict[str, Any], where: Path) -> None:
         CheckpointError: an entry is missing or of another type or shape.
     """
     try:
-        for name in ("iteration", "env_steps", "num_slots"):
-            if not is_count(state[name]):
-                raise TypeError(f"{name} is {state[name]!r:.80}, expected a count")
-        if not is_number(state["seconds"]):
-            raise TypeError(f"seconds is {state['seconds']!r:.80}, expected a number")
-        for name, fresh in (("algorithm", run.algorithm.state_dict()), ("collector", run.collector.state_dict())):
-            _check_like(state[name], fresh, name)
-        _check_moments(state["algorithm"]["optimizer"]["state"], run.algorithm.parameters)
+        _check_like(state, run.state_dict() | {"callbacks": None}, "state")
+        _counts_of(state)
         run.load_state_dict(state)
     except GroupwiseError:
         raise
@@ -230,21 +211,22 @@ def _check_like(saved: Any, fresh: Any, path: str) -> None:
     if isinstance(fresh, Tensor) and saved.shape != fresh.shape:
         raise ValueError(f"{path} has shape {tuple(saved.shape)}, expected {tuple(fresh.shape)}")
     if isinstance(fresh, dict):
-        pairs = [(key, saved[key], value) for key, value in fresh.items() if key in saved]
+        for key in fresh.keys() & saved.keys():
+            _check_like(saved[key], fresh[key], f"{path}.{key}")
     elif isinstance(fresh, list | tuple):
-        pairs = [(index, *both) for index, both in enumerate(zip(saved, fresh, strict=False))]
-    else:
-        return
-    for key, entry, value in pairs:
-        _check_like(entry, value, f"{path}.{key}")
+        for index, (entry, value) in enumerate(zip(saved, fresh, strict=False)):
+            _check_like(entry, value, f"{path}.{index}")
 
 
-def _check_moments(saved: Mapping[int, Mapping[str, Any]], parameters: Sequence[Tensor]) -> None:
-    """Raise an error if what an optimiser keeps of a parameter is neither a number nor of its shape."""
-    for index, moments in saved.items():
-        for name, value in moments.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != parameters[index].shape:
-                raise ValueError(f"{name} of parameter {index} has shape {tuple(value.shape)}")
+def _counts_of(state: Mapping[str, Any]) -> dict[str, int | float]:
+    """What is done, by the entries of a state; an error if they are no counts."""
+    for name in ("iteration", "env_steps"):
+        if not is_count(state[name]):
+            raise TypeError(f"{name} is {state[name]!r:.80}, expected a count")
+    epochs = state.get("epochs", 0.0)
+    if not is_number(epochs):
+        raise TypeError(f"epochs is {epochs!r:.80}, expected a number")
+    return {"iterations": state["iteration"], "steps": state["env_steps"], "epochs": epochs}
 
 
 class _DamageError(Exception):
@@ -288,15 +270,12 @@ def _read_checkpoint(folder: Path, identity: Identity | None, limits: Mapping[st
     return Checkpoint(weights, state)
 
 
-def _read_counter(folder: Path, name: str) -> int | float:
+def _read_counts(folder: Path) -> dict[str, int | float]:
     path = folder / STATE
     try:
-        found: int | float = ({"epochs": 0.0} | files.parse_json(files.read(path, MAX_STATE)))[name]
-        if not (is_number if name == "epochs" else is_count)(found):
-            raise ValueError(f"{name} is {found!r:.80}, expected a {'number' if name == 'epochs' else 'count'}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _counts_of(files.parse_json(files.read(path, MAX_STATE)))
+    except (OSError, *DAMAGES) as error:
         raise _DamageError(f"{path} is missing or damaged ({_in_short(error)})") from error
-    return found
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from groupwise.config.load import load_config
 from groupwise.config.run import CommonCfg
 from groupwise.errors import ConfigError
 from groupwise.report.folder import RunFolder
-from groupwise.training.checkpoint import find_checkpoints, has_checkpoint, load_checkpoint, saved_done, saved_steps
+from groupwise.training.checkpoint import find_checkpoints, has_checkpoint, load_checkpoint, saved_counts
 
 CheckpointName: TypeAlias = Literal["latest", "best"] | int
 """A checkpoint of a run; a number is that of its environment steps."""
@@ -70,7 +70,7 @@ def fork_run(path: Path, run_dir: Path, checkpoint: CheckpointName, read: Callab
         )
     found = _find(folder, checkpoint)
     iteration, steps = (load_checkpoint(found).state[name] for name in ("iteration", "env_steps"))
-    cfg.budget.check_exceeds(saved_done(found, cfg.budget.unit) or 0, found)
+    cfg.budget.check_exceeds(saved_counts(found)[cfg.budget.unit], found)
     kept = [entry for entry in folder.read_metrics() if entry["iteration"] <= iteration]
     used = list(dict.fromkeys([*known["plugins"], *plugins.loaded()]))
     new = RunFolder.create(settings, run_dir, given_in_python=known["given_in_python"], plugins=used)
@@ -78,7 +78,7 @@ def fork_run(path: Path, run_dir: Path, checkpoint: CheckpointName, read: Callab
         new.checkpoints.mkdir()
         shutil.copytree(found, new.latest)
         comparable = not any(name.startswith(_SCORING) and name not in _NOT_SCORING for name in changed)
-        if comparable and has_checkpoint(folder.best) and (saved_steps(folder.best) or 0) <= steps:
+        if comparable and has_checkpoint(folder.best) and saved_counts(folder.best)["steps"] <= steps:
             shutil.copytree(folder.best, new.best)
         files.write(new.metrics, "".join(f"{json.dumps(entry)}\n" for entry in kept).encode())
     except BaseException:
@@ -93,7 +93,7 @@ def _find(folder: RunFolder, checkpoint: CheckpointName) -> Path:
     existing = find_checkpoints(folder.latest)
     if checkpoint == "latest":
         return existing[0] if existing else folder.latest
-    steps = {saved_steps(path) or 0: path for path in existing}
+    steps = {saved_counts(path)["steps"]: path for path in existing}
     if checkpoint not in steps:
         there = ", ".join(map(str, sorted(steps))) or "no step"
         raise ConfigError(

@@ -23,7 +23,7 @@ from groupwise.seeding import derive_seed
 from groupwise.terminal import show
 from groupwise.training.base import Callback
 from groupwise.training.callbacks import Evaluate, build_callbacks
-from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, load_state, saved_steps
+from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, load_state, saved_counts
 from groupwise.training.components import Components, UserObjects, threads
 from groupwise.training.saving import MetricsLog
 from groupwise.training.signals import ALARM, STOP, alarm, handling
@@ -134,7 +134,7 @@ def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder
     summary |= scores_of(metrics, parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
     summary["disk_mib"] = round(files.size(folder.path) / files.MIB, 1)
     unsaved = {
-        "unsaved_env_steps": trainer.env_steps - (saved_steps(folder.latest) or 0),
+        "unsaved_env_steps": trainer.env_steps - saved_counts(folder.latest)["steps"],
         "unlogged_iterations": sum(len(c.waiting) for c in trainer.callbacks if isinstance(c, MetricsLog)),
     }
     summary |= {name: count for name, count in unsaved.items() if count}
@@ -212,8 +212,8 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
 def _how_to_continue(folder: RunFolder, given: UserObjects) -> str:
     """What is saved, and the command that goes on from there."""
     try:
-        steps = saved_steps(folder.latest)
-        saved = "nothing was saved yet" if steps is None else f"saved after step {steps:,}"
+        steps = saved_counts(folder.latest)["steps"]
+        saved = f"saved after step {steps:,}" if steps else "nothing was saved yet"
     except CheckpointError as error:  # it must not take the place of what ended training
         saved = str(error)
     command = plugins.command("resume", folder.path)

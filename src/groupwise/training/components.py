@@ -14,7 +14,7 @@ from groupwise.collectors.base import Collector
 from groupwise.config.base import Cfg
 from groupwise.config.run import EvaluationMetric, RunCfg, TextRunCfg
 from groupwise.data.rollout import RolloutBuffer
-from groupwise.errors import ConfigError, nearest
+from groupwise.errors import ConfigError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.training.base import Callback
@@ -42,20 +42,14 @@ class UserObjects(NamedTuple):
         """The objects by name, when a run is loaded or resumed.
 
         Raises:
-            ConfigError: a name is unknown, or its value a setting.
+            ConfigError: one is no object of a run, but perhaps a setting.
         """
         for name, value in objects.items():
-            if name in {"preset", *RunCfg.model_fields, *TextRunCfg.model_fields} - set(cls._fields) or (
-                name in ("env", "policy") and isinstance(value, str | Mapping | Cfg)
-            ):
-                other = (
-                    "" if name in cls._fields else f", or change it in a new run: gw.fork(run, new_folder, {name}=...)"
+            if name not in cls._fields or (name in ("env", "policy") and isinstance(value, str | Mapping | Cfg)):
+                raise ConfigError(
+                    f"{name} = {value!r:.80}: a run is given its Python objects again ({', '.join(cls._fields)}), and has its "
+                    f"settings; fix: leave it out, or change a setting in a new run: gw.fork(run, new_folder, {name}=...)"
                 )
-                raise ConfigError(f"{name} = {value!r:.80} is a setting, which the run has; fix: leave it out{other}")
-        if unknown := [name for name in objects if name not in cls._fields]:
-            raise ConfigError(
-                f"unknown object {unknown[0]!r}; fix: {', '.join(cls._fields)}{nearest(unknown[0], cls._fields)}"
-            )
         return cls(**objects)
 
     def names(self) -> list[str]:

@@ -3,13 +3,14 @@
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from queue import Full, Queue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict
 
+from groupwise.comparison.methods import flat
 from groupwise.config.trackers import MLflowCfg, TensorBoardCfg, TrackedRun, TrackioCfg, WandBCfg
 from groupwise.errors import ConfigError, require_extra
 from groupwise.report.folder import RunFolder
@@ -130,7 +131,24 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
+class _RunTracker:
+    """Sends to the run that ``open`` begins, with the interface of W&B."""
+
+    def __init__(self, cfg: Any, run: TrackedRun) -> None:
+        self.cfg = cfg
+        self.run = run
+        self._run: Any = None
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send every number."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class WandB(_RunTracker):
     """Sends to Weights & Biases, or keeps the run on disk where its mode is offline.
 
     Raises:
@@ -138,10 +156,7 @@ class WandB:
         ConfigError: there is no API key.
     """
 
-    def __init__(self, cfg: WandBCfg, run: TrackedRun) -> None:
-        self.cfg = cfg
-        self.run = run
-        self._run: Any = None
+    cfg: WandBCfg
 
     def open(self, step: int) -> None:
         """Open the run, or go on with it."""
@@ -167,26 +182,15 @@ class WandB:
             entity=cfg.entity, group=cfg.group, tags=cfg.tags, mode=cfg.mode,
         )  # fmt: skip
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send every number."""
-        self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
-class Trackio:
+class Trackio(_RunTracker):
     """Writes to Trackio's database on this machine, or sends to a Space.
 
     Raises:
         MissingExtraError: it is not installed.
     """
 
-    def __init__(self, cfg: TrackioCfg, run: TrackedRun) -> None:
-        self.cfg = cfg
-        self.run = run
-        self._run: Any = None
+    cfg: TrackioCfg
 
     def open(self, step: int) -> None:
         """Open the run, or go on with it: Trackio finds it by its name, which is unique."""
@@ -202,14 +206,6 @@ class Trackio:
             resume="allow",
             embed=False,
         )
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send every number."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
 
 
 class MLflow:
@@ -242,7 +238,8 @@ class MLflow:
         tags = {**self.cfg.tags, _MLFLOW_TAG: self.run.run_id}
         made = client.create_run(experiment, tags=tags, run_name=self.cfg.run_name or self.run.folder.name)
         self._run_id = made.info.run_id
-        params = [mlflow.entities.Param(key, value) for key, value in _flat(self.run.settings)]
+        settings = flat(self.run.settings).items()
+        params = [mlflow.entities.Param(name, str(value)[:_MLFLOW_PARAM_LENGTH]) for name, value in settings]
         for begin in range(0, len(params), _MLFLOW_PARAMS):
             client.log_batch(self._run_id, params=params[begin : begin + _MLFLOW_PARAMS])
 
@@ -256,12 +253,3 @@ class MLflow:
     def close(self) -> None:
         """Finish the run."""
         self._client.set_terminated(self._run_id)
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Each setting by its path."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)[:_MLFLOW_PARAM_LENGTH]

@@ -60,7 +60,15 @@ def cartpole(tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
 
 def test_everything_a_run_leaves_behind(cartpole: gw.Run):
     names = {path.name for path in cartpole.path.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "summary.json", "checkpoints", "curve.png", "policy.gif"}
+    assert names == {
+        "config.json",
+        "metrics.jsonl",
+        "summary.json",
+        "checkpoints",
+        "curve.png",
+        "policy.gif",
+        ".groupwise.lock",
+    }
     assert {path.name for path in (cartpole.path / "checkpoints").iterdir()} == {"latest", "latest.1", "best"}
     for picture in ("curve.png", "policy.gif"):
         with Image.open(cartpole.path / picture) as image:

@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader, BufferedWriter
@@ -41,14 +42,10 @@ def create(path: Path, data: bytes) -> None:
     Raises:
         FileExistsError: something is there, if only a link.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666)
-    try:
-        rest = memoryview(data)
-        while rest:  # what does not fit is not written, and only the next call fails
-            rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write(path: Path, data: bytes) -> None:
@@ -147,27 +144,26 @@ def parse_json(data: bytes) -> Any:
         raise ValueError(f"it has more than {MAX_VALUES:,} values")
     try:
         tree = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates)
+        _check_depth(tree, MAX_DEPTH)
     except RecursionError:
-        raise _too_deep() from None
-    level = [tree]
-    for _ in range(MAX_DEPTH + 1):
-        inner = [node for node in level if isinstance(node, dict | list)]
-        if not inner:
-            return tree
-        level = [child for node in inner for child in (node.values() if isinstance(node, dict) else node)]
-    raise _too_deep()
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
+    return tree
+
+
+def _check_depth(tree: Any, levels: int) -> None:
+    if isinstance(tree, dict | list):
+        if levels == 0:
+            raise RecursionError
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            _check_depth(child, levels - 1)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        twice = next(key for key in found if sum(key == other for other, _ in pairs) > 1)
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice!r:.100} comes twice")
     return found
-
-
-def _too_deep() -> ValueError:
-    return ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
 def link_out_of(folder: Path, *, without: str = "") -> Path | None:

@@ -29,7 +29,7 @@ class Disk(gw.Callback):
         self.folder, self.error, self.first, self.last = folder, error, first, last
         self.fails = False
         self.before: dict[Path, bytes] = {}
-        write, opened, replace = os.write, os.open, os.replace
+        write, sync, opened, replace = os.write, os.fsync, os.open, os.replace
 
         def checked(path: Any) -> None:
             if self.fails and str(path).startswith(str(folder)):
@@ -43,6 +43,10 @@ class Disk(gw.Callback):
                 return write(descriptor, data[: len(data) // 2])
             return write(descriptor, data)
 
+        def syncs(descriptor: int) -> None:
+            checked(os.readlink(f"/proc/self/fd/{descriptor}"))
+            sync(descriptor)
+
         def opens(path: Any, flags: int, *args: Any, **options: Any) -> int:
             if flags & (os.O_WRONLY | os.O_CREAT):
                 checked(path)
@@ -53,6 +57,7 @@ class Disk(gw.Callback):
             replace(source, target)
 
         patch.setattr(os, "write", writes)
+        patch.setattr(os, "fsync", syncs)
         if error == errno.EROFS:
             patch.setattr(os, "open", opens)
             patch.setattr(os, "replace", replaces)

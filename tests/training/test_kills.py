@@ -44,7 +44,7 @@ def test_a_kill_while_a_run_folder_is_made_leaves_one_that_training_takes(
         if status == 0:
             break
     assert point > 6
-    assert {file.name for file in path.iterdir()} == {"config.json"}
+    assert {file.name for file in path.iterdir()} == {"config.json", module.LOCK}
 
 
 def dies_before_call(number: int) -> None:

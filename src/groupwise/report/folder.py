@@ -9,15 +9,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any, TypeVar
 from uuid import uuid4
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
 from groupwise import files, plugins
+from groupwise.config.base import explain
 from groupwise.errors import RunFolderError
 from groupwise.report.lock import acquire
 
@@ -30,14 +34,35 @@ WANDB = "wandb"
 """Folder in which W&B keeps its files and links."""
 LOCK = ".groupwise.lock"
 _PACKAGES = ("groupwise", "torch", "tensordict", "gymnasium", "numpy")
-_PROVENANCE: dict[str, type] = {"format": int, "run_id": str, "plugins": str, "given_in_python": str}
-"""Types that the entries must have, or the items of their lists."""
+Model = TypeVar("Model", bound=BaseModel)
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _Provenance(BaseModel, strict=True, extra="allow"):
+    """In ``config.json``."""
+
+    format: int = 1
+    run_id: str
+    plugins: list[str] = []
+    given_in_python: list[str] = []
+
+
 _COUNTS = (
     "env_steps", "iterations", "episodes", "best_env_steps", "unsaved_env_steps", "unlogged_iterations",
     "updates_without_gradient",
 )  # fmt: skip
 _NUMBERS = ("seconds", "peak_memory_mib", "return_mean", "best_return_mean", "success_rate", "training_return_mean")
-"""Entries of the summary that are read again."""
+_OPTIONAL: Any = dict.fromkeys(_COUNTS, (Count, 0)) | dict.fromkeys(_NUMBERS, (float | None, None))
+_Summary = create_model("_Summary", __config__=ConfigDict(strict=True, extra="allow"), **_OPTIONAL)
+"""What is read again of ``summary.json``."""
+
+
+class _Entry(BaseModel, strict=True, extra="allow"):
+    """A line of ``metrics.jsonl``."""
+
+    __pydantic_extra__: dict[str, float]
+    iteration: Count
+    env_steps: Count = 0
 
 
 class RunFolder:
@@ -108,7 +133,10 @@ class RunFolder:
             RunFolderError: ``path`` is a file, or a folder that is not empty.
         """
         if not is_free(path):
-            raise _taken(path)
+            raise RunFolderError(
+                f"run folder {str(path)!r} is taken; fix: give another one, or continue that run: "
+                f"{plugins.command('resume', path)}"
+            )
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
@@ -159,15 +187,9 @@ class RunFolder:
             RunFolderError: the file is damaged.
         """
         kept = _read_object(self.config).get("provenance") or {}
-        if not isinstance(kept, dict):
-            raise _damaged(self.config, f"provenance is {_kind(kept)}")
-        found = {"format": 1, "plugins": [], "given_in_python": [], "run_id": self.path.name} | kept
-        for key, kind in _PROVENANCE.items():
-            values = found.get(key, [])
-            for value in values if isinstance(values, list) else [values]:
-                if type(value) is not kind:
-                    raise _damaged(self.config, f"provenance.{key} is {_kind(value)}")
-        return found
+        if isinstance(kept, dict):
+            kept = {"run_id": self.path.name} | kept
+        return _checked(_Provenance, kept, self.config).model_dump()
 
     def rewrite_config(self, config: Mapping[str, Any]) -> None:
         """Replace the settings, as a resume with more steps does; provenance stays."""
@@ -188,12 +210,7 @@ class RunFolder:
         if not self.summary.is_file():
             return {}
         summary = _read_object(self.summary)
-        for key in _COUNTS:
-            if key in summary and not is_count(summary[key]):
-                raise _damaged(self.summary, f"{key} is {_kind(summary[key])}, expected a count")
-        for key in _NUMBERS:
-            if summary.get(key) is not None and not is_number(summary[key]):
-                raise _damaged(self.summary, f"{key} is {_kind(summary[key])}, expected a number")
+        _checked(_Summary, summary, self.summary)
         return summary
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -202,7 +219,7 @@ class RunFolder:
         Raises:
             RunFolderError: another line is damaged (names it).
         """
-        return [parse_entry(self.metrics, number, line) for number, line in enumerate(self._lines(), start=1)]
+        return [_parse_entry(self.metrics, number, line) for number, line in enumerate(self._lines(), start=1)]
 
     def truncate_metrics(self, iteration: int) -> None:
         """Drop what was logged after ``iteration``; a resumed run writes it again."""
@@ -260,34 +277,14 @@ def _writing(path: Path) -> Iterator[None]:
         raise RunFolderError(f"{path} cannot be written ({error}); fix: make room, or give rights to write") from error
 
 
-def parse_entry(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """The entry in a line of ``metrics.jsonl``.
-
-    Raises:
-        RunFolderError: it is damaged (names file and line).
-    """
+def _parse_entry(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        entry = files.parse_json(line)
-        if not isinstance(entry, dict):
-            raise TypeError(f"it is {_kind(entry)}, expected an object")
-        if wrong := [name for name in ("iteration", "env_steps") if not is_count(entry.get(name, 0))]:
-            raise TypeError(f"{wrong[0]} is {_kind(entry[wrong[0]])}, expected a count")
-        if wrong := [name for name, value in entry.items() if not is_number(value)]:
-            raise TypeError(f"{wrong[0]} is {_kind(entry[wrong[0]])}, expected a number")
-        _ = entry["iteration"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunFolderError(f"{path}, line {number} is damaged: {error!r:.200}; fix: delete that line") from error
+        entry: dict[str, Any] = files.parse_json(line)
+        _Entry.model_validate(entry)
+    except ValueError as error:
+        why = explain(error.errors()[0]) if isinstance(error, ValidationError) else error
+        raise RunFolderError(f"{path}, line {number} is damaged: {why!s:.200}; fix: delete that line") from error
     return entry
-
-
-def is_count(value: object) -> bool:
-    """Whether it is a whole number from 0 on that fits into 64 bits."""
-    return type(value) is int and 0 <= value < 2**63
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a number that fits into a float."""
-    return isinstance(value, float) or (type(value) is int and abs(value) < 2**1000)
 
 
 def is_free(path: Path) -> bool:
@@ -353,21 +350,12 @@ def _git_state() -> dict[str, Any] | None:
 
 def _fresh_path(name: str) -> Path:
     stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{datetime.now():%Y%m%d-%H%M%S}"
-    path, number = Path("runs", stem), 1
-    while True:
-        try:
+    for number in count(1):
+        path = Path("runs", stem if number == 1 else f"{stem}-{number}")
+        with suppress(FileExistsError):
             path.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            path = Path("runs", f"{stem}-{number}")
-        else:
-            return path
-
-
-def _taken(path: Path) -> RunFolderError:
-    return RunFolderError(
-        f"run folder {str(path)!r} is taken; fix: give another one, or continue that run: {plugins.command('resume', path)}"
-    )
+            break
+    return path
 
 
 def _to_json(data: Mapping[str, Any]) -> bytes:
@@ -388,6 +376,8 @@ def _damaged(path: Path, why: object) -> RunFolderError:
     return RunFolderError(f"{path} is damaged: {why}; fix: restore it, or train again")
 
 
-def _kind(value: object) -> str:
-    """A value in an error."""
-    return f"{type(value).__name__} {value!r:.80}"
+def _checked(kind: type[Model], data: object, path: Path) -> Model:
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _damaged(path, explain(error.errors()[0])) from error

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from io import BufferedWriter
 from pathlib import Path
 from threading import Event, Thread
@@ -51,10 +51,9 @@ class Lock:
         """Let others in."""
         self._released.set()
         self._thread.join()
-        with suppress(OSError):
+        with self._file, suppress(OSError):
             if _holder(self.path) == self.holder:
-                self.path.unlink()
-        self._file.close()
+                self._file.truncate(0)
 
     def _renew(self) -> None:
         while not self._released.wait(BEAT):
@@ -69,19 +68,14 @@ def acquire(path: Path) -> Lock:
         RunFolderError: another process holds it (names it).
         OSError: it cannot be written.
     """
-    while True:
-        file = files.appending(path)
-        try:
-            if _is_held(path, file):
-                raise _held(path)
-            if os.path.samestat(os.fstat(file.fileno()), path.lstat()):
-                return Lock(path, file)
-        except FileNotFoundError:  # released, and so removed, since it was opened
-            pass
-        except BaseException:
-            file.close()
-            raise
-        file.close()
+    with ExitStack() as stack:
+        file = stack.enter_context(files.appending(path))
+        if _is_held(path, file):
+            raise RunFolderError(
+                f"{path.parent} is in use: {_name(_holder(path))} trains in it; fix: wait until it ends, or stop it"
+            )
+        stack.pop_all()
+        return Lock(path, file)
 
 
 def _is_held(path: Path, file: BufferedWriter) -> bool:
@@ -134,9 +128,3 @@ def _holder(path: Path) -> dict[str, Any]:
 
 def _name(holder: dict[str, Any]) -> str:
     return f"process {holder.get('pid')!r:.20} on {holder.get('host')!r:.80}"
-
-
-def _held(path: Path) -> RunFolderError:
-    return RunFolderError(
-        f"{path.parent} is in use: {_name(_holder(path))} trains in it; fix: wait until it ends, or stop it"
-    )

@@ -85,13 +85,15 @@ class CheckSamplerMismatch(Callback):
 
     def check(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Warn, or raise a ``SamplerMismatchError``."""
-        found, limit = metrics.get("rollout/sampler_kl", 0.0), self.cfg.stop
-        if found <= min(self.cfg.warn, limit or self.cfg.warn):
-            return
+        found = metrics.get("rollout/sampler_kl", 0.0)
+        if found > min(self.cfg.warn, self.cfg.stop or self.cfg.warn):
+            self._tell(found, iteration)
+
+    def _tell(self, found: float, iteration: int) -> None:
         differ = f"sampler and trainer differ: KL {found:.3g} nats in iteration {iteration}, more than"
-        if limit is not None and found > limit:
-            raise SamplerMismatchError(f"{differ} {limit:g}; fix: {self.fix}")
-        if found > self.cfg.warn and not self._warned:
+        if self.cfg.stop is not None and found > self.cfg.stop:
+            raise SamplerMismatchError(f"{differ} {self.cfg.stop:g}; fix: {self.fix}")
+        if not self._warned:
             self._warned = True
             log.warning("%s %g; fix: %s", differ, self.cfg.warn, self.fix)
 

@@ -26,12 +26,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import safetensors.torch
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from groupwise import files
+from groupwise.config.base import explain
 from groupwise.errors import CheckpointError, GroupwiseError
-from groupwise.report.folder import is_count, is_number
+from groupwise.report.folder import Count
 from groupwise.terminal import printable
 from groupwise.training.plain_data import decode, encode
 
@@ -58,6 +60,14 @@ class Identity(NamedTuple):
     env_id: str
     observation_space: str
     action_space: str
+
+
+class _Counters(BaseModel, strict=True):
+    """Entries of a state that say what was done."""
+
+    iteration: Count
+    env_steps: Count
+    epochs: float = 0.0
 
 
 class Checkpoint(NamedTuple):
@@ -220,13 +230,8 @@ def _check_like(saved: Any, fresh: Any, path: str) -> None:
 
 def _counts_of(state: Mapping[str, Any]) -> dict[str, int | float]:
     """What is done, by the entries of a state; an error if they are no counts."""
-    for name in ("iteration", "env_steps"):
-        if not is_count(state[name]):
-            raise TypeError(f"{name} is {state[name]!r:.80}, expected a count")
-    epochs = state.get("epochs", 0.0)
-    if not is_number(epochs):
-        raise TypeError(f"epochs is {epochs!r:.80}, expected a number")
-    return {"iterations": state["iteration"], "steps": state["env_steps"], "epochs": epochs}
+    found = _Counters.model_validate(state)
+    return {"iterations": found.iteration, "steps": found.env_steps, "epochs": found.epochs}
 
 
 class _DamageError(Exception):
@@ -334,6 +339,8 @@ def _check_readable(content: Mapping[str, bytes], policy: Mapping[str, Any]) -> 
 
 
 def _in_short(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return explain(error.errors()[0])
     return f"{error!r:.200}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error!s:.200}"
 
 

@@ -1,7 +1,7 @@
 """A trace of some iterations, by ``torch.profiler``."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
@@ -30,36 +30,30 @@ class Profiler(Callback):
             raise ConfigError(f"iterations = {iterations}: expected at least 1")
         self.iterations = iterations
         self.folder = None if folder is None else Path(folder)
-        self._profile: Any = None
-        self._left = iterations
+        self._profile: torch.profiler.profile | None = None
         self._suffix = ""
 
     def on_training_start(self, trainer: "Trainer") -> None:
-        """Choose the folder."""
+        """Choose the folder, and begin: the first iteration is the warm-up."""
         if self.folder is None and trainer.run_dir is None:
             raise ConfigError("Profiler has no folder to write to; fix: Profiler(folder=...)")
         self.folder = self.folder or Path(trainer.run_dir or "", "profile")
         self._suffix = f"-{trainer.engine.rank}" if trainer.engine.world_size > 1 else ""
+        steps = torch.profiler.schedule(wait=0, warmup=1, active=self.iterations, repeat=1)
+        self._profile = torch.profiler.profile(schedule=steps, on_trace_ready=self._write)
+        self._profile.start()
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Begin after the first iteration, and end after the last one to record."""
-        if self._profile is None and self._left:
-            self._profile = torch.profiler.profile()
-            self._profile.start()
-        elif self._profile is not None:
-            self._left -= 1
-            if not self._left:
-                self._write()
+        """Go on to the next iteration; after the last one to record, write."""
+        if self._profile is not None:
+            self._profile.step()
 
     def close(self) -> None:
         """Write what was recorded, if training ended before."""
-        self._write()
+        if self._profile is not None:
+            self._profile.stop()
 
-    def _write(self) -> None:
-        if self._profile is None:
-            return
-        profile, self._profile, self._left = self._profile, None, 0
-        profile.stop()
+    def _write(self, profile: torch.profiler.profile) -> None:
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         trace = self.folder / f"trace{self._suffix}.json"

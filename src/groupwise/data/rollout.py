@@ -130,6 +130,12 @@ class RolloutBuffer:
         self._empty = cast(TensorDict, allocate(self.spec, 0, 0))
         self._rollout: TensorDict | None = None
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot of one row."""
+        leaves = self._empty.values(include_nested=True, leaves_only=True)
+        return sum(math.prod(leaf.shape[2:]) * leaf.element_size() for leaf in leaves)
+
     def start_rollout(self) -> TensorDict:
         """A rollout ``[N, T+1]`` in which every slot is empty: masks False, ids -1, numbers 0."""
         rollout = cast(TensorDict, allocate(self.spec, self.num_rows, self.num_steps + 1, device=self.device))

@@ -36,6 +36,7 @@ from groupwise.training.base import Callback
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
 from groupwise.training.components import Components, UserObjects, pick_device
+from groupwise.training.memory_check import check_rollout_fits
 
 SAMPLER_FIX = "another precision, objective.importance_sampling_correction, or other limits in sampler_mismatch"
 log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class TextComponents(Components):
 
 def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -> TextComponents:
     """The components of a run, from its settings."""
+    check_rollout_fits(cfg)
     task = TextTask.from_cfg(cfg.task, given)
     rewards, tool = task.rewards(cfg.algorithm.on_nonfinite), task.tool()
     train, held_out = task.load()

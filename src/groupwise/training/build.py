@@ -37,6 +37,7 @@ from groupwise.training.checkpoint import Identity
 from groupwise.training.components import Components, UserObjects, pick_device, threads
 from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, record, separate_env
 from groupwise.training.initialize import initialize
+from groupwise.training.memory_check import check_rollout_fits
 from groupwise.training.videos import Videos
 
 CLONING = "groupwise.embodied.cloning"
@@ -134,6 +135,7 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
     algorithm_type = cfg.algorithm.load()
     _check(cfg, given, algorithm_type)
     device, grpo = pick_device(cfg.device), cfg.algorithm
+    check_rollout_fits(cfg)
     env = make_env(
         cfg.env,
         grouped=algorithm_type.grouped,
@@ -169,6 +171,7 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
         on_nonfinite=cfg.algorithm.on_nonfinite,
         device=device,
     )
+    check_rollout_fits(cfg, buffer.slot_bytes, device)
     identity = Identity(env.env_id, str(env.observation_space), str(env.action_space))
     return EnvComponents(cfg, given, algorithm, collector, buffer, identity, env, initialized)
 

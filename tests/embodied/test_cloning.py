@@ -46,7 +46,7 @@ def write(folder: Path, episodes: list[tuple[np.ndarray, np.ndarray]], actions) 
     """Demonstrations of given observations and actions."""
     with DemoWriter(folder, STATE, actions, 20) as writer:
         for obs, action in episodes:
-            writer.add(Demonstration({(): obs}, action, np.zeros(len(obs), np.float32), True, "toy"))
+            writer.add(Demonstration(torch.from_numpy(obs), action, np.zeros(len(obs), np.float32), True, "toy"))
     return folder
 
 

@@ -22,7 +22,7 @@ INSIDE = 0.95
 def noise_of(folder):
     """What the environment received beyond the stored actions, at steps whose next one is stored."""
     found = read_demos(folder, REACHING)
-    point = found.obs[()][:, :2]
+    point = found.obs.numpy()[:, :2]
     follows = found.episode[1:] == found.episode[:-1]
     executed = (point[1:] - point[:-1])[follows] / STEP
     stored = found.action[:-1][follows]
@@ -33,7 +33,7 @@ def noise_of(folder):
 def test_stored_actions_are_the_expert_s_at_what_it_saw(tmp_path):
     gw.record_demos("ToyReaching-v0", straight, episodes=10, noise=0.5, out=tmp_path / "x")
     found = read_demos(tmp_path / "x", REACHING)
-    expected = np.stack([straight(obs) for obs in found.obs[()]])
+    expected = np.stack([straight(obs) for obs in found.obs.numpy()])
     np.testing.assert_allclose(found.action, expected, atol=1e-6)
 
 
@@ -58,8 +58,8 @@ def test_discrete_noise_is_a_random_action(tmp_path):
         "ToyTurning-v0", along_the_longer_axis, episodes=5, noise=1.0, out=tmp_path / "x", keep_failures=True
     )
     found = read_demos(tmp_path / "x", REACHING)
-    assert found.action[:, 0].tolist() == [along_the_longer_axis(obs) for obs in found.obs[()]]
-    moves = np.diff(found.obs[()][:, :2], axis=0)[found.episode[1:] == found.episode[:-1]]
+    assert found.action[:, 0].tolist() == [along_the_longer_axis(obs) for obs in found.obs.numpy()]
+    moves = np.diff(found.obs.numpy()[:, :2], axis=0)[found.episode[1:] == found.episode[:-1]]
     stays = (np.abs(moves) < 1e-6).all(axis=1).mean()
     assert 0.1 < stays < 0.35, "one of five random actions stays, and the expert never does"
 
@@ -71,13 +71,13 @@ def test_only_successes_are_kept(tmp_path):
     found = gw.record_demos("ToyReaching-v0", sometimes, episodes=8, noise=0.0, out=tmp_path / "x")
     assert found.episodes == 8
     assert found.attempts > 8
-    obs = read_demos(tmp_path / "x", REACHING).obs[()]
+    obs = read_demos(tmp_path / "x", REACHING).obs.numpy()
     assert (obs[:, 2] > 0).all()
     everything = gw.record_demos(
         "ToyReaching-v0", sometimes, episodes=8, noise=0.0, out=tmp_path / "y", keep_failures=True
     )
     assert everything.attempts == 8
-    assert (read_demos(tmp_path / "y", REACHING).obs[()][:, 2] < 0).any()
+    assert (read_demos(tmp_path / "y", REACHING).obs.numpy()[:, 2] < 0).any()
 
 
 def test_an_environment_that_does_not_say_keeps_all(tmp_path):
@@ -102,11 +102,11 @@ def test_images_and_instructions_are_kept(tmp_path):
     gw.record_demos("ToySeeing-v0", straight, episodes=12, out=tmp_path / "x")
     found = read_demos(tmp_path / "x", toy_robots.Seeing.observation_space)
     env = toy_robots.Seeing()
-    for obs, image, text in zip(*(found.obs[key,] for key in ("proprio", "image", "instruction")), strict=True):
+    for obs, image, text in zip(*(found.obs[key].numpy() for key in ("proprio", "image", "instruction")), strict=True):
         env.point, env.goal = obs[:2], obs[2:]
         np.testing.assert_array_equal(text, env.look()["instruction"])
         np.testing.assert_array_equal(image[0], env.look()["image"][0])
-    assert len({bytes(text) for text in found.obs["instruction",]}) == 2
+    assert len({bytes(text) for text in found.obs["instruction"].numpy()}) == 2
 
 
 def test_a_callable_and_a_limit_of_steps(tmp_path):

@@ -5,8 +5,10 @@ import json
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 
+from groupwise.data.spaces import obs_to_tensor
 from groupwise.embodied.lerobot import Demonstration, DemoWriter, read_demos
 from groupwise.errors import DataError
 
@@ -29,15 +31,16 @@ EVERYTHING = spaces.Dict(PARTS)
 def random_demo(steps, seed, text="go"):
     generator = np.random.default_rng(seed)
     obs = {
-        ("image",): generator.integers(0, 256, (steps, 2, 3, 4, 3), dtype=np.uint8),
-        ("depth",): generator.integers(0, 256, (steps, 3, 4, 1), dtype=np.uint8),
-        ("grid",): generator.normal(size=(steps, 2, 3)),
-        ("instruction",): np.tile(np.frombuffer(text.encode().ljust(8, b"\0"), np.uint8), (steps, 1)),
-        ("proprio",): generator.normal(size=(steps, 1)).astype(np.float32),
-        ("count",): generator.integers(0, 5, steps),
-        ("inner", "speed"): generator.normal(size=(steps, 3)).astype(np.float32),
+        "image": generator.integers(0, 256, (steps, 2, 3, 4, 3), dtype=np.uint8),
+        "depth": generator.integers(0, 256, (steps, 3, 4, 1), dtype=np.uint8),
+        "grid": generator.normal(size=(steps, 2, 3)),
+        "instruction": np.tile(np.frombuffer(text.encode().ljust(8, b"\0"), np.uint8), (steps, 1)),
+        "proprio": generator.normal(size=(steps, 1)).astype(np.float32),
+        "count": generator.integers(0, 5, steps),
+        "inner": {"speed": generator.normal(size=(steps, 3))},
     }
     action = generator.uniform(-1, 1, (steps, 2)).astype(np.float32)
+    obs = obs_to_tensor(EVERYTHING, obs, batched=True)
     return Demonstration(obs, action, generator.normal(size=steps).astype(np.float32), True, text)
 
 
@@ -58,11 +61,7 @@ def folder(tmp_path_factory):
 
 def test_what_was_written_is_read_back(folder):
     found = read_demos(folder, EVERYTHING)
-    for path, leaf in found.obs.items():
-        expected = np.concatenate([demo.obs[path] for demo in DEMOS])
-        assert leaf.shape == expected.shape
-        np.testing.assert_array_equal(leaf, expected.astype(leaf.dtype))
-    assert found.obs.keys() == DEMOS[0].obs.keys()
+    torch.testing.assert_close(found.obs.to_dict(), torch.cat([demo.obs for demo in DEMOS]).to_dict(), rtol=0, atol=0)
     np.testing.assert_array_equal(found.action, np.concatenate([demo.action for demo in DEMOS]))
     np.testing.assert_array_equal(found.reward, np.concatenate([demo.reward for demo in DEMOS]))
     assert found.episode.tolist() == [0, 0, 0, 1, 1, 2]
@@ -120,8 +119,8 @@ def test_huggingface_datasets_read_the_columns_as_lerobot_declares_them(folder):
             features[name] = datasets.Array2D(shape=shape, dtype=dtype)
     file = str(folder / "data/chunk-000/file-000.parquet")
     found = datasets.Dataset.from_parquet(file, features=datasets.Features(features), cache_dir=str(folder / "cache"))
-    np.testing.assert_array_equal(np.asarray(found[3]["observation.images.image_0"]), DEMOS[1].obs["image",][0, 0])
-    np.testing.assert_allclose(found[3]["observation.grid"], DEMOS[1].obs["grid",][0], rtol=1e-6)
+    np.testing.assert_array_equal(np.asarray(found[3]["observation.images.image_0"]), DEMOS[1].obs["image"][0, 0])
+    np.testing.assert_allclose(found[3]["observation.grid"], DEMOS[1].obs["grid"][0], rtol=1e-6)
     np.testing.assert_array_equal(found[3]["action"], DEMOS[1].action[0])
 
 
@@ -138,7 +137,7 @@ def test_statistics_are_those_of_all_steps(folder):
     np.testing.assert_allclose(stats["action"]["mean"], actions.mean(axis=0))
     np.testing.assert_allclose(stats["action"]["std"], actions.std(axis=0))
     np.testing.assert_allclose(stats["action"]["max"], actions.max(axis=0))
-    pixels = np.concatenate([demo.obs["image",][:, 1] for demo in DEMOS]) / 255
+    pixels = np.concatenate([demo.obs["image"][:, 1] for demo in DEMOS]) / 255
     found = np.array(stats["observation.images.image_1"]["mean"])
     assert found.shape == (3, 1, 1)
     np.testing.assert_allclose(found[:, 0, 0], pixels.mean(axis=(0, 1, 2)))
@@ -146,15 +145,13 @@ def test_statistics_are_those_of_all_steps(folder):
 
 
 def test_a_box_alone_is_the_state(tmp_path):
-    demo = Demonstration(
-        {(): np.ones((2, 4), np.float32)}, np.zeros((2, 2), np.float32), np.zeros(2, np.float32), None, "X"
-    )
+    demo = Demonstration(torch.ones(2, 4), np.zeros((2, 2), np.float32), np.zeros(2, np.float32), None, "X")
     space = spaces.Box(-1, 1, (4,), np.float32)
     write(tmp_path / "demos", [demo], space)
     features = json.loads((tmp_path / "demos/meta/info.json").read_text())["features"]
     assert "observation.state" in features
     assert "next.success" not in features, "the environment does not say"
-    assert read_demos(tmp_path / "demos", space).obs[()].shape == (2, 4)
+    assert read_demos(tmp_path / "demos", space).obs.shape == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +203,6 @@ def test_an_interrupted_recording_is_no_dataset(tmp_path):
 
 def test_a_tuple_of_observations_is_read_back(tmp_path):
     space = gymnasium.spaces.Tuple((spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(3)))
-    obs = {("0",): np.ones((2, 2), np.float32), ("1",): np.array([1, 2])}
+    obs = obs_to_tensor(space, (np.ones((2, 2)), np.array([1, 2])), batched=True)
     write(tmp_path / "x", [Demonstration(obs, np.zeros((2, 2), np.float32), np.zeros(2, np.float32), None, "X")], space)
-    assert read_demos(tmp_path / "x", space).obs["1",].tolist() == [1, 2]
+    assert read_demos(tmp_path / "x", space).obs["1"].tolist() == [1, 2]

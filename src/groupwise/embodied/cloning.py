@@ -7,7 +7,7 @@ labels of the steps that they begin with.
 """
 
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,7 @@ from groupwise.collectors.base import EnvCollector
 from groupwise.config.algorithm import BCCfg
 from groupwise.config.run import RunCfg
 from groupwise.data.rollout import Nested, transition_view
-from groupwise.data.spaces import obs_to_tensor
 from groupwise.embodied.lerobot import Demonstrations, read_demos
-from groupwise.embodied.lerobot_columns import Leaves
 from groupwise.engines.base import Engine
 from groupwise.envs.base import VectorEnv
 from groupwise.errors import ConfigError, DataError
@@ -251,19 +249,5 @@ def _labels(demos: Demonstrations, env: VectorEnv, policy: Policy, source: str) 
     if chunked:
         action = action[torch.minimum(now[:, None] + torch.arange(size), last[:, None])]
     own = policy.own_action(action.reshape(steps, *space.shape).to(policy.device)).cpu()
-    obs = obs_to_tensor(env.observation_space, _nested(demos.obs), batched=True)
     executed = (last - now + 1).clamp(max=size)
-    return Labels(obs, own, executed, episode, torch.from_numpy(demos.reward), chunked)
-
-
-def _nested(leaves: Leaves) -> Any:
-    """Observations by name, as their space nests them."""
-    if () in leaves:
-        return leaves[()]
-    tree: dict[str, Any] = {}
-    for (*outer, name), leaf in leaves.items():
-        inside = tree
-        for key in outer:
-            inside = inside.setdefault(key, {})
-        inside[name] = leaf
-    return tree
+    return Labels(demos.obs, own, executed, episode, torch.from_numpy(demos.reward), chunked)

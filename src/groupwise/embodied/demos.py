@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import gymnasium
 import numpy as np
+import torch
 
 from groupwise.config.base import GIVEN
 from groupwise.config.env import EnvCfg
-from groupwise.data.spaces import leaf_spaces, space_kind
+from groupwise.data.spaces import leaf_spaces, obs_to_tensor, space_kind
 from groupwise.embodied.lerobot import Demonstration, DemoWriter
 from groupwise.embodied.lerobot_columns import INSTRUCTION
 from groupwise.envs.single import make_one
@@ -162,26 +163,17 @@ def _play(env: gymnasium.Env, make_expert: ExpertMaker, noise: float, seed: int,
     seen, actions, rewards = [], [], []
     for _ in range(MAX_STEPS):
         action = _checked(space, expert(obs))
-        seen.append(_leaves(env.observation_space, obs))
+        seen.append(obs_to_tensor(env.observation_space, obs, batched=False).clone())
         actions.append(action)
         obs, reward, terminated, truncated, info = env.step(_with_noise(space, action, noise, generator))
         rewards.append(float(reward))
         if terminated or truncated:
             break
-    stacked = {path: np.stack([leaves[path] for leaves in seen]) for path in seen[0]}
-    task = bytes(stacked[INSTRUCTION][0]).rstrip(b"\0").decode() if INSTRUCTION in stacked else name
-    return Demonstration(stacked, np.stack(actions), np.array(rewards, np.float32), success_of_row(info), task)
-
-
-def _leaves(space: Any, obs: Any) -> dict[tuple[str, ...], Any]:
-    """Copies of the parts of an observation."""
-    found = {}
-    for path in leaf_spaces(space):
-        part = obs
-        for key in path:
-            part = part[int(key)] if isinstance(part, tuple) else part[key]
-        found[path] = np.array(part)
-    return found
+    has_instruction = INSTRUCTION in leaf_spaces(env.observation_space)
+    task = bytes(seen[0][INSTRUCTION].numpy()).rstrip(b"\0").decode() if has_instruction else name
+    return Demonstration(
+        torch.stack(seen), np.stack(actions), np.array(rewards, np.float32), success_of_row(info), task
+    )
 
 
 def _checked(space: Any, action: Any) -> Any:

@@ -20,19 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from groupwise import files
-from groupwise.data.spaces import leaf_spaces
-from groupwise.embodied.lerobot_columns import (
-    INSTRUCTION,
-    Array,
-    Column,
-    Leaves,
-    from_arrow,
-    join,
-    number,
-    obs_columns,
-    split,
-    to_arrow,
-)
+from groupwise.data.rollout import Nested
+from groupwise.embodied.lerobot_columns import Array, Column, from_arrow, join, number, obs_columns, split, to_arrow
 from groupwise.errors import DataError, require_extra
 
 VERSION = "v3.0"
@@ -46,8 +35,8 @@ STATS = "meta/stats.json"
 class Demonstration(NamedTuple):
     """An episode of T steps."""
 
-    obs: Leaves
-    """What the expert saw at each step."""
+    obs: Nested
+    """[T, ...] what the expert saw at each step."""
     action: Array
     """[T, *A] its actions there, in the environment's action space."""
     reward: npt.NDArray[np.float32]
@@ -61,7 +50,8 @@ class Demonstration(NamedTuple):
 class Demonstrations(NamedTuple):
     """The M steps of all episodes, one after another."""
 
-    obs: Leaves
+    obs: Nested
+    """[M, ...]"""
     action: Array
     """[M, *A], numbers as [M, 1]"""
     reward: npt.NDArray[np.float32]
@@ -210,13 +200,8 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     reward, episode = (table[name].to_numpy().copy() for name in ("next.reward", "episode_index"))
     tasks = _read_table(folder, folder / TASKS).to_pydict()
     texts = dict(zip(tasks["task_index"], tasks["task"], strict=True))
-    task = (
-        [texts[index] for index in table["task_index"].to_pylist()]
-        if INSTRUCTION in leaf_spaces(observation_space)
-        else []
-    )
     return Demonstrations(
-        join(observation_space, columns, task),
+        join(observation_space, columns, [texts[index] for index in table["task_index"].to_pylist()]),
         from_arrow(table["action"], Column(action["dtype"], tuple(action["shape"]))),
         reward,
         np.unique(episode, return_inverse=True)[1].astype(np.int64),

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from tensordict import TensorDict
 
-from groupwise.data.spaces import leaf_spaces, space_kind
+from groupwise.data.rollout import Nested
+from groupwise.data.spaces import leaf_spaces, obs_to_tensor, space_kind
 
 STATE = "observation.state"
 INSTRUCTION = ("instruction",)
 
 Array: TypeAlias = npt.NDArray[Any]
-Leaves: TypeAlias = dict[tuple[str, ...], Array]
-"""The parts of observations by their paths, each ``[T, ...]``."""
 
 
 class Column(NamedTuple):
@@ -41,54 +41,46 @@ class Column(NamedTuple):
 
 def obs_columns(space: Any) -> dict[str, Column]:
     """The columns of a space's observations."""
-    found: dict[str, Column] = {}
-    for path, leaf in leaf_spaces(space).items():
-        if path == INSTRUCTION:
-            continue
-        if _is_image(leaf):
-            found |= dict.fromkeys(_image_names(path, leaf), Column("image", tuple(leaf.shape[-3:])))
-        else:
-            found[_name(path)] = number(leaf)
-    return found
+    return {name: column for _, names, column in _stored_parts(space) for name in names}
 
 
-def split(space: Any, obs: Leaves) -> dict[str, Array]:
-    """The columns of observations."""
+def split(space: Any, obs: Nested) -> dict[str, Array]:
+    """The columns of observations ``[T, ...]``."""
     found: dict[str, Array] = {}
+    for path, names, column in _stored_parts(space):
+        part = (obs[path] if path else obs).numpy()
+        views = part.reshape(len(part), len(names), *column.shape)
+        found |= {name: views[:, i] for i, name in enumerate(names)}
+    return found
+
+
+def join(space: Any, columns: Mapping[str, Array], tasks: Sequence[str]) -> Nested:
+    """The observations in columns, with the instruction of each step."""
+    leaves = leaf_spaces(space)
+    found: dict[tuple[str, ...], Array] = {}
+    if INSTRUCTION in leaves:
+        size = leaves[INSTRUCTION].shape[0]
+        text = b"".join(task.encode().ljust(size, b"\0")[:size] for task in tasks)
+        found[INSTRUCTION] = np.frombuffer(text, np.uint8).reshape(-1, size)
+    for path, names, _ in _stored_parts(space):
+        views = np.stack([columns[name] for name in names], axis=1)
+        found[path] = views.reshape(-1, *leaves[path].shape)
+    parts = {path: obs_to_tensor(leaves[path], part, batched=True) for path, part in found.items()}
+    return parts[()] if () in parts else TensorDict(parts, batch_size=[len(tasks)])
+
+
+def _stored_parts(space: Any) -> list[tuple[tuple[str, ...], list[str], Column]]:
+    """Path, names of the columns, and each of these columns' form, of each part but the instruction."""
+    found = []
     for path, leaf in leaf_spaces(space).items():
-        if path == INSTRUCTION:
-            continue
         if _is_image(leaf):
-            views = obs[path] if len(leaf.shape) == 4 else obs[path][:, None]
-            found |= {name: views[:, i] for i, name in enumerate(_image_names(path, leaf))}
-        else:
-            found[_name(path)] = obs[path]
+            name = ".".join(("observation.images", *(path or ("image",))))
+            names = [f"{name}_{view}" for view in range(leaf.shape[0])] if len(leaf.shape) == 4 else [name]
+            found.append((path, names, Column("image", tuple(leaf.shape[-3:]))))
+        elif path != INSTRUCTION:
+            name = STATE if path in ((), ("proprio",)) else ".".join(("observation", *path))
+            found.append((path, [name], number(leaf)))
     return found
-
-
-def join(space: Any, columns: Mapping[str, Array], tasks: Sequence[str]) -> Leaves:
-    """The observations in columns."""
-    found: Leaves = {}
-    for path, leaf in leaf_spaces(space).items():
-        if path == INSTRUCTION:
-            size = leaf.shape[0]
-            text = b"".join(task.encode().ljust(size, b"\0")[:size] for task in tasks)
-            found[path] = np.frombuffer(text, np.uint8).reshape(-1, size)
-        elif _is_image(leaf):
-            views = np.stack([columns[name] for name in _image_names(path, leaf)], axis=1)
-            found[path] = views if len(leaf.shape) == 4 else views[:, 0]
-        else:
-            found[path] = columns[_name(path)].reshape(-1, *leaf.shape)
-    return found
-
-
-def _name(path: tuple[str, ...]) -> str:
-    return STATE if path in ((), ("proprio",)) else ".".join(("observation", *path))
-
-
-def _image_names(path: tuple[str, ...], leaf: Any) -> list[str]:
-    name = ".".join(("observation.images", *(path or ("image",))))
-    return [f"{name}_{view}" for view in range(leaf.shape[0])] if len(leaf.shape) == 4 else [name]
 
 
 def _is_image(leaf: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Nested observations and states of simulators: tensors [N, ...], or dictionaries of them."""
+"""Nested observations of simulators: tensors [N, ...], or dictionaries of them."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -24,7 +24,8 @@ def stored(obs: Any, num_envs: int, name: str) -> Nested:
         EnvError: ``obs`` holds something else than tensors [N, ...].
     """
     if isinstance(obs, Mapping | TensorDict):
-        return TensorDict({key: stored(leaf, num_envs, name) for key, leaf in obs.items()}, batch_size=[num_envs])
+        leaves = {key: stored(leaf, num_envs, name) for key, leaf in obs.items()}
+        return TensorDict(leaves, batch_size=[num_envs]).auto_device_()
     if not isinstance(obs, Tensor):
         raise EnvError(f"an observation of {name} holds a {type(obs).__name__}, expected tensors; fix: obs_groups")
     if obs.dim() == 0 or len(obs) != num_envs:
@@ -46,27 +47,8 @@ def space_of(obs: Nested) -> spaces.Space:
     return spaces.Box(limits.min, limits.max, shape, np.uint8 if obs.dtype == torch.uint8 else np.int64)
 
 
-def first_leaf(obs: Nested) -> Tensor:
-    """The first tensor."""
-    while not isinstance(obs, Tensor):
-        obs = next(iter(obs.values()))
-    return obs
-
-
 def select(mask: Tensor, yes: Nested, no: Nested) -> Nested:
     """The rows of ``yes`` where ``mask`` [N], else those of ``no``."""
     if isinstance(yes, Tensor):
         return torch.where(mask.view(-1, *[1] * (yes.dim() - 1)), yes, no)
     return yes.apply(partial(select, mask), no)
-
-
-def equal(one: Nested, other: Nested) -> bool:
-    """Whether all numbers are the same."""
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and torch.equal(one, other)
-    return all(equal(leaf, other[key]) for key, leaf in one.items())
-
-
-def take(state: Any, rows: Tensor) -> Any:
-    """These rows of a tensor, or of each one of a dictionary."""
-    return state[rows] if isinstance(state, Tensor) else {key: take(leaf, rows) for key, leaf in state.items()}

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.config.env import StartMode
@@ -83,14 +84,12 @@ class TorchSim(VectorEnv):
         self._obs = self._kept(env.get_observations() if self._reset_takes is None else _first(env.reset()))
         self.observation_space = nested.space_of(self._obs)
         self.obs_spec = obs_spec(self.observation_space)
-        self.device = nested.first_leaf(self._obs).device
+        self.device = self._obs.device
         self.notes = self._losses(env.step(self._any_action()))
 
     @torch.no_grad()
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
-        """First observations [N, ...]. Repeatable only where the simulator's ``reset`` takes a seed."""
-        if mask is not None:
-            raise EnvError(f"{self.env_id} resets itself, so single rows cannot be reset; fix: as_group_env()")
+        """First observations [N, ...] of all rows. Repeatable only where the simulator's ``reset`` takes a seed."""
         return self.restart(seed=seed)
 
     @torch.no_grad()
@@ -127,8 +126,8 @@ class TorchSim(VectorEnv):
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int]) -> Nested:
         """Observations [N, ...] after copying the states of the ``source`` rows into the ``target`` rows."""
-        state = self._base.get_state_dict()
-        self._base.set_state_dict(nested.take(state, self._index(source)), self._index(target))
+        state = TensorDict(self._base.get_state_dict(), batch_size=[self.num_envs])
+        self._base.set_state_dict(state[self._index(source)].to_dict(), self._index(target))
         index = torch.arange(self.num_envs, device=self.device)
         index[self._index(target)] = self._index(source)
         self._obs = self._obs[index]
@@ -164,7 +163,7 @@ class TorchSim(VectorEnv):
                 after = self._kept(_first(self._env.reset(options={name: last})))[:-1]
             except (KeyError, TypeError, ValueError):  # it reads another option, or takes no unknown ones
                 continue
-            if nested.equal(before, after):
+            if (before == after).all():
                 return name
         return None
 

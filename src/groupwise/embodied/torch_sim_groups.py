@@ -127,7 +127,7 @@ def _report(env: TorchSimGroups) -> GroupStartReport:
     every, last = np.ones(env.num_envs, dtype=np.bool_), np.arange(env.num_envs) == env.num_envs - 1
     seeds = np.full(env.num_envs, derive_seed(0, "alone"), dtype=np.int64)
     together = env.start(every, seeds, seeds)[:1]
-    if not nested.equal(together, env.start(last, seeds, seeds)[-1:]):
+    if not (together == env.start(last, seeds, seeds)[-1:]).all():
         raise GroupStartError(
             f"a row of {env.env_id} that starts alone starts apart; fix: reset rows from the seed only"
         )

@@ -160,7 +160,8 @@ def _play(env: gymnasium.Env, make_expert: ExpertMaker, noise: float, seed: int,
     generator = np.random.default_rng(derive_seed(seed, "noise"))
     obs, info = env.reset(seed=seed)
     expert = make_expert(env, info)
-    seen, actions, rewards = [], [], []
+    seen: list[Any] = []
+    actions, rewards = [], []
     for _ in range(MAX_STEPS):
         action = _checked(space, expert(obs))
         seen.append(obs_to_tensor(env.observation_space, obs, batched=False).clone())

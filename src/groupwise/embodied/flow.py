@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from groupwise.config.policy import FlowCfg
 from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.embodied.pi0 import PI0
-from groupwise.embodied.robot_policy import RobotPolicy, make_value_head
+from groupwise.embodied.robot_policy import RobotPolicy
 from groupwise.policies.base import Action, Batch, Evaluation
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -87,7 +87,7 @@ class FlowPolicy(RobotPolicy):
         self.model = PI0(self.sizes, self.num_actions, self.num_dims, cfg)
         scored = self.num_actions * self.num_dims
         self.action_spec = TensorSpec((self.num_actions * self.model.num_dims + 2 * scored + 1,), torch.float32)
-        self.value_head = None if self.actor_only else make_value_head(self.model.width)
+        self.value_head = self._make_value_head(self.model.width)
         self.eval()
 
     @torch.no_grad()
@@ -150,15 +150,6 @@ class FlowPolicy(RobotPolicy):
         time = torch.from_numpy(config.time_sampling_offset + config.time_sampling_scale * share).float()
         return own._replace(before=torch.randn(own.before.shape, generator=generator), time=time).packed()
 
-    @torch.no_grad()
-    def value(self, obs: Nested) -> Tensor:
-        """V(obs) of shape [B], without gradient."""
-        if self.actor_only:
-            return super().value(obs)
-        value = self._value(self.model.summary(self.model.read(obs)))
-        assert value is not None
-        return value
-
     def env_action(self, action: Float[Tensor, "*batch number"]) -> Float[Tensor, "..."]:
         """The denoised actions in the bounds of the action space, ``[*batch, *action_space.shape]``."""
         return self._from_share((self.unpacked(action).actions.clamp(-1, 1) + 1) / 2)
@@ -178,6 +169,9 @@ class FlowPolicy(RobotPolicy):
         after, actions = after.reshape(*batch, *plain), actions.reshape(*batch, *plain)
         return Denoising(before.reshape(*batch, *padded), after, actions, time)
 
+    def _summary(self, obs: Nested) -> Float[Tensor, "batch feature"]:
+        return self.model.summary(self.model.read(obs))
+
     def _time(self, step: int | Tensor) -> Tensor:
         """Time before a step."""
         return 1 - torch.as_tensor(step, device=self.device) / self.cfg.denoising_steps
@@ -186,9 +180,6 @@ class FlowPolicy(RobotPolicy):
         """Mean and standard deviation of the stochastic step; the model's padding is no part of it."""
         (noisy, _), (velocity, _) = self._split(noisy), self._split(velocity)
         return sde_step(noisy, velocity, time, 1 / self.cfg.denoising_steps, self.cfg.noise_level)
-
-    def _value(self, summary: Tensor) -> Float[Tensor, " batch"] | None:
-        return None if self.value_head is None else self.value_head(summary).squeeze(-1)
 
     def _split(self, padded: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers of actions, and the model's padding."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from tensordict import TensorDict
+from torch import Tensor
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import leaf_spaces, obs_to_tensor, space_kind
@@ -48,7 +49,7 @@ def split(space: Any, obs: Nested) -> dict[str, Array]:
     """The columns of observations ``[T, ...]``."""
     found: dict[str, Array] = {}
     for path, names, column in _stored_parts(space):
-        part = (obs[path] if path else obs).numpy()
+        part = (obs if isinstance(obs, Tensor) else obs[path]).numpy()
         views = part.reshape(len(part), len(names), *column.shape)
         found |= {name: views[:, i] for i, name in enumerate(names)}
     return found

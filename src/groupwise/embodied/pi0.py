@@ -13,10 +13,18 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, pad
 
 from groupwise.config.policy import FlowCfg
-from groupwise.embodied.vision_language import ObsSizes, instructions, loading, pixels
-from groupwise.errors import ConfigError, require_extra
+from groupwise.embodied.vision_language import (
+    HEAD_WIDTH,
+    ObsSizes,
+    byte_tokens,
+    instructions,
+    layer_sizes,
+    loading,
+    pixels,
+    vision_sizes,
+)
+from groupwise.errors import ConfigError
 
-_HEAD_WIDTH = 32
 _IMAGE_TOKEN = 256
 """Of a new model: after the bytes."""
 
@@ -43,12 +51,10 @@ class PI0(nn.Module):
 
     Raises:
         ConfigError: images of a new model are not made of square patches, a folder holds no whole PI0, or it is too small.
-        MissingExtraError: transformers is not installed.
     """
 
     def __init__(self, sizes: ObsSizes, num_actions: int, num_dims: int, cfg: FlowCfg) -> None:
         super().__init__()
-        require_extra("transformers", "text")
         self.tokenizer: Any = None
         if cfg.path:
             self.network, self.tokenizer = _load(cfg.path)
@@ -105,9 +111,7 @@ class PI0(nn.Module):
     ) -> tuple[Int[Tensor, "batch token"], Bool[Tensor, "batch token"]]:
         """Tokens of the instructions, padded on the right, and which of them are no padding."""
         if self.tokenizer is None:
-            written = encoded != 0
-            longest = int(written.sum(dim=1).max())
-            return encoded[:, :longest].long(), written[:, :longest]
+            return byte_tokens(encoded)
         start = self.tokenizer.bos_token or ""
         texts = [f"{start}{text}\n" for text in instructions(encoded)]
         found = self.tokenizer(
@@ -130,36 +134,18 @@ def _new(sizes: ObsSizes, num_actions: int, num_dims: int, cfg: FlowCfg) -> Any:
     """A small PI0 with random weights, whose text tokens are bytes."""
     from transformers import PI0Config, PI0ForConditionalGeneration
 
-    if sizes.height != sizes.width or sizes.height % cfg.patch_size:
-        raise ConfigError(
-            f"images of {sizes.height} x {sizes.width} pixels are not made of squares of policy.patch_size="
-            f"{cfg.patch_size}; fix: square images, and a patch_size that divides their width"
-        )
-    width = cfg.hidden_size
-    shared = {
-        "hidden_size": width,
-        "num_hidden_layers": cfg.num_layers,
-        "num_attention_heads": width // _HEAD_WIDTH,
-    }
-    gemma = shared | {
+    gemma = layer_sizes(cfg) | {
         "model_type": "gemma",
-        "intermediate_size": 2 * width,
-        "num_key_value_heads": width // _HEAD_WIDTH,
-        "head_dim": _HEAD_WIDTH,
+        "intermediate_size": 2 * cfg.hidden_size,
+        "num_key_value_heads": cfg.hidden_size // HEAD_WIDTH,
+        "head_dim": HEAD_WIDTH,
         "vocab_size": _IMAGE_TOKEN + 1,
-    }
-    vision = shared | {
-        "model_type": "siglip_vision_model",
-        "intermediate_size": 4 * width,
-        "image_size": sizes.height,
-        "patch_size": cfg.patch_size,
-        "vision_use_head": False,
     }
     vlm = {
         "model_type": "paligemma",
         "text_config": gemma,
-        "vision_config": vision,
-        "projection_dim": width,
+        "vision_config": {"model_type": "siglip_vision_model", **vision_sizes(sizes, cfg)},
+        "projection_dim": cfg.hidden_size,
         "image_token_id": _IMAGE_TOKEN,
     }
     config = PI0Config(

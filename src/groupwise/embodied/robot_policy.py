@@ -1,5 +1,6 @@
 """What policies that see, read and act share: the spaces of robots, and the user's call."""
 
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -9,9 +10,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from groupwise.config.policy import FlowCfg, VLACfg
+from groupwise.data.rollout import Nested
 from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind, subspaces
 from groupwise.embodied.vision_language import ObsSizes
-from groupwise.errors import UnsupportedSpaceError
+from groupwise.errors import UnsupportedSpaceError, require_extra
 from groupwise.policies.base import Policy
 
 SelfPolicy = TypeVar("SelfPolicy", bound="RobotPolicy")
@@ -23,7 +25,7 @@ class RobotPolicy(Policy):
     Args:
         observation_space: a Dict of ``image`` uint8 [views, H, W, 3], ``proprio`` float [P], ``instruction`` uint8 [L].
         action_space: a bounded Box of floats, ``[A]`` or a chunk of them ``[C, A]``.
-        actor_only: False adds a value head: a linear layer, 0 at first.
+        actor_only: False adds a value head: a linear layer on a summary of the observation, 0 at first.
         gamma: not used: rewards are not scaled.
 
     Raises:
@@ -36,6 +38,7 @@ class RobotPolicy(Policy):
     """The class of ``cfg``."""
     gives_distribution = False
     value_modules = ("value_head",)
+    value_head: nn.Linear | None
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class RobotPolicy(Policy):
         gamma: float = 0.99,
     ) -> None:
         super().__init__()
+        require_extra("transformers", "text")
         self.cfg = cfg
         self.sizes = obs_sizes(observation_space)
         low, high = _bounds(action_space)
@@ -89,6 +93,30 @@ class RobotPolicy(Policy):
         array = self.env_action(own).cpu().numpy().astype(self.action_space.dtype, copy=False)
         return array if batched else array[0]
 
+    @torch.no_grad()
+    def value(self, obs: Nested) -> Tensor:
+        """V(obs) of shape [B], without gradient."""
+        if self.value_head is None:
+            return super().value(obs)
+        value: Tensor = self.value_head(self._summary(obs))
+        return value.squeeze(-1).float()
+
+    @abstractmethod
+    def _summary(self, obs: Nested) -> Float[Tensor, "batch feature"]:
+        """What the value head reads."""
+
+    def _make_value_head(self, width: int) -> nn.Linear | None:
+        """A linear critic whose values are 0 at first, unless there is none."""
+        if self.actor_only:
+            return None
+        head = nn.Linear(width, 1)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        return head
+
+    def _value(self, summary: Float[Tensor, "batch feature"]) -> Float[Tensor, " batch"] | None:
+        return None if self.value_head is None else self.value_head(summary).squeeze(-1).float()
+
     def _from_share(self, share: Float[Tensor, "*batch action dim"]) -> Float[Tensor, "..."]:
         """The environment's actions ``[*batch, *action_space.shape]`` at these shares of the way from ``low`` to ``high``."""
         return torch.lerp(self.low, self.high, share).reshape(*share.shape[:-2], *self.action_space.shape)
@@ -97,14 +125,6 @@ class RobotPolicy(Policy):
         """The inverse of ``_from_share``."""
         batch = action.shape[: action.dim() - len(self.action_space.shape)]
         return (action.reshape(*batch, *self.low.shape) - self.low) / (self.high - self.low)
-
-
-def make_value_head(width: int) -> nn.Linear:
-    """A linear critic whose values are 0 at first."""
-    head = nn.Linear(width, 1)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-    return head
 
 
 def obs_sizes(space: Any) -> ObsSizes:

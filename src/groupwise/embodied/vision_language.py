@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from groupwise.config.policy import LoRACfg, VLACfg
-from groupwise.errors import ConfigError, DataError, require_extra
+from groupwise.config.policy import FlowCfg, LoRACfg, VLACfg
+from groupwise.errors import ConfigError, DataError
 
-_HEAD_WIDTH = 32
+HEAD_WIDTH = 32
 _BYTES = 256
 
 
@@ -44,30 +44,16 @@ class NewModel(nn.Module):
         from transformers import LlamaConfig, LlamaModel, SiglipVisionConfig, SiglipVisionModel
 
         super().__init__()
-        if sizes.height != sizes.width or sizes.height % (2 * cfg.patch_size):
-            raise ConfigError(
-                f"images of {sizes.height} x {sizes.width} pixels are not made of squares of two policy.patch_size="
-                f"{cfg.patch_size}; fix: square images, and a patch_size that divides half their width"
-            )
         self.width = width = cfg.hidden_size
-        shared = {
-            "hidden_size": width,
-            "num_hidden_layers": cfg.num_layers,
-            "num_attention_heads": width // _HEAD_WIDTH,
-        }
         self.vision = SiglipVisionModel(
             SiglipVisionConfig(
-                **shared,
-                intermediate_size=4 * width,
+                **vision_sizes(sizes, cfg, patches=2),
                 hidden_act="gelu",  # SigLIP's own approximates it by tanh, which takes five times as long on a CPU
-                image_size=sizes.height,
-                patch_size=cfg.patch_size,
-                vision_use_head=False,
             )
         )
         self.language = LlamaModel(
             LlamaConfig(
-                **shared,
+                **layer_sizes(cfg),
                 vocab_size=_BYTES,
                 intermediate_size=2 * width,
                 pad_token_id=None,
@@ -86,11 +72,9 @@ class NewModel(nn.Module):
         proprio = self.proprio(obs["proprio"]).unsqueeze(1)
         seen = [images, proprio, queries.expand(len(images), -1, -1)]
         end = sum(part.shape[1] for part in seen)
-        written = obs["instruction"] != 0
-        longest = int(written.sum(dim=1).max())
-        text = self.language.embed_tokens(obs["instruction"][:, :longest].long())
-        tokens = torch.cat([*seen, text], dim=1)
-        visible = torch.cat([written.new_ones(len(images), end), written[:, :longest]], dim=1)
+        text, written = byte_tokens(obs["instruction"])
+        tokens = torch.cat([*seen, self.language.embed_tokens(text)], dim=1)
+        visible = torch.cat([written.new_ones(len(images), end), written], dim=1)
         mask = visible[:, None, None, :].expand(-1, -1, tokens.shape[1], -1)
         hidden: Tensor = self.language(inputs_embeds=tokens, attention_mask=mask).last_hidden_state
         return hidden[:, end - len(queries) : end]
@@ -175,6 +159,39 @@ def loading(problem: str, fix: str) -> Iterator[None]:
         raise ConfigError(f"{problem} that transformers can load ({first}); fix: {fix}") from None
 
 
+def layer_sizes(cfg: VLACfg | FlowCfg) -> dict[str, int]:
+    """Of a new model."""
+    heads = cfg.hidden_size // HEAD_WIDTH
+    return {"hidden_size": cfg.hidden_size, "num_hidden_layers": cfg.num_layers, "num_attention_heads": heads}
+
+
+def vision_sizes(sizes: ObsSizes, cfg: VLACfg | FlowCfg, patches: int = 1) -> dict[str, int]:
+    """Of the vision encoder of a new model.
+
+    Args:
+        patches: along each side of what becomes a token.
+
+    Raises:
+        ConfigError: images are not square, or not made of whole tokens.
+    """
+    if sizes.height != sizes.width or sizes.height % (patches * cfg.patch_size):
+        raise ConfigError(
+            f"images of {sizes.height} x {sizes.width} pixels are not squares made of {patches} x {patches} patches of "
+            f"policy.patch_size={cfg.patch_size}; fix: square images, or another patch_size"
+        )
+    own = {"intermediate_size": 4 * cfg.hidden_size, "image_size": sizes.height, "patch_size": cfg.patch_size}
+    return layer_sizes(cfg) | own | {"vision_use_head": False}
+
+
+def byte_tokens(
+    encoded: UInt8[Tensor, "batch byte"],
+) -> tuple[Int[Tensor, "batch token"], Bool[Tensor, "batch token"]]:
+    """The bytes of instructions up to the end of the longest one, and which of them are no padding."""
+    written = encoded != 0
+    longest = int(written.sum(dim=1).max())
+    return encoded[:, :longest].long(), written[:, :longest]
+
+
 def pixels(image: UInt8[Tensor, "batch view height width 3"]) -> Float[Tensor, "batch view 3 height width"]:
     """Images in [-1, 1], as SigLIP reads them."""
     return image.movedim(-1, 2).float() / 127.5 - 1
@@ -190,9 +207,3 @@ def instructions(encoded: UInt8[Tensor, "batch byte"]) -> list[str]:
         return [bytes(row).rstrip(b"\0").decode() for row in encoded.cpu().numpy()]
     except UnicodeDecodeError as error:
         raise DataError(f"instruction is not UTF-8 ({error}); fix: text.encode(), padded with zeros") from error
-
-
-def make_model(sizes: ObsSizes, cfg: VLACfg) -> NewModel | PretrainedModel:
-    """The model that the settings describe."""
-    require_extra("transformers", "text")
-    return PretrainedModel(cfg.path, cfg.lora, sizes) if cfg.path else NewModel(sizes, cfg)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from groupwise.config.policy import VLACfg
 from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.embodied.chunks import executed_actions
-from groupwise.embodied.robot_policy import RobotPolicy, make_value_head
-from groupwise.embodied.vision_language import make_model
+from groupwise.embodied.robot_policy import RobotPolicy
+from groupwise.embodied.vision_language import NewModel, PretrainedModel
 from groupwise.policies.base import Action, Batch, Evaluation
 from groupwise.policies.discrete_heads import Categorical
 
@@ -43,13 +43,13 @@ class VLAPolicy(RobotPolicy):
         self.num_units = {"token": num_tokens, "action": self.num_actions, "chunk": 1}[cfg.unit]
         self.action_spec = TensorSpec((self.num_actions, self.num_dims), torch.int64)
         self.distribution = Categorical(cfg.bins)
-        self.model = make_model(self.sizes, cfg)
+        self.model = PretrainedModel(cfg.path, cfg.lora, self.sizes) if cfg.path else NewModel(self.sizes, cfg)
         width = self.model.width
         self.queries = nn.Parameter(0.02 * torch.randn(num_tokens, width))
         self.token_head = nn.Linear(width, cfg.bins)
         nn.init.normal_(self.token_head.weight, std=_HEAD_STD)
         nn.init.zeros_(self.token_head.bias)
-        self.value_head = None if self.actor_only else make_value_head(width)
+        self.value_head = self._make_value_head(width)
         if cfg.lora is not None:  # the frozen weights are those of ``cfg.path``
             self._saved = {name for name, p in self.named_parameters() if p.requires_grad}
             self.register_state_dict_post_hook(_keep_trained)  # type: ignore[no-untyped-call]
@@ -69,12 +69,6 @@ class VLAPolicy(RobotPolicy):
         logits, value = self._forward(batch["obs"])
         log_prob, entropy = self.distribution.score(logits, batch["action"].flatten(1))
         return Evaluation(self._of_units(log_prob), self._of_units(entropy), value)
-
-    @torch.no_grad()
-    def value(self, obs: Nested) -> Tensor:
-        """V(obs) of shape [B], without gradient."""
-        value = self._forward(obs)[1]
-        return super().value(obs) if value is None else value
 
     def unit_mask(self, batch: Batch) -> Bool[Tensor, "*batch unit"]:
         """The units of actions that were executed; a whole chunk counts if any was."""
@@ -98,11 +92,11 @@ class VLAPolicy(RobotPolicy):
     def _forward(self, obs: Nested) -> tuple[Float[Tensor, "batch token bin"], Float[Tensor, " batch"] | None]:
         """Logits of every token at the temperature, and the value if there is a critic."""
         hidden = self.model(obs, self.queries)
-        logits = self.token_head(hidden).float() / self.cfg.temperature
-        if self.value_head is None:
-            return logits, None
-        value: Tensor = self.value_head(hidden.mean(dim=1)).float()
-        return logits, value.squeeze(-1)
+        return self.token_head(hidden).float() / self.cfg.temperature, self._value(hidden.mean(dim=1))
+
+    def _summary(self, obs: Nested) -> Float[Tensor, "batch feature"]:
+        summary: Tensor = self.model(obs, self.queries).mean(dim=1)
+        return summary
 
     def _of_units(self, score: Float[Tensor, "batch token"]) -> Float[Tensor, "batch unit"]:
         """Sums over the tokens of each unit."""

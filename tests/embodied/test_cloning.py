@@ -148,7 +148,7 @@ def test_a_resumed_collector_goes_on(tmp_path):
 def test_whole_episodes_are_held_out(tmp_path, holdout, episodes, count):
     folder = write(tmp_path / "x", numbered([3] * episodes), toy_robots.Reaching.action_space)
     demos = collector(folder, toy_robots.Reaching.action_space, holdout=holdout)
-    held = set(demos.labels.episode[demos.held_out].tolist())
+    held = set(demos.labels["episode_id"][demos.held_out].tolist())
     assert len(held) == count
     assert int(demos.held_out.sum()) == 3 * count
     batch = collected(demos, 3 * episodes)
@@ -161,7 +161,7 @@ def test_label_noise_moves_labels_of_boxes_and_leaves_held_out_ones(tmp_path):
     batch = collected(demos, 600)
     moved = batch["action"] - batch["obs"][:, :2] / 1000
     assert float(moved.std()) == pytest.approx(0.2, rel=0.1)
-    torch.testing.assert_close(demos.labels.action, demos.labels.obs[:, :2] / 1000)
+    torch.testing.assert_close(demos.labels["action"], demos.labels["obs"][:, :2] / 1000)
 
 
 def test_discrete_labels_are_the_policy_s_own_without_noise(turning):
@@ -179,7 +179,7 @@ def test_normalizers_get_the_statistics_of_the_steps_that_are_trained_on(reachin
     )
     statistics = run.policy.obs_normalizer.statistics[0]
     demos = collector(reaching, toy_robots.Reaching.action_space, holdout=0.3)
-    trained = demos.labels.obs[~demos.held_out].double()
+    trained = demos.labels["obs"][~demos.held_out].double()
     torch.testing.assert_close(statistics.mean, trained.mean(dim=0))
     torch.testing.assert_close(statistics.var, trained.var(dim=0, correction=0))
 
@@ -192,15 +192,15 @@ def test_a_chunk_is_the_next_actions_of_the_same_episode(tmp_path):
     folder = write(tmp_path / "x", numbered([4, 2], size=1), one)
     chunks = gymnasium.spaces.Box(-1, 1, (3, 1), np.float32)
     labels = collector(folder, chunks).labels
-    numbers = (1000 * labels.action).round().int().squeeze(-1).tolist()
+    numbers = (1000 * labels["action"]).round().int().squeeze(-1).tolist()
     assert numbers == [[0, 1, 2], [1, 2, 3], [2, 3, 3], [3, 3, 3], [4, 5, 5], [5, 5, 5]]
-    assert labels.executed.tolist() == [3, 3, 2, 1, 2, 1]
-    assert labels.episode.tolist() == [0, 0, 0, 0, 1, 1]
+    assert labels["executed"].tolist() == [3, 3, 2, 1, 2, 1]
+    assert labels["episode_id"].tolist() == [0, 0, 0, 0, 1, 1]
 
 
 def test_actions_without_chunks_are_executed_once(tmp_path):
     folder = write(tmp_path / "x", numbered([4, 2]), toy_robots.Reaching.action_space)
-    assert collector(folder, toy_robots.Reaching.action_space).labels.executed.tolist() == [1] * 6
+    assert collector(folder, toy_robots.Reaching.action_space).labels["executed"].tolist() == [1] * 6
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_the_loss_of_gaussians_is_the_squared_error(reaching, tmp_path):
     action = collected(collector(reaching, toy_robots.Reaching.action_space, holdout=0.1, num_envs=1), 64)["action"]
     wanted = math.log(2 * math.pi) + 0.5 * action.square().sum(dim=1).mean().item()
     assert metrics["train/loss"] == pytest.approx(wanted, rel=1e-5)
-    held_out = demos.labels.action[demos.held_out]
+    held_out = demos.labels["action"][demos.held_out]
     wanted = math.log(2 * math.pi) + 0.5 * held_out.square().sum(dim=1).mean().item()
     assert metrics["eval/demo_loss"] == pytest.approx(wanted, rel=1e-5)
     assert metrics["eval/demo_error"] == pytest.approx(held_out.abs().mean().item(), rel=1e-5)

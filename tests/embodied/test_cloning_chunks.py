@@ -43,9 +43,9 @@ def updated(parts):
 def test_labels_behind_the_end_change_nothing(data):
     first, second = parts_of(data), parts_of(data)
     labels = second.collector.labels
-    behind = torch.arange(CHUNK) >= labels.executed[:, None]
+    behind = torch.arange(CHUNK) >= labels["executed"][:, None]
     assert behind.any()
-    labels.action[behind] = 0.9
+    labels["action"][behind] = 0.9
     (metrics, parameters), (others, other_parameters) = updated(first), updated(second)
     assert metrics["train/loss"] == others["train/loss"]
     assert torch.equal(parameters, other_parameters)
@@ -53,7 +53,7 @@ def test_labels_behind_the_end_change_nothing(data):
 
 def test_labels_before_the_end_change_the_update(data):
     first, second = parts_of(data), parts_of(data)
-    second.collector.labels.action[:, 1][second.collector.labels.executed > 1] = 0.9
+    second.collector.labels["action"][:, 1][second.collector.labels["executed"] > 1] = 0.9
     assert updated(first)[0]["train/loss"] != updated(second)[0]["train/loss"]
 
 
@@ -64,8 +64,8 @@ def test_the_loss_is_the_mean_over_actions_that_were_demonstrated(data):
             parameter.zero_()
     *_, scores = parts.own_callbacks(RunFolder(data))
     labels = parts.collector.labels
-    steps = torch.arange(len(labels.executed))
-    shown = labels.action[torch.arange(CHUNK) < labels.executed[:, None]]
+    steps = torch.arange(len(labels["executed"]))
+    shown = labels["action"][torch.arange(CHUNK) < labels["executed"][:, None]]
     found = scores.scores(steps)
     assert found["eval/demo_loss"] == pytest.approx(
         math.log(2 * math.pi) + 0.5 * shown.square().sum(dim=1).mean().item()

@@ -7,11 +7,10 @@ labels of the steps that they begin with.
 """
 
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from groupwise.algorithms.base import BaseAlgorithm, LossOutput
 from groupwise.collectors.base import EnvCollector
 from groupwise.config.algorithm import BCCfg
 from groupwise.config.run import RunCfg
-from groupwise.data.rollout import Nested, transition_view
+from groupwise.data.rollout import transition_view
 from groupwise.embodied.lerobot import Demonstrations, read_demos
 from groupwise.engines.base import Engine
 from groupwise.envs.base import VectorEnv
@@ -60,27 +59,6 @@ class BehaviorCloning(BaseAlgorithm):
         return LossOutput(loss, (loss, evaluation.entropy))
 
 
-class Labels(NamedTuple):
-    """Demonstrated steps as a rollout has them, M of them."""
-
-    obs: Nested
-    """[M, ...]"""
-    action: Tensor
-    """[M, ...] the policy's own actions; with chunks, of the next C, the last one repeated after the end."""
-    executed: Int[Tensor, " step"]
-    """Actions that were demonstrated: fewer than C towards the end of an episode. 1 without chunks."""
-    episode: Int[Tensor, " step"]
-    reward: Float[Tensor, " step"]
-    chunked: bool
-
-    def batch(self, index: Tensor) -> dict[str, Nested]:
-        """Some of the steps, by the keys of a rollout."""
-        obs, action, executed, episode = (part[index] for part in self[:4])
-        counts = torch.ones(len(index), dtype=torch.bool)
-        ids = {"episode_id": episode, "group_id": episode}
-        return {"obs": obs, "action": action, "executed": executed, **ids, "valid": counts, "loss_mask": counts}
-
-
 class DemoCollector(EnvCollector):
     """Hands out demonstrated steps: the next ones of an endless sequence of random orders of all of them.
 
@@ -103,8 +81,10 @@ class DemoCollector(EnvCollector):
         self.engine = engine
 
     @cached_property
-    def labels(self) -> Labels:
-        """All demonstrated steps.
+    def labels(self) -> TensorDict:
+        """All M demonstrated steps by the keys of a rollout, and ``demonstrated`` [M, C]: which actions of a chunk are.
+
+        With chunks ``action`` is the next C actions, the last one repeated after the end.
 
         Raises:
             DataError: the data is missing, or of other observations or actions.
@@ -114,21 +94,20 @@ class DemoCollector(EnvCollector):
     @cached_property
     def held_out(self) -> Bool[Tensor, " step"]:
         """Which steps are not trained on: whole episodes, at least one of several."""
-        episodes = int(self.labels.episode.max()) + 1
+        episode = self.labels["episode_id"]
+        episodes = int(episode.max()) + 1
         count = 0 if self.holdout == 0 or episodes == 1 else max(1, round(self.holdout * episodes))
         chosen = torch.zeros(episodes, dtype=torch.bool)
         chosen[torch.randperm(episodes, generator=self._generator("holdout"))[: min(count, episodes - 1)]] = True
-        return chosen[self.labels.episode]
+        return chosen[episode]
 
     def fit_normalizers(self) -> None:
         """Give the policy's normalisers the statistics of the steps that are trained on. They stay as they are afterwards."""
-        labels = self.labels
-        ends = torch.ones_like(self.held_out)
-        ends[:-1] = labels.episode[1:] != labels.episode[:-1]
-        steps = {"obs": labels.obs, "valid": ~self.held_out, "reward": labels.reward}
-        steps |= {"terminated": torch.zeros_like(ends), "truncated": ends}
-        rollout = TensorDict(steps, batch_size=[len(ends)], device=self.policy.device).unsqueeze(0)
-        self.policy.update_normalizers(rollout, Engine())  # each process has all steps, so nothing is summed
+        steps, ends = self.labels.select("obs", "reward"), torch.ones_like(self.held_out)
+        ends[:-1] = self.labels["episode_id"].diff() != 0
+        steps.update({"valid": ~self.held_out, "terminated": torch.zeros_like(ends), "truncated": ends})
+        # each process has all steps, so nothing is summed
+        self.policy.update_normalizers(steps.unsqueeze(0).to(self.policy.device), Engine())
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """The next ``num_envs * num_steps`` steps of the sequence; with several processes, each takes its share of it."""
@@ -137,20 +116,18 @@ class DemoCollector(EnvCollector):
         index = self._in_sequence((self.iteration * self.engine.world_size + self.rank) * count, count)
         steps = self._steps(index, self.label_noise, self._generator("label", self.rank, self.iteration))
         batch = transition_view(rollout)
-        for key, value in steps.items():
-            if key in batch.keys():  # noqa: SIM118  iterating goes over rows
-                batch[key].copy_(value.reshape(rows, num_steps, *value.shape[1:]))
+        batch.update_(steps.reshape(rows, num_steps).select(*batch.keys(), strict=False))
         self.last_steps = count
         self.iteration += 1
         return rollout
 
-    def held_out_steps(self, index: Tensor) -> dict[str, Nested]:
-        """Some of the steps, by the keys of a rollout, without noise on their labels and the same each time."""
+    def held_out_steps(self, index: Tensor) -> TensorDict:
+        """Some of the steps, without noise on their labels and the same each time."""
         return self._steps(index, 0.0, self._generator("held_out", int(index[0])))
 
-    def _steps(self, index: Tensor, noise: float, generator: torch.Generator) -> dict[str, Nested]:
-        steps = self.labels.batch(index)
-        return steps | {"action": self.policy.label(steps["action"], noise, generator)}
+    def _steps(self, index: Tensor, noise: float, generator: torch.Generator) -> TensorDict:
+        steps: TensorDict = self.labels.exclude("reward")[index]
+        return steps.set("action", self.policy.label(steps["action"], noise, generator))
 
     def _in_sequence(self, first: int, count: int) -> Int[Tensor, " count"]:
         """Steps number ``first`` and on of the sequence: each pass over the data has its own random order."""
@@ -205,7 +182,7 @@ class DemoScores(Callback):
         parts = [self._scores(steps[i : i + _SCORED_AT_ONCE]) for i in range(0, len(steps), _SCORED_AT_ONCE)]
         losses, errors, masks = (torch.cat(part) for part in zip(*parts, strict=True))
         found = {"eval/demo_loss": float(losses.mean())}
-        if self.collector.labels.action.is_floating_point():
+        if self.collector.labels["action"].is_floating_point():
             return found | {"eval/demo_error": float(errors[masks].mean())}
         accuracy = (errors[masks] == 0).double().mean(dim=0)
         found["eval/demo_accuracy"] = float(accuracy.mean())
@@ -215,19 +192,18 @@ class DemoScores(Callback):
 
     def _scores(self, index: Int[Tensor, " step"]) -> tuple[Tensor, Tensor, Tensor]:
         """Losses of units ``[U]``; errors ``[B, C, A]`` of the environment's actions, and which of them ``[B, C]`` count."""
-        policy, labels = self.algorithm.policy, self.collector.labels
-        batch = TensorDict(self.collector.held_out_steps(index), batch_size=[len(index)]).to(policy.device)
+        policy = self.algorithm.policy
+        batch = self.collector.held_out_steps(index).to(policy.device)
         inputs = self.algorithm.policy_inputs(batch.unsqueeze(0))
         log_prob = self.algorithm.score(policy, inputs).log_prob
         action = policy.act(batch["obs"], deterministic=True).action
         taken, wanted = (policy.env_action(part).double() for part in (action, batch["action"]))
-        size = taken.shape[1] if labels.chunked else 1
-        errors = (taken - wanted).abs().reshape(len(index), size, -1)
-        counts = torch.arange(size, device=policy.device) < batch["executed"].unsqueeze(-1)
+        counts = batch["demonstrated"]
+        errors = (taken - wanted).abs().reshape(*counts.shape, -1)
         return -log_prob[inputs["loss_mask"]], errors, counts
 
 
-def _labels(demos: Demonstrations, env: VectorEnv, policy: Policy, source: str) -> Labels:
+def _labels(demos: Demonstrations, env: VectorEnv, policy: Policy, source: str) -> TensorDict:
     """The steps as the policy stores them.
 
     Raises:
@@ -242,12 +218,19 @@ def _labels(demos: Demonstrations, env: VectorEnv, policy: Policy, source: str) 
             f"{source} has actions {demos.action.dtype} of shape {list(found)}, but those of {env.env_id} are in {space}; "
             "fix: the environment that they were recorded with"
         )
-    size = single[0] if chunked else 1
-    last = torch.from_numpy(np.searchsorted(demos.episode, demos.episode, side="right") - 1)
-    now = torch.arange(steps)
-    action = torch.from_numpy(demos.action)
-    if chunked:
-        action = action[torch.minimum(now[:, None] + torch.arange(size), last[:, None])]
-    own = policy.own_action(action.reshape(steps, *space.shape).to(policy.device)).cpu()
-    executed = (last - now + 1).clamp(max=size)
-    return Labels(demos.obs, own, executed, episode, torch.from_numpy(demos.reward), chunked)
+    now = torch.arange(steps)[:, None] + torch.arange(single[0] if chunked else 1)
+    last = torch.searchsorted(episode, episode, right=True)[:, None] - 1
+    action = torch.from_numpy(demos.action)[torch.minimum(now, last)]
+    demonstrated, counts = now <= last, torch.ones(steps, dtype=torch.bool)
+    labels = {
+        "obs": demos.obs,
+        "action": policy.own_action(action.reshape(steps, *space.shape).to(policy.device)).cpu(),
+        "executed": demonstrated.sum(dim=1),
+        "demonstrated": demonstrated,
+        "episode_id": episode,
+        "group_id": episode,
+        "reward": torch.from_numpy(demos.reward),
+        "valid": counts,
+        "loss_mask": counts,
+    }
+    return TensorDict(labels, batch_size=[steps])

@@ -11,6 +11,7 @@ says which columns there are.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -60,13 +61,8 @@ class Demonstrations(NamedTuple):
     """[M] the episode of each step, from 0."""
 
 
-_COUNTERS = {"timestamp": Column("float32", (1,))} | dict.fromkeys(
-    ("frame_index", "episode_index", "index", "task_index"), Column("int64", (1,))
-)
-_OUTCOMES = {"next.reward": Column("float32", (1,)), "next.done": Column("bool", (1,))}
 _NEEDED = ("action", "next.reward", "episode_index", "task_index")
 """Columns that are read besides those of observations. Recordings of LeRobot's may lack rewards."""
-_SUCCESS = {"next.success": Column("bool", (1,))}
 
 
 class DemoWriter:
@@ -82,10 +78,10 @@ class DemoWriter:
         self.lengths: list[int] = []
         self._observation_space = observation_space
         self._fps = steps_per_second
-        self._columns = obs_columns(observation_space) | {"action": number(action_space)} | _OUTCOMES
+        self._columns = obs_columns(observation_space) | {"action": number(action_space)}
         self._tasks: dict[str, int] = {}
         self._task_of_episode: list[str] = []
-        self._moments: dict[str, _Moments] = {}
+        self._moments: dict[str, list[Array]] = {}
         self._data: Any = None
 
     def __enter__(self) -> "DemoWriter":
@@ -101,19 +97,21 @@ class DemoWriter:
 
     def add(self, demo: Demonstration) -> None:
         """Write an episode."""
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        if self._data is None and demo.success is not None:
-            self._columns |= _SUCCESS
         values = self._values(demo)
-        table = self._table(values)
+        self._columns = {
+            name: self._columns.get(name, Column(value.dtype.name, (1,))) for name, value in values.items()
+        }
+        table = pa.table({name: to_arrow(values[name], column) for name, column in self._columns.items()})
         if self._data is None:
             path = self.folder / DATA.format(chunk_index=0, file_index=0)
             path.parent.mkdir(parents=True)
             self._data = pq.ParquetWriter(path, table.schema, compression="snappy")
         self._data.write_table(table)  # a row group of its own
-        for name, value in values.items():
-            self._moments.setdefault(name, _Moments()).add(value, self._columns.get(name))
+        for name, column in self._columns.items():
+            self._moments.setdefault(name, []).append(_moments(values[name], column))
         self.lengths.append(len(demo.reward))
         self._task_of_episode.append(demo.task)
 
@@ -124,17 +122,11 @@ class DemoWriter:
         done = frame == steps - 1
         values = split(self._observation_space, demo.obs) | {"action": demo.action}
         values |= {"next.reward": demo.reward, "next.done": done}
-        if "next.success" in self._columns:
+        if "next.success" in self._columns if self.lengths else demo.success is not None:
             values["next.success"] = done & bool(demo.success)
         values |= {"timestamp": (frame / self._fps).astype(np.float32), "frame_index": frame}
         values |= {"episode_index": np.full(steps, episode), "index": sum(self.lengths) + frame}
         return values | {"task_index": np.full(steps, self._tasks.setdefault(demo.task, len(self._tasks)))}
-
-    def _table(self, values: Mapping[str, Array]) -> Any:
-        import pyarrow as pa
-
-        columns = self._columns | _COUNTERS
-        return pa.table({name: to_arrow(values[name], column) for name, column in columns.items()})
 
     def _write_meta(self) -> None:
         import pyarrow as pa
@@ -153,11 +145,22 @@ class DemoWriter:
         (self.folder / EPISODES).parent.mkdir(parents=True)
         pq.write_table(pa.table(episodes), self.folder / EPISODES)
         pq.write_table(_tasks_table(list(self._tasks)), self.folder / TASKS)
-        _write_json(self.folder / STATS, {name: moments.stats() for name, moments in self._moments.items()})
+        _write_json(self.folder / STATS, {name: self._stats(name) for name in self._columns})
         _write_json(self.folder / INFO, self._info())
 
+    def _stats(self, name: str) -> dict[str, Any]:
+        """Over all episodes, as lists."""
+        sums, squares, least, greatest = np.stack(self._moments[name], axis=1)
+        column, steps = self._columns[name], sum(self.lengths)
+        is_image = column.dtype == "image"
+        count = steps * math.prod(column.shape[:-1]) if is_image else steps
+        mean = sums.sum(axis=0) / count
+        std = np.sqrt(np.maximum(squares.sum(axis=0) / count - mean**2, 0.0))
+        found = {"min": least.min(axis=0), "max": greatest.max(axis=0), "mean": mean, "std": std}
+        shape = (-1, 1, 1) if is_image else (-1,)
+        return {name: value.reshape(shape).tolist() for name, value in found.items()} | {"count": [steps]}
+
     def _info(self) -> dict[str, Any]:
-        columns = self._columns | _COUNTERS
         return {
             "codebase_version": VERSION,
             "robot_type": None,
@@ -171,7 +174,7 @@ class DemoWriter:
             "splits": {"train": f"0:{len(self.lengths)}"},
             "data_path": DATA,
             "video_path": None,
-            "features": {name: column.feature() for name, column in columns.items()},
+            "features": {name: column.feature() for name, column in self._columns.items()},
         }
 
 
@@ -220,34 +223,13 @@ def _tasks_table(tasks: Sequence[str]) -> Any:
     return table.replace_schema_metadata({"pandas": json.dumps(pandas)})
 
 
-# --- meta files ---
-
-
-class _Moments:
-    """Statistics of a column; of an image those of each channel, with pixels in [0, 1]."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._parts: list[tuple[int, Array, Array, Array, Array]] = []
-
-    def add(self, values: Array, column: Column | None) -> None:
-        """Take in an episode ``[T, ...]``."""
-        self._steps += len(values)
-        flat = values.astype(np.float64).reshape(len(values), -1)
-        self._shape: tuple[int, ...] = (-1,)
-        if column is not None and column.dtype == "image":
-            flat = values.reshape(-1, column.shape[-1]) / 255.0
-            self._shape = (-1, 1, 1)
-        squares = np.square(flat).sum(axis=0)
-        self._parts.append((len(flat), flat.sum(axis=0), squares, flat.min(axis=0), flat.max(axis=0)))
-
-    def stats(self) -> dict[str, Any]:
-        """Over all episodes, as lists."""
-        counts, sums, squares, least, greatest = (np.stack(part) for part in zip(*self._parts, strict=True))
-        mean = sums.sum(axis=0) / counts.sum()
-        std = np.sqrt(np.maximum(squares.sum(axis=0) / counts.sum() - mean**2, 0.0))
-        found = {"min": least.min(axis=0), "max": greatest.max(axis=0), "mean": mean, "std": std}
-        return {name: value.reshape(self._shape).tolist() for name, value in found.items()} | {"count": [self._steps]}
+def _moments(values: Array, column: Column) -> Array:
+    """[4, F] sums, sums of squares, least and greatest of an episode; of an image those of each channel, with pixels in [0, 1]."""
+    if column.dtype == "image":
+        flat = values.reshape(-1, column.shape[-1]) / 255.0
+    else:
+        flat = values.reshape(len(values), -1).astype(np.float64)
+    return np.stack([flat.sum(axis=0), np.square(flat).sum(axis=0), flat.min(axis=0), flat.max(axis=0)])
 
 
 def _read_features(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Acrobot and MountainCar in torch: thousands of rows a step, on the CPU or a GPU."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -11,81 +10,6 @@ from torch import Tensor
 
 from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.functional.row_random import RowRandom
-
-Pair = Float[Tensor, "2 row"]
-"""A number of each link; links come first, so that every operation runs over neighbours in memory."""
-
-
-class TwoLinks:
-    """Equations of motion of two rigid links in a plane, the second one at the end of the first.
-
-    They are the same for both links in absolute angles: with ``p_i`` the angle of link ``i`` from a direction that is
-    fixed, ``j`` the other link, ``I`` inertia and ``k`` the coupling,
-    ``I_i p_i'' + k cos(p_i - p_j) p_j'' + k sin(p_i - p_j) p_j'^2 = force_i``.
-
-    Args:
-        inertia: of each link, in kg m^2. The first one's about its fixed end, with the second's mass at its other end;
-            the second one's about the joint between them.
-        coupling: mass of the second link times length of the first times distance from the joint to the second's
-            centre of mass, in kg m^2.
-
-    Source: Spong, Hutchinson, Vidyasagar, "Robot Modeling and Control", 2006, chapter 7: the planar elbow manipulator
-    with remotely driven link, whose angles are absolute.
-    """
-
-    def __init__(self, inertia: tuple[float, float], coupling: float, device: torch.device | str = "cpu") -> None:
-        first, second = inertia
-        self._coupling = coupling
-        self._other = torch.tensor([[second], [first]], dtype=torch.float32, device=device)
-        self._product = torch.tensor([[first * second]], dtype=torch.float32, device=device)
-
-    def acceleration(self, angle: Pair, rate: Pair, force: Pair) -> Pair:
-        """Second derivatives [2, N] of the absolute angles, in rad/s^2.
-
-        Args:
-            force: generalised ones on the absolute angles, in N m: the torque of the joint between the links counts
-                negatively for the first link.
-        """
-        lean = angle - angle.flip(0)
-        cos = lean.cos()
-        force = torch.addcmul(force, lean.sin(), rate.flip(0).square(), value=-self._coupling)
-        solved = torch.addcmul(self._other * force, cos, force.flip(0), value=-self._coupling)
-        return solved / torch.addcmul(self._product, cos, cos, value=-(self._coupling**2))
-
-
-def absolute(joint: Pair) -> Pair:
-    """Angles (or rates) of the links from those of the joints: the second joint counts from the first link."""
-    return joint.cumsum(0)
-
-
-def relative(link: Pair) -> Pair:
-    """Angles (or rates) of the joints from those of the links."""
-    first, second = link.unbind(0)
-    return torch.stack([first, second - first])
-
-
-def runge_kutta(
-    acceleration: Callable[[Tensor, Tensor], Tensor], angle: Tensor, rate: Tensor, seconds: float
-) -> tuple[Tensor, Tensor]:
-    """Angles and rates after one step of the classical method of fourth order, for accelerations of (angle, rate).
-
-    It is the usual method for the state (angle, rate). An angle's slope is a rate, which is known; so the stages of the
-    angle are written out, and only those of the rate are computed.
-
-    Source: Hairer, Nørsett, Wanner, "Solving Ordinary Differential Equations I", 1993, section II.1, and II.14 for
-    equations of second order.
-    """
-    half = seconds / 2
-    middle = torch.add(angle, rate, alpha=half)
-    first = acceleration(angle, rate)
-    second = acceleration(middle, torch.add(rate, first, alpha=half))
-    third = acceleration(torch.add(middle, first, alpha=half * half), torch.add(rate, second, alpha=half))
-    end = torch.add(angle, rate, alpha=seconds)
-    fourth = acceleration(torch.add(end, second, alpha=half * seconds), torch.add(rate, third, alpha=seconds))
-    inner = second + third
-    angle = torch.add(end, first + inner, alpha=seconds * seconds / 6)
-    rate = torch.add(rate, torch.add(first + fourth, inner, alpha=2), alpha=seconds / 6)
-    return angle, rate
 
 
 class TorchAcrobot(TorchGroupEnv):
@@ -113,13 +37,6 @@ class TorchAcrobot(TorchGroupEnv):
             max_episode_steps=max_episode_steps,
             device=device,
         )
-        second = self.CENTRE**2 + self.INERTIA
-        self._links = TwoLinks((second + self.LENGTH**2, second), self.LENGTH * self.CENTRE, device)
-        weight = [[self.GRAVITY * (self.CENTRE + self.LENGTH)], [self.GRAVITY * self.CENTRE]]
-        self._weight = torch.tensor(weight, dtype=torch.float32, device=device)
-        # what the elbow gives to the second link, the first one bears
-        self._elbow = torch.tensor([[-1.0], [1.0]], dtype=torch.float32, device=device)
-        self._max_rates = torch.tensor(self.MAX_RATES, dtype=torch.float32, device=device)[:, None]
 
     def initial(self, random: RowRandom) -> Float[Tensor, "row 4"]:
         """Angles of both joints from hanging straight down, and their rates [N, 4], each within 0.1."""
@@ -129,17 +46,30 @@ class TorchAcrobot(TorchGroupEnv):
         self, state: Float[Tensor, "row 4"], action: Int[Tensor, " row"], random: RowRandom
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One step of 0.2 s with a torque of -1, 0 or 1 N m at the elbow; costs 1 until the tip is high enough."""
-        angle, rate = state.T.chunk(2)
-        push = (action - 1) * self._elbow
+        torque, half = action - 1, self.SECONDS / 2
+        slope = self._slope(state, torque)  # the classical method of Runge and Kutta
+        second = self._slope(state + half * slope, torque)
+        third = self._slope(state + half * second, torque)
+        fourth = self._slope(state + self.SECONDS * third, torque)
+        angle, rate = (state + self.SECONDS / 6 * (slope + 2 * (second + third) + fourth)).chunk(2, dim=1)
+        high = -angle[:, 0].cos() - angle.sum(dim=1).cos() > self.HEIGHT
+        angle = angle - 2 * math.pi * torch.round(angle / (2 * math.pi))
+        first, last = self.MAX_RATES
+        rates = [rate[:, :1].clamp(-first, first), rate[:, 1:].clamp(-last, last)]
+        return torch.cat([angle, *rates], dim=1), high.to(torch.float32) - 1.0, high
 
-        def acceleration(angle: Tensor, rate: Tensor) -> Tensor:
-            return self._links.acceleration(angle, rate, torch.addcmul(push, self._weight, angle.sin(), value=-1))
-
-        angle, rate = runge_kutta(acceleration, absolute(angle), absolute(rate), self.SECONDS)
-        high = angle.cos().sum(0) < -self.HEIGHT
-        angle, rate = relative(angle), relative(rate).clamp(-self._max_rates, self._max_rates)
-        angle = torch.sub(angle, torch.round(angle / (2 * math.pi)), alpha=2 * math.pi)
-        return torch.cat([angle, rate]).T, high.to(torch.float32) - 1.0, high
+    def _slope(self, state: Float[Tensor, "row 4"], torque: Int[Tensor, " row"]) -> Float[Tensor, "row 4"]:
+        """Rates and accelerations of both joints [N, 4]; names as in the book."""
+        theta1, theta2, rate1, rate2 = state.unbind(1)
+        sin2, cos2 = self.LENGTH * self.CENTRE * theta2.sin(), self.LENGTH * self.CENTRE * theta2.cos()
+        own = self.CENTRE**2 + self.INERTIA
+        d1 = 2 * own + self.LENGTH**2 + 2 * cos2
+        d2 = own + cos2
+        phi2 = self.CENTRE * self.GRAVITY * (theta1 + theta2).sin()
+        phi1 = (self.CENTRE + self.LENGTH) * self.GRAVITY * theta1.sin() + phi2 - sin2 * rate2 * (rate2 + 2 * rate1)
+        second = (torque + d2 / d1 * phi1 - sin2 * rate1.square() - phi2) / (own - d2.square() / d1)
+        first = -(d2 * second + phi1) / d1
+        return torch.stack([rate1, rate2, first, second], dim=1)
 
     def observe(self, state: Float[Tensor, "row 4"]) -> Float[Tensor, "row 6"]:
         """Cosine and sine of the first angle, then of the second one, and both rates [N, 6]."""

@@ -182,7 +182,7 @@ class Worlds:
     """The simulator's arrays for ``num_worlds`` copies of a model, as views of torch.
 
     Steps are recorded once and replayed by Warp, which takes a fiftieth of the time that Python needs to launch their
-    kernels; while torch records a CUDA graph they become part of that one.
+    kernels.
 
     Raises:
         MissingExtraError: MuJoCo Warp is not installed.
@@ -207,7 +207,6 @@ class Worlds:
         self._device = device
         self._where = self._wp.device_from_torch(device)
         self._recorded: dict[str, Any] = {}
-        self._parts: list[Any] = []
         with self._wp.ScopedDevice(self._where):
             try:
                 self._model = self._mjw.put_model(model)
@@ -267,15 +266,9 @@ class Worlds:
 
     def _launch(self, function: Callable[[], None]) -> None:
         """What the function launches, on torch's current stream."""
-        wp, on_cuda = self._wp, self._device.type == "cuda"
+        wp, name = self._wp, function.__name__
+        on_cuda = self._device.type == "cuda"
         stream = wp.stream_from_torch(torch.cuda.current_stream(self._device)) if on_cuda else None
-        if on_cuda and torch.cuda.is_current_stream_capturing():
-            part = wp.ScopedCapture(stream=stream, force_module_load=False, external=True)
-            with wp.ScopedStream(stream, sync_enter=False), part:
-                function()
-            self._parts.append(part.graph)  # it holds the kernels and buffers that torch's graph will use
-            return
-        name = function.__name__
         if name not in self._recorded:
             with wp.ScopedDevice(self._where), wp.ScopedCapture() as whole:
                 function()

@@ -183,16 +183,10 @@ def test_rollouts_of_a_shorter_horizon(kind):
     rollout, collector = rollout_of(kind, cfg, 4)
     assert rollout["executed"][:, :4].tolist() == [[2, 2, 2, 1]] * 2
     assert rollout["reward"][:, :4].tolist() == [[3.0, 7.0, 11.0, 7.0]] * 2
+    assert collector.env.max_episode_steps == 10
     assert collector.last_steps == 14
     mask = collector.policy.unit_mask({**rollout[:, :4]})
     assert mask[0].int().tolist() == [[1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 0, 0]]
-
-
-def test_the_limit_of_a_shorter_horizon_takes_more_decisions():
-    cfg = EnvCfg(num_envs=1, action_chunk=3, num_action_steps=2, max_episode_steps=5)
-    env = make_env(cfg, grouped=True, env=partial(Counting, 99))
-    assert env.max_episode_steps == 3
-    env.close()
 
 
 def test_a_video_decides_as_often_as_a_run(tmp_path):

@@ -111,28 +111,31 @@ def test_every_task_can_be_captured(make, task):
     assert play(other, actions(1)) == expected
 
 
+def rewards_of_expert(env: MetaWorldEnv, task: str, seed: int) -> list[float]:
+    """Rewards up to the success, which ends the episode."""
+    act = expert(task)
+    env.reset(seed=seed)
+    rewards, terminated = [], False
+    while not terminated and len(rewards) < 100:
+        _, reward, terminated, truncated, info = env.step(act(env.state))
+        rewards.append(reward)
+        assert info == {"task": task, "success": terminated}
+        assert not truncated
+    assert terminated
+    return rewards
+
+
 @pytest.mark.parametrize("task", ["reach-v3", "button-press-topdown-v3", "push-v3"])
 def test_success_ends_the_episode_and_is_the_reward(make, task):
-    env, act = make(task), expert(task)
+    env = make(task)
     for seed in range(3):
-        env.reset(seed=seed)
-        rewards, terminated = [], False
-        while not terminated and len(rewards) < 100:
-            _, reward, terminated, truncated, info = env.step(act(env.state))
-            rewards.append(reward)
-            assert info == {"task": task, "success": terminated}
-            assert not truncated
-        assert terminated
-        assert rewards == [0.0] * (len(rewards) - 1) + [1.0]
+        *before, last = rewards_of_expert(env, task, seed)
+        assert last == 1.0
+        assert not any(before)
 
 
 def test_the_dense_reward_is_never_positive_and_0_at_success(make):
-    env, act = make("push-v3", reward="dense"), expert("push-v3")
-    env.reset(seed=0)
-    rewards, terminated = [], False
-    while not terminated:
-        _, reward, terminated, _, _ = env.step(act(env.state))
-        rewards.append(reward)
+    rewards = rewards_of_expert(make("push-v3", reward="dense"), "push-v3", 0)
     assert min(rewards) >= -1.0
     assert max(rewards[:-1]) < 0.0
     assert rewards[-1] == 0.0
@@ -323,18 +326,12 @@ def test_the_default_policy_trains_on_states(algorithm, vectorization, tmp_path)
 
 
 def test_there_is_an_instruction_for_each_of_the_50_tasks():
-    from metaworld.env_dict import ALL_V3_ENVIRONMENTS
-
     assert set(INSTRUCTIONS) == set(ALL_V3_ENVIRONMENTS)
     assert len(set(INSTRUCTIONS.values())) == 50
     for text in INSTRUCTIONS.values():
-        assert bytes(instruction_bytes(text)).rstrip(b"\0").decode() == text
-
-
-def test_a_long_instruction_is_refused():
-    with pytest.raises(EnvError, match="has 65 bytes, expected at most 64"):
-        instruction_bytes("x" * 65)
-    assert len(instruction_bytes("x" * 64)) == 64
+        encoded = instruction_bytes(text)
+        assert bytes(encoded).rstrip(b"\0").decode() == text
+        assert len(encoded) == 64
 
 
 @pytest.mark.parametrize(

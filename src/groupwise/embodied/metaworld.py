@@ -181,17 +181,8 @@ def expert(task: str) -> Callable[[npt.NDArray[np.float64]], npt.NDArray[np.floa
 
 
 def instruction_bytes(text: str) -> npt.NDArray[np.uint8]:
-    """[64] the UTF-8 bytes of a text, zero-padded.
-
-    Raises:
-        EnvError: it is longer.
-    """
-    encoded = text.encode()
-    if len(encoded) > INSTRUCTION_BYTES:
-        raise EnvError(
-            f"instruction {text!r} has {len(encoded)} bytes, expected at most {INSTRUCTION_BYTES}; fix: shorten it"
-        )
-    return np.frombuffer(encoded.ljust(INSTRUCTION_BYTES, b"\0"), np.uint8).copy()
+    """[64] the UTF-8 bytes of a text that is not longer, zero-padded."""
+    return np.frombuffer(text.encode().ljust(INSTRUCTION_BYTES, b"\0"), np.uint8).copy()
 
 
 def _space(obs: str, num_tasks: int, num_views: int, pixels: int) -> spaces.Space[Any]:
@@ -206,9 +197,7 @@ def _space(obs: str, num_tasks: int, num_views: int, pixels: int) -> spaces.Spac
 
 def _check(tasks: Sequence[str], obs: str, views: Sequence[str], pixels: int, reward: str) -> None:
     if isinstance(tasks, str) or not tasks or len(set(tasks)) < len(tasks):
-        raise EnvError(
-            f"tasks is {tasks!r}, expected at least one name and none twice; fix: env.kwargs.tasks=['push-v3', ...]"
-        )
+        raise EnvError(f"tasks is {tasks!r}, expected names, none twice; fix: env.kwargs.tasks=['push-v3', ...]")
     for task in tasks:
         _check_task(task)
     for name, value, known in (("obs", obs, ("state", "image")), ("reward", reward, ("success", "dense"))):

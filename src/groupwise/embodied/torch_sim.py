@@ -85,7 +85,7 @@ class TorchSim(VectorEnv):
         self.observation_space = nested.space_of(self._obs)
         self.obs_spec = obs_spec(self.observation_space)
         self.device = self._obs.device
-        self.notes = self._losses(env.step(self._any_action()))
+        self.notes = self._missing(env.step(self._any_action()))
 
     @torch.no_grad()
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
@@ -212,7 +212,7 @@ class TorchSim(VectorEnv):
             )
         return step.obs
 
-    def _losses(self, outcome: tuple[Any, ...]) -> tuple[str, ...]:
+    def _missing(self, outcome: tuple[Any, ...]) -> tuple[str, ...]:
         """What the simulator does not tell, as the outcome of a step shows, and what follows from it."""
         if len(outcome) not in (4, 5):
             raise EnvError(

@@ -111,6 +111,16 @@ def test_episodes_of_randomised_age_time_out_when_the_simulator_says_so():
     assert late.int().argmax(dim=0).tolist() == [7, 5, 3, 1]
 
 
+class TellsTheEnd(LearningEnv):
+    """A simulator of the user's that has final observations."""
+
+    def step(self, action):
+        final = self.position + 0.2 * action
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward, terminated, truncated, info | {"final_observation": final}
+
+
+@pytest.mark.parametrize("double", [*DOUBLES, TellsTheEnd])
 def test_final_observations_are_those_of_the_simulator_or_the_ones_before(double):
     sim = gw.from_torch_sim(double(4))
     before = flat(sim.reset(seed=2))
@@ -118,7 +128,7 @@ def test_final_observations_are_those_of_the_simulator_or_the_ones_before(double
         step = sim.step(RIGHT)
         ended = step.terminated | step.truncated
         after = before + 0.2
-        expected = after if double is ManiSkillEnv else before
+        expected = after if double in (ManiSkillEnv, TellsTheEnd) else before
         assert torch.equal(flat(step.final_obs)[ended], expected[ended])
         assert torch.equal(flat(step.obs)[~ended], after[~ended])
         before = flat(step.obs)
@@ -195,30 +205,13 @@ def test_a_step_copies_nothing_to_the_host(double):
         (RslRlEnv, ["loses final observations"]),
         (PlaygroundEnv, ["loses final observations"]),
         (ManiSkillEnv, []),
+        (TellsTheEnd, []),
     ],
 )
 def test_what_is_lost_is_named(env, lost):
     notes = gw.from_torch_sim(env(4)).notes
     assert len(notes) == len(lost)
     assert all(part in note for note, part in zip(notes, lost, strict=True))
-
-
-class TellsTheEnd(LearningEnv):
-    def step(self, action):
-        final = self.position + 0.2 * action
-        obs, reward, terminated, truncated, info = super().step(action)
-        return obs, reward, terminated, truncated, info | {"final_observation": final}
-
-
-def test_a_simulator_of_the_user_s_may_tell_final_observations():
-    sim = gw.from_torch_sim(TellsTheEnd(4))
-    assert sim.notes == ()
-    before = flat(sim.reset(seed=2))
-    for _ in range(LIMIT):
-        step = sim.step(RIGHT)
-        ended = step.terminated | step.truncated
-        torch.testing.assert_close(flat(step.final_obs)[ended], before[ended] + 0.2)
-        before = flat(step.obs)
 
 
 def test_groups_of_observations_are_chosen_by_name():

@@ -173,25 +173,23 @@ def test_the_ratio_is_one_at_the_start(kind, actor_only):
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    "change",
     [
-        ({"image": None}, "got a Dict of instruction, proprio"),
-        ({"depth": gym.spaces.Box(0, 1, (2,))}, "got a Dict of depth, image"),
-        ({"image": gym.spaces.Box(0, 255, (16, 16, 3), np.uint8)}, "cannot read 'image' of"),
-        ({"image": gym.spaces.Box(0, 1, (1, 16, 16, 3), np.float32)}, "cannot read 'image' of"),
-        ({"instruction": gym.spaces.Text(9)}, "cannot read 'instruction' of"),
-        ({"proprio": gym.spaces.Box(0, 255, (2,), np.uint8)}, "cannot read 'proprio' of"),
+        {"image": None},
+        {"depth": gym.spaces.Box(0, 1, (2,))},
+        {"depth": gym.spaces.Discrete(2)},
+        {"image": gym.spaces.Box(0, 255, (16, 16, 3), np.uint8)},
+        {"image": gym.spaces.Box(0, 255, (1, 16, 16, 1), np.uint8)},
+        {"image": gym.spaces.Box(0, 1, (1, 16, 16, 3), np.float32)},
+        {"instruction": gym.spaces.Text(9)},
+        {"proprio": gym.spaces.Box(0, 255, (2,), np.uint8)},
     ],
 )
-def test_other_observations_are_refused(kind, change, found):
+def test_other_observations_are_refused(kind, change):
     parts = {key: part for key, part in (ENV.observation_space.spaces | change).items() if part is not None}
-    with pytest.raises(UnsupportedSpaceError, match=f"{found}.*fix: a Dict of image uint8"):
-        KINDS[kind](gym.spaces.Dict(parts), ENV.action_space)
-
-
-def test_a_flat_observation_is_refused(kind):
-    with pytest.raises(UnsupportedSpaceError, match=r"observes image, proprio and instruction, got Box"):
-        KINDS[kind](gym.spaces.Box(-1, 1, (3,)), ENV.action_space)
+    for space in (gym.spaces.Dict(parts), gym.spaces.Box(-1, 1, (3,))):
+        with pytest.raises(UnsupportedSpaceError, match=r"cannot read (Dict|Box).*fix: a Dict of image uint8"):
+            KINDS[kind](space, ENV.action_space)
 
 
 @pytest.mark.parametrize(

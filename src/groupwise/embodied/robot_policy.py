@@ -29,7 +29,7 @@ class RobotPolicy(Policy):
         gamma: not used: rewards are not scaled.
 
     Raises:
-        UnsupportedSpaceError: other spaces; says what is missing.
+        UnsupportedSpaceError: other spaces.
         ConfigError: the model does not fit images, proprioception or actions, or there is no such model.
         MissingExtraError: transformers or peft are not installed.
     """
@@ -52,7 +52,7 @@ class RobotPolicy(Policy):
         super().__init__()
         require_extra("transformers", "text")
         self.cfg = cfg
-        self.sizes = obs_sizes(observation_space)
+        self.sizes = _obs_sizes(observation_space)
         low, high = _bounds(action_space)
         self.observation_space, self.action_space = observation_space, action_space
         self.actor_only = actor_only
@@ -127,25 +127,19 @@ class RobotPolicy(Policy):
         return (action.reshape(*batch, *self.low.shape) - self.low) / (self.high - self.low)
 
 
-def obs_sizes(space: Any) -> ObsSizes:
-    """Sizes of a robot's observation.
-
-    Raises:
-        UnsupportedSpaceError: the space is another one; names the part that is missing or wrong.
-    """
-    parts = subspaces(space) if space_kind(space) == "dict" else None
-    form = {"image": ("uint8", 4), "proprio": ("f", 1), "instruction": ("uint8", 1)}
-    fix = (
-        "fix: a Dict of image uint8 [views, H, W, 3], proprio float [P] and instruction uint8 [L] (UTF-8, zero-padded)"
-    )
-    if parts is None or parts.keys() != form.keys():
-        found = space if parts is None else f"a Dict of {', '.join(parts)}"
-        raise UnsupportedSpaceError(f"a VLA policy observes image, proprio and instruction, got {found}; {fix}")
-    for name, (dtype, num_dims) in form.items():
-        part = parts[name]
-        is_it = space_kind(part) == "box" and dtype in (part.dtype.name, part.dtype.kind)
-        if not is_it or len(part.shape) != num_dims or (name == "image" and part.shape[-1] != 3):
-            raise UnsupportedSpaceError(f"a VLA policy cannot read {name!r} of {part}; {fix}")
+def _obs_sizes(space: Any) -> ObsSizes:
+    parts = subspaces(space) or {}
+    forms = {
+        name: (part.dtype.name if part.dtype.kind == "u" else part.dtype.kind, len(part.shape))
+        for name, part in parts.items()
+        if space_kind(part) == "box"
+    }
+    fits = forms == {"image": ("uint8", 4), "proprio": ("f", 1), "instruction": ("uint8", 1)} and len(parts) == 3
+    if not fits or parts["image"].shape[-1] != 3:
+        raise UnsupportedSpaceError(
+            f"a VLA policy cannot read {space}; fix: a Dict of image uint8 [views, H, W, 3], proprio float [P] and "
+            "instruction uint8 [L] (UTF-8, zero-padded)"
+        )
     views, height, width, _ = parts["image"].shape
     return ObsSizes(views, height, width, parts["proprio"].shape[0])
 

@@ -187,7 +187,7 @@ def link_out_of(folder: Path, *, without: str = "") -> Path | None:
 
 
 def fresh_name(path: Path) -> Path:
-    """A path beside ``path`` that nobody can guess."""
+    """A path next to ``path`` that cannot be guessed."""
     return path.with_name(f".{path.name}.{token_hex(8)}.partial")
 
 

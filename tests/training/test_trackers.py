@@ -1,4 +1,4 @@
-"""Whatever happens to a tracker, training goes on as without it, and one warning says so."""
+"""Whatever happens to a tracker, training continues as without it, and one warning says so."""
 
 import hashlib
 import json
@@ -107,7 +107,7 @@ def test_a_broken_tracker_is_one_warning(
     (line,) = [record.getMessage() for record in caplog.records if "metrics" in record.getMessage()]
     assert line.startswith("wandb gets no more metrics (")
     assert said in line
-    assert line.endswith("training goes on, metrics.jsonl has all")
+    assert line.endswith("training continues, metrics.jsonl has all")
     assert len(Path("log").read_text().splitlines() if Path("log").exists() else []) == logged
     assert time.perf_counter() - start < 20
 

@@ -47,7 +47,7 @@ class Collector(ABC):
     """
 
     repeatable: ClassVar[bool] = False
-    """Whether ``collect`` gives the same rollout again after it was broken off: nothing goes on across rollouts."""
+    """Whether ``collect`` gives the same rollout again after it was broken off: nothing continues across rollouts."""
     policy: Policy
     iteration: int = 0
     """How many rollouts were collected; streams of the next one are derived from it."""

@@ -17,7 +17,7 @@ class RecurrentEnv(GroupEnv):
     """Environments with the policy's state in each row's observation: ``{"obs": [N, ...], "state": [N, S]}``.
 
     The state is 0 where an episode begins, else what the policy's last action left. Final observations have the state that
-    follows the last action, so that their values can be told.
+    follows the last action, so that their values can be computed.
     """
 
     def __init__(self, env: VectorEnv, policy: Policy) -> None:

@@ -1,7 +1,7 @@
 """The settings of a run, from presets, files and fields. Imports no torch.
 
 Precedence: class defaults < preset of the environment (or of texts) < preset named by ``preset`` < fields the user set. A
-preset that is named beside a file is the user's, too, and comes before the file.
+preset that is named with a file is the user's, too, and comes before the file.
 """
 
 import functools

@@ -31,7 +31,7 @@ class EvaluationCfg(Cfg):
     deterministic: bool = True
     """Take the most likely action. False: sample."""
     video_interval: PositiveInt | None = None
-    """Film an episode after every so many evaluations, as ``videos/step_<steps>.gif`` of the run folder. None: only ``policy.gif`` in the end."""
+    """Evaluations between videos of an episode, as ``videos/step_<steps>.gif`` of the run folder. None: only ``policy.gif`` in the end."""
     metric: EvaluationMetric = "return"
     """The score of an evaluation, for the best checkpoint and ``stop.threshold``: its mean return, or the share of its episodes that succeeded."""
 
@@ -127,7 +127,7 @@ class CommonCfg(Cfg):
     @model_validator(mode="before")
     @classmethod
     def _default_budget(cls, data: Any) -> Any:
-        """No default budget beside another one."""
+        """No default budget where another one is given."""
         if isinstance(data, dict) and "total_steps" not in data and any(data.get(name) is not None for name in BUDGETS):
             return data | {"total_steps": None}
         return data

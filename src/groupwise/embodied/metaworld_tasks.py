@@ -1,4 +1,4 @@
-"""The tasks of Meta-World, and what the robot is told to do."""
+"""The tasks of Meta-World, and the instructions of the robot."""
 
 INSTRUCTIONS = {
     "assembly-v3": "put the ring over the peg",

@@ -45,7 +45,7 @@ class EnvStep(NamedTuple):
     info: dict[str, Tensor] | None = None
     """[N] float64 by name: ``env.log_info`` of the episodes that end with this step, NaN or 0 in other rows. None where none ends."""
     task: npt.NDArray[Any] | None = None
-    """[N] str: names of the tasks of episodes that end with this step, empty where it is not named; beside ``success``."""
+    """[N] str: names of the tasks of episodes that end with this step, empty where it is not named; set with ``success``."""
 
 
 class VectorEnv(ABC):

@@ -56,7 +56,7 @@ def allowed_sample(action_space: Any, obs: Any) -> Any:
 
 
 class CheckedMask(gymnasium.Wrapper):
-    """Refuses a mask that allows nothing while the episode goes on."""
+    """Refuses a mask that allows nothing while the episode continues."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """The first observation."""

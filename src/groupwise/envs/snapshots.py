@@ -64,7 +64,7 @@ class HasState(Protocol):
 
 @runtime_checkable
 class DrawsOnDemand(Protocol):
-    """An environment whose images take long, so that whoever takes steps says when it draws."""
+    """An environment whose images take long, so that the caller decides when it draws."""
 
     draws: bool
     """Whether ``step`` draws. Otherwise its observation keeps the last drawn images; ``reset`` always draws."""

@@ -1,7 +1,7 @@
 """Imports without the compiler, which takes a second: half of the time in which a training starts.
 
 On import tensordict marks some of its functions for ``torch.compile``, and that imports the compiler; so does the first
-optimiser that is made. Here both wait until somebody else imports it. ``groupwise/__init__`` installs this.
+optimiser that is made. Here both wait until something else imports it. ``groupwise/__init__`` installs this.
 """
 
 import inspect

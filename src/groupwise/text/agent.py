@@ -207,7 +207,7 @@ class LanguageAgent:
 
     @classmethod
     def load(cls, path: str | Path, model: CausalLM | None = None) -> "LanguageAgent":
-        """The agent that ``save`` wrote, or that of a text run, which goes on exactly.
+        """The agent that ``save`` wrote, or that of a text run, which continues exactly.
 
         Args:
             model: the model that the agent was given in Python; it gets the saved weights.

@@ -56,7 +56,7 @@ REFUSED_TASKS = {
     "rush_hour": "its scorer skips moves that are not allowed",
     "simple_integration": "its scorer runs the answer as code",
 }
-"""Tasks with several right answers that cannot be told from wrong ones, and why."""
+"""Tasks with several right answers that cannot be distinguished from wrong ones, and why."""
 
 _LONGEST = 10_000
 _LONGEST_EXPRESSION = 200
@@ -69,7 +69,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 def is_right(task: str, given: str, answer: str | None, metadata: Mapping[str, Any]) -> bool:
-    """Whether the given answer solves the task: by its text where one answer is right, else as told above.
+    """Whether the given answer solves the task: by its text where one answer is right, else by the rules above.
 
     Args:
         answer: the example's own, if it has one.

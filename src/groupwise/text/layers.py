@@ -50,7 +50,7 @@ def keep_differentiable(model: nn.Module) -> None:
 
     In evaluation mode, some CPUs repack their weights for a kernel without a backward pass; 8-bit ones round activations.
     """
-    library = sys.modules.get("bitsandbytes")  # imported by whoever made such layers
+    library = sys.modules.get("bitsandbytes")  # imported by the code that made such layers
     if library is None:
         return
     for module in model.modules():

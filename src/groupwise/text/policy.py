@@ -310,7 +310,7 @@ class CausalLM(Policy):
 
 def _has_adapters(model: Any) -> bool:
     """Whether it is a model with adapters by peft; a ``ConfigError`` if ``CausalLM`` would bypass these."""
-    peft = sys.modules.get("peft")  # imported by whoever made such a model
+    peft = sys.modules.get("peft")  # imported by the code that made such a model
     if peft is None or not isinstance(model, peft.PeftModel):
         return False
     for cfg in model.peft_config.values():

@@ -124,7 +124,7 @@ class PromptEnv:
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Held-out prompts inside ``with``; training goes on where it was afterwards.
+        """Held-out prompts inside ``with``; training continues where it was afterwards.
 
         Raises:
             ConfigError: there are none.

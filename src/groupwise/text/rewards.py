@@ -36,7 +36,7 @@ Reward = Callable[..., Any]
 Score: TypeAlias = float | RewardError | None
 """None: the reward does not apply. An error: it failed, and the completion gets no reward."""
 MOST_FAILED, FAILURE_WINDOW = 0.2, 10
-"""Training stops above this part of failed scores, in so many calls."""
+"""Training stops above this part of failed scores, over this many calls."""
 REWARDS: dict[str, Reward] = {}
 """Registered ones; a class is instantiated with the settings."""
 ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")

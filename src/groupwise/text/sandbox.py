@@ -105,7 +105,7 @@ class MathVerifier:
         self._folder = tempfile.TemporaryDirectory(prefix="groupwise-")
         path = os.pathsep.join(map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))))
         env = {name: os.environ[name] for name in _KEPT if name in os.environ} | ({"PYTHONPATH": path} if path else {})
-        # -P: nothing is imported from the folder of this file or the current one; -B: nothing is written beside modules
+        # -P: nothing is imported from the folder of this file or the current one; -B: no bytecode is written
         command = [sys.executable, "-P", "-B", str(Path(__file__).absolute()), str(self._limit)]
         with tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(  # noqa: S603  this file
@@ -151,7 +151,7 @@ def confine() -> None:
 
 
 def _allow_cpu(seconds: float) -> None:
-    """End this process by SIGPROF after that much more CPU time, also when nobody waits for it any more."""
+    """End this process by SIGPROF after that much more CPU time, also when its caller has stopped waiting."""
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_PROF, seconds)
 

@@ -50,7 +50,7 @@ DAMAGES = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, Ty
 MAX_STATE = 64 * files.MIB
 """Bytes of ``state.json``."""
 MAX_EXTRA = 1024 * files.MIB
-"""Bytes of a file of tensors beside those that grow with the policy."""
+"""Bytes of a file of tensors, besides those that grow with the policy."""
 _FIX = "fix: take another checkpoint of the run, such as checkpoints/best to evaluate, or train again"
 
 

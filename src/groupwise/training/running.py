@@ -210,7 +210,7 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
 
 
 def _how_to_continue(folder: RunFolder, given: UserObjects) -> str:
-    """What is saved, and the command that goes on from there."""
+    """What is saved, and the command that continues from there."""
     try:
         steps = saved_counts(folder.latest)["steps"]
         saved = f"saved after step {steps:,}" if steps else "nothing was saved yet"

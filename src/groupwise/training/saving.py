@@ -32,7 +32,7 @@ _NOT_LEARNING = (
 class SaveCheckpoints(Callback):
     """Saves regularly and at the end, also an early one.
 
-    A thread writes the files while training goes on. A full disk gives a warning, and the checkpoint is tried again after
+    A thread writes the files while training continues. A full disk gives a warning, and the checkpoint is tried again after
     the next ``interval``.
 
     Args:
@@ -122,7 +122,7 @@ class SaveCheckpoints(Callback):
         ]
         if changed:
             log.warning(
-                "config.json was changed since the checkpoint: %s; training goes on with these values, and will not equal a "
+                "config.json was changed since the checkpoint: %s; training continues with these values, and will not equal a "
                 "run that was trained with either of them from the start",
                 ", ".join(changed),
             )

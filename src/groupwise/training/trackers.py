@@ -49,7 +49,7 @@ class Tracker(Protocol):
 
 
 class Report(Callback):
-    """Passes the metrics on to a tracker. An error of the tracker is one warning, and training goes on without it."""
+    """Passes the metrics on to a tracker. An error of the tracker is one warning, and training continues without it."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.name = name
@@ -99,7 +99,9 @@ class Report(Callback):
             self._warn(f"{type(error).__name__}: {error}")
 
     def _warn(self, why: str) -> None:
-        log.warning("%s gets no more metrics (%s); training goes on, metrics.jsonl has all", self.name, printable(why))
+        log.warning(
+            "%s gets no more metrics (%s); training continues, metrics.jsonl has all", self.name, printable(why)
+        )
 
 
 class TensorBoard:

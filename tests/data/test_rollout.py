@@ -121,8 +121,8 @@ def with_dtype(rollout, key, dtype):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda r: without(r, "reward"), r"no key 'reward'; it needs \[.*'action'"),
-        (lambda r: without(r, ("obs", "inner", "speed")), r"no key \('obs', 'inner', 'speed'\)"),
+        (lambda r: without(r, "reward"), r"rollout\['reward'\] is missing, expected torch\.float32"),
+        (lambda r: without(r, ("obs", "inner", "speed")), r"rollout\[\('obs', 'inner', 'speed'\)\] is missing"),
         (lambda r: with_dtype(r, "reward", torch.float64), r"rollout\['reward'\] is torch\.float64 .*expected torch\.float32 of shape \[N, T\+1\]"),
         (lambda r: with_dtype(r, "action", torch.int32), r"rollout\['action'\] is torch\.int32"),
         (lambda r: r[:1], r"rollout has batch \[1, 4\], expected \[2, steps \+ 1\]"),

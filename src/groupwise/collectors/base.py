@@ -101,9 +101,9 @@ class Collector(ABC):
         if episodes:
             out["rollout/return_mean"] = sum(e.episode_return for e in episodes) / len(episodes)
             out["rollout/length_mean"] = sum(e.length for e in episodes) / len(episodes)
-        if any(e.success is not None for e in episodes):
-            out["rollout/success_rate"] = sum(e.success is True for e in episodes) / len(episodes)
-        return out | _info_means(episodes) | self._metrics
+        if any(e.success is not None or e.info is not None for e in episodes):
+            out |= _means_of_outcomes(episodes)
+        return out | self._metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data that the next rollouts depend on, besides ``iteration``: where it can be captured, running episodes too."""
@@ -153,12 +153,15 @@ class EnvCollector(Collector):
         return generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
 
 
-def _info_means(episodes: Iterable[Episode]) -> dict[str, float]:
-    """``rollout/info/*`` numbers: means over the episodes that have them."""
+def _means_of_outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Success rate, and ``rollout/info/*`` as means over the episodes that have them."""
+    out = {}
+    if any(e.success is not None for e in episodes):
+        out["rollout/success_rate"] = sum(e.success is True for e in episodes) / len(episodes)
     infos = [episode.info for episode in episodes if episode.info is not None]
-    return {
-        f"rollout/info/{name}": sum(info[name] for info in infos) / len(infos) for name in (infos[0] if infos else ())
-    }
+    for name in infos[0] if infos else ():
+        out[f"rollout/info/{name}"] = sum(info[name] for info in infos) / len(infos)
+    return out
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """Groups during collection: which row runs which episode, and the status of each group."""
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from tensordict import TensorDict
 from groupwise.collectors.base import Episode
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
-from groupwise.envs.base import EnvStep, GroupEnv, Mask
+from groupwise.envs.base import EnvStep, GroupEnv
 from groupwise.errors import EnvError
 
 MAX_RETRIES = 5
@@ -25,7 +24,6 @@ class Group:
 
     number: int
     """Among the groups of the iteration."""
-    start_seed: int
     members: list["Member"] = field(default_factory=list)
     """Episodes that reached their end."""
     status: Literal["open", "complete", "filtered", "dropped"] = "open"
@@ -48,7 +46,6 @@ class Member:
     """Column behind its last step."""
     ended: bool = False
     """Reached its end instead of being stopped."""
-    terminated: bool = False
 
     @property
     def length(self) -> int:
@@ -61,46 +58,24 @@ class Member:
         return self.ended and self.group.status in ("complete", "filtered")
 
 
-class Ends(NamedTuple):
-    """Rows whose episodes end with a step."""
-
-    terminated: Mask
-    truncated: Mask
-    """By the environment, or by ``horizon``."""
-    failed: Mask
-    """The environment raised an error."""
-
-
 class GroupTracker:
     """Which episode each row runs, step by step. Opens groups until the iteration has enough steps.
 
     Args:
         num_steps: environment steps of the iteration, those of filtered groups not counted.
-        start_seed: of each group, by its number.
     """
 
-    def __init__(
-        self,
-        env: GroupEnv,
-        cfg: CollectionCfg,
-        num_steps: int,
-        group_size: int,
-        greedy_members: int,
-        start_seed: Callable[[int], int],
-    ) -> None:
+    def __init__(self, env: GroupEnv, cfg: CollectionCfg, num_steps: int, group_size: int, greedy_members: int) -> None:
         self.step = 0
         """Column of the next step."""
         self.steps = 0
         """Environment steps taken."""
-        self.filtered_steps = 0
-        self.running, self.greedy, self._no_row = np.zeros((3, env.num_envs), dtype=np.bool_)
+        self.filtered_steps = self.env_errors = 0
+        self.running, self.greedy = np.zeros((2, env.num_envs), dtype=np.bool_)
         self.members: list[Member] = []
         """In the order in which they began."""
-        self.env_errors = 0
-        self._env, self._cfg = env, cfg
-        self._num_steps, self._most_steps = num_steps, num_steps * (1 + (cfg.dynamic_sampling or 0))
+        self._env, self._cfg, self._num_steps = env, cfg, num_steps
         self._group_size, self._num_members = group_size, group_size + greedy_members
-        self._start_seed = start_seed
         self._num_groups = 0
         self._waiting: deque[Member] = deque()
         """Episodes in the order in which rows take them."""
@@ -113,10 +88,8 @@ class GroupTracker:
         """The episodes that free rows begin now."""
         blocks = self.running.reshape(-1, self._env.block_size).any(axis=1)
         free = np.flatnonzero(~blocks.repeat(self._env.block_size)).tolist()
-        while len(self._waiting) < len(free) and (
-            self.steps < self._most_steps and self.steps - self.filtered_steps < self._num_steps
-        ):
-            group = Group(self._num_groups, self._start_seed(self._num_groups))
+        while len(self._waiting) < len(free) and self._wants_steps():
+            group = Group(self._num_groups)
             self._waiting.extend(Member(group, i, greedy=i >= self._group_size) for i in range(self._num_members))
             self._num_groups += 1
         begun = [self._waiting.popleft() for _ in range(min(len(free), len(self._waiting)))]
@@ -127,37 +100,37 @@ class GroupTracker:
         self.members += begun
         return begun
 
-    def count_step(self, step: EnvStep) -> Ends:
-        """Count the step that every running row took; returns the rows whose episodes end with it."""
-        terminated, truncated = step.terminated.cpu().numpy(), step.truncated.cpu().numpy()
-        failed = self._no_row if step.failed is None else step.failed.cpu().numpy() & self.running
-        self.steps += int(np.count_nonzero(self.running))
+    def count_step(self, step: EnvStep) -> EnvStep:
+        """Count the step that every running row took; returns it with the episodes that ``horizon`` truncates."""
+        self.steps += len(self._in_row)
         self.step += 1
-        if self._cfg.horizon is not None:
-            is_long = self.running & (self.step - self._start >= self._cfg.horizon)
-            truncated = truncated | is_long & ~terminated & ~failed
-        return Ends(terminated, truncated, failed)
+        return step if self._cfg.horizon is None else self._truncated(step, self._cfg.horizon)
 
-    def end(self, ends: Ends, rollout: TensorDict) -> None:
-        """Free the rows of episodes that ended, and close their groups."""
-        for member in self._free(np.flatnonzero(ends.terminated | ends.truncated).tolist()):
-            group = member.group
-            member.ended, member.terminated = True, bool(ends.terminated[member.row])
+    def end(self, step: EnvStep, rollout: TensorDict) -> None:
+        """Free the rows of episodes that ended or failed, and close their groups."""
+        for member in self._free((step.terminated | step.truncated).nonzero()[:, 0].tolist()):
+            group, member.ended = member.group, True
             group.members.append(member)
             if len(group.members) == self._num_members:
-                self._complete(group, rollout)
-        if ends.failed.any():
-            self._fail(np.flatnonzero(ends.failed).tolist())
+                group.status = "complete"
+                if self._cfg.dynamic_sampling is not None and has_equal_returns(group, rollout):
+                    group.status = "filtered"
+                    self.filtered_steps += sum(member.length for member in group.members)
+        if step.failed is not None:
+            self._fail([row for row in step.failed.nonzero()[:, 0].tolist() if row in self._in_row])
 
-    def _complete(self, group: Group, rollout: TensorDict) -> None:
-        group.status = "complete"
-        if self._cfg.dynamic_sampling is not None and has_equal_returns(group, rollout):
-            group.status = "filtered"
-            self.filtered_steps += sum(member.length for member in group.members)
+    def _wants_steps(self) -> bool:
+        useful, most = self.steps - self.filtered_steps, self._num_steps * (1 + (self._cfg.dynamic_sampling or 0))
+        return useful < self._num_steps and self.steps < most
+
+    def _truncated(self, step: EnvStep, horizon: int) -> EnvStep:
+        is_long = torch.from_numpy(self.running & (self.step - self._start >= horizon)).to(step.truncated.device)
+        goes_on = ~step.terminated if step.failed is None else ~(step.terminated | step.failed)
+        return step._replace(truncated=step.truncated | is_long & goes_on)
 
     def _fail(self, rows: list[int]) -> None:
         """Retry episodes that failed, or drop their groups."""
-        if self._cfg.on_env_error == "raise":
+        if rows and self._cfg.on_env_error == "raise":
             raise EnvError(
                 f"environment {rows[0]} of {self._env.env_id} failed; fix: the environment, or "
                 "collection.on_env_error='retry' or 'drop'"
@@ -199,7 +172,7 @@ def has_equal_returns(group: Group, rollout: TensorDict) -> bool:
 def write_labels(rollout: TensorDict, tracker: GroupTracker) -> None:
     """Fill masks, ids and steps. Only episodes of whole groups are valid; other slots look empty."""
     shape = len(tracker.running), tracker.step
-    valid, loss_mask, greedy = np.zeros((3, *shape), dtype=np.bool_)
+    valid, loss_mask = np.zeros((2, *shape), dtype=np.bool_)
     episode_id, group_id = np.full((2, *shape), -1)
     step = np.zeros(shape, dtype=np.int64)
     group_ids: dict[Group, int] = {}
@@ -207,24 +180,33 @@ def write_labels(rollout: TensorDict, tracker: GroupTracker) -> None:
         slots = member.row, slice(member.start, member.end)
         valid[slots] = True
         loss_mask[slots] = member.group.status == "complete" and not member.greedy
-        greedy[slots] = member.greedy
         episode_id[slots] = number
         group_id[slots] = group_ids.setdefault(member.group, len(group_ids))
         step[slots] = np.arange(member.length)
     labels = {"valid": valid, "loss_mask": loss_mask, "episode_id": episode_id, "group_id": group_id, "step": step}
-    if any(member.greedy for member in tracker.members):
-        rollout["greedy"] = torch.zeros_like(rollout["valid"])
-        labels["greedy"] = greedy
-    for key, array in labels.items():
-        rollout[key][:, :-1] = torch.from_numpy(array)
+    for key, label in labels.items():
+        rollout[key][:, :-1] = torch.from_numpy(label)
+
+
+def mark_greedy(rollout: TensorDict, tracker: GroupTracker) -> None:
+    """Add the mask ``greedy`` of the valid slots of greedy members."""
+    rollout["greedy"] = torch.zeros_like(rollout["valid"])
+    for member in tracker.members:
+        if member.greedy and member.in_whole_group:
+            rollout["greedy"][member.row, member.start : member.end] = True
 
 
 def finished_episodes(rollout: TensorDict, tracker: GroupTracker, writer: RolloutWriter) -> list[Episode]:
     """Episodes that reached their ends, in the order of these, without greedy ones."""
-    reward = rollout["reward"].cpu().numpy()
-    ended = [member for member in tracker.members if member.ended and not member.greedy]
-    ended.sort(key=lambda member: member.end)
-    returns = [float(reward[a.row, a.start : a.end].cumsum(dtype=np.float64)[-1]) for a in ended]
-    where = [a.row for a in ended], [a.end - 1 for a in ended]
-    ends = zip(returns, ended, writer.outcomes(*where), strict=True)
-    return [Episode(total, a.length, a.terminated, *outcome) for total, a, outcome in ends]
+    reward, terminated = (rollout[key].cpu().numpy() for key in ("reward", "terminated"))
+    ended = sorted((a for a in tracker.members if a.ended and not a.greedy), key=lambda member: member.end)
+    outcomes = writer.outcomes([member.row for member in ended], [member.end - 1 for member in ended])
+    return [
+        Episode(
+            float(reward[member.row, member.start : member.end].cumsum(dtype=np.float64)[-1]),
+            member.length,
+            bool(terminated[member.row, member.end - 1]),
+            *outcome,
+        )
+        for member, outcome in zip(ended, outcomes, strict=True)
+    ]

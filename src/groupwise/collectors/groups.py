@@ -1,7 +1,6 @@
 """Whole groups of episodes at shared starts: for GRPO."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from groupwise.collectors.base import EnvCollector, Episode, env_steps
-from groupwise.collectors.group_tracker import GroupTracker, Member, finished_episodes, write_labels
+from groupwise.collectors.group_tracker import Group, GroupTracker, Member, finished_episodes, mark_greedy, write_labels
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested
@@ -66,12 +65,10 @@ class GroupCollector(EnvCollector):
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Whole groups, about ``num_steps`` steps a row; as long as the row that was busy longest."""
-        generator = self.action_generator()
-        start_seed = partial(derive_seed, self.seed, "start", self.rank, self.iteration)
         budget = self.env.num_envs * num_steps
-        tracker = GroupTracker(self.env, self.collection, budget, self.group_size, self.greedy_members, start_seed)
+        tracker = GroupTracker(self.env, self.collection, budget, self.group_size, self.greedy_members)
         writer = RolloutWriter(rollout, self.policy)
-        act = self.actor()
+        act, generator = self.actor(), self.action_generator()
         obs = self._start(tracker.assign())
         while tracker.running.any():
             t = tracker.step
@@ -80,18 +77,19 @@ class GroupCollector(EnvCollector):
             if tracker.greedy.any():
                 action = with_greedy(action, act(obs, deterministic=True), tracker.greedy)
             writer.act(t, action)
-            step = self.step_env(action)
-            ends = tracker.count_step(step)
-            writer.outcome(t, step, torch.from_numpy(ends.truncated))
+            step = tracker.count_step(self.step_env(action))
+            writer.outcome(t, step)
             obs = step.obs
-            if np.any(ends):
-                writer.cut(t, ends.truncated & ~ends.terminated, obs)
-                tracker.end(ends, writer.rollout)
+            if (step.terminated | step.truncated).any() or step.failed is not None:
+                writer.cut(t, step.truncated & ~step.terminated, obs)
+                tracker.end(step, writer.rollout)
                 self.env.pause(~tracker.running)
                 if begun := tracker.assign():
                     obs = self._start(begun)
         rollout = writer.finish(tracker.step, obs)
         write_labels(rollout, tracker)
+        if self.greedy_members:
+            mark_greedy(rollout, tracker)
         self._count(rollout, tracker, writer)
         self.iteration += 1
         return rollout
@@ -105,17 +103,16 @@ class GroupCollector(EnvCollector):
         mask = np.zeros(self.env.num_envs, dtype=np.bool_)
         start_seed, noise_seed = np.zeros((2, self.env.num_envs), dtype=np.int64)
         for member in begun:
-            row = member.row
-            mask[row], start_seed[row], noise_seed[row] = True, member.group.start_seed, self._noise_seed(member)
+            mask[member.row] = True
+            start_seed[member.row] = derive_seed(self.seed, "start", self.rank, self.iteration, member.group.number)
+            noise_seed[member.row] = self._noise_seed(member)
         return self.env.start(mask, start_seed, noise_seed)
 
     def _noise_seed(self, member: Member) -> int:
-        path: tuple[int | str, ...] = ("noise", self.rank, self.iteration, member.group.number)
-        if self.collection.noise == "independent" or member.retries:
-            path += (member.index,)
-        if member.retries:
-            path += ("again", member.retries)
-        return derive_seed(self.seed, *path)
+        is_shared = self.collection.noise == "shared" and not member.retries
+        own = () if is_shared else (member.index,)
+        again = ("again", member.retries) if member.retries else ()
+        return derive_seed(self.seed, "noise", self.rank, self.iteration, member.group.number, *own, *again)
 
     def _count(self, rollout: TensorDict, tracker: GroupTracker, writer: RolloutWriter) -> None:
         """Count steps, groups and episodes of the rollout."""
@@ -123,12 +120,6 @@ class GroupCollector(EnvCollector):
         steps, members = tracker.steps, tracker.members
         self.last_steps = env_steps(rollout, steps)
         groups = {member.group for member in members if member.in_whole_group}
-        self._empty = 0 if groups else self._empty + 1
-        if self._empty == MAX_EMPTY:
-            raise EnvError(
-                f"every group of {MAX_EMPTY} iterations in a row was dropped, because {self.env.env_id} failed; fix: the "
-                "environment, whose errors are above, or algorithm.collection.on_env_error='raise'"
-            )
         wasted = sum(member.length for member in members if not member.in_whole_group)
         self._metrics = {
             "rollout/groups": float(len(groups)),
@@ -136,10 +127,19 @@ class GroupCollector(EnvCollector):
             "rollout/wasted_steps": wasted / steps,
         }
         if self.collection.on_env_error != "raise":
-            self._metrics["rollout/env_errors"] = float(tracker.env_errors)
+            self._count_errors(tracker, groups)
         if self.collection.dynamic_sampling is not None:
             self._metrics["rollout/filtered_groups"] = float(sum(group.status == "filtered" for group in groups))
             self._metrics["rollout/filtered_steps"] = tracker.filtered_steps / steps
+
+    def _count_errors(self, tracker: GroupTracker, groups: set[Group]) -> None:
+        self._metrics["rollout/env_errors"] = float(tracker.env_errors)
+        self._empty = 0 if groups else self._empty + 1
+        if self._empty == MAX_EMPTY:
+            raise EnvError(
+                f"every group of {MAX_EMPTY} iterations in a row was dropped, because {self.env.env_id} failed; fix: the "
+                "environment, whose errors are above, or algorithm.collection.on_env_error='raise'"
+            )
 
     def _check(self) -> None:
         env, members = self.env, self.group_size + self.greedy_members

@@ -103,7 +103,7 @@ class TorchGroupCollector(TorchCollector):
             starts.append(began)
             action, rows, obs, result, (began,) = step(rows, obs, began, slot, may_start, *seeds[t + 1])
             writer.act(t, action)
-            writer.outcome(t, result, result.truncated)
+            writer.outcome(t, result)
         rollout = writer.finish(num_steps, obs)
         env.rows = rows
         rollout["truncated"][:, num_steps - 1].logical_or_(~rows.paused)

@@ -97,11 +97,11 @@ class TorchVectorCollector(TorchCollector, VectorCollector):
             writer.observe(t, obs)
             action, rows, obs, result, _ = step(rows, obs)
             writer.act(t, action)
-            writer.outcome(t, result, result.truncated)
+            writer.outcome(t, result)
             results.append(result)
         self.env.rows = rows
         if not self.policy.actor_only:
-            cut = torch.stack([result.truncated & ~result.terminated for result in results]).cpu().numpy()
+            cut = torch.stack([result.truncated & ~result.terminated for result in results]).cpu()  # one host sync
             for t, result in enumerate(results):
                 writer.cut(t, cut[t], result.obs)
         return obs

@@ -11,7 +11,7 @@ from torch import Tensor
 from groupwise.collectors.base import EnvCollector, Episode, env_steps
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.data.rollout import Nested
-from groupwise.envs.base import EnvStep, VectorEnv
+from groupwise.envs.base import VectorEnv
 from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
@@ -90,20 +90,15 @@ class VectorCollector(EnvCollector):
             action = act(obs, generator=generator)
             writer.act(t, action)
             step = self.step_env(action)
-            writer.outcome(t, step, step.truncated)
-            obs = step.obs if self.env.autoreset == "next_step" else self._after_ends(t, step, writer)
+            writer.outcome(t, step)
+            obs = step.obs
+            if self.env.autoreset != "next_step" and (done := step.terminated | step.truncated).any():
+                final_obs = step.final_obs if self.env.autoreset == "same_step" else obs
+                assert final_obs is not None
+                writer.cut(t, step.truncated & ~step.terminated, final_obs)
+                if self.env.autoreset == "disabled":
+                    obs = self.env.reset(mask=done.cpu().numpy())
         return obs
-
-    def _after_ends(self, t: int, step: EnvStep, writer: RolloutWriter) -> Nested:
-        """The observations to act on next, after keeping those of truncated rows and resetting finished ones."""
-        terminated, truncated = step.terminated.cpu().numpy(), step.truncated.cpu().numpy()
-        done = terminated | truncated
-        if not done.any():
-            return step.obs
-        final_obs = step.obs if self.env.autoreset == "disabled" else step.final_obs
-        assert final_obs is not None
-        writer.cut(t, truncated & ~terminated, final_obs)
-        return self.env.reset(mask=done) if self.env.autoreset == "disabled" else step.obs
 
     def _label(self, rollout: TensorDict, writer: RolloutWriter) -> None:
         """Fill masks, ids and steps from the ends of episodes; count the finished ones."""
@@ -111,11 +106,7 @@ class VectorCollector(EnvCollector):
             rollout[k][:, :-1].cpu().numpy() for k in ("reward", "terminated", "truncated")
         )
         done = terminated | truncated
-        dead = np.zeros_like(done)
-        if self.env.autoreset == "next_step":
-            dead[:, 0] = self._dead
-            dead[:, 1:] = done[:, :-1]
-            self._dead = done[:, -1]
+        dead = self._resets_after(done) if self.env.autoreset == "next_step" else np.zeros_like(done)
         live = ~dead
         episode_id, step = label_episodes(done, dead, self._age)
         labels = {"valid": live, "loss_mask": live, "step": step, "group_id": episode_id, "episode_id": episode_id}
@@ -134,6 +125,12 @@ class VectorCollector(EnvCollector):
         self._return = np.where(over, 0.0, returns[episode_id[:, -1]])
         self._age = np.where(over, 0, step[:, -1] + 1)
         self._metrics = {"rollout/idle_fraction": float(dead.mean())}  # lost to ``next_step`` resets
+
+    def _resets_after(self, done: Bool[np.ndarray, "row step"]) -> Bool[np.ndarray, "row step"]:
+        """The slots in which a ``next_step`` environment only reset: those behind the ends of episodes."""
+        dead = np.concatenate([self._dead[:, None], done[:, :-1]], axis=1)
+        self._dead = done[:, -1]
+        return dead
 
 
 def label_episodes(

@@ -13,10 +13,17 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested, all_finite, find_nonfinite, lengthen
 from groupwise.envs.base import EnvStep
+from groupwise.errors import DataError
 from groupwise.policies.base import Action, Policy
 
 Outcome: TypeAlias = tuple[bool | None, str | None, dict[str, float] | None]
+"""Success, task and ``env.log_info`` of an episode; None where the environment does not tell."""
+_Told: TypeAlias = tuple[Tensor | None, npt.NDArray[Any] | None, dict[str, Tensor]]
+"""The same of all rows [N] that end with a step."""
 _Columns: TypeAlias = np.ndarray | tuple[Tensor, ...] | dict[str, Any]  # Any: _Columns again
+
+_OF_STEP = ("reward", "terminated", "truncated", "executed", "reward_parts")
+"""What a rollout may keep of an ``EnvStep``."""
 
 
 class RolloutWriter:
@@ -33,18 +40,12 @@ class RolloutWriter:
         self._final_obs: list[Nested] = []
         self._cut_rows: list[Tensor] = []
         self._cut_steps: list[Tensor] = []
-        self._success: dict[int, Tensor] = {}
-        self._task: dict[int, npt.NDArray[Any]] = {}
-        self._info: dict[int, dict[str, Tensor]] = {}
+        self._told: dict[int, _Told] = {}
         self._open(rollout)
 
     def observe(self, step: int, obs: Nested) -> None:
-        """Write the observations [N, ...] of a step, and what a recurrent policy remembers there."""
-        if "state" in self._columns:
-            assert isinstance(obs, TensorDict)
-            _write(self._columns["state"], step, obs["state"])
-            obs = obs["obs"]
-        _write(self._columns["obs"], step, obs)
+        """Write the observations [N, ...] of a step."""
+        _write(self._obs, step, obs)
 
     def act(self, step: int, action: Action) -> None:
         """Write the actions of a step.
@@ -55,45 +56,28 @@ class RolloutWriter:
         if step == self.rollout.shape[1] - 1:
             self._open(lengthen(self.rollout, 2 * step + 1))
         _write(self._columns["action"], step, action.action)
-        if action.action.device.type == "cpu":  # on a GPU the check would be a host sync
-            self._check_finite(action.action, step)
         _write(self._columns["sample_log_prob"], step, action.log_prob)
-        if action.value is not None and "value" in self._columns:
+        if action.value is not None:
             _write(self._columns["value"], step, action.value)
+        numbers = action.action
+        if numbers.is_floating_point() and numbers.device.type == "cpu" and not all_finite(numbers):
+            raise self._not_finite(step)  # on a GPU the check would be a host sync
 
-    def outcome(self, step: int, outcome: EnvStep, truncated: Tensor) -> None:
-        """Write the outcome of a step [N]; ``truncated`` is given by the collector."""
-        _write(self._columns["reward"], step, outcome.reward)
-        _write(self._columns["terminated"], step, outcome.terminated)
-        _write(self._columns["truncated"], step, truncated)
-        if "executed" in self._columns:
-            assert outcome.executed is not None
-            _write(self._columns["executed"], step, outcome.executed)
-        if "reward_parts" in self._columns:
-            assert outcome.reward_parts is not None
-            _write(self._columns["reward_parts"], step, outcome.reward_parts)
-        if outcome.success is not None:
-            self._success[step] = outcome.success.clone()
-            if outcome.task is not None:
-                self._task[step] = outcome.task.copy()
-        if outcome.info is not None:
-            self._info[step] = outcome.info
+    def outcome(self, step: int, outcome: EnvStep) -> None:
+        """Write what a step returned."""
+        values = outcome._asdict()
+        for key, columns in self._of_step.items():
+            _write(columns, step, values[key])
+        if outcome.success is not None or outcome.info is not None:
+            self._tell(step, outcome)
 
-    def outcomes(self, rows: Sequence[int], steps: Sequence[int]) -> list[Outcome]:
-        """Success, task and ``env.log_info`` of the episodes that ended in these rows with these steps; None where it is not known."""
-        if not self._success and not self._info:
-            return [(None, None, None)] * len(rows)
-        flags = torch.stack([*self._success.values()]).cpu().numpy() if self._success else ()
-        success = dict(zip(self._success, flags, strict=True))
-        return [self._outcome(row, step, success) for row, step in zip(rows, steps, strict=True)]
-
-    def cut(self, step: int, rows: Bool[np.ndarray, " row"], obs: Nested) -> None:
+    def cut(self, step: int, truncated: Bool[Tensor, " row"], obs: Nested) -> None:
         """Keep the final observations, from ``obs`` [N, ...], of the rows truncated at ``step``, for their values."""
-        if not self._policy.actor_only and rows.any():
-            index = torch.from_numpy(np.flatnonzero(rows))
-            self._final_obs.append(obs[index.to(obs.device)])
-            self._cut_rows.append(index)
-            self._cut_steps.append(torch.full_like(index, step))
+        if not self._policy.actor_only and truncated.any():
+            rows = truncated.nonzero()[:, 0]
+            self._final_obs.append(obs[rows.to(obs.device)])
+            self._cut_rows.append(rows)
+            self._cut_steps.append(torch.full_like(rows, step))
 
     def finish(self, num_steps: int, obs: Nested) -> TensorDict:
         """The rollout of ``num_steps`` steps, with ``obs`` [N, ...] in its last slot and all values."""
@@ -103,23 +87,15 @@ class RolloutWriter:
             self._fill_values(rollout, obs)
         return rollout
 
-    def _outcome(self, row: int, step: int, success: dict[int, npt.NDArray[np.bool_]]) -> Outcome:
-        flag = bool(success[step][row]) if step in success else None
-        task = str(self._task[step][row]) or None if step in self._task else None
-        info = {name: float(values[row]) for name, values in self._info.get(step, {}).items()}
-        return flag, task, None if any(map(math.isnan, info.values())) else info or None
-
-    def _check_finite(self, action: Tensor, step: int) -> None:
-        if not action.is_floating_point() or all_finite(action):
-            return
-        slots = torch.zeros_like(self.rollout["valid"])
-        slots[:, step] = True
-        if found := find_nonfinite(self.rollout, slots):
-            raise found[0].error()
+    def outcomes(self, rows: Sequence[int], steps: Sequence[int]) -> list[Outcome]:
+        """What was told of the episodes that ended in these rows with these steps."""
+        return _outcomes(self._told, rows, steps) if self._told else [(None, None, None)] * len(rows)
 
     def _open(self, rollout: TensorDict) -> None:
         self.rollout = rollout
-        self._columns = {key: _columns(stored) for key, stored in rollout.items()}
+        columns = self._columns = {key: _columns(stored) for key, stored in rollout.items()}
+        self._obs = {key: columns[key] for key in ("obs", "state")} if "state" in columns else columns["obs"]
+        self._of_step = {key: columns[key] for key in _OF_STEP if key in columns}
 
     def _fill_values(self, rollout: TensorDict, last_obs: Nested) -> None:
         """Complete ``value`` and ``next_value`` with one forward pass."""
@@ -131,6 +107,17 @@ class RolloutWriter:
         if self._cut_rows:
             rows, steps = (torch.cat(parts).to(value.device) for parts in (self._cut_rows, self._cut_steps))
             next_value[rows, steps] = values[len(value) :]
+
+    def _tell(self, step: int, outcome: EnvStep) -> None:
+        """Keep what a step tells of episodes that end; the environment may write into it later."""
+        success = None if outcome.success is None else outcome.success.clone()
+        task = None if outcome.task is None else outcome.task.copy()
+        self._told[step] = success, task, outcome.info or {}
+
+    def _not_finite(self, step: int) -> DataError:
+        slots = torch.zeros_like(self.rollout["valid"])
+        slots[:, step] = True
+        return find_nonfinite(self.rollout, slots)[0].error()
 
 
 def _columns(stored: Nested) -> _Columns:
@@ -148,3 +135,25 @@ def _write(columns: _Columns, step: int, value: Any) -> None:
         columns[step].copy_(value)
     else:
         columns[step] = (value.float() if value.dtype == torch.bfloat16 else value).numpy(force=True)
+
+
+def _outcomes(told: dict[int, _Told], rows: Sequence[int], steps: Sequence[int]) -> list[Outcome]:
+    """As ``RolloutWriter.outcomes``. Flags on a GPU take one host sync."""
+    flags = {step: success for step, (success, _, _) in told.items() if success is not None}
+    stacked = torch.stack([*flags.values()]).cpu().numpy() if flags else ()
+    success = dict(zip(flags, stacked, strict=True))
+    return [
+        _outcome(told.get(step, (None, None, {})), success.get(step), row)
+        for row, step in zip(rows, steps, strict=True)
+    ]
+
+
+def _outcome(told: _Told, success: Bool[np.ndarray, " row"] | None, row: int) -> Outcome:
+    _, task, info = told
+    numbers = {name: float(values[row]) for name, values in info.items()}
+    known = numbers and not any(map(math.isnan, numbers.values()))
+    return (
+        None if success is None else bool(success[row]),
+        None if task is None else str(task[row]) or None,
+        numbers if known else None,
+    )

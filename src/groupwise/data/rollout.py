@@ -186,16 +186,12 @@ class RolloutBuffer:
         if rollout.batch_dims != 2 or rollout.shape[0] != self.num_rows or rollout.shape[1] < 2:
             raise DataError(f"rollout has batch {list(rollout.shape)}, expected [{self.num_rows}, steps + 1]")
         found = dict(rollout.items(include_nested=True, leaves_only=True))
-        for key, expected in self._empty.items(include_nested=True, leaves_only=True):
+        for key, wanted in self._empty.items(include_nested=True, leaves_only=True):
             tensor = found.get(key)
-            if tensor is None:
-                raise DataError(f"rollout has no key {key!r}; it needs {[*self._empty.keys(True, True)]}")
-            if tensor.shape[2:] != expected.shape[2:] or tensor.dtype != expected.dtype:
-                shape = ", ".join(("N", "T+1", *map(str, expected.shape[2:])))
-                raise DataError(
-                    f"rollout[{key!r}] is {tensor.dtype} of shape {list(tensor.shape)}, "
-                    f"expected {expected.dtype} of shape [{shape}]"
-                )
+            if tensor is None or tensor.shape[2:] != wanted.shape[2:] or tensor.dtype != wanted.dtype:
+                got = "missing" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
+                shape = ", ".join(("N", "T+1", *map(str, wanted.shape[2:])))
+                raise DataError(f"rollout[{key!r}] is {got}, expected {wanted.dtype} of shape [{shape}]")
 
 
 class NonFinite(NamedTuple):

@@ -24,11 +24,9 @@ from groupwise.data.nested_actions import flat_action
 from groupwise.data.spaces import obs_spec, space_kind, subspaces
 from groupwise.envs.base import EnvStep, GroupEnv, VectorEnv
 from groupwise.envs.make import make_env, makes_rows
-from groupwise.envs.masked import allowed_sample
 from groupwise.envs.names import refuse_module
 from groupwise.envs.obs_keys import kept_space
 from groupwise.envs.single import make_one, step_limit
-from groupwise.envs.success import SUCCESS_KEYS, success_of_row, task_of_row
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.policies.distributions import make_head
 
@@ -82,8 +80,10 @@ class Training:
 class EnvReport:
     """The result of ``check_env``; printed, the table of ``groupwise check-env``.
 
-    ``observation``, ``action``: the spaces, if they are supported. ``max_episode_steps``: the step limit. ``success``: where success is reported, and whether tasks are named. ``start_varies``: whether the start depends on the seed. ``noise_varies``: whether members drift apart under
-    equal actions. ``start_modes``: microseconds of a member's start, for each mode that passes its check.
+    ``observation``, ``action``: the spaces, if they are supported. ``max_episode_steps``: the step limit. ``success``:
+    whether success is reported, and tasks are named. ``start_varies``: whether the start depends on the seed.
+    ``noise_varies``: whether members drift apart under equal actions. ``start_modes``: microseconds of a member's start,
+    for each mode that passes its check.
     ``steps_per_second``: with 8 environments and random actions, by vectorisation. ``training``: GRPO's defaults; its
     value is None where GRPO refuses the environment.
     """
@@ -145,17 +145,10 @@ def check_env(env: object) -> EnvReport:
     """
     multiprocessing.spawn.get_preparation_data("groupwise check")  # raises in such a child
     cfg, make = _source(env)
-    logger = logging.getLogger("groupwise.envs")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # the report has the same messages
-    try:
-        rows = cfg.vectorization in ("envpool", "torch") or (make is not None and makes_rows(make))
-        name, space, actions, max_steps, success, modes, speeds = (_measure_rows if rows else _measure_single)(
-            cfg, make
-        )
-        start_varies, noise_varies, training = _training(cfg, make)
-    finally:
-        logger.setLevel(level)
+    rows = cfg.vectorization in ("envpool", "torch") or (make is not None and makes_rows(make))
+    measure = _measure_rows if rows else _measure_single
+    name, space, actions, max_steps, success, modes, speeds = measure(cfg, make)
+    start_varies, noise_varies, training = _training(cfg, make)
     observation = _tried(lambda: (obs_spec(space), _brief(space))[1])
     action = _tried(lambda: (make_head(actions, PolicyCfg()), _brief(actions))[1])
     limit = NO_LIMIT if max_steps is None else Finding(max_steps)
@@ -187,7 +180,7 @@ def _measure_single(cfg: EnvCfg, make: Maker) -> Measured:
         limit = step_limit(env)
     modes: dict[str, Finding[float]] = {mode: _tried(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
     speeds = {way: _tried(partial(_steps_per_second, cfg, make, way)) for way in VECTORIZATIONS}
-    return name, space, env.action_space, limit, _tried(partial(_success, cfg, make)), modes, speeds
+    return name, space, env.action_space, limit, _tried(partial(_success_of_single, cfg, make)), modes, speeds
 
 
 def _measure_rows(cfg: EnvCfg, make: Maker) -> Measured:
@@ -198,50 +191,35 @@ def _measure_rows(cfg: EnvCfg, make: Maker) -> Measured:
         modes: dict[str, Finding[float]] = dict.fromkeys([*START_MODES], only)
         modes[env.start_mode] = _tried(partial(_median_start_us, env, NUM_ENVS))
         speeds = {"own" if make is not None else str(cfg.vectorization): _tried(partial(_speed, env))}
-        success = _tried(partial(_success_of_rows, env))
+        success = _tried(partial(_success, env))
         return env.env_id, env.observation_space, env.action_space, env.max_episode_steps, success, modes, speeds
 
 
-def _success(cfg: EnvCfg, make: Maker) -> str:
-    """What an episode with random actions tells of success.
+def _success_of_single(cfg: EnvCfg, make: Maker) -> str:
+    plain = cfg.model_copy(update={**_GROUP_SETTINGS, "vectorization": "sync"})
+    with closing(make_env(plain, grouped=True, num_envs=1, env=make, verify=False)) as env:
+        return _success(env)
+
+
+def _success(env: VectorEnv) -> str:
+    """What the first episode that ends tells of success, with random actions.
 
     Raises:
         EnvError: nothing.
-    """
-    flags, over, begun = [], False, time.perf_counter()
-    with closing(make_one(cfg, make)) as env:
-        env.action_space.seed(0)
-        obs, _ = env.reset(seed=0)
-        while not over and time.perf_counter() - begun < _EPISODE_S:
-            obs, _, terminated, truncated, info = env.step(allowed_sample(env.action_space, obs))
-            flags.append(next((key for key in SUCCESS_KEYS if success_of_row({key: info.get(key)}) is not None), None))
-            over = bool(terminated or truncated)
-    if flags[-1] is None:
-        raise _no_success(over, "info['is_success'] or info['success'] at the last step of each episode")
-    task = task_of_row(info)
-    named = f"; info['task'] names tasks, such as {task!r}" if task else "; no task is named"
-    return f"info[{flags[-1]!r}] at {'the last' if None in flags else 'every'} step{named}"
-
-
-def _success_of_rows(env: VectorEnv) -> str:
-    """Whether rows that make themselves tell of success, with random actions.
-
-    Raises:
-        EnvError: they do not.
     """
     begun = time.perf_counter()
     for step in _random_steps(env):
         over = bool((step.terminated | step.truncated).any())
         if over and step.success is not None:
-            return "at the end of episodes"
+            has_names = step.task is not None and bool(np.any(step.task != ""))
+            return f"at the end of episodes; {'tasks are named' if has_names else 'no task is named'}"
         if over or time.perf_counter() - begun > _EPISODE_S:
             break
-    raise _no_success(over, "EnvStep.success (of a TorchGroupEnv: a method success)")
-
-
-def _no_success(over: bool, how: str) -> EnvError:
     where = "at the end of an episode" if over else f"in {_EPISODE_S:g} s, in which no episode ended"
-    return EnvError(f"no flag {where}: success metrics will be missing; report {how}")
+    raise EnvError(
+        f"no flag {where}: success metrics will be missing; report info['success'] at the last step of each episode "
+        "(of a TorchGroupEnv: write its method success)"
+    )
 
 
 def _training(cfg: EnvCfg, make: Maker) -> tuple[Finding[bool], Finding[bool], Finding[Training]]:
@@ -322,15 +300,18 @@ def _random_steps(env: VectorEnv) -> Iterator[EnvStep]:
 def _tried(probe: Callable[[], T]) -> Finding[T]:
     """The result of ``probe``; or why it fails, with the type of the error unless it is one of ours, and the fix."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # the report has the same messages
+        logging.disable(logging.WARNING)
         try:
             return Finding(probe())
         except Exception as error:
             kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
-            text = re.sub(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+", "", str(error))
-            reason, _, fix = " ".join(text.split()).partition("; fix: ")
+            text = str(error).strip().rpartition("\n")[2]  # an error in another process ends with a traceback
+            reason, _, fix = text.partition("; fix: ")
             reason = re.sub(r"^members of \S+ cannot share a start( by start_mode='\w+')?: ", "", reason)
             return Finding(None, kind + reason, fix)
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def _require_entry_point(cfg: EnvCfg, make: Maker) -> None:

@@ -3,9 +3,12 @@
 import os
 import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -13,6 +16,80 @@ from typing import Any
 import cloudpickle
 
 from groupwise import plugins
+
+SECONDS_TO_IMPORT = 60.0
+"""At least so long may a new process take to import packages."""
+SECONDS_TO_CLOSE = 5.0
+
+
+class LostChildError(Exception):
+    """A process died, or gave no answer in time; says which."""
+
+
+class Child:
+    """A process that answers messages, one at a time.
+
+    Args:
+        target: calls ``serve`` with the connection, its first argument.
+    """
+
+    def __init__(self, target: Callable[..., None], *args: Any, name: str) -> None:
+        self._connection, theirs = context().Pipe()
+        self.process = start(target, theirs, *args, name=name)
+        theirs.close()
+
+    def send(self, message: Any) -> None:
+        """Ask for an answer; None ends the process."""
+        with suppress(OSError):  # it is dead, as its answer will show
+            self._connection.send(message)
+
+    def answer(self, seconds: float, since: float) -> Any:
+        """Result and error of the last message; or those of the start, before the first message.
+
+        Args:
+            seconds: to wait, counted from ``since`` (of ``time.monotonic``).
+
+        Raises:
+            LostChildError: there is no answer. Close it then.
+        """
+        try:
+            if self._connection.poll(max(0.0, since + seconds - time.monotonic())):
+                return self._connection.recv()
+        except (EOFError, OSError):
+            self.process.join(1.0)
+            raise LostChildError(f"ended with exit code {self.process.exitcode}") from None
+        raise LostChildError(f"took longer than {seconds:g} s")
+
+    def close(self, seconds: float = SECONDS_TO_CLOSE) -> None:
+        """End the process and its children; it is killed if it does not end by itself in that time."""
+        self.send(None)
+        self._connection.close()
+        self.process.join(max(0.0, seconds))
+        kill(self.process)
+
+
+def serve(connection: Connection, handler: AbstractContextManager[Callable[[Any], Any]]) -> None:
+    """The work of a ``Child``: open the handler, say whether that worked, then answer messages until None.
+
+    An answer is a result, and an error: None, or its type and message, and its traceback.
+    """
+    with ExitStack() as stack:
+        try:
+            handle = stack.enter_context(handler)
+        except Exception as error:
+            connection.send((None, _described(error)))
+            return
+        connection.send((None, None))
+        with suppress(EOFError, ConnectionError):  # the parent is gone
+            while (message := connection.recv()) is not None:
+                try:
+                    connection.send((handle(message), None))
+                except Exception as error:
+                    connection.send((None, _described(error)))
+
+
+def _described(error: Exception) -> tuple[str, str]:
+    return f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
 
 
 def context() -> ForkServerContext:

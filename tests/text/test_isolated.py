@@ -76,7 +76,7 @@ def test_a_call_that_is_lost_gives_no_reward_and_the_next_one_works(how, caplog)
     assert time.monotonic() - began < 20 * TIMEOUT
     assert scores.parts == ((None, None), (1, 1))
     assert scores.reward == (None, None)  # a part of a reward is no reward
-    why = "ended its process with exit code -9" if how == "dies" else "took longer than 2 s"
+    why = "ended with exit code -9" if how == "dies" else "took longer than 2 s"
     assert f"reward 'lengths' failed for 2 of 2 completions: reward 'lengths' {why}" in caplog.text
     assert score(rewards, "a", "bb").reward == (2, 3)
     rewards.close()

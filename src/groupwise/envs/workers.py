@@ -4,12 +4,10 @@ import ctypes
 import logging
 import math
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import cloudpickle
@@ -23,17 +21,12 @@ from groupwise.errors import EnvError
 
 log = logging.getLogger(__name__)
 
-_SECONDS_TO_CLOSE = 5.0
-_SECONDS_TO_IMPORT = 60.0
-"""At least so long may a new process take to import packages and make its rows."""
-
 _Column: TypeAlias = tuple[Any, tuple[int, ...], str]
 """Shared memory, which can be passed to a new process only among its arguments; shape of a row; dtype."""
 
 
 class _Worker(NamedTuple):
-    process: BaseProcess
-    connection: Connection
+    child: processes.Child
     first: int
     """Number of its first row."""
     end: int
@@ -76,36 +69,27 @@ class WorkerRows:
         """Start these rows."""
         self._ask("start", rows, start_seeds, noise_seeds)
 
-    def close(self, seconds: float = _SECONDS_TO_CLOSE) -> None:
+    def close(self, seconds: float = processes.SECONDS_TO_CLOSE) -> None:
         """End the processes; those that do not end by themselves in that time are killed."""
+        since = time.monotonic()
         for worker in self._workers:
-            with suppress(OSError):
-                worker.connection.send(None)
-            worker.connection.close()
-        deadline = time.monotonic() + seconds
+            worker.child.send(None)
         for worker in self._workers:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
-            processes.kill(worker.process)
+            worker.child.close(since + seconds - time.monotonic())
         self._workers = []
 
     def _launch(self, first: int, end: int) -> _Worker:
         """A process that makes these rows; its first answer says whether it could."""
-        ours, theirs = processes.context().Pipe()
-        rows = slice(first, end)
         name = f"groupwise rows {first}-{end - 1}"
-        process = processes.start(_work, theirs, self._payload, self._columns, rows, name=name)
-        theirs.close()
-        return _Worker(process, ours, first, end)
+        return _Worker(processes.Child(_work, self._payload, self._columns, slice(first, end), name=name), first, end)
 
     def _await_launched(self, workers: Sequence[_Worker]) -> None:
-        replies, lost = self._gather(workers, max(_SECONDS_TO_IMPORT, self._cfg.timeout))
-        if lost:
-            self._give_up(*lost[0])
-        try:
-            self._raise_first(replies)
-        except EnvError:
+        lost, error = self._gather(workers, max(processes.SECONDS_TO_IMPORT, self._cfg.timeout))
+        for worker, why in lost[:1]:
+            self._give_up(worker, why)
+        if error is not None:
             self.close()
-            raise
+            raise error
 
     def _ask(self, command: str, rows: npt.NDArray[Any], *columns: npt.NDArray[Any]) -> None:
         """Send each worker its rows with their entries of the columns, and wait for the answers."""
@@ -116,11 +100,9 @@ class WorkerRows:
             for worker in self._workers:
                 chosen = (rows >= worker.first) & (rows < worker.end)
                 if chosen.any():
-                    args = (rows[chosen] - worker.first, *(column[chosen] for column in columns))
-                    with suppress(OSError):  # it is dead, as its answer will show
-                        worker.connection.send((command, args))
+                    worker.child.send((command, rows[chosen] - worker.first, *(column[chosen] for column in columns)))
                     asked.append(worker)
-            replies, lost = self._gather(asked, self._cfg.timeout)
+            lost, error = self._gather(asked, self._cfg.timeout)
         except BaseException:  # interrupted: an unread answer would be taken for that to the next message
             self.close(0.0)
             raise
@@ -128,35 +110,26 @@ class WorkerRows:
             if self._cfg.on_error == "raise":
                 self._give_up(worker, why)
             self._replace(worker, why)
-        self._raise_first(replies)
+        if error is not None:
+            raise error
 
-    def _gather(
-        self, workers: Sequence[_Worker], seconds: float
-    ) -> tuple[list[tuple[_Worker, str | None]], list[tuple[_Worker, str]]]:
-        """The answers that come in time, and the workers that gave none, with why."""
-        replies, lost = [], []
-        deadline = time.monotonic() + seconds
+    def _gather(self, workers: Sequence[_Worker], seconds: float) -> tuple[list[tuple[_Worker, str]], EnvError | None]:
+        """The workers that give no answer in time, with why, and the first error of the others."""
+        lost, errors, since = [], [], time.monotonic()
         for worker in workers:
             try:
-                if worker.connection.poll(max(0.0, deadline - time.monotonic())):
-                    replies.append((worker, worker.connection.recv()))
-                else:
-                    lost.append((worker, f"gave no answer in {seconds:g} s"))
-            except (EOFError, OSError):
-                worker.process.join(1.0)
-                lost.append((worker, f"ended with exit code {worker.process.exitcode}"))
-        return replies, lost
-
-    def _raise_first(self, replies: Sequence[tuple[_Worker, str | None]]) -> None:
-        for worker, reply in replies:
-            if reply is not None:
-                raise EnvError(f"{self._cfg.env_id} failed in {worker.process.name}:\n{reply}")
+                _, error = worker.child.answer(seconds, since)
+            except processes.LostChildError as why:
+                lost.append((worker, str(why)))
+                continue
+            if error is not None:
+                errors.append(EnvError(f"{self._cfg.env_id} failed in {worker.child.process.name}:\n{error[1]}"))
+        return lost, errors[0] if errors else None
 
     def _replace(self, worker: _Worker, why: str) -> None:
         """Start a lost worker again; its rows have failed."""
-        log.error("%s of %s %s, and was replaced", worker.process.name, self._cfg.env_id, why)
-        processes.kill(worker.process)
-        worker.connection.close()
+        log.error("%s of %s %s, and was replaced", worker.child.process.name, self._cfg.env_id, why)
+        worker.child.close(0.0)
         for name in OUTCOMES:
             self.arrays[name][worker.first : worker.end] = name == "failed"
         launched = self._launch(worker.first, worker.end)
@@ -164,15 +137,16 @@ class WorkerRows:
         self._await_launched([launched])
 
     def _give_up(self, worker: _Worker, why: str) -> NoReturn:
+        process = worker.child.process
         fix = (
             "a larger env.timeout, if it is slow; vectorization='sync' shows where it hangs"
-            if worker.process.is_alive()
+            if process.is_alive()
             else "a script needs `if __name__ == '__main__':` around what it runs, a simulator may have crashed or run out of "
             "memory; vectorization='sync' shows where"
         )
-        processes.kill(worker.process)  # closing would wait for it
+        processes.kill(process)  # closing would wait for it
         self.close()
-        raise EnvError(f"{worker.process.name} of {self._cfg.env_id} {why}; its output is above; fix: {fix}")
+        raise EnvError(f"{process.name} of {self._cfg.env_id} {why}; its output is above; fix: {fix}")
 
 
 def _arrays(columns: dict[str, _Column]) -> Arrays:
@@ -181,26 +155,16 @@ def _arrays(columns: dict[str, _Column]) -> Arrays:
 
 
 def _work(connection: Connection, payload: bytes, columns: dict[str, _Column], rows: slice) -> None:
-    """The main function of a worker: make its rows, then answer messages until the last one, None.
-
-    An answer is None, or the traceback where the message could not be handled.
-    """
+    """The main function of a worker."""
     torch.set_num_threads(1)
-    try:
-        arrays = {name: array[rows] for name, array in _arrays(columns).items()}
-        local = LocalRows(cloudpickle.loads(payload), arrays, rows.start)
-    except Exception:
-        connection.send(traceback.format_exc())
-        return
-    connection.send(None)
+    processes.serve(connection, _local_rows(payload, columns, rows))
+
+
+@contextmanager
+def _local_rows(payload: bytes, columns: dict[str, _Column], rows: slice) -> Iterator[Callable[[Any], Any]]:
+    """What steps and starts the rows, as a message says; they write into the columns."""
+    arrays = {name: array[rows] for name, array in _arrays(columns).items()}
+    local = LocalRows(cloudpickle.loads(payload), arrays, rows.start)
     commands: dict[str, Callable[..., Any]] = {"step": local.step, "start": local.start}
-    with suppress(EOFError, ConnectionError):  # the parent is gone
-        while (message := connection.recv()) is not None:
-            command, args = message
-            try:
-                commands[command](*args)
-                answer = None
-            except Exception:
-                answer = traceback.format_exc()
-            connection.send(answer)
+    yield lambda message: commands[message[0]](*message[1:])
     local.close()

@@ -1,19 +1,15 @@
 """A function in a process of its own, which is killed with its children where a call takes too long."""
 
-import traceback
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import cloudpickle
 
 from groupwise import processes
 from groupwise.errors import ConfigError
-
-_SECONDS_TO_IMPORT = 60.0
-_SECONDS_TO_CLOSE = 5.0
 
 
 class RemoteError(Exception):
@@ -51,8 +47,7 @@ class Isolated:
                 f"{name} cannot be sent to another process: {error!r}; fix: make locks, files and models inside the "
                 "function, or no timeout"
             ) from error
-        self._process: BaseProcess | None = None
-        self._connection: Connection | None = None
+        self._child: processes.Child | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns.
@@ -62,11 +57,10 @@ class Isolated:
             LostCallError: it took longer than ``seconds``, or its process died.
             ConfigError: its process does not start.
         """
-        if self._process is not None and not self._process.is_alive():
+        if self._child is not None and not self._child.process.is_alive():
             self.close()
-        if self._process is None:
-            self._start()
-        result, error = self._exchange((args, kwargs), self._seconds)
+        child = self._child or self._start()
+        result, error = self._answer(child, self._seconds, (args, kwargs))
         if error is None:
             return result
         message, trace = error
@@ -74,24 +68,17 @@ class Isolated:
         raised.add_note(trace)
         raise raised
 
-    def close(self) -> None:
+    def close(self, seconds: float = processes.SECONDS_TO_CLOSE) -> None:
         """End the process and its children."""
-        process, connection = self._process, self._connection
-        self._process = self._connection = None
-        if process is None or connection is None:
-            return
-        with suppress(OSError):
-            connection.send(None)
-        process.join(_SECONDS_TO_CLOSE)
-        processes.kill(process)
-        connection.close()
+        child, self._child = self._child, None
+        if child is not None:
+            child.close(seconds)
 
-    def _start(self) -> None:
-        self._connection, theirs = processes.context().Pipe()
-        self._process = processes.start(_serve, theirs, self._payload, name=self._name)
-        theirs.close()
+    def _start(self) -> processes.Child:
+        self._child = child = processes.Child(_serve, self._payload, name=self._name)
         try:
-            failure = self._exchange(None, _SECONDS_TO_IMPORT)
+            _, error = self._answer(child, processes.SECONDS_TO_IMPORT)
+            failure = None if error is None else error[1]
         except LostCallError as error:
             failure = str(error)
         if failure is not None:
@@ -100,42 +87,27 @@ class Isolated:
                 f"the process of {self._name} does not start: {failure}\nfix: a script needs `if __name__ == '__main__':` around "
                 "what it runs"
             )
+        return child
 
-    def _exchange(self, message: Any, seconds: float) -> Any:
-        """The answer to a message, or the first one to None."""
-        process, connection = self._process, self._connection
-        assert process is not None
-        assert connection is not None
+    def _answer(self, child: processes.Child, seconds: float, message: Any = None) -> Any:
+        """The answer to a message; without one, that to the start."""
         try:
             if message is not None:
-                connection.send(message)
-            if connection.poll(seconds):
-                return connection.recv()
-            why = f"took longer than {seconds:g} s"
-        except (EOFError, OSError):
-            process.join()
-            why = f"ended its process with exit code {process.exitcode}"
+                child.send(message)
+            return child.answer(seconds, time.monotonic())
+        except processes.LostChildError as error:
+            self.close(0.0)
+            raise LostCallError(f"{self._name} {error}") from None
         except BaseException:  # interrupted: an unread answer would be taken for that to the next message
-            processes.kill(process)
-            self.close()
+            self.close(0.0)
             raise
-        processes.kill(process)
-        self.close()
-        raise LostCallError(f"{self._name} {why}")
 
 
 def _serve(connection: Connection, payload: bytes) -> None:
-    """The main function of the process: says whether it could load the function, then answers calls until None."""
-    try:
-        function = cloudpickle.loads(payload)
-    except Exception:
-        connection.send(traceback.format_exc())
-        return
-    connection.send(None)
-    with suppress(EOFError, ConnectionError):  # the parent is gone
-        while (message := connection.recv()) is not None:
-            args, kwargs = message
-            try:
-                connection.send((function(*args, **kwargs), None))
-            except Exception as error:
-                connection.send((None, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+    processes.serve(connection, _function(payload))
+
+
+@contextmanager
+def _function(payload: bytes) -> Iterator[Callable[[Any], Any]]:
+    function = cloudpickle.loads(payload)
+    yield lambda call: function(*call[0], **call[1])

@@ -197,7 +197,7 @@ def wrote():
     from text_runs import copying, save_model, train
 
     keep = Keep()
-    with patch("groupwise.text.build.flatten"), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         model, path = save_model(Path(folder) / "model"), Path(folder) / "run"
         train(copying(), model, path, seed=2, total_steps=2 * 16 * 3, callbacks=[keep])
         task = copying()

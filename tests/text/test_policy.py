@@ -27,7 +27,6 @@ from groupwise.config.algorithm import GRPOCfg, PPOCfg
 from groupwise.config.policy import LoRACfg, SamplingCfg
 from groupwise.data.rollout import transition_view
 from groupwise.errors import CheckpointError, ConfigError, DataError, SlowPathWarning
-from groupwise.speed.flat import flatten
 from groupwise.text.generation import complete
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
@@ -239,7 +238,6 @@ def test_saved_folders_are_transformers_and_pefts(family, tmp_path):
     batch, tokens = batch_of(ROWS), torch.tensor([[5, 6, 7]])
     for kind in ("plain", "adapted"):
         policy = make_policy(kind, family, tokenizer=character_tokenizer("abc"))
-        assert flatten(GRPO(GRPOCfg(), policy)) is not None
         shake(policy)
         with torch.no_grad():
             expected = policy.network(input_ids=tokens).logits

@@ -13,7 +13,7 @@ from groupwise.functional.reduce import AllSum, local
 from groupwise.functional.returns import return_to_go
 
 _EPS = 1e-8
-_CLIP = 10.0
+CLIP = 10.0
 
 
 class RunningMeanStd(nn.Module):
@@ -66,7 +66,7 @@ class RunningMeanStd(nn.Module):
         self.shift.copy_(self.mean)
         self.scale.copy_((self.var + _EPS).rsqrt())
 
-    def normalize(self, x: Float[Tensor, "*any"], clip: float = _CLIP) -> Float[Tensor, "*any"]:
+    def normalize(self, x: Float[Tensor, "*any"], clip: float = CLIP) -> Float[Tensor, "*any"]:
         """``(x - mean) / std``, clipped to ``[-clip, clip]``."""
         return ((x - self.shift) * self.scale).clamp(-clip, clip)
 
@@ -115,7 +115,7 @@ class RewardNormalizer(nn.Module):
 
     def forward(self, reward: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """The scaled rewards."""
-        return (reward * self.statistics.scale).clamp(-_CLIP, _CLIP)
+        return (reward * self.statistics.scale).clamp(-CLIP, CLIP)
 
     def update(self, rollout: TensorDict, all_sum: AllSum = local) -> None:
         """Take the discounted returns of the rollout's valid steps into the statistics."""

@@ -5,6 +5,7 @@ The random numbers are those of the action heads, so actions agree with ``policy
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,19 +20,16 @@ from groupwise.policies.base import Action, Policy, has_hooks
 from groupwise.policies.discrete_heads import Categorical
 from groupwise.policies.gaussian_heads import DiagGaussian
 from groupwise.policies.networks import MLP, ObsEncoder
+from groupwise.policies.normalization import CLIP
 
 MAX_ROWS = 32
 """NumPy is faster up to here, and its products use a single thread."""
-MAX_PARAMS = 256
-"""The same of numbers that describe the rows' action distributions."""
 
-_HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+_HALF_LOG_2PI = np.float32(0.5 * math.log(2 * math.pi))
 _TINY = torch.finfo(torch.float32).tiny
-_CLIP = 10.0
+_ACTIVATIONS: dict[str, Callable[[Any], Any]] = {"tanh": np.tanh, "relu": partial(np.maximum, np.float32(0))}
 
 Rows: TypeAlias = Float32[np.ndarray, "row _"]
-Draw: TypeAlias = Callable[[Rows, torch.Generator | None], tuple[np.ndarray, Float32[np.ndarray, " row"]]]
-"""Actions and their log-probabilities from the actor's outputs."""
 
 
 class Layer(NamedTuple):
@@ -39,7 +37,7 @@ class Layer(NamedTuple):
 
     weight: Float32[np.ndarray, "input output"]
     bias: Float32[np.ndarray, " output"]
-    activation: str | None
+    activation: Callable[[Any], Any] | None
 
 
 class NumPyActor:
@@ -47,36 +45,27 @@ class NumPyActor:
 
     def __init__(self, policy: ActorCritic) -> None:
         self._policy = policy
-        self._trunk = [] if policy.trunk is None else _layers(policy.trunk)
-        self._ends = [_layers(end) for end in (policy.actor, policy.critic) if end is not None]
-        self._draw = _draw_index if policy.log_std is None else _draw_gaussian(policy.log_std)
-        self._shape = (-1, *policy.action_spec.shape)  # type: ignore[union-attr]
-        self._scaling: tuple[np.ndarray, np.ndarray] | None = None
-        if policy.obs_normalizer is not None:
-            statistics: Any = policy.obs_normalizer.statistics[0]
-            self._scaling = statistics.shift.numpy(), statistics.scale.numpy()
-        self._max_rows = min(MAX_ROWS, MAX_PARAMS // policy.head.num_params)
+        self._trunk, self._actor, self._critic = map(_layers, (policy.trunk, policy.actor, policy.critic))
+        self._draw = _draw_index if policy.log_std is None else partial(_draw_gaussian, policy.log_std.detach().numpy())
+        self._shape = (-1, *policy.head.action_spec.shape)
+        normalizer = policy.obs_normalizer
+        self._statistics: Any = None if normalizer is None else normalizer.statistics[0]
 
     def __call__(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
         """As ``policy.act``."""
-        if deterministic or not isinstance(obs, Tensor) or len(obs) > self._max_rows:
+        if deterministic or not isinstance(obs, Tensor) or len(obs) > MAX_ROWS:
             return self._policy.act(obs, deterministic, generator)
         with np.errstate(all="ignore"):  # a policy that diverged shows in its actions, as in torch
-            x = _forward(self._normalized(obs.numpy()), self._trunk)
-            outputs, *values = [_forward(x, end) for end in self._ends]
-            action, log_prob = self._draw(outputs, generator)
-        value = torch.from_numpy(values[0][:, 0]) if values else None
+            features = _forward(self._normalized(obs.numpy()), self._trunk)
+            action, log_prob = self._draw(_forward(features, self._actor), generator)
+            value = torch.from_numpy(_forward(features, self._critic)[:, 0]) if self._critic else None
         return Action(torch.from_numpy(action).view(self._shape), torch.from_numpy(log_prob), value)
 
     def _normalized(self, obs: Rows) -> Rows:
-        if self._scaling is None:
+        if self._statistics is None:
             return obs
-        shift, scale = self._scaling
-        scaled: Rows = np.subtract(obs, shift)
-        np.multiply(scaled, scale, out=scaled)
-        np.maximum(scaled, -_CLIP, out=scaled)
-        np.minimum(scaled, _CLIP, out=scaled)
-        return scaled
+        scaled = (obs - self._statistics.shift.numpy()) * self._statistics.scale.numpy()
+        return np.minimum(np.maximum(scaled, -CLIP), CLIP)  # in a fifth of np.clip's time
 
 
 def numpy_actor(policy: Policy) -> Callable[..., Action]:
@@ -87,46 +76,38 @@ def numpy_actor(policy: Policy) -> Callable[..., Action]:
 
 
 def _is_plain(policy: ActorCritic) -> bool:
-    space = policy.observation_space
-    on_vectors = (
-        space_kind(space) == "box" and space.dtype.kind == "f" and len(space.shape) == 1
-    )  # in torch all float32
-    own_head = type(policy.head) is Categorical or (type(policy.head) is DiagGaussian and policy.log_std is not None)
+    space, head = policy.observation_space, type(policy.head)
     networks = [network for network in (policy.trunk, policy.actor, policy.critic) if network is not None]
-    linears = [linear for network in networks for linear in _linears(network)]
+    modules = [module for network in networks for module in network.modules()]
     return (
-        on_vectors
-        and own_head
+        space_kind(space) == "box"
+        and space.dtype.kind == "f"
+        and len(space.shape) == 1
+        and (head is Categorical or (head is DiagGaussian and policy.log_std is not None))
         and type(policy.encoder) is ObsEncoder
-        and all(type(linear) is nn.Linear and linear.bias is not None for linear in linears)
-        and all(type(n) is nn.Linear or (type(n) is MLP and n.activation in ("tanh", "relu")) for n in networks)
+        and all(type(module) in (MLP, nn.Linear, nn.ModuleList) for module in modules)
+        and all(module.activation in _ACTIVATIONS for module in modules if isinstance(module, MLP))
+        and all(module.bias is not None for module in modules if isinstance(module, nn.Linear))
         and all(p.device.type == "cpu" and p.dtype == torch.float32 for p in policy.parameters())
     )
 
 
-def _linears(network: nn.Module) -> list[Any]:
-    if not isinstance(network, MLP):
-        return [network]
-    return [*network.hidden, *([] if network.head is None else [network.head])]
+def _layers(network: nn.Module | None) -> list[Layer]:
+    if isinstance(network, MLP):
+        hidden = [_layer(linear, _ACTIVATIONS[network.activation]) for linear in network.hidden]
+        return hidden + _layers(network.head)
+    return [] if network is None else [_layer(network, None)]
 
 
-def _layers(network: nn.Module) -> list[Layer]:
-    hidden = network.activation if isinstance(network, MLP) else None
-    last = network.head if isinstance(network, MLP) else network
-    return [
-        Layer(linear.weight.detach().numpy().T, linear.bias.detach().numpy(), None if linear is last else hidden)
-        for linear in _linears(network)
-    ]
+def _layer(linear: Any, activation: Callable[[Any], Any] | None) -> Layer:
+    return Layer(linear.weight.detach().numpy().T, linear.bias.detach().numpy(), activation)
 
 
 def _forward(x: Rows, layers: list[Layer]) -> Rows:
     for weight, bias, activation in layers:
-        x = np.dot(x, weight)
-        np.add(x, bias, out=x)
-        if activation == "tanh":
-            np.tanh(x, out=x)
-        elif activation == "relu":
-            np.maximum(x, 0, out=x)
+        x = np.dot(x, weight) + bias
+        if activation is not None:
+            x = activation(x)
     return x
 
 
@@ -134,30 +115,17 @@ def _draw_index(
     logits: Rows, generator: torch.Generator | None
 ) -> tuple[Int64[np.ndarray, " row"], Float32[np.ndarray, " row"]]:
     """Indices by the Gumbel-max trick, and the log-softmax there."""
-    noise = torch.rand(logits.shape, generator=generator).numpy()
-    np.maximum(noise, _TINY, out=noise)
-    np.negative(np.log(noise, out=noise), out=noise)
-    np.subtract(logits, np.log(noise, out=noise), out=noise)
-    index = noise.argmax(axis=1)
-    shifted = np.subtract(logits, np.maximum.reduce(logits, axis=1, keepdims=True), out=noise)
-    chosen = shifted[np.arange(len(index)), index]
-    total = np.add.reduce(np.exp(shifted, out=noise), axis=1)
-    return index, np.subtract(chosen, np.log(total, out=total), out=chosen)
+    uniform = torch.rand(logits.shape, generator=generator).numpy()
+    index = (logits - np.log(-np.log(np.maximum(uniform, _TINY)))).argmax(axis=1)
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return index, shifted[np.arange(len(index)), index] - np.log(np.exp(shifted).sum(axis=1))
 
 
-def _draw_gaussian(log_std_parameter: Tensor) -> Draw:
-    """Draws around means, with standard deviations that do not depend on the observation."""
-    log_std = log_std_parameter.detach().numpy()
-    with np.errstate(all="ignore"):
-        deviation = np.exp(log_std)
-
-    def draw(mean: Rows, generator: torch.Generator | None) -> tuple[Rows, Float32[np.ndarray, " row"]]:
-        action = torch.randn(mean.shape, generator=generator).numpy()
-        np.add(mean, np.multiply(deviation, action, out=action), out=action)
-        distance = np.divide(np.subtract(action, mean), deviation)
-        square = np.multiply(np.multiply(0.5, distance), distance)
-        density = np.add.reduce(np.add(log_std, square, out=square), axis=1)
-        np.add(density, np.float32(mean.shape[1] * _HALF_LOG_2PI), out=density)
-        return action, np.negative(density, out=density)
-
-    return draw
+def _draw_gaussian(
+    log_std: Float32[np.ndarray, " width"], mean: Rows, generator: torch.Generator | None
+) -> tuple[Rows, Float32[np.ndarray, " row"]]:
+    """Draws around means, with standard deviations that do not depend on the observation; and their log-densities."""
+    deviation = np.exp(log_std)
+    action = mean + deviation * torch.randn(mean.shape, generator=generator).numpy()
+    distance = (action - mean) / deviation
+    return action, -(log_std + 0.5 * distance * distance + _HALF_LOG_2PI).sum(axis=1)

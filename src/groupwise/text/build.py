@@ -20,7 +20,6 @@ from groupwise.seeding import derive_seed
 from groupwise.speed.cpu_attention import attend_on_cpus
 from groupwise.speed.cpu_memory import keep_freed_memory
 from groupwise.speed.decoding_step import FastDecoder
-from groupwise.speed.flat import flatten
 from groupwise.text.callbacks import LogGroups
 from groupwise.text.collector import TextCollector
 from groupwise.text.data import Example
@@ -131,7 +130,6 @@ def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine) -> Ba
     policy = _policy(cfg, given, actor_only=algorithm_type.actor_only).to(pick_device(cfg.device))
     speed_up(policy)
     algorithm: BaseAlgorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
-    flatten(algorithm)
     return algorithm
 
 

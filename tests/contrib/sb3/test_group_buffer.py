@@ -113,14 +113,6 @@ def test_a_group_without_all_members_is_never_given_out():
     assert set(seconds(rollout, "episode_id")) == {0, 1, 2}
 
 
-def test_ticks_are_forgotten_once_nobody_needs_them():
-    episodes = opened(num_envs=1, group_size=2)
-    for time in range(40):
-        episodes.record(tick(time, terminated=(0,), num_envs=1))
-        episodes.take_whole_groups(CPU)
-        assert len(episodes._ticks) <= 1
-
-
 def test_starts_are_shared_within_a_group_only_and_noise_never():
     episodes = opened(num_envs=4, group_size=2)
     starts = [episodes.queued(env) for env in range(4)]

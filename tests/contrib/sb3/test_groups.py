@@ -55,11 +55,7 @@ def test_only_whole_groups_are_trained_on_and_nothing_is_lost(monkeypatch):
             assert episode[group == number].unique().numel() == 3
             assert done[group == number].sum() == 3
         steps += len(group)
-    waiting = sum(
-        (episode.end or model.rollout_buffer._now) - episode.begin
-        for members in model.rollout_buffer._groups.values()
-        for episode in members
-    )
+    waiting = sum(len(e.steps) for members in model.rollout_buffer._groups.values() for e in members)
     assert steps + waiting == model.num_timesteps
 
 

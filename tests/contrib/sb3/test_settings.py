@@ -93,40 +93,17 @@ def test_other_names_are_unknown():
     assert refused(learning_rat=1e-3) == "unknown argument of GRPO 'learning_rat': did you mean 'learning_rate'?"
 
 
-@pytest.mark.parametrize(
-    ("other", "ours"),
-    [
-        ("lr", "learning_rate"),
-        ("num_steps", "n_steps"),
-        ("num_epochs", "n_epochs"),
-        ("minibatch_size", "batch_size"),
-    ],
-)
-def test_names_of_others_say_the_name_here(other, ours):
-    assert refused(**{other: 1}) == f"GRPO takes no {other}: it has another name here; fix: {ours}=..."
-    assert ours in inspect.signature(GRPO).parameters
-
-
-def test_a_name_like_no_other_lists_arguments_only():
-    found = refused(xyzzy=1)
-    assert found.startswith("unknown argument of GRPO 'xyzzy': known: adaptive_entropy, batch_size, clip_range, ")
-    assert found.endswith("; fix: one of these, or leave it out")
-    listed = found.split("known: ")[1].split(";")[0].split(", ")
-    assert {*inspect.signature(GRPO).parameters} - {*listed} == {"others", "_init_setup_model"}
-
-
-def test_load_refuses_what_is_neither_an_argument_nor_saved(tmp_path):
+def test_load_refuses_what_is_no_argument(tmp_path):
     path = tmp_path / "model.zip"
     GRPO("MlpPolicy", CARTPOLE).save(path)
     for source in (path, tmp_path / "model", io.BytesIO(path.read_bytes())):
         with pytest.raises(gw.UnknownNameError, match="unknown argument of GRPO 'gamm': did you mean 'gamma'"):
             GRPO.load(source, gamm=0.9)
-    with pytest.raises(gw.ConfigError, match=r"GRPO takes no lr: .* fix: learning_rate="):
-        GRPO.load(path, lr=1e-3)
+    with pytest.raises(gw.ConfigError, match=r"GRPO takes no kl_beta: .* fix: kl_coef="):
+        GRPO.load(path, kl_beta=1e-3)
     with pytest.raises(gw.UnknownNameError, match="unknown argument of GRPO 'others'"):
         GRPO.load(path, others={})
-    loaded = GRPO.load(io.BytesIO(path.read_bytes()), gamma=0.9, num_timesteps=7, _n_updates=5)
-    assert (loaded.gamma, loaded.num_timesteps, loaded._n_updates) == (0.9, 7, 5)
+    assert GRPO.load(io.BytesIO(path.read_bytes()), gamma=0.9).gamma == 0.9
 
 
 def test_load_takes_the_arguments_of_a_subclass(tmp_path):
@@ -173,9 +150,8 @@ def test_the_update_has_every_argument():
 def test_a_file_of_another_algorithm_is_refused(tmp_path, kind, policy):
     path = tmp_path / "other.zip"
     kind("MlpPolicy", gymnasium.make(CARTPOLE), device="cpu").save(path)
-    with pytest.raises(
-        gw.ConfigError, match=rf"other\.zip was not saved by GRPO: its policy is {policy}; fix: load it"
-    ):
-        GRPO.load(path)
-    with pytest.raises(gw.ConfigError, match=f"was not saved by GRPO: its policy is {policy}"):
-        GRPO.load(io.BytesIO(path.read_bytes()), env=gymnasium.make(CARTPOLE))
+    for source in (path, io.BytesIO(path.read_bytes())):
+        with pytest.raises(
+            gw.ConfigError, match=rf"{policy} is not a policy without a critic.*load a file with the class"
+        ):
+            GRPO.load(source, env=gymnasium.make(CARTPOLE))

@@ -1,8 +1,8 @@
 """Which episode each environment works on, and the steps that are not trained on yet."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,19 +34,12 @@ class Tick(NamedTuple):
 
 @dataclass
 class Member:
-    """Steps ``begin..end-1`` (ticks) of one environment."""
+    """An episode, and its steps so far."""
 
     number: int
-    env: int
-    begin: int
-    end: int | None = None
-    """None while it runs."""
-
-    @property
-    def length(self) -> int:
-        """Steps of a finished episode."""
-        assert self.end is not None
-        return self.end - self.begin
+    steps: list[Tick] = field(default_factory=list)
+    """Those of its environment alone, without the leading dimension."""
+    finished: bool = False
 
 
 class GroupBuffer:
@@ -72,9 +65,6 @@ class GroupBuffer:
         self._current: list[Member] = []
         self._groups: dict[int, list[Member]] = {}
         """Begun episodes of each group that was not given out."""
-        self._ticks: list[Tick] = []
-        self._trimmed = 0
-        """Ticks that were recorded and are no longer held."""
 
     @property
     def num_opened(self) -> int:
@@ -101,7 +91,7 @@ class GroupBuffer:
     def running(self, env: int) -> Running:
         """What an environment should be doing."""
         episode = self._current[env]
-        return Running(episode.number, self._now - episode.begin)
+        return Running(episode.number, len(episode.steps))
 
     def check(self, env: int, found: Running) -> None:
         """Refuse to continue if something else used the environment.
@@ -128,10 +118,11 @@ class GroupBuffer:
                     f"the {name} of environment {env} is {values[env]}, expected a finite number; fix the environment "
                     "or the policy that produced it (stable_baselines3's VecCheckNan finds which)"
                 )
-        self._ticks.append(tick)
-        ended = np.flatnonzero(tick.terminated | tick.truncated).tolist()
+        for env, episode in enumerate(self._current):
+            episode.steps.append(_of_env(tick, env))
+        ended: list[int] = np.flatnonzero(tick.terminated | tick.truncated).tolist()
         for env in ended:
-            self._current[env].end = self._now
+            self._current[env].finished = True
             self._current[env] = self._begin(env)
         return ended
 
@@ -141,72 +132,62 @@ class GroupBuffer:
 
     def take_whole_groups(self, device: torch.device) -> TensorDict | None:
         """The steps of all whole groups as a rollout of one row ``[1, T+1]``; they are then forgotten. None without any."""
-        whole = [group for group in sorted(self._groups) if self._is_whole(group)]
-        episodes = [(index, episode) for index, group in enumerate(whole) for episode in self._groups.pop(group)]
-        rollout = self._rollout(episodes, device) if episodes else None
-        needed = min((a.begin for members in self._groups.values() for a in members), default=self._now)
-        del self._ticks[: needed - self._trimmed]
-        self._trimmed = needed
-        return rollout
-
-    @property
-    def _now(self) -> int:
-        return self._trimmed + len(self._ticks)
+        whole = [self._groups.pop(group) for group in sorted(self._groups) if self._is_whole(group)]
+        return _rollout(whole, device) if whole else None
 
     def _hand_out(self) -> int:
         self._next += 1
         return self._next - 1
 
     def _begin(self, env: int) -> Member:
-        episode = Member(self._queued[env], env, self._now)
+        episode = Member(self._queued[env])
         self._groups.setdefault(episode.number // self.group_size, []).append(episode)
         self._queued[env] = self._hand_out()
         return episode
 
     def _is_whole(self, group: int) -> bool:
         members = self._groups[group]
-        return len(members) == self.group_size and all(member.end is not None for member in members)
+        return len(members) == self.group_size and all(member.finished for member in members)
 
-    def _rollout(self, episodes: list[tuple[int, Member]], device: torch.device) -> TensorDict:
-        lengths = [episode.length for _, episode in episodes]
-        total = sum(lengths)
-        group = np.repeat([index for index, _ in episodes], lengths)
-        env = np.repeat([a.env for _, a in episodes], lengths)
-        step = np.concatenate([np.arange(length) for length in lengths])
-        tick = np.repeat([a.begin - self._trimmed for _, a in episodes], lengths) + step
-        # the rollout's last slot is padding
-        slot = np.append(np.arange(total), total - 1)
 
-        def gather(parts: list[Array]) -> torch.Tensor:
-            return torch.as_tensor(np.stack(parts)[tick[slot], env[slot]][None], device=device)
+def _of_env(tick: Tick, env: int) -> Tick:
+    obs = {key: value[env] for key, value in tick.obs.items()} if isinstance(tick.obs, dict) else tick.obs[env]
+    return Tick(obs, *(values[env] for values in tick[1:]))
 
-        def label(values: Array, padding: int) -> torch.Tensor:
-            return torch.as_tensor(np.append(values, padding)[None], device=device)
 
-        counts = label(np.ones(total, dtype=np.bool_), 0).bool()
-        ticks = self._ticks
-        data = {
-            "obs": self._obs(gather),
-            "action": gather([t.action for t in ticks]),
-            "reward": gather([t.reward for t in ticks]),
-            "sample_log_prob": gather([t.log_prob for t in ticks]),
-            "terminated": gather([t.terminated for t in ticks]),
-            "truncated": gather([t.truncated for t in ticks]),
-            "valid": counts,
-            "loss_mask": counts.clone(),
-            "group_id": label(group, -1),
-            "episode_id": label(np.repeat(np.arange(len(episodes)), lengths), -1),
-            "step": label(step, 0),
-        }
-        return TensorDict(data, batch_size=[1, total + 1], device=device)
+def _rollout(groups: list[list[Member]], device: torch.device) -> TensorDict:
+    """All steps of the groups, one after another, and a slot of padding."""
+    episodes = [episode for group in groups for episode in group]
+    lengths = [len(episode.steps) for episode in episodes]
+    steps = [step for episode in episodes for step in episode.steps]
+    obs, *columns = zip(*steps, steps[-1], strict=True)  # the last slot is padding
 
-    def _obs(self, gather: Callable[[list[Array]], torch.Tensor]) -> Nested:
-        if not isinstance(self._ticks[0].obs, dict):
-            return gather([cast(Array, tick.obs) for tick in self._ticks])
-        seen = [cast(dict[str, Array], tick.obs) for tick in self._ticks]
-        leaves = {key: gather([obs[key] for obs in seen]) for key in seen[0]}
-        some = next(iter(leaves.values()))
-        return TensorDict(leaves, batch_size=list(some.shape[:2]), device=some.device)
+    def label(values: Array, padding: int) -> torch.Tensor:
+        return torch.as_tensor(np.append(values, padding)[None], device=device)
+
+    counts = label(np.ones(len(steps)), 0).bool()
+    names = ("action", "sample_log_prob", "reward", "terminated", "truncated")
+    data = {
+        "obs": _stacked_obs(obs, device),
+        **{name: _stacked(values, device) for name, values in zip(names, columns, strict=True)},
+        "valid": counts,
+        "loss_mask": counts.clone(),
+        "group_id": label(np.repeat(np.repeat(np.arange(len(groups)), len(groups[0])), lengths), -1),
+        "episode_id": label(np.repeat(np.arange(len(episodes)), lengths), -1),
+        "step": label(np.concatenate([np.arange(length) for length in lengths]), 0),
+    }
+    return TensorDict(data, batch_size=[1, len(steps) + 1], device=device)
+
+
+def _stacked(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(np.stack(values)[None], device=device)
+
+
+def _stacked_obs(seen: Sequence[Any], device: torch.device) -> Nested:
+    if not isinstance(seen[0], dict):
+        return _stacked(seen, device)
+    leaves = {key: _stacked([obs[key] for obs in seen], device) for key in seen[0]}
+    return TensorDict(leaves, batch_size=[1, len(seen)], device=device)
 
 
 def copy_obs(obs: Obs) -> Obs:

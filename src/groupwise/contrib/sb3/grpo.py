@@ -35,7 +35,7 @@ from groupwise.contrib.sb3.policy import (
     ScoredActor,
 )
 from groupwise.contrib.sb3.presets import DEFAULTS, preset_arguments
-from groupwise.contrib.sb3.settings import ARGUMENTS, PolicyError, refuse, refuse_loading, update_cfg
+from groupwise.contrib.sb3.settings import ARGUMENTS, refuse, update_cfg
 from groupwise.contrib.sb3.start import insert_shared_start, verify_shared_start
 from groupwise.errors import ConfigError, EnvError, UnsupportedSpaceError
 from groupwise.seeding import derive_seed
@@ -171,16 +171,12 @@ class GRPO(OnPolicyAlgorithm):
         """The model that was saved there, with other settings where ``kwargs`` has some.
 
         Raises:
-            ConfigError: another algorithm saved it, or ``kwargs`` names neither an argument nor anything that was saved.
+            ConfigError: another algorithm saved it, or ``kwargs`` names no argument.
         """
-        refuse_loading(kwargs.keys(), cls, path, custom_objects)
-        try:
-            return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
-        except PolicyError as error:
-            raise ConfigError(
-                f"{path} was not saved by GRPO: its policy is {error.name}; fix: load it with the class that saved it "
-                "(PPO.load, A2C.load, ...), or train a new GRPO"
-            ) from error
+        if "preset" in kwargs:
+            raise ConfigError("a preset is chosen when the model is made; fix: leave it out of load()")
+        refuse(kwargs, cls)
+        return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
 
     @property
     def reference_policy(self) -> ActorPolicy:
@@ -284,7 +280,10 @@ class GRPO(OnPolicyAlgorithm):
     def _setup_model(self) -> None:
         """Create policy and optimiser, and the update that trains them."""
         if not issubclass(self.policy_class, ActorPolicy):
-            raise PolicyError(self.policy_class.__name__)
+            raise ConfigError(
+                f"{self.policy_class.__name__} is not a policy without a critic; fix: 'MlpPolicy', 'CnnPolicy', "
+                "'MultiInputPolicy' or a subclass of groupwise.contrib.sb3.ActorPolicy; load a file with the class that saved it"
+            )
         self._setup_lr_schedule()
         self.set_random_seed(self.seed)
         if self.seed is not None:

@@ -1,20 +1,17 @@
 """From the arguments of the Stable-Baselines3 class to the settings of the update, and back again in what errors say."""
 
 import inspect
-import io
-from collections.abc import Callable, Iterable, Mapping, Set
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from pydantic import ValidationError
-from stable_baselines3.common.save_util import load_from_zip_file
 
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.base import explain
 from groupwise.config.choices import Choice
 from groupwise.config.presets import objective_preset
 from groupwise.config.ranges import RangeScheduleCfg
-from groupwise.errors import ConfigError, UnknownNameError, nearest
+from groupwise.errors import ConfigError, UnknownNameError
 
 CFG_NAMES = {
     "n_steps": "num_steps",
@@ -61,10 +58,9 @@ ELSEWHERE = {
         "how members are compared is the credit; fix: credit='sb3_outcome', 'sb3_process' or 'sb3_process_deepseek'"
     ),
     "group_rollout_buffer_kwargs": "how members are compared is the credit; fix: credit=CreditCfg(...)",
+    "kl_beta": "it has another name here; fix: kl_coef=...",
 }
 """Arguments of SB3's own on-policy algorithms, and of the GRPO proposed for sb3-contrib: why they are not here, and what is instead."""
-_RENAMED = {"lr": "learning_rate", "kl_beta": "kl_coef"} | {cfg: sb3 for sb3, cfg in CFG_NAMES.items()}
-"""Arguments that others know by another name."""
 _ABSENT = {
     ("credit", "reward", "parts"): "no reward here has parts; fix: credit.reward='total', or another preset",
     ("credit", "baseline", "greedy"): (
@@ -86,59 +82,20 @@ class FunctionRangeCfg(RangeScheduleCfg):
         return float(self.function(1 - progress))
 
 
-class PolicyError(ConfigError):
-    """A policy that GRPO cannot train.
-
-    Args:
-        name: of its class.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        super().__init__(
-            f"{name} is not a policy without a critic; fix: 'MlpPolicy', 'CnnPolicy', 'MultiInputPolicy' or a subclass of "
-            "groupwise.contrib.sb3.ActorPolicy"
-        )
-
-
 def refuse(names: Iterable[str], algorithm: type) -> None:
-    """Refuse arguments that the algorithm has not.
+    """Refuse names that are no arguments of the algorithm.
 
     Raises:
         ConfigError: names the counterpart of SB3's argument.
         UnknownNameError: SB3 does not have it either; names the nearest.
     """
+    parameters = inspect.signature(algorithm).parameters.values()
+    known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD and not p.name.startswith("_")}
     for name in names:
         if name in ELSEWHERE:
             raise ConfigError(f"GRPO takes no {name}: {ELSEWHERE[name]}")
-        if name in _RENAMED:
-            raise ConfigError(f"GRPO takes no {name}: it has another name here; fix: {_RENAMED[name]}=...")
-        known = _arguments(algorithm)
-        every = f"known: {', '.join(sorted(known))}; fix: one of these, or leave it out"
-        raise UnknownNameError("argument of GRPO", name, known, hint=None if nearest(name, known) else every)
-
-
-def refuse_loading(
-    names: Set[str], algorithm: type, path: str | Path | io.BufferedIOBase, custom_objects: dict[str, Any] | None
-) -> None:
-    """Refuse what is neither an argument nor an attribute of the saved model: SB3 would set it, and nothing would read it.
-
-    Raises:
-        ConfigError: as ``refuse``.
-    """
-    if "preset" in names:
-        raise ConfigError("a preset is chosen when the model is made; fix: leave it out of load()")
-    strange = names - _arguments(algorithm)
-    refuse(ELSEWHERE.keys() & strange, algorithm)  # SB3's base class saves some of these
-    if strange:
-        data, _, _ = load_from_zip_file(path, device="cpu", custom_objects=custom_objects)
-        refuse(strange - (data or {}).keys(), algorithm)
-
-
-def _arguments(algorithm: type) -> set[str]:
-    """Names of the arguments that a user gives when making it."""
-    parameters = inspect.signature(algorithm).parameters.values()
-    return {p.name for p in parameters if p.kind is not p.VAR_KEYWORD and not p.name.startswith("_")}
+        if name not in known:
+            raise UnknownNameError("argument of GRPO", name, known)
 
 
 def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:

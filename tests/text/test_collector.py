@@ -20,6 +20,7 @@ from groupwise.text.prompts import PromptEncoder
 from groupwise.text.rewards import RewardSet, make_reward
 from groupwise.text.rollout import TextBuffer
 from groupwise.text.sampling import Completion
+from groupwise.text.transcripts import Dialogue
 
 END = 3
 TOKENIZER = character_tokenizer("0123456789")
@@ -61,7 +62,7 @@ def collector(script, *, functions=(value,), group_size=2, credit=None, collecti
     rewards = RewardSet([make_reward(RewardCfg(name="<given in Python>"), f) for f in functions])
     grpo = GRPOCfg(group_size=group_size, credit=credit or {}, collection=collection or {})
     cfg = TextRunCfg(**{"num_prompts": len(script), "algorithm": grpo, "sampling": policy.sampling} | settings)
-    return TextCollector(policy, Scripted(script), examples, ENCODER, rewards, cfg)
+    return TextCollector(policy, Scripted(script), examples, Dialogue(ENCODER), rewards, cfg)
 
 
 def collect(of):

@@ -176,7 +176,7 @@ def test_tool_timeout_needs_a_tool():
 def test_a_pattern_that_takes_too_long_gives_no_reward(monkeypatch, caplog):
     monkeypatch.setattr(builtin_rewards, "_SECONDS_PER_SEARCH", 0.2)
     rewards = reward_set(RegexReward("(a|aa)+$"))
-    assert not rewards._isolated
+    assert rewards.functions[0].isolated is None
     assert score(rewards, "aa", "b", "a" * 99 + "b").reward == (1.0, 0.0, None)
     assert "reward 'RegexReward' failed for 1 of 3 completions: the pattern took longer than 0.2 s" in caplog.text
 

@@ -14,11 +14,12 @@ from groupwise.text.data import Example
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
-from groupwise.text.rewards import RewardFunction, RewardSet
+from groupwise.text.reward_functions import RewardFunction
+from groupwise.text.rewards import RewardSet
 from groupwise.text.rollout import TextRow, text_rollout
 from groupwise.text.sampling import Completion
 from groupwise.text.tools import Calculator, Tool
-from groupwise.text.transcripts import ToolDialogue, Transcript, score, text_of, write
+from groupwise.text.transcripts import Dialogue, Transcript, score, write
 
 CHARACTERS = "0123456789+=<>/calcresut "
 SAMPLING = SamplingCfg(max_new_tokens=30, stop=("</calc>",))
@@ -51,7 +52,7 @@ def parts(tool=None, *, chat=False, max_turns=2, characters=True, context=None, 
     tokenizer = character_tokenizer(CHARACTERS) if characters else tiny_tokenizer(chat=chat)
     cfg = TextTaskCfg(tool="calculator", max_turns=max_turns, **settings)
     encoder = PromptEncoder(tokenizer, cfg)
-    dialogue = ToolDialogue(tool or Calculator(), encoder, context)
+    dialogue = Dialogue(encoder, tool or Calculator(), context)
     return tokenizer, encoder, dialogue
 
 
@@ -74,6 +75,10 @@ def row_of(transcript, reward=0.0):
     )
 
 
+def of_turn(transcript, number):
+    return [token for token, turn in zip(transcript.tokens, transcript.turn, strict=True) if turn == number]
+
+
 def test_a_call_is_answered_and_the_model_writes_on():
     tokenizer, encoder, dialogue = parts()
     generator = Scripted(
@@ -87,8 +92,9 @@ def test_a_call_is_answered_and_the_model_writes_on():
     # 16 characters called, 18 answered, one and the end written
     assert transcript.turn == [0] * 16 + [-1] * 18 + [1] * 2
     assert transcript.log_probs == [-0.5] * 16 + [0.0] * 18 + [-0.5] * 2
-    assert (transcript.turns, transcript.written, transcript.stop, transcript.answers) == (2, 18, "eos", ["3"])
-    assert transcript.last_turn() == [*tokenizer("3")["input_ids"], END]
+    assert (transcript.turns, transcript.written, transcript.stop) == (2, 18, "eos")
+    assert [message["content"] for message in transcript.messages] == ["<calc>1+2</calc>", "3", "3"]
+    assert of_turn(transcript, 1) == [*tokenizer("3")["input_ids"], END]
     rollout = text_rollout([row_of(transcript, 1.0)])
     # the prompt has 4 tokens, so that its last slot chooses the first token written
     assert rollout["loss_mask"][0].tolist() == [False] * 3 + [True] * 16 + [False] * 18 + [True] * 2 + [False]
@@ -102,9 +108,9 @@ def test_the_tool_is_not_asked_after_the_last_turn(max_turns, turns):
     tokenizer, encoder, dialogue = parts(max_turns=max_turns)
     (transcript,) = transcripts_at(encoder, "1=", 1)
     write([transcript], Scripted(tokenizer, lambda *_: ("<calc>1</calc>", "stop")), SAMPLING, dialogue=dialogue)
-    assert (transcript.turns, len(transcript.answers), transcript.stop) == (turns, turns - 1, "stop")
+    assert (transcript.turns, len(transcript.messages), transcript.stop) == (turns, 2 * turns - 1, "stop")
     assert max(transcript.turn) == turns - 1
-    assert [transcript.of_turn(t) for t in range(turns)] == [tokenizer("<calc>1</calc>")["input_ids"]] * turns
+    assert [of_turn(transcript, t) for t in range(turns)] == [tokenizer("<calc>1</calc>")["input_ids"]] * turns
 
 
 def test_members_of_a_group_have_as_many_turns_as_they_call_for():
@@ -137,7 +143,7 @@ def test_what_was_cut_is_not_answered():
     tokenizer, encoder, dialogue = parts(Length())
     (transcript,) = transcripts_at(encoder, "1=", 1)
     write([transcript], Scripted(tokenizer, lambda *_: ("<calc>1</calc>", "length")), SAMPLING, dialogue=dialogue)
-    assert (transcript.turns, transcript.answers, transcript.stop) == (1, [], "length")
+    assert (transcript.turns, len(transcript.messages), transcript.stop) == (1, 1, "length")
     assert not text_rollout([row_of(transcript)])["terminated"].any()
 
 
@@ -190,15 +196,14 @@ def completions_seen(prompt, *, chat):
         return ("answer", "eos") if "result" in text or "tool" in text or seed == once else ("sum", "eos")
 
     write(transcripts[:1], Scripted(tokenizer, script), SAMPLING, dialogue=dialogue)
-    write(transcripts[1:], Scripted(tokenizer, script), SAMPLING)
+    write(transcripts[1:], Scripted(tokenizer, script), SAMPLING, Dialogue(encoder))
     seen = []
 
     def reward(completions, **_):
         seen.extend(completions)
         return [float(len(c)) for c in completions]
 
-    score(transcripts, RewardSet([RewardFunction("r", reward)]), encoder)
-    assert [member.text for member in transcripts] == [text_of(transcript, encoder) for transcript in transcripts]
+    score(transcripts, RewardSet([RewardFunction("r", reward)]))
     return seen, [member.text for member in transcripts]
 
 
@@ -254,7 +259,7 @@ def _expect_transcript(transcript, row, model, cfg, tokenizer, encoder, policy):
     """Everything in the row again, from the prompt, the turns as texts and the tool."""
     read, turn = list(transcript.prompt.tokens), []
     for number in range(transcript.turns):
-        written = transcript.of_turn(number)
+        written = of_turn(transcript, number)
         read += written
         turn += [number] * len(written)
         if number < transcript.turns - 1:

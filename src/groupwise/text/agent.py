@@ -33,7 +33,7 @@ from groupwise.text.prompts import PromptEncoder
 from groupwise.text.rollout import TextBuffer, text_rollout
 from groupwise.text.samples import read_prompts
 from groupwise.text.settings import text_cfg
-from groupwise.text.transcripts import Transcript, open_group, training_row, write
+from groupwise.text.transcripts import Dialogue, Transcript, open_group, training_row, write
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Checkpoint, load_checkpoint, load_policy, save_checkpoint
 
@@ -124,9 +124,7 @@ class LanguageAgent:
         """
         groups = self._open_groups(read_prompts(prompts), training)
         members = list(chain(*groups))
-        write(members, partial(complete, self.policy), self.cfg.sampling)
-        for member in members:
-            member.text = self._encoder.decode(member.tokens)
+        write(members, partial(complete, self.policy), self.cfg.sampling, Dialogue(self._encoder))
         self.iteration += training
         completions = Completions(groups)
         return completions, completions.masks()

@@ -30,7 +30,7 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.rollout import TextBuffer
 from groupwise.text.task import TextTask
-from groupwise.text.transcripts import dialogue_of
+from groupwise.text.transcripts import Dialogue
 from groupwise.training.base import Callback
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
@@ -102,10 +102,9 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
         policy,
         partial(complete, policy),
         prompts,
-        encoder,
+        Dialogue(encoder, tool, policy.context_length),
         rewards,
         cfg,
-        dialogue=dialogue_of(tool, encoder, policy.context_length),
         rank=engine.rank,
         world_size=engine.world_size,
     )

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from groupwise.errors import ConfigError, RewardError, require_extra
 from groupwise.text.data import Completion
 from groupwise.text.gym_scores import is_right
-from groupwise.text.rewards import RewardObject, Score, register_reward
+from groupwise.text.reward_functions import RewardObject, Score
+from groupwise.text.rewards import register_reward
 from groupwise.text.sandbox import MathVerifier
 
 Where = Literal["auto", "tag", "boxed", "whole"]
@@ -36,8 +37,6 @@ def text_of(completion: Completion) -> str:
 class RegexReward(RewardObject):
     """1 if the pattern is found, searched by the package ``regex``, which has a time limit."""
 
-    limits_time = True
-
     def __init__(self, pattern: str) -> None:
         require_extra("regex", "text")
         import regex
@@ -60,8 +59,6 @@ class RegexReward(RewardObject):
 
 class AnswerReward(RewardObject):
     """Base of rewards that compare the answer with a column; None where the column is."""
-
-    limits_time = True
 
     def __init__(self, column: str = "answer", where: Where = "auto") -> None:
         self.columns = (column,)
@@ -161,7 +158,6 @@ class GymReward(RewardObject):
     """1 if the answer, in its tag or the whole completion, is right for its task of reasoning-gym (``gym_scores``)."""
 
     columns = ("task", "answer", "metadata")
-    limits_time = True
 
     def __call__(
         self,

@@ -19,11 +19,11 @@ from groupwise.seeding import derive_seed
 from groupwise.text.data import shuffled
 from groupwise.text.generation import Generate
 from groupwise.text.policy import CausalLM
-from groupwise.text.prompts import EncodedPrompt, PromptEncoder
+from groupwise.text.prompts import EncodedPrompt
 from groupwise.text.rewards import RewardSet, TrainingState
 from groupwise.text.rollout import text_rollout
 from groupwise.text.transcripts import (
-    ToolDialogue,
+    Dialogue,
     Transcript,
     open_group,
     rewards_of_groups,
@@ -46,7 +46,6 @@ class TextCollector(Collector):
 
     Args:
         prompts: to train on.
-        dialogue: for completions of several turns.
         rank, world_size: each process takes prompts of its own.
     """
 
@@ -55,11 +54,10 @@ class TextCollector(Collector):
         policy: CausalLM,
         generate: Generate,
         prompts: Sequence[EncodedPrompt],
-        encoder: PromptEncoder,
+        dialogue: Dialogue,
         rewards: RewardSet,
         cfg: TextRunCfg,
         *,
-        dialogue: ToolDialogue | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -72,7 +70,7 @@ class TextCollector(Collector):
         self.prompts, self.rewards = prompts, rewards
         self.generate = generate
         self.rank, self.world_size = rank, world_size
-        self._cfg, self._encoder, self._dialogue = cfg, encoder, dialogue
+        self._cfg, self._dialogue = cfg, dialogue
         grpo = cfg.algorithm if isinstance(cfg.algorithm, GRPOCfg) else None
         self._collection = CollectionCfg() if grpo is None else grpo.collection
         self._unscored = 0
@@ -121,8 +119,7 @@ class TextCollector(Collector):
     def close(self) -> None:
         """Close the reward functions and the tool."""
         self.rewards.close()
-        if self._dialogue is not None:
-            self._dialogue.close()
+        self._dialogue.close()
 
     def _new_groups(self, count: int, first: int) -> list[list[Transcript]]:
         """Groups of the next prompts, generated and scored; ``first`` groups of this rollout precede them."""
@@ -134,7 +131,7 @@ class TextCollector(Collector):
         transcripts = [member for group in groups for member in group]
         write(transcripts, self.generate, self._cfg.sampling, self._dialogue)
         state = TrainingState(global_step=self.iteration, epoch=self._epoch)
-        score(transcripts, self.rewards, self._encoder, state)
+        score(transcripts, self.rewards, state)
         return groups
 
     def _prompt(self, group: int) -> EncodedPrompt:

@@ -17,7 +17,7 @@ from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.task import TextTask
-from groupwise.text.transcripts import Transcript, dialogue_of, rewards_of_groups, score, write
+from groupwise.text.transcripts import Dialogue, Transcript, rewards_of_groups, score, write
 from groupwise.training.components import Evaluator
 from groupwise.training.evaluation import EvaluationResult, shown
 
@@ -79,13 +79,13 @@ class TextEvaluator(Evaluator):
         assert isinstance(policy, CausalLM)
         if not held_out:
             raise ConfigError("no prompts are held out; fix: task.eval_data")
-        self._encoder = PromptEncoder(policy.tokenizer, cfg.task)
-        prompts = self._encoder.select(held_out, policy.max_prompt_length(cfg.sampling.max_new_tokens))
+        encoder = PromptEncoder(policy.tokenizer, cfg.task)
+        prompts = encoder.select(held_out, policy.max_prompt_length(cfg.sampling.max_new_tokens))
         self._prompts = prompts[: cfg.evaluation.prompts]
         self._cfg = cfg
         self._rewards = task.rewards(cfg.algorithm.on_nonfinite)
         self._generate = partial(complete, policy)
-        self._dialogue = dialogue_of(task.tool(), self._encoder, policy.context_length)
+        self._dialogue = Dialogue(encoder, task.tool(), policy.context_length)
         self._seed = seed
 
     def __call__(self) -> TextEvaluation:
@@ -99,7 +99,7 @@ class TextEvaluator(Evaluator):
                 for member in range(evaluation.completions_per_prompt)
             ]
             write(transcripts, self._generate, evaluation.sampling or self._cfg.sampling, self._dialogue)
-            score(transcripts, self._rewards, self._encoder)
+            score(transcripts, self._rewards)
             completions += transcripts
         self._rewards.take_logged()  # such metrics are of training alone
         rewards = tuple(map(tuple, rewards_of_groups(completions)))
@@ -111,5 +111,4 @@ class TextEvaluator(Evaluator):
     def close(self) -> None:
         """Close the reward functions and the tool."""
         self._rewards.close()
-        if self._dialogue is not None:
-            self._dialogue.close()
+        self._dialogue.close()

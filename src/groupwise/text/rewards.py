@@ -12,74 +12,32 @@ import inspect
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.text import RewardCfg
 from groupwise.errors import ConfigError, DataError, RewardError, UnknownNameError, nearest
 from groupwise.plugins import register
 from groupwise.text.data import Completion, Prompt
-from groupwise.text.isolated import Isolated, LostCallError, described
+from groupwise.text.isolated import described
 from groupwise.text.registered import check_settings
-from groupwise.text.single_rewards import SingleReward, scores_one
+from groupwise.text.reward_functions import ARGUMENTS, Reward, RewardFunction, Score, numbers
 
 log = logging.getLogger(__name__)
 
 LARGEST = 3.4e38
 """Of float32; larger scores are as good as infinite."""
 
-Reward = Callable[..., Any]
-"""Maps keywords to a sequence of numbers or None, sync or async."""
-Score: TypeAlias = float | RewardError | None
-"""None: the reward does not apply. An error: it failed, and the completion gets no reward."""
 MOST_FAILED, FAILURE_WINDOW = 0.2, 10
 """Training stops above this part of failed scores, over this many calls."""
 REWARDS: dict[str, Reward] = {}
 """Registered ones; a class is instantiated with the settings."""
-ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""Arguments of every function; no column may have such a name."""
 NEVER_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns that functions do not get."""
-
-
-class RewardObject:
-    """Base class of rewards that read columns named by their settings, or hold resources until the run ends."""
-
-    columns: tuple[str, ...] = ()
-    """Columns that every example must have."""
-    limits_time: bool = False
-    """Whether it limits the time of its calls itself, so that ``task.reward_timeout`` leaves it in this process."""
-
-    def close(self) -> None:
-        """Free its resources. Not called in a process of ``task.reward_timeout``, which is killed."""
-
-
-class RewardFunction(NamedTuple):
-    """A function and how it is called."""
-
-    name: str
-    call: Any
-    """A ``Reward``, perhaps a ``RewardObject``."""
-    weight: float = 1.0
-    settings: Mapping[str, Any] = {}
-    """Arguments of each call; columns of these names are not passed."""
-
-    def arguments(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings, and those of the keywords that the function takes."""
-        named = inspect.signature(self.call).parameters
-        anything = any(p.kind is p.VAR_KEYWORD for p in named.values())
-        return {name: value for name, value in keywords.items() if anything or name in named} | dict(self.settings)
-
-    def needed_columns(self) -> list[str]:
-        """Columns without which it cannot be called."""
-        if isinstance(self.call, RewardObject):
-            return [*self.call.columns]
-        named = inspect.signature(self.call).parameters.values()
-        keywords = [p for p in named if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty]
-        return [p.name for p in keywords if p.name not in {*ARGUMENTS, *self.settings}]
 
 
 def register_reward(name: str) -> Callable[[Reward], Reward]:
@@ -102,7 +60,7 @@ def make_reward(cfg: RewardCfg, given: Reward | None = None) -> RewardFunction:
     if given is not None:
         function = given.func if isinstance(given, partial) else given
         name = function.__name__ if inspect.isroutine(function) else type(function).__name__
-        return RewardFunction(name, SingleReward(given) if scores_one(given) else given, cfg.weight)
+        return RewardFunction(name, given, cfg.weight)
     import groupwise.text.builtin_rewards  # noqa: F401  registers them
 
     if cfg.name not in REWARDS:
@@ -113,27 +71,7 @@ def make_reward(cfg: RewardCfg, given: Reward | None = None) -> RewardFunction:
     check_settings(f"reward {cfg.name!r}", reward, cfg.kwargs, complete=is_class)
     if is_class:
         return RewardFunction(cfg.name, reward(**cfg.kwargs), cfg.weight)
-    if scores_one(reward):
-        return RewardFunction(cfg.name, SingleReward(reward, cfg.kwargs), cfg.weight)
     return RewardFunction(cfg.name, reward, cfg.weight, cfg.kwargs)
-
-
-class RemoteReward:
-    """A reward function in a process of its own: returns its scores and what it logged."""
-
-    def __init__(self, name: str, function: RewardFunction) -> None:
-        self._name, self._function = name, function
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def __call__(self, keywords: Mapping[str, Any]) -> tuple[list[Score], list[tuple[str, float]]]:
-        """Call the function with those of the keywords that it takes."""
-        logged: list[tuple[str, float]] = []
-        loggers = {"log_extra": _ignore, "log_metric": lambda name, value: logged.append((name, float(value)))}
-        result = self._function.call(**self._function.arguments({**keywords, **loggers}))
-        if inspect.iscoroutine(result):
-            self._loop = self._loop or asyncio.new_event_loop()
-            result = self._loop.run_until_complete(result)
-        return numbers(self._name, result, len(keywords["prompts"])), logged
 
 
 class TrainingState(NamedTuple):
@@ -183,10 +121,10 @@ class RewardSet:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._metrics: dict[str, list[float]] = {}
         self._failed: deque[float] = deque(maxlen=FAILURE_WINDOW)
-        self._isolated: dict[str, Isolated] = {}
         for name, function in zip(self.names, self.functions, strict=True):
-            if timeout is not None and not (isinstance(function.call, RewardObject) and function.call.limits_time):
-                self._isolated[name] = Isolated(RemoteReward(name, function), f"reward {name!r}", timeout)
+            function.name = name
+            if timeout is not None:
+                function.isolate(timeout)
 
     def check_columns(self, columns: Iterable[str], data: str = "data") -> None:
         """Refuse data that lack a column of a function, or have one with the name of an argument."""
@@ -195,11 +133,11 @@ class RewardSet:
             raise DataError(
                 f"the {data} have a column {min(taken)!r}, which is an argument of every reward; fix: rename it"
             )
-        for name, function in zip(self.names, self.functions, strict=True):
+        for function in self.functions:
             for column in function.needed_columns():
                 if column not in there:
                     raise DataError(
-                        f"reward {name!r} needs the column {column!r}; the {data} have {', '.join(map(repr, there)) or 'none'} "
+                        f"reward {function.name!r} needs the column {column!r}; the {data} have {', '.join(map(repr, there)) or 'none'} "
                         f"besides the prompt; fix: add it{nearest(column, there)}"
                     )
 
@@ -226,14 +164,13 @@ class RewardSet:
             "completions": list(completions),
             "completion_ids": [list(ids) for ids in completion_ids],
             "trainer_state": state or TrainingState(),
-            "log_extra": _ignore,
-            "log_metric": self._log_metric,
         }
-        results = zip(self.names, self._results(keywords), strict=True)
-        scores = [self._finite(name, numbers(name, result, len(prompts))) for name, result in results]
-        self._count_failures(scores)
-        reward = tuple(map(self._sum, zip(*scores, strict=True)))
-        return Scores(reward, tuple(tuple(None if isinstance(s, RewardError) else s for s in part) for part in scores))
+        started = [self._start(function, keywords) for function in self.functions]
+        scores = [self._result(*one, len(prompts)) for one in zip(self.names, started, strict=True)]
+        members = list(zip(*scores, strict=True))
+        self._count_failures(members)
+        parts = tuple(tuple(score if isinstance(score, float) else None for score in part) for part in scores)
+        return Scores(tuple(map(self._sum, members)), parts)
 
     def take_logged(self) -> dict[str, float]:
         """Means of the values that functions logged with ``log_metric(name, value)`` since the last call."""
@@ -247,64 +184,27 @@ class RewardSet:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
         for function in self.functions:
-            if isinstance(function.call, RewardObject):
-                function.call.close()
-        for isolated in self._isolated.values():
-            isolated.close()
+            function.close()
 
-    def _count_failures(self, scores: Sequence[Sequence[Score]]) -> None:
-        """Warn of failures; a ``RewardError`` if a fifth of the latest scores are."""
-        shares = [0.0]
-        for name, part in zip(self.names, scores, strict=True):
-            if failures := [score for score in part if isinstance(score, RewardError)]:
-                log.warning(
-                    "reward %r failed for %d of %d completions: %s", name, len(failures), len(part), failures[0]
-                )
-                shares.append(len(failures) / len(part))
-        self._failed.append(max(shares))
-        if sum(self._failed) > MOST_FAILED * FAILURE_WINDOW:
-            raise RewardError(
-                f"more than {MOST_FAILED:.0%} of the scores of {FAILURE_WINDOW} calls failed, the latest warnings say why; "
-                "fix: the reward, or a larger task.reward_timeout"
-            )
-
-    def _call_isolated(self, name: str, isolated: Isolated, keywords: Mapping[str, Any]) -> list[Score]:
-        local = {name: value for name, value in keywords.items() if name not in ("log_extra", "log_metric")}
-        try:
-            scores, logged = isolated(local)
-        except LostCallError as error:
-            return [RewardError(str(error))] * len(keywords["prompts"])
-        for metric, value in logged:
-            self._log_metric(metric, value)
-        return list(scores)
-
-    def _results(self, keywords: Mapping[str, Any]) -> list[Any]:
-        """The result of each function; async ones run at the same time, and while the others do."""
-        functions = list(zip(self.names, self.functions, strict=True))
-        started = {}
-        for name, function in sorted(functions, key=lambda pair: not _is_async(pair[1].call)):
-            call = partial(function.call, **function.arguments(keywords))
-            if isolated := self._isolated.get(name):
-                call = partial(self._call_isolated, name, isolated, keywords)
-            result = _result(name, call)
+    def _start(self, function: RewardFunction, keywords: Mapping[str, Any]) -> Any:
+        """What the function returns; the ``Future`` of an async one, which runs while others are called."""
+        with _blaming(function.name):
+            result = function(keywords, self._log_metric)
             if inspect.iscoroutine(result):
-                result = asyncio.run_coroutine_threadsafe(result, self._running_loop())
-            started[name] = result
-        results = ((name, started[name]) for name in self.names)
-        return [_result(name, result.result) if isinstance(result, Future) else result for name, result in results]
+                return asyncio.run_coroutine_threadsafe(result, self._running_loop())
+            return result
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        """One loop for all calls, as async clients are bound to it; in a thread, as notebooks run their own loop."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run, args=(self._loop,), daemon=True, name="rewards").start()
-        return self._loop
-
-    def _finite(self, name: str, scores: list[Score]) -> list[Score]:
+    def _result(self, name: str, started: Any, count: int) -> list[Score]:
+        """The scores of a function; those that are not finite as ``on_nonfinite`` says. Warns of those that failed."""
+        with _blaming(name):
+            result = started.result() if isinstance(started, Future) else started
+        scores = numbers(name, result, count)
+        if failures := [score for score in scores if isinstance(score, RewardError)]:
+            log.warning("reward %r failed for %d of %d completions: %s", name, len(failures), count, failures[0])
         bad = [number for number, score in enumerate(scores) if isinstance(score, float) and not abs(score) <= LARGEST]
         if not bad:
             return scores
-        what = f"reward {name!r} is {scores[bad[0]]} for completion {bad[0]} of {len(scores)}"
+        what = f"reward {name!r} is {scores[bad[0]]} for completion {bad[0]} of {count}"
         if self.on_nonfinite == "stop":
             raise RewardError(
                 f"{what}; fix: a finite number, or None for what it cannot score; or algorithm.on_nonfinite='drop'"
@@ -313,8 +213,24 @@ class RewardSet:
         instead = 0.0 if self.on_nonfinite == "zero" else None
         return [instead if number in bad else score for number, score in enumerate(scores)]
 
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        """One loop for all calls, as async clients are bound to it; in a thread, as notebooks run their own loop."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=_run, args=(self._loop,), daemon=True, name="rewards").start()
+        return self._loop
+
+    def _count_failures(self, members: Sequence[Sequence[Score]]) -> None:
+        """A ``RewardError`` if a fifth of the latest completions have a score that failed."""
+        self._failed.append(sum(map(_failed, members)) / max(len(members), 1))
+        if sum(self._failed) > MOST_FAILED * FAILURE_WINDOW:
+            raise RewardError(
+                f"more than {MOST_FAILED:.0%} of the scores of {FAILURE_WINDOW} calls failed, the latest warnings say why; "
+                "fix: the reward, or a larger task.reward_timeout"
+            )
+
     def _sum(self, member: Sequence[Score]) -> float | None:
-        if any(isinstance(score, RewardError) for score in member):
+        if _failed(member):
             return None
         pairs = zip(self.weights, member, strict=True)
         weighted = [weight * value for weight, value in pairs if isinstance(value, float)]
@@ -329,42 +245,18 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-def _is_async(call: Any) -> bool:
-    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(call.__call__)
+def _failed(member: Sequence[Score]) -> bool:
+    return any(isinstance(score, RewardError) for score in member)
 
 
-def _result(name: str, call: Callable[[], Any]) -> Any:
+@contextmanager
+def _blaming(name: str) -> Iterator[None]:
     try:
-        return call()
+        yield
     except Exception as error:
         raise RewardError(
             f"reward {name!r} raised {described(error)}; fix: the function (it may return None for what it cannot score)"
         ) from error
-
-
-def numbers(name: str, result: Any, count: int) -> list[Score]:
-    """The scores of a function; errors as they are.
-
-    Raises:
-        RewardError: it did not return a number, None or a ``RewardError`` for each completion.
-    """
-    try:
-        values = [v if v is None or isinstance(v, RewardError) else float(v) for v in result]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RewardError(
-            f"reward {name!r} returned {result!r:.80}: {error}; expected a list of {count} numbers, one for each completion "
-            "(None where it does not apply); fix: its return"
-        ) from error
-    if len(values) != count:
-        raise RewardError(
-            f"reward {name!r} returned {len(values)} scores for {count} completions; fix: one for each, None where it "
-            "does not apply"
-        )
-    return values
-
-
-def _ignore(*_: Any) -> None:
-    """TRL prints the columns of ``log_extra``."""
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Completions of prompts of the user's, apart from training."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.tools import AnyTool, make_tool
-from groupwise.text.transcripts import Transcript, dialogue_of, text_of, write
+from groupwise.text.transcripts import Dialogue, Transcript, write
 
 _PROMPTS_AT_ONCE = 32
 
@@ -63,13 +63,11 @@ def write_texts(
         [Transcript(prompt, number, derive_seed(seed, "sample", number, i), deterministic) for i in range(count)]
         for number, prompt in enumerate(encoded)
     ]
-    with ExitStack() as stack:
-        if (dialogue := dialogue_of(make_tool(task, tool), encoder, policy.context_length)) is not None:
-            stack.callback(dialogue.close)
+    with closing(Dialogue(encoder, make_tool(task, tool), policy.context_length)) as dialogue:
         for first in range(0, len(groups), _PROMPTS_AT_ONCE):
             some = groups[first : first + _PROMPTS_AT_ONCE]
             write([member for group in some for member in group], partial(complete, policy), sampling, dialogue)
-    return [[text_of(member, encoder) for member in group] for group in groups]
+    return [[member.text for member in group] for group in groups]
 
 
 def predict(policy: CausalLM, prompts: str | Sequence[Any], deterministic: bool) -> str | list[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -13,7 +13,7 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.functional.shaping import overlong_penalty
 from groupwise.seeding import derive_seed
-from groupwise.text.data import Completion as CompletionText
+from groupwise.text.data import Message
 from groupwise.text.generation import Generate
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
 from groupwise.text.rewards import RewardSet, TrainingState
@@ -42,10 +42,10 @@ class Transcript:
     """How the model's last turn ended."""
     turns: int = 0
     """Number of the model's turns."""
-    answers: list[str] = field(default_factory=list)
-    """The tool's answer after each turn but the last."""
     text: str = ""
-    """All that the model wrote, with the tool's answers in between as plain text; once it is scored."""
+    """All that the model wrote, with the tool's answers in between as plain text."""
+    messages: list[Message] = field(default_factory=list)
+    """The same as messages."""
     reward: float | None = None
     """None: unscorable."""
     parts: Sequence[float | None] = ()
@@ -56,27 +56,22 @@ class Transcript:
         """Tokens that the model wrote."""
         return sum(turn >= 0 for turn in self.turn)
 
-    def last_turn(self) -> list[int]:
-        """Tokens of the model's last turn."""
-        return self.of_turn(self.turns - 1)
-
-    def of_turn(self, number: int) -> list[int]:
-        """Tokens of one of the model's turns, from 0."""
-        return [token for token, turn in zip(self.tokens, self.turn, strict=True) if turn == number]
-
-    def add_turn(self, completion: Completion) -> None:
+    def add_turn(self, completion: Completion, text: str) -> None:
         """Add a turn of the model."""
         self._add(completion.tokens, completion.log_probs, self.turns)
         self.support += completion.support or []
         self.stop = completion.stop
         self.turns += 1
+        self.text += text
+        self.messages.append({"role": "assistant", "content": text})
 
-    def add_answer(self, answer: str, tokens: Sequence[int]) -> None:
-        """Add the tool's answer, and all tokens between two turns of the model."""
+    def add_answer(self, answer: str, text: str, tokens: Sequence[int]) -> None:
+        """Add the tool's answer, as plain text, too, and all tokens between two turns of the model."""
         self._add(tokens, [0.0] * len(tokens), -1)
         if self.support:
             self.support += [torch.tensor([-1], dtype=torch.int32)] * len(tokens)
-        self.answers.append(answer)
+        self.text += text
+        self.messages.append({"role": "tool", "content": answer})
 
     def _add(self, tokens: Sequence[int], log_probs: Sequence[float], turn: int) -> None:
         self.tokens += tokens
@@ -84,18 +79,19 @@ class Transcript:
         self.turn += [turn] * len(tokens)
 
 
-class ToolDialogue:
-    """Asks the tool after each turn but the last.
+class Dialogue:
+    """What follows a turn of the model: the tool's answer, if there is a tool.
 
     Args:
         context: tokens that the model has positions for. None: no limit.
     """
 
-    def __init__(self, tool: AnyTool, encoder: PromptEncoder, context: int | None = None) -> None:
+    def __init__(self, encoder: PromptEncoder, tool: AnyTool | None = None, context: int | None = None) -> None:
+        self.encoder = encoder
         self._tool = tool
-        self._encoder = encoder
         self._context = context
-        encoder.encode_answer("84")  # a template that cannot is refused before training
+        if tool is not None:
+            encoder.encode_answer("84")  # a template that cannot is refused before training
 
     def stopping(self, sampling: SamplingCfg) -> SamplingCfg:
         """The sampling with turns that end where a call ends."""
@@ -107,29 +103,23 @@ class ToolDialogue:
 
         A completion that has no room for an answer and another turn counts as cut.
         """
-        if transcript.stop == "length" or transcript.turns >= self._encoder.cfg.max_turns:
+        if self._tool is None or transcript.stop == "length" or transcript.turns >= self.encoder.cfg.max_turns:
             return False
-        turn = transcript.last_turn()
-        answer = ask(self._tool, self._encoder.decode(turn))
+        answer = ask(self._tool, transcript.messages[-1]["content"])
         if answer is None:
             return False
-        tokens = self._encoder.encode_answer(answer, turn[-1] if transcript.stop == "eos" else None)
+        tokens = self.encoder.encode_answer(answer, transcript.tokens[-1] if transcript.stop == "eos" else None)
         length = len(transcript.prompt.tokens) + len(transcript.tokens) + len(tokens) + max_new_tokens
         if self._context is not None and length > self._context:
             transcript.stop = "length"
             return False
-        transcript.add_answer(answer, tokens)
+        transcript.add_answer(answer, self.encoder.inline(answer), tokens)
         return True
 
     def close(self) -> None:
         """End the tool's process, if it has one."""
         if isinstance(self._tool, IsolatedTool):
             self._tool.close()
-
-
-def dialogue_of(tool: AnyTool | None, encoder: PromptEncoder, context: int | None) -> ToolDialogue | None:
-    """The dialogue with the tool; None without one."""
-    return None if tool is None else ToolDialogue(tool, encoder, context)
 
 
 def open_group(
@@ -146,23 +136,17 @@ def open_group(
     return [Transcript(prompt, number, derive_seed(seed, *stream, number, i), greedy=i == sampled) for i in range(size)]
 
 
-def write(
-    transcripts: Sequence[Transcript],
-    generate: Generate,
-    sampling: SamplingCfg,
-    dialogue: ToolDialogue | None = None,
-) -> None:
+def write(transcripts: Sequence[Transcript], generate: Generate, sampling: SamplingCfg, dialogue: Dialogue) -> None:
     """Generate every transcript to its end; members of a group share the encoding of their prompt."""
-    sampling = sampling if dialogue is None else dialogue.stopping(sampling)
-    running = list(transcripts)
+    sampling, running = dialogue.stopping(sampling), list(transcripts)
     while running:
         for groups in _batches(running):
             texts = [[*members[0].prompt.tokens, *members[0].tokens] for members in groups]
             seeds = [[derive_seed(member.seed, "turn", member.turns) for member in members] for members in groups]
             written = generate(texts, torch.tensor(seeds), sampling, deterministic=groups[0][0].greedy)
             for member, completion in zip(chain(*groups), chain(*written), strict=True):
-                member.add_turn(completion)
-        running = [] if dialogue is None else [t for t in running if dialogue.answer(t, sampling.max_new_tokens)]
+                member.add_turn(completion, dialogue.encoder.decode(completion.tokens))
+        running = [member for member in running if dialogue.answer(member, sampling.max_new_tokens)]
 
 
 def _batches(transcripts: Sequence[Transcript]) -> list[list[list[Transcript]]]:
@@ -177,29 +161,25 @@ def _batches(transcripts: Sequence[Transcript]) -> list[list[list[Transcript]]]:
     return list(batches.values())
 
 
-def score(
-    transcripts: Sequence[Transcript], rewards: RewardSet, encoder: PromptEncoder, state: TrainingState | None = None
-) -> None:
-    """Fill in the texts and rewards of completions."""
-    examples = [transcript.prompt.example for transcript in transcripts]
+def score(transcripts: Sequence[Transcript], rewards: RewardSet, state: TrainingState | None = None) -> None:
+    """Fill in the rewards of completions."""
+    examples = [member.prompt.example for member in transcripts]
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-    completions: list[CompletionText] = []
-    for transcript in transcripts:
-        transcript.text = text_of(transcript, encoder)
-        messages = [{"role": role, "content": content} for role, content in _turns(transcript, encoder)]
-        # after a prompt of messages the completion is messages, as in TRL
-        completions.append(transcript.text if isinstance(transcript.prompt.example.prompt, str) else messages)
-    ids = [transcript.tokens for transcript in transcripts]
-    scores = rewards.score([example.prompt for example in examples], completions, ids, columns, state)
-    for transcript, reward, *parts in zip(transcripts, scores.reward, *scores.parts, strict=True):
-        transcript.reward, transcript.parts = reward, parts
+    prompts = [example.prompt for example in examples]
+    # after a prompt of messages the completion is messages, as in TRL
+    completions = [
+        member.text if isinstance(p, str) else member.messages for p, member in zip(prompts, transcripts, strict=True)
+    ]
+    scores = rewards.score(prompts, completions, [member.tokens for member in transcripts], columns, state)
+    for member, reward, *parts in zip(transcripts, scores.reward, *scores.parts, strict=True):
+        member.reward, member.parts = reward, parts
 
 
 def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:
     """What training reads of a completion with its reward."""
     cut, reward = member.stop == "length", member.reward
     if reward is not None and cfg.overlong_buffer:
-        length = torch.tensor([len(member.last_turn())])
+        length = torch.tensor([member.turn.count(member.turns - 1)])  # of the last turn
         reward -= float(overlong_penalty(length, cfg.sampling.max_new_tokens, cfg.overlong_buffer))
     return TextRow(
         member.prompt.tokens,
@@ -223,16 +203,3 @@ def rewards_of_groups(transcripts: Sequence[Transcript]) -> list[list[float]]:
         if transcript.reward is not None:
             groups.setdefault(transcript.group, []).append(transcript.reward)
     return list(groups.values())
-
-
-def text_of(transcript: Transcript, encoder: PromptEncoder) -> str:
-    """All that the model wrote, with the tool's answers in between as plain text."""
-    turns = _turns(transcript, encoder)
-    return "".join(encoder.inline(content) if role == "tool" else content for role, content in turns)
-
-
-def _turns(transcript: Transcript, encoder: PromptEncoder) -> list[tuple[str, str]]:
-    """Role and content of the model's turns and of the tool's answers between them."""
-    written = [("assistant", encoder.decode(transcript.of_turn(number))) for number in range(transcript.turns)]
-    answers = [("tool", answer) for answer in transcript.answers]
-    return [turn for pair in zip_longest(written, answers) for turn in pair if turn is not None]

@@ -95,12 +95,24 @@ class FlatAdam:
         """
         group, state = self.param_groups[0], self.state
         move = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-        tensors = (self._flat.vector.detach(), self._flat.gradient, state["exp_avg"], state["exp_avg_sq"])
+        vector, gradient = [self._flat.vector.detach()], [self._flat.gradient]
+        first, second, step = ([state[name]] for name in ("exp_avg", "exp_avg_sq", "step"))
         settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
         beta1, beta2 = group["betas"]
-        state["step"].add_(1)
-        lists = ([tensor] for tensor in tensors)
-        move(*lists, [], [state["step"]], beta1=beta1, beta2=beta2, amsgrad=False, maximize=False, **settings)
+        step[0].add_(1)
+        move(
+            vector,
+            gradient,
+            first,
+            second,
+            [],
+            step,
+            beta1=beta1,
+            beta2=beta2,
+            amsgrad=False,
+            maximize=False,
+            **settings,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Laid out as that of ``torch.optim.Adam``."""

@@ -64,8 +64,9 @@ class NumPyActor:
     def _normalized(self, obs: Rows) -> Rows:
         if self._statistics is None:
             return obs
-        scaled = (obs - self._statistics.shift.numpy()) * self._statistics.scale.numpy()
-        return np.minimum(np.maximum(scaled, -CLIP), CLIP)  # in a fifth of np.clip's time
+        scaled: Rows = (obs - self._statistics.shift.numpy()) * self._statistics.scale.numpy()
+        clipped: Rows = np.minimum(np.maximum(scaled, -CLIP), CLIP)  # in a fifth of np.clip's time
+        return clipped
 
 
 def numpy_actor(policy: Policy) -> Callable[..., Action]:

@@ -42,7 +42,8 @@ class RewardFunction:
     """
 
     def __init__(self, name: str, call: Reward, weight: float = 1.0, settings: Mapping[str, Any] | None = None) -> None:
-        self.name, self.call, self.weight, self.settings = name, call, weight, dict(settings or {})
+        self.name, self.weight, self.settings = name, weight, dict(settings or {})
+        self.call: Any = call  # or a RewardObject, which is a function, too
         parameters = inspect.signature(call).parameters
         self._names = [*parameters]
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -17,8 +17,8 @@ from groupwise.errors import DataError
 from groupwise.policies.base import Action, Policy
 
 Outcome: TypeAlias = tuple[bool | None, str | None, dict[str, float] | None]
-"""Success, task and ``env.log_info`` of an episode; None where the environment does not tell."""
-_Told: TypeAlias = tuple[Tensor | None, npt.NDArray[Any] | None, dict[str, Tensor]]
+"""Success, task and ``env.log_info`` of an episode; None where the environment does not report it."""
+_Report: TypeAlias = tuple[Tensor | None, npt.NDArray[Any] | None, dict[str, Tensor]]
 """The same of all rows [N] that end with a step."""
 _Columns: TypeAlias = np.ndarray | tuple[Tensor, ...] | dict[str, Any]  # Any: _Columns again
 
@@ -40,7 +40,7 @@ class RolloutWriter:
         self._final_obs: list[Nested] = []
         self._cut_rows: list[Tensor] = []
         self._cut_steps: list[Tensor] = []
-        self._told: dict[int, _Told] = {}
+        self._reports: dict[int, _Report] = {}
         self._open(rollout)
 
     def observe(self, step: int, obs: Nested) -> None:
@@ -69,7 +69,7 @@ class RolloutWriter:
         for key, columns in self._of_step.items():
             _write(columns, step, values[key])
         if outcome.success is not None or outcome.info is not None:
-            self._tell(step, outcome)
+            self._report(step, outcome)
 
     def cut(self, step: int, truncated: Bool[Tensor, " row"], obs: Nested) -> None:
         """Keep the final observations, from ``obs`` [N, ...], of the rows truncated at ``step``, for their values."""
@@ -88,8 +88,8 @@ class RolloutWriter:
         return rollout
 
     def outcomes(self, rows: Sequence[int], steps: Sequence[int]) -> list[Outcome]:
-        """What was told of the episodes that ended in these rows with these steps."""
-        return _outcomes(self._told, rows, steps) if self._told else [(None, None, None)] * len(rows)
+        """What the environment reported of the episodes that ended in these rows with these steps."""
+        return _outcomes(self._reports, rows, steps) if self._reports else [(None, None, None)] * len(rows)
 
     def _open(self, rollout: TensorDict) -> None:
         self.rollout = rollout
@@ -108,11 +108,11 @@ class RolloutWriter:
             rows, steps = (torch.cat(parts).to(value.device) for parts in (self._cut_rows, self._cut_steps))
             next_value[rows, steps] = values[len(value) :]
 
-    def _tell(self, step: int, outcome: EnvStep) -> None:
-        """Keep what a step tells of episodes that end; the environment may write into it later."""
+    def _report(self, step: int, outcome: EnvStep) -> None:
+        """Keep what the environment reports of episodes that end; the environment may write into it later."""
         success = None if outcome.success is None else outcome.success.clone()
         task = None if outcome.task is None else outcome.task.copy()
-        self._told[step] = success, task, outcome.info or {}
+        self._reports[step] = success, task, outcome.info or {}
 
     def _not_finite(self, step: int) -> DataError:
         slots = torch.zeros_like(self.rollout["valid"])
@@ -137,19 +137,19 @@ def _write(columns: _Columns, step: int, value: Any) -> None:
         columns[step] = (value.float() if value.dtype == torch.bfloat16 else value).numpy(force=True)
 
 
-def _outcomes(told: dict[int, _Told], rows: Sequence[int], steps: Sequence[int]) -> list[Outcome]:
+def _outcomes(reports: dict[int, _Report], rows: Sequence[int], steps: Sequence[int]) -> list[Outcome]:
     """As ``RolloutWriter.outcomes``. Flags on a GPU take one host sync."""
-    flags = {step: success for step, (success, _, _) in told.items() if success is not None}
+    flags = {step: success for step, (success, _, _) in reports.items() if success is not None}
     stacked = torch.stack([*flags.values()]).cpu().numpy() if flags else ()
     success = dict(zip(flags, stacked, strict=True))
     return [
-        _outcome(told.get(step, (None, None, {})), success.get(step), row)
+        _outcome(reports.get(step, (None, None, {})), success.get(step), row)
         for row, step in zip(rows, steps, strict=True)
     ]
 
 
-def _outcome(told: _Told, success: Bool[np.ndarray, " row"] | None, row: int) -> Outcome:
-    _, task, info = told
+def _outcome(report: _Report, success: Bool[np.ndarray, " row"] | None, row: int) -> Outcome:
+    _, task, info = report
     numbers = {name: float(values[row]) for name, values in info.items()}
     known = numbers and not any(map(math.isnan, numbers.values()))
     return (

@@ -57,7 +57,7 @@ class EnvEvaluator(Evaluator):
             device=policy.device,
         )
         self.env = self._make()
-        self._told = False
+        self._warned = False
 
     def __call__(self) -> EvaluationResult:
         """Play the episodes; once again in new environments if these fail, unless ``on_env_error`` is ``raise``."""
@@ -86,8 +86,8 @@ class EnvEvaluator(Evaluator):
             on_nonfinite=self.cfg.algorithm.on_nonfinite,
             max_steps=limit,
         )
-        if result.cut_episodes and not self._told:
-            self._told = True
+        if result.cut_episodes and not self._warned:
+            self._warned = True
             log.warning(
                 "%d of %d evaluation episodes were cut after %s steps, because %s has no step limit; fix: env.max_episode_steps",
                 result.cut_episodes,

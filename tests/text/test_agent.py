@@ -321,10 +321,10 @@ def test_an_environment_says_what_it_cannot_do():
     with pytest.raises(gw.ConfigError, match=r"reasoning-gym:chain_sum has prompts of its own"):
         gw.PromptEnv("reasoning-gym:chain_sum", prompt="{question}")
     env = gw.PromptEnv(["a", "b"], reward=lambda completions: [0.0] * len(completions), batch_size=2)
-    with pytest.raises(gw.DataError, match=r"1 groups of completions for 0 prompts; fix: reset\(\)"):
+    with pytest.raises(gw.DataError, match=r"1 groups, of \[1\] completions, for 0 prompts; fix: reset\(\)"):
         env.step([["x"]])
     env.reset()
-    with pytest.raises(gw.DataError, match=r"groups of 1 and of 2 completions; fix: equally many"):
+    with pytest.raises(gw.DataError, match=r"2 groups, of \[1, 2\] completions, for 2 prompts; fix: .*equally many"):
         env.step([["x"], ["x", "y"]])
     with (
         pytest.raises(gw.ConfigError, match=r"no prompts are held out; fix: PromptEnv\(data, eval_data"),

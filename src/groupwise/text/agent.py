@@ -24,7 +24,7 @@ from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError, RunFolderError
 from groupwise.report.folder import RunFolder
 from groupwise.text.build import SAMPLER_FIX, build_algorithm, filled_in, identity_of
-from groupwise.text.completions import Completions, group_shape
+from groupwise.text.completions import Completions
 from groupwise.text.data import Example, Prompt
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
@@ -239,7 +239,8 @@ class LanguageAgent:
 
     def _rollout(self, completions: Completions, masks: Sequence[Tensor], rewards: Any) -> TensorDict:
         scores = torch.as_tensor(rewards, dtype=torch.float64)
-        if scores.shape != (shape := group_shape(completions.groups)) or len(masks) != len(completions):
+        shape = len(completions), len(completions.groups[0])
+        if scores.shape != shape or len(masks) != len(completions):
             raise DataError(
                 f"rewards of shape {tuple(scores.shape)} and {len(masks)} masks for {shape[0]} groups of {shape[1]} completions; "
                 f"fix: rewards of shape {shape}, and a mask for each group"

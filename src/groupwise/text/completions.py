@@ -1,36 +1,24 @@
 """Groups of completions on their way from an agent to an environment and back."""
 
 from collections.abc import Sequence
-from typing import overload
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from groupwise.errors import DataError
 from groupwise.text.transcripts import Transcript
 
 
-class Completions(Sequence[Tensor]):
+class Completions(list[Tensor]):
     """Groups of completions: for each of B prompts, token ids ``[G, L]`` of prompt and completion, padded with 0.
 
     Besides the ids it holds the texts, and what was sampled with each token.
     """
 
     def __init__(self, groups: Sequence[Sequence[Transcript]]) -> None:
+        rows = [[torch.tensor([*member.prompt.tokens, *member.tokens]) for member in group] for group in groups]
+        super().__init__(pad_sequence(group, batch_first=True) for group in rows)
         self.groups = groups
-        self._ids = [_padded([[*member.prompt.tokens, *member.tokens] for member in group]) for group in groups]
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Tensor]: ...
-
-    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
-        return self._ids[index]
 
     @property
     def texts(self) -> list[list[str]]:
@@ -45,21 +33,9 @@ class Completions(Sequence[Tensor]):
     def masks(self) -> list[Tensor]:
         """For each prompt ``[G, L - 1]``: True where the next token is one of the completion."""
         masks = []
-        for ids, group in zip(self._ids, self.groups, strict=True):
+        for ids, group in zip(self, self.groups, strict=True):
             place = torch.arange(1, ids.shape[1])
             prompt = torch.tensor([len(member.prompt.tokens) for member in group])[:, None]
             written = torch.tensor([len(member.tokens) for member in group])[:, None]
             masks.append((place >= prompt) & (place < prompt + written))
         return masks
-
-
-def group_shape(groups: Sequence[Sequence[object]]) -> tuple[int, int]:
-    """(B, G); a ``DataError`` if groups differ in size."""
-    sizes = sorted({len(group) for group in groups})
-    if len(sizes) > 1:
-        raise DataError(f"groups of {sizes[0]} and of {sizes[-1]} completions; fix: equally many for each prompt")
-    return len(groups), sizes[0] if sizes else 0
-
-
-def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)

@@ -62,28 +62,17 @@ def load_examples(source: object, *, prompt_column: str = "prompt") -> list[Exam
         )
         for number, row in enumerate(rows)
     ]
-    bad = [number for number, example in enumerate(examples) if encodable_prompt(example.prompt) != example.prompt]
-    if bad:
-        warnings.warn(
-            f"{len(bad)} of {len(examples)} prompts of {where} have lone surrogates, first example {bad[0]}: U+FFFD takes their place",
-            stacklevel=2,
-        )
-        examples = [example._replace(prompt=encodable_prompt(example.prompt)) for example in examples]
     if len({isinstance(example.prompt, str) for example in examples}) > 1:
         raise DataError(f"some prompts of {where} are texts and some are messages; fix: all of one kind")
     return examples
 
 
 def encodable(text: str) -> str:
-    """The text with U+FFFD for lone surrogates, which no tokenizer takes."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def encodable_prompt(prompt: Prompt) -> Prompt:
-    """The prompt with ``encodable`` texts."""
-    if isinstance(prompt, str):
-        return encodable(prompt)
-    return tuple({key: encodable(text) for key, text in message.items()} for message in prompt)
+    """The text with U+FFFD for lone surrogates, which no tokenizer takes; warns of them."""
+    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if whole != text:
+        warnings.warn(f"lone surrogates in {text!r:.80}: U+FFFD takes their place", stacklevel=2)
+    return whole
 
 
 def gym_examples(
@@ -216,7 +205,7 @@ _READERS: dict[str, tuple[Callable[[Path], Any], str]] = {
 def read_prompt(where: str, prompt: object) -> Prompt:
     """The prompt, checked; a ``DataError`` that begins with ``where`` if it is neither a text nor messages."""
     if isinstance(prompt, str):
-        return prompt
+        return encodable(prompt)
     if not isinstance(prompt, Sequence) or not prompt:
         raise DataError(f"{where}: prompt = {prompt!r:.80}: expected a text or a list of messages; fix: the row")
     return tuple(_message(where, message) for message in prompt)
@@ -229,7 +218,7 @@ def _message(where: str, message: object) -> Message:
             f"{where}: message = {message!r:.80}: expected the texts role and content; fix: "
             "{'role': 'user', 'content': '...'}"
         )
-    return found
+    return {key: encodable(text) for key, text in found.items()}
 
 
 def _key(prompt: Prompt) -> tuple[str, ...]:

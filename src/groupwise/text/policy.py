@@ -8,12 +8,13 @@ import warnings
 from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.data.rollout import TensorSpec
@@ -33,8 +34,8 @@ _ROUNDING = {"float32": 1e-3, "coarse": 0.1}
 class CausalLM(Policy):
     """Scores tokens with a transformers model, plain or with adapters by peft; dropout is off in every mode.
 
-    The common prefix of a group's rows is encoded once. The first result is compared with that of separate rows; if it
-    differs, or the model's cache does not allow it, prefixes are not shared, and a ``SlowPathWarning`` gives the reason.
+    The common prefix of a group's rows is encoded once. A few rows are scored in both ways at first; if the scores differ,
+    or the model's cache does not allow it, prefixes are not shared, and a ``SlowPathWarning`` gives the reason.
     ``state_dict`` holds the trained parameters alone (all, if none are trained), each tensor once.
 
     Args:
@@ -87,8 +88,11 @@ class CausalLM(Policy):
         self.value_head = None if actor_only else self._make_value_head()
         if gradient_checkpointing:
             recompute_layers(self.network)
-        self._forward = torch.compile(_last_hidden, dynamic=True) if compile else _last_hidden
-        self._prefixes: Literal["untried", "shared", "separate"] = "untried"
+        self._forward = _last_hidden
+        self._shares_prefixes = True
+        self._check_prefixes()
+        if compile:
+            self._forward = torch.compile(_last_hidden, dynamic=True)
         self.decoder = Decoder()
         """The decoding step in generation."""
         self._saved = self._names_to_save()
@@ -106,7 +110,7 @@ class CausalLM(Policy):
     @property
     def shares_prefixes(self) -> bool:
         """Whether a group's prompt is encoded once."""
-        return self._prefixes != "separate"
+        return self._shares_prefixes
 
     @property
     def network(self) -> Any:
@@ -143,8 +147,8 @@ class CausalLM(Policy):
     def evaluate(self, batch: Batch) -> Evaluation:
         """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
         mask = batch["loss_mask"]
-        hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], mask, batch["action"])
-        processor = recorded_processor(batch, self.sampling)
+        hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], mask)
+        processor = recorded_processor(batch, self.sampling) if self.sampling.processes_logits else None
         scores = token_scores(
             hidden, self.head, batch["action"][mask], temperature=self.sampling.temperature, processor=processor
         )
@@ -159,7 +163,7 @@ class CausalLM(Policy):
         """
         filled = rollout["valid"].clone()
         filled[:, 1:] |= rollout["valid"][:, :-1]
-        hidden = self._hidden(rollout["obs"], filled, rollout["group_id"], filled, rollout["action"])
+        hidden = self._hidden(rollout["obs"], filled, rollout["group_id"], filled)
         return self._value(hidden, filled)
 
     def hidden_states(
@@ -214,19 +218,11 @@ class CausalLM(Policy):
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
-    def _hidden(
-        self, tokens: Tensor, valid: Tensor, group: Tensor, mask: Tensor, action: Tensor
-    ) -> Float[Tensor, "token width"]:
+    def _hidden(self, tokens: Tensor, valid: Tensor, group: Tensor, mask: Tensor) -> Float[Tensor, "token width"]:
         """Hidden states at the tokens of the mask."""
-        prefixes = None if self._prefixes == "separate" else find_prefixes(tokens, valid, group)
-        if prefixes is not None and self._prefixes == "untried" and bool(mask.any()):
-            self._try_sharing(prefixes, tokens, valid, mask, action[mask])
-        if prefixes is None or self._prefixes != "shared":
-            return self._hidden_separately(tokens, valid, mask)
-        return self._hidden_shared(prefixes, mask)
-
-    def _hidden_separately(self, tokens: Tensor, valid: Tensor, mask: Tensor) -> Float[Tensor, "token width"]:
-        """Hidden states at the tokens of the mask, each row by itself."""
+        prefixes = find_prefixes(tokens, valid, group) if self._shares_prefixes else None
+        if prefixes is not None:
+            return self._hidden_shared(prefixes, mask)
         width = max(1, int(valid.sum(dim=1).max()))  # these rows may be shorter than the rollout's widest
         return self.hidden_states(tokens[:, :width], valid[:, :width], compiled=True)[mask[:, :width]]
 
@@ -241,25 +237,6 @@ class CausalLM(Policy):
             context = torch.cat([prefixes.head_valid[prefixes.number], prefixes.tail_valid], dim=1)
             tail = self.hidden_states(prefixes.tail, context, cache, compiled=True)
         return prefixes.gather(head, tail, mask)
-
-    @torch.no_grad()
-    def _try_sharing(self, prefixes: Prefixes, tokens: Tensor, valid: Tensor, mask: Tensor, token: Tensor) -> None:
-        """Compare hidden states with and without prefix sharing, and decide."""
-        try:
-            shared = self._hidden_shared(prefixes, mask)
-        except ConfigError as error:
-            why = str(error)
-        else:
-            ways = (shared, self._hidden_separately(tokens, valid, mask))
-            one, other = (token_scores(h, self.head, token, temperature=self.sampling.temperature)[0] for h in ways)
-            off = float((one - other).square().mean().sqrt())
-            if off <= self.rounding:
-                self._prefixes = "shared"
-                return
-            why = f"its log-probabilities differ by {off:.2g} with a cache, more than {self.rounding}"
-        self._prefixes = "separate"
-        message = f"{type(self.network).__name__} encodes each group's prompt once per completion (no prefix sharing)"
-        warnings.warn(f"{message}: {why}", SlowPathWarning, stacklevel=5)
 
     def _value(self, hidden: Tensor, mask: Tensor) -> Float[Tensor, "row step"]:
         if self.value_head is None:
@@ -306,6 +283,35 @@ class CausalLM(Policy):
                 f"the logits of {name} are not its hidden states times its output embeddings: they differ by {off:.1%}; "
                 "fix: a model whose logits are not scaled, capped or biased"
             )
+
+    @torch.no_grad()
+    def _check_prefixes(self) -> None:
+        """Score rows of two groups with and without shared prefixes, and share these only if the scores agree."""
+        rows = [[0, 1, 2, 3, 4], [0, 1, 2, 3, 5], [6, 7], [6, 8]]
+        tokens, valid = (
+            pad_sequence([torch.tensor(row, device=self.device) for row in some], batch_first=True)
+            for some in (rows, [[1] * len(row) for row in rows])
+        )
+        tokens, valid, group = (
+            tokens % len(self.head),
+            valid.bool(),
+            torch.tensor([[0], [0], [1], [1]]).to(tokens).expand_as(tokens),
+        )
+        scores = []
+        try:
+            for self._shares_prefixes in (False, True):
+                hidden = self._hidden(tokens, valid, group, valid)
+                scores.append(token_scores(hidden, self.head, tokens[valid], temperature=self.sampling.temperature)[0])
+        except ConfigError as error:
+            why = str(error)
+        else:
+            off = float((scores[1] - scores[0]).square().mean().sqrt())
+            if off <= self.rounding:
+                return
+            why = f"its log-probabilities differ by {off:.2g} with a cache, more than {self.rounding}"
+        self._shares_prefixes = False
+        message = f"{type(self.network).__name__} encodes each group's prompt once per completion (no prefix sharing)"
+        warnings.warn(f"{message}: {why}", SlowPathWarning, stacklevel=3)
 
 
 def _has_adapters(model: Any) -> bool:

@@ -63,15 +63,13 @@ def kept_tokens(logits: Float[Tensor, "row vocabulary"], sampling: SamplingCfg) 
     return ids.masked_fill(ids == vocabulary, -1)
 
 
-def recorded_processor(batch: Batch, sampling: SamplingCfg) -> LogitProcessor | None:
-    """What processed the logits of the tokens in ``loss_mask`` when they were sampled; None if nothing did.
+def recorded_processor(batch: Batch, sampling: SamplingCfg) -> LogitProcessor:
+    """What processed the logits of the tokens in ``loss_mask`` when they were sampled.
 
     Args:
         batch: ``obs``, ``valid`` and ``loss_mask``; with penalties ``turn_id``; and with filters ``support``: the ids that
             were kept, ``[N, T, kept]``.
     """
-    if not (sampling.has_filters or sampling.has_penalties):
-        return None
     mask = batch["loss_mask"]
     row, step = mask.nonzero(as_tuple=True)
     place = torch.arange(mask.shape[1], device=mask.device)

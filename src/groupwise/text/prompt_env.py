@@ -14,7 +14,7 @@ from groupwise.config.base import refuse_unknown
 from groupwise.config.text import GYM
 from groupwise.errors import ConfigError, DataError
 from groupwise.seeding import derive_seed
-from groupwise.text.completions import Completions, group_shape
+from groupwise.text.completions import Completions
 from groupwise.text.data import Completion, Example, Prompt, read_rows, shuffled
 from groupwise.text.rewards import TrainingState
 from groupwise.text.task import TextTask
@@ -108,13 +108,14 @@ class PromptEnv:
             RewardError: a function failed.
         """
         texts = completions.texts if isinstance(completions, Completions) else completions
-        count, size = group_shape(texts)
-        if count != len(self._batch) or not count:
+        count, sizes = len(texts), {len(group) for group in texts}
+        if count != len(self._batch) or len(sizes) != 1:
             raise DataError(
-                f"{count} groups of completions for {len(self._batch)} prompts; fix: reset(), then one for each"
+                f"{count} groups, of {sorted(sizes)} completions, for {len(self._batch)} prompts; fix: reset(), then one for "
+                "each, of equally many"
             )
-        tokens = completions.tokens if isinstance(completions, Completions) else [[[]] * size] * count
-        rewards = torch.tensor(self._score(list(chain(*texts)), list(chain(*tokens)))).view(count, size)
+        tokens = completions.tokens if isinstance(completions, Completions) else [[[]] * len(group) for group in texts]
+        rewards = torch.tensor(self._score(list(chain(*texts)), list(chain(*tokens)))).view(count, -1)
         self.logged = self.rewards.take_logged()
         if self._evaluating:
             self._evaluated += count

@@ -11,7 +11,7 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.config.text import TextTaskCfg
 from groupwise.errors import ConfigError
 from groupwise.seeding import derive_seed
-from groupwise.text.data import Example, Prompt, encodable_prompt, read_prompt
+from groupwise.text.data import Example, Prompt, read_prompt
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
@@ -29,7 +29,7 @@ def is_single(prompts: object) -> bool:
 def read_prompts(prompts: str | Sequence[Any]) -> list[Prompt]:
     """One prompt or several, checked; a ``DataError`` names the one that is neither a text nor messages."""
     several = [prompts] if is_single(prompts) else prompts
-    return [encodable_prompt(read_prompt(f"prompt {number}", prompt)) for number, prompt in enumerate(several)]
+    return [read_prompt(f"prompt {number}", prompt) for number, prompt in enumerate(several)]
 
 
 def write_texts(

@@ -6,7 +6,6 @@ import inspect
 import logging
 import operator
 import re
-import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -122,9 +121,7 @@ def ask(tool: AnyTool, text: str) -> str | None:
     if answer is None:
         return None
     if isinstance(answer, str):
-        if (whole := encodable(answer)) != answer:
-            warnings.warn("the tool's answer has lone surrogates: U+FFFD takes their place", stacklevel=2)
-        return whole
+        return encodable(answer)
     raise ToolError(f"the tool returned {answer!r:.80}; expected a text, or None for no call; fix: str(...)")
 
 

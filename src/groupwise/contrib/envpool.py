@@ -6,7 +6,6 @@ paused by stepping the others alone. There is one seed for the start and for eve
 their noise.
 """
 
-import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,8 +23,6 @@ from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, VectorEnv
 from groupwise.envs.success import success_of_rows
 from groupwise.errors import EnvError, UnknownNameError, require_extra
 from groupwise.seeding import row_seeds
-
-log = logging.getLogger(__name__)
 
 _OURS = ("num_envs", "batch_size", "seed", "env_seed", "gym_reset_return_info")
 """Arguments of ``envpool.make`` that are set here."""
@@ -142,6 +139,7 @@ class EnvPoolGroupEnv(GroupEnv):
     """
 
     start_mode = "seed"
+    notes = ("Members share all randomness, also after the start: EnvPool takes one seed for both.",)
 
     def __init__(
         self, source: EnvPoolSource, num_envs: int, *, block_size: int = 1, device: torch.device | str = "cpu"
@@ -158,7 +156,6 @@ class EnvPoolGroupEnv(GroupEnv):
         self._pools: list[_Pool] = []
         self._obs = allocate(self.obs_spec, num_envs, device=device)
         self._paused: Mask = np.ones(num_envs, dtype=np.bool_)
-        self._has_warned = False
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, ...]; see ``VectorEnv.reset``. Without a seed, rows continue their pool's streams."""
@@ -179,7 +176,6 @@ class EnvPoolGroupEnv(GroupEnv):
         rows = np.flatnonzero(mask)
         if not len(rows):
             return self._obs
-        self._warn_of_shared_noise(start_seed[rows], noise_seed[rows])
         self._drop(mask)
         num_threads = max(1, num_cpus() * len(rows) // self.num_envs)
         env, first = self._source.make(start_seed[rows].tolist(), num_threads)
@@ -230,15 +226,6 @@ class EnvPoolGroupEnv(GroupEnv):
             if not len(pool.rows):
                 pool.env.close()
         self._pools = [pool for pool in left if len(pool.rows)]
-
-    def _warn_of_shared_noise(self, start_seed: Seeds, noise_seed: Seeds) -> None:
-        pairs = np.unique(np.stack([start_seed, noise_seed]), axis=1)
-        if self._has_warned or pairs.shape[1] == len(np.unique(start_seed)):
-            return
-        self._has_warned = True
-        log.warning(
-            "members of %s share all randomness, also after the start: EnvPool takes one seed for both", self.env_id
-        )
 
 
 def _describe(env: VectorEnv, source: EnvPoolSource, num_envs: int) -> None:

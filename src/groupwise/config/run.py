@@ -134,11 +134,11 @@ class CommonCfg(Cfg):
 
     @model_validator(mode="after")
     def _check_algorithm(self) -> "CommonCfg":
-        schedule = self.algorithm.schedule
-        if isinstance(schedule, LinearCfg) and schedule.warmup >= self.budget.total:
+        schedule, budget = self.algorithm.schedule, self.budget
+        if isinstance(schedule, LinearCfg) and schedule.warmup >= budget.total:
             raise ValueError(
-                f"algorithm.schedule.warmup={schedule.warmup} is not less than {self.budget.name}={self.budget.total:,}; fix: a share of "
-                f"training below 1, or fewer {self.budget.unit}"
+                f"algorithm.schedule.warmup={schedule.warmup} is not less than {budget.name}={budget.total:,}; fix: a share of "
+                f"training below 1, or fewer {budget.unit}"
             )
         expected = AlgorithmCfg.named(self.algorithm.name)
         if type(self.algorithm) is not expected:

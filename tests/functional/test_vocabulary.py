@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.functional import vocabulary
-from groupwise.functional.vocabulary import token_scores
+from groupwise.functional.vocabulary import token_scores, unprocessed
 
 
 def plain(hidden, weight, token, temperature):
@@ -259,7 +259,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("trained", ["both", "hidden"])
-@pytest.mark.parametrize("processor", [None, lambda logits, part: (logits * 2, torch.full_like(logits, 2))])
+@pytest.mark.parametrize("processor", [unprocessed, lambda logits, part: (logits * 2, torch.full_like(logits, 2))])
 def test_never_holds_more_than_it_is_allowed(processor, trained):
     hidden, weight = torch.randn(300, 4), torch.randn(100, 4)
     leaves_of(trained, hidden, weight)

@@ -94,6 +94,7 @@ def test_neither_order_nor_shared_prefixes_change_the_gradient(family, change):
 
 def test_members_read_their_prompt_once():
     policy = CausalLM(tiny_model())
+    assert policy.shares_prefixes
     prompt = list(range(4, 24))
     batch = batch_of([TextRow(prompt, [30 + i, 31], [0.0, 0.0], 1.0, False, 0) for i in range(4)])
     read = []
@@ -259,6 +260,7 @@ def test_layers_computed_again_give_the_same_gradient_with_fewer_saved_tensors(f
     plain, thrifty = (make_policy(kind, family, gradient_checkpointing=again) for again in (False, True))
     for policy in (plain, thrifty):
         shake(policy)
+        assert policy.shares_prefixes
     results = []
     for policy in (plain, thrifty):
         kept = []
@@ -266,8 +268,6 @@ def test_layers_computed_again_give_the_same_gradient_with_fewer_saved_tensors(f
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             scores, gradient = scores_and_gradient(policy, batch, weight)
         results.append((scores.log_prob, gradient, sum(kept)))
-    assert plain.shares_prefixes
-    assert thrifty.shares_prefixes
     torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=0)
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-5, atol=1e-6)
     assert results[1][2] < 0.5 * results[0][2]
@@ -350,11 +350,12 @@ def test_prefixes_are_shared_only_if_that_changes_nothing(autocast):
     with torch.no_grad():  # logits as far apart as a trained model's
         model.lm_head.weight.mul_(30)
         model.model.layers[0].self_attn.o_proj.weight.mul_(30)
-    with pytest.warns(SlowPathWarning, match=r"Broken encodes each group's prompt once per completion .* differ by \d"):
-        policy = CausalLM(model, autocast=autocast)
-    assert not policy.shares_prefixes
+    policy, batch = CausalLM(model, autocast=autocast), batch_of(ROWS)
     alone = batch_of([row._replace(group=number) for number, row in enumerate(ROWS)])
-    assert torch.equal(policy.evaluate(batch_of(ROWS)).log_prob, policy.evaluate(alone).log_prob)
+    with pytest.warns(SlowPathWarning, match=r"Broken encodes each group's prompt once per completion .* differ by \d"):
+        scores = policy.evaluate(batch)
+    assert torch.equal(scores.log_prob, policy.evaluate(alone).log_prob)
+    policy.evaluate(batch)  # warns once
 
 
 def test_prefixes_are_not_shared_where_the_cache_forgets():
@@ -367,9 +368,9 @@ def test_prefixes_are_not_shared_where_the_cache_forgets():
             "layer_types": None,
         }
     )
+    policy = CausalLM(Qwen2ForCausalLM(config))
     with pytest.warns(SlowPathWarning, match="its cache has a DynamicSlidingWindowLayer, not the keys and values"):
-        policy = CausalLM(Qwen2ForCausalLM(config))
-    assert not policy.shares_prefixes
+        policy.evaluate(batch_of(ROWS))
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

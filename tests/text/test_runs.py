@@ -283,7 +283,7 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(change, message,
     assert not (tmp_path / "run").exists()
 
 
-def test_a_reward_that_knows_nothing_stops_the_run_after_a_while(model, tmp_path, caplog):
+def test_a_reward_that_knows_nothing_stops_the_run_after_a_while(model, tmp_path):
     def silent(prompts, **rest):
         return [None] * len(prompts)
 
@@ -291,7 +291,6 @@ def test_a_reward_that_knows_nothing_stops_the_run_after_a_while(model, tmp_path
         gw.DataError, match=r"no completion of 3 iterations in a row could be scored: .*fix: the rewards silent"
     ):
         train(gw.TextTask(numbers(), reward=silent), model, tmp_path / "run", total_steps=1000)
-    assert caplog.text.count("the update is skipped") == 3
 
 
 def test_a_failing_reward_names_itself(model, tmp_path):

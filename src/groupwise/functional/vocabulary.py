@@ -17,6 +17,11 @@ LogitProcessor = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
 """From the logits ``[token, vocabulary]`` of these tokens to processed ones, all finite, and their derivative, if it is not 1."""
 
 
+def unprocessed(logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor | None]:
+    """The logits as they are."""
+    return logits, None
+
+
 class TokenScores(NamedTuple):
     """Scores of each token, in float32."""
 
@@ -31,7 +36,7 @@ def token_scores(
     token: Int[Tensor, " token"],
     *,
     temperature: float = 1.0,
-    processor: LogitProcessor | None = None,
+    processor: LogitProcessor = unprocessed,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> TokenScores:
     """Log-probability of each token, and entropy, under ``softmax(processor(hidden @ weight.T) / temperature)``.
@@ -41,7 +46,7 @@ def token_scores(
 
     Args:
         hidden: last hidden state at the position *before* each token.
-        processor: changes each logit by itself. None: the logits as they are.
+        processor: changes each logit by itself.
         chunk_elements: most logits held at once, but at least those of one token.
     """
     rows = max(1, chunk_elements // len(weight))
@@ -65,7 +70,7 @@ class _Scores(torch.autograd.Function):
         weight: Tensor,
         token: Tensor,
         temperature: float,
-        processor: LogitProcessor | None,
+        processor: LogitProcessor,
         chunks: list[slice],
         frozen: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -75,7 +80,7 @@ class _Scores(torch.autograd.Function):
         log_prob, entropy, peak, log_total = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         slope = torch.empty_like(hidden, dtype=torch.float32) if frozen else None
         for c in chunks:
-            logits, derivative = _processed(_product(hidden[c], weight, wide), processor, c)
+            logits, derivative = processor(_product(hidden[c], weight, wide), c)
             logits.div_(temperature)
             peak[c] = logits.amax(dim=-1)
             exp = logits.sub_(peak[c, None]).exp()
@@ -106,7 +111,7 @@ class _Scores(torch.autograd.Function):
             at_token -= grad_entropy * log_prob.exp() * (log_prob + entropy)
         with torch.autocast(hidden.device.type, enabled=False):
             for c in ctx.chunks:
-                log_p, derivative = _processed(_product(hidden[c], weight, wide), ctx.processor, c)
+                log_p, derivative = ctx.processor(_product(hidden[c], weight, wide), c)
                 log_p.div_(ctx.temperature).sub_(peak[c, None]).sub_(log_total[c, None])
                 grad, upstream = log_p.exp(), grad_log_prob[c, None]
                 if grad_entropy is not None:
@@ -119,10 +124,6 @@ class _Scores(torch.autograd.Function):
                     grad_weight.addmm_(grad.T, hidden[c].float())
         grads = ((grad_hidden, hidden), (grad_weight, weight))
         return *(None if grad is None else grad.to(to.dtype) for grad, to in grads), *(None,) * 5
-
-
-def _processed(logits: Tensor, processor: LogitProcessor | None, c: slice) -> tuple[Tensor, Tensor | None]:
-    return (logits, None) if processor is None else processor(logits, c)
 
 
 def _times(grad: Tensor, derivative: Tensor | None) -> Tensor:

@@ -1,8 +1,6 @@
 """Rollouts of texts: groups of completions of the same prompt, scored by reward functions."""
 
-import logging
 from collections.abc import Sequence
-from functools import partial
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -31,8 +29,6 @@ from groupwise.text.transcripts import (
     training_row,
     write,
 )
-
-log = logging.getLogger(__name__)
 
 MAX_UNSCORED = 3
 """Iterations in a row without any scorable completion, after which training stops."""
@@ -81,7 +77,6 @@ class TextCollector(Collector):
         Raises:
             DataError: nothing could be scored, several times in a row.
         """
-        self.rewards.take_logged()  # of a rollout that failed
         kept: list[list[Transcript]] = []
         filtered: list[list[Transcript]] = []
         num_prompts = self._cfg.num_prompts
@@ -97,11 +92,11 @@ class TextCollector(Collector):
         self.iteration += 1
         self.members = [member for group in (*kept, *filtered) for member in group]
         self._check_scored()
-        row = partial(training_row, cfg=self._cfg)
-        rows = [row(member) for group in kept for member in group]
-        rows += [row(member)._replace(reward=None) for group in filtered for member in group]
+        rows = [training_row(member, self._cfg) for group in kept for member in group]
+        rows += [training_row(member, self._cfg)._replace(reward=None) for group in filtered for member in group]
         self._update_metrics(num_filtered=len(filtered))
-        return self._with_values(text_rollout(rows, device=self.policy.device))
+        rollout = text_rollout(rows, device=self.policy.device)
+        return rollout if self.policy.actor_only else self._with_values(rollout)
 
     def recent_episodes(self) -> Sequence[Episode]:
         """The completions of the last rollout."""
@@ -145,11 +140,8 @@ class TextCollector(Collector):
         return self.position * self.world_size / len(self.prompts)
 
     def _check_scored(self) -> None:
-        if any(member.reward is not None for member in self.members):
-            self._unscored = 0
-            return
-        self._unscored += 1
-        log.warning("no completion of iteration %d could be scored: the update is skipped", self.iteration)
+        scored = any(member.reward is not None for member in self.members)
+        self._unscored = 0 if scored else self._unscored + 1
         if self._unscored == MAX_UNSCORED:
             raise DataError(
                 f"no completion of {MAX_UNSCORED} iterations in a row could be scored: every reward was None or not finite; "
@@ -169,9 +161,7 @@ class TextCollector(Collector):
         self._metrics |= {f"reward/{name}": value for name, value in self.rewards.take_logged().items()}
 
     def _with_values(self, rollout: TensorDict) -> TensorDict:
-        """The rollout with the critic's values, if there is one."""
-        if self.policy.actor_only:
-            return rollout
+        """The rollout with the critic's values."""
         value = torch.cat([self.policy.values(rows) for rows in rollout.split(_VALUE_ROWS)])
         rollout["value"] = value
         rollout["next_value"] = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)

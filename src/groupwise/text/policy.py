@@ -3,6 +3,7 @@
 Scores are those of the sampling distribution, temperature included.
 """
 
+import functools
 import sys
 import warnings
 from collections.abc import MutableMapping, Sequence
@@ -14,12 +15,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.errors import ConfigError, SlowPathWarning
-from groupwise.functional.vocabulary import token_scores
+from groupwise.functional.vocabulary import token_scores, unprocessed
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.text.prefixes import Prefixes, find_prefixes
 from groupwise.text.processing import recorded_processor
@@ -34,8 +34,8 @@ _ROUNDING = {"float32": 1e-3, "coarse": 0.1}
 class CausalLM(Policy):
     """Scores tokens with a transformers model, plain or with adapters by peft; dropout is off in every mode.
 
-    The common prefix of a group's rows is encoded once. A few rows are scored in both ways at first; if the scores differ,
-    or the model's cache does not allow it, prefixes are not shared, and a ``SlowPathWarning`` gives the reason.
+    The common prefix of a group's rows is encoded once. At the first such rows, a few tokens are scored in both ways; if the
+    scores differ, or the model's cache does not allow it, prefixes are not shared, and a ``SlowPathWarning`` says why.
     ``state_dict`` holds the trained parameters alone (all, if none are trained), each tensor once.
 
     Args:
@@ -88,11 +88,7 @@ class CausalLM(Policy):
         self.value_head = None if actor_only else self._make_value_head()
         if gradient_checkpointing:
             recompute_layers(self.network)
-        self._forward = _last_hidden
-        self._shares_prefixes = True
-        self._check_prefixes()
-        if compile:
-            self._forward = torch.compile(_last_hidden, dynamic=True)
+        self._forward = torch.compile(_last_hidden, dynamic=True) if compile else _last_hidden
         self.decoder = Decoder()
         """The decoding step in generation."""
         self._saved = self._names_to_save()
@@ -106,11 +102,6 @@ class CausalLM(Policy):
         super().train(mode)
         keep_differentiable(self)
         return self
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether a group's prompt is encoded once."""
-        return self._shares_prefixes
 
     @property
     def network(self) -> Any:
@@ -148,7 +139,7 @@ class CausalLM(Policy):
         """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
         mask = batch["loss_mask"]
         hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], mask)
-        processor = recorded_processor(batch, self.sampling) if self.sampling.processes_logits else None
+        processor = recorded_processor(batch, self.sampling) if self.sampling.processes_logits else unprocessed
         scores = token_scores(
             hidden, self.head, batch["action"][mask], temperature=self.sampling.temperature, processor=processor
         )
@@ -220,9 +211,13 @@ class CausalLM(Policy):
 
     def _hidden(self, tokens: Tensor, valid: Tensor, group: Tensor, mask: Tensor) -> Float[Tensor, "token width"]:
         """Hidden states at the tokens of the mask."""
-        prefixes = find_prefixes(tokens, valid, group) if self._shares_prefixes else None
-        if prefixes is not None:
+        prefixes = find_prefixes(tokens, valid, group)
+        if prefixes is not None and self.shares_prefixes:
             return self._hidden_shared(prefixes, mask)
+        return self._hidden_separately(tokens, valid, mask)
+
+    def _hidden_separately(self, tokens: Tensor, valid: Tensor, mask: Tensor) -> Float[Tensor, "token width"]:
+        """Hidden states at the tokens of the mask, each row by itself."""
         width = max(1, int(valid.sum(dim=1).max()))  # these rows may be shorter than the rollout's widest
         return self.hidden_states(tokens[:, :width], valid[:, :width], compiled=True)[mask[:, :width]]
 
@@ -237,6 +232,32 @@ class CausalLM(Policy):
             context = torch.cat([prefixes.head_valid[prefixes.number], prefixes.tail_valid], dim=1)
             tail = self.hidden_states(prefixes.tail, context, cache, compiled=True)
         return prefixes.gather(head, tail, mask)
+
+    @functools.cached_property
+    @torch.no_grad()
+    def shares_prefixes(self) -> bool:
+        """Whether a group's prompt is encoded once: if that gives a few rows of two groups the scores that they have alone."""
+        tokens = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 3, 5], [6, 7, 0, 0, 0], [6, 8, 0, 0, 0]], device=self.device)
+        tokens %= len(self.head)
+        valid = torch.arange(5, device=self.device) < torch.tensor([[5], [5], [2], [2]], device=self.device)
+        prefixes = find_prefixes(
+            tokens, valid, torch.tensor([[0], [0], [1], [1]], device=self.device).expand_as(tokens)
+        )
+        assert prefixes is not None
+        try:
+            ways = (self._hidden_shared(prefixes, valid), self._hidden_separately(tokens, valid, valid))
+        except ConfigError as error:
+            why = str(error)
+        else:
+            temperature, read = self.sampling.temperature, tokens[valid]
+            one, other = (token_scores(hidden, self.head, read, temperature=temperature)[0] for hidden in ways)
+            off = float((one - other).square().mean().sqrt())
+            if off <= self.rounding:
+                return True
+            why = f"its log-probabilities differ by {off:.2g} with a cache, more than {self.rounding}"
+        message = f"{type(self.network).__name__} encodes each group's prompt once per completion (no prefix sharing)"
+        warnings.warn(f"{message}: {why}", SlowPathWarning, stacklevel=4)
+        return False
 
     def _value(self, hidden: Tensor, mask: Tensor) -> Float[Tensor, "row step"]:
         if self.value_head is None:
@@ -283,35 +304,6 @@ class CausalLM(Policy):
                 f"the logits of {name} are not its hidden states times its output embeddings: they differ by {off:.1%}; "
                 "fix: a model whose logits are not scaled, capped or biased"
             )
-
-    @torch.no_grad()
-    def _check_prefixes(self) -> None:
-        """Score rows of two groups with and without shared prefixes, and share these only if the scores agree."""
-        rows = [[0, 1, 2, 3, 4], [0, 1, 2, 3, 5], [6, 7], [6, 8]]
-        tokens, valid = (
-            pad_sequence([torch.tensor(row, device=self.device) for row in some], batch_first=True)
-            for some in (rows, [[1] * len(row) for row in rows])
-        )
-        tokens, valid, group = (
-            tokens % len(self.head),
-            valid.bool(),
-            torch.tensor([[0], [0], [1], [1]]).to(tokens).expand_as(tokens),
-        )
-        scores = []
-        try:
-            for self._shares_prefixes in (False, True):
-                hidden = self._hidden(tokens, valid, group, valid)
-                scores.append(token_scores(hidden, self.head, tokens[valid], temperature=self.sampling.temperature)[0])
-        except ConfigError as error:
-            why = str(error)
-        else:
-            off = float((scores[1] - scores[0]).square().mean().sqrt())
-            if off <= self.rounding:
-                return
-            why = f"its log-probabilities differ by {off:.2g} with a cache, more than {self.rounding}"
-        self._shares_prefixes = False
-        message = f"{type(self.network).__name__} encodes each group's prompt once per completion (no prefix sharing)"
-        warnings.warn(f"{message}: {why}", SlowPathWarning, stacklevel=3)
 
 
 def _has_adapters(model: Any) -> bool:

@@ -342,7 +342,7 @@ def test_equal_rewards_are_warned_of_once(model, tmp_path, caplog):
 def test_lone_surrogates_are_replaced_with_one_warning(model, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "1\\ud8002"}\n{"prompt": "\\ud83d\\ude00"}\n')
     task = gw.TextTask(tmp_path / "data.jsonl", reward=share_copied, tool=lambda text: None)
-    with pytest.warns(UserWarning, match="lone surrogates in .*: U.FFFD takes their place") as caught:
+    with pytest.warns(UserWarning, match="lone surrogates: U.FFFD takes their place") as caught:
         run = train(task, model, tmp_path / "run")
     assert sum("surrogates" in str(warning.message) for warning in caught) == 1
     assert run.summary["stopped"] == "total_steps"

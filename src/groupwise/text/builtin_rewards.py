@@ -5,6 +5,7 @@ An answer is right as a whole or not at all: it is not searched for in a longer 
 
 import functools
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, Literal
@@ -57,7 +58,7 @@ class RegexReward(RewardObject):
             return RewardError(f"the pattern took longer than {_SECONDS_PER_SEARCH:g} s in {text!r:.80}")
 
 
-class AnswerReward(RewardObject):
+class AnswerReward(RewardObject, ABC):
     """Base of rewards that compare the answer with a column; None where the column is."""
 
     def __init__(self, column: str = "answer", where: Where = "auto") -> None:
@@ -72,11 +73,8 @@ class AnswerReward(RewardObject):
             for gold, completion in zip(golds, completions, strict=True)
         ]
 
-    def _score(self, gold: object, completion: str) -> Score:
-        return float(self._right(gold, completion))
-
-    def _right(self, gold: object, completion: str) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _score(self, gold: object, completion: str) -> Score: ...
 
 
 @register_reward("exact")
@@ -89,9 +87,9 @@ class ExactReward(AnswerReward):
         super().__init__(column, where)
         self._fold: Callable[[str], str] = str.casefold if case == "ignored" else str
 
-    def _right(self, gold: object, completion: str) -> bool:
+    def _score(self, gold: object, completion: str) -> Score:
         answer = final_answer(completion, self._where)
-        return answer is not None and self._fold(answer) == self._fold(str(gold).strip())
+        return float(answer is not None and self._fold(answer) == self._fold(str(gold).strip()))
 
 
 @register_reward("numeric")
@@ -109,7 +107,7 @@ class NumericReward(AnswerReward):
             )
         self._tolerance = Fraction(tolerance)
 
-    def _right(self, gold: object, completion: str) -> bool:
+    def _score(self, gold: object, completion: str) -> Score:
         wanted = as_number(gold_answer(gold))
         if wanted is None:
             raise ValueError(
@@ -117,7 +115,7 @@ class NumericReward(AnswerReward):
             )
         answer = final_answer(completion, self._where, otherwise=last_number)
         given = None if answer is None else as_number(answer)
-        return given is not None and abs(given - wanted) <= self._tolerance * abs(wanted)
+        return float(given is not None and abs(given - wanted) <= self._tolerance * abs(wanted))
 
 
 @register_reward("math")
@@ -139,18 +137,17 @@ class MathReward(AnswerReward):
         self._verifier.close()
 
     def _score(self, gold: object, completion: str) -> Score:
+        wanted, given = gold_answer(gold).strip("$ "), (final_answer(completion, self._where) or "").strip("$ ")
+        if wanted == given:
+            return 1.0
+        if not given or _has_words(wanted) or _has_words(given):
+            return 0.0
         try:
-            return super()._score(gold, completion)
+            return float(self._same(wanted, given))
         except TimeoutError:  # wrong, and not remembered: the cache keeps no exceptions
             return 0.0
         except ChildProcessError as error:
             return RewardError(str(error))
-
-    def _right(self, gold: object, completion: str) -> bool:
-        wanted, given = gold_answer(gold).strip("$ "), (final_answer(completion, self._where) or "").strip("$ ")
-        if wanted == given:
-            return True
-        return bool(given) and not _has_words(wanted) and not _has_words(given) and self._same(wanted, given)
 
 
 @register_reward("reasoning_gym")

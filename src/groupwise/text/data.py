@@ -71,7 +71,7 @@ def encodable(text: str) -> str:
     """The text with U+FFFD for lone surrogates, which no tokenizer takes; warns of them."""
     whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if whole != text:
-        warnings.warn(f"lone surrogates in {text!r:.80}: U+FFFD takes their place", stacklevel=2)
+        warnings.warn("a text has lone surrogates: U+FFFD takes their place", stacklevel=2)
     return whole
 
 

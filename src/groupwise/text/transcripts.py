@@ -1,5 +1,6 @@
 """Transcripts: the turns of the model and the tool's answers at a prompt, and their rewards."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -151,13 +152,12 @@ def write(transcripts: Sequence[Transcript], generate: Generate, sampling: Sampl
 
 def _batches(transcripts: Sequence[Transcript]) -> list[list[list[Transcript]]]:
     """Transcripts with the same text so far in one group; groups that can be generated in one call in one batch."""
-    groups: dict[tuple[bool, int, tuple[int, ...]], list[Transcript]] = {}
-    for transcript in transcripts:
-        key = transcript.greedy, transcript.group, tuple(transcript.tokens)
-        groups.setdefault(key, []).append(transcript)
-    batches: dict[tuple[bool, int], list[list[Transcript]]] = {}
+    groups: dict[tuple[bool, int, tuple[int, ...]], list[Transcript]] = defaultdict(list)
+    for member in transcripts:
+        groups[member.greedy, member.group, tuple(member.tokens)].append(member)
+    batches: dict[tuple[bool, int], list[list[Transcript]]] = defaultdict(list)
     for (greedy, *_), group in groups.items():
-        batches.setdefault((greedy, len(group)), []).append(group)
+        batches[greedy, len(group)].append(group)
     return list(batches.values())
 
 
@@ -198,8 +198,8 @@ def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:
 
 def rewards_of_groups(transcripts: Sequence[Transcript]) -> list[list[float]]:
     """The rewards of each group's scorable members; groups without any are left out."""
-    groups: dict[int, list[float]] = {}
-    for transcript in transcripts:
-        if transcript.reward is not None:
-            groups.setdefault(transcript.group, []).append(transcript.reward)
+    groups: dict[int, list[float]] = defaultdict(list)
+    for member in transcripts:
+        if member.reward is not None:
+            groups[member.group].append(member.reward)
     return list(groups.values())

@@ -134,7 +134,8 @@ def _choice_section(name: str, members: list[type[Cfg]]) -> str:
             for key, field in fields.items()
         ]
         rows.append((f"`{cls.own_name()}`", _summary(cls), "<br>".join(parameters) or "none"))
-    example = f'`{name}: "{members[0].own_name()}"`'
+    first = f'"{members[0].own_name()}"'
+    example = f"`{name}: {f'[{first}]' if name == 'report_to' else first}`"
     text = f"Give a name, such as {example}, or an object of a name and parameters."
     return "\n\n".join([f"## Choices of {name}", text, _table(("name", "what it does", "parameters"), rows)])
 

@@ -38,3 +38,17 @@ def test_every_public_name_resolves(name):
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nope'"):
         groupwise.nope  # noqa: B018
+
+
+def test_texts_without_the_extra_name_it(tmp_path):
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import groupwise as gw\n"
+        f"gw.train(gw.TextTask(['a'], reward=lambda completions: [0.0]), model='m', run_dir={str(tmp_path / 'run')!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .endswith("MissingExtraError: 'transformers' is not installed; fix: pip install -e '.[text]' in the checkout")
+    )

@@ -319,6 +319,7 @@ def sample(
 
 def _refuse_for_live(run: Run, checkpoint: str, objects: Mapping[str, Any]) -> None:
     """A ``Run`` has its policy and objects; those of a folder would be ignored."""
+    UserObjects.again(objects)
     named = ["checkpoint"] if checkpoint != "latest" else []
     if named := named + [key for key, value in objects.items() if value is not None]:
         raise ConfigError(

@@ -230,10 +230,14 @@ def test_a_given_model_is_given_again_and_its_adapters_have_their_own_rate(model
     ("call", "message"),
     [
         (lambda run: gw.evaluate(run, checkpoint="best"), "checkpoint: only for a run's folder; fix: give"),
-        (lambda run: gw.evaluate(run, reward=share_copied, foo=1), "reward, foo: only for a run's folder"),
+        (lambda run: gw.evaluate(run, reward=share_copied), "reward: only for a run's folder"),
+        (lambda run: gw.evaluate(run, n_eval_episodes=3), "unknown argument 'n_eval_episodes'; fix: one of the func"),
         (lambda run: gw.sample(run, "12", checkpoint="best"), "checkpoint: only for a run's folder"),
-        (lambda run: gw.evaluate(run.path, rewards=share_copied), r"rewards = .*objects again \(env, .*reward, "),
-        (lambda run: gw.resume(run.path, totalsteps=3), r"totalsteps = 3: .*; fix: leave it out, or "),
+        (
+            lambda run: gw.evaluate(run.path, rewards=share_copied),
+            "unknown argument 'rewards'; fix: .*own, or env, pol",
+        ),
+        (lambda run: gw.resume(run.path, totalsteps=3), "unknown argument 'totalsteps'; fix: one of the function's"),
     ],
 )
 def test_what_would_be_ignored_is_refused(copied, call, message):

@@ -234,7 +234,8 @@ def _hint(path: str, options: Sequence[Option], flags: Sequence[str], default: C
     own = path.rpartition(".")[2]
     last = {name: name.rpartition(".")[2] for name in known if not path.startswith(f"{name}.")}
     like = get_close_matches(OTHER_NAMES.get(own, own), last.values(), n=1, cutoff=0.7)
-    near = get_close_matches(path, last, n=1, cutoff=0.8) or [name for name in last if last[name] in like]
+    same = [name for name in last if last[name] == OTHER_NAMES.get(own)]
+    near = same or get_close_matches(path, last, n=1, cutoff=0.8) or [name for name in last if last[name] in like]
     if near:
         return f"; did you mean {' or '.join(map(_flag, near[:3]))}?"
     return f"; known: {', '.join(map(_flag, known))}" if len(known) < _FEW else "; --help-all shows them all"

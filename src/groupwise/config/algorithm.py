@@ -200,7 +200,7 @@ class AlgorithmCfg(Choice):
     micro_batch_size: PositiveInt | None = None
     """Most steps, or tokens with padding, in one forward pass. Bounds memory, never changes the gradient. None: the whole minibatch."""
     gamma: Fraction = 0.99
-    """Discount. GRPO reads it with ``credit.returns="return_to_go"`` alone, and in normalised rewards."""
+    """Discount. GRPO reads it with ``credit.returns="return_to_go"``, with the baseline ``gigpo``, and in normalised rewards."""
     ent_coef: float = 0.0
     """Weight of the entropy bonus; its first value with ``adaptive_entropy``."""
     max_grad_norm: Positive | None = 0.5

@@ -7,13 +7,17 @@ from typing import ClassVar, Literal
 
 import torch
 
+from groupwise.errors import require_extra
+
+require_extra("transformers", "text")
+
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import GRPOCfg, with_max_length
 from groupwise.config.credit import PartsCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError, require_extra
+from groupwise.errors import ConfigError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
@@ -124,7 +128,6 @@ def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine) -> Ba
     Args:
         given: the policy, if it was made in Python.
     """
-    require_extra("transformers", "text")
     algorithm_type = cfg.algorithm.load()
     policy = _policy(cfg, given, actor_only=algorithm_type.actor_only).to(pick_device(cfg.device))
     speed_up(policy)

@@ -45,6 +45,10 @@ class UserObjects(NamedTuple):
             ConfigError: one is no object of a run, but perhaps a setting.
         """
         for name, value in objects.items():
+            if name not in (*cls._fields, *RunCfg.model_fields, *TextRunCfg.model_fields):
+                raise ConfigError(
+                    f"unknown argument {name!r}; fix: one of the function's own, or {', '.join(cls._fields)}"
+                )
             if name not in cls._fields or (name in ("env", "policy") and isinstance(value, str | Mapping | Cfg)):
                 raise ConfigError(
                     f"{name} = {value!r:.80}: a run is given its Python objects again ({', '.join(cls._fields)}), and has its "

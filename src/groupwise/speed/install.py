@@ -8,13 +8,12 @@ from groupwise.config.run import RunCfg
 from groupwise.errors import ConfigError
 from groupwise.speed import compile as compiling
 from groupwise.speed import rollouts
-from groupwise.speed.cpu_memory import keep_freed_memory
 from groupwise.speed.flat import flatten
 from groupwise.speed.numpy_actor import numpy_actor
 
 
 def install(cfg: RunCfg, algorithm: BaseAlgorithm, collector: Collector) -> None:
-    """Speed up a run: flat parameters or, of large networks, kept memory; acting in NumPy; compiled updates and rollouts.
+    """Speed up a run: flat parameters, acting in NumPy, compiled updates and rollouts.
 
     ``cfg.compile`` says whether anything is compiled.
 
@@ -22,8 +21,6 @@ def install(cfg: RunCfg, algorithm: BaseAlgorithm, collector: Collector) -> None
         ConfigError: ``compile="on"`` where the update cannot be compiled.
     """
     flat = flatten(algorithm)
-    if flat is None and algorithm.policy.device.type == "cpu":
-        keep_freed_memory()
     collector.actor = partial(numpy_actor, collector.policy)  # type: ignore[method-assign]
     if cfg.compile == "off":
         return

@@ -22,7 +22,6 @@ from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
 from groupwise.speed.cpu_attention import attend_on_cpus
-from groupwise.speed.cpu_memory import keep_freed_memory
 from groupwise.speed.decoding_step import FastDecoder
 from groupwise.text.callbacks import LogGroups
 from groupwise.text.collector import TextCollector
@@ -145,8 +144,6 @@ def speed_up(policy: CausalLM) -> None:
     """Install the fast paths of language models: they change numbers by no more than rounding."""
     policy.decoder = FastDecoder()
     attend_on_cpus(policy.network)
-    if policy.device.type == "cpu":
-        keep_freed_memory()
 
 
 def load_algorithm(

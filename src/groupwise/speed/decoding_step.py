@@ -7,7 +7,7 @@ calling the modules of transformers. Those still encode the prompts, and ``FastD
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +19,6 @@ from transformers.cache_utils import DynamicLayer
 
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.base import has_hooks
-from groupwise.speed.cpu_attention import attend, autocast_off
 from groupwise.text.generation import Decoder, Head, Prompts, Step
 from groupwise.text.policy import CausalLM
 
@@ -127,9 +126,6 @@ class LlamaStep(Step):
         self._embed, self._norm = base.embed_tokens, _norm(base.norm)
         self._layers = [_layer(policy, layer) for layer in base.layers]
         self._head_width, self._groups = cached[0].keys.shape[-1], cached[0].keys.shape[1]
-        # with grouped queries, plain matrix products on a CPU take half the time of PyTorch's kernel
-        shared = base.config.num_attention_heads > self._groups and policy.device.type == "cpu"
-        self._attend = attend if shared else functional.scaled_dot_product_attention
         self._stores = [_store(layer, prompts.group_size) for layer in cached]
         self._length, self._rows = valid.shape[1], len(valid)
         self._slots: Tensor | None = None  # the rows' places in the caches, once these are in another order
@@ -184,7 +180,7 @@ class LlamaStep(Step):
         keys, values = self._extended(store, key, value)
         # the queries of a group are like several tokens of one head
         query = query.reshape(self._rows, self._groups, -1, self._head_width).to(store.dtype)
-        out = self._attend(query, keys, values, mask)
+        out = functional.scaled_dot_product_attention(query, keys, values, mask)
         return layer.out(out.reshape(self._rows, -1).to(value.dtype))
 
     def _extended(self, store: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,6 +211,11 @@ class LlamaStep(Step):
         mask = torch.zeros(len(valid), valid.shape[1] + most, device=valid.device, dtype=self._stores[0].dtype)
         mask[:, : valid.shape[1]].masked_fill_(~valid, -torch.inf)
         return mask[:, None, None]
+
+
+def autocast_off(device: str) -> AbstractContextManager:
+    """No autocast on devices of this type. Nothing is entered if it is off already, which saves an operation's time."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _layer(policy: CausalLM, layer: Any) -> _Layer:

@@ -21,7 +21,6 @@ from groupwise.errors import ConfigError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
-from groupwise.speed.cpu_attention import attend_on_cpus
 from groupwise.speed.decoding_step import FastDecoder
 from groupwise.text.callbacks import LogGroups
 from groupwise.text.collector import TextCollector
@@ -129,7 +128,7 @@ def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine) -> Ba
     """
     algorithm_type = cfg.algorithm.load()
     policy = _policy(cfg, given, actor_only=algorithm_type.actor_only).to(pick_device(cfg.device))
-    speed_up(policy)
+    policy.decoder = FastDecoder()
     algorithm: BaseAlgorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
     return algorithm
 
@@ -138,12 +137,6 @@ def identity_of(cfg: TextRunCfg, policy: CausalLM) -> Identity:
     """What a checkpoint belongs to: the data, and the model's class and sizes."""
     vocabulary, width = policy.head.shape
     return Identity(cfg.subject, f"{type(policy.network).__name__} of width {width}", f"{vocabulary} tokens")
-
-
-def speed_up(policy: CausalLM) -> None:
-    """Install the fast paths of language models: they change numbers by no more than rounding."""
-    policy.decoder = FastDecoder()
-    attend_on_cpus(policy.network)
 
 
 def load_algorithm(

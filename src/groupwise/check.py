@@ -306,8 +306,8 @@ def _tried(probe: Callable[[], T]) -> Finding[T]:
             return Finding(probe())
         except Exception as error:
             kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
-            text = str(error).strip().rpartition("\n")[2]  # an error in another process ends with a traceback
-            reason, _, fix = text.partition("; fix: ")
+            text = re.sub(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+", "", str(error))  # of another process
+            reason, _, fix = " ".join(text.split()).partition("; fix: ")
             reason = re.sub(r"^members of \S+ cannot share a start( by start_mode='\w+')?: ", "", reason)
             return Finding(None, kind + reason, fix)
         finally:

@@ -12,7 +12,6 @@ from groupwise.collectors.base import Episode
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError
 from groupwise.training.base import Callback, check_callbacks
-from groupwise.training.callbacks import StopAfterBadUpdates
 from groupwise.training.trainer import Trainer
 
 
@@ -292,7 +291,7 @@ def test_ten_useless_updates_in_a_row_end_training(parts: Any):
         def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
             trainer.buffer.all_dropped = trainer.iteration % 2 == 0
 
-    trainer = parts.trainer(Drops(), StopAfterBadUpdates(), total_steps=1000, algorithm=Skips)
+    trainer = parts.trainer(Drops(), total_steps=1000, algorithm=Skips)
     with pytest.raises(DivergedError, match="numbers of 10 updates in a row were not finite"):
         trainer.train()
     assert trainer.iteration == 20

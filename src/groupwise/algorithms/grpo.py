@@ -53,6 +53,7 @@ class GRPO(BaseAlgorithm):
         super().__init__(cfg, policy, engine, seed=seed)
         self.reference = policy.make_reference() if cfg.kl_coef > 0 else None
         self.baseline_state: Tensor | None = None
+        self._is_first = True
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns 0-dim metrics."""
@@ -69,8 +70,11 @@ class GRPO(BaseAlgorithm):
         if start is not None and self.cfg.top_entropy_quantile < 1:
             data = self._select_by_entropy(data, start.entropy)
         metrics = self.optimize(data, credit.num_episodes)
-        if self.iteration == 0:
-            self._check_advantage(advantage, batch["loss_mask"])
+        if (
+            self._is_first and batch["loss_mask"].any()
+        ):  # else nothing was left of the rollout, which has its own warning
+            self._is_first = False
+            self._check_advantage(advantage)
         self.policy.update_normalizers(rollout, self.engine)
         self.iteration += 1
         self._sync_reference()
@@ -99,6 +103,7 @@ class GRPO(BaseAlgorithm):
     def load_state_dict(self, state: dict) -> None:
         """Restore a saved ``state_dict``."""
         super().load_state_dict(state)
+        self._is_first = not self.optimizer_steps
         remembered = state["baseline_state"]
         self.baseline_state = None if remembered is None else remembered.to(self.policy.device)
         if self.reference is not None:
@@ -150,12 +155,13 @@ class GRPO(BaseAlgorithm):
         chosen = highest(entropy, self.cfg.top_entropy_quantile, data["loss_mask"], self.engine.sum)
         return multiplied(data, chosen.to(entropy))
 
-    def _check_advantage(self, advantage: Tensor, mask: Tensor) -> None:
+    def _check_advantage(self, advantage: Tensor) -> None:
         """Warn of a first update without a gradient: a KL has none yet. Later ones may be the end of learning."""
-        if mask.any() and not self.entropy.enabled and not advantage.any():
+        if not self.entropy.enabled and not advantage.any():
             log.warning(
-                "update 1 learns nothing: no group has members with different returns; "
-                "fix: a denser reward, a larger group_size, easier starts (docs/troubleshooting.md)"
+                "update %d learns nothing: no group has members with different returns; "
+                "fix: a denser reward, a larger group_size, easier starts (docs/troubleshooting.md)",
+                self.iteration + 1,
             )
 
     @property

@@ -167,12 +167,13 @@ class CreditCfg(Cfg):
     @model_validator(mode="after")
     def _check_together(self) -> "CreditCfg":
         for field, allowed in self.baseline.needs.items():
-            value = (vars(self.group_key) | vars(self))[field]
+            name = field if field in vars(self) else f"group_key.{field}"
+            value = (vars(self.group_key) | vars(self)).get(field)
             found = value.name if isinstance(value, Choice) else value
             if found not in allowed:
                 raise ValueError(
-                    f"baseline={self.baseline.name!r} needs {field}={' or '.join(map(repr, allowed))}; got {field}={found!r}, "
-                    f"fix: {field}={allowed[0]!r}, or baseline='mean'"
+                    f"baseline={self.baseline.name!r} needs {name}={' or '.join(map(repr, allowed))}; got {name}={found!r}, "
+                    f"fix: {name}={allowed[0]!r}, or baseline='mean'"
                 )
         if isinstance(self.group_key, GroupStepCfg) and self.returns not in ("return_to_go", "turn"):
             raise ValueError(

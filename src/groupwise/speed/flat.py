@@ -121,8 +121,9 @@ class FlatAdam:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved ``state_dict``."""
         self.param_groups[0].update(state["param_groups"][0] | {"params": [self._flat.vector]})
-        for name, value in state["state"].get(0, {}).items():
-            self.state[name].copy_(value)
+        saved = state["state"].get(0, {})
+        for name, value in self.state.items():
+            value.copy_(saved.get(name, torch.zeros_like(value)))
 
 
 def flatten(algorithm: BaseAlgorithm) -> FlatParameters | None:

@@ -73,8 +73,7 @@ class RewardFunction:
             return [*self.call.columns]
         named = inspect.signature(self.call).parameters.values()
         needed = [p.name for p in named if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        others = ARGUMENTS_OF_ONE if self._scores_one else ARGUMENTS
-        return [name for name in needed if name not in {*others, *self.settings}]
+        return [name for name in needed if name not in {*ARGUMENTS, *ARGUMENTS_OF_ONE, *self.settings}]
 
     def __call__(self, keywords: Mapping[str, Any], log_metric: LogMetric) -> Any:
         """What it returns for those of the keywords that it takes; an error for each completion if its process was lost."""
@@ -89,7 +88,9 @@ class RewardFunction:
     def _one_by_one(self, keywords: Mapping[str, Any]) -> Any:
         """The score of each completion, from a function of one."""
         prompts = keywords["prompts"]
-        columns = {name: values for name, values in keywords.items() if name not in ARGUMENTS}
+        columns = {
+            name: values for name, values in keywords.items() if name not in ARGUMENTS or name == "completion_ids"
+        }
         texts = {"completion": [written_text(completion) for completion in keywords["completions"]], "prompt": prompts}
         given = {"question": prompts} | columns | texts
         names = [name for name in self._names if name in given and name not in self.settings]

@@ -165,8 +165,8 @@ class RewardSet:
             "completion_ids": [list(ids) for ids in completion_ids],
             "trainer_state": state or TrainingState(),
         }
-        started = [self._start(function, keywords) for function in self.functions]
-        scores = [self._result(*one, len(prompts)) for one in zip(self.names, started, strict=True)]
+        started = {function: self._start(function, keywords) for function in sorted(self.functions, key=_waits)}
+        scores = [self._result(function.name, started[function], len(prompts)) for function in self.functions]
         members = list(zip(*scores, strict=True))
         self._count_failures(members)
         parts = tuple(tuple(score if isinstance(score, float) else None for score in part) for part in scores)
@@ -238,6 +238,12 @@ class RewardSet:
 
     def _log_metric(self, name: str, value: Any) -> None:
         self._metrics.setdefault(name, []).append(float(value))
+
+
+def _waits(function: RewardFunction) -> bool:
+    """Whether it is called after the async functions, which run meanwhile."""
+    call = function.call
+    return not (inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(call.__call__))
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from groupwise import files
 from groupwise.config.run import EvaluationMetric, SamplerMismatchCfg
 from groupwise.config.trackers import TrackedRun
-from groupwise.errors import DivergedError, SamplerMismatchError
+from groupwise.errors import SamplerMismatchError
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import SCORES
 from groupwise.terminal import SafeStream, printable
@@ -34,20 +34,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_BAD_UPDATES = 10
-
 
 def build_callbacks(
     parts: Components, folder: RunFolder, users: Sequence[Callback], evaluator: Evaluator | None, rank: int
 ) -> list[Callback]:
-    """The user's callbacks and those of the settings, in their order; on ranks above 0 only what ends training there, too."""
-    cfg, stop, logging = parts.cfg, parts.cfg.stop, parts.cfg.logging
-    built = [*users]
-    if cfg.algorithm.on_nonfinite != "stop":
-        built.append(StopAfterBadUpdates())
+    """The user's callbacks and those of the settings, in their order; only the user's on ranks above 0."""
     if rank != 0:
-        return built
-    built += parts.own_callbacks(folder)
+        return [*users]
+    cfg, stop, logging = parts.cfg, parts.cfg.stop, parts.cfg.logging
+    built = [*users, *parts.own_callbacks(folder)]
     if stop.time_limit is not None:
         built.append(TimeLimit(stop.time_limit))
     if evaluator is not None:
@@ -96,20 +91,6 @@ class CheckSamplerMismatch(Callback):
         if not self._warned:
             self._warned = True
             log.warning("%s %g; fix: %s", differ, self.cfg.warn, self.fix)
-
-
-class StopAfterBadUpdates(Callback):
-    """Ends training after 10 updates in a row with skipped steps, or of which nothing is left: numbers were not finite."""
-
-    def __init__(self) -> None:
-        self._bad = 0
-
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Count."""
-        bad = "train/skipped_steps" in metrics or trainer.buffer.all_dropped
-        self._bad = self._bad + 1 if bad else 0
-        if self._bad == _MAX_BAD_UPDATES:
-            raise DivergedError.because(f"numbers of {self._bad} updates in a row were not finite (see the warnings)")
 
 
 class Evaluate(Callback):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from groupwise.errors import CheckpointError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.training.checkpoint import MANIFEST, load_checkpoint, load_policy
@@ -23,7 +24,10 @@ def initialize(policy: Policy, source: Path) -> str:
     of_values = {name for name in own.keys() ^ weights.keys() if name.partition(".")[0] in policy.value_modules}
     absent, unused = of_values - weights.keys(), of_values - own.keys()
     taken = {name: weight for name, weight in weights.items() if name not in unused}
-    load_policy(policy, taken | {name: own[name] for name in absent}, folder)
+    try:
+        load_policy(policy, taken | {name: own[name] for name in absent}, folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"policy.init_from: {error}") from error
     parts = [f"Weights: {len(taken)} tensors from {folder}"]
     for names, what in ((absent, "{} starts fresh"), (unused, "its {} is not used")):
         if names:

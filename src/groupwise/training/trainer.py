@@ -26,6 +26,9 @@ from groupwise.training.base import Callback, check_callbacks
 
 log = logging.getLogger(__name__)
 
+MAX_BAD_UPDATES = 10
+"""Updates in a row with skipped steps, or of which nothing is left, after which training stops."""
+
 
 class Trainer:
     """Collects, updates and calls the callbacks, until the budget is used up or ``stop``.
@@ -78,6 +81,7 @@ class Trainer:
         self.ending = False
         """Whether iterations are over, and callbacks save the last one."""
         self._counts_before = self.counts
+        self._bad_updates = 0
 
     def train(self) -> None:
         """Run the loop.
@@ -217,6 +221,7 @@ class Trainer:
         update_start = time.perf_counter()
         metrics = self._to_floats(self.algorithm.update(self.buffer.get()))
         updated = time.perf_counter()
+        self._count_bad_updates("train/skipped_steps" in metrics or self.buffer.all_dropped)
         self._counts_before, self.counts = self.counts, counts
         for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
             self._leave_out(name, metrics.pop(name))
@@ -240,6 +245,14 @@ class Trainer:
             "steps": self.env_steps + self.engine.sum_int(self.collector.last_steps),
             "epochs": self.engine.sum_int(self.collector.position) / size if size else 0.0,
         }
+
+    def _count_bad_updates(self, bad: bool) -> None:
+        """Raise after ``MAX_BAD_UPDATES`` in a row that numbers which are not finite made useless."""
+        self._bad_updates = self._bad_updates + 1 if bad else 0
+        if self._bad_updates == MAX_BAD_UPDATES:
+            raise DivergedError.because(
+                f"numbers of {MAX_BAD_UPDATES} updates in a row were not finite (see the warnings)"
+            )
 
     def _leave_out(self, name: str, value: float) -> None:
         """Warn of a metric that is NaN or infinite, or raise, as ``on_nonfinite`` says."""

@@ -13,8 +13,7 @@ from groupwise.config.algorithm import CollectionCfg, GRPOCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.errors import DataError
 from groupwise.functional.texts import pass_rate, repeated_ngrams
-from groupwise.seeding import derive_seed
-from groupwise.text.data import shuffled
+from groupwise.text.data import in_order
 from groupwise.text.generation import Generate
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import EncodedPrompt
@@ -131,9 +130,8 @@ class TextCollector(Collector):
 
     def _prompt(self, group: int) -> EncodedPrompt:
         """The prompt of a group of this rollout."""
-        size = len(self.prompts)
-        epoch, place = divmod((self.position + group) * self.world_size + self.rank, size)
-        return self.prompts[shuffled(size, derive_seed(self._cfg.seed, "data"), epoch)[place]]
+        number = (self.position + group) * self.world_size + self.rank
+        return in_order(self.prompts, number, self._cfg.seed)
 
     @property
     def _epoch(self) -> float:

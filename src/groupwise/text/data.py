@@ -9,12 +9,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from groupwise.config.text import GYM
 from groupwise.errors import ConfigError, DataError, UnknownNameError, nearest, require_extra
 from groupwise.seeding import derive_seed
 
+Item = TypeVar("Item")
 Message = dict[str, str]
 Prompt = str | tuple[Message, ...]
 Completion = str | Sequence[Message]
@@ -127,6 +128,12 @@ def shuffled(size: int, seed: int, epoch: int) -> list[int]:
     order = list(range(size))
     random.Random(derive_seed(seed, "prompts", epoch)).shuffle(order)
     return order
+
+
+def in_order(items: Sequence[Item], number: int, seed: int) -> Item:
+    """Item ``number`` of training with this seed: each epoch is a new shuffle."""
+    epoch, place = divmod(number, len(items))
+    return items[shuffled(len(items), derive_seed(seed, "data"), epoch)[place]]
 
 
 def read_rows(source: object, where: str = "the data") -> list[Any]:

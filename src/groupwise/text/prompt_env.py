@@ -13,9 +13,8 @@ from torch import Tensor
 from groupwise.config.base import refuse_unknown
 from groupwise.config.text import GYM
 from groupwise.errors import ConfigError, DataError
-from groupwise.seeding import derive_seed
 from groupwise.text.completions import Completions
-from groupwise.text.data import Completion, Example, Prompt, read_rows, shuffled
+from groupwise.text.data import Completion, Example, Prompt, in_order, read_rows
 from groupwise.text.rewards import TrainingState
 from groupwise.text.task import TextTask
 
@@ -147,13 +146,9 @@ class PromptEnv:
         if self._evaluating:
             self._batch = self.eval_set[self._evaluated : self._evaluated + self.batch_size]
         else:
-            self._batch = [self._training_example(self._trained + i) for i in range(self.batch_size)]
+            numbers = range(self._trained, self._trained + self.batch_size)
+            self._batch = [in_order(self.train_set, number, self.seed) for number in numbers]
         return [example.prompt for example in self._batch]
-
-    def _training_example(self, number: int) -> Example:
-        size = len(self.train_set)
-        epoch, place = divmod(number, size)
-        return self.train_set[shuffled(size, derive_seed(self.seed, "data"), epoch)[place]]
 
     def _score(self, texts: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[float]:
         """Rewards of the batch's completions, group after group."""

@@ -99,3 +99,15 @@ def test_a_kl_without_gradient_does_not_hide_equal_returns(caplog):
     assert [message[:23] for message in caplog.messages] == ["update 1 learns nothing"]
     build("grpo", ent_coef=0.01, **ADAM).update(rollout)
     assert len(caplog.messages) == 1
+
+
+def test_equal_returns_are_warned_of_at_the_first_update_with_data(caplog):
+    algorithm = build("grpo", **ADAM)
+    rollout = make_rollout(algorithm.policy).clone()
+    rollout["reward"].zero_()
+    nothing = rollout.clone()
+    nothing["loss_mask"].zero_()
+    algorithm.update(nothing)
+    assert caplog.messages == []
+    algorithm.update(rollout)
+    assert [message[:23] for message in caplog.messages] == ["update 2 learns nothing"]

@@ -100,6 +100,13 @@ def test_a_function_of_one_completion_scores_each(function, timeout):
         rewards.check_columns(["solution"])
 
 
+def test_a_function_of_one_completion_gets_its_own_tokens():
+    def first(completion, completion_ids):
+        return completion_ids[0]
+
+    assert score(reward_set(first)).reward == (0, 1)
+
+
 def test_a_function_of_one_completion_gets_the_text_of_a_conversation():
     seen = []
     rewards = reward_set(
@@ -240,7 +247,7 @@ def test_async_functions_run_at_the_same_time_in_one_loop():
     rewards.close()
 
 
-def test_async_functions_run_while_the_sync_ones_behind_them_do():
+def test_async_functions_run_while_sync_ones_do_in_any_order():
     done = threading.Event()
 
     async def sets(**_):
@@ -252,6 +259,8 @@ def test_async_functions_run_while_the_sync_ones_behind_them_do():
         return [1, 1]
 
     assert score(reward_set(sets, waits)).reward == (1, 1)
+    done.clear()
+    assert score(reward_set(waits, sets)).reward == (1, 1)
 
 
 def test_functions_run_in_the_main_thread_even_where_a_loop_runs_already():

@@ -62,10 +62,8 @@ class Choice(Cfg):
 
     @classmethod
     def owner_of(cls, name: str) -> str:
-        """Which members of this family have a setting of that name, else as of other settings."""
-        owners = [repr(kind.own_name()) for kind in cls.members() if name in kind.model_fields]
-        if owners and name not in cls.model_fields:
-            return f"{name} is a setting of {cls.family} {' or '.join(owners)}, not of {cls.own_name()!r}; fix: choose that, too"
+        """Which settings elsewhere have one of that name, those of ``recipes/`` included."""
+        cls.members()  # imports them
         return super().owner_of(name)
 
     @classmethod

@@ -119,12 +119,8 @@ class ActorCritic(Policy):
     @torch.no_grad()
     def value(self, obs: Nested) -> Tensor:
         """V(obs) of shape [B], without gradient."""
-        if self.critic is None:
-            return super().value(obs)
-        obs = self._normalized(obs)
-        features = self._features(obs) if self.critic_encoder is None else self.critic_encoder(obs)
-        value: Tensor = self.critic(features)
-        return value.squeeze(-1)
+        value = self._forward(obs)[1]
+        return super().value(obs) if value is None else value
 
     @torch.no_grad()
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
@@ -136,7 +132,7 @@ class ActorCritic(Policy):
             DataError: an observation of the wrong shape or structure, or one that is not finite.
         """
         tensor, batched = self._read(obs)
-        params = self._allowed(self._params(self._features(self._normalized(tensor))), tensor)
+        params = self._actor_params(self.encoder(self._normalized(tensor)), tensor)
         return self._written(self.head.mode(params) if deterministic else self.head.sample(params), batched)
 
     def env_action(self, action: Tensor) -> Tensor:
@@ -211,10 +207,9 @@ class ActorCritic(Policy):
     def _normalized(self, obs: Nested) -> Nested:
         return obs if self.obs_normalizer is None else self.obs_normalizer(obs)
 
-    def _features(self, normalized: Nested) -> Tensor:
-        """Features for the actor, and for a critic without its own encoder."""
-        features: Tensor = self.encoder(normalized)
-        return features if self.trunk is None else self.trunk(features)
+    def _actor_params(self, features: Tensor, obs: Any) -> Tensor:
+        """Parameters of the action distribution alone, from the encoder's features."""
+        return self._allowed(self._params(features if self.trunk is None else self.trunk(features)), obs)
 
     def _params(self, features: Tensor) -> Tensor:
         outputs: Tensor = self.actor(features)

@@ -66,9 +66,9 @@ class RunningMeanStd(nn.Module):
         self.shift.copy_(self.mean)
         self.scale.copy_((self.var + _EPS).rsqrt())
 
-    def normalize(self, x: Float[Tensor, "*any"], clip: float = CLIP) -> Float[Tensor, "*any"]:
-        """``(x - mean) / std``, clipped to ``[-clip, clip]``."""
-        return ((x - self.shift) * self.scale).clamp(-clip, clip)
+    def normalize(self, x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+        """``(x - mean) / std``, clipped to ``[-CLIP, CLIP]``."""
+        return ((x - self.shift) * self.scale).clamp(-CLIP, CLIP)
 
 
 class ObsNormalizer(nn.Module):

@@ -119,7 +119,7 @@ class RecurrentActorCritic(ActorCritic):
         tensor, batched = self._read(obs)
         given = self._given_state(len(tensor), state, episode_start)
         features, end = self.encoder.follow(self._normalized(tensor), given, torch.tensor([len(tensor)]))
-        params = self._allowed(self._params(features if self.trunk is None else self.trunk(features)), tensor)
+        params = self._actor_params(features, tensor)
         action = self.head.mode(params) if deterministic else self.head.sample(params)
         return self._written(action, batched), end.cpu().numpy()
 

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -43,6 +43,7 @@ _TOLERANCE = 1e-3
 """Of the gradient's norm: a compiled gradient that differs by more from the reference is not used."""
 
 Batch = dict[str, Nested]
+Built = TypeVar("Built")
 
 
 def why_not_compiled(algorithm: BaseAlgorithm) -> str | None:
@@ -77,6 +78,24 @@ def compiled_for(function: Any, example: Sequence[Any], **options: Any) -> Calla
         found = compiled.aot_compile((tuple(example), {}))
     found.disable_guard_check()  # what may change is checked here, in a tenth of the time
     return found  # type: ignore[no-any-return]
+
+
+def compiled_or_none(what: str, build: Callable[[], Built]) -> Built | None:
+    """What ``build`` compiles and compares with the reference; None where that fails, with a warning."""
+    try:
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
+            warnings.simplefilter("ignore")  # the compiler's own
+            built = build()
+    except Exception as error:  # the compiler raises errors of any type
+        why = str(error).strip().split("\n")[0][:300]
+        warnings.warn(
+            f"{what} are not compiled ({type(error).__name__}: {why}); fix: a C++ compiler on the PATH, or compile='off'",
+            SlowPathWarning,
+            stacklevel=5,
+        )
+        return None
+    log.debug("%s are compiled", what)
+    return built
 
 
 class CompiledBackward:
@@ -116,27 +135,19 @@ class CompiledBackward:
     def _compile(self, batch: Batch) -> None:
         function = _Gradient(self._algorithm, self._flat, batch)
         vector, rows = self._vector, len(batch["loss_mask"])
-        try:
-            with warnings.catch_warnings(), torch.no_grad():  # the compiler's own
-                warnings.simplefilter("ignore")
-                example = function.values(function.example(batch))
-                for value in example:
-                    torch._dynamo.mark_dynamic(value, 0)
-                compiled = compiled_for(function.compute, [vector, *example])
-                for size in (rows, rows + 1):
-                    values = function.values(_resized(batch, max(size, 2)))
-                    _check(compiled(vector, *values)[0], function.compute(vector, *values)[0])
-        except Exception as error:  # the compiler raises errors of any type
-            self.failed = True
-            why = str(error).strip().split("\n")[0][:300]
-            warnings.warn(
-                f"updates are not compiled ({type(error).__name__}: {why}); fix: a C++ compiler on the PATH, or compile='off'",
-                SlowPathWarning,
-                stacklevel=4,
-            )
-            return
-        self._function, self._compiled = function, compiled
-        log.debug("updates are compiled")
+
+        def build() -> Callable[..., tuple[Tensor, Tensor]]:
+            example = function.values(function.example(batch))
+            for value in example:
+                torch._dynamo.mark_dynamic(value, 0)
+            compiled = compiled_for(function.compute, [vector, *example])
+            for size in (rows, rows + 1):
+                values = function.values(_resized(batch, max(size, 2)))
+                _check(compiled(vector, *values)[0], function.compute(vector, *values)[0])
+            return compiled
+
+        self._function, self._compiled = function, compiled_or_none("updates", build)
+        self.failed = self._compiled is None
 
 
 class _Gradient:

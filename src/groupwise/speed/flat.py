@@ -95,23 +95,21 @@ class FlatAdam:
         """
         group, state = self.param_groups[0], self.state
         move = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-        vector, gradient = [self._flat.vector.detach()], [self._flat.gradient]
-        first, second, step = ([state[name]] for name in ("exp_avg", "exp_avg_sq", "step"))
-        settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-        beta1, beta2 = group["betas"]
-        step[0].add_(1)
+        state["step"].add_(1)
         move(
-            vector,
-            gradient,
-            first,
-            second,
+            [self._flat.vector.detach()],
+            [self._flat.gradient],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
             [],
-            step,
-            beta1=beta1,
-            beta2=beta2,
+            [state["step"]],
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
             amsgrad=False,
             maximize=False,
-            **settings,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -65,8 +65,9 @@ class NumPyActor:
         if self._statistics is None:
             return obs
         scaled: Rows = (obs - self._statistics.shift.numpy()) * self._statistics.scale.numpy()
-        clipped: Rows = np.minimum(np.maximum(scaled, -CLIP), CLIP)  # in a fifth of np.clip's time
-        return clipped
+        np.maximum(scaled, -CLIP, out=scaled)  # with the next in a fifth of np.clip's time
+        np.minimum(scaled, CLIP, out=scaled)
+        return scaled
 
 
 def numpy_actor(policy: Policy) -> Callable[..., Action]:

@@ -4,8 +4,6 @@ A step takes some 150 operations, which small simulators spend mostly on overhea
 from the same generators and go in as arguments, so rollouts agree with the reference to rounding.
 """
 
-import logging
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -18,12 +16,9 @@ from torch.utils import _pytree as pytree
 from groupwise.collectors.base import Collector
 from groupwise.collectors.torch_groups import TorchGroupCollector
 from groupwise.collectors.torch_vector import StepOutput, TorchVectorCollector
-from groupwise.errors import SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import has_hooks
-from groupwise.speed.compile import compiled_for
-
-log = logging.getLogger(__name__)
+from groupwise.speed.compile import compiled_for, compiled_or_none
 
 WORTH_STEPS = 50_000
 """Steps of every row that pay for compiling: it takes 5 to 15 seconds, and each step saves a quarter of a millisecond or more."""
@@ -86,24 +81,19 @@ class CompiledStepper:
             with _Draws(draws):
                 return step(act, *args)
 
-        try:
-            with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():  # the compiler's own
-                warnings.simplefilter("ignore")
-                # hashes need integers that wrap around
-                compiled = compiled_for(pure, [given, *example], constant_and_index_propagation=False)
-                found: StepOutput = compiled(given, *example)
-                _check(found, expected)
-        except Exception as error:  # the compiler raises errors of any type
-            self.failed = True
-            why = str(error).strip().split("\n")[0][:300]
-            warnings.warn(
-                f"rollouts are not compiled ({type(error).__name__}: {why}); fix: a C++ compiler on the PATH, or compile='off'",
-                SlowPathWarning,
-                stacklevel=4,
-            )
+        def build() -> tuple[Step, StepOutput]:
+            # hashes need integers that wrap around
+            compiled = compiled_for(pure, [given, *example], constant_and_index_propagation=False)
+            found: StepOutput = compiled(given, *example)
+            _check(found, expected)
+            return compiled, found
+
+        built = compiled_or_none("rollouts", build)
+        self.failed = built is None
+        if built is None:
             return expected
-        self._compiled, self._draws = compiled, draws.calls
-        log.debug("rollouts are compiled")
+        self._compiled, found = built
+        self._draws = draws.calls
         return found  # rounded as later ones, so that a resumed run is the same
 
 

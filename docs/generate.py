@@ -18,6 +18,7 @@ from groupwise.config import presets, resolve, resolve_text
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, PPOCfg
 from groupwise.config.base import Cfg
 from groupwise.config.choices import Choice
+from groupwise.config.evolution import EvolutionCfg
 from groupwise.config.run import RunCfg, TextRunCfg
 
 FOLDER = Path(__file__).parent / "generated"
@@ -52,7 +53,7 @@ def settings_page() -> str:
 
 
 def config_classes() -> list[type[Cfg]]:
-    """Every class of settings that a run can hold, except the members of a choice."""
+    """Every class of settings that a run or a search can hold, except the members of a choice."""
     found: list[type[Cfg]] = []
 
     def visit(cls: type[Cfg]) -> None:
@@ -67,7 +68,7 @@ def config_classes() -> list[type[Cfg]]:
                 for part in _config_types(field.annotation):
                     visit(part)
 
-    for cls in (RunCfg, GRPOCfg, PPOCfg, BCCfg, TextRunCfg):
+    for cls in (RunCfg, GRPOCfg, PPOCfg, BCCfg, TextRunCfg, EvolutionCfg):
         visit(cls)
     return found
 

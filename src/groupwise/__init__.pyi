@@ -16,6 +16,7 @@ from groupwise.comparison.runs import compare as compare
 from groupwise.config import load_config as load_config
 from groupwise.config.algorithm import AlgorithmCfg as AlgorithmCfg, BCCfg as BCCfg, CollectionCfg as CollectionCfg, CreditCfg as CreditCfg, GRPOCfg as GRPOCfg, ObjectiveCfg as ObjectiveCfg, PPOCfg as PPOCfg, register_algorithm as register_algorithm
 from groupwise.config.choices import register_recipe as register_recipe
+from groupwise.config.evolution import EvolutionCfg as EvolutionCfg, MutationCfg as MutationCfg, Place as Place, SelectionCfg as SelectionCfg
 from groupwise.config.credit import BaselineCfg as BaselineCfg
 from groupwise.config.env import EnvCfg as EnvCfg
 from groupwise.config.objective import TrustRegionCfg as TrustRegionCfg
@@ -32,7 +33,9 @@ from groupwise.envs.starts import verify_group_start as verify_group_start
 from groupwise.envs.make import make_env as make_env
 from groupwise.envs.torch_env import TorchGroupEnv as TorchGroupEnv
 from groupwise.envs.torch_control import TorchCartPole as TorchCartPole, TorchPendulum as TorchPendulum
-from groupwise.errors import CheckpointError as CheckpointError, ConfigError as ConfigError, DataError as DataError, SamplerMismatchError as SamplerMismatchError, DivergedError as DivergedError, EnvError as EnvError, GroupStartError as GroupStartError, GroupStartWarning as GroupStartWarning, GroupwiseError as GroupwiseError, MissingExtraError as MissingExtraError, RewardError as RewardError, RunFolderError as RunFolderError, SlowPathWarning as SlowPathWarning, ToolError as ToolError, UnknownNameError as UnknownNameError, UnsupportedSpaceError as UnsupportedSpaceError
+from groupwise.errors import CheckpointError as CheckpointError, ConfigError as ConfigError, DataError as DataError, SamplerMismatchError as SamplerMismatchError, DivergedError as DivergedError, EnvError as EnvError, GroupStartError as GroupStartError, GroupStartWarning as GroupStartWarning, GroupwiseError as GroupwiseError, MemberError as MemberError, MissingExtraError as MissingExtraError, RewardError as RewardError, RunFolderError as RunFolderError, SlowPathWarning as SlowPathWarning, ToolError as ToolError, UnknownNameError as UnknownNameError, UnsupportedSpaceError as UnsupportedSpaceError
+from groupwise.evolution.evolve import evolve as evolve
+from groupwise.evolution.population import Member as Member, Population as Population
 from groupwise.policies.actor_critic import ActorCritic as ActorCritic
 from groupwise.policies.base import Evaluation as Evaluation, Policy as Policy
 from groupwise.policies.export import export as export

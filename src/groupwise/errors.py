@@ -70,6 +70,10 @@ class SamplerMismatchError(DivergedError):
     """The sampler's probabilities differ too much from the trainer's."""
 
 
+class MemberError(GroupwiseError, RuntimeError):
+    """A member of a population failed again and again."""
+
+
 class CheckpointError(GroupwiseError, ValueError):
     """A checkpoint that is damaged, or of another environment or architecture."""
 

@@ -97,10 +97,10 @@ def context() -> ForkServerContext:
     return get_context("forkserver")
 
 
-def start(target: Callable[..., None], *args: Any, name: str) -> BaseProcess:
-    """A new process that runs ``target(*args)``. Its children are killed with it."""
+def start(target: Callable[..., None], *args: Any, name: str, daemon: bool = True) -> BaseProcess:
+    """A new process that runs ``target(*args)``. Its children are killed with it; with ``daemon`` it may have none."""
     context().set_forkserver_preload([target.__module__])
-    process = context().Process(target=_main, args=(target, *args), daemon=True, name=name)
+    process = context().Process(target=_main, args=(target, *args), daemon=daemon, name=name)
     with _safe_path():
         process.start()
     return process

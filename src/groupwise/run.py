@@ -132,20 +132,29 @@ def train(
         RunFolderError: ``run_dir`` is taken.
         DivergedError: training produced non-finite numbers.
     """
+    settings = {"seed": seed, "total_steps": total_steps, "run_dir": run_dir, **fields}
+    env_settings = {"num_envs": num_envs, "max_episode_steps": max_episode_steps}
+    cfg, given = read_settings(env, algorithm, policy, preset, env_settings, settings)
+    return train_from_config(cfg, given, callbacks)
+
+
+def read_settings(
+    env: Any, algorithm: Any, policy: Any, preset: str | None, env_settings: dict[str, Any], settings: dict[str, Any]
+) -> tuple[CommonCfg, UserObjects]:
+    """All settings, and the Python objects, of what ``train`` takes."""
     given = UserObjects(policy=policy if isinstance(policy, Policy) else None)
     policy_fields = None if isinstance(policy, Policy) else policy
-    settings = {"seed": seed, "total_steps": total_steps, "run_dir": run_dir, "policy": policy_fields, **fields}
-    env_named = {"num_envs": num_envs, "max_episode_steps": max_episode_steps}
-    env_settings = {key: value for key, value in env_named.items() if value is not None}
+    settings = settings | {"policy": policy_fields}
+    env_settings = {key: value for key, value in env_settings.items() if value is not None}
     if isinstance(env, CommonCfg):
         more = settings | env_settings | {"algorithm": algorithm, "preset": preset}
         if extra := [key for key, value in more.items() if value is not None]:
             kind = type(env).__name__
             raise ConfigError(f"a {kind} has all settings, got {', '.join(extra)} too; fix: set them in the {kind}")
-        return train_from_config(env, given, callbacks)
+        return env, given
     if isinstance(env, TextTask):
         cfg: CommonCfg = text_cfg(env.cfg, algorithm, preset, policy, settings | env_settings)
-        return train_from_config(cfg, UserObjects(**env.given, policy=given.policy), callbacks)
+        return cfg, UserObjects(**env.given, policy=given.policy)
     if not isinstance(policy_fields, AnyPolicyCfg | str | Mapping | None):
         raise ConfigError(
             f"policy = {policy_fields!r:.80}: expected a gw.Policy, a gw.PolicyCfg or its fields, as "
@@ -153,7 +162,7 @@ def train(
         )
     env_id, env_fields = _describe_env(env)
     cfg = config.resolve(env_id, algorithm, preset, env=env_fields | env_settings, **settings)
-    return train_from_config(cfg, given if isinstance(env, str | EnvCfg) else given._replace(env=env), callbacks)
+    return cfg, given if isinstance(env, str | EnvCfg) else given._replace(env=env)
 
 
 def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callbacks: Sequence[Callback] = ()) -> Run:

@@ -23,6 +23,7 @@ USAGE = """usage: groupwise COMMAND ...
 Reinforcement learning with GRPO and PPO.
 
   train ENV|FILE     train on a Gymnasium environment, or with the settings of a file
+  evolve ENV|FILE    train a population whose settings change while it trains
   eval RUN           evaluate a trained policy in episodes or on held-out prompts
   sample RUN PROMPT  complete prompts with a trained language model
   resume RUN         continue a run
@@ -164,6 +165,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0
     commands: dict[str, Callable[[Sequence[str]], int]] = {
         "train": _train,
+        "evolve": partial(_run_module, "evolve", add_help=False),
         "eval": _eval,
         "sample": _sample,
         "resume": _resume,
@@ -336,16 +338,18 @@ def _messages(word: str) -> Any:
     raise ConfigError(f"--messages: {word!r:.80} is no list of messages in JSON; fix: {fix}")
 
 
-def _run_module(name: str, argv: Sequence[str]) -> int:
+def _run_module(name: str, argv: Sequence[str], **options: Any) -> int:
     """Run a command that has a module of its name."""
     module = importlib.import_module(f"groupwise.cli.{name}")
-    module.run(Parser(prog=f"groupwise {name}", description=module.HELP), argv)
+    module.run(Parser(prog=f"groupwise {name}", description=module.HELP, **options), argv)
     return 0
 
 
 def _resume(argv: Sequence[str]) -> int:
-    from groupwise.cli import resume
+    from groupwise.cli import evolve, resume
 
+    if argv and (Path(argv[0]) / "population.json").is_file():
+        return evolve.resume(Parser(prog="groupwise resume", description=resume.HELP), argv)
     return _print_run(resume.run(Parser(prog="groupwise resume", description=resume.HELP), argv))
 
 

@@ -14,6 +14,7 @@ HELP = """Continue a run from its last checkpoint, as if it had never stopped.
 Examples:
   groupwise resume runs/<run>
   groupwise resume runs/<run> --total-steps 200000
+  groupwise resume runs/<population of evolve>
   groupwise resume runs/<run> --from best --fork runs/<new> --algorithm.learning-rate 1e-4 --total-steps 200000
 """
 

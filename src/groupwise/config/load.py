@@ -81,8 +81,7 @@ def load_config(
     Raises:
         ConfigError: the file is missing or broken, or a setting is wrong.
     """
-    is_yaml = Path(path).suffix in SUFFIXES
-    tree = _read_object(Path(path), "YAML", parse_yaml) if is_yaml else read_json(Path(path))
+    tree = read_file(Path(path))
     named = tree.pop("preset", None)
     tree.pop("provenance", None)
     try:
@@ -101,6 +100,11 @@ def load_config(
         return _resolve([tree, _given(algorithm, fields)], preset or named)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def read_file(path: Path) -> Tree:
+    """The object in a JSON or YAML file, or a ``ConfigError``."""
+    return _read_object(path, "YAML", parse_yaml) if path.suffix in SUFFIXES else read_json(path)
 
 
 def read_json(path: Path, *, follow: bool = True) -> Tree:

@@ -87,6 +87,11 @@ def fork_run(path: Path, run_dir: Path, checkpoint: CheckpointName, read: Callab
     return new.path
 
 
+def is_fixed(name: str) -> bool:
+    """Whether the content of a checkpoint depends on the setting at this path."""
+    return any(f"{name}.".startswith(f"{prefix}.") for prefix in _FIXED) and name != "policy.init_from"
+
+
 def _find(folder: RunFolder, checkpoint: CheckpointName) -> Path:
     if checkpoint == "best":
         return folder.best
@@ -107,8 +112,7 @@ def _check_changes(folder: RunFolder, settings: dict[str, Any]) -> list[str]:
     changed = differences({"old": flat(folder.read_config()), "new": flat(settings)})
     for name, values in changed.items():
         old, new = values.get("old"), values.get("new")
-        fixed = any(f"{name}.".startswith(f"{prefix}.") for prefix in _FIXED) and name != "policy.init_from"
-        if fixed or (name == "algorithm.kl_coef" and not old):
+        if is_fixed(name) or (name == "algorithm.kl_coef" and not old):
             takes_weights = "policy" in settings and not name.startswith(
                 "policy."
             )  # else they do not fit, or it is text

@@ -27,7 +27,7 @@ from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_
 from groupwise.training.components import Components, UserObjects, threads
 from groupwise.training.saving import MetricsLog
 from groupwise.training.signals import ALARM, STOP, alarm, handling
-from groupwise.training.trainer import Trainer
+from groupwise.training.trainer import PAUSED, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def run(
         summary = _train_and_report(trainer, parts, folder, engine)
         if resume and trainer.iteration == begun and engine.rank == 0:
             _print(f"nothing was left to train ({summary['stopped']}); fix: a larger {parts.cfg.budget.name}")
-        if engine.rank == 0:
+        if engine.rank == 0 and trainer.stop_reason != PAUSED:
             with files.warning_if_unwritable(folder.video):
                 parts.render(folder.video, derive_seed(parts.cfg.seed, "evaluation"))
     return summary

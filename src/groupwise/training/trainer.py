@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 MAX_BAD_UPDATES = 10
 """Updates in a row with skipped steps, or of which nothing is left, after which training stops."""
+PAUSED = "paused"
+"""Reason to stop a run that is resumed later; it is not filmed."""
 
 
 class Trainer:

@@ -1,0 +1,207 @@
+"""Settings of evolution: what is searched, who is selected, how settings mutate. Imports no torch."""
+
+import math
+from random import Random
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Field, SerializeAsAny, model_validator
+
+from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt
+from groupwise.config.choices import Choice, register_recipe
+
+Value: TypeAlias = bool | int | float | str | None
+
+
+class RangeCfg(Cfg):
+    """Numbers between two bounds."""
+
+    min: float
+    """Lower bound."""
+    max: float
+    """Upper bound."""
+    log: bool = False
+    """Draw on a logarithmic scale."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "RangeCfg":
+        if not self.min < self.max or (self.log and self.min <= 0):
+            raise ValueError(f"min={self.min:g}, max={self.max:g}: expected min < max, and min > 0 with log=True")
+        return self
+
+    def draw(self, random: Random) -> float:
+        """A first value."""
+        if self.log:
+            return self.clip(math.exp(random.uniform(math.log(self.min), math.log(self.max))))
+        return random.uniform(self.min, self.max)
+
+    def clip(self, value: float) -> float:
+        """The nearest value within the bounds."""
+        return min(max(value, self.min), self.max)
+
+
+Choices: TypeAlias = Annotated[tuple[Value, ...], Field(min_length=2)]
+"""Values to choose from, in an order in which neighbours are alike."""
+
+
+class MutationCfg(Choice):
+    """How a setting changes. Subclass it with a ``scale``, and ``@register_recipe`` it."""
+
+    family: ClassVar = "mutation"
+    default: ClassVar = "grow_shrink"
+    known: ClassVar = {}
+    probability: Fraction = 0.5
+    """Chance of each setting to change; at least one changes."""
+
+    def scale(self, random: Random) -> float:
+        """What a number is multiplied by."""
+        raise NotImplementedError(f"{type(self).__name__} has no scale()")
+
+    def mutate(
+        self, settings: dict[str, Value], search: "dict[str, RangeCfg | Choices]", random: Random
+    ) -> dict[str, Value]:
+        """The settings with some of them changed. A choice moves to a neighbour."""
+        chosen = [path for path in settings if random.random() < self.probability] or [random.choice(sorted(settings))]
+        return settings | {path: self._moved(settings[path], search[path], random) for path in chosen}
+
+    def _moved(self, value: Any, space: "RangeCfg | Choices", random: Random) -> Value:
+        scale = self.scale(random)
+        if isinstance(space, RangeCfg) and isinstance(value, int):  # small numbers move, too
+            away = max(round(value * scale), value + 1) if scale > 1 else min(round(value * scale), value - 1)
+            return round(space.clip(float(away)))
+        if isinstance(space, RangeCfg):
+            return space.clip(value * scale)
+        step = 1 if scale > 1 else -1
+        place = space.index(value) + step
+        return space[place if 0 <= place < len(space) else place - 2 * step]
+
+
+@register_recipe
+class GrowShrinkCfg(MutationCfg):
+    """Numbers grow or shrink by a factor, with equal chance (AgileRL)."""
+
+    name: Literal["grow_shrink"] = "grow_shrink"
+    source: ClassVar = "https://github.com/AgileRL/AgileRL"
+    grow: Annotated[float, Gt(1)] = 1.2
+    """Factor of growth."""
+    shrink: Annotated[float, Gt(0), Lt(1)] = 0.8
+    """Factor of shrinking."""
+
+    def scale(self, random: Random) -> float:
+        """One of the two factors."""
+        return random.choice((self.grow, self.shrink))
+
+
+@register_recipe
+class LogNormalCfg(MutationCfg):
+    """Numbers are multiplied by ``exp(N(0, std))``."""
+
+    name: Literal["log_normal"] = "log_normal"
+    source: ClassVar = "https://doi.org/10.1023/A:1015059928466"
+    std: Positive = 0.3
+    """Standard deviation of the logarithm."""
+
+    def scale(self, random: Random) -> float:
+        """The factor."""
+        return math.exp(random.gauss(0.0, self.std))
+
+
+class Place(NamedTuple):
+    """A place in the next round."""
+
+    member: int
+    """Index of the member that fills it, or that a new one is cloned from."""
+    clone: bool
+    """Whether a new member begins with the parent's weights and mutated settings; else the member goes on as it is."""
+
+
+class SelectionCfg(Choice):
+    """Who goes on. Subclass it with a ``select``, and ``@register_recipe`` it."""
+
+    family: ClassVar = "selection"
+    default: ClassVar = "tournament"
+    known: ClassVar = {}
+
+    def select(self, ranking: list[int], alive: int, random: Random) -> list[Place]:
+        """Places of the next round.
+
+        Args:
+            ranking: indices of all members, the best first; equal ones in an order that the seed decides.
+            alive: how many of them may go on or be cloned: the first ones. The others diverged.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no select()")
+
+
+@register_recipe
+class TournamentCfg(SelectionCfg):
+    """Each place goes to the best of ``size`` members drawn at random, as a mutated clone (AgileRL)."""
+
+    name: Literal["tournament"] = "tournament"
+    source: ClassVar = "https://github.com/AgileRL/AgileRL"
+    size: PositiveInt = 2
+    """Members that compete for a place."""
+    elitism: bool = True
+    """The best member keeps a place, unchanged."""
+
+    def select(self, ranking: list[int], alive: int, random: Random) -> list[Place]:
+        """The best first, then a winner for each other place."""
+        places = [Place(ranking[0], clone=False)] if self.elitism else []
+        while len(places) < len(ranking):
+            winner = min(random.randrange(alive) for _ in range(self.size))
+            places.append(Place(ranking[winner], clone=True))
+        return places
+
+
+@register_recipe
+class TruncationCfg(SelectionCfg):
+    """The worst members are replaced by mutated clones of the best; the others go on (PBT)."""
+
+    name: Literal["truncation"] = "truncation"
+    source: ClassVar = "https://arxiv.org/abs/1711.09846"
+    share: Annotated[float, Gt(0), Le(0.5)] = 0.25
+    """Share of the members that is replaced, and of those that are cloned."""
+
+    def select(self, ranking: list[int], alive: int, random: Random) -> list[Place]:
+        """The members in their order, those at the end replaced."""
+        count = max(1, round(self.share * len(ranking)))
+        kept = min(len(ranking) - count, alive)
+        clones = [Place(ranking[random.randrange(min(count, alive))], clone=True) for _ in range(len(ranking) - kept)]
+        return [Place(member, clone=False) for member in ranking[:kept]] + clones
+
+
+@register_recipe
+class HalvingCfg(SelectionCfg):
+    """The worst members end; nothing is cloned (successive halving)."""
+
+    name: Literal["halving"] = "halving"
+    source: ClassVar = "https://arxiv.org/abs/1502.07943"
+    factor: Annotated[int, Ge(2)] = 2
+    """One of so many members goes on."""
+
+    def select(self, ranking: list[int], alive: int, random: Random) -> list[Place]:
+        """The best members."""
+        kept = min(max(1, len(ranking) // self.factor), alive)
+        return [Place(member, clone=False) for member in ranking[:kept]]
+
+
+class EvolutionCfg(Cfg):
+    """A population of runs that tunes its settings while it trains."""
+
+    search: dict[str, RangeCfg | Choices] = Field(min_length=1)
+    """What is searched, by the path of the setting: bounds, or a list of values."""
+    population: Annotated[int, Ge(2)] = 8
+    """Members."""
+    rounds: PositiveInt = 10
+    """Rounds of training, evaluation and selection."""
+    round_steps: PositiveInt = 10_000
+    """Environment steps (tokens for text) that each member trains in a round."""
+    episodes: PositiveInt = 20
+    """Episodes (held-out prompts for text) of each evaluation, the same for all members."""
+    fitness: Literal["mean", "lower_bound"] = "mean"
+    """The score by which members are ranked: mean of the evaluation, or the lower end of its 95 % interval."""
+    selection: SerializeAsAny[SelectionCfg] = TournamentCfg()
+    """Who goes on."""
+    mutation: SerializeAsAny[MutationCfg] = GrowShrinkCfg()
+    """How the settings of clones change."""
+    weight_noise: NonNegative = 0.0
+    """Standard deviation of Gaussian noise on a tenth of a clone's weights, in units of each tensor's standard deviation (AgileRL: 0.1). 0: none."""

@@ -1,0 +1,1 @@
+"""Populations of runs that tune their settings while they train."""

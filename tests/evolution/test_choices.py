@@ -1,0 +1,134 @@
+"""Selection and mutation, by hand and by property."""
+
+import math
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import groupwise as gw
+from groupwise.config.evolution import GrowShrinkCfg, HalvingCfg, LogNormalCfg, RangeCfg, TournamentCfg, TruncationCfg
+
+RANKING = [2, 0, 3, 1]
+SELECTIONS = [
+    TournamentCfg(),
+    TournamentCfg(size=3, elitism=False),
+    TruncationCfg(),
+    TruncationCfg(share=0.5),
+    HalvingCfg(),
+]
+RULES = [GrowShrinkCfg(), LogNormalCfg(), GrowShrinkCfg(probability=1.0), LogNormalCfg(probability=0.0)]
+
+
+class Drawn(Random):
+    """Draws these numbers."""
+
+    def __init__(self, *numbers):
+        super().__init__(0)
+        self.numbers = list(numbers)
+
+    def randrange(self, stop):
+        return self.numbers.pop(0)
+
+
+def test_a_tournament_keeps_the_best_and_clones_the_winner_for_each_other_place():
+    places = TournamentCfg(size=2).select(RANKING, 4, Drawn(3, 1, 2, 2, 0, 3))
+    assert places == [(2, False), (0, True), (3, True), (2, True)]
+
+
+def test_without_elitism_every_place_has_a_tournament():
+    places = TournamentCfg(size=1, elitism=False).select(RANKING, 4, Drawn(3, 1, 2, 0))
+    assert places == [(1, True), (0, True), (3, True), (2, True)]
+
+
+def test_truncation_replaces_the_worst_by_clones_of_the_best():
+    assert TruncationCfg(share=0.25).select(RANKING, 4, Drawn(0)) == [(2, False), (0, False), (3, False), (2, True)]
+    assert TruncationCfg(share=0.5).select(RANKING, 4, Drawn(1, 0)) == [(2, False), (0, False), (0, True), (2, True)]
+
+
+def test_truncation_replaces_all_that_diverged():
+    assert TruncationCfg().select(RANKING, 1, Drawn(0, 0, 0)) == [(2, False), (2, True), (2, True), (2, True)]
+
+
+def test_halving_drops_the_worst():
+    assert HalvingCfg().select(RANKING, 4, Random(0)) == [(2, False), (0, False)]
+    assert HalvingCfg(factor=4).select(RANKING, 4, Random(0)) == [(2, False)]
+    assert HalvingCfg().select([0], 1, Random(0)) == [(0, False)]
+
+
+@given(
+    st.sampled_from(SELECTIONS),
+    st.integers(2, 9).flatmap(lambda n: st.tuples(st.permutations(range(n)), st.integers(1, n))),
+    st.randoms(use_true_random=False),
+)
+def test_only_members_that_did_not_diverge_go_on_or_are_cloned(selection, members, random):
+    ranking, alive = members
+    places = selection.select(ranking, alive, random)
+    assert {place.member for place in places} <= set(ranking[:alive])
+    going_on = [place.member for place in places if not place.clone]
+    assert len(set(going_on)) == len(going_on)
+    if not isinstance(selection, HalvingCfg):
+        assert len(places) == len(ranking)
+
+
+def test_numbers_grow_by_a_fifth_or_shrink_by_a_fifth():
+    rule, search = GrowShrinkCfg(probability=1.0), {"rate": RangeCfg(min=0.1, max=10)}
+    found = {rule.mutate({"rate": 1.0}, search, Random(seed))["rate"] for seed in range(20)}
+    assert found == {1.2, 0.8}
+
+
+def test_small_whole_numbers_move_by_one():
+    rule, search = GrowShrinkCfg(probability=1.0), {"size": RangeCfg(min=1, max=64)}
+    assert {rule.mutate({"size": 2}, search, Random(seed))["size"] for seed in range(20)} == {1, 3}
+    assert {rule.mutate({"size": 10}, search, Random(seed))["size"] for seed in range(20)} == {8, 12}
+
+
+def test_a_choice_moves_to_a_neighbour_and_turns_at_the_end():
+    rule, search = GrowShrinkCfg(probability=1.0), {"epochs": (1, 2, 4)}
+    assert {rule.mutate({"epochs": 2}, search, Random(seed))["epochs"] for seed in range(20)} == {1, 4}
+    assert {rule.mutate({"epochs": 4}, search, Random(seed))["epochs"] for seed in range(20)} == {2}
+
+
+@given(
+    st.sampled_from(RULES),
+    st.floats(1e-3, 1.0),
+    st.integers(1, 9),
+    st.sampled_from("abc"),
+    st.integers(0, 1000),
+)
+def test_mutations_stay_in_the_space_and_change_something(rule, rate, size, kind, seed):
+    search = {"rate": RangeCfg(min=1e-3, max=1.0, log=True), "size": RangeCfg(min=1, max=9), "kind": ("a", "b", "c")}
+    before = {"rate": rate, "size": size, "kind": kind}
+    after = rule.mutate(before, search, Random(seed))
+    assert 1e-3 <= after["rate"] <= 1.0
+    assert type(after["size"]) is int
+    assert 1 <= after["size"] <= 9
+    assert after["kind"] in search["kind"]
+    at_a_bound = rate in (1e-3, 1.0) or size in (1, 9)
+    assert after != before or at_a_bound
+
+
+@given(st.floats(1e-6, 1.0), st.floats(1.001, 1e3), st.booleans(), st.randoms(use_true_random=False))
+def test_first_values_are_within_the_bounds(low, factor, log, random):
+    space = RangeCfg(min=low, max=low * factor, log=log)
+    assert space.min <= space.draw(random) <= space.max
+
+
+def test_a_logarithmic_range_draws_each_decade_alike():
+    random, space = Random(0), RangeCfg(min=1e-4, max=1.0, log=True)
+    share = sum(space.draw(random) < 1e-2 for _ in range(2000)) / 2000
+    assert abs(share - 0.5) < 0.05
+
+
+def test_log_normal_factors_have_this_deviation_of_the_logarithm():
+    random = Random(0)
+    logs = [math.log(LogNormalCfg(std=0.5).scale(random)) for _ in range(4000)]
+    assert abs(sum(logs) / 4000) < 0.05
+    assert abs(math.sqrt(sum(x * x for x in logs) / 4000) - 0.5) < 0.03
+
+
+@pytest.mark.parametrize("wrong", [{"min": 2, "max": 1}, {"min": 0, "max": 1, "log": True}, {"min": 1}, [1]])
+def test_a_wrong_space_is_refused(wrong):
+    with pytest.raises(gw.ConfigError, match="search"):
+        gw.EvolutionCfg(search={"algorithm.learning_rate": wrong})

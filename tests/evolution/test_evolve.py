@@ -1,0 +1,311 @@
+"""Populations on CartPole, with budgets of a few hundred steps."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+
+import groupwise as gw
+from groupwise import cli
+from groupwise.evolution.member import AddNoise
+from groupwise.evolution.workers import Workers
+from groupwise.training.checkpoint import load_checkpoint
+from groupwise.training.components import UserObjects
+from groupwise.training.trainer import Trainer
+
+PPO = {"name": "ppo", "num_steps": 16, "num_epochs": 1, "minibatch_size": 64}
+SEARCH = {"algorithm.learning_rate": {"min": 1e-4, "max": 1e-1, "log": True}, "algorithm.num_epochs": [1, 2]}
+TINY = {"num_envs": 4, "evaluation": {"interval": 10_000, "episodes": 1}, "episodes": 2}
+SMALL = {**TINY, "search": SEARCH, "population": 3, "rounds": 2, "round_steps": 128, "weight_noise": 0.1}
+SCRIPT = """
+import json, sys
+import groupwise as gw
+if __name__ == "__main__":
+    gw.evolve("CartPole-v1", json.loads(sys.argv[2]), run_dir=sys.argv[1], workers=2, **json.loads(sys.argv[3]))
+"""
+
+
+def evolve(path, workers=1, **options):
+    return gw.evolve("CartPole-v1", PPO, run_dir=path, workers=workers, **SMALL | options)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted search in one process."""
+    return evolve(tmp_path_factory.mktemp("whole") / "population")
+
+
+def state(path):
+    return (path / "population.json").read_text(encoding="utf-8")
+
+
+def best(path):
+    return load_checkpoint(path / "best/checkpoints/latest").policy
+
+
+def check_same(path, whole):
+    assert state(path) == state(whole.path)
+    one, other = best(path), best(whole.path)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_search_leaves_runs_a_state_a_picture_and_a_table(whole):
+    pq = pytest.importorskip("pyarrow.parquet")
+    found = gw.Population.load(whole.path)
+    assert found.round == 2
+    assert {member.parent for member in found.members.values() if member.born == 1} <= {"r0-0", "r0-1", "r0-2"}
+    assert len(found.goes_on) == 3
+    assert (whole.path / "lineage.png").stat().st_size > 10_000
+    rows = pq.read_table(whole.path / "population.parquet").to_pylist()
+    assert [row["round"] for row in rows] == [0] * 3 + [1] * 3
+    assert all(1e-4 <= row["algorithm.learning_rate"] <= 1e-1 for row in rows)
+    top = found.best()
+    assert rows[3]["member"] == top.name
+    assert rows[3]["mean"] == max(row["mean"] for row in rows[3:])
+
+
+def test_the_best_member_is_an_ordinary_run(whole):
+    run = gw.Run.load(whole.path / "best")
+    assert run.cfg.algorithm.learning_rate == whole.best().settings["algorithm.learning_rate"]
+    assert run.summary["env_steps"] == 256
+    assert gw.evaluate(run, 1).episodes == 1
+    assert gw.compare(whole.path / "members", finished_only=True).environments[0].environment == "CartPole-v1"
+
+
+def test_members_differ_in_the_searched_settings_and_the_seed_only(whole):
+    first, second = (json.loads((whole.folder(f"r0-{n}") / "config.json").read_text()) for n in (0, 1))
+    assert first["seed"] != second["seed"]
+    for cfg, name in ((first, "r0-0"), (second, "r0-1")):
+        for path, value in whole.members[name].settings.items():
+            assert cfg["algorithm"].pop(path.removeprefix("algorithm.")) == value
+        del cfg["seed"], cfg["provenance"]
+    assert first == second
+
+
+def test_two_processes_find_the_same(whole, tmp_path):
+    evolve(tmp_path / "two", workers=2)
+    check_same(tmp_path / "two", whole)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers end with their parent at once")
+@pytest.mark.parametrize("finished", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_killed_search_goes_on_as_if_nothing_happened(whole, tmp_path, finished):
+    """It is killed when that many rounds of members are finished, and others are running."""
+    path, script = tmp_path / "killed", tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with subprocess.Popen([sys.executable, script, path, json.dumps(PPO), json.dumps(SMALL)]) as process:
+        while len(list(path.glob("members/*/evolution.jsonl"))) < min(finished, 3) or (
+            finished > 3 and not list(path.glob("members/r1-*/metrics.jsonl"))
+        ):
+            time.sleep(0.01)
+            assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+    assert not (path / "best").exists()
+    gw.Population.resume(path, workers=2)
+    check_same(path, whole)
+
+
+def test_resume_leaves_a_finished_search_as_it_is(whole, capsys):
+    before = state(whole.path)
+    assert cli.main(["resume", str(whole.path)]) == 0
+    assert state(whole.path) == before
+    assert f"groupwise eval {whole.path}/best" in capsys.readouterr().out
+
+
+def test_a_member_that_diverges_is_replaced_and_named(tmp_path, caplog):
+    search = {"algorithm.vf_coef": [0.5, 3e38]}
+    found = evolve(tmp_path / "p", search=search, population=4, selection="truncation", seed=1)
+    lost = [member for member in found.members.values() if member.results[member.born]["status"] == "diverged"]
+    first = [member for member in lost if member.born == 0]
+    assert 0 < len(first) < 4
+    assert len(found.goes_on) == 4
+    assert not {member.name for member in lost if member.born == 0} & set(found.goes_on)
+    assert all(found.members[name].parent not in {member.name for member in lost} for name in found.goes_on)
+    assert all(f"{member.name} diverged in round 1" in caplog.text for member in first)
+    assert found.best() not in lost
+
+
+def test_where_all_diverge_the_search_ends(tmp_path):
+    with pytest.raises(gw.DivergedError, match="all members in round 1"):
+        evolve(tmp_path / "p", search={"algorithm.vf_coef": [2e38, 3e38]}, population=2)
+
+
+def crashing(folder, times):
+    """Makes CartPole in a process that dies, so many times in all."""
+
+    def make(**options):
+        import gymnasium
+
+        for number in range(times):
+            try:
+                (folder / str(number)).touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            os._exit(7)
+        return gymnasium.make("CartPole-v1", **options)
+
+    return make
+
+
+@pytest.mark.slow
+def test_a_member_that_crashes_three_times_ends_the_search_and_fewer_times_change_nothing(tmp_path, caplog):
+    for times in (2, 3):
+        (tmp_path / str(times)).mkdir()
+    two, three = (crashing(tmp_path / str(times), times) for times in (2, 3))
+    with pytest.raises(gw.MemberError, match=r"r0-0 failed 3 times in round 1: .* exit code 7"):
+        gw.evolve(three, PPO, run_dir=tmp_path / "three/p", workers=1, **SMALL)
+    assert len(list(tmp_path.glob("three/p/members/*/evolution.jsonl"))) == 2  # the others are saved
+    found = gw.Population.resume(tmp_path / "three/p", env=three)
+    caplog.clear()
+    other = gw.evolve(two, PPO, run_dir=tmp_path / "two/p", workers=1, **SMALL)
+    assert "r0-0 failed (time 2): its process ended with exit code 7" in caplog.text
+    check_same(other.path, found)
+
+
+def test_an_error_in_training_is_named_and_logged(tmp_path):
+    def make(**options):
+        raise RuntimeError("no such robot")
+
+    with pytest.raises(gw.MemberError, match="no such robot"):
+        gw.evolve(make, PPO, run_dir=tmp_path / "p", workers=1, **SMALL | {"population": 2})
+    assert "Traceback" in (tmp_path / "p/members.log").read_text()
+
+
+def test_on_mutation_sees_each_clone_and_may_change_it(tmp_path):
+    seen = []
+
+    def hook(name, before, after):
+        seen.append(name)
+        return {**after, "algorithm.num_epochs": 2}
+
+    found = evolve(tmp_path / "p", on_mutation=hook, population=2)
+    assert seen == ["r1-1"]
+    assert found.members["r1-1"].settings["algorithm.num_epochs"] == 2
+    with pytest.raises(gw.ConfigError, match="was started with on_mutation"):
+        gw.Population.resume(tmp_path / "p")
+
+
+def test_halving_ends_with_one_member_and_groups_can_change_size(tmp_path):
+    algorithm, search = {"name": "grpo", "num_steps": 16, "group_size": 2}, {"algorithm.group_size": [2, 4]}
+    options = {**TINY, "search": search, "population": 2, "rounds": 2, "round_steps": 256, "selection": "halving"}
+    found = gw.evolve("CartPole-v1", algorithm, run_dir=tmp_path / "p", workers=1, fitness="lower_bound", **options)
+    assert len(found.goes_on) == 1
+    assert found.best().name == found.goes_on[0]
+
+
+def test_the_command_takes_files_and_settings_of_train(tmp_path, monkeypatch, capsys):
+    seen = {}
+
+    def stand_in(cfg, base, **options):
+        seen.update(cfg=cfg, base=base, **options)
+        found = gw.Population(tmp_path / "p", cfg, base)
+        found.members["r0-0"] = gw.Member("r0-0", None, 0, {"algorithm.gamma": 0.9}, {0: {"status": "ok", "mean": 3.0}})
+        found.round = 1
+        return found
+
+    monkeypatch.setattr("groupwise.evolution.evolve.evolve_from_config", stand_in)
+    (tmp_path / "search.yaml").write_text("algorithm.learning_rate: {min: 1e-5, max: 1e-2, log: true}\n")
+    words = ["--search", str(tmp_path / "search.yaml"), "--population", "4", "--rounds", "5", "--round-steps", "1e3"]
+    words += ["--selection", '{"name": "tournament", "size": 3}', "--mutation", "log_normal", "--workers", "2"]
+    assert cli.main(["evolve", "CartPole-v1", *words, "--seed", "3", "--algorithm.gamma", "0.5"]) == 0
+    assert seen["cfg"].search["algorithm.learning_rate"].max == 1e-2
+    assert (seen["cfg"].population, seen["cfg"].rounds, seen["cfg"].round_steps) == (4, 5, 1000)
+    assert (seen["cfg"].selection.size, seen["cfg"].mutation.name, seen["workers"]) == (3, "log_normal", 2)
+    assert (seen["base"].seed, seen["base"].algorithm.gamma) == (3, 0.5)
+    out = capsys.readouterr().out
+    assert "best of 1 members is r0-0, mean 3" in out
+    assert "algorithm.gamma: 0.9" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--search is missing"),
+        (["--search", "{"], "broken JSON"),
+        (["--search", "nowhere.json"], "nowhere.json"),
+        (["--search", '{"algorithm.gamma": [0.9, 0.99]}', "--total-steps", "5"], "--rounds times --round-steps"),
+        (["--search", '{"algorithm.gama": [0.9, 0.99]}'], "did you mean 'algorithm.gamma'"),
+        (["--search", '{"algorithm.gamma": [0.9, 0.99]}', "--roundz", "5"], "--rounds"),
+    ],
+)
+def test_the_command_explains_mistakes(words, message, capsys):
+    assert cli.main(["evolve", "CartPole-v1", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_help_shows_the_search(capsys):
+    assert cli.main(["evolve", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--round-steps" in out
+    assert "--algorithm.learning-rate" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"search": {"algorithm.lerning_rate": [1e-3, 1e-2]}}, "no setting 'algorithm.lerning_rate'; did you mean"),
+        ({"search": {"policy.hidden_sizes": [1, 2]}}, "policy.hidden_sizes cannot change in the middle"),
+        ({"search": {"env.num_envs": [4, 8]}}, "env.num_envs cannot change"),
+        ({"search": {"seed": [1, 2]}}, "seed cannot change"),
+        ({"search": {"algorithm.learning_rate": [-1.0, 1e-2]}}, r"algorithm.learning_rate = -1.0 is not possible"),
+        ({"search": {"algorithm.num_epochs": {"min": 0, "max": 4}}}, r"algorithm.num_epochs = 0 is not possible"),
+        ({"total_steps": 100}, "rounds times round_steps"),
+        ({"stop": {"threshold": 400}}, "ends after its rounds"),
+        ({"round_steps": 63}, "an iteration takes about 64 steps"),
+        ({"population": 1}, "population"),
+        ({"selection": "tornament"}, "did you mean 'tournament'"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_before_anything_starts(options, message, tmp_path):
+    with pytest.raises(gw.ConfigError, match=message):
+        evolve(tmp_path / "p", **options)
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_coefficient_without_a_reference_cannot_begin_later(tmp_path):
+    with pytest.raises(gw.ConfigError, match=r"algorithm\.kl_coef = 0 cannot change"):
+        gw.evolve("CartPole-v1", "grpo", search={"algorithm.kl_coef": [0, 0.1]}, run_dir=tmp_path / "p")
+
+
+def test_a_taken_folder_and_a_missing_one_are_refused(whole, tmp_path):
+    with pytest.raises(gw.RunFolderError, match="is taken"):
+        evolve(whole.path)
+    with pytest.raises(gw.RunFolderError, match="is no population"):
+        gw.Population.resume(tmp_path)
+
+
+def test_noise_changes_a_tenth_of_the_weights_once():
+    layer = torch.nn.Linear(100, 100)
+    before = layer.weight.detach().clone()
+    trainer = create_autospec(Trainer, instance=True)
+    trainer.algorithm = SimpleNamespace(policy=layer)
+    noise = AddNoise(0.1, seed=3)
+    noise.on_training_start(trainer)
+    changed = layer.weight != before
+    assert 0.08 < float(changed.float().mean()) < 0.12
+    deviation = float((layer.weight.detach() - before)[changed].std() / before.std())
+    assert 0.09 < deviation < 0.11
+    again = AddNoise(0.1, seed=3)
+    again.load_state_dict(noise.state_dict())
+    after = layer.weight.detach().clone()
+    again.on_training_start(trainer)
+    assert torch.equal(layer.weight, after)
+    clone_of_clone = AddNoise(0.1, seed=4)
+    clone_of_clone.load_state_dict(noise.state_dict())
+    clone_of_clone.on_training_start(trainer)
+    assert not torch.equal(layer.weight, after)
+
+
+def test_another_process_starts_only_where_memory_is_left(tmp_path, monkeypatch):
+    workers = Workers(2, UserObjects(), tmp_path / "log")
+    assert workers._has_room()
+    workers._peak_mib = 1e9
+    assert workers._has_room() == (sys.platform != "linux")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from unittest.mock import create_autospec
 
 import pytest
+import text_runs
 import torch
 
 import groupwise as gw
@@ -26,6 +27,8 @@ TINY = {"num_envs": 4, "evaluation": {"interval": 10_000, "episodes": 1}, "episo
 SMALL = {**TINY, "search": SEARCH, "population": 3, "rounds": 2, "round_steps": 128, "weight_noise": 0.1}
 SCRIPT = """
 import json, sys
+import text_runs
+
 import groupwise as gw
 if __name__ == "__main__":
     gw.evolve("CartPole-v1", json.loads(sys.argv[2]), run_dir=sys.argv[1], workers=2, **json.loads(sys.argv[3]))
@@ -309,3 +312,26 @@ def test_another_process_starts_only_where_memory_is_left(tmp_path, monkeypatch)
     assert workers._has_room()
     workers._peak_mib = 1e9
     assert workers._has_room() == (sys.platform != "linux")
+
+
+@pytest.mark.slow
+def test_language_models_evolve(tmp_path):
+    def reward(completions, **columns):
+        return [text.count("1") / 8 for text in completions]
+
+    model = text_runs.save_model(tmp_path / "model")
+    population = gw.evolve(
+        gw.TextTask(["1", "2", "12", "21"], reward=reward, eval_data=["11", "22"]),
+        {"group_size": 4},
+        model=str(model),
+        num_prompts=2,
+        sampling={"max_new_tokens": 6},
+        search={"algorithm.learning_rate": {"min": 1e-4, "max": 1e-2, "log": True}, "algorithm.group_size": [2, 4, 8]},
+        population=2,
+        rounds=2,
+        round_steps=150,
+        episodes=2,
+        run_dir=tmp_path / "population",
+    )
+    assert all(row["status"] == "ok" and 0 <= row["mean"] <= 1 for row in population.rows())
+    assert len(gw.sample(population.path / "best", "1")) == 1

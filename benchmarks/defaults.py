@@ -113,7 +113,7 @@ CHANGES_OF_PPO: Tree = {
 CHANGES_OF_GRPO: Tree = {
     "batch_std": {"credit": changed(GROUP_STEP, scale="batch_std")},
     "no scale": {"credit": changed(GROUP_STEP, scale="none")},
-    "finished zero": {"credit": changed(GROUP_STEP, finished_members="zero")},
+    "finished zero": {"credit": changed(GROUP_STEP, group_key={"name": "group_step", "finished_members": "zero"})},
     "knn": {"credit": KNN},
     "outcome": {"credit": {"group_key": "group", "returns": "outcome", "baseline": "mean", "scale": "population_std"}},
     "groups of 4": {"group_size": 4},

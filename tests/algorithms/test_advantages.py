@@ -229,7 +229,7 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
         ({"baseline": "optimal_token"}, "got group_key='group', fix: group_key='group_step'"),
         (
             {"baseline": "optimal_token", **by_step(finished_members="zero")},
-            "finished_members='zero', fix: finished_members='mask'",
+            "finished_members='zero', fix: group_key.finished_members='mask'",
         ),
         ({"baseline": "none", "scale": "none"}, "normalize='none', fix: normalize='batch'"),
         ({"baseline": "none", "scale": "none", "normalize": "informative"}, "normalize='informative', fix"),

@@ -112,11 +112,11 @@ class Place(NamedTuple):
     member: int
     """Index of the member that fills it, or that a new one is cloned from."""
     clone: bool
-    """Whether a new member begins with the parent's weights and mutated settings; else the member goes on as it is."""
+    """Whether a new member begins with the parent's weights and mutated settings; else the member continues as it is."""
 
 
 class SelectionCfg(Choice):
-    """Who goes on. Subclass it with a ``select``, and ``@register_recipe`` it."""
+    """Which members survive a round. Subclass it with a ``select``, and ``@register_recipe`` it."""
 
     family: ClassVar = "selection"
     default: ClassVar = "tournament"
@@ -176,7 +176,7 @@ class HalvingCfg(SelectionCfg):
     name: Literal["halving"] = "halving"
     source: ClassVar = "https://arxiv.org/abs/1502.07943"
     factor: Annotated[int, Ge(2)] = 2
-    """One of so many members goes on."""
+    """Members for each one that survives."""
 
     def select(self, ranking: list[int], alive: int, random: Random) -> list[Place]:
         """The best members."""
@@ -200,7 +200,7 @@ class EvolutionCfg(Cfg):
     fitness: Literal["mean", "lower_bound"] = "mean"
     """The score by which members are ranked: mean of the evaluation, or the lower end of its 95 % interval."""
     selection: SerializeAsAny[SelectionCfg] = TournamentCfg()
-    """Who goes on."""
+    """Which members survive a round."""
     mutation: SerializeAsAny[MutationCfg] = GrowShrinkCfg()
     """How the settings of clones change."""
     weight_noise: NonNegative = 0.0

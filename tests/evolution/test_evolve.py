@@ -27,8 +27,6 @@ TINY = {"num_envs": 4, "evaluation": {"interval": 10_000, "episodes": 1}, "episo
 SMALL = {**TINY, "search": SEARCH, "population": 3, "rounds": 2, "round_steps": 128, "weight_noise": 0.1}
 SCRIPT = """
 import json, sys
-import text_runs
-
 import groupwise as gw
 if __name__ == "__main__":
     gw.evolve("CartPole-v1", json.loads(sys.argv[2]), run_dir=sys.argv[1], workers=2, **json.loads(sys.argv[3]))

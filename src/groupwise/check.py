@@ -24,7 +24,7 @@ from groupwise.data.nested_actions import flat_action
 from groupwise.data.spaces import obs_spec, space_kind, subspaces
 from groupwise.envs.base import EnvStep, GroupEnv, VectorEnv
 from groupwise.envs.make import make_env, makes_rows
-from groupwise.envs.names import refuse_module
+from groupwise.envs.names import check_id
 from groupwise.envs.obs_keys import kept_space
 from groupwise.envs.single import make_one, step_limit
 from groupwise.errors import EnvError, GroupwiseError
@@ -162,7 +162,7 @@ def _source(env: object) -> tuple[EnvCfg, Maker]:
     """The settings, as training would have them, and the callable."""
     if isinstance(env, EnvCfg | str):
         given = EnvCfg(id=env) if isinstance(env, str) else env
-        refuse_module(given.id)
+        check_id(given.id)
         return resolve(given.id, env={name: vars(given)[name] for name in given.model_fields_set - {"id"}}).env, None
     if not callable(env):
         raise EnvError(

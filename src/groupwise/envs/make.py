@@ -15,7 +15,7 @@ from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.cartpole import CartPoleGroupEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.local_rows import OnError
-from groupwise.envs.names import refuse_module
+from groupwise.envs.names import check_id
 from groupwise.envs.starts import verify_group_start
 from groupwise.errors import EnvError, GroupStartError
 
@@ -143,7 +143,7 @@ def make_env(
 
 def _checked_callable(env: object | None, cfg: EnvCfg) -> Callable[..., Any] | None:
     if env is None:
-        refuse_module(cfg.id)
+        check_id(cfg.id)
         return None
     if not callable(env):
         raise EnvError(

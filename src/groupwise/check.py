@@ -35,7 +35,7 @@ VECTORIZATIONS = ("entry_point", "sync", "async")
 NUM_ENVS = 8
 _BUDGET_S = 0.3
 _EPISODE_S = 3.0
-_GROUP_SETTINGS = {"start_mode": "auto", "num_random_noops": 0, "reward_parts": (), "log_info": ()}
+_GROUP_SETTINGS = {"start_mode": "auto", "num_random_noops": 0, "log_info": ()}
 
 T = TypeVar("T")
 Maker: TypeAlias = Callable[..., Any] | None

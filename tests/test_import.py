@@ -38,6 +38,10 @@ def test_every_public_name_resolves(name):
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nope'"):
         groupwise.nope  # noqa: B018
+    with pytest.raises(
+        AttributeError, match=r"'load'; fix: gw\.Run\.load for a run folder, gw\.load_config for a file"
+    ):
+        groupwise.load  # noqa: B018
 
 
 def test_texts_without_the_extra_name_it(tmp_path):

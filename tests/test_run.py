@@ -1,6 +1,8 @@
 import inspect
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -331,6 +333,19 @@ def test_actor_without_a_critic_is_refused_where_one_is_needed():
         gw.train("CartPole-v1", policy=policy, **TINY)
 
 
+def test_arguments_in_the_order_of_stable_baselines3_are_answered_by_a_call():
+    fix = r"fix: gw\.train\('CartPole-v1'\), or .* groupwise\.contrib\.sb3\.GRPO\('MlpPolicy', 'CartPole-v1'\)"
+    with pytest.raises(gw.ConfigError, match=f"'MlpPolicy' is a policy in Stable-Baselines3, expected an env.*; {fix}"):
+        gw.train("MlpPolicy", "CartPole-v1")
+
+
+@pytest.mark.parametrize("name", ["GRPO", "PPO"])
+def test_an_algorithm_takes_its_settings_and_a_policy(name: str):
+    code = f"import groupwise as gw; gw.{name}('MlpPolicy', 'CartPole-v1')"  # not here, where types are checked, too
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"{name} takes its settings and a Policy, got 'MlpPolicy' and 'CartPole-v1'; fix: gw.train(" in out.stderr
+
+
 def test_checkpoint_of_another_environment_or_architecture_is_refused():
     run = gw.train(Corridor, **TINY)
     with pytest.raises(gw.CheckpointError, match="its observation_space is"):
@@ -351,6 +366,14 @@ def test_what_is_no_run_is_refused(cartpole: gw.Run):
     for call in (gw.resume, gw.evaluate, gw.Run.load):
         with pytest.raises(gw.RunFolderError, match="there is no run folder 'nowhere'"):
             call("nowhere")
+        with pytest.raises(
+            gw.RunFolderError, match=r"config\.json is a file, expected a run folder; fix: its folder, "
+        ):
+            call(cartpole.path / "config.json")
+    with pytest.raises(
+        gw.EnvError, match=r"is a run folder, .* fix: groupwise resume .*groupwise train .*config\.json"
+    ):
+        gw.train(str(cartpole.path))
     with pytest.raises(gw.ConfigError, match="total_steps = 0"):
         gw.resume(cartpole.path, 0)
     with pytest.raises(gw.RunFolderError, match="is taken"):

@@ -32,7 +32,9 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         from groupwise.errors import nearest
 
-        raise AttributeError(f"module 'groupwise' has no attribute {name!r}{nearest(name, __all__)}")
+        loads = "; fix: gw.Run.load for a run folder, gw.load_config for a file of settings"
+        hint = loads if name.startswith("load") else nearest(name, __all__)
+        raise AttributeError(f"module 'groupwise' has no attribute {name!r}{hint}")
     value = vars(import_module(_HOMES[name]))[name]
     globals()[name] = value  # the next use does not call this function
     return value

@@ -24,7 +24,7 @@ from groupwise.data.nested_actions import flat_action
 from groupwise.data.spaces import obs_spec, space_kind, subspaces
 from groupwise.envs.base import EnvStep, GroupEnv, VectorEnv
 from groupwise.envs.make import make_env, makes_rows
-from groupwise.envs.names import refuse_module
+from groupwise.envs.names import check_id
 from groupwise.envs.obs_keys import kept_space
 from groupwise.envs.single import make_one, step_limit
 from groupwise.errors import EnvError, GroupwiseError
@@ -35,7 +35,7 @@ VECTORIZATIONS = ("entry_point", "sync", "async")
 NUM_ENVS = 8
 _BUDGET_S = 0.3
 _EPISODE_S = 3.0
-_GROUP_SETTINGS = {"start_mode": "auto", "num_random_noops": 0, "reward_parts": (), "log_info": ()}
+_GROUP_SETTINGS = {"start_mode": "auto", "num_random_noops": 0, "log_info": ()}
 
 T = TypeVar("T")
 Maker: TypeAlias = Callable[..., Any] | None
@@ -162,7 +162,7 @@ def _source(env: object) -> tuple[EnvCfg, Maker]:
     """The settings, as training would have them, and the callable."""
     if isinstance(env, EnvCfg | str):
         given = EnvCfg(id=env) if isinstance(env, str) else env
-        refuse_module(given.id)
+        check_id(given.id)
         return resolve(given.id, env={name: vars(given)[name] for name in given.model_fields_set - {"id"}}).env, None
     if not callable(env):
         raise EnvError(

@@ -30,11 +30,53 @@ from groupwise.config.run import RunCfg
         ("--policy.cell", ": cell is a setting of policy 'recurrent', not of policy 'actor_critic'"),
         ("--policy.hidden-size", ": hidden_size is a setting of policy "),
         ("--algorithm.gae-lambda", ": gae_lambda is a setting of algorithm 'ppo', not of "),
+        ("--algorithm.num-envs", "; did you mean --env.num-envs?"),
     ],
 )
 def test_an_unknown_option_names_the_nearest_one(capsys, option, hint):
     assert cli.main(["config", "CartPole-v1", "--seed", "3", option, "1"]) == 2
     assert f"unknown option {spelt(option)}{hint}" in capsys.readouterr().err
+
+
+GROUP_KEY, REGION = "--algorithm.credit.group-key", "--algorithm.objective.trust-region"
+
+
+@pytest.mark.parametrize(
+    ("words", "unknown", "fix"),
+    [
+        (
+            ["--preset", "grpo", "--algorithm.credit.finished-members", "x"],
+            "--algorithm.credit.finished-members",
+            f"{GROUP_KEY} group_step {GROUP_KEY}.finished-members x",
+        ),
+        (
+            ["--preset", "grpo", "--finished_members=zero"],
+            "--finished-members",
+            f"{GROUP_KEY} group_step {GROUP_KEY}.finished-members zero",
+        ),
+        (
+            [GROUP_KEY, "group", f"{GROUP_KEY}.singleton", "zero"],
+            f"{GROUP_KEY}.singleton",
+            f"{GROUP_KEY} group_step {GROUP_KEY}.singleton zero",
+        ),
+        (
+            [REGION, "none", f"{REGION}.clip-low", "0.1"],
+            f"{REGION}.clip-low",
+            f"{REGION} clip {REGION}.clip-low 0.1",
+        ),
+        (["--policy.cell", "gru"], "--policy.cell", "--policy recurrent --policy.cell gru"),
+        (
+            ["--algorithm", "ppo", "--algorithm.collection.noise", "shared"],
+            "--algorithm.collection.noise",
+            "--algorithm grpo --algorithm.collection.noise shared",
+        ),
+    ],
+)
+def test_a_setting_of_another_choice_is_named_with_the_options_that_give_it(capsys, words, unknown, fix):
+    assert cli.main(["config", "CartPole-v1", *words]) == 2
+    err = capsys.readouterr().err
+    assert f"unknown option {unknown}: " in err
+    assert err.endswith(f"; fix: {fix}\n")
 
 
 @pytest.mark.parametrize("words", [['{"name": "recurrent"}'], ["name:recurrent", "cell:gru"]])

@@ -19,7 +19,7 @@ COMMANDS = {
     "export runs/x --to onnx": ["out", "checkpoint"],
     "compare runs/x": ["out", "json", "finished-only", "reference", "metric"],
     "demos FetchPush-v4": ["episodes", "out", "noise", "seed", "keep-failures", "env.kwargs"],
-    "check-env CartPole-v1": ["json", "env.kwargs", "env.start-mode", "env.reward-parts"],
+    "check-env CartPole-v1": ["json", "env.kwargs", "env.start-mode"],
     "config CartPole-v1": ["schema", "preset"],
     "train CartPole-v1": ["preset", "plugin", "debug", "algorithm", "run-dir"],
     "list": ["plugin", "debug", "help"],

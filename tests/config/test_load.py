@@ -20,7 +20,7 @@ from groupwise.config.base import Cfg
 from groupwise.config.choices import Choice
 from groupwise.config.credit import GroupStepCfg
 from groupwise.config.env import EnvCfg
-from groupwise.config.policy import PolicyCfg
+from groupwise.config.policy import PolicyCfg, RecurrentCfg, VLACfg
 from groupwise.config.run import RunCfg
 from groupwise.errors import ConfigError, UnknownNameError
 
@@ -129,7 +129,7 @@ def test_every_objective_preset_is_valid_and_names_its_source(name):
     if name == "agilerl_turn_ratio":  # for rollouts that have turns, which no environment gives
         assert GRPOCfg(**preset.settings).objective.ratio == "turn"
     else:
-        resolve("CartPole-v1", preset=name, env={"reward_parts": ("a", "b")})
+        resolve("CartPole-v1", {"credit": {"reward": {"names": ["a", "b"]}}} if name == "gdpo" else None, preset=name)
     assert preset.source.startswith("https://")
     assert preset.settings.keys() >= {"credit", "objective"}
 
@@ -538,3 +538,33 @@ def test_a_wrong_choice_is_named_by_its_path(given, message):
         resolve("CartPole-v1", {"name": "grpo", **given})
     with pytest.raises(ConfigError, match=message):
         GRPOCfg(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"kl_coef": 0.1, "sync_ref_model": True},
+            r'sync_ref_model = True: expected settings by name; fix: {"steps": 1}',
+        ),
+        ({"adaptive_entropy": 0.2}, r'adaptive_entropy = 0\.2: expected settings by name; fix: {"target": 0\.2}'),
+        ({"credit": {"baseline": 3}}, r'credit\.baseline = 3: expected settings by name; fix: "mean"'),
+    ],
+)
+def test_another_value_than_a_group_of_settings_gets_an_example(given, message):
+    with pytest.raises(ConfigError, match=message):
+        GRPOCfg(**given)
+
+
+def test_a_setting_of_a_choice_is_given_with_the_choice():
+    with pytest.raises(ConfigError, match=r"fix: group_key=\{'name': 'group_step', 'finished_members': \.\.\.\}"):
+        CreditCfg(finished_members="zero")
+
+
+@pytest.mark.parametrize("policy", [PolicyCfg(hidden_sizes=(8,)), RecurrentCfg(cell="gru"), VLACfg(num_layers=1)])
+def test_a_saved_policy_goes_over_a_preset_of_another_one(policy, write, monkeypatch):
+    path = write(json.loads(to_json(resolve("CartPole-v1", "grpo", policy=policy))))
+    monkeypatch.setattr(
+        presets, "env_preset", lambda env_id: {"grpo": {"policy": {"name": "recurrent", "cell": "lstm"}}}
+    )
+    assert load_config(path).policy == policy

@@ -52,8 +52,12 @@ def test_every_preset_trains(name):
 
 
 def test_gdpo_trains_on_the_parts_of_a_reward():
-    env = {"num_envs": 4, "max_episode_steps": 3, "reward_parts": ("earned", "lost")}
-    start, end = trained(resolve(GIVEN, SMALL, preset="gdpo", env=env), UserObjects(env=Paid))
+    env, credit = (
+        {"num_envs": 4, "max_episode_steps": 3},
+        CreditCfg(reward={"name": "parts", "names": ["earned", "lost"]}),
+    )
+    algorithm = SMALL.model_copy(update={"credit": credit})
+    start, end = trained(resolve(GIVEN, algorithm, preset="gdpo", env=env), UserObjects(env=Paid))
     assert not torch.equal(end, start)
 
 

@@ -68,3 +68,11 @@ def test_the_default_rate_of_adapters_is_higher(model, rate, tmp_path, monkeypat
     for algorithm in ("grpo", "ppo"):
         assert resolve_text(algorithm, model=model).algorithm.learning_rate == rate
     assert resolve_text({"learning_rate": 1e-3}, model=model).algorithm.learning_rate == 1e-3
+
+
+def test_parts_of_a_reward_are_the_functions():
+    credit = {"reward": {"name": "parts", "names": ["exact"]}}
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.credit\.reward\.names=\('exact',\) has no effect on text; fix: leave"
+    ):
+        resolve_text({"credit": credit}, task={"data": "prompts.jsonl"}, model={"path": "model"})

@@ -218,8 +218,8 @@ def test_limits_count_environment_steps_and_the_collector_s_decisions():
 
 
 def test_parts_of_the_reward_are_summed_too():
-    cfg = EnvCfg(num_envs=1, action_chunk=3, max_episode_steps=20, reward_parts=("double",))
-    env = make_env(cfg, grouped=True, env=Counting)
+    cfg = EnvCfg(num_envs=1, action_chunk=3, max_episode_steps=20)
+    env = make_env(cfg, grouped=True, env=Counting, reward_parts=("double",))
     env.reset(seed=0)
     assert env.step(torch.zeros(1, 3, 2)).reward_parts.tolist() == [[12.0]]
     env.close()

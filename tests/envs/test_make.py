@@ -1,3 +1,5 @@
+from typing import Any
+
 import gymnasium
 import numpy as np
 import pytest
@@ -208,26 +210,31 @@ def test_a_ready_vector_environment_takes_no_step_limit():
         make_env(EnvCfg(max_episode_steps=7), env=env)
 
 
-@pytest.mark.parametrize("setting", [{"num_random_noops": 3}, {"reward_parts": ("x",)}, {"start_mode": "seed"}])
-def test_what_the_vectorised_version_cannot_do_is_done_in_single_environments_or_refused(setting):
-    env = make_env(EnvCfg(num_envs=2, **setting), grouped=True, verify=False)
+SINGLE_ONLY: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"num_random_noops": 3}, {}),
+    ({"start_mode": "seed"}, {}),
+    ({}, {"reward_parts": ("x",)}),
+]
+
+
+@pytest.mark.parametrize(("setting", "asked"), SINGLE_ONLY)
+def test_what_the_vectorised_version_cannot_do_is_done_in_single_environments_or_refused(setting, asked):
+    env = make_env(EnvCfg(num_envs=2, **setting), grouped=True, verify=False, **asked)
     assert type(env) is RowsGroupEnv
-    (name,) = setting
+    (name,) = setting or ["credit.reward.names"]
     with pytest.raises(
-        EnvError, match=rf"CartPole-v1 vectorises itself|{name} is .*CartPole-v1 vectorises itself.*'sync'"
+        EnvError,
+        match=rf"CartPole-v1 vectorises itself, .* {name} = |{name} is .*CartPole-v1 vectorises itself.*'sync'",
     ):
-        make_env(EnvCfg(num_envs=2, vectorization="entry_point", **setting), grouped=True)
+        make_env(EnvCfg(num_envs=2, vectorization="entry_point", **setting), grouped=True, **asked)
 
 
 @pytest.mark.parametrize("env", [None, lambda: gymnasium.make("CartPole-v1")])
-@pytest.mark.parametrize(
-    ("setting", "default"),
-    [({"reward_parts": ("x",)}, r"\(\)"), ({"start_mode": "seed"}, "'auto'")],
-)
-def test_what_only_groups_have_is_refused_without_them(setting, default, env):
-    (name,) = setting
-    with pytest.raises(EnvError, match=rf"env\.{name} = .* is for groups.*fix: env\.{name}={default}, or"):
-        make_env(EnvCfg(num_envs=2, **setting), env=env)
+def test_what_only_groups_have_is_refused_without_them(env):
+    with pytest.raises(EnvError, match=r"env\.start_mode = 'seed' is for groups.*fix: env\.start_mode='auto', or"):
+        make_env(EnvCfg(num_envs=2, start_mode="seed"), env=env)
+    with pytest.raises(EnvError, match=r"reward_parts = \('x',\) are for groups of episodes; fix: grouped=True, or"):
+        make_env(EnvCfg(num_envs=2), env=env, reward_parts=("x",))
 
 
 @pytest.mark.parametrize("grouped", [True, False])
@@ -243,8 +250,7 @@ def test_random_noops_reach_the_rows(grouped):
 
 
 def test_reward_parts_reach_the_rows():
-    cfg = EnvCfg(id="Pendulum-v1", num_envs=4, reward_parts=("speed",))
-    env = make_env(cfg, grouped=True, verify=False)
+    env = make_env(EnvCfg(id="Pendulum-v1", num_envs=4), grouped=True, verify=False, reward_parts=("speed",))
     env.reset(seed=0)
     with pytest.raises(EnvError, match=r"Pendulum-v1 has no reward part 'speed'"):
         env.step(torch.zeros(4, 1))

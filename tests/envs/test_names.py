@@ -1,7 +1,7 @@
 import pytest
 
 from groupwise.envs import names
-from groupwise.envs.names import import_package, refuse_module, unknown_environment
+from groupwise.envs.names import check_id, import_package, unknown_environment
 from groupwise.errors import EnvError, MissingExtraError
 
 KNOWN = ["Ant-v5", "CartPole-v1"]
@@ -47,6 +47,6 @@ def test_an_id_like_no_other_asks_for_a_plugin_and_lists_nothing():
 
 
 def test_an_id_that_names_a_module_is_refused():
-    refuse_module("CartPole-v1")
+    check_id("CartPole-v1")
     with pytest.raises(EnvError, match=r"'a:B-v0' would import 'a'.*--plugin a\) and name the id alone, 'B-v0'$"):
-        refuse_module("a:B-v0")
+        check_id("a:B-v0")

@@ -22,6 +22,7 @@ from groupwise.algorithms.minibatches import Minibatches, flat, per_unit, row_si
 from groupwise.algorithms.nonfinite import GradientCheck
 from groupwise.algorithms.optim import Schedule, build_optimizer
 from groupwise.config.algorithm import AlgorithmCfg, at_progress, has_range_schedule
+from groupwise.config.base import SB3_FIX
 from groupwise.data.minibatch import take
 from groupwise.data.rollout import Nested
 from groupwise.data.row_batches import pack
@@ -57,6 +58,10 @@ class BaseAlgorithm(ABC):
     others as means over steps. ``target_kl`` and the adaptive schedule need ``approx_kl`` among them."""
 
     def __init__(self, cfg: AlgorithmCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
+        if not isinstance(cfg, AlgorithmCfg) or not isinstance(policy, Policy):
+            raise ConfigError(
+                f"{type(self).__name__} takes its settings and a Policy, got {cfg!r:.80} and {policy!r:.80}; {SB3_FIX}"
+            )
         check_objective(cfg.objective, policy)
         self.cfg = cfg
         """With the clip ranges of now, where these have schedules."""

@@ -44,13 +44,13 @@ class GRPO(BaseAlgorithm):
     cfg: GRPOCfg
 
     def __init__(self, cfg: GRPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
+        super().__init__(cfg, policy, engine, seed=seed)
         check_credit(cfg.credit, policy)
         if cfg.kl_estimator == "exact" and not policy.gives_distribution:
             raise ConfigError(
                 f"kl_estimator='exact' compares whole distributions, and {type(policy).__name__} gives the probabilities of "
                 "single tokens; fix: 'k3'"
             )
-        super().__init__(cfg, policy, engine, seed=seed)
         self.reference = policy.make_reference() if cfg.kl_coef > 0 else None
         self.baseline_state: Tensor | None = None
         self._is_first = True

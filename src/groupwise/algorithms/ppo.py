@@ -34,9 +34,9 @@ class PPO(BaseAlgorithm):
     cfg: PPOCfg
 
     def __init__(self, cfg: PPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
+        super().__init__(cfg, policy, engine, seed=seed)
         if policy.actor_only:
             raise ConfigError("PPO needs a critic, and the policy is actor_only; fix: build it with actor_only=False")
-        super().__init__(cfg, policy, engine, seed=seed)
 
     def compute_gae(
         self, rollout: TensorDict, gamma: float, gae_lambda: float

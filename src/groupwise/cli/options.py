@@ -27,7 +27,7 @@ from groupwise.config.presets import Tree
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.config.text import TextTaskCfg
 from groupwise.config.yaml_files import SUFFIXES
-from groupwise.envs.names import import_package, refuse_module, unknown_environment
+from groupwise.envs.names import check_id, import_package, unknown_environment
 from groupwise.errors import ConfigError
 
 COMMON = (
@@ -112,7 +112,7 @@ def parse_options(
         _show_help(options, f"{prog} {target}", description, in_full="--help-all" in asked)
     known = {option.path for option in options}
     if unknown := [path for path in given if path not in known]:
-        raise ConfigError(f"unknown option {_flag(unknown[0])}{_hint(unknown[0], options, flags, default)}")
+        raise ConfigError(f"unknown option {_flag(unknown[0])}{_hint(unknown[0], options, flags, default, given)}")
     return _resolve(target, preset, _tree(options, given))
 
 
@@ -131,15 +131,20 @@ def options_of(config: Cfg, prefix: str = "", given: Mapping[str, list[str]] = {
         if value is None and groups and any(other.startswith(f"{path}.") for other in given):
             value = groups[0]()
         if isinstance(value, Choice):
-            own = value.own_name()
-            yield Option(path, Literal[tuple(sorted(value.known))], own, text, choice=True)
-            name = " ".join(given.get(path, [str(own)]))
-            chosen = value.named(name)() if name in value.known and name != own else value
-            yield from (option for option in options_of(chosen, f"{path}.", given) if option.path != f"{path}.name")
+            yield Option(path, Literal[tuple(sorted(value.known))], value.own_name(), text, choice=True)
+            chosen = options_of(_chosen(value, path, given), f"{path}.", given)
+            yield from (option for option in chosen if option.path != f"{path}.name")
         elif isinstance(value, Cfg):
             yield from options_of(value, f"{path}.", given)
         else:
             yield Option(path, field.annotation, value, text)
+
+
+def _chosen(value: Choice, path: str, given: Mapping[str, list[str]]) -> Choice:
+    """The member of a choice that is given, or ``value``."""
+    name = " ".join(given.get(path, []))
+    chosen: Choice = value.named(name)() if name in value.known and name != value.own_name() else value
+    return chosen
 
 
 def _flag(path: str) -> str:
@@ -222,33 +227,47 @@ def _convert(flag: str, word: str, types: set[Any]) -> Any:
 # --- mistakes ---
 
 
-def _hint(path: str, options: Sequence[Option], flags: Sequence[str], default: CommonCfg) -> str:
+def _hint(
+    path: str,
+    options: Sequence[Option],
+    flags: Sequence[str],
+    default: CommonCfg,
+    given: Mapping[str, list[str]],
+) -> str:
     """What an unknown option may mean."""
     if path == "env.id":
         return ": the environment is the first argument"
     known = list(dict.fromkeys([*(option.path for option in options), *flags, *_SHARED]))
     if inside := [name for name in known if name.startswith(f"{path}.")]:
         return f": it has {', '.join(map(_flag, inside))}"
-    if owner := _owner(path, default):
-        return f": {owner}"
     own = path.rpartition(".")[2]
+    own = OTHER_NAMES.get(own, own)
     last = {name: name.rpartition(".")[2] for name in known if not path.startswith(f"{name}.")}
-    like = get_close_matches(OTHER_NAMES.get(own, own), last.values(), n=1, cutoff=0.7)
-    same = [name for name in last if last[name] == OTHER_NAMES.get(own)]
+    same = [name for name in last if last[name] == own]
+    if not same and (owner := _owner(path, default, given)):
+        return f": {owner}"
+    like = get_close_matches(own, last.values(), n=1, cutoff=0.7)
     near = same or get_close_matches(path, last, n=1, cutoff=0.8) or [name for name in last if last[name] in like]
     if near:
         return f"; did you mean {' or '.join(map(_flag, near[:3]))}?"
     return f"; known: {', '.join(map(_flag, known))}" if len(known) < _FEW else "; --help-all shows them all"
 
 
-def _owner(path: str, settings: Cfg) -> str:
-    """Which settings have the first part of a path that these lack, if it is not further down in these."""
-    part, _, rest = path.partition(".")
+def _owner(path: str, settings: Cfg, given: Mapping[str, list[str]], outer: str = "") -> str:
+    """Which settings have a part of a path that these lack, if it is not further down in these, and how to get them."""
+    part, dot, rest = path.partition(".")
     name = OTHER_NAMES.get(part, part)
-    if name not in type(settings).model_fields:
-        return "" if paths_of(type(settings), name) else settings.owner_of(name)
-    inner = vars(settings)[name]
-    return _owner(rest, inner) if isinstance(inner, Cfg) and rest else ""
+    if name in type(settings).model_fields:
+        inner, at = vars(settings)[name], f"{outer}{name}"
+        inner = _chosen(inner, at, given) if isinstance(inner, Choice) else inner
+        return _owner(rest, inner, given, f"{at}.") if isinstance(inner, Cfg) and rest else ""
+    owner = "" if paths_of(type(settings), name) else settings.owner_of(name)
+    at, member = settings.choice_with(name)
+    if not owner or not member:
+        return owner
+    choice = f"{outer}{at}".removesuffix(".")
+    words = " ".join(given.get(f"{outer}{path}") or ["VALUE"])
+    return f"{owner}; fix: {_flag(choice)} {member} {_flag(f'{choice}.{name}{dot}{rest}')} {words}"
 
 
 # --- help ---
@@ -309,7 +328,7 @@ def _shown(value: object) -> str:
 def _resolve(target: str, preset: str | None, changed: Tree) -> RunCfg | TextRunCfg:
     if target.endswith((".json", *SUFFIXES)):
         return load_config(target, preset=preset, **changed)
-    refuse_module(target)
+    check_id(target)
     if target not in presets.env_ids():  # a typo is found before anything slow is imported
         from gymnasium.envs.registration import registry
 

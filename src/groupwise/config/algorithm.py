@@ -11,6 +11,7 @@ from pydantic import Field, SerializeAsAny, TypeAdapter, ValidationError, model_
 from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt
 from groupwise.config.choices import Choice, register_recipe
 from groupwise.config.credit import CreditCfg as CreditCfg
+from groupwise.config.credit import PartsCfg
 from groupwise.config.objective import ClippedCfg, FixedLengthCfg, TrustRegionCfg
 from groupwise.config.objective import ObjectiveCfg as ObjectiveCfg
 from groupwise.config.ranges import ClipRange, RangeScheduleCfg, range_at
@@ -218,6 +219,11 @@ class AlgorithmCfg(Choice):
     on_nonfinite: OnNonFinite = "stop"
     """What NaN and infinity in a rollout or a gradient do. ``stop``: an error names the place. ``drop``: the group is left out (PPO: the episode). ``zero``: 0 takes their place. With both, optimiser steps on such gradients are skipped, and 10 bad updates in a row end training."""
 
+    @property
+    def reward_parts(self) -> tuple[str, ...]:
+        """Entries of ``info`` that a rollout keeps as the parts of the reward."""
+        return ()
+
     @classmethod
     def load(cls) -> type[Any]:
         """The ``BaseAlgorithm`` subclass."""
@@ -333,6 +339,11 @@ class GRPOCfg(AlgorithmCfg):
     """Share of the steps, those with the highest entropy, that have a policy loss (TRL). 1: all."""
     adaptive_entropy: AdaptiveEntropyCfg | None = None
     """Adapts ``ent_coef`` to the entropy. None: ``ent_coef`` is constant."""
+
+    @property
+    def reward_parts(self) -> tuple[str, ...]:
+        """The names of ``credit.reward="parts"``."""
+        return self.credit.reward.names if isinstance(self.credit.reward, PartsCfg) else ()
 
     @model_validator(mode="after")
     def _check(self) -> "GRPOCfg":

@@ -38,6 +38,10 @@ OTHER_NAMES = {
 """Settings and choices by their names in Stable-Baselines3, its proposed GRPO, TRL, verl, PEFT, CleanRL and LeRobot, where another setting is spelled more like them."""
 
 
+SB3_FIX = "fix: gw.train('CartPole-v1'), or with Stable-Baselines3's arguments groupwise.contrib.sb3.GRPO('MlpPolicy', 'CartPole-v1')"
+"""For those who give a policy's name, then an environment."""
+
+
 class Cfg(BaseModel):
     """A frozen group of settings. The docstring of a field gives its meaning, unit, range and the source of its default.
 
@@ -73,22 +77,42 @@ class Cfg(BaseModel):
             return f"unknown key {key!r}; did you mean {' or '.join(paths[:3])}?"
         alike = name != key and nearest(key, known, cutoff=0.6)  # Adam's epsilon is its eps
         if not alike and (owner := cls.owner_of(name)):
-            return f"unknown key {key!r}; {owner}"
+            at, member = cls.choice_with(name)
+            fix = f"; fix: {at}={{'name': {member!r}, {name!r}: ...}}" if at else ""
+            return f"unknown key {key!r}; {owner}{fix}"
         near = nearest(name if name in known else key, known)
         return f"unknown key {key!r}{near or '; known: ' + ', '.join(known)}"
 
     @classmethod
     def owner_of(cls, name: str) -> str:
         """Which settings elsewhere have one of that name; empty if it is here or nowhere."""
-        owners = [] if name in cls.model_fields else owners_of(name)
-        siblings = [owner for owner in owners if issubclass(owner, cls.__bases__[0])]  # of the same choice
-        names = " and ".join(owner.title() for owner in (siblings or owners)[:3])
+        if name in cls.model_fields:
+            return ""
+        owners = [member for _, member in choices_with(cls, name)] or owners_of(name)
+        names = " and ".join(owner.title() for owner in owners[:3])
         return names and f"{name} is a setting of {names}, not of {cls.title()}"
+
+    @classmethod
+    def choice_with(cls, name: str) -> tuple[str, str]:
+        """Path of the choice, and name of its member, that has a setting of that name; empty if none has."""
+        at, member = next(iter(choices_with(cls, name)), ("", None))
+        return at, member.own_name() if member else ""
+
+    @classmethod
+    def members(cls) -> list[type[Any]]:
+        """The members of a choice; none if it is no choice."""
+        return []
 
     @classmethod
     def title(cls) -> str:
         """What messages call it."""
         return cls.__name__
+
+    @classmethod
+    def example(cls) -> str:
+        """What may be given, as JSON: its first default that is no group."""
+        plain = {n: f.default for n, f in cls.model_fields.items() if isinstance(f.default, str | float | int | tuple)}
+        return json.dumps(dict([*plain.items(), (next(iter(cls.model_fields)), None)][:1]))
 
     @model_validator(mode="wrap")
     @classmethod
@@ -123,11 +147,26 @@ def paths_of(cls: type[Cfg], name: str) -> list[str]:
     return here + [f"{part}.{path}" for part, inner in parts.items() for path in paths_of(inner, name)]
 
 
+def choices_with(cls: type[Cfg], name: str) -> list[tuple[str, type[Any]]]:
+    """Members of this choice with a setting of that name, or of the choices in the parts; each with the path of its choice."""
+    here = [member for member in cls.members() if name in member.model_fields]
+    if here:
+        return [("", member) for member in here if not any(base in here for base in member.__mro__[1:])]
+    parts = {part: type(field.default) for part, field in cls.model_fields.items() if isinstance(field.default, Cfg)}
+    inside = [(f"{part}.{at}", owner) for part, inner in parts.items() for at, owner in choices_with(inner, name)]
+    return [(at.removesuffix("."), owner) for at, owner in inside]
+
+
 def owners_of(name: str, cls: type[Cfg] = Cfg) -> list[type[Cfg]]:
     """The classes of settings that introduce a setting of that name."""
     if name in cls.model_fields:
         return [cls]
     return [owner for kind in cls.__subclasses__() for owner in owners_of(name, kind)]
+
+
+def _kinds(cls: type[Cfg]) -> list[type[Cfg]]:
+    """The class, and all that extend it."""
+    return [cls, *(kind for sub in cls.__subclasses__() for kind in _kinds(sub))]
 
 
 def _of_another_type(given: object, taken: object) -> str:
@@ -154,6 +193,10 @@ def explain(item: Mapping[str, Any]) -> str:
             choices = re.findall(r"[^\s',]+(?=')|\b\d+\b", item["ctx"]["expected"])
             hint = nearest(str(item["input"]), choices)
             return f"{path} = {item['input']!r:.200}: expected one of {', '.join(choices)}{hint}"
+        case "model_type":
+            examples = [kind.example() for kind in _kinds(Cfg) if kind.__name__ == item["ctx"]["class_name"]]
+            fix = "".join(f"; fix: {example}" for example in examples[:1])
+            return f"{path} = {item['input']!r:.200}: expected settings by name{fix}"
         case "tuple_type":
             return f"{path} = {item['input']!r:.200}: expected a list; fix: [{json.dumps(item['input'], default=repr)}]"
         case "value_error":

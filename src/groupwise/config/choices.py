@@ -4,6 +4,7 @@
 """
 
 import importlib
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -30,15 +31,14 @@ class Choice(Cfg):
     """Members by name: classes, or modules that register them on import."""
 
     def __init__(self, /, **fields: Any) -> None:
-        named = {"name": type(self).own_name()} if "name" in type(self).model_fields else {}
-        super().__init__(**named | fields)
+        super().__init__(**{"name": type(self).own_name()} | fields)
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as in Cfg
 
     @classmethod
     def own_name(cls) -> str | None:
-        """The default of the field ``name``, if it has one; without that field it is the family's default member."""
-        default = cls.model_fields["name"].default if "name" in cls.model_fields else cls.default
+        """The default of the field ``name``, if it has one."""
+        default = cls.model_fields["name"].default
         return default if isinstance(default, str) else None
 
     @classmethod
@@ -61,15 +61,14 @@ class Choice(Cfg):
         return found
 
     @classmethod
-    def owner_of(cls, name: str) -> str:
-        """Which settings elsewhere have one of that name, those of ``recipes/`` included."""
-        cls.members()  # imports them
-        return super().owner_of(name)
-
-    @classmethod
     def members(cls) -> list[type[Any]]:
         """All members of this family, sorted by name."""
         return [cls.named(name) for name in sorted(cls.known)]
+
+    @classmethod
+    def example(cls) -> str:
+        """A name, as JSON."""
+        return json.dumps(cls.default or min(cls.known))
 
     @classmethod
     def note(cls) -> str:
@@ -85,9 +84,7 @@ class Choice(Cfg):
             value = {"name": value}
         if not isinstance(value, Mapping):
             return handler(value)
-        kind = cls.named(str(value.get("name", cls.default)))
-        known = value if "name" in kind.model_fields else {key: value[key] for key in value if key != "name"}
-        return kind.model_validate(known)
+        return cls.named(str(value.get("name", cls.default))).model_validate(value)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

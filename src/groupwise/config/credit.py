@@ -86,9 +86,11 @@ class TotalCfg(CreditRewardCfg):
 
 @register_recipe
 class PartsCfg(CreditRewardCfg):
-    """Each part of the reward (``env.reward_parts``) on its own, advantages added up (GDPO)."""
+    """Each part of the reward on its own, advantages added up (GDPO)."""
 
     name: Literal["parts"] = "parts"
+    names: tuple[str, ...] = ()
+    """Entries of ``info`` that make up the reward, such as ``reward_forward``. Empty for texts, where each reward function is a part."""
     weights: tuple[float, ...] = ()
     """Weight of each part's advantage. Empty: 1 each."""
     source: ClassVar = "https://arxiv.org/abs/2601.05242"
@@ -98,7 +100,7 @@ class PartsCfg(CreditRewardCfg):
         found = credit.batch.get("reward_parts", None) if credit.parts is None else credit.parts
         if found is None:
             raise DataError(
-                "credit.reward='parts', but the rollout has no 'reward_parts'; fix: name them in env.reward_parts"
+                "credit.reward='parts', but the rollout has no 'reward_parts'; fix: name them in credit.reward.names"
             )
         parts = found.unbind(dim=-1)
         weights = self.weights or (1.0,) * len(parts)

@@ -38,8 +38,6 @@ class EnvCfg(Cfg):
     """Actions that the policy decides on at once; the environment executes them open loop. Steps of the policy, such as ``algorithm.num_steps``, are then decisions, and the discount is per decision; ``max_episode_steps`` and ``total_steps`` count environment steps. Box actions only."""
     num_action_steps: Annotated[int, Ge(1)] | None = None
     """Of each chunk, only this many actions are executed, from the first on, before the policy decides anew (LeRobot's ``n_action_steps``). None: all of ``action_chunk``."""
-    reward_parts: tuple[str, ...] = ()
-    """Entries of ``info`` that make up the reward, such as ``reward_forward``; stored for ``credit.reward="parts"``."""
     log_info: tuple[str, ...] = ()
     """Entries of ``info`` to log as ``rollout/info/<name>``: numbers at the last step of each episode, averaged over episodes like the return."""
 

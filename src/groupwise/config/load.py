@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError, create_model
 from groupwise import files
 from groupwise.config import presets
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
-from groupwise.config.base import Cfg, explain
+from groupwise.config.base import OTHER_NAMES, SB3_FIX, Cfg, explain
 from groupwise.config.budget import BUDGETS
 from groupwise.config.policy import AnyPolicyCfg
 from groupwise.config.presets import Tree
@@ -44,6 +44,8 @@ def resolve(
     Raises:
         ConfigError: a setting is unknown or its value wrong.
     """
+    if OTHER_NAMES.get(env_id) in AnyPolicyCfg.known:
+        raise ConfigError(f"{env_id!r} is a policy in Stable-Baselines3, expected an environment; {SB3_FIX}")
     given = _given(algorithm, fields)
     cfg = _resolve([{**given, "env": {**_table(given, "env"), "id": env_id}}], preset)
     assert isinstance(cfg, RunCfg)

@@ -29,7 +29,7 @@ class AnyPolicyCfg(Choice):
 class PolicyCfg(AnyPolicyCfg):
     """Networks, action distribution and normalisers of a control policy."""
 
-    name: ClassVar[str]  # type: ignore[misc]  # the default needs no name
+    name: Literal["actor_critic"] = "actor_critic"
     policy: ClassVar = "groupwise.policies.actor_critic:ActorCritic"
 
     hidden_sizes: tuple[Annotated[int, Ge(1)], ...] = (64, 64)
@@ -91,7 +91,7 @@ def register_policy(name: str, cfg: type[AnyPolicyCfg] = PolicyCfg) -> Callable[
 class RecurrentCfg(PolicyCfg):
     """A control policy with a memory: an LSTM or GRU between encoder and layers. Actor and critic have one each, unless ``trunk`` is ``shared``."""
 
-    name: Literal["recurrent"] = "recurrent"  # type: ignore[misc]  # the default has none
+    name: Literal["recurrent"] = "recurrent"  # type: ignore[assignment]
     policy: ClassVar = "groupwise.policies.recurrent:RecurrentActorCritic"
 
     cell: Literal["lstm", "gru"] = "lstm"

@@ -9,7 +9,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, LinearCfg, PPOCfg
 from groupwise.config.base import Cfg, Positive, PositiveInt
 from groupwise.config.budget import BUDGETS, Budget
-from groupwise.config.credit import CreditCfg
+from groupwise.config.credit import CreditCfg, PartsCfg
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import AnyPolicyCfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.config.text import TextTaskCfg
@@ -186,10 +186,10 @@ class RunCfg(CommonCfg):
                 "ratio='token' or 'sequence', another preset, or GRPO by hand on rollouts that have turn_id"
             )
         credit = algorithm.credit if isinstance(algorithm, GRPOCfg) else CreditCfg()
-        if credit.rule == "composed" and credit.reward.name == "parts" and not self.env.reward_parts:
+        if credit.rule == "composed" and isinstance(credit.reward, PartsCfg) and not credit.reward.names:
             raise ValueError(
-                "algorithm.credit.reward='parts' compares the parts of a reward, and env.reward_parts names none; fix: "
-                "env.reward_parts=('reward_forward', ...), as the environment's info calls them, or credit.reward='total'"
+                "algorithm.credit.reward='parts' compares the parts of a reward, and its names are empty; fix: "
+                "credit.reward.names=('reward_forward', ...), as the environment's info calls them, or credit.reward='total'"
             )
         threshold = self.stop.threshold
         if self.evaluation.metric == "success_rate" and threshold is not None and not 0 < threshold <= 1:
@@ -240,6 +240,8 @@ class TextRunCfg(CommonCfg):
         if isinstance(self.algorithm, GRPOCfg):
             names = ("noise", "horizon", "partial_groups", "on_env_error")
             unread |= {f"collection.{name}": value for name, value in self.algorithm.collection.changed(*names).items()}
+            if self.algorithm.reward_parts:
+                unread["credit.reward.names"] = self.algorithm.reward_parts
         for name, value in unread.items():
             raise ValueError(f"algorithm.{name}={value!r} has no effect on text; fix: leave it out")
         self._check_discount()

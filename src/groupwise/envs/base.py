@@ -37,7 +37,7 @@ class EnvStep(NamedTuple):
     failed: Tensor | None = None
     """[N] bool: rows whose environment raised an error, and was replaced and paused. None when none did, or errors are raised."""
     reward_parts: Tensor | None = None
-    """[N, R] float32: the parts of the reward, with ``env.reward_parts``."""
+    """[N, R] float32: the parts of the reward, with ``credit.reward="parts"``."""
     success: Tensor | None = None
     """[N] bool: which of the episodes that end with this step succeeded; other rows mean nothing. None where no such row tells."""
     executed: Tensor | None = None

@@ -192,7 +192,7 @@ class LocalRows:
             self._arrays["reward_parts"][row] = [info[key] for key in self._cfg.reward_parts]
         except KeyError as error:
             raise EnvError(
-                f"{self._cfg.env_id} has no reward part {error}: its info holds {sorted(info)}; fix: env.reward_parts"
+                f"{self._cfg.env_id} has no reward part {error}: its info holds {sorted(info)}; fix: credit.reward.names"
             ) from error
 
     def _fail(self, row: int, error: Exception) -> None:

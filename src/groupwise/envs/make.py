@@ -15,7 +15,7 @@ from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.cartpole import CartPoleGroupEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.local_rows import OnError
-from groupwise.envs.names import refuse_module
+from groupwise.envs.names import check_id
 from groupwise.envs.starts import verify_group_start
 from groupwise.errors import EnvError, GroupStartError
 
@@ -35,7 +35,6 @@ _ONLY_SINGLE = (
     "obs_keys",
     "action_masks",
     "num_random_noops",
-    "reward_parts",
     "action_chunk",
     "num_action_steps",
     "log_info",
@@ -68,6 +67,7 @@ class _Settings(TypedDict, total=False):
     block_size: int
     verify: bool
     on_error: OnError
+    reward_parts: tuple[str, ...]
     device: torch.device | str
 
 
@@ -84,6 +84,7 @@ def make_env(
     block_size: int = 1,
     verify: bool = True,
     on_error: OnError = "raise",
+    reward_parts: tuple[str, ...] = (),
     device: torch.device | str = "cpu",
 ) -> VectorEnv:
     """The environments that ``cfg`` describes.
@@ -98,6 +99,8 @@ def make_env(
         verify: try out how members share their start, and choose the best start mode (grouped only). Without it rows
             start by unchecked seeded resets, which is enough for evaluation.
         on_error: ``report`` turns errors in a row's ``step`` into ``EnvStep.failed`` (single environments only).
+        reward_parts: entries of ``info`` that make up the reward, for ``EnvStep.reward_parts`` (grouped single
+            environments only).
         device: where observations go.
 
     Raises:
@@ -107,7 +110,7 @@ def make_env(
         EnvError: the settings do not fit together or the environment, or ``cfg.id`` names a module to import.
     """
     if not grouped:
-        _refuse_group_settings(cfg)
+        _refuse_group_settings(cfg, reward_parts)
     made: VectorEnv
     if isinstance(env, VectorEnv):
         made = env
@@ -119,9 +122,10 @@ def make_env(
         _check_ready(made, cfg, num_envs, device)
     else:
         make, num_envs = _checked_callable(env, cfg), num_envs or cfg.num_envs
-        way = "callable" if make is not None and makes_rows(make) else _vectorization(cfg, make)
+        way = "callable" if make is not None and makes_rows(make) else _vectorization(cfg, make, reward_parts)
         if way in ("sync", "async") and grouped:
-            return single.group_env(cfg, make, num_envs, way, verify=verify, on_error=on_error, device=device)
+            how: dict[str, Any] = {"verify": verify, "on_error": on_error, "reward_parts": reward_parts}
+            return single.group_env(cfg, make, num_envs, way, **how, device=device)
         if way in ("sync", "async"):
             return single.vector_env(cfg, make, num_envs, way, device)
         if way == "callable":
@@ -135,7 +139,7 @@ def make_env(
             made = _from_entry_point(cfg, grouped, num_envs, device)
     if grouped:
         made = made.as_group_env(verify=verify)
-    _refuse_single_settings(made, cfg)
+    _refuse_single_settings(made, cfg, reward_parts)
     if grouped and verify and isinstance(made, GroupEnv) and made.start_report is None:
         made.start_report = verify_group_start(made)
     return made
@@ -143,7 +147,7 @@ def make_env(
 
 def _checked_callable(env: object | None, cfg: EnvCfg) -> Callable[..., Any] | None:
     if env is None:
-        refuse_module(cfg.id)
+        check_id(cfg.id)
         return None
     if not callable(env):
         raise EnvError(
@@ -153,14 +157,14 @@ def _checked_callable(env: object | None, cfg: EnvCfg) -> Callable[..., Any] | N
     return env
 
 
-def _vectorization(cfg: EnvCfg, env: object | None) -> str:
+def _vectorization(cfg: EnvCfg, env: object | None, reward_parts: tuple[str, ...]) -> str:
     if env is not None and cfg.vectorization in ("entry_point", "envpool", "torch"):
         raise EnvError(
             f"a callable cannot be vectorised by {cfg.vectorization!r}; fix: vectorization='sync' or 'async'"
         )
     if cfg.vectorization != "auto":
         return cfg.vectorization
-    only_single = cfg.changed(*_ONLY_SINGLE) or cfg.start_mode not in ("auto", "native")
+    only_single = reward_parts or cfg.changed(*_ONLY_SINGLE) or cfg.start_mode not in ("auto", "native")
     return "entry_point" if env is None and cfg.id in VECTORISED and not only_single else "sync"
 
 
@@ -246,19 +250,23 @@ def _adopt(
     return GymnasiumVectorEnv(env, env_id=env_id, max_episode_steps=limit, device=device)
 
 
-def _refuse_group_settings(cfg: EnvCfg) -> None:
+def _refuse_group_settings(cfg: EnvCfg, reward_parts: tuple[str, ...]) -> None:
     """Refuse settings that only groups use."""
-    for name, value in cfg.changed("reward_parts", "start_mode").items():
-        default = EnvCfg.model_fields[name].default
+    if reward_parts:
         raise EnvError(
-            f"env.{name} = {value!r} is for groups of episodes; fix: env.{name}={default!r}, or an algorithm with "
-            "groups (grpo)"
+            f"reward_parts = {reward_parts!r} are for groups of episodes; fix: grouped=True, or leave them out"
+        )
+    if cfg.start_mode != "auto":
+        raise EnvError(
+            f"env.start_mode = {cfg.start_mode!r} is for groups of episodes; fix: env.start_mode='auto', or an algorithm "
+            "with groups (grpo)"
         )
 
 
-def _refuse_single_settings(env: VectorEnv, cfg: EnvCfg) -> None:
+def _refuse_single_settings(env: VectorEnv, cfg: EnvCfg, reward_parts: tuple[str, ...]) -> None:
     """Refuse settings that only single environments support."""
-    for name, value in cfg.changed(*_ONLY_SINGLE).items():
+    parts = {"credit.reward.names": reward_parts} if reward_parts else {}
+    for name, value in (cfg.changed(*_ONLY_SINGLE) | parts).items():
         raise EnvError(
             f"{env.env_id} vectorises itself, which does not support {name} = {value!r}; fix: vectorization='sync'"
         )

@@ -3,9 +3,11 @@
 from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 from groupwise.errors import EnvError, MissingExtraError, UnknownNameError, installing, nearest
+from groupwise.plugins import command
 
 
 class _Package(NamedTuple):
@@ -61,15 +63,21 @@ def unknown_environment(env_id: str, known: Iterable[str]) -> UnknownNameError:
     return UnknownNameError("environment", env_id, names, hint=hint, more=more)
 
 
-def refuse_module(env_id: str) -> None:
-    """Refuse ids of the form ``module:Name``.
+def check_id(env_id: str) -> None:
+    """Refuse ids of the form ``module:Name``, and run folders.
 
     Raises:
-        EnvError: Gymnasium would import the module.
+        EnvError: Gymnasium would import the module, or it is a run folder.
     """
     module, colon, name = env_id.partition(":")
     if colon:
         raise EnvError(
             f"environment {env_id!r} would import {module!r}, and a config imports nothing; fix: import it yourself (on "
             f"the command line: --plugin {module}) and name the id alone, {name!r}"
+        )
+    settings = Path(env_id, "config.json")
+    if settings.is_file() and settings.with_name("metrics.jsonl").is_file():
+        raise EnvError(
+            f"{env_id} is a run folder, expected an environment; fix: {command('resume', env_id)}, or a new run with its "
+            f"settings: {command('train', settings)}"
         )

@@ -40,6 +40,7 @@ def group_env(
     *,
     verify: bool,
     on_error: OnError,
+    reward_parts: tuple[str, ...],
     device: torch.device | str,
 ) -> RowsGroupEnv:
     """Rows that start independently, by the best start mode that works.
@@ -56,7 +57,7 @@ def group_env(
             "fix: env.start_mode='auto'"
         )
     in_one_process = vectorization == "sync"
-    rows = _describe(cfg, env, on_error)
+    rows = _describe(cfg, env, on_error, reward_parts)
     shared = cfg.start_mode != "none"
     report = choose_start(rows, cfg.start_mode) if verify and shared else None
     unchecked: StartMode = cfg.start_mode if cfg.start_mode in ("fresh", "none") else "seed"
@@ -152,7 +153,9 @@ def make_one(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None) -> gymnasium
         return _make(cfg.id if env is None else env, cfg)
 
 
-def _describe(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: OnError) -> RowCfg:
+def _describe(
+    cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: OnError, reward_parts: tuple[str, ...] = ()
+) -> RowCfg:
     """The config of a row, read from one environment made for it."""
     probe = make_one(cfg, env)
     registered = gymnasium.registry.get(cfg.id, cfg.id)  # the id may be unknown in another process
@@ -164,12 +167,12 @@ def _describe(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: O
     notes += mask_notes(probe, space, cfg)
     probe.close()
     return RowCfg(
-        partial(_make, registered if env is None else env, cfg),
+        partial(_make, registered if env is None else env, cfg, reward_parts),
         env_id=name,
         observation_space=space,
         action_space=probe.action_space,
         max_episode_steps=limit,
-        reward_parts=cfg.reward_parts,
+        reward_parts=reward_parts,
         log_info=cfg.log_info,
         chunked=cfg.action_chunk > 1,
         on_error=on_error,
@@ -178,7 +181,9 @@ def _describe(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: O
     )
 
 
-def _make(env: Callable[..., gymnasium.Env] | EnvSpec | str, cfg: EnvCfg) -> gymnasium.Env:
+def _make(
+    env: Callable[..., gymnasium.Env] | EnvSpec | str, cfg: EnvCfg, reward_parts: tuple[str, ...] = ()
+) -> gymnasium.Env:
     if callable(env):
         made = env(**cfg.kwargs)
         if not isinstance(made, gymnasium.Env):
@@ -196,6 +201,6 @@ def _make(env: Callable[..., gymnasium.Env] | EnvSpec | str, cfg: EnvCfg) -> gym
     if cfg.action_chunk == 1:
         return made
     chunked: gymnasium.Env = pkgutil.resolve_name(ACTION_CHUNK)(
-        made, cfg.action_chunk, cfg.reward_parts, cfg.num_action_steps
+        made, cfg.action_chunk, reward_parts, cfg.num_action_steps
     )
     return chunked

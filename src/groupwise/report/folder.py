@@ -146,6 +146,9 @@ class RunFolder:
             RunFolderError: it does not exist, is no run folder, or has a link that leads out of it.
         """
         folder = cls(path)
+        if path.is_file():
+            fix = f"its folder, {path.parent}" if path.name == folder.config.name else "gw.load_config reads settings"
+            raise RunFolderError(f"{path} is a file, expected a run folder; fix: {fix}")
         if not path.is_dir():
             raise RunFolderError(f"there is no run folder {str(path)!r}; fix: give the path that training printed")
         if not folder.config.is_file():

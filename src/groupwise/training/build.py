@@ -142,6 +142,7 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
         env=given.env,
         block_size=_block_size(cfg),
         on_error="raise" if not isinstance(grpo, GRPOCfg) or grpo.collection.on_env_error == "raise" else "report",
+        reward_parts=cfg.algorithm.reward_parts,
         device=device,
     )
     policy = build_policy(cfg, env, given, algorithm_type).to(device)
@@ -167,7 +168,7 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
         num_units=policy.num_units if policy.scored_by == "token" else None,
         value=not policy.actor_only,
         chunked=cfg.env.action_chunk > 1,
-        reward_parts=len(cfg.env.reward_parts),
+        reward_parts=len(cfg.algorithm.reward_parts),
         on_nonfinite=cfg.algorithm.on_nonfinite,
         device=device,
     )

@@ -125,7 +125,7 @@ def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None
         return None
 
     vectorization = "auto" if cfg.vectorization == "entry_point" else cfg.vectorization
-    plain = {"start_mode": "auto", "num_random_noops": 0, "reward_parts": (), "log_info": ()}
+    plain = {"start_mode": "auto", "num_random_noops": 0, "log_info": ()}
     cfg = cfg.model_copy(update={**plain, "vectorization": vectorization})
     if not isinstance(env, gymnasium.vector.VectorEnv):
         return cfg, env

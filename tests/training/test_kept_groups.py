@@ -136,16 +136,36 @@ def test_a_resumed_run_keeps_what_an_uninterrupted_one_does(tmp_path):
     assert kept[0] == kept[1]
 
 
+def write(folder, iteration, count=500, **columns):
+    noise = np.random.default_rng(iteration)
+    numbers = {name: noise.normal(size=count) for name in ("reward", "log_prob", "ratio", "advantage")}
+    whole = {name: np.zeros(count, np.int64) for name in ("env_steps", "group", "member")} | {"step": np.arange(count)}
+    masks = {name: np.arange(count) % 3 == 0 for name in ("loss_mask", "greedy")}
+    texts = dict.fromkeys(("start", "end"), ["x"] * count)
+    nothing = dict.fromkeys(("observation", "action", "token", "reward_parts"))
+    groups.write_groups(folder, iteration, nothing | texts | masks | whole | numbers | columns)
+
+
+def test_columns_are_written_as_they_are(tmp_path):
+    vectors = np.arange(12, dtype=np.float32).reshape(4, 3)
+    tokens = ["", "Größe", " \N{SNOWMAN}\ud800", "</s>"]
+    write(tmp_path, 7, 4, observation=vectors, token=tokens, ratio=np.array([1.0, np.nan, 2.0, np.nan]))
+    found = groups.read_groups(tmp_path / "000007.parquet")
+    assert found["iteration"] == [7] * 4
+    assert found["observation"] == vectors.tolist()
+    assert found["token"] == ["", "Größe", " \N{SNOWMAN}?", "</s>"]
+    assert found["ratio"] == [1.0, None, 2.0, None]
+    assert found["loss_mask"] == [True, False, False, True]
+    assert found["step"] == [0, 1, 2, 3]
+    assert found["action"] == [None] * 4
+
+
 def test_old_files_make_room_but_the_first(tmp_path, monkeypatch):
-    run = train(tmp_path / "run", gw.PPOCfg(num_steps=16), total_steps=128)
-    columns = groups.read_groups(next(iter(groups.kept_iterations(run.path / "groups").values())))
-    del columns["iteration"]
-    folder = tmp_path / "groups"
-    groups.write_groups(folder, 1, columns)
-    monkeypatch.setattr(groups, "MAX_MIB", 3.5 * sum(path.stat().st_size for path in folder.iterdir()) / 2**20)
+    write(tmp_path, 1)
+    monkeypatch.setattr(groups, "MAX_MIB", 3.5 * sum(path.stat().st_size for path in tmp_path.iterdir()) / 2**20)
     for iteration in range(2, 8):
-        groups.write_groups(folder, iteration, columns)
-    assert list(groups.kept_iterations(folder)) == [1, 6, 7]
+        write(tmp_path, iteration)
+    assert list(groups.kept_iterations(tmp_path)) == [1, 6, 7]
 
 
 def test_damaged_files_are_named(tmp_path):

@@ -1,9 +1,8 @@
 """Keeps groups of training, so that people can look at them."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -13,11 +12,14 @@ from torch import Tensor
 from groupwise import files
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.policies.base import Policy
-from groupwise.report.groups import MAX_WIDTH, kept_iterations, write_groups
+from groupwise.report.groups import MAX_WIDTH, Values, kept_iterations, write_groups
 from groupwise.training.base import Callback
 
 if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
+
+
+Array: TypeAlias = np.ndarray
 
 
 class KeepGroups(Callback):
@@ -70,41 +72,40 @@ class Steps:
         self.slots = row[order.copy()], time[order.copy()]
         self.group, self.episode = group[order], episode[order]
 
-    def columns(self, buffers: dict[str, Tensor]) -> dict[str, Sequence[Any]]:
+    def columns(self, buffers: dict[str, Tensor]) -> dict[str, Values]:
         """The columns of ``report.groups``.
 
         Args:
             buffers: of the policy, as they were during the update.
         """
         batch, algorithm, count = self.batch, self.trainer.algorithm, len(self.group)
-        first = _firsts(self.episode)
-        ratio, mask = self._ratio(buffers)
+        ratio, counts = self._ratio(buffers)
         ends = np.where(self._at("terminated"), "terminated", np.where(self._at("truncated"), "truncated", "running"))
         is_text = "turn_id" in batch.keys()  # noqa: SIM118  iterating goes over rows
         step = self._at("step")
         return {
-            "env_steps": [self.trainer.env_steps] * count,
+            "env_steps": np.full(count, self.trainer.env_steps),
             "group": self.group,
             "start": self._starts(),
             "member": _members(self.group, self.episode),
-            "step": step - step[first] if is_text else step,  # prompts are left out
-            "observation": [None] * count if is_text else self._vectors(batch["obs"]),
+            "step": step - step[_firsts(self.episode)] if is_text else step,  # prompts are left out
+            "observation": None if is_text else self._vectors(batch["obs"]),
             "action": self._vectors(batch["action"]),
-            "token": self._tokens() if is_text else [None] * count,
+            "token": self._tokens() if is_text else None,
             "reward": self._at("reward"),
             "reward_parts": self._vectors(batch.get("reward_parts", None)),
             "log_prob": self._pick(algorithm.of_decisions(batch["sample_log_prob"])),
-            "ratio": [value if counts else None for value, counts in zip(ratio.tolist(), mask.tolist(), strict=True)],
-            "advantage": [None] * count if algorithm.advantage is None else self._pick(algorithm.advantage),
-            "loss_mask": mask,
-            "greedy": self._at("greedy") if "greedy" in batch.keys() else [False] * count,  # noqa: SIM118
+            "ratio": np.where(counts, ratio, np.nan),
+            "advantage": None if algorithm.advantage is None else self._pick(algorithm.advantage),
+            "loss_mask": counts,
+            "greedy": self._pick(batch.get("greedy", torch.zeros_like(batch["valid"]))),
             "end": ends.tolist(),
         }
 
-    def _ratio(self, buffers: dict[str, Tensor]) -> tuple[Any, Any]:
+    def _ratio(self, buffers: dict[str, Tensor]) -> tuple[Array, Array]:
         """The probability ratio of the updated policy to the sampler, and where the loss counts it."""
         algorithm = self.trainer.algorithm
-        rows = self.slots[0].unique()
+        rows: Tensor = torch.unique(self.slots[0])
         inputs = algorithm.policy_inputs(self.batch[rows])
         now = _buffers(algorithm.policy)
         _restore(algorithm.policy, buffers)
@@ -128,19 +129,20 @@ class Steps:
         texts = dict(zip(kinds, self.trainer.collector.token_texts(kinds), strict=True))
         return [texts[token] for token in ids]
 
-    def _vectors(self, values: Nested | None) -> Sequence[Any]:
-        """The numbers of each step; None where there are none or too many."""
+    def _vectors(self, values: Nested | None) -> Array | None:
+        """The numbers of each step ``[step, width]``; None where there are none or too many."""
         if values is None:
-            return [None] * len(self.group)
+            return None
         leaves = [values] if isinstance(values, Tensor) else list(values.values(True, True))
+        if sum(leaf[0, 0].numel() for leaf in leaves) > MAX_WIDTH:
+            return None
         flat = [leaf[self.slots].float().reshape(len(self.group), -1) for leaf in leaves]
-        wide = sum(part.shape[1] for part in flat) > MAX_WIDTH
-        return [None] * len(self.group) if wide else list(torch.cat(flat, dim=1).cpu().numpy())
+        return torch.cat(flat, dim=1).cpu().numpy()
 
-    def _at(self, key: str) -> Any:
+    def _at(self, key: str) -> Array:
         return self._pick(self.batch[key])
 
-    def _pick(self, values: Tensor) -> Any:
+    def _pick(self, values: Tensor) -> Array:
         return values[self.slots].cpu().numpy()
 
 
@@ -157,11 +159,12 @@ def choose(spread: dict[int, float], count: int, seed: int) -> list[int]:
 
 def _written(batch: TensorDict) -> Tensor:
     """The steps that were taken; of texts, those from the completion's first token on."""
+    valid: Tensor = batch["valid"]
     turn = batch.get("turn_id", None)
-    return batch["valid"] if turn is None else batch["valid"] & ((turn >= 0).cumsum(dim=1) > 0)
+    return valid if turn is None else valid & ((turn >= 0).cumsum(dim=1) > 0)
 
 
-def _spreads(group: Any, episode: Any, reward: Any) -> dict[int, float]:
+def _spreads(group: Array, episode: Array, reward: Array) -> dict[int, float]:
     """Highest less lowest return of each group."""
     ids, index = np.unique(np.stack([group, episode]), axis=1, return_inverse=True)
     returns = np.bincount(index.reshape(-1), weights=reward)
@@ -173,18 +176,19 @@ def _spreads(group: Any, episode: Any, reward: Any) -> dict[int, float]:
     return dict(zip(groups.tolist(), (high - low).tolist(), strict=True))
 
 
-def _firsts(episode: Any) -> Any:
+def _firsts(episode: Array) -> Array:
     """For each step the place of its episode's first one."""
     begins = np.flatnonzero(np.diff(episode, prepend=-1))
     return begins.repeat(np.diff(begins, append=len(episode)))
 
 
-def _members(group: Any, episode: Any) -> Any:
+def _members(group: Array, episode: Array) -> Array:
     """For each step the number of its episode in its group."""
     begins = np.diff(episode, prepend=-1) != 0
     number = begins.cumsum()
     starts = np.diff(group, prepend=-1) != 0
-    return number - np.maximum.accumulate(np.where(starts, number, 0))
+    members: Array = number - np.maximum.accumulate(np.where(starts, number, 0))
+    return members
 
 
 def _buffers(policy: Policy) -> dict[str, Tensor]:

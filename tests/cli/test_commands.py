@@ -53,6 +53,7 @@ def test_train_takes_the_environment_s_preset(api, capsys):
     assert trained(api) == config.resolve("CartPole-v1")
     assert capsys.readouterr().out == (
         "Done in 6.1 s: greedy return 500.0 (20 episodes, 95 % interval 490 to 510). Best 500.0 at step 23,457.\n"
+        "Look:  groupwise report runs/x\n"
         "Next:  groupwise eval runs/x\n"
     )
 

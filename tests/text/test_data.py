@@ -134,13 +134,6 @@ def test_bad_files_are_named_with_the_line(tmp_path, name, content, message):
         load_examples(tmp_path / name)
 
 
-def test_parquet_names_the_extra_it_needs(tmp_path, monkeypatch):
-    (tmp_path / "a.parquet").write_bytes(b"")
-    monkeypatch.setattr("groupwise.errors.find_spec", lambda _: None)
-    with pytest.raises(MissingExtraError, match=r"'pyarrow' is not installed; fix: pip install -e '.\[text\]'"):
-        load_examples(tmp_path / "a.parquet")
-
-
 def test_gym_data_are_always_the_same():
     first = gym_examples("reasoning-gym:chain_sum", size=20)
     assert len(first) == 20

@@ -6,7 +6,7 @@ import math
 import os
 from pathlib import Path
 
-import pyarrow.parquet
+import pandas
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -53,11 +53,15 @@ def test_a_run_leaves_what_it_reached_and_groups_to_look_at(copied):
     assert last["rollout/env_steps"] == pytest.approx(16 * last["rollout/length_mean"])
     assert last["rollout/ended_by_eos"] + last["completions/clipped_ratio"] == 1
     assert last["rollout/sampler_kl"] < 1e-8
-    table = pyarrow.parquet.read_table(sorted((copied.path / "groups").iterdir())[-1]).to_pylist()
-    assert len(table) == 16
-    assert [row["reward"] for row in table] == pytest.approx(
-        share_copied([row["prompt"] for row in table], [row["completion"] for row in table])
-    )
+    table = pandas.read_parquet(sorted((copied.path / "groups").iterdir())[-1])
+    members = table.groupby(["group", "member"])
+    assert len(members) == 16
+    assert len(table) == last["rollout/env_steps"]
+    prompts, texts = members.start.first(), members.token.sum().str.replace("<.*?>", "", regex=True)
+    assert members.reward.sum().tolist() == pytest.approx(share_copied(prompts, texts))
+    assert members.step.max().tolist() == (members.size() - 1).tolist()
+    assert (members.end.last() == "truncated").mean() == last["completions/clipped_ratio"]
+    assert members.advantage.first().groupby("group").sum().tolist() == pytest.approx([0] * 4, abs=1e-5)
 
 
 def test_a_full_disk_ends_no_run(model, copied, tmp_path, monkeypatch, caplog):

@@ -73,6 +73,8 @@ class BaseAlgorithm(ABC):
         self.optimizer_steps = 0
         self.counts = Counts(0)
         """Of the rollout of the current update: ``loss`` sums over its episodes and turns."""
+        self.advantage: Tensor | None = None
+        """``[N, T]``, of the last update, for those who look at it."""
         policy.eval()  # dropout would move the ratio off 1 where nothing has changed yet
         self.engine.broadcast(policy)
         self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -181,6 +183,7 @@ class BaseAlgorithm(ABC):
         Args:
             start: the policy's scores of every step at the update's start, if they are known already.
         """
+        self.advantage = advantage
         data: TensorDict | Batch = batch
         if self.policy.scored_by == "token":
             data = per_unit(self.policy, {**batch, "advantage": advantage}, inputs["loss_mask"])

@@ -28,6 +28,7 @@ Reinforcement learning with GRPO and PPO.
   sample RUN PROMPT  complete prompts with a trained language model
   resume RUN         continue a run
   export RUN         write a policy as ONNX or safetensors, a language model for transformers
+  report RUN         write a page about a run: did it learn, its health, its groups
   compare RUNS ...   compare methods over seeds: means, intervals, curves
   config ENV|FILE    print all settings as JSON; --schema: their JSON Schema
   convert LIB FILE   print the settings of another library (embodichain) as settings of groupwise
@@ -170,6 +171,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         "sample": _sample,
         "resume": _resume,
         "export": partial(_run_module, "export"),
+        "report": partial(_run_module, "report"),
         "compare": partial(_run_module, "compare"),
         "config": _config,
         "convert": partial(_run_module, "convert"),
@@ -381,7 +383,7 @@ def _print_run(run: Any) -> int:
         again = f", then {plugins.command('resume', run.path)}" if steps else ""
         show(f"NOT SAVED: {what}; fix: make room{again}", to="stderr")
         return 1
-    show(f"Next:  {plugins.command('eval', run.path)}")
+    show(f"Look:  {plugins.command('report', run.path)}", f"Next:  {plugins.command('eval', run.path)}")
     return 0
 
 

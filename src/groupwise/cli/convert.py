@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from groupwise.cli.parser import Parser
-from groupwise.comparison.methods import flat
+from groupwise.config.base import flat
 from groupwise.config.load import read_json, resolve
 from groupwise.config.presets import Tree
 from groupwise.errors import ConfigError, UnknownNameError

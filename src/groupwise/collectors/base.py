@@ -94,6 +94,18 @@ class Collector(ABC):
         """
         return self.finished if len(self.finished) >= 100 else self.recent
 
+    def group_start(self, group: int) -> str:
+        """What the members of a group of the last rollout share: the seed of their start, or a prompt; empty if unknown."""
+        return ""
+
+    def token_texts(self, tokens: Sequence[int]) -> list[str]:
+        """Each token as text.
+
+        Raises:
+            ConfigError: actions are no tokens.
+        """
+        raise ConfigError("actions of environments are no tokens; fix: a text task")
+
     def metrics(self) -> dict[str, float]:
         """``rollout/*`` numbers of the last ``collect``."""
         episodes = self.recent_episodes()

@@ -88,6 +88,7 @@ class GroupCollector(EnvCollector):
                     obs = self._start(begun)
         rollout = writer.finish(tracker.step, obs)
         write_labels(rollout, tracker)
+        self._tracker = tracker
         if self.greedy_members:
             mark_greedy(rollout, tracker)
         self._count(rollout, tracker, writer)
@@ -98,13 +99,21 @@ class GroupCollector(EnvCollector):
         """All episodes of the rollout: they are whole, and of the current policy."""
         return self.finished
 
+    def group_start(self, group: int) -> str:
+        """The seed that a group of the last rollout started from."""
+        whole = dict.fromkeys(member.group.number for member in self._tracker.members if member.in_whole_group)
+        return str(self._start_seed(self.iteration - 1, list(whole)[group]))
+
+    def _start_seed(self, iteration: int, group: int) -> int:
+        return derive_seed(self.seed, "start", self.rank, iteration, group)
+
     def _start(self, begun: list[Member]) -> Nested:
         """Observations after starting episodes in their rows."""
         mask = np.zeros(self.env.num_envs, dtype=np.bool_)
         start_seed, noise_seed = np.zeros((2, self.env.num_envs), dtype=np.int64)
         for member in begun:
             mask[member.row] = True
-            start_seed[member.row] = derive_seed(self.seed, "start", self.rank, self.iteration, member.group.number)
+            start_seed[member.row] = self._start_seed(self.iteration, member.group.number)
             noise_seed[member.row] = self._noise_seed(member)
         return self.env.start(mask, start_seed, noise_seed)
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from groupwise.config.base import flat
 from groupwise.config.budget import BUDGETS
 
 Tree = dict[str, Any]
@@ -29,17 +30,6 @@ def method_of(config: Tree) -> Flat:
     """The settings that make the method: runs that differ in others only are one method."""
     env = {key: value for key, value in config.get("env", {}).items() if key not in _OF_ENVIRONMENT}
     return flat({key: value for key, value in config.items() if key not in _NO_METHOD} | {"env": env})
-
-
-def flat(tree: Tree, prefix: str = "") -> Flat:
-    """Nested settings by their full names."""
-    found: Flat = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found
 
 
 def differing(methods: Sequence[Flat]) -> list[str]:

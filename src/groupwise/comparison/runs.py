@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from groupwise.comparison.methods import Flat, differences, differing, environment_of, flat, labels, method_of, setting
+from groupwise.comparison.methods import Flat, differences, differing, environment_of, labels, method_of, setting
 from groupwise.comparison.results import Comparison, Measure, Reference, RunRecord, compare_records
+from groupwise.config.base import flat
 from groupwise.config.budget import BUDGETS, Budget
 from groupwise.config.run import EvaluationMetric
 from groupwise.errors import ConfigError, RunFolderError

@@ -206,3 +206,14 @@ def explain(item: Mapping[str, Any]) -> str:
             return f"{path}: expected data, got a function; fix: a number; {over}"
         case _:
             return f"{path} = {item['input']!r:.200}: {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their full names."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found

@@ -32,6 +32,8 @@ class EvaluationCfg(Cfg):
     """Take the most likely action. False: sample."""
     video_interval: PositiveInt | None = None
     """Evaluations between videos of an episode, as ``videos/step_<steps>.gif`` of the run folder. None: only ``policy.gif`` in the end."""
+    num_logged_groups: Annotated[int, Ge(0)] = 8
+    """Groups of the rollout that are kept with each evaluation, in ``groups/`` of the run folder. 0: none."""
     metric: EvaluationMetric = "return"
     """The score of an evaluation, for the best checkpoint and ``stop.threshold``: its mean return, or the share of its episodes that succeeded."""
 
@@ -49,8 +51,8 @@ class TextEvaluationCfg(Cfg):
     """Take the most likely token; needs ``completions_per_prompt=1``. False: sample."""
     sampling: SamplingCfg | None = None
     """How completions are sampled. None: as in training."""
-    num_logged_groups: Annotated[int, Ge(0)] = 4
-    """Groups of the last rollout that are saved with each evaluation, in ``groups/`` of the run folder."""
+    num_logged_groups: Annotated[int, Ge(0)] = 8
+    """Groups of the rollout that are kept with each evaluation, in ``groups/`` of the run folder. 0: none."""
 
     @model_validator(mode="after")
     def _check_completions(self) -> "TextEvaluationCfg":

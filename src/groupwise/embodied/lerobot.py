@@ -23,7 +23,7 @@ import numpy.typing as npt
 from groupwise import files
 from groupwise.data.rollout import Nested
 from groupwise.embodied.lerobot_columns import Array, Column, from_arrow, join, number, obs_columns, split, to_arrow
-from groupwise.errors import DataError, require_extra
+from groupwise.errors import DataError
 
 VERSION = "v3.0"
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -73,7 +73,6 @@ class DemoWriter:
     """
 
     def __init__(self, folder: Path, observation_space: Any, action_space: Any, steps_per_second: int) -> None:
-        require_extra("pyarrow", "robots")
         self.folder = folder
         self.lengths: list[int] = []
         self._observation_space = observation_space
@@ -183,9 +182,7 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
 
     Raises:
         DataError: no demonstrations are there, they are damaged, or they are of other observations.
-        MissingExtraError: pyarrow is not installed.
     """
-    require_extra("pyarrow", "robots")
     features = _read_features(folder)
     wanted = obs_columns(observation_space)
     for name, column in wanted.items():

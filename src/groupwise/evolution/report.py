@@ -1,7 +1,6 @@
 """A population as a table and a picture."""
 
 import math
-from importlib.util import find_spec
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +17,16 @@ if TYPE_CHECKING:
 
 
 def write_report(population: Population) -> None:
-    """Write ``lineage.png``, and ``population.parquet`` where pyarrow is installed."""
-    table, picture = population.path / "population.parquet", population.path / "lineage.png"
-    if find_spec("pyarrow") is not None:
-        import pyarrow
-        import pyarrow.parquet
-
-        data = BytesIO()
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(population.rows())), data)
-        with files.warning_if_unwritable(table):
-            files.write(table, data.getvalue())
+    """Write ``lineage.png`` and ``population.parquet``."""
+    import pyarrow
+    import pyarrow.parquet
     from matplotlib.figure import Figure
+
+    table, picture = population.path / "population.parquet", population.path / "lineage.png"
+    data = BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(population.rows())), data)
+    with files.warning_if_unwritable(table):
+        files.write(table, data.getvalue())
 
     settings = list(population.cfg.search)
     figure = Figure(figsize=(9, 3.4 + 2.2 * len(settings)), dpi=130, layout="constrained")

@@ -1,7 +1,7 @@
 """The learning curve."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ TRAINING, EVALUATION = "#4c72b0", "#c44e52"
 
 
 def plot_curve(
-    metrics: Sequence[dict[str, Any]],
+    metrics: Sequence[Mapping[str, Any]],
     path: Path,
     title: str,
     xlabel: str = "environment steps",
@@ -30,19 +30,31 @@ def plot_curve(
     Args:
         metrics: entries of ``metrics.jsonl``; nothing is drawn for keys that none of them has.
     """
+    save_figure(curve_figure(metrics, title, xlabel, ylabel, size=(7.0, 4.2)), path)
+
+
+def curve_figure(
+    metrics: Sequence[Mapping[str, Any]], title: str, xlabel: str, ylabel: str, size: tuple[float, float]
+) -> "Figure":
+    """The figure of ``plot_curve``.
+
+    Args:
+        size: of a panel, in inches.
+    """
     from matplotlib.figure import Figure
 
     panels = {"return_mean": ylabel}
     if any("rollout/success_rate" in entry or "eval/success_rate" in entry for entry in metrics):
         panels["success_rate"] = "success rate"
-    figure = Figure(figsize=(7, 4.2 * len(panels)), dpi=130, layout="constrained")
+    width, height = size
+    figure = Figure(figsize=(width, height * len(panels)), dpi=130, layout="constrained")
     for axes, (name, label) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
         _draw(axes, metrics, name)
         axes.set(xlabel=xlabel, ylabel=label, title=title if name == "return_mean" else "")
         against_steps(axes)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, loc="best")
-    save_figure(figure, path)
+    return figure
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
@@ -62,7 +74,7 @@ def against_steps(axes: "Axes") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw(axes: "Axes", metrics: Sequence[dict[str, Any]], name: str) -> None:
+def _draw(axes: "Axes", metrics: Sequence[Mapping[str, Any]], name: str) -> None:
     """A score in training and in evaluations."""
     training = [entry for entry in metrics if f"rollout/{name}" in entry]
     if training:
@@ -82,7 +94,7 @@ def _draw(axes: "Axes", metrics: Sequence[dict[str, Any]], name: str) -> None:
         )  # fmt: skip
 
 
-def _interval(entry: dict[str, Any], name: str) -> tuple[float, float]:
+def _interval(entry: Mapping[str, Any], name: str) -> tuple[float, float]:
     score, episodes = entry[f"eval/{name}"], int(entry["eval/episodes"])
     if name == "success_rate":
         return wilson_95(score, episodes)

@@ -81,6 +81,7 @@ class RunFolder:
         self.videos = path / "videos"
         self.tensorboard = path / "tensorboard"
         self.groups = path / "groups"
+        self.report = path / "report.html"
 
     @classmethod
     def create(
@@ -302,6 +303,7 @@ def provenance() -> dict[str, Any]:
     return {
         "format": FORMAT,
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
         "git": _git_state(),
         "run_id": uuid4().hex,
         "plugins": plugins.loaded(),

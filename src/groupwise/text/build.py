@@ -22,7 +22,6 @@ from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
 from groupwise.speed.decoding_step import FastDecoder
-from groupwise.text.callbacks import LogGroups
 from groupwise.text.collector import TextCollector
 from groupwise.text.data import Example
 from groupwise.text.evaluation import TextEvaluator
@@ -73,11 +72,8 @@ class TextComponents(Components):
         ]
 
     def own_callbacks(self, folder: RunFolder) -> list[Callback]:
-        """The check of sampler against trainer, and the logging of groups."""
-        built: list[Callback] = [CheckSamplerMismatch(self.cfg.sampler_mismatch, SAMPLER_FIX)]
-        if self.cfg.evaluation.num_logged_groups:
-            built.append(LogGroups(folder.groups, self.collector, self.cfg.evaluation.num_logged_groups))
-        return built
+        """The check of sampler against trainer."""
+        return [CheckSamplerMismatch(self.cfg.sampler_mismatch, SAMPLER_FIX)]
 
 
 def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -> TextComponents:

@@ -101,6 +101,19 @@ class TextCollector(Collector):
         """The completions of the last rollout."""
         return self.finished
 
+    def group_start(self, group: int) -> str:
+        """The prompt of a group of the last rollout; a conversation as lines that begin with the role."""
+        prompt = next(member.prompt.example.prompt for member in self.members if member.group == group)
+        return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+
+    def token_texts(self, tokens: Sequence[int]) -> list[str]:
+        """Each token as text, with the space before a word."""
+        tokenizer = self.policy.tokenizer
+        pieces = tokenizer.convert_ids_to_tokens(tokens)
+        texts = [tokenizer.decode([token]) for token in tokens]
+        # SentencePiece marks the space before a word, and decoding a word alone drops it
+        return [f" {text}" if piece.startswith("\u2581") else text for piece, text in zip(pieces, texts, strict=True)]
+
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, which the next rollout depends on."""
         return super().state_dict() | {"position": self.position}

@@ -194,7 +194,6 @@ def _read_csv(path: Path) -> list[Any]:
 
 
 def _read_parquet(path: Path) -> Any:
-    require_extra("pyarrow", "text")
     from pyarrow.parquet import read_table
 
     return read_table(path).to_pylist()

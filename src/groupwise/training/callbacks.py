@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tensordict import TensorDict
 
 from groupwise import files
+from groupwise.config.algorithm import BCCfg
 from groupwise.config.run import EvaluationMetric, SamplerMismatchCfg
 from groupwise.config.trackers import TrackedRun
 from groupwise.errors import SamplerMismatchError
@@ -24,6 +25,7 @@ from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Checkpoint, Identity, has_checkpoint, save_checkpoint
 from groupwise.training.components import Components, Evaluator
 from groupwise.training.evaluation import EvaluationResult
+from groupwise.training.groups import KeepGroups
 from groupwise.training.saving import MetricsLog, SaveCheckpoints, check_weights
 from groupwise.training.trackers import Report
 
@@ -50,6 +52,8 @@ def build_callbacks(
         built.append(Evaluate(evaluator, interval, folder.best, parts.identity, parts.metric))
     if stop.threshold is not None:
         built.append(StopAtScore(stop.threshold, parts.metric))
+    if cfg.evaluation.num_logged_groups and not isinstance(cfg.algorithm, BCCfg):
+        built.append(KeepGroups(folder.groups, cfg.evaluation.interval, cfg.evaluation.num_logged_groups))
     built.append(MetricsLog(folder.metrics))
     settings = cfg.model_dump(mode="json")
     if logging.report_to:

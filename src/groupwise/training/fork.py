@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from groupwise import files, plugins
-from groupwise.comparison.methods import differences, flat
+from groupwise.comparison.methods import differences
+from groupwise.config.base import flat
 from groupwise.config.load import load_config
 from groupwise.config.run import CommonCfg
 from groupwise.errors import ConfigError

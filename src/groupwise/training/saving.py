@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDict
 
 from groupwise import files
-from groupwise.comparison.methods import differences, flat
+from groupwise.comparison.methods import differences
+from groupwise.config.base import flat
 from groupwise.config.budget import BUDGETS
 from groupwise.errors import DivergedError
 from groupwise.report.folder import RunFolder

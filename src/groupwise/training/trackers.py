@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict
 
-from groupwise.comparison.methods import flat
+from groupwise.config.base import flat
 from groupwise.config.trackers import MLflowCfg, TensorBoardCfg, TrackedRun, TrackioCfg, WandBCfg
 from groupwise.errors import ConfigError, require_extra
 from groupwise.report.folder import RunFolder

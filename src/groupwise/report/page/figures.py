@@ -1,0 +1,84 @@
+"""Figures as SVG inside the page: text and axes in the colour of the page's own text."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup, escape
+
+from groupwise.report.curve import EVALUATION, TRAINING, curve_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_INK = "#010203"
+"""Drawn in place of the page's own colour, and replaced by it."""
+_STYLE: Any = {
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), _INK
+    ),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor"), "none"),
+    "svg.fonttype": "none",
+    "svg.hashsalt": "groupwise",
+    "font.size": 11,
+}
+
+
+def learning_curve(metrics: Sequence[Mapping[str, Any]], axes: tuple[str, str]) -> Markup:
+    """Return against steps, with the intervals of evaluations."""
+    label = f"Learning curve: {axes[1]} against {axes[0]}, in training and in evaluations"
+    return _svg(lambda: curve_figure(metrics, "", *axes, size=(5.8, 3.4)), label, "curve")
+
+
+def small(series: Sequence[tuple[Sequence[int], Sequence[float]]], label: str, name: str) -> Markup:
+    """Lines without axes; their first and last values are in the text beside them."""
+
+    def draw() -> "Figure":
+        figure, axes = _empty()
+        for (steps, values), color in zip(series, (TRAINING, EVALUATION), strict=False):
+            axes.plot(steps, values, color=color, linewidth=1.5, marker="o" if len(steps) == 1 else None, markersize=3)
+        low, high = (pick(value for _, values in series for value in values) for pick in (min, max))
+        axes.set_ylim(low - 0.1 * (high - low) - 1e-12, high + 0.1 * (high - low) + 1e-12)
+        return figure
+
+    return _svg(draw, label, name)
+
+
+def histogram(values: Sequence[float], label: str, name: str) -> Markup:
+    """Ratios around 1, those beyond a factor of two in the outer bins."""
+
+    def draw() -> "Figure":
+        figure, axes = _empty()
+        axes.hist([min(max(value, 0.4), 2.2) for value in values], bins=45, range=(0.4, 2.2), color=TRAINING)
+        axes.axvline(1, color=_INK, linewidth=0.8)
+        return figure
+
+    return _svg(draw, label, name)
+
+
+def _empty() -> "tuple[Figure, Any]":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2.2, 0.5))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    return figure, axes
+
+
+def _svg(draw: "Callable[[], Figure]", label: str, name: str) -> Markup:
+    """What ``draw`` makes, as an element with an alternative text.
+
+    Args:
+        name: makes the ids of the figure's parts unique in the page.
+    """
+    from matplotlib import rc_context
+
+    text = StringIO()
+    with rc_context(_STYLE):
+        draw().savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    svg = text.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r' id="\w+_\d+"', "", svg).replace(_INK, "currentColor")
+    svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", svg)
+    return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1))  # noqa: S704  drawn here

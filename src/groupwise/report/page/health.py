@@ -1,0 +1,263 @@
+"""What the metrics of a run say about its health: a verdict in words, and what to do."""
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
+
+from groupwise.report.scores import half_width_95
+
+Verdict = Literal["good", "look", "bad"]
+
+
+class Finding(NamedTuple):
+    """One row of the table."""
+
+    title: str
+    keys: tuple[str, ...]
+    """Metrics to draw."""
+    verdict: Verdict
+    text: str
+    advice: str = ""
+    """What to do; empty where all is well."""
+
+
+def _percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+class Metrics:
+    """The entries of ``metrics.jsonl``; "late" is the mean of the last fifth of a metric's values, "early" of the first."""
+
+    def __init__(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        self.entries = entries
+
+    def __contains__(self, key: str) -> bool:
+        return any(key in entry for entry in self.entries)
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Environment steps and values."""
+        found = [(entry.get("env_steps", 0), float(entry[key])) for entry in self.entries if key in entry]
+        return [step for step, _ in found], [value for _, value in found]
+
+    def late(self, key: str) -> float:
+        """At the end."""
+        values = self.series(key)[1]
+        return fmean(values[-max(1, len(values) // 5) :])
+
+    def early(self, key: str) -> float:
+        """At the beginning."""
+        values = self.series(key)[1]
+        return fmean(values[: max(1, len(values) // 5)])
+
+    @property
+    def improved(self) -> bool:
+        """Whether the return of training rose."""
+        key = "rollout/return_mean"
+        return key in self and self.late(key) > self.early(key)
+
+
+def signal(metrics: Metrics) -> Finding:
+    """Groups whose members all did equally well teach nothing."""
+    share = metrics.late("rollout/zero_variance_groups")
+    text = f"{_percent(share)} of the groups have members that all did equally well. They teach nothing."
+    made = Finding("Groups without signal", ("rollout/zero_variance_groups",), "good", text)
+    if share <= 0.5:
+        return made
+    if metrics.improved:
+        solved = "The return rose, so the task may be solved. If it is not: harder starts, or a larger group_size."
+        return made._replace(verdict="look", advice=solved)
+    advice = "A denser reward, a larger group_size, easier or harder starts; collection.dynamic_sampling."
+    return made._replace(verdict="bad" if share > 0.9 else "look", advice=advice)
+
+
+def spread(metrics: Metrics) -> Finding:
+    """Rewards in a group must differ."""
+    std = metrics.late("rollout/reward_std")
+    made = Finding(
+        "Spread of rewards", ("rollout/reward_std",), "good", f"Standard deviation within a group: {std:.3g}."
+    )
+    if std > 1e-6:
+        return made
+    return made._replace(verdict="bad", advice="Nothing to compare: another reward, or a higher sampling.temperature.")
+
+
+def distance(metrics: Metrics) -> Finding:
+    """How far an update moves the policy."""
+    kl, steps = metrics.late("train/approx_kl"), metrics.late("train/optimizer_steps")
+    made = Finding("KL of an update", ("train/approx_kl",), "good", f"The policy moves by {kl:.2g} nats in an update.")
+    if steps <= 1:
+        return made._replace(text="One optimiser step in each update: the KL is 0 by definition.")
+    if kl > 0.05:
+        advice = "Lower learning_rate, fewer num_epochs, or target_kl such as 0.02."
+        return made._replace(verdict="bad" if kl > 0.2 else "look", advice=advice)
+    if kl < 1e-5:
+        return made._replace(verdict="look", advice="The policy hardly moves: a higher learning_rate.")
+    return made
+
+
+def clipping(metrics: Metrics) -> Finding:
+    """Steps outside the clip range."""
+    share, low, high = (metrics.late(f"train/clip_fraction{side}") for side in ("", "_low", "_high"))
+    keys = ("train/clip_fraction_low", "train/clip_fraction_high")
+    made = Finding(
+        "Clipped steps", keys, "good", f"{_percent(low, 1)} below the clip range, {_percent(high, 1)} above it."
+    )
+    if share > 0.4:
+        return made._replace(verdict="look", advice="Lower learning_rate, or fewer num_epochs.")
+    return made
+
+
+def entropy(metrics: Metrics) -> Finding:
+    """A policy that no longer tries anything."""
+    early, late = metrics.early("train/entropy"), metrics.late("train/entropy")
+    made = Finding("Entropy", ("train/entropy",), "good", f"From {early:.3g} to {late:.3g} nats per step.")
+    if early > 0 and late < 0.05 * early:
+        if metrics.improved:
+            return made._replace(text=f"{made.text} The policy has decided, and the return rose.")
+        advice = "It decided too early: lower learning_rate, ent_coef such as 0.01, or adaptive_entropy."
+        return made._replace(verdict="bad", advice=advice)
+    return made
+
+
+def gradient(metrics: Metrics) -> Finding:
+    """Updates that change nothing, or too much."""
+    norms = metrics.series("train/grad_norm")[1]
+    zero = sum(norm == 0 for norm in norms)
+    made = Finding(
+        "Gradient norm", ("train/grad_norm",), "good", f"{metrics.late('train/grad_norm'):.3g} before clipping."
+    )
+    if "train/skipped_steps" in metrics:
+        advice = "Numbers were not finite: lower learning_rate, or look at the rewards."
+        return made._replace(verdict="bad", advice=advice)
+    if zero > len(norms) / 2:
+        text = f"It is 0 in {zero} of {len(norms)} iterations: they change nothing."
+        return made._replace(verdict="bad", text=text, advice="See the groups without signal; or learning is over.")
+    return made
+
+
+def critic(metrics: Metrics) -> Finding:
+    """What the critic predicts of the returns."""
+    explained = metrics.late("train/explained_variance")
+    text = f"The critic explains {_percent(explained)} of the variance of the returns."
+    made = Finding("Critic", ("train/explained_variance",), "good", text)
+    if explained >= 0.3:
+        return made
+    advice = (
+        "Normal where returns hardly vary, as on a solved task. Else policy.normalize_obs, policy.normalize_reward."
+    )
+    return made._replace(verdict="look", advice=advice)
+
+
+def sampler(metrics: Metrics) -> Finding:
+    """Sampler and trainer must give an action the same probability."""
+    kl = metrics.late("rollout/sampler_kl")
+    made = Finding("Sampler against trainer", ("rollout/sampler_kl",), "good", f"KL {kl:.2g} nats per step.")
+    if kl <= 0.01:
+        return made
+    advice = "Another precision, or objective.importance_sampling_correction; in control, a policy's act and evaluate."
+    return made._replace(verdict="bad" if kl > 0.1 else "look", advice=advice)
+
+
+def lengths(metrics: Metrics) -> Finding:
+    """Lengths of episodes or completions, and how these end."""
+    early, late = metrics.early("rollout/length_mean"), metrics.late("rollout/length_mean")
+    made = Finding(
+        "Length of episodes", ("rollout/length_mean",), "good", f"From {early:.4g} to {late:.4g} on average."
+    )
+    if "completions/clipped_ratio" not in metrics:
+        return made
+    cut = metrics.late("completions/clipped_ratio")
+    ended = ", ".join(
+        f"{_percent(metrics.late(f'rollout/ended_by_{how}'))} with {words}"
+        for how, words in (("eos", "the end token"), ("stop", "a stop string"))
+    )
+    made = made._replace(title="Length of completions", text=f"{made.text} {ended}, {_percent(cut)} cut at the limit.")
+    if cut <= 0.1:
+        return made
+    return made._replace(
+        verdict="bad" if cut > 0.5 else "look", advice="A larger sampling.max_new_tokens, or overlong_buffer."
+    )
+
+
+def success(metrics: Metrics) -> Finding:
+    """Episodes that did the task."""
+    rate = metrics.late("rollout/success_rate")
+    made = Finding("Success", ("rollout/success_rate",), "good", f"{_percent(rate)} of the episodes of training.")
+    if rate > 0:
+        return made
+    return made._replace(
+        verdict="bad", advice="No episode succeeds: easier starts, a denser reward, or demonstrations."
+    )
+
+
+def generalisation(metrics: Metrics) -> Finding:
+    """The evaluation should not be far below training."""
+    training, greedy = metrics.late("rollout/return_mean"), metrics.series("eval/return_mean")[1][-1]
+    values = metrics.series("rollout/return_mean")[1]
+    text = f"Sampled in training {training:.4g}, last evaluation {greedy:.4g}."
+    made = Finding("Evaluation against training", ("rollout/return_mean", "eval/return_mean"), "good", text)
+    if training - greedy <= 0.3 * (max(values) - min(values)):
+        return made
+    return made._replace(verdict="look", advice="The policy may need its randomness: evaluation.deterministic=false.")
+
+
+def best(metrics: Metrics) -> Finding:
+    """The last evaluation should be near the best one."""
+    values = metrics.series("eval/return_mean")[1]
+    noise, episodes = (metrics.series(f"eval/{name}")[1][-1] for name in ("return_std", "episodes"))
+    made = Finding(
+        "Last against best", ("eval/return_mean",), "good", f"Last {values[-1]:.4g}, best {max(values):.4g}."
+    )
+    lost = max(values) - values[-1]
+    half = half_width_95(noise, int(episodes))
+    if lost <= 0.3 * (max(values) - min(values)) or not lost > half:
+        return made
+    advice = "The policy got worse; the best one is in checkpoints/best. A linear schedule, or target_kl such as 0.02."
+    return made._replace(verdict="look", advice=advice)
+
+
+def speed(metrics: Metrics) -> Finding:
+    """Where the time went."""
+    collect, update = (sum(metrics.series(f"time/{part}_seconds")[1]) for part in ("collect", "update"))
+    rate = metrics.late("time/steps_per_second")
+    share = collect / max(collect + update, 1e-9)
+    text = (
+        f"{rate:,.0f} steps per second. {_percent(share)} of the time in collection, {_percent(1 - share)} in updates."
+    )
+    return Finding("Speed", ("time/steps_per_second",), "good", text)
+
+
+RULES: tuple[tuple[Callable[[Metrics], Finding], tuple[str, ...]], ...] = (
+    (signal, ("rollout/zero_variance_groups",)),
+    (spread, ("rollout/reward_std",)),
+    (distance, ("train/approx_kl", "train/optimizer_steps")),
+    (clipping, ("train/clip_fraction", "train/clip_fraction_low", "train/clip_fraction_high")),
+    (entropy, ("train/entropy",)),
+    (gradient, ("train/grad_norm",)),
+    (critic, ("train/explained_variance",)),
+    (sampler, ("rollout/sampler_kl",)),
+    (lengths, ("rollout/length_mean",)),
+    (success, ("rollout/success_rate",)),
+    (generalisation, ("rollout/return_mean", "eval/return_mean")),
+    (best, ("eval/return_mean", "eval/return_std", "eval/episodes")),
+    (speed, ("time/collect_seconds", "time/update_seconds", "time/steps_per_second")),
+)
+"""Each rule with the metrics that it needs."""
+
+
+def examine(entries: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """The findings of all rules whose metrics the run logged, those to look at first."""
+    metrics = Metrics(entries)
+    found = [rule(metrics) for rule, needed in RULES if all(key in metrics for key in needed)]
+    return sorted(found, key=lambda finding: ("bad", "look", "good").index(finding.verdict))
+
+
+def ratios(values: Sequence[float]) -> Finding:
+    """How far the update moved the probabilities of single actions, in the groups that were kept last."""
+    far = sum(not 0.5 <= value <= 2 for value in values) / len(values)
+    middle = sorted(values)[len(values) // 20 : -(len(values) // 20) or None]
+    text = f"90 % of the ratios are from {middle[0]:.3g} to {middle[-1]:.3g}; {_percent(far, 1)} of them outside of 0.5 to 2."
+    made = Finding("Ratios after the update", (), "good", text)
+    if far <= 0.05:
+        return made
+    return made._replace(verdict="look", advice="Single actions moved far: lower learning_rate, or fewer num_epochs.")

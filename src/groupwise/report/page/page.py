@@ -1,0 +1,246 @@
+"""From a run folder to one file of HTML that needs no network and, but for the explorer, no scripts."""
+
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from importlib.resources import files as resources
+from math import hypot
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from groupwise import files, plugins
+from groupwise.config.base import flat
+from groupwise.config.run import RunCfg, TextRunCfg
+from groupwise.report.folder import RunFolder
+from groupwise.report.page import health
+from groupwise.report.page.explorer import last_ratios, load_groups, to_json
+from groupwise.report.page.figures import histogram, learning_curve, small
+from groupwise.report.scores import half_width_95, scores_of
+
+MAX_VIDEO = 1_200_000
+"""Bytes of a video that the page holds; of a larger one it gives the path."""
+STATIC_GROUPS = 3
+"""Groups that are tables, for readers without scripts."""
+_VERDICTS = {"good": "good", "look": "look", "bad": "trouble"}
+
+
+class Answer(NamedTuple):
+    """Whether the run learned."""
+
+    word: str
+    text: str
+
+
+def write_page(run: Path, out: Path | None = None) -> Path:
+    """Write the page of the run in a folder, also of one that failed or still trains; returns its path.
+
+    Args:
+        out: None: ``report.html`` in the folder.
+
+    Raises:
+        RunFolderError: it is no run folder, or is damaged.
+    """
+    folder = RunFolder.open(run)
+    out = out or folder.report
+    out.parent.mkdir(parents=True, exist_ok=True)
+    files.write(out, render(folder).encode())
+    return out
+
+
+def render(folder: RunFolder) -> str:
+    """The page."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    env = Environment(
+        loader=PackageLoader("groupwise.report.page", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    env.filters["number"] = _shown
+    config, provenance, summary = folder.read_config(), folder.read_provenance(), folder.read_summary()
+    metrics, groups = folder.read_metrics(), load_groups(folder.groups)
+    is_text = "task" in config
+    unit, score, sample = ("tokens", "reward", "prompts") if is_text else ("environment steps", "return", "episodes")
+    changed, other = _settings(config)
+    here = resources(__package__)
+    return env.get_template("page.html").render(
+        style=here.joinpath("page.css").read_text(encoding="utf-8"),
+        script=here.joinpath("page.js").read_text(encoding="utf-8"),
+        subject=_subject(config, summary),
+        algorithm=str(config.get("algorithm", {}).get("name", "?")),
+        seed=config.get("seed", "?"),
+        name=folder.path.resolve().name,
+        ending=_ending(summary, metrics, unit),
+        answer=answer(metrics, score, sample),
+        curve=learning_curve(metrics, (unit, score)) if metrics else "",
+        video=_video(folder.video),
+        completions=_completions(groups),
+        health=_health(metrics, folder),
+        groups=groups,
+        grouped="group_size" in config.get("algorithm", {}),
+        static=groups[:STATIC_GROUPS],
+        data=to_json(groups),
+        num_iterations=len({group["iteration"] for group in groups}),
+        why_no_groups=_why_no_groups(config),
+        changed=changed,
+        other=other,
+        versions=_without_none(provenance.get("versions") or {}),
+        facts=_facts(provenance, summary),
+        commands=_commands(folder, provenance),
+        score=score,
+        unit=unit,
+    )
+
+
+def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Answer:
+    """Whether the run learned: the last evaluation against the first one, and against the untrained policy."""
+    scores = [entry["rollout/return_mean"] for entry in metrics if "rollout/return_mean" in entry]
+    evaluations = [entry for entry in metrics if "eval/return_mean" in entry]
+    if not evaluations:
+        if not scores:
+            return Answer("Unknown", "No iteration was logged.")
+        told = (
+            f"The {score} of training went from {_shown(scores[0])} to {_shown(scores[-1])}, and nothing was evaluated."
+        )
+        return Answer("Unknown", told)
+    first, last = evaluations[0], evaluations[-1]
+    before, after = first["eval/return_mean"], last["eval/return_mean"]
+    halves = [half_width_95(entry["eval/return_std"], int(entry["eval/episodes"])) for entry in (first, last)]
+    interval = f"95 % interval {_shown(after - halves[1])} to {_shown(after + halves[1])}"
+    many = last["eval/episodes"] > 1
+    how_sure = (
+        f"{interval}, {last['eval/episodes']:.0f} {sample}" if many else f"of one of the {sample}, so without interval"
+    )
+    end = f"{_shown(after)} ({how_sure})"
+    noise = hypot(*halves)
+    if after - before > noise:
+        return Answer("Yes", f"The evaluated {score} rose from {_shown(before)} to {end}.")
+    if before - after > noise:
+        return Answer("No", f"The evaluated {score} fell from {_shown(before)} to {end}.")
+    if scores and scores[-1] > scores[0] and after - halves[1] > scores[0]:
+        early = f"from {_shown(scores[0])} in the first iteration, most of it before the first evaluation"
+        return Answer("Yes", f"The {score} rose {early}; at the end it is {end}.")
+    return Answer(
+        "Not visibly", f"The evaluated {score} was {_shown(before)} first and {end} last: no more than noise."
+    )
+
+
+def _subject(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    return str(summary.get("task") or ("text" if "task" in config else config.get("env", {}).get("id", "?")))
+
+
+def _ending(summary: Mapping[str, Any], metrics: list[dict[str, Any]], unit: str) -> str:
+    """How far the run came, and why it ended."""
+    reached = scores_of(metrics) if metrics else {"env_steps": 0, "iterations": 0, "seconds": 0.0}
+    done = f"{reached['env_steps']:,} {unit} in {reached['iterations']:,} iterations, {reached['seconds']:,.1f} s of training"
+    stopped = str(summary.get("stopped", ""))
+    if not stopped:
+        return f"Still training, or killed: {done}."
+    if stopped == "failed":
+        return f"The run failed with an error after {done}."
+    return f"Ended by {stopped} after {done}."
+
+
+def _video(path: Path) -> str:
+    """The video as an address that holds it; empty where there is none, or it is too large."""
+    if not path.is_file() or path.stat().st_size > MAX_VIDEO:
+        return ""
+    return f"data:image/gif;base64,{b64encode(files.read(path, MAX_VIDEO)).decode()}"
+
+
+def _completions(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of texts, the best and the worst completion of some groups of the first and the last iteration."""
+    if not groups or not groups[0]["text"]:
+        return []
+    iterations = [group["iteration"] for group in groups]
+    found = []
+    for iteration in sorted({min(iterations), max(iterations)}):
+        some = [group for group in groups if group["iteration"] == iteration][:STATIC_GROUPS]
+        found.append({"iteration": iteration, "groups": [_extremes(group) for group in some]})
+    return found
+
+
+def _extremes(group: Mapping[str, Any]) -> dict[str, Any]:
+    ranked = sorted(group["members"], key=lambda member: -member["return"])
+    shown = [ranked[0], ranked[-1]] if len(ranked) > 1 else ranked
+    return {
+        "start": group["start"],
+        "members": [{"return": member["return"], "text": "".join(member["token"])} for member in shown],
+    }
+
+
+def _health(metrics: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dict[str, Any]]:
+    """The findings with their figures."""
+    read = health.Metrics(metrics)
+    rows = []
+    for number, finding in enumerate(health.examine(metrics)):
+        label = f"{finding.title} over training"
+        picture = small([read.series(key) for key in finding.keys], label, f"h{number}")
+        rows.append(finding._asdict() | {"picture": picture})
+    if ratios := last_ratios(folder.groups):
+        finding = health.ratios(ratios)
+        rows.append(finding._asdict() | {"picture": histogram(ratios, "Histogram of the ratios", "ratios")})
+    return [row | {"word": _VERDICTS[row["verdict"]]} for row in rows]
+
+
+def _why_no_groups(config: Mapping[str, Any]) -> str:
+    if config.get("evaluation", {}).get("num_logged_groups", 0) == 0:
+        return "This run kept no groups: evaluation.num_logged_groups is 0, or it is of an earlier version."
+    return "No groups yet: a run keeps some with each evaluation. Cloning keeps none."
+
+
+def _settings(config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """The settings that differ from the defaults of the library, and the others."""
+    kind: type[RunCfg | TextRunCfg] = TextRunCfg if "task" in config else RunCfg
+    name = config.get("algorithm", {}).get("name")
+    try:
+        default = flat(kind.model_validate({"algorithm": {"name": name}}).model_dump(mode="json"))
+    except ValidationError:  # an algorithm of a plugin that is not loaded
+        default = {}
+    given = flat(dict(config))
+    is_default = {key: key in default and default[key] == value for key, value in given.items()}
+    changed = {key: _setting(value) for key, value in given.items() if not is_default[key]}
+    return changed, {key: _setting(value) for key, value in given.items() if is_default[key]}
+
+
+def _setting(value: object) -> str:
+    return value if isinstance(value, str) else str(to_json(value)).replace("\\u003c", "<")
+
+
+def _facts(provenance: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:
+    """Where and when the run was made, and what it used."""
+    git, machine = provenance.get("git") or {}, provenance.get("machine") or {}
+    facts = {
+        "started": provenance.get("started"),
+        "system": machine.get("system"),
+        "processor": machine.get("processor"),
+        "cores": machine.get("cores"),
+        "git commit": f"{git['commit']}{' with changes' if git.get('dirty') else ''}" if git.get("commit") else None,
+        "peak memory": f"{summary['peak_memory_mib']:,.0f} MiB" if summary.get("peak_memory_mib") else None,
+        "size on disk": f"{summary['disk_mib']} MiB" if summary.get("disk_mib") else None,
+        "plugins": ", ".join(provenance["plugins"]),
+    }
+    return _without_none(facts)
+
+
+def _without_none(facts: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in facts.items() if value}
+
+
+def _commands(folder: RunFolder, provenance: Mapping[str, Any]) -> dict[str, str]:
+    """How the run was made, and how to make it again."""
+    again = plugins.command("train", folder.config)
+    if given := provenance["given_in_python"]:
+        again = (
+            f"in Python, where {' and '.join(given)} came from: gw.train(..., seed={folder.read_config().get('seed')})"
+        )
+    made = {"made by": str(provenance.get("command") or "")}
+    return _without_none(made | {"again": again, "go on": plugins.command("resume", folder.path)})
+
+
+def _shown(value: float | int) -> str:
+    """Four digits."""
+    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"

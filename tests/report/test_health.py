@@ -1,0 +1,122 @@
+"""Verdicts on metrics: what healthy runs show is good, what sick ones show is not."""
+
+import pytest
+
+from groupwise.report.page.health import RULES, examine, ratios
+
+HEALTHY = {
+    "rollout/zero_variance_groups": 0.1,
+    "rollout/reward_std": 0.4,
+    "rollout/return_mean": 20.0,
+    "rollout/length_mean": 20.0,
+    "rollout/success_rate": 0.5,
+    "rollout/sampler_kl": 1e-8,
+    "rollout/ended_by_eos": 0.95,
+    "rollout/ended_by_stop": 0.0,
+    "completions/clipped_ratio": 0.05,
+    "train/approx_kl": 0.01,
+    "train/optimizer_steps": 20.0,
+    "train/clip_fraction": 0.2,
+    "train/clip_fraction_low": 0.1,
+    "train/clip_fraction_high": 0.1,
+    "train/entropy": 0.6,
+    "train/grad_norm": 0.3,
+    "train/explained_variance": 0.8,
+    "eval/return_mean": 21.0,
+    "eval/return_std": 1.0,
+    "eval/episodes": 20.0,
+    "time/collect_seconds": 3.0,
+    "time/update_seconds": 1.0,
+    "time/steps_per_second": 1000.0,
+}
+
+
+def entries(count=20, **changes):
+    """Entries of a run, each changed number given as a function of the share of training that is done."""
+    shares = [number / (count - 1) for number in range(count)]
+    return [
+        HEALTHY | {"env_steps": number, "iteration": number} | {key: change(share) for key, change in changes.items()}
+        for number, share in enumerate(shares)
+    ]
+
+
+def at(key, change):
+    return entries(**{key: change})
+
+
+def verdicts(found):
+    return {finding.title: finding.verdict for finding in found}
+
+
+def test_a_healthy_run_is_good_in_every_respect():
+    found = verdicts(examine(entries()))
+    assert len(found) == len(RULES)
+    assert set(found.values()) == {"good"}
+
+
+def test_rules_without_their_metrics_are_silent():
+    assert examine([]) == []
+    assert [finding.title for finding in examine([{"env_steps": 1, "rollout/length_mean": 3.0}])] == [
+        "Length of episodes"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "title", "verdict"),
+    [
+        ("rollout/zero_variance_groups", lambda share: 1.0, "Groups without signal", "bad"),
+        ("rollout/zero_variance_groups", lambda share: 0.6, "Groups without signal", "look"),
+        ("rollout/reward_std", lambda share: 0.0, "Spread of rewards", "bad"),
+        ("train/approx_kl", lambda share: 0.1, "KL of an update", "look"),
+        ("train/approx_kl", lambda share: 0.5, "KL of an update", "bad"),
+        ("train/approx_kl", lambda share: 1e-7, "KL of an update", "look"),
+        ("train/clip_fraction", lambda share: 0.5, "Clipped steps", "look"),
+        ("train/entropy", lambda share: 0.69 * (1 - share) ** 4, "Entropy", "bad"),
+        ("train/grad_norm", lambda share: 0.0, "Gradient norm", "bad"),
+        ("train/skipped_steps", lambda share: 1.0, "Gradient norm", "bad"),
+        ("train/explained_variance", lambda share: -0.2, "Critic", "look"),
+        ("rollout/sampler_kl", lambda share: 0.05, "Sampler against trainer", "look"),
+        ("rollout/sampler_kl", lambda share: 0.5, "Sampler against trainer", "bad"),
+        ("completions/clipped_ratio", lambda share: 0.3, "Length of completions", "look"),
+        ("completions/clipped_ratio", lambda share: 0.9, "Length of completions", "bad"),
+        ("rollout/success_rate", lambda share: 0.0, "Success", "bad"),
+        ("rollout/return_mean", lambda share: 100 * share, "Evaluation against training", "look"),
+        ("eval/return_mean", lambda share: 20 + 50 * (share < 0.5), "Last against best", "look"),
+    ],
+)
+def test_a_sick_number_is_found_and_says_what_to_do(key, change, title, verdict):
+    found = examine(at(key, change))
+    assert verdicts(found)[title] == verdict
+    assert found[0].verdict == max((finding.verdict for finding in found), key=["good", "look", "bad"].index)
+    assert all(bool(finding.advice) == (finding.verdict != "good") for finding in found)
+
+
+def test_what_a_solved_task_shows_is_no_trouble():
+    solved = entries(
+        **{
+            "rollout/return_mean": lambda share: 500 * share,
+            "eval/return_mean": lambda share: 500.0 * (share > 0.3),
+            "rollout/zero_variance_groups": lambda share: float(share > 0.5),
+            "train/entropy": lambda share: 0.69 * (1 - share) ** 4,
+        }
+    )
+    found = verdicts(examine(solved))
+    assert found["Groups without signal"] == "look"
+    assert found["Entropy"] == found["Last against best"] == "good"
+
+
+def test_one_optimiser_step_has_no_kl():
+    found = examine(entries(**{"train/optimizer_steps": lambda share: 1.0, "train/approx_kl": lambda share: 0.0}))
+    assert verdicts(found)["KL of an update"] == "good"
+
+
+def test_a_fall_within_the_noise_is_none():
+    noisy = {"eval/return_mean": lambda share: 20 + 5 * (share < 0.5), "eval/return_std": lambda share: 20.0}
+    assert verdicts(examine(entries(**noisy)))["Last against best"] == "good"
+
+
+def test_ratios_far_from_one_are_found():
+    assert ratios([1.0] * 100).verdict == "good"
+    assert ratios([0.9, 1.1] * 50 + [5.0]).verdict == "good"
+    assert ratios([1.0] * 90 + [5.0] * 10).verdict == "look"
+    assert "90 % of the ratios are from 0.9 to 1.1" in ratios([0.9, 1.1] * 50).text

@@ -1,0 +1,238 @@
+"""The page of a run: whole, self-contained, safe, and right about what it says."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pyarrow.parquet
+import pytest
+from text_runs import copying, save_model
+from text_runs import train as train_text
+
+import groupwise as gw
+from groupwise import cli
+from groupwise.errors import RunFolderError
+from groupwise.report import groups
+from groupwise.report.page import explorer
+from groupwise.report.page.page import answer, write_page
+from groupwise.training import env_evaluator
+
+QUIET = {"logging": {"progress": "none"}}
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+VOID = {"meta", "img", "br", "input", "link"}
+
+
+class Page(HTMLParser):
+    """Tags and texts of a page; complains of elements that are not closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.texts = [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.tags.append((tag, attributes))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    def ids_of(self):
+        return [attributes["id"] for _, attributes in self.tags if "id" in attributes]
+
+
+def page_of(path):
+    text = write_page(path).read_text()
+    return text, Page(text)
+
+
+def data_of(text):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def write_table(path, columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns, schema=groups.schema()), path)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of GRPO, one of PPO, one of texts."""
+    folder = tmp_path_factory.mktemp("pages")
+    cartpole = {"total_steps": 1_000, "evaluation": {"interval": 400, "episodes": 3}}
+    with pytest.MonkeyPatch.context() as patch:
+        gw.train("CartPole-v1", gw.GRPOCfg(group_size=3), run_dir=folder / "grpo", **cartpole, **QUIET)
+        patch.setattr(env_evaluator, "film", lambda *args, **options: None)
+        gw.train("CartPole-v1", gw.PPOCfg(num_steps=64), run_dir=folder / "ppo", **cartpole, **QUIET)
+    train_text(copying(), save_model(folder / "model"), folder / "text")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "text"])
+def test_a_page_is_whole_and_needs_nothing_else(runs, name):
+    text, page = page_of(runs / name)
+    assert len(text) < 3_000_000
+    assert len(set(page.ids_of())) == len(page.ids_of())
+    for _, attributes in page.tags:
+        for key in ("src", "href", "xlink:href"):
+            assert attributes.get(key, "#").startswith(("#", "data:"))
+    assert "url(http" not in text
+    assert all(attributes.get("alt") for tag, attributes in page.tags if tag == "img")
+    assert all(attributes.get("aria-label") for tag, attributes in page.tags if tag == "svg")
+    links = {attributes["href"][1:] for tag, attributes in page.tags if tag == "a"}
+    assert links == {"learned", "health", "groups", "settings"} < set(page.ids_of())
+    words = " ".join(page.texts)
+    for expected in ("Speed", "algorithm.learning_rate", "versions", "groupwise resume", "torch"):
+        assert expected.lower() in words.lower()
+    assert ("Critic" in words) == (name == "ppo")
+    assert ("data:image/gif" in text) == (name == "grpo")
+    assert ("best and worst completion" in words) == (name == "text")
+
+
+def test_the_explorer_has_the_steps_that_were_kept(runs):
+    text, _ = page_of(runs / "grpo")
+    shown = data_of(text)
+    iteration, path = list(groups.kept_iterations(runs / "grpo/groups").items())[-1]
+    kept = groups.read_groups(path)
+    of_last = [group for group in shown if group["iteration"] == iteration]
+    assert {group["group"] for group in of_last} == set(kept["group"])
+    assert sum(member["length"] for group in of_last for member in group["members"]) == len(kept["step"])
+    total = sum(member["return"] for group in of_last for member in group["members"])
+    assert total == pytest.approx(sum(kept["reward"]))
+    for group in shown:
+        returns = [member["return"] for member in group["members"]]
+        assert group["spread"] == pytest.approx(max(returns) - min(returns))
+
+
+def test_long_episodes_and_many_groups_keep_the_page_small(tmp_path, monkeypatch):
+    steps = 1_000
+    columns = {
+        name: values * steps
+        for name, values in {
+            "env_steps": [9], "group": [0], "start": ["7"], "member": [0], "observation": [[0.123456, 9.87654321]],
+            "action": [[0.5]], "token": [None], "reward": [0.25], "reward_parts": [None], "log_prob": [-0.123456],
+            "ratio": [1.0], "loss_mask": [True], "greedy": [False], "end": ["running"],
+        }.items()
+    } | {"step": list(range(steps)), "advantage": [step / 7 for step in range(steps)]}  # fmt: skip
+    for iteration in range(1, 6):
+        write_table(tmp_path / f"{iteration}.parquet", columns | {"iteration": [iteration] * steps})
+    monkeypatch.setattr(explorer, "MAX_BYTES", 25_000)
+    found = explorer.load_groups(tmp_path)
+    assert 5 > len(found) >= 2
+    assert len(explorer.to_json(found)) < 30_000
+    assert {1, 5} <= {group["iteration"] for group in found}
+    [member] = found[0]["members"]
+    assert found[0]["stride"] == 5  # 1,000 steps in at most 240 cells
+    assert member["return"] == pytest.approx(0.25 * steps)
+    assert member["reward"] == [1.25]
+    assert member["advantage"][1] == pytest.approx(1)  # steps 5 to 9
+
+
+def test_texts_of_strangers_stay_texts(tmp_path, runs):
+    run = tmp_path / "run"
+    shutil.copytree(runs / "text", run)
+    path = list(groups.kept_iterations(run / "groups").values())[-1]
+    columns = groups.read_groups(path)
+    count = len(columns["step"])
+    write_table(path, columns | {"start": [HOSTILE] * count, "token": [HOSTILE] * count})
+    config = json.loads((run / "config.json").read_text())
+    config["task"]["data"] = config["provenance"]["command"] = config["algorithm"]["name"] = HOSTILE
+    (run / "config.json").write_text(json.dumps(config))
+    text, page = page_of(run)
+    assert "<img src=x" not in text
+    assert not any(tag == "img" for tag, _ in page.tags)
+    assert sum(tag == "script" for tag, _ in page.tags) == 2
+    assert data_of(text)[0]["start"] == HOSTILE
+
+
+@pytest.mark.parametrize("lost", ["summary", "groups", "metrics", "half"])
+def test_a_run_that_is_not_complete_has_a_page(runs, lost, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(runs / "grpo", run)
+    (run / "summary.json").unlink()
+    if lost == "groups":
+        shutil.rmtree(run / "groups")
+    if lost == "metrics":
+        (run / "metrics.jsonl").unlink()
+    if lost == "half":
+        first = (run / "metrics.jsonl").read_text().splitlines()[0]
+        (run / "metrics.jsonl").write_text(first + "\n")
+    words = " ".join(page_of(run)[1].texts)
+    assert "Still training, or killed" in words
+    assert ("No groups yet" in words) == (lost == "groups")
+    assert ("No iteration was logged" in words) == (lost == "metrics")
+
+
+def test_a_failed_run_says_so(tmp_path):
+    class Breaks(gw.Callback):
+        def on_iteration_end(self, trainer, rollout, metrics):
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError):
+        gw.train("CartPole-v1", total_steps=500, run_dir=tmp_path / "run", callbacks=[Breaks()], **QUIET)
+    assert "failed with an error" in " ".join(page_of(tmp_path / "run")[1].texts)
+
+
+def test_damaged_groups_are_named(runs, tmp_path):
+    shutil.copytree(runs / "ppo", tmp_path / "run")
+    (tmp_path / "run/groups/000999.parquet").write_bytes(b"nothing")
+    with pytest.raises(RunFolderError, match=r"000999\.parquet is damaged"):
+        write_page(tmp_path / "run")
+
+
+def test_the_command_writes_where_it_is_told(runs, tmp_path, capsys):
+    out = tmp_path / "new/page.html"
+    assert cli.main(["report", str(runs / "ppo"), "-o", str(out)]) == 0
+    assert capsys.readouterr().out == f"written: {out}\n"
+    assert out.read_text().startswith("<!DOCTYPE html>")
+    assert cli.main(["report", str(tmp_path / "none")]) == 2
+
+
+def evaluated(*scores, std=10.0, training=()):
+    """Entries with evaluations of 25 episodes, whose intervals are 4.13 to each side."""
+    entries = [{"env_steps": 1, "rollout/return_mean": score} for score in training]
+    numbers = {"eval/return_std": std, "eval/episodes": 25.0}
+    return entries + [{"env_steps": 2, "eval/return_mean": score, **numbers} for score in scores]
+
+
+@pytest.mark.parametrize(
+    ("entries", "word", "text"),
+    [
+        ([], "Unknown", "No iteration was logged."),
+        (evaluated(training=(1.0, 2.0)), "Unknown", "went from 1 to 2, and nothing was evaluated"),
+        (evaluated(20, 100), "Yes", "rose from 20 to 100 (95 % interval 95.87 to 104.1, 25 episodes)."),
+        (evaluated(100, 20), "No", "fell from 100 to 20"),
+        (evaluated(20, 24), "Not visibly", "no more than noise"),
+        (evaluated(500, 500, std=0.0, training=(22.0, 480.0)), "Yes", "from 22 in the first iteration"),
+        (evaluated(500, 500, std=0.0, training=(500.0, 480.0)), "Not visibly", ""),
+    ],
+)
+def test_the_answer_follows_from_evaluations_and_their_noise(entries, word, text):
+    found = answer(entries, "return", "episodes")
+    assert found.word == word
+    assert text in found.text
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@pytest.mark.parametrize("name", ["grpo", "text"])
+def test_the_explorer_runs_in_a_browser(runs, name):
+    path = write_page(runs / name)
+    group = data_of(path.read_text())[-1]
+    address = f"{path.as_uri()}#group={group['iteration']}-{group['group']}&member=1&step=1"
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--virtual-time-budget=2000"]
+    dom = subprocess.run([*command, address], capture_output=True, text=True, check=True, timeout=120).stdout
+    assert f"<h3>Iteration {group['iteration']}, group {group['group']}:" in dom
+    assert dom.count('class="member chosen"') == 1
+    assert dom.count('<button type="button" aria-current="true"') == 1
+    assert dom.count('class="member') == len(group["members"])
+    assert "With scripts switched on" not in dom

@@ -67,6 +67,7 @@ def test_everything_a_run_leaves_behind(cartpole: gw.Run):
         "metrics.jsonl",
         "summary.json",
         "checkpoints",
+        "groups",
         "curve.png",
         "policy.gif",
         ".groupwise.lock",

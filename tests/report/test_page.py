@@ -212,6 +212,12 @@ def evaluated(*scores, std=10.0, training=()):
         (evaluated(training=(1.0, 2.0)), "Unknown", "went from 1 to 2, and nothing was evaluated"),
         (evaluated(20, 100), "Yes", "rose from 20 to 100 (95 % interval 95.87 to 104.1, 25 episodes)."),
         (evaluated(100, 20), "No", "fell from 100 to 20"),
+        (
+            evaluated(-1600, -1300, training=(-1250.0, -1350.0)),
+            "No",
+            "no more than the -1,250.0 of the first iteration",
+        ),
+        (evaluated(20, 100, training=(22.0, 90.0)), "Yes", "rose from 20 to 100"),
         (evaluated(20, 24), "Not visibly", "no more than noise"),
         (evaluated(500, 500, std=0.0, training=(22.0, 480.0)), "Yes", "from 22 in the first iteration"),
         (evaluated(500, 500, std=0.0, training=(500.0, 480.0)), "Not visibly", ""),

@@ -70,6 +70,13 @@ def test_steps_of_groups_are_those_of_the_rollout(tmp_path):
     assert found.ratio.std() > 0
 
 
+def test_a_group_began_from_its_seed(tmp_path):
+    found = table(train(tmp_path / "run", gw.GRPOCfg(group_size=3, num_steps=32), env="Pendulum-v1"))
+    for start, observation in found.groupby("start").observation.first().items():
+        own, _ = gymnasium.make("Pendulum-v1").reset(seed=int(start))
+        assert observation == pytest.approx(own)
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_ratios_are_those_of_the_weights_alone(algorithm, tmp_path):
     still = {"name": algorithm, "learning_rate": 1e-30, "num_steps": 32}

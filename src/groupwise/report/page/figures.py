@@ -32,7 +32,7 @@ def learning_curve(metrics: Sequence[Mapping[str, Any]], axes: tuple[str, str]) 
 
 
 def small(series: Sequence[tuple[Sequence[int], Sequence[float]]], label: str, name: str) -> Markup:
-    """Lines without axes; their first and last values are in the text beside them."""
+    """Lines without axes, for a row of a table."""
 
     def draw() -> "Figure":
         figure, axes = _empty()

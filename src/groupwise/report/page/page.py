@@ -1,9 +1,10 @@
 """From a run folder to one file of HTML that needs no network and, but for the explorer, no scripts."""
 
+import json
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from importlib.resources import files as resources
-from math import hypot
+from math import hypot, inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,16 +97,14 @@ def render(folder: RunFolder) -> str:
 
 
 def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Answer:
-    """Whether the run learned: the last evaluation against the first one, and against the untrained policy."""
+    """Whether the run learned: the last evaluation against the first one, and against the first iteration of training."""
     scores = [entry["rollout/return_mean"] for entry in metrics if "rollout/return_mean" in entry]
     evaluations = [entry for entry in metrics if "eval/return_mean" in entry]
     if not evaluations:
         if not scores:
             return Answer("Unknown", "No iteration was logged.")
-        told = (
-            f"The {score} of training went from {_shown(scores[0])} to {_shown(scores[-1])}, and nothing was evaluated."
-        )
-        return Answer("Unknown", told)
+        change = f"from {_shown(scores[0])} to {_shown(scores[-1])}"
+        return Answer("Unknown", f"The {score} of training went {change}, and nothing was evaluated.")
     first, last = evaluations[0], evaluations[-1]
     before, after = first["eval/return_mean"], last["eval/return_mean"]
     halves = [half_width_95(entry["eval/return_std"], int(entry["eval/episodes"])) for entry in (first, last)]
@@ -115,13 +114,16 @@ def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Ans
         f"{interval}, {last['eval/episodes']:.0f} {sample}" if many else f"of one of the {sample}, so without interval"
     )
     end = f"{_shown(after)} ({how_sure})"
-    noise = hypot(*halves)
-    if after - before > noise:
-        return Answer("Yes", f"The evaluated {score} rose from {_shown(before)} to {end}.")
+    noise, untrained = hypot(*halves), scores[0] if scores else -inf
     if before - after > noise:
         return Answer("No", f"The evaluated {score} fell from {_shown(before)} to {end}.")
-    if scores and scores[-1] > scores[0] and after - halves[1] > scores[0]:
-        early = f"from {_shown(scores[0])} in the first iteration, most of it before the first evaluation"
+    if after - before > noise:
+        rose = f"The evaluated {score} rose from {_shown(before)} to {end}"
+        if after > untrained:
+            return Answer("Yes", f"{rose}.")
+        return Answer("No", f"{rose}, which is no more than the {_shown(untrained)} of the first iteration.")
+    if scores[-1:] > [untrained] and after - halves[1] > untrained:
+        early = f"from {_shown(untrained)} in the first iteration, most of it before the first evaluation"
         return Answer("Yes", f"The {score} rose {early}; at the end it is {end}.")
     return Answer(
         "Not visibly", f"The evaluated {score} was {_shown(before)} first and {end} last: no more than noise."
@@ -207,7 +209,7 @@ def _settings(config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]
 
 
 def _setting(value: object) -> str:
-    return value if isinstance(value, str) else str(to_json(value)).replace("\\u003c", "<")
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _facts(provenance: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from groupwise import cli
 from groupwise.errors import RunFolderError
 from groupwise.report import groups
 from groupwise.report.page import explorer
+from groupwise.report.page.figures import small
 from groupwise.report.page.page import answer, write_page
 from groupwise.training import env_evaluator
 
@@ -227,6 +228,11 @@ def test_the_answer_follows_from_evaluations_and_their_noise(entries, word, text
     found = answer(entries, "return", "episodes")
     assert found.word == word
     assert text in found.text
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 500.0, -1e9])
+def test_a_metric_that_stays_the_same_is_drawn(value):
+    assert "<path" in small([([1, 2, 3], [value] * 3)], "constant", "h0")
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")

@@ -38,8 +38,7 @@ def small(series: Sequence[tuple[Sequence[int], Sequence[float]]], label: str, n
         figure, axes = _empty()
         for (steps, values), color in zip(series, (TRAINING, EVALUATION), strict=False):
             axes.plot(steps, values, color=color, linewidth=1.5, marker="o" if len(steps) == 1 else None, markersize=3)
-        low, high = (pick(value for _, values in series for value in values) for pick in (min, max))
-        axes.set_ylim(low - 0.1 * (high - low) - 1e-12, high + 0.1 * (high - low) + 1e-12)
+        axes.margins(y=0.1)
         return figure
 
     return _svg(draw, label, name)

@@ -41,6 +41,8 @@ class KeepGroups(Callback):
 
     def on_training_start(self, trainer: "Trainer") -> None:
         """Remove what a resumed run writes again."""
+        import pyarrow.parquet  # noqa: F401  # takes 0.1 s and memory, better here than in the midst of training
+
         for iteration, path in kept_iterations(self.folder).items():
             if iteration > trainer.iteration:
                 files.remove(path)
